@@ -1,0 +1,250 @@
+"""Train a byte-level Transformer on the source of the Python standard library, under a layout.
+
+    python examples/train_lm.py                  # a few minutes on 8 virtual CPU devices
+    python examples/train_lm.py --layout megatron --mesh "data=2, model=4"
+    python examples/train_lm.py --layout "batch: data; mlp, vocab: model"
+
+The model (lm/model.py) names the dims of its weights and knows of no device. The layout says over
+which mesh axis each name is split. Another layout gives another plan and the same losses.
+"""
+
+import argparse
+import difflib
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import meshpar as mp
+from lm.data import held_out_batches, read_stdlib, training_batches
+from lm.model import Config, Transformer
+from lm.picture import draw_losses
+
+MEGATRON = "batch: data; heads, kv_heads?, mlp, vocab: model"
+LAYOUTS = {
+    "dp": "batch: data",
+    "fsdp": "batch: data; embed: data",
+    "megatron": MEGATRON,
+    "fsdp+megatron": f"{MEGATRON}; embed: data",
+    "fsdp+megatron+sp": f"{MEGATRON}; embed: data; seq: model",
+}
+DIMS = {"inputs": "batch seq", "targets": "batch seq"}  # the weights say theirs in lm/model.py
+
+
+@dataclass(frozen=True)
+class Result:
+    losses: list[float]  # nats per byte, one a step
+    tokens_per_s: float  # median step; the first, which compiles, left out
+    held_out_bits_per_byte: float
+
+
+def loss_of(
+    model: Transformer, inputs: jax.Array, targets: jax.Array, key: jax.Array | None = None
+) -> jax.Array:
+    logits = model(inputs, key)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def train_step(
+    model: Transformer,
+    optimizer: nnx.Optimizer,
+    inputs: jax.Array,
+    targets: jax.Array,
+    key: jax.Array,
+) -> jax.Array:
+    key = jax.random.fold_in(key, optimizer.step[...])  # other dropout at every step
+    loss, gradients = nnx.value_and_grad(loss_of)(model, inputs, targets, key)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def adamw(peak_rate: float, steps: int) -> optax.GradientTransformation:
+    warmup = min(20, steps // 5)
+    rate = optax.warmup_cosine_decay_schedule(
+        peak_rate / 10, peak_rate, warmup, steps, end_value=peak_rate / 20
+    )
+    update = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
+    return optax.chain(optax.clip_by_global_norm(1.0), update)
+
+
+def main(argv: Sequence[str] | None = None) -> Result:
+    args = parse(argv)
+    mp.virtual_devices(8)  # concerns the CPU alone: GPUs and TPUs are used as they are
+    mesh = mp.mesh(args.mesh or default_mesh())
+    rules: str = LAYOUTS.get(args.layout, args.layout)
+    layout = mp.Layout(rules)
+    corpus = read_stdlib()
+    console = Console(highlight=False, soft_wrap=True)
+    device = mesh.devices.flat[0].device_kind
+    python = platform.python_version()
+    console.print(f"devices  {mesh.devices.size} × {device}, mesh {axes_of(mesh)}")
+    console.print(f"layout   {rules}")
+    console.print(
+        f"text     the standard library of Python {python}, {corpus.files} files: ", end=""
+    )
+    console.print(f"{mega(corpus.train)} to train on, {mega(corpus.held_out)} held out\n")
+
+    config = Config(layers=args.layers, embed=args.embed, mlp=3 * args.embed)
+
+    def create(key: jax.Array) -> tuple[Transformer, nnx.Optimizer]:
+        model = Transformer(config, nnx.Rngs(key))
+        return model, nnx.Optimizer(model, adamw(args.lr, args.steps), wrt=nnx.Param)
+
+    init_key, dropout_key = jax.random.split(jax.random.key(args.seed))
+    model, optimizer = mp.init(create, mesh=mesh, layout=layout)(init_key)
+    how = {"mesh": mesh, "layout": layout, "dims": DIMS, "lowering": args.lowering}
+    step = mp.jit(train_step, donate_argnames=("model", "optimizer"), **how)
+    evaluate = mp.jit(loss_of, **how)
+    batches = training_batches(corpus.train, args.batch, args.seq, args.seed)
+    held_out = held_out_batches(corpus.held_out, args.batch, args.seq, args.eval_batches)
+
+    print(step.plan(model, optimizer, *held_out[0], dropout_key))
+
+    with open(args.metrics or os.devnull, "w") as metrics:
+        losses, rates = [], []
+        with progress_bar(console, args.steps) as progress:
+            for number in range(1, args.steps + 1):
+                began = time.perf_counter()
+                losses.append(float(step(model, optimizer, *next(batches), dropout_key)))
+                rates.append(args.batch * args.seq / (time.perf_counter() - began))
+                show(progress, losses, rates)
+                if number < args.steps:
+                    print(metrics_line(losses, rates), file=metrics, flush=True)
+        with console.status("reading the held-out text"):
+            nats = statistics.fmean(float(evaluate(model, *batch)) for batch in held_out)
+        result = Result(losses, typical(rates), nats / math.log(2))
+        bits = result.held_out_bits_per_byte
+        print(metrics_line(losses, rates, held_out_bits_per_byte=bits), file=metrics)
+
+    console.print(f"\n[bold]{bits:.3f} bits per byte[/] on text that was held out, ", end="")
+    console.print(f"{result.tokens_per_s:,.0f} tokens/s in training")
+    if args.picture:
+        draw_losses(
+            losses,
+            bits,
+            bytes_per_step=args.batch * args.seq,
+            title=args.layout if args.layout in LAYOUTS else rules,
+            subtitle=f"{rules if args.layout in LAYOUTS else ''}   ({axes_of(mesh)})".strip(),
+            path=args.picture,
+        )
+        console.print(f"the loss curve is in {args.picture}")
+    return result
+
+
+def progress_bar(console: Console, steps: int) -> Progress:
+    progress = Progress(
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=console,
+    )
+    progress.add_task("compiling", total=steps, start=False, loss=math.nan, rate=0)
+    return progress
+
+
+def show(progress: Progress, losses: list[float], rates: list[float]) -> None:
+    task = progress.tasks[0]
+    number, total = len(losses), int(task.total or 0)
+    if number == 1:
+        progress.start_task(task.id)  # only now, so that compiling does not count as time a step
+    now = {"loss": losses[-1], "rate": typical(rates)}
+    progress.update(task.id, completed=number, description="training", **now)
+    if not progress.console.is_terminal and number % max(1, total // 20) == 0:
+        progress.print(
+            f"step {number}/{total}  loss {now['loss']:.3f}  {now['rate']:,.0f} tokens/s"
+        )
+
+
+def typical(rates: list[float]) -> float:
+    """The median, without the first step, which compiles."""
+    return statistics.median(rates[1:] or rates)
+
+
+def metrics_line(losses: list[float], rates: list[float], **more: float) -> str:
+    last = {"step": len(losses), "loss": losses[-1], "tokens_per_s": rates[-1]}
+    return json.dumps(last | more)
+
+
+def mega(text: np.ndarray) -> str:
+    return f"{len(text) / 1e6:.1f} MB"
+
+
+def default_mesh() -> str:
+    """`data=4, model=2` on 8 devices; what is there on others."""
+    return f"data=-1, model={2 if jax.device_count() % 2 == 0 else 1}"
+
+
+def axes_of(mesh: jax.sharding.Mesh) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--mesh", help='mesh axes and sizes (default "data=4, model=2" on 8 devices)')
+    add(
+        "--layout",
+        type=preset_or_rules,
+        default="fsdp+megatron",
+        help=f"rules ('batch: data; mlp: model') or one of {', '.join(LAYOUTS)} (%(default)s)",
+    )
+    add("--lowering", choices=("jit", "shard_map"), default="jit")
+    add("--steps", type=positive, default=300)
+    add("--batch", type=positive, default=16, help="sequences a step (%(default)s)")
+    add("--seq", type=positive, default=128, help="bytes a sequence (%(default)s)")
+    add("--layers", type=positive, default=4)
+    add("--embed", type=positive, default=128)
+    add("--lr", type=float, default=6e-3, help="highest learning rate (%(default)s)")
+    add("--seed", type=int, default=0)
+    add("--eval-batches", type=positive, default=16)
+    add("--metrics", type=writable, metavar="FILE", help="a JSON line for every step")
+    add("--picture", type=writable, metavar="FILE", default="train_lm.png", help="(%(default)s)")
+    return parser.parse_args(argv)
+
+
+def preset_or_rules(text: str) -> str:
+    if text in LAYOUTS or ":" in text:
+        return text
+    near = difflib.get_close_matches(text, LAYOUTS, n=1)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither a preset ({', '.join(LAYOUTS)}) nor rules like 'batch: data'"
+        + (f"; did you mean {near[0]}?" if near else "")
+    )
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def writable(text: str) -> str:
+    if text and not Path(text).resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {Path(text).parent}")
+    return text
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except mp.MeshparError as error:
+        sys.exit(f"\n{error}")

@@ -1,0 +1,236 @@
+"""The one place that knows JAX versions (0.10.2 to 0.12) and its private corners."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+
+def closed_parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """(jaxpr, consts) of a Jaxpr or ClosedJaxpr: primitives hold either."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+def source_line(eqn: Any) -> str:
+    """``file.py:12 (function)`` of the user's line that made an equation: the innermost one outside installed packages."""
+    from jax._src import source_info_util
+
+    info = eqn.source_info
+    try:
+        frames = list(source_info_util.user_frames(info.traceback))
+    except Exception:  # another version's signature
+        with contextlib.suppress(Exception):
+            return source_info_util.summarize(info)
+        return ""
+    own = [f for f in frames if f"{os.sep}site-packages{os.sep}" not in f.file_name]
+    for f in (*own[:1], *frames[:1]):
+        name = os.path.relpath(f.file_name) if f.file_name.startswith(os.getcwd()) else f.file_name
+        return f"{name}:{f.start_line} ({f.function_name.rsplit('.', 1)[-1]})"
+    return ""
+
+
+def constraint_spec(eqn: Any) -> tuple[tuple[str, ...], ...] | None:
+    """The spec of a ``sharding_constraint`` equation; None where some dim is left open."""
+    sharding = eqn.params["sharding"]
+    spec = getattr(sharding, "spec", None)
+    if spec is None or eqn.params.get("unconstrained_dims"):
+        return None
+    rank = eqn.outvars[0].aval.ndim
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    return tuple(entries) + ((),) * (rank - len(entries))
+
+
+_tracing = threading.local()
+_patch_lock = threading.Lock()
+_patched = False
+
+
+def _install_constraint_hooks() -> None:
+    """Let sharding constraints made during our traces be seen; calls from elsewhere pass straight through."""
+    global _patched
+    with _patch_lock:
+        if _patched:
+            return
+        import flax.linen.spmd as linen_spmd
+
+        plain = jax.lax.with_sharding_constraint
+        one = linen_spmd._with_sharding_constraint_one_fallback
+
+        def with_sharding_constraint(x, shardings, *args, **kwargs):
+            hooks = getattr(_tracing, "hooks", None)
+            seen = hooks[1](x, shardings) if hooks else None
+            return plain(x, shardings, *args, **kwargs) if seen is None else seen
+
+        def one_fallback(axis_resources, x, *args, **kwargs):
+            hooks = getattr(_tracing, "hooks", None)
+            return hooks[0](axis_resources, x) if hooks else one(axis_resources, x, *args, **kwargs)
+
+        with_sharding_constraint.__doc__ = plain.__doc__
+        jax.lax.with_sharding_constraint = with_sharding_constraint
+        linen_spmd._with_sharding_constraint_one_fallback = one_fallback
+        _patched = True
+
+
+@contextlib.contextmanager
+def patched_constraints(logical: Any, constraint: Any) -> Iterator[None]:
+    """In this thread, hand linen's logical constraints and ``with_sharding_constraint`` to these functions."""
+    import flax.linen as nn
+
+    _install_constraint_hooks()
+    before = getattr(_tracing, "hooks", None)
+    _tracing.hooks = (logical, constraint)
+    # linen looks at a constraint only where some rule is set
+    rules = nn.get_logical_axis_rules() or (("_", None),)
+    try:
+        with nn.logical_axis_rules(rules):
+            yield
+    finally:
+        _tracing.hooks = before
+
+
+def new_var(aval: Any) -> Any:
+    """A new jaxpr variable."""
+    from jax.extend.core import Var
+
+    return Var(aval)
+
+
+def _primitive(name: str) -> Any:
+    from jax.extend.core import primitives
+
+    return getattr(primitives, name)
+
+
+sharding_constraint_p = _primitive("sharding_constraint_p")
+_constraint_template: dict[int, dict[str, Any]] = {}
+
+
+def constraint_params(sharding: Any, rank: int) -> dict[str, Any]:
+    """The parameters of a ``sharding_constraint`` equation, as this version of JAX writes them."""
+    shape = tuple(
+        int(np.prod([sharding.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())]))
+        for e in (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+    )
+    jaxpr = jax.make_jaxpr(lambda x: _plain_constraint(x, sharding))(jax.ShapeDtypeStruct(shape, np.float32))
+    return jaxpr.eqns[0].params
+
+
+def _plain_constraint(x: Any, sharding: Any) -> Any:
+    before, _tracing.hooks = getattr(_tracing, "hooks", None), None
+    try:
+        return jax.lax.with_sharding_constraint(x, sharding)
+    finally:
+        _tracing.hooks = before
+
+
+def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
+    """The equation with other bodies (jaxprs, in the order in which the program lists its frames)."""
+    params = dict(eqn.params)
+    if eqn.primitive.name == "cond":
+        params["branches"] = tuple(
+            ClosedJaxpr(b, old.consts) for b, old in zip(bodies, params["branches"], strict=True)
+        )
+    elif eqn.primitive.name == "while":
+        for key, body in zip(("cond_jaxpr", "body_jaxpr"), bodies, strict=True):
+            params[key] = ClosedJaxpr(body, params[key].consts)
+    else:
+        key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params)
+        old, (body,) = params[key], bodies
+        params[key] = ClosedJaxpr(body, old.consts) if isinstance(old, ClosedJaxpr) else body
+    return eqn.replace(params=params)
+
+
+def close_over(closed: Any) -> Any:
+    """A function that runs a closed jaxpr as one call, so that tracing it again costs nothing."""
+    jaxpr, consts = closed.jaxpr, list(closed.consts)
+    body = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=_no_debug(jaxpr))
+    template = jax.make_jaxpr(jax.jit(lambda x: x))(np.float32(0)).eqns[0]
+    n, m = len(body.invars), len(body.outvars)
+    params = dict(template.params)
+    params.update(
+        jaxpr=ClosedJaxpr(body, ()),
+        in_shardings=params["in_shardings"][:1] * n,
+        in_layouts=params["in_layouts"][:1] * n,
+        donated_invars=(False,) * n,
+        out_shardings=params["out_shardings"][:1] * m,
+        out_layouts=params["out_layouts"][:1] * m,
+        name="step",
+    )
+
+    def run(*args: Any) -> list[Any]:
+        return template.primitive.bind(*consts, *args, **params)
+
+    return run
+
+
+def _no_debug(jaxpr: Any) -> Any:
+    """Debug info names arguments one by one; with constants in front the names no longer fit."""
+    info = jaxpr.debug_info
+    if info is None or not jaxpr.constvars:
+        return info
+    names = getattr(info, "arg_names", None)
+    return info if names is None else info._replace(arg_names=("",) * len(jaxpr.constvars) + tuple(names))
+
+
+def device_mesh(shape: Sequence[int], devices: Sequence[Any], slices: int, text: str) -> np.ndarray:
+    """Devices of a slice in the shape of a mesh, axes on torus dimensions where they fit."""
+    from jax.experimental import mesh_utils
+
+    from .errors import MeshError
+
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    dcn, ici, left = [], [], slices
+    for n in shape:  # the first axes join the slices
+        outer = int(np.gcd(n, left))
+        dcn.append(outer)
+        ici.append(n // outer)
+        left //= outer
+    if left != 1:
+        raise MeshError(f"mesh ({text}): the first axes must hold the {slices} slices")
+    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
+
+
+def tpu_topology(kind: str, chips: Sequence[int], slices: int, wrap: tuple[bool, ...]) -> list[Any]:
+    """The devices of a TPU slice that is not here, from the compiler's description of it."""
+    import importlib.util
+    import os
+
+    from .errors import MeshError
+
+    if importlib.util.find_spec("libtpu") is None:
+        raise MeshError(
+            "a TPU topology needs the TPU compiler, which is not installed",
+            fixes=['pip install "jax[tpu]"   # installs libtpu; no TPU is needed'],
+        )
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {"wrap": wrap}
+    if slices > 1:
+        options["num_slices"] = slices
+    if kind == "v4":
+        options["chip_config_name"] = "megacore"
+    return list(
+        topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, chips))}", **options
+        ).devices
+    )
+
+
+def is_graph_node(x: Any) -> bool:
+    """Whether flax.nnx treats a value as an object with identity (a module, an optimizer, a variable)."""
+    from flax import nnx
+    from flax.nnx import graphlib
+
+    return isinstance(x, nnx.Variable) or graphlib.is_graph_node(x)

@@ -1,0 +1,135 @@
+"""The notation for dims: ``"batch seq embed"``, path patterns over trees, near names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from types import EllipsisType
+
+from .errors import LayoutSyntaxError, RankError
+
+Dims = tuple[str | None, ...]
+"""One name, or None (no name), for every dimension of a value."""
+
+DimsLike = str | Sequence[str | None]
+
+_NAME = re.compile(r"[A-Za-z_][\w'\-]*\Z")
+
+
+def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | None | EllipsisType, ...]:
+    """Read ``"batch seq embed"`` or ``("batch", "seq", None)``.
+
+    ``_`` is a dimension without a name; ``...`` (once) stands for any number of them.
+
+    Raises:
+      LayoutSyntaxError: a name that is no identifier, or one that stands twice.
+    """
+    parts = text.split() if isinstance(text, str) else list(text)
+    out: list[str | None | EllipsisType] = []
+    for part in parts:
+        if part is None or part == "_":
+            out.append(None)
+        elif part == "...":
+            out.append(...)
+        elif isinstance(part, str) and _NAME.match(part):
+            if part in out:
+                raise LayoutSyntaxError(
+                    f"{what} {text!r}: the dim `{part}` stands twice in one value",
+                    dim=part,
+                    fixes=[f"name the second one apart, e.g. `{part}_out` or `kv_{part}`"],
+                )
+            out.append(part)
+        else:
+            raise LayoutSyntaxError(
+                f"{what} {text!r}: {part!r} is not a name",
+                fixes=['names are separated by spaces: "batch seq embed"; `_` leaves one unnamed'],
+            )
+    if out.count(...) > 1:
+        raise LayoutSyntaxError(f"{what} {text!r}: `...` stands twice")
+    return tuple(out)
+
+
+def fit_dims(
+    dims: Sequence[str | None | EllipsisType], shape: Sequence[int], *, path: str, origin: str
+) -> Dims:
+    """The dims of a value of this shape, ``...`` filled in.
+
+    Raises:
+      RankError: the number of names is not the rank.
+    """
+    rank = len(shape)
+    if ... in dims:
+        i = list(dims).index(...)
+        fill = rank - len(dims) + 1
+        if fill >= 0:
+            return tuple(dims[:i]) + (None,) * fill + tuple(dims[i + 1 :])  # type: ignore[return-value]
+    elif len(dims) == rank:
+        return tuple(dims)  # type: ignore[return-value]
+    names = format_dims(dims)
+    raise RankError(
+        f"{path} has {rank} dimension{'s' * (rank != 1)}, but {origin} names {len(dims)}: `{names}`",
+        path=path,
+        shape=shape,
+        dims=names,
+        fixes=[
+            f"name {rank} dims (`_` for one without a name, `...` for any number of them)",
+        ],
+    )
+
+
+def format_dims(dims: Iterable[str | None | EllipsisType]) -> str:
+    """``("batch", None)`` → ``"batch _"``."""
+    return " ".join("_" if d is None else "..." if d is ... else str(d) for d in dims)
+
+
+def near(name: str, candidates: Iterable[str]) -> list[str]:
+    """The candidates that a misspelt name may have meant, best first, at most three."""
+    return difflib.get_close_matches(name, sorted(set(candidates)), n=3, cutoff=0.6)
+
+
+def did_you_mean(name: str, candidates: Iterable[str], kind: str) -> list[str]:
+    """Fix lines for an unknown name: the near ones, else all there are."""
+    candidates = sorted(set(candidates))
+    close = near(name, candidates)
+    if close:
+        return [f"did you mean {' or '.join(f'`{c}`' for c in close)}?"]
+    return [f"{kind} there are: {', '.join(candidates) if candidates else 'none'}"]
+
+
+@lru_cache(maxsize=4096)
+def _pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, pattern.split("*"))) + r"\Z", re.DOTALL)
+
+
+def path_matches(pattern: str, path: str) -> bool:
+    """Whether a path pattern matches: ``*`` stands for anything, ``/`` included, and a leading ``*/`` for nothing too."""
+    return bool(_pattern(pattern).match(path) or _pattern(pattern).match("/" + path))
+
+
+class PathDims:
+    """Ordered path patterns → dims; the first that matches wins.
+
+    Args:
+      patterns: e.g. ``{"batch/tokens": "batch seq", "*/kernel": "embed mlp"}``, or pairs.
+    """
+
+    def __init__(self, patterns: Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | None):
+        items = patterns.items() if isinstance(patterns, Mapping) else (patterns or ())
+        self.items = tuple(
+            (str(p), parse_dims(d, what=f"dims of pattern {p!r}")) for p, d in items
+        )
+
+    def match(self, path: str) -> tuple[str, tuple[str | None | EllipsisType, ...]] | None:
+        """(pattern, dims) of the first pattern that matches the path."""
+        for pattern, dims in self.items:
+            if path_matches(pattern, path):
+                return pattern, dims
+        return None
+
+    def __hash__(self) -> int:
+        return hash(self.items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PathDims) and self.items == other.items

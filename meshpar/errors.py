@@ -1,0 +1,92 @@
+"""Errors that name the tensor, the dim, the axis, the sizes, the rule, the user's line and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MeshparError(ValueError):
+    """Base of all meshpar errors: a headline, then the facts, one a line, then the ways to fix it.
+
+    The facts are also attributes (``None`` where one does not apply): ``path``, ``shape``, ``dims``,
+    ``dim``, ``axis``, ``rule``, ``source``, ``fixes``.
+    """
+
+    def __init__(
+        self,
+        headline: str,
+        *,
+        path: str | None = None,
+        shape: Sequence[int] | None = None,
+        dtype: object = None,
+        dims: str | None = None,
+        dim: str | None = None,
+        axis: str | None = None,
+        rule: str | None = None,
+        source: str | None = None,
+        fixes: Sequence[str] = (),
+    ):
+        self.headline = headline
+        self.path, self.dims, self.dim, self.axis = path, dims, dim, axis
+        self.shape = None if shape is None else tuple(shape)
+        self.rule, self.source, self.fixes = rule, source, tuple(fixes)
+        sized = "" if self.shape is None else f"[{', '.join(map(str, self.shape))}]"
+        tensor = f"{path or ''}  {dtype or ''}{sized}".strip()
+        facts = [
+            ("tensor", tensor),
+            ("dims", dims),
+            ("rule", rule),
+            ("at", source),
+        ]
+        lines = [headline, *(f"  {k:<7} {v}" for k, v in facts if v)]
+        for i, fix in enumerate(self.fixes):
+            lines.append(f"  {'fix' if i == 0 else '':<7} {fix}")
+        super().__init__("\n".join(lines))
+
+
+class LayoutSyntaxError(MeshparError):
+    """A layout, mesh or dims text that cannot be read."""
+
+
+class UnknownDimError(MeshparError):
+    """A rule, pattern or rename names a dim that no value has."""
+
+
+class UnknownAxisError(MeshparError):
+    """A rule names an axis that the mesh does not have."""
+
+
+class DivisibilityError(MeshparError):
+    """A named dim whose size is not a multiple of the axes that its rule gives it."""
+
+
+class AxisConflictError(MeshparError):
+    """One rule, or one explicit spec, asks for the same axis twice."""
+
+
+class JoinError(MeshparError):
+    """Two names for the same dim of the program, under ``strict=True``."""
+
+
+class PatternError(MeshparError):
+    """A ``dims=`` pattern that matches no tensor."""
+
+
+class RankError(MeshparError):
+    """Dims whose number is not the rank of the tensor."""
+
+
+class MeshError(MeshparError):
+    """A mesh that cannot be built from the devices there are."""
+
+
+class UnsupportedError(MeshparError):
+    """A program that the chosen lowering cannot handle."""
+
+
+class CheckError(MeshparError):
+    """A layout that changes a number (raised by :func:`meshpar.check`)."""
+
+
+class JoinWarning(UserWarning):
+    """Two names turned out to be the same dim of the program; listed once per plan."""

@@ -1,0 +1,171 @@
+"""Names that Flax models carry: boxes of linen, variables of nnx, logical constraints inside a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import flax.core.meta
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._compat import patched_constraints
+from ..dims import Dims, fit_dims, format_dims, parse_dims
+from ..errors import RankError
+from ..program.primitives import name_dims_p, place_p
+
+OPT_NAMES = frozenset({"opt", "opt_state", "optimizer", "optimizer_state"})
+PARAM_NAMES = frozenset({"params", "param"})
+
+
+@dataclass(slots=True)
+class Leaf:
+    """An array of an argument or result: its tree path, its value, the names it carries, and its kind.
+
+    ``kind`` is ``"params"``, ``"opt"`` or None.
+    """
+
+    path: str
+    value: Any
+    dims: Dims | None
+    kind: str | None
+
+
+def flatten_named(tree: Any, path: tuple[str, ...] = ()) -> list[Leaf]:
+    """The leaves of a tree in JAX's order, with paths, and with the names of linen boxes and nnx variables.
+
+    Raises:
+      RankError: metadata whose number of names is not the rank of the value.
+    """
+    out: list[Leaf] = []
+    _walk(tree, path, _kind_of_path(path), out)
+    return out
+
+
+def _kind_of_path(path: Iterable[str]) -> str | None:
+    """The kind a path tells: the last component that says one decides, but nothing inside optimizer state is a parameter."""
+    path = set(path)
+    return "opt" if path & OPT_NAMES else "params" if path & PARAM_NAMES else None
+
+
+def _is_optax_state(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__module__.split(".")[0] == "optax"
+
+
+def _is_node_states(x: Any) -> bool:
+    return type(x).__name__ == "NodeStates" and type(x).__module__.startswith("flax.nnx")
+
+
+def _special(x: Any) -> bool:
+    return isinstance(x, flax.core.meta.AxisMetadata | nnx.Variable) or _is_optax_state(x) or _is_node_states(x)
+
+
+def _walk(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
+    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree and _special(x))
+    for keys, x in entries:
+        here = path + tuple(map(_key, keys))
+        if x is tree and isinstance(x, flax.core.meta.AxisMetadata | nnx.Variable):
+            raise AssertionError("boxes are opened by their holder")
+        found = kind or _kind_of_path(here)
+        if isinstance(x, flax.core.meta.AxisMetadata | nnx.Variable):
+            _open(x, here, found, out)
+        elif _is_node_states(x):
+            for state in x.states:
+                _walk_into(state, here, found, out)
+        elif _is_optax_state(x):
+            _walk(x, here, "opt", out)
+        else:
+            out.append(Leaf("/".join(here), x, None, found))
+
+
+def _walk_into(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
+    if isinstance(tree, flax.core.meta.AxisMetadata | nnx.Variable):
+        _open(tree, path, kind, out)
+    else:
+        _walk(tree, path, kind, out)
+
+
+def _open(box: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
+    if isinstance(box, nnx.Variable):
+        if isinstance(box, nnx.optimizer.OptState):
+            kind = "opt"
+        elif isinstance(box, nnx.Param):
+            kind = kind or "params"
+        meta = box.get_metadata()
+        names = next((meta[k] for k in ("out_sharding", "sharding_names", "sharding") if meta.get(k)), None)
+    else:
+        names = getattr(box, "names", None)
+    names = _as_names(names)
+    text = "/".join(path)
+    for keys, value in jax.tree_util.tree_flatten_with_path(box)[0]:
+        extra = tuple(map(_key, keys[1:]))
+        shape = getattr(value, "shape", ())
+        dims: Dims | None = None
+        if names is not None:
+            if len(names) == len(shape):
+                parse_dims(names, what=f"Flax metadata of {text}")
+                # optax makes accumulators of other shapes inside its parameters' boxes; those dims have no name
+                dims = tuple(None if n == 1 else d for d, n in zip(names, shape, strict=True))
+            elif kind != "opt":
+                raise RankError(
+                    f"{text} has {len(shape)} dimensions, but its Flax metadata names {len(names)}",
+                    path=text,
+                    shape=shape,
+                    dims=format_dims(names),
+                    fixes=["name every dimension in the metadata, None for one without a name"],
+                )
+        out.append(Leaf("/".join(path + extra), value, dims, kind))
+
+
+def _as_names(names: Any) -> Dims | None:
+    """Names from metadata: a tuple of names, a PartitionSpec or a NamedSharding over names."""
+    if isinstance(names, NamedSharding):
+        names = names.spec
+    if names is None or not isinstance(names, tuple | list | PartitionSpec):
+        return None
+    return tuple(n if isinstance(n, str) else n[0] if isinstance(n, tuple) and len(n) == 1 else None for n in names)
+
+
+def _key(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+@contextlib.contextmanager
+def capture_names(axes: Iterable[str]) -> Iterator[None]:
+    """While a function is traced, turn sharding constraints over names into names.
+
+    ``linen.with_logical_constraint`` and ``jax.lax.with_sharding_constraint`` over dim names become ``mp.named``; over the mesh's
+    ``axes`` they become explicit specs. NNX variables are made without a mesh.
+    """
+    axes = frozenset(axes)
+
+    def logical(names: Any, x: Any) -> Any:
+        return x if names is None else _name(x, tuple(names))
+
+    def constraint(x: Any, shardings: Any) -> Any | None:
+        spec = shardings.spec if isinstance(shardings, NamedSharding) else shardings
+        if not isinstance(spec, PartitionSpec | tuple) or spec is None:
+            return None
+        flat = [a for e in spec for a in (e if isinstance(e, tuple) else (e,))]
+        if not all(a is None or isinstance(a, str) for a in flat):
+            return None  # UNCONSTRAINED: leave it open
+        if any(a is not None and a not in axes for a in flat):
+            return jax.tree.map(lambda v: _name(v, tuple(spec)), x)
+        entries = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)
+        return jax.tree.map(lambda v: place_p.bind(v, spec=entries + ((),) * (v.ndim - len(entries))), x)
+
+    with patched_constraints(logical, constraint), nnx.use_eager_sharding(False):
+        yield
+
+
+def _name(x: Any, names: tuple[Any, ...]) -> Any:
+    names = tuple(n if isinstance(n, str) else None for n in names)
+    names += (None,) * (x.ndim - len(names))
+    dims = fit_dims(parse_dims(names, what="sharding constraint"), x.shape, path="the value", origin="its sharding constraint")
+    return name_dims_p.bind(x, dims=dims)

@@ -1,0 +1,347 @@
+"""A layout: ordered rules ``dim: axis``, and who gets an axis (the claims)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from .dims import DimsLike, did_you_mean, fit_dims, format_dims, parse_dims, path_matches
+from .errors import AxisConflictError, DivisibilityError, LayoutSyntaxError, UnknownAxisError
+
+AnyMesh = Mesh | AbstractMesh
+
+Spec = tuple[tuple[str, ...], ...]
+"""The mesh axes of every dimension of a value, major to minor."""
+
+_LEFT = re.compile(
+    r"""(?:(?P<scope>[A-Za-z_]\w*|"[^"]+")\.)?   # opt.  params.  "*/embedding".
+        (?P<dim>[A-Za-z_][\w'\-]*)(?P<optional>\?)?\Z""",
+    re.VERBOSE,
+)
+_AXIS = re.compile(r"[A-Za-z_][\w\-]*\Z")
+SCOPES = ("params", "opt")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``dim: axes``, perhaps only in a scope, perhaps only where it divides.
+
+    Attributes:
+      dim: the name of the dim.
+      axes: mesh axes, major to minor; empty: this dim stays whole, whatever later rules say.
+      optional: ``dim?``: a size that does not divide is left whole, not an error.
+      scope: None, ``params``, ``opt`` or a path pattern.
+    """
+
+    dim: str
+    axes: tuple[str, ...]
+    optional: bool = False
+    scope: str | None = None
+
+    def __str__(self) -> str:
+        scope = self.scope
+        if scope is not None:
+            scope = scope if scope in SCOPES else f'"{scope}"'
+        left = f"{scope}.{self.dim}" if scope else self.dim
+        return f"{left}{'?' * self.optional}: {'+'.join(self.axes) or 'none'}"
+
+
+class Layout:
+    """Ordered rules that say over which mesh axis each dim is split.
+
+    An axis goes to the first rule, in this order, whose dim is present: among the dims of a value,
+    among the factors of an op. A dim with several rules takes the first that can claim.
+
+    Args:
+      rules: text (``"batch: data; heads, mlp: model"``; ``;`` or line ends separate, ``#`` comments,
+        ``batch: slice+data`` takes two axes, ``kv_heads?: model`` only where it divides,
+        ``opt.embed: data`` for optimizer state only, ``"*/embedding".vocab: model`` for the paths that a
+        pattern matches, ``seq: none`` for no axis), a Flax ``logical_axis_rules`` list of pairs, a mapping,
+        or another layout.
+      resolve: ``"order"``: the order of the rules decides; ``"cost"``: each op picks the claims that move the
+        fewest bytes. The default is ``"order"``, and ``"cost"`` for a list of pairs, whose order means less.
+
+    Raises:
+      LayoutSyntaxError: text that is no layout.
+      AxisConflictError: an axis twice in one rule.
+    """
+
+    rules: tuple[Rule, ...]
+    resolve: Literal["order", "cost"]
+    from_pairs: bool
+
+    def __init__(
+        self,
+        rules: str | Layout | Mapping[str, object] | Iterable[object] = "",
+        *,
+        resolve: Literal["order", "cost"] | None = None,
+    ):
+        self.from_pairs = False
+        if isinstance(rules, Layout):
+            self.rules, self.from_pairs = rules.rules, rules.from_pairs
+            resolve = resolve or rules.resolve
+        elif isinstance(rules, str):
+            self.rules = tuple(_parse(rules))
+        else:
+            pairs = rules.items() if isinstance(rules, Mapping) else rules
+            self.rules = tuple(_rule_of_pair(pair) for pair in pairs)
+            self.from_pairs = True
+        self.resolve = resolve or ("cost" if self.from_pairs else "order")
+        if self.resolve not in ("order", "cost"):
+            raise LayoutSyntaxError(f"resolve={resolve!r}: it is 'order' or 'cost'")
+        for rule in self.rules:
+            for axis in rule.axes:
+                if rule.axes.count(axis) > 1:
+                    raise AxisConflictError(
+                        f"rule `{rule}` asks for axis `{axis}` twice",
+                        dim=rule.dim,
+                        axis=axis,
+                        rule=str(rule),
+                        fixes=[f"name each axis once: `{rule.dim}: {'+'.join(dict.fromkeys(rule.axes))}`"],
+                    )
+        self._by_dim: dict[str, list[int]] = {}
+        for i, rule in enumerate(self.rules):
+            self._by_dim.setdefault(rule.dim, []).append(i)
+        self._key = (self.rules, self.resolve, self.from_pairs)
+
+    def __str__(self) -> str:
+        groups: list[tuple[str, list[str]]] = []
+        for rule in self.rules:
+            left, right = str(rule).rsplit(": ", 1)
+            if groups and groups[-1][0] == right:
+                groups[-1][1].append(left)
+            else:
+                groups.append((right, [left]))
+        return "; ".join(f"{', '.join(left)}: {right}" for right, left in groups)
+
+    def __repr__(self) -> str:
+        return f"Layout({str(self)!r})"
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._key == other._key
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The dims that the rules name, in order."""
+        return tuple(self._by_dim)
+
+    def rules_of(self, names: Iterable[str], scopes: Iterable[str] = ()) -> list[int]:
+        """Indices of the rules for any of these names that hold in these scopes, in layout order."""
+        scopes = tuple(scopes)
+        return sorted(
+            i
+            for name in names
+            for i in self._by_dim.get(name, ())
+            if self.rules[i].scope is None or self.rules[i].scope in scopes
+        )
+
+    def scopes_of(self, path: str, kind: str | None) -> tuple[str, ...]:
+        """The scopes of this layout that hold for a value: its kind (``params``, ``opt``) and the path patterns."""
+        scopes = dict.fromkeys(r.scope for r in self.rules if r.scope is not None)
+        return tuple(s for s in scopes if s == kind or (s not in SCOPES and path_matches(s, path)))
+
+    def check_axes(self, mesh: AnyMesh) -> None:
+        """Raise UnknownAxisError where a rule names an axis that the mesh lacks."""
+        for rule in self.rules:
+            for axis in rule.axes:
+                if axis not in mesh.shape:
+                    sizes = ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
+                    raise UnknownAxisError(
+                        f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have",
+                        dim=rule.dim,
+                        axis=axis,
+                        rule=str(rule),
+                        fixes=[
+                            *did_you_mean(axis, mesh.shape, "axes"),
+                            f"or give the mesh that axis: mp.mesh(\"{sizes}, {axis}=1\")",
+                        ],
+                    )
+
+    def spec(
+        self,
+        dims: DimsLike,
+        mesh: AnyMesh | None = None,
+        shape: Sequence[int] | None = None,
+        *,
+        scope: str | None = None,
+        path: str = "value",
+    ) -> PartitionSpec:
+        """The PartitionSpec of a value with these dims.
+
+        Args:
+          dims: ``"batch seq embed"``.
+          mesh: where given, its axes are checked and those of size 1 still named.
+          shape: sizes; where given with a mesh, what is split must divide.
+          scope: ``params``, ``opt`` or None.
+          path: how errors call the value.
+
+        Raises:
+          UnknownAxisError, DivisibilityError, RankError.
+        """
+        parsed = parse_dims(dims)
+        if shape is not None:
+            parsed = fit_dims(parsed, shape, path=path, origin="the call")
+        if mesh is not None:
+            self.check_axes(mesh)
+        scopes = self.scopes_of(path, scope)
+        items = [((d,) if isinstance(d, str) else (), None if shape is None else shape[i]) for i, d in enumerate(parsed)]
+        claimed, refused = claim(self, items, {} if mesh is None else dict(mesh.shape), scopes)
+        if refused and shape is not None:
+            i, rule = next(iter(refused.items()))
+            raise divisibility_error(
+                path=path, shape=shape, dims=format_dims(parsed), dim=str(parsed[i]), size=shape[i],
+                rule=self.rules[rule], sizes=dict(mesh.shape) if mesh is not None else {},
+            )  # fmt: skip
+        return to_partition_spec(tuple(claimed))
+
+
+def to_partition_spec(spec: Spec) -> PartitionSpec:
+    """Spec → PartitionSpec, trailing whole dims dropped."""
+    entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def claim(
+    layout: Layout,
+    items: Sequence[tuple[Sequence[str], int | None]],
+    sizes: Mapping[str, int],
+    scopes: Sequence[str] = (),
+) -> tuple[list[tuple[str, ...]], dict[int, int]]:
+    """Who gets which axis: the first rule, in the layout's order, whose dim is present.
+
+    Args:
+      items: (names, size) of every dim of a value, or every factor of an op.
+      sizes: axis → size; an axis that is not in it counts as fitting.
+      scopes: the scopes that hold.
+
+    Returns:
+      The axes of every item, and {item: rule} of claims refused because the size does not divide
+      (rules marked ``?`` are not listed).
+    """
+    out: list[tuple[str, ...]] = [()] * len(items)
+    refused: dict[int, int] = {}
+    closed: set[int] = set()
+    used: set[str] = set()
+    wanted = sorted(
+        (r, i) for i, (names, size) in enumerate(items) if names and size != 1 for r in layout.rules_of(names, scopes)
+    )
+    for r, i in wanted:
+        if i in closed:
+            continue
+        rule = layout.rules[r]
+        axes = tuple(a for a in rule.axes if a not in used)
+        if rule.axes and not axes:
+            continue
+        size = items[i][1]
+        parts = math.prod(sizes.get(a, 1) for a in axes)
+        if size is not None and size % parts:
+            if not rule.optional:
+                refused.setdefault(i, r)
+            continue
+        closed.add(i)
+        used.update(axes)
+        out[i] = axes
+    for i in closed:
+        refused.pop(i, None)
+    return out, refused
+
+
+def divisibility_error(
+    *,
+    path: str,
+    shape: Sequence[int],
+    dims: str,
+    dim: str,
+    size: int,
+    rule: Rule,
+    sizes: Mapping[str, int],
+    source: str | None = None,
+    dtype: object = None,
+) -> DivisibilityError:
+    """The error for a named dim that its rule's axes do not divide, with the nearest legal sizes."""
+    parts = math.prod(sizes.get(a, 1) for a in rule.axes)
+    axes = " × ".join(f"{a}={sizes.get(a, 1)}" for a in rule.axes)
+    below, above = size // parts * parts, -(-size // parts) * parts
+    legal = " or ".join(str(n) for n in (below, above) if n > 0)
+    return DivisibilityError(
+        f"{path}: dim `{dim}` of size {size} does not divide over {axes} (it leaves {size % parts})",
+        path=path,
+        shape=shape,
+        dtype=dtype,
+        dims=dims,
+        dim=dim,
+        axis="+".join(rule.axes),
+        rule=str(rule),
+        source=source,
+        fixes=[
+            f"make `{dim}` {legal}: the nearest multiples of {parts}",
+            f"write `{dim}?: {'+'.join(rule.axes)}` to split it only where it divides",
+        ],
+    )
+
+
+def _parse(text: str) -> Iterable[Rule]:
+    lines = [line.split("#", 1)[0] for line in text.splitlines()]
+    for statement in (s.strip() for line in lines for s in line.split(";")):
+        if not statement:
+            continue
+        left, colon, right = statement.rpartition(":")
+        if not colon:
+            raise LayoutSyntaxError(
+                f"layout rule {statement!r} has no `:`",
+                rule=statement,
+                fixes=["write `dim: axis`, e.g. `batch: data`"],
+            )
+        axes = tuple(a.strip() for a in right.split("+"))
+        if axes in (("none",), ("None",)):
+            axes = ()
+        for axis in axes:
+            if not _AXIS.match(axis):
+                raise LayoutSyntaxError(
+                    f"layout rule {statement!r}: {axis!r} is not an axis",
+                    rule=statement,
+                    fixes=["one axis, or several joined by `+`: `batch: slice+data`"],
+                )
+        for item in (d.strip() for d in left.split(",")):
+            m = _LEFT.match(item)
+            if m is None:
+                raise LayoutSyntaxError(
+                    f"layout rule {statement!r}: {item!r} is not a dim",
+                    rule=statement,
+                    fixes=["write `dim: axis`, `dim?: axis`, `opt.dim: axis` or `\"*/path\".dim: axis`"],
+                )
+            scope = m["scope"]
+            if scope is not None and scope.startswith('"'):
+                scope = scope.strip('"')
+            elif scope is not None and scope not in SCOPES:
+                raise LayoutSyntaxError(
+                    f"layout rule {statement!r}: there is no scope `{scope}`",
+                    rule=statement,
+                    fixes=[f"scopes are {', '.join(SCOPES)} or a quoted path pattern: \"*/{scope}/*\".{m['dim']}"],
+                )
+            yield Rule(m["dim"], axes, bool(m["optional"]), scope)
+
+
+def _rule_of_pair(pair: object) -> Rule:
+    try:
+        dim, axes = pair  # type: ignore[misc]
+        if not isinstance(dim, str):
+            raise TypeError
+        axes = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        if not all(isinstance(a, str) for a in axes):
+            raise TypeError
+    except (TypeError, ValueError):
+        raise LayoutSyntaxError(
+            f"logical axis rule {pair!r} is not a pair (name, axis), (name, (axis, …)) or (name, None)"
+        ) from None
+    return Rule(dim, axes)

@@ -1,0 +1,244 @@
+"""Claims: which axes a value, or an op's factors, get; and the scopes that hold for them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from ..layout import SCOPES, Layout, Spec, claim
+from ..program.graph import Op, Program, Value
+from ..program.rules import ELEMENTWISE, OpRule
+
+Names = tuple[str, ...]
+
+
+class Claims:
+    """Answers who gets which axis, for the values and ops of one program under one layout and mesh."""
+
+    def __init__(self, program: Program, layout: Layout, sizes: Mapping[str, int]):
+        self.program, self.layout, self.sizes = program, layout, sizes
+        self.scoped = any(r.scope is not None for r in layout.rules)
+        self.scopes = _scopes(program, layout) if self.scoped else {}
+        self.refused: dict[int, tuple[Value, int, int]] = {}
+        self._memo: dict[object, tuple[tuple[tuple[str, ...], ...], dict[int, int]]] = {}
+
+    def scopes_of(self, value: Value) -> tuple[str, ...]:
+        return self.scopes.get(id(value), ())
+
+    def items(self, items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]):
+        """Memoised :func:`meshpar.layout.claim`."""
+        key = (items, scopes)
+        found = self._memo.get(key)
+        if found is None:
+            axes, refused = claim(self.layout, items, self.sizes, scopes)
+            found = self._memo[key] = (tuple(axes), refused)
+        return found
+
+    def value_items(self, value: Value) -> tuple[tuple[Names, int], ...]:
+        """(names, size) of every dim: the leading part stands for merged dims, since only it can be split in blocks."""
+        out = []
+        for i in range(len(value.shape)):
+            parts = self.program.parts(value, i)
+            out.append(parts[0] if parts else ((), 1))
+        return tuple(out)
+
+    def value(self, value: Value) -> Spec:
+        """The spec of a value at rest."""
+        if value.explicit is not None:
+            return value.explicit
+        axes, refused = self.items(self.value_items(value), self.scopes_of(value))
+        for i, rule in refused.items():
+            self.refused.setdefault(id(value), (value, i, rule))
+        return axes
+
+    def op_scopes(self, op: Op, outs: Sequence[Value]) -> tuple[str, ...]:
+        """An elementwise op is in the scopes of any value that it touches; another op in those that all its arrays are in."""
+        if not self.scoped:
+            return ()
+        ins = [v for v in op.ins if v is not None and v.shape]
+        if op.rule is None:
+            found = {s for v in (*ins, *outs) if v.shape == outs[0].shape for s in self.scopes_of(v)}
+        else:
+            found = set.intersection(*(set(self.scopes_of(v)) for v in ins)) if ins else set()
+        return tuple(sorted(found))
+
+    def elementwise(self, op: Op, out: Value) -> Spec:
+        """The spec in which an elementwise op works: its result's, unless annotated operands call its dims otherwise."""
+        annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
+        if not annotated and not self.scoped:
+            return self.value(out)
+        items = []
+        for i, (names, size) in enumerate(self.value_items(out)):
+            given = tuple(dict.fromkeys(v.annotation[i] for v in annotated if v.annotation and v.annotation[i]))
+            items.append((given, out.shape[i]) if given else (names, size))
+        return self.items(tuple(items), self.op_scopes(op, [out]))[0]
+
+    def factor_names(self, op: Op) -> list[Names]:
+        """The names of every factor of an op: those of annotated operands and results, else of the joined classes."""
+        rule = op.rule
+        assert rule is not None
+        given: list[dict[str, None]] = [{} for _ in rule.sizes]
+        joined: list[dict[str, None]] = [{} for _ in rule.sizes]
+        for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
+            if value is None or not dims:
+                continue
+            for i, factors in enumerate(dims):
+                if not factors:
+                    continue
+                own = value.annotation[i] if value.annotation is not None else None
+                if own is not None:
+                    given[factors[0]][own] = None
+                    continue
+                parts = self.program.unifier.parts_of(value.nodes[i])
+                if [size for _, size in parts] == [rule.sizes[f] for f in factors]:
+                    for f, (names, _) in zip(factors, parts, strict=True):
+                        joined[f].update(dict.fromkeys(names))
+                elif parts:
+                    joined[factors[0]].update(dict.fromkeys(parts[0][0]))
+        return [tuple(a or b) for a, b in zip(given, joined, strict=True)]
+
+    def op(
+        self, op: Op, names: list[Names], scopes: tuple[str, ...], cost: Callable[[list[tuple[str, ...]]], float] | None
+    ) -> list[tuple[str, ...]]:
+        """The axes of every factor of an op.
+
+        Args:
+          cost: bytes moved by a choice; where given and the layout resolves by cost, the cheapest choice is taken.
+        """
+        rule = op.rule
+        assert rule is not None
+        items = tuple(
+            (() if kind == "whole" else n, size) for n, size, kind in zip(names, rule.sizes, rule.kinds, strict=True)
+        )
+        axes = list(self.items(items, scopes)[0])
+        if cost is not None and self.layout.resolve == "cost":
+            axes = self._cheapest(items, scopes, axes, cost)
+        return blocks_only(rule, axes, self.sizes)
+
+    def _cheapest(self, items, scopes, first: list[tuple[str, ...]], cost) -> list[tuple[str, ...]]:
+        """Try every choice of one factor (or none) for every axis that several want; keep the first claims on a tie."""
+        wants: dict[str, list[int]] = {}
+        for i, (names, size) in enumerate(items):
+            if size == 1:
+                continue
+            for r in self.layout.rules_of(names, scopes):
+                for a in self.layout.rules[r].axes:
+                    if i not in wants.setdefault(a, []):
+                        wants[a].append(i)
+        contested = {a: who for a, who in wants.items() if self.sizes.get(a, 1) > 1}
+        if all(len(who) == 1 for who in contested.values()) or math.prod(len(w) + 1 for w in contested.values()) > 512:
+            return first
+        best, least = first, cost(first)
+        for choice in itertools.product(*([*who, None] for who in contested.values())):
+            axes: list[tuple[str, ...]] = [()] * len(items)
+            for a, i in zip(contested, choice, strict=True):
+                if i is not None:
+                    axes[i] += (a,)
+            if all(n % math.prod(self.sizes[a] for a in ax) == 0 for (_, n), ax in zip(items, axes, strict=True) if ax):
+                bytes_ = cost(axes)
+                if bytes_ < least - 0.5:
+                    best, least = axes, bytes_
+        return best
+
+    def rule_text(self, names: Sequence[str], axis: str, scopes: Sequence[str] = ()) -> str | None:
+        """The text of the rule that gives these names this axis."""
+        for r in self.layout.rules_of(names, scopes or self._all_scopes()):
+            if axis in self.layout.rules[r].axes:
+                return str(self.layout.rules[r])
+        return None
+
+    def _all_scopes(self) -> tuple[str, ...]:
+        return tuple({r.scope for r in self.layout.rules if r.scope})
+
+
+def blocks_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Drop axes of factors that would not cut their dim in blocks: a minor factor, unless all before it are cut to 1."""
+    axes = list(axes)
+    for dims in (*rule.ins, *rule.outs):
+        for factors in dims:
+            for major, minor in itertools.pairwise(factors):
+                if axes[minor] and math.prod(sizes[a] for a in axes[major]) != rule.sizes[major]:
+                    axes[minor] = ()
+    return axes
+
+
+def spec_of(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> Spec:
+    """The spec of an operand or result whose dims are made of these factors."""
+    return tuple(tuple(a for f in factors for a in axes[f]) for factors in dims)
+
+
+def _scopes(program: Program, layout: Layout) -> dict[int, tuple[str, ...]]:
+    """The scopes of every value: those of the inputs and outputs, spread over elementwise ops to values that have none of their own.
+
+    Optimizer state spreads through any op all of whose arrays are in its scope (factored moments, Newton-Schulz).
+    """
+    seeds: dict[int, tuple[str, ...]] = {}
+    for value in (*program.inputs, *program.outputs):
+        if value.path is not None and value.shape:
+            seeds[id(value)] = tuple({*seeds.get(id(value), ()), *layout.scopes_of(value.path, value.kind)})
+    links: dict[int, list[int]] = {}
+    through: list[tuple[list[int], list[int]]] = []
+
+    def link(a: Value | None, b: Value | None) -> None:
+        if a is not None and b is not None and a is not b and a.shape and b.shape:
+            links.setdefault(id(a), []).append(id(b))
+            links.setdefault(id(b), []).append(id(a))
+
+    for op in program.root.walk():
+        if op.frames:
+            _link_bodies(op, link)
+        elif op.name in ELEMENTWISE or op.rule is None or op.rule.strong:
+            for out in op.outs:
+                for v in op.ins:
+                    if v is not None and (op.rule is not None or v.shape == out.shape):
+                        link(v, out)
+        else:
+            ins = [id(v) for v in op.ins if v is not None and v.shape]
+            if ins:
+                through.append((ins, [id(v) for v in op.outs if v.shape]))
+    owned = {id(v) for v in (*program.inputs, *program.outputs) if v.kind is not None or seeds.get(id(v))}
+    out: dict[int, set[str]] = {i: set(s) for i, s in seeds.items() if s}
+    changed = True
+    while changed:
+        changed = False
+        for scope in dict.fromkeys(r.scope for r in layout.rules if r.scope):
+            todo = [i for i, s in out.items() if scope in s]
+            while todo:
+                for j in links.get(todo.pop(), ()):
+                    if j not in owned and scope not in out.setdefault(j, set()):
+                        out[j].add(scope)
+                        todo.append(j)
+        if "opt" in layout_scopes(layout):
+            for ins, outs in through:
+                if all("opt" in out.get(i, ()) for i in ins):
+                    for j in outs:
+                        if j not in owned and "opt" not in out.setdefault(j, set()):
+                            out[j].add("opt")
+                            changed = True
+    return {i: tuple(sorted(s)) for i, s in out.items() if s}
+
+
+def layout_scopes(layout: Layout) -> set[str]:
+    return {r.scope for r in layout.rules if r.scope in SCOPES}
+
+
+def _link_bodies(op: Op, link: Callable[[Value | None, Value | None], None]) -> None:
+    """What a loop carries, stacks and reads is one value inside and outside."""
+    p = op.eqn.params
+    for frame in op.frames:
+        inner = [frame.env[v] for v in frame.jaxpr.invars]
+        results = [frame.env.get(v) if not hasattr(v, "val") else None for v in frame.jaxpr.outvars]
+        outer: list[Value | None] = list(op.ins)
+        if op.name == "cond":
+            outer = outer[1:]
+        elif op.name == "while":
+            nc, nb = p["cond_nconsts"], p["body_nconsts"]
+            body = frame is op.frames[1]
+            outer = (op.ins[nc : nc + nb] if body else op.ins[:nc]) + op.ins[nc + nb :]
+            if not body:
+                results = []
+        for a, b in zip(outer[len(outer) - len(inner) :], inner, strict=False):
+            link(a, b)
+        for a, b in zip(op.outs, results, strict=False):
+            link(a, b)

@@ -1,0 +1,108 @@
+"""Collectives: what moving a value from one spec to another sends, and what settling a partial sum sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ..layout import Spec
+
+CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+
+
+@dataclass(slots=True)
+class Collective:
+    """One collective of a plan.
+
+    Attributes:
+      op: its kind.
+      axes: the mesh axes it runs over.
+      tensor: what it moves, by path or by the op that made it.
+      dims: the names of the dims of that tensor.
+      shape: its global shape.
+      dtype: its dtype.
+      bytes: sent by each device, once: ``V·(g-1)/g`` for an all-gather of V gathered bytes, a reduce-scatter or an
+        all-to-all of V local bytes, twice that for an all-reduce, g the number of devices it runs over.
+      count: how often it runs in a step; None where a loop's trips are not known.
+      seconds: None: not estimated.
+      source: the user's line.
+      cause: the rule that brought it about, in words.
+    """
+
+    op: CollectiveOp
+    axes: tuple[str, ...]
+    tensor: str
+    dims: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: float
+    count: int | None
+    source: str
+    cause: str
+    seconds: float | None = None
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes in a step; loops of unknown length count once."""
+        return self.bytes * (1 if self.count is None else self.count)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def split_of(spec: Spec, sizes: Mapping[str, int]) -> int:
+    """Into how many shards a spec cuts a value."""
+    return math.prod(sizes[a] for axes in spec for a in axes)
+
+
+def local_bytes(shape: Sequence[int], itemsize: float, spec: Spec, sizes: Mapping[str, int]) -> float:
+    """Bytes of one shard; uneven shards rounded up."""
+    n = itemsize
+    for size, axes in zip(shape, spec, strict=True):
+        n *= -(-size // math.prod(sizes[a] for a in axes))
+    return n
+
+
+def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
+    """Bytes a device sends: ``volume`` is the gathered array (all-gather), else the local operand."""
+    share = volume * (group - 1) / group
+    return 2 * share if op == "all-reduce" else share
+
+
+def relayout(have: Spec, need: Spec) -> list[tuple[CollectiveOp, tuple[str, ...], Spec]]:
+    """The collectives that move a value from one spec to another, and the spec after each.
+
+    An axis that moves from one dim to another is an all-to-all; one that goes is an all-gather; one that comes costs nothing
+    (each device keeps its slice).
+    """
+    steps: list[tuple[CollectiveOp, tuple[str, ...], Spec]] = []
+    now = [list(axes) for axes in have]
+    place = {a: i for i, axes in enumerate(need) for a in axes}
+    for i in range(len(now)):
+        moved = [a for a in now[i] if a in place and place[a] != i]
+        for a in moved:
+            j = place[a]
+            if now[i][-1] == a and tuple(now[j]) == tuple(need[j][: len(now[j])]) and need[j].index(a) == len(now[j]):
+                now[i].remove(a)
+                now[j].append(a)
+                steps.append(("all-to-all", (a,), tuple(map(tuple, now))))
+    for i, want in enumerate(need):
+        keep = 0
+        while keep < len(now[i]) and keep < len(want) and now[i][keep] == want[keep]:
+            keep += 1
+        gone = now[i][keep:]
+        if gone:
+            now[i] = now[i][:keep]
+            steps.append(("all-gather", tuple(gone), tuple(map(tuple, now))))
+    return steps
+
+
+def human(n: float) -> str:
+    """Bytes for people: ``1.5 MB`` (decimal)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(n) < 1000 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.3g} {unit}"
+        n /= 1000
+    raise AssertionError

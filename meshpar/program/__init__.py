@@ -1,0 +1,7 @@
+"""Function → program: a jaxpr plus a name for every dim of every value."""
+
+from .graph import Frame, Join, Op, Program, Value
+from .infer import infer
+from .trace import trace
+
+__all__ = ["Frame", "Join", "Op", "Program", "Value", "infer", "trace"]

@@ -1,0 +1,430 @@
+"""From a jaxpr and the names of its inputs to a program: every value of every call site, every dim named.
+
+One pass over the equations builds values and ops and joins what is surely one (elementwise, reshapes, loop carries). A
+second pass ties what ops relate, broadcasts last. Then come renames, which must know the names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from .._compat import closed_parts, source_line
+from ..dims import Dims, did_you_mean
+from ..errors import UnknownDimError
+from .graph import Frame, Join, Op, Program, Value
+from .names import NONE, Nodes, Unifier
+from .rules import ELEMENTWISE, RULES, no_rule
+from .rules.rule import OpRule
+
+
+def infer(
+    closed: Any,
+    annotations: Sequence[Dims | None],
+    paths: Sequence[str],
+    out_annotations: Sequence[Dims | None],
+    out_paths: Sequence[str],
+) -> Program:
+    """Build the program of a closed jaxpr and name its dims.
+
+    Args:
+      closed: ClosedJaxpr.
+      annotations: the names of every flat input, or None.
+      paths: the tree path of every flat input, for reports.
+      out_annotations, out_paths: likewise of the results.
+
+    Raises:
+      UnknownDimError: a rename of a dim that the value does not have.
+    """
+    builder = _Builder()
+    jaxpr = closed.jaxpr
+    root = Frame(jaxpr)
+    inputs = []
+    for var, dims, path in zip(jaxpr.invars, annotations, paths, strict=True):
+        value = builder.value(var.aval)
+        value.path = path
+        builder.annotate(value, dims, path)
+        inputs.append(value)
+    for var in jaxpr.constvars:
+        root.env[var] = builder.value(var.aval)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 10_000))  # parts of parts, in deep nests of loops and calls
+    try:
+        builder.run(root, inputs)
+        outputs = []
+        for var, dims, path in zip(jaxpr.outvars, out_annotations, out_paths, strict=True):
+            value = builder.read(root, var) or builder.value(var.aval)
+            if value.path is None:
+                value.path = path
+                builder.annotate(value, dims, path)
+            outputs.append(value)
+        builder.finish()
+    finally:
+        sys.setrecursionlimit(limit)
+    program = Program(closed, root, inputs, outputs, builder.unifier)
+    for a, b, origin_a, origin_b, op in builder.unifier.joins():
+        program.joins.append(Join(a, b, origin_a, origin_b, source_line(op.eqn) if isinstance(op, Op) else None))
+    return program
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.unifier = Unifier()
+        self.ties: list[Op] = []
+        self.stretched: list[Op] = []
+        self.renames: list[Op] = []
+        self.rule_cache: dict[Any, OpRule] = {}
+        self.trips = 1
+
+    # -- values
+
+    def value(self, aval: Any, nodes: Nodes | None = None, op: Op | None = None) -> Value:
+        return Value(aval, self.unifier.fresh(aval.shape) if nodes is None else nodes, None, op)
+
+    def annotate(self, value: Value, dims: Dims | None, origin: str) -> None:
+        if dims is None or not any(dims):
+            return
+        value.annotation = dims
+        for node, name in zip(value.nodes, dims, strict=True):
+            if name is not None:
+                self.unifier.annotate(node, name, f"{origin} names it `{name}`")
+
+    def read(self, frame: Frame, var: Any) -> Value | None:
+        return None if isinstance(var, Literal) else frame.env[var]
+
+    def alias(self, a: Value | None, b: Value | None, where: Op) -> None:
+        """The same data in two places: join dim by dim."""
+        if a is None or b is None or a.nodes is b.nodes:
+            return
+        for x, y in zip(a.nodes, b.nodes, strict=True):
+            if x != y:
+                self.unifier.unify(x, y, where)
+
+    # -- equations
+
+    def run(self, frame: Frame, args: Sequence[Value | None]) -> None:
+        env = frame.env
+        for var, value in zip(frame.jaxpr.invars, args, strict=True):
+            env[var] = value if value is not None else self.value(var.aval)
+        for eqn in frame.jaxpr.eqns:
+            ins = [None if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            op = Op(eqn, frame, ins)
+            name = eqn.primitive.name
+            if name in ELEMENTWISE:
+                outs = self.elementwise(op)
+            elif name in _CONTROL:
+                outs = _CONTROL[name](self, op)
+            else:
+                outs = self.by_rule(op)
+            op.outs = outs
+            env.update(zip(eqn.outvars, outs, strict=True))
+            frame.ops.append(op)
+
+    def elementwise(self, op: Op) -> list[Value]:
+        outs = []
+        multi = op.name == "optimization_barrier"
+        for i, var in enumerate(op.eqn.outvars):
+            shape = var.aval.shape
+            nodes: Nodes | None = None
+            for value in op.ins[i : i + 1] if multi else op.ins:
+                if value is None or not value.aval.shape:
+                    continue
+                if value.aval.shape != shape:  # stretched along dims of size 1
+                    self.stretched.append(op)
+                    continue
+                if nodes is None:
+                    nodes = value.nodes
+                elif nodes is not value.nodes:
+                    for x, y in zip(nodes, value.nodes, strict=True):
+                        if x != y:
+                            self.unifier.unify(x, y, op)
+            outs.append(self.value(var.aval, nodes, op))
+        return outs
+
+    def by_rule(self, op: Op) -> list[Value]:
+        eqn = op.eqn
+        in_shapes = [v.aval.shape for v in eqn.invars]
+        out_shapes = [v.aval.shape for v in eqn.outvars]
+        fn = RULES.get(eqn.primitive.name)
+        op.rule = no_rule(in_shapes, out_shapes) if fn is None else fn(eqn, in_shapes, out_shapes)
+        outs = [self.value(v.aval, op=op) for v in eqn.outvars]
+        if op.rule.strong:
+            self.join_strong(op, outs)
+        if op.rule.known:
+            self.ties.append(op)
+        return outs
+
+    def join_strong(self, op: Op, outs: list[Value]) -> None:
+        rule = op.rule
+        assert rule is not None
+        if op.name in ("reshape", "squeeze", "expand_dims"):
+            if op.ins[0] is not None:
+                self.reshape(op.ins[0].nodes, outs[0].nodes, rule)
+            return
+        where: dict[int, int] = {}
+        for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(outs, rule.outs, strict=True)]:
+            if value is None:
+                continue
+            for node, (factor,) in zip(value.nodes, dims, strict=True) if dims else ():
+                if node == NONE:
+                    continue
+                if factor in where:
+                    self.unifier.unify(where[factor], node, op)
+                else:
+                    where[factor] = node
+
+    def reshape(self, a: Nodes, b: Nodes, rule: OpRule) -> None:
+        """Join run by run: dims between two common boundaries are one sequence of parts."""
+        i = j = 0
+        left: list[int] = []
+        right: list[int] = []
+        pa = pb = 1
+        u = self.unifier
+        while i < len(a) or j < len(b):
+            if pa <= pb and i < len(a):
+                if a[i] != NONE:
+                    left.append(a[i])
+                    pa *= u.size[a[i]]
+                i += 1
+            elif j < len(b):
+                if b[j] != NONE:
+                    right.append(b[j])
+                    pb *= u.size[b[j]]
+                j += 1
+            else:
+                if a[i] != NONE:
+                    left.append(a[i])
+                    pa *= u.size[a[i]]
+                i += 1
+            if pa == pb and left and right:
+                u.unify_sequences(left, right)
+                left, right = [], []
+
+    # -- weak joins and renames, after the pass
+
+    def finish(self) -> None:
+        """Tie factors in program order; broadcasts come last: a mask must not decide which dim of the scores is the query's."""
+        u = self.unifier
+        for op in self.ties:
+            if op.name != "broadcast_in_dim":
+                self.tie(op)
+        for op in self.ties:
+            if op.name == "broadcast_in_dim":
+                self.tie(op)
+        for op in self.stretched:
+            (out,) = op.outs
+            for value in op.ins:
+                if value is not None and len(value.nodes) == len(out.nodes) and value.aval.shape != out.aval.shape:
+                    for x, y in zip(value.nodes, out.nodes, strict=True):
+                        u.tie([y, x], op)
+        for op in self.renames:
+            self.resolve_rename(op)
+        u.freeze()
+
+    def tie(self, op: Op) -> None:
+        """Tie the dims that share a factor of an op; pass names between kin."""
+        rule = op.rule
+        assert rule is not None
+        groups: list[list[int]] = [[] for _ in rule.sizes]
+        for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
+            if value is None:
+                continue
+            for node, factors in zip(value.nodes, dims, strict=True) if dims else ():
+                if node == NONE:
+                    continue
+                if len(factors) == 1:
+                    groups[factors[0]].append(node)
+                elif factors and not rule.strong:
+                    self.composite(node, factors, groups, rule)
+        if not rule.strong:
+            for group in groups:
+                self.unifier.tie(group, op)
+        for x, y in rule.kin:
+            if groups[x] and groups[y]:
+                self.unifier.kin(groups[x][0], groups[y][0], op)
+
+    def composite(self, node: int, factors: tuple[int, ...], groups: list[list[int]], rule: OpRule) -> None:
+        """A dim that an op sees as several factors (grouped convolutions): split it, and tie its parts."""
+        u = self.unifier
+        parts = [u.node(rule.sizes[f]) for f in factors]
+        if u.unify_sequences([node], parts):
+            for f, p in zip(factors, parts, strict=True):
+                groups[f].append(p)
+
+    def resolve_rename(self, op: Op) -> None:
+        pairs = dict(op.eqn.params["pairs"])
+        (value,), (out,) = op.ins, op.outs
+        found = set()
+        if value is None:
+            return
+        for i, (a, b) in enumerate(zip(value.nodes, out.nodes, strict=True)):
+            own = value.annotation[i] if value.annotation else None
+            names = {own} if own else self.unifier.names_now(a)
+            old = next((n for n in pairs if n in names), None)
+            if old is None:
+                self.unifier.tie([a, b], op)
+                continue
+            found.add(old)
+            self.unifier.annotate(b, pairs[old], "mp.rename")
+            base = list(out.annotation or (None,) * len(out.nodes))
+            base[i] = pairs[old]
+            out.annotation = tuple(base)
+        for missing in pairs.keys() - found:
+            names = {n for a in value.nodes for n in self.unifier.names_now(a)}
+            raise UnknownDimError(
+                f"mp.rename: the value has no dim `{missing}`",
+                shape=value.shape,
+                dim=missing,
+                source=source_line(op.eqn),
+                fixes=did_you_mean(missing, names, "its dims"),
+            )
+
+
+# -- control flow: (builder, op) -> results
+
+
+def _call(get: Callable[[Any], Any]):
+    """A body that runs once, on the operands as they are."""
+
+    def handler(b: _Builder, op: Op) -> list[Value]:
+        jaxpr, consts = closed_parts(get(op.eqn.params))
+        frame = Frame(jaxpr, op)
+        op.frames = [frame]
+        _bind_consts(b, frame)
+        n = len(jaxpr.invars)
+        b.run(frame, op.ins[len(op.ins) - n :])
+        return [_result(b, frame, v, op) for v in jaxpr.outvars]
+
+    return handler
+
+
+def _result(b: _Builder, frame: Frame, var: Any, op: Op) -> Value:
+    value = b.read(frame, var)
+    return b.value(var.aval, op=op) if value is None else value
+
+
+def _bind_consts(b: _Builder, frame: Frame) -> None:
+    for var in frame.jaxpr.constvars:
+        frame.env[var] = b.value(var.aval)
+
+
+def _inside(value: Value | None, b: _Builder, aval: Any, drop: int = 0) -> Value:
+    """The value as a loop body sees it: the same dims, less the first ``drop``."""
+    if value is None:
+        return b.value(aval)
+    inner = Value(aval, b.unifier.register(value.nodes[drop:]) if drop else value.nodes)
+    if value.annotation is not None:
+        inner.annotation = value.annotation[drop:]
+    inner.kind = value.kind
+    return inner
+
+
+def _scan(b: _Builder, op: Op) -> list[Value]:
+    p = op.eqn.params
+    jaxpr, _ = closed_parts(p["jaxpr"])
+    nc, nk = p["num_consts"], p["num_carry"]
+    frame = Frame(jaxpr, op, trips=p["length"])
+    op.frames = [frame]
+    _bind_consts(b, frame)
+    avals = [v.aval for v in jaxpr.invars]
+    consts = [_inside(v, b, a) for v, a in zip(op.ins[:nc], avals[:nc], strict=True)]
+    carry = [_carry(v, b, a) for v, a in zip(op.ins[nc : nc + nk], avals[nc : nc + nk], strict=True)]
+    xs = [_inside(v, b, a, 1) for v, a in zip(op.ins[nc + nk :], avals[nc + nk :], strict=True)]
+    b.run(frame, [*consts, *carry, *xs])
+    results = [b.read(frame, v) for v in jaxpr.outvars]
+    for before, after in zip(carry, results[:nk], strict=True):
+        b.alias(before, after, op)
+    outs = [b.value(v.aval, c.nodes, op) for v, c in zip(op.eqn.outvars[:nk], carry, strict=True)]
+    layers = next((v.nodes[0] for v in op.ins[nc + nk :] if v is not None), None)
+    if layers is None:
+        layers = NONE if p["length"] == 1 else b.unifier.node(p["length"])
+    for v in op.ins[nc + nk :]:
+        if v is not None:
+            b.unifier.unify(layers, v.nodes[0], op)
+    for var, y in zip(op.eqn.outvars[nk:], results[nk:], strict=True):
+        inner = y.nodes if y is not None else b.unifier.fresh(var.aval.shape[1:])
+        outs.append(b.value(var.aval, b.unifier.register((layers, *inner)), op))
+    return outs
+
+
+def _carry(value: Value | None, b: _Builder, aval: Any) -> Value:
+    return b.value(aval) if value is None else Value(aval, value.nodes)
+
+
+def _while(b: _Builder, op: Op) -> list[Value]:
+    p = op.eqn.params
+    cond, _ = closed_parts(p["cond_jaxpr"])
+    body, _ = closed_parts(p["body_jaxpr"])
+    ncc, nbc = p["cond_nconsts"], p["body_nconsts"]
+    frames = [Frame(cond, op, trips=None), Frame(body, op, trips=None)]
+    op.frames = frames
+    init = op.ins[ncc + nbc :]
+    carry = [_carry(v, b, a.aval) for v, a in zip(init, body.invars[nbc:], strict=True)]
+    for frame, consts in ((frames[0], op.ins[:ncc]), (frames[1], op.ins[ncc : ncc + nbc])):
+        _bind_consts(b, frame)
+        inner = [_inside(v, b, a.aval) for v, a in zip(consts, frame.jaxpr.invars, strict=False)]
+        b.run(frame, [*inner, *carry])
+    for before, var in zip(carry, body.outvars, strict=True):
+        b.alias(before, b.read(frames[1], var), op)
+    return [b.value(v.aval, c.nodes, op) for v, c in zip(op.eqn.outvars, carry, strict=True)]
+
+
+def _cond(b: _Builder, op: Op) -> list[Value]:
+    outs: list[Value] | None = None
+    for branch in op.eqn.params["branches"]:
+        jaxpr, _ = closed_parts(branch)
+        frame = Frame(jaxpr, op)
+        op.frames.append(frame)
+        _bind_consts(b, frame)
+        b.run(frame, [_inside(v, b, a.aval) for v, a in zip(op.ins[1:], jaxpr.invars, strict=True)])
+        results = [b.read(frame, v) for v in jaxpr.outvars]
+        if outs is None:
+            outs = [b.value(v.aval, None if r is None else r.nodes, op) for v, r in zip(op.eqn.outvars, results, strict=True)]
+        for out, result in zip(outs, results, strict=True):
+            b.alias(out, result, op)
+    assert outs is not None
+    return outs
+
+
+def _named(b: _Builder, op: Op) -> list[Value]:
+    out = b.value(op.eqn.outvars[0].aval, None if op.ins[0] is None else op.ins[0].nodes, op)
+    b.annotate(out, op.eqn.params["dims"], f"mp.named at {source_line(op.eqn)}")
+    return [out]
+
+
+def _rename(b: _Builder, op: Op) -> list[Value]:
+    b.renames.append(op)
+    return [b.value(op.eqn.outvars[0].aval, op=op)]
+
+
+def _place(b: _Builder, op: Op) -> list[Value]:
+    out = b.value(op.eqn.outvars[0].aval, None if op.ins[0] is None else op.ins[0].nodes, op)
+    if op.name == "place":
+        out.explicit = op.eqn.params["spec"]
+    else:
+        from .._compat import constraint_spec
+
+        out.explicit = constraint_spec(op.eqn)
+    return [out]
+
+
+_CONTROL: dict[str, Callable[[_Builder, Op], list[Value]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "name_dims": _named,
+    "rename_dims": _rename,
+    "place": _place,
+    "sharding_constraint": _place,
+    **dict.fromkeys(
+        ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_lin"),
+        _call(lambda p: p.get("jaxpr", p.get("call_jaxpr"))),
+    ),
+    **dict.fromkeys(
+        ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+        _call(lambda p: p.get("call_jaxpr", p.get("fun_jaxpr"))),
+    ),
+}

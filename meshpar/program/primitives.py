@@ -1,0 +1,99 @@
+"""Identities that carry names through a traced function: ``mp.named``, ``mp.rename``, explicit specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..dims import DimsLike, fit_dims, parse_dims
+from ..errors import LayoutSyntaxError
+
+name_dims_p = Primitive("name_dims")
+rename_dims_p = Primitive("rename_dims")
+place_p = Primitive("place")
+
+
+def _identity(x, **_):
+    return x
+
+
+for _p in (name_dims_p, rename_dims_p, place_p):
+    _p.def_impl(_identity)
+    _p.def_abstract_eval(_identity)
+    mlir.register_lowering(_p, lambda ctx, x, **_: [x])
+
+
+def named(x: Any, dims: DimsLike) -> Any:
+    """Name the dims of a value inside a function, where inference needs help; an identity otherwise.
+
+    Args:
+      x: an array.
+      dims: ``"batch seq embed"``, a name for each dimension; ``_`` leaves one to inference.
+
+    Returns:
+      The same value. Its cotangent has the same names.
+
+    Raises:
+      RankError: the number of names is not the rank.
+    """
+    import jax.numpy as jnp
+
+    x = jnp.asarray(x)
+    fitted = fit_dims(parse_dims(dims, what="mp.named dims"), x.shape, path="the value", origin="mp.named")
+    return name_dims_p.bind(x, dims=fitted)
+
+
+def rename(x: Any, **names: str) -> Any:
+    """Call dims of a value by new names from here on: ``k = mp.rename(k, seq="kv_seq")``.
+
+    The new dim is not joined with the old one, so a rule for ``seq`` does not hold for it. Its cotangent has the old name.
+
+    Args:
+      x: an array.
+      **names: old name → new name.
+
+    Returns:
+      The same value.
+
+    Raises:
+      LayoutSyntaxError: no names, or one that is no identifier.
+      UnknownDimError: (when the program is planned) no dim of the value has the old name.
+    """
+    import jax.numpy as jnp
+
+    if not names:
+        raise LayoutSyntaxError("mp.rename needs at least one name: mp.rename(k, seq=\"kv_seq\")")
+    for new in names.values():
+        parse_dims((new,), what="mp.rename")
+    return rename_dims_p.bind(jnp.asarray(x), pairs=tuple(sorted(names.items())))
+
+
+# Derivatives: all three are linear, and a cotangent is named as its value is. An explicit spec stays with the value alone:
+# pinned on the cotangent of a weight it would turn the gradient's reduce-scatter into an all-reduce.
+ad.deflinear2(name_dims_p, lambda ct, x, *, dims: [name_dims_p.bind(ct, dims=dims)])
+ad.deflinear2(place_p, lambda ct, x, *, spec: [ct])
+ad.deflinear2(
+    rename_dims_p,
+    lambda ct, x, *, pairs: [rename_dims_p.bind(ct, pairs=tuple(sorted((new, old) for old, new in pairs)))],
+)
+
+
+def _batch_named(args, axes, *, dims):
+    (x,), (d,) = args, axes
+    return name_dims_p.bind(x, dims=(*dims[:d], None, *dims[d:])), d
+
+
+def _batch_place(args, axes, *, spec):
+    (x,), (d,) = args, axes
+    return place_p.bind(x, spec=(*spec[:d], (), *spec[d:])), d
+
+
+def _batch_rename(args, axes, *, pairs):
+    return rename_dims_p.bind(args[0], pairs=pairs), axes[0]
+
+
+batching.primitive_batchers[name_dims_p] = _batch_named
+batching.primitive_batchers[place_p] = _batch_place
+batching.primitive_batchers[rename_dims_p] = _batch_rename

@@ -1,0 +1,22 @@
+"""A function and its arguments → a closed jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+    """Trace a function of flat arguments.
+
+    Args:
+      fn: takes ``*leaves``, returns any tree.
+      leaves: arrays, numbers or ``ShapeDtypeStruct``.
+
+    Returns:
+      (closed jaxpr, tree of results as ``ShapeDtypeStruct``, its flat leaves).
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*leaves)
+    return closed, shapes, jax.tree.leaves(shapes)

@@ -1,0 +1,154 @@
+"""A plan in the terminal: what each device holds and sends, and why."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ..plan.collectives import Collective, human
+from ..plan.plan import Held, Plan
+
+KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs"}
+
+
+def plan_text(plan: Plan, width: int = 120) -> str:
+    """The plan as plain text of at most ``width`` columns."""
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True, force_terminal=False).print(plan_renderable(plan))
+    return out.getvalue().rstrip("\n")
+
+
+def plan_renderable(plan: Plan) -> Any:
+    """The plan for rich: a headline, what each device holds, what it sends, and what to know."""
+    mesh = " × ".join(f"{a} {n}" for a, n in plan.sizes.items())
+    devices = math.prod(plan.sizes.values())
+    head = Text.assemble(
+        ("plan", "bold"), f"  {devices} devices ({mesh})\n", ("layout", "bold"), f"  {plan.layout or '(nothing split)'}"
+    )
+    parts: list[Any] = [head, Text(), _held(plan), Text(), _sent(plan)]
+    notes = _notes(plan)
+    if notes:
+        parts += [Text(), *notes]
+    return Group(*parts)
+
+
+def _held(plan: Plan) -> Table:
+    table = Table(title="each device holds", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name, justify in (("", "left"), ("tensors", "right"), ("dims → axes", "left"), ("all", "right"), ("a device", "right")):
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for kind, label in KINDS.items():
+        rows = [h for h in plan.inputs if h.kind == kind]
+        if not rows:
+            continue
+        whole = sum(_whole(h) for h in rows)
+        table.add_row(label, str(len(rows)), "", human(whole), human(sum(h.bytes for h in rows)), style="bold")
+        groups: dict[str, list[Held]] = {}
+        for h in rows:
+            groups.setdefault(_dims_and_axes(h), []).append(h)
+        ranked = sorted(groups.items(), key=lambda g: -sum(h.bytes for h in g[1]))
+        for text, group in ranked[:8]:
+            table.add_row("", str(len(group)), text, human(sum(map(_whole, group))), human(sum(h.bytes for h in group)))
+        if len(ranked) > 8:
+            rest = [h for _, group in ranked[8:] for h in group]
+            table.add_row("", str(len(rest)), "…", human(sum(map(_whole, rest))), human(sum(h.bytes for h in rest)))
+    return table
+
+
+def _whole(h: Held) -> float:
+    size = 8.0 if "key" in h.dtype else _width(h.dtype)
+    return math.prod(h.shape) * size
+
+
+def _width(dtype: str) -> float:
+    if dtype == "bool":
+        return 1
+    m = re.search(r"(\d+)", dtype)
+    return int(m[1]) / 8 if m else 4
+
+
+def _dims_and_axes(h: Held) -> str:
+    """``embed:data mlp:model`` — each dim, with its axes where it is split."""
+    if not h.shape:
+        return "(scalars)"
+    axes = [*h.spec, *(None,) * (len(h.shape) - len(h.spec))]
+    names = _names(h.dims, len(h.shape))
+    cells = []
+    for name, a in zip(names, axes, strict=True):
+        cells.append(name if a is None else f"{name}:{a if isinstance(a, str) else '+'.join(a)}")
+    return " ".join(cells)
+
+
+def _names(dims: str, rank: int) -> list[str]:
+    names = re.findall(r"\([^)]*\)|\S+", dims)
+    return names if len(names) == rank else ["_"] * rank
+
+
+def _sent(plan: Plan) -> Any:
+    rows = merge_collectives(plan.collectives)
+    if not rows:
+        return Text("each device sends nothing")
+    table = Table(
+        title=f"each device sends {human(plan.bytes_sent)} a step", title_justify="left", title_style="bold", box=None,
+        pad_edge=False,
+    )  # fmt: skip
+    for name, justify in (("what", "left"), ("over", "left"), ("dims", "left"), ("times", "right"), ("bytes", "right"), ("why", "left")):
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    small = [r for r in rows if r[2] < 0.005 * plan.bytes_sent]
+    shown = [r for r in rows if r[2] >= 0.005 * plan.bytes_sent][:16]
+    small = rows[len(shown) :]
+    for c, count, total in shown:
+        times = "?" if count is None else str(count)
+        table.add_row(c.op, "+".join(c.axes), c.dims or "(scalar)", times, human(total), c.cause)
+    if small:
+        n = sum(r[1] or 1 for r in small)
+        table.add_row("smaller ones", "", "", str(n), human(sum(r[2] for r in small)), "", style="dim")
+    return table
+
+
+def merge_collectives(collectives: Iterable[Collective]) -> list[tuple[Collective, int | None, float]]:
+    """Collectives alike in kind, axes, dims and cause as one row (first of them, count, bytes in a step), largest first."""
+    groups: dict[Any, list[Collective]] = {}
+    for c in collectives:
+        groups.setdefault((c.op, c.axes, c.dims, c.cause), []).append(c)
+    rows = []
+    for group in groups.values():
+        counts = [c.count for c in group]
+        count = None if None in counts else sum(n for n in counts if n is not None)
+        rows.append((group[0], count, sum(c.total_bytes for c in group)))
+    return sorted(rows, key=lambda r: -r[2])
+
+
+def _notes(plan: Plan) -> list[Text]:
+    out = [Text(f"note  {n}") for n in plan.notes]
+    for j in plan.joins:
+        out.append(Text(f"join  {j}", style="yellow"))
+    used = {a for h in (*plan.inputs, *plan.outputs) for e in h.spec for a in ((e,) if isinstance(e, str) else e or ())}
+    idle = [a for a, n in plan.sizes.items() if n > 1 and a not in used and not any(a in c.axes for c in plan.collectives)]
+    if idle:
+        out.append(Text(f"note  no value is split over {', '.join(f'`{a}`' for a in idle)}: its devices all do the same work"))
+    names = plan.program.all_names()
+    unused = sorted({r.dim for r in plan.layout.rules} - names)
+    if unused:
+        out.append(Text(f"note  rules without effect, since the program has no such dim: {', '.join(unused)}"))
+    named, total, _ = plan.program.coverage()
+    if total:
+        text = f"dims  {named} of {total} named ({100 * named / total:.1f} %)"
+        for line, n in _unnamed(plan):
+            text += f"\n      {n} × unnamed in {line}"
+        out.append(Text(text, style="dim"))
+    return out
+
+
+def _unnamed(plan: Plan) -> list[tuple[str, int]]:
+    counts: dict[str, int] = {}
+    for line in plan.unnamed:
+        line = re.sub(r" dim \d+ at ", " ", line)
+        counts[line] = counts.get(line, 0) + 1
+    return sorted(counts.items(), key=lambda x: -x[1])[:4]

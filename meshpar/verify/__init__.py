@@ -1,0 +1,1 @@
+"""Proof that a layout does not change the result."""

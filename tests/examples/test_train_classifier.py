@@ -1,0 +1,36 @@
+"""The Linen example: it learns, and a layout does not change what it learns."""
+
+import numpy as np
+import pytest
+import train_classifier
+
+import meshpar as mp
+
+
+@pytest.fixture(scope="module")
+def run():
+    return train_classifier.main(["--epochs", "3", "--seed", "1"])
+
+
+def test_it_learns_the_digits(run):
+    assert len(run.losses) == 3 * 22
+    assert run.losses[-1] < 0.1 * run.losses[0]
+    assert run.accuracy > 0.95
+
+
+def test_another_layout_gives_the_same_losses(run):
+    other = train_classifier.main(
+        ["--epochs", "1", "--seed", "1", "--layout", "batch: data", "--mesh", "data=8"]
+    )
+    np.testing.assert_allclose(other.losses, run.losses[:22], rtol=1e-4)
+
+
+def test_an_unknown_dim_is_explained():
+    with pytest.raises(mp.UnknownDimError, match="wide"):
+        train_classifier.main(["--layout", "batch: data; wyde: model"])
+
+
+def test_bad_flags_are_explained(capsys):
+    with pytest.raises(SystemExit):
+        train_classifier.main(["--lowering", "xla"])
+    assert "shard_map" in capsys.readouterr().err

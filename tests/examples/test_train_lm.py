@@ -1,0 +1,117 @@
+"""The main job, small: metrics, picture, equal losses under two layouts, readable errors."""
+
+import json
+import math
+
+import matplotlib.image
+import numpy as np
+import pytest
+import train_lm
+
+import meshpar as mp
+from lm.data import held_out_batches, read_stdlib, training_batches
+
+TINY = ["--layers=2", "--embed=32", "--steps=8", "--batch=8", "--seq=32", "--eval-batches=2"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run with the default layout: (result, metrics lines, picture)."""
+    folder = tmp_path_factory.mktemp("lm")
+    metrics, picture = folder / "metrics.jsonl", folder / "curve.png"
+    result = train_lm.main([*TINY, "--metrics", str(metrics), "--picture", str(picture)])
+    return result, [json.loads(line) for line in metrics.read_text().splitlines()], picture
+
+
+def test_loss_falls(run):
+    result, _, _ = run
+    assert len(result.losses) == 8
+    assert result.losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert result.losses[-1] < 0.8 * result.losses[0]
+
+
+def test_metrics_have_a_line_for_every_step(run):
+    result, lines, _ = run
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["loss"] for line in lines] == result.losses
+    assert all(line["tokens_per_s"] > 0 for line in lines)
+    assert all(set(line) == {"step", "loss", "tokens_per_s"} for line in lines[:-1])
+    assert lines[-1]["held_out_bits_per_byte"] == result.held_out_bits_per_byte
+    assert 1 < result.held_out_bits_per_byte < 8
+
+
+def test_picture_shows_a_curve(run):
+    _, _, picture = run
+    pixels = matplotlib.image.imread(picture)[..., :3]
+    assert min(pixels.shape[:2]) > 500
+    red, green, blue = np.moveaxis(pixels, -1, 0)
+    assert ((blue > 0.7) & (red < 0.4)).sum() > 500  # the training loss
+    assert ((red > 0.7) & (green < 0.3)).sum() > 100  # the held-out mark
+
+
+def test_another_layout_gives_the_same_losses(run):
+    result, _, _ = run
+    other = train_lm.main([*TINY, "--layout", "dp", "--mesh", "data=8", "--picture", ""])
+    np.testing.assert_allclose(other.losses, result.losses, rtol=1e-4)
+    np.testing.assert_allclose(
+        other.held_out_bits_per_byte, result.held_out_bits_per_byte, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--layout", "megatorn"], ["'megatorn' is neither a preset", "did you mean megatron?"]),
+        (["--steps", "0"], ["--steps", "'0' is not a whole number above 0"]),
+        (["--batch", "many"], ["--batch", "'many' is not a whole number above 0"]),
+        (["--lowering", "xla"], ["--lowering", "jit", "shard_map"]),
+        (["--metrics", "/no/such/folder/m.jsonl"], ["there is no folder /no/such/folder"]),
+    ],
+)
+def test_bad_flags_are_explained(flags, words, capsys):
+    with pytest.raises(SystemExit):
+        train_lm.main(flags)
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "words"),
+    [
+        (["--mesh", "data=64"], mp.MeshError, "needs 64 devices, but there are 8"),
+        (["--mesh", "data:8"], mp.LayoutSyntaxError, "data:8"),
+        (["--layout", "batch: dta"], mp.UnknownAxisError, "data"),
+        (["--layout", "bath: data"], mp.UnknownDimError, "batch"),
+        (["--batch", "6"], mp.DivisibilityError, "batch"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_explained(flags, error, words):
+    with pytest.raises(error, match=words):
+        train_lm.main([*TINY, *flags, "--picture", ""])
+
+
+def test_text_is_split_by_file(tmp_path):
+    names = [f"package/module_{i}.py" for i in range(200)] + ["test/test_x.py", "readme.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"<{name}>")
+    corpus = read_stdlib(tmp_path)
+    assert corpus.files == 200
+    train = set(corpus.train.tobytes().decode().split("\0"))
+    held_out = set(corpus.held_out.tobytes().decode().split("\0"))
+    assert train & held_out == {""}
+    assert train | held_out == {"", *(f"<{name}>" for name in names[:200])}
+    assert 2 < len(held_out) < 30
+    again = read_stdlib(tmp_path)
+    assert np.array_equal(again.train, corpus.train)
+
+
+def test_targets_are_the_next_bytes():
+    text = np.arange(100, dtype=np.uint8)
+    inputs, targets = next(training_batches(text, batch=4, seq=10, seed=0))
+    assert inputs.shape == targets.shape == (4, 10)
+    assert np.array_equal(targets, inputs + 1)
+    batches = held_out_batches(text, batch=2, seq=10, count=3)
+    assert len(batches) == 3
+    assert batches[0][0][0, 0] == 0
+    assert batches[-1][1][-1, -1] == 99

@@ -1,0 +1,122 @@
+"""The notation for dims, path patterns, near names."""
+
+import pytest
+
+from meshpar.dims import (
+    PathDims,
+    did_you_mean,
+    fit_dims,
+    format_dims,
+    near,
+    parse_dims,
+    path_matches,
+)
+from meshpar.errors import LayoutSyntaxError, RankError
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("batch seq embed", ("batch", "seq", "embed")),
+        ("  batch\n seq ", ("batch", "seq")),
+        ("", ()),
+        ("batch _ _", ("batch", None, None)),
+        (("batch", None, "_"), ("batch", None, None)),
+        (["head-dim", "kv_heads", "seq'"], ("head-dim", "kv_heads", "seq'")),
+        ("... embed", (..., "embed")),
+        ("batch ... embed", ("batch", ..., "embed")),
+    ],
+)
+def test_parse(text, want):
+    assert parse_dims(text) == want
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("seq seq", "the dim `seq` stands twice in one value"),
+        ("batch, seq", "'batch,' is not a name"),
+        ("1st", "'1st' is not a name"),
+        ((1, "a"), "1 is not a name"),
+        ("... a ...", "`...` stands twice"),
+    ],
+)
+def test_parse_refuses(text, says):
+    with pytest.raises(LayoutSyntaxError, match=r"^dims ") as error:
+        parse_dims(text)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dims", "rank", "want"),
+    [
+        ("a b", 2, ("a", "b")),
+        ("a ... b", 2, ("a", "b")),
+        ("a ... b", 4, ("a", None, None, "b")),
+        ("...", 0, ()),
+        ("... b", 3, (None, None, "b")),
+    ],
+)
+def test_fit(dims, rank, want):
+    assert fit_dims(parse_dims(dims), (2,) * rank, path="x", origin="the test") == want
+
+
+@pytest.mark.parametrize(("dims", "rank"), [("a b", 1), ("a b", 3), ("a ... b", 1), ("", 1)])
+def test_fit_refuses_another_rank(dims, rank):
+    with pytest.raises(RankError, match=f"x has {rank} dimension"):
+        fit_dims(parse_dims(dims), (2,) * rank, path="x", origin="the test")
+
+
+@pytest.mark.parametrize("dims", ["batch seq", "batch _ embed", "... embed", ""])
+def test_format_is_the_inverse_of_parse(dims):
+    assert format_dims(parse_dims(dims)) == dims
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "matches"),
+    [
+        ("batch/tokens", "batch/tokens", True),
+        ("batch/tokens", "batch/tokens/0", False),
+        ("batch/*", "batch/a/b", True),
+        ("*/kernel", "params/layer/0/kernel", True),
+        ("*/kernel", "kernel", True),
+        ("*/kernel", "my_kernel", False),
+        ("*kernel", "my_kernel", True),
+        ("*/query/kernel", "params/block_0/query/kernel", True),
+        ("a.b", "axb", False),
+        ("[x]", "[x]", True),
+        ("*", "anything/at/all", True),
+        ("a*c", "abc/d", False),
+    ],
+)
+def test_path_patterns(pattern, path, matches):
+    assert path_matches(pattern, path) is matches
+
+
+def test_first_matching_pattern_wins():
+    dims = PathDims({"*/query/kernel": "embed heads", "*/kernel": "embed mlp"})
+    assert dims.match("layer/query/kernel") == ("*/query/kernel", ("embed", "heads"))
+    assert dims.match("layer/mlp/kernel") == ("*/kernel", ("embed", "mlp"))
+    assert dims.match("layer/bias") is None
+
+
+def test_path_dims_are_values():
+    one = PathDims({"*/kernel": "embed mlp"})
+    two = PathDims([("*/kernel", ("embed", "mlp"))])
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != PathDims({"*/kernel": "mlp embed"})
+    assert PathDims(None).match("x") is None
+
+
+def test_pattern_with_bad_dims_says_which():
+    with pytest.raises(LayoutSyntaxError, match="dims of pattern 'x'"):
+        PathDims({"x": "a a"})
+
+
+def test_near_names():
+    assert near("embd", ["mlp", "embed", "heads"]) == ["embed"]
+    assert near("zzz", ["mlp", "embed"]) == []
+    assert did_you_mean("embd", ["mlp", "embed"], "dims") == ["did you mean `embed`?"]
+    assert did_you_mean("zzz", ["mlp", "embed"], "dims") == ["dims there are: embed, mlp"]
+    assert did_you_mean("zzz", [], "dims") == ["dims there are: none"]

@@ -1,0 +1,373 @@
+"""Every error by its text: what is wrong, the facts, and the ways to fix it."""
+
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+
+F32 = jnp.float32
+DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
+
+
+def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, F32)
+
+
+def loss(params, x):
+    return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"] - x) ** 2)
+
+
+def arguments(embed: int = 16, mlp: int = 32, batch: int = 8):
+    return {"up": shape(embed, mlp), "down": shape(mlp, embed)}, shape(batch, embed)
+
+
+def plan(layout, dims=DIMS, fn=loss, args=None, mesh="data=4, model=2", **options):
+    return mp.plan(fn, *(args or arguments()), mesh=mp.mesh(mesh), layout=layout, dims=dims, **options)
+
+
+def text(kind, call, *args, **kwargs) -> str:
+    """The text of the error of this class that a call raises."""
+    with pytest.raises(kind) as error:
+        call(*args, **kwargs)
+    assert type(error.value) is kind
+    assert isinstance(error.value, mp.MeshparError)
+    return str(error.value)
+
+
+def lines(error: str) -> list[list[str]]:
+    return [line.split() for line in error.splitlines()]
+
+
+# -- names in the layout
+
+
+def test_unknown_dim_with_a_near_name():
+    error = text(mp.UnknownDimError, plan, "batch: data; embd: model")
+    assert error == textwrap.dedent("""\
+        rule `embd: model` names dim `embd`, which no value of the program has
+          rule    embd: model
+          fix     did you mean `embed`?
+                  or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)""")
+
+
+def test_unknown_dim_without_a_near_name():
+    error = text(mp.UnknownDimError, plan, "batch: data; zzz: model")
+    assert "dims there are: batch, embed, mlp" in error
+
+
+def test_unknown_dim_in_init_is_a_misspelling_only_where_a_name_is_near():
+    mesh = mp.mesh("data=4, model=2")
+
+    def create():
+        return {"up": jnp.ones((16, 32))}
+
+    def init(layout):
+        return mp.init(create, mesh=mesh, layout=layout, dims={"up": "embed mlp"}).plan()
+
+    assert init("batch: data; embed: data").outputs[0].dims == "embed mlp"  # the batch's rule
+    assert "did you mean `embed`?" in text(mp.UnknownDimError, init, "embd: data")
+
+
+def test_unknown_axis_with_a_near_name():
+    error = text(mp.UnknownAxisError, plan, "batch: data; mlp: modl")
+    assert error == textwrap.dedent("""\
+        rule `mlp: modl` names axis `modl`, which the mesh (data=4, model=2) does not have
+          rule    mlp: modl
+          fix     did you mean `model`?
+                  or give the mesh that axis: mp.mesh("data=4, model=2, modl=1")""")
+
+
+def test_unknown_axis_without_a_near_name():
+    assert "axes there are: data, model" in text(mp.UnknownAxisError, plan, "batch: expert")
+
+
+def test_an_axis_twice_in_one_rule():
+    error = text(mp.AxisConflictError, mp.Layout, "batch: data+model+data")
+    assert error == textwrap.dedent("""\
+        rule `batch: data+model+data` asks for axis `data` twice
+          rule    batch: data+model+data
+          fix     name each axis once: `batch: data+model`""")
+
+
+def test_an_axis_twice_in_a_pair():
+    assert "`data` twice" in text(mp.AxisConflictError, mp.Layout, [("batch", ("data", "data"))])
+
+
+def test_errors_have_their_facts_as_attributes():
+    with pytest.raises(mp.UnknownAxisError) as error:
+        plan("mlp: modl")
+    assert (error.value.dim, error.value.axis, error.value.rule) == ("mlp", "modl", "mlp: modl")
+    assert error.value.fixes[0] == "did you mean `model`?"
+    assert isinstance(error.value, ValueError)
+
+
+# -- sizes
+
+
+def test_a_size_that_does_not_divide():
+    error = text(mp.DivisibilityError, plan, "batch: data; mlp: data", args=arguments(mlp=30))
+    assert error == textwrap.dedent("""\
+        params/down: dim `mlp` of size 30 does not divide over data=4 (it leaves 2)
+          tensor  params/down  float32[30, 16]
+          dims    mlp embed
+          rule    mlp: data
+          fix     make `mlp` 28 or 32: the nearest multiples of 4
+                  write `mlp?: data` to split it only where it divides""")
+
+
+def test_a_size_that_does_not_divide_over_two_axes():
+    error = text(mp.DivisibilityError, plan, "batch: data+model", args=arguments(batch=4))
+    assert "x: dim `batch` of size 4 does not divide over data=4 × model=2 (it leaves 4)" in error
+    assert "tensor  x  float32[4, 16]" in error
+    assert "make `batch` 8: the nearest multiples of 8" in error
+
+
+def test_with_a_question_mark_it_is_left_whole_and_noted():
+    p = plan("batch: data; mlp?: data", args=arguments(mlp=30))
+    assert all(h.spec == jax.P() for h in p.inputs if h.kind == "params")
+
+
+def test_the_size_of_a_spec():
+    mesh = mp.mesh("data=4, model=2")
+    error = text(mp.DivisibilityError, mp.Layout("embed: data").spec, "embed", mesh, (10,), path="w")
+    assert "w: dim `embed` of size 10 does not divide over data=4 (it leaves 2)" in error
+    assert "make `embed` 8 or 12: the nearest multiples of 4" in error
+
+
+def test_what_init_makes_must_divide():
+    def create():
+        return {"params": {"up": jnp.ones((16, 30))}}
+
+    init = mp.init(create, mesh=mp.mesh("data=4, model=2"), layout="mlp: data", dims={"*up": "embed mlp"})
+    error = text(mp.DivisibilityError, init.plan)
+    assert "params/up: dim `mlp` of size 30 does not divide over data=4 (it leaves 2)" in error
+
+
+# -- joins
+
+
+def swapped(strict):
+    dims = DIMS | {"params/down": "embed mlp"}  # the wrong way round
+    args = ({"up": shape(16, 16), "down": shape(16, 16)}, shape(8, 16))
+    return plan("batch: data", dims=dims, args=args, strict=strict)
+
+
+def test_a_join_is_an_error_when_strict():
+    error = text(mp.JoinError, swapped, strict=True)
+    head = error.splitlines()[0]
+    assert head in (
+        "`embed` and `mlp` are the same dim of the program",
+        "`mlp` and `embed` are the same dim of the program",
+    )
+    assert "params/up names it" in error
+    assert "params/down names it" in error
+    assert "mp.rename(x, " in error
+    assert "or plan without strict=True" in error
+
+
+def test_a_join_is_one_warning_otherwise():
+    with pytest.warns(mp.JoinWarning) as caught:
+        p = swapped(strict=False)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert message.startswith("names that turned out to be one dim of the program: ")
+    assert "params/up names it" in message
+    assert "params/down names it" in message
+    assert [{j.first, j.second} for j in p.joins] == [{"embed", "mlp"}]
+    assert caught[0].filename == __file__
+
+
+def test_no_join_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan("batch: data", strict=True).joins == []
+
+
+# -- patterns
+
+
+def test_a_pattern_that_matches_nothing():
+    error = text(mp.PatternError, plan, "batch: data", dims=DIMS | {"params/upp": "embed mlp"})
+    assert error == textwrap.dedent("""\
+        the dims= pattern 'params/upp' matches no tensor
+          tensor  params/upp
+          fix     did you mean 'params/up' or 'params/down'?
+                  paths are: params/down, params/up, x""")
+
+
+def test_a_pattern_far_from_any_path():
+    error = text(mp.PatternError, plan, "batch: data", dims=DIMS | {"*/kernel": "embed mlp"})
+    assert "the dims= pattern '*/kernel' matches no tensor" in error
+    assert "paths are: params/down, params/up, x" in error
+
+
+def test_a_shadowed_pattern():
+    dims = {"params/*": "_ _", "params/up": "embed mlp", "x": "batch embed"}
+    error = text(mp.PatternError, plan, "batch: data", dims=dims)
+    assert error == textwrap.dedent("""\
+        the dims= pattern 'params/up' is never used: 'params/*' stands before it and matches the same tensors
+          tensor  params/up
+          fix     the first pattern that matches wins: put the narrower one first""")
+
+
+def test_the_same_dim_twice_in_one_value():
+    error = text(mp.LayoutSyntaxError, plan, "batch: data", dims=DIMS | {"params/up": "embed embed"})
+    assert error == textwrap.dedent("""\
+        dims of pattern 'params/up' 'embed embed': the dim `embed` stands twice in one value
+          fix     name the second one apart, e.g. `embed_out` or `kv_embed`""")
+
+
+def test_the_same_dim_twice_in_mp_named():
+    error = text(mp.LayoutSyntaxError, jax.eval_shape, lambda x: mp.named(x, "a a"), shape(2, 2))
+    assert "mp.named dims 'a a': the dim `a` stands twice in one value" in error
+
+
+# -- ranks
+
+
+def test_rank_of_a_pattern():
+    error = text(mp.RankError, plan, "batch: data", dims=DIMS | {"x": "batch seq embed"})
+    assert error == textwrap.dedent("""\
+        x has 2 dimensions, but the pattern 'x' names 3: `batch seq embed`
+          tensor  x  [8, 16]
+          dims    batch seq embed
+          fix     name 2 dims (`_` for one without a name, `...` for any number of them)""")
+
+
+def test_rank_of_flax_metadata():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.ones, ("embed", "heads", "mlp"))
+            box = self.param("w", lambda key: init(key, (16, 4, 8)).replace_boxed(jnp.ones((16, 32))))
+            return x @ box
+
+    variables = jax.eval_shape(Model().init, jax.random.key(0), shape(8, 16))
+    error = text(
+        mp.RankError, plan, "batch: data", dims={"x": "batch embed"},
+        fn=lambda variables, x: Model().apply(variables, x), args=(variables, shape(8, 16)),
+    )  # fmt: skip
+    assert "variables/params/w has 2 dimensions, but its Flax metadata names 3" in error
+    assert "tensor  variables/params/w  [16, 32]" in error
+    assert "dims    embed heads mlp" in error
+    assert "fix     name every dimension in the metadata" in error
+
+
+def test_rank_of_mp_named():
+    def fn(x):
+        return mp.named(x, "batch seq embed")
+
+    error = text(mp.RankError, plan, "batch: data", dims={"x": "batch embed"}, fn=fn, args=(shape(8, 16),))
+    assert "the value has 2 dimensions, but mp.named names 3: `batch seq embed`" in error
+    assert "tensor  the value  [8, 16]" in error
+
+
+# -- renames
+
+
+def test_rename_of_a_dim_that_is_not_there():
+    def fn(x):
+        return mp.rename(x * 2, sequence="kv_seq")  # this line
+
+    error = text(
+        mp.UnknownDimError, plan, "batch: data", dims={"x": "batch seq"}, fn=fn, args=(shape(8, 16),)
+    )
+    assert "mp.rename: the value has no dim `sequence`" in error
+    assert "[8, 16]" in error
+    code = Path(__file__).read_text().splitlines()
+    line = next(n for n, text in enumerate(code, 1) if text.endswith("# this line"))
+    assert f"test_errors.py:{line}" in error
+    assert "its dims there are: batch, seq" in error
+
+
+def test_rename_without_names_or_to_no_name():
+    x = jnp.ones((2, 2))
+    assert "mp.rename needs at least one name" in text(mp.LayoutSyntaxError, mp.rename, x)
+    assert "'a b' is not a name" in text(mp.LayoutSyntaxError, mp.rename, x, seq="a b")
+
+
+# -- meshes
+
+
+def test_a_mesh_that_needs_more_devices_than_there_are():
+    error = text(mp.MeshError, mp.mesh, "data=8, model=2")
+    assert error == textwrap.dedent("""\
+        mesh (data=8, model=2) needs 16 devices, but there are 8 (cpu)
+          fix     call mp.virtual_devices(16) before the first use of a device, for 16 CPU stand-ins
+                  use a smaller mesh: the sizes must multiply to at most 8""")
+
+
+def test_a_mesh_that_devices_do_not_fill():
+    assert "mesh axis `data=-1` cannot be filled: 8 devices do not divide by 3" in text(
+        mp.MeshError, mp.mesh, "data=-1, model=3"
+    )
+
+
+def test_virtual_devices_too_late():
+    code = """
+        import jax, meshpar as mp
+        jax.devices()
+        try:
+            mp.virtual_devices(4)
+        except mp.MeshError as error:
+            print(error)
+    """
+    out = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"},
+    ).stdout  # fmt: skip
+    assert "virtual_devices(4) came too late: JAX has made its 1 CPU device already" in out
+    assert "fix     call mp.virtual_devices before anything that touches a device" in out
+
+
+def test_an_abstract_mesh_plans_but_does_not_run():
+    mesh = jax.sharding.AbstractMesh(
+        (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    step = mp.jit(loss, mesh=mesh, layout="batch: data", dims=DIMS)
+    params, x = arguments()
+    assert step.plan(params, x).collectives
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape), (params, x))
+    assert "an abstract mesh has no devices to run on" in text(mp.MeshError, step, *zeros)
+
+
+# -- arguments of mp.jit
+
+
+def test_a_bad_lowering():
+    error = text(
+        mp.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", lowering="jitt"
+    )
+    assert "there is no lowering 'jitt'" in error
+    assert "did you mean `jit`?" in error
+
+
+@pytest.mark.parametrize("what", ["static", "donate"])
+def test_a_bad_argname(what):
+    names = {f"{what}_argnames": "parms"}
+    error = text(mp.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", **names)
+    assert f"{what}_argnames: the function has no argument `parms`" in error
+    assert "did you mean `params`?" in error
+
+
+@pytest.mark.parametrize("what", ["static", "donate"])
+def test_a_bad_argnum(what):
+    nums = {f"{what}_argnums": 7}
+    error = text(mp.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", **nums)
+    assert f"{what}_argnums: " in error
+    assert "7" in error
+    assert "2 arguments" in error
+
+
+def test_nothing_is_silently_replicated():
+    """A rule whose dim nothing has is an error even where other rules work; a misspelt one is never dropped."""
+    for misspelt in ("btch: data", "batch: data; mpl: model", "opt.embd: data"):
+        text(mp.UnknownDimError, plan, misspelt)

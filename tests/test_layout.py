@@ -1,0 +1,345 @@
+"""Layouts: reading them, who claims which axis, specs, and what holds for every layout."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar import Layout, Rule
+from meshpar.errors import (
+    AxisConflictError,
+    DivisibilityError,
+    LayoutSyntaxError,
+    RankError,
+    UnknownAxisError,
+)
+from meshpar.layout import claim
+
+MAXTEXT = json.loads((Path(__file__).parent / "data" / "maxtext_rules.json").read_text())
+
+
+def abstract(**sizes: int) -> jax.sharding.AbstractMesh:
+    return jax.sharding.AbstractMesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
+    )
+
+
+# -- reading
+
+
+def test_lines_and_semicolons_are_the_same():
+    lines = Layout("""
+        batch: data            # the examples
+        heads, mlp, vocab: model
+
+        embed: data
+    """)
+    assert lines == Layout("batch:data; heads,mlp,vocab:model; embed:data")
+    assert lines.dims == ("batch", "heads", "mlp", "vocab", "embed")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("batch: data", Rule("batch", ("data",))),
+        ("batch:slice+data", Rule("batch", ("slice", "data"))),
+        ("batch: slice + data", Rule("batch", ("slice", "data"))),
+        ("kv_heads?: model", Rule("kv_heads", ("model",), optional=True)),
+        ("opt.embed: data", Rule("embed", ("data",), scope="opt")),
+        ("params.embed?: data", Rule("embed", ("data",), optional=True, scope="params")),
+        ('"*/embedding".vocab: model', Rule("vocab", ("model",), scope="*/embedding")),
+        ('"a:b".vocab: model', Rule("vocab", ("model",), scope="a:b")),
+        ("seq: none", Rule("seq", ())),
+        ("seq: None", Rule("seq", ())),
+        ("seq': model", Rule("seq'", ("model",))),
+        ("head-dim: model", Rule("head-dim", ("model",))),
+    ],
+)
+def test_one_rule(text, rule):
+    assert Layout(text).rules == (rule,)
+    assert Layout(str(Layout(text))).rules == (rule,)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("batch", "layout rule 'batch' has no `:`"),
+        ("batch: ", "'' is not an axis"),
+        ("batch: data model", "'data model' is not an axis"),
+        ("batch: data,model", "'data,model' is not an axis"),
+        ("batch seq: data", "'batch seq' is not a dim"),
+        (": data", "'' is not a dim"),
+        ("optt.embed: data", "there is no scope `optt`"),
+    ],
+)
+def test_text_that_is_no_layout(text, says):
+    with pytest.raises(LayoutSyntaxError) as error:
+        Layout(text)
+    assert says in str(error.value)
+    assert error.value.fixes
+
+
+def test_other_ways_to_write_one():
+    want = Layout("batch: data; seq: none; embed: data+model").rules
+    pairs = [("batch", "data"), ("seq", None), ["embed", ["data", "model"]]]
+    assert Layout(pairs).rules == want
+    assert Layout(dict(pairs)).rules == want
+    assert Layout(Layout("batch: data")) == Layout("batch: data")
+
+
+def test_a_rule_list_resolves_by_cost_and_text_by_order():
+    assert Layout([("batch", "data")]).resolve == "cost"
+    assert Layout("batch: data").resolve == "order"
+    assert Layout("batch: data", resolve="cost").resolve == "cost"
+    assert Layout(Layout([("batch", "data")])).resolve == "cost"
+    with pytest.raises(LayoutSyntaxError, match="it is 'order' or 'cost'"):
+        Layout("batch: data", resolve="best")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pair", ["batch", ("batch",), ("batch", 3), (3, "data"), None])
+def test_a_bad_pair(pair):
+    with pytest.raises(LayoutSyntaxError, match="logical axis rule"):
+        Layout([pair])
+
+
+def test_an_axis_twice_in_one_rule():
+    with pytest.raises(AxisConflictError, match="asks for axis `data` twice"):
+        Layout("batch: data+data")
+
+
+def test_layouts_are_values():
+    one, two = Layout("batch: data; embed: model"), Layout("batch:data\nembed:model")
+    assert one == two
+    assert hash(one) == hash(two)
+    assert len({one, two}) == 1
+    assert one != Layout("embed: model; batch: data")  # the order is part of it
+    assert one != Layout(one, resolve="cost")
+    assert one != "batch: data; embed: model"
+    assert eval(repr(one), {"Layout": Layout}) == one
+
+
+# -- claims
+
+
+def test_first_rule_claims():
+    layout = Layout("batch: data; embed: data")
+    assert layout.spec("batch seq embed") == P("data")
+    assert layout.spec("embed mlp") == P("data")
+    assert layout.spec("embed batch") == P(None, "data")
+    assert layout.spec("seq") == P()
+
+
+def test_the_example_of_the_documentation():
+    layout = Layout("batch: data; heads, mlp, vocab: model; embed: data")
+    assert layout.spec("batch seq mlp") == P("data", None, "model")
+
+
+def test_several_axes_of_one_rule():
+    layout = Layout("batch: slice+data; embed: data+model")
+    assert layout.spec("batch embed") == P(("slice", "data"), "model")  # the axes still free
+    assert layout.spec("embed") == P(("data", "model"))
+    assert layout.spec("embed batch") == P("model", ("slice", "data"))
+
+
+def test_several_rules_for_one_dim():
+    layout = Layout("batch: data; embed: data; embed: model; mlp: model")
+    assert layout.spec("batch embed") == P("data", "model")  # the first that can claim
+    assert layout.spec("embed mlp") == P("data", "model")
+    assert layout.spec("batch embed mlp") == P("data", "model")
+
+
+def test_none_keeps_a_dim_whole_whatever_later_rules_say():
+    layout = Layout("seq: none; seq: model; embed: model")
+    assert layout.spec("seq embed") == P(None, "model")
+    assert layout.spec("seq") == P()
+
+
+def test_optional_rules_and_sizes(mesh):
+    layout = Layout("kv_heads?: model; head_dim: model")
+    assert layout.spec("kv_heads head_dim", mesh, (4, 8)) == P("model")
+    assert layout.spec("kv_heads head_dim", mesh, (3, 8)) == P(None, "model")
+
+
+def test_a_second_rule_may_fit_where_the_first_does_not(mesh):
+    layout = Layout("embed: data; embed: model")
+    assert layout.spec("embed", mesh, (6,)) == P("model")
+
+
+def test_a_size_that_does_not_divide(mesh):
+    with pytest.raises(DivisibilityError, match="nearest multiples of 4"):
+        Layout("embed: data").spec("embed", mesh, (6,))
+
+
+def test_dims_of_size_one_claim_nothing(mesh):
+    layout = Layout("batch: data; embed: data")
+    assert layout.spec("batch embed", mesh, (1, 8)) == P(None, "data")
+
+
+def test_scopes():
+    layout = Layout('opt.embed: data; "*/embedding".vocab: model; vocab: data')
+    assert layout.spec("embed") == P()
+    assert layout.spec("embed", scope="opt") == P("data")
+    assert layout.spec("embed", scope="params") == P()
+    assert layout.spec("vocab") == P("data")
+    assert layout.spec("vocab", path="params/embedding") == P("model")
+    assert layout.scopes_of("params/embedding", "params") == ("*/embedding",)
+    assert layout.scopes_of("mu/embedding", "opt") == ("opt", "*/embedding")
+
+
+def test_spec_checks_axes_and_rank(mesh):
+    with pytest.raises(UnknownAxisError, match="names axis `dta`"):
+        Layout("embed: dta").spec("embed", mesh)
+    with pytest.raises(RankError):
+        Layout("embed: data").spec("embed mlp", mesh, (4,))
+    assert Layout("embed: data").spec("... embed", mesh, (2, 2, 4)) == P(None, None, "data")
+
+
+def test_an_unnamed_dim_claims_nothing():
+    assert Layout("embed: data").spec("_ embed") == P(None, "data")
+
+
+# -- a real Flax rule list
+
+
+def test_maxtext_rules_are_accepted_as_they_are():
+    rules = MAXTEXT["logical_axis_rules"]
+    layout = Layout(rules)
+    assert [(r.dim, r.axes) for r in layout.rules] == [
+        (name, (axes,) if isinstance(axes, str) else tuple(axes)) for name, axes in rules
+    ]
+    sizes = dict.fromkeys(MAXTEXT["mesh_axes"], 1) | {"fsdp": 4, "tensor": 2}
+    layout.check_axes(abstract(**sizes))
+    assert layout.spec("embed mlp", abstract(**sizes), (64, 128)) == P(
+        ("fsdp", "context", "context_usp_ulysses", "expert"),  # `mlp` stands first
+        ("fsdp_transpose", "tensor", "tensor_sequence", "autoregressive"),
+    )
+
+
+def test_maxtext_rules_survive_their_text():
+    layout = Layout(MAXTEXT["logical_axis_rules"])
+    assert Layout(str(layout)).rules == layout.rules
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        *itertools.permutations(["activation_batch", "activation_length", "activation_embed"]),
+        *itertools.permutations(["embed", "mlp"]),
+        *itertools.permutations(["embed", "q_heads", "kv"]),
+        ("vocab", "embed_vocab"),
+    ],
+)
+def test_maxtext_weights_lie_as_flax_lays_them(dims):
+    import flax.linen as nn
+
+    rules = [(k, v if isinstance(v, str) else tuple(v)) for k, v in MAXTEXT["logical_axis_rules"]]
+    assert Layout(rules).spec(dims) == _trim(nn.logical_to_mesh_axes(dims, rules))
+
+
+def _trim(spec: P) -> P:
+    entries = list(spec)
+    entries = [None if e == () else e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in entries]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+# -- what holds for every layout
+
+NAMES = ["batch", "seq", "embed", "mlp", "heads"]
+AXES = ["data", "model", "slice"]
+rules_st = st.lists(
+    st.builds(
+        Rule,
+        st.sampled_from(NAMES),
+        st.lists(st.sampled_from(AXES), unique=True, max_size=3).map(tuple),
+        st.booleans(),
+        st.sampled_from([None, None, "opt", "params", "*/kernel"]),
+    ),
+    max_size=8,
+)
+sizes_st = st.fixed_dictionaries({a: st.sampled_from([1, 2, 3, 4]) for a in AXES})
+dims_st = st.lists(st.sampled_from([*NAMES, None]), max_size=4).filter(
+    lambda d: all(d.count(n) == 1 for n in d if n is not None)
+)
+
+
+def layout_of(rules: list[Rule]) -> Layout:
+    return Layout("; ".join(map(str, rules)))
+
+
+@given(rules_st)
+def test_text_round_trip(rules):
+    layout = layout_of(rules)
+    assert layout.rules == tuple(rules)
+    assert Layout(str(layout)) == layout
+    assert hash(Layout(str(layout))) == hash(layout)
+
+
+@settings(max_examples=200)
+@given(rules_st, sizes_st, dims_st, st.data())
+def test_claims_hold_what_they_promise(rules, sizes, dims, data):
+    layout = layout_of(rules)
+    scopes = data.draw(st.sampled_from([(), ("opt",), ("params", "*/kernel")]))
+    shape = [data.draw(st.sampled_from([1, 2, 3, 4, 6, 12, 24])) for _ in dims]
+    items = [((d,) if d else (), n) for d, n in zip(dims, shape, strict=True)]
+    axes, refused = claim(layout, items, sizes, scopes)
+
+    used = [a for entry in axes for a in entry]
+    assert len(used) == len(set(used))  # no axis twice
+    for entry, size in zip(axes, shape, strict=True):
+        assert size % math.prod(sizes[a] for a in entry) == 0  # divides
+        assert size > 1 or not entry
+    holding = [r for r in layout.rules if r.scope is None or r.scope in scopes]
+    for entry, dim in zip(axes, dims, strict=True):  # only what some rule of the dim asks for
+        assert not entry or any(r.dim == dim and set(entry) <= set(r.axes) for r in holding)
+    for item in refused:
+        assert axes[item] == ()
+        assert not all(r.optional for r in holding if r.dim == dims[item])
+
+
+@settings(max_examples=200)
+@given(rules_st, sizes_st, dims_st, st.data())
+def test_first_rule_wins(rules, sizes, dims, data):
+    """The claims of a list of rules are those of its head, and then of its tail on what is left."""
+    layout = layout_of(rules)
+    shape = [data.draw(st.sampled_from([1, 2, 3, 4, 6, 12, 24])) for _ in dims]
+    items = [((d,) if d else (), n) for d, n in zip(dims, shape, strict=True)]
+    want: dict[int, tuple[str, ...]] = {}
+    taken: set[str] = set()
+    for rule in layout.rules:  # the semantic, said once more as plainly as can be
+        if rule.scope is not None or rule.dim not in dims:
+            continue
+        i = dims.index(rule.dim)
+        free = tuple(a for a in rule.axes if a not in taken)
+        fits = shape[i] % math.prod(sizes[a] for a in free) == 0
+        if i in want or shape[i] == 1 or not fits or (rule.axes and not free):
+            continue
+        want[i] = free
+        taken |= set(free)
+    axes, _ = claim(layout, items, sizes)
+    assert axes == [want.get(i, ()) for i in range(len(dims))]
+
+
+@given(rules_st, dims_st)
+def test_an_appended_rule_changes_no_earlier_claim(rules, dims):
+    layout = layout_of(rules)
+    items = [((d,) if d else (), None) for d in dims]
+    before, _ = claim(layout, items, {})
+    for name in NAMES:
+        after, _ = claim(layout_of([*rules, Rule(name, ("extra",))]), items, {})
+        assert [tuple(a for a in e if a != "extra") for e in after] == before
+
+
+def test_public_names():
+    assert mp.Layout is Layout
+    assert mp.Rule is Rule

@@ -1,0 +1,97 @@
+"""Meshes: the notation, filling, and TPU slices that are not here."""
+
+import jax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import meshpar as mp
+from meshpar.errors import LayoutSyntaxError, MeshError
+from meshpar.mesh import parse_mesh, parse_topology, wraps
+
+
+def test_parse():
+    assert parse_mesh("data=4, model=2") == {"data": 4, "model": 2}
+    assert parse_mesh("data=-1,model=2") == {"data": -1, "model": 2}
+    assert parse_mesh(" a = 1 ") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("data", "'data' is not `axis=size`"),
+        ("", "'' is not `axis=size`"),
+        ("data=0", "'data=0' is not `axis=size`"),
+        ("data=-2", "'data=-2' is not `axis=size`"),
+        ("data=x", "'data=x' is not `axis=size`"),
+        ("data=2, data=4", "'data=4' stands twice"),
+        ("data=-1, model=-1", "only one axis may be -1"),
+    ],
+)
+def test_text_that_is_no_mesh(text, says):
+    with pytest.raises(LayoutSyntaxError) as error:
+        mp.mesh(text)
+    assert says in str(error.value)
+
+
+def test_it_is_a_plain_mesh_with_auto_axes():
+    mesh = mp.mesh("data=4, model=2")
+    assert type(mesh) is Mesh
+    assert dict(mesh.shape) == {"data": 4, "model": 2}
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert mesh.devices.ravel().tolist() == jax.devices()
+
+
+def test_minus_one_fills():
+    assert dict(mp.mesh("data=-1, model=2").shape) == {"data": 4, "model": 2}
+    assert dict(mp.mesh("data=-1").shape) == {"data": 8}
+    assert dict(mp.mesh("data=8, model=-1").shape) == {"data": 8, "model": 1}
+    with pytest.raises(MeshError, match="8 devices do not divide by 3"):
+        mp.mesh("data=-1, model=3")
+
+
+def test_a_smaller_mesh_takes_the_first_devices():
+    mesh = mp.mesh("data=2")
+    assert mesh.devices.tolist() == jax.devices()[:2]
+    assert mp.mesh("data=2", devices=jax.devices()[4:]).devices.tolist() == jax.devices()[4:6]
+
+
+def test_virtual_devices_that_are_there_already_are_no_error():
+    mp.virtual_devices(8)
+    mp.virtual_devices(2)
+    assert len(jax.devices()) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("v5e:16x16", (1, "v5e", (16, 16))),
+        ("2x v5e:16x16", (2, "v5e", (16, 16))),
+        ("v5p:4x4x8", (1, "v5p", (4, 4, 8))),
+        ("4x tpu7x:4x4x4", (4, "tpu7x", (4, 4, 4))),
+    ],
+)
+def test_topology(text, want):
+    assert parse_topology(text) == want
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("v5e", "is not known"),
+        ("v9:4x4", "is not known"),
+        ("v5e:4x4x4", "a v5e slice has 2 torus dimensions, not 3"),
+        ("v5p:4x4", "a v5p slice has 3 torus dimensions, not 2"),
+    ],
+)
+def test_topology_that_is_none(text, says):
+    with pytest.raises(MeshError) as error:
+        parse_topology(text)
+    assert says in str(error.value)
+
+
+def test_rings_of_a_slice():
+    assert wraps("v5e", (16, 16)) == (True, True, False)
+    assert wraps("v6e", (8, 16)) == (False, True, False)
+    assert wraps("v5e", (4, 4)) == (False, False, False)
+    assert wraps("v5p", (4, 4, 8)) == (True, True, True)
+    assert wraps("v4", (2, 2, 4)) == (False, False, False)
