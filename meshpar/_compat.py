@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,18 @@ def source_line(eqn: Any) -> str:
         name = os.path.relpath(f.file_name) if f.file_name.startswith(os.getcwd()) else f.file_name
         return f"{name}:{f.start_line} ({f.function_name.rsplit('.', 1)[-1]})"
     return ""
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """Pause the garbage collector while many small objects that all live on are made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def constraint_spec(eqn: Any) -> tuple[tuple[str, ...], ...] | None:

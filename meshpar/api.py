@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from ._compat import is_graph_node
+from ._compat import is_graph_node, without_gc
 from .dims import Dims, DimsLike, PathDims, did_you_mean, fit_dims, near, path_matches
 from .errors import MeshError, PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named
@@ -81,6 +81,7 @@ class Jitted:
         self.static = _selected(static_argnums, static_argnames, names, "static")
         self.donated = _selected(donate_argnums, donate_argnames, names, "donate")
         self._entries: dict[Any, _Entry] = {}
+        self._plans: dict[Any, Plan] = {}
         self._traced: dict[Any, _Traced] = {}
         self._last: _Entry | None = None
         self._graph: bool | None = None
@@ -147,6 +148,7 @@ class Jitted:
     def clear_cache(self) -> None:
         """Forget compiled programs."""
         self._entries.clear()
+        self._plans.clear()
         self._traced.clear()
         self._last = None
 
@@ -253,19 +255,20 @@ class Jitted:
         results = self._results(shapes)
         if len(results) != len(out_leaves):
             raise AssertionError("paths and results do not match")
-        by_path = {leaf.path: (leaf, a) for leaf, a in zip(named, annotations, strict=True)}
+        twin_of = _twins(named, annotations)
         out_annotations: list[Dims | None] = []
         for leaf in results:
             mine = self._annotation(leaf, used) if self.is_init else leaf.dims
-            twin = by_path.get(leaf.path) or by_path.get(_tail_twin(leaf.path, by_path))
-            if twin is not None and np.shape(twin[0].value) == leaf.value.shape:
+            twin = twin_of(leaf)
+            if twin is not None:
                 mine = mine or twin[1]
                 leaf.kind = leaf.kind or twin[0].kind
             out_annotations.append(mine)
         if self.is_init:
             _name_state(results, out_annotations)
         self._check_patterns(used, [leaf.path for leaf in (*named, *(results if self.is_init else ()))])
-        program = infer(closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results])
+        with without_gc():
+            program = infer(closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results])
         for value, leaf in zip(program.inputs, named, strict=True):
             value.kind = leaf.kind
         for value, leaf in zip(program.outputs, results, strict=True):
@@ -307,38 +310,45 @@ class Jitted:
                 + [f"paths are: {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"],
             )
 
-    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]):
-        traced, key, leaves, tree, statics = self._trace(args, kwargs)
-        plan = make_plan(traced.program, self.layout, self.mesh, strict=self.strict, init=self.is_init)
-        return plan, traced, key, leaves, tree, statics
+    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Plan, _Traced, Any, Any, tuple[Any, ...]]:
+        traced, key, _, tree, statics = self._trace(args, kwargs)
+        plan = self._plans.get(key)
+        if plan is None:
+            with without_gc():
+                plan = make_plan(traced.program, self.layout, self.mesh, strict=self.strict, init=self.is_init)
+            self._plans[key] = plan
+        return plan, traced, key, tree, statics
 
     def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Entry:
         dynamic, statics = self._split(args, kwargs)
         key, _, _ = self._key(dynamic, statics)
         entry = self._entries.get(key)
         if entry is None:
-            plan, traced, key, _, tree, statics = self._plan(args, kwargs)
-            if not isinstance(self.mesh, Mesh):
-                raise MeshError("an abstract mesh has no devices to run on", fixes=["plan with it, or give mp.mesh(…)"])
-            flat, ins, outs = lower_to_jit(plan, self.mesh)
-            donate = self._donate_flat(dynamic)
-            avals = traced.avals
-
-            def checked(*xs: Any) -> list[Any]:
-                for x, aval in zip(xs, avals, strict=True):
-                    if x.aval.shape != aval.shape or x.aval.dtype != aval.dtype or x.aval.weak_type != aval.weak_type:
-                        raise _Stale
-                return flat(*xs)
-
-            checked.__name__ = getattr(self.fn, "__name__", "step")
-            options: dict[str, Any] = {"compiler_options": dict(self.compiler_options)} if self.compiler_options else {}
-            run = jax.jit(
-                checked, in_shardings=tuple(ins), out_shardings=list(outs), donate_argnums=donate,
-                keep_unused=self.keep_unused, **options,
-            )  # fmt: skip
-            entry = _Entry(tree, statics, plan, run, flat, ins, outs, donate, traced.out_tree)
-            self._entries[key] = entry
+            entry = self._entries[key] = self._lower(dynamic, *self._plan(args, kwargs))
         return entry
+
+    def _lower(self, dynamic: Any, plan: Plan, traced: _Traced, key: Any, tree: Any, statics: tuple[Any, ...]) -> _Entry:
+        if not isinstance(self.mesh, Mesh):
+            raise MeshError("an abstract mesh has no devices to run on", fixes=["plan with it, or give mp.mesh(…)"])
+        del key
+        with without_gc():
+            flat, ins, outs = lower_to_jit(plan, self.mesh)
+        donate = self._donate_flat(dynamic)
+        avals = traced.avals
+
+        def checked(*xs: Any) -> list[Any]:
+            for x, aval in zip(xs, avals, strict=True):
+                if x.aval.shape != aval.shape or x.aval.dtype != aval.dtype or x.aval.weak_type != aval.weak_type:
+                    raise _Stale
+            return flat(*xs)
+
+        checked.__name__ = getattr(self.fn, "__name__", "step")
+        options: dict[str, Any] = {"compiler_options": dict(self.compiler_options)} if self.compiler_options else {}
+        run = jax.jit(
+            checked, in_shardings=tuple(ins), out_shardings=list(outs), donate_argnums=donate,
+            keep_unused=self.keep_unused, **options,
+        )  # fmt: skip
+        return _Entry(tree, statics, plan, run, flat, ins, outs, donate, traced.out_tree)
 
     def _donate_flat(self, dynamic: tuple[Any, Any]) -> tuple[int, ...]:
         if not self.donated:
@@ -402,14 +412,21 @@ def _prefix_donation(call: tuple[Any, Any], flat: set[int]) -> tuple[tuple[int, 
     return tuple(nums), tuple(names)
 
 
-def _tail_twin(path: str, by_path: Mapping[str, Any]) -> str:
-    """The input that a result continues: ``0/params/w`` of a returned state, ``state/params/w`` of the argument."""
-    _, _, tail = path.partition("/")
-    for candidate in (path, tail):
-        hits = [p for p in by_path if p.partition("/")[2] == candidate] if candidate else []
-        if len(hits) == 1:
-            return hits[0]
-    return ""
+def _twins(named: list[Leaf], annotations: list[Dims | None]) -> Callable[[Leaf], tuple[Leaf, Dims | None] | None]:
+    """Finds the input that a result continues: ``0/params/w`` of a returned state is ``state/params/w`` of the argument."""
+    exact = {leaf.path: (leaf, dims) for leaf, dims in zip(named, annotations, strict=True)}
+    tails: dict[str, list[str]] = {}
+    for path in exact:
+        tails.setdefault(path.partition("/")[2], []).append(path)
+
+    def find(result: Leaf) -> tuple[Leaf, Dims | None] | None:
+        twin = exact.get(result.path)
+        for tail in (result.path, result.path.partition("/")[2]):
+            if twin is None and tail and len(tails.get(tail, ())) == 1:
+                twin = exact[tails[tail][0]]
+        return twin if twin is not None and np.shape(twin[0].value) == np.shape(result.value) else None
+
+    return find
 
 
 def _name_state(results: list[Leaf], annotations: list[Dims | None]) -> None:

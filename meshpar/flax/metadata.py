@@ -64,28 +64,23 @@ def _special(x: Any) -> bool:
 
 
 def _walk(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
+    if isinstance(tree, flax.core.meta.AxisMetadata | nnx.Variable):
+        _open(tree, path, kind, out)
+        return
+    if _is_node_states(tree):
+        for state in tree.states:
+            _walk(state, path, kind, out)
+        return
+    if _is_optax_state(tree):
+        kind = "opt"
     entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree and _special(x))
     for keys, x in entries:
         here = path + tuple(map(_key, keys))
-        if x is tree and isinstance(x, flax.core.meta.AxisMetadata | nnx.Variable):
-            raise AssertionError("boxes are opened by their holder")
         found = kind or _kind_of_path(here)
-        if isinstance(x, flax.core.meta.AxisMetadata | nnx.Variable):
-            _open(x, here, found, out)
-        elif _is_node_states(x):
-            for state in x.states:
-                _walk_into(state, here, found, out)
-        elif _is_optax_state(x):
-            _walk(x, here, "opt", out)
+        if x is not tree and _special(x):
+            _walk(x, here, found, out)
         else:
             out.append(Leaf("/".join(here), x, None, found))
-
-
-def _walk_into(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
-    if isinstance(tree, flax.core.meta.AxisMetadata | nnx.Variable):
-        _open(tree, path, kind, out)
-    else:
-        _walk(tree, path, kind, out)
 
 
 def _open(box: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:

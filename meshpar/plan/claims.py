@@ -21,6 +21,7 @@ class Claims:
         self.scoped = any(r.scope is not None for r in layout.rules)
         self.scopes = _scopes(program, layout) if self.scoped else {}
         self.refused: dict[int, tuple[Value, int, int]] = {}
+        self._by_nodes: dict[object, Spec] = {}
         self._memo: dict[object, tuple[tuple[tuple[str, ...], ...], dict[int, int]]] = {}
 
     def scopes_of(self, value: Value) -> tuple[str, ...]:
@@ -47,9 +48,14 @@ class Claims:
         """The spec of a value at rest."""
         if value.explicit is not None:
             return value.explicit
+        plain = value.annotation is None and not self.scoped
+        if plain and (found := self._by_nodes.get((value.nodes, value.shape))) is not None:
+            return found
         axes, refused = self.items(self.value_items(value), self.scopes_of(value))
         for i, rule in refused.items():
             self.refused.setdefault(id(value), (value, i, rule))
+        if plain:
+            self._by_nodes[value.nodes, value.shape] = axes
         return axes
 
     def op_scopes(self, op: Op, outs: Sequence[Value]) -> tuple[str, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from .._compat import source_line
 from ..layout import Spec
 
 CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
@@ -26,9 +27,9 @@ class Collective:
       bytes: sent by each device, once: ``V·(g-1)/g`` for an all-gather of V gathered bytes, a reduce-scatter or an
         all-to-all of V local bytes, twice that for an all-reduce, g the number of devices it runs over.
       count: how often it runs in a step; None where a loop's trips are not known.
-      seconds: None: not estimated.
-      source: the user's line.
       cause: the rule that brought it about, in words.
+      origin: the equation that needs it.
+      seconds: None: not estimated.
     """
 
     op: CollectiveOp
@@ -39,8 +40,8 @@ class Collective:
     dtype: str
     bytes: float
     count: int | None
-    source: str
     cause: str
+    origin: Any = None
     seconds: float | None = None
 
     @property
@@ -48,8 +49,14 @@ class Collective:
         """Bytes in a step; loops of unknown length count once."""
         return self.bytes * (1 if self.count is None else self.count)
 
+    @property
+    def source(self) -> str:
+        """The user's line, ``file.py:12 (function)``; looked up when asked for, since that takes longer than planning."""
+        return source_line(self.origin) if self.origin is not None else ""
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "origin"}
+        return {**values, "source": self.source}
 
 
 def split_of(spec: Spec, sizes: Mapping[str, int]) -> int:

@@ -349,7 +349,7 @@ class _Planner:
         self.plan.collectives.append(
             Collective(
                 kind, axes, tensor, format_dims(self.program.dims(value)), value.shape, str(value.aval.dtype),
-                wire_bytes(kind, volume, group), self.count, source_line(op.eqn) if op is not None else "", cause,
+                wire_bytes(kind, volume, group), self.count, cause, op.eqn if op is not None else None,
             )
         )  # fmt: skip
 

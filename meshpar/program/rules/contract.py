@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .rule import OpRule, rule
+from .rule import Kind, OpRule, rule
 
 
 @rule("dot_general")
@@ -27,6 +27,46 @@ def dot_general(eqn, ins, outs) -> OpRule:
     free = [left[i] for i in range(len(lhs)) if i not in lb and i not in lc]
     free += [right[j] for j in range(len(rhs)) if j not in rb and j not in rc]
     r.outs = [tuple((f,) for f in [left[i] for i in lb] + free)]
+    return r
+
+
+@rule("ragged_dot_general")
+def ragged_dot_general(eqn, ins, outs) -> OpRule:
+    """Groups, and the dim that is cut into groups, are whole; else as a matrix product."""
+    dn = eqn.params["ragged_dot_dimension_numbers"]
+    (lc, rc), (lb, rb) = dn.dot_dimension_numbers
+    lhs, rhs = ins[0], ins[1]
+    r = OpRule([], [])
+    left: dict[int, int] = {}
+    right: dict[int, int] = {}
+
+    def factor(i: int, kind: Kind = "map") -> int:
+        return r.factor(lhs[i], "whole" if i in dn.lhs_ragged_dimensions else kind)
+
+    for i, j in zip(lb, rb, strict=True):
+        left[i] = right[j] = factor(i)
+    for i, j in zip(lc, rc, strict=True):
+        left[i] = right[j] = factor(i, "sum")
+    free = [left[i] for i in lb]
+    for i in range(len(lhs)):
+        if i not in left:
+            left[i] = factor(i)
+            free.append(left[i])
+    for j in range(len(rhs)):
+        if j in dn.rhs_group_dimensions:
+            right[j] = r.factor(rhs[j], "whole")
+        elif j not in right:
+            right[j] = r.factor(rhs[j])
+            free.append(right[j])
+    result = tuple((f,) for f in free)
+    if len(outs[0]) > len(result):  # a contracted or batched dim was cut: one result a group
+        result = ((r.factor(outs[0][0], "whole"),), *result)
+    r.ins = [
+        tuple((left[i],) for i in range(len(lhs))),
+        tuple((right[j],) for j in range(len(rhs))),
+        *((),) * (len(ins) - 2),
+    ]
+    r.outs = [result]
     return r
 
 

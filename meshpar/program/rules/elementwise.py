@@ -10,7 +10,7 @@ ELEMENTWISE = frozenset(
     mulhi name ne neg nextafter not or polygamma population_count pow random_gamma_grad real reduce_precision
     regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
     sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
-    pvary optimization_barrier reshard
+    pvary optimization_barrier reshard log2 one_minus_square polynomial random_fold_in random_gamma random_clone
     """.split()
 )
 

@@ -51,8 +51,11 @@ _SCATTER: dict[str, Kind] = {
     "scatter_add": "sum",
     "scatter-sub": "sum",
     "scatter_sub": "sum",
+    "scatter-mul": "whole",
     "scatter_mul": "whole",
+    "scatter-min": "whole",
     "scatter_min": "whole",
+    "scatter-max": "whole",
     "scatter_max": "whole",
 }
 

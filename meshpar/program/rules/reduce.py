@@ -107,6 +107,15 @@ def window(eqn, ins, outs) -> OpRule:
     return r
 
 
+@rule("custom_linear_solve")
+def linear_solve(eqn, ins, outs) -> OpRule:
+    """Nothing is split; the solutions have the names of the right-hand sides, the last operands."""
+    r = OpRule([], [])
+    r.ins = [r.factors(s, "whole") for s in ins]
+    r.outs = r.ins[len(ins) - len(outs) :]
+    return r
+
+
 @rule("fft")
 def fft(eqn, ins, outs) -> OpRule:
     n = len(eqn.params["fft_lengths"])

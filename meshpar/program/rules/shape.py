@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from .rule import Factors, OpRule, einsum, rule
 
 
@@ -29,47 +31,70 @@ def transpose(eqn, ins, outs) -> OpRule:
 
 @rule("reshape", "squeeze", "expand_dims")
 def reshape(eqn, ins, outs) -> OpRule:
-    """The coarsest factors that both shapes are products of; runs that have none (``[6, 4] → [8, 3]``) are whole."""
-    a, b = ins[0], outs[0]
+    """The coarsest factors that both shapes are products of; a run that has none (``[6, 4] → [4, 6]``) is whole."""
+    order = eqn.params["dimensions"] if eqn.primitive.name == "reshape" else None
+    order = range(len(ins[0])) if order is None else order  # a reshape may transpose its operand first
+    a, b = [ins[0][d] for d in order], outs[0]
     r = OpRule([], [], strong=True, linear=(0,))
     left: list[Factors] = [()] * len(a)
     right: list[Factors] = [()] * len(b)
-    i = j = 0
-    ra, rb = (a[0] if a else 1), (b[0] if b else 1)  # what is left of the current dims
-    pending: list[tuple[int, int, int]] = []
-    while i < len(a) or j < len(b):
-        if i < len(a) and ra == 1:
-            i += 1
-            ra = a[i] if i < len(a) else 1
-        elif j < len(b) and rb == 1:
-            j += 1
-            rb = b[j] if j < len(b) else 1
-        elif i >= len(a) or j >= len(b):  # a size of 0 somewhere
-            pending = [(x, y, 0) for x in range(len(a)) for y in range(len(b))]
-            break
-        else:
-            small = min(ra, rb)
-            if max(ra, rb) % small:
-                pending.append((i, j, 0))
-                break
-            f = r.factor(small)
-            left[i] += (f,)
-            right[j] += (f,)
-            ra, rb = ra // small, rb // small
-    if pending:  # no common factors from here on: whole
-        first_i, first_j = pending[0][0], pending[0][1]
-        for x in range(first_i, len(a)):
-            for f in left[x]:
-                r.kinds[f] = "whole"
-            left[x] = (r.factor(a[x], "whole"),)
-        for y in range(first_j, len(b)):
-            for f in right[y]:
-                r.kinds[f] = "whole"
-            right[y] = (r.factor(b[y], "whole"),)
-        r.strong = False
-    r.ins = [tuple(left), *((),) * (len(ins) - 1)]
+    for xs, ys in _runs(a, b):
+        found = _common_factors([a[x] for x in xs], [b[y] for y in ys])
+        if found is None:
+            for x in xs:
+                left[x] = (r.factor(a[x], "whole"),)
+            for y in ys:
+                right[y] = (r.factor(b[y], "whole"),)
+            continue
+        for size, x, y in found:
+            f = r.factor(size)
+            left[xs[x]] += (f,)
+            right[ys[y]] += (f,)
+    operand: list[Factors] = [()] * len(a)
+    for d, factors in zip(order, left, strict=True):
+        operand[d] = factors
+    r.ins = [tuple(operand), *((),) * (len(ins) - 1)]
     r.outs = [tuple(right)]
     return r
+
+
+def _runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The dims (larger than 1) of two shapes between their common boundaries; all of them where some size is 0."""
+    if 0 in (*a, *b):
+        yield list(range(len(a))), list(range(len(b)))
+        return
+    rest = [y for y in range(len(b)) if b[y] != 1]
+    xs: list[int] = []
+    ys: list[int] = []
+    pa = pb = 1
+    for x in (x for x in range(len(a)) if a[x] != 1):
+        xs.append(x)
+        pa *= a[x]
+        while pb < pa:
+            ys.append(rest.pop(0))
+            pb *= b[ys[-1]]
+        if pa == pb:
+            yield xs, ys
+            xs, ys, pa, pb = [], [], 1, 1
+
+
+def _common_factors(a: list[int], b: list[int]) -> list[tuple[int, int, int]] | None:
+    """(size, dim of a, dim of b) of the factors of a run, major to minor; None where there are none."""
+    a, b = list(a), list(b)
+    if 0 in (*a, *b):
+        return None
+    out = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        size = min(a[i], b[j])
+        if a[i] % size or b[j] % size:
+            return None
+        out.append((size, i, j))
+        a[i] //= size
+        b[j] //= size
+        i += a[i] == 1
+        j += b[j] == 1
+    return out
 
 
 @rule("slice")
@@ -84,11 +109,11 @@ def dynamic_slice(eqn, ins, outs) -> OpRule:
     return r
 
 
-def _window(whole, part) -> OpRule:
+def _window(whole, part, moved: Sequence[bool] = ()) -> OpRule:
     r = OpRule([], [], linear=(0,))
     left, right = [], []
-    for n, m in zip(whole, part, strict=True):
-        if n == m:
+    for n, m, apart in zip(whole, part, moved or (False,) * len(whole), strict=True):
+        if n == m and not apart:
             f = r.factor(n)
             left.append((f,))
             right.append((f,))
@@ -102,7 +127,9 @@ def _window(whole, part) -> OpRule:
 
 @rule("pad")
 def pad(eqn, ins, outs) -> OpRule:
-    r = _window(ins[0], outs[0])
+    """Dims that are not padded run through; one that is moved (``(1, -1, 0)``) is whole, though its size stays."""
+    padded = [config != (0, 0, 0) for config in eqn.params["padding_config"]]
+    r = _window(ins[0], outs[0], padded)
     r.linear = ()
     r.ins.append(())
     return r
@@ -150,6 +177,56 @@ def split(eqn, ins, outs) -> OpRule:
         r.kin.append((operand[axis][0], mine[axis][0]))
         r.outs.append(tuple(mine))
     r.ins = [operand]
+    return r
+
+
+@rule("tile")
+def tile(eqn, ins, outs) -> OpRule:
+    """A dim that is repeated is made of the repeats (major) and of the operand's dim."""
+    r = OpRule([], [])
+    operand = r.factors(ins[0])
+    result = []
+    for reps, dim in zip(eqn.params["reps"], operand, strict=True):
+        result.append(dim if reps == 1 else (r.factor(reps), *dim))
+    r.ins, r.outs = [operand], [tuple(result)]
+    return r
+
+
+@rule("stack")
+def stack(eqn, ins, outs) -> OpRule:
+    r = OpRule([], [])
+    dims = r.factors(ins[0])
+    axis = eqn.params["axis"]
+    r.ins = [dims] * len(ins)
+    r.outs = [(*dims[:axis], (r.factor(len(ins), "whole"),), *dims[axis:])]
+    return r
+
+
+@rule("unstack")
+def unstack(eqn, ins, outs) -> OpRule:
+    r = OpRule([], [])
+    axis = eqn.params["axis"]
+    dims = tuple((r.factor(n, "whole" if i == axis else "map"),) for i, n in enumerate(ins[0]))
+    r.ins, r.outs = [dims], [(*dims[:axis], *dims[axis + 1 :])] * len(outs)
+    return r
+
+
+@rule("device_put")
+def device_put(eqn, ins, outs) -> OpRule:
+    r = OpRule([], [], strong=True)
+    r.ins = [r.factors(s) for s in ins]
+    r.outs = list(r.ins)
+    return r
+
+
+@rule("random_split", "random_wrap", "random_unwrap")
+def keys(eqn, ins, outs) -> OpRule:
+    """Arrays of keys run through; the keys that a key is split into, and the words that it has, are whole."""
+    r = OpRule([], [])
+    lead = r.factors(ins[0][: len(outs[0])])
+    lead = lead[: len(ins[0]) - (eqn.primitive.name == "random_wrap")]
+    r.ins = [lead + r.factors(ins[0][len(lead) :], "whole")]
+    r.outs = [lead + r.factors(outs[0][len(lead) :], "whole")]
     return r
 
 

@@ -1,0 +1,199 @@
+"""What mp.jit costs next to hand-written PartitionSpecs: step time, and trace + lower time.
+
+    python benchmarks/overhead.py [--rounds 30] [--layers 96]
+
+The step is the language model of examples/train_lm.py (FSDP + Megatron, 8 virtual CPU devices); both programs take the same
+batch in turn, and the medians are compared. Trace + lower is timed on a transformer of 96 layers that are not scanned.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+import meshpar as mp
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from lm.model import Config, Transformer
+from train_lm import LAYOUTS, adamw, loss_of
+
+RULES = LAYOUTS["fsdp+megatron"]
+
+
+# -- the step of the example, by hand
+
+SPECS = {  # what a person writes: one PartitionSpec a weight
+    "embedding": P("model", "data"),
+    "head": P("data", "model"),
+    "query": P(None, "data", "model"),
+    "key": P(None, "data", "model"),
+    "value": P(None, "data", "model"),
+    "out": P(None, "model", None, "data"),
+    "gate": P(None, "data", "model"),
+    "up": P(None, "data", "model"),
+    "down": P(None, "model", "data"),
+    "attention_norm": P(None, "data"),
+    "mlp_norm": P(None, "data"),
+    "norm": P("data"),
+}
+
+
+def spec_by_hand(path, leaf) -> P:
+    names = [str(getattr(k, "key", getattr(k, "name", ""))) for k in path]
+    for name in reversed(names):
+        if name in SPECS and leaf.ndim >= len(SPECS[name]):
+            return SPECS[name]
+    return P()
+
+
+def step_times(rounds: int) -> tuple[float, float, float]:
+    """Median seconds of a step (ours, by hand), and the largest difference of their losses."""
+    mesh = mp.mesh("data=4, model=2")
+    config = Config()
+    with nnx.use_eager_sharding(False):  # the weights' metadata are names, not axes of this mesh
+        model = Transformer(config, nnx.Rngs(0))
+        graph, state = nnx.split((model, nnx.Optimizer(model, adamw(1e-3, 100), wrt=nnx.Param)))
+
+    def step(state, inputs, targets, key):
+        model, optimizer = nnx.merge(graph, state)
+        loss, gradients = nnx.value_and_grad(loss_of)(model, inputs, targets, key)
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), loss
+
+    tokens = np.random.default_rng(0).integers(0, 256, (16, 128), dtype=np.int32)
+    key = jax.random.key(0)
+    ours = mp.jit(
+        step, mesh=mesh, layout=RULES, dims={"inputs": "batch seq", "targets": "batch seq"}, donate_argnames="state"
+    )
+    shardings = jax.tree_util.tree_map_with_path(lambda p, x: NamedSharding(mesh, spec_by_hand(p, x)), state)
+    batch, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    by_hand = jax.jit(
+        step,
+        in_shardings=(shardings, batch, batch, everywhere),
+        out_shardings=(shardings, everywhere),
+        donate_argnums=0,
+    )
+    states = [jax.device_put(jax.tree.map(jnp.copy, state), shardings) for _ in range(2)]
+    times: list[list[float]] = [[], []]
+    apart = 0.0
+    for number in range(rounds + 2):
+        losses = []
+        for k, run in enumerate((ours, by_hand)):
+            began = time.perf_counter()
+            states[k], loss = run(states[k], tokens, tokens, key)
+            losses.append(float(jax.block_until_ready(loss)))
+            jax.block_until_ready(states[k])
+            if number >= 2:
+                times[k].append(time.perf_counter() - began)
+        apart = max(apart, abs(losses[0] - losses[1]))
+    return statistics.median(times[0]), statistics.median(times[1]), apart
+
+
+# -- a deep model without a loop
+
+
+def deep_model(layers: int):
+    """(train step, state, batch, dims) of a plain-JAX transformer whose layers are not scanned."""
+    embed, heads, head_dim, mlp, vocab = 64, 4, 16, 128, 256
+    optimizer = optax.adam(1e-3)
+
+    def layer(p, x):
+        h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["norm"]
+        q, k, v = (jnp.einsum("bse,ehd->bshd", h, p[n]) for n in ("q", "k", "v"))
+        scores = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k) / head_dim**0.5)
+        x = x + jnp.einsum("bhst,bthd,hde->bse", scores, v, p["o"])
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    def loss(params, tokens):
+        x = params["embedding"][tokens]
+        for p in params["layers"]:
+            x = layer(p, x)
+        logits = x @ params["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+    def step(state, tokens):
+        value, gradients = jax.value_and_grad(loss)(state["params"], tokens)
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+
+    def create():
+        weight = lambda *shape: jnp.ones(shape) / 8  # noqa: E731
+        one = {
+            "norm": weight(embed), "q": weight(embed, heads, head_dim), "k": weight(embed, heads, head_dim),
+            "v": weight(embed, heads, head_dim), "o": weight(heads, head_dim, embed), "up": weight(embed, mlp),
+            "down": weight(mlp, embed),
+        }  # fmt: skip
+        params = {"embedding": weight(vocab, embed), "head": weight(embed, vocab), "layers": [one] * layers}
+        return {"params": params, "opt_state": optimizer.init(params)}
+
+    dims = {
+        "state/params/*/norm": "embed", "state/params/*/o": "heads head_dim embed",
+        "state/params/*/up": "embed mlp", "state/params/*/down": "mlp embed", "state/params/embedding": "vocab embed",
+        "state/params/head": "embed vocab", "state/params/layers/*": "embed heads head_dim", "tokens": "batch seq",
+    }  # fmt: skip
+    return step, jax.eval_shape(create), jax.ShapeDtypeStruct((8, 32), jnp.int32), dims
+
+
+def lower_times(layers: int, rounds: int) -> tuple[float, float, float]:
+    """Median seconds of trace + lower (ours, by hand), and of our inference and plan alone."""
+    step, state, tokens, dims = deep_model(layers)
+    mesh = mp.mesh("data=4, model=2")
+    layout = "batch: data; heads, mlp, vocab: model; embed: data"
+    ours: list[float] = []
+    hand: list[float] = []
+    alone: list[float] = []
+    plan = mp.plan(step, state, tokens, mesh=mesh, layout=layout, dims=dims)
+    specs = iter([h.spec for h in plan.inputs][:-1])
+    shardings = jax.tree.map(lambda _: NamedSharding(mesh, next(specs)), state)
+    batch = NamedSharding(mesh, P("data"))
+    for _ in range(rounds):
+        for k in range(2):
+            fresh = lambda state, tokens: step(state, tokens)  # noqa: E731  (a new function: nothing is cached)
+            began = time.perf_counter()
+            if k == 0:
+                jitted = mp.jit(fresh, mesh=mesh, layout=layout, dims=dims)
+                jitted.lower(state, tokens)
+                ours.append(time.perf_counter() - began)
+                began = time.perf_counter()
+                jitted.plan(state, tokens)
+                alone.append(time.perf_counter() - began)
+            else:
+                everywhere = NamedSharding(mesh, P())
+                jax.jit(
+                    fresh, in_shardings=(shardings, batch), out_shardings=(shardings, everywhere)
+                ).lower(state, tokens)
+                hand.append(time.perf_counter() - began)
+    return statistics.median(ours), statistics.median(hand), statistics.median(alone)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=96)
+    args = parser.parse_args()
+    mp.virtual_devices(8)
+    table = Table(title=f"mp.jit next to hand-written PartitionSpecs (jax {jax.__version__})")
+    for column in ("", "mp.jit", "jax.jit by hand", "ratio", "aim"):
+        table.add_column(column, justify="right" if column else "left")
+    ours, hand, alone = lower_times(args.layers, 3)
+    table.add_row(f"trace + lower, {args.layers} layers unrolled", f"{ours:.2f} s", f"{hand:.2f} s", f"{ours / hand:.2f}", "≤ 1.5")
+    table.add_row("  of that, plan again (claims only)", f"{alone:.2f} s", "", "", "")
+    ours, hand, apart = step_times(args.rounds)
+    table.add_row("step of train_lm", f"{1e3 * ours:.2f} ms", f"{1e3 * hand:.2f} ms", f"{ours / hand:.3f}", "≤ 1.02")
+    table.add_row("  largest difference of losses", f"{apart:.1e}", "", "", "")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
