@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,24 +40,24 @@ class ConvNet(nn.Module):
     def __call__(self, images: jax.Array) -> jax.Array:
         """Logits [batch, class] of images [batch, 8, 8]."""
         x = images[..., None]
-        x = nn.relu(conv(32, (None, None, None, "narrow"))(x))
+        x = nn.relu(conv(32, ("kernel_height", "kernel_width", "gray", "narrow"))(x))
         x = nn.with_logical_constraint(x, ("batch", "height", "width", "narrow"))
-        x = nn.relu(conv(64, (None, None, "narrow", "wide"))(x))
+        x = nn.relu(conv(64, ("kernel_height", "kernel_width", "narrow", "wide"))(x))
         x = nn.with_logical_constraint(x, ("batch", "height", "width", "wide"))
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
-        x = nn.relu(dense(128, (None, None, "wide", "hidden"), axis=(-3, -2, -1))(x))
+        x = nn.relu(dense(128, ("height", "width", "wide", "hidden"), axis=(-3, -2, -1))(x))
         x = nn.with_logical_constraint(x, ("batch", "hidden"))
         return dense(10, ("hidden", "class"))(x)
 
 
-def conv(features: int, dims: tuple[str | None, ...]) -> nn.Conv:
+def conv(features: int, dims: tuple[str, ...]) -> nn.Conv:
     init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), dims)
     bias = nn.with_logical_partitioning(nn.initializers.zeros, dims[-1:])
     return nn.Conv(features, (3, 3), kernel_init=init, bias_init=bias)
 
 
 def dense(
-    features: int, dims: tuple[str | None, ...], axis: int | tuple[int, ...] = -1
+    features: int, dims: tuple[str, ...], axis: int | tuple[int, ...] = -1
 ) -> nn.DenseGeneral:
     init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), dims)
     bias = nn.with_logical_partitioning(nn.initializers.zeros, dims[-1:])
@@ -117,14 +118,12 @@ Split = tuple[np.ndarray, np.ndarray]
 
 def load_split(seed: int) -> tuple[Split, Split]:
     """(images [n, 8, 8] from 0 to 1, labels [n]) to train on and to test."""
-    digits = load_digits()
+    digits: Any = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images = (digits.images / 16).astype(np.float32)[order]
     labels = digits.target.astype(np.int32)[order]
-    return (images[TEST_IMAGES:], labels[TEST_IMAGES:]), (
-        images[:TEST_IMAGES],
-        labels[:TEST_IMAGES],
-    )
+    train, test = slice(TEST_IMAGES, None), slice(TEST_IMAGES)
+    return (images[train], labels[train]), (images[test], labels[test])
 
 
 def shuffled_batches(images: np.ndarray, labels: np.ndarray, seed: int) -> Iterator[Split]:

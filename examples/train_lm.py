@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from rich.console import Console
@@ -84,18 +83,17 @@ def main(argv: Sequence[str] | None = None) -> Result:
     args = parse(argv)
     mp.virtual_devices(8)  # concerns the CPU alone: GPUs and TPUs are used as they are
     mesh = mp.mesh(args.mesh or default_mesh())
-    rules: str = LAYOUTS.get(args.layout, args.layout)
+    preset = args.layout in LAYOUTS
+    rules = LAYOUTS[args.layout] if preset else args.layout
     layout = mp.Layout(rules)
-    corpus = read_stdlib()
+    text = read_stdlib()
     console = Console(highlight=False, soft_wrap=True)
-    device = mesh.devices.flat[0].device_kind
-    python = platform.python_version()
-    console.print(f"devices  {mesh.devices.size} × {device}, mesh {axes_of(mesh)}")
-    console.print(f"layout   {rules}")
     console.print(
-        f"text     the standard library of Python {python}, {corpus.files} files: ", end=""
+        f"devices  {mesh.devices.size} × {mesh.devices.flat[0].device_kind}, {axes_of(mesh)}\n"
+        f"layout   {rules}\n"
+        f"text     {text.files} files of the Python {platform.python_version()} library: "
+        f"{len(text.train) / 1e6:.1f} MB to train on, {len(text.held_out) / 1e6:.1f} MB held out\n"
     )
-    console.print(f"{mega(corpus.train)} to train on, {mega(corpus.held_out)} held out\n")
 
     config = Config(layers=args.layers, embed=args.embed, mlp=3 * args.embed)
 
@@ -104,17 +102,18 @@ def main(argv: Sequence[str] | None = None) -> Result:
         return model, nnx.Optimizer(model, adamw(args.lr, args.steps), wrt=nnx.Param)
 
     init_key, dropout_key = jax.random.split(jax.random.key(args.seed))
-    model, optimizer = mp.init(create, mesh=mesh, layout=layout)(init_key)
+    model, optimizer = mp.init(create, mesh=mesh, layout=layout)(init_key)  # born sharded
     how = {"mesh": mesh, "layout": layout, "dims": DIMS, "lowering": args.lowering}
     step = mp.jit(train_step, donate_argnames=("model", "optimizer"), **how)
     evaluate = mp.jit(loss_of, **how)
-    batches = training_batches(corpus.train, args.batch, args.seq, args.seed)
-    held_out = held_out_batches(corpus.held_out, args.batch, args.seq, args.eval_batches)
+    batches = training_batches(text.train, args.batch, args.seq, args.seed)
+    held_out = held_out_batches(text.held_out, args.batch, args.seq, args.eval_batches)
 
     print(step.plan(model, optimizer, *held_out[0], dropout_key))
 
+    losses: list[float] = []
+    rates: list[float] = []
     with open(args.metrics or os.devnull, "w") as metrics:
-        losses, rates = [], []
         with progress_bar(console, args.steps) as progress:
             for number in range(1, args.steps + 1):
                 began = time.perf_counter()
@@ -125,23 +124,30 @@ def main(argv: Sequence[str] | None = None) -> Result:
                     print(metrics_line(losses, rates), file=metrics, flush=True)
         with console.status("reading the held-out text"):
             nats = statistics.fmean(float(evaluate(model, *batch)) for batch in held_out)
-        result = Result(losses, typical(rates), nats / math.log(2))
-        bits = result.held_out_bits_per_byte
+        bits = nats / math.log(2)
         print(metrics_line(losses, rates, held_out_bits_per_byte=bits), file=metrics)
 
-    console.print(f"\n[bold]{bits:.3f} bits per byte[/] on text that was held out, ", end="")
-    console.print(f"{result.tokens_per_s:,.0f} tokens/s in training")
+    console.print(f"\n[bold]{bits:.3f} bits per byte[/] on the held-out text")
     if args.picture:
         draw_losses(
             losses,
             bits,
             bytes_per_step=args.batch * args.seq,
-            title=args.layout if args.layout in LAYOUTS else rules,
-            subtitle=f"{rules if args.layout in LAYOUTS else ''}   ({axes_of(mesh)})".strip(),
+            title=args.layout if preset else "custom layout",
+            subtitle=f"{rules}   on {axes_of(mesh)}",
             path=args.picture,
         )
-        console.print(f"the loss curve is in {args.picture}")
-    return result
+        console.print(f"loss curve in {args.picture}")
+    return Result(losses, typical(rates), bits)
+
+
+def default_mesh() -> str:
+    """`data=4, model=2` on 8 devices; what is there on others."""
+    return f"data=-1, model={2 if jax.device_count() % 2 == 0 else 1}"
+
+
+def axes_of(mesh: jax.sharding.Mesh) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 def progress_bar(console: Console, steps: int) -> Progress:
@@ -160,16 +166,15 @@ def progress_bar(console: Console, steps: int) -> Progress:
 
 
 def show(progress: Progress, losses: list[float], rates: list[float]) -> None:
+    """Bring the bar to the last step; where there is no terminal to draw in, print some lines."""
     task = progress.tasks[0]
     number, total = len(losses), int(task.total or 0)
     if number == 1:
         progress.start_task(task.id)  # only now, so that compiling does not count as time a step
-    now = {"loss": losses[-1], "rate": typical(rates)}
-    progress.update(task.id, completed=number, description="training", **now)
+    loss, rate = losses[-1], typical(rates)
+    progress.update(task.id, completed=number, description="training", loss=loss, rate=rate)
     if not progress.console.is_terminal and number % max(1, total // 20) == 0:
-        progress.print(
-            f"step {number}/{total}  loss {now['loss']:.3f}  {now['rate']:,.0f} tokens/s"
-        )
+        progress.print(f"step {number}/{total}  loss {loss:.3f}  {rate:,.0f} tokens/s")
 
 
 def typical(rates: list[float]) -> float:
@@ -180,19 +185,6 @@ def typical(rates: list[float]) -> float:
 def metrics_line(losses: list[float], rates: list[float], **more: float) -> str:
     last = {"step": len(losses), "loss": losses[-1], "tokens_per_s": rates[-1]}
     return json.dumps(last | more)
-
-
-def mega(text: np.ndarray) -> str:
-    return f"{len(text) / 1e6:.1f} MB"
-
-
-def default_mesh() -> str:
-    """`data=4, model=2` on 8 devices; what is there on others."""
-    return f"data=-1, model={2 if jax.device_count() % 2 == 0 else 1}"
-
-
-def axes_of(mesh: jax.sharding.Mesh) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,6 +38,15 @@ def source_line(eqn: Any) -> str:
         name = os.path.relpath(f.file_name) if f.file_name.startswith(os.getcwd()) else f.file_name
         return f"{name}:{f.start_line} ({f.function_name.rsplit('.', 1)[-1]})"
     return ""
+
+
+def user_stacklevel() -> int:
+    """The ``stacklevel`` with which the caller's warning points at the first line outside this package."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    frame, level = sys._getframe(1), 1
+    while frame is not None and os.path.abspath(frame.f_code.co_filename).startswith((here, contextlib.__file__)):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ Dims = tuple[str | None, ...]
 
 DimsLike = str | Sequence[str | None]
 
-_NAME = re.compile(r"[A-Za-z_][\w'\-]*\Z")
+_NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")  # a prime marks the second of two dims of one value: seq'
 
 
 def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | None | EllipsisType, ...]:

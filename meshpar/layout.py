@@ -20,7 +20,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 _LEFT = re.compile(
     r"""(?:(?P<scope>[A-Za-z_]\w*|"[^"]+")\.)?   # opt.  params.  "*/embedding".
-        (?P<dim>[A-Za-z_][\w'\-]*)(?P<optional>\?)?\Z""",
+        (?P<dim>[A-Za-z_][\w\-]*)(?P<optional>\?)?\Z""",
     re.VERBOSE,
 )
 _AXIS = re.compile(r"[A-Za-z_][\w\-]*\Z")

@@ -89,8 +89,12 @@ class _Rewriter:
             if op.name in ("name_dims", "rename_dims", "place", "sharding_constraint"):
                 (value,), (out,) = op.ins, op.outs
                 spec = self.plan.specs[id(out)]
-                moved = value is not None and self.plan.specs.get(id(value)) != spec
-                names[eqn.outvars[0]] = at(eqn.invars[0], value, spec, op) if moved else read(eqn.invars[0])
+                now = read(eqn.invars[0])
+                if id(out) in self.plan.settled:
+                    now = self.constrain(now, spec, eqns, eqn)
+                elif value is not None and id(out) not in self.plan.unsettled and self.plan.specs.get(id(value)) != spec:
+                    now = at(eqn.invars[0], value, spec, op)
+                names[eqn.outvars[0]] = now
                 changed = True
                 continue
             needs = plan.ins if plan is not None else self.boundary(op)

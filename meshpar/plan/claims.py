@@ -81,11 +81,21 @@ class Claims:
         return self.items(tuple(items), self.op_scopes(op, [out]))[0]
 
     def factor_names(self, op: Op) -> list[Names]:
-        """The names of every factor of an op: those of annotated operands and results, else of the joined classes."""
+        """The names of every factor of an op: those of annotated operands and results, else of the joined classes.
+
+        A factor that is primed in one of the values stays so in the op: of two factors called ``seq`` the query's keeps the axis.
+        """
         rule = op.rule
         assert rule is not None
         given: list[dict[str, None]] = [{} for _ in rule.sizes]
         joined: list[dict[str, None]] = [{} for _ in rule.sizes]
+        primed: dict[int, Names] = {}
+
+        def join(factor: int, names: Names) -> None:
+            joined[factor].update(dict.fromkeys(names))
+            if names and names[0].endswith("'"):
+                primed[factor] = names
+
         for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
             if value is None or not dims:
                 continue
@@ -99,10 +109,10 @@ class Claims:
                 parts = self.program.unifier.parts_of(value.nodes[i])
                 if [size for _, size in parts] == [rule.sizes[f] for f in factors]:
                     for f, (names, _) in zip(factors, parts, strict=True):
-                        joined[f].update(dict.fromkeys(names))
+                        join(f, names)
                 elif parts:
-                    joined[factors[0]].update(dict.fromkeys(parts[0][0]))
-        return [tuple(a or b) for a, b in zip(given, joined, strict=True)]
+                    join(factors[0], parts[0][0])
+        return [tuple(a) or primed.get(f) or tuple(b) for f, (a, b) in enumerate(zip(given, joined, strict=True))]
 
     def op(
         self, op: Op, names: list[Names], scopes: tuple[str, ...], cost: Callable[[list[tuple[str, ...]]], float] | None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._compat import source_line
+from .._compat import source_line, user_stacklevel
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, UnknownDimError
 from ..layout import AnyMesh, Layout, Spec, divisibility_error, to_partition_spec
@@ -188,9 +188,8 @@ def _check_joins(program: Program, strict: bool) -> None:
                 "or plan without strict=True",
             ],
         )
-    warnings.warn(
-        "names that turned out to be one dim of the program: " + "; ".join(lines), JoinWarning, stacklevel=4
-    )
+    text = "names that turned out to be one dim of the program: " + "; ".join(lines)
+    warnings.warn(text, JoinWarning, stacklevel=user_stacklevel())
 
 
 class _Planner:
@@ -637,7 +636,9 @@ class _Planner:
         if value is None:
             self.whole(out)
             return
-        self.settle(value, op)
+        if id(value) in self.partial:
+            self.pass_on(op, value, out, self.now[id(value)])
+            return
         self.now[id(out)] = self.now[id(value)]
         rest = self.rest(out)
         self.plan.ops[id(op)] = OpPlan([rest], [rest])

@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ..plan.collectives import Collective, human
 from ..plan.plan import Held, Plan
 
+MOST = 16  # rows of a table; what is left is summed up
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs"}
 
 
@@ -91,25 +93,30 @@ def _names(dims: str, rank: int) -> list[str]:
 
 
 def _sent(plan: Plan) -> Any:
+    """The collectives, largest first, each with its cause on a line of its own."""
     rows = merge_collectives(plan.collectives)
     if not rows:
-        return Text("each device sends nothing")
-    table = Table(
-        title=f"each device sends {human(plan.bytes_sent)} a step", title_justify="left", title_style="bold", box=None,
-        pad_edge=False,
-    )  # fmt: skip
-    for name, justify in (("what", "left"), ("over", "left"), ("dims", "left"), ("times", "right"), ("bytes", "right"), ("why", "left")):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    small = [r for r in rows if r[2] < 0.005 * plan.bytes_sent]
-    shown = [r for r in rows if r[2] >= 0.005 * plan.bytes_sent][:16]
+        return Text("each device sends nothing", style="bold")
+    total = plan.bytes_sent
+    shown = [r for r in rows if r[2] >= 0.01 * total][:MOST]
+    cells = [
+        (c.op, "+".join(c.axes), "?" if n is None else f"{n} ×", human(size), c.dims or "(scalar)") for c, n, size in shown
+    ]
     small = rows[len(shown) :]
-    for c, count, total in shown:
-        times = "?" if count is None else str(count)
-        table.add_row(c.op, "+".join(c.axes), c.dims or "(scalar)", times, human(total), c.cause)
     if small:
-        n = sum(r[1] or 1 for r in small)
-        table.add_row("smaller ones", "", "", str(n), human(sum(r[2] for r in small)), "", style="dim")
-    return table
+        count = sum(r[1] or 1 for r in small)
+        cells.append(("smaller ones", "", f"{count} ×", human(sum(r[2] for r in small)), ""))
+    wide = [max(len(row[i]) for row in cells) for i in range(4)]
+    lines: list[Any] = [Text(f"each device sends {human(total)} a step", style="bold")]
+    for i, (op, axes, times, size, dims) in enumerate(cells):
+        line = Text.assemble(
+            (f"{op:<{wide[0]}}  ", "" if i < len(shown) else "dim"), (f"{axes:<{wide[1]}}", "cyan"),
+            f"  {times:>{wide[2]}}  {size:>{wide[3]}}  {dims}",
+        )  # fmt: skip
+        lines.append(line)
+        if i < len(shown):
+            lines.append(Padding(Text(shown[i][0].cause, style="dim"), (0, 0, 0, 4)))
+    return Group(*lines)
 
 
 def merge_collectives(collectives: Iterable[Collective]) -> list[tuple[Collective, int | None, float]]:

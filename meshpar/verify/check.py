@@ -1,16 +1,17 @@
 """``mp.check``: the sharded run has the numbers of the unsharded one, or here is the first op that goes wrong.
 
-Every leaf of the results is compared with the run of the same function on one device. A leaf that differs by more than
-the tolerance may still be *explained*: rounding that the program itself blows up (Adam turns a gradient that is zero but
-for rounding into a full step). To tell, both programs are run again with all values between as further results, and the
-leaf is followed back to values on which both runs agree. It is explained if every op on the way does to the *sharded*
-run's operands what one device does to them: within the tolerance, or within what the op makes of operands that differ
-by the tolerance (its backward error: the sum of terms that cancel has the rounding of its terms). An op that does
-something else is the culprit, and the error names its line.
+Every leaf of the results is compared with the run of the same function on one device. A leaf that differs by more
+than the tolerance may still be *explained*: rounding that the program itself blows up (Adam turns a gradient that is
+zero but for rounding into a full step). To tell, both programs are run again with all values between as further
+results, and the leaf is followed back to values on which both runs agree. It is explained if every op on the way does
+to the *sharded* run's operands what one device does to them: within the tolerance, or within what the op makes of
+operands that differ by the tolerance (its backward error: the sum of terms that cancel has the rounding of its terms).
+An op that does something else is the culprit, and the error names its line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,13 +42,15 @@ IDLE = "idle"
 SLACK = 8.0
 """How many times the differences that moved operands make are allowed."""
 
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+"""Compiler options of the reference and of the programs that return all values: plain code is made several times faster,
+and is no worse a witness. The sharded program itself is compiled as it will be for its user."""
+
 BATCH = 256
 """How many ops are looked at in one compilation."""
 
-INLINED = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_lin")
-    + ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-)
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_lin")
+INLINED = frozenset({*_CALLS, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -169,32 +172,33 @@ def check(
     tolerance: float = 1e-5,
     raises: bool = True,
 ) -> Report:
-    """Run a function sharded in every way asked for, and compare every leaf of its results with the run on one device.
+    """Run a function sharded in every way asked for; compare every leaf of its results with the run on one device.
 
-    The arguments are copied: nothing of the caller's is donated or updated. State that the function updates in place (nnx
-    modules, optimizers) is compared as well.
+    The arguments are copied: nothing of the caller's is donated or updated. State that the function updates in place
+    (nnx modules, optimizers) is compared as well.
 
     Args:
       fn: a function as :func:`meshpar.jit` takes it, e.g. a train step, or what ``mp.jit`` returned.
       *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
       layouts: a layout or several; each a :class:`meshpar.Layout`, its text, or a Flax rule list.
-      meshes, mesh: the meshes, as ``mp.mesh`` makes them or as text for it. The default: all n devices as 1×n, 2×n/2 and
-        2×2×n/4 over the layout's axes in the order of its rules, with an idle axis where it has fewer than three; those over
-        which a size does not divide are skipped, and the report says so.
+      meshes, mesh: the meshes, as ``mp.mesh`` makes them or as text for it. The default: all n devices as 1×n, 2×n/2
+        and 2×2×n/4 over the layout's axes in the order of its rules, with an idle axis for the sizes that are left;
+        those over which a size does not divide are skipped, and the report says so.
       dims, static_argnums, static_argnames: as in :func:`meshpar.jit`.
       lowerings: as in :func:`meshpar.jit`, one or several.
       kwargs: keyword arguments of ``fn``.
-      tolerance: the largest difference allowed, as a part of the largest value of the leaf (f32 and wider; scaled to the
-        precision of narrower floats, up to 16 of their ulps). Integers, booleans and keys must be equal, NaNs at the same places.
+      tolerance: the largest difference allowed, as a part of the largest value of the leaf, for f32 and wider; narrower
+        floats get more by their precision, at most 16 of their ulps. Integers, booleans and keys must be equal, NaNs
+        and infinities at the same places.
       raises: raise at the first difference; else only note it in the report.
 
     Returns:
       A :class:`Report`: print it, or read ``ok`` and ``rows``.
 
     Raises:
-      CheckError: a leaf differs, and rounding does not explain it: its path, by how much, and the first op that goes wrong.
+      CheckError: a leaf differs, and rounding does not explain it: its path, by how much, the first op that goes wrong.
       MeshError: fewer devices than a mesh needs.
-      DivisibilityError: a size that does not divide over a mesh that was given, or over any of the default ones.
+      DivisibilityError: a size that does not divide over a mesh that was given, or over each of the default ones.
     """
     if isinstance(fn, api.Jitted):
         given, fn = fn, fn.fn
@@ -283,7 +287,8 @@ def compare(sharded: np.ndarray, unsharded: np.ndarray, tolerance: float) -> Dif
     """How far two arrays of one shape and dtype are apart; NaNs are equal to each other."""
     limit = allowed(unsharded.dtype, tolerance)
     if sharded.shape != unsharded.shape or sharded.dtype != unsharded.dtype:
-        return Difference(math.inf, 0.0, limit, (), f"{sharded.dtype}{sharded.shape}", f"{unsharded.dtype}{unsharded.shape}")
+        kinds = [f"{x.dtype}{list(x.shape)}" for x in (sharded, unsharded)]
+        return Difference(math.inf, 0.0, limit, (), *kinds)
     if not unsharded.size:
         return Difference(0.0, 0.0, limit)
     same = np.asarray(sharded == unsharded)
@@ -359,6 +364,15 @@ def _spread(run: Callable[[list[Any]], Sequence[Any]], xs: Sequence[Any], base: 
 # -- one function and its arguments
 
 
+def _compiled(fn: Callable[..., Any], xs: Sequence[Any], **shardings: Any) -> Callable[..., Any]:
+    """``jax.jit(fn)`` for these arguments, compiled quickly where the compiler knows how."""
+    lowered = jax.jit(fn, keep_unused=True, **shardings).lower(*xs)
+    if jax.default_backend() == "cpu":
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another version, other options
+            return lowered.compile(compiler_options=QUICK)
+    return lowered.compile()
+
+
 @dataclass(eq=False, slots=True)
 class _Reference:
     """The run on one device: its flat arguments, the results, and the compiled function."""
@@ -376,7 +390,7 @@ class _Case:
         self.fn, self.args, self.kwargs, self.tolerance = fn, args, dict(kwargs), tolerance
         self.device = jax.devices()[0]
         self.reference: _Reference | None = None
-        self.between: tuple[object, list[Any]] | None = None  # all values of the unsharded program, and of which program
+        self.between: tuple[object, list[Any]] | None = None  # (which program, all values of it on one device)
 
     def fresh(self, tree: Any) -> Any:
         """Copies of the arrays of a tree on one device."""
@@ -431,7 +445,7 @@ class _Case:
 
         axes = {*jitted.mesh.axis_names, *(a for r in jitted.layout.rules for a in r.axes)}
         with capture_names(axes):  # constraints over names and axes mean nothing on one device
-            run = jax.jit(flat, keep_unused=True).lower(*leaves).compile()
+            run = _compiled(flat, leaves)
         return _Reference(leaves, [_host(x) for x in run(*leaves)], lambda xs: run(*xs))
 
 
@@ -509,7 +523,7 @@ def _lower(plan: Plan, mesh: Mesh, lowering: str) -> tuple[Callable[..., list[An
 
 
 class _Again:
-    """Both programs once more, with all values between as results; finds what explains a leaf, or the op that goes wrong."""
+    """Both programs once more, with all values between as results: what explains a leaf, or which op goes wrong."""
 
     def __init__(self, case: _Case, plan: Plan, reference: _Reference, lowering: str, device: Any):
         self.plan, self.reference, self.tolerance, self.device = plan, reference, case.tolerance, device
@@ -526,14 +540,14 @@ class _Again:
         assert isinstance(plan.mesh, Mesh)
         run, ins, outs = _lower(make_plan(self.program, plan.layout, plan.mesh), plan.mesh, lowering)
         placed = [api._put(x, s) for x, s in zip(reference.leaves, ins, strict=True)]
-        sharded = jax.jit(run, in_shardings=tuple(ins), out_shardings=list(outs))(*placed)
+        sharded = _compiled(run, placed, in_shardings=tuple(ins), out_shardings=list(outs))(*placed)
         self.outs = sharded[:count]
         self.values.update(zip(made, sharded[count:], strict=True))
 
         ident = [(e.primitive.name, *(v.aval for v in e.outvars)) for e in self.eqns]
         if case.between is None or case.between[0] != ident:
             alone = ClosedJaxpr(everything.jaxpr.replace(eqns=self.eqns), flat.consts)
-            case.between = ident, list(jax.jit(jaxpr_as_fun(alone))(*reference.leaves))
+            case.between = ident, list(_compiled(jaxpr_as_fun(alone), reference.leaves)(*reference.leaves))
         self.out_refs = case.between[1][:count]
         self.references = dict(zip(made, case.between[1][count:], strict=True))
         self._agree: dict[Any, bool] = {}
@@ -590,16 +604,18 @@ class _Again:
         eqns = [self.eqns[i] for i in ops]
         runs = [self.alone(eqn) for eqn in eqns]
         # every op has operands of its own here, so one compilation does for all
-        expected = jax.jit(lambda xss: [run(*xs) for (run, _), xs in zip(runs, xss, strict=True)])([xs for _, xs in runs])
+        xss = [xs for _, xs in runs]
+        expected = _compiled(lambda xss: [run(*xs) for (run, _), xs in zip(runs, xss, strict=True)], [xss])(xss)
         for i, eqn, (run, xs), outs in zip(ops, eqns, runs, expected, strict=True):
             ours, theirs = [self.values[v] for v in eqn.outvars], [_host(x) for x in outs]
             off = [_worst(a, b, self.tolerance) for a, b in zip(ours, theirs, strict=True)]
             spread = [0.0] * len(off)
             if not all(d.ok for d in off):
                 ulps = 4.0 if eqn.primitive.name in ELEMENTWISE else None
-                once = jax.jit(run)
+                once = _compiled(run, xs)
                 spread = _spread(lambda moved, once=once: once(*moved), xs, theirs, ulps, self.tolerance)
-            beyond = [(v, d) for v, d, s in zip(eqn.outvars, off, spread, strict=True) if not d.ok and d.largest > SLACK * s]
+            results = zip(eqn.outvars, off, spread, strict=True)
+            beyond = [(v, d) for v, d, s in results if not d.ok and d.largest > SLACK * s]
             self._wrong[i] = max(beyond, key=lambda x: x[1].relative, default=None)
 
     def alone(self, eqn: Any) -> tuple[Callable[..., list[Any]], list[Any]]:
@@ -622,8 +638,8 @@ class _Again:
             f"  {found[k]}",
         ]
         if len(failed) > 1:
-            others = [plan.outputs[j].path for j in failed]
-            lines.append(f"  {len(failed)} of {len(found)} results differ: {', '.join(others[:6])}{', …' * (len(others) > 6)}")
+            others = ", ".join(plan.outputs[j].path for j in failed[:6])
+            lines.append(f"  {len(failed)} of {len(found)} results differ: {others}{', …' * (len(failed) > 6)}")
         culprits = [c for c in map(self.culprit, failed) if c is not None]
         source = None
         if culprits:
@@ -631,19 +647,20 @@ class _Again:
             eqn = self.eqns[i]
             source = source_line(eqn)
             dims = format_dims(self.program.dims(self.program.root.env[var]))
-            shape = ", ".join(map(str, var.aval.shape))
-            lines.append(f"  the first op that goes wrong: {eqn.primitive.name} → {var.aval.dtype}[{shape}] ({dims}) at {source}")
+            made = f"{var.aval.dtype}[{', '.join(map(str, var.aval.shape))}] ({dims})"
+            lines.append(f"  the first op that goes wrong: {eqn.primitive.name} → {made} at {source}")
             lines.append(f"  of the same operands one device makes something else: {off}")
         elif not compare(_host(self.out_refs[k]), self.reference.results[k], self.tolerance).ok:
             lines.append("  on one device the traced program differs from the function already: is it deterministic?")
         elif self.results[k] not in self.maker:
             lines.append("  it is an argument that is returned as it came")
         else:
-            lines.append(f"  with all values between returned as well, the difference vanishes (it is {self.leaf(k).relative:.2g})")
+            left = f"{self.leaf(k).relative:.2g}"
+            lines.append(f"  with all values between returned as well, the difference vanishes (it is {left})")
             lines.append("  and every op does what it should: the compiler goes wrong where it fuses them")
         return CheckError(
-            "\n".join(lines), path=path, shape=value.shape, dtype=value.aval.dtype, dims=format_dims(plan.program.dims(value)),
-            source=source, rule=str(plan.layout),
+            "\n".join(lines), path=path, shape=value.shape, dtype=value.aval.dtype,
+            dims=format_dims(plan.program.dims(value)), source=source, rule=str(plan.layout),
             fixes=["the program is right on one device: this is a bug of the compiler or of meshpar, please report it",
                    "until then leave the dims of that op whole, e.g. `dim: none` before the other rules"],
         )  # fmt: skip

@@ -119,8 +119,10 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
         else:
             left[i], right[j] = (r.factor(lhs[i], "whole"),), (r.factor(window, "whole"),)
             result[o] = (r.factor(out[o], "whole"),)
-            # a kernel's gradient slides the cotangent over the input, and what comes out is the window
-            r.kin.append((left[i][0], right[j][0] if window > out[o] else result[o][0]))
+            # A name passes from input to result, but not in a kernel's gradient, which slides the cotangent over the input and
+            # makes a window: its "window" is large, or dilated by the stride.
+            if window <= out[o] and p["rhs_dilation"][k] == 1:
+                r.kin.append((left[i][0], result[o][0]))
     r.ins = [tuple(left[i] for i in range(len(lhs))), tuple(right[j] for j in range(len(rhs)))]
     r.outs = [tuple(result[i] for i in range(len(out)))]
     return r

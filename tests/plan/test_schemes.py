@@ -1,0 +1,218 @@
+"""One line of layout gives the known schemes: what must come out of the plan, per layer."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import meshpar as mp
+
+LAYERS, BATCH, SEQ, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 3, 8, 16, 32, 4, 8, 64, 128
+MESH = AbstractMesh((4, 2), ("data", "model"))
+MEGATRON = "batch: data; heads, mlp, vocab: model"
+DIMS = {
+    "state/*/q": "layers embed heads head_dim", "state/*/k": "layers embed heads head_dim",
+    "state/*/v": "layers embed heads head_dim", "state/*/o": "layers heads head_dim embed",
+    "state/*/up": "layers embed mlp", "state/*/down": "layers mlp embed", "state/*/embedding": "vocab embed",
+    "state/*/head": "embed vocab", "batch": "batch seq",
+}  # fmt: skip
+F32 = 4
+
+
+def weight(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PARAMS = {
+    "embedding": weight(VOCAB, EMBED), "head": weight(EMBED, VOCAB),
+    "q": weight(LAYERS, EMBED, HEADS, HEAD_DIM), "k": weight(LAYERS, EMBED, HEADS, HEAD_DIM),
+    "v": weight(LAYERS, EMBED, HEADS, HEAD_DIM), "o": weight(LAYERS, HEADS, HEAD_DIM, EMBED),
+    "up": weight(LAYERS, EMBED, MLP), "down": weight(LAYERS, MLP, EMBED),
+}  # fmt: skip
+OPTIMIZER = optax.adam(1e-3)
+STATE = {"params": PARAMS, "opt_state": jax.eval_shape(OPTIMIZER.init, PARAMS)}
+TOKENS = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
+
+
+def norm(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def attention(p, x, rename):
+    q, k, v = (jnp.einsum("bse,ehd->bshd", x, p[n]) for n in "qkv")
+    if rename:
+        k, v = mp.rename(k, seq="kv_seq"), mp.rename(v, seq="kv_seq")
+    scores = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k))
+    return jnp.einsum("bhst,bthd,hde->bse", scores, v, p["o"])
+
+
+def loss_of(params, tokens, rename=False):
+    layers = {n: params[n] for n in ("q", "k", "v", "o", "up", "down")}
+
+    def layer(x, p):
+        x = x + attention(p, norm(x), rename)
+        return x + jax.nn.relu(norm(x) @ p["up"]) @ p["down"], None
+
+    x, _ = jax.lax.scan(layer, params["embedding"][tokens], layers)
+    logits = norm(x) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+def train_step(state, batch, rename=False):
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch, rename)
+    updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+
+
+def plan_of(layout, step=train_step, **kwargs):
+    return mp.plan(step, STATE, TOKENS, mesh=MESH, layout=layout, dims=DIMS, **kwargs)
+
+
+def in_layers(plan, op=None, dims=None):
+    """Collectives that run once in every layer, as (op, axes, dims) → executions a layer."""
+    found = Counter()
+    for c in plan.collectives:
+        if c.count and c.count % LAYERS == 0 and c.count >= LAYERS and (op is None or c.op == op):
+            if dims is None or dims in c.dims:
+                found[c.op, "+".join(c.axes), c.dims] += c.count // LAYERS
+    return found
+
+
+ACTIVATION = "batch seq embed"
+
+
+def test_data_parallel_is_one_gradient_all_reduce():
+    plan = plan_of("batch: data")
+    assert {c.op for c in plan.collectives} == {"all-reduce"}
+    gradients = [c for c in plan.collectives if c.shape]
+    # each weight's gradient once, over all layers
+    sent = sum(c.total_bytes for c in gradients)
+    weights = sum(x.size * F32 for x in jax.tree.leaves(PARAMS))
+    assert sent == pytest.approx(2 * weights * 3 / 4)
+    assert all(h.spec == PartitionSpec() for h in plan.inputs if h.kind == "params")
+
+
+def test_megatron_is_one_all_reduce_after_attention_and_one_after_the_mlp_each_way():
+    found = in_layers(plan_of(MEGATRON), dims=ACTIVATION)
+    assert found == {("all-reduce", "model", ACTIVATION): 4}
+
+
+def test_fsdp_gathers_weights_at_use_and_never_all_reduces_a_gradient():
+    plan = plan_of("batch: data; embed: data")
+    weights = [c for c in plan.collectives if len(c.shape) > 1 and "batch" not in c.dims]
+    assert {c.op for c in weights} == {"all-gather", "reduce-scatter"}
+    gathered = in_layers(plan, "all-gather")
+    # q, k, v and up, once forward and once backward; o and down likewise
+    assert gathered["all-gather", "data", "embed heads head_dim"] == 6
+    assert gathered["all-gather", "data", "heads head_dim embed"] == 2
+    assert gathered["all-gather", "data", "embed mlp"] == 2
+    scattered = in_layers(plan, "reduce-scatter")
+    assert sum(scattered.values()) == 6
+    assert not any("batch" in c.dims for c in plan.collectives)
+    for held in plan.inputs:
+        if held.kind in ("params", "opt") and held.shape:
+            assert "data" in tuple(held.spec), held.path
+
+
+def test_fsdp_and_megatron_do_both():
+    plan = plan_of(f"{MEGATRON}; embed: data")
+    assert in_layers(plan, dims=ACTIVATION) == {("all-reduce", "model", ACTIVATION): 4}
+    weights = [c for c in plan.collectives if len(c.shape) > 1 and "batch" not in c.dims]
+    assert {(c.op, c.axes) for c in weights} == {("all-gather", ("data",)), ("reduce-scatter", ("data",))}
+
+
+def test_sequence_parallel_gathers_into_and_scatters_out_of_each_block():
+    found = in_layers(plan_of(f"{MEGATRON}; embed: data; seq: model"), dims=ACTIVATION)
+    # forward: gather into attention and into the MLP; backward: the same values again, and the two cotangents
+    assert found["all-gather", "model", ACTIVATION] == 6
+    assert found["reduce-scatter", "model", ACTIVATION] == 4
+    assert ("all-reduce", "model", ACTIVATION) not in found
+
+
+def test_zero_1_scatters_gradients_into_a_sharded_update_and_gathers_new_weights():
+    plan = plan_of("batch: data; opt.embed: data")
+    for held in plan.inputs:
+        if held.shape and held.kind == "opt":
+            assert "data" in tuple(held.spec), held.path
+        elif held.kind == "params":
+            assert held.spec == PartitionSpec(), held.path
+    weights = [c for c in plan.collectives if len(c.shape) > 1 and "batch" not in c.dims]
+    assert {c.op for c in weights} == {"reduce-scatter", "all-gather"}
+    total = sum(x.size * F32 for x in jax.tree.leaves(PARAMS))
+    for op in ("reduce-scatter", "all-gather"):
+        assert sum(c.total_bytes for c in weights if c.op == op) == pytest.approx(total * 3 / 4)
+
+
+def test_context_parallel_gathers_keys_and_values():
+    def step(state, batch):
+        return train_step(state, batch, rename=True)
+
+    found = {key: n for key, n in in_layers(plan_of("seq: data", step)).items() if "batch" in key[2]}
+    assert found == {
+        ("all-gather", "data", "batch kv_seq heads head_dim"): 2,  # k and v; kept for the backward pass
+        ("reduce-scatter", "data", "batch seq heads head_dim"): 2,  # their cotangents
+    }
+
+
+def test_without_rename_the_query_side_keeps_the_axis_and_the_key_side_is_gathered():
+    found = {key: n for key, n in in_layers(plan_of("seq: data")).items() if "batch" in key[2]}
+    assert found == {
+        ("all-gather", "data", "batch seq heads head_dim"): 4,  # what the forward pass gathered is not kept across the loop
+        ("reduce-scatter", "data", "batch seq heads head_dim"): 2,
+    }
+
+
+def test_causes_name_the_rules():
+    plan = plan_of("batch: data; embed: data")
+    gather = next(c for c in plan.collectives if c.op == "all-gather" and c.dims == "embed mlp")
+    assert gather.cause == "`embed: data` lost `data` to `batch` in this dot_general, so `embed` is gathered"
+    scatter = next(c for c in plan.collectives if c.op == "reduce-scatter" and c.dims == "embed mlp")
+    assert "`batch: data` splits `batch`, which dot_general contracts" in scatter.cause
+    assert "test_schemes.py" in gather.source
+
+
+def test_bytes_are_those_of_the_wire():
+    plan = plan_of("batch: data; embed: data")
+    gather = next(c for c in plan.collectives if c.op == "all-gather" and c.dims == "embed mlp")
+    assert gather.bytes == EMBED * MLP * F32 * 3 / 4
+    assert gather.count == LAYERS
+    reduce = next(c for c in plan_of(MEGATRON).collectives if c.dims == ACTIVATION)
+    assert reduce.bytes == 2 * (BATCH // 4 * SEQ * EMBED * F32) / 2
+
+
+def test_order_decides_and_cost_may_decide_otherwise():
+    first = plan_of("batch: data; embed: data")
+    last = plan_of("embed: data; batch: data")
+    assert first.bytes_sent != last.bytes_sent
+    cheapest = plan_of(mp.Layout("embed: data; batch: data", resolve="cost"))
+    assert cheapest.bytes_sent <= last.bytes_sent
+
+
+def test_a_flax_rule_list_is_a_layout():
+    rules = [("batch", "data"), ("embed", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", ("model",)), ("kv", None)]
+    plan = plan_of(rules)
+    up = next(h for h in plan.inputs if h.path == "state/params/up")
+    assert up.spec == PartitionSpec(None, "data", "model")
+    assert plan.layout.resolve == "cost"
+
+
+def test_json_and_text_tell_the_same():
+    import json
+
+    plan = plan_of(f"{MEGATRON}; embed: data")
+    data = json.loads(plan.to_json())
+    assert data["mesh"] == {"data": 4, "model": 2}
+    assert len(data["collectives"]) == len(plan.collectives)
+    assert sum(c["bytes"] * c["count"] for c in data["collectives"]) == pytest.approx(plan.bytes_sent)
+    text = str(plan)
+    assert "embed:data mlp:model" in text
+    assert "lost `data` to `batch`" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_every_dim_but_a_few_is_named():
+    named, total, _ = plan_of("batch: data").program.coverage()
+    assert named / total > 0.98
