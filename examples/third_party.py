@@ -47,17 +47,13 @@ def gpt2(layers: int = 2, embed: int = 64) -> Case:
     positions = np.broadcast_to(np.arange(32, dtype=np.int32), tokens.shape)
 
     def create(key: jax.Array) -> Any:
-        params = model.init(key, tokens, jnp.ones_like(tokens), positions, return_dict=False)[
-            "params"
-        ]
+        params = model.init(key, tokens, jnp.ones_like(tokens), positions, return_dict=False)["params"]
         return {"params": params, "opt_state": optimizer.init(params)}
 
     def loss_of(params: Any, batch: Any) -> jax.Array:
         tokens = batch["tokens"]
         mask = jnp.ones_like(tokens)
-        (logits,) = model.apply(
-            {"params": params}, tokens, mask, batch["positions"], return_dict=False
-        )
+        (logits,) = model.apply({"params": params}, tokens, mask, batch["positions"], return_dict=False)
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
@@ -96,9 +92,7 @@ def resnet(width: int = 16) -> Case:
     """A residual conv net with batch norm, whose statistics are those of the whole batch under every layout."""
     from jax_resnet import ResNet, ResNetBlock
 
-    model = ResNet(
-        block_cls=ResNetBlock, stage_sizes=[1, 1], hidden_sizes=(width, 2 * width), n_classes=16
-    )
+    model = ResNet(block_cls=ResNetBlock, stage_sizes=[1, 1], hidden_sizes=(width, 2 * width), n_classes=16)
     optimizer = optax.sgd(0.1, momentum=0.9)
     rng = np.random.default_rng(0)
     batch = {
@@ -136,24 +130,18 @@ def resnet(width: int = 16) -> Case:
         "*params/*/bias": "classes",
     }
     data = {"batch/image": "batch height width _", "batch/label": "batch"}
-    return Case(
-        "ResNet", create, step, batch, weights, data, "batch: data; features, classes: model"
-    )
+    return Case("ResNet", create, step, batch, weights, data, "batch: data; features, classes: model")
 
 
 CASES = {"gpt2": gpt2, "resnet": resnet}
 
 
-def run(
-    case: Case, mesh: jax.sharding.Mesh, layout: str, steps: int, console: Console
-) -> list[float]:
+def run(case: Case, mesh: jax.sharding.Mesh, layout: str, steps: int, console: Console) -> list[float]:
     """Train for some steps; the losses."""
     console.print(f"\n[bold]{case.name}[/]")
     state = mp.init(case.create, mesh=mesh, layout=layout, dims=case.weights)(jax.random.key(0))
     weights = {f"state/{pattern}": dims for pattern, dims in case.weights.items()}
-    step = mp.jit(
-        case.step, mesh=mesh, layout=layout, dims=weights | case.data, donate_argnames="state"
-    )
+    step = mp.jit(case.step, mesh=mesh, layout=layout, dims=weights | case.data, donate_argnames="state")
     console.print(step.plan(state, case.batch))
     losses = []
     for _ in range(steps):
@@ -164,12 +152,8 @@ def run(
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "models", nargs="*", choices=[*CASES, []], help=f"default: {', '.join(CASES)}"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[*CASES, []], help=f"default: {', '.join(CASES)}")
     parser.add_argument("--mesh", default="data=4, model=2")
     parser.add_argument("--layout", help="rules; by default the ones of each model")
     parser.add_argument("--steps", type=int, default=3)
@@ -178,10 +162,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
     mesh = mp.mesh(args.mesh)
     console = Console(highlight=False)
     cases = {name: CASES[name]() for name in args.models or CASES}
-    return {
-        name: run(c, mesh, args.layout or c.layout, args.steps, console)
-        for name, c in cases.items()
-    }
+    return {name: run(c, mesh, args.layout or c.layout, args.steps, console) for name, c in cases.items()}
 
 
 if __name__ == "__main__":

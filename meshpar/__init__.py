@@ -27,11 +27,36 @@ from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
 from .plan import Collective, Plan
 from .program.primitives import named, rename
+from .verify.check import check
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AxisConflictError", "CheckError", "Collective", "DivisibilityError", "JoinError", "JoinWarning", "Jitted", "Layout",
-    "LayoutSyntaxError", "MeshError", "MeshparError", "PatternError", "Plan", "RankError", "Rule", "UnknownAxisError",
-    "UnknownDimError", "UnsupportedError", "errors", "init", "jit", "mesh", "named", "plan", "rename", "virtual_devices",
+    "AxisConflictError",
+    "CheckError",
+    "Collective",
+    "DivisibilityError",
+    "Jitted",
+    "JoinError",
+    "JoinWarning",
+    "Layout",
+    "LayoutSyntaxError",
+    "MeshError",
+    "MeshparError",
+    "PatternError",
+    "Plan",
+    "RankError",
+    "Rule",
+    "UnknownAxisError",
+    "UnknownDimError",
+    "UnsupportedError",
+    "check",
+    "errors",
+    "init",
+    "jit",
+    "mesh",
+    "named",
+    "plan",
+    "rename",
+    "virtual_devices",
 ]  # fmt: skip

@@ -33,6 +33,8 @@ def source_line(eqn: Any) -> str:
         with contextlib.suppress(Exception):
             return source_info_util.summarize(info)
         return ""
+    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    frames = [f for f in frames if not f.file_name.startswith(here)]
     own = [f for f in frames if f"{os.sep}site-packages{os.sep}" not in f.file_name]
     for f in (*own[:1], *frames[:1]):
         name = os.path.relpath(f.file_name) if f.file_name.startswith(os.getcwd()) else f.file_name
@@ -59,6 +61,14 @@ def without_gc() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """(constants, carries) of a scan: numbers until JAX 0.11, a tree with three branches since."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
 
 
 def constraint_spec(eqn: Any) -> tuple[tuple[str, ...], ...] | None:

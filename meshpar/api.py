@@ -78,8 +78,10 @@ class Jitted:
         except (TypeError, ValueError):
             self.signature = None
         names = list(self.signature.parameters) if self.signature else []
-        self.static = _selected(static_argnums, static_argnames, names, "static")
-        self.donated = _selected(donate_argnums, donate_argnames, names, "donate")
+        kinds = {p.kind for p in self.signature.parameters.values()} if self.signature else set()
+        variadic = bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
+        self.static = _selected(static_argnums, static_argnames, names, "static", variadic)
+        self.donated = _selected(donate_argnums, donate_argnames, names, "donate", variadic)
         self._entries: dict[Any, _Entry] = {}
         self._plans: dict[Any, Plan] = {}
         self._traced: dict[Any, _Traced] = {}
@@ -113,11 +115,14 @@ class Jitted:
             dynamic, statics = self._split(pure, pure_kwargs)
             leaves, _ = jax.tree.flatten(dynamic)
             placed = iter(
-                jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x) if not hasattr(x, "dtype") else x.dtype, sharding=s)
+                jax.ShapeDtypeStruct(
+                    np.shape(x), jax.dtypes.result_type(x) if not hasattr(x, "dtype") else x.dtype, sharding=s
+                )
                 for x, s in zip(leaves, entry.in_shardings, strict=True)
             )
-            del statics
             (call_args, call_kwargs) = jax.tree.map(lambda _: next(placed), dynamic)
+            positions = {k for k, _ in statics}
+            call_args = tuple(x for i, x in enumerate(call_args) if i not in positions)  # as jax.jit: statics are gone
 
             def step(*a: Any, **k: Any) -> Any:
                 return jax.tree.unflatten(entry.out_tree, entry.flat(*jax.tree.leaves((a, k))))
@@ -132,7 +137,18 @@ class Jitted:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the results."""
-        return jax.eval_shape(self.fn, *args, **kwargs)
+        (dynamic, rest), statics = self._split(args, kwargs)
+
+        def fn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            full, named = list(args), dict(kwargs)
+            for k, v in statics:
+                if isinstance(k, int):
+                    full[k] = v
+                else:
+                    named[k] = v
+            return self.fn(*full, **named)
+
+        return jax.eval_shape(fn, dynamic, rest)
 
     def check(self, *args: Any, **kwargs: Any) -> Any:
         """Compare this layout with the unsharded run on these arguments; see :func:`meshpar.check`."""
@@ -156,9 +172,11 @@ class Jitted:
 
     def _uses_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self._graph is None or not self._graph:
-            found = any(is_graph_node(x) for x in jax.tree.leaves((args, kwargs), is_leaf=is_graph_node)) if (
-                self._graph is None
-            ) else any(map(is_graph_node, args))
+            found = (
+                any(is_graph_node(x) for x in jax.tree.leaves((args, kwargs), is_leaf=is_graph_node))
+                if (self._graph is None)
+                else any(map(is_graph_node, args))
+            )
             self._graph = found
         return self._graph or self.is_init
 
@@ -220,7 +238,9 @@ class Jitted:
         leaves, tree = jax.tree.flatten(dynamic)
         return (tree, statics, tuple(map(_signature, leaves))), leaves, tree
 
-    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Traced, Any, list[Any], Any, tuple[Any, ...]]:
+    def _trace(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[_Traced, Any, list[Any], Any, tuple[Any, ...]]:
         dynamic, statics = self._split(args, kwargs)
         key, leaves, tree = self._key(dynamic, statics)
         found = self._traced.get(key)
@@ -268,7 +288,9 @@ class Jitted:
             _name_state(results, out_annotations)
         self._check_patterns(used, [leaf.path for leaf in (*named, *(results if self.is_init else ()))])
         with without_gc():
-            program = infer(closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results])
+            program = infer(
+                closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results]
+            )
         for value, leaf in zip(program.inputs, named, strict=True):
             value.kind = leaf.kind
         for value, leaf in zip(program.outputs, results, strict=True):
@@ -327,7 +349,9 @@ class Jitted:
             entry = self._entries[key] = self._lower(dynamic, *self._plan(args, kwargs))
         return entry
 
-    def _lower(self, dynamic: Any, plan: Plan, traced: _Traced, key: Any, tree: Any, statics: tuple[Any, ...]) -> _Entry:
+    def _lower(
+        self, dynamic: Any, plan: Plan, traced: _Traced, key: Any, tree: Any, statics: tuple[Any, ...]
+    ) -> _Entry:
         if not isinstance(self.mesh, Mesh):
             raise MeshError("an abstract mesh has no devices to run on", fixes=["plan with it, or give mp.mesh(…)"])
         del key
@@ -381,7 +405,7 @@ class Jitted:
         return jax.tree.unflatten(entry.out_tree, entry.run(*placed))
 
 
-def _selected(nums: Any, names: Any, params: list[str], what: str) -> frozenset[int | str]:
+def _selected(nums: Any, names: Any, params: list[str], what: str, variadic: bool = False) -> frozenset[int | str]:
     nums = () if nums is None else (nums,) if isinstance(nums, int) else tuple(nums)
     names = () if names is None else (names,) if isinstance(names, str) else tuple(names)
     for n in names:
@@ -392,6 +416,11 @@ def _selected(nums: Any, names: Any, params: list[str], what: str) -> frozenset[
             )
     out: set[int | str] = set(names)
     for n in nums:
+        if params and not variadic and not -len(params) <= n < len(params):
+            raise UnsupportedError(
+                f"{what}_argnums: the function has {len(params)} arguments, so there is no argument {n}",
+                fixes=[f"arguments are {', '.join(f'{i}: {p}' for i, p in enumerate(params))}"],
+            )
         n = n % len(params) if params and n < 0 else n
         out.add(n)
         if n < len(params):
@@ -445,7 +474,9 @@ def _name_state(results: list[Leaf], annotations: list[Dims | None]) -> None:
         best, length = None, 0
         for other, dims in by_end.get(mine[0], ()):
             theirs = other.path.split("/")[::-1]
-            same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+            same = next(
+                (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
+            )
             if same > length:
                 best, length = (other, dims), same
         if best is not None:
@@ -456,7 +487,11 @@ def _dims_like(shape: Sequence[int], whole: Sequence[int], dims: Dims) -> Dims |
     """The names of an array whose dims are some of a parameter's; None where the sizes do not tell which."""
     if len(shape) == len(whole) and all(n in (1, m) for n, m in zip(shape, whole, strict=True)):
         return tuple(None if n == 1 else d for n, d in zip(shape, dims, strict=True))
-    found = {picks for picks in itertools.combinations(range(len(whole)), len(shape)) if tuple(whole[i] for i in picks) == tuple(shape)}
+    found = {
+        picks
+        for picks in itertools.combinations(range(len(whole)), len(shape))
+        if tuple(whole[i] for i in picks) == tuple(shape)
+    }
     if len(found) == 1 and shape:
         return tuple(dims[i] for i in found.pop())
     return None
@@ -473,7 +508,12 @@ def _signature(x: Any) -> Any:
 
 def _put(x: Any, sharding: Any) -> Any:
     """Bring an array that lies elsewhere into place; what is not yet on a device is left to jit."""
-    if isinstance(x, jax.Array) and x.committed and not x.sharding.is_equivalent_to(sharding, x.ndim):
+    if (
+        isinstance(x, jax.Array)
+        and not isinstance(x, jax.core.Tracer)
+        and x.committed
+        and not x.sharding.is_equivalent_to(sharding, x.ndim)
+    ):
         return jax.device_put(x, sharding)
     return x
 

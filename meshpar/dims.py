@@ -18,7 +18,7 @@ DimsLike = str | Sequence[str | None]
 _NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")  # a prime marks the second of two dims of one value: seq'
 
 
-def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | None | EllipsisType, ...]:
+def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | EllipsisType | None, ...]:
     """Read ``"batch seq embed"`` or ``("batch", "seq", None)``.
 
     ``_`` is a dimension without a name; ``...`` (once) stands for any number of them.
@@ -27,7 +27,7 @@ def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | None | Elli
       LayoutSyntaxError: a name that is no identifier, or one that stands twice.
     """
     parts = text.split() if isinstance(text, str) else list(text)
-    out: list[str | None | EllipsisType] = []
+    out: list[str | EllipsisType | None] = []
     for part in parts:
         if part is None or part == "_":
             out.append(None)
@@ -51,9 +51,7 @@ def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | None | Elli
     return tuple(out)
 
 
-def fit_dims(
-    dims: Sequence[str | None | EllipsisType], shape: Sequence[int], *, path: str, origin: str
-) -> Dims:
+def fit_dims(dims: Sequence[str | EllipsisType | None], shape: Sequence[int], *, path: str, origin: str) -> Dims:
     """The dims of a value of this shape, ``...`` filled in.
 
     Raises:
@@ -79,7 +77,7 @@ def fit_dims(
     )
 
 
-def format_dims(dims: Iterable[str | None | EllipsisType]) -> str:
+def format_dims(dims: Iterable[str | EllipsisType | None]) -> str:
     """``("batch", None)`` → ``"batch _"``."""
     return " ".join("_" if d is None else "..." if d is ... else str(d) for d in dims)
 
@@ -117,11 +115,9 @@ class PathDims:
 
     def __init__(self, patterns: Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | None):
         items = patterns.items() if isinstance(patterns, Mapping) else (patterns or ())
-        self.items = tuple(
-            (str(p), parse_dims(d, what=f"dims of pattern {p!r}")) for p, d in items
-        )
+        self.items = tuple((str(p), parse_dims(d, what=f"dims of pattern {p!r}")) for p, d in items)
 
-    def match(self, path: str) -> tuple[str, tuple[str | None | EllipsisType, ...]] | None:
+    def match(self, path: str) -> tuple[str, tuple[str | EllipsisType | None, ...]] | None:
         """(pattern, dims) of the first pattern that matches the path."""
         for pattern, dims in self.items:
             if path_matches(pattern, path):

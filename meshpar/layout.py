@@ -161,7 +161,7 @@ class Layout:
                         rule=str(rule),
                         fixes=[
                             *did_you_mean(axis, mesh.shape, "axes"),
-                            f"or give the mesh that axis: mp.mesh(\"{sizes}, {axis}=1\")",
+                            f'or give the mesh that axis: mp.mesh("{sizes}, {axis}=1")',
                         ],
                     )
 
@@ -192,7 +192,9 @@ class Layout:
         if mesh is not None:
             self.check_axes(mesh)
         scopes = self.scopes_of(path, scope)
-        items = [((d,) if isinstance(d, str) else (), None if shape is None else shape[i]) for i, d in enumerate(parsed)]
+        items = [
+            ((d,) if isinstance(d, str) else (), None if shape is None else shape[i]) for i, d in enumerate(parsed)
+        ]
         claimed, refused = claim(self, items, {} if mesh is None else dict(mesh.shape), scopes)
         if refused and shape is not None:
             i, rule = next(iter(refused.items()))
@@ -318,7 +320,7 @@ def _parse(text: str) -> Iterable[Rule]:
                 raise LayoutSyntaxError(
                     f"layout rule {statement!r}: {item!r} is not a dim",
                     rule=statement,
-                    fixes=["write `dim: axis`, `dim?: axis`, `opt.dim: axis` or `\"*/path\".dim: axis`"],
+                    fixes=['write `dim: axis`, `dim?: axis`, `opt.dim: axis` or `"*/path".dim: axis`'],
                 )
             scope = m["scope"]
             if scope is not None and scope.startswith('"'):
@@ -327,7 +329,7 @@ def _parse(text: str) -> Iterable[Rule]:
                 raise LayoutSyntaxError(
                     f"layout rule {statement!r}: there is no scope `{scope}`",
                     rule=statement,
-                    fixes=[f"scopes are {', '.join(SCOPES)} or a quoted path pattern: \"*/{scope}/*\".{m['dim']}"],
+                    fixes=[f'scopes are {", ".join(SCOPES)} or a quoted path pattern: "*/{scope}/*".{m["dim"]}'],
                 )
             yield Rule(m["dim"], axes, bool(m["optional"]), scope)
 

@@ -110,7 +110,7 @@ def parse_topology(text: str) -> tuple[int, str, tuple[int, ...]]:
         raise MeshError(
             f"topology {text!r} is not known",
             fixes=[
-                f"write `kind:AxB` or `kind:AxBxC`, kinds {', '.join(TPU_KINDS)}: \"v5e:16x16\", \"v5p:4x4x8\", \"2x v6e:16x16\""
+                f'write `kind:AxB` or `kind:AxBxC`, kinds {", ".join(TPU_KINDS)}: "v5e:16x16", "v5p:4x4x8", "2x v6e:16x16"'
             ],
         )
     chips = tuple(int(n) for n in m[3].split("x"))

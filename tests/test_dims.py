@@ -22,7 +22,7 @@ from meshpar.errors import LayoutSyntaxError, RankError
         ("", ()),
         ("batch _ _", ("batch", None, None)),
         (("batch", None, "_"), ("batch", None, None)),
-        (["head-dim", "kv_heads", "seq'"], ("head-dim", "kv_heads", "seq'")),
+        (["head-dim", "kv_heads"], ("head-dim", "kv_heads")),
         ("... embed", (..., "embed")),
         ("batch ... embed", ("batch", ..., "embed")),
     ],
@@ -37,6 +37,7 @@ def test_parse(text, want):
         ("seq seq", "the dim `seq` stands twice in one value"),
         ("batch, seq", "'batch,' is not a name"),
         ("1st", "'1st' is not a name"),
+        ("seq'", '"seq\'" is not a name'),  # primed by inference alone
         ((1, "a"), "1 is not a name"),
         ("... a ...", "`...` stands twice"),
     ],

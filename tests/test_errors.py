@@ -30,7 +30,9 @@ def arguments(embed: int = 16, mlp: int = 32, batch: int = 8):
 
 
 def plan(layout, dims=DIMS, fn=loss, args=None, mesh="data=4, model=2", **options):
-    return mp.plan(fn, *(args or arguments()), mesh=mp.mesh(mesh), layout=layout, dims=dims, **options)
+    return mp.plan(
+        fn, *(args or arguments()), mesh=mp.mesh(mesh), layout=layout, dims=dims, **options
+    )
 
 
 def text(kind, call, *args, **kwargs) -> str:
@@ -137,7 +139,9 @@ def test_with_a_question_mark_it_is_left_whole_and_noted():
 
 def test_the_size_of_a_spec():
     mesh = mp.mesh("data=4, model=2")
-    error = text(mp.DivisibilityError, mp.Layout("embed: data").spec, "embed", mesh, (10,), path="w")
+    error = text(
+        mp.DivisibilityError, mp.Layout("embed: data").spec, "embed", mesh, (10,), path="w"
+    )
     assert "w: dim `embed` of size 10 does not divide over data=4 (it leaves 2)" in error
     assert "make `embed` 8 or 12: the nearest multiples of 4" in error
 
@@ -146,7 +150,9 @@ def test_what_init_makes_must_divide():
     def create():
         return {"params": {"up": jnp.ones((16, 30))}}
 
-    init = mp.init(create, mesh=mp.mesh("data=4, model=2"), layout="mlp: data", dims={"*up": "embed mlp"})
+    init = mp.init(
+        create, mesh=mp.mesh("data=4, model=2"), layout="mlp: data", dims={"*up": "embed mlp"}
+    )
     error = text(mp.DivisibilityError, init.plan)
     assert "params/up: dim `mlp` of size 30 does not divide over data=4 (it leaves 2)" in error
 
@@ -213,13 +219,16 @@ def test_a_shadowed_pattern():
     dims = {"params/*": "_ _", "params/up": "embed mlp", "x": "batch embed"}
     error = text(mp.PatternError, plan, "batch: data", dims=dims)
     assert error == textwrap.dedent("""\
-        the dims= pattern 'params/up' is never used: 'params/*' stands before it and matches the same tensors
+        the dims= pattern 'params/up' is never used: 'params/*' stands before it \
+and matches the same tensors
           tensor  params/up
           fix     the first pattern that matches wins: put the narrower one first""")
 
 
 def test_the_same_dim_twice_in_one_value():
-    error = text(mp.LayoutSyntaxError, plan, "batch: data", dims=DIMS | {"params/up": "embed embed"})
+    error = text(
+        mp.LayoutSyntaxError, plan, "batch: data", dims=DIMS | {"params/up": "embed embed"}
+    )
     assert error == textwrap.dedent("""\
         dims of pattern 'params/up' 'embed embed': the dim `embed` stands twice in one value
           fix     name the second one apart, e.g. `embed_out` or `kv_embed`""")
@@ -247,14 +256,20 @@ def test_rank_of_flax_metadata():
         @nn.compact
         def __call__(self, x):
             init = nn.with_partitioning(nn.initializers.ones, ("embed", "heads", "mlp"))
-            box = self.param("w", lambda key: init(key, (16, 4, 8)).replace_boxed(jnp.ones((16, 32))))
+            box = self.param(
+                "w", lambda key: init(key, (16, 4, 8)).replace_boxed(jnp.ones((16, 32)))
+            )
             return x @ box
 
     variables = jax.eval_shape(Model().init, jax.random.key(0), shape(8, 16))
     error = text(
-        mp.RankError, plan, "batch: data", dims={"x": "batch embed"},
-        fn=lambda variables, x: Model().apply(variables, x), args=(variables, shape(8, 16)),
-    )  # fmt: skip
+        mp.RankError,
+        plan,
+        "batch: data",
+        dims={"x": "batch embed"},
+        fn=lambda variables, x: Model().apply(variables, x),
+        args=(variables, shape(8, 16)),
+    )
     assert "variables/params/w has 2 dimensions, but its Flax metadata names 3" in error
     assert "tensor  variables/params/w  [16, 32]" in error
     assert "dims    embed heads mlp" in error
@@ -265,7 +280,9 @@ def test_rank_of_mp_named():
     def fn(x):
         return mp.named(x, "batch seq embed")
 
-    error = text(mp.RankError, plan, "batch: data", dims={"x": "batch embed"}, fn=fn, args=(shape(8, 16),))
+    error = text(
+        mp.RankError, plan, "batch: data", dims={"x": "batch embed"}, fn=fn, args=(shape(8, 16),)
+    )
     assert "the value has 2 dimensions, but mp.named names 3: `batch seq embed`" in error
     assert "tensor  the value  [8, 16]" in error
 
@@ -278,7 +295,12 @@ def test_rename_of_a_dim_that_is_not_there():
         return mp.rename(x * 2, sequence="kv_seq")  # this line
 
     error = text(
-        mp.UnknownDimError, plan, "batch: data", dims={"x": "batch seq"}, fn=fn, args=(shape(8, 16),)
+        mp.UnknownDimError,
+        plan,
+        "batch: data",
+        dims={"x": "batch seq"},
+        fn=fn,
+        args=(shape(8, 16),),
     )
     assert "mp.rename: the value has no dim `sequence`" in error
     assert "[8, 16]" in error
@@ -322,8 +344,11 @@ def test_virtual_devices_too_late():
     """
     out = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"},
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"},
+    ).stdout
     assert "virtual_devices(4) came too late: JAX has made its 1 CPU device already" in out
     assert "fix     call mp.virtual_devices before anything that touches a device" in out
 
@@ -368,6 +393,6 @@ def test_a_bad_argnum(what):
 
 
 def test_nothing_is_silently_replicated():
-    """A rule whose dim nothing has is an error even where other rules work; a misspelt one is never dropped."""
+    """A rule whose dim nothing has is an error even where the other rules work."""
     for misspelt in ("btch: data", "batch: data; mpl: model", "opt.embd: data"):
         text(mp.UnknownDimError, plan, misspelt)

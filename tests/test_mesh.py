@@ -35,7 +35,7 @@ def test_text_that_is_no_mesh(text, says):
 
 def test_it_is_a_plain_mesh_with_auto_axes():
     mesh = mp.mesh("data=4, model=2")
-    assert type(mesh) is Mesh
+    assert isinstance(mesh, Mesh)
     assert dict(mesh.shape) == {"data": 4, "model": 2}
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
     assert mesh.devices.ravel().tolist() == jax.devices()

@@ -162,5 +162,7 @@ def capture_names(axes: Iterable[str]) -> Iterator[None]:
 def _name(x: Any, names: tuple[Any, ...]) -> Any:
     names = tuple(n if isinstance(n, str) else None for n in names)
     names += (None,) * (x.ndim - len(names))
-    dims = fit_dims(parse_dims(names, what="sharding constraint"), x.shape, path="the value", origin="its sharding constraint")
-    return name_dims_p.bind(x, dims=dims)
+    dims = fit_dims(
+        parse_dims(names, what="sharding constraint"), x.shape, path="the value", origin="its sharding constraint"
+    )
+    return name_dims_p.bind(x, names=dims)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 
-from .._compat import close_over, constraint_params, new_var, replace_body, sharding_constraint_p
+from .._compat import close_over, constraint_params, new_var, replace_body, scan_counts, sharding_constraint_p
 from ..layout import Spec, to_partition_spec
 from ..plan.plan import Plan
 from ..program.graph import Frame, Op, Value
@@ -49,7 +49,11 @@ class _Rewriter:
         if params is None:
             params = self.params[spec] = constraint_params(NamedSharding(self.mesh, to_partition_spec(spec)), len(spec))
         out = new_var(var.aval)
-        eqns.append(like.replace(primitive=sharding_constraint_p, params=params, invars=[var], outvars=[out], effects=frozenset()))
+        eqns.append(
+            like.replace(
+                primitive=sharding_constraint_p, params=params, invars=[var], outvars=[out], effects=frozenset()
+            )
+        )
         return out
 
     def frame(self, frame: Frame) -> Any:
@@ -77,8 +81,10 @@ class _Rewriter:
         if frame.parent is not None and frame.parent.name in ("scan", "while"):
             n = len(frame.jaxpr.invars)
             p = frame.parent.eqn.params
-            first = p["num_consts"] if frame.parent.name == "scan" else n - len(frame.parent.outs)
-            last = first + p["num_carry"] if frame.parent.name == "scan" else n
+            first, last = n - len(frame.parent.outs), n
+            if frame.parent.name == "scan":
+                first, carries = scan_counts(p)
+                last = first + carries
             for var in frame.jaxpr.invars[first:last]:
                 spec = self.plan.specs[id(frame.env[var])]
                 if any(spec) and frame.ops:
@@ -92,7 +98,9 @@ class _Rewriter:
                 now = read(eqn.invars[0])
                 if id(out) in self.plan.settled:
                     now = self.constrain(now, spec, eqns, eqn)
-                elif value is not None and id(out) not in self.plan.unsettled and self.plan.specs.get(id(value)) != spec:
+                elif (
+                    value is not None and id(out) not in self.plan.unsettled and self.plan.specs.get(id(value)) != spec
+                ):
                     now = at(eqn.invars[0], value, spec, op)
                 names[eqn.outvars[0]] = now
                 changed = True
@@ -134,7 +142,8 @@ class _Rewriter:
         p = op.eqn.params
         if op.name == "scan":
             inner = op.frames[0].ins()
-            for i in range(p["num_consts"], p["num_consts"] + p["num_carry"]):
+            consts, carries = scan_counts(p)
+            for i in range(consts, consts + carries):
                 needs[i] = self.plan.specs[id(inner[i])]
         elif op.name == "while":
             inner = op.frames[1].ins()
@@ -149,8 +158,9 @@ class _Rewriter:
         targets: list[Spec | None] = [None] * len(outvars)
         if parent.name == "scan":
             inner = frame.ins()
-            for k in range(p["num_carry"]):
-                targets[k] = self.plan.specs[id(inner[p["num_consts"] + k])]
+            consts, carries = scan_counts(p)
+            for k in range(carries):
+                targets[k] = self.plan.specs[id(inner[consts + k])]
         elif parent.name == "while" and frame is parent.frames[1]:
             inner = frame.ins()
             targets = [self.plan.specs[id(v)] for v in inner[len(inner) - len(outvars) :]]
@@ -193,9 +203,7 @@ class _Rewriter:
         rest = self.plan.specs[id(out)] if id(out) in self.plan.settled else natural
         params = local_conv_params(op, axes, self.sizes)
         scatter = [(a, i) for i, entry in enumerate(rest) for a in entry if a in plan.partial and entry[-1] == a]
-        after = tuple(
-            (*entry, *(a for a, k in scatter if k == i)) for i, entry in enumerate(natural)
-        )
+        after = tuple((*entry, *(a for a, k in scatter if k == i)) for i, entry in enumerate(natural))
         reduce = tuple(a for a in plan.partial if a not in {a for a, _ in scatter})
 
         def local(*xs):

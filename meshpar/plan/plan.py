@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._compat import source_line, user_stacklevel
+from .._compat import scan_counts, source_line, user_stacklevel
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, UnknownDimError
 from ..layout import AnyMesh, Layout, Spec, divisibility_error, to_partition_spec
@@ -134,9 +134,7 @@ class Plan:
         return plan_renderable(self)
 
 
-def make_plan(
-    program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False
-) -> Plan:
+def make_plan(program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False) -> Plan:
     """Plan a program under a layout on a mesh.
 
     Args:
@@ -184,7 +182,7 @@ def _check_joins(program: Program, strict: bool) -> None:
             source=j.source,
             dims="; ".join(lines),
             fixes=[
-                f"give both the same name, or make clear where they part: mp.rename(x, {j.first}=\"{j.second}\")",
+                f'give both the same name, or make clear where they part: mp.rename(x, {j.first}="{j.second}")',
                 "or plan without strict=True",
             ],
         )
@@ -202,7 +200,9 @@ class _Planner:
         self.kind_of: dict[int, str] = {}  # how partial values combine
         self.count: int | None = 1
         self.made_by: dict[int, tuple[Op, list[Names]]] = {}
-        self.copies: set[tuple[int, int, Spec]] = set()  # (frame, value, spec): moved once, used by all ops of the frame
+        self.copies: set[tuple[int, int, Spec]] = (
+            set()
+        )  # (frame, value, spec): moved once, used by all ops of the frame
         self.generated: set[int] = set()  # made from no data: each device makes the part that it needs
         self.weights = {
             tuple(map(program.unifier.find, v.nodes)): v.path for v in reversed(program.inputs) if v.kind == "params"
@@ -225,6 +225,7 @@ class _Planner:
                 self.whole(value)
             self.settle(value, None)
             spec = self.rest(value)
+            self.check_divides(value)
             self.move(value, spec, None, f"the result {value.path} is kept so")
             plan.out_specs.append(spec)
             plan.outputs.append(self.held(value, spec, value.path or "", value.kind))
@@ -296,7 +297,12 @@ class _Planner:
         scatter: dict[int, list[str]] = {}
         for a in axes:
             i = place.get(a)
-            if kind == "sum" and i is not None and list(rest[i][: len(held[i])]) == held[i] and rest[i][len(held[i])] == a:
+            if (
+                kind == "sum"
+                and i is not None
+                and list(rest[i][: len(held[i])]) == held[i]
+                and rest[i][len(held[i])] == a
+            ):
                 held[i].append(a)
                 scatter.setdefault(i, []).append(a)
         reduce = tuple(a for a in axes if not any(a in s for s in scatter.values()))
@@ -311,7 +317,9 @@ class _Planner:
             spec = target
         if reduce:
             why = self.contracted(made, names, reduce)
-            self.record("all-reduce", reduce, value, made, spec, f"{why}; no dim of the result is split over {_plus(reduce)}")
+            self.record(
+                "all-reduce", reduce, value, made, spec, f"{why}; no dim of the result is split over {_plus(reduce)}"
+            )
         self.now[id(value)] = spec
         self.plan.settled.add(id(value))
         self.move(value, rest, made, "the layout keeps it so")
@@ -338,7 +346,9 @@ class _Planner:
             self.record(kind, axes, value, op, after if kind == "all-gather" else spec, cause)
             spec = after
 
-    def record(self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op | None, spec: Spec, cause: str) -> None:
+    def record(
+        self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op | None, spec: Spec, cause: str
+    ) -> None:
         axes = tuple(a for a in axes if self.sizes[a] > 1)
         if not axes:
             return
@@ -375,11 +385,15 @@ class _Planner:
                 if a in n:
                     continue
                 dim = self.program.dim_name(value, i) or f"dim {i}"
-                rule = self.claims.rule_text([x for ns, _ in self.program.parts(value, i) for x in ns], a) or f"{dim}: {a}"
+                rule = (
+                    self.claims.rule_text([x for ns, _ in self.program.parts(value, i) for x in ns], a) or f"{dim}: {a}"
+                )
                 winner = None
                 plan = self.plan.ops.get(id(op))
                 if plan is not None and plan.factor_axes is not None and names is not None:
-                    winner = next((names[f][0] for f, got in enumerate(plan.factor_axes) if a in got and names[f]), None)
+                    winner = next(
+                        (names[f][0] for f, got in enumerate(plan.factor_axes) if a in got and names[f]), None
+                    )
                 if winner is not None:
                     reasons.append(f"`{rule}` lost `{a}` to `{winner}` in this {op.name}, so `{dim}` is gathered")
                 elif any(a in entry for entry in need):
@@ -448,7 +462,13 @@ class _Planner:
         rule = op.rule
         assert rule is not None
         first = op.ins[0] if op.ins else None
-        if rule.strong and 0 in rule.linear and first is not None and id(first) in self.partial and not op.eqn.outvars[1:]:
+        if (
+            rule.strong
+            and 0 in rule.linear
+            and first is not None
+            and id(first) in self.partial
+            and not op.eqn.outvars[1:]
+        ):
             if self.carry_partial(op, first):
                 return
         for v in op.ins:
@@ -572,8 +592,7 @@ class _Planner:
         return self.now[id(value)]
 
     def scan(self, op: Op) -> None:
-        p = op.eqn.params
-        nc, nk = p["num_consts"], p["num_carry"]
+        nc, nk = scan_counts(op.eqn.params)
         (frame,) = op.frames
         inner = frame.ins()
         for v in op.ins:

@@ -24,7 +24,7 @@ class Value:
       op: the op that makes it; None for inputs.
     """
 
-    __slots__ = ("aval", "nodes", "annotation", "explicit", "path", "kind", "op", "__weakref__")
+    __slots__ = ("__weakref__", "annotation", "aval", "explicit", "kind", "nodes", "op", "path")
 
     def __init__(self, aval: Any, nodes: Nodes, annotation: Dims | None = None, op: Op | None = None):
         self.aval, self.nodes, self.annotation, self.op = aval, nodes, annotation, op
@@ -52,7 +52,7 @@ class Op:
       frame: the frame that it stands in.
     """
 
-    __slots__ = ("eqn", "ins", "outs", "rule", "frames", "frame", "__weakref__")
+    __slots__ = ("__weakref__", "eqn", "frame", "frames", "ins", "outs", "rule")
 
     def __init__(self, eqn: Any, frame: Frame, ins: list[Value | None]):
         self.eqn, self.frame, self.ins = eqn, frame, ins

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from .._compat import closed_parts, source_line
+from .._compat import closed_parts, scan_counts, source_line
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
 from .graph import Frame, Join, Op, Program, Value
@@ -162,7 +162,10 @@ class _Builder:
         assert rule is not None
         if op.name in ("reshape", "squeeze", "expand_dims"):
             if op.ins[0] is not None:
-                self.reshape(op.ins[0].nodes, outs[0].nodes, rule)
+                nodes = op.ins[0].nodes
+                if op.name == "reshape" and op.eqn.params["dimensions"] is not None:  # it transposes first
+                    nodes = tuple(nodes[d] for d in op.eqn.params["dimensions"])
+                self.reshape(nodes, outs[0].nodes, rule)
             return
         where: dict[int, int] = {}
         for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(outs, rule.outs, strict=True)]:
@@ -220,15 +223,48 @@ class _Builder:
                 if value is not None and len(value.nodes) == len(out.nodes) and value.aval.shape != out.aval.shape:
                     for x, y in zip(value.nodes, out.nodes, strict=True):
                         u.tie([y, x], op)
+        self.tie_indexed()
         for op in self.renames:
             self.resolve_rename(op)
         u.freeze()
+
+    def tie_indexed(self) -> None:
+        """What the same indices point into is one dim: an embedding's gradient has the embedding's ``vocab``.
+
+        Only dims without a name take one, and only where there is no doubt about it.
+        """
+        u = self.unifier
+        groups: dict[tuple[Nodes, int], list[tuple[int, Op]]] = {}
+        for op in self.ties:
+            if op.name == "gather":
+                into = op.eqn.params["dimension_numbers"].start_index_map
+            elif op.name.startswith("scatter"):
+                into = op.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+            else:
+                continue
+            operand, indices = op.ins[:2]
+            if len(into) != 1 or operand is None or operand.nodes[into[0]] == NONE:
+                continue
+            node = operand.nodes[into[0]]
+            while indices is not None:
+                if any(n != NONE for n in indices.nodes):
+                    groups.setdefault((indices.nodes, u.size[node]), []).append((node, op))
+                made = indices.op
+                passes = made is not None and made.name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
+                indices = made.ins[0] if passes else None
+        for found in groups.values():
+            named = [node for node, _ in found if u.names_now(node)]
+            if len({frozenset(u.names_now(node)) for node in named}) == 1:
+                for node, op in found:
+                    if not u.names_now(node):
+                        u.tie([named[0], node], op)
 
     def tie(self, op: Op) -> None:
         """Tie the dims that share a factor of an op; pass names between kin."""
         rule = op.rule
         assert rule is not None
         groups: list[list[int]] = [[] for _ in rule.sizes]
+        composites: dict[tuple[int, ...], list[int]] = {}
         for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
             if value is None:
                 continue
@@ -239,8 +275,9 @@ class _Builder:
                     groups[factors[0]].append(node)
                 elif factors and not rule.strong:
                     self.composite(node, factors, groups, rule)
+                    composites.setdefault(factors, []).append(node)
         if not rule.strong:
-            for group in groups:
+            for group in (*groups, *composites.values()):
                 self.unifier.tie(group, op)
         for x, y in rule.kin:
             if groups[x] and groups[y]:
@@ -249,38 +286,44 @@ class _Builder:
     def composite(self, node: int, factors: tuple[int, ...], groups: list[list[int]], rule: OpRule) -> None:
         """A dim that an op sees as several factors (grouped convolutions): split it, and tie its parts."""
         u = self.unifier
-        parts = [u.node(rule.sizes[f]) for f in factors]
-        if u.unify_sequences([node], parts):
+        factors = tuple(f for f in factors if rule.sizes[f] != 1)
+        parts = [node] if len(factors) == 1 else [u.node(rule.sizes[f]) for f in factors]
+        if len(factors) == 1 or u.unify_sequences([node], parts):
             for f, p in zip(factors, parts, strict=True):
                 groups[f].append(p)
 
     def resolve_rename(self, op: Op) -> None:
-        pairs = dict(op.eqn.params["pairs"])
+        pairs, back = dict(op.eqn.params["pairs"]), op.eqn.params["back"]
         (value,), (out,) = op.ins, op.outs
-        found = set()
         if value is None:
             return
-        for i, (a, b) in enumerate(zip(value.nodes, out.nodes, strict=True)):
+        names = []
+        for i, node in enumerate(value.nodes):
             own = value.annotation[i] if value.annotation else None
-            names = {own} if own else self.unifier.names_now(a)
-            old = next((n for n in pairs if n in names), None)
-            if old is None:
-                self.unifier.tie([a, b], op)
-                continue
-            found.add(old)
-            self.unifier.annotate(b, pairs[old], "mp.rename")
-            base = list(out.annotation or (None,) * len(out.nodes))
-            base[i] = pairs[old]
-            out.annotation = tuple(base)
-        for missing in pairs.keys() - found:
-            names = {n for a in value.nodes for n in self.unifier.names_now(a)}
+            names.append({own} if own else self.unifier.names_now(node))
+        found = {old: next((i for i, ns in enumerate(names) if old in ns), None) for old in pairs}
+        missing = [old for old, i in found.items() if i is None]
+        if missing and not back:
             raise UnknownDimError(
-                f"mp.rename: the value has no dim `{missing}`",
+                f"mp.rename: the value has no dim `{missing[0]}`",
                 shape=value.shape,
-                dim=missing,
+                dim=missing[0],
                 source=source_line(op.eqn),
-                fixes=did_you_mean(missing, names, "its dims"),
+                fixes=did_you_mean(missing[0], set().union(*names), "its dims"),
             )
+        # the cotangent of a rename may come from nothing that has names (a sum): then the dim without a name is the one
+        bare = [i for i, ns in enumerate(names) if not ns and value.nodes[i] != NONE]
+        if len(missing) == len(bare) == 1:
+            found[missing[0]] = bare[0]
+        renamed = {i: pairs[old] for old, i in found.items() if i is not None}
+        for i, (a, b) in enumerate(zip(value.nodes, out.nodes, strict=True)):
+            if i in renamed:
+                self.unifier.annotate(b, renamed[i], "mp.rename")
+            elif names[i] or not missing:
+                self.unifier.tie([a, b], op)
+        if renamed:
+            base = out.annotation or (None,) * len(out.nodes)
+            out.annotation = tuple(renamed.get(i, n) for i, n in enumerate(base))
 
 
 # -- control flow: (builder, op) -> results
@@ -325,7 +368,7 @@ def _inside(value: Value | None, b: _Builder, aval: Any, drop: int = 0) -> Value
 def _scan(b: _Builder, op: Op) -> list[Value]:
     p = op.eqn.params
     jaxpr, _ = closed_parts(p["jaxpr"])
-    nc, nk = p["num_consts"], p["num_carry"]
+    nc, nk = scan_counts(p)
     frame = Frame(jaxpr, op, trips=p["length"])
     op.frames = [frame]
     _bind_consts(b, frame)
@@ -382,7 +425,10 @@ def _cond(b: _Builder, op: Op) -> list[Value]:
         b.run(frame, [_inside(v, b, a.aval) for v, a in zip(op.ins[1:], jaxpr.invars, strict=True)])
         results = [b.read(frame, v) for v in jaxpr.outvars]
         if outs is None:
-            outs = [b.value(v.aval, None if r is None else r.nodes, op) for v, r in zip(op.eqn.outvars, results, strict=True)]
+            outs = [
+                b.value(v.aval, None if r is None else r.nodes, op)
+                for v, r in zip(op.eqn.outvars, results, strict=True)
+            ]
         for out, result in zip(outs, results, strict=True):
             b.alias(out, result, op)
     assert outs is not None
@@ -391,7 +437,7 @@ def _cond(b: _Builder, op: Op) -> list[Value]:
 
 def _named(b: _Builder, op: Op) -> list[Value]:
     out = b.value(op.eqn.outvars[0].aval, None if op.ins[0] is None else op.ins[0].nodes, op)
-    b.annotate(out, op.eqn.params["dims"], f"mp.named at {source_line(op.eqn)}")
+    b.annotate(out, op.eqn.params["names"], f"mp.named at {source_line(op.eqn)}")
     return [out]
 
 

@@ -347,5 +347,3 @@ class Unifier:
                 if key not in seen:
                     seen.add(key)
                     yield names[0], other, found[names[0]], found[other], where
-
-

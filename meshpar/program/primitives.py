@@ -42,7 +42,7 @@ def named(x: Any, dims: DimsLike) -> Any:
 
     x = jnp.asarray(x)
     fitted = fit_dims(parse_dims(dims, what="mp.named dims"), x.shape, path="the value", origin="mp.named")
-    return name_dims_p.bind(x, dims=fitted)
+    return name_dims_p.bind(x, names=fitted)
 
 
 def rename(x: Any, **names: str) -> Any:
@@ -64,25 +64,27 @@ def rename(x: Any, **names: str) -> Any:
     import jax.numpy as jnp
 
     if not names:
-        raise LayoutSyntaxError("mp.rename needs at least one name: mp.rename(k, seq=\"kv_seq\")")
+        raise LayoutSyntaxError('mp.rename needs at least one name: mp.rename(k, seq="kv_seq")')
     for new in names.values():
         parse_dims((new,), what="mp.rename")
-    return rename_dims_p.bind(jnp.asarray(x), pairs=tuple(sorted(names.items())))
+    return rename_dims_p.bind(jnp.asarray(x), pairs=tuple(sorted(names.items())), back=False)
 
 
 # Derivatives: all three are linear, and a cotangent is named as its value is. An explicit spec stays with the value alone:
 # pinned on the cotangent of a weight it would turn the gradient's reduce-scatter into an all-reduce.
-ad.deflinear2(name_dims_p, lambda ct, x, *, dims: [name_dims_p.bind(ct, dims=dims)])
+ad.deflinear2(name_dims_p, lambda ct, x, *, names: [name_dims_p.bind(ct, names=names)])
 ad.deflinear2(place_p, lambda ct, x, *, spec: [ct])
 ad.deflinear2(
     rename_dims_p,
-    lambda ct, x, *, pairs: [rename_dims_p.bind(ct, pairs=tuple(sorted((new, old) for old, new in pairs)))],
+    lambda ct, x, *, pairs, back: [
+        rename_dims_p.bind(ct, pairs=tuple(sorted((new, old) for old, new in pairs)), back=not back)
+    ],
 )
 
 
-def _batch_named(args, axes, *, dims):
+def _batch_named(args, axes, *, names):
     (x,), (d,) = args, axes
-    return name_dims_p.bind(x, dims=(*dims[:d], None, *dims[d:])), d
+    return name_dims_p.bind(x, names=(*names[:d], None, *names[d:])), d
 
 
 def _batch_place(args, axes, *, spec):
@@ -90,8 +92,8 @@ def _batch_place(args, axes, *, spec):
     return place_p.bind(x, spec=(*spec[:d], (), *spec[d:])), d
 
 
-def _batch_rename(args, axes, *, pairs):
-    return rename_dims_p.bind(args[0], pairs=pairs), axes[0]
+def _batch_rename(args, axes, *, pairs, back):
+    return rename_dims_p.bind(args[0], pairs=pairs, back=back), axes[0]
 
 
 batching.primitive_batchers[name_dims_p] = _batch_named

@@ -43,7 +43,13 @@ def plan_renderable(plan: Plan) -> Any:
 
 def _held(plan: Plan) -> Table:
     table = Table(title="each device holds", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name, justify in (("", "left"), ("tensors", "right"), ("dims → axes", "left"), ("all", "right"), ("a device", "right")):
+    for name, justify in (
+        ("", "left"),
+        ("tensors", "right"),
+        ("dims → axes", "left"),
+        ("all", "right"),
+        ("a device", "right"),
+    ):
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for kind, label in KINDS.items():
         rows = [h for h in plan.inputs if h.kind == kind]
@@ -100,7 +106,8 @@ def _sent(plan: Plan) -> Any:
     total = plan.bytes_sent
     shown = [r for r in rows if r[2] >= 0.01 * total][:MOST]
     cells = [
-        (c.op, "+".join(c.axes), "?" if n is None else f"{n} ×", human(size), c.dims or "(scalar)") for c, n, size in shown
+        (c.op, "+".join(c.axes), "?" if n is None else f"{n} ×", human(size), c.dims or "(scalar)")
+        for c, n, size in shown
     ]
     small = rows[len(shown) :]
     if small:
@@ -137,9 +144,13 @@ def _notes(plan: Plan) -> list[Text]:
     for j in plan.joins:
         out.append(Text(f"join  {j}", style="yellow"))
     used = {a for h in (*plan.inputs, *plan.outputs) for e in h.spec for a in ((e,) if isinstance(e, str) else e or ())}
-    idle = [a for a, n in plan.sizes.items() if n > 1 and a not in used and not any(a in c.axes for c in plan.collectives)]
+    idle = [
+        a for a, n in plan.sizes.items() if n > 1 and a not in used and not any(a in c.axes for c in plan.collectives)
+    ]
     if idle:
-        out.append(Text(f"note  no value is split over {', '.join(f'`{a}`' for a in idle)}: its devices all do the same work"))
+        out.append(
+            Text(f"note  no value is split over {', '.join(f'`{a}`' for a in idle)}: its devices all do the same work")
+        )
     names = plan.program.all_names()
     unused = sorted({r.dim for r in plan.layout.rules} - names)
     if unused:

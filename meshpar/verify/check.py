@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -27,7 +28,7 @@ from jax.sharding import Mesh
 from .. import api
 from .._compat import closed_parts, is_graph_node, new_var, source_line
 from ..dims import format_dims
-from ..errors import CheckError, DivisibilityError
+from ..errors import CheckError, DivisibilityError, JoinWarning
 from ..flax import capture_names
 from ..layout import Layout
 from ..mesh import mesh as make_mesh
@@ -42,9 +43,12 @@ IDLE = "idle"
 SLACK = 8.0
 """How many times the differences that moved operands make are allowed."""
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-"""Compiler options of the reference and of the programs that return all values: plain code is made several times faster,
-and is no worse a witness. The sharded program itself is compiled as it will be for its user."""
+QUICK: tuple[dict[str, Any], ...] = (
+    {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    {"xla_backend_optimization_level": 0},  # since 0.12 there is no choice of emitters
+)
+"""Compiler options, the first that this version has, of the reference and of the programs that return all values: plain
+code is made several times faster, and is no worse a witness. The sharded program is compiled as it is for its user."""
 
 BATCH = 256
 """How many ops are looked at in one compilation."""
@@ -368,8 +372,9 @@ def _compiled(fn: Callable[..., Any], xs: Sequence[Any], **shardings: Any) -> Ca
     """``jax.jit(fn)`` for these arguments, compiled quickly where the compiler knows how."""
     lowered = jax.jit(fn, keep_unused=True, **shardings).lower(*xs)
     if jax.default_backend() == "cpu":
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another version, other options
-            return lowered.compile(compiler_options=QUICK)
+        for options in QUICK:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another version, other options
+                return lowered.compile(compiler_options=options)
     return lowered.compile()
 
 
@@ -538,7 +543,9 @@ class _Again:
 
         self.program = _renamed(plan.program, everything, made)
         assert isinstance(plan.mesh, Mesh)
-        run, ins, outs = _lower(make_plan(self.program, plan.layout, plan.mesh), plan.mesh, lowering)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", JoinWarning)  # said once already
+            run, ins, outs = _lower(make_plan(self.program, plan.layout, plan.mesh), plan.mesh, lowering)
         placed = [api._put(x, s) for x, s in zip(reference.leaves, ins, strict=True)]
         sharded = _compiled(run, placed, in_shardings=tuple(ins), out_shardings=list(outs))(*placed)
         self.outs = sharded[:count]
@@ -633,8 +640,9 @@ class _Again:
         plan, k = self.plan, failed[0]
         value = plan.program.outputs[k]
         path = plan.outputs[k].path
+        what = f"`{path}`" if path else "the result"
         lines = [
-            f"the layout `{plan.layout}` changes `{path}` on the mesh {_mesh_text(plan.mesh)}",
+            f"the layout `{plan.layout}` changes {what} on the mesh {_mesh_text(plan.mesh)}",
             f"  {found[k]}",
         ]
         if len(failed) > 1:
@@ -655,8 +663,9 @@ class _Again:
         elif self.results[k] not in self.maker:
             lines.append("  it is an argument that is returned as it came")
         else:
-            left = f"{self.leaf(k).relative:.2g}"
-            lines.append(f"  with all values between returned as well, the difference vanishes (it is {left})")
+            left = self.leaf(k)
+            verb = "vanishes" if left.ok else "shrinks"
+            lines.append(f"  with all values between returned as well, the difference {verb} (to {left.relative:.2g})")
             lines.append("  and every op does what it should: the compiler goes wrong where it fuses them")
         return CheckError(
             "\n".join(lines), path=path, shape=value.shape, dtype=value.aval.dtype,

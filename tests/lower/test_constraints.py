@@ -73,23 +73,42 @@ def test_cumulative_ops_of_one_split_array_in_one_program():
         assert_same(fn, (normal(8, 32),), "data=4, model=2", layout, {"x": "batch seq"})
 
 
-@pytest.mark.parametrize("layout", ["vocab: data", "batch: data", "vocab: model; batch: data", "embed: data; batch: model"])
+@pytest.mark.parametrize(
+    "layout", ["vocab: data", "batch: data", "vocab: model; batch: data", "embed: data; batch: model"]
+)
 def test_embedding_and_its_gradient(layout):
     def step(table, tokens, y):
         return jax.value_and_grad(lambda t: jnp.mean((t[tokens] - y) ** 2))(table)
 
     args = normal(32, 16), RNG.integers(0, 32, (8, 8)), normal(8, 8, 16)
-    assert_same(step, args, "data=2, model=2, idle=2", layout, {"table": "vocab embed", "tokens": "batch seq", "y": "batch seq embed"})
+    assert_same(
+        step,
+        args,
+        "data=2, model=2, idle=2",
+        layout,
+        {"table": "vocab embed", "tokens": "batch seq", "y": "batch seq embed"},
+    )
 
 
-@pytest.mark.parametrize("layout", ["batch: data", "seq: data", "embed: data", "batch: data; seq: model", "seq: data; embed: model"])
+@pytest.mark.parametrize(
+    "layout", ["batch: data", "seq: data", "embed: data", "batch: data; seq: model", "seq: data; embed: model"]
+)
 def test_slices_pads_concatenations_sorts(layout):
     def fn(x):
         y = jnp.concatenate([x[:, 1:], x[:, :1]], 1)
         z = jnp.pad(x, ((0, 0), (2, 1), (0, 0)))[:, 2:-1]
         best, where = lax.top_k(x, 3)
         roll = jnp.roll(x, 3, axis=1)
-        return y * z, jnp.sort(x, 1), best, where, roll, jnp.argmax(x, 1), x[:, ::-1], lax.dynamic_slice_in_dim(x, 3, 5, 1)
+        return (
+            y * z,
+            jnp.sort(x, 1),
+            best,
+            where,
+            roll,
+            jnp.argmax(x, 1),
+            x[:, ::-1],
+            lax.dynamic_slice_in_dim(x, 3, 5, 1),
+        )
 
     assert_same(fn, (normal(8, 16, 8),), "data=2, model=2, idle=2", layout, {"x": "batch seq embed"})
 
@@ -128,7 +147,9 @@ def test_control_flow():
         return h, total, ys, jax.checkpoint(lambda a: jnp.sin(a @ w))(h)
 
     for layout in ("batch: data", "embed: data", "batch: data; embed: model"):
-        assert_same(fn, (normal(8, 16), normal(16, 16), 5), "data=4, model=2", layout, {"x": "batch embed", "w": "embed _"})
+        assert_same(
+            fn, (normal(8, 16), normal(16, 16), 5), "data=4, model=2", layout, {"x": "batch embed", "w": "embed _"}
+        )
 
 
 def test_random_bits_do_not_depend_on_the_layout():
@@ -137,7 +158,11 @@ def test_random_bits_do_not_depend_on_the_layout():
         return jnp.where(keep, x, 0), jax.random.normal(jax.random.fold_in(key, 1), x.shape) + x
 
     args = normal(8, 16), jax.random.key(3)
-    for mesh, layout in (("data=8", "a: data"), ("data=2, model=4", "a: data; b: model"), ("data=4, idle=2", "b: data")):
+    for mesh, layout in (
+        ("data=8", "a: data"),
+        ("data=2, model=4", "a: data; b: model"),
+        ("data=4, idle=2", "b: data"),
+    ):
         assert_same(fn, args, mesh, layout, {"x": "a b"}, tolerance=1e-6)
 
 

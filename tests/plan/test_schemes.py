@@ -160,7 +160,11 @@ def test_context_parallel_gathers_keys_and_values():
 def test_without_rename_the_query_side_keeps_the_axis_and_the_key_side_is_gathered():
     found = {key: n for key, n in in_layers(plan_of("seq: data")).items() if "batch" in key[2]}
     assert found == {
-        ("all-gather", "data", "batch seq heads head_dim"): 4,  # what the forward pass gathered is not kept across the loop
+        (
+            "all-gather",
+            "data",
+            "batch seq heads head_dim",
+        ): 4,  # what the forward pass gathered is not kept across the loop
         ("reduce-scatter", "data", "batch seq heads head_dim"): 2,
     }
 
@@ -192,7 +196,14 @@ def test_order_decides_and_cost_may_decide_otherwise():
 
 
 def test_a_flax_rule_list_is_a_layout():
-    rules = [("batch", "data"), ("embed", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", ("model",)), ("kv", None)]
+    rules = [
+        ("batch", "data"),
+        ("embed", "data"),
+        ("heads", "model"),
+        ("mlp", "model"),
+        ("vocab", ("model",)),
+        ("kv", None),
+    ]
     plan = plan_of(rules)
     up = next(h for h in plan.inputs if h.path == "state/params/up")
     assert up.spec == PartitionSpec(None, "data", "model")

@@ -13,9 +13,7 @@ def broadcast_in_dim(eqn, ins, outs) -> OpRule:
     r = OpRule([], [], linear=())
     result = r.factors(out)
     dims = eqn.params["broadcast_dimensions"]
-    operand = tuple(
-        result[d] if n == out[d] else (r.factor(n),) for n, d in zip(ins[0], dims, strict=True)
-    )
+    operand = tuple(result[d] if n == out[d] else (r.factor(n),) for n, d in zip(ins[0], dims, strict=True))
     r.ins = [operand, *((),) * (len(ins) - 1)]
     r.outs = [result]
     return r
@@ -233,9 +231,7 @@ def keys(eqn, ins, outs) -> OpRule:
 @rule("rev")
 def rev(eqn, ins, outs) -> OpRule:
     r = OpRule([], [], strong=True)
-    dims = tuple(
-        (r.factor(n, "whole" if i in eqn.params["dimensions"] else "map"),) for i, n in enumerate(ins[0])
-    )
+    dims = tuple((r.factor(n, "whole" if i in eqn.params["dimensions"] else "map"),) for i, n in enumerate(ins[0]))
     r.ins, r.outs = [dims], [dims]
     return r
 

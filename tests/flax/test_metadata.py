@@ -1,0 +1,414 @@
+"""Names from Flax metadata, as people write it: linen and NNX, optimizers, stacked layers."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.flax import flatten_named
+
+LAYOUT = "batch: data; mlp: model; embed: data"
+TOKENS = {"x": "batch embed"}
+lecun = nn.initializers.lecun_normal()
+
+
+def x() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+
+
+def dims_of(held) -> dict[str, str]:
+    return {h.path: h.dims for h in held}
+
+
+def found(tree, *path: str) -> dict[str, tuple]:
+    return {leaf.path: leaf.dims for leaf in flatten_named(tree, path)}
+
+
+# -- linen
+
+
+class Mlp(nn.Module):
+    """Its weights are named by ``box``, its activations by a logical constraint."""
+
+    box: object = nn.with_logical_partitioning
+    constrain: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(32, kernel_init=self.box(lecun, ("embed", "mlp")), name="up")(x)
+        if self.constrain:
+            h = nn.with_logical_constraint(nn.relu(h), ("batch", "mlp"))
+        return nn.Dense(
+            16, kernel_init=self.box(lecun, ("mlp", "embed")), use_bias=False, name="down"
+        )(h)
+
+
+def variables(model: nn.Module = Mlp()):  # noqa: B008
+    return model.init(jax.random.key(0), x())
+
+
+@pytest.mark.parametrize("box", [nn.with_logical_partitioning, nn.with_partitioning])
+def test_linen_boxes(box):
+    model = Mlp(box)
+    assert found(variables(model), "variables") == {
+        "variables/params/down/kernel": ("mlp", "embed"),
+        "variables/params/up/bias": None,
+        "variables/params/up/kernel": ("embed", "mlp"),
+    }
+
+
+@pytest.mark.parametrize("box", [nn.with_logical_partitioning, nn.with_partitioning])
+def test_linen_apply_and_its_gradient(mesh, box):
+    model = Mlp(box)
+
+    def loss(variables, x):
+        return jnp.mean((model.apply(variables, x) - x) ** 2)
+
+    def fn(variables, x):
+        return jax.value_and_grad(loss)(variables, x)
+
+    run = mp.jit(fn, mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
+    plan = run.plan(variables(model), x())
+    assert dims_of(plan.inputs)["variables/params/up/bias"] == "mlp"  # inferred
+    assert dims_of(plan.outputs) == {
+        "0": "",
+        "1/params/down/kernel": "mlp embed",
+        "1/params/up/bias": "mlp",
+        "1/params/up/kernel": "embed mlp",
+    }
+    assert {h.kind for h in plan.inputs} == {"params", None}
+    value, grads = run(variables(model), x())
+    want, want_grads = fn(variables(model), x())
+    assert jax.tree.structure(grads) == jax.tree.structure(want_grads)  # boxes stay boxes
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6),
+        (value, grads),
+        (want, want_grads),
+    )
+
+
+def test_linen_logical_constraints_name_activations(mesh):
+    model = Mlp(lambda init, names: init)  # no names but those of the constraint
+    plan = mp.plan(
+        lambda variables, x: model.apply(variables, x),
+        variables(model),
+        x(),
+        mesh=mesh,
+        layout="batch: data; mlp: model",
+        dims={"x": "batch _"},
+    )
+    assert dims_of(plan.inputs) == {
+        "variables/params/down/kernel": "mlp _",
+        "variables/params/up/bias": "mlp",
+        "variables/params/up/kernel": "_ mlp",
+        "x": "batch _",
+    }
+
+
+def test_linen_constraints_outside_of_meshpar_are_untouched(mesh):
+    mp.plan(lambda v, x: Mlp().apply(v, x), variables(), x(), mesh=mesh, layout="")
+    assert nn.get_logical_axis_rules() == ()
+    assert nn.with_logical_constraint(jnp.ones((2, 2)), ("a", "b")).shape == (2, 2)
+    assert (
+        str(
+            jax.make_jaxpr(lambda x: nn.with_logical_constraint(x, ("a", "b")))(jnp.ones((2, 2)))
+        ).count("name_dims")
+        == 0
+    )
+
+
+def test_with_sharding_constraint_over_names_and_over_axes(mesh):
+    def fn(x):
+        y = jax.lax.with_sharding_constraint(x * 2, P("batch", "embed"))
+        return y, jax.lax.with_sharding_constraint(x * 3, P(None, "model"))
+
+    plan = mp.plan(fn, x(), mesh=mesh, layout="batch: data")
+    assert dims_of(plan.inputs) == {"x": "batch embed"}
+    assert [h.spec for h in plan.outputs] == [P("data"), P(None, "model")]  # explicit beats claimed
+
+
+def test_linen_metadata_gives_way_to_patterns(mesh):
+    plan = mp.plan(
+        lambda variables, x: Mlp(constrain=False).apply(variables, x),
+        variables(),
+        x(),
+        mesh=mesh,
+        layout="",
+        dims={"*/kernel": "_ _", "x": "batch embed"},
+    )
+    assert dims_of(plan.inputs)["variables/params/up/kernel"] == "embed _"
+
+
+def test_linen_scan_over_layers(mesh):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + Mlp()(x), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(
+                nn.remat(Layer, prevent_cse=False),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=3,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            return layers(name="layers")(x, None)[0]
+
+    model = Stack()
+    state = model.init(jax.random.key(0), x())
+    up = "variables/params/layers/Mlp_0/up/kernel"
+    assert found(state, "variables")[up] == ("layers", "embed", "mlp")
+
+    def fn(variables, x):
+        return jax.grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
+
+    run = mp.jit(fn, mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
+    plan = run.plan(state, x())
+    assert dims_of(plan.outputs) == {
+        "params/layers/Mlp_0/down/kernel": "layers mlp embed",
+        "params/layers/Mlp_0/up/bias": "layers mlp",
+        "params/layers/Mlp_0/up/kernel": "layers embed mlp",
+    }
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        run(state, x()),
+        fn(state, x()),
+    )
+
+
+def test_linen_train_state(mesh):
+    def create(key, x):
+        model = Mlp()
+        return TrainState.create(
+            apply_fn=model.apply, params=model.init(key, x)["params"], tx=optax.adamw(1e-3)
+        )
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(
+            lambda p: jnp.mean((state.apply_fn({"params": p}, x) - x) ** 2)
+        )(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    model = Mlp()
+    state = TrainState.create(
+        apply_fn=model.apply, params=variables()["params"], tx=optax.adamw(1e-3)
+    )
+    run = mp.jit(step, mesh=mesh, layout=LAYOUT, dims=TOKENS)
+    plan = run.plan(state, x())
+    moments = {p: d for p, d in dims_of(plan.inputs).items() if "/mu/" in p or "/nu/" in p}
+    assert {
+        d for p, d in moments.items() if p.endswith("up/kernel/value") or p.endswith("up/kernel")
+    } == {"embed mlp"}
+    assert {d for p, d in moments.items() if p.endswith("bias")} == {"mlp"}
+    assert {h.kind for h in plan.inputs if "/mu/" in h.path} == {"opt"}
+    assert {h.kind for h in plan.inputs if h.path.startswith("state/params")} == {"params"}
+    new, loss = run(state, x())
+    want, want_loss = step(state, x())
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), new.params, want.params
+    )
+    born = mp.init(create, mesh=mesh, layout=LAYOUT)(jax.random.key(0), x())
+    assert born.params["up"]["kernel"].value.sharding.spec == P("data", "model")
+    assert born.opt_state[0].nu["up"]["kernel"].value.sharding.spec == P("data", "model")
+
+
+# -- nnx
+
+
+def named(*names: str, key: str = "out_sharding"):
+    """An initializer whose variable carries these names, under a key that Flax has used."""
+    return nnx.with_metadata(nnx.initializers.lecun_normal(), **{key: names})
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, make=named):
+        self.up = nnx.Linear(16, 32, kernel_init=make("embed", "mlp"), rngs=rngs)
+        self.down = nnx.Linear(32, 16, kernel_init=make("mlp", "embed"), use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def net(make=named) -> Net:
+    with nnx.use_eager_sharding(False):
+        return Net(nnx.Rngs(0), make)
+
+
+def partitioned(*names: str):
+    return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+
+@pytest.mark.filterwarnings("ignore:'sharding:DeprecationWarning")  # what older models write
+@pytest.mark.parametrize(
+    "make",
+    [
+        named,
+        partitioned,
+        lambda *n: named(*n, key="sharding_names"),
+        lambda *n: named(*n, key="sharding"),
+    ],
+)
+def test_nnx_metadata(mesh, make):
+    plan = mp.plan(
+        lambda model, x: model(x),
+        net(make),
+        x(),
+        mesh=mesh,
+        layout=LAYOUT,
+        dims=TOKENS,
+        strict=True,
+    )
+    assert dims_of(plan.inputs) == {
+        "model/down/kernel": "mlp embed",
+        "model/up/bias": "mlp",
+        "model/up/kernel": "embed mlp",
+        "x": "batch embed",
+    }
+    assert [h.kind for h in plan.inputs] == ["params"] * 3 + [None]
+
+
+def test_nnx_metadata_of_one_variable(mesh):
+    class One(nnx.Module):
+        def __init__(self):
+            with nnx.use_eager_sharding(False):
+                self.w = nnx.Param(jnp.ones((16, 32)), out_sharding=("embed", "mlp"))
+                self.cache = nnx.Cache(jnp.zeros((8, 32)), out_sharding=("batch", "mlp"))
+
+        def __call__(self, x):
+            self.cache[...] = self.cache[...] + x @ self.w[...]
+            return self.cache[...]
+
+    model = One()
+    run = mp.jit(lambda model, x: model(x), mesh=mesh, layout=LAYOUT, dims=TOKENS)
+    plan = run.plan(model, x())
+    assert dims_of(plan.inputs) == {
+        "model/cache": "batch mlp",
+        "model/w": "embed mlp",
+        "x": "batch embed",
+    }
+    np.testing.assert_allclose(run(model, x()), x() @ np.ones((16, 32)), rtol=1e-5, atol=1e-5)
+    assert model.cache[...].sharding.spec == P("data", "model")
+
+
+@pytest.mark.parametrize("metadata", [("embed", "mlp"), P("embed", "mlp"), P("embed", ("mlp",))])
+def test_the_forms_of_nnx_metadata(metadata):
+    with nnx.use_eager_sharding(False):
+        param = nnx.Param(jnp.ones((16, 32)), out_sharding=metadata)
+    assert found({"w": param}, "params") == {"params/w": ("embed", "mlp")}
+
+
+def test_nnx_split_state_and_merge(mesh):
+    graph, state = nnx.split(net())
+    assert found(state, "state")["state/up/kernel"] == ("embed", "mlp")
+
+    def fn(state, x):
+        return jax.grad(lambda s: jnp.mean((nnx.merge(graph, s)(x) - x) ** 2))(state)
+
+    run = mp.jit(fn, mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
+    plan = run.plan(state, x())
+    want_dims = {"down/kernel": "mlp embed", "up/bias": "mlp", "up/kernel": "embed mlp"}
+    assert dims_of(plan.outputs).items() >= want_dims.items()
+    got, want = run(state, x()), fn(state, x())
+    assert isinstance(got, nnx.State)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw, optax.lion, optax.adafactor])
+def test_nnx_optimizer(mesh, optimizer):
+    model = net()
+    opt = nnx.Optimizer(model, optimizer(1e-3), wrt=nnx.Param)
+
+    def step(model, opt, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+        opt.update(model, grads)
+        return loss
+
+    plan = mp.plan(step, model, opt, x(), mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
+    state = {h.path: h for h in plan.inputs if h.path.startswith("opt/")}
+    assert {h.kind for h in state.values()} == {"opt"}
+    kernels = {
+        p: h.dims for p, h in state.items() if p.endswith("up/kernel") and h.shape == (16, 32)
+    }
+    assert kernels
+    assert set(kernels.values()) == {"embed mlp"}
+    assert {h.dims for p, h in state.items() if h.shape == (32,) and p.endswith("bias")} <= {"mlp"}
+    assert {h.path for h in plan.outputs} >= set(state)
+
+
+def test_nnx_scan_over_layers(mesh):
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.mlp = Net(rngs)
+
+        def __call__(self, x):
+            return x + self.mlp(x)
+
+    axis = {nnx.PARTITION_NAME: "layers"}
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs):
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=axis)
+            def make(rngs):
+                return Layer(rngs)
+
+            self.layers = make(rngs)
+
+        def __call__(self, x):
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=axis)
+            @nnx.remat(prevent_cse=False)
+            def run(layer, x):
+                return layer(x)
+
+            return run(self.layers, x)
+
+    with nnx.use_eager_sharding(False):
+        model = Stack(nnx.Rngs(0))
+        opt = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    def step(model, opt, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+        opt.update(model, grads)
+        return loss, grads
+
+    run = mp.jit(step, mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
+    plan = run.plan(model, opt, x())
+    for held in (*plan.inputs, *plan.outputs):
+        if held.shape == (3, 16, 32):
+            assert held.dims == "layers embed mlp", held.path
+    assert sum(h.shape == (3, 16, 32) for h in plan.outputs) == 4  # weight, two moments, gradient
+    loss, _ = run(model, opt, x())
+    assert np.isfinite(loss)
+    assert model.layers.mlp.up.kernel[...].sharding.spec == P(None, "data", "model")
+
+
+def test_nnx_metadata_of_another_rank(mesh):
+    class Bad(nnx.Module):
+        def __init__(self):
+            with nnx.use_eager_sharding(False):
+                self.w = nnx.Param(jnp.ones((16, 32)), out_sharding=("embed",))
+
+    with pytest.raises(
+        mp.RankError, match="model/w has 2 dimensions, but its Flax metadata names 1"
+    ):
+        mp.plan(lambda model, x: x @ model.w[...], Bad(), x(), mesh=mesh, layout="", dims=TOKENS)
+
+
+def test_modules_on_a_mesh_of_their_own(mesh):
+    """NNX variables made inside mp.init need no mesh, though their metadata is no axis of any."""
+
+    def create():
+        return Net(nnx.Rngs(0))
+
+    model = mp.init(create, mesh=mesh, layout=LAYOUT)()
+    assert model.down.kernel[...].sharding.spec == P("model", "data")

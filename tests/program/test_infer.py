@@ -1,0 +1,742 @@
+"""Inference: every dim of a step has its name, from those of the parameters and the batch alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax import export, lax
+
+import meshpar as mp
+
+MESH = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def f32(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def i32(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.int32)
+
+
+def plan(fn, *args, dims, **kw) -> mp.Plan:
+    return mp.plan(fn, *args, mesh=MESH, layout="", dims=dims, **kw)
+
+
+def named(shapes: dict[str, str], sizes: dict[str, int]):
+    """Values of these dims, and the patterns that name them: ``{"x": "batch embed"}``."""
+    return {k: f32(*(sizes[d] for d in dims.split())) for k, dims in shapes.items()}
+
+
+SIZES = {
+    "batch": 2,
+    "seq": 6,
+    "kv_seq": 10,
+    "embed": 12,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "mlp": 20,
+    "vocab": 30,
+    "layers": 3,
+    "channels": 5,
+    "out_channels": 7,
+    "height": 16,
+    "width": 18,
+}
+
+
+def outputs(fn, shapes: dict[str, str], **kw) -> list[str]:
+    """The names of the results of a function whose arguments have these dims."""
+    args = [named({k: v}, SIZES)[k] for k, v in shapes.items()]
+    fn_params = list(shapes)
+    wrapped = functools.wraps(fn)(lambda *xs: fn(*xs))
+    wrapped.__signature__ = _signature(fn_params)  # type: ignore[attr-defined]
+    return [h.dims for h in plan(wrapped, *args, dims=shapes, **kw).outputs]
+
+
+def _signature(names):
+    import inspect
+
+    return inspect.Signature(
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+    )
+
+
+def op(p: mp.Plan, name: str, nth: int = 0):
+    """The nth op of a plan with this name."""
+    return [o for o in p.program.root.walk() if o.name == name][nth]
+
+
+def dims_of(p: mp.Plan, value) -> str:
+    return " ".join(d or "_" for d in p.program.dims(value))
+
+
+# -- one op at a time
+
+
+def test_dot_general_in_every_form():
+    assert outputs(lambda x, w: x @ w, {"x": "batch seq embed", "w": "embed mlp"}) == [
+        "batch seq mlp"
+    ]
+    assert outputs(
+        lambda x, w: jnp.einsum("bse,ehd->bshd", x, w),
+        {"x": "batch seq embed", "w": "embed heads head_dim"},
+    ) == ["batch seq heads head_dim"]
+    scores = {"q": "batch seq heads head_dim", "k": "batch kv_seq heads head_dim"}
+    assert outputs(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), scores) == [
+        "batch heads seq kv_seq"
+    ]
+    back = {"x": "batch seq heads head_dim", "w": "heads head_dim embed"}
+    assert outputs(lambda x, w: jnp.einsum("bshd,hde->bse", x, w), back) == ["batch seq embed"]
+    assert outputs(lambda a, b: jnp.einsum("i,j->ij", a, b), {"a": "embed", "b": "mlp"}) == [
+        "embed mlp"
+    ]
+    assert outputs(
+        lambda a, b: lax.dot_general(a, b, (((), ()), ((0,), (1,)))),
+        {"a": "embed seq", "b": "mlp embed"},
+    ) == ["embed seq mlp"]
+
+
+def test_names_pass_into_operands_too():
+    """The contracted dim of a weight without names is named by what it is contracted with."""
+    p = plan(lambda x, w: x @ w, f32(2, 12), f32(12, 20), dims={"x": "batch embed"})
+    assert [h.dims for h in p.inputs] == ["batch embed", "embed _"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "dims", "want"),
+    [
+        (lambda x: x.sum(1), "batch seq embed", "batch embed"),
+        (lambda x: x.max(-1, keepdims=True), "batch seq embed", "batch seq _"),
+        (lambda x: jnp.argmax(x, 1), "batch seq embed", "batch embed"),
+        (lambda x: jnp.cumsum(x, 1), "batch seq", "batch seq"),
+        (lambda x: jnp.sort(x, 1), "batch seq", "batch seq"),
+        (lambda x: jnp.argsort(x, 1), "batch seq", "batch seq"),
+        (lambda x: lax.top_k(x, 3)[0], "batch vocab", "batch _"),
+        (lambda x: lax.top_k(x, 3)[1], "batch seq vocab", "batch seq _"),
+        (lambda x: jnp.swapaxes(x, 0, 2), "batch seq embed", "embed seq batch"),
+        (lambda x: x[:, ::-1], "batch seq", "batch seq"),
+        (lambda x: x[:, :-1], "batch seq", "batch seq"),
+        (lambda x: x[:, 2], "batch seq embed", "batch embed"),
+        (lambda x: jnp.pad(x, ((0, 0), (1, 0))), "batch seq", "batch seq"),
+        (lambda x: jnp.concatenate([x, x], 1), "batch seq", "batch seq"),
+        (lambda x: jnp.split(x, 2, 1)[1], "batch seq", "batch seq"),
+        (lambda x: jnp.roll(x, 1, 1), "batch seq", "batch seq"),
+        (lambda x: jnp.stack([x, x], 1), "batch seq", "batch _ seq"),
+        (lambda x: jnp.unstack(x, axis=1)[0], "batch seq embed", "batch embed"),
+        (lambda x: jnp.where(x > 0, x, 0), "batch seq", "batch seq"),
+        (lambda x: x[:, None] * jnp.ones((1, 9, 1)), "batch embed", "batch _ embed"),
+        (lambda x: jax.nn.softmax(x), "batch seq vocab", "batch seq vocab"),
+        (lambda x: jax.nn.logsumexp(x, -1), "batch seq vocab", "batch seq"),
+        (lambda x: jax.nn.one_hot(jnp.argmax(x, -1), 30) * x, "batch vocab", "batch vocab"),
+        (lambda x: jnp.fft.rfft(x, axis=-1).real, "batch seq", "batch _"),
+        (lambda x: lax.dynamic_slice(x, (0, 1), (2, 3)), "batch seq", "batch seq"),
+        (lambda x: lax.dynamic_update_slice(x, jnp.ones((2, 3)), (0, 1)), "batch seq", "batch seq"),
+        (
+            lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"),
+            "batch seq",
+            "batch seq",
+        ),
+        (lambda x: lax.stop_gradient(x) + lax.optimization_barrier(x), "batch seq", "batch seq"),
+        (lambda x: lax.associative_scan(jnp.add, x, axis=1), "batch seq", "batch seq"),
+    ],
+)
+def test_one_op(fn, dims, want):
+    assert outputs(fn, {"x": dims}) == [want]
+
+
+def test_reshapes_split_and_merge():
+    merge = {"x": "batch seq heads head_dim"}
+    assert outputs(lambda x: x.reshape(2, 6, 32), merge) == ["batch seq (heads head_dim)"]
+    assert outputs(lambda x: x.reshape(2, 6, 32).reshape(2, 6, 4, 8) * 2, merge) == [
+        "batch seq heads head_dim"
+    ]
+    assert outputs(lambda x: x.reshape(12, 32).reshape(2, 6, 4, 8), merge) == [
+        "batch seq heads head_dim"
+    ]
+    assert outputs(lambda x: x.reshape(12, 32).sum(0), merge) == ["(heads head_dim)"]
+    assert outputs(lambda x: x.reshape(-1), {"x": "batch"}) == ["batch"]
+    assert outputs(lambda x: x[:, None, :, None].reshape(2, 6), {"x": "batch seq"}) == ["batch seq"]
+
+
+def test_a_dim_that_a_reshape_splits_takes_the_names_of_its_parts():
+    """A fused projection, ``heads·head_dim``, that is split and used with named weights."""
+
+    def fn(x, fused, out):
+        y = (x @ fused).reshape(2, 6, 4, 8)
+        return jnp.einsum("bshd,hde->bse", y, out)
+
+    p = plan(
+        fn,
+        f32(2, 6, 12),
+        f32(12, 32),
+        f32(4, 8, 12),
+        dims={"x": "batch seq embed", "out": "heads head_dim embed"},
+    )
+    assert p.inputs[1].dims == "embed (heads head_dim)"
+    assert p.outputs[0].dims == "batch seq embed"
+
+
+def test_a_named_dim_that_is_split_keeps_its_name_on_the_major_part():
+    assert outputs(lambda x: x.reshape(2, 3, 2) * 2, {"x": "batch seq"}) == ["batch seq seq-inner"]
+
+
+def test_uneven_reshapes_do_not_mix_names():
+    p = plan(
+        lambda x: x.reshape(2, 4, 6, 12),
+        f32(2, 6, 4, 12),
+        dims={"x": "batch seq heads embed"},
+        strict=True,
+    )
+    got = p.outputs[0].dims.split()
+    assert (got[0], got[-1]) == ("batch", "embed")
+    assert not {"seq", "heads"} & set(got)
+
+
+def test_a_reshape_that_transposes_first():
+    p = plan(
+        lambda x: lax.reshape(x, (12, 6), dimensions=(1, 0)) * 2,
+        f32(6, 12),
+        dims={"x": "seq embed"},
+    )
+    assert p.outputs[0].dims == "embed seq"
+
+
+def test_conv():
+    def conv(x, w, **kw):
+        return lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **kw
+        )
+
+    shapes = {"x": "batch height width channels", "w": "_ _ channels out_channels"}
+    args = f32(2, 16, 18, 5), f32(3, 3, 5, 7)
+    p = plan(lambda x, w: conv(x, w), *args, dims=shapes)
+    assert p.outputs[0].dims == "batch height width out_channels"
+    p = plan(jax.grad(lambda x, w: (conv(x, w) ** 2).sum(), argnums=(0, 1)), *args, dims=shapes)
+    assert [h.dims for h in p.outputs] == [
+        "batch height width channels",
+        "_ _ channels out_channels",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "kernel", "dims"),
+    [
+        (6, (3, 3, 1, 6), "_ _ _ channels"),
+        (6, (3, 3, 1, 12), "_ _ _ out_channels"),
+        (2, (3, 3, 3, 8), "_ _ group_in out_channels"),
+    ],
+)
+def test_grouped_and_depthwise_conv(groups, kernel, dims):
+    def loss(w, x):
+        y = lax.conv_general_dilated(
+            jnp.tanh(x),
+            w,
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+        return jnp.sum(y**2)
+
+    def step(w, x):
+        dw, dx = jax.grad(loss, argnums=(0, 1))(w, x)
+        return w - dw, dx
+
+    patterns = {"x": "batch height width channels", "w": dims}
+    p = plan(step, f32(*kernel), f32(2, 16, 18, 6), dims=patterns, strict=True)
+    assert [h.dims for h in p.outputs] == [patterns["w"], patterns["x"]]
+
+
+def test_embedding_and_its_gradient():
+    def loss(table, tokens, w):
+        return jnp.sum((table[tokens] @ w) ** 2)
+
+    args = f32(30, 12), i32(2, 6), f32(12, 20)
+    dims = {"table": "vocab embed", "tokens": "batch seq"}
+    p = plan(jax.value_and_grad(loss, argnums=(0, 2)), *args, dims=dims)
+    assert [h.dims for h in p.outputs] == ["", "vocab embed", "embed _"]
+    assert dims_of(p, op(p, "gather").outs[0]) == "batch seq embed"
+    assert dims_of(p, op(p, "scatter-add").outs[0]) == "vocab embed"
+
+
+def test_take_along_axis_and_scatter():
+    p = plan(
+        lambda logits, labels: jnp.take_along_axis(logits, labels[..., None], -1)[..., 0],
+        f32(2, 6, 30),
+        i32(2, 6),
+        dims={"logits": "batch seq vocab"},
+    )
+    assert p.outputs[0].dims == "batch seq"
+    assert p.inputs[1].dims == "batch seq"
+    p = plan(
+        lambda x, i, u: x.at[i].add(u),
+        f32(30, 12),
+        i32(6),
+        f32(6, 12),
+        dims={"x": "vocab embed", "i": "seq"},
+    )
+    assert p.outputs[0].dims == "vocab embed"
+    assert p.inputs[2].dims == "seq embed"
+
+
+def test_the_experts_of_a_ragged_dot():
+    p = plan(
+        lambda x, w, n: lax.ragged_dot(x, w, n),
+        f32(12, 6),
+        f32(3, 6, 20),
+        i32(3),
+        dims={"x": "tokens embed", "w": "experts embed mlp"},
+    )
+    assert p.outputs[0].dims == "tokens mlp"
+
+
+# -- control flow
+
+
+def test_scan_carry_xs_ys_and_consts():
+    def fn(x, w, stack, offset):
+        def body(carry, layer):
+            carry = jnp.tanh(carry @ w @ layer) + offset
+            return carry, carry.sum(-1)
+
+        return lax.scan(body, x, stack)
+
+    dims = {"x": "batch embed", "stack": "layers _ embed"}
+    p = plan(fn, f32(2, 12), f32(12, 20), f32(3, 20, 12), f32(12), dims=dims)
+    assert [h.dims for h in p.outputs] == ["batch embed", "layers batch"]
+    assert [h.dims for h in p.inputs] == ["batch embed", "embed _", "layers _ embed", "embed"]
+
+
+def test_scan_names_flow_out_of_the_body():
+    """The names of a stacked weight, used only inside the loop, name what the loop makes of it."""
+
+    def fn(x, up, down):
+        def body(x, w):
+            up, down = w
+            return x + jnp.tanh(x @ up) @ down, None
+
+        return lax.scan(body, x, (up, down))[0]
+
+    args = f32(2, 12), f32(3, 12, 20), f32(3, 20, 12)
+    dims = {"x": "batch _", "up": "layers embed mlp"}
+    p = plan(
+        jax.value_and_grad(lambda x, up, down: fn(x, up, down).sum(), argnums=(0, 1, 2)),
+        *args,
+        dims=dims,
+    )
+    assert [h.dims for h in p.outputs[1:]] == [
+        "batch embed",
+        "layers embed mlp",
+        "layers mlp embed",
+    ]
+
+
+def test_scan_carry_starts_from_zeros():
+    p = plan(
+        lambda x, w: lax.scan(lambda h, x: (jnp.tanh(x + h @ w), None), jnp.zeros((2, 20)), x)[0],
+        f32(6, 2, 20),
+        f32(20, 20),
+        dims={"x": "seq batch mlp"},
+    )
+    assert p.outputs[0].dims == "batch mlp"
+
+
+def test_while_and_fori():
+    dims = {"x": "batch embed"}
+    p = plan(
+        lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) + x, jnp.zeros((2, 12))),
+        f32(2, 12),
+        dims=dims,
+    )
+    assert p.outputs[0].dims == "batch embed"
+    p = plan(
+        lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + x, jnp.zeros((2, 12))),
+        f32(2, 12),
+        dims=dims,
+    )
+    assert p.outputs[0].dims == "batch embed"
+
+
+def test_cond_and_switch():
+    dims = {"x": "batch embed", "w": "embed mlp"}
+    p = plan(
+        lambda x, w: lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: jnp.zeros((2, 20)), x),
+        f32(2, 12),
+        f32(12, 20),
+        dims=dims,
+    )
+    assert p.outputs[0].dims == "batch mlp"
+    p = plan(
+        lambda x, w: (
+            lax.switch(1, [lambda x: jnp.zeros((2, 20)), lambda x: jnp.tanh(x @ w)], x) + 1
+        ),
+        f32(2, 12),
+        f32(12, 20),
+        dims=dims,
+    )
+    assert p.outputs[0].dims == "batch mlp"
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_remat(prevent_cse):
+    @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
+    def block(x, w):
+        return jnp.tanh(x @ w)
+
+    p = plan(
+        jax.value_and_grad(lambda w, x: block(block(x, w), w.T).sum()),
+        f32(12, 20),
+        f32(2, 12),
+        dims={"w": "embed mlp", "x": "batch embed"},
+    )
+    assert p.outputs[1].dims == "embed mlp"
+    named_dims, total, missing = p.program.coverage()
+    assert named_dims == total, missing
+
+
+def test_custom_jvp_and_vjp():
+    @jax.custom_jvp
+    def one(x):
+        return jnp.sin(x) * 2
+
+    @one.defjvp
+    def _(primals, tangents):
+        return one(*primals), jnp.cos(primals[0]) * tangents[0]
+
+    @jax.custom_vjp
+    def two(x, w):
+        return x @ w
+
+    two.defvjp(lambda x, w: (two(x, w), (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
+    dims = {"x": "batch embed", "w": "embed mlp"}
+    p = plan(lambda x, w: (one(x), two(x, w)), f32(2, 12), f32(12, 20), dims=dims)
+    assert [h.dims for h in p.outputs] == ["batch embed", "batch mlp"]
+    p = plan(jax.grad(lambda w, x: two(one(x), w).sum()), f32(12, 20), f32(2, 12), dims=dims)
+    assert p.outputs[0].dims == "embed mlp"
+
+
+def test_a_cached_jaxpr_is_apart_at_every_call_site():
+    @jax.jit
+    def activation(x):
+        return jnp.tanh(x) * 2
+
+    def fn(a, b):
+        return activation(a), activation(b)
+
+    p = plan(fn, f32(4, 4), f32(4, 4), dims={"a": "batch embed", "b": "heads mlp"}, strict=True)
+    first, second = (o for o in p.program.root.ops if o.frames)
+    assert first.frames[0].jaxpr is second.frames[0].jaxpr  # JAX shares it
+    assert [h.dims for h in p.outputs] == ["batch embed", "heads mlp"]
+    tanh = [o for o in p.program.root.walk() if o.name == "tanh"]
+    assert [dims_of(p, o.outs[0]) for o in tanh] == ["batch embed", "heads mlp"]
+
+
+def test_vmapped_functions():
+    p = plan(
+        lambda x, w: jax.vmap(lambda x, w: x @ w, (0, None))(x, w),
+        f32(2, 6, 12),
+        f32(12, 20),
+        dims={"x": "batch seq embed", "w": "embed mlp"},
+    )
+    assert p.outputs[0].dims == "batch seq mlp"
+
+
+def test_named_and_rename_under_transformations():
+    def fn(x):
+        return mp.rename(mp.named(x, "seq"), seq="kv_seq") * 2
+
+    assert (
+        plan(lambda x: jax.vmap(fn)(x), f32(2, 6), dims={"x": "batch _"}).outputs[0].dims
+        == "batch kv_seq"
+    )
+    p = plan(jax.grad(lambda x: fn(x).sum()), f32(6), dims={})
+    assert p.outputs[0].dims == "seq"
+    np.testing.assert_array_equal(jax.jit(fn)(jnp.arange(3.0)), [0, 2, 4])
+    np.testing.assert_array_equal(jax.grad(lambda x: fn(x).sum())(jnp.arange(3.0)), [2, 2, 2])
+    tangent = jax.jvp(fn, (jnp.arange(3.0),), (jnp.ones(3),))[1]
+    np.testing.assert_array_equal(tangent, [2, 2, 2])
+
+
+# -- the same dim twice
+
+
+def attention(q, k):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k)
+
+
+def test_the_key_side_of_scores_is_primed():
+    dims = {"x": "batch seq embed", "wq": "embed heads head_dim", "wk": "embed heads head_dim"}
+    args = f32(2, 6, 12), f32(12, 4, 8), f32(12, 4, 8)
+
+    def fn(x, wq, wk):
+        q, k = jnp.einsum("bse,ehd->bshd", x, wq), jnp.einsum("bse,ehd->bshd", x, wk)
+        scores = attention(q, k)
+        return scores, scores.transpose(0, 1, 3, 2), jax.nn.softmax(scores) @ jnp.swapaxes(k, 1, 2)
+
+    p = plan(fn, *args, dims=dims, strict=True)
+    assert [h.dims for h in p.outputs] == [
+        "batch heads seq seq'",
+        "batch heads seq' seq",
+        "batch heads seq head_dim",
+    ]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_the_query_side_keeps_the_name_however_it_is_transposed(swap):
+    def fn(x):
+        scores = lax.dot_general(x, x * 2, (((3,), (3,)), ((0, 2), (0, 2))))
+        return jnp.swapaxes(scores, 2, 3) if swap else scores
+
+    p = plan(fn, f32(2, 6, 4, 8), dims={"x": "batch seq heads head_dim"}, strict=True)
+    assert p.outputs[0].dims == ("batch heads seq' seq" if swap else "batch heads seq seq'")
+
+
+def test_gradients_through_primed_scores():
+    def loss(x, wq, wk, wv):
+        q, k, v = (jnp.einsum("bse,ehd->bshd", x, w) for w in (wq, wk, wv))
+        weights = jax.nn.softmax(attention(q, k) + jnp.where(jnp.tri(6, dtype=bool), 0, -1e9))
+        return jnp.sum(jnp.einsum("bhqk,bkhd->bqhd", weights, v) ** 2)
+
+    weight = "embed heads head_dim"
+    dims = {"x": "batch seq embed", "wq": weight, "wk": weight, "wv": weight}
+    p = plan(
+        jax.grad(loss, argnums=(0, 1, 2, 3)),
+        f32(2, 6, 12),
+        *[f32(12, 4, 8)] * 3,
+        dims=dims,
+        strict=True,
+    )
+    assert [h.dims for h in p.outputs] == ["batch seq embed", *[weight] * 3]
+    named_dims, total, missing = p.program.coverage()
+    assert named_dims == total, missing
+
+
+def test_rename_parts_the_dims():
+    def fn(x):
+        k = mp.rename(x * 1, seq="kv_seq")
+        return attention(x, k)
+
+    p = plan(fn, f32(2, 6, 4, 8), dims={"x": "batch seq heads head_dim"}, strict=True)
+    assert p.outputs[0].dims == "batch heads seq kv_seq"
+
+
+# -- names that belong to values
+
+
+def test_a_square_weight_before_a_residual_add():
+    def loss(w, x):
+        return jnp.sum((x + jnp.tanh(x @ w)) ** 2)
+
+    def step(w, m, x):
+        m = 0.9 * m + jax.grad(loss)(w, x)
+        return w - m, m
+
+    dims = {"x": "batch embed", "w": "embed embed_out"}
+    with pytest.warns(mp.JoinWarning, match="embed"):
+        p = plan(step, f32(12, 12), f32(12, 12), f32(2, 12), dims=dims)
+    assert [h.dims for h in (*p.inputs, *p.outputs) if h.shape == (12, 12)] == [
+        "embed embed_out"
+    ] * 4
+    assert [{j.first, j.second} for j in p.joins] == [{"embed", "embed_out"}]
+
+
+def test_weights_and_activations_with_names_of_their_own():
+    """As MaxText does: a weight's gradient and moments keep ``embed``, not ``activation_embed``."""
+
+    def loss(params, x):
+        x = mp.named(x, "activation_batch activation_embed")
+        h = mp.named(jax.nn.relu(x @ params["up"]), "activation_batch activation_mlp")
+        return jnp.sum((x + h @ params["down"]) ** 2)
+
+    opt = optax.adam(1e-3)
+
+    def step(params, opt_state, x):
+        grads = jax.grad(loss)(params, x)
+        updates, opt_state = opt.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state, grads
+
+    params = {"up": f32(12, 20), "down": f32(20, 12)}
+    dims = {"params/up": "embed mlp", "params/down": "mlp embed"}
+    with pytest.warns(mp.JoinWarning):
+        p = plan(step, params, jax.eval_shape(opt.init, params), f32(2, 12), dims=dims)
+    for held in (*p.inputs, *p.outputs):
+        if held.shape in [(12, 20), (20, 12)]:
+            assert held.dims == ("embed mlp" if held.path.endswith("up") else "mlp embed"), (
+                held.path
+            )
+    assert {frozenset((j.first, j.second)) for j in p.joins} == {
+        frozenset(("embed", "activation_embed")),
+        frozenset(("mlp", "activation_mlp")),
+    }
+    up, down = [
+        o for o in p.program.root.walk() if o.name == "dot_general" and o.outs[0].shape[0] == 2
+    ][:2]
+    assert dims_of(p, up.outs[0]).split()[0] == "activation_batch"
+    assert dims_of(p, down.outs[0]).split()[0] == "activation_batch"
+
+
+# -- optimizers
+
+PARAMS = {
+    "embedding": "vocab embed",
+    "query": "embed heads head_dim",
+    "up": "embed mlp",
+    "down": "mlp embed",
+    "norm": "embed",
+}
+OPT_SIZES = {"vocab": 30, "embed": 12, "heads": 4, "head_dim": 8, "mlp": 20, "batch": 2, "seq": 6}
+
+
+def forward(params, tokens):
+    x = params["embedding"][tokens] * params["norm"]
+    q = jnp.einsum("bse,ehd->bshd", x, params["query"])
+    x = x + jnp.einsum("bshd,ehd->bse", q, params["query"])
+    x = x + jax.nn.silu(x @ params["up"]) @ params["down"]
+    logits = x @ params["embedding"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "adamw clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=4),
+    "adafactor with momentum": lambda: optax.adafactor(
+        1e-3, min_dim_size_to_factor=4, momentum=0.9
+    ),
+    "sm3": lambda: optax.sm3(1e-3),
+    "lamb": lambda: optax.lamb(1e-3),
+    "lion": lambda: optax.lion(1e-3),
+    "novograd": lambda: optax.novograd(1e-3),
+    "lars": lambda: optax.lars(1e-3, momentum=0.9),
+    "muon": lambda: optax.contrib.muon(
+        1e-3,
+        muon_weight_dimension_numbers={
+            k: optax.contrib.MuonDimensionNumbers(0, (1, 2))
+            if k == "query"
+            else optax.contrib.MuonDimensionNumbers()
+            if k in ("up", "down")
+            else None
+            for k in PARAMS
+        },
+    ),
+    "sgd momentum": lambda: optax.sgd(1e-3, momentum=0.9, nesterov=True),
+    "adagrad": lambda: optax.adagrad(1e-3),
+    "rmsprop": lambda: optax.rmsprop(1e-3, centered=True, momentum=0.9),
+    "amsgrad": lambda: optax.amsgrad(1e-3),
+    "adabelief": lambda: optax.adabelief(1e-3),
+    "yogi": lambda: optax.yogi(1e-3),
+    "radam": lambda: optax.radam(1e-3),
+    "adan": lambda: optax.adan(1e-3),
+    "multi steps": lambda: optax.MultiSteps(optax.adamw(1e-3), 2),
+    "masked": lambda: optax.masked(optax.adamw(1e-3), {k: k != "norm" for k in PARAMS}),
+    "multi transform": lambda: optax.multi_transform(
+        {"a": optax.adamw(1e-3), "b": optax.adafactor(1e-3, min_dim_size_to_factor=4)},
+        {k: "b" if k == "embedding" else "a" for k in PARAMS},
+    ),
+}
+
+
+def parameter_of(path: str) -> str | None:
+    return next((c for c in reversed(path.split("/")) if c in PARAMS), None)
+
+
+def fitting(shape: tuple[int, ...], dims: str) -> set[str]:
+    """The ways in which an array of this shape may carry some of a parameter's dims, in order."""
+    import itertools
+
+    names = dims.split()
+    sizes = [OPT_SIZES[n] for n in names]
+    if len(shape) == len(sizes) and all(m in (1, n) for m, n in zip(shape, sizes, strict=True)):
+        return {" ".join("_" if m == 1 else n for n, m in zip(names, shape, strict=True))}
+    picks = itertools.combinations(range(len(sizes)), len(shape))
+    return {
+        " ".join(names[i] for i in pick) for pick in picks if tuple(sizes[i] for i in pick) == shape
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_is_named_by_inference(name):
+    opt = OPTIMIZERS[name]()
+    params = {k: f32(*(OPT_SIZES[d] for d in dims.split())) for k, dims in PARAMS.items()}
+
+    def step(params, state, tokens):
+        loss, grads = jax.value_and_grad(forward)(params, tokens)
+        updates, state = opt.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = jax.eval_shape(opt.init, params)
+    dims = {f"params/{k}": v for k, v in PARAMS.items()} | {"tokens": "batch seq"}
+    p = plan(step, params, state, i32(2, 6), dims=dims, strict=True)
+    seen = 0
+    for held in (*p.inputs, *p.outputs):
+        parameter = parameter_of(held.path)
+        if parameter is None or not [n for n in held.shape if n > 1]:
+            continue
+        want = fitting(held.shape, PARAMS[parameter])
+        assert held.dims in want, (held.path, held.shape, held.dims, want)
+        seen += 1
+    assert seen > 2 * len(PARAMS)
+
+
+# -- an oracle that knows no rules
+
+
+def test_gradients_agree_with_symbolic_shapes():
+    """With one shape variable a name, JAX's own shape rules name the gradient of a GQA model."""
+    sizes = {"b": 2, "s": 6, "e": 12, "g": 2, "r": 3, "d": 8, "m": 20, "v": 30, "n": 5}
+    weights = {
+        "embedding": "v e",
+        "q": "n e g r d",
+        "k": "n e g d",
+        "v": "n e g d",
+        "o": "n g r d e",
+        "up": "n e m",
+        "gate": "n e m",
+        "down": "n m e",
+        "scale": "n e",
+    }
+
+    def loss(params, tokens):
+        x = params["embedding"][tokens]
+
+        def layer(x, w):
+            y = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w["scale"]
+            q = jnp.einsum("bse,egrd->bsgrd", y, w["q"])
+            k, v = (jnp.einsum("bse,egd->bsgd", y, w[i]) for i in "kv")
+            scores = jax.nn.softmax(jnp.einsum("bsgrd,btgd->bgrst", q, k))
+            x = x + jnp.einsum(
+                "bsgrd,grde->bse", jnp.einsum("bgrst,btgd->bsgrd", scores, v), w["o"]
+            )
+            return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"], None
+
+        x, _ = lax.scan(layer, x, {k: v for k, v in params.items() if k != "embedding"})
+        return jnp.mean((x @ params["embedding"].T) ** 2)
+
+    def arguments(size):
+        params = {k: f32(*(size(d) for d in dims.split())) for k, dims in weights.items()}
+        return params, i32(size("b"), size("s"))
+
+    scope = export.SymbolicScope()
+    symbols = {d: export.symbolic_shape(d, scope=scope)[0] for d in sizes}
+    want = jax.eval_shape(jax.grad(loss), *arguments(symbols.__getitem__))
+    dims = {f"params/{k}": v for k, v in weights.items()} | {"tokens": "b s"}
+    p = plan(jax.grad(loss), *arguments(sizes.__getitem__), dims=dims, strict=True)
+    got = {h.path: h.dims for h in p.outputs}
+    assert got == {k: " ".join(map(str, leaf.shape)) for k, leaf in want.items()}
+
+
+def test_coverage_lists_what_has_no_name():
+    def fn(x, w):
+        return x @ w
+
+    p = plan(fn, f32(2, 12), f32(12, 20), dims={"x": "batch embed"})
+    assert p.program.coverage()[:2] == (4, 6)
+    (line,) = p.unnamed
+    assert line.startswith("dot_general [2, 20] dim 1 at ")
+    assert "test_infer.py" in line

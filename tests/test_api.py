@@ -1,0 +1,516 @@
+"""``mp.jit`` behaves as ``jax.jit``'s result does, and the layout never changes the result."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+
+DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
+LAYOUT = "batch: data; mlp: model; embed: data"
+
+
+def params(seed: int = 0):
+    up, down = jax.random.split(jax.random.key(seed))
+    return {
+        "up": jax.random.normal(up, (16, 32)) / 4,
+        "down": jax.random.normal(down, (32, 16)) / 6,
+    }
+
+
+def batch(n: int = 8) -> np.ndarray:
+    return np.random.default_rng(n).normal(size=(n, 16)).astype(np.float32)
+
+
+def loss(params, x):
+    return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"] - x) ** 2)
+
+
+def train(params, x):
+    value, grads = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@pytest.fixture
+def jit(mesh):
+    return functools.partial(mp.jit, mesh=mesh, layout=LAYOUT, dims=DIMS)
+
+
+def close(a, b) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), a, b)
+
+
+# -- results
+
+
+def test_results_are_those_of_the_unsharded_run(jit):
+    got, want = jit(train)(params(), batch()), train(params(), batch())
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    close(got, want)
+
+
+def test_results_lie_as_the_plan_says(jit, mesh):
+    step = jit(train)
+    got, plan = step(params(), batch()), step.plan(params(), batch())
+    for leaf, held in zip(jax.tree.leaves(got), plan.outputs, strict=True):
+        assert leaf.shape == held.shape
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, held.spec), leaf.ndim), held.path
+        assert leaf.addressable_shards[0].data.nbytes == held.bytes
+    assert got[0]["up"].sharding.spec == P("data", "model")
+    assert got[0]["down"].sharding.spec == P("model", "data")
+
+
+def test_results_go_in_again_without_a_move(jit):
+    step = jit(train)
+    state = params()
+    for _ in range(3):
+        state, value = step(state, batch())
+    want = params()
+    for _ in range(3):
+        want, value_ = train(want, batch())
+    close((state, value), (want, value_))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["", "batch: data", "batch: data+model", "mlp: model", "batch: data; embed: model; mlp: model"],
+)
+def test_every_layout_gives_the_same(mesh, layout):
+    close(
+        mp.jit(train, mesh=mesh, layout=layout, dims=DIMS)(params(), batch()),
+        train(params(), batch()),
+    )
+
+
+def test_dtypes_and_weak_types_stay(jit):
+    @jit(dims={"x": "batch embed"}, layout="batch: data; embed: model")
+    def fn(x, s):
+        return x * s, s + 1, x.astype(jnp.bfloat16), (x > 0).sum(), s
+
+    got, want = fn(batch(), 2.0), jax.jit(fn.fn)(batch(), 2.0)
+    for a, b in zip(got, want, strict=True):
+        assert (a.dtype, a.shape, a.weak_type) == (b.dtype, b.shape, b.weak_type)
+        np.testing.assert_array_equal(a, b)
+
+
+# -- arguments
+
+
+def test_decorator_forms(mesh):
+    @mp.jit(mesh=mesh, layout="batch: data", dims={"x": "batch embed"})
+    def double(x):
+        """Twice."""
+        return x * 2
+
+    assert (double.__name__, double.__doc__) == ("double", "Twice.")
+    assert double.__wrapped__(1) == 2
+    np.testing.assert_array_equal(double(batch()), batch() * 2)
+
+
+def test_keywords_and_defaults(jit):
+    calls = []
+
+    @jit(dims={"x": "batch embed", "shift": "embed"}, layout="batch: data; embed: model")
+    def fn(x, scale=2.0, *, shift=None):
+        calls.append(None)
+        y = x * scale
+        return y if shift is None else y + shift
+
+    x, shift = batch(), np.arange(16, dtype=np.float32)
+    want = x * 3 + shift
+    np.testing.assert_allclose(fn(x, 3.0, shift=shift), want, rtol=1e-6)
+    np.testing.assert_allclose(fn(x=x, scale=3.0, shift=shift), want, rtol=1e-6)
+    np.testing.assert_allclose(fn(shift=shift, scale=3.0, x=x), want, rtol=1e-6)
+    assert len(calls) <= 2
+
+
+def test_an_argument_left_to_its_default(jit):
+    @jit(dims={"x": "batch embed"}, layout="batch: data; embed: model")
+    def fn(x, scale=2.0, *, shift=None):
+        return x * scale if shift is None else x + shift
+
+    np.testing.assert_allclose(fn(batch()), batch() * 2)
+    np.testing.assert_allclose(fn(x=batch()), batch() * 2)
+
+
+def test_variadic_arguments(mesh):
+    fn = mp.jit(
+        lambda *xs, **more: sum(xs) + sum(more.values()),
+        mesh=mesh,
+        layout="batch: data",
+        dims={"xs/0": "batch _", "y": "batch _"},
+    )
+    np.testing.assert_allclose(fn(batch(), batch(), y=batch()), 3 * batch(), rtol=1e-6)
+    assert [h.path for h in fn.plan(batch(), batch(), y=batch()).inputs] == ["xs/0", "xs/1", "y"]
+
+
+class State(NamedTuple):
+    step: jax.Array
+    params: dict
+    rest: tuple
+
+
+def test_nested_trees(mesh):
+    state = State(
+        jnp.int32(3),
+        {"a": {"w": jnp.ones((16, 4))}, "b": [jnp.zeros(4), None]},
+        (jnp.ones((8, 2)), ()),
+    )
+
+    def fn(state: State) -> State:
+        return state._replace(
+            step=state.step + 1, params=jax.tree.map(lambda x: x * 2, state.params)
+        )
+
+    step = mp.jit(
+        fn,
+        mesh=mesh,
+        layout="embed: data",
+        dims={"state/params/a/w": "embed _", "state/rest/0": "embed _"},
+    )
+    got, want = step(state), fn(state)
+    assert isinstance(got, State)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    close(got, want)
+    assert got.params["a"]["w"].sharding.spec == P("data")
+
+
+def test_numpy_python_and_device_inputs(jit):
+    step = jit(train)
+    want = train(params(), batch())
+    close(step(params(), jnp.asarray(batch())), want)
+    close(step(jax.tree.map(np.asarray, params()), batch()), want)
+
+
+def test_inputs_that_lie_elsewhere_are_moved(jit, mesh):
+    step = jit(train)
+    want = train(params(), batch())
+    close(step(params(), batch()), want)
+    for sharding in (
+        jax.sharding.SingleDeviceSharding(jax.devices()[5]),
+        NamedSharding(mesh, P()),
+        NamedSharding(mesh, P("model", "data")),
+        NamedSharding(mp.mesh("other=8"), P("other")),
+    ):
+        close(step(jax.device_put(params(), sharding), jax.device_put(batch(), sharding)), want)
+
+
+def test_static_arguments(jit):
+    traces = []
+
+    def fn(x, power, *, mode):
+        traces.append((power, mode))
+        return x**power if mode == "power" else x * power
+
+    for how in (
+        {"static_argnames": ("power", "mode")},
+        {"static_argnums": 1, "static_argnames": "mode"},
+        {"static_argnums": (-1,), "static_argnames": ("power",)},
+    ):
+        traces.clear()
+        run = jit(fn, dims={"x": "batch embed"}, layout="batch: data; embed: model", **how)
+        np.testing.assert_allclose(run(batch(), 2, mode="power"), batch() ** 2, rtol=1e-6)
+        np.testing.assert_allclose(run(batch(), 3, mode="power"), batch() ** 3, rtol=1e-5)
+        np.testing.assert_allclose(run(batch(), 3, mode="times"), batch() * 3, rtol=1e-6)
+        before = list(traces)
+        run(batch(), 2, mode="power")
+        run(batch(), 3, mode="times")
+        assert traces == before
+        assert {(2, "power"), (3, "power"), (3, "times")} == set(traces)
+
+
+def test_a_static_argument_by_position_or_by_name(jit):
+    run = jit(
+        lambda x, n: x * n,
+        dims={"x": "batch embed"},
+        layout="batch: data; embed: model",
+        static_argnames="n",
+    )
+    np.testing.assert_allclose(run(batch(), 2), batch() * 2)
+    np.testing.assert_allclose(run(batch(), n=3), batch() * 3)
+
+
+def test_a_static_argument_that_cannot_be_hashed(jit):
+    run = jit(
+        lambda x, n: x,
+        dims={"x": "batch embed"},
+        layout="batch: data; embed: model",
+        static_argnames="n",
+    )
+    with pytest.raises((TypeError, ValueError), match="hash"):
+        run(batch(), [1])
+
+
+def test_donated_buffers_are_deleted(jit):
+    step = jit(train, donate_argnames="params")
+    state, x = step(params(), batch())[0], jnp.asarray(batch())
+    again, _ = step(state, x)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not x.is_deleted()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(again))
+    step = jit(train, donate_argnums=0)
+    state = step(again, x)[0]
+    step(state, x)
+    assert state["up"].is_deleted()
+
+
+def test_nothing_is_donated_unasked(jit):
+    step = jit(train)
+    state, _ = step(params(), batch())
+    step(state, batch())
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+# -- the cache
+
+
+def test_cached_by_shape_and_dtype(jit):
+    traces = []
+
+    @jit(dims={"x": "batch embed"}, layout="batch: data; embed: model")
+    def fn(x):
+        traces.append(x.shape)
+        return x * 2
+
+    for n in (8, 8, 16, 8, 16):
+        np.testing.assert_array_equal(fn(batch(n)), batch(n) * 2)
+    assert len(traces) == len(set(traces)) == 2
+    fn(batch().astype(np.float16))
+    assert len(traces) == 3
+    fn.plan(batch())
+    fn.lower(batch())
+    fn.plan(jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    assert len(traces) == 3
+    fn.clear_cache()
+    fn(batch())
+    assert len(traces) == 4
+
+
+def test_cached_by_structure(jit):
+    traces = []
+
+    def fn(tree):
+        traces.append(None)
+        return jax.tree.map(lambda x: x + 1, tree)
+
+    run = jit(fn, dims={"tree*": "batch _"}, layout="batch: data")
+    assert jax.tree.structure(run({"a": batch()})) == jax.tree.structure({"a": 0})
+    assert jax.tree.structure(run([batch(), batch()])) == jax.tree.structure([0, 0])
+    run({"a": batch()})
+    assert len(traces) == 2
+
+
+def test_weak_types_are_told_apart(jit):
+    run = jit(lambda x, s: x * s, dims={"x": "batch embed"}, layout="batch: data; embed: model")
+    x = batch().astype(np.float16)
+    assert run(x, 2.0).dtype == jnp.float16
+    assert run(x, jnp.float32(2)).dtype == jnp.float32
+    assert run(x, 2.0).dtype == jnp.float16
+
+
+# -- lower, trace, eval_shape, plan
+
+
+def test_lower_compile_call(jit):
+    step = jit(train)
+    lowered = step.lower(params(), batch())
+    assert isinstance(lowered, jax.stages.Lowered)
+    assert "stablehlo" in lowered.as_text()
+    compiled = lowered.compile()
+    x = compiled.input_shardings[0]
+    arguments = jax.device_put((params(), batch()), x)
+    close(compiled(*arguments), train(params(), batch()))
+
+
+def test_lower_from_shapes_with_statics_and_donation(jit):
+    def fn(state, x, n, *, flip):
+        return jax.tree.map(lambda a: -a if flip else a * n, state), x
+
+    step = jit(
+        fn,
+        dims={"state/w": "embed mlp", "x": "batch embed"},
+        static_argnames=("n", "flip"),
+        donate_argnames="state",
+    )
+    w, x = jnp.ones((16, 32)), batch()
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ({"w": w}, x))
+    compiled = step.lower(*shapes, 3, flip=False).compile()
+    arguments = jax.device_put(
+        ({"w": w}, x), step.lower(*shapes, 3, flip=False).compile().input_shardings[0]
+    )
+    out, _ = compiled(*arguments)
+    np.testing.assert_array_equal(out["w"], w * 3)
+    assert arguments[0]["w"].is_deleted()
+
+
+def test_trace_and_eval_shape(jit):
+    step = jit(train)
+    traced = step.trace(params(), batch())
+    assert isinstance(traced, jax.stages.Traced)
+    want = jax.eval_shape(train, params(), batch())
+    for got in (traced.out_info, step.eval_shape(params(), batch())):
+        assert jax.tree.map(lambda s: (s.shape, s.dtype), got) == jax.tree.map(
+            lambda s: (s.shape, s.dtype), want
+        )
+
+
+def test_eval_shape_takes_static_arguments(jit):
+    run = jit(
+        lambda x, n: jnp.zeros((n,)) + x.sum(),
+        dims={"x": "batch embed"},
+        static_argnames="n",
+        layout="batch: data",
+    )
+    assert run.eval_shape(batch(), 3).shape == (3,)
+
+
+def test_it_can_be_called_inside_other_transformations(jit):
+    step = jit(loss)
+    want = jax.grad(loss)(params(), batch())
+    close(jax.jit(jax.grad(step))(params(), batch()), want)
+
+
+def test_plans_need_no_devices():
+    mesh = jax.sharding.AbstractMesh(
+        (512, 16), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    shapes = {
+        "up": jax.ShapeDtypeStruct((8192, 32768), jnp.bfloat16),
+        "down": jax.ShapeDtypeStruct((32768, 8192), jnp.bfloat16),
+    }
+    plan = mp.plan(
+        train,
+        shapes,
+        jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16),
+        mesh=mesh,
+        layout=LAYOUT,
+        dims=DIMS,
+    )
+    assert plan.held("params") == 2 * 8192 * 32768 * 2 / (512 * 16)
+
+
+# -- nnx
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(
+            16,
+            32,
+            rngs=rngs,
+            kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp")),
+        )
+        self.down = nnx.Linear(
+            32,
+            16,
+            rngs=rngs,
+            kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), ("mlp", "embed")),
+        )
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.down(nnx.relu(self.up(x)))
+
+
+def nnx_step(model, optimizer, x):
+    value, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def make():
+    model = Net(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+
+def test_nnx_modules_are_updated_in_place(mesh):
+    with nnx.use_eager_sharding(False):
+        model, optimizer = make()
+        same, same_optimizer = make()
+    step = mp.jit(nnx_step, mesh=mesh, layout=LAYOUT, dims={"x": "batch embed"})
+    kernel, up = model.up.kernel, model.up
+    reference = nnx.jit(nnx_step)
+    for _ in range(3):
+        value = step(model, optimizer, batch())
+        want = reference(same, same_optimizer, batch())
+        np.testing.assert_allclose(value, want, rtol=1e-5)
+    assert model.up is up
+    assert model.up.kernel is kernel
+    assert model.calls[...] == 3
+    assert optimizer.step[...] == 3
+    assert model.up.kernel[...].sharding.spec == P("data", "model")
+    mu = (
+        optimizer.opt_state[0].mu.up.kernel[...]
+        if hasattr(optimizer.opt_state[0].mu, "up")
+        else None
+    )
+    assert mu is None or mu.sharding.spec == P("data", "model")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+        nnx.to_pure_dict(nnx.state(same, nnx.Param)),
+    )
+
+
+def test_nnx_caches(mesh):
+    traces = []
+
+    def fn(model, x):
+        traces.append(None)
+        return model(x)
+
+    with nnx.use_eager_sharding(False):
+        model = Net(nnx.Rngs(0))
+    run = mp.jit(fn, mesh=mesh, layout=LAYOUT, dims={"x": "batch embed"})
+    for _ in range(3):
+        run(model, batch())
+    assert len(traces) == 1
+    plan = run.plan(model, batch())
+    assert len(traces) == 1
+    assert model.calls[...] == 3
+    assert {h.path: h.dims for h in plan.inputs}["model/up/kernel"] == "embed mlp"
+
+
+def test_nnx_modules_are_born_sharded(mesh):
+    init = mp.init(make, mesh=mesh, layout=LAYOUT)
+    model, optimizer = init()
+    assert isinstance(model, Net)
+    assert model.up.kernel[...].sharding.spec == P("data", "model")
+    with nnx.use_eager_sharding(False):
+        want, _ = make()
+    np.testing.assert_allclose(model.up.kernel[...], want.up.kernel[...], rtol=1e-6)
+    step = mp.jit(nnx_step, mesh=mesh, layout=LAYOUT, dims={"x": "batch embed"})
+    assert np.isfinite(step(model, optimizer, batch()))
+
+
+# -- init
+
+
+def test_init_makes_what_create_makes(mesh):
+    opt = optax.adamw(1e-3)
+
+    def create(key):
+        w = {"up": jax.random.normal(key, (16, 32)), "down": jnp.zeros((32, 16))}
+        return {"params": w, "opt_state": opt.init(w)}
+
+    init = mp.init(
+        create,
+        mesh=mesh,
+        layout=LAYOUT,
+        dims={"params/up": "embed mlp", "params/down": "mlp embed"},
+    )
+    state = init(jax.random.key(3))
+    close(state, create(jax.random.key(3)))
+    adam = state["opt_state"][0]
+    for tree in (state["params"], adam.mu, adam.nu):
+        assert tree["up"].sharding.spec == P("data", "model")
+        assert tree["down"].sharding.spec == P("model", "data")

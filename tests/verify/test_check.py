@@ -1,0 +1,409 @@
+"""``mp.check``: equal runs pass, rounding that the program blows up is explained, a wrong op is named with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import Mesh
+
+import meshpar as mp
+from meshpar import api
+from meshpar.errors import CheckError, DivisibilityError
+from meshpar.verify.check import _copies, _default_meshes, _each_layout, check, compare, flatten
+
+EMBED, MLP, BATCH = 16, 32, 8
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+DIMS = {"*params/w1": "embed mlp", "*params/b1": "mlp", "*params/w2": "mlp embed", "x": "batch embed"}
+LAYOUTS = {
+    "dp": "batch: data",
+    "megatron": "batch: data; mlp: model",
+    "fsdp": "batch: data; embed: data",
+    "fsdp+megatron": "batch: data; mlp: model; embed: data",
+}
+MESHES = ("data=1, model=8", "data=2, model=4", "data=2, model=2, idle=2")
+
+State = dict[str, Any]
+Hook = Callable[[Any, list[Any]], list[Any]]
+
+
+def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    h = jnp.tanh(x @ params["w1"] + params["b1"])
+    return jnp.mean((h @ params["w2"] - x) ** 2)
+
+
+def step(state: State, x: jax.Array) -> tuple[State, jax.Array]:
+    value, grads = jax.value_and_grad(loss)(state["params"], x)
+    updates, opt = OPTIMIZER.update(grads, state["opt_state"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt}, value
+
+
+@pytest.fixture(scope="module")
+def state() -> State:
+    a, b = jax.random.split(jax.random.key(0))
+    params = {
+        "w1": jax.random.normal(a, (EMBED, MLP)) / 4,
+        "b1": jnp.zeros(MLP),
+        "w2": jax.random.normal(b, (MLP, EMBED)) / 4,
+    }
+    return {"params": params, "opt_state": OPTIMIZER.init(params)}
+
+
+@pytest.fixture(scope="module")
+def x() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((BATCH, EMBED)).astype(np.float32)
+
+
+def break_lowering(
+    monkeypatch: pytest.MonkeyPatch, hook: Hook, when: Callable[[Any], bool] = lambda plan: True
+) -> None:
+    """Make the lowering wrong: the hook sees every top-level op with its results, and may change them."""
+    right = api.lower_to_jit
+
+    def run(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("jit", "pjit"):
+                ins = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+                outs = run(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, ins)
+            else:
+                names = [v for v in eqn.invars if not isinstance(v, Literal)]
+                one = jaxpr.replace(constvars=[], invars=names, eqns=[eqn], outvars=eqn.outvars)
+                outs = hook(eqn, jaxpr_as_fun(ClosedJaxpr(one, ()))(*[env[v] for v in names]))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+    def wrong(plan: Any, mesh: Mesh) -> Any:
+        flat, ins, outs = right(plan, mesh)
+
+        def broken(*xs: Any) -> list[Any]:
+            closed = jax.make_jaxpr(flat)(*xs)
+            return run(closed.jaxpr, closed.consts, xs)
+
+        return (broken if when(plan) else flat), ins, outs
+
+    monkeypatch.setattr(api, "lower_to_jit", wrong)
+
+
+def scale_weight_gradient(eqn: Any, outs: list[Any]) -> list[Any]:
+    """1 % too much for the gradient of ``w2``: the contraction over the batch."""
+    if eqn.primitive.name == "dot_general" and set(outs[0].shape) == {EMBED, MLP}:
+        return [1.01 * outs[0]]
+    return outs
+
+
+# -- equal
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_train_step_is_equal_on_every_mesh(state: State, x: np.ndarray, layout: str) -> None:
+    meshes = [m if "model" in layout else m.replace("model", "idle_too") for m in MESHES]
+    report = check(step, state, x, layouts=layout, meshes=meshes, dims=DIMS)
+    assert report.ok
+    assert [r.leaves for r in report.rows] == [len(jax.tree.leaves(state)) + 1] * 3
+    assert all(r.difference < 1e-5 and r.explained == () for r in report.rows)
+    assert "3 of 3 runs equal" in str(report)
+
+
+def test_default_meshes_fit_the_axes_of_the_layout() -> None:
+    def shapes(layout: str) -> list[dict[str, int]]:
+        return [dict(m.shape) for m in _default_meshes(mp.Layout(layout))]
+
+    assert shapes("batch: data; mlp: model") == [
+        {"data": 1, "model": 8}, {"data": 2, "model": 4}, {"data": 2, "model": 2, "idle": 2},
+    ]  # fmt: skip
+    assert shapes("batch: data") == [{"data": 8}, {"data": 4, "idle": 2}, {"data": 2, "idle": 4}]
+    assert shapes("a: x; b: y; c: z") == [{"x": 1, "y": 8, "z": 1}, {"x": 2, "y": 4, "z": 1}, {"x": 2, "y": 2, "z": 2}]
+    assert shapes("batch: idle") == [{"idle": 8}, {"idle": 4, "idle_0": 2}, {"idle": 2, "idle_0": 4}]
+    assert shapes("") == [{"idle": 8}]
+
+
+def test_default_meshes_that_do_not_divide_are_skipped_and_listed() -> None:
+    def double(x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    four, three = np.ones((4, 3), np.float32), np.ones((3, 3), np.float32)
+    report = check(double, four, layouts="batch: data", dims={"x": "batch _"})
+    assert report.ok
+    assert [m for m, _, _ in report.skipped] == ["data=8"]
+    assert "dim `batch` of size 4 does not divide over data=8" in str(report)
+    with pytest.raises(DivisibilityError):
+        check(double, four, layouts="batch: data", dims={"x": "batch _"}, mesh="data=8")
+    with pytest.raises(DivisibilityError):
+        check(double, three, layouts="batch: data", dims={"x": "batch _"})
+
+
+def test_layouts_may_be_one_or_several_or_a_rule_list() -> None:
+    rules = [("batch", "data"), ("embed", None)]
+    assert [str(x) for x in _each_layout("batch: data")] == ["batch: data"]
+    assert [str(x) for x in _each_layout(["batch: data", "a: b"])] == ["batch: data", "a: b"]
+    assert _each_layout(rules) == [mp.Layout(rules)]
+    assert _each_layout([rules, "batch: data"]) == [mp.Layout(rules), mp.Layout("batch: data")]
+
+
+def test_donated_and_static_arguments(x: np.ndarray) -> None:
+    kept = jnp.asarray(x)
+
+    def run(x: jax.Array, power: int) -> jax.Array:
+        return x**power
+
+    donating = jax.jit(run, donate_argnums=0, static_argnums=1)
+    report = check(donating, kept, 3, layouts="batch: data", mesh="data=8", dims={"x": "batch _"}, static_argnums=1)
+    assert report.ok
+    assert not kept.is_deleted()
+    sharded = mp.jit(run, mesh=mp.mesh("data=8"), layout="batch: data", dims={"x": "batch _"}, static_argnums=1)
+    assert sharded.check(kept, 3).ok
+    assert check(sharded, kept, 3, layouts="batch: data", mesh="data=4, idle=2").ok
+
+
+def test_arguments_that_are_sharded_already(x: np.ndarray) -> None:
+    lies = jax.device_put(x, jax.NamedSharding(mp.mesh("other=8"), jax.P(None, "other")))
+    assert check(jnp.tanh, lies, layouts="batch: data", mesh="data=4, idle=2", dims={"*": "batch _"}).ok
+    assert not lies.is_deleted()
+
+
+# -- keys and nnx
+
+
+def test_keys_and_random_bits_are_equal() -> None:
+    def sample(key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        key, use = jax.random.split(key)
+        keep = jax.random.bernoulli(use, 0.5, x.shape)
+        return key, jnp.where(keep, x, 0), keep
+
+    x = np.ones((8, 16), np.float32)
+    report = check(sample, jax.random.key(1), x, layouts="batch: data", mesh="data=4, idle=2", dims={"x": "batch _"})
+    assert report.ok
+    assert report.rows[0].leaves == 3
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        def init(*dims: str) -> Any:
+            return nnx.with_partitioning(nnx.initializers.lecun_normal(), dims)
+
+        self.up = nnx.Linear(EMBED, MLP, use_bias=False, kernel_init=init("embed", "mlp"), rngs=rngs)
+        self.down = nnx.Linear(MLP, EMBED, use_bias=False, kernel_init=init("mlp", "embed"), rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.dropout(nnx.relu(self.up(x))))
+
+
+def train_net(model: Net, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+    value, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - x) ** 2))(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def test_nnx_state_is_compared_and_left_alone(x: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    with nnx.use_eager_sharding(False):
+        model = Net(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    before = np.asarray(model.up.kernel[...])
+
+    def run() -> Any:
+        return check(
+            train_net, model, optimizer, x, mesh=MESHES[2], layouts=LAYOUTS["fsdp+megatron"],
+            dims={"x": "batch embed"}, raises=False,
+        )  # fmt: skip
+
+    report = run()
+    assert report.ok, str(report)
+    state = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
+    assert report.rows[0].leaves == len(state) + 1  # and the loss
+    assert np.array_equal(model.up.kernel[...], before)
+
+    break_lowering(monkeypatch, scale_weight_gradient)
+    report = run()
+    assert not report.ok
+    assert report.rows[0].error is not None
+    assert "model/" not in report.rows[0].explained
+    assert "dot_general" in str(report.rows[0].error)
+
+
+# -- explained
+
+
+def attention_step(params: dict[str, jax.Array], opt: Any, x: jax.Array) -> Any:
+    def loss(p: dict[str, jax.Array]) -> jax.Array:
+        q = jnp.einsum("bse,ehk->bshk", x, p["query"])
+        k = jnp.einsum("bse,ehk->bshk", x, p["query"]) + p["key_bias"]
+        w = jax.nn.softmax(jnp.einsum("bqhk,bthk->bhqt", q, k))
+        return jnp.mean(jnp.einsum("bhqt,bthk->bqhk", w, q) ** 2)
+
+    updates, opt = OPTIMIZER.update(jax.grad(loss)(params), opt, params)
+    return {"params": optax.apply_updates(params, updates), "opt": opt}
+
+
+def attention_case() -> tuple[Any, dict[str, str]]:
+    params = {"query": jax.random.normal(jax.random.key(2), (EMBED, 2, 8)) / 4, "key_bias": jnp.zeros((2, 8))}
+    x = np.random.default_rng(3).standard_normal((BATCH, 6, EMBED)).astype(np.float32)
+    dims = {"*query": "embed heads head_dim", "*key_bias": "heads head_dim", "x": "batch seq embed"}
+    return (params, OPTIMIZER.init(params), x), dims
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, dims = attention_case()
+    layout, mesh = "batch: data; heads: model", "data=2, model=2, idle=2"
+    report = check(attention_step, *args, layouts=layout, mesh=mesh, dims=dims)
+    assert report.ok
+    explained = report.rows[0].explained
+    assert explained
+    assert all(path.endswith("key_bias") for path in explained)
+
+    def wrong_update(eqn: Any, outs: list[Any]) -> list[Any]:
+        """Adam's square root is off for the bias: that its gradient is rounding is no excuse."""
+        return [1.5 * outs[0]] if eqn.primitive.name == "sqrt" and outs[0].shape == (2, 8) else outs
+
+    break_lowering(monkeypatch, wrong_update)
+    with pytest.raises(CheckError, match=r"first op that goes wrong: sqrt → float32\[2, 8\]"):
+        check(attention_step, *args, layouts=layout, mesh=mesh, dims=dims)
+
+
+# -- caught
+
+
+def test_a_wrong_gradient_is_named_with_path_op_and_line(
+    state: State, x: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_lowering(monkeypatch, scale_weight_gradient)
+    layout = LAYOUTS["fsdp+megatron"]
+    with pytest.raises(CheckError) as caught:
+        check(step, state, x, layouts=layout, mesh=MESHES[2], dims=DIMS)
+    text, e = str(caught.value), caught.value
+    assert f"the layout `{layout}` changes `0/opt_state/1/0/mu/b1` on the mesh {MESHES[2]}" in text
+    assert e.path == "0/opt_state/1/0/mu/b1"
+    assert e.shape == (MLP,)
+    assert e.dims == "mlp"
+    assert "the first op that goes wrong: dot_general" in text
+    assert e.source is not None
+    assert e.source in text
+    assert "test_check.py:" in e.source
+    assert "(loss)" in e.source
+    assert "0.01 of the largest value" in text
+    assert "allowed: 1e-05" in text
+    assert "results differ: 0/opt_state/1/0/mu/b1, " in text
+
+
+def test_a_wrong_sum_is_seen_in_every_leaf_that_it_reaches(
+    state: State, x: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipping and Adam hide the scale of a gradient from the parameters, not from the moments."""
+
+    def drop_sum(eqn: Any, outs: list[Any]) -> list[Any]:
+        hit = eqn.primitive.name == "reduce_sum" and outs[0].shape == ()
+        return [outs[0] / 2] if hit else outs
+
+    break_lowering(monkeypatch, drop_sum)
+    report = check(step, state, x, layouts=LAYOUTS["dp"], mesh="data=4, idle=2", dims=DIMS, raises=False)
+    (row,) = report.rows
+    assert not report.ok
+    assert row.error is not None
+    assert "reduce_sum → float32[]" in str(row.error)
+    assert "DIFFERS" in str(report)
+    assert str(row.error) in str(report)
+
+
+def test_a_wrong_integer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(x: jax.Array) -> dict[str, jax.Array]:
+        return {"mean": jnp.mean(x), "positive": jnp.sum(x > 0)}
+
+    x = np.random.default_rng(0).standard_normal((800, 4)).astype(np.float32)
+
+    def one_more(eqn: Any, outs: list[Any]) -> list[Any]:
+        return [o + 1 if o.dtype == jnp.int32 and eqn.primitive.name == "reduce_sum" else o for o in outs]
+
+    assert check(count, x, layouts="batch: data", mesh="data=8", dims={"x": "batch _"}).ok
+    break_lowering(monkeypatch, one_more)
+    with pytest.raises(
+        CheckError, match=r"changes `positive`.*\n.*largest difference 1 .*allowed: 0\n.*reduce_sum → int32\[\]"
+    ):
+        check(count, x, layouts="batch: data", mesh="data=8", dims={"x": "batch _"})
+
+
+def test_a_wrong_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+
+    def wrong(eqn: Any, outs: list[Any]) -> list[Any]:
+        return [1.001 * o for o in outs] if eqn.primitive.name == "scan" else outs
+
+    args = np.eye(8, dtype=np.float32)[None].repeat(3, 0), np.ones((8, 8), np.float32)
+    dims = {"w": "layers embed embed_out", "x": "batch embed"}
+    break_lowering(monkeypatch, wrong)
+    with (
+        pytest.raises(CheckError, match=r"goes wrong: scan .* at .*test_check.py:\d+.*\(layers\)"),
+        pytest.warns(mp.JoinWarning),
+    ):
+        check(layers, *args, layouts="batch: data", mesh="data=8", dims=dims)
+
+
+def test_a_difference_that_vanishes_when_all_values_are_returned(
+    state: State, x: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = len(jax.tree.leaves(state)) + 1
+    break_lowering(monkeypatch, scale_weight_gradient, when=lambda plan: len(plan.program.outputs) == leaves)
+    with pytest.raises(CheckError, match="the difference vanishes") as caught:
+        check(step, state, x, layouts=LAYOUTS["dp"], mesh="data=8", dims=DIMS)
+    assert caught.value.path == "0/opt_state/1/0/mu/b1"
+    assert caught.value.source is None
+
+
+def test_copies_that_differ_between_devices_are_seen() -> None:
+    mesh = mp.mesh("data=2, idle=4")
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    parts = [jnp.full(2, float(i == 5)) for i in range(8)]
+    placed = [jax.device_put(p, d) for p, d in zip(parts, mesh.devices.flat, strict=True)]
+    copies = list(_copies(jax.make_array_from_single_device_arrays((4,), sharding, placed)))
+    assert [c.tolist() for c in copies] == [[0, 0, 0, 0], [0, 0, 1, 1]]
+
+
+# -- the parts
+
+
+def test_compare() -> None:
+    f = np.float32
+    a = np.array([1, np.nan, np.inf, 100], f)
+    assert compare(a, a, 1e-5).ok
+    assert compare(a + np.array([0, 0, 0, 5e-4], f), a, 1e-5).ok
+    bad = compare(np.array([1, 2, np.inf, 100], f), a, 1e-5)
+    assert not bad.ok
+    assert bad.at == (1,)
+    assert not compare(np.array([1, np.nan, -np.inf, 100], f), a, 1e-5).ok
+    assert not compare(np.array([1e-9], f), np.array([0], f), 1e-5).ok
+    assert compare(np.zeros((0, 3), f), np.zeros((0, 3), f), 1e-5).ok
+    assert not compare(np.array([2**53 + 1]), np.array([2**53 + 2]), 1e-5).ok
+    assert not compare(np.array([True]), np.array([False]), 1e-5).ok
+    assert not compare(np.zeros(2, f), np.zeros(3, f), 1e-5).ok
+    half = np.array([1.0, 2.0], jnp.bfloat16)
+    assert compare(half, np.array([1.03, 2.0], jnp.bfloat16), 1e-5).ok
+    assert not compare(2 * half, half, 1e-5).ok
+
+
+def test_flatten_inlines_calls_and_drops_what_is_not_used() -> None:
+    @jax.jit
+    def inner(x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x) + jnp.arange(4.0)
+
+    def outer(x: Any) -> jax.Array:
+        jnp.sin(x)
+        y = jax.checkpoint(inner)(inner(x))
+        return jax.lax.fori_loop(0, 2, lambda _, c: c * 2, y)
+
+    x = np.array([-1.0, 2, 3, -4], np.float32)
+    closed = jax.make_jaxpr(outer)(x)
+    flat = flatten(closed)
+    names = [e.primitive.name for e in flat.jaxpr.eqns]
+    assert "sin" not in names
+    assert not {"jit", "pjit", "checkpoint", "custom_jvp_call"} & set(names)
+    assert names.count("max") == 2
+    assert names.count("scan") + names.count("while") == 1
+    assert np.array_equal(jaxpr_as_fun(flat)(x)[0], outer(x))
