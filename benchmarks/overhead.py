@@ -25,8 +25,9 @@ from rich.table import Table
 import meshpar as mp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from lm.model import Config, Transformer
 from train_lm import LAYOUTS, adamw, loss_of
+
+from lm.model import Config, Transformer
 
 RULES = LAYOUTS["fsdp+megatron"]
 
@@ -170,9 +171,9 @@ def lower_times(layers: int, rounds: int) -> tuple[float, float, float]:
                 alone.append(time.perf_counter() - began)
             else:
                 everywhere = NamedSharding(mesh, P())
-                jax.jit(
-                    fresh, in_shardings=(shardings, batch), out_shardings=(shardings, everywhere)
-                ).lower(state, tokens)
+                jax.jit(fresh, in_shardings=(shardings, batch), out_shardings=(shardings, everywhere)).lower(
+                    state, tokens
+                )
                 hand.append(time.perf_counter() - began)
     return statistics.median(ours), statistics.median(hand), statistics.median(alone)
 
@@ -187,7 +188,9 @@ def main() -> None:
     for column in ("", "mp.jit", "jax.jit by hand", "ratio", "aim"):
         table.add_column(column, justify="right" if column else "left")
     ours, hand, alone = lower_times(args.layers, 3)
-    table.add_row(f"trace + lower, {args.layers} layers unrolled", f"{ours:.2f} s", f"{hand:.2f} s", f"{ours / hand:.2f}", "≤ 1.5")
+    table.add_row(
+        f"trace + lower, {args.layers} layers unrolled", f"{ours:.2f} s", f"{hand:.2f} s", f"{ours / hand:.2f}", "≤ 1.5"
+    )
     table.add_row("  of that, plan again (claims only)", f"{alone:.2f} s", "", "", "")
     ours, hand, apart = step_times(args.rounds)
     table.add_row("step of train_lm", f"{1e3 * ours:.2f} ms", f"{1e3 * hand:.2f} ms", f"{ours / hand:.3f}", "≤ 1.02")

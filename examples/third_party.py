@@ -53,7 +53,7 @@ def gpt2(layers: int = 2, embed: int = 64) -> Case:
     def loss_of(params: Any, batch: Any) -> jax.Array:
         tokens = batch["tokens"]
         mask = jnp.ones_like(tokens)
-        (logits,) = model.apply({"params": params}, tokens, mask, batch["positions"], return_dict=False)
+        logits = model.apply({"params": params}, tokens, mask, batch["positions"], return_dict=False)[0]
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
     def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:

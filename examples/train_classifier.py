@@ -56,9 +56,7 @@ def conv(features: int, dims: tuple[str, ...]) -> nn.Conv:
     return nn.Conv(features, (3, 3), kernel_init=init, bias_init=bias)
 
 
-def dense(
-    features: int, dims: tuple[str, ...], axis: int | tuple[int, ...] = -1
-) -> nn.DenseGeneral:
+def dense(features: int, dims: tuple[str, ...], axis: int | tuple[int, ...] = -1) -> nn.DenseGeneral:
     init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), dims)
     bias = nn.with_logical_partitioning(nn.initializers.zeros, dims[-1:])
     return nn.DenseGeneral(features, axis=axis, kernel_init=init, bias_init=bias)
@@ -70,9 +68,7 @@ def create_state(key: jax.Array) -> TrainState:
     return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(2e-3))
 
 
-def train_step(
-    state: TrainState, images: jax.Array, labels: jax.Array
-) -> tuple[TrainState, jax.Array]:
+def train_step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[TrainState, jax.Array]:
     def loss_of(params):
         logits = state.apply_fn({"params": params}, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -107,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
             losses.append(float(loss))
         accuracy = int(test(state, *held_out)) / TEST_IMAGES
         console.print(
-            f"epoch {epoch}/{args.epochs}  loss {statistics.fmean(losses[before:]):.3f}  "
-            f"test accuracy {accuracy:.1%}"
+            f"epoch {epoch}/{args.epochs}  loss {statistics.fmean(losses[before:]):.3f}  test accuracy {accuracy:.1%}"
         )
     return Result(losses, accuracy)
 
@@ -135,9 +130,7 @@ def shuffled_batches(images: np.ndarray, labels: np.ndarray, seed: int) -> Itera
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--mesh", help='mesh axes and sizes (default "data=4, model=2" on 8 devices)')
     add("--layout", default=LAYOUT, help="rules that split the dims over the axes (%(default)s)")

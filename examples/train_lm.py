@@ -50,9 +50,7 @@ class Result:
     held_out_bits_per_byte: float
 
 
-def loss_of(
-    model: Transformer, inputs: jax.Array, targets: jax.Array, key: jax.Array | None = None
-) -> jax.Array:
+def loss_of(model: Transformer, inputs: jax.Array, targets: jax.Array, key: jax.Array | None = None) -> jax.Array:
     logits = model(inputs, key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
@@ -72,9 +70,7 @@ def train_step(
 
 def adamw(peak_rate: float, steps: int) -> optax.GradientTransformation:
     warmup = min(20, steps // 5)
-    rate = optax.warmup_cosine_decay_schedule(
-        peak_rate / 10, peak_rate, warmup, steps, end_value=peak_rate / 20
-    )
+    rate = optax.warmup_cosine_decay_schedule(peak_rate / 10, peak_rate, warmup, steps, end_value=peak_rate / 20)
     update = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
     return optax.chain(optax.clip_by_global_norm(1.0), update)
 
@@ -82,9 +78,9 @@ def adamw(peak_rate: float, steps: int) -> optax.GradientTransformation:
 def main(argv: Sequence[str] | None = None) -> Result:
     args = parse(argv)
     mp.virtual_devices(8)  # concerns the CPU alone: GPUs and TPUs are used as they are
-    mesh = mp.mesh(args.mesh or default_mesh())
     preset = args.layout in LAYOUTS
     rules = LAYOUTS[args.layout] if preset else args.layout
+    mesh = mp.mesh(args.mesh or default_mesh(rules))
     layout = mp.Layout(rules)
     text = read_stdlib()
     console = Console(highlight=False, soft_wrap=True)
@@ -141,8 +137,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
     return Result(losses, typical(rates), bits)
 
 
-def default_mesh() -> str:
-    """`data=4, model=2` on 8 devices; what is there on others."""
+def default_mesh(rules: str) -> str:
+    """All devices; in pairs along `model` if the rules name it: data=4, model=2 where there are 8."""
+    if "model" not in rules:
+        return "data=-1"
     return f"data=-1, model={2 if jax.device_count() % 2 == 0 else 1}"
 
 
@@ -155,13 +153,12 @@ def progress_bar(console: Console, steps: int) -> Progress:
         TextColumn("{task.description:<9}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        TextColumn("{task.fields[now]}"),
         TimeRemainingColumn(),
         TextColumn("left"),
         console=console,
     )
-    progress.add_task("compiling", total=steps, start=False, loss=math.nan, rate=0)
+    progress.add_task("compiling", total=steps, start=False, now="")
     return progress
 
 
@@ -171,10 +168,10 @@ def show(progress: Progress, losses: list[float], rates: list[float]) -> None:
     number, total = len(losses), int(task.total or 0)
     if number == 1:
         progress.start_task(task.id)  # only now, so that compiling does not count as time a step
-    loss, rate = losses[-1], typical(rates)
-    progress.update(task.id, completed=number, description="training", loss=loss, rate=rate)
+    now = f"loss {losses[-1]:.3f}  {typical(rates):,.0f} tokens/s"
+    progress.update(task.id, completed=number, description="training", now=now)
     if not progress.console.is_terminal and number % max(1, total // 20) == 0:
-        progress.print(f"step {number}/{total}  loss {loss:.3f}  {rate:,.0f} tokens/s")
+        progress.print(f"step {number}/{total}  {now}")
 
 
 def typical(rates: list[float]) -> float:
@@ -188,11 +185,9 @@ def metrics_line(losses: list[float], rates: list[float], **more: float) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--mesh", help='mesh axes and sizes (default "data=4, model=2" on 8 devices)')
+    add("--mesh", help='axes and sizes, such as "data=4, model=2" (default: all devices)')
     add(
         "--layout",
         type=preset_or_rules,

@@ -267,3 +267,10 @@ def is_graph_node(x: Any) -> bool:
     from flax.nnx import graphlib
 
     return isinstance(x, nnx.Variable) or graphlib.is_graph_node(x)
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether a value is being traced (inside ``jax.jit``, ``jax.grad``)."""
+    from jax.core import Tracer
+
+    return isinstance(x, Tracer)

@@ -39,18 +39,14 @@ def read_stdlib(root: Path | None = None) -> Corpus:
     return Corpus(np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), len(names))
 
 
-def training_batches(
-    text: np.ndarray, batch: int, seq: int, seed: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def training_batches(text: np.ndarray, batch: int, seq: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Windows at random places, without end: (inputs, targets), each int32 [batch, seq]."""
     rng = np.random.default_rng(seed)
     while True:
         yield _windows(text, rng.integers(0, len(text) - seq, batch), seq)
 
 
-def held_out_batches(
-    text: np.ndarray, batch: int, seq: int, count: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def held_out_batches(text: np.ndarray, batch: int, seq: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """The same `count` batches of windows each time, spread evenly over the text."""
     starts = np.linspace(0, len(text) - seq - 1, count * batch).astype(int)
     return [_windows(text, some, seq) for some in np.split(starts, count)]

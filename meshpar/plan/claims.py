@@ -185,7 +185,7 @@ def spec_of(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> S
 
 
 def _scopes(program: Program, layout: Layout) -> dict[int, tuple[str, ...]]:
-    """The scopes of every value: those of the inputs and outputs, spread over elementwise ops to values that have none of their own.
+    """The scopes of every value: those of the inputs and outputs, spread over elementwise ops to values without any.
 
     Optimizer state spreads through any op all of whose arrays are in its scope (factored moments, Newton-Schulz).
     """
@@ -214,25 +214,25 @@ def _scopes(program: Program, layout: Layout) -> dict[int, tuple[str, ...]]:
             if ins:
                 through.append((ins, [id(v) for v in op.outs if v.shape]))
     owned = {id(v) for v in (*program.inputs, *program.outputs) if v.kind is not None or seeds.get(id(v))}
-    out: dict[int, set[str]] = {i: set(s) for i, s in seeds.items() if s}
+    found: dict[int, set[str]] = {i: set(s) for i, s in seeds.items() if s}
     changed = True
     while changed:
         changed = False
         for scope in dict.fromkeys(r.scope for r in layout.rules if r.scope):
-            todo = [i for i, s in out.items() if scope in s]
+            todo = [i for i, s in found.items() if scope in s]
             while todo:
                 for j in links.get(todo.pop(), ()):
-                    if j not in owned and scope not in out.setdefault(j, set()):
-                        out[j].add(scope)
+                    if j not in owned and scope not in found.setdefault(j, set()):
+                        found[j].add(scope)
                         todo.append(j)
         if "opt" in layout_scopes(layout):
             for ins, outs in through:
-                if all("opt" in out.get(i, ()) for i in ins):
+                if all("opt" in found.get(i, ()) for i in ins):
                     for j in outs:
-                        if j not in owned and "opt" not in out.setdefault(j, set()):
-                            out[j].add("opt")
+                        if j not in owned and "opt" not in found.setdefault(j, set()):
+                            found[j].add("opt")
                             changed = True
-    return {i: tuple(sorted(s)) for i, s in out.items() if s}
+    return {i: tuple(sorted(s)) for i, s in found.items() if s}
 
 
 def layout_scopes(layout: Layout) -> set[str]:

@@ -250,8 +250,9 @@ class _Builder:
                 if any(n != NONE for n in indices.nodes):
                     groups.setdefault((indices.nodes, u.size[node]), []).append((node, op))
                 made = indices.op
-                passes = made is not None and made.name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
-                indices = made.ins[0] if passes else None
+                if made is None or made.name not in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
+                    break
+                indices = made.ins[0]
         for found in groups.values():
             named = [node for node, _ in found if u.names_now(node)]
             if len({frozenset(u.names_now(node)) for node in named}) == 1:
@@ -333,7 +334,7 @@ def _call(get: Callable[[Any], Any]):
     """A body that runs once, on the operands as they are."""
 
     def handler(b: _Builder, op: Op) -> list[Value]:
-        jaxpr, consts = closed_parts(get(op.eqn.params))
+        jaxpr, _consts = closed_parts(get(op.eqn.params))
         frame = Frame(jaxpr, op)
         op.frames = [frame]
         _bind_consts(b, frame)

@@ -23,6 +23,7 @@ def run(tmp_path_factory):
     return result, [json.loads(line) for line in metrics.read_text().splitlines()], picture
 
 
+@pytest.mark.slow
 def test_loss_falls(run):
     result, _, _ = run
     assert len(result.losses) == 8
@@ -30,6 +31,7 @@ def test_loss_falls(run):
     assert result.losses[-1] < 0.8 * result.losses[0]
 
 
+@pytest.mark.slow
 def test_metrics_have_a_line_for_every_step(run):
     result, lines, _ = run
     assert [line["step"] for line in lines] == list(range(1, 9))
@@ -40,6 +42,7 @@ def test_metrics_have_a_line_for_every_step(run):
     assert 1 < result.held_out_bits_per_byte < 8
 
 
+@pytest.mark.slow
 def test_picture_shows_a_curve(run):
     _, _, picture = run
     pixels = matplotlib.image.imread(picture)[..., :3]
@@ -49,13 +52,12 @@ def test_picture_shows_a_curve(run):
     assert ((red > 0.7) & (green < 0.3)).sum() > 100  # the held-out mark
 
 
+@pytest.mark.slow
 def test_another_layout_gives_the_same_losses(run):
     result, _, _ = run
-    other = train_lm.main([*TINY, "--layout", "dp", "--mesh", "data=8", "--picture", ""])
+    other = train_lm.main([*TINY, "--layout", "dp", "--picture", ""])
     np.testing.assert_allclose(other.losses, result.losses, rtol=1e-4)
-    np.testing.assert_allclose(
-        other.held_out_bits_per_byte, result.held_out_bits_per_byte, rtol=1e-4
-    )
+    np.testing.assert_allclose(other.held_out_bits_per_byte, result.held_out_bits_per_byte, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,12 @@ def test_bad_flags_are_explained(flags, words, capsys):
 def test_what_cannot_be_laid_out_is_explained(flags, error, words):
     with pytest.raises(error, match=words):
         train_lm.main([*TINY, *flags, "--picture", ""])
+
+
+def test_the_default_mesh_has_the_axes_of_the_rules():
+    assert dict(mp.mesh(train_lm.default_mesh(train_lm.LAYOUTS["fsdp"])).shape) == {"data": 8}
+    megatron = mp.mesh(train_lm.default_mesh(train_lm.LAYOUTS["megatron"]))
+    assert dict(megatron.shape) == {"data": 4, "model": 2}
 
 
 def test_text_is_split_by_file(tmp_path):

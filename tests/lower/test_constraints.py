@@ -25,11 +25,11 @@ def assert_same(fn, args, mesh, layout, dims, tolerance=1e-5):
 
 
 CONVS = {
-    "plain": dict(features=(4, 8), groups=1, stride=1, padding="SAME"),
-    "strided": dict(features=(4, 8), groups=1, stride=2, padding="SAME"),
-    "valid": dict(features=(4, 8), groups=1, stride=1, padding="VALID"),
-    "grouped": dict(features=(8, 16), groups=4, stride=1, padding="SAME"),
-    "depthwise": dict(features=(8, 8), groups=8, stride=1, padding="SAME"),
+    "plain": {"features": (4, 8), "groups": 1, "stride": 1, "padding": "SAME"},
+    "strided": {"features": (4, 8), "groups": 1, "stride": 2, "padding": "SAME"},
+    "valid": {"features": (4, 8), "groups": 1, "stride": 1, "padding": "VALID"},
+    "grouped": {"features": (8, 16), "groups": 4, "stride": 1, "padding": "SAME"},
+    "depthwise": {"features": (8, 8), "groups": 8, "stride": 1, "padding": "SAME"},
 }
 
 
@@ -177,7 +177,8 @@ def test_an_explicit_spec_overrides_the_claims():
     assert out.sharding.spec == jax.sharding.PartitionSpec(None, "data")
     np.testing.assert_array_equal(out, x * 2)
     moved = [c for c in step.plan(x).collectives if c.op == "all-to-all"]
-    assert len(moved) == 1 and moved[0].axes == ("data",)
+    assert len(moved) == 1
+    assert moved[0].axes == ("data",)
 
 
 def test_state_is_born_sharded():

@@ -75,9 +75,9 @@ def in_layers(plan, op=None, dims=None):
     """Collectives that run once in every layer, as (op, axes, dims) → executions a layer."""
     found = Counter()
     for c in plan.collectives:
-        if c.count and c.count % LAYERS == 0 and c.count >= LAYERS and (op is None or c.op == op):
-            if dims is None or dims in c.dims:
-                found[c.op, "+".join(c.axes), c.dims] += c.count // LAYERS
+        each = c.count is not None and c.count >= LAYERS and c.count % LAYERS == 0
+        if each and op in (None, c.op) and (dims is None or dims in c.dims):
+            found[c.op, "+".join(c.axes), c.dims] += c.count // LAYERS
     return found
 
 

@@ -15,9 +15,11 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import Mesh
 
 import meshpar as mp
-from meshpar import api
 from meshpar.errors import CheckError, DivisibilityError
-from meshpar.verify.check import _copies, _default_meshes, _each_layout, check, compare, flatten
+from meshpar.lower import LOWERINGS
+from meshpar.verify.again import flatten
+from meshpar.verify.check import _default_meshes, _each_layout, check
+from meshpar.verify.numbers import compare, copies
 
 EMBED, MLP, BATCH = 16, 32, 8
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -65,7 +67,7 @@ def break_lowering(
     monkeypatch: pytest.MonkeyPatch, hook: Hook, when: Callable[[Any], bool] = lambda plan: True
 ) -> None:
     """Make the lowering wrong: the hook sees every top-level op with its results, and may change them."""
-    right = api.lower_to_jit
+    right = LOWERINGS["jit"]
 
     def run(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
@@ -89,7 +91,7 @@ def break_lowering(
 
         return (broken if when(plan) else flat), ins, outs
 
-    monkeypatch.setattr(api, "lower_to_jit", wrong)
+    monkeypatch.setitem(LOWERINGS, "jit", wrong)
 
 
 def scale_weight_gradient(eqn: Any, outs: list[Any]) -> list[Any]:
@@ -362,8 +364,8 @@ def test_copies_that_differ_between_devices_are_seen() -> None:
     sharding = jax.NamedSharding(mesh, jax.P("data"))
     parts = [jnp.full(2, float(i == 5)) for i in range(8)]
     placed = [jax.device_put(p, d) for p, d in zip(parts, mesh.devices.flat, strict=True)]
-    copies = list(_copies(jax.make_array_from_single_device_arrays((4,), sharding, placed)))
-    assert [c.tolist() for c in copies] == [[0, 0, 0, 0], [0, 0, 1, 1]]
+    found = list(copies(jax.make_array_from_single_device_arrays((4,), sharding, placed)))
+    assert [c.tolist() for c in found] == [[0, 0, 0, 0], [0, 0, 1, 1]]
 
 
 # -- the parts

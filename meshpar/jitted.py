@@ -1,0 +1,421 @@
+"""The function that ``mp.jit`` returns: it traces, names, plans, lowers and runs, once for every set of shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from ._compat import is_graph_node, is_tracer, without_gc
+from .arguments import name_state, selected_arguments, twins, with_statics
+from .dims import Dims, PathDims, fit_dims, near, path_matches
+from .errors import MeshError, PatternError
+from .flax import Leaf, capture_names, flatten_named
+from .layout import AnyMesh, Layout
+from .lower import LOWERINGS
+from .plan import Plan, make_plan
+from .program import Program, infer, trace
+
+
+class _Stale(Exception):
+    """The arguments no longer have the shapes that a compiled entry was made for."""
+
+
+@dataclass(eq=False, slots=True)
+class _Traced:
+    """A program with its trees, before any layout."""
+
+    program: Program
+    out_tree: Any
+    avals: tuple[Any, ...]
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A program lowered for one structure and one set of shapes of the arguments."""
+
+    in_tree: Any
+    statics: tuple[Any, ...]
+    plan: Plan
+    run: Any
+    flat: Callable[..., list[Any]]
+    in_shardings: list[Any]
+    out_shardings: list[Any]
+    donate: tuple[int, ...]
+    out_tree: Any
+
+
+class Jitted:
+    """What :func:`meshpar.jit` returns: it is called, lowered and traced as the result of ``jax.jit`` is.
+
+    Attributes:
+      mesh, layout: what it was made with.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], mesh: AnyMesh, layout: Layout, dims: PathDims, *, lowering: str = "jit", strict: bool = False,
+        static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
+        donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
+        keep_unused: bool = False, compiler_options: Mapping[str, Any] | None = None, init: bool = False,
+    ):  # fmt: skip
+        functools.update_wrapper(self, fn)
+        self.fn, self.mesh, self.layout, self.dims = fn, mesh, layout, dims
+        self.lowering, self.strict, self.is_init = lowering, strict, init
+        self.keep_unused, self.compiler_options = keep_unused, compiler_options
+        try:
+            self.signature: inspect.Signature | None = inspect.signature(fn)
+        except (TypeError, ValueError):
+            self.signature = None
+        names = list(self.signature.parameters) if self.signature else []
+        kinds = {p.kind for p in self.signature.parameters.values()} if self.signature else set()
+        variadic = bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
+        self.static = selected_arguments(static_argnums, static_argnames, names, "static", variadic)
+        self.donated = selected_arguments(donate_argnums, donate_argnames, names, "donate", variadic)
+        self._entries: dict[Any, _Entry] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._traced: dict[Any, _Traced] = {}
+        self._last: _Entry | None = None
+        self._graph: bool | None = None
+
+    # -- what users call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._uses_graph(args, kwargs):
+            with self.pure(args, kwargs) as pure:
+                out = self.run(*pure)
+                _, _, result = nnx.from_tree(out, ctxtag=self, is_inner=False)
+            return result
+        return self.run(args, kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (arrays or ``ShapeDtypeStruct``); nothing runs, nothing is compiled."""
+        with self.pure(args, kwargs) as (pure, pure_kwargs):
+            return self._plan(pure, pure_kwargs)[0]
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lower for these arguments, as ``jax.jit(f).lower`` does."""
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """Trace for these arguments, as ``jax.jit(f).trace`` does."""
+        with self.pure(args, kwargs) as (pure, pure_kwargs):
+            entry = self.entry(pure, pure_kwargs)
+            dynamic, statics = self.split(pure, pure_kwargs)
+            leaves, _ = jax.tree.flatten(dynamic)
+            placed = iter(
+                jax.ShapeDtypeStruct(
+                    np.shape(x), jax.dtypes.result_type(x) if not hasattr(x, "dtype") else x.dtype, sharding=s
+                )
+                for x, s in zip(leaves, entry.in_shardings, strict=True)
+            )
+            (call_args, call_kwargs) = jax.tree.map(lambda _: next(placed), dynamic)
+            positions = {k for k, _ in statics}
+            call_args = tuple(x for i, x in enumerate(call_args) if i not in positions)  # as jax.jit: statics are gone
+
+            def step(*a: Any, **k: Any) -> Any:
+                return jax.tree.unflatten(entry.out_tree, entry.flat(*jax.tree.leaves((a, k))))
+
+            step.__name__ = getattr(self.fn, "__name__", "step")
+            flat = set(entry.donate)
+            tree_donate = _prefix_donation((call_args, call_kwargs), flat)
+            jitted = jax.jit(
+                step, donate_argnums=tree_donate[0], donate_argnames=tree_donate[1], keep_unused=self.keep_unused
+            )
+            return jitted.trace(*call_args, **call_kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes and dtypes of the results."""
+        (dynamic, rest), statics = self.split(args, kwargs)
+
+        def fn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            args, kwargs = with_statics(args, kwargs, statics)
+            return self.fn(*args, **kwargs)
+
+        return jax.eval_shape(fn, dynamic, rest)
+
+    def check(self, *args: Any, **kwargs: Any) -> Any:
+        """Compare this layout with the unsharded run on these arguments; see :func:`meshpar.check`."""
+        from .verify.check import check
+
+        assert isinstance(self.mesh, Mesh)
+        return check(self, *args, kwargs=kwargs, meshes=[self.mesh], layouts=[self.layout], lowerings=[self.lowering])
+
+    def clear_cache(self) -> None:
+        """Forget compiled programs."""
+        self._entries.clear()
+        self._plans.clear()
+        self._traced.clear()
+        self._last = None
+
+    # -- arguments
+
+    def _uses_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self._graph is None or not self._graph:
+            found = (
+                any(is_graph_node(x) for x in jax.tree.leaves((args, kwargs), is_leaf=is_graph_node))
+                if (self._graph is None)
+                else any(map(is_graph_node, args))
+            )
+            self._graph = found
+        return self._graph or self.is_init
+
+    @contextlib.contextmanager
+    def pure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments as trees of arrays, while in this context: nnx objects are taken apart."""
+        if self._uses_graph(args, kwargs):
+            with nnx.update_context(self):
+                yield nnx.to_tree((args, kwargs), ctxtag=self)
+        else:
+            yield args, kwargs
+
+    def function(self, tree: Any, statics: tuple[Any, ...]) -> Callable[..., Any]:
+        """The function over flat arrays: it puts its arguments together, and takes apart what it updates and returns."""
+
+        def flat(*xs: Any) -> Any:
+            args, kwargs = with_statics(*jax.tree.unflatten(tree, xs), statics)
+            if not (self._graph or self.is_init):
+                return self.fn(*args, **kwargs)
+            args, kwargs = nnx.from_tree((args, kwargs), ctxtag=self, is_inner=True)
+            out = self.fn(*args, **kwargs)
+            kept = jax.tree.map(lambda x: x if is_graph_node(x) else None, (args, kwargs), is_leaf=is_graph_node)
+            return nnx.to_tree((*kept, out), ctxtag=self)
+
+        return flat
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+        """((dynamic args, dynamic kwargs), static ones)."""
+        if not self.static:
+            return (tuple(args), dict(kwargs)), ()
+        names = list(self.signature.parameters) if self.signature else []
+        statics: list[Any] = []
+        dynamic: list[Any] = []
+        for i, x in enumerate(args):
+            if i in self.static or (i < len(names) and names[i] in self.static):
+                statics.append((i, x))
+                dynamic.append(None)
+            else:
+                dynamic.append(x)
+        rest = {}
+        for k, x in kwargs.items():
+            if k in self.static:
+                statics.append((k, x))
+            else:
+                rest[k] = x
+        return (tuple(dynamic), rest), tuple(statics)
+
+    def _arg_name(self, i: int, count: int) -> str:
+        if self.signature is None:
+            return str(i)
+        params = list(self.signature.parameters.values())
+        for k, p in enumerate(params):
+            if p.kind is inspect.Parameter.VAR_POSITIONAL and i >= k:
+                return f"{p.name}/{i - k}"
+        return params[i].name if i < len(params) else str(i)
+
+    def _leaves(self, dynamic: tuple[Any, Any]) -> list[Leaf]:
+        args, kwargs = dynamic
+        out: list[Leaf] = []
+        for i, x in enumerate(args):
+            out += flatten_named(x, tuple(self._arg_name(i, len(args)).split("/")))
+        for k in sorted(kwargs):
+            out += flatten_named(kwargs[k], (k,))
+        return out
+
+    # -- programs, plans, entries
+
+    def _key(self, dynamic: Any, statics: tuple[Any, ...]) -> tuple[Any, list[Any], Any]:
+        leaves, tree = jax.tree.flatten(dynamic)
+        return (tree, statics, tuple(map(_signature, leaves))), leaves, tree
+
+    def _trace(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[_Traced, Any, list[Any], Any, tuple[Any, ...]]:
+        dynamic, statics = self.split(args, kwargs)
+        key, leaves, tree = self._key(dynamic, statics)
+        found = self._traced.get(key)
+        if found is None:
+            found = self._traced[key] = self._make_program(dynamic, statics, leaves, tree)
+        return found, key, leaves, tree, statics
+
+    def _make_program(self, dynamic: Any, statics: tuple[Any, ...], leaves: list[Any], tree: Any) -> _Traced:
+        named = self._leaves(dynamic)
+        if len(named) != len(leaves):
+            raise AssertionError("paths and leaves do not match")
+        used: set[str] = set()
+        annotations = [self._annotation(leaf, used) for leaf in named]
+
+        with capture_names(self.mesh.axis_names):
+            closed, shapes, out_leaves = trace(self.function(tree, statics), leaves)
+        results = self._results(shapes)
+        if len(results) != len(out_leaves):
+            raise AssertionError("paths and results do not match")
+        twin_of = twins(named, annotations)
+        out_annotations: list[Dims | None] = []
+        for leaf in results:
+            mine = self._annotation(leaf, used) if self.is_init else leaf.dims
+            twin = twin_of(leaf)
+            if twin is not None:
+                mine = mine or twin[1]
+                leaf.kind = leaf.kind or twin[0].kind
+            out_annotations.append(mine)
+        if self.is_init:
+            name_state(results, out_annotations)
+        self._check_patterns(used, [leaf.path for leaf in (*named, *(results if self.is_init else ()))])
+        with without_gc():
+            program = infer(
+                closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results]
+            )
+        for value, leaf in zip(program.inputs, named, strict=True):
+            value.kind = leaf.kind
+        for value, leaf in zip(program.outputs, results, strict=True):
+            value.kind = value.kind or leaf.kind
+        return _Traced(program, jax.tree.structure(shapes), tuple(closed.in_avals))
+
+    def _results(self, shapes: Any) -> list[Leaf]:
+        """The leaves of the results; updated arguments keep their own paths."""
+        if not (self._graph or self.is_init):
+            return flatten_named(shapes)
+        args, kwargs, out = shapes
+        return [*self._leaves((args, kwargs)), *flatten_named(out)]
+
+    def _annotation(self, leaf: Leaf, used: set[str]) -> Dims | None:
+        found = self.dims.match(leaf.path)
+        if found is None:
+            return leaf.dims
+        pattern, dims = found
+        used.add(pattern)
+        return fit_dims(dims, np.shape(leaf.value), path=leaf.path, origin=f"the pattern {pattern!r}")
+
+    def _check_patterns(self, used: set[str], paths: list[str]) -> None:
+        for pattern, _ in self.dims.items:
+            if pattern in used:
+                continue
+            shadow = next((p for p in paths if path_matches(pattern, p)), None)
+            if shadow is not None:
+                earlier = self.dims.match(shadow)
+                assert earlier is not None
+                raise PatternError(
+                    f"the dims= pattern {pattern!r} is never used: {earlier[0]!r} stands before it and matches the same tensors",
+                    path=shadow,
+                    fixes=["the first pattern that matches wins: put the narrower one first"],
+                )
+            raise PatternError(
+                f"the dims= pattern {pattern!r} matches no tensor",
+                path=pattern,
+                fixes=[f"did you mean {' or '.join(map(repr, near(pattern, paths)))}?"] * bool(near(pattern, paths))
+                + [f"paths are: {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"],
+            )
+
+    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Plan, _Traced, Any, Any, tuple[Any, ...]]:
+        traced, key, _, tree, statics = self._trace(args, kwargs)
+        plan = self._plans.get(key)
+        if plan is None:
+            with without_gc():
+                plan = make_plan(traced.program, self.layout, self.mesh, strict=self.strict, init=self.is_init)
+            self._plans[key] = plan
+        return plan, traced, key, tree, statics
+
+    def entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Entry:
+        dynamic, statics = self.split(args, kwargs)
+        key, _, _ = self._key(dynamic, statics)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = self._lower(dynamic, *self._plan(args, kwargs))
+        return entry
+
+    def _lower(
+        self, dynamic: Any, plan: Plan, traced: _Traced, key: Any, tree: Any, statics: tuple[Any, ...]
+    ) -> _Entry:
+        if not isinstance(self.mesh, Mesh):
+            raise MeshError("an abstract mesh has no devices to run on", fixes=["plan with it, or give mp.mesh(…)"])
+        del key
+        with without_gc():
+            flat, ins, outs = LOWERINGS[self.lowering](plan, self.mesh)
+        donate = self._donate_flat(dynamic)
+        avals = traced.avals
+
+        def checked(*xs: Any) -> list[Any]:
+            for x, aval in zip(xs, avals, strict=True):
+                if x.aval.shape != aval.shape or x.aval.dtype != aval.dtype or x.aval.weak_type != aval.weak_type:
+                    raise _Stale
+            return flat(*xs)
+
+        checked.__name__ = getattr(self.fn, "__name__", "step")
+        options: dict[str, Any] = {"compiler_options": dict(self.compiler_options)} if self.compiler_options else {}
+        run = jax.jit(
+            checked, in_shardings=tuple(ins), out_shardings=list(outs), donate_argnums=donate,
+            keep_unused=self.keep_unused, **options,
+        )  # fmt: skip
+        return _Entry(tree, statics, plan, run, flat, ins, outs, donate, traced.out_tree)
+
+    def _donate_flat(self, dynamic: tuple[Any, Any]) -> tuple[int, ...]:
+        if not self.donated:
+            return ()
+        args, kwargs = dynamic
+        out: list[int] = []
+        n = 0
+        names = list(self.signature.parameters) if self.signature else []
+        entries = [((i, names[i] if i < len(names) else i), x) for i, x in enumerate(args)]
+        entries += [((k,), kwargs[k]) for k in sorted(kwargs)]
+        for ids, x in entries:
+            size = len(jax.tree.leaves(x))
+            if any(i in self.donated for i in ids):
+                out += range(n, n + size)
+            n += size
+        return tuple(out)
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        dynamic, statics = self.split(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        last = self._last
+        if last is not None and last.in_tree == tree and last.statics == statics:
+            try:
+                return jax.tree.unflatten(last.out_tree, last.run(*leaves))
+            except (_Stale, ValueError):
+                pass  # other shapes, or arrays that lie elsewhere: find or make the entry, and bring them into place
+        entry = self.entry(args, kwargs)
+        self._last = entry
+        placed = [put(x, s) for x, s in zip(leaves, entry.in_shardings, strict=True)]
+        return jax.tree.unflatten(entry.out_tree, entry.run(*placed))
+
+
+def _prefix_donation(call: tuple[Any, Any], flat: set[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    args, kwargs = call
+    nums: list[int] = []
+    names: list[str] = []
+    n = 0
+    for ident, x in [*enumerate(args), *((k, kwargs[k]) for k in sorted(kwargs))]:
+        size = len(jax.tree.leaves(x))
+        if size and all(i in flat for i in range(n, n + size)):
+            (nums if isinstance(ident, int) else names).append(ident)  # type: ignore[arg-type]
+        n += size
+    return tuple(nums), tuple(names)
+
+
+def _signature(x: Any) -> Any:
+    aval = getattr(x, "aval", None)
+    if aval is not None:
+        return aval.shape, aval.dtype, aval.weak_type
+    if isinstance(x, bool | int | float | complex):
+        return type(x)
+    return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
+
+
+def put(x: Any, sharding: Any) -> Any:
+    """Bring an array that lies elsewhere into place; what is not yet on a device is left to jit."""
+    if (
+        isinstance(x, jax.Array)
+        and not is_tracer(x)
+        and x.committed
+        and not x.sharding.is_equivalent_to(sharding, x.ndim)
+    ):
+        return jax.device_put(x, sharding)
+    return x

@@ -1,0 +1,159 @@
+"""Comparing arrays: how far they are apart, how far they may be, and what rounding makes of a program."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+QUICK: tuple[dict[str, Any], ...] = (
+    {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    {"xla_backend_optimization_level": 0},  # since 0.12 there is no choice of emitters
+)
+"""Compiler options, the first that this version has, of the reference and of the programs that return all values: plain
+code is made several times faster, and is no worse a witness. The sharded program is compiled as it is for its user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far two arrays are apart.
+
+    Attributes:
+      largest: max |sharded − unsharded|; infinite where one is NaN or infinite and the other is something else.
+      scale: the largest |unsharded|, infinities left out.
+      allowed: the part of ``scale`` that ``largest`` may be: 0 for integers and booleans.
+      at: the index of the largest difference.
+      sharded, unsharded: the two numbers there.
+    """
+
+    largest: float
+    scale: float
+    allowed: float
+    at: tuple[int, ...] = ()
+    sharded: Any = 0
+    unsharded: Any = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the arrays agree."""
+        return self.largest <= self.allowed * self.scale
+
+    @property
+    def relative(self) -> float:
+        """The largest difference as a part of the largest value."""
+        return self.largest / self.scale if self.scale else math.inf if self.largest else 0.0
+
+    def __str__(self) -> str:
+        where = f" at [{', '.join(map(str, self.at))}]" if self.at else ""
+        return (
+            f"largest difference {self.largest:.3g}{where} ({self.sharded} sharded, {self.unsharded} unsharded): "
+            f"{self.relative:.2g} of the largest value {self.scale:.3g}; allowed: {self.allowed:.2g}"
+        )
+
+
+def allowed(dtype: Any, tolerance: float) -> float:
+    """The relative difference allowed in a dtype: 0 for integers; scaled to the precision of narrow floats."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    eps = float(jnp.finfo(dtype).eps)
+    scaled = tolerance * eps / float(np.finfo(np.float32).eps)
+    return max(tolerance, min(scaled, 16 * eps, 0.5))
+
+
+def compare(sharded: np.ndarray, unsharded: np.ndarray, tolerance: float) -> Difference:
+    """How far two arrays of one shape and dtype are apart; NaNs are equal to each other."""
+    limit = allowed(unsharded.dtype, tolerance)
+    if sharded.shape != unsharded.shape or sharded.dtype != unsharded.dtype:
+        kinds = [f"{x.dtype}{list(x.shape)}" for x in (sharded, unsharded)]
+        return Difference(math.inf, 0.0, limit, (), *kinds)
+    if not unsharded.size:
+        return Difference(0.0, 0.0, limit)
+    same = np.asarray(sharded == unsharded)
+    a, b = wide(sharded), wide(unsharded)
+    with np.errstate(invalid="ignore", over="ignore"):
+        same = same | (np.isnan(a) & np.isnan(b))
+        gap = np.where(same, 0.0, np.abs(a - b))
+    gap = np.where(np.isfinite(gap), gap, math.inf)
+    at = tuple(map(int, np.unravel_index(int(np.argmax(gap)), gap.shape)))
+    sizes = np.abs(b[np.isfinite(b)])
+    scale = float(sizes.max()) if sizes.size else 0.0
+    return Difference(float(gap[at]), scale, limit, at, sharded[at], unsharded[at])
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64)
+
+
+def host(x: Any) -> np.ndarray:
+    """The array on the host; keys as their data."""
+    return np.asarray(data_of(x))
+
+
+def data_of(x: Any) -> Any:
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def is_key(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", np.dtype(object)), jax.dtypes.prng_key)
+
+
+def copies(x: Any) -> Iterator[np.ndarray]:
+    """The array, and once more for every device whose copy of its part differs."""
+    x = data_of(x)
+    whole = np.asarray(x)
+    yield whole
+    for shard in getattr(x, "addressable_shards", ()):
+        if shard.replica_id:
+            mine = np.asarray(shard.data)
+            if mine.tobytes() != whole[shard.index].tobytes():
+                other = whole.copy()
+                other[shard.index] = mine
+                yield other
+
+
+def worst_of(sharded: Any, unsharded: np.ndarray, tolerance: float) -> Difference:
+    return max((compare(c, unsharded, tolerance) for c in copies(sharded)), key=lambda d: d.largest)
+
+
+def moved(x: Any, by: float | None, tolerance: float, draw: np.random.Generator) -> Any:
+    """A float array, each element moved by a random part of itself; ``by`` is in ulps, None: the tolerance."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or getattr(x, "weak_type", False) or is_key(x) or not jnp.issubdtype(dtype, jnp.inexact):
+        return x
+    part = allowed(dtype, tolerance) if by is None else by * float(jnp.finfo(dtype).eps)
+    values = wide(np.asarray(x))
+    moved = (values * (1 + part * draw.uniform(-1, 1, values.shape))).astype(dtype)
+    return jax.device_put(moved, x.sharding) if isinstance(x, jax.Array) else moved
+
+
+def spread_of(run: Callable[[list[Any]], Sequence[Any]], xs: Sequence[Any], base: Sequence[np.ndarray], by: float | None,
+            tolerance: float) -> list[float]:  # fmt: skip
+    """How far moved operands move each result: the largest of three draws."""
+    out = [0.0] * len(base)
+    draw = np.random.default_rng(0)
+    for _ in range(3):
+        elsewhere = run([moved(x, by, tolerance, draw) for x in xs])
+        for k, (a, b) in enumerate(zip(elsewhere, base, strict=True)):
+            out[k] = max(out[k], compare(host(a), b, tolerance).largest)
+    return out
+
+
+def compiled(fn: Callable[..., Any], xs: Sequence[Any], **shardings: Any) -> Callable[..., Any]:
+    """``jax.jit(fn)`` for these arguments, compiled quickly where the compiler knows how."""
+    lowered = jax.jit(fn, keep_unused=True, **shardings).lower(*xs)
+    if jax.default_backend() == "cpu":
+        for options in QUICK:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another version, other options
+                return lowered.compile(compiler_options=options)
+    return lowered.compile()
+
+
+def mesh_text(mesh: Any) -> str:
+    """``data=4, model=2``."""
+    return ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
