@@ -180,7 +180,8 @@ class Jitted:
         """The function over flat arrays: it puts its arguments together, and takes apart what it updates and returns."""
 
         def flat(*xs: Any) -> Any:
-            args, kwargs = with_statics(*jax.tree.unflatten(tree, xs), statics)
+            args, kwargs = jax.tree.unflatten(tree, xs)
+            args, kwargs = with_statics(args, kwargs, statics)
             if not (self._graph or self.is_init):
                 return self.fn(*args, **kwargs)
             args, kwargs = nnx.from_tree((args, kwargs), ctxtag=self, is_inner=True)

@@ -166,9 +166,7 @@ def test_nested_trees(mesh):
     )
 
     def fn(state: State) -> State:
-        return state._replace(
-            step=state.step + 1, params=jax.tree.map(lambda x: x * 2, state.params)
-        )
+        return state._replace(step=state.step + 1, params=jax.tree.map(lambda x: x * 2, state.params))
 
     step = mp.jit(
         fn,
@@ -343,9 +341,7 @@ def test_lower_from_shapes_with_statics_and_donation(jit):
     w, x = jnp.ones((16, 32)), batch()
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ({"w": w}, x))
     compiled = step.lower(*shapes, 3, flip=False).compile()
-    arguments = jax.device_put(
-        ({"w": w}, x), step.lower(*shapes, 3, flip=False).compile().input_shardings[0]
-    )
+    arguments = jax.device_put(({"w": w}, x), step.lower(*shapes, 3, flip=False).compile().input_shardings[0])
     out, _ = compiled(*arguments)
     np.testing.assert_array_equal(out["w"], w * 3)
     assert arguments[0]["w"].is_deleted()
@@ -357,9 +353,7 @@ def test_trace_and_eval_shape(jit):
     assert isinstance(traced, jax.stages.Traced)
     want = jax.eval_shape(train, params(), batch())
     for got in (traced.out_info, step.eval_shape(params(), batch())):
-        assert jax.tree.map(lambda s: (s.shape, s.dtype), got) == jax.tree.map(
-            lambda s: (s.shape, s.dtype), want
-        )
+        assert jax.tree.map(lambda s: (s.shape, s.dtype), got) == jax.tree.map(lambda s: (s.shape, s.dtype), want)
 
 
 def test_eval_shape_takes_static_arguments(jit):
@@ -379,9 +373,7 @@ def test_it_can_be_called_inside_other_transformations(jit):
 
 
 def test_plans_need_no_devices():
-    mesh = jax.sharding.AbstractMesh(
-        (512, 16), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
+    mesh = jax.sharding.AbstractMesh((512, 16), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     shapes = {
         "up": jax.ShapeDtypeStruct((8192, 32768), jnp.bfloat16),
         "down": jax.ShapeDtypeStruct((32768, 8192), jnp.bfloat16),
@@ -448,11 +440,7 @@ def test_nnx_modules_are_updated_in_place(mesh):
     assert model.calls[...] == 3
     assert optimizer.step[...] == 3
     assert model.up.kernel[...].sharding.spec == P("data", "model")
-    mu = (
-        optimizer.opt_state[0].mu.up.kernel[...]
-        if hasattr(optimizer.opt_state[0].mu, "up")
-        else None
-    )
+    mu = optimizer.opt_state[0].mu.up.kernel[...] if hasattr(optimizer.opt_state[0].mu, "up") else None
     assert mu is None or mu.sharding.spec == P("data", "model")
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),

@@ -30,9 +30,7 @@ def arguments(embed: int = 16, mlp: int = 32, batch: int = 8):
 
 
 def plan(layout, dims=DIMS, fn=loss, args=None, mesh="data=4, model=2", **options):
-    return mp.plan(
-        fn, *(args or arguments()), mesh=mp.mesh(mesh), layout=layout, dims=dims, **options
-    )
+    return mp.plan(fn, *(args or arguments()), mesh=mp.mesh(mesh), layout=layout, dims=dims, **options)
 
 
 def text(kind, call, *args, **kwargs) -> str:
@@ -139,9 +137,7 @@ def test_with_a_question_mark_it_is_left_whole_and_noted():
 
 def test_the_size_of_a_spec():
     mesh = mp.mesh("data=4, model=2")
-    error = text(
-        mp.DivisibilityError, mp.Layout("embed: data").spec, "embed", mesh, (10,), path="w"
-    )
+    error = text(mp.DivisibilityError, mp.Layout("embed: data").spec, "embed", mesh, (10,), path="w")
     assert "w: dim `embed` of size 10 does not divide over data=4 (it leaves 2)" in error
     assert "make `embed` 8 or 12: the nearest multiples of 4" in error
 
@@ -150,9 +146,7 @@ def test_what_init_makes_must_divide():
     def create():
         return {"params": {"up": jnp.ones((16, 30))}}
 
-    init = mp.init(
-        create, mesh=mp.mesh("data=4, model=2"), layout="mlp: data", dims={"*up": "embed mlp"}
-    )
+    init = mp.init(create, mesh=mp.mesh("data=4, model=2"), layout="mlp: data", dims={"*up": "embed mlp"})
     error = text(mp.DivisibilityError, init.plan)
     assert "params/up: dim `mlp` of size 30 does not divide over data=4 (it leaves 2)" in error
 
@@ -226,9 +220,7 @@ and matches the same tensors
 
 
 def test_the_same_dim_twice_in_one_value():
-    error = text(
-        mp.LayoutSyntaxError, plan, "batch: data", dims=DIMS | {"params/up": "embed embed"}
-    )
+    error = text(mp.LayoutSyntaxError, plan, "batch: data", dims=DIMS | {"params/up": "embed embed"})
     assert error == textwrap.dedent("""\
         dims of pattern 'params/up' 'embed embed': the dim `embed` stands twice in one value
           fix     name the second one apart, e.g. `embed_out` or `kv_embed`""")
@@ -256,9 +248,7 @@ def test_rank_of_flax_metadata():
         @nn.compact
         def __call__(self, x):
             init = nn.with_partitioning(nn.initializers.ones, ("embed", "heads", "mlp"))
-            box = self.param(
-                "w", lambda key: init(key, (16, 4, 8)).replace_boxed(jnp.ones((16, 32)))
-            )
+            box = self.param("w", lambda key: init(key, (16, 4, 8)).replace_boxed(jnp.ones((16, 32))))
             return x @ box
 
     variables = jax.eval_shape(Model().init, jax.random.key(0), shape(8, 16))
@@ -280,9 +270,7 @@ def test_rank_of_mp_named():
     def fn(x):
         return mp.named(x, "batch seq embed")
 
-    error = text(
-        mp.RankError, plan, "batch: data", dims={"x": "batch embed"}, fn=fn, args=(shape(8, 16),)
-    )
+    error = text(mp.RankError, plan, "batch: data", dims={"x": "batch embed"}, fn=fn, args=(shape(8, 16),))
     assert "the value has 2 dimensions, but mp.named names 3: `batch seq embed`" in error
     assert "tensor  the value  [8, 16]" in error
 
@@ -354,9 +342,7 @@ def test_virtual_devices_too_late():
 
 
 def test_an_abstract_mesh_plans_but_does_not_run():
-    mesh = jax.sharding.AbstractMesh(
-        (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-    )
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     step = mp.jit(loss, mesh=mesh, layout="batch: data", dims=DIMS)
     params, x = arguments()
     assert step.plan(params, x).collectives
@@ -368,9 +354,7 @@ def test_an_abstract_mesh_plans_but_does_not_run():
 
 
 def test_a_bad_lowering():
-    error = text(
-        mp.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", lowering="jitt"
-    )
+    error = text(mp.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", lowering="jitt")
     assert "there is no lowering 'jitt'" in error
     assert "did you mean `jit`?" in error
 

@@ -247,9 +247,7 @@ def test_maxtext_weights_lie_as_flax_lays_them(dims):
 
 def _trim(spec: P) -> P:
     entries = list(spec)
-    entries = [
-        None if e == () else e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in entries
-    ]
+    entries = [None if e == () else e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in entries]
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)

@@ -24,7 +24,7 @@ def plan_text(plan: Plan, width: int = 120) -> str:
     """The plan as plain text of at most ``width`` columns."""
     out = io.StringIO()
     Console(file=out, width=width, no_color=True, force_terminal=False).print(plan_renderable(plan))
-    return out.getvalue().rstrip("\n")
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
 
 
 def plan_renderable(plan: Plan) -> Any:
@@ -104,15 +104,12 @@ def _sent(plan: Plan) -> Any:
     if not rows:
         return Text("each device sends nothing", style="bold")
     total = plan.bytes_sent
-    shown = [r for r in rows if r[2] >= 0.01 * total][:MOST]
-    cells = [
-        (c.op, "+".join(c.axes), "?" if n is None else f"{n} ×", human(size), c.dims or "(scalar)")
-        for c, n, size in shown
-    ]
+    shown = [r for r in rows if r[3] >= 0.01 * total][:MOST]
+    cells = [(c.op, "+".join(c.axes), "?" if n is None else f"{n} ×", human(size), dims) for c, dims, n, size in shown]
     small = rows[len(shown) :]
     if small:
-        count = sum(r[1] or 1 for r in small)
-        cells.append(("smaller ones", "", f"{count} ×", human(sum(r[2] for r in small)), ""))
+        count = sum(r[2] or 1 for r in small)
+        cells.append(("smaller ones", "", f"{count} ×", human(sum(r[3] for r in small)), ""))
     wide = [max(len(row[i]) for row in cells) for i in range(4)]
     lines: list[Any] = [Text(f"each device sends {human(total)} a step", style="bold")]
     for i, (op, axes, times, size, dims) in enumerate(cells):
@@ -126,17 +123,20 @@ def _sent(plan: Plan) -> Any:
     return Group(*lines)
 
 
-def merge_collectives(collectives: Iterable[Collective]) -> list[tuple[Collective, int | None, float]]:
-    """Collectives alike in kind, axes, dims and cause as one row (first of them, count, bytes in a step), largest first."""
+def merge_collectives(collectives: Iterable[Collective]) -> list[tuple[Collective, str, int | None, float]]:
+    """Collectives alike in kind, axes and cause as one row (first of them, dims, count, bytes in a step), largest first."""
     groups: dict[Any, list[Collective]] = {}
     for c in collectives:
-        groups.setdefault((c.op, c.axes, c.dims, c.cause), []).append(c)
+        groups.setdefault((c.op, c.axes, c.cause), []).append(c)
     rows = []
     for group in groups.values():
         counts = [c.count for c in group]
         count = None if None in counts else sum(n for n in counts if n is not None)
-        rows.append((group[0], count, sum(c.total_bytes for c in group)))
-    return sorted(rows, key=lambda r: -r[2])
+        group.sort(key=lambda c: -c.total_bytes)
+        dims = list(dict.fromkeys(c.dims or "(scalar)" for c in group))
+        text = " | ".join(dims[:4]) + (f" | {len(dims) - 4} more" if len(dims) > 4 else "")
+        rows.append((group[0], text, count, sum(c.total_bytes for c in group)))
+    return sorted(rows, key=lambda r: -r[3])
 
 
 def _notes(plan: Plan) -> list[Text]:

@@ -19,7 +19,7 @@ LAYOUTS = {
     "zero 1": "batch: data; opt.embed: data",
     "context parallel": "seq: model; batch: data",
 }
-MESHES = ["data=1, model=8", "data=8, model=1", "data=2, model=4", "data=2, model=2, idle=2"]
+MESHES = ["data=1, model=8", "data=2, model=4", "data=2, model=2, idle=2"]
 DIMS = {
     "state/*/q": "layers embed heads head_dim", "state/*/k": "layers embed kv_heads head_dim",
     "state/*/v": "layers embed kv_heads head_dim", "state/*/o": "layers heads head_dim embed",
