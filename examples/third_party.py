@@ -1,5 +1,6 @@
 """Shard models that nobody here may edit: a GPT-2 (transformers) and a ResNet (jax-resnet), from path patterns alone.
 
+    pip install -e ".[third-party]"
     python examples/third_party.py
     python examples/third_party.py --mesh "data=2, model=4" --layout "batch: data; heads, mlp: model"
 
