@@ -104,10 +104,14 @@ class Layout:
                         rule=str(rule),
                         fixes=[f"name each axis once: `{rule.dim}: {'+'.join(dict.fromkeys(rule.axes))}`"],
                     )
+        self._set(self.rules)
+
+    def _set(self, rules: tuple[Rule, ...]) -> None:
+        self.rules = rules
         self._by_dim: dict[str, list[int]] = {}
-        for i, rule in enumerate(self.rules):
+        for i, rule in enumerate(rules):
             self._by_dim.setdefault(rule.dim, []).append(i)
-        self._key = (self.rules, self.resolve, self.from_pairs)
+        self._key = (rules, self.resolve, self.from_pairs)
 
     def __str__(self) -> str:
         groups: list[tuple[str, list[str]]] = []
@@ -127,6 +131,12 @@ class Layout:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._key == other._key
+
+    def with_first(self, rules: Sequence[Rule]) -> Layout:
+        """This layout with some rules before its own."""
+        out = Layout(self)
+        out._set((*rules, *self.rules))
+        return out
 
     @property
     def dims(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from .._compat import scan_counts, user_stacklevel
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, UnknownDimError
-from ..layout import AnyMesh, Layout, Spec, divisibility_error, to_partition_spec
+from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error, to_partition_spec
 from ..program.graph import Frame, Op, Program, Value
 from ..program.rules import LINEAR, SCALINGS
 from .claims import Claims, Names, blocks_only, spec_of
@@ -33,7 +33,11 @@ def make_plan(program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool =
     layout.check_axes(mesh)
     _check_dims(program, layout, init)
     _check_joins(program, strict)
-    return _Planner(program, layout, mesh).run()
+    axes = sorted((program.all_names() & set(mesh.shape)) - set(layout.dims))
+    plan = _Planner(program, layout.with_first([Rule(a, (a,)) for a in axes]), mesh).run()
+    for a in axes:  # models that name axes in their metadata, as Flax allows
+        plan.notes.insert(0, f"`{a}` is called after an axis of the mesh and has no rule: it is taken as `{a}: {a}`")
+    return plan
 
 
 def _check_dims(program: Program, layout: Layout, init: bool) -> None:

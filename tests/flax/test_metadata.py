@@ -44,9 +44,7 @@ class Mlp(nn.Module):
         h = nn.Dense(32, kernel_init=self.box(lecun, ("embed", "mlp")), name="up")(x)
         if self.constrain:
             h = nn.with_logical_constraint(nn.relu(h), ("batch", "mlp"))
-        return nn.Dense(
-            16, kernel_init=self.box(lecun, ("mlp", "embed")), use_bias=False, name="down"
-        )(h)
+        return nn.Dense(16, kernel_init=self.box(lecun, ("mlp", "embed")), use_bias=False, name="down")(h)
 
 
 def variables(model: nn.Module = Mlp()):  # noqa: B008
@@ -116,9 +114,7 @@ def test_linen_constraints_outside_of_meshpar_are_untouched(mesh):
     assert nn.get_logical_axis_rules() == ()
     assert nn.with_logical_constraint(jnp.ones((2, 2)), ("a", "b")).shape == (2, 2)
     assert (
-        str(
-            jax.make_jaxpr(lambda x: nn.with_logical_constraint(x, ("a", "b")))(jnp.ones((2, 2)))
-        ).count("name_dims")
+        str(jax.make_jaxpr(lambda x: nn.with_logical_constraint(x, ("a", "b")))(jnp.ones((2, 2)))).count("name_dims")
         == 0
     )
 
@@ -188,35 +184,25 @@ def test_linen_scan_over_layers(mesh):
 def test_linen_train_state(mesh):
     def create(key, x):
         model = Mlp()
-        return TrainState.create(
-            apply_fn=model.apply, params=model.init(key, x)["params"], tx=optax.adamw(1e-3)
-        )
+        return TrainState.create(apply_fn=model.apply, params=model.init(key, x)["params"], tx=optax.adamw(1e-3))
 
     def step(state, x):
-        loss, grads = jax.value_and_grad(
-            lambda p: jnp.mean((state.apply_fn({"params": p}, x) - x) ** 2)
-        )(state.params)
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - x) ** 2))(state.params)
         return state.apply_gradients(grads=grads), loss
 
     model = Mlp()
-    state = TrainState.create(
-        apply_fn=model.apply, params=variables()["params"], tx=optax.adamw(1e-3)
-    )
+    state = TrainState.create(apply_fn=model.apply, params=variables()["params"], tx=optax.adamw(1e-3))
     run = mp.jit(step, mesh=mesh, layout=LAYOUT, dims=TOKENS)
     plan = run.plan(state, x())
     moments = {p: d for p, d in dims_of(plan.inputs).items() if "/mu/" in p or "/nu/" in p}
-    assert {
-        d for p, d in moments.items() if p.endswith("up/kernel/value") or p.endswith("up/kernel")
-    } == {"embed mlp"}
+    assert {d for p, d in moments.items() if p.endswith("up/kernel/value") or p.endswith("up/kernel")} == {"embed mlp"}
     assert {d for p, d in moments.items() if p.endswith("bias")} == {"mlp"}
     assert {h.kind for h in plan.inputs if "/mu/" in h.path} == {"opt"}
     assert {h.kind for h in plan.inputs if h.path.startswith("state/params")} == {"params"}
     new, loss = run(state, x())
     want, want_loss = step(state, x())
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), new.params, want.params
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), new.params, want.params)
     born = mp.init(create, mesh=mesh, layout=LAYOUT)(jax.random.key(0), x())
     assert born.params["up"]["kernel"].value.sharding.spec == P("data", "model")
     assert born.opt_state[0].nu["up"]["kernel"].value.sharding.spec == P("data", "model")
@@ -336,9 +322,7 @@ def test_nnx_optimizer(mesh, optimizer):
     plan = mp.plan(step, model, opt, x(), mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
     state = {h.path: h for h in plan.inputs if h.path.startswith("opt/")}
     assert {h.kind for h in state.values()} == {"opt"}
-    kernels = {
-        p: h.dims for p, h in state.items() if p.endswith("up/kernel") and h.shape == (16, 32)
-    }
+    kernels = {p: h.dims for p, h in state.items() if p.endswith("up/kernel") and h.shape == (16, 32)}
     assert kernels
     assert set(kernels.values()) == {"embed mlp"}
     assert {h.dims for p, h in state.items() if h.shape == (32,) and p.endswith("bias")} <= {"mlp"}
@@ -398,9 +382,7 @@ def test_nnx_metadata_of_another_rank(mesh):
             with nnx.use_eager_sharding(False):
                 self.w = nnx.Param(jnp.ones((16, 32)), out_sharding=("embed",))
 
-    with pytest.raises(
-        mp.RankError, match="model/w has 2 dimensions, but its Flax metadata names 1"
-    ):
+    with pytest.raises(mp.RankError, match="model/w has 2 dimensions, but its Flax metadata names 1"):
         mp.plan(lambda model, x: x @ model.w[...], Bad(), x(), mesh=mesh, layout="", dims=TOKENS)
 
 
@@ -412,3 +394,23 @@ def test_modules_on_a_mesh_of_their_own(mesh):
 
     model = mp.init(create, mesh=mesh, layout=LAYOUT)()
     assert model.down.kernel[...].sharding.spec == P("model", "data")
+
+
+def test_metadata_over_axes_of_the_mesh_is_taken_as_it_stands(mesh):
+    """``nn.with_partitioning(init, (None, "model"))`` names axes, not dims; nothing is silently replicated."""
+
+    class Dense(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "model")))(x)
+
+    x = jnp.ones((4, 16))
+    variables = mp.init(lambda key: Dense().init(key, x), mesh=mesh, layout="")(jax.random.key(0))
+    kernel = variables["params"]["Dense_0"]["kernel"].value
+    assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "model")
+    plan = mp.plan(
+        lambda v, x: Dense().apply(v, x), variables, x, mesh=mesh, layout="batch: data", dims={"x": "batch _"}
+    )
+    held = next(h for h in plan.inputs if h.path.endswith("kernel"))
+    assert held.spec == jax.sharding.PartitionSpec(None, "model")
+    assert any("`model: model`" in note for note in plan.notes)
