@@ -1,0 +1,255 @@
+"""What the real TPU compiler makes of the kernels, without a TPU: one table.
+
+    python benchmarks/kernels_aot.py                          # every kernel, shape and chip
+    python benchmarks/kernels_aot.py --chips v5e --only g64   # a part of it
+    python benchmarks/kernels_aot.py --bundles                # and how the loops are scheduled
+
+Needs libtpu (`pip install 'jax[tpu]'`) but no TPU: nothing runs, so nothing here is a measured
+time. Each compilation is a process of its own, since a bad shape may abort the compiler.
+
+Columns: `temp` is what the program allocates beyond its inputs and outputs, in KiB. `FLOPs` is the
+compiler's count over 2·M·K·N; for a kernel that is what the kernel itself declares. `rows` is
+therefore worked out from the tiles: rows that go through the matrix unit over M, for equal groups
+and for a multinomial load. `ragged_dot` gives the same facts for XLA's own op. With `--bundles`:
+`matrix unit` is the cycles that the unit needs for the products of the large inner loop over the
+instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured:
+above 100 % either the unit is the limit or the assumption is too high. `permute` and `combine` are
+their kernel given the row indices, without what computes these from a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+TOKENS = 8192
+ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+def cases() -> list[tuple[str, str]]:
+    """(kernel, shape) of every row of the table."""
+    from meshpar_kernels.shapes import MATMULS
+
+    matmul = ["forward", "d lhs", "d rhs"]
+    peer = ["ragged_dot", "ragged_dot d lhs", "ragged_dot d rhs"]
+    rows = [(kernel, shape) for shape in MATMULS for kernel in matmul]
+    rows += [("swiglu", shape) for shape in MATMULS if shape.endswith("-up")]
+    rows += [(kernel, "g64") for kernel in peer]
+    models = ["mixtral-8x7b", "deepseek-v3"]
+    return rows + [(kernel, m) for m in models for kernel in ("route", "permute", "combine")]
+
+
+def build(kernel: str, shape: str):
+    """The function to compile, its arguments' shapes and dtypes, and the FLOPs that it needs."""
+    import jax
+    import jax.numpy as jnp
+
+    from meshpar_kernels import grouped_matmul, route
+    from meshpar_kernels.routing import tpu
+    from meshpar_kernels.shapes import MATMULS, MODELS
+
+    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+    if shape in MATMULS:
+        s = MATMULS[shape]
+        lhs, rhs, out = ((s.m, s.k), bf16), ((s.groups, s.k, s.n), bf16), ((s.m, s.n), bf16)
+        sizes = ((s.groups,), i32)
+
+        def forward(lhs, rhs, sizes):
+            return grouped_matmul(lhs, rhs, sizes, implementation="pallas")
+
+        def ragged(lhs, rhs, sizes):
+            return jax.lax.ragged_dot(lhs, rhs, sizes)
+
+        def back(function, which):
+            """The gradient alone: of a forward pass that is linear, and so not run."""
+
+            def call(lhs, rhs, grad, sizes):
+                def product(x):
+                    pair = (x, rhs) if which == 0 else (lhs, x)
+                    return function(*pair, sizes)
+
+                return jax.vjp(product, (lhs, rhs)[which])[1](grad)[0]
+
+            return call
+
+        both = [lhs, rhs, out, sizes]
+        if kernel == "swiglu":
+            wide, scale = ((s.groups, s.k, 2 * s.n), bf16), ((s.m,), f32)
+
+            def swiglu(lhs, rhs, sizes, scale):
+                return grouped_matmul(lhs, rhs, sizes, activation="swiglu", row_scale=scale, implementation="pallas")
+
+            return swiglu, [lhs, wide, sizes, scale], 2 * s.flops
+        functions = {
+            "forward": (forward, [lhs, rhs, sizes]),
+            "d lhs": (back(forward, 0), both),
+            "d rhs": (back(forward, 1), both),
+            "ragged_dot": (ragged, [lhs, rhs, sizes]),
+            "ragged_dot d lhs": (back(ragged, 0), both),
+            "ragged_dot d rhs": (back(ragged, 1), both),
+        }
+        return *functions[kernel], s.flops
+
+    m = MODELS[shape]
+    rows = TOKENS * m.k
+    if kernel == "route":
+
+        def choose(x, router, bias):
+            return route(
+                x @ router,
+                m.k,
+                score=m.score,
+                bias=bias if m.bias else None,
+                groups=m.groups,
+                top_groups=m.top_groups,
+                renormalize=m.renormalize,
+                scale=m.scale,
+                implementation="pallas",
+            )
+
+        return choose, [((TOKENS, 64), f32), ((64, m.experts), f32), ((m.experts,), f32)], None
+    if kernel == "permute":
+        arguments = [((TOKENS, m.embed), bf16), ((rows,), i32)]
+        return lambda x, token: tpu.gather_sum(x, token[:, None], None), arguments, None
+    arguments = [((rows, m.embed), bf16), ((m.k, TOKENS), i32), ((m.k, TOKENS), f32)]
+    return lambda y, row, weight: tpu.gather_sum(y, row.T, weight.T), arguments, None
+
+
+def compile_one(kernel: str, shape: str, chip: str) -> dict:
+    """Compile one kernel for one chip, in this process."""
+    import jax
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    function, arguments, flops = build(kernel, shape)
+    structs = [jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in arguments]
+    lowered = jax.jit(function).trace(*structs).lower(lowering_platforms=("tpu",))
+    compiled = lowered.compile()
+    counted = (compiled.cost_analysis() or {}).get("flops")
+    return {
+        "temp": compiled.memory_analysis().temp_size_in_bytes,
+        "flops": counted / flops if counted and flops else None,
+    }
+
+
+def matrix_unit_share(folder: Path, chip: str) -> list[dict]:
+    """For each kernel of a compiler dump: its large loop, and how busy that keeps the matrix unit.
+
+    An instruction multiplies a register of 16 bfloat16 rows. That takes 16 cycles on each of the
+    four 128×128 units of v5e and v5p, and 8 on each of the two 256×256 units of v6e: the figures
+    with which units and clock give the chips' peak. For tpu7x they do not fit the schedules seen,
+    so no share is given there.
+    """
+    cycles = {"v5e": 16 / 4, "v5p": 16 / 4, "v6e": 8 / 2}.get(chip)
+    found = []
+    for path in sorted(folder.glob("*meshpar*-final_bundles.txt")):
+        if "schedule" in path.name:
+            continue
+        best = None
+        for loop in _innermost_loops(path.read_text()):
+            products = sum(line.count("vmatmul") for line in loop)
+            if products and (best is None or products > best[0]):
+                best = (products, len(loop))
+        if best:
+            share = None if cycles is None else best[0] * cycles / best[1]
+            found.append({"products": best[0], "bundles": best[1], "share": share})
+    return found
+
+
+def _innermost_loops(text: str) -> list[list[str]]:
+    """Runs of bundles at the same, deepest `>` nesting."""
+    runs: list[list[str]] = []
+    depth_before = -1
+    for line in text.splitlines():
+        match = re.match(r"\s*0x[0-9a-f]+\s*\S*\s*:\s*(>*)", line)
+        if not match:
+            continue
+        depth = len(match.group(1))
+        if depth != depth_before:
+            runs.append([])
+        runs[-1].append(line)
+        depth_before = depth
+    return runs
+
+
+def run_one(kernel: str, shape: str, chip: str, bundles: bool) -> dict:
+    """`compile_one` in a process of its own."""
+    environment = os.environ | ENVIRONMENT
+    with tempfile.TemporaryDirectory() as folder:
+        if bundles:
+            environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        command = [sys.executable, __file__, "--one", kernel, shape, chip]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if not lines:
+            tail = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            return {"error": f"exit {done.returncode}: {tail[:120]}"}
+        facts = json.loads(lines[-1])
+        if bundles:
+            facts["loops"] = matrix_unit_share(Path(folder), chip)
+    return facts
+
+
+def executed(shape: str) -> str:
+    """Rows through the matrix unit over M: equal groups / a multinomial load."""
+    import numpy as np
+
+    from meshpar_kernels.grouped_matmul import schedule, tpu
+    from meshpar_kernels.shapes import MATMULS
+
+    s = MATMULS[shape]
+    tile = tpu.pick_tile(s.m, s.k, s.n, s.groups, 2, 1)
+    even = [s.m // s.groups] * s.groups
+    load = np.random.default_rng(0).multinomial(s.m, np.full(s.groups, 1 / s.groups)).tolist()
+    ratios = [schedule.executed_rows(x, s.m, tile.m, tpu.CHUNK) / s.m for x in (even, load)]
+    return f"{ratios[0]:.2f} / {ratios[1]:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chips", default=",".join(CHIPS))
+    parser.add_argument("--only", default="", help="part of a kernel's or shape's name")
+    parser.add_argument("--bundles", action="store_true")
+    parser.add_argument("--one", nargs=3, metavar=("KERNEL", "SHAPE", "CHIP"))
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    if arguments.one:
+        print(json.dumps(compile_one(*arguments.one)))
+        return
+    from meshpar_kernels.shapes import MATMULS
+
+    print(f"{'kernel':<17}{'shape':<19}{'chip':<7}{'temp KiB':>10}{'FLOPs':>7}{'rows':>14}", end="")
+    print("   matrix unit in the large loop" if arguments.bundles else "")
+    for kernel, shape in cases():
+        if arguments.only not in f"{kernel} {shape}":
+            continue
+        for chip in arguments.chips.split(","):
+            facts = run_one(kernel, shape, chip, arguments.bundles)
+            line = f"{kernel:<17}{shape:<19}{chip:<7}"
+            if "error" in facts:
+                print(line, facts["error"], flush=True)
+                continue
+            flops = "" if facts["flops"] is None else f"{facts['flops']:.2f}"
+            rows = executed(shape) if shape in MATMULS and "ragged" not in kernel else ""
+            line += f"{facts['temp'] / 1024:>10.0f}{flops:>7}{rows:>14}"
+            for loop in facts.get("loops", []):
+                share = "?" if loop["share"] is None else f"{loop['share']:.0%}"
+                line += f"   {share} ({loop['products']} products, {loop['bundles']} bundles)"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

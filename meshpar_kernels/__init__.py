@@ -1,0 +1,13 @@
+"""Pallas kernels for meshes and mixtures of experts, each with a plain `jax.numpy` reference that
+runs anywhere.
+
+Stands alone: needs only jax and numpy. Functions work on the arrays of one device (inside
+`jax.shard_map`).
+"""
+
+from meshpar_kernels.grouped_matmul import grouped_matmul as grouped_matmul
+from meshpar_kernels.grouped_matmul import grouped_matmul_transpose as grouped_matmul_transpose
+from meshpar_kernels.routing import RoutePlan as RoutePlan
+from meshpar_kernels.routing import combine as combine
+from meshpar_kernels.routing import permute as permute
+from meshpar_kernels.routing import route as route

@@ -1,0 +1,98 @@
+"""Choosing among the implementations of one op, and saying why the others cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax import lax
+
+from meshpar_kernels import _compat
+
+__all__ = ["Unsupported", "dispatch", "refuse_sharded"]
+
+PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
+
+
+class Unsupported(tuple[str, ...]):
+    """Why an implementation cannot take these arguments: one sentence for each reason; empty if it
+    can."""
+
+
+def dispatch(
+    op: str,
+    implementation: str | None,
+    functions: Mapping[str, Callable[..., Any] | Unsupported],
+    fallback: str,
+    *args: Any,
+) -> Any:
+    """Call one of `functions` on `args`.
+
+    - `"pallas_tpu"`, `"pallas_gpu"`, `"xla"`, `"reference"`: that one.
+    - `"pallas"`: the Pallas kernel of the platform that the program is lowered for.
+    - `None`: the Pallas kernel of that platform where there is one for these arguments, else
+      `fallback`.
+
+    The platform is the one that JAX lowers for, not that of the machine which traces: a program
+      compiled here
+    for a TPU elsewhere gets the TPU kernel. Inside the TPU interpreter (`_compat.interpreting`)
+    `"pallas"` means the TPU kernel.
+
+    Args:
+      functions: name → function, or the reasons why it cannot run.
+      fallback: the name that None takes on a platform without a kernel.
+
+    Raises:
+      ValueError: no implementation has this name.
+      NotImplementedError: what was asked for cannot take these arguments; carries every reason.
+    """
+    usable = {name: f for name, f in functions.items() if not isinstance(f, Unsupported)}
+    if implementation is not None and implementation in functions:
+        if implementation not in usable:
+            raise NotImplementedError(_refusal(op, functions, [implementation]))
+        return usable[implementation](*args)
+    kernels = {PLATFORM_OF[name]: f for name, f in usable.items() if name in PLATFORM_OF}
+    if implementation is None:
+        if not kernels:
+            return usable[fallback](*args)
+        return lax.platform_dependent(*args, default=usable[fallback], **kernels)
+    if implementation == "pallas":
+        if _compat.interpreting() and "tpu" in kernels:
+            return kernels["tpu"](*args)
+        if not kernels:
+            names = [name for name in functions if name in PLATFORM_OF]
+            raise NotImplementedError(_refusal(op, functions, names))
+        return lax.platform_dependent(*args, **kernels)
+    names = ", ".join(repr(n) for n in (None, "pallas", *functions))
+    raise ValueError(f"{op}: no implementation {implementation!r}; there are {names}")
+
+
+def _refusal(op: str, functions: Mapping[str, Callable[..., Any] | Unsupported], names: Sequence[str]) -> str:
+    lines = [f"{op}: {' / '.join(names) or 'pallas'} cannot run here:"]
+    for name in names:
+        reasons = functions[name]
+        if isinstance(reasons, Unsupported):
+            lines += [f"  - {name}: {reason}" for reason in reasons]
+    usable = [n for n, f in functions.items() if not isinstance(f, Unsupported)]
+    lines.append(f"  These can: {', '.join(usable)} (implementation=...).")
+    return "\n".join(lines)
+
+
+def refuse_sharded(op: str, **operands: Any) -> None:
+    """Raise if an operand is visibly sharded outside of `shard_map`: a kernel sees one device's
+    arrays.
+
+    Raises:
+      ValueError: with the `shard_map` to write.
+    """
+    for name, x in operands.items():
+        axes = None if x is None else _compat.sharded_axes(x)
+        if x is not None and axes is not None:
+            spec = ", ".join(repr(a) for a in axes)
+            raise ValueError(
+                f"{op}: {name}{list(x.shape)} is sharded over {spec}, and a kernel works on the "
+                f"arrays of one device. Say what each device does:\n"
+                f"  jax.shard_map(lambda {', '.join(operands)}: "
+                f"{op}({', '.join(operands)}, ...),\n"
+                f"                mesh=mesh, in_specs=(...P({spec}) for {name}...), out_specs=...)"
+            )

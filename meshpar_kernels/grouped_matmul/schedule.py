@@ -1,0 +1,129 @@
+"""Which row tile meets which group: the list of visits that the kernels walk."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["Visits", "executed_rows", "group_bounds", "visit_groups", "visit_rows"]
+
+
+class Visits(NamedTuple):
+    """Visits in the order of the rows; each is a row tile and a group with rows in it.
+
+    All int32. Only the first `number` entries of the [V] arrays mean something.
+
+    Attributes:
+      tile: [V] row tile.
+      group: [V] group, among those that the weights hold.
+      start, end: [V] first row and past-the-last row of the group, in the whole array.
+      live: [V] 1 for a group, 0 for rows of no local group, which become zero.
+      number: [] how many visits there are.
+    """
+
+    tile: jax.Array
+    group: jax.Array
+    start: jax.Array
+    end: jax.Array
+    live: jax.Array
+    number: jax.Array
+
+
+def group_bounds(group_sizes: jax.Array, rows: int, group_offset: jax.Array | None, groups: int) -> jax.Array:
+    """First rows of the local groups, and the row after the last: int32 [groups + 1].
+
+    Negative sizes count as 0, and what goes past `rows` is cut off. Groups that `group_sizes` does
+    not have, since the offset is out of range, are empty.
+    """
+    sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, rows)
+    if rows * group_sizes.shape[0] < 2**31:
+        ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows)
+    else:  # the sum of many oversized groups could overflow
+        ends = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows), sizes)
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    if group_offset is None:
+        if groups == group_sizes.shape[0]:
+            return bounds
+        group_offset = jnp.zeros((), jnp.int32)
+    first = jnp.clip(group_offset.astype(jnp.int32), 0, group_sizes.shape[0])
+    local = first + jnp.arange(groups + 1, dtype=jnp.int32)
+    return bounds[jnp.minimum(local, group_sizes.shape[0])]
+
+
+def _list(
+    start: jax.Array, end: jax.Array, wanted: jax.Array, length: int, rows: int, tile: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Segment, tile, start and end of each visit, and their number. A segment that is `wanted` has one at
+    least."""
+    tiles = -(-rows // tile)
+    first = jnp.clip(start // tile, 0, tiles - 1)
+    number = jnp.where(end > start, (end - 1) // tile - first + 1, wanted.astype(jnp.int32))
+    until = jnp.cumsum(number, dtype=jnp.int32)
+    visit = jnp.minimum(jnp.arange(length, dtype=jnp.int32), until[-1] - 1)
+    segment = (visit[:, None] >= until[None, :]).sum(1, dtype=jnp.int32)
+    mine = segment[:, None] == jnp.arange(start.shape[0], dtype=jnp.int32)[None, :]
+
+    def pick(values):
+        """`values[segment]`; as a gather it would be one small program for each element on TPU."""
+        return jnp.where(mine, values[None, :], 0).sum(1, dtype=jnp.int32)
+
+    tile_of = pick(first - (until - number)) + visit
+    return segment, tile_of, pick(start), pick(end), until[-1]
+
+
+def visit_rows(bounds: jax.Array, rows: int, tile: int) -> Visits:
+    """Visits that meet every row of the result exactly once, as [M, N] needs them.
+
+    Segments are the rows before the local groups, each group, and the rows after; empty ones are
+    left out, so there are at most ⌈rows / tile⌉ + groups + 1 visits.
+
+    Args:
+      bounds: from `group_bounds`.
+      rows: M, at least 1.
+      tile: rows of a tile.
+    """
+    groups = bounds.shape[0] - 1
+    start = jnp.concatenate([jnp.zeros(1, jnp.int32), bounds])
+    end = jnp.concatenate([bounds, jnp.full(1, rows, jnp.int32)])
+    length = -(-rows // tile) + groups + 1
+    unwanted = jnp.zeros(groups + 2, bool)
+    segment, tile_of, begin, stop, number = _list(start, end, unwanted, length, rows, tile)
+    live = (segment > 0) & (segment <= groups)
+    # Rows of no group fetch the weights of the group beside them, which are there anyway.
+    has_rows = end[1:-1] > start[1:-1]
+    last = jnp.max(jnp.where(has_rows, jnp.arange(groups, dtype=jnp.int32), 0))
+    first = jnp.argmax(has_rows).astype(jnp.int32)
+    group = jnp.clip(segment - 1, first, last)
+    return Visits(tile_of, group, begin, stop, live.astype(jnp.int32), number)
+
+
+def visit_groups(bounds: jax.Array, rows: int, tile: int) -> Visits:
+    """Visits that meet every group, an empty one once, as [G, K, N] needs them.
+
+    At most ⌈rows / tile⌉ + groups visits.
+    """
+    groups = bounds.shape[0] - 1
+    start, end = bounds[:-1], bounds[1:]
+    length = -(-rows // tile) + groups
+    wanted = jnp.ones(groups, bool)
+    group, tile_of, begin, stop, number = _list(start, end, wanted, length, rows, tile)
+    return Visits(tile_of, group, begin, stop, (stop > begin).astype(jnp.int32), number)
+
+
+def executed_rows(sizes: list[int], rows: int, tile: int, chunk: int) -> int:
+    """Rows that the matrix unit works on for these groups: the waste at group borders is in here.
+
+    A tile that one group fills is multiplied whole; another by chunks of `chunk` rows, those that
+    hold a row of the group. Plain Python, for reports and tests.
+    """
+    total, start = 0, 0
+    for size in sizes:
+        end = min(start + size, rows)
+        for first in range(start // tile * tile, end, tile):
+            low, high = max(start, first) - first, min(end, first + tile) - first
+            if high > low:
+                total += (-(-high // chunk) - low // chunk) * chunk
+        start = end
+    return total

@@ -1,0 +1,117 @@
+"""Grouped matmul as a loop over visits that any backend compiles: no dense fallback, no copy of
+the weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels.grouped_matmul.reference import activate, gather_rows, precision
+from meshpar_kernels.grouped_matmul.schedule import group_bounds, visit_groups, visit_rows
+
+__all__ = ["grouped_matmul", "grouped_matmul_transpose", "row_tile"]
+
+
+def row_tile(rows: int, groups: int) -> int:
+    """A power of two of about half the rows of a group, 8…256: little waste at the borders."""
+    tile = 8
+    while tile < 256 and 4 * tile * groups <= rows:
+        tile *= 2
+    return tile
+
+
+def _pad_rows(x: jax.Array, tile: int) -> jax.Array:
+    padding = -x.shape[0] % tile
+    return jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)) if padding else x
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    lhs_indices: jax.Array | None,
+    row_scale: jax.Array | None,
+    *,
+    transpose_rhs: bool,
+    activation: str | None,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    """As `reference.grouped_matmul`: one small matmul for each tile and group with rows in it."""
+    lhs = gather_rows(lhs, lhs_indices)
+    rows, groups = lhs.shape[0], rhs.shape[0]
+    tile = row_tile(rows, groups)
+    visits = visit_rows(group_bounds(group_sizes, rows, group_offset, groups), rows, tile)
+    lhs = _pad_rows(lhs, tile)
+    scale = None if row_scale is None else _pad_rows(row_scale, tile)
+    width = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+    width = width if activation is None else width // 2
+    contract = ((1,), (1 if transpose_rhs else 0,))
+
+    def one(v, out):
+        first = visits.tile[v] * tile
+        row = first + jnp.arange(tile)[:, None]
+        mine = (row >= visits.start[v]) & (row < visits.end[v])
+        product = lax.dot_general(
+            lax.dynamic_slice_in_dim(lhs, first, tile),
+            lax.dynamic_index_in_dim(rhs, visits.group[v], keepdims=False),
+            (contract, ((), ())),
+            precision=precision(lhs.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        value = activate(product, activation)
+        if scale is not None:
+            value = value * lax.dynamic_slice_in_dim(scale, first, tile)[:, None]
+        value = jnp.where(visits.live[v] > 0, value, 0.0).astype(out_dtype)
+        old = lax.dynamic_slice_in_dim(out, first, tile)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, value, old), first, 0)
+
+    out = jnp.zeros((lhs.shape[0], width), out_dtype)
+    return lax.fori_loop(0, visits.number, one, _vary_like(out, lhs, rhs))[:rows]
+
+
+def grouped_matmul_transpose(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    row_scale: jax.Array | None,
+    *,
+    groups: int,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    """As `reference.grouped_matmul_transpose`, by visits; sums in float32 [G, K, N]."""
+    rows = lhs.shape[0]
+    tile = row_tile(rows, groups)
+    visits = visit_groups(group_bounds(group_sizes, rows, group_offset, groups), rows, tile)
+    lhs, rhs = _pad_rows(lhs, tile), _pad_rows(rhs, tile)
+    scale = None if row_scale is None else _pad_rows(row_scale, tile)
+
+    def one(v, out):
+        first = visits.tile[v] * tile
+        row = first + jnp.arange(tile)[:, None]
+        mine = (row >= visits.start[v]) & (row < visits.end[v])
+        right = lax.dynamic_slice_in_dim(rhs, first, tile)
+        if scale is not None:
+            factor = lax.dynamic_slice_in_dim(scale, first, tile)[:, None]
+            right = (right.astype(jnp.float32) * factor).astype(rhs.dtype)
+        product = lax.dot_general(
+            jnp.where(mine, lax.dynamic_slice_in_dim(lhs, first, tile), 0),
+            jnp.where(mine, right, 0),
+            (((0,), (0,)), ((), ())),
+            precision=precision(lhs.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        old = lax.dynamic_index_in_dim(out, visits.group[v], keepdims=False)
+        return lax.dynamic_update_index_in_dim(out, old + product, visits.group[v], 0)
+
+    out = jnp.zeros((groups, lhs.shape[1], rhs.shape[1]), jnp.float32)
+    return lax.fori_loop(0, visits.number, one, _vary_like(out, lhs, rhs)).astype(out_dtype)
+
+
+def _vary_like(out: jax.Array, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """A loop's carry must vary over the mesh axes that its result varies over."""
+    from meshpar_kernels._compat import same_varying
+
+    return same_varying(out, lhs, rhs)[0]

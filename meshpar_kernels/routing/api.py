@@ -1,0 +1,373 @@
+"""`route`, `permute`, `combine`: checks, choice of implementation, gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
+from meshpar_kernels.routing import reference, tpu
+from meshpar_kernels.routing.plan import RoutePlan
+
+__all__ = ["combine", "permute", "route"]
+
+SCORES = ("softmax", "sigmoid")
+NO_GPU = Unsupported(("there is no GPU kernel for this op",))
+
+
+def route(
+    logits: jax.Array,
+    k: int,
+    *,
+    score: str = "softmax",
+    bias: jax.Array | None = None,
+    groups: int = 1,
+    top_groups: int | None = None,
+    group_top: int = 2,
+    renormalize: bool = True,
+    scale: float = 1.0,
+    capacity: int | None = None,
+    implementation: str | None = None,
+) -> RoutePlan:
+    """Send each token to its k best experts, and give each choice its row in the experts' buffer.
+
+    With score s = softmax(logits) or sigmoid(logits), the experts are chosen by s + bias (without
+    a bias, by the logits: the same order, and no ties where s underflows), and weighted by s,
+      never by the bias. Ties go to the lowest index. With groups, a
+    token first picks its `top_groups` groups of adjacent experts by the sum of the `group_top`
+    largest s + bias in each. Rows are given in the order of the tokens, so the result is a
+    function of the arguments only.
+
+    A logit of -inf masks an expert. A token whose logits hold NaN or +inf, or are all -inf, is
+    sent nowhere: weight 0, no row, and its choices are counted in `dropped`. Padding is so
+      expressed. Nothing of it reaches other tokens.
+
+    Sources: Shazeer et al. 2017 (top-k gating), Mixtral (softmax, renormalized), DeepSeek-V2
+      (groups by their
+    best expert: `group_top=1`), DeepSeek-V3 (sigmoid, bias for the choice only, groups by their
+      best two).
+
+    Args:
+      logits: float [T, E], any float dtype; computed in float32.
+      k: experts per token, 1…E.
+      score: "softmax" or "sigmoid".
+      bias: [E], added for the choice only; no gradient. An expert whose bias is NaN is never
+        chosen.
+      groups: number of groups; must divide E.
+      top_groups: groups a token may use; None: all.
+      group_top: experts whose scores value a group.
+      renormalize: divide a token's weights by their sum (over all its choices, dropped ones too).
+      scale: factor on the weights, after that.
+      capacity: most rows of an expert; the later choices beyond it are dropped and counted. None:
+        no limit, nothing is dropped.
+      implementation: None takes "pallas_tpu" where the program is lowered for a TPU, else
+        "reference"; see `meshpar_kernels._choose.dispatch`.
+
+    Returns:
+      A `RoutePlan`. Its `weight` is differentiable with respect to the logits; the choice itself
+      is not.
+
+    Raises:
+      ValueError: k, groups, top_groups, group_top or capacity out of range, shapes that do not
+        fit, an unknown score, or logits sharded outside of `shard_map`.
+      NotImplementedError: the implementation asked for cannot take these arguments; with every
+        reason.
+    """
+    if logits.ndim != 2:
+        raise ValueError(f"route: logits must be [T, E], got shape {logits.shape}")
+    experts = logits.shape[1]
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"route: logits must be floating point, got {logits.dtype}")
+    if score not in SCORES:
+        raise ValueError(f"route: score must be one of {SCORES}, got {score!r}")
+    if not 1 <= k <= experts:
+        raise ValueError(f"route: k={k} is not within 1…E, E={experts}")
+    if groups < 1 or experts % groups:
+        raise ValueError(f"route: groups={groups} does not divide E={experts}")
+    top_groups = groups if top_groups is None else top_groups
+    if not 1 <= top_groups <= groups:
+        raise ValueError(f"route: top_groups={top_groups} is not within 1…groups, groups={groups}")
+    if top_groups * (experts // groups) < k:
+        raise ValueError(f"route: top_groups={top_groups} groups of {experts // groups} experts hold fewer than k={k}")
+    if group_top < 1:
+        raise ValueError(f"route: group_top={group_top} must be at least 1")
+    if bias is not None and bias.shape != (experts,):
+        raise ValueError(f"route: bias must be [E]=[{experts}], got shape {bias.shape}")
+    if capacity is not None and capacity < 0:
+        raise ValueError(f"route: capacity={capacity} is negative")
+    refuse_sharded("route", logits=logits, bias=bias)
+
+    logits, bias = _compat.same_varying(logits, bias)
+    options: dict[str, Any] = {
+        "k": k,
+        "score": score,
+        "groups": groups,
+        "top_groups": top_groups,
+        "group_top": group_top,
+        "renormalize": renormalize,
+        "scale": float(scale),
+    }
+    return _route(tuple(options.items()), capacity, implementation, logits, bias)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _route(
+    options: tuple[tuple[str, Any], ...],
+    capacity: int | None,
+    implementation: str | None,
+    logits: jax.Array,
+    bias: jax.Array | None,
+) -> RoutePlan:
+    choice: Any = _choose(options, implementation, logits, bias)
+    expert, weight, rank, counts = choice
+    kept = counts if capacity is None else jnp.minimum(counts, capacity)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(kept, dtype=jnp.int32)])
+    return RoutePlan(
+        expert=expert,
+        weight=weight,
+        counts=counts,
+        rank=rank,
+        offsets=offsets,
+        dropped=expert.size - offsets[-1],
+        capacity=capacity,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _choose(
+    options: tuple[tuple[str, Any], ...],
+    implementation: str | None,
+    logits: jax.Array,
+    bias: jax.Array | None,
+):
+    kwargs = dict(options)
+    if logits.shape[0] == 0:  # no token: nothing for a kernel to do
+        return reference.route(logits, bias, **kwargs)
+    reasons = tpu.route_unsupported(logits, **kwargs)
+    return dispatch(
+        "route",
+        implementation,
+        {
+            "pallas_tpu": reasons or functools.partial(tpu.route, **kwargs),
+            "pallas_gpu": NO_GPU,
+            "reference": functools.partial(reference.route, **kwargs),
+        },
+        "reference",
+        logits,
+        bias,
+    )
+
+
+def _choose_fwd(options, implementation, logits, bias):
+    out: Any = _choose(options, implementation, logits, bias)
+    return out, (logits, bias, out[0])
+
+
+def _choose_bwd(options, implementation, saved, cotangents):
+    logits, bias, expert = saved
+    kwargs = {name: dict(options)[name] for name in ("score", "renormalize", "scale")}
+    _, pull = jax.vjp(lambda x: reference.weights(x, expert, **kwargs), logits)
+    return (*pull(cotangents[1]), None if bias is None else jnp.zeros_like(bias))
+
+
+_choose.defvjp(_choose_fwd, _choose_bwd)
+
+
+def permute(
+    x: jax.Array,
+    plan: RoutePlan,
+    *,
+    weight: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Copy each token to the rows of its choices: the buffer that the experts work on.
+
+    Row `plan.rows[t, j]` becomes `x[t]` (times `weight[t, j]`); rows not in use become 0. The
+    transpose of `combine` with the same weight. A T of 0 gives an empty buffer.
+
+    Args:
+      x: [T, H], float32 or bfloat16 (other dtypes: implementation "reference").
+      plan: from `route`.
+      weight: float32 [T, k], or None for ones; differentiable.
+      implementation: None takes "pallas_tpu" where the program is lowered for a TPU and the kernel
+        can take these arguments, else "reference".
+
+    Returns:
+      [R, H] in x's dtype, R = `plan.buffer_rows`.
+
+    Raises:
+      ValueError: shapes that do not fit the plan, or operands sharded outside of `shard_map`.
+      NotImplementedError: the implementation asked for cannot take these arguments; with every
+        reason.
+    """
+    _check("permute", "x", x, plan.expert.shape[0], plan, weight)
+    return _permute_jit(implementation, x, plan, weight)
+
+
+def combine(
+    y: jax.Array,
+    plan: RoutePlan,
+    *,
+    weight: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Sum for each token the rows of its choices: out[t] = Σ_j weight[t, j] · y[plan.rows[t, j]],
+    in float32.
+
+    A dropped choice adds nothing, and rows not in use are never looked at: they may hold NaN. The
+      transpose of
+    `permute` with the same weight. The usual weight is `plan.weight`; leave it out if the rows are
+    already weighted (`row_scale` of `grouped_matmul`).
+
+    Args:
+      y: [R, H], R = `plan.buffer_rows`; float32 or bfloat16 (other dtypes: implementation
+        "reference").
+      plan: from `route`.
+      weight: float32 [T, k], or None for ones; differentiable.
+      implementation: as in `permute`.
+
+    Returns:
+      [T, H] in y's dtype.
+
+    Raises:
+      ValueError: shapes that do not fit the plan, or operands sharded outside of `shard_map`.
+      NotImplementedError: the implementation asked for cannot take these arguments; with every
+        reason.
+    """
+    _check("combine", "y", y, plan.buffer_rows, plan, weight)
+    return _combine_jit(implementation, y, plan, weight)
+
+
+def _check(op: str, name: str, x: jax.Array, rows: int, plan: RoutePlan, weight: jax.Array | None) -> None:
+    if x.ndim != 2 or x.shape[0] != rows:
+        raise ValueError(f"{op}: {name} must be [{rows}, H] for this plan, got shape {x.shape}")
+    if weight is not None and weight.shape != plan.expert.shape:
+        raise ValueError(f"{op}: weight must be [T, k]={list(plan.expert.shape)}, got shape {weight.shape}")
+    refuse_sharded(op, **{name: x}, weight=weight)
+
+
+def _gather_sum(
+    op: str,
+    implementation: str | None,
+    x: jax.Array,
+    index: jax.Array,
+    weight: jax.Array | None,
+) -> jax.Array:
+    """`reference.gather_sum` by the implementation asked for."""
+    if 0 in x.shape or 0 in index.shape:
+        return reference.gather_sum(x, index, weight)
+    return dispatch(
+        op,
+        implementation,
+        {
+            "pallas_tpu": tpu.gather_sum_unsupported(x, index) or tpu.gather_sum,
+            "pallas_gpu": NO_GPU,
+            "reference": reference.gather_sum,
+        },
+        "reference",
+        x,
+        index,
+        weight,
+    )
+
+
+def _by_row(choices: jax.Array, sources: jax.Array) -> jax.Array:
+    """[T, k] → [R]: the value of the choice that each row holds, 0 where it holds none."""
+    flat = choices.reshape(-1)
+    if flat.size == 0:
+        return jnp.zeros(sources.shape, flat.dtype)
+    return jnp.where(sources >= 0, flat[jnp.maximum(sources, 0)], 0)
+
+
+def _by_choice(values: jax.Array, rows: jax.Array) -> jax.Array:
+    """[R] → [T, k], the inverse of `_by_row`; 0 where a choice has no row."""
+    if values.size == 0:
+        return jnp.zeros(rows.shape, values.dtype)
+    return jnp.where(rows >= 0, values[jnp.maximum(rows, 0)], 0)
+
+
+def _spread(
+    op: str,
+    implementation: str | None,
+    x: jax.Array,
+    weight: jax.Array | None,
+    rows: jax.Array,
+    sources: jax.Array,
+) -> jax.Array:
+    """[T, H] → [R, H]."""
+    k = max(rows.shape[1], 1)
+    tokens = jnp.where(sources >= 0, sources // k, -1)[:, None]
+    row_weight = None if weight is None else _by_row(weight, sources)[:, None]
+    return _gather_sum(op, implementation, x, tokens, row_weight)
+
+
+def _row_dots(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Σ_h a[r, h]·b[r, h] in float32: [R]."""
+    return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(-1)
+
+
+def _no_tangent(index: jax.Array) -> np.ndarray:
+    return np.zeros(index.shape, jax.dtypes.float0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _permute(implementation, x, weight, rows, sources):
+    return _spread("permute", implementation, x, weight, rows, sources)
+
+
+def _permute_fwd(implementation, x, weight, rows, sources):
+    saved = (None if weight is None else x, weight, rows, sources)
+    return _permute(implementation, x, weight, rows, sources), saved
+
+
+def _permute_bwd(implementation, saved, grad):
+    x, weight, rows, sources = saved
+    grad_x = _gather_sum("permute's gradient", implementation, grad, rows, weight)
+    grad_weight = None
+    if weight is not None:
+        copied = _spread("permute's gradient", implementation, x, None, rows, sources)
+        grad_weight = _by_choice(_row_dots(copied, grad), rows).astype(weight.dtype)
+    return grad_x, grad_weight, _no_tangent(rows), _no_tangent(sources)
+
+
+_permute.defvjp(_permute_fwd, _permute_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _permute_jit(implementation, x, plan, weight):
+    x, weight, rows, sources = _compat.same_varying(x, weight, plan.rows, plan.sources)
+    return _permute(implementation, x, weight, rows, sources)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(implementation, y, weight, rows, sources):
+    return _gather_sum("combine", implementation, y, rows, weight)
+
+
+def _combine_fwd(implementation, y, weight, rows, sources):
+    saved = (None if weight is None else y, weight, rows, sources)
+    return _combine(implementation, y, weight, rows, sources), saved
+
+
+def _combine_bwd(implementation, saved, grad):
+    y, weight, rows, sources = saved
+    spread = _spread("combine's gradient", implementation, grad, None, rows, sources)
+    if weight is None:
+        return spread, None, _no_tangent(rows), _no_tangent(sources)
+    scaled = spread.astype(jnp.float32) * _by_row(weight, sources)[:, None]
+    grad_weight = _by_choice(_row_dots(spread, y), rows).astype(weight.dtype)
+    return scaled.astype(grad.dtype), grad_weight, _no_tangent(rows), _no_tangent(sources)
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _combine_jit(implementation, y, plan, weight):
+    y, weight, rows, sources = _compat.same_varying(y, weight, plan.rows, plan.sources)
+    return _combine(implementation, y, weight, rows, sources)

@@ -1,0 +1,84 @@
+"""Named real shapes, shared by tests and benchmarks.
+
+Sources: the models' published configurations (Mixtral 8x7B; DeepSeek-V3, its technical report;
+DeepSeek-V2-Lite; Qwen3-235B-A22B), and the square 64-group case that is usual in public
+grouped-matmul measurements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["MATMULS", "MODELS", "MatmulShape", "MoeShape"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeShape:
+    """One mixture-of-experts layer.
+
+    Attributes:
+      embed: width of a token's vector.
+      mlp: hidden width of one expert (each has a gate, an up and a down matrix).
+      experts: routed experts.
+      k: experts a token goes to.
+      score: the router's score function, as in `route`.
+      groups, top_groups: groups of experts and how many of them a token may use (1, 1: no limit).
+      bias: whether a bias that balances the load is added for the choice.
+      renormalize: whether a token's weights are made to sum to one.
+      scale: factor on the weights.
+    """
+
+    embed: int
+    mlp: int
+    experts: int
+    k: int
+    score: str = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    bias: bool = False
+    renormalize: bool = True
+    scale: float = 1.0
+
+
+MODELS = {
+    "mixtral-8x7b": MoeShape(embed=4096, mlp=14336, experts=8, k=2),
+    "deepseek-v3": MoeShape(
+        embed=7168,
+        mlp=2048,
+        experts=256,
+        k=8,
+        score="sigmoid",
+        groups=8,
+        top_groups=4,
+        bias=True,
+        scale=2.5,
+    ),
+    "deepseek-v2-lite": MoeShape(embed=2048, mlp=1408, experts=64, k=6, renormalize=False),
+    "qwen3-235b": MoeShape(embed=4096, mlp=1536, experts=128, k=8),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulShape:
+    """`lhs[m, k] @ rhs[groups, k, n]`: m rows in all."""
+
+    m: int
+    k: int
+    n: int
+    groups: int
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations that the result needs: 2·m·k·n."""
+        return 2 * self.m * self.k * self.n
+
+
+MATMULS = {
+    "g64": MatmulShape(m=8192, k=2048, n=2048, groups=64),
+    # 8192 tokens, two experts each; the up matrix stands for the gate as well
+    "mixtral-8x7b-up": MatmulShape(m=16384, k=4096, n=14336, groups=8),
+    "mixtral-8x7b-down": MatmulShape(m=16384, k=14336, n=4096, groups=8),
+    # what one of 8 devices holds: 32 of the 256 experts, and 8192 rows for them
+    "deepseek-v3-up": MatmulShape(m=8192, k=7168, n=2048, groups=32),
+    "deepseek-v3-down": MatmulShape(m=8192, k=2048, n=7168, groups=32),
+}

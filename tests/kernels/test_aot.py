@@ -1,0 +1,70 @@
+"""Facts from the real TPU compiler, without a TPU. `benchmarks/kernels_aot.py` prints all of them."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHIPS = ["v5e", "v5p", "v6e", "tpu7x"]
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs the TPU compiler, which is in libtpu: pip install 'jax[tpu]'",
+)
+
+PROGRAM = """
+import json, sys
+sys.path[:0] = sys.argv[1:3]
+import kernels_aot
+print(json.dumps([kernels_aot.compile_one(k, *sys.argv[3:5]) for k in sys.argv[5:]]))
+"""
+
+
+def compiled(chip: str, shape: str, *kernels: str) -> list[dict]:
+    """Facts of each kernel, from one process of its own: a bad shape may abort the compiler."""
+    environment = os.environ | {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
+    paths = [str(ROOT), str(ROOT / "benchmarks")]
+    command = [sys.executable, "-c", PROGRAM, *paths, shape, chip, *kernels]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+SHAPES = [
+    "g64",
+    *(
+        pytest.param(shape, marks=pytest.mark.slow)
+        for shape in ("mixtral-8x7b-up", "mixtral-8x7b-down", "deepseek-v3-up", "deepseek-v3-down")
+    ),
+]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_grouped_matmul_needs_no_memory_and_no_dense_product(shape, chip):
+    """Forward and both gradients: under 1 MiB beyond inputs and outputs, 2·M·K·N operations."""
+    for facts in compiled(chip, shape, "forward", "d lhs", "d rhs"):
+        assert facts["temp"] < 1 << 20
+        assert facts["flops"] <= 1.05
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
+def test_routing_has_no_large_temporary(model, chip):
+    """`route` beyond its logits; the kernel of `permute` and `combine`, given its rows, none."""
+    from meshpar_kernels.shapes import MODELS
+
+    choose, copy, add = compiled(chip, model, "route", "permute", "combine")
+    logits = 8192 * MODELS[model].experts * 4
+    # with 8 experts, 256 KiB of logits are little beside the constant part of a program
+    assert choose["temp"] < logits + (256 << 10)
+    assert copy["temp"] == add["temp"] == 0

@@ -1,0 +1,226 @@
+"""`grouped_matmul` and its transpose without kernels: against NumPy, gradients, bad input."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from kernel_cases import RNG, SIZES
+
+from meshpar_kernels import grouped_matmul, grouped_matmul_transpose
+from meshpar_kernels.grouped_matmul import schedule
+
+M, K, N, G = 40, 12, 10, 4
+IMPLEMENTATIONS = ["reference", "xla"]
+INDICES = jnp.asarray([*RNG.integers(0, 24, M - 3), -1, 24, 1000], jnp.int32)
+
+
+def normal(*shape, dtype=np.float32):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", SIZES)
+def test_both_products_are_the_definition(name, implementation):
+    sizes = SIZES[name]
+    lhs, rhs, grad = normal(M, K), normal(G, K, N), normal(M, N)
+    used = (oracle.group_of_row(sizes, M) >= 0).sum()
+    dirty = lhs.at[used:].set(jnp.nan)  # rows of no group may hold anything
+    got = grouped_matmul(dirty, rhs, jnp.asarray(sizes), implementation=implementation)
+    np.testing.assert_allclose(got, oracle.grouped_matmul(lhs, rhs, sizes), rtol=1e-5, atol=1e-5)
+    got = grouped_matmul_transpose(dirty, grad, jnp.asarray(sizes), implementation=implementation)
+    want = oracle.grouped_matmul_transpose(lhs, grad, sizes)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+OPTIONS = {
+    "transposed": {"transpose_rhs": True},
+    "swiglu": {"activation": "swiglu"},
+    "scaled": {"row_scale": normal(M)},
+    "gathered": {"lhs_indices": INDICES},
+    "all": {
+        "transpose_rhs": True,
+        "activation": "swiglu",
+        "row_scale": normal(M),
+        "lhs_indices": INDICES,
+        "group_offset": 1,
+    },
+}
+
+
+def operands(options):
+    lhs = normal(24 if "lhs_indices" in options else M, K)
+    groups = 2 if "group_offset" in options else G
+    rhs = normal(groups, N, K) if options.get("transpose_rhs") else normal(groups, K, N)
+    return lhs, rhs, jnp.asarray(SIZES["uneven"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, implementation):
+    options = OPTIONS[name]
+    lhs, rhs, sizes = operands(options)
+    got = grouped_matmul(lhs, rhs, sizes, implementation=implementation, **options)
+    want = oracle.grouped_matmul(lhs, rhs, sizes, **options)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [-3, 0, 1, 3, 9])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_group_offset(offset, implementation):
+    """Two local groups of four; where the offset is out of range there are none of them."""
+    lhs, rhs, grad, sizes = normal(M, K), normal(2, K, N), normal(M, N), jnp.asarray([9, 11, 5, 9])
+    clipped = min(max(offset, 0), 4)
+    call = functools.partial(grouped_matmul, implementation=implementation)
+    got = call(lhs, rhs, sizes, group_offset=jnp.asarray(offset))
+    want = oracle.grouped_matmul(lhs, rhs, sizes, group_offset=clipped)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    got = grouped_matmul_transpose(lhs, grad, sizes, groups=2, group_offset=offset, implementation=implementation)
+    want = oracle.grouped_matmul_transpose(lhs, grad, sizes, groups=2, group_offset=clipped)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sums_are_float32_and_out_dtype_holds(implementation):
+    lhs, rhs = jnp.ones((3, 1024), jnp.bfloat16), jnp.ones((1, 1024, 8), jnp.bfloat16)
+    rhs = rhs.at[:, 0].set(1 / 256)
+    out = grouped_matmul(lhs, rhs, jnp.array([3]), out_dtype=jnp.float32, implementation=implementation)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, 1023 + 1 / 256)
+    assert grouped_matmul(lhs, rhs, jnp.array([3])).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients(name):
+    options = dict(OPTIONS[name])
+    lhs, rhs, sizes = operands(options)
+    scale = options.pop("row_scale", None)
+
+    @jax.jit
+    def product(lhs, rhs, scale):
+        return grouped_matmul(lhs, rhs, sizes, row_scale=scale, implementation="xla", **options)
+
+    check_grads(product, (lhs, rhs, scale), order=1, modes=["rev"], atol=3e-2, rtol=3e-2)
+
+
+def test_gradients_of_the_transpose():
+    sizes = jnp.asarray([9, 0, 11, 14])
+
+    @jax.jit
+    def product(lhs, rhs, scale):
+        return grouped_matmul_transpose(lhs, rhs, sizes, row_scale=scale, implementation="xla")
+
+    args = (normal(M, K), normal(M, N), normal(M))
+    check_grads(product, args, order=1, modes=["rev"], atol=3e-2, rtol=3e-2)
+
+
+def test_nothing_leaks_into_gradients():
+    """Rows of no group hold NaN, in lhs, in the scale and in the cotangent."""
+    sizes, rhs = jnp.asarray([9, 0, 11, 5]), normal(G, K, N)
+    lhs, scale, cotangent = normal(M, K), normal(M), normal(M, N // 2)
+
+    def pull(lhs, scale, cotangent):
+        def product(lhs, rhs, scale):
+            return grouped_matmul(lhs, rhs, sizes, row_scale=scale, activation="swiglu")
+
+        return jax.vjp(product, lhs, rhs, scale)[1](cotangent)
+
+    want = jax.jit(pull)(lhs, scale, cotangent)
+    got = jax.jit(pull)(*(x.at[25:].set(jnp.nan) for x in (lhs, scale, cotangent)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    np.testing.assert_array_equal(got[1][1], 0)  # an empty group
+    np.testing.assert_array_equal(got[0][25:], 0)
+
+
+@pytest.mark.parametrize("shape", [(0, K, N), (M, 0, N), (M, K, 0)])
+def test_empty(shape):
+    m, k, n = shape
+    lhs, rhs, sizes = jnp.ones((m, k)), jnp.ones((G, k, n)), jnp.zeros(G, jnp.int32)
+    out, pull = jax.vjp(lambda lhs, rhs: grouped_matmul(lhs, rhs, sizes), lhs, rhs)
+    assert out.shape == (m, n)
+    assert [g.shape for g in pull(out)] == [lhs.shape, rhs.shape]
+
+
+def test_debug_says_so():
+    lhs, rhs = normal(M, K), normal(G, K, N)
+    call = jax.jit(functools.partial(grouped_matmul, debug=True))
+
+    def run(*sizes):
+        jax.block_until_ready(call(lhs, rhs, jnp.asarray(sizes)))
+        jax.effects_barrier()
+
+    with pytest.warns(UserWarning, match="more than the 40 rows"):
+        run(50, 1, -2, 0)
+    run(10, 1, 2, 0)  # a warning would be an error
+
+
+def test_what_is_wrong_is_said():
+    lhs, rhs, sizes = jnp.ones((M, K)), jnp.ones((G, K, N)), jnp.zeros(G, jnp.int32)
+
+    def refuses(words, error=ValueError, **changes):
+        arguments = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes} | changes
+        with pytest.raises(error, match=words):
+            grouped_matmul(**arguments)
+
+    refuses(r"lhs must be \[M, K\]", lhs=lhs[0])
+    refuses(r"has K=11.*has K=12", lhs=lhs[:, 1:])
+    refuses(r"as \[G, N, K\] has K=10", transpose_rhs=True)
+    refuses("one floating-point dtype", lhs=lhs.astype(jnp.bfloat16))
+    refuses("3 group sizes for 4 groups", group_sizes=sizes[:3])
+    refuses(r"group_sizes must be int \[G\]", group_sizes=jnp.zeros(G))
+    refuses("activation must be one of", activation="gelu")
+    refuses("even N", activation="swiglu", rhs=rhs[:, :, 1:])
+    refuses("row_scale must be", row_scale=jnp.ones(3))
+    refuses("lhs_indices must be int", lhs_indices=jnp.ones(3))
+    refuses("no implementation 'dense'", implementation="dense")
+    refuses("no GPU kernel", NotImplementedError, implementation="pallas_gpu")
+    refuses(
+        r"float16(.|\n)*5 columns each(.|\n)*These can: xla, reference",
+        NotImplementedError,
+        lhs=lhs.astype(jnp.float16),
+        rhs=rhs.astype(jnp.float16),
+        activation="swiglu",
+        implementation="pallas_tpu",
+    )
+    with pytest.raises(ValueError, match=r"rhs \[M, N\]"):
+        grouped_matmul_transpose(lhs, lhs[1:], sizes)
+
+
+def test_under_shard_map_the_weights_gradient_is_summed(mesh):
+    """Rows split over `data`, weights whole, with the check of varying axes on."""
+    spec = jax.sharding.PartitionSpec
+    lhs, rhs = normal(64, K), normal(2, K, N)
+    sizes = jnp.asarray([[5, 9], [16, 0], [0, 3], [7, 7]])
+
+    def local(lhs, rhs, sizes):
+        return grouped_matmul(lhs, rhs, sizes[0])
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(spec("data"), spec(), spec("data")), out_specs=spec("data"))
+
+    def whole(lhs, rhs, sizes):
+        return jnp.concatenate([grouped_matmul(lhs[16 * i : 16 * i + 16], rhs, sizes[i]) for i in range(4)])
+
+    def grads(function):
+        def loss(lhs, rhs):
+            return (function(lhs, rhs, sizes) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(lhs, rhs)
+
+    got, want = grads(sharded), grads(whole)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+def test_work_done_is_close_to_the_work_asked_for():
+    """Rows multiplied by the TPU kernel's tiles and chunks, over the rows there are."""
+    even = schedule.executed_rows([2048] * 8, 16384, 512, 128)
+    assert even == 16384
+    rng = np.random.default_rng(0)
+    share = rng.dirichlet(np.full(8, 5.0))
+    sizes = np.floor(share * 16384).astype(int).tolist()
+    assert schedule.executed_rows(sizes, 16384, 512, 128) <= 1.06 * 16384
+    # 128 rows to a group on average: nearly every group has a border within a chunk at both ends
+    sizes = rng.multinomial(8192, np.full(64, 1 / 64)).tolist()
+    assert schedule.executed_rows(sizes, 8192, 512, 128) <= 2.0 * 8192

@@ -1,0 +1,234 @@
+"""`route`, `permute`, `combine`: the reference against NumPy, gradients, bad input."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from kernel_cases import RNG, ROUTERS, make, odd_logits
+
+from meshpar_kernels import RoutePlan, combine, permute, route
+
+
+def compare(plan: RoutePlan, want) -> None:
+    expert, weight, counts, rank, offsets, dropped = want
+    np.testing.assert_array_equal(plan.expert, expert)
+    np.testing.assert_allclose(plan.weight, weight, rtol=2e-6, atol=1e-7)
+    np.testing.assert_array_equal(plan.counts, counts)
+    np.testing.assert_array_equal(plan.rank, rank)
+    np.testing.assert_array_equal(plan.offsets, offsets)
+    assert int(plan.dropped) == dropped
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_route_is_the_definition(name):
+    options = dict(ROUTERS[name])
+    if "bias" in options:
+        options["bias"] = options["bias"].astype(np.float32)
+    logits = odd_logits()
+    compare(make(logits, **options), oracle.route(logits, **options))
+
+
+def test_route_in_bfloat16():
+    logits = jnp.asarray(odd_logits(), jnp.bfloat16)
+    compare(make(logits, 2), oracle.route(np.asarray(logits.astype(jnp.float32)), 2))
+
+
+def test_ties_go_to_the_lowest_expert():
+    plan = make(np.zeros((3, 8), np.float32), 3)
+    np.testing.assert_array_equal(plan.expert, [[0, 1, 2]] * 3)
+    np.testing.assert_array_equal(plan.rank, [[0] * 3, [1] * 3, [2] * 3])
+
+
+def test_order_survives_underflow():
+    logits = np.full((1, 4), -400.0, np.float32)
+    logits[0, 3], logits[0, 1] = 400.0, -300.0
+    np.testing.assert_array_equal(make(logits, 2).expert, [[3, 1]])
+
+
+def test_unroutable_rows_get_nothing_and_are_counted():
+    logits = RNG.normal(size=(6, 4)).astype(np.float32)
+    clean = make(logits[[0, 2, 4]], 2)
+    logits[1, 0], logits[3], logits[5, 2] = np.nan, -np.inf, np.inf
+    plan = make(logits, 2)
+    np.testing.assert_array_equal(plan.expert[1::2], 4)
+    np.testing.assert_array_equal(plan.weight[1::2], 0)
+    np.testing.assert_array_equal(plan.rows[1::2], -1)
+    assert int(plan.dropped) == 6
+    np.testing.assert_array_equal(plan.expert[::2], clean.expert)
+    np.testing.assert_array_equal(plan.rows[::2], clean.rows)
+
+
+def test_all_tokens_to_one_expert():
+    logits = np.tile(np.array([0.0, 9.0, 1.0, 2.0], np.float32), (10, 1))
+    plan = make(logits, 1, capacity=4)
+    np.testing.assert_array_equal(plan.group_sizes, [0, 4, 0, 0])
+    np.testing.assert_array_equal(plan.counts, [0, 10, 0, 0])
+    assert int(plan.dropped) == 6
+    assert plan.buffer_rows == 10
+    np.testing.assert_array_equal(plan.rows[:, 0], [0, 1, 2, 3] + [-1] * 6)
+
+
+def test_expert_with_nan_bias_is_never_chosen():
+    bias = np.array([0.0, np.nan, 0.0, -np.inf], np.float32)
+    plan = make(RNG.normal(size=(5, 4)).astype(np.float32), 3, bias=bias)
+    assert set(np.asarray(plan.expert).ravel()) == {0, 2, 4}
+    assert int(plan.dropped) == 5
+
+
+@pytest.mark.parametrize("capacity", [None, 0, 3])
+def test_no_tokens(capacity):
+    plan = make(np.zeros((0, 4), np.float32), 2, capacity=capacity)
+    assert plan.expert.shape == (0, 2)
+    assert int(plan.dropped) == 0
+    buffer = permute(jnp.zeros((0, 8)), plan, weight=plan.weight)
+    assert buffer.shape == (0, 8)
+    assert combine(buffer, plan, weight=plan.weight).shape == (0, 8)
+    jax.grad(lambda x: permute(x, plan, weight=plan.weight).sum())(jnp.zeros((0, 8)))
+
+
+def test_capacity_zero_drops_everything():
+    plan = make(RNG.normal(size=(5, 4)).astype(np.float32), 2, capacity=0)
+    assert plan.buffer_rows == 0
+    assert int(plan.dropped) == 10
+    buffer = permute(jnp.ones((5, 8)), plan)
+    assert buffer.shape == (0, 8)
+    np.testing.assert_array_equal(combine(buffer, plan), np.zeros((5, 8)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"k": 5}, "k=5 is not within 1…E, E=4"),
+        ({"k": 0}, "k=0"),
+        ({"k": 1, "groups": 3}, "groups=3 does not divide E=4"),
+        ({"k": 1, "groups": 2, "top_groups": 3}, "top_groups=3"),
+        ({"k": 3, "groups": 2, "top_groups": 1}, "hold fewer than k=3"),
+        ({"k": 1, "groups": 2, "group_top": 0}, "group_top=0"),
+        ({"k": 1, "capacity": -1}, "capacity=-1"),
+        ({"k": 1, "score": "tanh"}, "score must be one of"),
+        ({"k": 1, "bias": np.zeros(3)}, r"bias must be \[E\]=\[4\]"),
+        ({"k": 1, "implementation": "fast"}, "no implementation 'fast'"),
+    ],
+)
+def test_route_says_what_is_wrong(options, words):
+    with pytest.raises(ValueError, match=words):
+        make(np.zeros((2, 4), np.float32), **options)
+
+
+def test_shapes_that_do_not_fit_the_plan():
+    plan = make(np.zeros((3, 4), np.float32), 2)
+    with pytest.raises(ValueError, match=r"x must be \[3, H\]"):
+        permute(jnp.zeros((4, 8)), plan)
+    with pytest.raises(ValueError, match=r"y must be \[6, H\]"):
+        combine(jnp.zeros((3, 8)), plan)
+    with pytest.raises(ValueError, match=r"weight must be \[T, k\]=\[3, 2\]"):
+        combine(jnp.zeros((6, 8)), plan, weight=jnp.zeros((3,)))
+    with pytest.raises(ValueError, match="floating point"):
+        route(jnp.zeros((3, 4), jnp.int32), 2)
+    with pytest.raises(ValueError, match=r"\[T, E\]"):
+        route(jnp.zeros((3,)), 1)
+
+
+def test_refusal_carries_every_reason():
+    with pytest.raises(NotImplementedError, match="there is no GPU kernel"):
+        make(np.zeros((3, 4), np.float32), 2, implementation="pallas_gpu")
+    plan = make(np.zeros((3, 4), np.float32), 2)
+    with pytest.raises(NotImplementedError, match=r"float16.*\n.*These can: reference"):
+        permute(jnp.zeros((3, 8), jnp.float16), plan, implementation="pallas_tpu")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_permute_and_combine_are_the_definition(name, weighted):
+    logits = odd_logits()
+    plan = make(logits, **ROUTERS[name])
+    rows = oracle.buffer_rows(*(np.asarray(v) for v in (plan.expert, plan.rank, plan.offsets)))
+    np.testing.assert_array_equal(plan.rows, rows)
+    weight = plan.weight if weighted else None
+    x = RNG.normal(size=(40, 24)).astype(np.float32)
+    y = RNG.normal(size=(plan.buffer_rows, 24)).astype(np.float32)
+    want = oracle.permute(x, rows, plan.buffer_rows, weight)
+    np.testing.assert_allclose(permute(jnp.asarray(x), plan, weight=weight), want, rtol=1e-5)
+    want = oracle.combine(y, rows, weight)
+    got = combine(jnp.asarray(y), plan, weight=weight)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_combine_sums_in_float32():
+    plan = make(np.zeros((1, 16), np.float32), 16)
+    y = jnp.asarray([[256.0]] + [[1.0]] * 15, jnp.bfloat16)  # in bfloat16 256 + 1 is 256
+    assert float(combine(y, plan)[0, 0]) == 272.0  # 271 rounded once
+
+
+def test_unused_rows_do_not_leak():
+    plan = make(odd_logits(), 2, capacity=4)
+    used = int(plan.offsets[-1])
+    assert used < plan.buffer_rows
+    y = RNG.normal(size=(plan.buffer_rows, 8)).astype(np.float32)
+    dirty = jnp.asarray(y).at[used:].set(jnp.nan)
+
+    def loss(y, weight):
+        return (combine(y, plan, weight=weight) ** 2).sum()
+
+    value, grads = jax.value_and_grad(loss, (0, 1))(dirty, plan.weight)
+    want, want_grads = jax.value_and_grad(loss, (0, 1))(jnp.asarray(y), plan.weight)
+    assert value == want
+    jax.tree.map(np.testing.assert_array_equal, grads, want_grads)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "deepseek-v3", "capacity"])
+def test_gradients(name):
+    options = dict(ROUTERS[name])
+    # far apart, so that no choice flips under the step of the numerical derivative
+    logits = RNG.permuted(np.tile(np.linspace(-3, 3, 16), (12, 1)), axis=1).astype(np.float32)
+    x = RNG.normal(size=(12, 8)).astype(np.float32)
+
+    def weights(logits):
+        return make(logits, **options).weight
+
+    check_grads(weights, (logits,), order=1, modes=["rev"], atol=2e-2, rtol=2e-2, eps=1e-3)
+
+    plan = make(logits, **options)
+    y = RNG.normal(size=(plan.buffer_rows, 8)).astype(np.float32)
+    check = functools.partial(check_grads, order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+    check(lambda x, w: permute(x, plan, weight=w), (x, plan.weight))
+    check(lambda y, w: combine(y, plan, weight=w), (y, plan.weight))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_permute_and_combine_are_transposes(weighted):
+    plan = make(odd_logits(), 3, capacity=6)
+    weight = plan.weight if weighted else None
+    x = jnp.asarray(RNG.normal(size=(40, 8)), jnp.float32)
+    y = jnp.asarray(RNG.normal(size=(plan.buffer_rows, 8)), jnp.float32)
+    one = jnp.vdot(permute(x, plan, weight=weight), y)
+    two = jnp.vdot(x, combine(y, plan, weight=weight))
+    np.testing.assert_allclose(one, two, rtol=1e-5)
+    pulled = jax.vjp(lambda x: permute(x, plan, weight=weight), x)[1](y)[0]
+    np.testing.assert_allclose(pulled, combine(y, plan, weight=weight), rtol=1e-6)
+
+
+def test_unroutable_rows_have_no_gradient():
+    logits = jnp.asarray(odd_logits())
+    grads = jax.grad(lambda x: (make(x, 2).weight ** 2).sum())(logits)
+    assert np.isfinite(grads).all()
+    np.testing.assert_array_equal(grads[jnp.array([3, 5, 11])], 0)
+
+
+def test_plan_is_a_pytree_and_jits():
+    plan = jax.jit(lambda x: make(x, 2, capacity=3))(odd_logits())
+    assert isinstance(plan, RoutePlan)
+    assert plan.capacity == 3
+    np.testing.assert_array_equal(jax.tree.map(jnp.asarray, plan).rows, plan.rows)
+
+
+def test_sharded_operand_is_refused():
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    logits = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=spec)
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match="shard_map"):
+        jax.eval_shape(lambda x: route(x, 2), logits)
