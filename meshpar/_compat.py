@@ -274,3 +274,33 @@ def is_tracer(x: Any) -> bool:
     from jax.core import Tracer
 
     return isinstance(x, Tracer)
+
+
+@contextlib.contextmanager
+def at_line_of(eqn: Any) -> Iterator[None]:
+    """What is traced in this context comes from the user's line, and under the names, of an equation."""
+    from jax._src import source_info_util
+
+    info = eqn.source_info
+    with source_info_util.user_context(info.traceback, name_stack=info.name_stack):
+        yield
+
+
+def bind(eqn: Any, args: Sequence[Any], params: Any) -> list[Any]:
+    """Apply the primitive of an equation, with other parameters perhaps; always a list of results."""
+    got = eqn.primitive.get_bind_params(params)
+    subfuns, params = got if isinstance(got, tuple) else ((), got)
+    out = eqn.primitive.bind(*subfuns, *args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def body_consts(eqn: Any) -> list[Sequence[Any]]:
+    """The constants of an equation's bodies, in the order in which the program lists its frames."""
+    p = eqn.params
+    if eqn.primitive.name == "cond":
+        bodies = p["branches"]
+    elif eqn.primitive.name == "while":
+        bodies = (p["cond_jaxpr"], p["body_jaxpr"])
+    else:
+        bodies = (p[next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in p)],)
+    return [closed_parts(b)[1] for b in bodies]

@@ -102,12 +102,15 @@ class Jitted:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower for these arguments, as ``jax.jit(f).lower`` does."""
-        return self.trace(*args, **kwargs).lower()
+        traced = self.trace(*args, **kwargs)
+        with without_gc():
+            return traced.lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace for these arguments, as ``jax.jit(f).trace`` does."""
         with self.pure(args, kwargs) as (pure, pure_kwargs):
             entry = self.entry(pure, pure_kwargs)
+        with without_gc():
             dynamic, statics = self.split(pure, pure_kwargs)
             leaves, _ = jax.tree.flatten(dynamic)
             placed = iter(

@@ -106,6 +106,29 @@ def relayout(have: Spec, need: Spec) -> list[tuple[CollectiveOp, tuple[str, ...]
     return steps
 
 
+def settlement(
+    have: Spec, rest: Spec, axes: Sequence[str], kind: str
+) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
+    """How a partial value is settled: (dim → axes over which it is reduce-scattered, axes over which it is all-reduced).
+
+    A sum is scattered over the axes that its layout puts next on a dim.
+    """
+    held = [list(entry) for entry in have]
+    place = {a: i for i, entry in enumerate(rest) for a in entry}
+    scatter: dict[int, tuple[str, ...]] = {}
+    for a in axes:
+        i = place.get(a)
+        if kind == "sum" and i is not None and rest[i][: len(held[i]) + 1] == (*held[i], a):
+            held[i].append(a)
+            scatter[i] = (*scatter.get(i, ()), a)
+    return scatter, tuple(a for a in axes if not any(a in s for s in scatter.values()))
+
+
+def reduces(kind: str, dtype: Any) -> bool:
+    """Whether a collective combines such partial values; else (products, bits) they are gathered, and combined locally."""
+    return kind in ("sum", "max", "min") or (kind in ("and", "or") and str(dtype) == "bool")
+
+
 def human(n: float) -> str:
     """Bytes for people: ``1.5 MB`` (decimal)."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from .._compat import source_line
 from ..layout import AnyMesh, Layout, Spec
 from ..program.graph import Program
+from ..program.rules.rule import Kind
 from .collectives import Collective
 
 
@@ -36,13 +37,14 @@ class Held:
 class OpPlan:
     """How one op works: the spec it needs each operand in, the spec in which its results come out, partial over which axes.
 
-    ``factor_axes`` are the axes of its factors (None for elementwise ops).
+    ``factor_axes`` are the axes of its factors (None for elementwise ops); ``kind`` is how its partial results combine.
     """
 
     ins: list[Spec | None]
     outs: list[Spec]
     partial: tuple[str, ...] = ()
     factor_axes: list[tuple[str, ...]] | None = None
+    kind: Kind = "sum"
 
 
 @dataclass(eq=False)
@@ -57,6 +59,7 @@ class Plan:
       specs: the spec of every value at rest, by ``id(value)``.
       settled: ids of the values whose partial sums are settled where they are made.
       ops: how every op works, by ``id(op)``.
+      passed: for the results of ops through which a partial sum passes unsettled, by ``id(result)``: how the op works.
       generated: ids of the values made from no data (iotas, masks): each device makes the part that it needs.
     """
 
@@ -71,6 +74,7 @@ class Plan:
     settled: set[int] = field(default_factory=set)
     unsettled: dict[int, tuple[str, ...]] = field(default_factory=dict)
     ops: dict[int, OpPlan] = field(default_factory=dict)
+    passed: dict[int, OpPlan] = field(default_factory=dict)
     out_specs: list[Spec] = field(default_factory=list)
     generated: set[int] = field(default_factory=set)
 

@@ -15,8 +15,9 @@ from ..errors import JoinError, JoinWarning, UnknownDimError
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error, to_partition_spec
 from ..program.graph import Frame, Op, Program, Value
 from ..program.rules import LINEAR, SCALINGS
+from ..program.rules.rule import Kind
 from .claims import Claims, Names, blocks_only, spec_of
-from .collectives import Collective, CollectiveOp, local_bytes, relayout, wire_bytes
+from .collectives import Collective, CollectiveOp, local_bytes, reduces, relayout, settlement, wire_bytes
 from .plan import Held, OpPlan, Plan
 
 
@@ -87,7 +88,7 @@ class _Planner:
         self.claims = Claims(program, layout, self.sizes)
         self.now: dict[int, Spec] = {}  # where each value lies
         self.partial: dict[int, tuple[str, ...]] = {}  # axes over which a value is an unsettled sum
-        self.kind_of: dict[int, str] = {}  # how partial values combine
+        self.kind_of: dict[int, Kind] = {}  # how partial values combine
         self.count: int | None = 1
         self.made_by: dict[int, tuple[Op, list[Names]]] = {}
         self.copies: set[tuple[int, int, Spec]] = (
@@ -168,7 +169,12 @@ class _Planner:
                 self.elementwise(op)
             else:
                 self.by_rule(op)
-            if not op.frames and op.name != "random_bits" and all(v is None or id(v) in self.generated for v in op.ins):
+            if (
+                not op.frames
+                and op.name != "random_bits"
+                and all(v is None or id(v) in self.generated for v in op.ins)
+                and not any(id(v) in self.partial for v in op.outs)
+            ):
                 self.generated.update(map(id, op.outs))
         self.count = before
 
@@ -181,21 +187,7 @@ class _Planner:
             return
         made, names = self.made_by[id(value)]
         have, rest = self.now[id(value)], self.rest(value)
-        kind = self.kind_of[id(value)]
-        held = list(map(list, have))
-        place = {a: i for i, entry in enumerate(rest) for a in entry}
-        scatter: dict[int, list[str]] = {}
-        for a in axes:
-            i = place.get(a)
-            if (
-                kind == "sum"
-                and i is not None
-                and list(rest[i][: len(held[i])]) == held[i]
-                and rest[i][len(held[i])] == a
-            ):
-                held[i].append(a)
-                scatter.setdefault(i, []).append(a)
-        reduce = tuple(a for a in axes if not any(a in s for s in scatter.values()))
+        scatter, reduce = settlement(have, rest, axes, self.kind_of[id(value)])
         # the smaller piece is reduced: scatter first
         spec = have
         for i, scattered in scatter.items():
@@ -207,9 +199,11 @@ class _Planner:
             spec = target
         if reduce:
             why = self.contracted(made, names, reduce)
-            self.record(
-                "all-reduce", reduce, value, made, spec, f"{why}; no dim of the result is split over {_plus(reduce)}"
-            )
+            cause = f"{why}; no dim of the result is split over {_plus(reduce)}"
+            if reduces(self.kind_of[id(value)], value.aval.dtype):
+                self.record("all-reduce", reduce, value, made, spec, cause)
+            else:
+                self.record("all-gather", reduce, value, made, spec, cause, math.prod(self.sizes[a] for a in reduce))
         self.now[id(value)] = spec
         self.plan.settled.add(id(value))
         self.move(value, rest, made, "the layout keeps it so")
@@ -237,13 +231,20 @@ class _Planner:
             spec = after
 
     def record(
-        self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op | None, spec: Spec, cause: str
+        self,
+        kind: CollectiveOp,
+        axes: tuple[str, ...],
+        value: Value,
+        op: Op | None,
+        spec: Spec,
+        cause: str,
+        parts: int = 1,
     ) -> None:
         axes = tuple(a for a in axes if self.sizes[a] > 1)
-        if not axes:
+        if not axes or 0 in value.shape:
             return
         group = math.prod(self.sizes[a] for a in axes)
-        volume = local_bytes(value.shape, _itemsize(value.aval), spec, self.sizes)
+        volume = parts * local_bytes(value.shape, _itemsize(value.aval), spec, self.sizes)
         tensor = value.path or self.called(value)
         self.plan.collectives.append(
             Collective(
@@ -307,11 +308,11 @@ class _Planner:
                     self.now[id(out)] = self.now[id(value)]
             return
         (out,) = op.outs
-        if self.stays_partial(op, out):
+        waiting = [v for v in op.ins if v is not None and id(v) in self.partial]
+        if waiting and self.stays_partial(op, out):
             return
-        for v in op.ins:
-            if v is not None and id(v) in self.partial:
-                self.settle(v, op)
+        for v in waiting:
+            self.settle(v, op)
         spec = self.claims.elementwise(op, out)
         needs = [None if v is None else stretched(spec, v.shape, out.shape) for v in op.ins]
         self.plan.ops[id(op)] = OpPlan(needs, [spec])
@@ -340,8 +341,10 @@ class _Planner:
             self.pass_on(op, waiting[0], out, self.now[id(waiting[0])])
         return linear or scaled
 
-    def pass_on(self, op: Op, value: Value, out: Value, spec: Spec) -> None:
+    def pass_on(self, op: Op, value: Value, out: Value, spec: Spec, axes: list[tuple[str, ...]] | None = None) -> None:
         """A linear op on a partial sum makes a partial sum."""
+        partial, kind = self.partial[id(value)], self.kind_of[id(value)]
+        self.plan.passed[id(out)] = OpPlan([self.now[id(value)]], [spec], partial, axes, kind)
         self.partial[id(out)] = self.partial[id(value)]
         self.plan.unsettled[id(value)] = self.partial[id(value)]
         self.kind_of[id(out)] = self.kind_of[id(value)]
@@ -371,7 +374,7 @@ class _Planner:
         needs = [None if v is None else spec_of(d, axes) if d else ((),) * len(v.shape)
                  for v, d in zip(op.ins, rule.ins, strict=True)]  # fmt: skip
         outs = [spec_of(d, axes) for d in rule.outs]
-        self.plan.ops[id(op)] = OpPlan(needs, outs, partial, axes)
+        self.plan.ops[id(op)] = OpPlan(needs, outs, partial, axes, kind)
         for v, need in zip(op.ins, needs, strict=True):
             if v is not None and need is not None:
                 self.operand(op, v, need, names)
@@ -384,7 +387,7 @@ class _Planner:
             else:
                 self.finish(op, out)
 
-    def partial_axes(self, op: Op, axes: list[tuple[str, ...]]) -> tuple[tuple[str, ...], str]:
+    def partial_axes(self, op: Op, axes: list[tuple[str, ...]]) -> tuple[tuple[str, ...], Kind]:
         rule = op.rule
         assert rule is not None
         found = [(a, k) for got, k in zip(axes, rule.kinds, strict=True) if k not in ("map", "whole") for a in got]
@@ -404,7 +407,7 @@ class _Planner:
                 axes[f] = entry
         if blocks_only(rule, axes, self.sizes) != axes:
             return False
-        self.pass_on(op, value, op.outs[0], spec_of(rule.outs[0], axes))
+        self.pass_on(op, value, op.outs[0], spec_of(rule.outs[0], axes), axes)
         return True
 
     def cost(self, op: Op, axes: list[tuple[str, ...]]) -> float:
@@ -566,6 +569,8 @@ _HANDLERS: Mapping[str, Any] = {
 
 def stretched(spec: Spec, shape: Sequence[int], out: Sequence[int]) -> Spec:
     """The spec of an operand that an elementwise op stretches to its result: whole along dims of size 1."""
+    if shape == out:
+        return spec
     if len(shape) != len(out):
         return ((),) * len(shape)
     return tuple(axes if n == m else () for axes, n, m in zip(spec, shape, out, strict=True))

@@ -62,9 +62,7 @@ def outputs(fn, shapes: dict[str, str], **kw) -> list[str]:
 def _signature(names):
     import inspect
 
-    return inspect.Signature(
-        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
-    )
+    return inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names])
 
 
 def op(p: mp.Plan, name: str, nth: int = 0):
@@ -80,22 +78,16 @@ def dims_of(p: mp.Plan, value) -> str:
 
 
 def test_dot_general_in_every_form():
-    assert outputs(lambda x, w: x @ w, {"x": "batch seq embed", "w": "embed mlp"}) == [
-        "batch seq mlp"
-    ]
+    assert outputs(lambda x, w: x @ w, {"x": "batch seq embed", "w": "embed mlp"}) == ["batch seq mlp"]
     assert outputs(
         lambda x, w: jnp.einsum("bse,ehd->bshd", x, w),
         {"x": "batch seq embed", "w": "embed heads head_dim"},
     ) == ["batch seq heads head_dim"]
     scores = {"q": "batch seq heads head_dim", "k": "batch kv_seq heads head_dim"}
-    assert outputs(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), scores) == [
-        "batch heads seq kv_seq"
-    ]
+    assert outputs(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), scores) == ["batch heads seq kv_seq"]
     back = {"x": "batch seq heads head_dim", "w": "heads head_dim embed"}
     assert outputs(lambda x, w: jnp.einsum("bshd,hde->bse", x, w), back) == ["batch seq embed"]
-    assert outputs(lambda a, b: jnp.einsum("i,j->ij", a, b), {"a": "embed", "b": "mlp"}) == [
-        "embed mlp"
-    ]
+    assert outputs(lambda a, b: jnp.einsum("i,j->ij", a, b), {"a": "embed", "b": "mlp"}) == ["embed mlp"]
     assert outputs(
         lambda a, b: lax.dot_general(a, b, (((), ()), ((0,), (1,)))),
         {"a": "embed seq", "b": "mlp embed"},
@@ -153,12 +145,8 @@ def test_one_op(fn, dims, want):
 def test_reshapes_split_and_merge():
     merge = {"x": "batch seq heads head_dim"}
     assert outputs(lambda x: x.reshape(2, 6, 32), merge) == ["batch seq (heads head_dim)"]
-    assert outputs(lambda x: x.reshape(2, 6, 32).reshape(2, 6, 4, 8) * 2, merge) == [
-        "batch seq heads head_dim"
-    ]
-    assert outputs(lambda x: x.reshape(12, 32).reshape(2, 6, 4, 8), merge) == [
-        "batch seq heads head_dim"
-    ]
+    assert outputs(lambda x: x.reshape(2, 6, 32).reshape(2, 6, 4, 8) * 2, merge) == ["batch seq heads head_dim"]
+    assert outputs(lambda x: x.reshape(12, 32).reshape(2, 6, 4, 8), merge) == ["batch seq heads head_dim"]
     assert outputs(lambda x: x.reshape(12, 32).sum(0), merge) == ["(heads head_dim)"]
     assert outputs(lambda x: x.reshape(-1), {"x": "batch"}) == ["batch"]
     assert outputs(lambda x: x[:, None, :, None].reshape(2, 6), {"x": "batch seq"}) == ["batch seq"]
@@ -209,9 +197,7 @@ def test_a_reshape_that_transposes_first():
 
 def test_conv():
     def conv(x, w, **kw):
-        return lax.conv_general_dilated(
-            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **kw
-        )
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **kw)
 
     shapes = {"x": "batch height width channels", "w": "_ _ channels out_channels"}
     args = f32(2, 16, 18, 5), f32(3, 3, 5, 7)
@@ -373,9 +359,7 @@ def test_cond_and_switch():
     )
     assert p.outputs[0].dims == "batch mlp"
     p = plan(
-        lambda x, w: (
-            lax.switch(1, [lambda x: jnp.zeros((2, 20)), lambda x: jnp.tanh(x @ w)], x) + 1
-        ),
+        lambda x, w: lax.switch(1, [lambda x: jnp.zeros((2, 20)), lambda x: jnp.tanh(x @ w)], x) + 1,
         f32(2, 12),
         f32(12, 20),
         dims=dims,
@@ -451,10 +435,7 @@ def test_named_and_rename_under_transformations():
     def fn(x):
         return mp.rename(mp.named(x, "seq"), seq="kv_seq") * 2
 
-    assert (
-        plan(lambda x: jax.vmap(fn)(x), f32(2, 6), dims={"x": "batch _"}).outputs[0].dims
-        == "batch kv_seq"
-    )
+    assert plan(lambda x: jax.vmap(fn)(x), f32(2, 6), dims={"x": "batch _"}).outputs[0].dims == "batch kv_seq"
     p = plan(jax.grad(lambda x: fn(x).sum()), f32(6), dims={})
     assert p.outputs[0].dims == "seq"
     np.testing.assert_array_equal(jax.jit(fn)(jnp.arange(3.0)), [0, 2, 4])
@@ -540,9 +521,7 @@ def test_a_square_weight_before_a_residual_add():
     dims = {"x": "batch embed", "w": "embed embed_out"}
     with pytest.warns(mp.JoinWarning, match="embed"):
         p = plan(step, f32(12, 12), f32(12, 12), f32(2, 12), dims=dims)
-    assert [h.dims for h in (*p.inputs, *p.outputs) if h.shape == (12, 12)] == [
-        "embed embed_out"
-    ] * 4
+    assert [h.dims for h in (*p.inputs, *p.outputs) if h.shape == (12, 12)] == ["embed embed_out"] * 4
     assert [{j.first, j.second} for j in p.joins] == [{"embed", "embed_out"}]
 
 
@@ -567,16 +546,12 @@ def test_weights_and_activations_with_names_of_their_own():
         p = plan(step, params, jax.eval_shape(opt.init, params), f32(2, 12), dims=dims)
     for held in (*p.inputs, *p.outputs):
         if held.shape in [(12, 20), (20, 12)]:
-            assert held.dims == ("embed mlp" if held.path.endswith("up") else "mlp embed"), (
-                held.path
-            )
+            assert held.dims == ("embed mlp" if held.path.endswith("up") else "mlp embed"), held.path
     assert {frozenset((j.first, j.second)) for j in p.joins} == {
         frozenset(("embed", "activation_embed")),
         frozenset(("mlp", "activation_mlp")),
     }
-    up, down = [
-        o for o in p.program.root.walk() if o.name == "dot_general" and o.outs[0].shape[0] == 2
-    ][:2]
+    up, down = [o for o in p.program.root.walk() if o.name == "dot_general" and o.outs[0].shape[0] == 2][:2]
     assert dims_of(p, up.outs[0]).split()[0] == "activation_batch"
     assert dims_of(p, down.outs[0]).split()[0] == "activation_batch"
 
@@ -606,9 +581,7 @@ OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-3),
     "adamw clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
     "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=4),
-    "adafactor with momentum": lambda: optax.adafactor(
-        1e-3, min_dim_size_to_factor=4, momentum=0.9
-    ),
+    "adafactor with momentum": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=4, momentum=0.9),
     "sm3": lambda: optax.sm3(1e-3),
     "lamb": lambda: optax.lamb(1e-3),
     "lion": lambda: optax.lion(1e-3),
@@ -655,9 +628,7 @@ def fitting(shape: tuple[int, ...], dims: str) -> set[str]:
     if len(shape) == len(sizes) and all(m in (1, n) for m, n in zip(shape, sizes, strict=True)):
         return {" ".join("_" if m == 1 else n for n, m in zip(names, shape, strict=True))}
     picks = itertools.combinations(range(len(sizes)), len(shape))
-    return {
-        " ".join(names[i] for i in pick) for pick in picks if tuple(sizes[i] for i in pick) == shape
-    }
+    return {" ".join(names[i] for i in pick) for pick in picks if tuple(sizes[i] for i in pick) == shape}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -710,9 +681,7 @@ def test_gradients_agree_with_symbolic_shapes():
             q = jnp.einsum("bse,egrd->bsgrd", y, w["q"])
             k, v = (jnp.einsum("bse,egd->bsgd", y, w[i]) for i in "kv")
             scores = jax.nn.softmax(jnp.einsum("bsgrd,btgd->bgrst", q, k))
-            x = x + jnp.einsum(
-                "bsgrd,grde->bse", jnp.einsum("bgrst,btgd->bsgrd", scores, v), w["o"]
-            )
+            x = x + jnp.einsum("bsgrd,grde->bse", jnp.einsum("bgrst,btgd->bsgrd", scores, v), w["o"])
             return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"], None
 
         x, _ = lax.scan(layer, x, {k: v for k, v in params.items() if k != "embedding"})

@@ -61,9 +61,7 @@ WINDOW = {"window_dimensions": (1, 2), "window_strides": (1, 2), "padding": ((0,
 
 
 def conv(x, w, *, padding="SAME", **kw):
-    return lax.conv_general_dilated(
-        x, w, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), **kw
-    )
+    return lax.conv_general_dilated(x, w, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), **kw)
 
 
 def conv_gradient(x, w, **kw):
@@ -71,9 +69,7 @@ def conv_gradient(x, w, **kw):
 
 
 def max_pool_gradient(x):
-    return jax.grad(
-        lambda x: jnp.sum(lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID") ** 2)
-    )(x)
+    return jax.grad(lambda x: jnp.sum(lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID") ** 2))(x)
 
 
 @functools.partial(jax.jit)
@@ -130,9 +126,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         numbers(3, 3, 4, 6),
     ),
     "conv strided": (
-        lambda x, w: lax.conv_general_dilated(
-            x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        ),
+        lambda x, w: lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
         numbers(2, 8, 8, 4),
         numbers(3, 3, 4, 6),
     ),
@@ -258,9 +252,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "wrap keys": (jax.random.wrap_key_data, jnp.zeros((4, 2), jnp.uint32)),
     "ragged dot": (lambda x, y: lax.ragged_dot(x, y, jnp.array([3, 1])), X, numbers(2, 6, 4)),
     "ragged dot gradients": (
-        jax.grad(
-            lambda x, y: jnp.sum(lax.ragged_dot(x, y, jnp.array([3, 1])) ** 2), argnums=(0, 1)
-        ),
+        jax.grad(lambda x, y: jnp.sum(lax.ragged_dot(x, y, jnp.array([3, 1])) ** 2), argnums=(0, 1)),
         X,
         numbers(2, 6, 4),
     ),
@@ -395,11 +387,7 @@ def paste(parts, dims, rule, f: int, shape) -> np.ndarray:
 
 
 def splittable(rule) -> list[int]:
-    return [
-        f
-        for f, kind in enumerate(rule.kinds)
-        if kind != "whole" and rule.sizes[f] > 1 and rule.sizes[f] % 2 == 0
-    ]
+    return [f for f, kind in enumerate(rule.kinds) if kind != "whole" and rule.sizes[f] > 1 and rule.sizes[f] % 2 == 0]
 
 
 SPLIT = [
@@ -501,9 +489,7 @@ def local_params(eqn, rule, f: int) -> dict[str, Any]:
         p["shape"] = halved(p["shape"], rule.outs[0])
     elif name == "tile":
         dims = zip(p["reps"], rule.outs[0], strict=True)
-        p["reps"] = tuple(
-            n // 2 if len(factors) > 1 and factors[0] == f else n for n, factors in dims
-        )
+        p["reps"] = tuple(n // 2 if len(factors) > 1 and factors[0] == f else n for n, factors in dims)
     elif name == "reshape":
         p["new_sizes"] = halved(p["new_sizes"], rule.outs[0])
     elif name in ("gather", "dynamic_slice"):
@@ -571,10 +557,7 @@ def run_half(eqn, params, operands, rule, f: int, which: int):
 
 
 def interesting(eqn) -> bool:
-    return all(
-        np.issubdtype(v.aval.dtype, np.number) or v.aval.dtype == bool
-        for v in (*eqn.invars, *eqn.outvars)
-    )
+    return all(np.issubdtype(v.aval.dtype, np.number) or v.aval.dtype == bool for v in (*eqn.invars, *eqn.outvars))
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -596,9 +579,7 @@ def test_halves_make_the_whole(name):
                     got = paste([a, b], dims, rule, f, want.shape)
                 else:
                     got = REDUCTIONS[kind](a, b)
-                np.testing.assert_allclose(
-                    got, want, rtol=2e-4, atol=2e-4, err_msg=f"{eqn} factor {f} ({kind})"
-                )
+                np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4, err_msg=f"{eqn} factor {f} ({kind})")
             tried += 1
     assert tried or name in ("reshape uneven", "reshape crosswise")
 
@@ -616,10 +597,7 @@ def example(eqn, i: int) -> np.ndarray:
         if name == "gather":
             room = [operand[d] - eqn.params["slice_sizes"][d] + 1 for d in dn.start_index_map]
         else:
-            room = [
-                operand[d] if d in dn.inserted_window_dims else 1
-                for d in dn.scatter_dims_to_operand_dims
-            ]
+            room = [operand[d] if d in dn.inserted_window_dims else 1 for d in dn.scatter_dims_to_operand_dims]
         return np.asarray(numbers(*aval.shape, dtype=np.int32, seed=3)) % np.asarray(room, np.int32)
     if name in ("dynamic_slice", "dynamic_update_slice") and aval.shape == ():
         return np.zeros((), aval.dtype)
@@ -645,7 +623,5 @@ def test_elementwise_ops_split_anywhere():
                 "broadcast_in_dim",
                 "custom_jvp_call",
             }
-        halves = [
-            fn(a, b) for a, b in zip(jnp.split(x, 2, axis), jnp.split(y, 2, axis), strict=True)
-        ]
+        halves = [fn(a, b) for a, b in zip(jnp.split(x, 2, axis), jnp.split(y, 2, axis), strict=True)]
         np.testing.assert_allclose(jnp.concatenate(halves, axis), fn(x, y), rtol=1e-6)
