@@ -130,7 +130,11 @@ class Jitted:
             flat = set(entry.donate)
             tree_donate = _prefix_donation((call_args, call_kwargs), flat)
             jitted = jax.jit(
-                step, donate_argnums=tree_donate[0], donate_argnames=tree_donate[1], keep_unused=self.keep_unused
+                step,
+                out_shardings=jax.tree.unflatten(entry.out_tree, entry.out_shardings),
+                donate_argnums=tree_donate[0],
+                donate_argnames=tree_donate[1],
+                keep_unused=self.keep_unused,
             )
             return jitted.trace(*call_args, **call_kwargs)
 
