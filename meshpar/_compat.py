@@ -304,3 +304,10 @@ def body_consts(eqn: Any) -> list[Sequence[Any]]:
     else:
         bodies = (p[next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in p)],)
     return [closed_parts(b)[1] for b in bodies]
+
+
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """The array with a weak type, or without."""
+    from jax._src.lax.lax import _convert_element_type
+
+    return x if x.aval.weak_type == weak else _convert_element_type(x, x.dtype, weak_type=weak)

@@ -13,7 +13,7 @@ from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
 from .plan import Plan
 
-Lowering = Literal["jit"]
+Lowering = Literal["jit", "shard_map"]
 LayoutLike = Layout | str | Mapping[str, Any] | Sequence[Any]
 DimsPatterns = Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | PathDims | None
 
@@ -41,7 +41,8 @@ def jit(
       mesh: from :func:`meshpar.mesh`, or any ``jax.sharding.Mesh`` with Auto axes.
       layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
       dims: tree-path patterns → dims, for what carries no Flax metadata: ``{"batch/tokens": "batch seq"}``.
-      lowering: ``"jit"``: XLA partitions, held to the plan by sharding constraints.
+      lowering: ``"jit"``: XLA partitions, held to the plan by sharding constraints. ``"shard_map"``: meshpar partitions, and
+        what the plan lists is what is sent.
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, compiler_options: as in ``jax.jit``.
 

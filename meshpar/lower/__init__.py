@@ -4,8 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from .constraints import lower_to_jit
+from .partition import lower_to_shard_map
 
-LOWERINGS: dict[str, Callable[..., tuple[Callable[..., list[Any]], list[Any], list[Any]]]] = {"jit": lower_to_jit}
+LOWERINGS: dict[str, Callable[..., tuple[Callable[..., list[Any]], list[Any], list[Any]]]] = {
+    "jit": lower_to_jit,
+    "shard_map": lower_to_shard_map,
+}
 """By name: (plan, mesh) → (flat function, shardings of its inputs, shardings of its results)."""
 
-__all__ = ["LOWERINGS", "lower_to_jit"]
+__all__ = ["LOWERINGS", "lower_to_jit", "lower_to_shard_map"]

@@ -390,9 +390,12 @@ class _Planner:
     def partial_axes(self, op: Op, axes: list[tuple[str, ...]]) -> tuple[tuple[str, ...], Kind]:
         rule = op.rule
         assert rule is not None
-        found = [(a, k) for got, k in zip(axes, rule.kinds, strict=True) if k not in ("map", "whole") for a in got]
+        found: list[tuple[str, Kind]] = [
+            (a, k) for got, k in zip(axes, rule.kinds, strict=True) if k not in ("map", "whole") for a in got
+        ]
         order = list(self.sizes)
-        return tuple(sorted((a for a, _ in found), key=order.index)), found[0][1] if found else "sum"
+        kind: Kind = found[0][1] if found else "sum"
+        return tuple(sorted((a for a, _ in found), key=order.index)), kind
 
     def carry_partial(self, op: Op, value: Value) -> bool:
         """Pass a partial sum through a transpose or reshape."""

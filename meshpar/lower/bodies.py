@@ -1,0 +1,219 @@
+"""Calls, loops and branches on local arrays: a body is walked with the shards that it reads, as the plan brings them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from .._compat import body_consts, scan_counts
+from ..layout import Spec
+from ..program.graph import Frame, Op, Value
+from .exchange import cut
+
+if TYPE_CHECKING:
+    from .partition import Walk
+
+
+def call(walk: Walk, op: Op) -> None:
+    (frame,) = op.frames
+    (consts,) = body_consts(op.eqn)
+    walk.enter_consts(frame, consts)
+    invars = op.eqn.invars[len(op.eqn.invars) - len(frame.jaxpr.invars) :]
+    for var, value in zip(invars, frame.ins(), strict=True):
+        if isinstance(var, Literal):
+            walk.put(value, literal(var), whole(value))
+    if op.name in ("checkpoint", "remat", "remat2"):
+        _checkpoint(walk, op, frame)
+    else:
+        walk.frame(frame)
+    for var, out in zip(frame.jaxpr.outvars, op.outs, strict=True):
+        if isinstance(var, Literal):
+            walk.put(out, literal(var), whole(out))
+
+
+def _checkpoint(walk: Walk, op: Op, frame: Frame) -> None:
+    """A rematerialised body.
+
+    One that was differentiated computes again what the forward pass did: behind a barrier, as JAX lowers it, so that the
+    compiler does not keep the first results (or the weights gathered for them). Another may yet be differentiated.
+    """
+    p = op.eqn.params
+    ins = list({id(v): v for v in frame.ins() if id(v) in walk.x and id(v) not in walk.plan.generated}.values())
+    if not p["differentiated"]:
+        return _checkpointed(walk, op, frame, ins)
+    guarded = p["prevent_cse"]
+    if any(guarded) if isinstance(guarded, tuple) else guarded:
+        before = {id(v): walk.x[id(v)] for v in ins}
+        waiting = {id(v) for v in ins if id(v) in walk.partial}
+        walk.x.update(zip(before, lax.optimization_barrier(list(before.values())), strict=True))
+        walk.frame(frame)
+        walk.x.update({i: x for i, x in before.items() if i not in waiting or i in walk.partial})
+    else:
+        walk.frame(frame)
+    return None
+
+
+def _checkpointed(walk: Walk, op: Op, frame: Frame, ins: Sequence[Value]) -> None:
+    p = op.eqn.params
+    known = {id(v) for v in ins}
+    outs = [frame.env[v] for v in frame.jaxpr.outvars if not isinstance(v, Literal)]
+    outs = [v for v in {id(v): v for v in outs}.values() if id(v) not in known | walk.plan.generated]
+    if any(id(v) in walk.partial for v in ins):
+        return walk.frame(frame)  # a sum that is settled in the body is settled after it as well
+
+    def body(xs: Sequence[Any]) -> list[Any]:
+        with walk.own_trace():
+            walk.x.update(zip((id(v) for v in ins), xs, strict=True))
+            walk.frame(frame)
+            return [walk.x[id(v)] for v in outs]
+
+    before = [walk.x[id(v)] for v in ins]
+    guarded = p["prevent_cse"]
+    guarded = any(guarded) if isinstance(guarded, tuple) else guarded
+    results = jax.checkpoint(body, prevent_cse=guarded, policy=p["policy"])(before)
+    walk.x.update(zip((id(v) for v in ins), before, strict=True))
+    walk.x.update(zip((id(v) for v in outs), results, strict=True))
+    return None
+
+
+def _enter(walk: Walk, op: Op, i: int, inner: Value, need: Spec | None, drop: int = 0) -> tuple[Any, Spec]:
+    """(what a body reads, where it lies inside)."""
+    value = op.ins[i]
+    if value is None:
+        spec = whole(inner) if need is None else need
+        return cut(walk.literal(op, i), whole(inner), spec, walk.sizes), spec
+    spec = (walk.rest[id(value)] if id(value) in walk.plan.generated else walk.now[id(value)])[drop:]
+    spec = spec if need is None else need
+    return walk.operand(op, value, ((),) * drop + spec), spec
+
+
+def _leave(walk: Walk, op: Op, frame: Frame, k: int, need: Spec | None) -> tuple[Any, Spec]:
+    """(what a body returns, where it lies)."""
+    var = frame.jaxpr.outvars[k]
+    if isinstance(var, Literal):
+        everywhere: Spec = ((),) * len(np.shape(var.val))
+        spec = everywhere if need is None else need
+        return _strong(cut(literal(var), everywhere, spec, walk.sizes), var.aval), spec
+    value = frame.env[var]
+    walk.settle(value)
+    if need is None:
+        need = walk.rest[id(value)] if id(value) in walk.plan.generated else walk.now[id(value)]
+    return _strong(walk.operand(op, value, need), var.aval), need
+
+
+def _settle_all(walk: Walk, op: Op) -> None:
+    for v in op.ins:
+        if v is not None:
+            walk.settle(v)
+
+
+def _read(walk: Walk, frame: Frame, consts: Sequence[Any], entered: Sequence[tuple[Value, Any, Spec]]) -> None:
+    walk.enter_consts(frame, consts)
+    for value, x, spec in entered:
+        walk.put(value, x, spec)
+
+
+def scan(walk: Walk, op: Op) -> None:
+    p, (frame,), (consts,) = op.eqn.params, op.frames, body_consts(op.eqn)
+    nc, nk = scan_counts(p)
+    inner = frame.ins()
+    _settle_all(walk, op)
+    read = [
+        _enter(walk, op, i, w, walk.rest[id(w)] if nc <= i < nc + nk else None, drop=int(i >= nc + nk))
+        for i, w in enumerate(inner)
+    ]
+    specs = [s for _, s in read]
+    carry = [_strong(x, w.aval) for (x, _), w in zip(read[nc : nc + nk], inner[nc:], strict=False)]
+    found: list[Spec] = []
+
+    def body(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        with walk.own_trace():
+            values = [*(x for x, _ in read[:nc]), *carry, *xs]
+            _read(walk, frame, consts, list(zip(inner, values, specs, strict=True)))
+            walk.frame(frame)
+            outs = [_leave(walk, op, frame, k, specs[nc + k] if k < nk else None) for k in range(len(op.outs))]
+            found[:] = [s for _, s in outs]
+            return [x for x, _ in outs[:nk]], [x for x, _ in outs[nk:]]
+
+    options = {k: p[k] for k in ("_split_transpose",) if k in p}
+    carry, ys = lax.scan(body, carry, [x for x, _ in read[nc + nk :]], length=p["length"], reverse=p["reverse"],
+                         unroll=p["unroll"], **options)  # fmt: skip
+    for k, (out, x) in enumerate(zip(op.outs, [*carry, *ys], strict=True)):
+        walk.put(out, x, found[k] if k < nk else ((), *found[k]))
+        walk.finish(out)
+
+
+def while_(walk: Walk, op: Op) -> None:
+    p, (cond, body) = op.eqn.params, op.frames
+    nc, nb = p["cond_nconsts"], p["body_nconsts"]
+    cond_consts, body_consts_ = body_consts(op.eqn)
+    _settle_all(walk, op)
+    carried = body.ins()[nb:]
+    specs = [walk.rest[id(w)] for w in carried]
+    init = [
+        _strong(_enter(walk, op, nc + nb + k, w, spec)[0], w.aval)
+        for k, (w, spec) in enumerate(zip(carried, specs, strict=True))
+    ]
+    read = {}
+    for frame, first, n in ((cond, 0, nc), (body, nc, nb)):
+        ins = frame.ins()
+        read[id(frame)] = [(ins[i], *_enter(walk, op, first + i, ins[i], None)) for i in range(n)]
+
+    def run(frame: Frame, consts: Sequence[Any], carry: Sequence[Any], needs: Sequence[Spec]) -> list[Any]:
+        with walk.own_trace():
+            _read(walk, frame, consts, [*read[id(frame)], *zip(carried, carry, specs, strict=True)])
+            walk.frame(frame)
+            return [_leave(walk, op, frame, k, need)[0] for k, need in enumerate(needs)]
+
+    results = lax.while_loop(
+        lambda carry: run(cond, cond_consts, carry, [()])[0],
+        lambda carry: run(body, body_consts_, carry, specs),
+        init,
+    )
+    for out, x, spec in zip(op.outs, results, specs, strict=True):
+        walk.put(out, x, spec)
+        walk.finish(out)
+
+
+def cond(walk: Walk, op: Op) -> None:
+    _settle_all(walk, op)
+    index = walk.literal(op, 0) if op.ins[0] is None else walk.at(op.ins[0], ())
+    needs = [walk.rest[id(out)] for out in op.outs]
+
+    def branch(frame: Frame, consts: Sequence[Any]) -> Callable[[], list[Any]]:
+        read = [(w, *_enter(walk, op, i + 1, w, None)) for i, w in enumerate(frame.ins())]
+
+        def run() -> list[Any]:
+            with walk.own_trace():
+                _read(walk, frame, consts, read)
+                walk.frame(frame)
+                return [_leave(walk, op, frame, k, need)[0] for k, need in enumerate(needs)]
+
+        return run
+
+    branches = [branch(f, c) for f, c in zip(op.frames, body_consts(op.eqn), strict=True)]
+    results = lax.switch(lax.convert_element_type(index, np.int32), branches)
+    for out, x, spec in zip(op.outs, results, needs, strict=True):
+        walk.put(out, x, spec)
+
+
+HANDLERS: Mapping[str, Callable[[Walk, Op], None]] = {"scan": scan, "while": while_, "cond": cond}
+"""By primitive; what is not here is a call, whose body is walked in place."""
+
+
+def whole(value: Value) -> Spec:
+    return ((),) * len(value.shape)
+
+
+def literal(var: Any) -> Any:
+    return np.asarray(var.val, var.aval.dtype)
+
+
+def _strong(x: Any, aval: Any) -> Any:
+    """What loops carry keeps one type."""
+    return x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else lax.convert_element_type(x, aval.dtype)

@@ -1,0 +1,327 @@
+"""The ``"shard_map"`` lowering: one ``shard_map`` over the whole program, partitioned as the plan says.
+
+A walk over the program's frames with local arrays, in step with the planner's: every operand is brought from where it lies
+to where its op needs it, the op does this device's part, partial sums stay unsettled as long as the plan leaves them so.
+Nothing is decided here, and nothing is sent that the plan does not list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._compat import at_line_of, bind, close_over, source_line, with_weak_type
+from ..errors import UnsupportedError
+from ..layout import Spec, to_partition_spec
+from ..plan.claims import blocks_only, spec_of
+from ..plan.plan import Plan
+from ..plan.planner import stretched
+from ..program.graph import Frame, Op, Value
+from .bodies import HANDLERS, call, literal, whole
+from .exchange import bring, cut, settle
+from .local import run_elementwise, run_local
+
+IDENTITIES = frozenset({"name_dims", "rename_dims", "place", "sharding_constraint"})
+NOT_INSIDE = frozenset({"shard_map", "custom_partitioning", "xla_pmap"})
+
+
+def lower_to_shard_map(
+    plan: Plan, mesh: Mesh
+) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
+    """(a function from flat inputs to flat results, shardings of the inputs, shardings of the results).
+
+    Raises:
+      UnsupportedError: an op that one device cannot do its part of.
+    """
+    program = plan.program
+    specs = [to_partition_spec(plan.specs[id(v)]) for v in program.inputs]
+    out_specs = [to_partition_spec(s) for s in plan.out_specs]
+    for value, spec in [
+        *((v, plan.specs[id(v)]) for v in program.inputs),
+        *zip(program.outputs, plan.out_specs, strict=True),
+    ]:
+        _check_blocks(value, spec, plan.sizes)
+    consts = list(program.closed.consts)
+
+    def local(*xs: Any) -> tuple[Any, ...]:
+        return tuple(Walk(plan).run(xs[: len(consts)], xs[len(consts) :]))
+
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(*[PartitionSpec()] * len(consts), *specs),
+        out_specs=tuple(out_specs),
+        check_vma=False,
+    )
+
+    def typed(*xs: Any) -> list[Any]:
+        return [with_weak_type(x, v.aval.weak_type) for x, v in zip(run(*xs), program.outputs, strict=True)]
+
+    like = [jax.ShapeDtypeStruct(np.shape(c), c.dtype) for c in consts]
+    like += [jax.ShapeDtypeStruct(v.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in program.inputs]
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 10_000))  # long chains of values made from no data
+    try:
+        call = close_over(jax.make_jaxpr(typed)(*like))
+    finally:
+        sys.setrecursionlimit(limit)
+    ins = [NamedSharding(mesh, s) for s in specs]
+    return lambda *xs: call(*consts, *xs), ins, [NamedSharding(mesh, s) for s in out_specs]
+
+
+def _check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
+    for i, (n, axes) in enumerate(zip(value.shape, spec, strict=True)):
+        parts = math.prod(sizes[a] for a in axes)
+        if n % parts:
+            raise UnsupportedError(
+                f"dim {i} of size {n} does not divide over {'+'.join(axes)} ({parts} parts)",
+                path=value.path,
+                shape=value.shape,
+                fixes=['use lowering="jit", which pads', f"or a size that is a multiple of {parts}"],
+            )
+
+
+class Walk:
+    """The program on one device.
+
+    Attributes:
+      x: the shard of every value, by ``id(value)``; values made from no data are made where they are used.
+      now: where it lies.
+      partial: (axes, kind) of the values that are unsettled.
+      copies: (frame, value, spec) → the shard moved there, once for all ops of a frame.
+      made: (value, spec) → a shard of a value made from no data.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan, self.sizes, self.rest = plan, plan.sizes, plan.specs
+        self.x: dict[int, Any] = {}
+        self.now: dict[int, Spec] = {}
+        self.partial: dict[int, tuple[tuple[str, ...], str]] = {}
+        self.copies: dict[tuple[int, int, Spec], Any] = {}
+        self.made: dict[tuple[int, Spec], Any] = {}
+
+    def run(self, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        program = self.plan.program
+        for value, x in zip(program.inputs, xs, strict=True):
+            self.put(value, x, self.rest[id(value)])
+        self.enter_consts(program.root, consts)
+        self.frame(program.root)
+        outs = []
+        for var, value, spec in zip(program.root.jaxpr.outvars, program.outputs, self.plan.out_specs, strict=True):
+            if isinstance(var, Literal):
+                self.put(value, literal(var), whole(value))
+            self.settle(value)
+            outs.append(self.moved(value, spec))
+        return outs
+
+    def put(self, value: Value, x: Any, spec: Spec) -> None:
+        self.x[id(value)], self.now[id(value)] = x, spec
+
+    def enter_consts(self, frame: Frame, consts: Sequence[Any]) -> None:
+        for var, c in zip(frame.jaxpr.constvars, consts, strict=True):
+            self.put(frame.env[var], c, whole(frame.env[var]))
+
+    @contextlib.contextmanager
+    def own_trace(self) -> Iterator[None]:
+        """A body that JAX traces by itself: what is moved or made in it is not there outside."""
+        before = self.copies, self.made
+        self.copies, self.made = {}, {}
+        try:
+            yield
+        finally:
+            self.copies, self.made = before
+
+    # -- ops
+
+    def frame(self, frame: Frame) -> None:
+        for op in frame.ops:
+            if op.outs and all(id(v) in self.plan.generated for v in op.outs) and not (op.frames or op.eqn.effects):
+                continue
+            with at_line_of(op.eqn):
+                self.op(op)
+
+    def op(self, op: Op) -> None:
+        if op.frames:
+            HANDLERS.get(op.name, call)(self, op)
+        elif op.name in IDENTITIES:
+            self.identity(op)
+        elif op.name == "optimization_barrier":
+            self.barrier(op)
+        elif id(op.outs[0]) in self.plan.passed if op.outs else False:
+            self.pass_on(op)
+        elif op.rule is None:
+            self.elementwise(op)
+        else:
+            self.by_rule(op)
+
+    def literal(self, op: Op, i: int) -> Any:
+        return literal(op.eqn.invars[i])
+
+    def elementwise(self, op: Op) -> None:
+        plan, (out,) = self.plan.ops[id(op)], op.outs
+        (x,) = run_elementwise(op, self.operands(op, plan.ins))
+        self.put(out, x, plan.outs[0])
+        self.finish(out)
+
+    def by_rule(self, op: Op) -> None:
+        plan = self.plan.ops[id(op)]
+        assert plan.factor_axes is not None
+        xs = self.operands(op, plan.ins)
+        if op.rule is not None and not op.rule.known:
+            results = self.foreign(op, xs)
+        else:
+            results = run_local(op, plan.factor_axes, xs, self.sizes)
+        for out, x, spec in zip(op.outs, results, plan.outs, strict=True):
+            self.put(out, x, spec)
+            if plan.partial:
+                self.partial[id(out)] = plan.partial, plan.kind
+            else:
+                self.finish(out)
+
+    def foreign(self, op: Op, xs: Sequence[Any]) -> list[Any]:
+        """An op without a rule: every device does all of it."""
+        why = "has no factor rule, and cannot be nested in the shard_map that the lowering makes"
+        if op.name not in NOT_INSIDE:
+            try:
+                return bind(op.eqn, xs, op.eqn.params)
+            except Exception as e:
+                why = f"has no factor rule, and cannot run on one device: {e}".splitlines()[0]
+        raise UnsupportedError(
+            f"{op.name} {why}",
+            shape=op.outs[0].shape if op.outs else None,
+            source=source_line(op.eqn),
+            fixes=['use lowering="jit"', "or write it without, and let the layout split it"],
+        )
+
+    def pass_on(self, op: Op) -> None:
+        """A linear op on partial sums: each device does it to its own."""
+        plan, (out,) = self.plan.passed[id(op.outs[0])], op.outs
+        xs = [self.literal(op, i) if v is None else self.at(v, self.rest[id(v)]) for i, v in enumerate(op.ins)]
+        (x,) = run_elementwise(op, xs) if op.rule is None else run_local(op, plan.factor_axes or [], xs, self.sizes)
+        self.put(out, x, plan.outs[0])
+        self.partial[id(out)] = plan.partial, plan.kind
+
+    def identity(self, op: Op) -> None:
+        (value,), (out,) = op.ins, op.outs
+        if value is None:
+            self.put(out, self.literal(op, 0), whole(out))
+        elif id(value) in self.partial:
+            self.put(out, self.x[id(value)], self.now[id(value)])
+            self.partial[id(out)] = self.partial[id(value)]
+        else:
+            self.put(out, self.x[id(value)], self.now[id(value)])
+            self.finish(out)
+
+    def barrier(self, op: Op) -> None:
+        xs = []
+        for i, (value, out) in enumerate(zip(op.ins, op.outs, strict=True)):
+            if value is None:
+                xs.append(self.literal(op, i))
+                self.now[id(out)] = whole(out)
+                continue
+            spec = self.rest[id(value)] if id(value) in self.plan.generated else self.now[id(value)]
+            xs.append(self.at(value, spec))
+            self.now[id(out)] = spec
+            if id(value) in self.partial:
+                self.partial[id(out)] = self.partial[id(value)]
+        for out, x in zip(op.outs, bind(op.eqn, xs, op.eqn.params), strict=True):
+            self.x[id(out)] = x
+
+    # -- moving values
+
+    def operands(self, op: Op, needs: Sequence[Spec | None]) -> list[Any]:
+        """The operands of an op, settled, each in the spec that it needs."""
+        for v in op.ins:
+            if v is not None:
+                self.settle(v)
+        return [
+            self.literal(op, i) if v is None or need is None else self.operand(op, v, need)
+            for i, (v, need) in enumerate(zip(op.ins, needs, strict=True))
+        ]
+
+    def operand(self, op: Op, value: Value, need: Spec) -> Any:
+        if id(value) in self.plan.generated:
+            return self.generate(value, need)
+        if self.now[id(value)] == need:
+            return self.x[id(value)]
+        key = (id(op.frame), id(value), need)
+        if key not in self.copies:
+            self.copies[key] = self.moved(value, need)
+        return self.copies[key]
+
+    def moved(self, value: Value, need: Spec) -> Any:
+        if id(value) in self.plan.generated:
+            return self.generate(value, need)
+        return bring(self.x[id(value)], self.now[id(value)], need, self.sizes)
+
+    def at(self, value: Value, spec: Spec) -> Any:
+        """A value where it lies."""
+        return self.generate(value, spec) if id(value) in self.plan.generated else self.x[id(value)]
+
+    def settle(self, value: Value) -> None:
+        axes, kind = self.partial.pop(id(value), ((), "sum"))
+        if not axes:
+            return
+        rest = self.rest[id(value)]
+        x, spec = settle(self.x[id(value)], self.now[id(value)], rest, axes, kind, self.sizes)
+        self.put(value, bring(x, spec, rest, self.sizes), rest)
+
+    def finish(self, out: Value) -> None:
+        """Bring a result to the spec in which it rests."""
+        rest = self.rest[id(out)]
+        if self.now[id(out)] != rest:
+            self.put(out, bring(self.x[id(out)], self.now[id(out)], rest, self.sizes), rest)
+
+    # -- values made from no data: every device makes the part that it needs
+
+    def generate(self, value: Value, spec: Spec) -> Any:
+        key = (id(value), spec)
+        if key not in self.made:
+            assert value.op is not None
+            with at_line_of(value.op.eqn):
+                self.made[key] = self._generate(value, value.op, spec)
+        return self.made[key]
+
+    def _generate(self, value: Value, op: Op, spec: Spec) -> Any:
+        if op.name in IDENTITIES or op.name == "optimization_barrier":
+            k = op.outs.index(value)
+            source = op.ins[k]
+            if source is None:
+                return cut(self.literal(op, k), whole(value), spec, self.sizes)
+            return self.generate(source, spec)
+        if op.rule is None:
+            needs = [None if v is None else stretched(spec, v.shape, value.shape) for v in op.ins]
+            return run_elementwise(op, self.operands(op, needs))[0]
+        k = op.outs.index(value)
+        axes = self._axes_for(op, k, spec)
+        if axes is None:
+            return cut(self.generate(value, whole(value)), whole(value), spec, self.sizes)
+        needs = [None if v is None else spec_of(d, axes) if d else whole(v)
+                 for v, d in zip(op.ins, op.rule.ins, strict=True)]  # fmt: skip
+        xs = self.operands(op, needs)
+        results = run_local(op, axes, xs, self.sizes) if op.rule.known else self.foreign(op, xs)
+        for out, dims, x in zip(op.outs, op.rule.outs, results, strict=True):
+            self.made.setdefault((id(out), spec_of(dims, axes)), x)
+        return results[k]
+
+    def _axes_for(self, op: Op, k: int, spec: Spec) -> list[tuple[str, ...]] | None:
+        """The axes of the factors with which a result comes out in a spec; None where only the whole can be made."""
+        rule = op.rule
+        assert rule is not None
+        axes: list[tuple[str, ...]] = [()] * len(rule.sizes)
+        for factors, entry in zip(rule.outs[k], spec, strict=True):
+            if not entry:
+                continue
+            f = factors[0] if factors else None
+            if f is None or rule.kinds[f] != "map" or rule.sizes[f] % math.prod(self.sizes[a] for a in entry):
+                return None
+            axes[f] = entry
+        return axes if blocks_only(rule, axes, self.sizes) == axes and spec_of(rule.outs[k], axes) == spec else None

@@ -1,0 +1,367 @@
+"""The shard_map lowering: the same numbers as the unsharded run, and exactly the collectives that the plan lists."""
+
+import functools
+import importlib.util
+import math
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import meshpar as mp
+from meshpar.errors import UnsupportedError
+from meshpar.layout import to_partition_spec
+from meshpar.lower import LOWERINGS
+from meshpar.lower.exchange import bring
+
+MESHES = ["data=2, model=2, idle=2", "data=2, model=4"]
+RNG = np.random.default_rng(0)
+
+
+def load(name):
+    """Another test module, for its model."""
+    path = Path(__file__).parent.parent / name
+    spec = importlib.util.spec_from_file_location(f"model_of_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def normal(*shape):
+    return (RNG.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+
+def same(fn, *args, layout, dims, meshes=MESHES, **kwargs):
+    report = mp.check(fn, *args, layouts=[layout], meshes=meshes, dims=dims, lowerings=("shard_map",), **kwargs)
+    assert report.ok
+    assert len(report.rows) == len(meshes)
+
+
+# -- what is sent
+
+
+KINDS = {
+    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
+    "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
+}  # fmt: skip
+
+
+def sent_by(jaxpr, sizes, times=1, found=None):
+    """(collective, bytes on the wire of each device) → how often, over a jaxpr and its bodies."""
+    found = Counter() if found is None else found
+    for eqn in jaxpr.eqns:
+        kind = KINDS.get(eqn.primitive.name)
+        if kind is not None:
+            axes = eqn.params.get("axes") or eqn.params["axis_name"]
+            group = math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
+            moved = eqn.outvars if kind == "all-gather" else eqn.invars
+            volume = sum(v.aval.size * v.aval.dtype.itemsize for v in moved)
+            found[kind, (2 if kind == "all-reduce" else 1) * volume * (group - 1) / group] += times
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for param in eqn.params.values():
+            for body in param if isinstance(param, tuple | list) else (param,):
+                body = getattr(body, "jaxpr", body)
+                if hasattr(body, "eqns"):
+                    sent_by(body, sizes, times * trips, found)
+    return found
+
+
+def lowered(fn, *args, layout, dims, mesh="data=4, model=2"):
+    mesh = mp.mesh(mesh)
+    plan = mp.plan(fn, *args, mesh=mesh, layout=layout, dims=dims)
+    run, _, _ = LOWERINGS["shard_map"](plan, mesh)
+    inputs = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in plan.program.inputs]
+    return plan, jax.make_jaxpr(run)(*inputs).jaxpr
+
+
+def assert_sends_the_plan(fn, *args, **kwargs):
+    plan, jaxpr = lowered(fn, *args, **kwargs)
+    planned = Counter()
+    for c in plan.collectives:
+        planned[c.op, c.bytes] += c.count
+    assert sent_by(jaxpr, plan.sizes) == planned
+    return plan
+
+
+MEGATRON = "batch: data; heads, mlp, vocab: model"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "batch: data",
+        MEGATRON,
+        "batch: data; embed: data",
+        f"{MEGATRON}; embed: data",
+        f"{MEGATRON}; embed: data; seq: model",
+        "batch: data; opt.embed: data",
+        "seq: data",
+    ],
+)
+def test_sends_what_the_plan_lists_kind_by_kind_and_byte_by_byte(layout):
+    model = load("plan/test_schemes.py")
+    step = functools.partial(model.train_step, rename=layout == "seq: data")
+    plan = assert_sends_the_plan(step, model.STATE, model.TOKENS, layout=layout, dims=model.DIMS)
+    assert plan.collectives
+
+
+# -- steps
+
+
+def mlp_step(state, batch):
+    def loss_of(p):
+        h = jax.nn.gelu(batch["x"] @ p["up"] + p["bias"]) @ p["down"]
+        return optax.softmax_cross_entropy_with_integer_labels(h @ p["head"], batch["y"]).mean()
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss, gradients
+
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["batch: data", "batch: data; mlp, vocab: model", "batch: data; embed: data", "batch: data; mlp, vocab: model; embed: data"],
+)  # fmt: skip
+def test_mlp(layout):
+    params = {"up": normal(16, 32), "bias": normal(32), "down": normal(32, 16), "head": normal(16, 8)}
+    batch = {"x": normal(8, 16), "y": RNG.integers(0, 8, 8)}
+    dims = {"state/*/up": "embed mlp", "state/*/bias": "mlp", "state/*/down": "mlp embed",
+            "state/*/head": "embed vocab", "batch/x": "batch embed", "batch/y": "batch"}  # fmt: skip
+    same(mlp_step, {"params": params, "opt_state": OPTIMIZER.init(params)}, batch, layout=layout, dims=dims)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["+ sequence parallel", "zero 1", "context parallel"])
+def test_transformer(scheme):
+    model = load("verify/test_schemes_numbers.py")
+    step = model.step_of(rename=scheme == "context parallel")
+    meshes = MESHES if scheme == "+ sequence parallel" else MESHES[:1]
+    same(step, *model.create(), layout=model.LAYOUTS[scheme], dims=model.DIMS, meshes=meshes)
+
+
+# -- ops
+
+
+TABLE = {"table": "vocab embed", "tokens": "batch seq", "new": "batch seq embed"}
+TOKENS = RNG.integers(0, 32, (8, 4)).astype(np.int32)
+OUTSIDE = TOKENS.copy()
+OUTSIDE[0, 0], OUTSIDE[1, 1], OUTSIDE[2, 2] = 99, -50, -3
+
+
+@pytest.mark.parametrize("layout", ["batch: data; vocab: model", "vocab: data+model"])
+def test_a_split_vocabulary_is_looked_up_where_it_lies(layout):
+    def step(table, tokens):
+        found = [table.at[tokens].get(mode=mode) for mode in ("fill", "clip")]
+        gradient = jax.grad(lambda t: (t[tokens] ** 2).sum())(table)
+        return found, (table > 0)[tokens], gradient
+
+    dims = {k: TABLE[k] for k in ("table", "tokens")}
+    args = normal(32, 16), OUTSIDE
+    same(step, *args, layout=layout, dims=dims)
+    plan = assert_sends_the_plan(step, *args, layout=layout, dims=dims)
+    assert not any(c.op == "all-gather" and "vocab" in c.dims for c in plan.collectives)
+
+
+def test_writes_by_index():
+    def step(table, tokens, new):
+        return [getattr(table.at[tokens], how)(new, mode=mode) for how in ("add", "max") for mode in ("drop", "clip")]
+
+    for layout in ("batch: data; vocab: model", "batch: data; embed: model"):
+        args = normal(32, 16), OUTSIDE, normal(8, 4, 16)
+        same(step, *args, layout=layout, dims=TABLE, meshes=MESHES[1:])
+        assert_sends_the_plan(step, *args, layout=layout, dims=TABLE)
+
+
+X, W, V = normal(8, 16), normal(16, 32), normal(32, 16)
+DIMS = {"x": "batch embed", "w": "embed mlp", "v": "mlp embed"}
+LAYOUTS = ["batch: data; mlp: model; embed: data", "batch: data; embed: model"]
+
+
+def reductions(x, w, v):
+    del w, v
+    bits = (x * 100).astype(np.int32)
+    return (
+        x.sum(0), x.mean(1), x.std(), x.max(0), x.min(1), x.argmax(1), x.prod(0), (x > 0).any(0), (x > 0).all(1),
+        lax.reduce_and_p.bind(bits, axes=(0,)), jax.nn.softmax(x), jax.nn.logsumexp(x, 0),
+    )  # fmt: skip
+
+
+def shapes(x, w, v):
+    del w, v
+    return (
+        x.reshape(4, 2, 16), x.reshape(-1), x.reshape(16, 8), x.T, x[:, 3:], x[1:-1, :8], x[::2], jnp.pad(x, 1),
+        jnp.concatenate([x, 2 * x], 1), jnp.tile(x, (2, 1)), jnp.roll(x, 3, 1), x[::-1], jnp.cumsum(x, 1),
+        jnp.sort(x, 0), lax.top_k(x, 3), lax.associative_scan(jnp.add, x, axis=1), x.sum(0).reshape(4, 4).T * 0.5,
+        lax.dynamic_update_slice(x, x[:2] * 2, (3, 0)), lax.dynamic_slice(x, (x.argmax(), 0), (2, 16)),
+    )  # fmt: skip
+
+
+def generated(x, w, v):
+    del w, v
+    mask = jnp.tril(jnp.ones((8, 16), bool))
+    return jnp.where(mask, x, 0), x + jnp.arange(16), mask.sum(0) + x, jnp.arange(8), jnp.eye(8), 3.0
+
+
+def random(x, w, v):
+    del w, v
+    keys = jax.random.split(jax.random.key(2), 8)
+    return (
+        x + jax.random.normal(jax.random.key(0), x.shape),
+        jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, x.shape), x, 0),
+        x.astype(jnp.bfloat16) * jax.random.uniform(jax.random.key(1), x.shape, jnp.bfloat16),
+        x * jax.random.normal(jax.random.key(0, impl="rbg"), x.shape),
+        jax.vmap(lambda k, row: row * jax.random.uniform(k, row.shape))(keys, x),
+        keys,
+    )
+
+
+def loops(x, w, v):
+    def layer(y, _):
+        return jnp.tanh(y @ w) @ v, (y.sum(), y)
+
+    def microbatch(g, part):
+        loss, one = jax.value_and_grad(lambda w: ((jnp.tanh(part @ w) @ v) ** 2).mean())(w)
+        return g + one, loss
+
+    def layers(x):
+        return lax.scan(jax.checkpoint(layer), x, None, length=3)
+
+    literal = lax.scan(lambda c, y: ((0.0, c[1] + 1, jnp.zeros(16)), (y, 1.0, c[0])), (1.0, 0, jnp.ones(16)), x)
+    return (
+        layers(x), jax.grad(lambda x: (layers(x)[0] ** 2).sum())(x),
+        lax.scan(microbatch, jnp.zeros_like(w), x.reshape(2, 4, 16)), literal,
+        lax.scan(lambda c, y: (c * 0.5 + y, c), jnp.zeros(16), x, reverse=True),
+        lax.while_loop(lambda s: (s[0] < 3) & (abs(s[1]).sum() > 0), lambda s: (s[0] + 1, jnp.tanh(s[1] @ w) @ v), (0, x)),
+        lax.cond(x[0, 0] > 9, lambda y: (y @ w @ v, 1.0), lambda y: (y * 2, 0.0), x),
+    )  # fmt: skip
+
+
+def calls(x, w, v):
+    block = jax.checkpoint(lambda w, v, x: jnp.tanh(x @ w) @ v)
+    saved = jax.checkpoint(lambda x: jnp.tanh(x @ w) @ v, policy=jax.checkpoint_policies.dots_saveable)
+
+    @jax.custom_vjp
+    def own(x):
+        return x @ w
+
+    own.defvjp(lambda x: (x @ w, x), lambda r, g: (g @ w.T,))
+    gram = x.T @ x
+    return (
+        jax.grad(lambda p: (block(*p, block(*p, x)) ** 2).mean())((w, v)), jax.grad(lambda x: saved(x).sum())(x),
+        jax.checkpoint(lambda x: (x @ w, jnp.arange(16.0)))(x), jax.grad(lambda x: (own(x) ** 2).sum())(x),
+        jax.jit(lambda x: jax.nn.silu(x @ w))(x), jax.grad(lambda w: (jax.checkpoint(jnp.matmul)(gram, w) ** 2).sum())(w),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", [reductions, shapes, generated, random, loops, calls])
+def test_ops(fn):
+    for layout in LAYOUTS:
+        if fn not in (loops, calls):
+            layout = layout.replace("mlp: model; ", "")
+        same(fn, X, W, V, layout=layout, dims=DIMS, meshes=MESHES[1:], tolerance=5e-6)
+
+
+@pytest.mark.parametrize("fn", [reductions, shapes, generated, random, calls])
+def test_ops_send_what_the_plan_lists(fn):
+    for layout in LAYOUTS:
+        assert_sends_the_plan(fn, X, W, V, layout=layout, dims=DIMS, mesh="data=2, model=4")
+
+
+def test_random_bits_are_made_where_they_are_used():
+    _, jaxpr = lowered(lambda x: x + jax.random.normal(jax.random.key(0), x.shape), X,
+                       layout="batch: data; embed: model", dims={"x": DIMS["x"]})  # fmt: skip
+    text = str(jaxpr)
+    assert "threefry2x32" in text
+    assert "random_bits" not in text
+    assert "u32[8,16]" not in text
+
+
+def test_convolutions():
+    def step(image, kernel, per_channel):
+        def conv(i, k):
+            return lax.conv_general_dilated(i, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+        def depthwise(i):
+            return lax.conv_general_dilated(
+                i, per_channel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=16
+            )
+
+        def loss(i, k):
+            return (conv(depthwise(i), k) ** 2).mean()
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(image, kernel)
+
+    dims = {"image": "batch _ _ embed", "kernel": "_ _ embed mlp", "per_channel": "_ _ _ embed"}
+    for layout in ("batch: data; mlp: model; embed: data", "batch: data; embed: model"):
+        args = normal(8, 6, 6, 16), normal(3, 3, 16, 32), normal(3, 3, 1, 16)
+        same(step, *args, layout=layout, dims=dims, meshes=MESHES[:1])
+        assert_sends_the_plan(step, *args, layout=layout, dims=dims)
+
+
+def test_an_op_without_a_rule_is_done_whole():
+    def step(x):
+        return jnp.linalg.lstsq(x, x[:, 0])[0]
+
+    same(step, X, layout="batch: data", dims={"x": DIMS["x"]}, meshes=MESHES[1:], tolerance=1e-4)
+
+
+def test_what_cannot_run_inside_shard_map_says_so():
+    mesh = mp.mesh("data=2, model=4")
+
+    def step(x):
+        inner = jax.shard_map(lambda y: y * 2, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+        return inner(x)
+
+    with pytest.raises(UnsupportedError, match="shard_map has no factor rule") as caught:
+        LOWERINGS["shard_map"](mp.plan(step, X, mesh=mesh, layout="batch: data", dims={"x": DIMS["x"]}), mesh)
+    assert "test_partition.py" in caught.value.source
+    assert 'lowering="jit"' in caught.value.fixes[0]
+
+
+# -- moving values
+
+
+def specs_of(rank, axes):
+    """Every way to put some of the axes on the dims, in every order."""
+    found = [((),) * rank]
+    for axis in axes:
+        found += [
+            tuple((*e[:at], axis, *e[at:]) if i == d else e for i, e in enumerate(spec))
+            for spec in found for d in range(rank) for at in range(len(spec[d]) + 1)
+        ]  # fmt: skip
+    return found
+
+
+def test_every_relayout_keeps_the_array():
+    mesh = mp.mesh("a=2, b=2, c=2")
+    sizes = dict(mesh.shape)
+    specs = specs_of(2, "abc")
+    rng = np.random.default_rng(1)
+    pairs = [(specs[i], specs[j]) for i, j in rng.integers(0, len(specs), (120, 2))]
+    x = np.arange(16 * 8).reshape(16, 8)
+
+    def moved(x, have, need):
+        return jax.shard_map(lambda s: bring(s, have, need, sizes), mesh=mesh, in_specs=to_partition_spec(have),
+                             out_specs=to_partition_spec(need), check_vma=False)(x)  # fmt: skip
+
+    for (have, need), y in zip(pairs, jax.jit(lambda x: [moved(x, *p) for p in pairs])(x), strict=True):
+        assert np.array_equal(x, y), (have, need)
+
+
+def test_gradients_pass_through_a_lowered_function():
+    def loss(w, x):
+        return (jax.checkpoint(lambda w: jnp.tanh(x @ w))(w) ** 2).mean()
+
+    dims = {"w": DIMS["w"], "x": DIMS["x"]}
+    run = mp.jit(loss, mesh=mp.mesh(MESHES[0]), layout="batch: data; mlp: model; embed: data", dims=dims,
+                 lowering="shard_map")  # fmt: skip
+    np.testing.assert_allclose(jax.grad(run)(W, X), jax.grad(loss)(W, X), rtol=1e-5, atol=1e-7)
+    assert run(W, X).weak_type == jax.jit(loss)(W, X).weak_type
