@@ -59,11 +59,6 @@ class Collective:
         return {**values, "source": self.source}
 
 
-def split_of(spec: Spec, sizes: Mapping[str, int]) -> int:
-    """Into how many shards a spec cuts a value."""
-    return math.prod(sizes[a] for axes in spec for a in axes)
-
-
 def local_bytes(shape: Sequence[int], itemsize: float, spec: Spec, sizes: Mapping[str, int]) -> float:
     """Bytes of one shard; uneven shards rounded up."""
     n = itemsize
