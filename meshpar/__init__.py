@@ -6,19 +6,23 @@
 >>> step = mp.jit(train_step, mesh=mesh, layout=layout, dims={"batch/tokens": "batch seq"})
 """
 
-from . import errors
+from . import errors, report  # noqa: F401 (plans learn from reports how they are shown)
+from .accumulate import accumulate
 from .api import Jitted, init, jit, plan
 from .errors import (
     AxisConflictError,
     CheckError,
+    CompilerError,
     DivisibilityError,
     JoinError,
     JoinWarning,
     LayoutSyntaxError,
     MeshError,
     MeshparError,
+    OutOfMemoryError,
     PatternError,
     RankError,
+    TargetError,
     UnknownAxisError,
     UnknownDimError,
     UnsupportedError,
@@ -26,7 +30,10 @@ from .errors import (
 from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
 from .plan import Collective, Plan
+from .precision import Precision
+from .program.kernels import KernelSend, kernel_rule
 from .program.primitives import named, rename
+from .verify.aot import Compiled, compile, compile_lowered
 from .verify.check import check
 
 __version__ = "0.1.0"
@@ -35,25 +42,35 @@ __all__ = [
     "AxisConflictError",
     "CheckError",
     "Collective",
+    "Compiled",
+    "CompilerError",
     "DivisibilityError",
     "Jitted",
     "JoinError",
     "JoinWarning",
+    "KernelSend",
     "Layout",
     "LayoutSyntaxError",
     "MeshError",
     "MeshparError",
+    "OutOfMemoryError",
     "PatternError",
     "Plan",
+    "Precision",
     "RankError",
     "Rule",
+    "TargetError",
     "UnknownAxisError",
     "UnknownDimError",
     "UnsupportedError",
+    "accumulate",
     "check",
+    "compile",
+    "compile_lowered",
     "errors",
     "init",
     "jit",
+    "kernel_rule",
     "mesh",
     "named",
     "plan",

@@ -22,6 +22,15 @@ def closed_parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return jaxpr, ()
 
 
+def spelled_out(closed: Any) -> Any:
+    """The jaxpr with what JAX (since 0.12) traces to a primitive that holds a definition (``searchsorted``) spelled out."""
+    if not getattr(closed.jaxpr, "is_high", False):
+        return closed
+    from jax._src.interpreters.partial_eval import lower_jaxpr2
+
+    return lower_jaxpr2(closed)
+
+
 def source_line(eqn: Any) -> str:
     """``file.py:12 (function)`` of the user's line that made an equation: the innermost one outside installed packages."""
     from jax._src import source_info_util
@@ -254,6 +263,8 @@ def tpu_topology(kind: str, chips: Sequence[int], slices: int, wrap: tuple[bool,
         options["num_slices"] = slices
     if kind == "v4":
         options["chip_config_name"] = "megacore"
+    if max(chips) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
     return list(
         topologies.get_topology_desc(
             platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, chips))}", **options
@@ -311,3 +322,103 @@ def with_weak_type(x: Any, weak: bool) -> Any:
     from jax._src.lax.lax import _convert_element_type
 
     return x if x.aval.weak_type == weak else _convert_element_type(x, x.dtype, weak_type=weak)
+
+
+def pass_of(eqn: Any) -> str | None:
+    """``forward`` or ``backward`` for what ``jax.grad`` made of a function, from its name stack; None for the rest."""
+    stack = str(eqn.source_info.name_stack)
+    return "backward" if "transpose(" in stack else "forward" if "jvp(" in stack else None
+
+
+def in_recomputation(eqn: Any) -> bool:
+    """Whether an equation does again, for a backward pass, what a rematerialised body did in the forward pass."""
+    return "rematted_computation" in str(eqn.source_info.name_stack)
+
+
+def gpu_topology(target: str, hosts: int, per_host: int) -> list[Any]:
+    """The devices of a CUDA machine that is not here; ``target`` is the text of XLA's description of the GPU."""
+    import glob
+    import importlib
+
+    from jax.experimental import topologies
+
+    if not glob.glob("/dev/nvidia[0-9]*"):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # or the plugin refuses to load without a GPU
+
+    def describe() -> Any:
+        return topologies.get_topology_desc("", platform="cuda", target_config=target, topology=f"1x{hosts}x{per_host}")
+
+    try:
+        found = describe()
+    except NotImplementedError:  # JAX looked for plugins before that variable was set, and this one had refused
+        for name in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(name).initialize()
+                break
+        found = describe()
+    return list(found.devices)
+
+
+def is_compile_only(device: Any) -> bool:
+    """Whether a device is only described (a topology), so that programs can be compiled for it but not run."""
+    from jax._src.lib import _jax
+
+    return isinstance(device.client, _jax.CompileOnlyPyClient)
+
+
+def lowered_parts(lowered: jax.stages.Lowered) -> tuple[bytes, bytes, list[Any], dict[str, Any]]:
+    """What a compiler needs of a lowered program.
+
+    Returns:
+      Its StableHLO as MLIR bytecode; the same without source lines, to tell programs apart; its devices, in the order of its
+      partitions; and the facts that JAX keeps beside the module: which shardings XLA may choose, and options.
+    """
+    from jax._src.interpreters import mlir, pxla
+
+    low: Any = lowered._lowering
+    args = low.compile_args
+    devices = list(low._device_list or ())
+    if args.get("host_callbacks"):
+        from .errors import UnsupportedError
+
+        raise UnsupportedError(
+            "a program that calls back into Python (jax.debug.print, pure_callback) cannot be compiled ahead of time",
+            fixes=["leave the callback out of the function that is compiled"],
+        )
+    ins, outs = pxla.get_prop_to_input_output(
+        args["in_shardings"], args["out_shardings"], len(args.get("ordered_effects") or ())
+    )
+    module = low.stablehlo()
+    facts = {
+        "tupled": bool(args.get("tuple_args", False)),
+        "free_inputs": [bool(x) for x in ins],
+        "free_outputs": [bool(x) for x in outs],
+        "options": dict(low._compiler_options_kvs),
+        "shardy": bool(getattr(jax.config, "jax_use_shardy_partitioner", True)),
+    }
+    bare = module.operation.get_asm(binary=False, enable_debug_info=False, large_elements_limit=None)
+    return mlir.module_to_bytecode(module), bare.encode(), devices, facts
+
+
+def compile_parts(module: bytes, devices: Any, facts: dict[str, Any], options: dict[str, Any], fast: bool) -> Any:
+    """Compile what :func:`lowered_parts` gave, for an array of devices; the runtime's executable, loaded where they are here."""
+    from jax._src.interpreters import mlir, pxla
+    from jax._src.lib import xla_client
+    from jaxlib.mlir import ir
+
+    jax.config.update("jax_use_shardy_partitioner", facts["shardy"])
+    if fast:
+        if hasattr(jax.config, "jax_exec_time_optimization_effort"):
+            jax.config.update("jax_exec_time_optimization_effort", -1.0)
+        else:  # JAX 0.12 has levels in its place
+            jax.config.update("jax_optimization_level", "O1")
+    array = np.asarray(devices, dtype=object).ravel()
+    client = array[0].client
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        made = pxla.create_compile_options(
+            parsed, facts["tupled"], facts["free_inputs"], facts["free_outputs"], client, array,
+            {**facts["options"], **options},
+        )  # fmt: skip
+        run = client.compile if is_compile_only(array[0]) else client.compile_and_load
+        return run(parsed, executable_devices=xla_client.DeviceList(tuple(array)), compile_options=made)

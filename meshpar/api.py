@@ -12,6 +12,7 @@ from .jitted import Jitted
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
 from .plan import Plan
+from .plan.hardware import planned_mesh
 
 Lowering = Literal["jit", "shard_map"]
 LayoutLike = Layout | str | Mapping[str, Any] | Sequence[Any]
@@ -76,21 +77,32 @@ def _patterns(dims: DimsPatterns) -> PathDims:
 
 
 def plan(
-    fn: Callable[..., Any], *args: Any, mesh: AnyMesh, layout: LayoutLike, dims: DimsPatterns = None,
-    strict: bool = False, **kwargs: Any,
+    fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str, layout: LayoutLike, dims: DimsPatterns = None,
+    topology: str | None = None, strict: bool = False, donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None, **kwargs: Any,
 ) -> Plan:  # fmt: skip
     """What a layout makes each device hold and send, without devices and without compiling.
 
     Args:
       fn: a function, e.g. a train step.
       *args, **kwargs: its arguments; arrays or ``jax.ShapeDtypeStruct``.
-      mesh: a mesh, or a ``jax.sharding.AbstractMesh``.
+      mesh: a mesh, a ``jax.sharding.AbstractMesh``, or text, ``"data=64, model=8"`` (-1 fills the topology).
+      topology: what an abstract mesh lies on, for times: ``"v5p:8x8x8"``, ``"2x v5e:16x16"``, ``"4x h100:8"`` (nodes of GPUs).
+        Neither devices nor a compiler are needed. A mesh over devices knows its own.
       layout, dims, strict: as in :func:`meshpar.jit`.
+      donate_argnums, donate_argnames: arguments whose memory the results may take; as in ``jax.jit``.
 
     Returns:
-      A :class:`meshpar.Plan`: print it, or read ``inputs``, ``outputs``, ``collectives``, ``notes``, ``joins``.
+      A :class:`meshpar.Plan`: print it, or read ``inputs``, ``outputs``, ``collectives``, ``memory``, ``time``, ``notes``,
+      ``joins``; ``replan(layout=…)`` plans the same program otherwise, without tracing it again.
+
+    Raises:
+      MeshError: a topology that is not known, that the mesh does not fill, or beside a mesh of devices.
     """
-    return jit(fn, mesh=mesh, layout=layout, dims=dims, strict=strict).plan(*args, **kwargs)
+    return Jitted(
+        fn, planned_mesh(mesh, topology), Layout(layout), _patterns(dims), strict=strict, donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames, topology=topology,
+    ).plan(*args, **kwargs)  # fmt: skip
 
 
 def init(

@@ -84,6 +84,31 @@ class UnsupportedError(MeshparError):
     """A program that the chosen lowering cannot handle."""
 
 
+class CompilerError(MeshparError):
+    """The compiler refused a program, crashed or took too long (raised by :func:`meshpar.compile`).
+
+    Attributes:
+      log: the end of what the compiler wrote.
+    """
+
+    log: str = ""
+
+
+class OutOfMemoryError(CompilerError):
+    """A compiled program needs more memory than a device has (raised by :func:`meshpar.compile`).
+
+    Attributes:
+      needed, capacity: bytes of a device; None where the compiler does not say.
+    """
+
+    needed: float | None = None
+    capacity: float | None = None
+
+
+class TargetError(MeshparError):
+    """A target of the command line that cannot be found or called, or that returns something else."""
+
+
 class CheckError(MeshparError):
     """A layout that changes a number (raised by :func:`meshpar.check`)."""
 

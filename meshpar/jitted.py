@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,11 +66,12 @@ class Jitted:
         static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
         donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
         keep_unused: bool = False, compiler_options: Mapping[str, Any] | None = None, init: bool = False,
+        topology: str | None = None,
     ):  # fmt: skip
         functools.update_wrapper(self, fn)
         self.fn, self.mesh, self.layout, self.dims = fn, mesh, layout, dims
         self.lowering, self.strict, self.is_init = lowering, strict, init
-        self.keep_unused, self.compiler_options = keep_unused, compiler_options
+        self.keep_unused, self.compiler_options, self.topology = keep_unused, compiler_options, topology
         try:
             self.signature: inspect.Signature | None = inspect.signature(fn)
         except (TypeError, ValueError):
@@ -155,11 +157,26 @@ class Jitted:
         assert isinstance(self.mesh, Mesh)
         return check(self, *args, kwargs=kwargs, meshes=[self.mesh], layouts=[self.layout], lowerings=[self.lowering])
 
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """Compile ahead of time with the real compiler, for devices that need not be here; see :func:`meshpar.compile`.
+
+        Its own options (``topology=``, ``mesh=``, ``effort=``, ``timeout=``, ``cache=``, ``progress=``,
+        ``compiler_options=``) stand beside the arguments of the function.
+        """
+        from .verify.aot import compile
+
+        return compile(self, *args, **kwargs)
+
+    def on(self, mesh: AnyMesh) -> Jitted:
+        """The same function under the same layout on another mesh."""
+        other = copy.copy(self)
+        other.mesh, other.topology = mesh, None
+        other.clear_cache()
+        return other
+
     def clear_cache(self) -> None:
         """Forget compiled programs."""
-        self._entries.clear()
-        self._plans.clear()
-        self._traced.clear()
+        self._entries, self._plans, self._traced = {}, {}, {}
         self._last = None
 
     # -- arguments
@@ -327,7 +344,10 @@ class Jitted:
         plan = self._plans.get(key)
         if plan is None:
             with without_gc():
-                plan = make_plan(traced.program, self.layout, self.mesh, strict=self.strict, init=self.is_init)
+                plan = make_plan(
+                    traced.program, self.layout, self.mesh, strict=self.strict, init=self.is_init,
+                    topology=self.topology, donated=self._donate_flat(self.split(args, kwargs)[0]),
+                )  # fmt: skip
             self._plans[key] = plan
         return plan, traced, key, tree, statics
 

@@ -1,10 +1,13 @@
-"""Meshes: local devices, CPU stand-ins, and TPU slices that are not here."""
+"""Meshes: local devices, CPU stand-ins, and TPU slices and GPU hosts that are not here."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +19,16 @@ from .errors import LayoutSyntaxError, MeshError
 _AXIS = re.compile(r"\s*([A-Za-z_][\w\-]*)\s*=\s*(-?\d+)\s*\Z")
 _TOPOLOGY = re.compile(r"\s*(?:(\d+)\s*x\s+)?([A-Za-z]\w*):(\d+(?:x\d+)*)\s*\Z")
 TPU_KINDS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+GPU_KINDS = ("h100", "h200", "b200")
+GPUS_PER_HOST = 8
 _FLAT = ("v5e", "v6e")
+_KIND_OF = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
+_SLICES = [
+    "v5e and v6e: 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
+    "v4, v5p and tpu7x: 2x2x1, 2x2x2, 2x2x4, 2x4x4, and all whose sides are multiples of 4, 4x4x4 and up",
+    f"{', '.join(GPU_KINDS)}: a number of GPUs, up to {GPUS_PER_HOST} in a host, or a multiple of {GPUS_PER_HOST}: h200:8, h200:16",
+    'several slices or hosts: "2x v6e:16x16", "2x h200:8"',
+]
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -41,8 +53,8 @@ def mesh(text: str, *, topology: str | None = None, devices: Sequence[Any] | Non
 
     Args:
       text: axes and sizes, ``"data=4, model=2"``; -1 takes what is left of the devices.
-      topology: a TPU slice that is not here, e.g. ``"v5e:16x16"`` or ``"2x v5e:16x16"`` (slices joined by DCN:
-        the first axes); needs the ``libtpu`` package, no TPU.
+      topology: devices that are not here: a TPU slice, ``"v5e:16x16"``, or several, ``"2x v5e:16x16"`` (joined by DCN: the first
+        axes), or GPUs, ``"h200:8"``. It needs the compiler's package (``libtpu``, or JAX's CUDA plugin), no hardware.
       devices: default: all local devices, of which the first ``prod(sizes)`` are used.
 
     Raises:
@@ -53,7 +65,7 @@ def mesh(text: str, *, topology: str | None = None, devices: Sequence[Any] | Non
     if topology is not None:
         return _topology_mesh(text, sizes, topology)
     devices = list(jax.devices() if devices is None else devices)
-    _fill(sizes, len(devices))
+    fill_mesh(sizes, len(devices))
     need = math.prod(sizes.values())
     if need > len(devices):
         kind = devices[0].platform if devices else "no"
@@ -72,7 +84,12 @@ def mesh(text: str, *, topology: str | None = None, devices: Sequence[Any] | Non
     return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _fill(sizes: dict[str, int], total: int) -> None:
+def fill_mesh(sizes: dict[str, int], total: int) -> None:
+    """Replace the size -1 by what is left of ``total`` devices.
+
+    Raises:
+      MeshError: the other sizes do not divide it.
+    """
     for axis, size in sizes.items():
         if size == -1:
             rest = math.prod(n for n in sizes.values() if n != -1)
@@ -104,20 +121,30 @@ def virtual_devices(count: int) -> None:
 
 
 def parse_topology(text: str) -> tuple[int, str, tuple[int, ...]]:
-    """``"2x v5e:16x16"`` → ``(2, "v5e", (16, 16))``: slices, kind, chips along each torus dimension."""
+    """``"2x v5e:16x16"`` → ``(2, "v5e", (16, 16))``: slices, kind, chips along each torus dimension.
+
+    Of GPUs, ``"2x h200:8"`` → ``(2, "h200", (8,))``: hosts, kind, GPUs.
+
+    Raises:
+      MeshError: no such kind, or no such slice of it; the error lists those that exist.
+    """
     m = _TOPOLOGY.match(text)
-    if m is None or m[2] not in TPU_KINDS:
-        raise MeshError(
-            f"topology {text!r} is not known",
-            fixes=[
-                f'write `kind:AxB` or `kind:AxBxC`, kinds {", ".join(TPU_KINDS)}: "v5e:16x16", "v5p:4x4x8", "2x v6e:16x16"'
-            ],
-        )
-    chips = tuple(int(n) for n in m[3].split("x"))
-    want = 2 if m[2] in _FLAT else 3
+    if m is None or m[2] not in TPU_KINDS + GPU_KINDS:
+        raise MeshError(f"topology {text!r} is not known", fixes=_SLICES)
+    slices, kind, chips = int(m[1] or 1), m[2], tuple(int(n) for n in m[3].split("x"))
+    if kind in GPU_KINDS:
+        good = len(chips) == 1 and chips[0] > 0 and (chips[0] <= GPUS_PER_HOST or chips[0] % GPUS_PER_HOST == 0)
+        if not good:
+            raise MeshError(f"topology {text!r} is not one that exists", fixes=_SLICES)
+        return slices, kind, chips
+    want = 2 if kind in _FLAT else 3
     if len(chips) != want:
-        raise MeshError(f"topology {text!r}: a {m[2]} slice has {want} torus dimensions, not {len(chips)}")
-    return int(m[1] or 1), m[2], chips
+        raise MeshError(
+            f"topology {text!r}: a {kind} slice has {want} torus dimensions, not {len(chips)}", fixes=_SLICES
+        )
+    if min(*chips, slices) < 1 or (kind in _FLAT and max(chips) > 16):
+        raise MeshError(f"topology {text!r} is not one that exists", fixes=_SLICES)
+    return slices, kind, chips
 
 
 def wraps(kind: str, chips: Sequence[int]) -> tuple[bool, bool, bool]:
@@ -128,17 +155,82 @@ def wraps(kind: str, chips: Sequence[int]) -> tuple[bool, bool, bool]:
     return (full, full, full)
 
 
-def _topology_mesh(text: str, sizes: dict[str, int], topology: str) -> Mesh:
-    from ._compat import device_mesh, tpu_topology
+def gpu_target(kind: str) -> str:
+    """XLA's description of a GPU, as protobuf text."""
+    return (Path(__file__).parent / "verify" / "targets" / f"{kind}.txtpb").read_text()
+
+
+@functools.cache
+def topology_devices(topology: str) -> tuple[Any, ...]:
+    """The devices of a topology that is not here, as its compiler describes them; the same ones for every call.
+
+    Raises:
+      MeshError: an unknown topology, or a compiler that is not installed; it says the command that installs it.
+    """
+    from ._compat import gpu_topology, tpu_topology
 
     slices, kind, chips = parse_topology(topology)
-    devices = tpu_topology(kind, chips, slices, wraps(kind, chips))
-    _fill(sizes, len(devices))
-    if math.prod(sizes.values()) != len(devices):
+    if kind in GPU_KINDS:
+        _need_cuda_plugin()
+        hosts, each = slices * max(1, chips[0] // GPUS_PER_HOST), min(chips[0], GPUS_PER_HOST)
+        return tuple(gpu_topology(gpu_target(kind), hosts, each))
+    try:
+        return tuple(tpu_topology(kind, chips, slices, wraps(kind, chips)))
+    except jax.errors.JaxRuntimeError as error:
         raise MeshError(
-            f"mesh ({text}) has {math.prod(sizes.values())} devices, but {topology} has {len(devices)}",
+            f"topology {topology!r} is not one that exists: {str(error).splitlines()[0]}", fixes=_SLICES
+        ) from None
+
+
+def _need_cuda_plugin() -> None:
+    if any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+        return
+    version = jax.__version__
+    raise MeshError(
+        "a GPU topology needs JAX's CUDA plugin, which is not installed",
+        fixes=[f"pip install jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}   # no GPU is needed"],
+    )
+
+
+def topology_of(devices: Sequence[Any]) -> str | None:
+    """The text of the topology that devices which are not here belong to, ``"2x v5e:16x16"``; None for devices that are here."""
+    from ._compat import is_compile_only
+
+    first = devices[0]
+    if not is_compile_only(first):
+        return None
+    devices = first.client.devices()  # all of them, of which a mesh may use some
+    if first.platform != "tpu":
+        kind = next((k for k in GPU_KINDS if k.upper() in first.device_kind), None)
+        hosts = len({d.process_index for d in devices})
+        each = len(devices) // hosts
+        if kind is None:
+            return None
+        return f"{hosts}x {kind}:{each}" if hosts > 1 and each < GPUS_PER_HOST else f"{kind}:{len(devices)}"
+    kind = _KIND_OF.get(first.device_kind)
+    if kind is None:
+        return None
+    sides = [max(c) + 1 for c in zip(*(d.coords for d in devices), strict=True)]
+    slices = len({getattr(d, "slice_index", None) for d in devices})
+    chips = "x".join(map(str, sides[:2] if kind in _FLAT else sides))
+    return f"{slices}x {kind}:{chips}" if slices > 1 else f"{kind}:{chips}"
+
+
+def _topology_mesh(text: str, sizes: dict[str, int], topology: str) -> Mesh:
+    from ._compat import device_mesh
+
+    slices, kind, chips = parse_topology(topology)
+    total = slices * math.prod(chips) * (2 if kind == "tpu7x" else 1)
+    fill_mesh(sizes, total)
+    if math.prod(sizes.values()) != total:
+        raise MeshError(
+            f"mesh ({text}) has {math.prod(sizes.values())} devices, but {topology} has {total}",
             fixes=["make the sizes multiply to that number, or write -1 for one of them"],
         )
+    devices = list(topology_devices(topology))
     shape = tuple(sizes.values())
-    array = device_mesh(shape, devices, slices, text)
+    if kind in GPU_KINDS:
+        array = np.asarray(devices, dtype=object).reshape(shape)  # hosts first: the last axes share one host's NVLink
+    else:
+        array = device_mesh(shape, devices, slices, text)
     return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -68,6 +68,9 @@ def test_virtual_devices_that_are_there_already_are_no_error():
         ("2x v5e:16x16", (2, "v5e", (16, 16))),
         ("v5p:4x4x8", (1, "v5p", (4, 4, 8))),
         ("4x tpu7x:4x4x4", (4, "tpu7x", (4, 4, 4))),
+        ("h200:8", (1, "h200", (8,))),
+        ("2x b200:8", (2, "b200", (8,))),
+        ("h100:16", (1, "h100", (16,))),
     ],
 )
 def test_topology(text, want):
@@ -81,12 +84,20 @@ def test_topology(text, want):
         ("v9:4x4", "is not known"),
         ("v5e:4x4x4", "a v5e slice has 2 torus dimensions, not 3"),
         ("v5p:4x4", "a v5p slice has 3 torus dimensions, not 2"),
+        ("v5e:32x32", "is not one that exists"),
+        ("v5p:0x4x4", "is not one that exists"),
+        ("0x v5e:4x4", "is not one that exists"),
+        ("h200:12", "is not one that exists"),
+        ("h200:0", "is not one that exists"),
+        ("h200:2x4", "is not one that exists"),
     ],
 )
 def test_topology_that_is_none(text, says):
     with pytest.raises(MeshError) as error:
         parse_topology(text)
     assert says in str(error.value)
+    assert "v5e and v6e: 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16" in str(error.value)  # those that exist
+    assert "h200:8, h200:16" in str(error.value)
 
 
 def test_rings_of_a_slice():

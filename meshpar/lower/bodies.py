@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
@@ -13,7 +14,7 @@ from jax.extend.core import Literal
 from .._compat import body_consts, scan_counts
 from ..layout import Spec
 from ..program.graph import Frame, Op, Value
-from .exchange import cut
+from .exchange import axis_index, cut, fine_names
 
 if TYPE_CHECKING:
     from .partition import Walk
@@ -95,6 +96,9 @@ def _enter(walk: Walk, op: Op, i: int, inner: Value, need: Spec | None, drop: in
 def _leave(walk: Walk, op: Op, frame: Frame, k: int, need: Spec | None) -> tuple[Any, Spec]:
     """(what a body returns, where it lies)."""
     var = frame.jaxpr.outvars[k]
+    if id(op.outs[k]) in walk.plan.waiting:
+        value = frame.env[var]
+        return _strong(walk.x[id(value)], var.aval), walk.now[id(value)]
     if isinstance(var, Literal):
         everywhere: Spec = ((),) * len(np.shape(var.val))
         spec = everywhere if need is None else need
@@ -123,10 +127,21 @@ def scan(walk: Walk, op: Op) -> None:
     nc, nk = scan_counts(p)
     inner = frame.ins()
     _settle_all(walk, op)
-    read = [
-        _enter(walk, op, i, w, walk.rest[id(w)] if nc <= i < nc + nk else None, drop=int(i >= nc + nk))
-        for i, w in enumerate(inner)
-    ]
+    partial = {id(w): walk.plan.accumulators[id(w)] for w in inner if id(w) in walk.plan.accumulators}
+
+    def entered(i: int, w: Value) -> tuple[Any, Spec]:
+        if id(w) in partial:  # one of the devices that add up brings the first value, the others zeros
+            x, spec = _enter(walk, op, i, w, partial[id(w)].spec)
+            axes = fine_names([a for a in partial[id(w)].axes if walk.sizes[a] > 1], walk.sizes)
+            return (jnp.where(axis_index(axes) == 0, x, jnp.zeros((), x.dtype)) if axes else x), spec
+        return _enter(walk, op, i, w, walk.rest[id(w)] if nc <= i < nc + nk else None, drop=int(i >= nc + nk))
+
+    for i, w in enumerate(inner[:nc]):
+        for spec in walk.plan.hoisted.get(id(w), ()):
+            value = op.ins[i]
+            assert value is not None
+            walk.hoisted[id(w), spec] = walk.operand(op, value, spec)
+    read = [entered(i, w) for i, w in enumerate(inner)]
     specs = [s for _, s in read]
     carry = [_strong(x, w.aval) for (x, _), w in zip(read[nc : nc + nk], inner[nc:], strict=False)]
     found: list[Spec] = []
@@ -135,17 +150,22 @@ def scan(walk: Walk, op: Op) -> None:
         with walk.own_trace():
             values = [*(x for x, _ in read[:nc]), *carry, *xs]
             _read(walk, frame, consts, list(zip(inner, values, specs, strict=True)))
+            walk.partial.update((i, (acc.axes, "sum")) for i, acc in partial.items())
             walk.frame(frame)
             outs = [_leave(walk, op, frame, k, specs[nc + k] if k < nk else None) for k in range(len(op.outs))]
             found[:] = [s for _, s in outs]
             return [x for x, _ in outs[:nk]], [x for x, _ in outs[nk:]]
 
     options = {k: p[k] for k in ("_split_transpose",) if k in p}
-    carry, ys = lax.scan(body, carry, [x for x, _ in read[nc + nk :]], length=p["length"], reverse=p["reverse"],
-                         unroll=p["unroll"], **options)  # fmt: skip
+    carry, xs = walk.after_what_came(carry, [x for x, _ in read[nc + nk :]])
+    carry, ys = lax.scan(body, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"], **options)
+    walk.came.extend(sorted([*carry, *ys], key=lambda y: y.size)[:1])
     for k, (out, x) in enumerate(zip(op.outs, [*carry, *ys], strict=True)):
         walk.put(out, x, found[k] if k < nk else ((), *found[k]))
-        walk.finish(out)
+        if id(out) in walk.plan.waiting:
+            walk.partial[id(out)] = walk.plan.waiting[id(out)], "sum"
+        else:
+            walk.finish(out)
 
 
 def while_(walk: Walk, op: Op) -> None:

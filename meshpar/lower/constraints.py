@@ -6,21 +6,35 @@ their gradients by the size of an idle mesh axis.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 
 from .._compat import close_over, constraint_params, new_var, replace_body, scan_counts, sharding_constraint_p
 from ..layout import Spec, to_partition_spec
-from ..plan.plan import Plan
+from ..plan.collectives import settlement
+from ..plan.plan import OpPlan, Plan
 from ..program.graph import Frame, Op, Value
+from .bodies import literal
+from .exchange import settle
+from .local import run_local
 
-MANUAL = frozenset({"conv_general_dilated"})
+# Of integers: XLA has no all-reduce for them on every backend.
+BITWISE = frozenset({"reduce_or", "reduce_and", "reduce_xor"})
+# Convolutions and slices also where the plan splits nothing: XLA would, as their neighbours are split, and then crashes.
+MANUAL = frozenset({"kernel", "conv_general_dilated", "dynamic_slice", "fft"})
+# XLA's partitioner gets these wrong along dims that are split, or fails (starts out of bounds, windows, uneven shards): their
+# results are held to where the plan makes them, so that the split of a neighbour does not spread into them.
+PINNED = frozenset(
+    """
+    dynamic_update_slice pad slice concatenate rev reduce_window_sum reduce_window_max reduce_window_min reduce_window
+    select_and_gather_add select_and_scatter_add gather scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max cumsum
+    cumprod cummax cummin cumlogsumexp sort top_k split argmax argmin
+    """.split()
+)
 # Made where they are used, or moved at no cost: XLA lays these out as their neighbours need them.
 FREE = frozenset({"iota", "broadcast_in_dim", "squeeze", "expand_dims", "transpose"})
 
@@ -115,7 +129,7 @@ class _Rewriter:
                 if any(b is not f.jaxpr for b, f in zip(bodies, op.frames, strict=True)):
                     new = replace_body(new, bodies)
                     changed = True
-            manual = op.name in MANUAL and plan is not None and any(plan.factor_axes or ())
+            manual = self.is_manual(op, plan)
             if op.name == "reshard":  # jax.random makes them; without explicit axes they say nothing
                 names[eqn.outvars[0]] = invars[0]
                 changed = True
@@ -124,8 +138,18 @@ class _Rewriter:
                 changed = True
             else:
                 eqns.append(new)
-            for var, out in zip(eqn.outvars, op.outs, strict=True):
+            for k, (var, out) in enumerate(zip(eqn.outvars, op.outs, strict=True)):
                 spec = self.result(op, out, manual)
+                if (
+                    op.name in PINNED
+                    and plan is not None
+                    and not manual
+                    and out.shape
+                    and id(out) not in self.plan.settled
+                ):
+                    names[var] = self.constrain(read(var), plan.outs[k], eqns, eqn)
+                    changed = True
+                    spec = None if spec == plan.outs[k] else spec
                 if spec is not None:
                     names[var] = self.constrain(read(var), spec, eqns, eqn)
                     changed = True
@@ -195,45 +219,64 @@ class _Rewriter:
             return spec if natural != spec else None
         return spec if any(spec) or any(any(n) for n in plan.ins if n) else None
 
+    def is_manual(self, op: Op, plan: OpPlan | None) -> bool:
+        """Whether an op is partitioned here: XLA's partitioner must not touch it, or cannot.
+
+        So are ops that work along a dim which rests split around them, even where they get it whole.
+        """
+        if plan is None or plan.factor_axes is None or op.rule is None:
+            return False
+        bits = op.name in BITWISE and op.outs[0].aval.dtype != bool
+        if op.name in MANUAL or (bits and any(plan.factor_axes)):
+            return True
+        return any(
+            entry and any(op.rule.kinds[f] == "own" for f in factors)
+            for value, dims in [*zip(op.ins, op.rule.ins, strict=True), *zip(op.outs, op.rule.outs, strict=True)]
+            if value is not None and dims
+            for entry, factors in zip(self.plan.specs.get(id(value), ()), dims, strict=False)
+        )
+
     def manual(self, op: Op, invars: list[Any], eqns: list[Any]) -> dict[Any, Any]:
-        """The op under ``shard_map``: local, then summed over the axes that split its contracted factors."""
+        """The op under ``shard_map``: its local form, partial results settled."""
         plan, eqn = self.plan.ops[id(op)], op.eqn
-        (out,) = op.outs
-        natural, axes = plan.outs[0], plan.factor_axes or []
-        rest = self.plan.specs[id(out)] if id(out) in self.plan.settled else natural
-        params = local_conv_params(op, axes, self.sizes)
-        scatter = [(a, i) for i, entry in enumerate(rest) for a in entry if a in plan.partial and entry[-1] == a]
-        after = tuple((*entry, *(a for a, k in scatter if k == i)) for i, entry in enumerate(natural))
-        reduce = tuple(a for a in plan.partial if a not in {a for a, _ in scatter})
+        axes = plan.factor_axes or []
+        rests = [
+            self.plan.specs[id(v)] if id(v) in self.plan.settled else natural
+            for v, natural in zip(op.outs, plan.outs, strict=True)
+        ]
+        partials = plan.partial or [()] * len(op.outs)
+        after: list[Spec] = []
+        for natural, rest, partial in zip(plan.outs, rests, partials, strict=True):
+            scatter, _ = settlement(natural, rest, partial, plan.kind)
+            after.append(tuple((*entry, *scatter.get(i, ())) for i, entry in enumerate(natural)))
+        arrays = [(i, v) for i, v in enumerate(invars) if not isinstance(v, Literal)]
 
         def local(*xs):
-            y = eqn.primitive.bind(*xs, **params)
-            for a, i in scatter:
-                y = lax.psum_scatter(y, a, scatter_dimension=i, tiled=True)
-            return lax.psum(y, reduce) if reduce else y
+            given = {i: x for (i, _), x in zip(arrays, xs, strict=True)}
+            operands = [given[i] if i in given else literal(v) for i, v in enumerate(invars)]
+            results = run_local(op, axes, operands, self.sizes)
+            return tuple(
+                settle(y, natural, rest, partial, plan.kind, self.sizes)[0]
+                for y, natural, rest, partial in zip(results, plan.outs, rests, partials, strict=True)
+            )
 
-        in_specs = tuple(to_partition_spec(s) for s in plan.ins if s is not None)
+        needs = [need if need is not None else whole_shape(v) for need, v in zip(plan.ins, invars, strict=True)]
         run = jax.shard_map(
-            local, mesh=self.mesh, in_specs=in_specs, out_specs=to_partition_spec(after), check_vma=False
+            local,
+            mesh=self.mesh,
+            in_specs=tuple(to_partition_spec(needs[i]) for i, _ in arrays),
+            out_specs=tuple(map(to_partition_spec, after)),
+            check_vma=False,
         )
-        traced = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars])
-        inner = dict(zip(traced.jaxpr.invars, invars, strict=True))
+        traced = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
+        inner: dict[Any, Any] = dict(zip(traced.jaxpr.invars, (v for _, v in arrays), strict=True))
+        for var, const in zip(traced.jaxpr.constvars, traced.consts, strict=True):  # tables that a kernel is made with
+            inner[var] = Literal(const, var.aval)
         for e in traced.jaxpr.eqns:
             eqns.append(e.replace(invars=[v if isinstance(v, Literal) else inner.get(v, v) for v in e.invars],
                                   source_info=eqn.source_info))  # fmt: skip
-        return {eqn.outvars[0]: traced.jaxpr.outvars[0]}
+        return dict(zip(eqn.outvars, traced.jaxpr.outvars, strict=True))
 
 
-def local_conv_params(op: Op, axes: list[tuple[str, ...]], sizes: dict[str, int]) -> dict[str, Any]:
-    """The parameters of the convolution that one device does: group counts divided where groups are split."""
-    params = dict(op.eqn.params)
-    rule = op.rule
-    assert rule is not None
-    for key, side, spec in (
-        ("feature_group_count", 0, params["dimension_numbers"].lhs_spec[1]),
-        ("batch_group_count", 0, params["dimension_numbers"].lhs_spec[0]),
-    ):
-        if params[key] > 1:
-            group = rule.ins[side][spec][0]
-            params[key] //= math.prod(sizes[a] for a in axes[group])
-    return params
+def whole_shape(var: Any) -> Spec:
+    return ((),) * len(var.aval.shape)

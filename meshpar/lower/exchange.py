@@ -1,4 +1,4 @@
-"""The collectives of a plan on local arrays: bringing a shard from one spec to another, settling a partial value."""
+"""The collectives of a plan on local arrays: the mesh they name, settling a partial value, keeping a part."""
 
 from __future__ import annotations
 
@@ -11,36 +11,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, Mesh
 
 from ..layout import Spec
-from ..plan.collectives import reduces, relayout, settlement
+from ..plan.collectives import reduces, settlement
+from ..plan.torus import Torus
 
 Sizes = Mapping[str, int]
 
 
+class Grid(dict[str, int]):
+    """The sizes of the axes of a mesh, and of the axes of the factored mesh that stand for them.
+
+    An axis that runs along several torus dimensions is an axis for each of them in the mesh that the lowering works on.
+    """
+
+    def __init__(self, sizes: Sizes, torus: Torus):
+        super().__init__(sizes)
+        self.fine: dict[str, tuple[str, ...]] = {}
+        for axis in sizes:
+            stages = [s for s in torus.get(axis, ()) if s.size > 1]
+            self.fine[axis] = (axis,) if len(stages) < 2 else tuple(f"{axis}.{k}" for k in range(len(stages)))
+            if len(stages) > 1:
+                self.update(zip(self.fine[axis], (s.size for s in stages), strict=True))
+
+    def mesh(self, mesh: Mesh) -> Mesh:
+        """The factored mesh: the same devices in the same order."""
+        names = tuple(n for a in mesh.axis_names for n in self.fine[a])
+        devices = mesh.devices.reshape([self[n] for n in names])
+        return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+    def spec(self, spec: Spec) -> Spec:
+        return tuple(fine_names(entry, self) for entry in spec)
+
+
+def fine_names(axes: Sequence[str], sizes: Sizes) -> tuple[str, ...]:
+    """The axes of the factored mesh that stand for these, major to minor."""
+    return tuple(n for a in axes for n in sizes.fine.get(a, (a,))) if isinstance(sizes, Grid) else tuple(axes)
+
+
 def axis_index(axes: Sequence[str]) -> Any:
-    """This device's place along some axes, the first one major."""
+    """This device's place along some axes (of the factored mesh), the first one major."""
     return lax.axis_index(axes[0] if len(axes) == 1 else tuple(axes))
 
 
-def bring(x: Any, have: Spec, need: Spec, sizes: Sizes) -> Any:
-    """Move a shard to another spec, by the steps that :func:`meshpar.plan.collectives.relayout` lists."""
-    if 0 in x.shape:
-        return jnp.zeros(_shape(x.shape, have, need, sizes), x.dtype)
-    now = have
-    for kind, axes, after in relayout(have, need):
-        axes = tuple(a for a in axes if sizes[a] > 1)
-        dim = next(i for i, (a, b) in enumerate(zip(now, after, strict=True)) if len(b) < len(a))
-        if axes and kind == "all-gather":
-            x = _on_words(x, lambda w, d=dim, a=axes: lax.all_gather(w, a, axis=d, tiled=True))
-        elif axes:
-            to = next(i for i, (a, b) in enumerate(zip(now, after, strict=True)) if len(b) > len(a))
-            x = _on_words(x, lambda w, d=dim, t=to, a=axes[0]: lax.all_to_all(w, a, t, d, tiled=True))
-        now = after
-    return cut(x, now, need, sizes)
-
-
-def _shape(shape: Sequence[int], have: Spec, need: Spec, sizes: Sizes) -> tuple[int, ...]:
+def shape_in(shape: Sequence[int], have: Spec, need: Spec, sizes: Sizes) -> tuple[int, ...]:
     """The shape of a shard in another spec."""
     before, after = ([math.prod(sizes[a] for a in entry) for entry in spec] for spec in (have, need))
     return tuple(n * b // a for n, b, a in zip(shape, before, after, strict=True))
@@ -52,11 +67,11 @@ def cut(x: Any, have: Spec, need: Spec, sizes: Sizes) -> Any:
         new = tuple(axis for axis in b[len(a) :] if sizes[axis] > 1)
         if new:
             n = x.shape[i] // math.prod(sizes[axis] for axis in new)
-            x = lax.dynamic_slice_in_dim(x, axis_index(new) * n, n, i)
+            x = lax.dynamic_slice_in_dim(x, axis_index(fine_names(new, sizes)) * n, n, i)
     return x
 
 
-def _on_words(x: Any, move: Callable[[Any], Any]) -> Any:
+def on_words(x: Any, move: Callable[[Any], Any]) -> Any:
     """Random keys are sent as the words they are made of."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return move(x)
@@ -69,16 +84,17 @@ def settle(x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, sizes
     dtype = x.dtype
     if 0 in x.shape:
         spec = tuple((*s, *scatter.get(i, ())) for i, s in enumerate(have))
-        return jnp.zeros(_shape(x.shape, have, spec, sizes), dtype), spec
+        return jnp.zeros(shape_in(x.shape, have, spec, sizes), dtype), spec
     if dtype == np.bool_:  # a sum of booleans is a lookup, in which one device has the value
         x = x.astype(np.uint8)
     spec = have
     for i, got in scatter.items():
         spec = tuple((*s, *got) if k == i else s for k, s in enumerate(spec))
-        got = tuple(a for a in got if sizes[a] > 1)
-        if got:
-            x = lax.psum_scatter(x, got, scatter_dimension=i, tiled=True)
-    reduce = tuple(a for a in reduce if sizes[a] > 1)
+        got = fine_names([a for a in got if sizes[a] > 1], sizes)
+        # one torus dimension after the other: over several at once the TPU compiler makes an all-reduce of it
+        for a in got if isinstance(sizes, Grid) else [got] * bool(got):
+            x = lax.psum_scatter(x, a, scatter_dimension=i, tiled=True)
+    reduce = fine_names([a for a in reduce if sizes[a] > 1], sizes)
     if reduce and reduces(kind, dtype):
         x = {"sum": lax.psum, "max": lax.pmax, "or": lax.pmax, "min": lax.pmin, "and": lax.pmin}[kind](x, reduce)
     elif reduce:

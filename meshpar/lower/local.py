@@ -20,8 +20,8 @@ from ..errors import UnsupportedError
 from ..program.graph import Op, Value
 from ..program.rules import RULES
 from ..program.rules.rule import Factors
-from .constraints import local_conv_params
-from .exchange import axis_index
+from . import along, halo
+from .exchange import axis_index, fine_names
 
 Axes = list[tuple[str, ...]]
 Sizes = Mapping[str, int]
@@ -29,13 +29,11 @@ Sizes = Mapping[str, int]
 # These do to shards what they do to arrays: no parameter of theirs is a size of a dim that may be split.
 SAME = frozenset(
     """
-    dot_general ragged_dot_general reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax
-    argmin reduce cumsum cumprod cummax cummin cumlogsumexp sort top_k approx_top_k reduce_window_sum
-    reduce_window_max reduce_window_min reduce_window select_and_gather_add select_and_scatter_add fft cholesky eigh
-    eig lu qr svd triangular_solve householder_product geqrf schur hessenberg tridiagonal tridiagonal_solve
-    lu_pivots_to_permutation transpose squeeze expand_dims rev pad dynamic_update_slice concatenate split stack unstack
+    dot_general ragged_dot_general reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce reduce_window sort
+    approx_top_k fft cholesky eigh eig lu qr svd triangular_solve householder_product geqrf schur hessenberg tridiagonal
+    tridiagonal_solve lu_pivots_to_permutation transpose squeeze expand_dims dynamic_update_slice stack unstack
     random_split random_wrap random_unwrap bitcast_convert_type scatter scatter-mul scatter_mul scatter-min scatter_min
-    scatter-max scatter_max
+    scatter-max scatter_max rng_bit_generator pure_callback
     """.split()
 )
 
@@ -60,7 +58,7 @@ def run_local(op: Op, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[Any]:
     """
     form = _FORMS.get(op.name)
     if form is not None:
-        return form(_Local(op, axes, sizes), *xs)
+        return form(Local(op, axes, sizes), *xs)
     if op.name not in SAME and any(axes) and any(sizes[a] > 1 for got in axes for a in got):
         raise UnsupportedError(
             f"{op.name} has a factor rule but no local form, and {_plus(axes)} split it",
@@ -80,7 +78,7 @@ def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
 
 
-class _Local:
+class Local:
     """An op and how its factors are split."""
 
     def __init__(self, op: Op, axes: Axes, sizes: Sizes):
@@ -100,8 +98,8 @@ class _Local:
         return self.shape(self.op.outs[0].shape, self.rule.outs[0])
 
     def of(self, factors: Factors) -> tuple[str, ...]:
-        """The axes that split a dim made of these factors, larger than 1."""
-        return tuple(a for f in factors for a in self.axes[f] if self.sizes[a] > 1)
+        """The axes (of the factored mesh) that split a dim made of these factors, larger than 1."""
+        return fine_names([a for f in factors for a in self.axes[f] if self.sizes[a] > 1], self.sizes)
 
     def offset(self, factors: Factors, size: int) -> Any:
         """Where this device's shard of a dim begins; ``size`` is the shard's."""
@@ -112,49 +110,62 @@ class _Local:
         return bind(self.eqn, xs, {**self.params, **changed})
 
 
-def _conv(at: _Local, *xs):
-    return at.run(*xs, **local_conv_params(at.op, at.axes, dict(at.sizes)))
+def _kernel(at: Local, *xs):
+    kernel = at.params["kernel"]
+    names = kernel.sizes([v.aval.shape for v in at.eqn.invars], [v.aval.shape for v in at.eqn.outvars])
+    return kernel.on_shards(*xs, axes={f: at.of((i,)) for i, f in enumerate(names)})
 
 
-def _broadcast(at: _Local, *xs):
+def _broadcast(at: Local, *xs):
     return at.run(*xs, shape=at.out)
 
 
-def _reshape(at: _Local, *xs):
+def _reshape(at: Local, *xs):
     return at.run(*xs, new_sizes=at.out)
 
 
-def _slice(at: _Local, x):
-    ends = at.params["limit_indices"]
-    kept = [bool(at.of(f)) for f in at.rule.ins[0]]  # what is split is taken whole, so it begins at 0
-    return at.run(x, limit_indices=tuple(n if k else e for n, e, k in zip(x.shape, ends, kept, strict=True)))
+def _dynamic_slice(at: Local, x, *starts):
+    """Starts are clamped here: of a slice of a slice XLA clamps the first start with the size of the second."""
+    sizes = at.out
+    ends = [min(n - m, np.iinfo(i.dtype).max) for n, m, i in zip(x.shape, sizes, starts, strict=True)]
+    starts = [lax.clamp(np.zeros((), i.dtype), i, np.asarray(e, i.dtype)) for i, e in zip(starts, ends, strict=True)]
+    return at.run(x, *starts, slice_sizes=sizes)
 
 
-def _dynamic_slice(at: _Local, x, *starts):
-    return at.run(x, *starts, slice_sizes=at.out)
-
-
-def _tile(at: _Local, x):
+def _tile(at: Local, x):
     reps = tuple(n // max(m, 1) for n, m in zip(at.out, x.shape, strict=True))
     return at.run(x, reps=reps)
 
 
-def _iota(at: _Local, *xs):
+def _iota(at: Local, *xs):
     d, shape = at.params["dimension"], at.out
     (x,) = at.run(*xs, shape=shape)
     factors = at.rule.outs[0][d]
     return [x + lax.convert_element_type(at.offset(factors, shape[d]), x.dtype)] if at.of(factors) else [x]
 
 
-def _empty(at: _Local, *xs):
+def _empty(at: Local, *xs):
     return at.run(*xs, shape=at.out)
 
 
-def _same(at: _Local, *xs):
+def _same(at: Local, *xs):
     return list(xs)
 
 
-def _random_bits(at: _Local, key):
+def _once(at: Local, *xs):
+    """A callback with an effect: one device calls it. What it returned would have to be sent, which no plan lists."""
+    if at.op.outs:
+        raise UnsupportedError(
+            f"{at.op.name} with results has no local form: every device would call it",
+            source=source_line(at.eqn),
+            fixes=['use lowering="jit"', "or jax.pure_callback, which may be called by every device"],
+        )
+    first = axis_index(fine_names(list(at.sizes), at.sizes)) == 0
+    lax.cond(first, lambda: at.run(*xs), lambda: [])
+    return []
+
+
+def _random_bits(at: Local, key):
     """The bits of this device's part of the array, which are those that the whole array has there.
 
     With partitionable threefry a bit depends on the key and its global index alone. Other generators are run
@@ -189,7 +200,7 @@ def _random_bits(at: _Local, key):
 # -- lookups: a dim that is looked up may be split; every device looks up what it holds
 
 
-def _looked_up(at: _Local, into: Sequence[int]) -> list[tuple[int, int]]:
+def _looked_up(at: Local, into: Sequence[int]) -> list[tuple[int, int]]:
     """(component of the index vector, dim of the operand) where that dim is split and taken one by one."""
     window = at.params.get("slice_sizes")
     taken = at.params["dimension_numbers"]
@@ -198,7 +209,7 @@ def _looked_up(at: _Local, into: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _local_index(
-    at: _Local, indices: Any, split: list[tuple[int, int]], local: Sequence[int], clip: bool
+    at: Local, indices: Any, split: list[tuple[int, int]], local: Sequence[int], clip: bool
 ) -> tuple[Any, Any, Any]:
     """(the index vectors within this device's shard, which of them lie in it, which lie in the whole array)."""
     whole = at.op.ins[0].shape if at.op.ins[0] is not None else at.eqn.invars[0].aval.shape
@@ -218,7 +229,7 @@ def _local_index(
     return jnp.stack(columns, -1), mine, inside
 
 
-def _gather(at: _Local, operand, indices):
+def _gather(at: Local, operand, indices):
     """A masked lookup: what another device holds is 0 here, and the sum over the devices is settled as planned."""
     p = at.params
     dn, mode = p["dimension_numbers"], p["mode"]
@@ -259,7 +270,7 @@ def _fill(value: Any, dtype: Any) -> Any:
     return jnp.asarray(value, dtype)
 
 
-def _scatter_sum(at: _Local, operand, indices, updates):
+def _scatter_sum(at: Local, operand, indices, updates):
     """Every device writes the updates it has into what it holds; of a partial result one device brings the operand."""
     dn, mode = at.params["dimension_numbers"], at.params["mode"]
     partial = tuple(a for f, k in enumerate(at.rule.kinds) if k == "sum" for a in at.of((f,)))
@@ -284,16 +295,18 @@ def _zeros(value: Value | None) -> bool:
 
 
 _FORMS: dict[str, Callable[..., list[Any]]] = {
-    "conv_general_dilated": _conv,
+    **halo.FORMS,
+    **along.FORMS,
+    "kernel": _kernel,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "tile": _tile,
     "iota": _iota,
     "empty": _empty,
     "device_put": _same,
     "random_bits": _random_bits,
+    **dict.fromkeys(("io_callback", "debug_callback", "debug_print"), _once),
     "gather": _gather,
     **dict.fromkeys(("scatter-add", "scatter_add", "scatter-sub", "scatter_sub"), _scatter_sum),
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -26,10 +27,13 @@ from ..plan.plan import Plan
 from ..plan.planner import stretched
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import bring, cut, settle
+from .exchange import Grid, cut, settle
 from .local import run_elementwise, run_local
+from .moves import bring
 
 IDENTITIES = frozenset({"name_dims", "rename_dims", "place", "sharding_constraint"})
+LARGE = 2**26
+"""Bytes of a partial sum on a device from which on it is settled before the next loop begins."""
 NOT_INSIDE = frozenset({"shard_map", "custom_partitioning", "xla_pmap"})
 
 
@@ -42,8 +46,8 @@ def lower_to_shard_map(
       UnsupportedError: an op that one device cannot do its part of.
     """
     program = plan.program
-    specs = [to_partition_spec(plan.specs[id(v)]) for v in program.inputs]
-    out_specs = [to_partition_spec(s) for s in plan.out_specs]
+    specs = [plan.specs[id(v)] for v in program.inputs]
+    grid = Grid(plan.sizes, plan.torus)
     for value, spec in [
         *((v, plan.specs[id(v)]) for v in program.inputs),
         *zip(program.outputs, plan.out_specs, strict=True),
@@ -52,13 +56,13 @@ def lower_to_shard_map(
     consts = list(program.closed.consts)
 
     def local(*xs: Any) -> tuple[Any, ...]:
-        return tuple(Walk(plan).run(xs[: len(consts)], xs[len(consts) :]))
+        return tuple(Walk(plan, grid).run(xs[: len(consts)], xs[len(consts) :]))
 
     run = jax.shard_map(
         local,
-        mesh=mesh,
-        in_specs=(*[PartitionSpec()] * len(consts), *specs),
-        out_specs=tuple(out_specs),
+        mesh=grid.mesh(mesh),
+        in_specs=(*[PartitionSpec()] * len(consts), *(to_partition_spec(grid.spec(s)) for s in specs)),
+        out_specs=tuple(to_partition_spec(grid.spec(s)) for s in plan.out_specs),
         check_vma=False,
     )
 
@@ -73,8 +77,8 @@ def lower_to_shard_map(
         call = close_over(jax.make_jaxpr(typed)(*like))
     finally:
         sys.setrecursionlimit(limit)
-    ins = [NamedSharding(mesh, s) for s in specs]
-    return lambda *xs: call(*consts, *xs), ins, [NamedSharding(mesh, s) for s in out_specs]
+    ins, outs = ([NamedSharding(mesh, to_partition_spec(s)) for s in part] for part in (specs, plan.out_specs))
+    return lambda *xs: call(*consts, *xs), ins, outs
 
 
 def _check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
@@ -98,15 +102,19 @@ class Walk:
       partial: (axes, kind) of the values that are unsettled.
       copies: (frame, value, spec) → the shard moved there, once for all ops of a frame.
       made: (value, spec) → a shard of a value made from no data.
+      came: results that the next loop waits for.
+      hoisted: (value of a loop body, spec) → the shard moved there before the loop.
     """
 
-    def __init__(self, plan: Plan):
-        self.plan, self.sizes, self.rest = plan, plan.sizes, plan.specs
+    def __init__(self, plan: Plan, grid: Grid):
+        self.plan, self.sizes, self.rest = plan, grid, plan.specs
         self.x: dict[int, Any] = {}
         self.now: dict[int, Spec] = {}
         self.partial: dict[int, tuple[tuple[str, ...], str]] = {}
         self.copies: dict[tuple[int, int, Spec], Any] = {}
         self.made: dict[tuple[int, Spec], Any] = {}
+        self.came: list[Any] = []
+        self.hoisted: dict[tuple[int, Spec], Any] = {}
 
     def run(self, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         program = self.plan.program
@@ -132,12 +140,12 @@ class Walk:
     @contextlib.contextmanager
     def own_trace(self) -> Iterator[None]:
         """A body that JAX traces by itself: what is moved or made in it is not there outside."""
-        before = self.copies, self.made
-        self.copies, self.made = {}, {}
+        before = self.copies, self.made, self.came
+        self.copies, self.made, self.came = {}, {}, []
         try:
             yield
         finally:
-            self.copies, self.made = before
+            self.copies, self.made, self.came = before
 
     # -- ops
 
@@ -179,10 +187,10 @@ class Walk:
             results = self.foreign(op, xs)
         else:
             results = run_local(op, plan.factor_axes, xs, self.sizes)
-        for out, x, spec in zip(op.outs, results, plan.outs, strict=True):
+        for k, (out, x, spec) in enumerate(zip(op.outs, results, plan.outs, strict=True)):
             self.put(out, x, spec)
-            if plan.partial:
-                self.partial[id(out)] = plan.partial, plan.kind
+            if plan.partial and plan.partial[k]:
+                self.partial[id(out)] = plan.partial[k], plan.kind
             else:
                 self.finish(out)
 
@@ -207,7 +215,7 @@ class Walk:
         xs = [self.literal(op, i) if v is None else self.at(v, self.rest[id(v)]) for i, v in enumerate(op.ins)]
         (x,) = run_elementwise(op, xs) if op.rule is None else run_local(op, plan.factor_axes or [], xs, self.sizes)
         self.put(out, x, plan.outs[0])
-        self.partial[id(out)] = plan.partial, plan.kind
+        self.partial[id(out)] = plan.partial[0], plan.kind
 
     def identity(self, op: Op) -> None:
         (value,), (out,) = op.ins, op.outs
@@ -235,6 +243,20 @@ class Walk:
         for out, x in zip(op.outs, bind(op.eqn, xs, op.eqn.params), strict=True):
             self.x[id(out)] = x
 
+    # -- the order of loops
+
+    def after_what_came(self, carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        """A loop's operands, made to wait for the loops and the large sums before it.
+
+        The compiler may order what is independent as it likes, and likes to keep whole gradients and gathered weights
+        waiting while it runs other loops first.
+        """
+        came, self.came = self.came, []
+        if not came:
+            return carry, xs
+        carry, xs, _ = lax.optimization_barrier((carry, xs, came))
+        return carry, xs
+
     # -- moving values
 
     def operands(self, op: Op, needs: Sequence[Spec | None]) -> list[Any]:
@@ -252,6 +274,8 @@ class Walk:
             return self.generate(value, need)
         if self.now[id(value)] == need:
             return self.x[id(value)]
+        if (id(value), need) in self.hoisted:
+            return self.hoisted[id(value), need]
         key = (id(op.frame), id(value), need)
         if key not in self.copies:
             self.copies[key] = self.moved(value, need)
@@ -271,7 +295,10 @@ class Walk:
         if not axes:
             return
         rest = self.rest[id(value)]
-        x, spec = settle(self.x[id(value)], self.now[id(value)], rest, axes, kind, self.sizes)
+        whole = self.x[id(value)]
+        x, spec = settle(whole, self.now[id(value)], rest, axes, kind, self.sizes)
+        if x.size < whole.size and whole.size * whole.dtype.itemsize >= LARGE:
+            self.came.append(x)
         self.put(value, bring(x, spec, rest, self.sizes), rest)
 
     def finish(self, out: Value) -> None:

@@ -124,13 +124,46 @@ class Claims:
         """
         rule = op.rule
         assert rule is not None
+        follows = {b: a for a, b in rule.links}
+        fit = list(rule.sizes)
+        names = list(names)
+        for follower, leader in follows.items():
+            fit[leader] = math.gcd(fit[leader], rule.sizes[follower])
+            names[leader] = names[leader] or names[follower]
         items = tuple(
-            (() if kind == "whole" else n, size) for n, size, kind in zip(names, rule.sizes, rule.kinds, strict=True)
+            (() if kind == "whole" or f in follows else n, size)
+            for f, (n, size, kind) in enumerate(zip(names, fit, rule.kinds, strict=True))
         )
-        axes = list(self.items(items, scopes)[0])
+
+        def linked(axes: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+            return [axes[follows.get(f, f)] for f in range(len(axes))]
+
+        axes = self._claimed(rule, items, scopes)
         if cost is not None and self.layout.resolve == "cost":
-            axes = self._cheapest(items, scopes, axes, cost)
-        return blocks_only(rule, axes, self.sizes)
+            axes = self._cheapest(items, scopes, axes, lambda choice: cost(linked(choice)))
+        return blocks_only(rule, linked(axes), self.sizes)
+
+    def _claimed(
+        self, rule: OpRule, items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]
+    ) -> list[tuple[str, ...]]:
+        """The claims of an op's factors.
+
+        Own factors that never stand in one array (tokens, experts) may be split over the same axis: the op exchanges them.
+        So each such group claims beside the other factors by itself; the others keep what they get beside all groups.
+        """
+        groups = own_groups(rule)
+        if len(groups) < 2:
+            return list(self.items(items, scopes)[0])
+        every = {f for group in groups for f in group}
+        found = []
+        for group in groups:
+            mine = tuple(((), size) if f in every - group else (n, size) for f, (n, size) in enumerate(items))
+            found.append(self.items(mine, scopes)[0])
+        axes = [got if all(other[f] == got for other in found) else () for f, got in enumerate(found[0])]
+        for group, got in zip(groups, found, strict=True):
+            for f in group:
+                axes[f] = got[f]
+        return axes
 
     def _cheapest(self, items, scopes, first: list[tuple[str, ...]], cost) -> list[tuple[str, ...]]:
         """Try every choice of one factor (or none) for every axis that several want; keep the first claims on a tie."""
@@ -166,6 +199,18 @@ class Claims:
 
     def _all_scopes(self) -> tuple[str, ...]:
         return tuple({r.scope for r in self.layout.rules if r.scope})
+
+
+def own_groups(rule: OpRule) -> list[set[int]]:
+    """The own factors of a rule, those that stand in one array together, or are split alike."""
+    groups: list[set[int]] = []
+    arrays = [{f for dim in dims for f in dim} for dims in (*rule.ins, *rule.outs)]
+    for together in (*arrays, *map(set, rule.links)):
+        mine = {f for f in together if rule.kinds[f] == "own"}
+        if mine:
+            touched = [g for g in groups if g & mine]
+            groups = [g for g in groups if not g & mine] + [mine.union(*touched)]
+    return groups
 
 
 def blocks_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Collectives: what moving a value from one spec to another sends, and what settling a partial sum sends."""
+"""Collectives: what a plan records of each, what they send, and what settling a partial sum sends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any, Literal
 
 from .._compat import source_line
 from ..layout import Spec
+from .torus import Stage
 
-CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
+
+Form = Literal["native", "staged"]
 
 
 @dataclass(slots=True)
@@ -25,10 +28,11 @@ class Collective:
       shape: its global shape.
       dtype: its dtype.
       bytes: sent by each device, once: ``V·(g-1)/g`` for an all-gather of V gathered bytes, a reduce-scatter or an
-        all-to-all of V local bytes, twice that for an all-reduce, g the number of devices it runs over.
+        all-to-all of V local bytes, twice that for an all-reduce, V local bytes for a permute; g devices take part.
       count: how often it runs in a step; None where a loop's trips are not known.
       cause: the rule that brought it about, in words.
       origin: the equation that needs it.
+      form: ``native``: one collective over all axes; ``staged``: one a torus dimension, one after the other.
       seconds: None: not estimated.
     """
 
@@ -43,6 +47,7 @@ class Collective:
     cause: str
     origin: Any = None
     seconds: float | None = None
+    form: Form = "native"
 
     @property
     def total_bytes(self) -> float:
@@ -61,44 +66,32 @@ class Collective:
 
 def local_bytes(shape: Sequence[int], itemsize: float, spec: Spec, sizes: Mapping[str, int]) -> float:
     """Bytes of one shard; uneven shards rounded up."""
-    n = itemsize
-    for size, axes in zip(shape, spec, strict=True):
-        n *= -(-size // math.prod(sizes[a] for a in axes))
-    return n
+    return itemsize * math.prod(local_shape(shape, spec, sizes))
+
+
+def local_shape(shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of one shard; uneven shards rounded up."""
+    if spec is None:
+        return tuple(shape)
+    return tuple(-(-n // math.prod(sizes[a] for a in axes)) for n, axes in zip(shape, spec, strict=True))
 
 
 def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
     """Bytes a device sends: ``volume`` is the gathered array (all-gather), else the local operand."""
+    if op == "collective-permute":
+        return volume
     share = volume * (group - 1) / group
     return 2 * share if op == "all-reduce" else share
 
 
-def relayout(have: Spec, need: Spec) -> list[tuple[CollectiveOp, tuple[str, ...], Spec]]:
-    """The collectives that move a value from one spec to another, and the spec after each.
+def form_of(op: CollectiveOp, stages: Sequence[Stage]) -> Form:
+    """How a collective over these stages of the torus is made.
 
-    An axis that moves from one dim to another is an all-to-all; one that goes is an all-gather; one that comes costs nothing
-    (each device keeps its slice).
+    A reduce-scatter over several torus dimensions at once is compiled to an all-reduce of the whole array, which sends twice as
+    much and holds all of it; one dimension after the other it stays what it is, and sends the same bytes as one ring would.
     """
-    steps: list[tuple[CollectiveOp, tuple[str, ...], Spec]] = []
-    now = [list(axes) for axes in have]
-    place = {a: i for i, axes in enumerate(need) for a in axes}
-    for i in range(len(now)):
-        moved = [a for a in now[i] if a in place and place[a] != i]
-        for a in moved:
-            j = place[a]
-            if now[i][-1] == a and tuple(now[j]) == tuple(need[j][: len(now[j])]) and need[j].index(a) == len(now[j]):
-                now[i].remove(a)
-                now[j].append(a)
-                steps.append(("all-to-all", (a,), tuple(map(tuple, now))))
-    for i, want in enumerate(need):
-        keep = 0
-        while keep < len(now[i]) and keep < len(want) and now[i][keep] == want[keep]:
-            keep += 1
-        gone = now[i][keep:]
-        if gone:
-            now[i] = now[i][:keep]
-            steps.append(("all-gather", tuple(gone), tuple(map(tuple, now))))
-    return steps
+    dims = {s.dim for s in stages if s.size > 1}
+    return "staged" if op == "reduce-scatter" and len(dims) > 1 else "native"
 
 
 def settlement(
@@ -130,4 +123,12 @@ def human(n: float) -> str:
         if abs(n) < 1000 or unit == "TB":
             return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.3g} {unit}"
         n /= 1000
+    raise AssertionError
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: ``1.23 s``, ``45.6 ms``, ``7.89 µs``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1 or unit == "µs":
+            return f"{seconds * scale:.3g} {unit}" if seconds * scale < 100 else f"{seconds * scale:.0f} {unit}"
     raise AssertionError

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from .._compat import source_line
+from ..errors import JoinWarning, UnsupportedError
 from ..layout import AnyMesh, Layout, Spec
+from ..mesh import parse_topology
 from ..program.graph import Program
 from ..program.rules.rule import Kind
 from .collectives import Collective
+from .fusion import Region
+from .hardware import CHIPS, Chip, chip_of
+from .kernels import kernels_of
+from .memory import Memory, memory_of
+from .time import Time, time_of
+from .torus import Torus, torus_of, torus_of_slices
 
 
 @dataclass(slots=True)
@@ -37,14 +49,23 @@ class Held:
 class OpPlan:
     """How one op works: the spec it needs each operand in, the spec in which its results come out, partial over which axes.
 
-    ``factor_axes`` are the axes of its factors (None for elementwise ops); ``kind`` is how its partial results combine.
+    ``partial`` has the axes of every result (empty: none is partial); ``factor_axes`` are the axes of its factors (None for
+    elementwise ops); ``kind`` is how its partial results combine.
     """
 
     ins: list[Spec | None]
     outs: list[Spec]
-    partial: tuple[str, ...] = ()
+    partial: list[tuple[str, ...]] = field(default_factory=list)
     factor_axes: list[tuple[str, ...]] | None = None
     kind: Kind = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """A loop carry that is a partial sum: where it lies, and over which axes it is to be summed."""
+
+    spec: Spec
+    axes: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -60,7 +81,14 @@ class Plan:
       settled: ids of the values whose partial sums are settled where they are made.
       ops: how every op works, by ``id(op)``.
       passed: for the results of ops through which a partial sum passes unsettled, by ``id(result)``: how the op works.
+      accumulators: the carries of loops that stay partial sums, by ``id(carry in the body)``.
+      waiting: results of loops that are partial sums, by ``id(result)``: over which axes.
+      hoisted: the specs in which a loop finds what it only reads, moved before it, by ``id(value in the body)``.
+      torus: the stages of every axis on the slice's torus.
       generated: ids of the values made from no data (iotas, masks): each device makes the part that it needs.
+      topology: the slices that the mesh lies on, as text, where its devices do not say.
+      donated: positions of the flat inputs whose memory the results may take.
+      asked: the layout as it was asked for; ``layout`` has rules before it for dims that are called after axes.
     """
 
     program: Program
@@ -77,6 +105,71 @@ class Plan:
     passed: dict[int, OpPlan] = field(default_factory=dict)
     out_specs: list[Spec] = field(default_factory=list)
     generated: set[int] = field(default_factory=set)
+    accumulators: dict[int, Accumulator] = field(default_factory=dict)
+    waiting: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    hoisted: dict[int, list[Spec]] = field(default_factory=dict)
+    torus: Torus = field(default_factory=dict)
+    topology: str | None = None
+    donated: frozenset[int] = frozenset()
+    asked: Layout | None = None
+
+    def __post_init__(self) -> None:
+        if self.topology is not None:
+            slices, kind, chips = parse_topology(self.topology)
+            self.torus = torus_of_slices(self.sizes, slices, kind, chips, CHIPS[kind].devices)
+        else:
+            self.torus = self.torus or torus_of(self.mesh)
+
+    @cached_property
+    def chip(self) -> Chip | None:
+        """The chip that the plan is for; None: not known (CPUs, an abstract mesh without a topology)."""
+        return chip_of(self.topology or self.mesh)
+
+    @cached_property
+    def kernels(self) -> Region:
+        """What the program is fused into: the kernels that read and write memory."""
+        return kernels_of(self)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes on a device over a step: the peak, its line, by kind."""
+        return memory_of(self, self.kernels)
+
+    @cached_property
+    def time(self) -> Time | None:
+        """Seconds of a step by what takes them; None where the chip is not known."""
+        return None if self.chip is None else time_of(self, self.chip, self.kernels)
+
+    @property
+    def seconds(self) -> float | None:
+        """The estimate of a step's seconds (:attr:`meshpar.plan.time.Time.seconds` says how); None: chip not known."""
+        return None if self.time is None else self.time.seconds
+
+    def replan(
+        self, *, layout: Any = None, mesh: AnyMesh | None = None, topology: str | None = None, strict: bool = False
+    ) -> Plan:
+        """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
+
+        Args:
+          layout: as in :func:`meshpar.plan`; default: this plan's.
+          mesh: a mesh; default: this plan's, with its topology.
+          topology: the slice that ``mesh`` lies on, if it is abstract.
+
+        Raises:
+          UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
+        """
+        from .planner import make_plan
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", JoinWarning)  # this plan has told
+            return make_plan(
+                self.program,
+                (self.asked or self.layout) if layout is None else Layout(layout),
+                self.mesh if mesh is None else mesh,
+                strict=strict,
+                topology=self.topology if mesh is None and topology is None else topology,
+                donated=self.donated,
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -104,27 +197,60 @@ class Plan:
         return [f"{op.name} {list(v.shape)} dim {i} at {source_line(op.eqn)}" for op, v, i in missing]
 
     def to_json(self) -> str:
-        """The plan as JSON: mesh, layout, inputs, outputs, collectives, joins, notes, unnamed dims."""
+        """The plan as JSON: mesh, layout, inputs, outputs, collectives, memory, time, joins, notes, unnamed dims."""
         named, total, _ = self.program.coverage()
         return json.dumps(
             {
                 "mesh": self.sizes,
+                "topology": self.topology,
+                "chip": None if self.chip is None else self.chip.name,
                 "layout": str(self.layout),
                 "inputs": [h.to_dict() for h in self.inputs],
                 "outputs": [h.to_dict() for h in self.outputs],
                 "collectives": [c.to_dict() for c in self.collectives],
+                "memory": self.memory.to_dict(),
+                "time": None if self.time is None else self.time.to_dict(),
                 "joins": [str(j) for j in self.joins],
                 "notes": self.notes,
                 "dims": {"named": named, "all": total, "unnamed": self.unnamed},
             }
         )
 
-    def __str__(self) -> str:
-        from ..report.text import plan_text
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file: ``.html``, a page of its own (nothing from the network); ``.json``; ``.txt``.
 
-        return plan_text(self)
+        Raises:
+          UnsupportedError: another suffix.
+        """
+        save(self, path, {".html": REPORTS["html"], ".json": lambda plan: plan.to_json(), ".txt": REPORTS["text"]})
+
+    def diff(self, other: Plan) -> Any:
+        """The two plans side by side: a :class:`meshpar.report.diff.PlanDiff`; print it, ``save("diff.html")`` it."""
+        return REPORTS["diff"](self, other)
+
+    def __str__(self) -> str:
+        return REPORTS["text"](self)
 
     def __rich__(self) -> Any:
-        from ..report.text import plan_renderable
+        return REPORTS["rich"](self)
 
-        return plan_renderable(self)
+    def _repr_html_(self) -> str:
+        return REPORTS["cell"](self)
+
+
+REPORTS: dict[str, Callable[..., Any]] = {}
+"""How plans are shown: ``text``, ``rich``, ``html``, ``cell``, ``diff``. :mod:`meshpar.report` fills it; plans know no reports."""
+
+
+def save(what: Any, path: str | Path, writers: Mapping[str, Callable[[Any], str]]) -> None:
+    """Write something to a file in the form that its suffix asks for.
+
+    Raises:
+      UnsupportedError: a suffix that ``writers`` does not have.
+    """
+    path = Path(path)
+    if path.suffix not in writers:
+        raise UnsupportedError(
+            f"{path.name}: cannot be saved as `{path.suffix}`", fixes=[f"suffixes are {', '.join(writers)}"]
+        )
+    path.write_text(writers[path.suffix](what), encoding="utf8")

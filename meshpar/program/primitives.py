@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -25,6 +27,21 @@ for _p in (name_dims_p, rename_dims_p, place_p):
     mlir.register_lowering(_p, lambda ctx, x, **_: [x])
 
 
+widen_p = Primitive("widen")
+widen_p.def_impl(lambda x, *, dtype: x.astype(dtype))
+widen_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
+mlir.register_lowering(
+    widen_p, mlir.lower_fun(lambda x, *, dtype: lax.convert_element_type(x, dtype), multiple_results=False)
+)
+ad.deflinear2(widen_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct, x.aval.dtype)])
+batching.defvectorized(widen_p)
+
+
+def widen(x: Any, dtype: Any) -> Any:
+    """The array in a wider dtype; a partial sum is widened first and summed afterwards, which is what ``astype`` does not do."""
+    return x if x.dtype == dtype else widen_p.bind(x, dtype=jnp.dtype(dtype))
+
+
 def named(x: Any, dims: DimsLike) -> Any:
     """Name the dims of a value inside a function, where inference needs help; an identity otherwise.
 
@@ -38,7 +55,6 @@ def named(x: Any, dims: DimsLike) -> Any:
     Raises:
       RankError: the number of names is not the rank.
     """
-    import jax.numpy as jnp
 
     x = jnp.asarray(x)
     fitted = fit_dims(parse_dims(dims, what="mp.named dims"), x.shape, path="the value", origin="mp.named")
@@ -61,7 +77,6 @@ def rename(x: Any, **names: str) -> Any:
       LayoutSyntaxError: no names, or one that is no identifier.
       UnknownDimError: (when the program is planned) no dim of the value has the old name.
     """
-    import jax.numpy as jnp
 
     if not names:
         raise LayoutSyntaxError('mp.rename needs at least one name: mp.rename(k, seq="kv_seq")')

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from .._compat import spelled_out
+
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     """Trace a function of flat arguments.
@@ -19,4 +21,4 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list
       (closed jaxpr, tree of results as ``ShapeDtypeStruct``, its flat leaves).
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*leaves)
-    return closed, shapes, jax.tree.leaves(shapes)
+    return spelled_out(closed), shapes, jax.tree.leaves(shapes)

@@ -6,17 +6,18 @@ import io
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..plan.collectives import Collective, human
+from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Held, Plan
 
-MOST = 16  # rows of a table; what is left is summed up
+MOST = 8  # collectives, each with its cause; what is left is summed up
+ROWS = 7  # tensors of a kind
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs"}
 
 
@@ -34,10 +35,10 @@ def plan_renderable(plan: Plan) -> Any:
     head = Text.assemble(
         ("plan", "bold"), f"  {devices} devices ({mesh})\n", ("layout", "bold"), f"  {plan.layout or '(nothing split)'}"
     )
-    parts: list[Any] = [head, Text(), _held(plan), Text(), _sent(plan)]
-    notes = _notes(plan)
-    if notes:
-        parts += [Text(), *notes]
+    parts: list[Any] = [head, Text(), _held(plan), Text(), *_costs(plan), Text(), _sent(plan)]
+    more = notes(plan)
+    if more:
+        parts += [Text(), *more]
     return Group(*parts)
 
 
@@ -61,12 +62,31 @@ def _held(plan: Plan) -> Table:
         for h in rows:
             groups.setdefault(_dims_and_axes(h), []).append(h)
         ranked = sorted(groups.items(), key=lambda g: -sum(h.bytes for h in g[1]))
-        for text, group in ranked[:8]:
+        most = ROWS if kind == "params" else ROWS // 2
+        for text, group in ranked[:most]:
             table.add_row("", str(len(group)), text, human(sum(map(_whole, group))), human(sum(h.bytes for h in group)))
-        if len(ranked) > 8:
-            rest = [h for _, group in ranked[8:] for h in group]
+        if len(ranked) > most:
+            rest = [h for _, group in ranked[most:] for h in group]
             table.add_row("", str(len(rest)), "…", human(sum(map(_whole, rest))), human(sum(h.bytes for h in rest)))
     return table
+
+
+def _costs(plan: Plan) -> list[Text]:
+    """Memory at its peak by kind; time by what takes it, and the bottleneck."""
+    memory, time, chip = plan.memory, plan.time, plan.chip
+    of = f" of the {human(chip.per_device().hbm)} of a {chip.name}" if chip is not None else ""
+    at = f", at {memory.peak_source}" if memory.peak_source else ""
+    kinds = ", ".join(f"{kind} {human(n)}" for kind, n in sorted(memory.by_kind.items(), key=lambda x: -x[1]))
+    out = [Text.assemble(("each device needs ", "bold"), (human(memory.peak), "bold"), f"{of} at the peak{at}"),
+           Text(f"    {kinds}", style="dim")]  # fmt: skip
+    if time is not None and chip is not None:
+        out.append(Text.assemble(
+            ("a step takes ", "bold"), (f"about {duration(time.seconds)}", "bold"),
+            f" on {chip.name}: {duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does; "
+            f"{100 * time.mfu:.0f} % of the peak FLOP/s",
+        ))  # fmt: skip
+        out.append(Text(f"    {time.bottleneck}", style="dim"))
+    return out
 
 
 def _whole(h: Held) -> float:
@@ -104,27 +124,47 @@ def _sent(plan: Plan) -> Any:
     if not rows:
         return Text("each device sends nothing", style="bold")
     total = plan.bytes_sent
-    shown = [r for r in rows if r[3] >= 0.01 * total][:MOST]
-    cells = [(c.op, "+".join(c.axes), "?" if n is None else f"{n} ×", human(size), dims) for c, dims, n, size in shown]
+    shown = [r for r in rows if r.bytes >= 0.01 * total][:MOST]
+    timed = plan.chip is not None
+    cells = [
+        (r.first.op, "+".join(r.first.axes), r.times, human(r.bytes), duration(r.seconds) if timed else "", r.dims)
+        for r in shown
+    ]
     small = rows[len(shown) :]
     if small:
-        count = sum(r[2] or 1 for r in small)
-        cells.append(("smaller ones", "", f"{count} ×", human(sum(r[3] for r in small)), ""))
-    wide = [max(len(row[i]) for row in cells) for i in range(4)]
-    lines: list[Any] = [Text(f"each device sends {human(total)} a step", style="bold")]
-    for i, (op, axes, times, size, dims) in enumerate(cells):
+        count = sum(r.runs or 1 for r in small)
+        took = duration(sum(r.seconds for r in small)) if timed else ""
+        cells.append(("smaller ones", "", f"{count} ×", human(sum(r.bytes for r in small)), took, ""))
+    wide = [max(len(row[i]) for row in cells) for i in range(5)]
+    took = f", in {duration(sum(r.seconds for r in rows))}" if timed else ""
+    lines: list[Any] = [Text(f"each device sends {human(total)} a step{took}", style="bold")]
+    for i, (op, axes, times, size, seconds, dims) in enumerate(cells):
         line = Text.assemble(
             (f"{op:<{wide[0]}}  ", "" if i < len(shown) else "dim"), (f"{axes:<{wide[1]}}", "cyan"),
-            f"  {times:>{wide[2]}}  {size:>{wide[3]}}  {dims}",
+            f"  {times:>{wide[2]}}  {size:>{wide[3]}}  " + (f"{seconds:>{wide[4]}}  " if timed else "") + dims,
         )  # fmt: skip
         lines.append(line)
         if i < len(shown):
-            lines.append(Padding(Text(shown[i][0].cause, style="dim"), (0, 0, 0, 4)))
+            lines.append(Padding(Text(shown[i].first.cause, style="dim"), (0, 0, 0, 4)))
     return Group(*lines)
 
 
-def merge_collectives(collectives: Iterable[Collective]) -> list[tuple[Collective, str, int | None, float]]:
-    """Collectives alike in kind, axes and cause as one row (first of them, dims, count, bytes in a step), largest first."""
+class Merged(NamedTuple):
+    """Collectives alike in kind, axes and cause: the largest of them, their dims, how often, bytes and seconds in a step."""
+
+    first: Collective
+    dims: str
+    runs: int | None
+    bytes: float
+    seconds: float
+
+    @property
+    def times(self) -> str:
+        return "?" if self.runs is None else f"{self.runs} ×"
+
+
+def merge_collectives(collectives: Iterable[Collective]) -> list[Merged]:
+    """Collectives alike in kind, axes and cause as one row, largest first."""
     groups: dict[Any, list[Collective]] = {}
     for c in collectives:
         groups.setdefault((c.op, c.axes, c.cause), []).append(c)
@@ -134,12 +174,14 @@ def merge_collectives(collectives: Iterable[Collective]) -> list[tuple[Collectiv
         count = None if None in counts else sum(n for n in counts if n is not None)
         group.sort(key=lambda c: -c.total_bytes)
         dims = list(dict.fromkeys(c.dims or "(scalar)" for c in group))
-        text = " | ".join(dims[:4]) + (f" | {len(dims) - 4} more" if len(dims) > 4 else "")
-        rows.append((group[0], text, count, sum(c.total_bytes for c in group)))
-    return sorted(rows, key=lambda r: -r[3])
+        text = " | ".join(dims[:3]) + (f" | {len(dims) - 3} more" if len(dims) > 3 else "")
+        seconds = sum((c.seconds or 0.0) * (c.count or 1) for c in group)
+        rows.append(Merged(group[0], text, count, sum(c.total_bytes for c in group), seconds))
+    return sorted(rows, key=lambda r: -r.bytes)
 
 
-def _notes(plan: Plan) -> list[Text]:
+def notes(plan: Plan) -> list[Text]:
+    """What to know: what could not be split, names that turned out to be one, rules and axes without effect, unnamed dims."""
     out = [Text(f"note  {n}") for n in plan.notes]
     for j in plan.joins:
         out.append(Text(f"join  {j}", style="yellow"))

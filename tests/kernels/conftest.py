@@ -6,3 +6,14 @@ import sys
 # The TPU interpreter simulates devices with threads: enough of them, whatever the machine has.
 os.environ.setdefault("NPROC", "32")
 sys.path.insert(0, os.path.dirname(__file__))
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def same_shared_draws():
+    """The draws that the modules of this folder share begin anew for every test."""
+    import kernel_cases
+
+    kernel_cases.RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state

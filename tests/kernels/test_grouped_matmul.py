@@ -113,7 +113,8 @@ def test_gradients_of_the_transpose():
     def product(lhs, rhs, scale):
         return grouped_matmul_transpose(lhs, rhs, sizes, row_scale=scale, implementation="xla")
 
-    args = (normal(M, K), normal(M, N), normal(M))
+    rng = np.random.default_rng(7)  # differences in float32 cancel: one fixed draw, whatever tests ran before
+    args = tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((M, K), (M, N), (M,)))
     check_grads(product, args, order=1, modes=["rev"], atol=3e-2, rtol=3e-2)
 
 

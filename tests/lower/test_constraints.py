@@ -222,3 +222,78 @@ def test_optimizer_state_is_born_sharded_too():
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         if leaf.ndim:
             assert leaf.sharding.spec[-1] == "data"
+
+
+# -- what XLA's partitioner gets wrong, found by tests/fuzz; each of these fails without the pins
+
+
+@pytest.mark.parametrize("start", [-3, 5, 9])
+def test_starts_out_of_bounds(start):
+    """Of a slice of a slice (here: a part of the result) XLA clamps the first start with the size of the second."""
+    x = np.arange(8, dtype=np.float32)
+
+    def step(x, i):
+        piece = lax.dynamic_slice(x, (i,), (4,))
+        return mp.named(piece, "a") * 2, lax.dynamic_update_slice(x, x[:3] * 2, (i,))
+
+    for lowering in ("jit", "shard_map"):
+        run = mp.jit(step, mesh=mp.mesh("x=4, y=2"), layout="a: y", dims={"x": "a"}, lowering=lowering)
+        for got, want in zip(run(x, np.int32(start)), step(x, np.int32(start)), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_associative_scan_of_a_split_dim():
+    """The odd sizes that it halves to: XLA 0.10 refused to compile the pads between."""
+    x, w = normal(8, 16), normal(16)
+
+    def step(x, w):
+        return lax.associative_scan(jnp.multiply, 1 + 0.1 * jnp.tanh(x), axis=1, reverse=True), jnp.einsum(
+            "ab,b->a", x, w
+        )
+
+    layout = mp.Layout("d: y", resolve="cost")
+    assert_same(step, (x, w), "x=2, y=4", layout, {"x": "_ d", "w": "_"})
+
+
+@pytest.mark.filterwarnings("ignore::meshpar.JoinWarning")
+def test_gradient_of_a_window_over_a_concatenation():
+    x = (RNG.integers(-8, 9, (6, 4, 4)) / 4).astype(np.float32)
+
+    def step(x):
+        def loss(x):
+            y = lax.reduce_window(jnp.concatenate([x, x], 2), -np.inf, lax.max, (3, 1, 2), (3, 1, 1), "VALID")
+            return (jnp.einsum("abc,kcl->lcabk", x, y) ** 2).sum()
+
+        return jax.value_and_grad(loss)(x)
+
+    assert_same(step, (x,), "x=2, y=2, idle=2", "f: x+y", {"x": "_ c f"})
+
+
+def test_bits_of_integers_are_combined():
+    x = RNG.integers(0, 99, (8, 16)).astype(np.int32)
+
+    def step(x):
+        return lax.reduce_or(x, (0,)), lax.reduce_and(x, (1,)), lax.reduce_xor(x, (0,))
+
+    assert_same(step, (x,), "x=2, y=2, idle=2", "a: x; b: y", {"x": "a b"}, 0.0)
+
+
+def test_a_convolution_that_the_plan_leaves_whole():
+    """As its neighbours are split, XLA would split it as well; on one of these it crashed."""
+    x, w = normal(2, 6, 4, 4), normal(3, 1, 2, 8)
+
+    def step(x, w):
+        def loss(x, w):
+            y = lax.conv_general_dilated(
+                x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=2
+            )
+            return jnp.tanh(y).mean()
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(x, w)
+
+    plain = mp.jit(step, mesh=mp.mesh("x=4, y=2"), layout="f?: x; e?: x+y", dims={"x": "e _ _ f", "w": "_ _ e _"})
+    manual = [
+        e for e in plain.trace(x, w).jaxpr.jaxpr.eqns[0].params["jaxpr"].jaxpr.eqns if e.primitive.name == "shard_map"
+    ]
+    assert len(manual) == 3  # the convolution and its two gradients
+    assert_same(step, (x, w), "x=4, y=2", "f?: x; e?: x+y", {"x": "e _ _ f", "w": "_ _ e _"})

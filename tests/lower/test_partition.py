@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import meshpar as mp
 from meshpar.errors import UnsupportedError
 from meshpar.layout import to_partition_spec
 from meshpar.lower import LOWERINGS
-from meshpar.lower.exchange import bring
+from meshpar.lower.moves import bring
+from meshpar.plan.torus import Stage
 
 MESHES = ["data=2, model=2, idle=2", "data=2, model=4"]
 RNG = np.random.default_rng(0)
@@ -48,6 +51,7 @@ def same(fn, *args, layout, dims, meshes=MESHES, **kwargs):
 KINDS = {
     "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
     "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
 }  # fmt: skip
 
 
@@ -61,7 +65,8 @@ def sent_by(jaxpr, sizes, times=1, found=None):
             group = math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
             moved = eqn.outvars if kind == "all-gather" else eqn.invars
             volume = sum(v.aval.size * v.aval.dtype.itemsize for v in moved)
-            found[kind, (2 if kind == "all-reduce" else 1) * volume * (group - 1) / group] += times
+            share = 1 if kind == "collective-permute" else (group - 1) / group
+            found[kind, (2 if kind == "all-reduce" else 1) * volume * share] += times
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for param in eqn.params.values():
             for body in param if isinstance(param, tuple | list) else (param,):
@@ -365,3 +370,121 @@ def test_gradients_pass_through_a_lowered_function():
                  lowering="shard_map")  # fmt: skip
     np.testing.assert_allclose(jax.grad(run)(W, X), jax.grad(loss)(W, X), rtol=1e-5, atol=1e-7)
     assert run(W, X).weak_type == jax.jit(loss)(W, X).weak_type
+
+
+# -- an axis that runs along several torus dimensions
+
+
+def test_scatters_are_staged_over_the_torus(monkeypatch):
+    """The user's mesh stays; inside it is factored, and a reduce-scatter goes over one dimension after the other."""
+    module = sys.modules["meshpar.plan.plan"]
+    plain = module.torus_of
+    monkeypatch.setattr(module, "torus_of", lambda mesh: {**plain(mesh), "data": (Stage(2, "x"), Stage(4, "y"))})
+
+    def step(p, x):
+        loss, grads = jax.value_and_grad(lambda p: (jnp.tanh(x @ p["w"]) @ p["v"]).sum())(p)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), loss
+
+    p, x = {"w": normal(16, 32), "v": normal(32, 8)}, normal(16, 16)
+    mesh = mp.mesh("data=8")
+    dims = {"p/w": "embed mlp", "p/v": "mlp embed", "x": "batch embed"}
+    f = mp.jit(step, mesh=mesh, layout="batch: data; embed: data", dims=dims, lowering="shard_map")
+    got, want = f(p, x), jax.jit(step)(p, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert got[0]["w"].sharding == jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    plan = f.plan(p, x)
+    assert {c.form for c in plan.collectives if c.op == "reduce-scatter"} == {"staged"}
+    assert {c.form for c in plan.collectives if c.op != "reduce-scatter"} == {"native"}
+    run, _, _ = LOWERINGS["shard_map"](plan, mesh)
+    jaxpr = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in plan.program.inputs]).jaxpr
+    sizes = {"data": 8, "data.0": 2, "data.1": 4}
+    sent = sent_by(jaxpr, sizes)
+    staged = sum(b * n for (kind, b), n in sent.items() if kind == "reduce-scatter")
+    assert staged == sum(c.total_bytes for c in plan.collectives if c.op == "reduce-scatter")
+    assert sum(n for (kind, _), n in sent.items() if kind == "reduce-scatter") == 4  # two gradients, two stages
+
+
+def test_what_a_loop_only_reads_is_gathered_once_before_it():
+    def step(w, x):
+        def loss(w):
+            chunks = x.reshape(x.shape[0], 4, -1, x.shape[2]).swapaxes(0, 1)
+            chunk = jax.checkpoint(lambda total, c: (total + jnp.square(c @ w).sum(), None))
+            return lax.scan(chunk, 0.0, chunks)[0]
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - 0.01 * grad, value
+
+    w, x = normal(16, 32), normal(8, 16, 16)
+    kinds = {"layout": "batch: data; embed: data", "dims": {"w": "embed vocab", "x": "batch seq embed"}}
+    plan = assert_sends_the_plan(step, w, x, **kinds)
+    assert [(c.op, c.count) for c in plan.collectives if len(c.shape) == 2] == [
+        ("all-gather", 1),
+        ("reduce-scatter", 1),
+    ]
+    same(step, w, x, **kinds)
+
+
+# -- callbacks
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_callbacks_see_whole_arrays_and_effects_happen_once(lowering):
+    seen = []
+
+    def step(x):
+        y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")
+        jax.debug.callback(lambda a: seen.append(np.array(a)), x)
+        io_callback(lambda a: seen.append(np.array(a)), None, x)
+        return y.sum(0)
+
+    run = mp.jit(step, mesh=mp.mesh(MESHES[0]), layout=LAYOUTS[1], dims={"x": DIMS["x"]}, lowering=lowering)
+    np.testing.assert_allclose(run(X), np.sin(X).sum(0), rtol=1e-5)
+    jax.effects_barrier()
+    assert len(seen) == 2
+    assert all(np.array_equal(a, X) for a in seen)
+    causes = [c.cause for c in run.plan(X).collectives]
+    assert any("pure_callback needs all of `batch`, which `batch: data` splits" in c for c in causes)
+
+
+def test_a_callback_with_an_effect_and_results_is_refused():
+    def step(x):
+        return io_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    run = mp.jit(step, mesh=mp.mesh(MESHES[0]), layout=LAYOUTS[1], dims={"x": DIMS["x"]}, lowering="shard_map")
+    with pytest.raises(UnsupportedError, match="io_callback with results") as caught:
+        run(X)
+    assert 'lowering="jit"' in caught.value.fixes[0]
+
+
+def test_generator_bits_and_triangular_systems():
+    key = np.arange(4, dtype=np.uint32)
+
+    def step(x, w):
+        bits = lax.rng_bit_generator(key, x.shape)[1]
+        matrix = jnp.tril(w[:, :16]) * 0.1 + 2 * jnp.eye(16)
+        solved = jax.scipy.linalg.solve_triangular(matrix, x.T, lower=True)
+        return (
+            x + (bits >> 28),
+            solved,
+            jax.grad(lambda x: (jax.scipy.linalg.solve_triangular(matrix, x.T) ** 2).sum())(x),
+        )
+
+    dims = {"x": DIMS["x"], "w": DIMS["w"]}
+    same(step, X, W, layout=LAYOUTS[1], dims=dims, meshes=MESHES[:1])
+    plan = assert_sends_the_plan(step, X, W, layout="batch: data", dims=dims)
+    solves = [op for op in plan.program.root.walk() if op.name == "triangular_solve"]
+    assert {plan.ops[id(op)].outs[0] for op in solves} == {((), ("data",))}  # the right-hand sides stay split
+
+
+def test_what_jax_traces_to_a_definition_is_spelled_out():
+    """JAX 0.12 traces a search to one primitive that holds its definition; ours is split as the definition is."""
+
+    def step(x, w):
+        return jnp.searchsorted(jnp.sort(x[:, 0]), w), jnp.interp(x, jnp.arange(16.0), w[:, 0])
+
+    dims = {"x": DIMS["x"], "w": DIMS["w"]}
+    same(step, X, W, layout=LAYOUTS[1], dims=dims, meshes=MESHES[:1])
+    plan, _ = lowered(step, X, W, layout=LAYOUTS[1], dims=dims)
+    assert all(op.rule is None or op.rule.known for op in plan.program.root.walk())

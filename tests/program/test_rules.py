@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from meshpar.program.rules import ELEMENTWISE, RULES, no_rule
@@ -210,6 +211,20 @@ CASES: dict[str, tuple[Any, ...]] = {
         spd(4),
         numbers(4, 4, 6),
     ),
+    "triangular solve transposed": (
+        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True, transpose_a=True),
+        spd(4),
+        numbers(4, 4, 6),
+    ),
+    "triangular solve from the right": (
+        lambda a, b: lax.linalg.triangular_solve(a, b, lower=True),
+        spd(4),
+        numbers(4, 6, 4),
+    ),
+    "random bits of the backend": (lambda k: lax.rng_bit_generator(k, (4, 6)), np.arange(4, dtype=np.uint32)),
+    "pure callback": (lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X),
+    "io callback": (lambda x: io_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X),
+    "debug callbacks": (lambda x: (jax.debug.callback(np.sin, x), jax.debug.print("{}", x)), X),
     "schur": (lambda x: lax.linalg.schur(x), spd(4)[0]),
     "hessenberg": (lambda x: lax.linalg.hessenberg(x), spd(4)),
     "tridiagonal": (lambda x: lax.linalg.tridiagonal(x, lower=True), spd(4)),
@@ -269,6 +284,7 @@ ABSENT = {  # spellings of other JAX versions, and what no function of JAX makes
     "empty",
     "expand_dims",
     "geqrf",
+    "kernel",  # tests/program/test_kernels.py
     "lu_pivots_to_permutation",
     "scatter_add",
     "scatter_sub",
@@ -311,7 +327,7 @@ def test_rule_fits_the_shapes(name):
         made = {f for dims in rule.outs for factors in dims for f in factors}
         assert read | made == {f for f in range(len(rule.sizes)) if f in read | made}
         for f, kind in enumerate(rule.kinds):
-            if kind not in ("map", "whole"):  # contracted: in operands only
+            if kind not in ("map", "whole", "own"):  # contracted: in operands only
                 assert f in read
                 assert f not in made
         for dims in (*rule.ins, *rule.outs):  # a factor is one dim of a value, at most
@@ -321,7 +337,11 @@ def test_rule_fits_the_shapes(name):
             assert len(dims) == len(shape)  # results are spelt out in full
         for x, y in rule.kin:
             assert max(x, y) < len(rule.sizes)
-            assert rule.kinds[x] == rule.kinds[y] == "whole"
+            assert rule.kinds[x] == rule.kinds[y]
+            assert rule.kinds[x] in ("whole", "own")
+        for leader, follower in rule.links:
+            assert rule.kinds[leader] == "own"
+            assert rule.kinds[follower] in ("own", "sum")
     assert found
 
 
@@ -387,7 +407,9 @@ def paste(parts, dims, rule, f: int, shape) -> np.ndarray:
 
 
 def splittable(rule) -> list[int]:
-    return [f for f, kind in enumerate(rule.kinds) if kind != "whole" and rule.sizes[f] > 1 and rule.sizes[f] % 2 == 0]
+    """Factors that are split without an exchange (those with one: tests/lower/test_halo.py, test_scans.py)."""
+    exchanged = {f for f, kind in enumerate(rule.kinds) if kind in ("whole", "own")} | {f for _, f in rule.links}
+    return [f for f, n in enumerate(rule.sizes) if f not in exchanged and n > 1 and n % 2 == 0]
 
 
 SPLIT = [
@@ -445,6 +467,8 @@ SPLIT = [
     "eigh",
     "lu",
     "triangular solve",
+    "triangular solve transposed",
+    "triangular solve from the right",
     "solve",
     "broadcast",
     "broadcast a size of 1",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+from .reach import Reach, exchanged, own_kind, sliding
 from .rule import Kind, OpRule, rule
 
 
@@ -74,15 +77,16 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
 def conv_general_dilated(eqn, ins, outs) -> OpRule:
     """Batch and output features run through, input features are contracted, groups run through.
 
-    A spatial dim whose window is 1 (and that is neither strided, padded nor dilated) runs through too; other spatial dims are
-    whole on every device, only their names pass from operand to result.
+    A spatial dim whose window is 1 (and that is neither strided, padded nor dilated) runs through too. Along another one
+    devices exchange what their windows reach over the edge of their block. In a kernel's gradient the cotangent is the
+    window, and contracted: each device slides its block of it over the part of the input that it meets, and finds a partial sum.
     """
     p = eqn.params
     dn = p["dimension_numbers"]
     lhs, rhs = ins
     (out,) = outs
     ls, rs, os = dn.lhs_spec, dn.rhs_spec, dn.out_spec  # (batch, feature, *spatial), (out, in, *spatial)
-    groups, batch_groups = p["feature_group_count"], p["batch_group_count"]
+    groups, batch_groups, own = p["feature_group_count"], p["batch_group_count"], own_kind(eqn)
     r = OpRule([()], [()])
     left: dict[int, tuple[int, ...]] = {}
     right: dict[int, tuple[int, ...]] = {}
@@ -109,20 +113,39 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
         if window == 1 and plain:
             left[i] = result[o] = (r.factor(lhs[i]),)
             right[j] = (r.factor(1),)
-        elif plain and out[o] == 1:  # the window is the whole input: contracted
-            f = r.factor(lhs[i], "sum")
-            left[i] = right[j] = (f,)
+        elif plain and out[o] == 1 and lhs[i] == window:  # the window is the whole input: contracted
+            left[i] = right[j] = (r.factor(lhs[i], "sum"),)
             result[o] = (r.factor(1),)
-            if lhs[i] != window:
-                r.kinds[f] = "whole"
-                right[j] = (r.factor(window, "whole"),)
         else:
-            left[i], right[j] = (r.factor(lhs[i], "whole"),), (r.factor(window, "whole"),)
-            result[o] = (r.factor(out[o], "whole"),)
-            # A name passes from input to result, but not in a kernel's gradient, which slides the cotangent over the input and
-            # makes a window: its "window" is large, or dilated by the stride.
-            if window <= out[o] and p["rhs_dilation"][k] == 1:
-                r.kin.append((left[i][0], result[o][0]))
+            moved = r.factor(lhs[i], own)
+            left[i] = (moved,)
+            if is_kernel_gradient(p, k, window, out[o]):
+                right[j], result[o] = (r.factor(window, "sum"),), (r.factor(out[o], "whole"),)
+                r.links.append((moved, right[j][0]))
+            else:
+                right[j], result[o] = (r.factor(window, "whole"),), (r.factor(out[o], own),)
+                r.links.append((moved, result[o][0]))
+                r.kin.append((moved, result[o][0]))
+            r.reaches[0, i] = functools.partial(_conv_reach, p, k, lhs[i], window, out[o])
     r.ins = [tuple(left[i] for i in range(len(lhs))), tuple(right[j] for j in range(len(rhs)))]
     r.outs = [tuple(result[i] for i in range(len(out)))]
-    return r
+    return exchanged(r, eqn, "what the windows reach over the edge of a block")
+
+
+def is_kernel_gradient(params, k: int, window: int, count: int) -> bool:
+    """Whether the "window" of a convolution along spatial dim k is a cotangent that slides over the input.
+
+    It spans more places than the results (the taps of the kernel) do; on a small input as many, dilated by the stride.
+    """
+    spanned = (window - 1) * params["rhs_dilation"][k], (count - 1) * params["window_strides"][k]
+    return spanned[0] > spanned[1] or (spanned[0] == spanned[1] and params["rhs_dilation"][k] > 1)
+
+
+def _conv_reach(params, k: int, size: int, window: int, count: int, parts: int) -> Reach:
+    """What each device reads of spatial dim k: along the results, or along the window in a kernel's gradient."""
+    slides = (count, params["window_strides"][k]), (window, params["rhs_dilation"][k])
+    if is_kernel_gradient(params, k, window, count):
+        slides = slides[1], slides[0]
+    (n, every), (taps, apart) = slides
+    low, dilation = params["padding"][k][0], params["lhs_dilation"][k]
+    return sliding(size // parts, parts, n // parts, every, taps, apart, low, dilation)

@@ -10,11 +10,13 @@ ELEMENTWISE = frozenset(
     mulhi name ne neg nextafter not or polygamma population_count pow random_gamma_grad real reduce_precision
     regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
     sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
-    pvary optimization_barrier reshard log2 one_minus_square polynomial random_fold_in random_gamma random_clone
+    pvary optimization_barrier reshard log2 one_minus_square polynomial random_fold_in random_gamma random_clone widen
     """.split()
 )
 
 # Ops in which a partial sum may stay one: linear in every operand that has the full shape.
-LINEAR = frozenset({"add", "add_any", "sub", "neg", "copy", "copy_p", "name", "optimization_barrier", "reshard"})
+LINEAR = frozenset(
+    {"add", "add_any", "sub", "neg", "copy", "copy_p", "name", "optimization_barrier", "reshard", "widen"}
+)
 # Linear in the first operand, when the others are scalars.
 SCALINGS = frozenset({"mul", "div"})

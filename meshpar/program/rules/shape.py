@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
-from .rule import Factors, OpRule, einsum, rule
+import numpy as np
+
+from .reach import Reach, exchange, exchanged, own_kind, reach
+from .rule import Factors, Kind, OpRule, Send, einsum, rule
 
 
 @rule("broadcast_in_dim")
@@ -97,17 +102,33 @@ def _common_factors(a: list[int], b: list[int]) -> list[tuple[int, int, int]] | 
 
 @rule("slice")
 def slice_(eqn, ins, outs) -> OpRule:
-    return _window(ins[0], outs[0])
+    """Dims that are taken whole run through; of another one devices exchange what their blocks of the part are made of.
+
+    One element of a dim (the last token) is a partial sum: who has it brings it, the others zeros.
+    """
+    r = _window(ins[0], outs[0], own_kind(eqn))
+    p = eqn.params
+    r.own_partial = True
+    for d, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)):
+        if n != m and m > 1:
+            every = p["strides"][d] if p["strides"] else 1
+            r.reaches[0, d] = functools.partial(_slice_reach, p["start_indices"][d], every, n, m)
+    return exchanged(r, eqn, "what lies in another block")
+
+
+def _slice_reach(start: int, every: int, size: int, count: int, parts: int) -> Reach:
+    n = count // parts
+    return reach(size // parts, parts, n * every, (n - 1) * every + 1, -start)
 
 
 @rule("dynamic_slice")
 def dynamic_slice(eqn, ins, outs) -> OpRule:
-    r = _window(ins[0], outs[0])
+    r = _window(ins[0], outs[0], "whole")
     r.ins += [()] * (len(ins) - 1)
     return r
 
 
-def _window(whole, part, moved: Sequence[bool] = ()) -> OpRule:
+def _window(whole, part, kind: Kind, moved: Sequence[bool] = ()) -> OpRule:
     r = OpRule([], [], linear=(0,))
     left, right = [], []
     for n, m, apart in zip(whole, part, moved or (False,) * len(whole), strict=True):
@@ -116,21 +137,35 @@ def _window(whole, part, moved: Sequence[bool] = ()) -> OpRule:
             left.append((f,))
             right.append((f,))
         else:
-            left.append((r.factor(n, "whole"),))
-            right.append((r.factor(m, "whole"),))
-            r.kin.append((left[-1][0], right[-1][0]))
+            left.append((r.factor(n, "whole" if apart and m == 1 else kind),))
+            right.append((r.factor(m, kind if m > 1 else "whole"),))
+            if n > 1 and m > 1:
+                r.kin.append((left[-1][0], right[-1][0]))
+                if kind == "own":
+                    r.links.append(r.kin[-1])
     r.ins, r.outs = [tuple(left)], [tuple(right)]
     return r
 
 
 @rule("pad")
 def pad(eqn, ins, outs) -> OpRule:
-    """Dims that are not padded run through; one that is moved (``(1, -1, 0)``) is whole, though its size stays."""
-    padded = [config != (0, 0, 0) for config in eqn.params["padding_config"]]
-    r = _window(ins[0], outs[0], padded)
+    """Dims that are not padded run through; of another one devices exchange what their blocks of the result are made of.
+
+    One element that is padded to a dim is put by every device where it belongs in its block.
+    """
+    config = eqn.params["padding_config"]
+    r = _window(ins[0], outs[0], own_kind(eqn), [tuple(c) != (0, 0, 0) for c in config])
     r.linear = ()
     r.ins.append(())
-    return r
+    for d, (low, high, inner) in enumerate(config):
+        if (low, high, inner) != (0, 0, 0) and ins[0][d] > 1 and outs[0][d] > 1:
+            r.reaches[0, d] = functools.partial(_pad_reach, low, inner + 1, ins[0][d], outs[0][d])
+    return exchanged(r, eqn, "what lies in another block")
+
+
+def _pad_reach(low: int, dilation: int, size: int, count: int, parts: int) -> Reach:
+    n = count // parts
+    return reach(size // parts, parts, n, n, low, dilation)
 
 
 @rule("dynamic_update_slice")
@@ -152,30 +187,54 @@ def dynamic_update_slice(eqn, ins, outs) -> OpRule:
 
 @rule("concatenate")
 def concatenate(eqn, ins, outs) -> OpRule:
-    axis = eqn.params["dimension"]
+    """Along the dim that is joined devices exchange what their blocks of the result are made of."""
+    axis, kind = eqn.params["dimension"], own_kind(eqn)
     r = OpRule([], [])
-    out = tuple((r.factor(n, "whole" if i == axis else "map"),) for i, n in enumerate(outs[0]))
-    for shape in ins:
+    out = tuple((r.factor(n, kind if i == axis else "map"),) for i, n in enumerate(outs[0]))
+    starts = itertools.accumulate((shape[axis] for shape in ins), initial=0)
+    for i, (shape, start) in enumerate(zip(ins, starts, strict=False)):
         mine = list(out)
-        mine[axis] = (r.factor(shape[axis], "whole"),)
+        mine[axis] = (r.factor(shape[axis], kind),)
         r.kin.append((mine[axis][0], out[axis][0]))
         r.ins.append(tuple(mine))
+        r.reaches[i, axis] = functools.partial(_pad_reach, start, 1, shape[axis], outs[0][axis])
+        if kind == "own":
+            r.links.append((out[axis][0], mine[axis][0]))
     r.outs = [out]
-    return r
+    return exchanged(r, eqn, "what lies in another block")
 
 
 @rule("split")
 def split(eqn, ins, outs) -> OpRule:
-    axis = eqn.params["axis"]
+    """Along the dim that is cut devices exchange what their blocks of the pieces are made of."""
+    axis, kind = eqn.params["axis"], own_kind(eqn)
     r = OpRule([], [], linear=(0,))
-    operand = tuple((r.factor(n, "whole" if i == axis else "map"),) for i, n in enumerate(ins[0]))
+    operand = tuple((r.factor(n, kind if i == axis else "map"),) for i, n in enumerate(ins[0]))
+    (whole,) = operand[axis]
     for shape in outs:
         mine = list(operand)
-        mine[axis] = (r.factor(shape[axis], "whole"),)
-        r.kin.append((operand[axis][0], mine[axis][0]))
+        mine[axis] = (r.factor(shape[axis], kind),)
+        r.kin.append((whole, mine[axis][0]))
         r.outs.append(tuple(mine))
+        if kind == "own":
+            r.links.append((whole, mine[axis][0]))
     r.ins = [operand]
+    dtype = eqn.invars[0].aval.dtype
+
+    def sends(shapes: Sequence[tuple[int, ...]], parts: Sequence[int]) -> list[Send]:
+        reaches = split_reaches(eqn.params["sizes"], parts[whole])
+        return [
+            s for at in reaches for s in at.window.sends(shapes[0], axis, whole, np.dtype(dtype), "what lies in another block")
+        ]  # fmt: skip
+
+    r.sends = sends
     return r
+
+
+def split_reaches(sizes: Sequence[int], parts: int) -> list[Reach]:
+    """What each device reads for its block of every piece."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [_slice_reach(start, 1, sum(sizes), n, parts) for start, n in zip(starts, sizes, strict=False)]
 
 
 @rule("tile")
@@ -230,10 +289,19 @@ def keys(eqn, ins, outs) -> OpRule:
 
 @rule("rev")
 def rev(eqn, ins, outs) -> OpRule:
+    """Along a dim that is reversed devices exchange their blocks."""
     r = OpRule([], [], strong=True)
-    dims = tuple((r.factor(n, "whole" if i in eqn.params["dimensions"] else "map"),) for i, n in enumerate(ins[0]))
+    moved, kind = eqn.params["dimensions"], own_kind(eqn)
+    dims = tuple((r.factor(n, kind if i in moved else "map"),) for i, n in enumerate(ins[0]))
     r.ins, r.outs = [dims], [dims]
-    return r
+    for d in moved:
+        r.reaches[0, d] = functools.partial(_rev_reach, ins[0][d])
+    return exchanged(r, eqn, "the block at the other end")
+
+
+def _rev_reach(size: int, parts: int) -> Reach:
+    n = size // parts
+    return Reach(exchange(n, tuple((parts - 1 - p) * n for p in range(parts)), n), (0,) * parts, n, 1)
 
 
 @rule("iota", "random_bits", "empty")
@@ -242,6 +310,15 @@ def generate(eqn, ins, outs) -> OpRule:
     r = OpRule([], [])
     r.ins = [r.factors(s, "whole") for s in ins]
     r.outs = [r.factors(s) for s in outs]
+    return r
+
+
+@rule("rng_bit_generator")
+def rng_bit_generator(eqn, ins, outs) -> OpRule:
+    """Whole: which bits an element gets depends on how the backend lays out the array that it is asked for."""
+    r = OpRule([], [])
+    key = r.factors(ins[0], "whole")
+    r.ins, r.outs = [key], [key, r.factors(outs[1], "whole")]
     return r
 
 

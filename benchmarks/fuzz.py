@@ -1,0 +1,161 @@
+"""Random programs × random layouts × random meshes, values and gradients against the unsharded run.
+
+    python benchmarks/fuzz.py --cases 5000 [--seed 0] [--lowering shard_map jit] [--log fuzz.jsonl] [--workers 1]
+
+A case is a program on a mesh under a layout, run under every lowering asked for. Prints how many ran, how many differed, how many
+could not run, the primitives that they covered, and for every case that differs the smallest one found that still does.
+With ``--log`` the outcome of each case is appended to a file, and cases that are in it are not run again.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent / "tests" / "fuzz"
+CHUNK = 100
+"""Cases a process: a compiler that crashes takes no more than one case with it, and memory stays small."""
+
+
+def outcome(case, lowering, reference):
+    """("", "") where all agrees, else (what kind of failure, its text)."""
+    import run
+
+    try:
+        found = run.differences(case, lowering, reference)
+    except Exception as e:
+        return type(e).__name__, str(e).splitlines()[0][:300]
+    return ("differs", str(found[0])) if found else ("", "")
+
+
+def worker(seed, indices, lowerings, tries):
+    """Run cases, print a line of JSON for each."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    sys.path.insert(0, str(TESTS))
+    import programs
+    import run
+    import shrink
+
+    warnings.simplefilter("ignore")
+    for n, index in enumerate(indices):
+        print(json.dumps({"begun": index}), flush=True)
+        case = programs.make_case(random.Random(f"{seed}/{index}"))
+        line = {"case": index, "mesh": case.mesh, "failed": {}}
+        reference = run.unsharded(case)
+        line["primitives"] = list(reference.primitives)
+        for lowering in lowerings:
+            kind, text = outcome(case, lowering, reference)
+            if kind:
+
+                def fails(other, lowering=lowering, kind=kind):
+                    try:
+                        return outcome(other, lowering, run.unsharded(other))[0] == kind
+                    except Exception:
+                        return False
+
+                small = shrink.shrink(case, fails, tries) if tries else case
+                line["failed"][lowering] = {"kind": kind, "text": text, "smallest": str(small)}
+        print(json.dumps(line), flush=True)
+        if n % 25 == 24:
+            jax.clear_caches()
+
+
+def run_chunk(args, indices, note):
+    """Run cases in processes of their own; a case in which one dies is noted as crashed."""
+    todo = list(indices)
+    while todo:
+        command = [sys.executable, __file__, "--seed", str(args.seed), "--tries", str(args.tries), "--lowering", *args.lowering,
+                   "--worker", *map(str, todo)]  # fmt: skip
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+        assert process.stdout is not None
+        begun = None
+        for text in process.stdout:
+            line = json.loads(text)
+            if "begun" in line:
+                begun = line["begun"]
+            else:
+                note(line)
+                todo.remove(line["case"])
+        if process.wait() and todo:
+            index = begun if begun in todo else todo[0]
+            assert process.stderr is not None
+            last = process.stderr.read().strip().splitlines()[-3:]
+            note(
+                {
+                    "case": index,
+                    "failed": {"process": {"kind": "crashed", "text": " ".join(last)[-600:], "smallest": ""}},
+                    "primitives": [],
+                }
+            )
+            todo.remove(index)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=5000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lowering", nargs="+", default=["shard_map", "jit"])
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no more cases after so long")
+    parser.add_argument("--tries", type=int, default=80, help="runs spent on making a failing case small; 0: none")
+    parser.add_argument("--worker", nargs="+", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.seed, args.worker, args.lowering, args.tries)
+        return
+    lines = [json.loads(text) for text in args.log.read_text().splitlines()] if args.log and args.log.exists() else []
+    lines = [line for line in lines if line["seed"] == args.seed and set(line["lowerings"]) >= set(args.lowering)]
+    have = {line["case"] for line in lines}
+    todo = [i for i in range(args.first, args.first + args.cases) if i not in have]
+    start = time.time()
+
+    def note(line):
+        line.update(seed=args.seed, lowerings=args.lowering)
+        lines.append(line)
+        if args.log:
+            with args.log.open("a") as f:
+                f.write(json.dumps(line) + "\n")
+        if len(lines) % 50 == 0:
+            failed = sum(bool(x["failed"]) for x in lines)
+            print(f"{len(lines)} cases, {failed} failed, {time.time() - start:.0f} s", file=sys.stderr, flush=True)
+
+    def chunk(indices):
+        if time.time() - start < 60 * args.minutes:
+            run_chunk(args, indices, note)
+
+    with ThreadPoolExecutor(args.workers) as pool:
+        list(pool.map(chunk, [todo[k : k + CHUNK] for k in range(0, len(todo), CHUNK)]))
+    report(lines, args.lowering, time.time() - start)
+
+
+def report(lines, lowerings, seconds):
+    """Print what ran, what it covered, and what failed."""
+    crashed = [x for x in lines if "process" in x["failed"]]
+    print(f"{len(lines)} cases, each under {' and '.join(lowerings)}; {seconds:.0f} s")
+    for lowering in lowerings:
+        kinds = Counter(x["failed"][lowering]["kind"] for x in lines if lowering in x["failed"])
+        differ = kinds.pop("differs", 0)
+        print(
+            f"  {lowering}: {differ} differed from the unsharded run, {sum(kinds.values()) + len(crashed)} could not run"
+        )
+    covered = Counter(p for x in lines for p in x["primitives"])
+    print(f"{len(covered)} primitives (in how many cases):")
+    print("  " + ", ".join(f"{p} {n}" for p, n in covered.most_common()))
+    for x in lines:
+        for lowering, f in x["failed"].items():
+            print(f"\ncase {x['case']} under {lowering}: {f['kind']}: {f['text']}\n{f['smallest']}")
+
+
+if __name__ == "__main__":
+    main()

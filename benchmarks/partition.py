@@ -1,0 +1,256 @@
+"""What our partitioner sends and holds next to XLA's: the same model and layout through both lowerings, and by hand.
+
+    pip install -e . "jax[tpu]" matplotlib
+    python benchmarks/partition.py [--effort fast] [--only v5p:4x4x8] [--case fsdp]   # TPU compiler, ahead of time
+    python benchmarks/partition.py --step                                            # step time on 8 virtual CPU devices
+    python benchmarks/partition.py --growth                                          # time to plan and lower, by devices and layers
+
+The first compiles Llama-3-8B and Mixtral-8x7B train steps (scanned, rematerialised layers, splash attention, AdamW, float32
+state, bfloat16 compute) with the TPU compiler, and reads wire bytes per step and device out of the final program, loops
+counted. "By hand" is ``jax.jit`` with PartitionSpecs for state and batch, as people write it without meshpar; its attention is
+of products, since XLA cannot partition a kernel, so that its peak is not to be compared.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+import meshpar as mp
+from meshpar.lower import LOWERINGS
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import llama
+import mixtral
+
+# (name, model, topology, mesh, layout, sequences in a step, aim for bytes, aim for peak)
+CASES: list[tuple[str, str, str, str, str, int, float, float | None]] = [
+    ("fsdp", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9),
+    ("fsdp", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
+    ("fsdp", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
+    ("fsdp+tensor", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR, 512, 0.9, None),
+    ("fsdp+tensor", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR, 512, 0.9, None),
+    ("fsdp+tensor+sequence", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9, None),
+    ("fsdp+tensor+sequence", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9, None),
+    ("zero1", "llama3_8b", "v5p:4x4x8", "data=128", llama.ZERO1, 256, 1.0, None),
+    ("data", "llama3_8b", "v5p:4x4x8", "data=128", llama.DATA, 256, 1.0, None),
+    ("fsdp", "mixtral_8x7b", "v5p:4x4x8", "data=128", mixtral.FSDP, 128, 1.0, None),
+    ("fsdp+expert", "mixtral_8x7b", "v5p:4x4x8", "data=16, model=8", mixtral.FSDP_EXPERT, 128, 1.0, None),
+]
+
+
+# -- by hand: one PartitionSpec a weight, by the end of its path
+
+_FSDP = {
+    "embedding": P(None, "data"), "head/kernel": P("data"), "query/kernel": P(None, "data"), "key/kernel": P(None, "data"),
+    "value/kernel": P(None, "data"), "out/kernel": P(None, None, None, "data"), "gate/kernel": P(None, "data"),
+    "up/kernel": P(None, "data"), "down/kernel": P(None, None, "data"), "scale": P(None, "data"),
+}  # fmt: skip
+_TENSOR = {
+    "embedding": P("model", "data"), "head/kernel": P("data", "model"), "query/kernel": P(None, "data", "model"),
+    "key/kernel": P(None, "data", "model"), "value/kernel": P(None, "data", "model"), "out/kernel": P(None, "model", None, "data"),
+    "gate/kernel": P(None, "data", "model"), "up/kernel": P(None, "data", "model"), "down/kernel": P(None, "model", "data"),
+    "scale": P(None, "data"),
+}  # fmt: skip
+
+
+def spec_by_hand(case: str, path: Any, leaf: Any) -> P:
+    names = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+    sharded = case != "data" and (case != "zero1" or "/mu/" in f"/{names}/" or "/nu/" in f"/{names}/")
+    if not sharded:
+        return P()
+    for end, spec in (_TENSOR if "tensor" in case else _FSDP).items():
+        if f"/{names}/".replace("/value/value", "/value").find(f"/{end}") >= 0 and leaf.ndim >= len(spec):
+            return spec if leaf.ndim > 1 else P("data")
+    return P()
+
+
+def compiled(how: str, case: tuple, effort: Any) -> Any:
+    name, model, topology, mesh_text, layout, batch, *_ = case
+    target = getattr(mixtral if model.startswith("mixtral") else llama, model)
+    # XLA cannot partition a kernel: without kernel rules attention is products, which hold the scores
+    step, args, dims = target(batch, **({"attention": "xla"} if how == "by hand" else {}))
+    mesh = mp.mesh(mesh_text, topology=topology)
+    if how != "by hand":
+        return mp.compile(
+            step, *args, mesh=mesh, layout=layout, dims=dims, lowering=how, effort=effort, donate_argnums=0
+        )  # type: ignore[arg-type]
+    state, batch_ = args
+    where = jax.tree_util.tree_map_with_path(
+        lambda path, x: NamedSharding(mesh, spec_by_hand(name, path, x)), state, is_leaf=lambda x: hasattr(x, "shape")
+    )
+    tokens = jax.tree.map(lambda _: NamedSharding(mesh, P("data")), batch_)
+    plain = jax.jit(
+        step, in_shardings=(where, tokens), out_shardings=(where, NamedSharding(mesh, P())), donate_argnums=0
+    )
+    return mp.compile_lowered(plain, state, batch_, effort=effort, name="by hand", mesh=mesh)
+
+
+def compile_all(console: Console, effort: str, only: str | None, which: str | None, hand: bool) -> None:
+    title = (
+        f"TPU compiler, ahead of time, {effort} effort; bytes a step and device, final program; jax {jax.__version__}"
+    )
+    table = Table(title=title)
+    for head in (
+        "case",
+        "topology",
+        "mesh",
+        "lowering",
+        "sent",
+        "of jit",
+        "aim",
+        "peak",
+        "of jit",
+        "aim",
+        "compile",
+        "by kind",
+    ):
+        table.add_column(
+            head, justify="left" if head in ("case", "topology", "mesh", "lowering", "by kind") else "right"
+        )
+    for case in CASES:
+        name, model, topology, mesh, _, _, aim_bytes, aim_peak = case
+        if (only and only != topology) or (which and which != name):
+            continue
+        base: Any = None
+        for how in ("jit", "shard_map", *(("by hand",) if hand else ())):
+            try:
+                c = compiled(how, case, effort)
+            except Exception as e:  # the table goes on
+                table.add_row(f"{model} {name}", topology, mesh, how, str(e).splitlines()[0][:60])
+                console.print(f"[red]{name} {topology} {how}: {e}")
+                continue
+            base = c if how == "jit" else base
+            kinds: Counter[str] = Counter()
+            for x in c.final_collectives:
+                kinds[x.op] += x.total_bytes
+            row = [f"{model} {name}", topology, mesh, how, f"{c.bytes_sent / 1e9:.1f} GB"]
+            row += [
+                f"{c.bytes_sent / base.bytes_sent:.3f}" if base else "",
+                f"{aim_bytes}" if how == "shard_map" else "",
+            ]
+            row += [f"{c.memory.peak / 2**30:.2f} GiB", f"{c.memory.peak / base.memory.peak:.3f}" if base else ""]
+            row += [f"{aim_peak or ''}" if how == "shard_map" else "", f"{c.compile_seconds:.0f} s"]
+            row += [", ".join(f"{k} {v / 1e9:.1f}" for k, v in kinds.most_common() if v > 5e7)]
+            table.add_row(*row)
+            console.print(" | ".join(row))
+    console.print(table)
+
+
+# -- step time on virtual devices
+
+
+def step_times(console: Console, rounds: int) -> None:
+    mp.virtual_devices(8)
+    config = {"embed": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32, "mlp": 1024, "vocab": 1024}
+    table = Table(title=f"step on 8 virtual CPU devices, median of {rounds}, in turn")
+    for head in ("layout", "mesh", "jit", "shard_map", "ratio", "aim"):
+        table.add_column(head, justify="right" if head in ("jit", "shard_map", "ratio", "aim") else "left")
+    for name, mesh_text in (("data", "data=8"), ("zero1", "data=8"), ("fsdp", "data=8"), ("tensor", "data=2, model=4"),
+                            ("fsdp+tensor", "data=4, model=2"), ("fsdp+tensor+sequence", "data=4, model=2")):  # fmt: skip
+        step, (_, shapes), dims = llama.tiny(16, 128, **config)
+        key = jax.random.key(0)
+        tokens = jax.random.randint(key, shapes["inputs"].shape, 0, 1024, jnp.int32)
+        batch = {"inputs": tokens, "targets": tokens}
+        made, fns = {}, {}
+        for lowering in ("jit", "shard_map"):
+            options = {"mesh": mp.mesh(mesh_text), "layout": llama.LAYOUTS[name]}
+            create = mp.init(lambda k: llama.create_state(dataclasses.replace(llama.TINY, **config), k), **options)  # type: ignore[arg-type]
+            made[lowering] = create(key)
+            fns[lowering] = mp.jit(step, dims=dims, lowering=lowering, donate_argnums=0, **options)  # type: ignore[arg-type]
+        took: dict[str, list[float]] = {k: [] for k in fns}
+        for _ in range(rounds + 2):
+            for k, fn in fns.items():
+                begin = time.perf_counter()
+                made[k], loss = fn(made[k], batch)
+                jax.block_until_ready(loss)
+                took[k].append(time.perf_counter() - begin)
+        ours, base = (statistics.median(took[k][2:]) for k in ("shard_map", "jit"))
+        table.add_row(name, mesh_text, f"{base * 1e3:.0f} ms", f"{ours * 1e3:.0f} ms", f"{ours / base:.3f}", "≤ 1.0")
+    console.print(table)
+
+
+# -- growth
+
+
+def growth(console: Console) -> None:
+    for title, cases in (
+        ("by devices (32 layers, scanned)", [({}, n) for n in (8, 64, 512, 4096)]),
+        ("by layers, unrolled (64 devices)", [({"layers": n}, 64) for n in (4, 8, 16, 32)]),
+    ):
+        table = Table(title=f"Llama-3-8B, FSDP + tensor, {title}")
+        for head in ("devices", "layers", "ops", "trace", "plan", "lower (shard_map)"):
+            table.add_column(head, justify="right")
+        for changes, devices in cases:
+            unrolled = bool(changes)
+            step, args, dims = unrolled_step(changes["layers"]) if unrolled else llama.llama3_8b(8192)
+            mesh = AbstractMesh((devices // 8, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+            fn = mp.jit(step, mesh=mesh, layout=llama.FSDP_TENSOR, dims=dims)
+            begin = time.perf_counter()
+            traced = fn.plan(*args)
+            first = time.perf_counter() - begin
+            begin = time.perf_counter()
+            plan = traced.with_layout(llama.FSDP_TENSOR)
+            planned = time.perf_counter() - begin
+            begin = time.perf_counter()
+            LOWERINGS["shard_map"](plan, mesh)
+            lowered = time.perf_counter() - begin
+            ops = sum(1 for _ in plan.program.root.walk())
+            layers = changes.get("layers", 32)
+            table.add_row(
+                f"{devices}", f"{layers}", f"{ops}", f"{first - planned:.2f} s", f"{planned:.2f} s", f"{lowered:.2f} s"
+            )
+        console.print(table)
+
+
+def unrolled_step(layers: int) -> Any:
+    """A stack of layers that are not scanned, with its gradient."""
+    shapes = [{"up": (1024, 4096), "down": (4096, 1024)} for _ in range(layers)]
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+        return jnp.square(x).mean()
+
+    def step(params: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    dims = {"params/*/up": "embed mlp", "params/*/down": "mlp embed", "x": "batch embed"}
+    return step, (params, jax.ShapeDtypeStruct((1024, 1024), np.float32)), dims
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--effort", default="full", choices=("full", "fast"))
+    parser.add_argument("--only", help="a topology")
+    parser.add_argument("--case", help="a layout")
+    parser.add_argument("--no-hand", action="store_true")
+    parser.add_argument("--step", action="store_true")
+    parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    console = Console(width=220)
+    if args.step:
+        step_times(console, args.rounds)
+    elif args.growth:
+        growth(console)
+    else:
+        compile_all(console, args.effort, args.only, args.case, not args.no_hand)
+
+
+if __name__ == "__main__":
+    main()

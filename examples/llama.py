@@ -1,0 +1,307 @@
+"""Llama in Flax Linen, at its real sizes, to be planned and compiled for pods that are not here.
+
+    meshpar plan examples/llama.py:llama3_8b --topology v5p:4x4x8
+    meshpar plan examples/llama.py:llama3_70b --topology v5p:8x8x8 --mesh "data=64, model=8" --layout fsdp+tensor
+
+Each target returns a train step, its arguments as shapes (nothing is allocated), and the dims of the batch; the weights
+carry their names as Linen metadata. Weights and AdamW moments are float32, what is computed with them bfloat16: weights are
+cast before use, so they are gathered, and their gradients reduced, in bfloat16. Attention is the splash kernel that comes
+with JAX for TPUs; `attention=xla` runs everywhere, and holds the scores.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax.experimental.pallas.ops.tpu import splash_attention
+
+import meshpar as mp
+
+DATA = "batch: data"
+FSDP = "batch: data; embed: data"
+ZERO1 = "batch: data; opt.embed: data"
+TENSOR = "batch: data; heads, kv_heads?, mlp, vocab: model"
+FSDP_TENSOR = f"{TENSOR}; embed: data"
+FSDP_TENSOR_SEQUENCE = f"{TENSOR}; embed: data; seq: model"
+LAYOUTS = {
+    "data": DATA,
+    "fsdp": FSDP,
+    "zero1": ZERO1,
+    "tensor": TENSOR,
+    "fsdp+tensor": FSDP_TENSOR,
+    "fsdp+tensor+sequence": FSDP_TENSOR_SEQUENCE,
+}
+
+DIMS = {"batch/*": "batch seq"}
+
+Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
+"""(train step, its arguments as ``jax.ShapeDtypeStruct``, the dims of its batch)."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a Llama. ``dtype`` is what is computed in; weights are float32. ``loss_chunks``: see :func:`cross_entropy`;
+    ``attention``: see :func:`attention`."""
+
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocab: int
+    head_dim: int = 128
+    rope_base: float = 500_000.0
+    loss_chunks: int = 8
+    dtype: Any = jnp.bfloat16
+    attention: str = "splash"
+
+
+LLAMA2_7B = Config(embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008, vocab=32000, rope_base=10_000.0)
+LLAMA3_8B = Config(embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=128256)
+LLAMA3_70B = Config(embed=8192, layers=80, heads=64, kv_heads=8, mlp=28672, vocab=128256)
+LLAMA31_405B = Config(embed=16384, layers=126, heads=128, kv_heads=8, mlp=53248, vocab=128256)
+TINY = Config(
+    embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64, vocab=48, dtype=jnp.float32, attention="xla"
+)  # fmt: skip
+
+
+def llama2_7b(batch: int = 256, seq: int = 2048, **changes: Any) -> Target:
+    """Llama 2 7B: 6.74e9 weights."""
+    return target(LLAMA2_7B, batch, seq, **changes)
+
+
+def llama3_8b(batch: int = 256, seq: int = 2048, **changes: Any) -> Target:
+    """Llama 3 8B: 8.03e9 weights."""
+    return target(LLAMA3_8B, batch, seq, **changes)
+
+
+def llama3_70b(batch: int = 128, seq: int = 4096, **changes: Any) -> Target:
+    """Llama 3 70B: 70.6e9 weights."""
+    return target(LLAMA3_70B, batch, seq, **changes)
+
+
+def llama31_405b(batch: int = 512, seq: int = 4096, **changes: Any) -> Target:
+    """Llama 3.1 405B: 406e9 weights."""
+    return target(LLAMA31_405B, batch, seq, **changes)
+
+
+def tiny(batch: int = 8, seq: int = 16, **changes: Any) -> Target:
+    """Two layers of everything, in float32, for a laptop and for `meshpar check`."""
+    return target(TINY, batch, seq, **changes)
+
+
+def target(config: Config, batch: int, seq: int, **changes: Any) -> Target:
+    """The train step of a Llama, and what it takes: (step, (state, batch), dims).
+
+    Args:
+      config: sizes; ``changes`` replaces some of them (``layers=2``).
+      batch: sequences in a step.
+      seq: tokens in a sequence.
+    """
+    config = dataclasses.replace(config, **changes)
+    state = jax.eval_shape(lambda: create_state(config, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    return train_step(config), (state, {"inputs": tokens, "targets": tokens}), DIMS
+
+
+def create_state(config: Config, key: jax.Array) -> dict[str, Any]:
+    """Weights and AdamW moments, float32, boxed with the names of their dims."""
+    return state_of(
+        Llama(dataclasses.replace(config, attention="xla")), key
+    )  # the same weights; splash wants a long seq
+
+
+def state_of(model: nn.Module, key: jax.Array) -> dict[str, Any]:
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = model.init(key, tokens, tokens)["params"]
+    return {"params": params, "opt": optimizer().init(params)}
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1))
+
+
+def train_step(config: Config) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
+    return step_of(Llama(config))
+
+
+def step_of(model: nn.Module) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
+    def step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], jax.Array]:
+        """One update of AdamW; returns the new state and the mean loss in nats a token."""
+
+        def loss_of(params: Any) -> jax.Array:
+            loss: Any = model.apply({"params": params}, batch["inputs"], batch["targets"])
+            return loss
+
+        loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+        updates, opt = optimizer().update(gradients, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    return step
+
+
+class Llama(nn.Module):
+    config: Config
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+        """Mean cross-entropy of `targets` [batch, seq] given `inputs` [batch, seq], int32 tokens."""
+        c = self.config
+        embedding = named(nn.initializers.normal(1.0), "vocab", "embed")
+        x = nn.Embed(c.vocab, c.embed, dtype=c.dtype, embedding_init=embedding, name="embedding")(inputs)
+        x, _ = scanned(Layer, c)(x, None)
+        return Head(c, name="head")(norm(c, "norm")(x), targets)
+
+
+def scanned(layer: type[nn.Module], config: Any) -> nn.Module:
+    """The layers as one loop, each run again on the way back: their weights are stacked along a dim `layers`."""
+    layer = nn.remat(layer, prevent_cse=False)  # a loop already keeps XLA from merging the two forward passes
+    loop = nn.scan(
+        layer,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=config.layers,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )
+    return loop(config, name="layers")
+
+
+class Layer(nn.Module):
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        x += Attention(self.config, name="attention")(norm(self.config, "attention_norm")(x))
+        x += SwiGLU(self.config, name="mlp")(norm(self.config, "mlp_norm")(x))
+        return x, None
+
+
+class Attention(nn.Module):
+    config: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        c = self.config
+        shared = "kv_heads" if c.kv_heads < c.heads else "heads"  # as many: one dim, with one name
+        q = dense(c, (c.heads, c.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
+        k = dense(c, (c.kv_heads, c.head_dim), ("embed", shared, "head_dim"), name="key")(x)
+        v = dense(c, (c.kv_heads, c.head_dim), ("embed", shared, "head_dim"), name="value")(x)
+        y = attention(rotate(q, c.rope_base), rotate(k, c.rope_base), v, c.attention)
+        return dense(c, (c.embed,), ("heads", "head_dim", "embed"), axis=(-2, -1), name="out")(y)
+
+
+class Head(nn.Module):
+    config: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Mean cross-entropy of `targets` [batch, seq] by the logits of `x` [batch, seq, embed]."""
+        c = self.config
+        init = named(nn.initializers.lecun_normal(), "embed", "vocab")
+        kernel = jnp.asarray(self.param("kernel", init, (c.embed, c.vocab)), c.dtype)
+        return cross_entropy(x, kernel, targets, c.loss_chunks).mean()
+
+
+class SwiGLU(nn.Module):
+    config: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        c = self.config
+        gate = dense(c, (c.mlp,), ("embed", "mlp"), name="gate")(x)
+        up = dense(c, (c.mlp,), ("embed", "mlp"), name="up")(x)
+        return dense(c, (c.embed,), ("mlp", "embed"), name="down")(nn.silu(gate) * up)
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, implementation: str = "splash") -> jax.Array:
+    """Causal attention of `q` [batch, seq, heads, head_dim] over `k`, `v` [batch, seq, kv_heads, head_dim], as `q`.
+
+    ``"splash"``: the Pallas kernel for TPUs; head_dim and seq are multiples of 128. ``"xla"``: anywhere; it holds scores
+    [batch, heads, seq, seq].
+    """
+    if implementation == "splash":
+        return splash(q, k, v)
+    if implementation == "xla":
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    raise ValueError(f"there is no attention {implementation!r}; there are 'splash' and 'xla'")
+
+
+@mp.kernel_rule(
+    "batch seq! (kv_heads group) head_dim!, batch seq! kv_heads head_dim!, batch seq! kv_heads head_dim!"
+    " -> batch seq! (kv_heads group) head_dim!"
+)
+def splash(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """:func:`attention` of what one device has: some of the batch, and some of the heads."""
+    _, seq, heads, head_dim = q.shape
+    block = math.gcd(seq, 512)
+    if block < 128:
+        raise ValueError(f"splash attention takes a seq that is a multiple of 128, not {seq}; there is attention=xla")
+    kernel = splash_attention.make_splash_mha_single_device(
+        splash_attention.MultiHeadMask([splash_attention.CausalMask((seq, seq))] * heads),
+        block_sizes=splash_attention.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=block,
+            block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block,
+            block_q_dq=block, block_kv_dq=block,
+        ),
+        interpret=interpret,
+    )  # fmt: skip
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * head_dim**-0.5, k, v))  # the kernel takes [heads, seq, head_dim]
+    y: Any = jax.vmap(kernel)(q, k, v)
+    return jnp.swapaxes(y, 1, 2)
+
+
+def rotate(x: jax.Array, base: float) -> jax.Array:
+    """Rotary position embedding of `x` [batch, seq, heads, head_dim]: pairs of features turn with their position."""
+    seq, half = x.shape[1], x.shape[-1] // 2
+    angle = jnp.arange(seq)[:, None, None] * base ** (-jnp.arange(half) / half)  # [seq, 1, half], float32
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def cross_entropy(x: jax.Array, kernel: jax.Array, targets: jax.Array, chunks: int = 1) -> jax.Array:
+    """The loss in nats, float32 [batch, seq], of `x` [batch, seq, embed] @ `kernel` [embed, vocab] at `targets` [batch, seq].
+
+    In chunks of the vocabulary (`vocab // chunks` logits at a time, made again on the way back), with a running maximum and
+    sum as in Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018): all logits, the whole kernel and its
+    gradient would be the largest arrays of a step. Word v is in chunk `v % chunks`, so that a vocabulary that is split over
+    devices is cut on each of them. The target's logit is picked by comparing, not by indexing, so what is split stays split.
+    """
+    n = math.gcd(chunks, kernel.shape[1])
+    words = jnp.arange(kernel.shape[1]).reshape(-1, n).T
+    parts = jnp.moveaxis(kernel.reshape(kernel.shape[0], -1, n), 2, 0)
+
+    def add(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
+        largest, total, chosen = carry
+        part, word = chunk
+        logits = (x @ part).astype(jnp.float32)
+        top = jax.lax.stop_gradient(jnp.maximum(largest, logits.max(-1)))
+        total = total * jnp.exp(largest - top) + jnp.exp(logits - top[..., None]).sum(-1)
+        chosen += jnp.where(word == targets[..., None], logits, 0.0).sum(-1)
+        return (top, total, chosen), None
+
+    zero = jnp.zeros(targets.shape, jnp.float32)
+    (top, total, chosen), _ = jax.lax.scan(jax.checkpoint(add), (zero - jnp.inf, zero, zero), (parts, words))
+    return top + jnp.log(total) - chosen
+
+
+def named(init: nn.initializers.Initializer, *dims: str) -> Any:
+    """An initializer that gives the weight's dims their names."""
+    return nn.with_logical_partitioning(init, dims)
+
+
+def dense(config: Any, out: tuple[int, ...], dims: tuple[str, ...], *, axis: Any = -1, name: str) -> nn.DenseGeneral:
+    init = named(nn.initializers.lecun_normal(), *dims)
+    return nn.DenseGeneral(out, axis=axis, use_bias=False, dtype=config.dtype, kernel_init=init, name=name)
+
+
+def norm(config: Any, name: str) -> nn.RMSNorm:
+    scale = named(nn.initializers.ones, "embed")
+    return nn.RMSNorm(epsilon=1e-5, dtype=config.dtype, scale_init=scale, name=name)

@@ -1,0 +1,269 @@
+"""The command line: ``meshpar plan|compile|check|diff TARGET``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import meshpar as mp
+
+from .api import plan as plan_of
+from .errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
+from .plan import Plan
+from .plan.hardware import device_count
+from .target import Target, concrete, failing_as_target, load_target, parse_options
+
+DESCRIPTION = """\
+See, compile and check the layouts of a JAX program, without the machine that they are for.
+
+TARGET is `file.py:function` or `package.module:function`. The function returns (step, arguments, dims): the train step, its
+arguments as jax.ShapeDtypeStruct (nothing is allocated), and tree-path patterns -> dims for what has no names of its own.
+
+  meshpar plan    examples/llama.py:llama3_8b --topology v5p:4x4x8
+  meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8 --lowering shard_map
+  meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp+tensor
+  meshpar check   examples/llama.py:tiny --layout fsdp --layout "batch: data; mlp: model"
+"""
+EXIT = """\
+exit status: 0: well; 1: it does not hold: a layout changes a number, the compiler refuses, or it does not fit;
+2: bad input (the message says what to write instead)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = _parser().parse_args(argv)
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")  # nothing here needs the accelerators, which others may be using
+    warnings.simplefilter("ignore", JoinWarning)  # plans list their joins
+    try:
+        return args.run(args)
+    except MeshparError as e:
+        if args.debug:
+            raise
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        return 1 if isinstance(e, CheckError | CompilerError) else 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
+    commands = parser.add_subparsers(metavar="plan|compile|check|diff", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., Any]:
+        sub = commands.add_parser(
+            name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=EXIT, formatter_class=raw
+        )
+        sub.set_defaults(run=run)
+        sub.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
+        sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE",
+                         help='arguments for the target: "batch=512, seq=4096"')  # fmt: skip
+        sub.add_argument("--json", action="store_true", help="print JSON")
+        sub.add_argument("--debug", action="store_true", help="show tracebacks")
+        return sub.add_argument
+
+    mesh = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the whole topology)'
+    layout = 'rules, "batch: data; embed: data", or a name from the target\'s LAYOUTS (default: FSDP, as far as its dims exist)'
+    topology = 'what it runs on: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
+    donate = "arguments that the step may overwrite (default: `state`, if there is one)"
+
+    add = command("plan", _plan, "what each device holds and sends, how long it takes, and why; nothing is compiled")
+    add("--mesh", help=mesh)
+    add("--layout", help=layout)
+    add("--topology", help=topology)
+    add("--donate", metavar="NAME", action="append", help=donate)
+    add("--strict", action="store_true", help="two names for one dim are an error")
+    add("--html", metavar="FILE", help="write the plan as a page of its own")
+
+    add = command("compile", _compile, "the real compiler's memory and collectives, for devices that are not here")
+    add("--mesh", help=mesh)
+    add("--layout", help=layout)
+    add("--topology", help=topology + "; without one, for as many CPUs as the mesh has")
+    add("--donate", metavar="NAME", action="append", help=donate)
+    add("--lowering", choices=("jit", "shard_map"), default="jit", help="(%(default)s)")
+    add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
+
+    add = command(
+        "check", _check, "run the step unsharded and sharded on virtual CPU devices, and compare every number"
+    )
+    add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: meshes of all shapes)')
+    add("--layout", action="append", help="as for plan; several may be given")
+    add("--lowering", choices=("jit", "shard_map", "both"), default="both", help="(%(default)s)")
+    add("--devices", type=int, default=8, help="virtual devices (%(default)s)")
+    add("--tolerance", type=float, default=1e-5, help="part of a leaf's largest value (%(default)s)")
+    add("--ints", type=int, default=8, help="integers of the arguments are drawn below this (%(default)s)")
+
+    add = command("diff", _diff, "two plans side by side: other layouts, or other meshes")
+    add("--mesh", action="append", help="once or twice; " + mesh)
+    add("--layout", action="append", help="once or twice; " + layout)
+    add("--topology", action="append", help="once or twice; " + topology)
+    add("--donate", metavar="NAME", action="append", help=donate)
+    add("--html", metavar="FILE", help="write it as a page of its own")
+    return parser
+
+
+# -- the commands
+
+
+def _plan(args: argparse.Namespace) -> int:
+    target = load_target(args.target, parse_options(args.set))
+    plan = _planned(args, target, args.mesh, args.topology, args.layout, strict=args.strict)
+    if args.html:
+        _save(plan, args.html)
+    _show(args, plan, plan.to_json)
+    return 0
+
+
+def _compile(args: argparse.Namespace) -> int:
+    target = load_target(args.target, parse_options(args.set))
+    planned = _planned(args, target, args.mesh, args.topology, args.layout)
+    mesh = ", ".join(f"{a}={n}" for a, n in planned.sizes.items())
+    if args.topology is None:
+        mp.virtual_devices(planned.mesh.size)
+    compiled = mp.compile(
+        target.step, *target.args, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
+        layout=planned.asked or planned.layout, dims=target.dims, lowering=args.lowering, effort=args.effort,
+        donate_argnames=_donated(args, target),
+    )  # fmt: skip
+    facts = {
+        "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
+        "lowering": args.lowering, "effort": compiled.effort, "memory": dataclasses.asdict(compiled.memory),
+        "capacity": compiled.capacity, "bytes_sent": compiled.bytes_sent, "compile_seconds": compiled.compile_seconds,
+        "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
+    }  # fmt: skip
+    _show(args, compiled, lambda: json.dumps(facts))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    target = load_target(args.target, parse_options(args.set))
+    mp.virtual_devices(args.devices)
+    values = failing_as_target(target.name, lambda: concrete(target, args.ints))
+    layouts = args.layout or [None]
+    meshes = args.mesh
+    if meshes is None and args.layout is None:
+        meshes = [f"data={args.devices}"]
+    chosen = [_layout(args, target, text, _data_mesh(meshes, args.devices), None) for text in layouts]
+    report = mp.check(
+        target.step, *values, layouts=chosen, meshes=meshes, dims=target.dims, tolerance=args.tolerance, raises=False,
+        lowerings=("jit", "shard_map") if args.lowering == "both" else (args.lowering,),
+    )  # fmt: skip
+    rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
+    _show(args, str(report), lambda: json.dumps({"ok": report.ok, "rows": rows, "skipped": report.skipped}))
+    return 0 if report.ok else 1
+
+
+def _diff(args: argparse.Namespace) -> int:
+    target = load_target(args.target, parse_options(args.set))
+    sides = []
+    for values in (args.mesh, args.topology, args.layout):
+        if values is not None and len(values) > 2:
+            raise TargetError("diff compares two plans: --mesh, --topology and --layout stand once or twice")
+        sides.append((None, None) if values is None else (values[0], values[-1]))
+    (mesh_a, mesh_b), (where_a, where_b), (layout_a, layout_b) = sides
+    a = _planned(args, target, mesh_a, where_a, layout_a)
+    b = _planned(args, target, mesh_b, where_b, layout_b)
+    found = a.diff(b)
+    if args.html:
+        _save(found, args.html)
+    _show(args, found, found.to_json)
+    return 0
+
+
+# -- what they share
+
+
+def _planned(
+    args: argparse.Namespace,
+    target: Target,
+    mesh: str | None,
+    topology: str | None,
+    layout: str | None,
+    strict: bool = False,
+) -> Plan:
+    """The target's plan; what is left out has its default, and is said."""
+    if mesh is None:
+        if topology is None:
+            raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
+        mesh = f"data={device_count(topology)}"
+        _say(args, f"mesh     {mesh} (default: one axis over all of {topology})")
+    return _plan_of(args, target, mesh, topology, _layout(args, target, layout, mesh, topology), strict)
+
+
+def _plan_of(
+    args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str, strict: bool = False
+) -> Plan:
+    return failing_as_target(
+        target.name,
+        lambda: plan_of(
+            target.step, *target.args, mesh=mesh, topology=topology, layout=layout, dims=target.dims, strict=strict,
+            donate_argnames=_donated(args, target),
+        ),
+    )  # fmt: skip
+
+
+def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: str, topology: str | None) -> str:
+    """The rules of a layout: as written, by its name in the target's module, or by default."""
+    if text is not None:
+        if ":" in text or not text.strip():
+            return text
+        if text in target.layouts:
+            return target.layouts[text]
+        known = ", ".join(target.layouts) or "none"
+        raise TargetError(
+            f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}"
+        )
+    bare = _plan_of(args, target, mesh, topology, "")
+    axis = next(iter(bare.sizes))
+    names = bare.program.all_names()
+    dims = [d for d in ("batch", "embed") if d in names]
+    if not dims:
+        raise TargetError(
+            f"{target.name} has neither a dim `batch` nor a dim `embed` for the default layout",
+            fixes=[f"say one: --layout 'dim: {axis}'", f"its dims are {', '.join(sorted(names)[:12])}"],
+        )
+    layout = "; ".join(f"{d}: {axis}" for d in dims)
+    _say(args, f"layout   {layout} (default{': FSDP' if len(dims) == 2 else ''})")
+    return layout
+
+
+def _data_mesh(meshes: Sequence[str] | None, devices: int) -> str:
+    return meshes[0] if meshes else f"data={devices}"
+
+
+def _donated(args: argparse.Namespace, target: Target) -> list[str]:
+    if getattr(args, "donate", None):
+        return args.donate
+    code = getattr(target.step, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return ["state"] if "state" in names else []
+
+
+def _save(shown: Any, path: str) -> None:
+    if not Path(path).resolve().parent.is_dir():
+        raise TargetError(f"{path}: there is no folder {Path(path).parent}")
+    shown.save(path)
+
+
+def _say(args: argparse.Namespace, text: str) -> None:
+    if not args.json:
+        print(text, file=sys.stderr)
+
+
+def _show(args: argparse.Namespace, shown: Any, as_json: Callable[[], str]) -> None:
+    if args.json:
+        print(as_json())
+    elif sys.stdout.isatty():
+        Console(highlight=False).print(shown)
+    else:
+        print(shown)

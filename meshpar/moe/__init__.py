@@ -1,0 +1,7 @@
+"""Mixtures of experts: routers, and a layer whose result no layout changes."""
+
+from .layer import MoEAux as MoEAux
+from .layer import moe as moe
+from .routers import ROUTERS as ROUTERS
+from .routers import update_bias as update_bias
+from .routing import Routing as Routing

@@ -1,0 +1,242 @@
+"""The memory of a plan: what is live on a device after every kernel, by kind, and the line at which it peaks.
+
+Arguments are there from the beginning; donated ones give way to the results that take their place. A kernel's results are
+live from it to their last reader; a kernel may write over an operand that ends with it if both are as large. A loop holds
+what it reads, carries and stacks, and once what its body needs. What a kernel computes on the way to its result is not in
+memory: :mod:`meshpar.plan.fusion` has the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .._compat import pass_of
+from ..program.graph import Value
+from .fusion import FUSED, Item, Node, Region
+from .kernels import kernels_of
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
+KINDS = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs")
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes on one device over a step.
+
+    Attributes:
+      peak: the most that is live.
+      by_kind: what that consists of: parameters, optimizer state, gradients, saved activations, temporaries, other inputs;
+        without those that are zero.
+      points: (index of the op in program order, live bytes, the kernel) after every kernel; loop bodies once.
+    """
+
+    peak: float = 0.0
+    by_kind: dict[str, float] = field(default_factory=dict)
+    points: list[tuple[int, float, Node]] = field(default_factory=list)
+    largest: list[tuple[str, float, str]] = field(default_factory=list)
+    at: Node | None = None
+
+    @property
+    def peak_source(self) -> str:
+        """The user's line whose kernel the peak is at, ``file.py:12 (function)``."""
+        return "" if self.at is None else self.at.source
+
+    @property
+    def curve(self) -> list[tuple[int, float, str]]:
+        """(index of the op in program order, live bytes, primitive) after every kernel."""
+        return [(i, n, node.name.rstrip("!")) for i, n, node in self.points]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Peak, its line, bytes by kind, the largest arrays at the peak, the curve."""
+        return {
+            "peak": self.peak,
+            "peak_source": self.peak_source,
+            "by_kind": self.by_kind,
+            "largest": [list(x) for x in self.largest],
+            "curve": [list(x) for x in self.curve],
+        }
+
+
+def memory_of(plan: Plan, region: Region | None = None) -> Memory:
+    """What is live on a device over a step of the plan.
+
+    Args:
+      region: its kernels, where they are known already.
+    """
+    region = kernels_of(plan) if region is None else region
+    walk = _Live(plan)
+    walk.program(region)
+    return walk.memory()
+
+
+class _Live:
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.points: list[tuple[int, float, Node]] = []
+        self.live: dict[int, tuple[Item, float]] = {}
+        self.total = 0.0
+        self.peak = -1.0
+        self.at: Node | None = None
+        self.best: list[tuple[Item, float]] = []
+
+    def add(self, item: Item, size: float | None = None) -> None:
+        if id(item) not in self.live:
+            n = item.bytes if size is None else size
+            self.live[id(item)] = (item, n)
+            self.total += n
+
+    def drop(self, item: Item) -> None:
+        found = self.live.pop(id(item), None)
+        if found is not None:
+            self.total -= found[1]
+
+    def sample(self, node: Node) -> None:
+        self.points.append((node.position, self.total, node))
+        if self.total > self.peak:
+            self.peak, self.at = self.total, node
+            self.best = list(self.live.values())
+
+    def program(self, region: Region) -> None:
+        for item in region.inputs:
+            self.add(item)
+        kept = {id(item) for item in region.inputs} - aliased(self.plan, region)
+        kept |= {id(item) for item in region.outputs}
+        self.region(region, kept)
+        if self.at is None and region.nodes:
+            self.sample(region.nodes[0])
+
+    def region(self, region: Region, kept: set[int]) -> None:
+        """Walk the kernels of a region; ``kept`` are live to its end."""
+        own = {id(item) for item in region.inputs}
+        for index, node in enumerate(region.kernels):
+            own.update(map(id, node.writes))
+            ends = [i for i in node.reads if i.last == index and id(i) in own and id(i) not in kept]
+            if node.regions:
+                self.loop(node, ends, kept)
+            else:
+                # written over what ends here: elementwise, and sums over devices
+                free = list(ends) if node.name in FUSED or node.name == "move!" else []
+                for out in node.writes:
+                    over = next((i for i in free if i.bytes == out.bytes), None)
+                    if over is not None:
+                        free.remove(over)
+                        self.drop(over)
+                    self.add(out)
+                self.sample(node)
+            for item in ends:
+                self.drop(item)
+            for out in node.writes:
+                if out.last <= index and id(out) not in kept:
+                    self.drop(out)
+
+    def loop(self, node: Node, ends: list[Item], kept: set[int]) -> None:
+        """A loop or branch: its results from its start on (but stacks that nobody reads), and in turn what its bodies need."""
+        ended = {id(i) for i in ends}
+        for first, out in node.carries:  # the place of its first value
+            if first is not None and id(first) in ended and first.bytes == out.bytes:
+                ended.discard(id(first))
+                self.drop(first)
+        carried = {id(out) for _, out in node.carries}
+        for out in node.writes:
+            if out.readers or id(out) in kept | carried:
+                self.add(out)
+        self.sample(node)
+        for region in node.regions:
+            inside = {id(i) for k in region.kernels if k.name in ("leave!",) for i in k.reads}
+            before = self.total
+            for item in region.inputs:  # the loop's own results stand for them outside
+                self.live[id(item)] = (item, 0.0)
+            outer = {id(i) for i in region.inputs}
+            self.region(region, inside | outer)
+            for k in region.kernels:
+                for item in (*k.writes, *region.inputs):
+                    self.drop(item)
+            assert abs(self.total - before) < 1 + 1e-9 * before
+
+    def memory(self) -> Memory:
+        kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        kind_of = kinds_of(self.plan)
+        largest = []
+        for item, size in self.best:
+            if size:
+                kind = kind_of(item)
+                kinds[kind] += size
+                largest.append((size, kind, item))
+        largest.sort(key=lambda x: -x[0])
+        top = [(_name(self.plan, item), size, kind) for size, kind, item in largest[:12]]
+        return Memory(max(self.peak, 0.0), {k: v for k, v in kinds.items() if v}, self.points, top, self.at)
+
+
+def _name(plan: Plan, item: Item) -> str:
+    value = item.value
+    made = value.op.name if value.op is not None else "slice"
+    dims = " ".join(d or "_" for d in plan.program.dims(value))
+    return f"{value.path or made} {value.aval.dtype}[{dims}]"
+
+
+def aliased(plan: Plan, region: Region) -> set[int]:
+    """Ids of the donated inputs whose place a result takes: the first one of the same shape, dtype and spec."""
+    free: dict[Any, list[Item]] = {}
+    for i, item in enumerate(region.inputs):
+        if i in plan.donated:
+            free.setdefault((item.value.shape, item.value.aval.dtype, plan.specs[id(item.value)]), []).append(item)
+    out: set[int] = set()
+    for value, spec in zip(plan.program.outputs, plan.out_specs, strict=True):
+        match = free.get((value.shape, value.aval.dtype, spec))
+        if match:
+            out.add(id(match.pop(0)))
+    return out
+
+
+def kinds_of(plan: Plan) -> Callable[[Item], str]:
+    """What an item is: by its path, else by the weight that it has the dims of, else by who reads it."""
+    find = plan.program.unifier.find
+
+    def nodes(value: Value, drop: int = 0) -> tuple[int, ...]:
+        return tuple(find(n) if n >= 0 else n for n in value.nodes[drop:])
+
+    weights = {nodes(v) for v in plan.program.inputs if v.kind == "params" and v.shape}
+    weights |= {nodes(v, 1) for v in plan.program.inputs if v.kind == "params" and len(v.shape) > 2}
+
+    def kind(item: Item) -> str:
+        value, made = item.value, item.node
+        if value.path is not None and (made is None or value.op is not None):  # an argument or a result
+            if value.kind in KIND_NAMES:
+                return KIND_NAMES[value.kind]
+            if made is None:
+                return "other inputs"
+        if made is None or _of_inputs(item):
+            return "temporaries"
+        when = _pass(made)
+        if nodes(value) in weights and when != "forward":
+            return "gradients"
+        if when != "backward" and any(_pass(r) == "backward" for r in item.readers):
+            return "saved activations"
+        return "temporaries"
+
+    return kind
+
+
+def _pass(node: Node) -> str | None:
+    """Whether a kernel belongs to a forward or a backward pass: its op does, or the loop it stands in."""
+    op, found = node.op, None
+    while op is not None and found != "backward":
+        found = pass_of(op.eqn) or found
+        op = op.frame.parent
+    return found
+
+
+def _of_inputs(item: Item) -> bool:
+    """Whether an item is an input converted or moved."""
+    for _ in range(100):
+        if item.node is None:
+            return True
+        if item.node.name not in FUSED | {"move!"} or len(item.node.ins) != 1:
+            return False
+        item = item.node.ins[0]
+    return False

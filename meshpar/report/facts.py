@@ -1,0 +1,255 @@
+"""What reports say about a plan beyond its own figures: what each rule does, one layer over time, the largest values."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..dims import format_dims
+from ..layout import SCOPES, Rule, Spec
+from ..plan.collectives import Collective
+from ..plan.fusion import Node, Region, line_of
+from ..plan.plan import Held, Plan
+from ..plan.time import OpTime, hides, made_by
+from ..program.graph import Value
+
+Chip = tuple[str, tuple[str, ...]]
+"""A dim for display: its name, and the axes that split it."""
+
+
+@dataclass(slots=True)
+class Effect:
+    """What one rule does.
+
+    Attributes:
+      rule: its text.
+      axes: its axes.
+      tensors: how many arguments it splits.
+      whole, local: their bytes, and what of them a device holds.
+      values: how many values of the program it splits, arguments included.
+      sent: bytes that a device sends in a step because of it: where it lost its axis to another rule, where what it splits is
+        contracted.
+      seconds: what that takes; 0 where no time is estimated.
+    """
+
+    rule: str
+    axes: tuple[str, ...]
+    tensors: int = 0
+    whole: float = 0.0
+    local: float = 0.0
+    values: int = 0
+    sent: float = 0.0
+    seconds: float = 0.0
+
+
+def effects(plan: Plan) -> list[Effect]:
+    """One effect per rule, in the layout's order; a last one, without axes, for what is sent because of no single rule."""
+    out = [Effect(str(r), r.axes) for r in plan.layout.rules]
+    for h in plan.inputs:
+        hit = {_rule_of(plan, name, axes, h.path, h.kind) for name, axes in chips_of(h) if axes} - {None}
+        for k in hit:
+            assert k is not None
+            out[k].tensors += 1
+            out[k].whole += whole_bytes(plan, h)
+            out[k].local += h.bytes
+    for value in _values(plan):
+        for name, axes in value_chips(plan, value):
+            k = _rule_of(plan, name, axes, value.path or "", value.kind) if axes else None
+            if k is not None:
+                out[k].values += 1
+    other = Effect("other", ())
+    for c in plan.collectives:
+        at = [(c.cause.find(f"`{e.rule}`"), k) for k, e in enumerate(out) if f"`{e.rule}`" in c.cause]
+        effect = out[min(at)[1]] if at else other
+        effect.sent += c.total_bytes
+        effect.seconds += step_seconds(c)
+    return [*out, other] if other.sent else out
+
+
+def step_seconds(c: Collective) -> float:
+    """What a collective takes in a step; loops of unknown length count once."""
+    return (c.seconds or 0.0) * (c.count or 1)
+
+
+def _rule_of(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:
+    """The first rule that gives these axes to a dim of this name."""
+    names = name.strip("()").split()
+    for k, rule in enumerate(plan.layout.rules):
+        if rule.dim in names and set(rule.axes) & set(axes) and _in_scope(rule, path, kind):
+            return k
+    return None
+
+
+def _in_scope(rule: Rule, path: str, kind: str | None) -> bool:
+    if rule.scope is None:
+        return True
+    return rule.scope == kind if rule.scope in SCOPES else fnmatch.fnmatchcase(path, rule.scope)
+
+
+def _values(plan: Plan) -> Iterator[Value]:
+    seen: set[int] = set()
+    for v in (*plan.program.inputs, *(v for op in plan.program.root.walk() for v in op.outs)):
+        if id(v) not in seen:
+            seen.add(id(v))
+            yield v
+
+
+def value_chips(plan: Plan, value: Value) -> list[Chip]:
+    """The dims of a value, with the axes that split them where it rests."""
+    spec: Spec = plan.specs.get(id(value)) or ((),) * len(value.shape)
+    return [(plan.program.dim_name(value, i) or "_", tuple(axes)) for i, axes in enumerate(spec)]
+
+
+def chips_of(h: Held) -> list[Chip]:
+    """The dims of an argument or result, with the axes that split them."""
+    names = h.dims.replace("(", " (").split() if "(" not in h.dims else _grouped(h.dims)
+    names = names if len(names) == len(h.shape) else ["_"] * len(h.shape)
+    entries = [*h.spec, *(None,) * (len(h.shape) - len(h.spec))]
+    return [
+        (n, () if e is None else (e,) if isinstance(e, str) else tuple(e)) for n, e in zip(names, entries, strict=True)
+    ]
+
+
+def _grouped(dims: str) -> list[str]:
+    out: list[str] = []
+    for part in dims.split():
+        if out and out[-1].startswith("(") and not out[-1].endswith(")"):
+            out[-1] += f" {part}"
+        else:
+            out.append(part)
+    return out
+
+
+def whole_bytes(plan: Plan, h: Held) -> float:
+    """The bytes of all of an argument, were it in one piece."""
+    parts = 1
+    for _, axes in chips_of(h):
+        for a in axes:
+            parts *= plan.sizes[a]
+    return h.bytes * parts
+
+
+# -- values
+
+
+@dataclass(slots=True)
+class Largest:
+    """Values alike in dims and dtype: how many kernels write one, its bytes on a device, a line that makes it."""
+
+    chips: list[Chip]
+    shape: tuple[int, ...]
+    dtype: str
+    times: int
+    bytes: float
+    source: str
+
+
+def largest_values(plan: Plan, most: int = 12) -> list[Largest]:
+    """The largest values between the arguments and the results that a device writes to its memory."""
+    found: dict[Any, Largest] = {}
+    for node in _kernels(plan.kernels):
+        for item in node.writes:
+            v = item.value
+            if v.path is not None:
+                continue
+            chips = value_chips(plan, v)
+            key = (format_dims(n for n, _ in chips), v.shape, str(v.aval.dtype))
+            if key not in found:
+                found[key] = Largest(chips, v.shape, str(v.aval.dtype), 0, item.bytes, line_of(v.op))
+            found[key].times += 1
+    return sorted(found.values(), key=lambda x: -x.bytes)[:most]
+
+
+def _kernels(region: Region) -> Iterator[Node]:
+    for node in region.kernels:
+        yield node
+        for body in node.regions:
+            yield from _kernels(body)
+
+
+# -- one layer
+
+
+@dataclass(slots=True)
+class Span:
+    """A kernel or a collective in a loop body; seconds from the beginning of the body.
+
+    ``waits``: a collective that kernels wait for, or that waits for them.
+    """
+
+    lane: str
+    name: str
+    start: float
+    seconds: float
+    axes: tuple[str, ...] = ()
+    detail: str = ""
+    source: str = ""
+    waits: bool = False
+
+
+@dataclass(slots=True)
+class Body:
+    """One iteration of a loop, as the estimate has it: kernels one after the other, collectives beside them where they can be."""
+
+    trips: int
+    source: str
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Of one iteration."""
+        return max((s.start + s.seconds for s in self.spans), default=0.0)
+
+
+def bodies(plan: Plan, most: int = 2) -> list[Body]:
+    """The loops that take longest, in program order, each as one iteration; none where no time is estimated."""
+    if plan.time is None:
+        return []
+    took: dict[int, list[OpTime]] = {}
+    for op in plan.time.ops:
+        took.setdefault(id(op.origin), []).append(op)
+    sent: dict[Any, list[Collective]] = {}
+    for c in plan.collectives:
+        sent.setdefault((id(c.origin), c.shape), []).append(c)
+    ahead = hides(plan, plan.kernels)
+    found = [_body(plan, node, body, took, sent, ahead) for node, body in _loops(plan.kernels)]
+    ranked = sorted((b for b in found if b.seconds), key=lambda b: -b.seconds * b.trips)[:most]
+    return [b for b in found if any(b is r for r in ranked)]
+
+
+def _loops(region: Region) -> Iterator[tuple[Node, Region]]:
+    for node in region.kernels:
+        for body in node.regions:
+            if (body.trips or 1) > 1:
+                yield node, body
+            yield from _loops(body)
+
+
+def _body(
+    plan: Plan, node: Node, region: Region, took: dict[int, list[OpTime]], sent: dict[Any, list[Collective]], ahead: Any
+) -> Body:
+    out = Body(region.trips or 1, node.source)
+    busy = linked = 0.0
+    for kernel in region.kernels:
+        origin = kernel.products[0] if kernel.products else kernel.op
+        if kernel.name == "move!":
+            made = made_by(kernel)
+            ops = {id(op.eqn): None for op in (kernel.op, made) if op is not None}
+            for key in ((k, item.value.shape) for item in kernel.outs for k in ops):
+                for c in sent.pop(key, ()):
+                    seconds = c.seconds or 0.0
+                    waits = ahead.get(key) is None
+                    start = max(busy, linked) if waits else linked
+                    linked = start + seconds
+                    busy = linked if waits else busy
+                    out.spans.append(Span("links", c.op, start, seconds, c.axes, c.dims, c.source, waits))
+            continue
+        here = took.get(id(origin))
+        if here:
+            op = here.pop(0)
+            dims = " | ".join(dict.fromkeys(format_dims(plan.program.dims(item.value)) for item in kernel.writes))
+            out.spans.append(Span("compute", op.name, busy, op.seconds, (), dims, op.source))
+            busy += op.seconds
+    return out

@@ -1,0 +1,82 @@
+"""The process in which a compiler runs: ``python -m meshpar.verify.compiler JOB``.
+
+It reads a job from a folder and leaves its result there. A compiler that aborts takes this process
+along, and not the one that asked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+MODULE, JOB, RESULT = "module.mlir", "job.json", "result.zip"
+PARTITIONED, FINAL, FACTS = "partitioned.txt", "final.txt", "facts.json"
+_PARTITIONED = re.compile(r"after_(tpu-)?spmd-partitioning\.before_.*\.txt\Z")
+MEMORY = {
+    "peak": "peak_memory_in_bytes",
+    "arguments": "argument_size_in_bytes",
+    "outputs": "output_size_in_bytes",
+    "aliased": "alias_size_in_bytes",
+    "temporaries": "temp_size_in_bytes",
+    "code": "generated_code_size_in_bytes",
+}
+
+
+def main(folder: Path) -> None:
+    """Compile the job in a folder; write ``result.zip``: facts, the text right after partitioning, the final text."""
+    job = json.loads((folder / JOB).read_text())
+    facts, texts = compile_job((folder / MODULE).read_bytes(), job, folder / "dump")
+    part = folder / "part.zip"
+    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=4) as out:
+        out.writestr(FACTS, json.dumps(facts))
+        for name, text in texts.items():
+            out.writestr(name, text)
+    part.rename(folder / RESULT)
+
+
+def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """(facts, texts); facts have ``error`` where the compiler refuses."""
+    import jax
+
+    from .._compat import compile_parts
+    from ..mesh import topology_devices
+
+    if job["topology"].startswith("cpu:"):
+        jax.config.update("jax_num_cpu_devices", int(job["topology"][4:]))
+        devices = jax.devices("cpu")
+    else:
+        devices = list(topology_devices(job["topology"]))
+    by_id = {d.id: d for d in devices}
+    options = {
+        "xla_dump_to": str(dump),
+        "xla_dump_hlo_as_text": True,
+        "xla_dump_hlo_pass_re": ".*spmd-partitioning.*",
+        **job["options"],
+    }
+    began = time.perf_counter()
+    try:
+        executable = compile_parts(module, [by_id[i] for i in job["devices"]], job["facts"], options, job["fast"])
+    except jax.errors.JaxRuntimeError as error:
+        return {"error": str(error), "compile_seconds": time.perf_counter() - began}, {}
+    stats = executable.get_compiled_memory_stats()
+    memory = {name: getattr(stats, attribute) for name, attribute in MEMORY.items()}
+    if job["topology"].startswith("cpu:"):  # XLA's peak for CPUs leaves temporaries out
+        memory["peak"] = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
+    facts = {
+        "memory": memory,
+        "compile_seconds": time.perf_counter() - began,
+    }
+    texts = {FINAL: "\n\n".join(m.to_string() for m in executable.hlo_modules())}
+    partitioned = [p for p in sorted(dump.glob("*")) if _PARTITIONED.search(p.name)]
+    if partitioned:
+        texts[PARTITIONED] = max(partitioned, key=lambda p: p.stat().st_size).read_text()
+    return facts, texts
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,291 @@
+"""Collectives and cycles out of compiled programs: what XLA sends, from its own text, loops counted."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from .hlo_text import Instruction, Module, arrays, byte_size, closing, parse
+from .loops import Scope, trip_count
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+
+
+_DCN = {
+    "ALL_GATHER": "all-gather", "ALL_REDUCE": "all-reduce", "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute",
+}  # fmt: skip
+_SLICE = 100_000  # the TPU runtime numbers the chips of slice k, from 1, upwards from k times this
+
+
+@dataclass(slots=True)
+class HloCollective:
+    """One collective instruction of a compiled program.
+
+    Attributes:
+      op: its kind, ``"all-gather"`` …; a TPU ``all-reduce-scatter`` fusion is a reduce-scatter.
+      group: how many devices take part together; 0 for a collective-permute, which has pairs.
+      members: numbers of the devices of the first group (of the first pair); None where the text does not list them.
+      shape: the gathered result of an all-gather, else the operands: ``bf16[4096,2048]``.
+      bytes: sent by each device, once. With g devices in a group: all-gather result·(g-1)/g; reduce-scatter and all-to-all
+        operand·(g-1)/g; all-reduce 2·operand·(g-1)/g; collective-permute the operand; ragged all-to-all at most the smaller of
+        input and output·(g-1)/g.
+      count: how often it runs in a step; None where a loop's trips are not known.
+      dcn: whether it goes between slices: the final TPU program has such collectives as transfers of the runtime, and those
+        within a slice as one slice sees them.
+      name: of the instruction.
+      op_name: JAX's name of what made it.
+      source: the user's line, where the text has it.
+    """
+
+    op: str
+    group: int
+    members: tuple[int, ...] | None
+    shape: str
+    bytes: float
+    count: int | None
+    dcn: bool
+    name: str
+    op_name: str
+    source: str
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes in a step; loops of unknown length count once."""
+        return self.bytes * (1 if self.count is None else self.count)
+
+    def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The mesh axes along which its members differ, for a mesh of these sizes in the program's device order."""
+        if not self.members:
+            return ()
+        places = []
+        for device in self.members:
+            place = []
+            for size in reversed(list(sizes.values())):
+                device, at = divmod(device, size)
+                place.append(at)
+            places.append(place[::-1])
+        return tuple(a for i, a in enumerate(sizes) if len({p[i] for p in places}) > 1)
+
+
+@dataclass(slots=True)
+class _Run:
+    """An instruction, how often it runs, and where it stands."""
+
+    instruction: Instruction
+    scope: Scope
+    count: int | None
+    fused: bool
+    scattered: bool
+
+
+def collectives(text: str) -> list[HloCollective]:
+    """Every collective of an HLO module in order of execution: right after partitioning, or final, for any platform.
+
+    Loops multiply; of a conditional the branch that sends most counts; of a TPU collective that is spread over several
+    fusions (one chain) the start counts. Remote copies inside Pallas kernels are not collectives, and are not seen.
+
+    Raises:
+      ValueError: the text is no HLO module.
+    """
+    module = parse(text)
+
+    def sent(runs: Sequence[_Run]) -> float:
+        return sum(c.total_bytes for c in _collectives(module, runs))
+
+    return _collectives(module, list(_walk(module, sent)))
+
+
+def cycles(text: str) -> float:
+    """The TPU compiler's own estimate of the cycles of a step: ``estimated_cycles`` of every fusion, times its trips.
+
+    Time on the links is not in it, nor anything that overlaps. Loops of unknown length count once.
+    """
+
+    def cost(runs: Sequence[_Run]) -> float:
+        return sum(_estimate(r.instruction) * (1 if r.count is None else r.count) for r in runs if not r.fused)
+
+    return cost(list(_walk(parse(text), cost)))
+
+
+def _estimate(i: Instruction) -> int:
+    m = re.search(r'"estimated_cycles":"(\d+)"', i.attributes)
+    return int(m[1]) if m else 0
+
+
+def _walk(module: Module, cost: Callable[[Sequence[_Run]], float]) -> Iterator[_Run]:
+    entry = Scope(module, module.computations[module.entry], ())
+    yield from _visit(entry, 1, False, False, cost)
+
+
+def _visit(
+    scope: Scope, count: int | None, fused: bool, scattered: bool, cost: Callable[[Sequence[_Run]], float]
+) -> Iterator[_Run]:
+    for i in scope.computation:
+        yield _Run(i, scope, count, fused, scattered)
+        if i.opcode == "while":
+            trips, fixed = trip_count(scope, i)
+            times = None if trips is None or count is None else count * trips
+            for part in ("condition", "body"):
+                inner = scope.inner(i.attribute(part), [lambda fixed=fixed: fixed.get])
+                if inner:
+                    yield from _visit(inner, times, fused, scattered, cost)
+        elif i.opcode == "conditional":
+            branches = [
+                list(_visit(inner, count, fused, scattered, cost))
+                for name in _branches(i)
+                if (inner := scope.inner(name, ())) is not None
+            ]
+            yield from max(branches, key=cost, default=[])
+        elif i.opcode in ("fusion", "call", "async-start", "custom-call") and i.called:
+            inner = scope.inner(i.called, [lambda x=x: scope.value(x) for x in i.operands])
+            if inner:
+                within = scattered or "all-reduce-scatter" in inner.computation.name
+                yield from _visit(inner, count, fused or i.opcode == "fusion", within, cost)
+
+
+def _branches(i: Instruction) -> list[str]:
+    m = re.search(r"branch_computations=\{([^}]*)\}", i.attributes)
+    if m:
+        return re.findall(r"%?([\w.\-]+)", m[1])
+    return [name for key in ("true_computation", "false_computation") if (name := i.attribute(key))]
+
+
+def _collectives(module: Module, runs: Sequence[_Run]) -> list[HloCollective]:
+    found = [(r, kind) for r in runs if (kind := _kind(r.instruction))]
+    chains: dict[tuple[str, ...], list[_Run]] = {}
+    for run, kind in found:
+        chain = re.search(r'chain_id="(\d+)"', run.instruction.attributes)
+        if chain and run.fused:
+            chains.setdefault((kind, chain[1], run.instruction.attribute("channel_id") or ""), []).append(run)
+    skipped: set[int] = set()
+    for parts in chains.values():
+        starts = [r for r in parts if any('"AsyncCollectiveStart"' in i.attributes for i in r.scope.computation)]
+        kept = starts or [min(parts, key=lambda r: math.inf if r.count is None else r.count)]
+        skipped |= {id(r) for r in parts} - {id(r) for r in kept}
+    return [_record(module, r, kind) for r, kind in found if id(r) not in skipped]
+
+
+def _kind(i: Instruction) -> str | None:
+    if i.opcode == "send":
+        m = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
+        return _DCN.get(m[1]) if m else None
+    op = i.opcode.removesuffix("-start")
+    return op if op in KINDS else None
+
+
+def _record(module: Module, run: _Run, kind: str) -> HloCollective:
+    i = run.instruction
+    if i.opcode == "send":
+        return _between_slices(module, run, kind)
+    group, members = _group(i.attributes, module.devices)
+    if kind == "all-reduce" and run.scattered:
+        kind = "reduce-scatter"
+    shapes = [arrays(o.shape) for x in i.operands if (o := run.scope.computation.get(x))]
+    operand = [a for s in shapes for a in s]
+    shown, share = operand, (group - 1) / group if group else 0.0
+    if kind == "all-gather":
+        result = arrays(i.shape)
+        shown = result[len(i.operands) :] if i.opcode.endswith("-start") else result
+        sent = byte_size(shown) * share
+    elif kind == "all-reduce":
+        sent = 2 * byte_size(operand) * share
+    elif kind == "collective-permute":
+        pairs = _pairs(i.attributes)
+        moved = [p for p in pairs if p[0] != p[1]]
+        group, members = 0, (moved or pairs or [None])[0]
+        shown = shapes[0] if shapes else []
+        sent = 0.0 if pairs and not moved else byte_size(operand)
+    elif kind == "ragged-all-to-all":
+        shown = shapes[0] if shapes else []
+        sent = min(map(byte_size, shapes[:2]), default=0.0) * share
+    else:
+        sent = byte_size(operand) * share
+    return HloCollective(
+        kind, group, members, _shapes(shown), sent, run.count, False, i.name, i.op_name, module.source(i)
+    )
+
+
+def _shapes(found: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{t}[{','.join(map(str, dims))}]" for t, dims in found)
+
+
+def _between_slices(module: Module, run: _Run, kind: str) -> HloCollective:
+    """A transfer over DCN: the ``send`` has what one device gives, and the slices (or chips) that it is for."""
+    i = run.instruction
+    operand = run.scope.computation.get(i.operands[0])
+    given = arrays(operand.shape) if operand else []
+    target = i.attributes[i.attributes.find("_xla_megascale_target=") :]
+    first = re.search(r"\{([\d,>\-]+)\}", target)
+    numbers = [int(n) for n in re.findall(r"\d+", first[1])] if first else []
+    slices = [n // _SLICE if n >= _SLICE else n for n in numbers]
+    g, n = len(slices), byte_size(given)
+    factors = {"all-gather": g - 1, "all-reduce": 2 * (g - 1) / g, "collective-permute": 1} if g else {}
+    sent = n * factors.get(kind, (g - 1) / g if g else 0)
+    members = tuple((s - 1) * module.devices for s in slices)
+    return HloCollective(
+        kind, 0 if kind == "collective-permute" else g, members or None, _shapes(given), sent, run.count, True, i.name,
+        i.op_name, module.source(i),
+    )  # fmt: skip
+
+
+def _pairs(attributes: str) -> list[tuple[int, int]]:
+    at = attributes.find("source_target_pairs=")
+    if at < 0:
+        return []
+    at += len("source_target_pairs=")
+    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", attributes[at : closing(attributes, at)])]
+
+
+def _group(attributes: str, devices: int) -> tuple[int, tuple[int, ...] | None]:
+    """(size of a replica group, the first group), from any of the ways in which XLA writes them."""
+    at = attributes.find("replica_groups=")
+    text = "" if at < 0 else attributes[at + len("replica_groups=") :]
+    if text.startswith("mesh["):
+        return _mesh_group(text)
+    if text.startswith("["):  # [groups,size]<=[sizes]T(permutation)
+        m = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+        assert m is not None, text[:80]
+        sizes = [int(n) for n in m[2].split(",")]
+        order = [int(n) for n in m[3].split(",")] if m[3] else list(range(len(sizes)))
+        size = int(m[1].split(",")[-1])
+        return size, _first(sizes, order, size)
+    listed = re.match(r"\{\s*\{([\d,\s]+)\}", text)
+    if listed:
+        members = tuple(int(n) for n in listed[1].split(","))
+        return len(members), members
+    return devices, tuple(range(devices))
+
+
+def _first(sizes: Sequence[int], order: Sequence[int], count: int) -> tuple[int, ...]:
+    """The first ``count`` numbers of an iota of these sizes, transposed, read row by row."""
+    strides = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
+    out = []
+    for n in range(count):
+        flat = 0
+        for k in reversed(order):
+            n, at = divmod(n, sizes[k])
+            flat += at * strides[k]
+        out.append(flat)
+    return tuple(out)
+
+
+def _mesh_group(text: str) -> tuple[int, tuple[int, ...] | None]:
+    """``mesh['x'=2,'y'=4] {'x'}``; a part of an axis is ``'x':(before)size``."""
+    end = closing(text, 4)
+    sizes = {a: int(n) for a, n in re.findall(r"'([^']+)'=(\d+)", text[4:end])}
+    brace = text.find("{", end)
+    strides = {a: math.prod(list(sizes.values())[k + 1 :]) for k, a in enumerate(sizes)}
+    used = []
+    for axis, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", text[brace : closing(text, brace)]):
+        n = int(size) if size else sizes[axis]
+        used.append((n, strides[axis] * (sizes[axis] // (int(before) * n) if size else 1)))
+    members = [0]
+    for n, stride in used:
+        members = [m + k * stride for m in members for k in range(n)]
+    return len(members), None if "device_ids" in text[:brace] else tuple(members)

@@ -1,0 +1,263 @@
+"""Compilations in processes of their own: one at a time on a small machine, with a time limit, remembered on disk by content."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import CompilerError
+from .compiler import FACTS, JOB, MODULE, RESULT
+
+LOG_TAIL = 2000
+"""How many characters of a compiler's log an error shows."""
+
+Progress = bool | None | Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be compiled.
+
+    Attributes:
+      name: of the function, for people.
+      module: StableHLO as MLIR bytecode.
+      content: the same without source lines, which tells programs apart.
+      topology: ``"v5e:16x16"``, ``"h200:8"``, or ``"cpu:8"``.
+      devices: ids of its devices, in the order of the partitions.
+      facts: what JAX keeps beside the module.
+      options: XLA options.
+      fast: at the compiler's lowest effort.
+    """
+
+    name: str
+    module: bytes
+    content: bytes
+    topology: str
+    devices: tuple[int, ...]
+    facts: dict[str, Any]
+    options: dict[str, Any]
+    fast: bool
+
+    def key(self) -> str:
+        """A hash of everything that the result depends on, versions and flags included."""
+        rest = {k: v for k, v in asdict(self).items() if k not in ("name", "module", "content")}
+        rest["versions"] = [_version(p) for p in ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")]
+        rest["flags"] = [os.environ.get(k, "") for k in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+        digest = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode())
+        digest.update(self.content)
+        return digest.hexdigest()[:40]
+
+
+class Archive:
+    """The result of a compilation: facts and texts, kept compressed."""
+
+    def __init__(self, data: bytes, cached: bool):
+        self.data, self.cached = data, cached
+        self.facts: dict[str, Any] = json.loads(self.text(FACTS))
+
+    def text(self, name: str) -> str:
+        """A text of the result; empty where it has none of that name."""
+        with zipfile.ZipFile(io.BytesIO(self.data)) as z:
+            return z.read(name).decode() if name in z.namelist() else ""
+
+
+def cache_folder() -> Path:
+    """``$MESHPAR_CACHE``, else the user's cache folder as the platform has it."""
+    given = os.environ.get("MESHPAR_CACHE")
+    if given:
+        return Path(given).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "meshpar"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "meshpar" / "Cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshpar"
+
+
+def compile_job(job: Job, *, timeout: float | None = None, cache: bool = True, progress: Progress = None) -> Archive:
+    """The result of a job: from the cache, or from a compiler in a process of its own.
+
+    Raises:
+      CompilerError: the compiler crashed, or took longer than ``timeout`` seconds; its job and log are kept.
+    """
+    kept = cache_folder() / "compiled" / f"{job.key()}.zip" if cache else None
+    found = _read(kept)
+    if found is not None:
+        return found
+    what = f"compiling {job.name} for {job.topology}, {'fast' if job.fast else 'full'} effort"
+    with _line(what, progress) as say, _slot(say):
+        found = _read(kept)  # another process may have compiled the same meanwhile
+        if found is not None:
+            return found
+        data = _run(job, timeout, say)
+    archive = Archive(data, False)
+    error = archive.facts.get("error")
+    if kept is not None and (error is None or error.startswith("RESOURCE_EXHAUSTED")):
+        with contextlib.suppress(OSError):  # a cache that cannot be written loses time, not the result
+            _write(kept, data)
+    return archive
+
+
+def _read(path: Path | None) -> Archive | None:
+    try:
+        return Archive(path.read_bytes(), True) if path is not None else None
+    except (OSError, zipfile.BadZipFile, ValueError, KeyError):
+        return None  # not there, or damaged: compile again, and write it anew
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(fd, "wb") as f:
+        f.write(data)
+    os.replace(name, path)
+
+
+def command(folder: Path) -> list[str]:
+    """The command that compiles the job in a folder."""
+    return [sys.executable, "-m", "meshpar.verify.compiler", str(folder)]
+
+
+def environment() -> dict[str, str]:
+    """The environment in which compilers run without hardware, and beside each other."""
+    env = dict(os.environ)
+    root = str(Path(__file__).parents[2])
+    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
+    env.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    flags = env.get("XLA_FLAGS", "")
+    if "xla_gpu_autotune_level" not in flags:  # tuning needs the GPU
+        env["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
+    return env
+
+
+def _run(job: Job, timeout: float | None, say: Callable[[str], None]) -> bytes:
+    folder = Path(tempfile.mkdtemp(prefix="meshpar-compile-"))
+    (folder / MODULE).write_bytes(job.module)
+    request = {
+        "topology": job.topology,
+        "devices": job.devices,
+        "facts": job.facts,
+        "options": job.options,
+        "fast": job.fast,
+    }
+    (folder / JOB).write_text(json.dumps(request))
+    log = folder / "log.txt"
+    began = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command(folder), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment(),
+            start_new_session=True,
+        )  # fmt: skip
+    late = False
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+                break
+            seconds = time.monotonic() - began
+            say(f"{seconds:.0f} s")
+            if timeout is not None and seconds > timeout:
+                late = True
+                break
+    except BaseException:  # the user has had enough
+        _end(process)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    _end(process)
+    result = folder / RESULT
+    if not late and result.exists():
+        data = result.read_bytes()
+        shutil.rmtree(folder, ignore_errors=True)
+        return data
+    how = f"took longer than {timeout:g} s, and was stopped" if late else _exit(process.returncode)
+    tail = log.read_text(errors="replace")[-LOG_TAIL:].strip()
+    shown = "\n".join(f"  | {line}" for line in tail.splitlines()) or "  | (it wrote nothing)"
+    fixes = [f"its program, dump and whole log are in {folder}"]
+    if late:
+        fixes.insert(0, 'give it more time, timeout=…, or less to do, effort="fast"')
+    error = CompilerError(f"the compiler for {job.topology} {how}; the end of its log:\n{shown}", fixes=fixes)
+    error.log = tail
+    raise error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _exit(code: int) -> str:
+    if code >= 0:
+        return f"ended without a result (exit status {code})"
+    with contextlib.suppress(ValueError):
+        return f"crashed ({signal.Signals(-code).name})"
+    return f"crashed (signal {-code})"
+
+
+@contextlib.contextmanager
+def _slot(say: Callable[[str], None]) -> Iterator[None]:
+    """Wait for one of the machine's places: ``$MESHPAR_COMPILES`` at once, else one for every four cores."""
+    try:
+        import fcntl
+    except ImportError:  # a platform without file locks, and without these compilers
+        yield
+        return
+    places = int(os.environ.get("MESHPAR_COMPILES") or max(1, (os.cpu_count() or 1) // 4))
+    names = [Path(tempfile.gettempdir()) / f"meshpar-compile-{os.getuid()}-{k}.lock" for k in range(max(1, places))]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(name.open("w")) for name in names]
+
+        def taken() -> bool:
+            for file in files:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return True
+            return False
+
+        while not taken():
+            say("waiting for another compilation")
+            time.sleep(0.2)
+        yield
+
+
+@contextlib.contextmanager
+def _line(what: str, progress: Progress) -> Iterator[Callable[[str], None]]:
+    """A line that says what is compiled, and for how long; by default only on a terminal."""
+    console = Console(stderr=True, highlight=False)
+    if callable(progress):
+        progress(what)
+        yield lambda text: progress(f"{what}  {text}")
+    elif progress is False or (progress is None and not console.is_terminal):
+        yield lambda text: None
+    elif console.is_terminal:
+        with console.status(what) as status:
+            yield lambda text: status.update(f"{what}  {text}")
+    else:
+        began = time.monotonic()
+        console.print(what)
+        yield lambda text: None
+        console.print(f"{what}: {time.monotonic() - began:.1f} s")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,144 @@
+"""A program that does not fit: what it holds, and which rules would make it hold less."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import MeshparError, OutOfMemoryError
+from ..layout import Layout
+from ..mesh import GPU_KINDS, gpu_target, parse_topology
+from ..plan import Plan
+from ..plan.plan import Held
+
+GIB = 2.0**30
+HBM = {"v4": 30.75 * GIB, "v5e": 15.75 * GIB, "v5p": 95.74 * GIB, "v6e": 31.25 * GIB, "tpu7x": 94.75 * GIB}
+"""Bytes of one JAX device that a program may use, as the TPU compiler (libtpu 0.0.42) reports them when they do not suffice."""
+ARGUMENTS, MADE, TRIES, SHOWN = 6, 4, 8, 4
+_UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": GIB, "T": 2.0**40}
+_FIGURES = (
+    r"required[^(]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
+    r"[Uu]sed ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
+)
+
+
+def capacity_of(topology: str) -> float | None:
+    """Bytes that a program may use on one device of a topology; None where nobody says (CPUs)."""
+    if topology.startswith("cpu:"):
+        return None
+    kind = parse_topology(topology)[1]
+    if kind in GPU_KINDS:
+        m = re.search(r"device_memory_size: (\d+)", gpu_target(kind))
+        return float(m[1]) if m else None
+    return HBM[kind]
+
+
+def out_of_memory(
+    message: str, topology: str, plan: Plan | None, capacity: float | None, needed: float | None = None
+) -> OutOfMemoryError:
+    """The error for a program that does not fit: the compiler's figures, the largest tensors held, rules that would hold less.
+
+    Args:
+      message: the compiler's own text.
+      needed: bytes, if known otherwise.
+    """
+    for pattern in _FIGURES:
+        m = re.search(pattern, message)
+        if m:
+            needed, capacity = float(m[1]) * _UNITS[m[2]], float(m[3]) * _UNITS[m[4]]
+            break
+    what = "the program's temporaries alone need" if "temporaries" in message else "the program needs"
+    figure = f"{what} {gib(needed)}" if needed else "the program does not fit"
+    lines = [f"out of memory on {topology}: {figure}{f', but a device has {gib(capacity)}' if capacity else ''}"]
+    fixes: list[str] = []
+    if plan is not None:
+        lines += _table(plan)
+        fixes += _suggestions(plan, capacity)
+        if plan.held() < 0.4 * plan.memory.peak:
+            fixes.append("what the step makes is most of it: jax.checkpoint the layers, or take smaller microbatches")
+    elif message:
+        lines += [f"  | {line}" for line in message.strip().splitlines()[:12]]
+    error = OutOfMemoryError("\n".join(lines), fixes=fixes)
+    error.needed, error.capacity, error.log = needed, capacity, message
+    return error
+
+
+def gib(n: float | None) -> str:
+    """Bytes as the compiler counts them: ``1.50 GiB``."""
+    if n is None:
+        return "?"
+    return f"{n / GIB:.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:.2f} MiB"
+
+
+def _table(plan: Plan) -> list[str]:
+    """What each device holds at the peak, by kind; the largest arguments with their axes, and what the step makes."""
+    memory = plan.memory
+    kinds = sorted(memory.by_kind.items(), key=lambda k: -k[1])
+    lines = [
+        f"  by meshpar's estimate a device holds {gib(memory.peak)} at the peak{_at(memory.peak_source)}: "
+        + ", ".join(f"{kind} {gib(n)}" for kind, n in kinds)
+    ]
+    arguments = sorted(plan.inputs, key=lambda h: -h.bytes)[:ARGUMENTS]
+    rows = [(gib(h.bytes), h.path, f"{h.dtype}[{', '.join(map(str, h.shape))}]", _split(h)) for h in arguments]
+    paths = {h.path for h in plan.inputs}
+    made = [(name, n, kind) for name, n, kind in memory.largest if name.split(" ")[0] not in paths]
+    rows += [(gib(n), "", name, kind) for name, n, kind in made[:MADE]]
+    wide = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
+    return lines + [f"    {a:>{wide[0]}}  {b:<{wide[1]}}  {c:<{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
+
+
+def _at(source: str) -> str:
+    return f" ({source})" if source else ""
+
+
+def _split(held: Held) -> str:
+    """``embed:data mlp``: the dims, each with its axes."""
+    return " ".join(f"{dim}:{'+'.join(axes)}" if axes else dim for dim, axes in _dims(held))
+
+
+def _dims(held: Held) -> list[tuple[str, tuple[str, ...]]]:
+    names = re.findall(r"\([^)]*\)|\S+", held.dims)
+    if len(names) != len(held.shape):
+        names = ["_"] * len(held.shape)
+    entries = [*held.spec, *(None,) * (len(held.shape) - len(held.spec))]
+    return [
+        (n, () if e is None else (e,) if isinstance(e, str) else tuple(e)) for n, e in zip(names, entries, strict=True)
+    ]
+
+
+def _candidates(plan: Plan) -> list[tuple[str, str]]:
+    """(dim, axis) that large arrays have and do not use together, those that could save most first."""
+    gains: dict[tuple[str, str], float] = {}
+
+    def count(dims: list[str], used: set[str], size: float) -> None:
+        for dim in dims:
+            for axis, n in plan.sizes.items():
+                if n > 1 and axis not in used and re.fullmatch(r"[A-Za-z]\w*", dim):
+                    gains[dim, axis] = gains.get((dim, axis), 0.0) + size * (1 - 1 / n)
+
+    for h in plan.inputs:
+        count([d for d, axes in _dims(h) if not axes], {a for _, axes in _dims(h) for a in axes}, h.bytes)
+    for name, size, _ in plan.memory.largest:
+        m = re.search(r"\[([^\]]*)\]\Z", name)
+        count(m[1].split() if m else [], set(), size)
+    return sorted(gains, key=lambda k: -gains[k])
+
+
+def _suggestions(plan: Plan, capacity: float | None) -> list[str]:
+    """Rules that, added at the end of the layout, leave each device less to hold; best first. Each is planned anew."""
+    before = plan.memory.peak
+    layout = plan.asked or plan.layout
+    found: list[tuple[float, float, str]] = []
+    for dim, axis in _candidates(plan)[:TRIES]:
+        rule = Layout(f"{dim}?: {axis}").with_first(layout.rules)
+        try:
+            after = plan.replan(layout=rule)
+        except MeshparError:  # this rule clashes with the program; others may not
+            continue
+        if after.memory.peak < 0.99 * before:
+            found.append((after.memory.peak, after.held(), f"{dim}: {axis}"))
+    found.sort()
+    lines = []
+    for peak, held, rule in found[:SHOWN]:
+        fits = ", which fits" if capacity is not None and peak <= capacity else f" ({gib(held)} of it arguments)"
+        lines.append(f"add `{rule}`: {gib(peak)} instead of {gib(before)} by the same estimate{fits}")
+    return lines

@@ -1,0 +1,264 @@
+"""`ragged_all_to_all`, `expert_dispatch`, `expert_combine`: on the arrays of one device, inside `shard_map`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels.dispatch import reference
+from meshpar_kernels.dispatch.plan import Dispatch, sort_choices, window
+from meshpar_kernels.dispatch.rows import choices_to_rows, spread, sum_back
+
+__all__ = ["expert_combine", "expert_dispatch", "ragged_all_to_all"]
+
+Axes = str | tuple[str, ...]
+STRATEGIES = ("a2a", "ring")
+
+
+def _size(axis_name: Axes | None) -> int:
+    return 1 if axis_name is None or axis_name == () else lax.axis_size(axis_name)
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: Axes,
+    rows: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Send a run of rows to every device, of different lengths: `jax.lax.ragged_all_to_all` that runs everywhere.
+
+    Rows `input_offsets[i]` … `input_offsets[i] + send_sizes[i] - 1` of the operand go to device i, and are written there from
+    row `output_offsets[i]` on; the other rows of `output` stay as they are. Implementation "padded" pads every run to `rows`
+    and uses a plain all-to-all: it sends devices·rows rows, however few are in use, and needs no support for ragged
+    collectives, which the CPU lacks and which TPU slices with limited routing (v5e) refuse.
+
+    Args:
+      operand: [N, …]. output: [M, …], operand's dtype and trailing dims.
+      input_offsets, send_sizes, output_offsets, recv_sizes: int32 [devices of `axis_name`]. `recv_sizes[i]` is what device
+        i sends here, as in JAX's; the padded form learns it from the senders.
+      axis_name: one mesh axis, or several as one.
+      rows: the longest run that there is room for ("padded"); None: N.
+      implementation: None and "padded"; "xla" for JAX's own; "reference".
+
+    Returns:
+      (output, int32 [] rows of this device that were not sent, beyond `rows` or beyond the end of the output of the
+      receiver). Differentiable in operand and output. A run is never written past the output's end.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit, or an unknown implementation.
+    """
+    op = "ragged_all_to_all"
+    if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:]:
+        raise ValueError(f"{op}: operand {operand.dtype}{list(operand.shape)} and output "
+                         f"{output.dtype}{list(output.shape)} must have one dtype and the same trailing dims")  # fmt: skip
+    devices = _size(axis_name)
+    for name, x in {"input_offsets": input_offsets, "send_sizes": send_sizes, "output_offsets": output_offsets,
+                    "recv_sizes": recv_sizes}.items():  # fmt: skip
+        if x.shape != (devices,) or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{op}: {name} must be int [{devices}], one a device, got {x.dtype}{list(x.shape)}")
+    rows = operand.shape[0] if rows is None else rows
+    if rows < 1:
+        raise ValueError(f"{op}: rows={rows} must be at least 1")
+    if implementation == "xla":
+        out = lax.ragged_all_to_all(
+            operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name=axis_name
+        )
+        return out, jnp.zeros((), jnp.int32)
+    sent = jnp.clip(send_sizes, 0, rows)
+    sent = jnp.minimum(sent, jnp.maximum(output.shape[0] - output_offsets, 0))
+    dropped = (jnp.maximum(send_sizes, 0) - sent).sum(dtype=jnp.int32)
+    if implementation == "reference":
+        return reference.ragged_all_to_all(operand, output, input_offsets, sent, output_offsets, axis_name), dropped
+    if implementation not in (None, "padded"):
+        raise ValueError(f"{op}: no implementation {implementation!r}; there are None, 'padded', 'xla', 'reference'")
+    if 0 in operand.shape or 0 in output.shape:
+        return output, dropped
+    ahead = jnp.arange(rows, dtype=jnp.int32)[None, :]
+    index = jnp.clip(input_offsets[:, None] + ahead, 0, operand.shape[0] - 1).reshape(-1)
+    arrived = lax.all_to_all(operand[index], axis_name, 0, 0, tiled=True)
+    target = jnp.where(ahead < sent[:, None], output_offsets[:, None] + ahead, -1).astype(jnp.int32)
+    target = lax.all_to_all(target, axis_name, 0, 0, tiled=True).reshape(-1)
+    return output.at[jnp.where(target < 0, output.shape[0], target)].set(arrived, mode="drop"), dropped
+
+
+def expert_dispatch(
+    x: jax.Array,
+    expert: jax.Array,
+    *,
+    experts: int,
+    weight: jax.Array | None = None,
+    axis_name: Axes | None = None,
+    rows: int | None = None,
+    first: jax.Array | int = 0,
+    strategy: str = "a2a",
+    implementation: str | None = None,
+) -> tuple[jax.Array, Dispatch]:
+    """Bring tokens to the devices that hold their experts, sorted by expert.
+
+    Device i of `axis_name` holds experts i·E/devices … (i+1)·E/devices - 1. Buffers have a bound; what does not fit is
+    counted, and fetched by calling again with `first` moved on by `rows`: no load needs more than one buffer at a time.
+
+    - "a2a": each device sends each other one at most `rows` rows (an all-to-all of devices·rows rows each way).
+    - "ring": all tokens come to all devices, each of which picks its own, at most `rows` (an all-gather, and on the way back
+      a reduce-scatter, which XLA runs as rings). Fewer bytes when devices ≤ about k.
+
+    Without an axis, or with one device, nothing is sent, and `rows` bounds the one buffer.
+
+    Args:
+      x: [T, H], this device's tokens.
+      expert: int [T, k]; anything outside of 0…E-1 is no choice.
+      experts: E, a multiple of the number of devices.
+      weight: float32 [T, k], sent along to scale the rows where the experts are (`Dispatch.row_scale`): the backward pass
+        then needs no row of the result. None: see `expert_combine`.
+      axis_name: mesh axis that the experts, and the tokens, are split over; several count as one, the first major.
+      rows: see above; None: no load is too much (a2a, and T·k·devices for the others).
+      first: int32 [], place of the first choice in this window among those for one device (a2a) or in this buffer.
+      implementation: of the copies of rows, as in `permute`.
+
+    Returns:
+      (buffer [R, H], `Dispatch`): R = devices·rows (a2a) or rows; the first rows of the buffer are those of this device's
+      first expert, and so on, `Dispatch.group_sizes` of each; rows not in use are 0. Differentiable in x and weight.
+
+    Raises:
+      ValueError: shapes or options that do not fit.
+    """
+    op = "expert_dispatch"
+    if x.ndim != 2 or expert.ndim != 2 or expert.shape[0] != x.shape[0]:
+        raise ValueError(f"{op}: x must be [T, H] and expert [T, k], got {list(x.shape)} and {list(expert.shape)}")
+    if not jnp.issubdtype(expert.dtype, jnp.integer):
+        raise ValueError(f"{op}: expert must be integers, got {expert.dtype}")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"{op}: strategy must be one of {STRATEGIES}, got {strategy!r}")
+    if weight is not None and weight.shape != expert.shape:
+        raise ValueError(f"{op}: weight must be {list(expert.shape)}, got {list(weight.shape)}")
+    devices = _size(axis_name)
+    if experts < 1 or experts % devices:
+        raise ValueError(f"{op}: experts={experts} do not divide over {devices} devices")
+    if rows is not None and rows < 1:
+        raise ValueError(f"{op}: rows={rows} must be at least 1")
+    tokens, each = x.shape[0], experts // devices
+    expert = jnp.where((expert >= 0) & (expert < experts), expert, experts).astype(jnp.int32)
+    if devices == 1:
+        return _pick(x, expert, weight, each, rows, first, implementation, strategy="local")
+    assert axis_name is not None
+    if strategy == "ring":
+        x = lax.all_gather(x, axis_name, tiled=True)
+        mine = lax.all_gather(expert, axis_name, tiled=True) - lax.axis_index(axis_name) * each
+        weight = None if weight is None else lax.all_gather(weight, axis_name, tiled=True)
+        return _pick(x, mine, weight, each, rows, first, implementation, strategy="ring", axis_name=axis_name,
+                     devices=devices, tokens=tokens)  # fmt: skip
+    rows = max(expert.size, 1) if rows is None else rows
+    choices = sort_choices(expert.reshape(-1) // each, devices)
+    slots, sources = window(choices, rows, first)
+    slots = slots.reshape(expert.shape)
+    sent = spread(x, slots, sources, implementation)
+    ids = jnp.where(sources >= 0, expert.reshape(-1)[jnp.maximum(sources, 0)] % each, each) if expert.size else sources
+    arrived = lax.all_to_all(sent, axis_name, 0, 0, tiled=True)
+    ids = lax.all_to_all(ids, axis_name, 0, 0, tiled=True)
+    if weight is not None:
+        weight = choices_to_rows(weight, slots, sources)
+        weight = lax.all_to_all(weight, axis_name, 0, 0, tiled=True)[:, None]
+    buffer, inner = _pick(arrived, ids[:, None], weight, each, None, 0, implementation)
+    return buffer, Dispatch(
+        slots=slots,
+        sources=sources,
+        rows=inner.slots,
+        row_sources=inner.sources,
+        row_scale=inner.row_scale,
+        group_sizes=inner.group_sizes,
+        most=choices.counts.max(),
+        dropped=jnp.maximum(choices.counts - first - rows, 0).sum(),
+        strategy="a2a",
+        axis_name=axis_name,
+        devices=devices,
+        tokens=tokens,
+    )
+
+
+def _pick(
+    x: jax.Array,
+    expert: jax.Array,
+    weight: jax.Array | None,
+    experts: int,
+    rows: int | None,
+    first: jax.Array | int,
+    implementation: str | None,
+    **how: Any,
+) -> tuple[jax.Array, Dispatch]:
+    """Copy the rows of this device's experts, sorted by expert; expert [T, k], anything outside of 0…experts-1 is none."""
+    k = expert.shape[1]
+    rows = max(expert.size, 1) if rows is None else rows
+    flat = expert.reshape(-1)
+    by_expert = sort_choices(flat, experts)
+    starts = jnp.cumsum(by_expert.counts) - by_expert.counts
+    own = by_expert.bucket < experts
+    # one bucket: the choices of all experts here, in the order of experts
+    place = by_expert.place + jnp.concatenate([starts, jnp.zeros(1, jnp.int32)])[by_expert.bucket]
+    everything = by_expert._replace(bucket=jnp.where(own, 0, 1), place=place, counts=by_expert.counts.sum()[None])
+    slots, sources = window(everything, rows, first)
+    slots = slots.reshape(-1, k)
+    ends = jnp.clip(starts + by_expert.counts - first, 0, rows)
+    sizes = ends - jnp.clip(starts - first, 0, rows)
+    most = by_expert.counts.sum()
+    return spread(x, slots, sources, implementation), Dispatch(
+        slots=slots,
+        sources=sources,
+        rows=None,
+        row_sources=None,
+        row_scale=None if weight is None else choices_to_rows(weight, slots, sources),
+        group_sizes=sizes,
+        most=most,
+        dropped=jnp.maximum(most - first - rows, 0),
+        **{"strategy": "local", "axis_name": None, "devices": 1, "tokens": x.shape[0], **how},
+    )
+
+
+def expert_combine(
+    y: jax.Array, dispatch: Dispatch, *, weight: jax.Array | None = None, implementation: str | None = None
+) -> jax.Array:
+    """Bring the experts' rows back to their tokens and sum: out[t] = Σ_j weight[t, j] · y[row of choice (t, j)].
+
+    A choice outside of the window adds nothing; rows not in use are never looked at.
+
+    Args:
+      y: [R, H], in the order of the buffer of `expert_dispatch`.
+      dispatch: from it.
+      weight: float32 [T, k] of this device's tokens, or None for ones.
+      implementation: of the sums, as in `combine`.
+
+    Returns:
+      [T, H] in y's dtype, summed in float32 on one device. Differentiable in y and weight.
+
+    Raises:
+      ValueError: shapes that do not fit.
+    """
+    op = "expert_combine"
+    d = dispatch
+    size = d.sources.shape[0]
+    if y.ndim != 2 or y.shape[0] != size:
+        raise ValueError(f"{op}: y must be [{size}, H] for this dispatch, got {list(y.shape)}")
+    expected = (d.tokens, d.slots.shape[1])
+    if weight is not None and weight.shape != expected:
+        raise ValueError(f"{op}: weight must be {list(expected)}, got {list(weight.shape)}")
+    if d.strategy == "local":
+        return sum_back(y, weight, d.slots, d.sources, implementation)
+    assert d.axis_name is not None
+    if d.strategy == "ring":
+        if weight is not None:
+            weight = lax.all_gather(weight, d.axis_name, tiled=True)
+        total = sum_back(y, weight, d.slots, d.sources, implementation)
+        return lax.psum_scatter(total, d.axis_name, scatter_dimension=0, tiled=True)
+    assert d.rows is not None
+    assert d.row_sources is not None
+    back = sum_back(y, None, d.rows, d.row_sources, implementation)
+    back = lax.all_to_all(back, d.axis_name, 0, 0, tiled=True)
+    return sum_back(back, weight, d.slots, d.sources, implementation)

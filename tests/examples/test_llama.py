@@ -1,0 +1,202 @@
+"""The Llama of the examples: its sizes, its numbers against NumPy in float64, its plan, and equal runs under every layout."""
+
+import collections
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import llama
+import meshpar as mp
+
+
+def weights(target: llama.Target) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(target[1][0]["params"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "published"),
+    [
+        (llama.llama2_7b, 6_738_415_616),
+        (llama.llama3_8b, 8_030_261_248),
+        (llama.llama3_70b, 70_553_706_496),
+        (llama.llama31_405b, 405_853_388_800),
+    ],
+)
+def test_the_sizes_are_those_of_the_published_models(make, published):
+    assert weights(make()) == published
+
+
+def test_what_a_target_returns_is_shapes():
+    step, (state, batch), dims = llama.llama3_8b(batch=4, seq=32, layers=2)
+    assert callable(step)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((state, batch)))
+    assert batch["inputs"].shape == (4, 32)
+    assert dims == {"batch/*": "batch seq"}
+    moments = [x for x in jax.tree.leaves(state["opt"]) if x.shape]
+    assert {str(x.dtype) for x in jax.tree.leaves(state["params"]) + moments} == {"float32"}
+
+
+# -- the numbers
+
+
+def reference_loss(params, inputs: np.ndarray, targets: np.ndarray, config: llama.Config) -> float:
+    """The mean loss in float64: a loop over layers, sequences and heads."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), jax.tree.map(np.asarray, params))
+    total = 0.0
+    for tokens, answers in zip(inputs, targets, strict=True):
+        x = p["embedding"]["embedding"][tokens]
+        for k in range(config.layers):
+            layer = jax.tree.map(lambda w, k=k: w[k], p["layers"])
+            a, m = layer["attention"], layer["mlp"]
+            y = normed(x, layer["attention_norm"]["scale"])
+            heads = []
+            for h in range(config.heads):
+                g = h // (config.heads // config.kv_heads)
+                q, key = turned(y @ a["query"]["kernel"][:, h], config), turned(y @ a["key"]["kernel"][:, g], config)
+                scores = np.where(np.tri(len(y), dtype=bool), q @ key.T / math.sqrt(config.head_dim), -np.inf)
+                heads.append(softmax(scores) @ (y @ a["value"]["kernel"][:, g]))
+            x = x + sum(o @ w for o, w in zip(heads, a["out"]["kernel"], strict=True))
+            y = normed(x, layer["mlp_norm"]["scale"])
+            gate = y @ m["gate"]["kernel"]
+            x = x + (gate / (1 + np.exp(-gate)) * (y @ m["up"]["kernel"])) @ m["down"]["kernel"]
+        chances = softmax(normed(x, p["norm"]["scale"]) @ p["head"]["kernel"])
+        total -= np.log(chances[np.arange(len(answers)), answers]).sum()
+    return total / targets.size
+
+
+def normed(x, scale):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def turned(x, config):
+    """Pairs (i, i + half) as complex numbers, times a unit that turns with the position."""
+    half = x.shape[-1] // 2
+    angle = np.outer(np.arange(len(x)), config.rope_base ** (-np.arange(half) / half))
+    z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * angle)
+    return np.concatenate([z.real, z.imag], -1)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """(state, batch) of the tiny model."""
+    rng = np.random.default_rng(0)
+    batch = {k: rng.integers(0, llama.TINY.vocab, (8, 16), dtype=np.int32) for k in ("inputs", "targets")}
+    return jax.jit(llama.create_state, static_argnums=0)(llama.TINY, jax.random.key(0)), batch
+
+
+@pytest.fixture(scope="module")
+def losses(real):
+    """Those of three steps on one batch."""
+    state, batch = real
+    step, out = jax.jit(llama.train_step(llama.TINY)), []
+    for _ in range(3):
+        state, loss = step(state, batch)
+        out.append(float(loss))
+    return out
+
+
+def test_the_loss_is_that_of_numpy_in_float64(real, losses):
+    state, batch = real
+    params = jax.tree.map(lambda box: box.unbox(), state["params"], is_leaf=lambda x: hasattr(x, "unbox"))
+    assert losses[0] == pytest.approx(reference_loss(params, batch["inputs"], batch["targets"], llama.TINY), rel=2e-6)
+
+
+def test_a_step_lowers_the_loss_that_it_started_from(losses):
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_no_layout_changes_a_number(real):
+    _, _, dims = llama.tiny()
+    report = mp.check(
+        llama.train_step(llama.TINY), *real, dims=dims, meshes=["data=2, model=2, idle=2"], tolerance=1e-4,
+        layouts=[llama.FSDP_TENSOR_SEQUENCE], lowerings=("jit", "shard_map"),
+    )  # fmt: skip
+    assert report.ok
+    assert len(report.rows) == 2
+
+
+# -- the plan
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """Llama 3 8B under FSDP over 128 devices."""
+    step, args, dims = llama.llama3_8b()
+    return mp.plan(step, *args, dims=dims, layout=llama.FSDP, mesh=abstract(data=128))
+
+
+def abstract(**axes: int) -> AbstractMesh:
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def test_nearly_every_dim_has_a_name(plan):
+    named, total, _ = plan.program.coverage()
+    assert named >= 0.99 * total
+    assert not plan.joins
+
+
+def test_fsdp_gathers_weights_twice_and_scatters_gradients_once(plan):
+    big = [c for c in plan.collectives if c.total_bytes > 1e7]
+    counts = collections.Counter((c.op, c.dims) for c in big for _ in range(c.count or 0))
+    layers = 32
+    for dims, weights in {
+        "embed mlp": 2,
+        "mlp embed": 1,
+        "embed heads head_dim": 1,
+        "heads head_dim embed": 1,
+        "embed kv_heads head_dim": 2,
+    }.items():
+        assert counts["all-gather", dims] == 2 * weights * layers, dims  # on the way there, and again on the way back
+        assert counts["reduce-scatter", dims] == weights * layers, dims
+    chunks = llama.LLAMA3_8B.loss_chunks  # the head's chunks are gathered on the way there and on the way back
+    assert (counts["all-gather", "embed vocab"], counts["reduce-scatter", "embed vocab"]) == (2 * chunks, chunks)
+    assert counts["all-gather", "vocab embed"] == counts["reduce-scatter", "vocab embed"] == 1
+    assert {c.op for c in big} == {"all-gather", "reduce-scatter"}  # no gradient is all-reduced
+
+
+def test_weights_and_gradients_travel_in_bfloat16(plan):
+    assert {c.dtype for c in plan.collectives if c.total_bytes > 1e7} == {"bfloat16"}
+    in_layers = 6_979_321_856  # weights of the 32 layers' matrices
+    in_vocab = 128256 * 4096
+    sent = (3 * in_layers + 3 * in_vocab + 2 * in_vocab) * 2 * 127 / 128  # of the layers, the head, the embedding
+    assert plan.bytes_sent == pytest.approx(sent, rel=1e-3)
+
+
+def test_tensor_and_sequence_parallelism_reduce_no_activation_whole():
+    step, args, dims = llama.llama3_8b()
+    layout = llama.FSDP_TENSOR_SEQUENCE
+    plan = mp.plan(step, *args, dims=dims, layout=layout, mesh=abstract(data=16, model=8))
+    big = [c for c in plan.collectives if c.total_bytes > 1e8]
+    assert {c.op for c in big} == {"all-gather", "reduce-scatter"}
+
+
+def test_splash_attention_is_attention():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((2, 256, 4, 128), (2, 256, 2, 128), (2, 256, 2, 128), (2, 256, 4, 128))
+    q, k, v, ct = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    with jax.default_matmul_precision("float32"):
+        y, back = jax.vjp(lambda *x: llama.splash(*x, interpret=True), q, k, v)
+        expected, expected_back = jax.vjp(lambda *x: llama.attention(*x, "xla"), q, k, v)
+        np.testing.assert_allclose(y, expected, atol=1e-5)
+        for got, want in zip(back(ct), expected_back(ct), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_an_unknown_attention_is_an_error():
+    step, args, _ = llama.tiny(attention="flsah")
+    with pytest.raises(ValueError, match="no attention 'flsah'"):
+        jax.eval_shape(step, *args)
+
+
+def test_splash_attention_of_a_short_sequence_is_an_error():
+    step, args, _ = llama.tiny(attention="splash")
+    with pytest.raises(ValueError, match="a multiple of 128, not 16"):
+        jax.eval_shape(step, *args)

@@ -1,0 +1,276 @@
+"""The statements of random programs that have bodies: loops, branches, calls, maps, own derivatives."""
+# ruff: noqa: E501   programs are text, which reads best in one piece
+
+from __future__ import annotations
+
+import lookups  # noqa: F401  (its statements)
+from statements import STATEMENTS, statement
+from writer import Skip, Var, Writer
+
+DEEPEST = 2
+
+
+def fill(w: Writer, n: int) -> None:
+    """Append about ``n`` random statements."""
+    names = [k for k in STATEMENTS if w.depth < DEEPEST or k not in BODIES]
+    weights = [STATEMENTS[k][1] for k in names]
+    want, tries = len(w.lines) + n, 0
+    while len(w.lines) < want and tries < 6 * n:
+        tries += 1
+        fn, _ = STATEMENTS[w.rng.choices(names, weights)[0]]
+        vars_, lines, used = list(w.vars), list(w.lines), set(w.used)
+        try:
+            fn(w)
+        except (Skip, StopIteration):
+            w.vars[:] = [v for v in w.vars if v in vars_ or v.name in {i.name for i in w.inputs}]
+            w.lines[:] = lines
+            w.used.intersection_update(used | {i.name for i in w.inputs})
+
+
+def result(w: Writer, shape: tuple[int, ...], start: str) -> str:
+    """An expression of a shape that depends on the last variables of a body."""
+    text = start
+    for v in [v for v in w.vars[-6:] if v.kind == "f"][-2:]:
+        if v.shape == shape:
+            text = f"{text} * 0.5 + jnp.tanh({v.name})"
+        elif v.shape and len(v.shape) <= len(shape) and v.shape == shape[len(shape) - len(v.shape) :]:
+            text = f"{text} * 0.5 + 0.25 * jnp.sin({v.name})"
+        elif v.shape:
+            text = f"{text} + 0.125 * jnp.tanh({v.name}).mean()"
+        w.used.add(v.name)
+    return text
+
+
+def floats(w: Writer) -> list[Var]:
+    return [v for v in w.vars[-3:] if v.kind == "f"]
+
+
+@statement(1.6)
+def scan(w: Writer) -> None:
+    """Carried, stacked, over layers of weights, backwards, rematerialised."""
+    x = w.pick(ranks=(1, 2, 3))
+    over = w.pick("f", ranks=(1, 2, 3, 4)) if w.chance(0.8) else None
+    length = over.shape[0] if over is not None else 3
+    carry = w.param(x.shape, top=4.0)
+    params = [carry]
+    xs = "None"
+    if over is not None:
+        params.append(w.param(over.shape[1:], top=over.top, bits=over.bits if over.exact else None))
+        xs = over.name
+        if w.chance(0.2):
+            xs = f"{over.name}[::-1]"
+    else:
+        params.append(w.param((), "k"))
+    body_params = params if over is not None else params[:1]
+    with w.body(body_params) as b:
+        fill(b, 1 + w.rng.randrange(3))
+        ys = [v.name for v in b.vars[-2:] if v.kind in "fib" and w.chance(0.5)] + (
+            [carry.name] if w.chance(0.3) else []
+        )
+        new = result(b, x.shape, carry.name)
+        name, text = w.define(b, params, f"{new}, ({''.join(y + ', ' for y in ys)})")
+    w.used.update(ys)
+    wrapped = w.of([name, name, f"jax.checkpoint({name})", f"jax.checkpoint({name}, prevent_cse=False)",
+                    f"jax.checkpoint({name}, policy=jax.checkpoint_policies.dots_saveable)"])  # fmt: skip
+    option = w.of(["", "", ", reverse=True", ", unroll=2"])
+    before = [*text, f"{name}_out = lax.scan({wrapped}, {x.name}, {xs}, length={length}{option})"]
+    picked = [f"{name}_out[0]"] + [f"{name}_out[1][{k}]" for k in range(len(ys))]
+    w.emit(f"[{', '.join(picked)}]", 8.0, before=before, scale=False)
+
+
+@statement(0.7)
+def accumulate(w: Writer) -> None:
+    """Microbatches: a gradient summed in the carry."""
+    x = w.pick(ranks=(2, 3), such=lambda v: any(v.shape[0] % p == 0 and v.shape[0] > p for p in (2, 4)))
+    parts = w.of([p for p in (2, 4) if x.shape[0] % p == 0 and x.shape[0] > p])
+    weight = w.fresh((x.shape[-1], w.of(list(w.sizes.values()))))
+    name = f"f{w.name()[1:]}"
+    before = [
+        f"def {name}(g, part):",
+        f"    loss, one = jax.value_and_grad(lambda u: (jnp.tanh(part @ u) ** 2).mean())({weight.name})",
+        "    return g + one, loss",
+        f"{name}_out = lax.scan({name}, jnp.zeros_like({weight.name}), {x.name}.reshape({parts}, -1, *{x.name}.shape[1:]))",
+    ]
+    w.emit(f"[{name}_out[0], {name}_out[1]]", 4.0, before=before, scale=False)
+
+
+@statement(0.7)
+def loop(w: Writer) -> None:
+    """fori_loop and while_loop, with trips that are known and trips that depend on data."""
+    x = w.pick(ranks=(1, 2, 3))
+    i, carry = w.param((), "i", 3, 0), w.param(x.shape, top=4.0)
+    dynamic = w.depth == 0 and w.chance(0.4)  # not differentiable in reverse
+    with w.body([i, carry]) as b:
+        fill(b, 1 + w.rng.randrange(2))
+        new = result(b, x.shape, carry.name)
+        name, text = w.define(b, [i, carry], new)
+    if dynamic:
+        ids = (
+            w.pick("i", ranks=(1,)) if any(v.kind == "i" and len(v.shape) == 1 for v in w.vars) else w.fresh((4,), "i")
+        )
+        call = w.of([
+            f"lax.fori_loop(0, {ids.name}[0] % 4, {name}, {x.name})",
+            f"lax.while_loop(lambda s: (s[0] < 3) & ({ids.name}.sum() > s[0]), lambda s: (s[0] + 1, {name}(*s)), (0, {x.name}))[1]",
+            f"lax.while_loop(lambda s: (s[0] < 4) & (jnp.round(s[1]).sum() < 1e6), lambda s: (s[0] + 1, {name}(*s)), (0, {x.name}))[1]",
+        ])  # fmt: skip
+        expr = call
+        w.forward_only = True
+    else:
+        expr = f"lax.fori_loop(0, 3, {name}, {x.name})"
+    w.emit(f"{expr} + 0", 8.0, before=text)
+
+
+@statement(0.8)
+def branch(w: Writer) -> None:
+    """cond and switch on a value of the data."""
+    x = w.pick(ranks=(1, 2, 3))
+    n = w.of([2, 2, 3])
+    text: list[str] = []
+    branches = []
+    for _ in range(n):
+        p = w.param(x.shape, top=x.top, bits=x.bits)
+        with w.body([p]) as b:
+            fill(b, w.rng.randrange(3))
+            name, lines = w.define(
+                b,
+                [p],
+                w.of([f"({result(b, x.shape, p.name)}, {p.name}.sum())", f"({p.name} * 2, 0.5 + 0 * {p.name}.sum())"]),
+            )
+        text += lines
+        branches.append(name)
+    ids = (
+        w.pick("i", ranks=(1, 2))
+        if any(v.kind == "i" and len(v.shape) in (1, 2) for v in w.vars)
+        else w.fresh((4,), "i")
+    )
+    if n == 2:
+        expr = f"lax.cond({ids.name}.sum() % 2 == 0, {branches[0]}, {branches[1]}, {x.name})"
+    else:
+        expr = f"lax.switch({ids.name}.sum() % 3, [{', '.join(branches)}], {x.name})"
+    w.emit(expr, 16.0, before=text, scale=False)
+
+
+@statement(1.2)
+def call(w: Writer) -> None:
+    """jit, checkpoint, own derivatives, gradients inside."""
+    x = w.pick(ranks=(1, 2, 3))
+    p = w.param(x.shape, top=x.top, bits=x.bits)
+    how = w.of(["jit", "checkpoint", "policy", "custom_vjp", "custom_jvp", "grad", "vjp", "jvp"])
+    with w.body([p]) as b:
+        fill(b, 1 + w.rng.randrange(3))
+        new = result(b, x.shape, p.name)
+        name, text = w.define(b, [p], new)
+    if how == "jit":
+        expr = f"jax.jit({name})({x.name}) + jax.jit({name})({x.name} * 0.5)"
+    elif how == "checkpoint":
+        expr = f"jax.checkpoint({name})({x.name})"
+    elif how == "policy":
+        expr = f"jax.checkpoint({name}, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)({x.name})"
+    elif how == "custom_vjp":
+        text = [*text, f"{name}_c = jax.custom_vjp(lambda x: jnp.tanh(x) + {name}_k(x))", f"{name}_k = lambda x: x * 0.5",
+                f"{name}_c.defvjp(lambda x: (jnp.tanh(x), x), lambda r, g: (g * (1 - jnp.tanh(r) ** 2) + 0.5 * g,))"]  # fmt: skip
+        expr = f"{name}_c({name}({x.name}))"
+    elif how == "custom_jvp":
+        text = [*text, f"{name}_c = jax.custom_jvp(lambda x: x * jnp.tanh(x))",
+                f"{name}_c.defjvp(lambda p, t: ({name}_c(p[0]), t[0] * jnp.tanh(p[0]) + p[0] * t[0]))"]  # fmt: skip
+        expr = f"{name}_c({name}({x.name}))"
+    elif how == "grad":
+        expr = f"jax.grad(lambda x: (0.25 * {name}(x) ** 2).sum())({x.name})"
+    elif how == "vjp":
+        expr = f"jax.vjp({name}, {x.name})[1](0.5 * {name}({x.name}))[0]"
+    else:
+        expr = f"jax.jvp({name}, ({x.name},), (0.5 * {x.name},))[1]"
+    w.emit(expr, 16.0, before=text)
+
+
+@statement(1)
+def mapped(w: Writer) -> None:
+    """vmap along any dim, lax.map."""
+    x = w.pick(ranks=(2, 3), such=lambda v: min(v.shape) > 1)
+    axis = w.rng.randrange(len(x.shape))
+    shape = (*x.shape[:axis], *x.shape[axis + 1 :])
+    p = w.param(shape, top=x.top, bits=x.bits if x.exact else None)
+    with w.body([p]) as b:
+        fill(b, 1 + w.rng.randrange(3))
+        new = result(b, shape, p.name)
+        name, text = w.define(b, [p], new)
+    out = w.of([0, axis, len(shape)])
+    expr = (
+        f"jax.vmap({name}, in_axes={axis}, out_axes={out})({x.name})"
+        if axis or w.chance(0.7)
+        else f"lax.map({name}, {x.name})"
+    )
+    w.emit(expr, 8.0, before=text)
+
+
+@statement(1)
+def layer(w: Writer) -> None:
+    """Layers as people write them: attention, gated MLP, layer norm, cross-entropy, one-hot mixture, recurrences."""
+    kind = w.of(["attention", "mlp", "norm", "loss", "mixture", "lstm", "state_space"])
+    if kind == "attention":
+        x = w.pick(ranks=(3,), such=lambda v: v.shape[-1] % 4 == 0)
+        name = f"f{w.name()[1:]}"
+        before = [
+            f"{name}_q = {x.name}.reshape(*{x.name}.shape[:2], 4, -1)",
+            f"{name}_k = jnp.flip({name}_q[:, :, ::2], 1)",
+            f"{name}_g = {name}_q.reshape(*{name}_k.shape[:3], 2, -1)",
+            f"{name}_s = jnp.einsum('bqkgd,bskd->bkgqs', {name}_g, {name}_k) / 4",
+            f"{name}_s = jnp.where(jnp.tril(jnp.ones({name}_s.shape[-2:], bool)), {name}_s, -1e9)",
+        ]
+        w.emit(
+            f"jnp.einsum('bkgqs,bskd->bqkgd', nn.softmax({name}_s, -1), {name}_k).reshape({x.name}.shape)",
+            x.top,
+            before=before,
+        )
+    elif kind == "mlp":
+        x = w.pick(ranks=(2, 3))
+        up = w.fresh((x.shape[-1], w.of(list(w.sizes.values()))))
+        w.emit(f"(nn.silu({x.name} @ {up.name} * 0.25) * ({x.name} @ {up.name})) @ {up.name}.T * 0.125", 8.0)
+    elif kind == "norm":
+        x = w.pick(ranks=(2, 3))
+        g = w.fresh(x.shape[-1:])
+        w.emit(f"nn.standardize({x.name}, -1, epsilon=0.5) * {g.name}", 16.0)
+    elif kind == "loss":
+        x = w.pick(ranks=(2, 3))
+        ids = w.fresh(x.shape[:-1], "i")
+        w.emit(w.of([
+            f"-jnp.take_along_axis(nn.log_softmax({x.name}), ({ids.name} % {x.shape[-1]})[..., None], -1).mean()",
+            f"(nn.logsumexp({x.name}, -1) - ({x.name} * nn.one_hot({ids.name} % {x.shape[-1]}, {x.shape[-1]})).sum(-1)).mean()",
+        ]), 16.0)  # fmt: skip
+    elif kind == "mixture":
+        x = w.pick(ranks=(2,), such=lambda v: v.shape[0] >= 4)
+        experts, n = 4, x.shape[0]
+        up = w.fresh((experts, x.shape[1], w.of([4, 8])))
+        ids = w.fresh((n,), "i")
+        name = f"f{w.name()[1:]}"
+        before = [
+            f"{name}_e = nn.one_hot({ids.name} % {experts}, {experts})",
+            f"{name}_p = (jnp.cumsum({name}_e, 0) - 1) * {name}_e",
+            f"{name}_d = {name}_e[:, :, None] * nn.one_hot({name}_p.astype(jnp.int32), {n // 2})",
+            f"{name}_h = nn.relu(jnp.einsum('tec,td,edf->ecf', {name}_d, {x.name}, {up.name}) + 0.37)",
+        ]
+        w.emit(f"jnp.einsum('tec,ecf->tf', {name}_d, {name}_h) * 0.125", 8.0, before=before)
+    elif kind == "lstm":
+        x = w.pick(ranks=(3,))
+        u = w.fresh((x.shape[-1], 16))
+        name = f"f{w.name()[1:]}"
+        before = [
+            f"def {name}(s, x):",
+            f"    i, f, g, o = jnp.split(x @ {u.name} * 0.25 + jnp.tile(s[0], 4), 4, -1)",
+            "    c = nn.sigmoid(f) * s[1] + nn.sigmoid(i) * jnp.tanh(g)",
+            "    h = nn.sigmoid(o) * jnp.tanh(c)",
+            "    return (h, c), h",
+            f"{name}_z = jnp.zeros(({x.shape[1]}, 4), F)",
+        ]
+        w.emit(f"lax.scan({name}, ({name}_z, {name}_z), {x.name})[1]", 1.0, before=before)
+    else:
+        x = w.pick(ranks=(2, 3))
+        a = w.fresh(x.shape[-1:])
+        axis = len(x.shape) - 2
+        w.emit(
+            f"lax.associative_scan(lambda l, r: (l[0] * r[0], r[0] * l[1] + r[1]), (jnp.broadcast_to(nn.sigmoid({a.name}), {x.shape}), {x.name}), axis={axis})[1]",
+            16.0,
+        )
+
+
+BODIES = frozenset({"scan", "loop", "branch", "call", "mapped", "accumulate"})

@@ -1,0 +1,6 @@
+"""Let the tests of this folder import its helpers."""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(__file__))

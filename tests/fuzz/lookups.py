@@ -1,0 +1,216 @@
+"""The statements of random programs that look up, write by index, slide windows, draw random bits, solve systems."""
+# ruff: noqa: E501   programs are text, which reads best in one piece
+
+from __future__ import annotations
+
+import math
+
+from statements import statement
+from writer import Skip, Var, Writer
+
+# -- lookups
+
+
+def indices(w: Writer, ranks: tuple[int, ...] = (1, 2), shape: tuple[int, ...] | None = None) -> Var:
+    try:
+        return w.pick("i", ranks, such=lambda v: shape is None or v.shape == shape)
+    except Skip:
+        sizes = list(w.sizes.values())
+        return w.fresh(shape or tuple(w.of(sizes) for _ in range(w.of(ranks))), "i")
+
+
+@statement(2)
+def lookup(w: Writer) -> None:
+    x = w.pick(ranks=(1, 2, 3))
+    i = w.rng.randrange(len(x.shape))
+    n = x.shape[i]
+    ids = indices(w, (1, 2) if len(x.shape) < 3 else (1,))
+    lead = ":, " * i
+    text = w.of([
+        f"{x.name}[{lead}{ids.name} % {n}]", f"jnp.take({x.name}, {ids.name} % {n}, {i})", f"{x.name}.at[{lead}{ids.name}].get(mode='clip')",
+        f"{x.name}.at[{lead}{ids.name} * 5 - 3].get(mode='fill', fill_value=0.5)", f"{x.name}.at[{lead}{ids.name}].get(mode='promise_in_bounds')" if n >= 8 else f"{x.name}[{lead}{ids.name} % {n}]",
+        f"{x.name}[{lead}jnp.arange({n})[::-1]]", f"nn.one_hot({ids.name}, {n}, dtype=F) @ {x.name}" if i == 0 and len(x.shape) < 3 else f"jnp.take({x.name}, {ids.name} % {n}, {i}, mode='clip')",
+        f"jnp.take({x.name}, {ids.name} % {n}, {i}, mode='wrap')", f"{x.name}.at[{lead}{ids.name}].get(mode='drop', fill_value=0)",
+    ])  # fmt: skip
+    w.emit(text, max(x.top, 1), None if x.bits is None else max(x.bits, 1))
+
+
+@statement(0.8)
+def lookup_along(w: Writer) -> None:
+    x = w.pick(ranks=(2, 3))
+    n = x.shape[-1]
+    ids = indices(w, shape=x.shape[:-1])
+    w.emit(w.of([
+        f"jnp.take_along_axis({x.name}, ({ids.name} % {n})[..., None], -1)", f"jnp.take_along_axis({x.name}, ({ids.name} % {n})[..., None], -1)[..., 0]",
+        f"jnp.take_along_axis({x.name}, jnp.argsort(lax.stop_gradient(jnp.round({x.name})), -1), -1)" if x.exact else f"{x.name}[..., 0] + {ids.name} % 3",
+        f"{x.name}[jnp.arange({x.shape[0]}), ..., ({ids.name}.reshape({x.shape[0]}, -1)[:, 0]) % {n}]",
+    ]), x.top + 3, x.bits)  # fmt: skip
+
+
+@statement(2)
+def write(w: Writer) -> None:
+    """Writes by index."""
+    x = w.pick(ranks=(1, 2, 3), such=lambda v: v.top <= 64)
+    i = w.rng.randrange(len(x.shape))
+    n = x.shape[i]
+    ids = indices(w, (1,))
+    m = ids.shape[0]
+    shape = (*x.shape[:i], m, *x.shape[i + 1 :])
+    lead = ":, " * i
+    if w.chance(0.5):
+        new, bits, top = "0.5", 1, 0.5
+    else:
+        v = w.like(Var("", shape, "f", 1.0))
+        new, bits, top = v.name, v.bits if v.exact else None, v.top
+    bits = None if bits is None or x.bits is None else max(bits, x.bits)
+    unique = f"jnp.arange({min(m, n)})"
+    cut_new = new if new == "0.5" or m <= n else "0.25"
+    top = x.top + top * m
+    text = w.of([
+        f"{x.name}.at[{lead}{ids.name} % {n}].add({new})", f"{x.name}.at[{lead}{ids.name} * 3 - 4].add({new}, mode='drop')", f"{x.name}.at[{lead}{ids.name}].add({new}, mode='clip')",
+        f"{x.name}.at[{lead}{unique}].set({cut_new})", f"{x.name}.at[{lead}1].set(0.25)" if n > 1 else f"{x.name}.at[{lead}0].set(2.0)", f"{x.name}.at[{lead}:1].multiply(0.5)",
+        f"lax.stop_gradient({x.name}).at[{lead}{ids.name} % {n}].max({'lax.stop_gradient(' + new + ')' if new != '0.5' else new})", f"{x.name}.at[{lead}{ids.name} % {n}].subtract({new})",
+        f"lax.stop_gradient({x.name}).at[{lead}{ids.name} % {n}].min(0.25)", f"jnp.zeros({(8, *x.shape[1:])}).at[{ids.name}[0] % 8].add({x.name}[0])" if len(x.shape) > 1 else f"{x.name}.at[0].set(1.0)",
+        f"{x.name}.at[{lead}{n // 2}:].add(1.0)", f"jnp.zeros_like({x.name}).at[{lead}{ids.name} % {n}].add({new})", f"{x.name}.at[{lead}{unique}].multiply({cut_new}, unique_indices=True)" if top < 16 else f"{x.name}.at[0].add(0.5)",
+    ])  # fmt: skip
+    if "multiply" in text:
+        bits, top = None, x.top * top
+    w.emit(text, top, None if bits is None else max(bits, 2))
+
+
+@statement(0.5)
+def segments(w: Writer) -> None:
+    x = w.pick(ranks=(1, 2))
+    ids = indices(w, shape=x.shape[:1])
+    n = w.of([4, 8, 6])
+    w.emit(w.of([f"jax.ops.segment_sum({x.name}, {ids.name} % {n}, {n})", f"jnp.bincount({ids.name}, length={n}).astype(F)", f"jax.ops.segment_sum({x.name}, {ids.name}, 4)"]),
+           max(x.top, 1) * x.shape[0], x.bits)  # fmt: skip
+
+
+@statement(1.2)
+def dynamic(w: Writer) -> None:
+    """Dynamic slices and updates at starts that depend on data, in bounds and out."""
+    x = w.pick(ranks=(1, 2, 3))
+    sizes = [n if w.chance(0.5) else 1 + w.rng.randrange(n) for n in x.shape]
+    starts = []
+    for n, m in zip(x.shape, sizes, strict=True):
+        if n == m and w.chance(0.7):
+            starts.append("0")
+        elif w.chance(0.5):
+            starts.append(str(w.rng.randrange(-1, n + 1)))
+        else:
+            ids = indices(w, (1,))
+            starts.append(f"{ids.name}[{w.rng.randrange(ids.shape[0])}]")
+    at = f"({', '.join(starts)},)"
+    i = w.rng.randrange(len(x.shape))
+    lead = ", ".join(":" if k != i else "0" for k in range(len(x.shape)))
+    w.emit(w.of([
+        f"lax.dynamic_slice({x.name}, {at}, {tuple(sizes)})", f"lax.dynamic_update_slice({x.name}, 0.5 * lax.slice({x.name}, {(0,) * len(sizes)}, {tuple(sizes)}), {at})",
+        f"lax.dynamic_index_in_dim({x.name}, {starts[i]}, {i}, keepdims=False)", f"lax.dynamic_update_index_in_dim({x.name}, {x.name}[{lead}] + 1.0, {starts[i]}, {i})",
+        f"lax.dynamic_slice_in_dim({x.name}, {starts[i]}, {sizes[i]}, axis={i})",
+    ]), x.top + 1, None if x.bits is None else x.bits + 1)  # fmt: skip
+
+
+@statement(0.3)
+def searched(w: Writer) -> None:
+    x = w.pick(ranks=(1,), exact=True)
+    y = w.pick(ranks=(1, 2), exact=True)
+    w.emit(f"jnp.searchsorted(jnp.sort(lax.stop_gradient({x.name})), lax.stop_gradient({y.name}))", 99, 0, scale=False)
+
+
+# -- windows
+
+
+@statement(1.5)
+def convolution(w: Writer) -> None:
+    rank = w.of([1, 2, 2])
+    x = (
+        w.pick(ranks=(rank + 2,))
+        if w.chance(0.5)
+        else w.fresh((w.of([2, 4, 8]), *(w.of([4, 6, 8]) for _ in range(rank)), w.of([4, 8])))
+    )
+    c = x.shape[-1]
+    groups = w.of([1, 1, 1, *(g for g in (2, 4, c) if c % g == 0)])
+    window = tuple(w.of([1, 1, 2, 3, 3]) for _ in range(rank))
+    out = groups * w.of([1, 2, 4] if groups > 1 else [2, 4, 8])
+    kernel = w.fresh((*window, c // groups, out))
+    letters = "WH"[:rank][::-1]
+    strides = tuple(w.of([1, 1, 2]) for _ in range(rank))
+    padding = w.of(["'SAME'", "'VALID'", str([(w.of([0, 1, 2]), 1)] * rank)])
+    if any(n < k for n, k in zip(x.shape[1:-1], window, strict=True)):
+        raise Skip
+    more = w.of(
+        [
+            "",
+            "",
+            f", rhs_dilation={(2,) * rank}" if all(n > 4 for n in x.shape[1:-1]) else "",
+            f", lhs_dilation={(2,) * rank}" if math.prod(x.shape) < 512 else "",
+        ]
+    )
+    lhs, operand = f"N{letters}C", x.name
+    if w.chance(0.3):
+        order = (0, rank + 1, *range(1, rank + 1))
+        lhs, operand = f"NC{letters}", f"{x.name}.transpose{order}"
+    n = c // groups * math.prod(window)
+    if "lhs_dilation" in more:
+        padding = str([(1, 2)] * rank)
+    w.emit(f"lax.conv_general_dilated({operand}, {kernel.name}, {strides}, {padding}{more}, dimension_numbers=('{lhs}', '{letters}IO', '{lhs}'), feature_group_count={groups})",
+           x.top * kernel.top * n, x.bits + 2 if x.exact and x.bits is not None else None)  # fmt: skip
+
+
+@statement(1)
+def pool(w: Writer) -> None:
+    x = w.pick(ranks=(2, 3, 4))
+    window = [w.of([1, 2, 3]) if w.chance(0.6) else 1 for _ in x.shape]
+    if all(k == 1 for k in window) or any(k > n for k, n in zip(window, x.shape, strict=True)):
+        raise Skip
+    strides = [w.of([1, k]) for k in window]
+    padding = w.of(["'SAME'", "'VALID'"])
+    n = math.prod(window)
+    kinds = [("N(0), lax.add", x.top * n, x.bits)]
+    if x.exact:
+        kinds += [("N(-np.inf), lax.max", x.top, x.bits)] * 2 + [("N(np.inf), lax.min", x.top, x.bits)]
+    text, top, bits = w.of(kinds)
+    w.emit(f"lax.reduce_window({x.name}, {text}, {tuple(window)}, {tuple(strides)}, {padding})", top, bits)
+
+
+# -- random bits
+
+
+@statement(1.5)
+def random(w: Writer) -> None:
+    if w.chance(0.5):
+        key = f"jax.random.key({w.rng.randrange(100)})"
+    else:
+        keys = [v for v in w.vars if v.kind == "k" and v.shape == ()]
+        var = w.of(keys) if keys else w.fresh((), "k")
+        w.used.add(var.name)
+        key = w.of(
+            [var.name, f"jax.random.fold_in({var.name}, {w.rng.randrange(9)})", f"jax.random.split({var.name}, 3)[1]"]
+        )
+    x = w.pick(ranks=(1, 2, 3))
+    shape = x.shape
+    text = w.of([
+        "jax.random.normal({k}, {s}, jnp.float32).astype(F)", "jnp.where(jax.random.bernoulli({k}, 0.75, {s}), {x} / 0.75, 0)", "jax.random.uniform({k}, {s}, jnp.float32).astype(F)",
+        "jax.random.truncated_normal({k}, -2, 2, {s}, jnp.float32).astype(F)", "(jax.random.randint({k}, {s}, 0, 8) * {x})", "jax.random.gumbel({k}, {s}, jnp.float32).astype(F)",
+        "jax.random.permutation({k}, {x})", "(jax.random.bits({k}, {s}) >> 24).astype(F) / 16 + {x}", "jax.random.choice({k}, {x})",
+        "jax.random.normal(jax.random.key(3, impl='rbg'), {s}, jnp.float32).astype(F)", "jax.vmap(lambda k, y: y * jax.random.uniform(k, y.shape, jnp.float32).astype(F))(jax.random.split({k}, {s}[0]), {x})",
+        "(jax.random.categorical({k}, jnp.zeros({s}))[..., None] + {x})", "(jax.random.bits({k}, {s}, 'uint8') >> 4).astype(F) + {x}", "jax.random.exponential({k}, {s}, jnp.float32).astype(F)",
+        "jax.random.rademacher({k}, {s}, F) * {x}", "jax.random.laplace({k}, {s}, jnp.float32).astype(F)",
+    ])  # fmt: skip
+    w.emit(text.replace("{k}", key).replace("{s}", str(shape)).replace("{x}", x.name), max(20.0, 8 * x.top))
+
+
+# -- linear algebra
+
+
+@statement(0.6)
+def algebra(w: Writer) -> None:
+    x = w.pick(ranks=(2, 3), such=lambda v: v.shape[-1] <= 8 and v.shape[-2] <= 8)
+    n = x.shape[-2]
+    spd = f"0.1 * jnp.tanh({x.name}) @ jnp.tanh({x.name}).swapaxes(-1, -2) + 2.0 * jnp.eye({n})"
+    w.emit(w.of([
+        f"jnp.linalg.cholesky({spd})", f"jax.scipy.linalg.solve_triangular(jnp.tril({spd}), jnp.tanh({x.name}), lower=True)" if len(x.shape) == 2 else f"lax.linalg.triangular_solve({spd}, {x.name}, left_side=True, lower=True)",
+        f"jnp.linalg.inv({spd})", f"jnp.linalg.solve({spd}, {x.name})", f"jnp.abs(jnp.fft.fft({x.name}) + 1.5j).astype(F)" if x.exact else f"jnp.fft.rfft({x.name}).real.astype(F)", f"jnp.linalg.det({spd})",
+        f"jnp.trace({spd}, axis1=-2, axis2=-1)", f"jnp.linalg.qr({spd})[1]",
+    ]), 64.0)  # fmt: skip

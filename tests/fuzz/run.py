@@ -1,0 +1,154 @@
+"""Running a case: sharded and unsharded, in f32; where they differ by more than a few roundings, against a run in f64."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from programs import Case
+
+import meshpar as mp
+from meshpar.verify.numbers import QUICK
+
+
+@functools.cache
+def quick() -> dict[str, Any]:
+    """Compiler options that make plain code fast; the first that this version has."""
+    for options in QUICK:
+        try:
+            jax.jit(lambda x: x).lower(1.0).compile(compiler_options=options)
+            return options
+        except jax.errors.JaxRuntimeError:
+            continue
+    return {}
+
+
+FEW = 2e-5
+"""What a leaf may differ by without a question, as a part of its largest value."""
+
+
+@dataclass
+class Difference:
+    """A leaf that differs: which, by how much, how much it may."""
+
+    leaf: int
+    largest: float
+    allowed: float
+    what: str
+
+    def __str__(self) -> str:
+        return f"result {self.leaf}: {self.what}; differs by {self.largest:.3g}, may by {self.allowed:.3g}"
+
+
+@dataclass
+class Reference:
+    """The unsharded run: its results, and the primitives of the program, bodies included."""
+
+    results: list[np.ndarray]
+    primitives: Counter[str]
+
+
+def unsharded(case: Case) -> Reference:
+    args = case.program.values()
+    traced = jax.jit(case.program.function()).trace(*args)
+    results = traced.lower().compile(compiler_options=quick())(*args)
+    return Reference([host(x) for x in results], primitives(traced.jaxpr.jaxpr))
+
+
+def sharded(case: Case, lowering: str) -> list[Any]:
+    program = case.program
+    run = mp.jit(program.function(), mesh=mp.mesh(case.mesh), layout=case.layout, dims=program.dims, lowering=lowering,
+                 compiler_options=quick())  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mp.JoinWarning)
+        return list(run(*program.values()))
+
+
+def in_f64(case: Case) -> list[np.ndarray]:
+    """The results of the program in f64: what both runs approximate."""
+    with jax.enable_x64(True):
+        run = jax.jit(case.program.function(jnp.float64))
+        args = case.program.values(np.float64)
+        return [host(x) for x in run.lower(*args).compile(compiler_options=quick())(*args)]
+
+
+def host(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def differences(case: Case, lowering: str, given: Reference | None = None) -> list[Difference]:
+    """The leaves on which a sharded run differs from the unsharded one by more than rounding."""
+    reference = (given or unsharded(case)).results
+    found = [worst(k, x, r) for k, (x, r) in enumerate(zip(sharded(case, lowering), reference, strict=True))]
+    found = [d for d in found if d is not None]
+    if all(reference[d.leaf].dtype.kind != "f" for d in found):
+        return found
+    exact = in_f64(case)
+    # terms that cancel leave the rounding of the terms, which are as large as other results
+    floor = (
+        4
+        * float(np.finfo(np.float32).eps)
+        * max(1.0, *(float(np.abs(e[np.isfinite(e)]).max(initial=0.0)) for e in exact))
+    )
+    kept = []
+    for d in found:
+        r, e = reference[d.leaf], exact[d.leaf]
+        if r.dtype.kind == "f":
+            # both runs round, so several times the error of the one that is the reference
+            error = np.abs(r.astype(np.float64) - e)
+            d.allowed += 8 * float(error[np.isfinite(error)].max(initial=0.0)) + floor
+        if d.largest > d.allowed:
+            kept.append(d)
+    return kept
+
+
+def worst(leaf: int, x: Any, reference: np.ndarray) -> Difference | None:
+    """The largest difference of any device's part; None if it is within a few roundings."""
+    if x.shape != reference.shape or x.dtype != reference.dtype:
+        return Difference(leaf, np.inf, 0.0, f"{x.dtype}{list(x.shape)} for {reference.dtype}{list(reference.shape)}")
+    if reference.size == 0:
+        return None
+    finite = np.abs(reference[np.isfinite(reference)]) if reference.dtype.kind == "f" else np.zeros(0)
+    allowed = FEW * float(finite.max(initial=0.0))
+    largest, what = -1.0, ""
+    for shard in x.addressable_shards:
+        mine, want = np.asarray(shard.data), reference[shard.index]
+        if mine.shape != want.shape:
+            return Difference(leaf, np.inf, 0.0, f"a shard of shape {mine.shape} where {want.shape} should be")
+        if reference.dtype.kind != "f":
+            gap = (mine != want).astype(float)
+        else:
+            with np.errstate(invalid="ignore", over="ignore"):
+                same = (mine == want) | (np.isnan(mine) & np.isnan(want))
+                gap = np.where(same, 0.0, np.abs(mine.astype(np.float64) - want))
+            gap = np.where(np.isfinite(gap), gap, np.inf)
+        at = np.unravel_index(int(np.argmax(gap)), gap.shape)
+        if gap[at] > largest:
+            largest, what = (
+                float(gap[at]),
+                f"{mine[at]} for {want[at]} at {[int(i) for i in at]} of {shard.index} on device {shard.device.id}",
+            )
+    return Difference(leaf, largest, allowed, what) if largest > allowed else None
+
+
+def primitives(jaxpr: Any) -> Counter[str]:
+    """How often each primitive stands in a jaxpr, its bodies included."""
+    found: Counter[str] = Counter()
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            found[eqn.primitive.name] += 1
+            for p in eqn.params.values():
+                for body in p if isinstance(p, tuple | list) else (p,):
+                    body = getattr(body, "jaxpr", body)
+                    if hasattr(body, "eqns"):
+                        walk(body)
+
+    walk(jaxpr)
+    return found

@@ -1,0 +1,84 @@
+"""Random programs under random layouts on random meshes are what they are unsharded: values and gradients, both lowerings."""
+
+import random
+
+import jax
+import numpy as np
+import programs
+import pytest
+import run
+import shrink
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from writer import Input, Program
+
+import meshpar as mp
+import meshpar.lower.partition
+
+CASES = 200
+
+
+@pytest.mark.slow
+@settings(max_examples=CASES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(case=programs.cases(statements=5), lowering=st.sampled_from(["shard_map", "jit"]))
+def test_sharded_is_unsharded(case, lowering):
+    found = run.differences(case, lowering)
+    assert not found, f"\n{case}\n" + "\n".join(map(str, found))
+
+
+# -- the fuzzer itself
+
+
+def case_of(lines, outs, layout, mesh="x=4, y=2", grads=("v1",), **shapes):
+    """A case by hand; inputs are named a, b, … by dim."""
+    inputs = [Input(name, shape, "f", tuple("abc"[: len(shape)])) for name, shape in shapes.items()]
+    made = dict.fromkeys((*shapes, *(line.split(" = ")[0] for line in lines)), ((8, 4), "f"))
+    program = Program(inputs, [[line] for line in lines], list(outs), list(grads), 0, made)
+    return programs.Case(program, mesh, mp.Layout(layout))
+
+
+FAULTY = case_of(
+    ["v3 = jnp.tanh(v1) * 2", "v4 = v3.sum(0)", "v5 = v2 - 1"], ["v4", "v5"], "a: x; b: y", v1=(8, 4), v2=(8,)
+)
+
+
+def test_a_planted_fault_is_found_and_made_small(monkeypatch):
+    """A partitioner that forgets to settle partial sums is caught; what is left of the case is the sum."""
+    assert not run.differences(FAULTY, "shard_map")
+    monkeypatch.setattr(meshpar.lower.partition, "settle", lambda x, have, *_: (x, have))
+    assert [d.leaf for d in run.differences(FAULTY, "shard_map")] == [0]
+    small = shrink.shrink(FAULTY, lambda c: bool(run.differences(c, "shard_map")))
+    assert small.program.lines == [["v4 = v1.sum(0)"]]
+    assert small.program.grads == []
+
+
+def test_a_single_wrong_copy_is_found(monkeypatch):
+    """Every device's part is compared, not one of the copies alone."""
+    case = case_of(["v3 = v1 + 1"], ["v3"], "a: x", grads=(), v1=(8, 4))
+    reference = run.unsharded(case).results[0]
+    (right,) = run.sharded(case, "shard_map")
+    assert run.worst(0, right, reference) is None
+    parts = [np.asarray(s.data) for s in right.addressable_shards]
+    parts[5] = parts[5] + 1
+
+    copies = [jax.device_put(p, s.device) for p, s in zip(parts, right.addressable_shards, strict=True)]
+    wrong = jax.make_array_from_single_device_arrays(right.shape, right.sharding, copies)
+    found = run.worst(0, wrong, reference)
+    assert found is not None
+    assert "device 5" in found.what
+
+
+def test_rounding_is_told_from_faults():
+    """The f64 run says how far f32 is off: a sum that cancels may differ, by no more than that."""
+    case = case_of(["v3 = (v1 * 3000 + jnp.tanh(v1)).sum() - (v1 * 3000).sum()"], ["v3"], "a: x", grads=(), v1=(8, 4))
+    (exact,), (rounded,) = run.in_f64(case), run.unsharded(case).results
+    assert exact.dtype == np.float64
+    assert abs(exact - rounded) > run.FEW * abs(exact)
+    for lowering in ("shard_map", "jit"):
+        assert not run.differences(case, lowering)
+
+
+def test_programs_are_written_alike_from_alike_generators():
+
+    texts = [str(programs.make_case(random.Random(seed))) for seed in ("a", "a", "b")]
+    assert texts[0] == texts[1] != texts[2]

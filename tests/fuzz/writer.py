@@ -1,0 +1,276 @@
+"""Writing random programs as Python text: variables with known shapes, statements appended one by one.
+
+A program is text because text is its own reproducer. Statements know of each operand a bound on its values and whether it
+is exact (a small multiple of a power of two, which no order of summation rounds), so that what jumps at ties (argmax, sort,
+comparisons) only ever sees exact operands, and values stay within bounds in which f32 is meaningful.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import meshpar as mp
+
+LARGEST = 4096
+"""Elements of the largest value."""
+
+
+class Skip(Exception):
+    """The statement does not fit what there is."""
+
+
+@dataclass(frozen=True)
+class Var:
+    """A variable: ``kind`` is ``f``, ``i``, ``b`` or ``k`` (keys); |values| <= ``top``; multiples of 2**-``bits``, if not None."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    top: float
+    bits: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        return self.bits is not None and math.log2(max(self.top, 1)) + self.bits <= 20
+
+
+@dataclass(frozen=True)
+class Input:
+    """A parameter of the program, and how to fill it."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    dims: tuple[str | None, ...]
+
+    def value(self, seed: int, real: Any = np.float32) -> Any:
+        rng = np.random.default_rng([seed, *self.name.encode()])
+        if self.kind == "i":
+            return rng.integers(0, 8, self.shape).astype(np.int32)
+        if self.kind == "k":
+            return jax.random.key(int(rng.integers(1 << 30)))
+        return (rng.integers(-8, 9, self.shape) / 4).astype(real)
+
+
+@dataclass
+class Program:
+    """Text of statements over inputs; what it returns; with respect to what it is differentiated."""
+
+    inputs: list[Input]
+    lines: list[list[str]]  # a statement each
+    outs: list[str]
+    grads: list[str]
+    seed: int
+    vars: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # shape and kind of what statements make
+
+    @property
+    def text(self) -> str:
+        """The function ``program``, which returns a tuple: the results, and the gradients of a projection of them."""
+        names = ", ".join(i.name for i in self.inputs)
+        body = [line for statement in self.lines for line in statement]
+        out = [f"def forward({names}):", *("    " + line for line in body), f"    return ({', '.join(self.outs)},)", ""]
+        out += [f"def program({names}):"]
+        floats = [k for k, name in enumerate(self.outs) if self.vars[name][1] == "f"]
+        if not self.grads or not floats:
+            return "\n".join([*out, f"    return forward({names})"])
+        out += [
+            f"    def projected({', '.join(self.grads)}):",
+            f"        outs = forward({names})",
+            f"        return sum((outs[k] * weights(outs[k])).sum() for k in {floats}), outs",
+            f"    grads, outs = jax.grad(projected, {tuple(range(len(self.grads)))}, has_aux=True)({', '.join(self.grads)})",
+            "    return (*outs, *grads)",
+        ]
+        return "\n".join(out)
+
+    def function(self, real: Any = jnp.float32) -> Callable[..., tuple[Any, ...]]:
+        scope = namespace(real)
+        exec(compile(self.text, "<program>", "exec"), scope)
+        return scope["program"]
+
+    def values(self, real: Any = np.float32) -> list[Any]:
+        return [i.value(self.seed, real) for i in self.inputs]
+
+    @property
+    def dims(self) -> dict[str, tuple[str | None, ...]]:
+        return {i.name: i.dims for i in self.inputs if any(i.dims)}
+
+
+def weights(x: Any) -> Any:
+    """Small whole numbers, another one for each element of a result: what the results are projected on."""
+    i = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
+    return ((i * 7 + i // 5) % 5 - 2).astype(x.dtype)
+
+
+def namespace(real: Any) -> dict[str, Any]:
+    """What programs may use; ``F`` is the dtype of their floats, ``N`` its scalar type in numpy."""
+    return {
+        "jax": jax,
+        "jnp": jnp,
+        "lax": lax,
+        "np": np,
+        "mp": mp,
+        "nn": jax.nn,
+        "F": real,
+        "N": np.dtype(real).type,
+        "weights": weights,
+    }
+
+
+class Writer:
+    """A function body that is being written."""
+
+    def __init__(self, rng: random.Random, sizes: Mapping[str, int], parent: Writer | None = None):
+        self.rng, self.sizes, self.parent = rng, sizes, parent
+        self.vars: list[Var] = list(parent.vars) if parent else []
+        self.forward_only = False
+        self.lines: list[list[str]] = []
+        self.inputs: list[Input] = parent.inputs if parent else []
+        self.count: list[int] = parent.count if parent else [0]
+        self.used: set[str] = parent.used if parent else set()
+        self.depth: int = parent.depth + 1 if parent else 0
+
+    # -- choosing
+
+    def chance(self, p: float) -> bool:
+        return self.rng.random() < p
+
+    def of(self, items: Sequence[Any]) -> Any:
+        if not items:
+            raise Skip
+        return items[self.rng.randrange(len(items))]
+
+    def pick(
+        self, kind: str = "f", ranks: Sequence[int] = (1, 2, 3, 4), exact: bool = False,
+        such: Callable[[Var], bool] = lambda v: True,
+    ) -> Var:  # fmt: skip
+        """A variable, the later the likelier."""
+        found = [
+            v for v in self.vars
+            if v.kind in kind and len(v.shape) in ranks and (v.exact or not exact) and 0 not in v.shape and such(v)
+        ]  # fmt: skip
+        if not found:
+            raise Skip
+        recent = found[-4:] if self.chance(0.6) else found
+        var = self.of(recent)
+        self.used.add(var.name)
+        return var
+
+    def like(self, var: Var, exact: bool = False) -> Var:
+        """Another variable that broadcasts with this one."""
+
+        def fits(v: Var) -> bool:
+            try:
+                return v.name != var.name and np.broadcast_shapes(v.shape, var.shape) == var.shape
+            except ValueError:
+                return False
+
+        try:
+            return self.pick(ranks=(0, 1, 2, 3, 4), exact=exact, such=fits)
+        except Skip:
+            shape = tuple(n if self.chance(0.8) else 1 for n in var.shape[self.rng.randrange(2) :])
+            return self.fresh(shape)
+
+    def fresh(self, shape: Sequence[int], kind: str = "f") -> Var:
+        """A new input of the program."""
+        root = self
+        while root.parent is not None:
+            root = root.parent
+        if len(self.inputs) >= 7 or math.prod(shape) > 2048:
+            raise Skip
+        dims: list[str | None] = []
+        for n in shape:
+            names = [a for a, size in self.sizes.items() if size == n and a not in dims]
+            dims.append(self.of(names) if names and self.chance(0.85) else None)
+        name = self.name()
+        self.inputs.append(Input(name, tuple(shape), kind, tuple(dims)))
+        var = Var(name, tuple(shape), kind, 2.0 if kind == "f" else 7.0, {"f": 2, "i": 0}.get(kind))
+        writer: Writer | None = self
+        while writer is not None:  # it is there in every body that is open
+            writer.vars.insert(0, var)
+            writer = writer.parent
+        self.used.add(name)
+        return var
+
+    def name(self) -> str:
+        self.count[0] += 1
+        return f"v{self.count[0]}"
+
+    # -- writing
+
+    def emit(
+        self, expr: str, top: float = 2.0, bits: int | None = None, before: Sequence[str] = (), scale: bool = True
+    ) -> list[Var]:
+        """Append ``name = expr``; values that may be large are scaled by a power of two."""
+        if scale and top > 16 and math.isfinite(top):
+            k = math.ceil(math.log2(top / 4))
+            expr, top = f"({expr}) * {2.0**-k}", top * 2.0**-k
+            bits = None if bits is None else bits + k
+        shapes = self.shapes(before, expr)
+        leaves = jax.tree.leaves(shapes)
+        if not leaves or any(math.prod(s.shape) > LARGEST or len(s.shape) > 5 for s in leaves):
+            raise Skip
+        new = []
+        for s in leaves:
+            new.append(Var(self.name(), tuple(s.shape), _kind(s.dtype), top, bits if _kind(s.dtype) == "f" else 0))
+        names = ", ".join(v.name for v in new)
+        single = not isinstance(shapes, list | tuple)
+        self.lines.append(
+            [*before, f"{names} = {expr}" if single else f"{names}, = {expr}" if len(new) == 1 else f"{names} = {expr}"]
+        )
+        self.vars += new
+        return new
+
+    def shapes(self, before: Sequence[str], expr: str) -> Any:
+        """The shapes of an expression."""
+        env = {v.name: jax.ShapeDtypeStruct(v.shape, _DTYPES[v.kind]) for v in self.vars if v.kind != "k"}
+        keys = {v.name: jax.random.key(0) for v in self.vars if v.kind == "k"}
+
+        def run(env: dict[str, Any]) -> Any:
+            scope = {**namespace(jnp.float32), **keys, **env}
+            exec("\n".join([*before, f"_out = {expr}"]), scope)
+            return scope["_out"]
+
+        return jax.eval_shape(run, env)
+
+    @contextmanager
+    def body(self, params: Sequence[Var]) -> Iterator[Writer]:
+        """A writer of a nested function's body."""
+        inner = Writer(self.rng, self.sizes, self)
+        inner.vars += params
+        yield inner
+
+    def define(self, inner: Writer, params: Sequence[Var], result: str) -> tuple[str, list[str]]:
+        """(the name of the nested function, its text)."""
+        name = f"f{self.name()[1:]}"
+        lines = [line for statement in inner.lines for line in statement]
+        head = f"def {name}({', '.join(p.name for p in params)}):"
+        return name, [head, *("    " + line for line in lines), f"    return {result}"]
+
+    def param(self, shape: Sequence[int], kind: str = "f", top: float = 2.0, bits: int | None = None) -> Var:
+        return Var(self.name(), tuple(shape), kind, top, bits)
+
+
+_DTYPES = types.MappingProxyType({"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_})
+
+
+def _kind(dtype: Any) -> str:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return "k"
+    if dtype == jnp.bool_:
+        return "b"
+    if dtype == jnp.float32:
+        return "f"
+    if dtype == jnp.int32:
+        return "i"
+    raise Skip

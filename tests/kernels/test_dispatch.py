@@ -1,0 +1,265 @@
+"""Tokens to their experts' devices and back, on 8 virtual devices: even, uneven, empty and single-expert loads."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from meshpar_kernels import expert_combine, expert_dispatch, grouped_matmul, ragged_all_to_all
+
+A, T, K, E, H = 8, 6, 2, 16, 4  # devices, tokens of each, choices, experts, width
+R = np.random.default_rng(0)
+X = R.normal(size=(A * T, H)).astype("f")
+SPLIT = P(("a", "b"))
+WEIGHT = R.normal(size=(A * T, K)).astype("f")
+MATRICES = (R.normal(size=(E, H, H)) / 2).astype("f")
+
+
+def even():
+    first = np.arange(A * T) % E
+    return np.stack([first, (first + 5) % E], -1)
+
+
+def uneven():
+    skewed = np.minimum(R.geometric(0.35, (A * T, 4 * K)) - 1, E)  # E: no choice
+    return np.stack(
+        [np.pad(np.unique(row)[:K], (0, max(0, K - len(np.unique(row)))), constant_values=E) for row in skewed]
+    )
+
+
+LOADS = {
+    "even": even(),
+    "uneven": uneven(),
+    "single": np.tile([3, E], (A * T, 1)),
+    "empty": np.full((A * T, K), E),
+    "out of range": np.where(R.random((A * T, K)) < 0.5, -1, even()),
+}
+
+
+def mesh():
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def on_devices(f):
+    return jax.jit(jax.shard_map(f, mesh=mesh(), in_specs=(SPLIT,) * 4, out_specs=SPLIT, check_vma=False))
+
+
+def expected(expert, x=X, weight=WEIGHT, matrices=MATRICES):
+    """In float64: Σ_j weight · x · W[expert]."""
+    y = np.zeros((A * T, H))
+    for t, j in np.argwhere((expert >= 0) & (expert < E)):
+        y[t] += float(weight[t, j]) * (x[t].astype(float) @ matrices[expert[t, j]].astype(float))
+    return y
+
+
+def layer(x, expert, weight, matrices, *, strategy, carried, rows=None, rounds=1):
+    total, left, most = 0.0, [], jnp.zeros(1, jnp.int32)
+    for r in range(rounds):
+        buffer, d = expert_dispatch(
+            x, expert, experts=E, weight=weight if carried else None, axis_name=("a", "b"), rows=rows,
+            first=r * (rows or 0), strategy=strategy,
+        )  # fmt: skip
+        y = grouped_matmul(buffer, matrices, d.group_sizes, row_scale=d.row_scale, implementation="xla")
+        total = total + expert_combine(y, d, weight=None if carried else weight)
+        left.append(d.dropped)
+        most = d.most[None]
+    return total, jnp.stack(left)[None], most
+
+
+@functools.cache
+def compiled(strategy, carried):
+    return on_devices(functools.partial(layer, strategy=strategy, carried=carried))
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("strategy", "carried"), [("a2a", True), ("a2a", False), ("ring", True)])
+def test_there_and_back(load, strategy, carried):
+    expert = LOADS[load].astype(np.int32)
+    y, left, most = compiled(strategy, carried)(X, expert, WEIGHT, MATRICES)
+    np.testing.assert_allclose(y, expected(expert), rtol=1e-5, atol=1e-5)
+    assert not np.asarray(left).any()
+    valid = (expert >= 0) & (expert < E)
+    source, owner = np.repeat(np.arange(A), T)[:, None] + 0 * expert, expert // (E // A)
+    pairs = np.zeros((A, A), int)
+    np.add.at(pairs, (source[valid], owner[valid]), 1)
+    want = pairs.max(1) if strategy == "a2a" else pairs.sum(0)
+    np.testing.assert_array_equal(most, want)
+
+
+@pytest.mark.parametrize("strategy", ["a2a", "ring"])
+def test_what_does_not_fit_is_counted_and_comes_in_another_round(strategy):
+    expert = LOADS["single"].astype(np.int32)
+    rows = 2 if strategy == "a2a" else 16  # 6 rows of each of 8 devices for one: three rounds
+    y, left, most = on_devices(functools.partial(layer, strategy=strategy, carried=True, rows=rows, rounds=3))(
+        X, expert, WEIGHT, MATRICES
+    )
+    np.testing.assert_allclose(y, expected(expert), rtol=1e-5, atol=1e-5)
+    left = np.asarray(left)
+    if strategy == "a2a":
+        np.testing.assert_array_equal(left, [[4, 2, 0]] * A)
+    else:  # expert 3 is on device 1
+        np.testing.assert_array_equal(left, [[32, 16, 0] if i == 1 else [0, 0, 0] for i in range(A)])
+    assert int(np.asarray(most).max()) == (6 if strategy == "a2a" else 48)
+    y, left, _ = on_devices(functools.partial(layer, strategy=strategy, carried=True, rows=rows))(
+        X, expert, WEIGHT, MATRICES
+    )
+    kept = (abs(np.asarray(y)) > 0).any(-1)
+    assert kept.sum() == 16  # the first of each device, or of all: the rest was dropped, and nothing written past
+    np.testing.assert_allclose(np.asarray(y)[kept], expected(expert)[kept], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["a2a", "ring"])
+def test_gradients(strategy):
+    expert = LOADS["uneven"].astype(np.int32)
+    read = R.normal(size=(A * T, H)).astype("f")
+
+    def value(x, weight, matrices):
+        y, _, _ = on_devices(functools.partial(layer, strategy=strategy, carried=True))(x, expert, weight, matrices)
+        return (y * read).sum()
+
+    grads = jax.grad(value, (0, 1, 2))(X, WEIGHT, MATRICES)
+    for i, (grad, at) in enumerate(zip(grads, (X, WEIGHT, MATRICES), strict=True)):
+        v = R.normal(size=at.shape)
+        args = [[X, WEIGHT, MATRICES][j].astype(float) for j in range(3)]
+        ends = []
+        for h in (1e-6, -1e-6):
+            moved = [a + h * v if j == i else a for j, a in enumerate(args)]
+            ends.append((expected(expert, *moved) * read).sum())
+        np.testing.assert_allclose((grad * v).sum(), (ends[0] - ends[1]) / 2e-6, rtol=1e-3, atol=1e-4)
+
+
+def test_one_device_sends_nothing():
+    expert = LOADS["uneven"].astype(np.int32)
+
+    def alone(x, expert, weight, matrices):
+        buffer, d = expert_dispatch(x, expert, experts=E, weight=weight)
+        return expert_combine(grouped_matmul(buffer, matrices, d.group_sizes, row_scale=d.row_scale), d)
+
+    args = X, expert, WEIGHT, MATRICES
+    np.testing.assert_allclose(jax.jit(alone)(*args), expected(expert), rtol=1e-5, atol=1e-5)
+    assert "all_to_all" not in str(jax.make_jaxpr(alone)(*args))
+
+
+def test_many_places_a_token():
+    """As Expert Choice has them: a place for each expert, of which few are used; such rows are summed by scatter."""
+    expert = np.where(R.random((A * T, E)) < 0.1, np.arange(E), E).astype(np.int32)
+    weight = R.normal(size=(A * T, E)).astype("f")
+
+    def one(x, expert, weight, matrices):
+        buffer, d = expert_dispatch(x, expert, experts=E, weight=weight, axis_name=("a", "b"), rows=8)
+        y = grouped_matmul(buffer, matrices, d.group_sizes, row_scale=d.row_scale)
+        return expert_combine(y, d), d.dropped[None]
+
+    y, left = on_devices(one)(X, expert, weight, MATRICES)
+    assert not np.asarray(left).any()
+    np.testing.assert_allclose(y, expected(expert, weight=weight), rtol=1e-5, atol=1e-5)
+
+
+# -- the ragged all-to-all
+
+
+def runs(seed, top):
+    """Sizes [from, to], where each run begins at its sender, and where at its receiver (with gaps)."""
+    size = np.random.default_rng(seed).integers(0, top, (A, A))
+    start = np.cumsum(size, 1) - size
+    gaps = size + 1
+    target = (np.cumsum(gaps, 0) - gaps).T  # [to, from]
+    return size, start, target
+
+
+@pytest.mark.parametrize("implementation", ["padded", "reference"])
+@pytest.mark.parametrize("rows", [None, 2])
+def test_ragged_all_to_all(implementation, rows):
+    n, m = 40, 48
+    size, start, target = runs(1, 5)
+    operand = R.normal(size=(A * n, 3)).astype("f")
+    output = R.normal(size=(A * m, 3)).astype("f")
+
+    def one(operand, output, offsets, sizes):
+        got, dropped = ragged_all_to_all(
+            operand, output, offsets[0, 0], sizes[0, 0], offsets[0, 1], sizes[0, 1], axis_name=("a", "b"), rows=rows,
+            implementation=implementation,
+        )  # fmt: skip
+        return got, dropped[None]
+
+    offsets = np.stack([start, target.T], 1).astype(np.int32)
+    sizes = np.stack([size, size.T], 1).astype(np.int32)
+    got, dropped = on_devices(one)(operand, output, offsets, sizes)
+    want, lost = output.reshape(A, m, 3).copy(), np.zeros(A, int)
+    for i in range(A):
+        for j in range(A):
+            sent = min(size[i, j], rows or n)
+            lost[i] += size[i, j] - sent
+            want[j, target[j, i] : target[j, i] + sent] = operand.reshape(A, n, 3)[i, start[i, j] : start[i, j] + sent]
+    np.testing.assert_array_equal(np.asarray(got).reshape(A, m, 3), want)
+    np.testing.assert_array_equal(dropped, lost)
+    assert (lost.sum() > 0) == (rows is not None)
+
+
+def test_nothing_is_written_past_the_end():
+    def one(operand, output, offsets, sizes):
+        got, dropped = ragged_all_to_all(
+            operand, output, offsets[0], sizes[0], offsets[0] * 0 + 2, sizes[0], axis_name=("a", "b")
+        )
+        return got, dropped[None]
+
+    operand, output = np.ones((A * 8, 1), "f"), np.zeros((A * 4, 1), "f")
+    sizes = np.zeros((A, A), np.int32)
+    sizes[np.arange(A), (np.arange(A) + 1) % A] = 5  # room for two from row 2 on
+    got, dropped = on_devices(one)(operand, output, np.zeros((A, A), np.int32), sizes)
+    np.testing.assert_array_equal(np.asarray(got).reshape(A, 4), [[0, 0, 1, 1]] * A)
+    np.testing.assert_array_equal(dropped, [3] * A)
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"experts": 6, "axis_name": None, "expert": np.zeros((3, 2), int)}, "x must be"),
+        ({"strategy": "sparse"}, "strategy must be one of"),
+        ({"experts": 12}, "experts=12 do not divide over 8 devices"),
+        ({"rows": 0}, "rows=0 must be at least 1"),
+        ({"weight": np.ones((T, 3), "f")}, "weight must be"),
+        ({"expert": np.zeros((T, K), "f")}, "expert must be integers"),
+    ],
+)
+def test_bad_dispatch(change, says):
+    def one(x, *_):
+        given = {"expert": jnp.zeros((T, K), int), "experts": E, "axis_name": ("a", "b"), **change}
+        return expert_dispatch(x, given.pop("expert"), **given)[0]
+
+    with pytest.raises(ValueError, match=says):
+        on_devices(one)(X, X, X, X)
+
+
+def test_bad_combine():
+    buffer, d = expert_dispatch(jnp.asarray(X), jnp.asarray(LOADS["even"]), experts=E)
+    with pytest.raises(ValueError, match=r"y must be \[96, H\]"):
+        expert_combine(buffer[:5], d)
+    with pytest.raises(ValueError, match=r"weight must be \[48, 2\]"):
+        expert_combine(buffer, d, weight=jnp.asarray(WEIGHT[:5]))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"output": jnp.ones((4, 2))}, "the same trailing dims"),
+        ({"send_sizes": jnp.zeros(3, int)}, r"send_sizes must be int \[8\]"),
+        ({"rows": 0}, "rows=0"),
+        ({"implementation": "cuda"}, "no implementation 'cuda'"),
+    ],
+)
+def test_bad_ragged(change, says):
+    def one(x, *_):
+        zero = jnp.zeros(A, int)
+        given = {"operand": x, "output": x, "input_offsets": zero, "send_sizes": zero, "output_offsets": zero,
+                 "recv_sizes": zero, "axis_name": ("a", "b"), **change}  # fmt: skip
+        return ragged_all_to_all(**given)[0]
+
+    with pytest.raises(ValueError, match=says):
+        on_devices(one)(X, X, X, X)

@@ -1,0 +1,248 @@
+"""Ops that read over the edge of a block: numbers of the unsharded run, exactly the planned exchanges in the compiled program."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import meshpar as mp
+from meshpar.verify.hlo import collectives
+
+RNG = np.random.default_rng(0)
+MESHES = {"data=4, model=2": "rows: data; columns: model", "data=2, model=2, idle=2": "rows: data+model"}
+
+
+def normal(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def conv(taps, stride=1, padding="SAME", **kw):
+    """A convolution of rows (24) whose kernel is a constant; ``kernel`` differentiates with respect to it as well."""
+    w = normal(taps, 2, 3)
+
+    def apply(x):
+        return lax.conv_general_dilated(x, w, (stride,), padding, dimension_numbers=("NHC", "HIO", "NHC"), **kw)
+
+    def kernel(x):
+        def of(w):
+            return lax.conv_general_dilated(x, w, (stride,), padding, dimension_numbers=("NHC", "HIO", "NHC"), **kw)
+
+        ct = jax.eval_shape(of, w)
+        weights = jnp.cos(jnp.arange(ct.size, dtype=np.float32)).reshape(ct.shape)
+        return jax.linear_transpose(of, w)(weights)[0]
+
+    return apply, kernel
+
+
+def pool(kind, taps, stride, padding, **dilation):
+    init, op = {"max": (-jnp.inf, lax.max), "min": (jnp.inf, lax.min), "sum": (0.0, lax.add)}[kind]
+    full = {k: (1, n, 1) for k, n in dilation.items()}
+    pads = padding if isinstance(padding, str) else ((0, 0), padding, (0, 0))
+    return lambda x: lax.reduce_window(x, init, op, (1, taps, 1), (1, stride, 1), pads, **full)
+
+
+def product(x):
+    """A computation of the user's is done whole."""
+    return lax.reduce_window(x, np.float32(1), lax.mul, (1, 3, 1), (1, 1, 1), "SAME")
+
+
+CONVOLUTIONS = {
+    "same": conv(3),
+    "even window": conv(4),
+    "stride": conv(3, 2),
+    "stride 3, padded on one side": conv(5, 3, ((2, 0),)),
+    "blocks drift": conv(3, 1, ((0, 6),)),
+    "fewer results than the stride makes blocks of": conv(3, 3, ((6, 7),)),
+    "halo larger than a block": conv(15),
+    "window larger than the array": conv(29),
+    "atrous": conv(3, rhs_dilation=(4,)),
+    "transposed": conv(3, 1, ((1, 2),), lhs_dilation=(2,)),
+    "transposed, places differ by device": conv(4, 2, ((2, 2),), lhs_dilation=(3,)),
+    "cut off": conv(3, 1, ((-3, 5),)),
+    "stride over single elements": conv(1, 2),
+    "grouped": conv(3, feature_group_count=1),
+    "does not divide": conv(3, 1, "VALID"),
+}
+POOLS = {
+    "max": pool("max", 2, 2, "VALID"),
+    "max, overlapping": pool("max", 3, 2, (1, 0)),
+    "max with gaps": pool("max", 2, 3, (0, 0)),
+    "min": pool("min", 3, 1, "SAME"),
+    "mean": pool("sum", 5, 1, "SAME"),
+    "sum, wide": pool("sum", 9, 1, (8, 0)),
+    "sum, dilated": pool("sum", 3, 1, (2, 2), window_dilation=2),
+    "sum, spread out": pool("sum", 3, 2, (1, 1), base_dilation=2),
+    "does not divide": pool("max", 3, 2, "VALID"),
+}
+MOVES = {
+    "first half": lambda x: x[:, :12],
+    "last third": lambda x: x[:, 16:],
+    "every other": lambda x: x[:, 1::2],
+    "every third": lambda x: x[:, 2:24:3],
+    "shifted": lambda x: lax.pad(x, 0.5, ((0, 0, 0), (3, -3, 0), (0, 0, 0))),
+    "padded": lambda x: jnp.pad(x, ((0, 0), (1, 7), (0, 0)), constant_values=2.0),
+    "spread out": lambda x: lax.pad(x, 0.0, ((0, 0, 0), (0, 1, 1), (0, 0, 0))),
+    "flipped": lambda x: x[:, ::-1],
+    "joined": lambda x: jnp.concatenate([x, 2 * x, x[:, :8]], 1),
+    "parted": lambda x: jnp.concatenate(jnp.split(x, [8, 12], 1)[::-1], 1),
+    "the last": lambda x: x[:, -1],
+    "one in the middle": lambda x: x[:, 8:9, 1:],
+    "one of booleans": lambda x: (x > 0)[:, 3] * x[:, 20],
+    "cut to one": lambda x: lax.pad(x, 0.0, ((0, 0, 0), (-5, -18, 0), (0, 0, 0))),
+    "does not divide": lambda x: x[:, 1:],
+}
+
+
+def values_and_gradients(cases, x):
+    out = {}
+    for name, fn in cases.items():
+        fns = fn if isinstance(fn, tuple) else (fn,)
+        y, back = jax.vjp(fns[0], x)
+        weights = jnp.sin(jnp.arange(y.size, dtype=np.float32)).reshape(y.shape)
+        out[name] = y, back(weights), *(f(x) for f in fns[1:])
+    return out
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", [CONVOLUTIONS, POOLS, MOVES], ids=["convolutions", "pools", "moves"])
+def test_values_and_gradients(family, mesh, lowering):
+    x = normal(2, 24, 2)
+
+    def step(x):
+        return values_and_gradients(family, x)
+
+    layout = MESHES[mesh].replace("; columns: model", "")
+    run = mp.jit(step, mesh=mp.mesh(mesh), layout=layout, dims={"x": "batch rows in"}, lowering=lowering)
+    want, got = jax.jit(step)(x), run(x)
+    for name in family:
+        for a, b in zip(got[name], want[name], strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_both_dims_of_an_image(lowering):
+    """Corners come along: the second exchange carries what the first brought."""
+    image, w = normal(2, 8, 12, 2), normal(3, 5, 2, 4)
+
+    def step(image, w):
+        def loss(image, w):
+            y = lax.conv_general_dilated(image, w, (1, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            y = lax.reduce_window(jnp.tanh(y), -jnp.inf, lax.max, (1, 2, 3, 1), (1, 1, 1, 1), "SAME")
+            return (y**2).sum(), y
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(image, w)
+
+    def tangents(image):
+        pooled = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")  # noqa: E731
+        return jax.jvp(pooled, (image,), (jnp.cos(image),))
+
+    def both(image, w):
+        return step(image, w), tangents(image), product(image[:, 0])
+
+    dims = {"image": "batch rows columns in", "w": "_ _ in out"}
+    for mesh, layout in MESHES.items():
+        run = mp.jit(both, mesh=mp.mesh(mesh), layout=layout, dims=dims, lowering=lowering)
+        for a, b in zip(jax.tree.leaves(run(image, w)), jax.tree.leaves(both(image, w)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_integers_and_booleans():
+    x = RNG.integers(-9, 9, (2, 24, 2)).astype(np.int8)
+
+    def step(x):
+        largest = lax.reduce_window(x, np.int8(-128), lax.max, (1, 3, 1), (1, 1, 1), "SAME")
+        return largest, jnp.concatenate([x > 0, x < 0], 1), (x > 0)[:, ::-1]
+
+    run = mp.jit(
+        step, mesh=mp.mesh("data=4, model=2"), layout="rows: data", dims={"x": "batch rows in"}, lowering="shard_map"
+    )
+    for a, b in zip(run(x), step(x), strict=True):
+        assert np.array_equal(a, b)
+
+
+def sent(fn, x, layout="rows: data", mesh="data=4, model=2", dims="batch rows in"):
+    """(plan, {(kind, bytes): count} of the plan, the same of the compiled program)."""
+    run = mp.jit(fn, mesh=mp.mesh(mesh), layout=layout, dims={"x": dims}, lowering="shard_map")
+    plan = run.plan(x)
+    planned, found = Counter(), Counter()
+    for c in plan.collectives:
+        planned[c.op, c.bytes] += c.count
+    for c in collectives(run.lower(x).compile().as_text()):
+        found[c.op, c.bytes] += c.count
+    return plan, planned, found
+
+
+ROW = 2 * 2 * 4  # bytes of a row of float32[2, 24, 2]
+BLOCK = 6 * ROW
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (conv(3)[0], {("collective-permute", ROW): 2}),
+        (conv(4)[0], {("collective-permute", ROW): 1, ("collective-permute", 2 * ROW): 1}),
+        (conv(3, 2)[0], {("collective-permute", ROW): 1}),  # SAME pads at the end only
+        (conv(15)[0], {("collective-permute", ROW): 1, ("collective-permute", BLOCK): 2}),  # both ends at once
+        (conv(29)[0], {("all-gather", 3 * BLOCK): 1}),  # halos would be as much
+        (conv(1, 2)[0], {}),
+        (conv(3, 1, ((1, 2),), lhs_dilation=(2,))[0], {("collective-permute", ROW): 1}),
+        (POOLS["max"], {}),
+        (POOLS["max, overlapping"], {("collective-permute", ROW): 1}),
+        (MOVES["flipped"], {("collective-permute", BLOCK): 1}),
+        (MOVES["first half"], {("collective-permute", BLOCK / 2): 2}),
+        (MOVES["every other"], {}),
+        (MOVES["shifted"], {("collective-permute", 3 * ROW): 1}),
+        (MOVES["the last"], {("all-reduce", 2 * ROW * 3 / 4): 1}),
+        (lambda x: jnp.pad(x.sum(1, keepdims=True), ((0, 0), (5, 18), (0, 0))), {("all-reduce", 2 * ROW * 3 / 4): 1}),
+        (MOVES["does not divide"], {("all-gather", 3 * BLOCK): 1}),
+        (CONVOLUTIONS["does not divide"][0], {("all-gather", 3 * BLOCK): 1}),
+    ],
+)
+def test_sends_the_halos_and_nothing_else(fn, expected):
+    _, planned, found = sent(fn, normal(2, 24, 2))
+    assert planned == found == expected
+
+
+def test_halves_of_a_block_move_once_however_many_devices_there_are():
+    """Pieces of blocks at many distances go in two rounds: nobody has more than two partners."""
+    _, planned, found = sent(lambda x: jnp.split(x, 2, 1), normal(2, 32, 2), "rows: data+model")
+    assert planned == found == {("collective-permute", 2 * ROW): 4}
+
+
+def test_a_kernel_gradient_is_a_partial_sum_over_the_blocks():
+    _, kernel = conv(3)
+    _, planned, found = sent(kernel, normal(2, 24, 2))
+    assert found == {("collective-permute", ROW): 2, ("all-reduce", 2 * 3 * 2 * 3 * 4 * 3 / 4): 1}
+    assert planned == found
+
+
+def test_the_plan_says_what_is_sent_and_what_was_not_split():
+    x = normal(2, 24, 2)
+    plan, _, _ = sent(conv(3)[0], x)
+    assert {c.cause for c in plan.collectives} == {
+        "`data` splits a dim that conv_general_dilated works along: what the windows reach over the edge of a block"
+    }
+    plan, _, _ = sent(lambda x: x[:, 1:], x)
+    (gather,) = plan.collectives
+    assert gather.cause == "slice needs all of `rows`, which `rows: data` splits"
+    assert plan.notes == ["`rows: data` does not divide dim 1 of [2, 23, 2] (batch rows in), which is left whole"]
+
+
+def test_cost_counts_the_halos():
+    """Splitting the rows costs two halos; splitting the features nothing but a smaller result."""
+    x, w = normal(2, 24, 8), normal(3, 8, 8)
+
+    def step(x, w):
+        y = lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+        return mp.named(y, "batch rows out")
+
+    layout = mp.Layout("rows: data; in: data; out: data", resolve="cost")
+    plan = mp.plan(
+        step, x, w, mesh=mp.mesh("data=4, model=2"), layout=layout, dims={"x": "batch rows in", "w": "_ in out"}
+    )
+    moved = Counter(c.op for c in plan.collectives)
+    assert moved["collective-permute"] == 2

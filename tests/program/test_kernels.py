@@ -1,0 +1,188 @@
+"""Kernels with a declared rule: the notation, and equal numbers under every layout and both lowerings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import meshpar as mp
+from meshpar.errors import LayoutSyntaxError, RankError, UnsupportedError
+from meshpar.program.kernels import parse_rule
+
+
+def test_notation():
+    rule = parse_rule("batch (kv_heads group) seq! d!, batch kv_heads seq d -> batch (kv_heads group) seq d")
+    assert rule.ins == (
+        (("batch",), ("kv_heads", "group"), ("seq",), ("d",)),
+        (("batch",), ("kv_heads",), ("seq",), ("d",)),
+    )
+    assert [rule.kind(f) for f in ("batch", "group", "seq")] == ["map", "map", "whole"]
+    assert parse_rule("m k, k n -> m n").kind("k") == "sum"
+    assert parse_rule("tokens~ e -> tokens e").kind("tokens") == "own"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a b", "no `->`"),
+        ("a a -> a", "`a` stands twice"),
+        ("a! , a~ -> a", "marked in two ways"),
+        ("a-b -> c", "'a-b' is not a dim"),
+        ("tokens~ -> tokens", "`tokens~` needs `local=`"),
+    ],
+)
+def test_text_that_is_no_rule(text, says):
+    with pytest.raises(LayoutSyntaxError) as error:
+        mp.kernel_rule(text)
+    assert says in str(error.value)
+
+
+def test_operands_that_do_not_fit():
+    @mp.kernel_rule("m k, k n -> m n")
+    def product(x, w):
+        return x @ w
+
+    with pytest.raises(RankError, match="3 operands"):
+        product(jnp.ones((2, 3)), jnp.ones((3, 2)), 1.0)
+    with pytest.raises(RankError, match="array of rank 1"):
+        product(jnp.ones((2, 3)), jnp.ones(3))
+    with pytest.raises(UnsupportedError, match="a dim of size 4 is not `k`"):
+        product(jnp.ones((2, 3)), jnp.ones((4, 2)))
+
+    @mp.kernel_rule("m k, k n -> m n, m")
+    def too_few(x, w):
+        return x @ w
+
+    with pytest.raises(RankError, match="1 results"):
+        too_few(jnp.ones((2, 3)), jnp.ones((3, 2)))
+
+
+@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")
+def product(x, w):
+    return x @ w
+
+
+def _experts(x, up, down):
+    return jnp.einsum("xtf,xfe->te", jnp.tanh(jnp.einsum("te,xef->xtf", x, up)), down)
+
+
+def _experts_local(x, up, down, *, axes):
+    tokens, expert = axes["tokens"], axes["expert"]
+    x = lax.all_gather(x, tokens, axis=0, tiled=True) if tokens else x
+    y = _experts(x, up, down)
+    y = lax.psum(y, expert) if expert else y
+    if not tokens:
+        return y
+    n = y.shape[0] // lax.axis_size(tokens)
+    return lax.dynamic_slice_in_dim(y, lax.axis_index(tokens) * n, n, 0)
+
+
+def _experts_send(avals, parts):
+    x = avals[0]
+    whole = (x.shape[0] * parts["tokens"], x.shape[1])
+    return [
+        mp.KernelSend("all-gather", ("tokens",), x.shape, x.dtype, "all tokens"),
+        mp.KernelSend("all-reduce", ("expert",), whole, x.dtype, "sums over experts"),
+    ]
+
+
+experts = mp.kernel_rule(
+    "tokens~ embed!, expert~ embed! mlp!, expert~ mlp! embed! -> tokens~ embed!",
+    local=_experts_local,
+    sends=_experts_send,
+)(_experts)
+
+
+def step(p, x):
+    def loss(p):
+        return jnp.square(experts(product(x, p["w"]), p["up"], p["down"])).mean()
+
+    value, grads = jax.value_and_grad(loss)(p)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, grads), value
+
+
+DIMS = {"p/w": "in embed", "p/up": "expert embed mlp", "p/down": "expert mlp embed", "x": "tokens in"}
+
+
+@pytest.fixture(scope="module")
+def case():
+    r = np.random.default_rng(0)
+    shapes = {"w": (8, 16), "up": (8, 16, 4), "down": (8, 4, 16)}
+    p = {k: r.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+    x = r.normal(size=(32, 8)).astype(np.float32)
+    return p, x, jax.jit(step)(p, x)
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tokens: data",
+        "tokens: data; expert: data",
+        "tokens: data; expert: model",
+        "tokens: data; expert: data+model",
+        "expert: model; embed: data; tokens: data",
+        "tokens: data+model; expert: model+data",
+        "mlp: data; in: model; tokens: data",
+    ],
+)
+def test_no_layout_changes_a_number(case, layout, lowering):
+    p, x, want = case
+    got = mp.jit(step, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=DIMS, lowering=lowering)(p, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_the_plan_lists_what_the_local_function_sends(case):
+    p, x, _ = case
+    plan = mp.plan(step, p, x, mesh=mp.mesh("data=4, model=2"), layout="tokens: data; expert: data", dims=DIMS)
+    mine = [c for c in plan.collectives if c.tensor.startswith("_experts")]
+    # forward, forward again in the backward pass, and its transposes
+    assert [(c.op, c.axes, c.bytes) for c in mine[:2]] == [
+        ("all-gather", ("data",), 8 * 16 * 4 * 4 * 3 / 4),
+        ("all-reduce", ("data",), 2 * 32 * 16 * 4 * 3 / 4),
+    ]
+    assert [c.op for c in mine[2:]] == ["all-gather", "all-reduce", "reduce-scatter", "all-reduce"]
+    assert "sums over experts" in mine[1].cause
+
+
+def test_vmap_and_static_arguments():
+    @mp.kernel_rule("m k, k n -> m n")
+    def scaled(x, w, *, by):
+        return by * (x @ w)
+
+    x, w = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4), np.ones((4, 5), np.float32)
+    np.testing.assert_allclose(jax.vmap(lambda a: scaled(a, w, by=3.0))(x), 3 * x @ w)
+    g = jax.grad(lambda a: jax.vmap(lambda b: scaled(b, w, by=3.0))(a).sum())(x)
+    np.testing.assert_allclose(g, np.full_like(x, 15.0))
+    f = mp.jit(lambda a: jax.vmap(lambda b: scaled(b, w, by=2.0))(a), mesh=mp.mesh("data=2"), layout="rows: data",
+               dims={"a": "rows m k"}, lowering="shard_map")  # fmt: skip
+    np.testing.assert_allclose(f(x), 2 * x @ w)
+
+
+def test_merged_dims_follow_their_major_factor():
+    @mp.kernel_rule("batch (kv group) d, batch kv d -> batch (kv group)")
+    def scores(q, k):
+        b, h, d = q.shape
+        return jnp.einsum("bkgd,bkd->bkg", q.reshape(b, k.shape[1], -1, d), k).reshape(b, h)
+
+    r = np.random.default_rng(1)
+    q, k = r.normal(size=(2, 8, 4)).astype("f"), r.normal(size=(2, 4, 4)).astype("f")
+    for layout in ("heads, kv: model", "kv: model", "heads: model; d: data"):
+        f = mp.jit(scores, mesh=mp.mesh("data=2, model=4"), layout=layout, dims={"q": "batch heads d", "k": "batch kv d"},
+                   lowering="shard_map")  # fmt: skip
+        np.testing.assert_allclose(f(q, k), scores(q, k), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_a_kernel_made_with_a_table(lowering, mesh):
+    table = np.arange(8, dtype=np.float32)
+
+    @mp.kernel_rule("batch d! -> batch d!")
+    def scaled(x):
+        return x * jnp.asarray(table)
+
+    x = np.ones((4, 8), np.float32)
+    run = mp.jit(lambda x: scaled(x) + 1, mesh=mesh, layout="batch: data", dims={"x": "batch d"}, lowering=lowering)
+    np.testing.assert_array_equal(run(x), x * table + 1)

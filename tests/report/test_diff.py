@@ -1,0 +1,89 @@
+"""Two plans side by side: figures, tensors and collectives that differ, as text, JSON and a page."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+
+DIMS = {"w": "embed mlp", "x": "batch embed"}
+ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))
+
+
+def step(w, x):
+    return w - jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+
+
+def planned(layout: str, mesh: str = "data=8", topology: str | None = "v5e:2x4") -> mp.Plan:
+    return mp.plan(step, *ARGS, mesh=mesh, topology=topology, layout=layout, dims=DIMS)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return planned("batch: data").diff(planned("batch: data; embed: data"))
+
+
+def test_figures_are_those_of_the_plans(found):
+    facts = json.loads(found.to_json())
+    weight = 256 * 512 * 4
+    assert facts["a"]["layout"] == "batch: data"
+    assert facts["figures"]["peak memory of a device"]["a"] == found.a.memory.peak
+    assert facts["figures"]["step"]["b"] == found.b.seconds
+    reduced, gathered = facts["figures"]["  all-reduce"], facts["figures"]["  all-gather"]
+    assert (reduced["a"], reduced["b"]) == (2 * weight * 7 / 8, 0)
+    assert (gathered["a"], gathered["b"]) == (0, weight * 7 / 8)
+
+
+def test_tensors_that_lie_otherwise(found):
+    assert found.tensors == [("w", "embed mlp", "embed:data mlp", 256 * 512 * 4, 256 * 512 * 4 / 8)]
+
+
+def test_collectives_that_differ(found):
+    weight = 256 * 512 * 4 * 7 / 8
+    assert sorted(found.collectives) == [
+        ("all-gather", "data", "embed mlp", 0, weight),
+        ("all-reduce", "data", "embed mlp", 2 * weight, 0),
+        ("reduce-scatter", "data", "embed mlp", 0, weight),
+    ]
+
+
+def test_changes_in_words(found):
+    changes = {f.name: f.change for f in found.figures}
+    assert changes["sent by a device in a step"] == "="  # an all-reduce is a reduce-scatter and an all-gather
+    assert changes["  all-reduce"] == "−100.0 %"
+    assert changes["  all-gather"] == ""
+
+
+def test_text(found):
+    text = str(found)
+    assert "1 argument lies otherwise" in text
+    assert "embed:data mlp" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_the_same_plan():
+    found = planned("batch: data").diff(planned("batch: data"))
+    assert (found.tensors, found.collectives) == ([], [])
+    assert "the same plan" in str(found)
+    assert "The same plan." in found._repr_html_()
+
+
+def test_other_meshes_and_no_estimate():
+    found = planned("batch: data").diff(planned("batch: data; mlp: model", "data=4, model=2", topology=None))
+    step = next(f for f in found.figures if f.name == "step")
+    assert step.b is None
+    assert step.change == ""
+    assert found.tensors[0][2] == "embed mlp:model"
+
+
+def test_files(found, tmp_path):
+    found.save(tmp_path / "diff.html")
+    page = (tmp_path / "diff.html").read_text("utf8")
+    assert "embed:data" in page
+    assert "http" not in page
+    found.save(tmp_path / "diff.json")
+    assert json.loads((tmp_path / "diff.json").read_text()) == json.loads(found.to_json())
+    with pytest.raises(mp.UnsupportedError, match=r"\.html, \.json, \.txt"):
+        found.save(tmp_path / "diff.png")

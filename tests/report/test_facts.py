@@ -1,0 +1,108 @@
+"""What reports add to a plan: the effect of every rule, the loops over time, the largest values; against hand arithmetic."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+from meshpar.report.facts import bodies, chips_of, effects, largest_values, step_seconds, whole_bytes
+
+BATCH, EMBED, MLP, LAYERS = 4096, 1024, 4096, 6
+DIMS = {"w/up": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
+ARGS = (
+    {
+        "up": jax.ShapeDtypeStruct((LAYERS, EMBED, MLP), jnp.float32),
+        "down": jax.ShapeDtypeStruct((LAYERS, MLP, EMBED), jnp.float32),
+    },
+    jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32),
+)  # fmt: skip
+
+
+def step(w, x):
+    def loss(w):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return jax.lax.scan(layer, x, w)[0].mean()
+
+    return jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(loss)(w))
+
+
+def planned(layout: str, mesh: str = "data=4, model=2", **more) -> mp.Plan:
+    return mp.plan(step, *ARGS, mesh=mesh, layout=layout, dims=DIMS, **more)
+
+
+def test_what_a_rule_splits_and_sends():
+    plan = planned("batch: data; mlp: model; embed: data")
+    batch, mlp, embed = effects(plan)
+    weights = 2 * LAYERS * EMBED * MLP * 4
+    assert (batch.tensors, batch.whole, batch.local) == (1, BATCH * EMBED * 4, BATCH * EMBED * 4 / 4)
+    assert (mlp.tensors, mlp.whole, mlp.local) == (2, weights, weights / 8)
+    assert (embed.tensors, embed.whole, embed.local) == (2, weights, weights / 8)
+    gathered = 2 * weights / 2 * 3 / 4  # twice a step, of each device's half along mlp
+    assert embed.sent == pytest.approx(gathered)
+    assert batch.sent == pytest.approx(weights / 2 * 3 / 4, rel=1e-3)  # gradients, scattered
+    assert mlp.sent == pytest.approx(2 * LAYERS * BATCH // 4 * EMBED * 4, rel=0.2)  # activations, forward and back
+    assert sum(e.sent for e in (batch, mlp, embed)) == pytest.approx(plan.bytes_sent)
+    assert batch.seconds == 0  # no chip is known
+
+
+def test_a_rule_without_effect_and_one_in_a_scope():
+    plan = planned("batch: data; opt.embed: data; mlp: model")
+    _, scoped, _ = effects(plan)
+    assert (scoped.rule, scoped.tensors, scoped.sent) == ("opt.embed: data", 0, 0)
+
+
+def test_seconds_of_rules_are_those_of_their_collectives():
+    plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4")
+    assert sum(e.seconds for e in effects(plan)) == pytest.approx(sum(map(step_seconds, plan.collectives)))
+    assert all(e.seconds > 0 for e in effects(plan))
+
+
+def test_chips_and_whole_bytes_of_an_argument():
+    plan = planned("batch: data; mlp: model; embed: data")
+    up = next(h for h in plan.inputs if h.path == "w/up")
+    assert chips_of(up) == [("layers", ()), ("embed", ("data",)), ("mlp", ("model",))]
+    assert whole_bytes(plan, up) == LAYERS * EMBED * MLP * 4
+
+
+def test_the_layers_over_time_add_up():
+    plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4")
+    forward, backward = bodies(plan)
+    assert forward.trips == backward.trips == LAYERS
+    assert [s.name for s in forward.spans if s.lane == "links"] == ["all-gather"] * 2
+    assert sorted(s.name for s in backward.spans if s.lane == "links") == ["all-gather"] * 2 + ["reduce-scatter"] * 2
+    for body in (forward, backward):
+        for lane in ("compute", "links"):
+            spans = [s for s in body.spans if s.lane == lane]
+            assert all(a.start + a.seconds <= b.start + 1e-12 for a, b in itertools.pairwise(spans))
+    assert plan.time is not None
+    in_loops = sum(s.seconds * b.trips for b in (forward, backward) for s in b.spans if s.lane == "compute")
+    assert in_loops == pytest.approx(sum(o.seconds * o.count for o in plan.time.ops if o.count == LAYERS))
+    # weights are sent for ahead and gradients only leave, so nothing waits, and the estimate is the sum of the loops
+    assert not any(s.waits for b in (forward, backward) for s in b.spans)
+
+
+def test_a_collective_that_is_waited_for_stands_between_kernels():
+    plan = planned("batch: data; mlp: model", topology="v5e:2x4")
+    forward = bodies(plan)[0]
+    (reduced,) = [s for s in forward.spans if s.lane == "links"]
+    assert reduced.name == "all-reduce"
+    assert reduced.waits
+    assert all(s.start >= reduced.start + reduced.seconds or s.start + s.seconds <= reduced.start + 1e-12
+               for s in forward.spans if s is not reduced)  # fmt: skip
+
+
+def test_no_layers_over_time_without_a_chip():
+    assert bodies(planned("batch: data")) == []
+
+
+def test_the_largest_values_in_between():
+    plan = planned("batch: data; mlp: model")
+    largest = largest_values(plan)
+    assert largest[0].bytes == max(v.bytes for v in largest)
+    hidden = next(v for v in largest if v.shape == (LAYERS, BATCH, MLP))
+    assert hidden.chips == [("layers", ()), ("batch", ("data",)), ("mlp", ("model",))]
+    assert hidden.bytes == LAYERS * BATCH * MLP * 4 / 8

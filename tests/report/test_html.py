@@ -1,0 +1,156 @@
+"""Pages of plans: well-formed, complete, nothing from the network, text escaped, honest without a topology."""
+
+import html.parser
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+from meshpar.errors import UnsupportedError
+from meshpar.plan.collectives import human
+from meshpar.report import plan_page
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+DIMS = {"w": "layers embed mlp", "v": "layers mlp embed", "x": "batch embed"}
+ARGS = (
+    jax.ShapeDtypeStruct((4, 256, 512), jnp.float32),
+    jax.ShapeDtypeStruct((4, 512, 256), jnp.float32),
+    jax.ShapeDtypeStruct((64, 256), jnp.float32),
+)
+
+
+def step(w, v, x):
+    def layer(x, weights):
+        return jnp.tanh(x @ weights[0]) @ weights[1], None
+
+    return jax.grad(lambda w: jax.lax.scan(layer, x, (w, v))[0].sum())(w)
+
+
+def planned(layout="batch: data; mlp: model; embed: data", topology=None, mesh="data=4, model=2") -> mp.Plan:
+    return mp.plan(step, *ARGS, mesh=mesh, topology=topology, layout=layout, dims=DIMS)
+
+
+class Reader(html.parser.HTMLParser):
+    """Text by section, tags that do not close, and addresses of anything that would be loaded."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.loads: list[str] = []
+        self.sections: dict[str, str] = {"": ""}
+        self.rows: dict[str, int] = {}
+        self.now = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "section":
+            self.now = ""
+        if tag == "tr":
+            self.rows[self.now] = self.rows.get(self.now, 0) + 1
+        self.loads += [v for k, v in attrs if k in ("src", "href") and v]
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "h2":
+            self.now = data
+        self.sections[self.now] = self.sections.get(self.now, "") + data
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.html"
+    plan = planned(topology="v5e:2x4")
+    plan.save(path)
+    return plan, path.read_text("utf8")
+
+
+def test_it_is_well_formed_and_loads_nothing(page):
+    _, text = page
+    read = Reader(text)
+    assert read.wrong == []
+    assert read.open == []
+    assert read.loads == []
+    assert "http" not in text
+    assert "@import" not in text
+    assert "url(" not in text
+
+
+def test_it_shows_the_plans_own_figures(page):
+    plan, text = page
+    read = Reader(text)
+    assert human(plan.memory.peak) in read.sections[""]
+    assert human(plan.bytes_sent) in read.sections[""]
+    for rule in plan.layout.rules:
+        assert str(rule) in read.sections["Layout"]
+    distinct = {(c.op, c.axes, c.dims, c.dtype, c.bytes, c.cause, c.source) for c in plan.collectives}
+    assert read.rows["Collectives"] == 1 + len(distinct)
+    for c in plan.collectives:
+        assert c.cause in read.sections["Collectives"]
+    for h in plan.inputs:
+        assert h.path in read.sections["Arguments"]
+    assert "all-gather" in read.sections["One layer"]
+    assert text.count("<polyline") == 1
+
+
+def test_numbers_sort_by_their_value(page):
+    _, text = page
+    values = [float(v) for v in re.findall(r'<td class="n" data-v="([^"]*)"', text)]
+    assert len(values) > 20
+    assert max(values) > 1e6
+
+
+def test_without_a_topology_time_is_said_to_be_unknown():
+    text = plan_page(planned())
+    assert text.count("not estimated: no topology") == 2
+    assert "takes" not in Reader(text).sections["Collectives"]
+
+
+def test_names_are_escaped():
+    args = ({"<b>": ARGS[0]},)
+    plan = mp.plan(lambda w: w["<b>"] * 2, *args, mesh="data=4", layout="embed: data", dims={"*": "layers embed mlp"})
+    text = plan_page(plan)
+    assert "w/&lt;b&gt;" in text
+    assert "w/<b>" not in text
+
+
+def test_a_program_that_sends_nothing_and_one_without_split():
+    plan = mp.plan(lambda x: x * 2, ARGS[2], mesh="data=4", layout="batch: data", dims={"x": "batch embed"})
+    assert "Each device sends nothing." in plan_page(plan)
+    assert "(nothing split)" in plan_page(
+        mp.plan(lambda x: x * 2, ARGS[2], mesh="data=1", layout="", dims={"x": "batch embed"})
+    )
+
+
+def test_the_cell_of_a_notebook_has_no_script_and_its_styles_stay_in_it(page):
+    plan, _ = page
+    cell = plan._repr_html_()
+    read = Reader(cell)
+    assert read.wrong == []
+    assert "<script" not in cell
+    assert len(cell) < len(plan_page(plan))
+    styles = re.sub(r"@media[^{]*{", "", cell[cell.index("<style>") + 7 : cell.index("</style>")])
+    selectors = [s.strip() for s in re.findall(r"([^{}]+){", styles)]
+    assert selectors
+    assert all(".mp" in part for s in selectors for part in s.split(",") if not s.startswith("body:has(> .mp.page)"))
+
+
+def test_other_files(tmp_path):
+    plan = planned(topology="v5e:2x4")
+    plan.save(tmp_path / "plan.json")
+    plan.save(str(tmp_path / "plan.txt"))
+    assert json.loads((tmp_path / "plan.json").read_text())["memory"]["peak"] == plan.memory.peak
+    assert (tmp_path / "plan.txt").read_text() == str(plan)
+    with pytest.raises(UnsupportedError, match=r"cannot be saved as `\.pdf`"):
+        plan.save(tmp_path / "plan.pdf")

@@ -1,0 +1,122 @@
+"""Gradient accumulation: the same means, settled once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshpar as mp
+from meshpar.errors import DivisibilityError, LayoutSyntaxError
+
+LAYERS, MICRO = 3, 4
+DIMS = {"p/*/a": "layers embed mlp", "p/*/b": "layers mlp embed", "p/head": "embed vocab", "x": "batch embed"}
+
+
+def loss(p, x):
+    def layer(h, w):
+        return jnp.tanh(h @ w["a"]) @ w["b"], None
+
+    h, _ = jax.lax.scan(jax.checkpoint(layer), x, p["layers"])
+    return jnp.square(h @ p["head"]).mean()
+
+
+def step(p, x):
+    value, grads = mp.accumulate(jax.value_and_grad(loss), MICRO)(p, x)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), value
+
+
+def whole_step(p, x):
+    value, grads = jax.value_and_grad(loss)(p, x)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), value
+
+
+@pytest.fixture(scope="module")
+def case():
+    r = np.random.default_rng(0)
+    a, b, head = r.normal(size=(LAYERS, 16, 32)), r.normal(size=(LAYERS, 32, 16)), r.normal(size=(16, 8))
+    p = {"layers": {"a": a * 0.2, "b": b * 0.2}, "head": head}
+    return jax.tree.map(np.float32, p), r.normal(size=(64, 16)).astype(np.float32)
+
+
+def test_it_is_the_mean_over_the_whole_batch(case):
+    with jax.enable_x64(True):
+        p, x = jax.tree.map(np.float64, case)
+        for a, b in zip(jax.tree.leaves(step(p, x)), jax.tree.leaves(whole_step(p, x)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_integers_are_summed_and_narrow_floats_are_added_up_in_float32():
+    def count(_, x):
+        return (x > 0).sum(), x.mean(), {"max": x.max()}
+
+    x = jnp.arange(1, 65, dtype=jnp.bfloat16)
+    n, mean, rest = mp.accumulate(count, 8)(None, x)
+    assert int(n) == 64
+    assert n.dtype == jnp.int32
+    assert (mean.dtype, rest["max"].dtype) == (jnp.bfloat16, jnp.bfloat16)
+    np.testing.assert_allclose(float(mean), 32.5, rtol=1e-2)
+
+
+def test_what_does_not_divide():
+    with pytest.raises(LayoutSyntaxError, match="microbatches=0"):
+        mp.accumulate(loss, 0)
+    with pytest.raises(DivisibilityError, match=r"\[6, 2\] does not divide into 4"):
+        mp.accumulate(lambda p, x: x.sum(), 4)(1.0, jnp.ones((6, 2)))
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("layout", ["batch: data", "batch: data; embed: data", "batch: data; mlp, vocab: model"])
+def test_no_layout_changes_a_number(case, layout, lowering):
+    mesh = mp.mesh("data=4, model=2")
+    got = mp.jit(step, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering)(*case)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*case)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_settled_once(case):
+    """One all-reduce for each weight, whatever the number of microbatches: the carries stay partial sums."""
+    for layout in ("batch: data", "batch: data; mlp, vocab: model"):
+        plan = mp.plan(step, *case, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=DIMS)
+        mine = [c for c in plan.collectives if c.axes == ("data",) and len(c.shape) > 1]
+        assert [(c.op, c.count) for c in mine] == [("all-reduce", 1)] * 3
+
+
+def test_sharded_gradients_of_stacked_layers_are_scattered_layer_by_layer(case):
+    plan = mp.plan(step, *case, mesh=mp.mesh("data=4, model=2"), layout="batch: data; embed: data", dims=DIMS)
+    scattered = [c for c in plan.collectives if c.op == "reduce-scatter"]
+    assert sorted((len(c.shape), c.count) for c in scattered) == [(2, 1), (2, LAYERS * MICRO), (2, LAYERS * MICRO)]
+
+
+def test_a_users_own_accumulating_loop_is_settled_once_too(case):
+    p, x = case
+
+    def own(p, x):
+        def add(total, piece):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(p, piece)), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, p), x.reshape(16, 4, 16).swapaxes(0, 1))
+        return total
+
+    f = mp.jit(own, mesh=mp.mesh("data=4, model=2"), layout="batch: data", dims=DIMS, lowering="shard_map")
+    for a, b in zip(jax.tree.leaves(f(p, x)), jax.tree.leaves(jax.jit(own)(p, x)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert {c.count for c in f.plan(p, x).collectives if c.op == "all-reduce"} == {1}
+
+
+def test_a_carry_that_is_read_is_settled_each_time(case):
+    """The running total is looked at in every iteration, so it cannot stay a partial sum."""
+    _, x = case
+
+    def running(w, x):
+        def add(total, piece):
+            total = total + piece.T @ (piece @ w)
+            return total, total.max()
+
+        return jax.lax.scan(add, jnp.zeros_like(w), x.reshape(16, 4, 16).swapaxes(0, 1))
+
+    w = np.eye(16, dtype=np.float32)
+    dims = {"w": "embed out", "x": "batch embed"}
+    f = mp.jit(running, mesh=mp.mesh("data=4"), layout="batch: data", dims=dims, lowering="shard_map")
+    for a, b in zip(f(w, x), jax.jit(running)(w, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert [c.count for c in f.plan(w, x).collectives if c.op == "all-reduce"] == [4]

@@ -1,0 +1,275 @@
+"""The command line: targets, defaults, reports, exit statuses, and what bad input says."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshpar.cli import main
+from meshpar.errors import TargetError
+from meshpar.target import concrete, load_target, parse_options
+
+TARGETS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LAYOUTS = {"fsdp": "batch: data; embed: data", "dp": "batch: data"}
+DIMS = {"state/params/w": "embed mlp", "state/opt/m": "embed mlp", "batch": "batch embed"}
+
+
+def step(state, batch):
+    loss, g = jax.value_and_grad(lambda w: jnp.square(jnp.tanh(batch @ w)).mean())(state["params"]["w"])
+    m = 0.9 * state["opt"]["m"] + g
+    return {"params": {"w": state["params"]["w"] - 0.1 * m}, "opt": {"m": m}}, loss
+
+
+def small(batch=16, embed=8, mlp=32):
+    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((embed, mlp), (batch, embed)))
+    return step, ({"params": {"w": w}, "opt": {"m": w}}, x), DIMS
+
+
+def nameless():
+    return (lambda x: x * 2), (jax.ShapeDtypeStruct((8, 8), jnp.float32),), {"x": "rows columns"}
+
+
+def wrong():
+    return step
+
+
+def broken():
+    raise RuntimeError("no such weights")
+
+
+def broken_step():
+    return (lambda x: x @ x), (jax.ShapeDtypeStruct((2, 3), jnp.float32),), {"x": "a b"}
+
+
+def every_kind():
+    s = jax.ShapeDtypeStruct
+    args = {"params": {"w": s((4, 6), jnp.bfloat16), "scale": s((6,), jnp.float32)}, "opt": {"nu": s((4, 6), jnp.float32)},
+            "tokens": s((5, 7), jnp.int32), "mask": s((9,), jnp.bool_), "key": s((), jax.random.key(0).dtype),
+            "count": s((), jnp.int32), "table": np.arange(3)}
+    return (lambda x: x), (args,), {}
+"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("targets") / "some_targets.py"
+    path.write_text(textwrap.dedent(TARGETS))
+    return str(path)
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(argv)
+        got = capsys.readouterr()
+        return status, got.out, got.err
+
+    return call
+
+
+# -- plan
+
+
+def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run, target):
+    status, out, err = run("plan", f"{target}:small", "--topology", "v5e:2x4")
+    assert status == 0
+    assert "mesh     data=8 (default: one axis over all of v5e:2x4)" in err
+    assert "layout   batch: data; embed: data (default: FSDP)" in err
+    assert "8 devices" in out
+    assert "a step takes" in out
+
+
+def test_plan_as_json_and_as_a_page(run, target, tmp_path):
+    page = tmp_path / "plan.html"
+    status, out, err = run("plan", f"{target}:small", "--mesh", "data=4, model=2", "--layout", "batch: data; mlp: model",
+                           "--json", "--html", str(page))  # fmt: skip
+    plan = json.loads(out)
+    assert (status, err) == (0, "")
+    assert plan["mesh"] == {"data": 4, "model": 2}
+    assert plan["layout"] == "batch: data; mlp: model"
+    assert plan["time"] is None
+    assert "mlp:model" in page.read_text("utf8")
+
+
+def test_a_layout_by_name_and_arguments_of_the_target(run, target):
+    status, out, _ = run(
+        "plan", f"{target}:small", "--mesh", "data=4", "--layout", "dp", "--set", "batch=64, mlp=16", "--json"
+    )
+    plan = json.loads(out)
+    assert status == 0
+    assert plan["layout"] == "batch: data"
+    assert {h["path"]: h["shape"] for h in plan["inputs"]} == {
+        "state/opt/m": [8, 16], "state/params/w": [8, 16], "batch": [64, 8],
+    }  # fmt: skip
+
+
+def test_the_state_is_overwritten_unless_other_arguments_are_named(run, target):
+    def peak(*more: str) -> float:
+        _, out, _ = run(
+            "plan", f"{target}:small", "--mesh", "data=1", "--layout", "", "--set", "mlp=4096", "--json", *more
+        )
+        return json.loads(out)["memory"]["peak"]
+
+    assert peak() == peak("--donate", "state") < peak("--donate", "batch")
+
+
+# -- diff, check, compile
+
+
+def test_diff(run, target, tmp_path):
+    page = tmp_path / "diff.html"
+    status, out, _ = run(
+        "diff", f"{target}:small", "--mesh", "data=4", "--layout", "dp", "--layout", "fsdp", "--html", str(page)
+    )
+    assert status == 0
+    assert "embed:data mlp" in out
+    assert "<h1>Two plans</h1>" in page.read_text("utf8")
+    _, out, _ = run("diff", f"{target}:small", "--mesh", "data=4", "--mesh", "data=8", "--layout", "dp", "--json")
+    assert (json.loads(out)["a"]["mesh"], json.loads(out)["b"]["mesh"]) == ({"data": 4}, {"data": 8})
+
+
+def test_check(run, target):
+    status, out, _ = run("check", f"{target}:small", "--layout", "fsdp", "--mesh", "data=4, idle=2")
+    assert status == 0
+    assert "2 of 2 runs equal" in out
+    status, out, _ = run("check", f"{target}:small", "--lowering", "shard_map", "--json")
+    found = json.loads(out)
+    assert (status, found["ok"]) == (0, True)
+    assert [(r["mesh"], r["layout"], r["lowering"]) for r in found["rows"]] == [
+        ("data=8", "batch, embed: data", "shard_map")
+    ]
+
+
+def test_a_check_that_fails_has_status_one(run, target, monkeypatch):
+    import meshpar as mp
+    from meshpar.verify.check import Report, Row
+
+    wrong = Row("data=8", "batch: data", "jit", "0/w", 0.5, 3, error=mp.CheckError("0/w differs"))
+    monkeypatch.setattr(mp, "check", lambda *_, **__: Report(rows=[wrong]))
+    status, out, _ = run("check", f"{target}:small", "--layout", "dp")
+    assert status == 1
+    assert "DIFFERS" in out
+
+
+def test_compile_for_as_many_cpus_as_the_mesh_has(run, target, monkeypatch, tmp_path):
+    monkeypatch.setenv("MESHPAR_CACHE", str(tmp_path))
+    status, out, _ = run(
+        "compile", f"{target}:small", "--mesh", "data=4", "--layout", "fsdp", "--lowering", "shard_map", "--json"
+    )
+    found = json.loads(out)
+    assert status == 0
+    assert found["topology"].startswith("cpu:")
+    assert found["lowering"] == "shard_map"
+    assert found["memory"]["peak"] > 0
+    assert found["bytes_sent"] == pytest.approx(found["planned"]["bytes_sent"])
+
+
+def test_what_the_compiler_refuses_has_status_one(run, target, monkeypatch):
+    import meshpar as mp
+    from meshpar.errors import OutOfMemoryError
+
+    def refuse(*_, **__):
+        raise OutOfMemoryError("step needs 200 GB of the 95 GB of a device")
+
+    monkeypatch.setattr(mp, "compile", refuse)
+    status, _, err = run("compile", f"{target}:small", "--mesh", "data=4", "--layout", "fsdp")
+    assert status == 1
+    assert err == "OutOfMemoryError: step needs 200 GB of the 95 GB of a device\n"
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["{}:smal", "--mesh", "data=4"], "has no function `smal`\n  fix     did you mean small"),
+        (["{}:wrong", "--mesh", "data=4"], "returned a function\n  fix     it returns (step, arguments, dims)"),
+        (["{}:broken", "--mesh", "data=4"], "fails: RuntimeError: no such weights\n  at      {}:"),
+        (["{}:broken_step", "--mesh", "data=4", "--layout", "a: data"], "fails: TypeError: dot_general"),
+        (["nowhere.py:small", "--mesh", "data=4"], "there is no file nowhere.py"),
+        (["no_such_module:small", "--mesh", "data=4"], "there is no module no_such_module"),
+        (["{}", "--mesh", "data=4"], "is not `file.py:function`"),
+        (["{}:small"], "no machine is given\n  fix     --topology"),
+        (["{}:small", "--topology", "v5q:2x2"], "topology 'v5q:2x2' is not known"),
+        (["{}:small", "--mesh", "data=4", "--layout", "fspd"], "the target's LAYOUTS are: fsdp, dp"),
+        (["{}:small", "--mesh", "data=4", "--layout", "embd: data"], "did you mean `embed`?"),
+        (["{}:small", "--mesh", "data=3", "--layout", "fsdp"], "does not divide over data=3"),
+        (["{}:small", "--mesh", "data=4", "--set", "mpl=3"], "unexpected keyword argument 'mpl'"),
+        (["{}:small", "--mesh", "data=4", "--set", "mlp"], "'mlp' is not `name=value`"),
+        (["{}:nameless", "--mesh", "data=4"], "neither a dim `batch` nor a dim `embed`"),
+        (["{}:small", "--mesh", "data=4", "--html", "/no/such/folder/plan.html"], "there is no folder /no/such/folder"),
+        (["{}:small", "--mesh", "data=4", "--html", "plan.pdf"], "cannot be saved as `.pdf`"),
+    ],
+)
+def test_bad_input_says_what_to_write_instead(run, target, argv, says):
+    status, out, err = run("plan", *[a.replace("{}", target) for a in argv])
+    assert status == 2
+    assert out == ""
+    assert says.replace("{}", target) in err
+    assert "Traceback" not in err
+
+
+def test_three_layouts_are_no_diff(run, target):
+    status, _, err = run("diff", f"{target}:small", "--mesh", "data=4", *["--layout", "dp"] * 3)
+    assert status == 2
+    assert "stand once or twice" in err
+
+
+def test_a_check_of_something_huge_is_refused(run, target):
+    status, _, err = run("check", f"{target}:small", "--layout", "dp", "--set", "mlp=1000000000")
+    assert status == 2
+    assert "its arguments are 64 GB" in err
+
+
+def test_unknown_flags_have_status_two(target):
+    with pytest.raises(SystemExit) as e:
+        main(["plan", f"{target}:small", "--topologie", "v5e:2x4"])
+    assert e.value.code == 2
+
+
+def test_debug_lets_the_exception_through(target):
+    with pytest.raises(TargetError) as e:
+        main(["plan", f"{target}:broken", "--mesh", "data=4", "--debug"])
+    assert isinstance(e.value.__cause__, RuntimeError)
+
+
+# -- targets
+
+
+def test_a_target_in_a_package(monkeypatch, target):
+    monkeypatch.chdir(Path(target).parent)
+    assert load_target("some_targets:small", {"mlp": 4}).args[0]["params"]["w"].shape == (8, 4)
+
+
+def test_options():
+    assert parse_options(["a=1, b=x", "c=2.5", "d=None"]) == {"a": 1, "b": "x", "c": 2.5, "d": None}
+
+
+def test_arguments_get_numbers_that_a_step_can_use(target):
+    (args,) = concrete(load_target(f"{target}:every_kind"), ints=4)
+    (again,) = concrete(load_target(f"{target}:every_kind"), ints=4)
+    assert str(args["params"]["w"].dtype) == "bfloat16"
+    assert float(abs(args["params"]["w"].astype("float32")).max()) > 0
+    assert not args["opt"]["nu"].any()  # second moments must not be negative
+    assert set(args["tokens"].flatten().tolist()) <= set(range(4))
+    assert len(set(args["tokens"].flatten().tolist())) > 1
+    assert args["mask"].dtype == bool
+    assert jax.random.uniform(args["key"], ()) >= 0
+    assert int(args["count"]) == 0
+    assert args["table"].tolist() == [0, 1, 2]
+    assert (args["params"]["w"] == again["params"]["w"]).all()
+
+
+def test_it_runs_as_a_module(target):
+    done = subprocess.run([sys.executable, "-m", "meshpar", "--help"], capture_output=True, text=True, check=True)
+    assert "exit status: 0: well; 1: it does not hold" in done.stdout

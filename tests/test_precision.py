@@ -1,0 +1,91 @@
+"""Mixed precision: dtypes of what is computed, and of what travels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshpar as mp
+from meshpar.errors import LayoutSyntaxError, UnsupportedError
+
+DIMS = {"p/w": "embed mlp", "p/v": "mlp embed", "p/scale": "embed", "x": "batch embed"}
+
+
+def loss_of(p, x):
+    assert p["scale"].dtype == jnp.float32
+    h = jnp.tanh(x.astype(p["w"].dtype) @ p["w"]) @ p["v"]
+    return jnp.square(h.astype(jnp.float32) * p["scale"]).mean()
+
+
+def step_with(policy):
+    def step(p, x):
+        value, grads = jax.value_and_grad(policy(loss_of))(p, x)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), value
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def case():
+    r = np.random.default_rng(0)
+    p = {"w": r.normal(size=(16, 32)) / 4, "v": r.normal(size=(32, 16)) / 6, "scale": np.ones(16)}
+    return jax.tree.map(np.float32, p), r.normal(size=(64, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("reduce", "travels"), [(None, "bfloat16"), ("float32", "float32")])
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_weights_are_gathered_narrow_and_gradients_summed_as_asked(case, reduce, travels, lowering):
+    step = step_with(mp.Precision(compute="bfloat16", reduce=reduce, keep=("scale",)))
+    options = {"mesh": mp.mesh("data=4"), "layout": "batch: data; embed: data", "dims": DIMS, "lowering": lowering}
+    f = mp.jit(step, **options)
+    plan = f.plan(*case)
+    big = [c for c in plan.collectives if len(c.shape) == 2 and 1 not in c.shape]  # without the scale
+    assert {c.dtype for c in big if c.op == "all-gather"} == {"bfloat16"}
+    assert {c.dtype for c in big if c.op == "reduce-scatter"} == {travels}
+    (p, value), (p_ref, value_ref) = f(*case), jax.jit(step)(*case)
+    assert {x.dtype for x in jax.tree.leaves(p)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(value, value_ref, rtol=1e-2)
+    for a, b in zip(jax.tree.leaves(p), jax.tree.leaves(p_ref), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)
+
+
+def test_a_wide_sum_rounds_less(case):
+    """64 rows over 8 devices: partial gradients added in float32 are nearer to the float64 gradient than those in bfloat16."""
+    exact = jax.grad(loss_of)(*case)
+    errors = []
+    for reduce in ("bfloat16", "float32"):
+        step = step_with(mp.Precision(reduce=reduce, keep=("scale",)))
+        options = {"layout": "batch: data", "dims": DIMS, "lowering": "shard_map"}
+        p, _ = mp.jit(step, mesh=mp.mesh("data=8"), **options)(*case)
+        errors.append(sum(float(np.abs((case[0][k] - p[k]) / 0.1 - exact[k]).sum()) for k in ("w", "v")))
+    assert errors[1] < 0.95 * errors[0]
+
+
+def test_what_is_no_dtype():
+    with pytest.raises(LayoutSyntaxError, match="compute='int8' is not a floating dtype"):
+        mp.Precision(compute="int8")
+
+
+def test_a_kernel_without_a_rule_says_how_to_declare_one():
+    from jax.experimental import pallas as pl
+
+    def double(x):
+        def body(a, b):
+            b[...] = 2 * a[...]
+
+        return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    x = jnp.ones((8, 8))
+    with pytest.raises(UnsupportedError) as error:
+        mp.plan(double, x, mesh=mp.mesh("data=2"), layout="batch: data", dims={"x": "batch embed"})
+    for text in (
+        "pallas_call has no factor rule",
+        "`batch` of its operand",
+        "rule    batch: data",
+        "@mp.kernel_rule(",
+        "test_precision.py",
+    ):
+        assert text in str(error.value)
+    ruled = mp.kernel_rule("rows cols! -> rows cols")(double)
+    f = mp.jit(ruled, mesh=mp.mesh("data=2"), layout="batch: data", dims={"x": "batch embed"}, lowering="shard_map")
+    np.testing.assert_array_equal(f(x), 2 * x)
