@@ -22,13 +22,16 @@ def closed_parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return jaxpr, ()
 
 
-def spelled_out(closed: Any) -> Any:
-    """The jaxpr with what JAX (since 0.12) traces to a primitive that holds a definition (``searchsorted``) spelled out."""
-    if not getattr(closed.jaxpr, "is_high", False):
-        return closed
-    from jax._src.interpreters.partial_eval import lower_jaxpr2
+def make_jaxpr(fn: Any, *args: Any, **options: Any) -> Any:
+    """``jax.make_jaxpr(fn, **options)(*args)`` without JAX's (since 0.12) primitives that hold a definition (``searchsorted``):
+    they are spelled out, as an equation that is bound again later has no rule for them."""
+    traced = jax.make_jaxpr(fn, **options)(*args)
+    closed, *rest = traced if options.get("return_shape") else (traced,)
+    if getattr(closed.jaxpr, "is_high", False):
+        from jax._src.interpreters.partial_eval import lower_jaxpr2
 
-    return lower_jaxpr2(closed)
+        closed = lower_jaxpr2(closed)
+    return (closed, *rest) if rest else closed
 
 
 def source_line(eqn: Any) -> str:

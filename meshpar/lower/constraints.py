@@ -13,7 +13,15 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 
-from .._compat import close_over, constraint_params, new_var, replace_body, scan_counts, sharding_constraint_p
+from .._compat import (
+    close_over,
+    constraint_params,
+    make_jaxpr,
+    new_var,
+    replace_body,
+    scan_counts,
+    sharding_constraint_p,
+)
 from ..layout import Spec, to_partition_spec
 from ..plan.collectives import settlement
 from ..plan.plan import OpPlan, Plan
@@ -268,7 +276,7 @@ class _Rewriter:
             out_specs=tuple(map(to_partition_spec, after)),
             check_vma=False,
         )
-        traced = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
+        traced = make_jaxpr(run, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
         inner: dict[Any, Any] = dict(zip(traced.jaxpr.invars, (v for _, v in arrays), strict=True))
         for var, const in zip(traced.jaxpr.constvars, traced.consts, strict=True):  # tables that a kernel is made with
             inner[var] = Literal(const, var.aval)

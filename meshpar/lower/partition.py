@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._compat import at_line_of, bind, close_over, source_line, with_weak_type
+from .._compat import at_line_of, bind, close_over, make_jaxpr, source_line, with_weak_type
 from ..errors import UnsupportedError
 from ..layout import Spec, to_partition_spec
 from ..plan.claims import blocks_only, spec_of
@@ -74,7 +74,7 @@ def lower_to_shard_map(
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 10_000))  # long chains of values made from no data
     try:
-        call = close_over(jax.make_jaxpr(typed)(*like))
+        call = close_over(make_jaxpr(typed, *like))
     finally:
         sys.setrecursionlimit(limit)
     ins, outs = ([NamedSharding(mesh, to_partition_spec(s)) for s in part] for part in (specs, plan.out_specs))

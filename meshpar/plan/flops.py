@@ -7,9 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-
-from .._compat import closed_parts, in_recomputation
+from .._compat import closed_parts, in_recomputation, make_jaxpr
 from ..program.graph import Frame, Op
 from .fusion import PRODUCTS, itemsize
 
@@ -102,7 +100,7 @@ def opaque_flops(op: Op) -> float:
     memo = _opaque.setdefault(kernel, {})
     key = tuple((a.shape, str(a.dtype)) for a in avals)
     if key not in memo:
-        memo[key] = _flops_in(jax.make_jaxpr(kernel.fn)(*avals).jaxpr)
+        memo[key] = _flops_in(make_jaxpr(kernel.fn, *avals).jaxpr)
     return memo[key]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .._compat import spelled_out
+from .._compat import make_jaxpr
 
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
@@ -20,5 +20,5 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list
     Returns:
       (closed jaxpr, tree of results as ``ShapeDtypeStruct``, its flat leaves).
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*leaves)
-    return spelled_out(closed), shapes, jax.tree.leaves(shapes)
+    closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
+    return closed, shapes, jax.tree.leaves(shapes)
