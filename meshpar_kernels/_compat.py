@@ -6,6 +6,7 @@ Everything else imports from here what differs between them, or what is not publ
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -73,6 +74,33 @@ def race_detection(
 def _varying(x: Any) -> frozenset[str]:
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def mosaic_gpu() -> Any:
+    """`jax.experimental.pallas.mosaic_gpu`; it is not in every jaxlib, so it is imported when it is needed.
+
+    Raises:
+      ImportError: this jaxlib has none, or absl-py is missing.
+    """
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    return gpu
+
+
+def load_gmem(ref: Any, index: Any, layout: Any) -> Any:
+    """`ref[index]` out of global memory into registers laid out as `layout`, wherever it begins.
+
+    From jax 0.11 on the index comes with the reference.
+    """
+    gpu = mosaic_gpu()
+    if "idx" in inspect.signature(gpu.load).parameters:
+        return gpu.load(ref, index, layout=layout, optimized=False)
+    return gpu.load(ref.at[index], layout=layout, optimized=False)
+
+
+def transpose_ref(ref: Any) -> Any:
+    """A view of a [..., a, b] shared-memory reference with its two dimensions exchanged."""
+    return ref.T
 
 
 def same_varying(*arrays: Any) -> tuple[Any, ...]:
