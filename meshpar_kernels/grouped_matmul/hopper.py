@@ -120,6 +120,16 @@ def _multiply(gpu: Any, step, steps, stages: int, full, empty, products) -> jax.
     return step
 
 
+def _mask(gpu: Any, values: Any, valid: jax.Array) -> None:
+    """Zero the rows from `valid` on of a stage [rows, columns] in shared memory."""
+    rows, columns = values.shape
+    row = gpu.broadcasted_iota(jnp.int32, (rows, ROWS), 0, layout=gpu.Layout.WGMMA)
+    for left in range(0, columns, ROWS):
+        part = values.at[:, pl.ds(left, ROWS)]
+        there = gpu.layout_cast(part[...], gpu.Layout.WGMMA)
+        part[...] = jnp.where(row < valid, there, jnp.zeros_like(there))
+
+
 def _skip(gpu: Any, step, steps, stages: int, full, empty) -> jax.Array:
     """Let the stages of a tile pass."""
 
@@ -226,34 +236,40 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_s
         gpu.wait_smem_to_gmem(0)
 
 
-def _store(gpu: Any, value, out, row, column, begin, end, swizzled, plain) -> None:
-    """Write the rows [begin, end) of a warpgroup's part: by fixed copies if it is whole."""
-    slots, _, width = swizzled.shape
+def _chunks(value: jax.Array, column: jax.Array, width: int) -> list[tuple[jax.Array, Any]]:
+    """Columns of the staging memory's width, and where they go in the result."""
+    total = value.shape[1]
+    return [(value[:, c : c + width], pl.ds(column * total + c, width)) for c in range(0, total, width)]
+
+
+def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, staging: Any) -> None:
+    """Write all rows of a warpgroup's part, through the slots of `staging` in turn."""
+    slots, _, width = staging.shape
+    for c, (chunk, there) in enumerate(_chunks(value, column, width)):
+        gpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        staging[c % slots] = chunk
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(staging.at[c % slots], target.at[:, there])
+
+
+def _store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging) -> None:
+    """Write the rows [begin, end) of a warpgroup's part. The two stagings are the same memory."""
     value = value.astype(out.dtype)
-    whole = (begin == 0) & (end == ROWS)
     target = out.at[pl.ds(row, ROWS)]
+    whole = (begin == 0) & (end == ROWS)
     gpu.wait_smem_to_gmem(0, wait_read_only=True)
-    chunks = [(c, value[:, c * width : (c + 1) * width]) for c in range(value.shape[1] // width)]
 
     @pl.when(whole)
     def _():
-        for c, chunk in chunks:
-            slot = swizzled.at[c % slots]
-            if c >= slots:
-                gpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-            slot[...] = chunk
-            gpu.commit_smem()
-            gpu.copy_smem_to_gmem(slot, target.at[:, pl.ds(column * value.shape[1] + c * width, width)])
+        _store_whole(gpu, value, target, column, whole_staging)
 
     @pl.when(~whole)
     def _():
-        for c, chunk in chunks:
-            if c:
-                gpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plain[...] = chunk
+        for chunk, there in _chunks(value, column, staging.shape[1]):
+            gpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staging[...] = chunk
             gpu.commit_smem()
-            there = pl.ds(column * value.shape[1] + c * width, width)
-            _copy_rows(gpu, plain, target, begin, end, there, ROWS)
+            _copy_rows(gpu, staging, target, begin, end, there, ROWS)
 
 
 def grouped_matmul(
@@ -314,3 +330,119 @@ def grouped_matmul(
             approx_math=True, lowering_semantics=gpu.LoweringSemantics.Lane
         ),
     )(*operands)
+
+
+def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
+    """Tiles of [G, K, N]; the rows of a group are its steps.
+
+    Rows of the next group that the last stage holds are zeroed in both operands (0 · NaN is NaN): each
+    warpgroup zeroes its own columns of lhs and half of the columns of rhs, makes that visible to the tensor
+    cores (`commit_smem`), and waits at `masked` for the other. The stage then goes back to the loading
+    warpgroup as any other.
+    """
+    k, n, groups = shape
+    bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, full, empty, masked = refs
+    high, wide = pl.cdiv(k, tile.m), pl.cdiv(n, tile.n)
+    warpgroup = lax.axis_index("warpgroup")
+    multiprocessor = lax.axis_index("multiprocessor")
+    mine = lax.div(groups * high * wide - multiprocessor + (num_sms - 1), jnp.int32(num_sms))
+
+    def each_tile(work):
+        def one(i, step):
+            number = multiprocessor + i * num_sms
+            group = lax.div(number, jnp.int32(high * wide))
+            strip, column = _place(number - group * (high * wide), jnp.int32(high), wide)
+            first = bounds[group]
+            size = bounds[group + 1] - first
+            return work(group, strip, column, first, size, lax.div(size + (tile.k - 1), jnp.int32(tile.k)), step)
+
+        lax.fori_loop(0, mine, one, jnp.int32(0))
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _():
+        gpu.set_max_registers(40, action="decrease")
+
+        def load(group, strip, column, first, size, steps, step):
+            def copies(i, slot, barrier):
+                here = pl.ds(first + i * tile.k, tile.k)
+                gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[slot], barrier)
+                gpu.copy_gmem_to_smem(rhs.at[here, pl.ds(column * tile.n, tile.n)], rhs_smem.at[slot], barrier)
+
+            return _load(gpu, step, steps, tile.stages, full, empty, copies)
+
+        each_tile(load)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _():
+        gpu.set_max_registers(232, action="increase")
+
+        def compute(group, strip, column, first, size, steps, step):
+            def with_sums(total):
+                def start(i, slot):
+                    left = lhs_smem.at[slot, :, pl.ds(warpgroup * ROWS, ROWS)]
+                    valid = size - i * tile.k
+
+                    @pl.when(valid < tile.k)
+                    def _():
+                        half = tile.n // CONSUMERS
+                        _mask(gpu, left, valid)
+                        _mask(gpu, rhs_smem.at[slot, :, pl.ds(warpgroup * half, half)], valid)
+                        gpu.commit_smem()
+                        gpu.barrier_arrive(masked)
+                        gpu.barrier_wait(masked)
+
+                    gpu.wgmma(total, _compat.transpose_ref(left), rhs_smem.at[slot])
+
+                _multiply(gpu, step, steps, tile.stages, full, empty, start)
+                target = out.at[group, pl.ds(strip * tile.m + warpgroup * ROWS, ROWS)]
+                _store_whole(gpu, total[...].astype(out.dtype), target, column, staging.at[warpgroup])
+
+            pl.run_scoped(with_sums, gpu.ACC((ROWS, tile.n), jnp.float32))
+            return step + steps
+
+        each_tile(compute)
+        gpu.wait_smem_to_gmem(0)
+
+
+def grouped_matmul_transpose(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    row_scale: jax.Array | None,
+    *,
+    groups: int,
+    out_dtype: jnp.dtype,
+    tile: Tile,
+    num_sms: int = 132,
+) -> jax.Array:
+    """As `reference.grouped_matmul_transpose`; `tile` is of [K, N], `tile.k` rows are a step.
+
+    A row_scale is multiplied into rhs beforehand, which XLA fuses into what makes rhs; by itself it costs a
+    copy of rhs.
+    """
+    gpu = _compat.mosaic_gpu()
+    rows, k = lhs.shape
+    n = rhs.shape[1]
+    if row_scale is not None:
+        rhs = (rhs.astype(jnp.float32) * row_scale.astype(jnp.float32)[:, None]).astype(rhs.dtype)
+    bounds = group_bounds(group_sizes, rows, group_offset, groups)
+    width = min(tile.n, 128 // out_dtype.itemsize)
+    return gpu.kernel(
+        functools.partial(_transpose_kernel, gpu=gpu, shape=(k, n, groups), tile=tile, num_sms=num_sms),
+        out_type=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
+        scratch_types=[
+            _smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
+            _smem(gpu, (tile.stages, tile.k, tile.n), rhs.dtype),
+            _smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype),
+            gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+            gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+            gpu.Barrier(num_arrivals=CONSUMERS),
+        ],
+        grid=(num_sms,),
+        grid_names=("multiprocessor",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="meshpar_grouped_matmul_transpose",
+        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
+    )(bounds, lhs, rhs)
