@@ -7,21 +7,32 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 from jax import lax
 from jax._src import config as _config
+from jax._src import xla_bridge
 from jax.core import Tracer
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend import backend
 
 __all__ = [
+    "gpu_architecture",
+    "gpu_race_detection",
+    "has_gpu_interpreter",
     "interpreting",
+    "interpreting_gpu",
+    "load_gmem",
+    "mosaic_gpu",
     "out_struct",
+    "pallas_triton",
     "race_detection",
     "same_varying",
     "sharded_axes",
+    "transpose_ref",
 ]
 
 
@@ -31,7 +42,15 @@ def interpreting() -> bool:
     True inside `race_detection` and inside JAX's own `pltpu.force_tpu_interpret_mode`. The value
     is part of JAX's trace-cache key, so a jitted function is traced anew on entering or leaving.
     """
-    return bool(_config.pallas_tpu_interpret_mode_context_manager.value)
+    value = _config.pallas_tpu_interpret_mode_context_manager.value
+    return bool(value) and "GPU" not in type(value).__name__
+
+
+def interpreting_gpu() -> bool:
+    """Whether Mosaic GPU kernels traced now run in the interpreter: inside `gpu_race_detection`, and inside
+    JAX's own `force_gpu_interpret_mode` (from jax 0.11 on)."""
+    value = _config.pallas_tpu_interpret_mode_context_manager.value
+    return bool(value) and "GPU" in type(value).__name__
 
 
 def _races_found() -> bool:
@@ -71,6 +90,22 @@ def race_detection(
         pltpu.reset_tpu_interpret_mode_state()
 
 
+def has_gpu_interpreter() -> bool:
+    """Whether this JAX can run Mosaic GPU kernels without a GPU (from 0.11 on)."""
+    return hasattr(mosaic_gpu(), "force_gpu_interpret_mode")
+
+
+@contextlib.contextmanager
+def gpu_race_detection() -> Iterator[None]:
+    """Run the Mosaic GPU kernels of the block in the interpreter, which raises if two accesses race.
+
+    Block on the results inside it.
+    """
+    gpu = mosaic_gpu()
+    with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams(detect_races=True)):
+        yield
+
+
 def _varying(x: Any) -> frozenset[str]:
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else frozenset(kind.varying)
@@ -85,6 +120,33 @@ def mosaic_gpu() -> Any:
     from jax.experimental.pallas import mosaic_gpu as gpu
 
     return gpu
+
+
+def pallas_triton() -> Any:
+    """`jax.experimental.pallas.triton`, imported when it is needed.
+
+    Raises:
+      ImportError: this jaxlib has none.
+    """
+    from jax.experimental.pallas import triton
+
+    return triton
+
+
+def gpu_architecture() -> tuple[int, int]:
+    """Compute capability of the GPU that kernels traced now are for.
+
+    That of `jax.default_device`, which may be a device of a topology, or else of the first device, if JAX has
+    looked for devices yet; (9, 0) where that is no GPU, as JAX itself assumes when it compiles for one.
+    """
+    device = jax.config.jax_default_device
+    if device is None and xla_bridge.backends_are_initialized():
+        device = backend.get_default_device()
+    capability = getattr(device, "compute_capability", None)
+    if not isinstance(capability, str) or not re.fullmatch(r"\d+\.\d+", capability):
+        return 9, 0
+    major, minor = capability.split(".")
+    return int(major), int(minor)
 
 
 def load_gmem(ref: Any, index: Any, layout: Any) -> Any:

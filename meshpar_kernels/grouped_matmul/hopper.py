@@ -285,7 +285,7 @@ def grouped_matmul(
     tile: Tile,
     num_sms: int = 132,
 ) -> jax.Array:
-    """As `reference.grouped_matmul`, without indices, for at least `tile.m` rows.
+    """As `reference.grouped_matmul`, without indices.
 
     Tiles begin at a group's first row (`visit_spans`), so none holds rows of two groups; a warpgroup whose
     half of a tile has no row of the group does not multiply.
@@ -300,7 +300,7 @@ def grouped_matmul(
     rhs_tile = (tile.n, tile.k) if transpose_rhs else (tile.k, tile.n)
     operands = [*spans, lhs, rhs]
     if row_scale is not None:
-        operands.append(row_scale.astype(jnp.float32))
+        operands.append(jnp.pad(row_scale.astype(jnp.float32), (0, max(tile.m - rows, 0))))
     kernel = functools.partial(
         _matmul_kernel,
         gpu=gpu,

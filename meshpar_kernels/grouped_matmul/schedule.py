@@ -126,7 +126,7 @@ class Spans(NamedTuple):
     something.
 
     Attributes:
-      first: first row of the tile, which lies within the array.
+      first: first row of the tile, which lies within the array if that has `tile` rows.
       low, high: the rows [low, high) of the tile that are the visit's, counted from `first`.
       group: as in `Visits`.
       live: as in `Visits`.
@@ -149,7 +149,7 @@ def visit_spans(bounds: jax.Array, rows: int, tile: int) -> Spans:
 
     Args:
       bounds: from `group_bounds`.
-      rows: M, at least `tile`.
+      rows: M, at least 1.
       tile: rows of a tile.
     """
     groups = bounds.shape[0] - 1
@@ -162,7 +162,7 @@ def visit_spans(bounds: jax.Array, rows: int, tile: int) -> Spans:
     begin, stop = start[segment], end[segment]
     place = visit - jnp.where(segment > 0, until[jnp.maximum(segment - 1, 0)], 0)
     begin = begin + place * tile
-    row = jnp.minimum(begin, rows - tile)
+    row = jnp.minimum(begin, max(rows - tile, 0))
     live = (segment > 0) & (segment <= groups)
     return Spans(
         first=row,
@@ -181,7 +181,7 @@ def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int
     for size in sizes:
         end = min(start + size, rows)
         for begin in range(start, end, tile):
-            low = begin - min(begin, rows - tile)
+            low = begin - min(begin, max(rows - tile, 0))
             high = low + min(end - begin, tile)
             total += (-(-high // part) - low // part) * part
         start = end
