@@ -32,6 +32,7 @@ __all__ = [
     "race_detection",
     "same_varying",
     "sharded_axes",
+    "store_smem",
     "transpose_ref",
 ]
 
@@ -158,6 +159,18 @@ def load_gmem(ref: Any, index: Any, layout: Any) -> Any:
     if "idx" in inspect.signature(gpu.load).parameters:
         return gpu.load(ref, index, layout=layout, optimized=False)
     return gpu.load(ref.at[index], layout=layout, optimized=False)
+
+
+def store_smem(ref: Any, value: Any) -> None:
+    """`ref[...] = value` into shared memory that is not swizzled, so that banks may conflict.
+
+    Newer versions refuse that unless asked.
+    """
+    gpu = mosaic_gpu()
+    if hasattr(gpu, "store"):
+        gpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def transpose_ref(ref: Any) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.grouped_matmul import hopper
-from meshpar_kernels.grouped_matmul.hopper import Tile, grouped_matmul, grouped_matmul_transpose
+from meshpar_kernels.grouped_matmul.hopper import Tile
 
 __all__ = [
     "Tile",
@@ -26,6 +28,10 @@ SMEM_BYTES = 232_448
 STAGING_BYTES = hopper.CONSUMERS * 2 * hopper.ROWS * 128 + 1024
 """Of that, what results leave through, and barriers."""
 
+MULTIPROCESSORS = 132
+"""Blocks of the grid, each of which walks over tiles: the multiprocessors of an H100 or H200 with SXM. On a GPU with
+fewer, the last blocks come after the others."""
+
 ROWS = hopper.CONSUMERS * hopper.ROWS
 INNER = 64
 """Contracted elements of a stage: 128 bytes of bfloat16, the widest swizzle."""
@@ -34,6 +40,16 @@ MOST_STAGES = 6
 DTYPES = (jnp.bfloat16, jnp.float16)
 ALIGNMENT = 16
 """Bytes: the copy engine's rows begin at multiples of this."""
+
+
+def grouped_matmul(*args: Any, **options: Any) -> jax.Array:
+    """`hopper.grouped_matmul` on all multiprocessors."""
+    return hopper.grouped_matmul(*args, num_sms=MULTIPROCESSORS, **options)
+
+
+def grouped_matmul_transpose(*args: Any, **options: Any) -> jax.Array:
+    """`hopper.grouped_matmul_transpose` on all multiprocessors."""
+    return hopper.grouped_matmul_transpose(*args, num_sms=MULTIPROCESSORS, **options)
 
 
 def pick_tile(n: int, itemsize: int, halves: int = 1) -> Tile:

@@ -243,10 +243,15 @@ def _chunks(value: jax.Array, column: jax.Array, width: int) -> list[tuple[jax.A
 
 
 def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, staging: Any) -> None:
-    """Write all rows of a warpgroup's part, through the slots of `staging` in turn."""
+    """Write all rows of a warpgroup's part, through the slots of `staging` in turn.
+
+    A slot is free when all but the last `slots - 1` copies have read theirs; where the turns do not go up in
+    the chunks of a tile, the first chunk waits for all copies of the tile before.
+    """
     slots, _, width = staging.shape
-    for c, (chunk, there) in enumerate(_chunks(value, column, width)):
-        gpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+    chunks = _chunks(value, column, width)
+    for c, (chunk, there) in enumerate(chunks):
+        gpu.wait_smem_to_gmem(0 if c == 0 and len(chunks) % slots else slots - 1, wait_read_only=True)
         staging[c % slots] = chunk
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(staging.at[c % slots], target.at[:, there])
@@ -267,7 +272,7 @@ def _store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging
     def _():
         for chunk, there in _chunks(value, column, staging.shape[1]):
             gpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staging[...] = chunk
+            _compat.store_smem(staging, chunk)
             gpu.commit_smem()
             _copy_rows(gpu, staging, target, begin, end, there, ROWS)
 
@@ -283,7 +288,7 @@ def grouped_matmul(
     activation: str | None,
     out_dtype: jnp.dtype,
     tile: Tile,
-    num_sms: int = 132,
+    num_sms: int,
 ) -> jax.Array:
     """As `reference.grouped_matmul`, without indices.
 
@@ -336,9 +341,9 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     """Tiles of [G, K, N]; the rows of a group are its steps.
 
     Rows of the next group that the last stage holds are zeroed in both operands (0 · NaN is NaN): each
-    warpgroup zeroes its own columns of lhs and half of the columns of rhs, makes that visible to the tensor
-    cores (`commit_smem`), and waits at `masked` for the other. The stage then goes back to the loading
-    warpgroup as any other.
+    warpgroup zeroes its own columns of lhs and half of the columns of rhs (of 64 columns the first zeroes
+    all), makes that visible to the tensor cores (`commit_smem`), and waits at `masked` for the other. The
+    stage then goes back to the loading warpgroup as any other.
     """
     k, n, groups = shape
     bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, full, empty, masked = refs
@@ -384,9 +389,13 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
 
                     @pl.when(valid < tile.k)
                     def _():
-                        half = tile.n // CONSUMERS
                         _mask(gpu, left, valid)
-                        _mask(gpu, rhs_smem.at[slot, :, pl.ds(warpgroup * half, half)], valid)
+                        share = max(tile.n // CONSUMERS, ROWS)
+
+                        @pl.when(warpgroup * share < tile.n)
+                        def _():
+                            _mask(gpu, rhs_smem.at[slot, :, pl.ds(warpgroup * share, share)], valid)
+
                         gpu.commit_smem()
                         gpu.barrier_arrive(masked)
                         gpu.barrier_wait(masked)
@@ -414,7 +423,7 @@ def grouped_matmul_transpose(
     groups: int,
     out_dtype: jnp.dtype,
     tile: Tile,
-    num_sms: int = 132,
+    num_sms: int,
 ) -> jax.Array:
     """As `reference.grouped_matmul_transpose`; `tile` is of [K, N], `tile.k` rows are a step.
 
