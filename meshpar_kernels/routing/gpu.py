@@ -4,6 +4,9 @@ Triton and not Mosaic GPU: rows at arbitrary indices have no form that Hopper's 
 both ops are ordinary loads, 16 bytes a thread, which Triton coalesces; it has reductions and scans over
 either dimension of a block, and runs on older GPUs as well. There are no barriers here: programs do not talk
 to each other.
+
+jax 0.12 deprecates Pallas-Triton and says so once for each kernel that it lowers; these kernels have to move
+to Mosaic GPU when a version of JAX is let in that lacks it.
 """
 
 from __future__ import annotations
