@@ -308,8 +308,12 @@ def measured_table(only: str, facts: dict[str, Any], loads: list[str], limit: fl
     import gpu_cases
 
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    print(f"{facts['device']}, jax {facts['jax']}: copy {facts['copy']:.0f} GB/s, product {facts['peak']:.0f} TFLOP/s\n")
-    head = f"{'kernel':<9}{'shape':<19}{'load':<8}{'by':<24}{'ms':>9}{'TFLOP/s':>9}{'% peak':>8}{'GB/s':>7}{'% copy':>8}"
+    print(
+        f"{facts['device']}, jax {facts['jax']}: copy {facts['copy']:.0f} GB/s, product {facts['peak']:.0f} TFLOP/s\n"
+    )
+    head = (
+        f"{'kernel':<9}{'shape':<19}{'load':<8}{'by':<24}{'ms':>9}{'TFLOP/s':>9}{'% peak':>8}{'GB/s':>7}{'% copy':>8}"
+    )
     print(head + f"{'× ours':>8}{'error':>10}")
     table: list[dict[str, Any]] = []
     began = time.monotonic()

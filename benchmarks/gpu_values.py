@@ -60,8 +60,9 @@ def cases() -> Iterator[tuple[str, Callable[[], float]]]:
     for tokens in (1, 40, 1000):
         yield f"route, mixtral, {tokens} tokens", lambda tokens=tokens: routed(tokens, 8, 2)
         options = {"score": "sigmoid", "groups": 8, "top_groups": 4, "scale": 2.5, "bias": True}
-        yield f"route, deepseek-v3, {tokens} tokens", lambda tokens=tokens, options=options: routed(
-            tokens, 256, 8, **options
+        yield (
+            f"route, deepseek-v3, {tokens} tokens",
+            lambda tokens=tokens, options=options: routed(tokens, 256, 8, **options),
         )
     yield "permute and combine", moved
 
@@ -95,7 +96,8 @@ def routed(tokens, experts, k, *, bias=False, **options) -> float:
     with_bias = {} if shift is None else {"bias": jnp.asarray(shift)}
     plan = route(jnp.asarray(logits), k, implementation="pallas_gpu", **options, **with_bias)
     want = oracle.route(logits, k, bias=shift, **options)
-    same = all((np.asarray(a) == b).all() for a, b in zip((plan.expert, plan.counts, plan.rank), (want[0], *want[2:4])))
+    pairs = zip((plan.expert, plan.counts, plan.rank), (want[0], *want[2:4]), strict=True)
+    same = all((np.asarray(a) == b).all() for a, b in pairs)
     return error(plan.weight, want[1]) if same else float("inf")
 
 

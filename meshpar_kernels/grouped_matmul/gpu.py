@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.grouped_matmul import hopper
-from meshpar_kernels.grouped_matmul.hopper import Tile
+from meshpar_kernels.grouped_matmul import blackwell, hopper
+from meshpar_kernels.grouped_matmul.gpu_parts import Tile
 
 __all__ = [
     "Tile",
@@ -28,9 +28,12 @@ SMEM_BYTES = 232_448
 STAGING_BYTES = hopper.CONSUMERS * 2 * hopper.ROWS * 128 + 1024
 """Of that, what results leave through, and barriers."""
 
-MULTIPROCESSORS = 132
-"""Blocks of the grid, each of which walks over tiles: the multiprocessors of an H100 or H200 with SXM. On a GPU with
-fewer, the last blocks come after the others."""
+KERNELS = {9: hopper, 10: blackwell}
+"""By the major number of the compute capability."""
+
+MULTIPROCESSORS = {9: 132, 10: 148}
+"""Blocks of the grid, each of which walks over tiles: the multiprocessors of an H100 or H200 with SXM and of a B200.
+On a GPU with fewer, the last blocks come after the others."""
 
 ROWS = hopper.CONSUMERS * hopper.ROWS
 INNER = 64
@@ -43,13 +46,14 @@ ALIGNMENT = 16
 
 
 def grouped_matmul(*args: Any, **options: Any) -> jax.Array:
-    """`hopper.grouped_matmul` on all multiprocessors."""
-    return hopper.grouped_matmul(*args, num_sms=MULTIPROCESSORS, **options)
+    """`grouped_matmul` of the kernel for the GPU that is traced for, on all multiprocessors."""
+    major = _compat.gpu_architecture()[0]
+    return KERNELS[major].grouped_matmul(*args, num_sms=MULTIPROCESSORS[major], **options)
 
 
 def grouped_matmul_transpose(*args: Any, **options: Any) -> jax.Array:
     """`hopper.grouped_matmul_transpose` on all multiprocessors."""
-    return hopper.grouped_matmul_transpose(*args, num_sms=MULTIPROCESSORS, **options)
+    return hopper.grouped_matmul_transpose(*args, num_sms=MULTIPROCESSORS[9], **options)
 
 
 def pick_tile(n: int, itemsize: int, halves: int = 1) -> Tile:
@@ -77,11 +81,14 @@ def make_transpose_tile(tile: tuple[int, int, int], itemsize: int) -> Tile:
     return make_tile(k, rows, n, itemsize)
 
 
-def unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, halves: int = 1, **sizes: int) -> Unsupported:
+def unsupported(
+    lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, halves: int = 1, *, op: str = "grouped_matmul", **sizes: int
+) -> Unsupported:
     """Why the GPU kernels cannot take these operands.
 
     Args:
       lhs: one operand; the other has its dtype.
+      op: the function that the kernel must have.
       sizes: lengths of the rows of the operands and of the result, by name.
     """
     reasons = []
@@ -100,8 +107,9 @@ def unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, halves: int = 
     elif tile.stages < 2:
         reasons.append(f"tile ({tile.m}, {tile.k}, {tile.n}): two stages of it do not fit shared memory")
     major, minor = _compat.gpu_architecture()
-    if major != 9:
-        reasons.append(f"the GPU is sm_{major}{minor}; the kernel is for sm_90a (wgmma)")
+    if not hasattr(KERNELS.get(major), op):
+        known = [f"sm_{number}0a" for number, module in KERNELS.items() if hasattr(module, op)]
+        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {' and '.join(known)}")
     try:
         _compat.mosaic_gpu()
     except ImportError as error:

@@ -23,7 +23,7 @@ waits for the other.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,59 +31,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul.gpu_parts import Tile, chunks, copy_rows, place, ring, smem
 from meshpar_kernels.grouped_matmul.schedule import group_bounds, visit_spans
 
-__all__ = ["ROWS", "Tile", "grouped_matmul", "grouped_matmul_transpose"]
+__all__ = ["CONSUMERS", "ROWS", "grouped_matmul", "grouped_matmul_transpose"]
 
 ROWS = 64
 """Rows of one `wgmma`, and of the part of a tile that one warpgroup holds."""
 
 CONSUMERS = 2
-BAND = 16
-"""Visits that share a stretch of columns before the next: both operands of it stay in the L2 cache."""
-
-
-class Tile(NamedTuple):
-    """Rows and columns of the result's tile, contracted elements of a stage, and number of stages."""
-
-    m: int
-    n: int
-    k: int
-    stages: int
-
-
-def _smem(gpu: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory laid out in swizzled tiles, as `wgmma` reads and TMA writes without bank conflicts."""
-    swizzle = gpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
-    tiling = (8, swizzle // jnp.dtype(dtype).itemsize)
-    return gpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform(tiling), gpu.SwizzleTransform(swizzle)))
-
-
-def _copy_rows(gpu: Any, source: Any, target: Any, low: jax.Array, high: jax.Array, columns: Any, rows: int) -> None:
-    """Copy the rows [low, high) of shared memory: one copy for each bit of their number, since a copy's shape is
-    fixed when it is compiled."""
-    number = high - low
-    length = 1 << (rows.bit_length() - 1)
-    while length:
-        here = low
-
-        @pl.when((number & length) != 0)
-        def _(here=here, length=length):
-            gpu.copy_smem_to_gmem(source.at[pl.ds(here, length)], target.at[pl.ds(here, length), columns])
-
-        low = low + (number & length)
-        length //= 2
-
-
-def _ring(stages: int, step: jax.Array) -> jax.Array:
-    return lax.rem(step, jnp.int32(stages))
 
 
 def _load(gpu: Any, step, steps, stages: int, full, empty, copies) -> jax.Array:
     """Fill the stages of `steps` steps, from step number `step` on; `copies(i, slot)` starts those of step i."""
 
     def one(i, step):
-        slot = _ring(stages, step)
+        slot = ring(stages, step)
 
         @pl.when(step >= stages)
         def _():
@@ -99,14 +62,14 @@ def _multiply(gpu: Any, step, steps, stages: int, full, empty, products) -> jax.
     """Multiply as the stages fill; `products(i, slot)` starts the products of step i."""
 
     def one(i, step):
-        slot = _ring(stages, step)
+        slot = ring(stages, step)
         gpu.barrier_wait(full.at[slot])
         products(i, slot)
         gpu.wgmma_wait(1)
 
         @pl.when(i > 0)
         def _():
-            gpu.barrier_arrive(empty.at[_ring(stages, step - 1)])
+            gpu.barrier_arrive(empty.at[ring(stages, step - 1)])
 
         return step + 1
 
@@ -115,7 +78,7 @@ def _multiply(gpu: Any, step, steps, stages: int, full, empty, products) -> jax.
 
     @pl.when(steps > 0)
     def _():
-        gpu.barrier_arrive(empty.at[_ring(stages, step - 1)])
+        gpu.barrier_arrive(empty.at[ring(stages, step - 1)])
 
     return step
 
@@ -134,7 +97,7 @@ def _skip(gpu: Any, step, steps, stages: int, full, empty) -> jax.Array:
     """Let the stages of a tile pass."""
 
     def one(_, step):
-        slot = _ring(stages, step)
+        slot = ring(stages, step)
         gpu.barrier_wait(full.at[slot])
         gpu.barrier_arrive(empty.at[slot])
         return step + 1
@@ -142,17 +105,8 @@ def _skip(gpu: Any, step, steps, stages: int, full, empty) -> jax.Array:
     return lax.fori_loop(0, steps, one, step)
 
 
-def _place(tile: jax.Array, visits: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
-    """Visit and column tile of the tile with this number: `BAND` visits go through all columns together."""
-    band = lax.div(tile, jnp.int32(BAND * columns))
-    height = jnp.minimum(BAND, visits - band * BAND)
-    rest = tile - band * (BAND * columns)
-    column = lax.div(rest, height)
-    return band * BAND + (rest - column * height), column
-
-
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_sms):
-    rows, k, n = shape
+    k, n = shape
     first, low, high, group, live, number, lhs, rhs, *refs = refs
     scale = refs.pop(0) if scaled else None
     out, lhs_smem, rhs_smem, staging, full, empty = refs
@@ -165,7 +119,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_s
 
     def each_tile(work):
         def one(i, step):
-            visit, column = _place(multiprocessor + i * num_sms, visits, columns)
+            visit, column = place(multiprocessor + i * num_sms, visits, columns)
             return work(visit, column, live[visit] * pl.cdiv(k, tile.k), step)
 
         lax.fori_loop(0, mine, one, jnp.int32(0))
@@ -236,12 +190,6 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_s
         gpu.wait_smem_to_gmem(0)
 
 
-def _chunks(value: jax.Array, column: jax.Array, width: int) -> list[tuple[jax.Array, Any]]:
-    """Columns of the staging memory's width, and where they go in the result."""
-    total = value.shape[1]
-    return [(value[:, c : c + width], pl.ds(column * total + c, width)) for c in range(0, total, width)]
-
-
 def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, staging: Any) -> None:
     """Write all rows of a warpgroup's part, through the slots of `staging` in turn.
 
@@ -249,9 +197,9 @@ def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, sta
     the chunks of a tile, the first chunk waits for all copies of the tile before.
     """
     slots, _, width = staging.shape
-    chunks = _chunks(value, column, width)
-    for c, (chunk, there) in enumerate(chunks):
-        gpu.wait_smem_to_gmem(0 if c == 0 and len(chunks) % slots else slots - 1, wait_read_only=True)
+    parts = chunks(value, column, width)
+    for c, (chunk, there) in enumerate(parts):
+        gpu.wait_smem_to_gmem(0 if c == 0 and len(parts) % slots else slots - 1, wait_read_only=True)
         staging[c % slots] = chunk
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(staging.at[c % slots], target.at[:, there])
@@ -270,11 +218,11 @@ def _store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging
 
     @pl.when(~whole)
     def _():
-        for chunk, there in _chunks(value, column, staging.shape[1]):
+        for chunk, there in chunks(value, column, staging.shape[1]):
             gpu.wait_smem_to_gmem(0, wait_read_only=True)
             _compat.store_smem(staging, chunk)
             gpu.commit_smem()
-            _copy_rows(gpu, staging, target, begin, end, there, ROWS)
+            copy_rows(gpu, staging, target, begin, end, there, ROWS)
 
 
 def grouped_matmul(
@@ -309,7 +257,7 @@ def grouped_matmul(
     kernel = functools.partial(
         _matmul_kernel,
         gpu=gpu,
-        shape=(rows, k, n),
+        shape=(k, n),
         tile=tile,
         transpose_rhs=transpose_rhs,
         halves=halves,
@@ -320,9 +268,9 @@ def grouped_matmul(
         kernel,
         out_type=_compat.out_struct((rows, n), out_dtype, lhs, rhs),
         scratch_types=[
-            _smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
-            _smem(gpu, (tile.stages, halves, *rhs_tile), rhs.dtype),
-            [gpu.RefUnion(_smem(gpu, (2, ROWS, width), out_dtype), gpu.SMEM((ROWS, width), out_dtype))] * CONSUMERS,
+            smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
+            smem(gpu, (tile.stages, halves, *rhs_tile), rhs.dtype),
+            [gpu.RefUnion(smem(gpu, (2, ROWS, width), out_dtype), gpu.SMEM((ROWS, width), out_dtype))] * CONSUMERS,
             gpu.Barrier(num_arrivals=1 + halves, num_barriers=tile.stages),
             gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
         ],
@@ -331,9 +279,7 @@ def grouped_matmul(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="meshpar_grouped_matmul",
-        compiler_params=gpu.CompilerParams(
-            approx_math=True, lowering_semantics=gpu.LoweringSemantics.Lane
-        ),
+        compiler_params=gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics.Lane),
     )(*operands)
 
 
@@ -356,7 +302,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         def one(i, step):
             number = multiprocessor + i * num_sms
             group = lax.div(number, jnp.int32(high * wide))
-            strip, column = _place(number - group * (high * wide), jnp.int32(high), wide)
+            strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
             first = bounds[group]
             size = bounds[group + 1] - first
             return work(group, strip, column, first, size, lax.div(size + (tile.k - 1), jnp.int32(tile.k)), step)
@@ -441,9 +387,9 @@ def grouped_matmul_transpose(
         functools.partial(_transpose_kernel, gpu=gpu, shape=(k, n, groups), tile=tile, num_sms=num_sms),
         out_type=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
         scratch_types=[
-            _smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
-            _smem(gpu, (tile.stages, tile.k, tile.n), rhs.dtype),
-            _smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype),
+            smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
+            smem(gpu, (tile.stages, tile.k, tile.n), rhs.dtype),
+            smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype),
             gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
             gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
             gpu.Barrier(num_arrivals=CONSUMERS),

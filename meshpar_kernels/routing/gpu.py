@@ -286,9 +286,7 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, inte
     operands = [index.astype(jnp.int32)] + ([] if weight is None else [weight]) + [x]
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        functools.partial(
-            _gather_sum_kernel, shape=(total_rows, limit, columns), k=k, rows=rows, width=width
-        ),
+        functools.partial(_gather_sum_kernel, shape=(total_rows, limit, columns), k=k, rows=rows, width=width),
         grid=(_cdiv(total_rows, rows), _cdiv(columns, width)),
         in_specs=[whole] * len(operands),
         out_specs=whole,

@@ -9,6 +9,7 @@ from kernel_cases import SIZES
 
 from meshpar_kernels import _compat, grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import gpu, hopper, schedule
+from meshpar_kernels.grouped_matmul.gpu_parts import Tile
 
 RNG = np.random.default_rng(4)
 M, K, N, G = 200, 72, 136, 4
@@ -23,7 +24,7 @@ interpreted = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def two_multiprocessors(monkeypatch):
     """Each is a thread of the interpreter for every warpgroup."""
-    monkeypatch.setattr(gpu, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(gpu, "MULTIPROCESSORS", {9: 2, 10: 2})
 
 
 def normal(*shape, dtype=BF16):
@@ -53,10 +54,18 @@ CASES = {
 }
 
 
+def on(architecture, monkeypatch):
+    """Trace for another GPU than the interpreter's Hopper."""
+    monkeypatch.setattr(_compat, "gpu_architecture", lambda: architecture)
+    jax.clear_caches()
+
+
 @interpreted
+@pytest.mark.parametrize("architecture", [(9, 0), (10, 0)])
 @pytest.mark.parametrize("name", CASES)
-def test_grouped_matmul(name):
+def test_grouped_matmul(name, architecture, monkeypatch):
     """K and N that fill no tile, groups that end within one, NaN in the rows of no group."""
+    on(architecture, monkeypatch)
     options = CASES[name]
     groups = 2 if "group_offset" in options else G
     wide = 2 * N if "activation" in options else N
@@ -138,7 +147,7 @@ def test_executed_rows():
 
 
 def test_tiles():
-    assert gpu.pick_tile(2048, 2) == hopper.Tile(128, 256, 64, 4)
+    assert gpu.pick_tile(2048, 2) == Tile(128, 256, 64, 4)
     assert gpu.pick_tile(1408, 2).n == 256  # 9 % of empty columns
     assert gpu.pick_tile(384, 2).n == 128
     assert gpu.pick_tile(2048, 2, halves=2).n == 128
@@ -157,7 +166,7 @@ def test_refusals_carry_the_reason(monkeypatch):
     refuses("two stages of it do not fit", tile=(128, 512, 256))
     refuses("the result is float64|the result is int32", out_dtype=jnp.int32)
     monkeypatch.setattr(_compat, "gpu_architecture", lambda: (8, 0))
-    refuses("the GPU is sm_80")
+    refuses("the GPU is sm_80; there is a kernel for sm_90a and sm_100a")
 
 
 def test_lowered_for_a_gpu_the_kernel_is_taken():
