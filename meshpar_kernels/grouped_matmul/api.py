@@ -297,7 +297,7 @@ def _transpose_product(options: _Options, groups: int, lhs, rhs, group_sizes, gr
     functions = {
         "pallas_tpu": tpu.unsupported(lhs, rhs, n, tile)
         or functools.partial(tpu.grouped_matmul_transpose, tile=tile, **kwargs),
-        "pallas_gpu": gpu.unsupported(lhs, options.out_dtype, gpu_tile, op="grouped_matmul_transpose", K=k, N=n)
+        "pallas_gpu": gpu.unsupported(lhs, options.out_dtype, gpu_tile, K=k, N=n)
         or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, **kwargs),
         "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
         "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.grouped_matmul import blackwell, hopper
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS as PART
 from meshpar_kernels.grouped_matmul.gpu_parts import Tile
 
 __all__ = [
@@ -25,7 +26,7 @@ __all__ = [
 SMEM_BYTES = 232_448
 """Shared memory that one block may have: 227 KiB on Hopper and Blackwell."""
 
-STAGING_BYTES = hopper.CONSUMERS * 2 * hopper.ROWS * 128 + 1024
+STAGING_BYTES = hopper.CONSUMERS * 2 * PART * 128 + 1024
 """Of that, what results leave through, and barriers."""
 
 KERNELS = {9: hopper, 10: blackwell}
@@ -35,7 +36,7 @@ MULTIPROCESSORS = {9: 132, 10: 148}
 """Blocks of the grid, each of which walks over tiles: the multiprocessors of an H100 or H200 with SXM and of a B200.
 On a GPU with fewer, the last blocks come after the others."""
 
-ROWS = hopper.CONSUMERS * hopper.ROWS
+ROWS = hopper.CONSUMERS * PART
 INNER = 64
 """Contracted elements of a stage: 128 bytes of bfloat16, the widest swizzle."""
 
@@ -52,8 +53,9 @@ def grouped_matmul(*args: Any, **options: Any) -> jax.Array:
 
 
 def grouped_matmul_transpose(*args: Any, **options: Any) -> jax.Array:
-    """`hopper.grouped_matmul_transpose` on all multiprocessors."""
-    return hopper.grouped_matmul_transpose(*args, num_sms=MULTIPROCESSORS[9], **options)
+    """`grouped_matmul_transpose` in the same way."""
+    major = _compat.gpu_architecture()[0]
+    return KERNELS[major].grouped_matmul_transpose(*args, num_sms=MULTIPROCESSORS[major], **options)
 
 
 def pick_tile(n: int, itemsize: int, halves: int = 1) -> Tile:
@@ -81,14 +83,11 @@ def make_transpose_tile(tile: tuple[int, int, int], itemsize: int) -> Tile:
     return make_tile(k, rows, n, itemsize)
 
 
-def unsupported(
-    lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, halves: int = 1, *, op: str = "grouped_matmul", **sizes: int
-) -> Unsupported:
+def unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, halves: int = 1, **sizes: int) -> Unsupported:
     """Why the GPU kernels cannot take these operands.
 
     Args:
       lhs: one operand; the other has its dtype.
-      op: the function that the kernel must have.
       sizes: lengths of the rows of the operands and of the result, by name.
     """
     reasons = []
@@ -107,9 +106,9 @@ def unsupported(
     elif tile.stages < 2:
         reasons.append(f"tile ({tile.m}, {tile.k}, {tile.n}): two stages of it do not fit shared memory")
     major, minor = _compat.gpu_architecture()
-    if not hasattr(KERNELS.get(major), op):
-        known = [f"sm_{number}0a" for number, module in KERNELS.items() if hasattr(module, op)]
-        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {' and '.join(known)}")
+    if major not in KERNELS:
+        known = " and ".join(f"sm_{number}0a" for number in KERNELS)
+        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {known}")
     try:
         _compat.mosaic_gpu()
     except ImportError as error:

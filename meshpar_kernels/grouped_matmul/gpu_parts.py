@@ -9,7 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-__all__ = ["BAND", "Tile", "chunks", "copy_rows", "place", "ring", "smem"]
+__all__ = ["BAND", "ROWS", "Tile", "chunks", "copy_rows", "mask_rows", "place", "ring", "smem"]
+
+ROWS = 64
+"""Rows of one `wgmma`, and of what one warpgroup masks at a time."""
 
 BAND = 16
 """Visits that share a stretch of columns before the next: both operands of it stay in the L2 cache."""
@@ -64,3 +67,13 @@ def chunks(value: jax.Array, column: jax.Array, width: int) -> list[tuple[jax.Ar
     """Columns of the staging memory's width, and where they go in the result."""
     total = value.shape[1]
     return [(value[:, c : c + width], pl.ds(column * total + c, width)) for c in range(0, total, width)]
+
+
+def mask_rows(gpu: Any, values: Any, valid: jax.Array) -> None:
+    """Zero the rows from `valid` on of a stage [rows, columns] in shared memory."""
+    rows, columns = values.shape
+    row = gpu.broadcasted_iota(jnp.int32, (rows, ROWS), 0, layout=gpu.Layout.WGMMA)
+    for left in range(0, columns, ROWS):
+        part = values.at[:, pl.ds(left, ROWS)]
+        there = gpu.layout_cast(part[...], gpu.Layout.WGMMA)
+        part[...] = jnp.where(row < valid, there, jnp.zeros_like(there))

@@ -31,13 +31,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul.gpu_parts import Tile, chunks, copy_rows, place, ring, smem
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, chunks, copy_rows, mask_rows, place, ring, smem
 from meshpar_kernels.grouped_matmul.schedule import group_bounds, visit_spans
 
-__all__ = ["CONSUMERS", "ROWS", "grouped_matmul", "grouped_matmul_transpose"]
-
-ROWS = 64
-"""Rows of one `wgmma`, and of the part of a tile that one warpgroup holds."""
+__all__ = ["CONSUMERS", "grouped_matmul", "grouped_matmul_transpose"]
 
 CONSUMERS = 2
 
@@ -81,16 +78,6 @@ def _multiply(gpu: Any, step, steps, stages: int, full, empty, products) -> jax.
         gpu.barrier_arrive(empty.at[ring(stages, step - 1)])
 
     return step
-
-
-def _mask(gpu: Any, values: Any, valid: jax.Array) -> None:
-    """Zero the rows from `valid` on of a stage [rows, columns] in shared memory."""
-    rows, columns = values.shape
-    row = gpu.broadcasted_iota(jnp.int32, (rows, ROWS), 0, layout=gpu.Layout.WGMMA)
-    for left in range(0, columns, ROWS):
-        part = values.at[:, pl.ds(left, ROWS)]
-        there = gpu.layout_cast(part[...], gpu.Layout.WGMMA)
-        part[...] = jnp.where(row < valid, there, jnp.zeros_like(there))
 
 
 def _skip(gpu: Any, step, steps, stages: int, full, empty) -> jax.Array:
@@ -335,12 +322,12 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
 
                     @pl.when(valid < tile.k)
                     def _():
-                        _mask(gpu, left, valid)
+                        mask_rows(gpu, left, valid)
                         share = max(tile.n // CONSUMERS, ROWS)
 
                         @pl.when(warpgroup * share < tile.n)
                         def _():
-                            _mask(gpu, rhs_smem.at[slot, :, pl.ds(warpgroup * share, share)], valid)
+                            mask_rows(gpu, rhs_smem.at[slot, :, pl.ds(warpgroup * share, share)], valid)
 
                         gpu.commit_smem()
                         gpu.barrier_arrive(masked)

@@ -35,7 +35,7 @@ def gpu():
     return module
 
 
-TARGETS = ["sm_90a"]
+TARGETS = ["sm_90a", "sm_100a"]
 SHAPES = [
     "g64",
     *(
@@ -54,7 +54,7 @@ def test_grouped_matmul_spills_nothing_and_needs_no_memory(gpu, shape, target):
         facts = gpu.compile_facts(kernel, shape, target)
         assert facts["temp"] < 1 << 20, facts
         assert facts["spills"] == 0, facts
-        assert facts["registers"] <= 168, facts  # three warpgroups, before they share them out anew
+        assert facts["registers"] <= (168 if target == "sm_90a" else 255), facts  # at the start, for all warpgroups
 
 
 @needs_cuda

@@ -44,7 +44,6 @@ def close(got, want):
 
 CASES = {
     "plain": {},
-    "transposed": {"transpose_rhs": True},
     "everything": {
         "activation": "swiglu",
         "transpose_rhs": True,
@@ -60,8 +59,11 @@ def on(architecture, monkeypatch):
     jax.clear_caches()
 
 
+both_kernels = pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=["hopper", "blackwell"])
+
+
 @interpreted
-@pytest.mark.parametrize("architecture", [(9, 0), (10, 0)])
+@both_kernels
 @pytest.mark.parametrize("name", CASES)
 def test_grouped_matmul(name, architecture, monkeypatch):
     """K and N that fill no tile, groups that end within one, NaN in the rows of no group."""
@@ -77,8 +79,10 @@ def test_grouped_matmul(name, architecture, monkeypatch):
 
 
 @interpreted
-def test_transpose():
+@both_kernels
+def test_transpose(architecture, monkeypatch):
     """The next group's rows in the last step are masked, in both operands."""
+    on(architecture, monkeypatch)
     lhs, rhs = (normal(M, width).at[sum(UNEVEN) :].set(jnp.nan) for width in (K, N))
     scale = normal(M, dtype=jnp.float32)
     got = run(grouped_matmul_transpose, lhs, rhs, jnp.asarray(UNEVEN), row_scale=scale)
@@ -87,10 +91,11 @@ def test_transpose():
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["none", "too many"])
-def test_odd_sizes(name):
-    """40 rows, less than a tile."""
-    sizes = SIZES[name]
+@both_kernels
+def test_odd_sizes(architecture, monkeypatch):
+    """Sizes beyond the 40 rows, which are less than a tile."""
+    on(architecture, monkeypatch)
+    sizes = SIZES["too many"]
     lhs, rhs, grad = normal(40, 24), normal(G, 24, 72), normal(40, 72)
     close(run(grouped_matmul, lhs, rhs, jnp.asarray(sizes)), oracle.grouped_matmul(lhs, rhs, sizes))
     got = run(grouped_matmul_transpose, lhs, grad, jnp.asarray(sizes))
@@ -115,7 +120,7 @@ def test_a_missing_wait_is_a_race(monkeypatch):
 
     monkeypatch.setattr(hopper, "_load", careless)
     jax.clear_caches()
-    with pytest.raises(Exception, match="(?i)race|barrier"):
+    with pytest.raises(Exception, match=r"(?i)race|barrier"):
         run(grouped_matmul, normal(40, 1024), normal(1, 1024, 64), jnp.asarray([40]))
     jax.clear_caches()
 
