@@ -137,10 +137,15 @@ def pallas_triton() -> Any:
 def gpu_architecture() -> tuple[int, int]:
     """Compute capability of the GPU that kernels traced now are for.
 
-    That of `jax.default_device`, which may be a device of a topology, or else of the first device, if JAX has
-    looked for devices yet; (9, 0) where that is no GPU, as JAX itself assumes when it compiles for one.
+    That of the mesh which is traced for (`shard_map`), if its devices are of a known kind; else that of
+    `jax.default_device`, which may be a device of a topology; else that of the first device, if JAX has looked
+    for devices yet. (9, 0) where that is no GPU, as JAX itself assumes when it compiles for one.
     """
-    device = jax.config.jax_default_device
+    kind = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
+    for pattern, capability in ((r"\bG?H[12]00\b", (9, 0)), (r"\bG?B200\b", (10, 0))):
+        if re.search(pattern, kind):
+            return capability
+    device: Any = _config.default_device.value
     if device is None and xla_bridge.backends_are_initialized():
         device = backend.get_default_device()
     capability = getattr(device, "compute_capability", None)

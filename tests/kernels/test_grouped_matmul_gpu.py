@@ -174,6 +174,20 @@ def test_refusals_carry_the_reason(monkeypatch):
     refuses("the GPU is sm_80; there is a kernel for sm_90a and sm_100a")
 
 
+def test_without_a_gpu_hopper_is_assumed():
+    """As JAX does, when it lowers for a GPU on a machine that has none."""
+    assert _compat.gpu_architecture() == (9, 0)
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert _compat.gpu_architecture() == (9, 0)
+
+
+def test_the_mesh_says_which_gpu():
+    for kind, capability in (("NVIDIA B200", (10, 0)), ("NVIDIA H100 80GB HBM3", (9, 0)), ("TPU v5e", (9, 0))):
+        device = jax.sharding.AbstractDevice(kind, 1, "gpu")
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+            assert _compat.gpu_architecture() == capability
+
+
 def test_lowered_for_a_gpu_the_kernel_is_taken():
     """And what it does not take goes to the loop, without a word of it in the program."""
 
