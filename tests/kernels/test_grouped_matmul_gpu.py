@@ -174,6 +174,22 @@ def test_refusals_carry_the_reason(monkeypatch):
     refuses("the GPU is sm_80; there is a kernel for sm_90a and sm_100a")
 
 
+def test_under_shard_map_results_vary_as_their_operands():
+    """All platforms' branches are traced, and must agree; gradients too."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def loss(lhs, rhs, sizes):
+        local = jax.shard_map(
+            grouped_matmul, mesh=mesh, in_specs=(spec("data"), spec(), spec("data")), out_specs=spec("data")
+        )
+        return local(lhs, rhs, sizes).astype(jnp.float32).sum()
+
+    arguments = (normal(16, 64), normal(2, 64, 64), jnp.asarray([9, 7]))
+    shapes = jax.eval_shape(jax.grad(loss, (0, 1)), *arguments)
+    assert [s.shape for s in shapes] == [(16, 64), (2, 64, 64)]
+
+
 def test_without_a_gpu_hopper_is_assumed():
     """As JAX does, when it lowers for a GPU on a machine that has none."""
     assert _compat.gpu_architecture() == (9, 0)
