@@ -115,16 +115,17 @@ def seconds_per_call(function, arguments, rough_limit: float = 0.4) -> float:
 
     @functools.partial(jax.jit, static_argnums=0)
     def loop(times, first, *rest):
-        # Each call needs one element that the call before decided: else XLA would take the call out of the loop.
+        # Each call needs one element that the call before decided, and all results are kept: else XLA would take
+        # the call out of the loop, or compute a part of it.
         def one(_, state):
-            first, carry = state
+            first, before = state
             corner = (0,) * first.ndim
-            first = first.at[corner].set(jnp.where(carry == 1234.5, 1, first[corner]))
-            out = jax.tree.leaves(lax.optimization_barrier(function(first, *rest)))
-            carry = sum((x.reshape(-1)[0].astype(jnp.float32) for x in out), start=jnp.float32(0))
-            return first, carry
+            decided = sum((x.reshape(-1)[0].astype(jnp.float32) for x in before), start=jnp.float32(0))
+            first = first.at[corner].set(jnp.where(decided == 1234.5, 1, first[corner]))
+            return first, jax.tree.leaves(function(first, *rest))
 
-        return lax.fori_loop(0, times, one, (first, jnp.float32(0)))[1]
+        shapes = jax.tree.leaves(jax.eval_shape(function, first, *rest))
+        return lax.fori_loop(0, times, one, (first, [jnp.zeros(s.shape, s.dtype) for s in shapes]))[1]
 
     def wall(times: int) -> float:
         began = time.perf_counter()
