@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,19 +36,39 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import llama
 import mixtral
 
-# (name, model, topology, mesh, layout, sequences in a step, aim for bytes, aim for peak)
-CASES: list[tuple[str, str, str, str, str, int, float, float | None]] = [
-    ("fsdp", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9),
-    ("fsdp", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
-    ("fsdp", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
-    ("fsdp+tensor", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR, 512, 0.9, None),
-    ("fsdp+tensor", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR, 512, 0.9, None),
-    ("fsdp+tensor+sequence", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9, None),
-    ("fsdp+tensor+sequence", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9, None),
-    ("zero1", "llama3_8b", "v5p:4x4x8", "data=128", llama.ZERO1, 256, 1.0, None),
-    ("data", "llama3_8b", "v5p:4x4x8", "data=128", llama.DATA, 256, 1.0, None),
-    ("fsdp", "mixtral_8x7b", "v5p:4x4x8", "data=128", mixtral.FSDP, 128, 1.0, None),
-    ("fsdp+expert", "mixtral_8x7b", "v5p:4x4x8", "data=16, model=8", mixtral.FSDP_EXPERT, 128, 1.0, None),
+
+class Case(NamedTuple):
+    """A train step, a layout of it on a slice, and what its bytes and peak should be of the ``"jit"`` lowering's."""
+
+    name: str
+    model: str
+    topology: str
+    mesh: str
+    layout: str
+    sequences: int
+    bytes_aim: float
+    peak_aim: float | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012  (of the target)
+
+
+WHOLE = {"loss_chunks": 1}
+"""All logits in one array, as a plain loss makes them; otherwise the loss is computed in chunks of the vocabulary."""
+
+CASES = [
+    Case("fsdp", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9),
+    Case("fsdp", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
+    Case("fsdp", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
+    Case("fsdp, whole logits", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9, WHOLE),
+    Case("fsdp, whole logits", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9, WHOLE),
+    Case("fsdp, whole logits", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9, WHOLE),
+    Case("fsdp+tensor", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR, 512, 0.9),
+    Case("fsdp+tensor", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR, 512, 0.9),
+    Case("fsdp+tensor+sequence", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9),
+    Case("fsdp+tensor+sequence", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9),
+    Case("zero1", "llama3_8b", "v5p:4x4x8", "data=128", llama.ZERO1, 256, 1.0),
+    Case("data", "llama3_8b", "v5p:4x4x8", "data=128", llama.DATA, 256, 1.0),
+    Case("fsdp", "mixtral_8x7b", "v5p:4x4x8", "data=128", mixtral.FSDP, 128, 1.0),
+    Case("fsdp+expert", "mixtral_8x7b", "v5p:4x4x8", "data=16, model=8", mixtral.FSDP_EXPERT, 128, 1.0),
 ]
 
 
@@ -78,19 +98,21 @@ def spec_by_hand(case: str, path: Any, leaf: Any) -> P:
     return P()
 
 
-def compiled(how: str, case: tuple, effort: Any) -> Any:
-    name, model, topology, mesh_text, layout, batch, *_ = case
-    target = getattr(mixtral if model.startswith("mixtral") else llama, model)
+def compiled(how: str, case: Case, effort: Any) -> Any:
+    target = getattr(mixtral if case.model.startswith("mixtral") else llama, case.model)
     # XLA cannot partition a kernel: without kernel rules attention is products, which hold the scores
-    step, args, dims = target(batch, **({"attention": "xla"} if how == "by hand" else {}))
-    mesh = mp.mesh(mesh_text, topology=topology)
+    by_hand = {"attention": "xla"} if how == "by hand" else {}
+    step, args, dims = target(case.sequences, **case.options, **by_hand)
+    mesh = mp.mesh(case.mesh, topology=case.topology)
     if how != "by hand":
         return mp.compile(
-            step, *args, mesh=mesh, layout=layout, dims=dims, lowering=how, effort=effort, donate_argnums=0
+            step, *args, mesh=mesh, layout=case.layout, dims=dims, lowering=how, effort=effort, donate_argnums=0
         )  # type: ignore[arg-type]
     state, batch_ = args
     where = jax.tree_util.tree_map_with_path(
-        lambda path, x: NamedSharding(mesh, spec_by_hand(name, path, x)), state, is_leaf=lambda x: hasattr(x, "shape")
+        lambda path, x: NamedSharding(mesh, spec_by_hand(case.name, path, x)),
+        state,
+        is_leaf=lambda x: hasattr(x, "shape"),
     )
     tokens = jax.tree.map(lambda _: NamedSharding(mesh, P("data")), batch_)
     plain = jax.jit(
@@ -122,7 +144,7 @@ def compile_all(console: Console, effort: str, only: str | None, which: str | No
             head, justify="left" if head in ("case", "topology", "mesh", "lowering", "by kind") else "right"
         )
     for case in CASES:
-        name, model, topology, mesh, _, _, aim_bytes, aim_peak = case
+        name, model, topology, mesh = case.name, case.model, case.topology, case.mesh
         if (only and only != topology) or (which and which != name):
             continue
         base: Any = None
@@ -140,10 +162,10 @@ def compile_all(console: Console, effort: str, only: str | None, which: str | No
             row = [f"{model} {name}", topology, mesh, how, f"{c.bytes_sent / 1e9:.1f} GB"]
             row += [
                 f"{c.bytes_sent / base.bytes_sent:.3f}" if base else "",
-                f"{aim_bytes}" if how == "shard_map" else "",
+                f"{case.bytes_aim}" if how == "shard_map" else "",
             ]
             row += [f"{c.memory.peak / 2**30:.2f} GiB", f"{c.memory.peak / base.memory.peak:.3f}" if base else ""]
-            row += [f"{aim_peak or ''}" if how == "shard_map" else "", f"{c.compile_seconds:.0f} s"]
+            row += [f"{case.peak_aim or ''}" if how == "shard_map" else "", f"{c.compile_seconds:.0f} s"]
             row += [", ".join(f"{k} {v / 1e9:.1f}" for k, v in kinds.most_common() if v > 5e7)]
             table.add_row(*row)
             console.print(" | ".join(row))
