@@ -57,6 +57,20 @@ def axis_index(axes: Sequence[str]) -> Any:
     return lax.axis_index(axes[0] if len(axes) == 1 else tuple(axes))
 
 
+def permute(x: Any, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> Any:
+    """Send between devices that are numbered along `axes`, the first one major, as :func:`axis_index` numbers them.
+
+    ``lax.ppermute`` numbers them in the order of the mesh, whatever the order of the names.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    ordered = tuple(a for a in mesh.axis_names if a in axes)
+    if ordered != tuple(axes):
+        places = dict(zip(axes, np.indices([mesh.shape[a] for a in axes]).reshape(len(axes), -1), strict=True))
+        number = np.ravel_multi_index([places[a] for a in ordered], [mesh.shape[a] for a in ordered])
+        pairs = [(int(number[s]), int(number[t])) for s, t in pairs]
+    return lax.ppermute(x, ordered, pairs)
+
+
 def shape_in(shape: Sequence[int], have: Spec, need: Spec, sizes: Sizes) -> tuple[int, ...]:
     """The shape of a shard in another spec."""
     before, after = ([math.prod(sizes[a] for a in entry) for entry in spec] for spec in (have, need))
