@@ -78,6 +78,22 @@ class KernelSend:
         return tuple(a for f in self.factors for a in parts.axes[f]) if self.axes is None else self.axes
 
 
+@dataclass(frozen=True)
+class KernelWork:
+    """What the local function of a kernel computes and holds.
+
+    Attributes:
+      flops: of its products.
+      memory: bytes at most beyond its operands and results.
+    """
+
+    flops: float
+    memory: float
+
+
+KernelWorks = Callable[[Sequence[jax.ShapeDtypeStruct], Parts], KernelWork]
+"""(local operands, number of parts of every factor) → what the local function computes and holds."""
+
 _TRANSPOSED = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
 
 
@@ -153,6 +169,7 @@ class Kernel:
     sends: KernelSends | None
     name: str
     own_partial: bool = False
+    works: KernelWorks | None = None
     _backward: dict[Any, Kernel] = field(default_factory=dict, repr=False)
 
     def sizes(self, shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]] = ()) -> dict[str, int]:
@@ -225,6 +242,14 @@ class Kernel:
             r.sends_over = listed
         return r
 
+    def work(self, avals: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> KernelWork | None:
+        """What one device computes and holds, where the kernel says so; ``avals`` are its operands, local ones."""
+        if self.works is None:
+            return None
+        names = dict.fromkeys(self.notation.marks)
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        return self.works(structs, Parts({f: tuple(axes.get(f, ())) for f in names}, sizes))
+
     def on_shards(self, *xs: Any, axes: Mapping[str, tuple[str, ...]]) -> list[Any]:
         """What one device does."""
         out = self.fn(*xs) if self.local is None else self.local(*xs, axes=axes)
@@ -290,16 +315,30 @@ class Kernel:
             assert inner is not None
             return jax.vmap(functools.partial(inner, axes=axes), in_axes=tuple(where))(*xs)
 
-        def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> list[KernelSend]:
-            assert plain is not None
-            size = next(a.shape[d] for a, d in zip(avals, where, strict=True) if d is not None)
+        def alone(avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[int, list[jax.ShapeDtypeStruct]]:
+            """(size of the new dim, the operands without it)."""
             one = [
                 a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
                 for a, d in zip(avals, where, strict=True)
             ]
+            return next(a.shape[d] for a, d in zip(avals, where, strict=True) if d is not None), one
+
+        def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> list[KernelSend]:
+            assert plain is not None
+            size, one = alone(avals)
             return [replace(s, shape=(size, *s.shape)) for s in plain(one, parts)]
 
-        return Kernel(fn, notation, inner and local, plain and sends, self.name, self.own_partial)
+        work = self.works
+
+        def works(avals: Sequence[Any], parts: Parts) -> KernelWork:
+            assert work is not None
+            size, one = alone(avals)
+            each = work(one, parts)
+            return KernelWork(size * each.flops, size * each.memory)
+
+        return Kernel(
+            fn, notation, inner and local, plain and sends, self.name, self.own_partial, works if work else None
+        )
 
 
 def _transposed(s: KernelSend, parts: Parts) -> KernelSend:
@@ -353,7 +392,11 @@ batching.primitive_batchers[kernel_p] = _batch
 
 
 def kernel_rule(
-    text: str, *, local: Local | None = None, sends: KernelSends | None = None
+    text: str,
+    *,
+    local: Local | None = None,
+    sends: KernelSends | None = None,
+    works: KernelWorks | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how a kernel may be split: ``@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")``.
 
@@ -369,9 +412,12 @@ def kernel_rule(
         needed where a name is marked ``~``. Default: the function itself.
       sends: ``(local operands as ShapeDtypeStruct, {name: parts}) → [KernelSend, …]``: what ``local`` sends, for the plan;
         needed with ``~``.
+      works: ``(local operands as ShapeDtypeStruct, {name: parts}) → KernelWork``: the FLOPs of ``local`` and what it holds beyond
+        its operands and results, for the plan's time and memory. Default: the products that are found in the function, divided
+        by the number of parts, and nothing.
 
     Returns:
-      A decorator for a function of arrays (and static keyword arguments, which ``local`` and ``sends`` get as well) to an
+      A decorator for a function of arrays (and static keyword arguments, which ``local``, ``sends`` and ``works`` get as well) to an
       array or a tuple of arrays. It is differentiable in reverse mode if the function (or ``local``) is: the backward pass
       calls it again.
 
@@ -395,10 +441,10 @@ def kernel_rule(
         def made(static: tuple[tuple[str, Any], ...]) -> Kernel:
             options = dict(static)
             if not options:
-                return Kernel(fn, notation, local, sends, name)
+                return Kernel(fn, notation, local, sends, name, works=works)
             return Kernel(
                 functools.partial(fn, **options), notation, local and functools.partial(local, **options),
-                sends and functools.partial(sends, **options), name,
+                sends and functools.partial(sends, **options), name, works=works and functools.partial(works, **options),
             )  # fmt: skip
 
         @functools.wraps(fn)

@@ -13,7 +13,7 @@ from meshpar_kernels.attention import ring, ulysses
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.masks import visible_pairs
 
-__all__ = ["RING_FROM", "STRATEGIES", "AttentionCost", "AttentionCosts", "Machine", "Sent", "costs", "sends"]
+__all__ = ["RING_FROM", "STRATEGIES", "AttentionCost", "AttentionCosts", "Machine", "Sent", "costs", "sends", "work"]
 
 STRATEGIES = ("ring", "ulysses", "gathered")
 RING_FROM = 256 * 1024
@@ -178,53 +178,65 @@ def costs(
     return AttentionCosts(of, *_choose(of, k.shape[1] * c.devices, m))
 
 
+def work(c: Context, strategy: str, q: Any, k: Any, v: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(FLOPs of the device with the most to do, bytes beyond operands and results), forward and backward.
+
+    FLOPs are those of the products for pairs in sight: two forward, five backward. Shapes are of one device.
+    """
+    batch, each, heads, _ = q.shape
+    pairs = visible_pairs(c.softmax.mask, c.devices, each * c.devices, k.shape[1] * c.devices, c.zigzag)
+    most = max(pairs) if strategy != "ulysses" else math.ceil(sum(pairs) / c.devices)
+    one = 2.0 * batch * heads * most
+    return (
+        (one * (q.shape[3] + v.shape[3]), _memory(c, strategy, q, k, v, backward=False)),
+        (one * (3 * q.shape[3] + 2 * v.shape[3]), _memory(c, strategy, q, k, v, backward=True)),
+    )
+
+
 def _cost(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: bool, m: Machine) -> AttentionCost:
     refused = ulysses.refusal(q.shape[2], k.shape[2], c.devices) if strategy == "ulysses" else None
     if refused is not None:
         return AttentionCost(strategy, (), (), 0.0, 0.0, 0.0, math.inf, refused)
-    forward, backward = sends(c, strategy, q, k, v, segments)
-    batch, each, heads, width = q.shape
-    width += v.shape[3]  # of a product with keys and one with values
-    pairs = visible_pairs(c.softmax.mask, c.devices, each * c.devices, k.shape[1] * c.devices, c.zigzag)
-    most = max(pairs) if strategy != "ulysses" else math.ceil(sum(pairs) / c.devices)
-    flops = 2.0 * batch * heads * width * most
-    # backward: scores and key gradients and query gradients are products with keys, two with values
-    back = 2.0 * batch * heads * (3 * q.shape[3] + 2 * v.shape[3]) * most
-    sent = (*forward, *backward)
-    comm = sum(s.seconds(c.devices, m) for s in sent)
-    compute = (flops + back) / m.flops
+    sent = sends(c, strategy, q, k, v, segments)
+    works = work(c, strategy, q, k, v)
+    flops, memory = sum(w[0] for w in works), max(w[1] for w in works)
+    comm = sum(s.seconds(c.devices, m) for s in (*sent[0], *sent[1]))
+    seconds = flops / m.flops
     if strategy == "ring":
         # two streams use links of their own; every hop reads and writes what it adds to
-        moving = ring.streams(c, each, k.shape[1])
+        moving = ring.streams(c, q.shape[1], k.shape[1])
         hops = max((s.hops for s in moving), default=0)
-        touched = batch * each * heads * (q.shape[3] + v.shape[3]) * 4 * 2 * hops
-        seconds = max(compute, comm / max(1, len(moving))) + touched / m.memory_bandwidth
+        touched = math.prod(q.shape[:3]) * (q.shape[3] + v.shape[3]) * 4 * 2 * hops
+        seconds = max(seconds, comm / max(1, len(moving))) + touched / m.memory_bandwidth
     else:
-        seconds = compute + comm
-    memory = _memory(c, strategy, q, k, v)
-    return AttentionCost(
-        strategy, tuple(forward), tuple(backward), sum(s.bytes(c.devices) for s in sent), memory, flops + back, seconds
-    )
+        seconds += comm
+    total = sum(s.bytes(c.devices) for s in (*sent[0], *sent[1]))
+    return AttentionCost(strategy, tuple(sent[0]), tuple(sent[1]), total, memory, flops, seconds)
 
 
-def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any) -> float:
-    """Bytes in the backward pass beyond operands, results and their gradients."""
+def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool) -> float:
+    """Bytes beyond operands and results: scores of one chunk, what has arrived, float32 sums."""
 
     def size(*xs: Any, wide: bool = False) -> float:
         return sum(math.prod(x.shape) * (4 if wide else jnp.dtype(x.dtype).itemsize) for x in xs)
 
     chunks = min(c.softmax.chunks[0], q.shape[1]), min(c.softmax.chunks[1], k.shape[1])
-    heads = q.shape[2] // (c.devices if strategy == "ulysses" else 1)
-    scores = 3.0 * q.shape[0] * heads * math.prod(chunks) * 4  # scores, weights, their gradients
+    split = c.devices if strategy == "ulysses" else 1
+    block = q.shape[0] * q.shape[2] // split * math.prod(chunks) * 4.0
+    rows = math.prod(q.shape[:3])
+    # scores and weights; on the way back their gradients too. Sums: of the results, or of the queries' gradients
+    base = block * (4 if backward else 2) + (size(q, wide=True) if backward else 4.0 * rows * v.shape[3])
+    keys, sums = size(k, v), size(k, v, wide=True) if backward else 0.0
     if c.devices == 1:
-        return scores + size(q, k, v, wide=True)
+        return base + sums
     if strategy == "gathered":
-        return scores + size(q, wide=True) + c.devices * (size(k, v) + size(k, v, wide=True))
+        return base + c.devices * (keys + sums)
     if strategy == "ulysses":
-        many = ulysses.copies(k.shape[2], c.devices)
-        return scores + 2 * size(q) + size(q, wide=True) + many * (size(k, v) + size(k, v, wide=True))
-    # K/V here and on their way; float32 gradients of this device's, of those at hand, on their way, and of one block
-    return scores + size(q, wide=True) + 2 * size(k, v) + 4 * size(k, v, wide=True)
+        rest = size(q) * (2 if backward else 1)  # with the gradients of the results
+        return base + rest + ulysses.copies(k.shape[2], c.devices) * (keys + sums)
+    # here and on their way; gradients of this device's, of those at hand, on their way, and of one block
+    another = base - block if not backward else size(q, wide=True)  # what a block adds to the sums
+    return base + another + 2 * keys + 4 * sums
 
 
 def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str, str]:
