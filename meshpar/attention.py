@@ -71,29 +71,30 @@ def attention(
     ids = () if segment_ids is None else segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.ndim != 4:
-            raise RankError(f"attention: {name} must be [batch, seq, heads, head_dim], got rank {x.ndim}", shape=x.shape)
+            raise RankError(
+                f"attention: {name} must be [batch, seq, heads, head_dim], got rank {x.ndim}", shape=x.shape
+            )
     together = q.shape[1] == k.shape[1]
-    if not together:
-        ids = ids * 2 if len(ids) == 1 else ids
     options = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "strategy": strategy, "zigzag": zigzag,
         "implementation": implementation, **tuning,
     }  # fmt: skip
     static = tuple(sorted(options.items()))
-    _plan(_unpack((q, k, v, *ids), len(ids)), {}, {**options, "strategy": "ring"})  # on one device: all but the strategy
+    _plan(
+        _unpack((q, k, v, *ids), len(ids)), {}, {**options, "strategy": "ring"}
+    )  # on one device: all but the strategy
     if strategy not in (None, "ring"):
         _plan(_unpack((q, k, v, *ids), len(ids)), {}, options)
     return _attend(static, together, q, k, v, *ids)
 
 
 Operands = tuple[Any, Any, Any, Any, Any]
-"""(q, k, v, ids of queries or None, ids of keys or None)."""
+"""(q, k, v, ids of queries or None, ids of keys or None: those of the queries)."""
 
 
 def _unpack(args: Sequence[Any], ids: int) -> Operands:
     q, k, v = args[:3]
-    segments = args[3 : 3 + ids]
-    q_seg, k_seg = (None, None) if not ids else (segments[0], segments[-1])
+    q_seg, k_seg = (*args[3 : 3 + ids], None, None)[:2]
     return q, k, v, q_seg, k_seg
 
 
@@ -138,7 +139,7 @@ def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., An
     def sends(avals: Sequence[Any], parts: Parts, *, way: int, **options: Any) -> list[KernelSend]:
         operands = _unpack(avals, ids)
         c, strategy = _plan(operands, parts.axes, options, parts.sizes)
-        sent = sends_of(c, strategy, *operands[:3], segments=ids > 0)[way]
+        sent = sends_of(c, strategy, *operands[:3], segments=ids)[way]
         return [KernelSend(s.op, (), tuple(s.shape), s.dtype, s.why, s.times, axes=c.axes) for s in sent]
 
     def works(avals: Sequence[Any], parts: Parts, *, way: int, **options: Any) -> KernelWork:

@@ -242,7 +242,9 @@ class Kernel:
             r.sends_over = listed
         return r
 
-    def work(self, avals: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> KernelWork | None:
+    def work(
+        self, avals: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
+    ) -> KernelWork | None:
         """What one device computes and holds, where the kernel says so; ``avals`` are its operands, local ones."""
         if self.works is None:
             return None

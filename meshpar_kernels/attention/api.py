@@ -84,7 +84,7 @@ def ring_attention(
     """
     op = "ring_attention"
     refuse_sharded(op, q=q, k=k, v=v)
-    q_seg, k_seg = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    q_seg, k_seg = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, None)
     if order not in ORDERS:
         raise ValueError(f"{op}: order must be one of {ORDERS}, got {order!r}")
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
@@ -126,6 +126,7 @@ def plan(
     """Check the arguments of `ring_attention` (arrays, or their shapes and dtypes, of one device) and choose a strategy.
 
     Args:
+      k_seg: None with q_seg: keys have the segments of the queries.
       zigzag: tokens are in zig-zag order for so many devices, which need not be those of the mesh; 1: in order.
 
     Raises:
@@ -148,8 +149,10 @@ def plan(
         raise ValueError(
             f"{op}: q, k and v must have one dtype, float32, bfloat16 or float16; got {q.dtype}, {k.dtype}, {v.dtype}"
         )
-    if (q_seg is None) != (k_seg is None):
+    if q_seg is None and k_seg is not None:
         raise ValueError(f"{op}: segment ids are of queries and keys, or of neither")
+    if q_seg is not None and k_seg is None and q.shape[1] != k.shape[1]:
+        raise ValueError(f"{op}: segment ids of {q.shape[1]} queries and {k.shape[1]} keys are two arrays, a pair")
     for name, seg, x in (("queries", q_seg, q), ("keys", k_seg, k)):
         if seg is not None and (seg.shape != x.shape[:2] or not jnp.issubdtype(seg.dtype, jnp.integer)):
             raise ValueError(
@@ -185,7 +188,11 @@ def plan(
             'whose number divides that of the devices. "ring" and "gathered" take any heads'
         )
     if strategy is None:
-        strategy = "ring" if devices == 1 else costs(context, q, k, v, segments=q_seg is not None).strategy
+        strategy = (
+            "ring"
+            if devices == 1
+            else costs(context, q, k, v, segments=(q_seg is not None) + (k_seg is not None)).strategy
+        )
     return Plan(context, strategy)
 
 
@@ -195,7 +202,7 @@ def attention_costs(
     v: Any,
     devices: int,
     *,
-    segments: bool = False,
+    segments: int = 0,
     machine: Machine | None = None,
     **options: Any,
 ) -> AttentionCosts:
@@ -208,7 +215,7 @@ def attention_costs(
     Args:
       q, k, v: arrays or `jax.ShapeDtypeStruct`, of one device: [B, S/A, H, D].
       devices: A.
-      segments: whether segment ids travel too. What they mask is not known here.
+      segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2. What they mask is not known here.
       machine: figures of a device, and the memory that attention may take; None: a TPU v5p, 2 GiB.
       options: causal, window, scale, softcap, both_ways, chunks as in `ring_attention`; zigzag: the number of devices that
         the tokens are in zig-zag order for.
@@ -249,7 +256,9 @@ def backward(
     grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v in their dtypes, from what `forward` took and gave."""
-    q, k, v, q_seg, k_seg, out, lse, grad = _same_varying(p, q, k, v, q_seg, k_seg, out, lse, grad)
+    given = _same_varying(p, q, k, v, q_seg, k_seg, out, lse, grad)
+    # else XLA finds that they were sent before, and keeps what had arrived then
+    q, k, v, q_seg, k_seg, out, lse, grad = lax.optimization_barrier(given)
     module = ring if p.context.devices == 1 else MODULES[p.strategy]
     grads = module.backward(p.context, q, k, v, q_seg, k_seg, grad, lse, row_dots(grad, out))
     d_q, d_k, d_v = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))

@@ -114,12 +114,12 @@ class AttentionCosts:
     reason: str
 
 
-def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: bool) -> tuple[list[Sent], list[Sent]]:
+def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> tuple[list[Sent], list[Sent]]:
     """What one device sends in the forward and in the backward pass.
 
     Args:
       q, k, v: shapes and dtypes of one device.
-      segments: whether segment ids travel as well.
+      segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2.
     """
     if c.devices == 1:
         return [], []
@@ -138,8 +138,7 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: bool) -> 
         copied = [(name, (*s[:2], s[2] * many, s[3]), d) for name, s, d in keys]
         into = [Sent("all-to-all", s, d, f"{name} of this device's heads{more}") for name, s, d in copied]
         whole = Sent("all-to-all", q.shape, q.dtype, "queries of this device's heads")
-        if segments:
-            into += [Sent("all-gather", x.shape[:2], jnp.int32, "segment ids of all tokens") for x in (q, k)]
+        into += [Sent("all-gather", x.shape[:2], jnp.int32, "segment ids of all tokens") for x in (q, k)[:segments]]
         there = [whole, *into, _ulysses(out_shape, q.dtype, "results back to their tokens"),
                  _ulysses(q.shape[:3], wide, "log-sum-exp back to their tokens")]  # fmt: skip
         per_row = [
@@ -169,9 +168,7 @@ def _ulysses(shape: Sequence[int], dtype: Any, why: str) -> Sent:
     return Sent("all-to-all", tuple(shape), dtype, why)
 
 
-def costs(
-    c: Context, q: Any, k: Any, v: Any, *, segments: bool = False, machine: Machine | None = None
-) -> AttentionCosts:
+def costs(c: Context, q: Any, k: Any, v: Any, *, segments: int = 0, machine: Machine | None = None) -> AttentionCosts:
     """Every strategy, and the one to take: see `attention_costs`. q, k, v: shapes and dtypes of one device."""
     m = Machine() if machine is None else machine
     of = {name: _cost(c, name, q, k, v, segments, m) for name in STRATEGIES}
@@ -193,7 +190,7 @@ def work(c: Context, strategy: str, q: Any, k: Any, v: Any) -> tuple[tuple[float
     )
 
 
-def _cost(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: bool, m: Machine) -> AttentionCost:
+def _cost(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: Machine) -> AttentionCost:
     refused = ulysses.refusal(q.shape[2], k.shape[2], c.devices) if strategy == "ulysses" else None
     if refused is not None:
         return AttentionCost(strategy, (), (), 0.0, 0.0, 0.0, math.inf, refused)

@@ -22,7 +22,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(float32 [B, Q, H, Dv], log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
     mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
-    return c.forward(mine, _all_keys(c, k, v, k_seg))
+    return c.forward(mine, _all_keys(c, k, v, q_seg if k_seg is None else k_seg))
 
 
 def backward(
@@ -38,6 +38,6 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Float32 gradients of q, k and v. K and V are gathered again, their gradients reduce-scattered in float32."""
     mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
-    d_q, d_k, d_v = c.backward(mine, _all_keys(c, k, v, k_seg), grad, lse, dots)
+    d_q, d_k, d_v = c.backward(mine, _all_keys(c, k, v, q_seg if k_seg is None else k_seg), grad, lse, dots)
     d_k, d_v = (lax.psum_scatter(x, c.axes, scatter_dimension=1, tiled=True) for x in (d_k, d_v))
     return d_q, d_k, d_v

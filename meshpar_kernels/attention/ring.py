@@ -114,6 +114,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(float32 [B, Q, H, Dv], log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
     each = k.shape[1]
+    k_seg = q_seg if k_seg is None else k_seg
     moving = streams(c, q.shape[1], each)
     mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
     cargo = _load(moving, k, v, k_seg)
@@ -150,6 +151,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Float32 gradients of q, k and v."""
     each = k.shape[1]
+    k_seg = q_seg if k_seg is None else k_seg
     moving = streams(c, q.shape[1], each)
     cargo = _load(moving, k, v, k_seg)
     cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}

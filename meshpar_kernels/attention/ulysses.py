@@ -48,7 +48,9 @@ def _exchange(c: Context, q, k, v, q_seg, k_seg) -> tuple[Queries, Keys]:
     each = c.all_positions(q.shape[1]), c.all_positions(k.shape[1])
     many = copies(k.shape[2], c.devices)
     k, v = (_to_heads(c, jnp.repeat(x, many, axis=2)) for x in (k, v))
-    return Queries(_to_heads(c, q), each[0], _whole(c, q_seg)), Keys(k, v, each[1], _whole(c, k_seg))
+    q_seg = _whole(c, q_seg)
+    k_seg = q_seg if k_seg is None else _whole(c, k_seg)
+    return Queries(_to_heads(c, q), each[0], q_seg), Keys(k, v, each[1], k_seg)
 
 
 def forward(
