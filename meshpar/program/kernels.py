@@ -419,9 +419,9 @@ def kernel_rule(
         by the number of parts, and nothing.
 
     Returns:
-      A decorator for a function of arrays (and static keyword arguments, which ``local``, ``sends`` and ``works`` get too) to an array
-      or a tuple of arrays. It is differentiable in reverse mode if the function (or ``local``) is: the backward pass
-      calls it again.
+      A decorator for a function of arrays (and static keyword arguments, which ``local``, ``sends`` and ``works`` get too) to
+      an array or a tuple of arrays. It is differentiable in reverse mode if the function (or ``local``) is: the backward
+      pass calls it again.
 
     Raises:
       LayoutSyntaxError: text that is no rule, or ``~`` without ``local`` and ``sends``.
