@@ -32,7 +32,8 @@ from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
 from .plan import Collective, Plan
 from .precision import Precision
-from .program.kernels import KernelSend, KernelWork, kernel_rule
+from .program.declare import kernel_rule
+from .program.kernels import KernelSend, KernelWork
 from .program.primitives import named, rename
 from .verify.aot import Compiled, compile, compile_lowered
 from .verify.check import check

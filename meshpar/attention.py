@@ -20,7 +20,8 @@ from meshpar_kernels.attention.costs import sends as sends_of
 from meshpar_kernels.attention.costs import work as work_of
 
 from .errors import MeshparError, RankError
-from .program.kernels import KernelSend, KernelWork, Parts, kernel_rule
+from .program.declare import kernel_rule
+from .program.kernels import KernelSend, KernelWork, Parts
 
 __all__ = ["attention"]
 

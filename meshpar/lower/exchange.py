@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ..layout import Spec
+from ..layout import AnyMesh, Spec
 from ..plan.collectives import reduces, settlement
 from ..plan.torus import Torus
 
@@ -35,11 +35,13 @@ class Grid(dict[str, int]):
             if len(stages) > 1:
                 self.update(zip(self.fine[axis], (s.size for s in stages), strict=True))
 
-    def mesh(self, mesh: Mesh) -> Mesh:
-        """The factored mesh: the same devices in the same order."""
+    def mesh(self, mesh: AnyMesh) -> AnyMesh:
+        """The factored mesh: the same devices in the same order, or none if the mesh has none."""
         names = tuple(n for a in mesh.axis_names for n in self.fine[a])
-        devices = mesh.devices.reshape([self[n] for n in names])
-        return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+        shape, types = tuple(self[n] for n in names), (AxisType.Auto,) * len(names)
+        if isinstance(mesh, AbstractMesh):
+            return AbstractMesh(shape, names, axis_types=types)
+        return Mesh(mesh.devices.reshape(shape), names, axis_types=types)
 
     def spec(self, spec: Spec) -> Spec:
         return tuple(fine_names(entry, self) for entry in spec)
