@@ -212,7 +212,7 @@ def _cost(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: M
 
 
 def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool) -> float:
-    """Bytes beyond operands and results: scores of one chunk, what has arrived, float32 sums."""
+    """Bytes beyond operands and results: scores of one chunk, what has arrived, float32 sums, copies in chunks."""
 
     def size(*xs: Any, wide: bool = False) -> float:
         return sum(math.prod(x.shape) * (4 if wide else jnp.dtype(x.dtype).itemsize) for x in xs)
@@ -220,20 +220,20 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
     chunks = min(c.softmax.chunks[0], q.shape[1]), min(c.softmax.chunks[1], k.shape[1])
     split = c.devices if strategy == "ulysses" else 1
     block = q.shape[0] * q.shape[2] // split * math.prod(chunks) * 4.0
-    rows = math.prod(q.shape[:3])
-    # scores and weights; on the way back their gradients too. Sums: of the results, or of the queries' gradients
-    base = block * (4 if backward else 2) + (size(q, wide=True) if backward else 4.0 * rows * v.shape[3])
-    keys, sums = size(k, v), size(k, v, wide=True) if backward else 0.0
+    # sums: of the results, or of the queries' gradients; scores and weights, on the way back their gradients too
+    sums = size(q, wide=True) if backward else 4.0 * math.prod(q.shape[:3]) * v.shape[3]
+    base = sums + block * (4 if backward else 2) + size(q) + (size(q) + sums if backward else 0)
+    keys, grads = size(k, v), size(k, v, wide=True) if backward else 0.0
     if c.devices == 1:
-        return base + sums
+        return base + grads
     if strategy == "gathered":
-        return base + c.devices * (keys + sums)
+        return base + c.devices * (keys + grads)
     if strategy == "ulysses":
         rest = size(q) * (2 if backward else 1)  # with the gradients of the results
-        return base + rest + ulysses.copies(k.shape[2], c.devices) * (keys + sums)
-    # here and on their way; gradients of this device's, of those at hand, on their way, and of one block
-    another = base - block if not backward else size(q, wide=True)  # what a block adds to the sums
-    return base + another + 2 * keys + 4 * sums
+        return base + rest + ulysses.copies(k.shape[2], c.devices) * (keys + grads)
+    # what a block adds to the sums; K/V here and on their way; gradients of this device's, of those at hand, on their way,
+    # and of one block
+    return base + sums + 2 * keys + 4 * grads
 
 
 def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str, str]:

@@ -87,10 +87,12 @@ def expect(got, arrays, tolerance=2e-5, **mask):
 
 
 ORDERS = ("contiguous", "zigzag")
+QUICK_CASES = (("none", "zigzag"), ("causal", "contiguous"), ("causal window", "zigzag"), ("window segments", "contiguous"),
+               ("all", "zigzag"))  # fmt: skip
 CASES = [
-    pytest.param(name, order, marks=[] if i % 2 == j else pytest.mark.slow)
-    for i, name in enumerate(MASKS)
-    for j, order in enumerate(ORDERS if i < 4 else ORDERS[::-1])
+    pytest.param(name, order, marks=[] if (name, order) in QUICK_CASES else pytest.mark.slow)
+    for name in MASKS
+    for order in ORDERS
 ]
 
 
@@ -129,12 +131,13 @@ def test_rows_that_see_nothing_are_zero_and_so_are_their_gradients():
 
 
 def test_large_scores_do_not_overflow():
-    arrays = draw(8)
+    arrays = draw(4)
     arrays[0] *= 100.0
     arrays[1] *= 100.0
-    expect(run(arrays, order="zigzag", causal=True), arrays, tolerance=5e-3, causal=True)
+    expect(run(arrays, causal=True), arrays, tolerance=5e-3, causal=True)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     arrays = [np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in draw(2)]
     got = run(arrays, causal=True)
