@@ -31,7 +31,7 @@ def test_the_plan_of_a_million_tokens():
     whole = seq * 8 * 128 * 2 * (2 + 4)
     assert rows["gathered"].attention_memory > whole
     assert rows["gathered"].peak - rows["ring"].peak > whole / 2
-    assert rows["ring"].attention_memory < whole / 4
+    assert rows["ring"].attention_memory < whole / 3
 
 
 def test_what_is_chosen_depends_on_the_length():
