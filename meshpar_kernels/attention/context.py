@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels._choose import Unsupported, dispatch
-from meshpar_kernels.attention import flash, reference
+from meshpar_kernels.attention import flash, reference, tpu
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import positions
 
@@ -60,6 +60,7 @@ class Context:
     def forward(self, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
         """`flash.forward`, by the implementation asked for."""
         functions = {
+            "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.forward, self.softmax),
             "pallas_gpu": NO_GPU,
             "xla": functools.partial(flash.forward, self.softmax),
             "reference": functools.partial(reference.forward, self.softmax),
@@ -71,6 +72,7 @@ class Context:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`flash.backward`, by the implementation asked for."""
         functions = {
+            "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.backward, self.softmax),
             "pallas_gpu": NO_GPU,
             "xla": functools.partial(flash.backward, self.softmax),
             "reference": functools.partial(reference.backward, self.softmax),
