@@ -87,7 +87,7 @@ class _Ids:
         i, j = axes
 
         def of_q(*at: Any) -> Any:  # blocks of queries come again for every head of a group
-            return at[i] % many
+            return lax.rem(at[i], many)
 
         self.arrays = [q.pos[None, :], jnp.broadcast_to(k.pos[:, None], (k.pos.shape[0], LANES))]
         self.specs = [
@@ -164,8 +164,8 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
             grid=(batch, heads, length // bq, keys // bk),
             in_specs=[
                 pl.BlockSpec((1, 1, bq, width), lambda b, h, i, j, _: (b, h, i, 0)),
-                pl.BlockSpec((1, 1, bk, width), lambda b, h, i, j, _: (b, h // group, j, 0)),
-                pl.BlockSpec((1, 1, bk, v_width), lambda b, h, i, j, _: (b, h // group, j, 0)),
+                pl.BlockSpec((1, 1, bk, width), lambda b, h, i, j, _: (b, lax.div(h, group), j, 0)),
+                pl.BlockSpec((1, 1, bk, v_width), lambda b, h, i, j, _: (b, lax.div(h, group), j, 0)),
                 *ids.specs,
             ],
             out_specs=[
@@ -237,7 +237,7 @@ def _keys_kernel(table, *refs, s: Softmax, ids: int, blocks: int):
         d_k[...] = jnp.zeros_like(d_k)
         d_v[...] = jnp.zeros_like(d_v)
 
-    @pl.when(table[(batch * blocks + n % blocks) * pl.num_programs(2) + j] > 0)
+    @pl.when(table[(batch * blocks + lax.rem(n, blocks)) * pl.num_programs(2) + j] > 0)
     def _():
         p, d_s = _weights(s, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, id_refs)
         d_v[...] += _dot(p.astype(grad_ref.dtype), grad_ref[0, 0], (1, 0))
@@ -306,7 +306,7 @@ def backward(
         _queries_kernel,
         (batch, heads, blocks, keys // bk),
         _Ids(q, k, bq, bk, (2, 3)),
-        (lambda b, h, i, j, _: (b, h, i), lambda b, h, i, j, _: (b, h // group, j)),
+        (lambda b, h, i, j, _: (b, h, i), lambda b, h, i, j, _: (b, lax.div(h, group), j)),
         (
             [(batch, heads, length, width)],
             [pl.BlockSpec((1, 1, bq, width), lambda b, h, i, j, _: (b, h, i, 0))],
@@ -321,7 +321,7 @@ def backward(
         (batch, kv_heads, keys // bk, group * blocks),
         _Ids(q, k, bq, bk, (3, 2)),
         (
-            lambda b, h, j, n, _: (b, h * group + n // blocks, n % blocks),
+            lambda b, h, j, n, _: (b, h * group + lax.div(n, blocks), lax.rem(n, blocks)),
             lambda b, h, j, n, _: (b, h, j),
         ),
         (
