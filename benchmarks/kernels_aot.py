@@ -14,7 +14,9 @@ and for a multinomial load. `ragged_dot` gives the same facts for XLA's own op. 
 `matrix unit` is the cycles that the unit needs for the products of the large inner loop over the
 instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured:
 above 100 % either the unit is the limit or the assumption is too high. `permute` and `combine` are
-their kernel given the row indices, without what computes these from a plan.
+their kernel given the row indices, without what computes these from a plan. Attention is over 8
+devices; `sends` says whether what travels does so while attention is computed (`hidden`): whether
+every start of a permute in a loop stands before the attention and its end after it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import tempfile
 from pathlib import Path
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+SLICES = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}  # of 8 devices
 TOKENS = 8192
 ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -40,7 +43,7 @@ ENVIRONMENT = {
 
 def cases() -> list[tuple[str, str]]:
     """(kernel, shape) of every row of the table."""
-    from meshpar_kernels.shapes import MATMULS
+    from meshpar_kernels.shapes import ATTENTION, MATMULS
 
     matmul = ["forward", "d lhs", "d rhs"]
     peer = ["ragged_dot", "ragged_dot d lhs", "ragged_dot d rhs"]
@@ -48,7 +51,9 @@ def cases() -> list[tuple[str, str]]:
     rows += [("swiglu", shape) for shape in MATMULS if shape.endswith("-up")]
     rows += [(kernel, "g64") for kernel in peer]
     models = ["mixtral-8x7b", "deepseek-v3"]
-    return rows + [(kernel, m) for m in models for kernel in ("route", "permute", "combine")]
+    rows += [(kernel, m) for m in models for kernel in ("route", "permute", "combine")]
+    strategies = ["ring", "ulysses", "gathered"]
+    return rows + [(f"{s}{way}", shape) for shape in ATTENTION for s in strategies for way in ("", " backward")]
 
 
 def build(kernel: str, shape: str):
@@ -132,6 +137,10 @@ def compile_one(kernel: str, shape: str, chip: str) -> dict:
     import jax
     from jax.experimental import topologies
 
+    from meshpar_kernels.shapes import ATTENTION
+
+    if shape in ATTENTION:
+        return compile_attention(kernel, shape, chip)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     function, arguments, flops = build(kernel, shape)
@@ -143,6 +152,65 @@ def compile_one(kernel: str, shape: str, chip: str) -> dict:
         "temp": compiled.memory_analysis().temp_size_in_bytes,
         "flops": counted / flops if counted and flops else None,
     }
+
+
+def compile_attention(kernel: str, shape: str, chip: str) -> dict:
+    """Compile causal attention, or its gradient ("… backward", with what the forward pass saves), over 8 devices."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import PartitionSpec as P
+
+    from meshpar_kernels import ring_attention
+    from meshpar_kernels.shapes import ATTENTION
+
+    s = ATTENTION[shape]
+    strategy, _, way = kernel.partition(" ")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=SLICES[chip])
+    devices = np.array(topology.devices)
+    mesh = jax.sharding.Mesh(devices, ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = P(None, "ring")
+
+    def local(q, k, v):
+        return ring_attention(q, k, v, "ring", causal=True, strategy=strategy)
+
+    attention = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
+
+    def backward(q, k, v, grad):
+        return jax.vjp(attention, q, k, v)[1](grad)
+
+    def struct(heads: int) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, split)
+        return jax.ShapeDtypeStruct((1, s.tokens, heads, s.head_dim), jnp.bfloat16, sharding=sharding)
+
+    arguments = [struct(s.heads), struct(s.kv_heads), struct(s.kv_heads), *([struct(s.heads)] if way else [])]
+    lowered = jax.jit(backward if way else attention).trace(*arguments).lower(lowering_platforms=("tpu",))
+    compiled = lowered.compile()
+    text = compiled.as_text()
+    ops = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute", "all-reduce")
+    return {
+        "temp": compiled.memory_analysis().temp_size_in_bytes,
+        "flops": None,
+        "ops": [op for op in ops if re.search(rf"= \S.* {op}(-start)?\(", text)],
+        "hidden": hidden_permutes(text),
+    }
+
+
+def hidden_permutes(text: str) -> list[bool]:
+    """For every computation of a scheduled program with permutes and attention: does attention run while they do?
+
+    Attention is a conditional (a block that may be masked whole) or a loop.
+    """
+    found = []
+    for body in re.split(r"\n}\n", text):
+        lines = body.splitlines()
+        starts = [i for i, line in enumerate(lines) if " collective-permute-start(" in line]
+        ends = [i for i, line in enumerate(lines) if " collective-permute-done(" in line]
+        work = [i for i, line in enumerate(lines) if re.search(r" (conditional|while)\(", line)]
+        if starts and ends and work:
+            found.append(any(max(starts[:1]) < i < max(ends) for i in work))
+    return found
 
 
 def matrix_unit_share(folder: Path, chip: str) -> list[dict]:
@@ -245,6 +313,10 @@ def main() -> None:
             flops = "" if facts["flops"] is None else f"{facts['flops']:.2f}"
             rows = executed(shape) if shape in MATMULS and "ragged" not in kernel else ""
             line += f"{facts['temp'] / 1024:>10.0f}{flops:>7}{rows:>14}"
+            if facts.get("ops"):
+                line += f"   {', '.join(facts['ops'])}" + (
+                    "; hidden" if all(facts["hidden"]) and facts["hidden"] else ""
+                )
             for loop in facts.get("loops", []):
                 share = "?" if loop["share"] is None else f"{loop['share']:.0%}"
                 line += f"   {share} ({loop['products']} products, {loop['bundles']} bundles)"

@@ -11,11 +11,15 @@ import jax.numpy as jnp
 
 from ..errors import LayoutSyntaxError, RankError
 from .kernel_gradients import differentiable
-from .kernels import Kernel, KernelSends, Local, parse_rule
+from .kernels import Kernel, KernelSends, KernelWorks, Local, parse_rule
 
 
 def kernel_rule(
-    text: str, *, local: Local | None = None, sends: KernelSends | None = None
+    text: str,
+    *,
+    local: Local | None = None,
+    sends: KernelSends | None = None,
+    works: KernelWorks | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how a kernel may be split: ``@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")``.
 
@@ -31,9 +35,12 @@ def kernel_rule(
         needed where a name is marked ``~``. Default: the function itself.
       sends: ``(local operands as ShapeDtypeStruct, {name: parts}) → [KernelSend, …]``: what ``local`` sends, for the plan;
         needed with ``~``.
+      works: ``(local operands as ShapeDtypeStruct, {name: parts}) → KernelWork``: the FLOPs of ``local`` and what it holds
+        beyond operands and results, for the plan's time and memory. Default: the products that are found in the function,
+        divided by the number of parts; and nothing.
 
     Returns:
-      A decorator for a function of arrays (and static keyword arguments, which ``local`` and ``sends`` get as well) to an
+      A decorator for a function of arrays (and static keyword arguments, which ``local``, ``sends`` and ``works`` get too) to an
       array or a tuple of arrays. It is differentiable in reverse mode if the function (or ``local``) is. What the function
       keeps for its backward pass is split as its operands are; where tracing it does not tell how, and with ``local``, the
       backward pass calls it again.
@@ -58,10 +65,10 @@ def kernel_rule(
         def made(static: tuple[tuple[str, Any], ...]) -> Kernel:
             options = dict(static)
             if not options:
-                return Kernel(fn, notation, local, sends, name)
+                return Kernel(fn, notation, local, sends, name, works=works)
             return Kernel(
                 functools.partial(fn, **options), notation, local and functools.partial(local, **options),
-                sends and functools.partial(sends, **options), name,
+                sends and functools.partial(sends, **options), name, works=works and functools.partial(works, **options),
             )  # fmt: skip
 
         @functools.wraps(fn)

@@ -77,6 +77,23 @@ class KernelSend:
 
 
 @dataclass(frozen=True)
+class KernelWork:
+    """What the local function of a kernel computes and holds.
+
+    Attributes:
+      flops: of its products.
+      memory: bytes at most beyond its operands and results.
+    """
+
+    flops: float
+    memory: float
+
+
+KernelWorks = Callable[[Sequence[jax.ShapeDtypeStruct], Parts], KernelWork]
+"""(local operands, number of parts of every factor) → what the local function computes and holds."""
+
+
+@dataclass(frozen=True)
 class Notation:
     """A parsed rule: the factors of every dim of operands and results, and what happens to each factor."""
 
@@ -148,6 +165,7 @@ class Kernel:
     sends: KernelSends | None
     name: str
     own_partial: bool = False
+    works: KernelWorks | None = None
 
     def sizes(self, shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]] = ()) -> dict[str, int]:
         """The size of every factor.
@@ -219,6 +237,16 @@ class Kernel:
             r.sends_over = listed
         return r
 
+    def work(
+        self, avals: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
+    ) -> KernelWork | None:
+        """What one device computes and holds, where the kernel says so; ``avals`` are its operands, local ones."""
+        if self.works is None:
+            return None
+        names = dict.fromkeys(self.notation.marks)
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        return self.works(structs, Parts({f: tuple(axes.get(f, ())) for f in names}, sizes))
+
     def on_shards(self, *xs: Any, axes: Mapping[str, tuple[str, ...]]) -> list[Any]:
         """What one device does."""
         out = self.fn(*xs) if self.local is None else self.local(*xs, axes=axes)
@@ -240,16 +268,30 @@ class Kernel:
             assert inner is not None
             return jax.vmap(functools.partial(inner, axes=axes), in_axes=tuple(where))(*xs)
 
-        def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> list[KernelSend]:
-            assert plain is not None
-            size = next(a.shape[d] for a, d in zip(avals, where, strict=True) if d is not None)
+        def alone(avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[int, list[jax.ShapeDtypeStruct]]:
+            """(size of the new dim, the operands without it)."""
             one = [
                 a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
                 for a, d in zip(avals, where, strict=True)
             ]
+            return next(a.shape[d] for a, d in zip(avals, where, strict=True) if d is not None), one
+
+        def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> list[KernelSend]:
+            assert plain is not None
+            size, one = alone(avals)
             return [replace(s, shape=(size, *s.shape)) for s in plain(one, parts)]
 
-        return Kernel(fn, notation, inner and local, plain and sends, self.name, self.own_partial)
+        work = self.works
+
+        def works(avals: Sequence[Any], parts: Parts) -> KernelWork:
+            assert work is not None
+            size, one = alone(avals)
+            each = work(one, parts)
+            return KernelWork(size * each.flops, size * each.memory)
+
+        return Kernel(
+            fn, notation, inner and local, plain and sends, self.name, self.own_partial, works if work else None
+        )
 
 
 @rule("kernel")
