@@ -1,0 +1,248 @@
+"""Collectives over one or several torus axes: checks, choice of algorithm, gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels._choose import refuse_sharded
+from meshpar_kernels.collectives import native, ppermute
+from meshpar_kernels.collectives.table import Table, table_of
+
+__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "reduce_scatter"]
+
+Algorithm = Literal["native", "staged", "hierarchical", "ring", "one-way", "doubling", "direct"]
+
+ALGORITHMS: tuple[str, ...] = Algorithm.__args__
+TABLES = ("ring", "one-way", "doubling", "direct")
+
+
+def all_gather(
+    x: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    algorithm: Algorithm = "native",
+    rings: Sequence[bool] | None = None,
+    outer: Sequence[str] = (),
+) -> jax.Array:
+    """Put the blocks of all devices together. Inside `jax.shard_map`.
+
+    Algorithms, with the same result:
+
+    - "native": XLA's collective over all axes at once.
+    - "staged": XLA's collective over one axis after the other (BlueConnect, Cho et al. 2019).
+    - "hierarchical": as "staged", but the axes of `outer` (between slices) carry as little as can be.
+    - "ring": `ppermute` in rings both ways along each axis. With n axes the block is cut in n
+      colours, which take the axes in rotated order, so that the links of all axes are in use
+      (Mikami et al. 2018 on two dimensions). An axis that is no ring is run as a line.
+    - "one-way": one ring after the other, one way (Patarasuk and Yuan 2009).
+    - "doubling": log2 A steps over the flat group, of any size (Bruck et al. 1997). For small arrays.
+    - "direct": one step, everyone to everyone. For the smallest.
+
+    Which one pays is what `choose` says.
+
+    Args:
+      x: [..., m, ...], this device's block, any dtype.
+      axis_name: the mesh axis, or several, major first.
+      axis: the dimension that grows.
+      algorithm: as above.
+      rings: whether each mesh axis wraps around on the torus; None: all do.
+      outer: the mesh axes between slices, for "hierarchical".
+
+    Returns:
+      [..., A·m, ...], blocks in the order of the devices. Differentiable: the transpose is a
+        `reduce_scatter` by the same algorithm.
+
+    Raises:
+      ValueError: unknown algorithm, axes or options that do not fit, or x sharded outside of
+        `shard_map`.
+    """
+    op = "all_gather"
+    axes, sizes, rings = _check(op, x, axis_name, axis, algorithm, rings, outer)
+    moved: Any = jnp.moveaxis(x, axis, 0)
+    if axes:
+        moved = _gather(algorithm, axes, sizes, rings, tuple(outer), moved)
+    return jnp.moveaxis(moved, 0, axis)
+
+
+def reduce_scatter(
+    x: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    algorithm: Algorithm = "native",
+    rings: Sequence[bool] | None = None,
+    outer: Sequence[str] = (),
+) -> jax.Array:
+    """Sum over all devices, and keep this device's block. Inside `jax.shard_map`.
+
+    "native" over several torus dimensions is compiled by XLA for TPUs to an all-reduce of the whole
+    array, with twice the bytes and all of it in memory; the other algorithms are not.
+
+    Args:
+      x: [..., A·m, ...]. Sums of bfloat16 and float16 are rounded once a hop, after a float32 sum,
+        except in XLA's own collectives.
+      axis_name, axis, algorithm, rings, outer: as in `all_gather`.
+
+    Returns:
+      [..., m, ...]. Differentiable: the transpose is an `all_gather` by the same algorithm.
+
+    Raises:
+      ValueError: as `all_gather`; or the dimension is no multiple of the number of devices.
+    """
+    op = "reduce_scatter"
+    axes, sizes, rings = _check(op, x, axis_name, axis, algorithm, rings, outer)
+    if x.shape[axis] % math.prod(sizes):
+        raise ValueError(
+            f"{op}: dimension {axis} of x{list(x.shape)} is no multiple of the {math.prod(sizes)} devices of "
+            f"{', '.join(axes)}; pad it"
+        )
+    moved: Any = jnp.moveaxis(x, axis, 0)
+    if axes:
+        moved = _scatter(algorithm, axes, sizes, rings, tuple(outer), moved)
+    return jnp.moveaxis(moved, 0, axis)
+
+
+def all_reduce(
+    x: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    algorithm: Algorithm = "native",
+    rings: Sequence[bool] | None = None,
+    outer: Sequence[str] = (),
+) -> jax.Array:
+    """Sum over all devices: a reduce-scatter, and an all-gather after it. Inside `jax.shard_map`.
+
+    Args:
+      x: any shape, the same on all devices; padded with zeros to whole blocks where it must be.
+      axis_name, algorithm, rings, outer: as in `all_gather`. With "hierarchical" only the blocks
+        scattered inside cross the outer axes.
+
+    Returns:
+      the sum, x's shape and dtype, bit for bit the same on all devices with the algorithms that are
+        not XLA's. Differentiable: the transpose is an `all_reduce` too.
+
+    Raises:
+      ValueError: as `all_gather`.
+    """
+    axes, sizes, rings = _check("all_reduce", x, axis_name, None, algorithm, rings, outer)
+    reduced: Any = _reduce(algorithm, axes, sizes, rings, tuple(outer), x) if axes else x
+    return reduced
+
+
+def _check(
+    op: str, x: Any, axis_name: str | Sequence[str], axis: int | None, algorithm: str,
+    rings: Sequence[bool] | None, outer: Sequence[str],
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[bool, ...]]:  # fmt: skip
+    """Axes, sizes and rings of more than one device."""
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"{op}: no algorithm {algorithm!r}; there are {', '.join(map(repr, ALGORITHMS))}")
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(f"{op}: axis_name must be one mesh axis or several different ones, got {axis_name!r}")
+    if rings is not None and len(rings) != len(axes):
+        raise ValueError(f"{op}: rings says of {len(rings)} axes whether they wrap around; there are {len(axes)}")
+    if axis is not None and not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{op}: x{list(x.shape)} has no dimension {axis}")
+    inside = [a for a in outer if a not in axes]
+    if inside or (algorithm == "hierarchical") != bool(outer):
+        raise ValueError(
+            f"{op}: algorithm='hierarchical' needs outer=, those of the axes {list(axes)} that are slow, and no other "
+            f"algorithm takes it; got outer={list(outer)}, algorithm={algorithm!r}"
+        )
+    refuse_sharded(op, x=x)
+    sizes = [lax.axis_size(a) for a in axes]
+    wraps = [True] * len(axes) if rings is None else [bool(r) for r in rings]
+    kept = [k for k, n in enumerate(sizes) if n > 1]
+    return tuple(axes[k] for k in kept), tuple(sizes[k] for k in kept), tuple(wraps[k] for k in kept)
+
+
+def _whole(algorithm: str, axes, outer) -> bool:
+    """Whether all axes, or none, are outer: then there is nothing to order."""
+    return algorithm == "hierarchical" and len({a in outer for a in axes}) == 1
+
+
+def _by_xla(kind: str, algorithm: str, x, axes, outer) -> jax.Array:
+    if algorithm == "native" or (kind == "all_reduce" and _whole(algorithm, axes, outer)):
+        return native.native(kind, x, axes)
+    if algorithm == "staged" or _whole(algorithm, axes, outer):
+        return native.staged(kind, x, axes)
+    return native.hierarchical(kind, x, axes, outer)
+
+
+def _gather_now(algorithm, axes, sizes, rings, outer, x):
+    if algorithm not in TABLES:
+        return _by_xla("all_gather", algorithm, x, axes, outer)
+    table = table_of("all_gather", algorithm, sizes, rings)
+    mine = _cut(x[None], table)
+    buffer = jnp.zeros((table.ranks, *mine.shape[1:]), x.dtype)
+    buffer = lax.dynamic_update_slice(buffer, mine, (ppermute.rank_of(axes), *[0] * (mine.ndim - 1)))
+    every = ppermute.run(table, buffer.reshape(table.slots, *mine.shape[2:]), axes)
+    return _joined(every, table, x.shape).reshape(-1, *x.shape[1:])
+
+
+def _scatter_now(algorithm, axes, sizes, rings, outer, x):
+    if algorithm not in TABLES:
+        return _by_xla("reduce_scatter", algorithm, x, axes, outer)
+    table = table_of("reduce_scatter", algorithm, sizes, rings)
+    block = (x.shape[0] // table.ranks, *x.shape[1:])
+    blocks = _cut(x.reshape(table.ranks, *block), table)
+    sums = ppermute.run(table, blocks.reshape(table.slots, *blocks.shape[2:]), axes)
+    sums = sums.reshape(blocks.shape)
+    mine = lax.dynamic_index_in_dim(sums, ppermute.rank_of(axes), keepdims=True)
+    return _joined(mine.reshape(table.colours, *mine.shape[2:]), table, block)[0]
+
+
+def _reduce_now(algorithm, axes, sizes, rings, outer, x):
+    if algorithm not in TABLES:
+        return _by_xla("all_reduce", algorithm, x, axes, outer)
+    table = table_of("all_reduce", algorithm, sizes, rings)
+    flat = x.reshape(-1)
+    flat = jnp.pad(flat, (0, -flat.size % table.slots))
+    sums = ppermute.run(table, flat.reshape(table.slots, -1), axes)
+    return sums.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def _cut(blocks: jax.Array, table: Table) -> jax.Array:
+    """[n, *block] → [n, colours, ...]: each block in as many parts as there are colours."""
+    colours = table.colours
+    if blocks.ndim > 1 and blocks.shape[1] % colours == 0:
+        return blocks.reshape(len(blocks), colours, blocks.shape[1] // colours, *blocks.shape[2:])
+    flat = blocks.reshape(len(blocks), -1)
+    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % colours))).reshape(len(blocks), colours, -1)
+
+
+def _joined(parts: jax.Array, table: Table, block: tuple[int, ...]) -> jax.Array:
+    """[n·colours, ...] → [n, *block]: undo `_cut`."""
+    flat = parts.reshape(len(parts) // table.colours, -1)
+    return flat[:, : math.prod(block)].reshape(-1, *block)
+
+
+# --- gradients: each is linear, and its own or the other's transpose ----------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _gather(algorithm, axes, sizes, rings, outer, x):
+    return _gather_now(algorithm, axes, sizes, rings, outer, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _scatter(algorithm, axes, sizes, rings, outer, x):
+    return _scatter_now(algorithm, axes, sizes, rings, outer, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _reduce(algorithm, axes, sizes, rings, outer, x):
+    return _reduce_now(algorithm, axes, sizes, rings, outer, x)
+
+
+_gather.defvjp(lambda *a: (_gather(*a), None), lambda *a: (_scatter(*a[:5], a[6]),))
+_scatter.defvjp(lambda *a: (_scatter(*a), None), lambda *a: (_gather(*a[:5], a[6]),))
+_reduce.defvjp(lambda *a: (_reduce(*a), None), lambda *a: (_reduce(*a[:5], a[6]),))
