@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar_kernels._choose import refuse_sharded
-from meshpar_kernels.collectives import native, ppermute
+from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
+from meshpar_kernels.collectives import native, ppermute, ring_tpu, tpu
 from meshpar_kernels.collectives.table import Table, table_of
 
-__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "all_reduce_small", "reduce_scatter"]
 
-Algorithm = Literal["native", "staged", "hierarchical", "ring", "one-way", "doubling", "direct"]
+Algorithm = Literal["native", "staged", "hierarchical", "ring", "pallas", "one-way", "doubling", "direct"]
 
 ALGORITHMS: tuple[str, ...] = Algorithm.__args__
-TABLES = ("ring", "one-way", "doubling", "direct")
+TABLES = ("ring", "pallas", "one-way", "doubling", "direct")
 
 
 def all_gather(
@@ -42,6 +42,7 @@ def all_gather(
     - "ring": `ppermute` in rings both ways along each axis. With n axes the block is cut in n
       colours, which take the axes in rotated order, so that the links of all axes are in use
       (Mikami et al. 2018 on two dimensions). An axis that is no ring is run as a line.
+    - "pallas": the same rings in one TPU kernel, by remote DMA. XLA overlaps it with nothing else.
     - "one-way": one ring after the other, one way (Patarasuk and Yuan 2009).
     - "doubling": log2 A steps over the flat group, of any size (Bruck et al. 1997). For small arrays.
     - "direct": one step, everyone to everyone. For the smallest.
@@ -63,6 +64,7 @@ def all_gather(
     Raises:
       ValueError: unknown algorithm, axes or options that do not fit, or x sharded outside of
         `shard_map`.
+      NotImplementedError: "pallas" cannot run these arguments; with every reason.
     """
     op = "all_gather"
     axes, sizes, rings = _check(op, x, axis_name, axis, algorithm, rings, outer)
@@ -137,6 +139,43 @@ def all_reduce(
     return reduced
 
 
+def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementation: str | None = None) -> jax.Array:
+    """Sum a small array over all devices in one step: everyone sends its array to everyone. Inside `jax.shard_map`.
+
+    Each device sums in the order of the devices, in float32 (integers in their own dtype), and rounds once: the result is bit
+    for bit the same on all devices and with every implementation. A-1 times the array goes out of each device, which pays
+    where latency rules: `choose` calls it "direct".
+
+    Args:
+      x: any shape, the same on all devices; float32, bfloat16 or int32 of at most 4 MiB in the kernel, and 40 MiB of all
+        devices.
+      axis_name: the mesh axis, or several, major first.
+      implementation: "pallas" or "pallas_tpu": a TPU kernel, whose remote copies go from chip memory to chip memory. "gather":
+        XLA's all-gather, and the same sum. None: the kernel where the program is lowered for a TPU and the kernel can take x,
+        else "gather".
+
+    Returns:
+      x's shape and dtype. Differentiable: the transpose is an `all_reduce_small` too.
+
+    Raises:
+      ValueError: axes that do not fit, an unknown implementation, or x sharded outside of `shard_map`.
+      NotImplementedError: the implementation asked for cannot take x; with every reason.
+    """
+    axes, sizes, _ = _check("all_reduce_small", x, axis_name, None, "direct", None, ())
+    small: Any = _small(implementation, axes, sizes, x) if axes and x.size else x
+    return small
+
+
+def _small_now(implementation, axes, sizes, x):
+    functions = {
+        "pallas_tpu": tpu.small_unsupported(x.shape, x.dtype, math.prod(sizes))
+        or (lambda v: tpu.all_reduce_small(v, axes, sizes)),
+        "pallas_gpu": Unsupported(("there is no GPU kernel for this op",)),
+        "gather": functools.partial(native.gather_sum, axes=axes),
+    }
+    return dispatch("all_reduce_small", implementation, functions, "gather", x)
+
+
 def _check(
     op: str, x: Any, axis_name: str | Sequence[str], axis: int | None, algorithm: str,
     rings: Sequence[bool] | None, outer: Sequence[str],
@@ -177,51 +216,86 @@ def _by_xla(kind: str, algorithm: str, x, axes, outer) -> jax.Array:
     return native.hierarchical(kind, x, axes, outer)
 
 
+def _table(kind: str, algorithm: str, sizes, rings) -> Table:
+    return table_of(kind, "ring" if algorithm == "pallas" else algorithm, sizes, rings)
+
+
 def _gather_now(algorithm, axes, sizes, rings, outer, x):
     if algorithm not in TABLES:
         return _by_xla("all_gather", algorithm, x, axes, outer)
-    table = table_of("all_gather", algorithm, sizes, rings)
-    mine = _cut(x[None], table)
-    buffer = jnp.zeros((table.ranks, *mine.shape[1:]), x.dtype)
-    buffer = lax.dynamic_update_slice(buffer, mine, (ppermute.rank_of(axes), *[0] * (mine.ndim - 1)))
-    every = ppermute.run(table, buffer.reshape(table.slots, *mine.shape[2:]), axes)
-    return _joined(every, table, x.shape).reshape(-1, *x.shape[1:])
+    table = _table("all_gather", algorithm, sizes, rings)
+    mine = _cut(x[None], table.colours, algorithm)[0]
+    if algorithm == "pallas":
+        every = _by_kernel("all_gather", table, mine, axes)
+    else:
+        buffer = jnp.zeros((table.ranks, *mine.shape), x.dtype)
+        start = (ppermute.rank_of(axes), *[0] * mine.ndim)
+        buffer = lax.dynamic_update_slice(buffer, mine[None], start)
+        every = ppermute.run(table, buffer.reshape(table.slots, *mine.shape[1:]), axes)
+    return _joined(every, table.colours, x.shape).reshape(-1, *x.shape[1:])
 
 
 def _scatter_now(algorithm, axes, sizes, rings, outer, x):
     if algorithm not in TABLES:
         return _by_xla("reduce_scatter", algorithm, x, axes, outer)
-    table = table_of("reduce_scatter", algorithm, sizes, rings)
+    table = _table("reduce_scatter", algorithm, sizes, rings)
     block = (x.shape[0] // table.ranks, *x.shape[1:])
-    blocks = _cut(x.reshape(table.ranks, *block), table)
-    sums = ppermute.run(table, blocks.reshape(table.slots, *blocks.shape[2:]), axes)
-    sums = sums.reshape(blocks.shape)
-    mine = lax.dynamic_index_in_dim(sums, ppermute.rank_of(axes), keepdims=True)
-    return _joined(mine.reshape(table.colours, *mine.shape[2:]), table, block)[0]
+    blocks = _cut(x.reshape(table.ranks, *block), table.colours, algorithm)
+    slots = blocks.reshape(table.slots, *blocks.shape[2:])
+    run = _by_kernel if algorithm == "pallas" else _by_table
+    sums = run("reduce_scatter", table, slots, axes).reshape(blocks.shape)
+    mine = lax.dynamic_index_in_dim(sums, ppermute.rank_of(axes), keepdims=False)
+    return _joined(mine, table.colours, block)[0]
 
 
 def _reduce_now(algorithm, axes, sizes, rings, outer, x):
     if algorithm not in TABLES:
         return _by_xla("all_reduce", algorithm, x, axes, outer)
-    table = table_of("all_reduce", algorithm, sizes, rings)
-    flat = x.reshape(-1)
-    flat = jnp.pad(flat, (0, -flat.size % table.slots))
-    sums = ppermute.run(table, flat.reshape(table.slots, -1), axes)
-    return sums.reshape(-1)[: x.size].reshape(x.shape)
+    if algorithm == "pallas":
+        flat = x.reshape(-1)
+        flat = jnp.pad(flat, (0, -flat.size % math.prod(sizes)))
+        part = _scatter_now(algorithm, axes, sizes, rings, outer, flat)
+        sums = _gather_now(algorithm, axes, sizes, rings, outer, part)
+    else:
+        table = _table("all_reduce", algorithm, sizes, rings)
+        flat = x.reshape(-1)
+        flat = jnp.pad(flat, (0, -flat.size % table.slots))
+        sums = ppermute.run(table, flat.reshape(table.slots, -1), axes).reshape(-1)
+    return sums[: x.size].reshape(x.shape)
 
 
-def _cut(blocks: jax.Array, table: Table) -> jax.Array:
-    """[n, *block] → [n, colours, ...]: each block in as many parts as there are colours."""
-    colours = table.colours
-    if blocks.ndim > 1 and blocks.shape[1] % colours == 0:
-        return blocks.reshape(len(blocks), colours, blocks.shape[1] // colours, *blocks.shape[2:])
-    flat = blocks.reshape(len(blocks), -1)
-    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % colours))).reshape(len(blocks), colours, -1)
+def _by_table(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
+    return ppermute.run(table, slots, axes)
 
 
-def _joined(parts: jax.Array, table: Table, block: tuple[int, ...]) -> jax.Array:
+def _by_kernel(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
+    run = ring_tpu.all_gather if kind == "all_gather" else ring_tpu.reduce_scatter
+    functions = {
+        "pallas_tpu": ring_tpu.unsupported(table, slots.shape[1:], slots.dtype) or (lambda x: run(table, x, axes)),
+        "pallas_gpu": Unsupported(("there is no GPU kernel for this op",)),
+    }
+    return dispatch(kind, "pallas", functions, "pallas_tpu", slots)
+
+
+def _cut(blocks: jax.Array, colours: int, algorithm: str) -> jax.Array:
+    """[n, *block] → [n, colours, ...]: each block in as many parts as there are colours; for the kernel, [rows, columns]."""
+    n = len(blocks)
+    pack = 32 // blocks.dtype.itemsize if algorithm == "pallas" else 1
+    whole = blocks.ndim > 1 and blocks.shape[1] % colours == 0
+    if whole and algorithm != "pallas":
+        return blocks.reshape(n, colours, blocks.shape[1] // colours, *blocks.shape[2:])
+    columns = blocks.shape[-1]
+    if whole and blocks.ndim > 2 and columns % 128 == 0 and math.prod(blocks.shape[1:-1]) // colours % pack == 0:
+        return blocks.reshape(n, colours, -1, columns)
+    flat = blocks.reshape(n, -1)
+    unit = colours if algorithm != "pallas" else colours * pack * 128
+    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % unit)))
+    return flat.reshape(n, colours, -1, 128) if algorithm == "pallas" else flat.reshape(n, colours, -1)
+
+
+def _joined(parts: jax.Array, colours: int, block: tuple[int, ...]) -> jax.Array:
     """[n·colours, ...] → [n, *block]: undo `_cut`."""
-    flat = parts.reshape(len(parts) // table.colours, -1)
+    flat = parts.reshape(len(parts) // colours, -1)
     return flat[:, : math.prod(block)].reshape(-1, *block)
 
 
@@ -246,3 +320,11 @@ def _reduce(algorithm, axes, sizes, rings, outer, x):
 _gather.defvjp(lambda *a: (_gather(*a), None), lambda *a: (_scatter(*a[:5], a[6]),))
 _scatter.defvjp(lambda *a: (_scatter(*a), None), lambda *a: (_gather(*a[:5], a[6]),))
 _reduce.defvjp(lambda *a: (_reduce(*a), None), lambda *a: (_reduce(*a[:5], a[6]),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _small(implementation, axes, sizes, x):
+    return _small_now(implementation, axes, sizes, x)
+
+
+_small.defvjp(lambda *a: (_small(*a), None), lambda *a: (_small(*a[:3], a[4]),))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["hierarchical", "native", "staged"]
+__all__ = ["gather_sum", "hierarchical", "native", "staged"]
 
 
 def native(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -57,6 +57,16 @@ def hierarchical(kind: str, x: jax.Array, axes: Sequence[str], outer: Sequence[s
     blocks = x.reshape(*sizes, x.shape[0] // math.prod(sizes), *x.shape[1:])
     blocks = blocks.transpose(*order, *range(len(order), blocks.ndim)).reshape(x.shape)
     return staged("reduce_scatter", staged("reduce_scatter", blocks, inner), outside)
+
+
+def gather_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The sum over all devices in the order of the devices, in float32 but for integers."""
+    every = lax.all_gather(x, tuple(axes), axis=0, tiled=False).reshape(-1, *x.shape)
+    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x.dtype
+    total = every[0].astype(wide)
+    for one in every[1:]:
+        total += one.astype(wide)
+    return total.astype(x.dtype)
 
 
 def _padded(x: jax.Array, parts: int) -> tuple[jax.Array, tuple[int, ...]]:
