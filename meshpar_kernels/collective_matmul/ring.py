@@ -65,7 +65,7 @@ def gather_dots(
     hop_down = functools.partial(lax.ppermute, axis_name=axis_name, perm=down)
     hops = full_hops(devices)
     last = halves(devices, rows)
-    together = max(1, math.ceil(tile / (2 * max(rows, 1))))  # pairs of blocks to a product
+    together = max(1, math.ceil(tile / (2 * min(s.rows for s in sums))))  # pairs of blocks to a product
 
     waiting: list[tuple[jax.Array, Any]] = [(x, 0)]
     above = below = x  # the blocks that are sent on next
@@ -111,13 +111,15 @@ class _Blocks:
         dtype = dot.dtype(x, other) if dot.side == 0 else dot.dtype(other, x)
         self.shape, self.dtype = dot.shape(*pair), dtype
         self.kept = accumulator_dtype(dtype) if self.role == "contract" else dtype
+        alike = dot.dimension_numbers[0][dot.side] if self.role == "contract" else _free(dot, dot.side, x.ndim)
+        self.rows = max(1, math.prod(x.shape[d] for d in alike))
 
     def empty(self) -> jax.Array:
-        zeros = lax.full(self.shape, 0, self.kept)
-        return _compat.same_varying(zeros, self.x)[0]
+        made = lax.full(self.shape, 0, self.kept) if self.role == "contract" else lax.empty(self.shape, self.kept)
+        return _compat.same_varying(made, self.x)[0]
 
     def add(self, total: jax.Array, blocks: list[tuple[jax.Array, Any]], tile: int) -> jax.Array:
-        if len(blocks) > 1 and blocks[0][0].shape[self.dim] < tile and self.role != "batch":
+        if len(blocks) > 1 and self.rows < tile and self.role != "batch":
             return self._together(total, blocks)
         for block, start in blocks:
             total = self._one(total, block, start)
@@ -212,8 +214,10 @@ def dot_scatter(
     for s in range(hops, 0, -1):
         order += [s, -s]
     order.append(0)
-    small = rows < tile and len(owners) == 1
-    each = max(1, math.ceil(tile / max(rows, 1))) if small else 1
+    side, owned = owners[0]
+    alike = math.prod(rows if d == owned else (lhs, rhs)[side].shape[d] for d in _free(dot, side, ranks[side]))
+    small = len(owners) == 1 and alike < tile
+    each = math.ceil(tile / max(alike, 1)) if small else 1
     ready: dict[int, jax.Array] = {}
 
     def made(away: Any) -> jax.Array:
@@ -266,6 +270,12 @@ def _onto(part: jax.Array, arrived: jax.Array, dim: int, start: int) -> jax.Arra
     pieces.append(lax.slice_in_dim(part, start, stop, axis=dim) + arrived)
     pieces += [lax.slice_in_dim(part, stop, rows, axis=dim)] * (stop < rows)
     return lax.concatenate(pieces, dim)
+
+
+def _free(dot: Dot, side: int, rank: int) -> list[int]:
+    """The dims of an operand that are neither contracted nor batch dims."""
+    contract, batch = dot.dimension_numbers
+    return [d for d in range(rank) if d not in contract[side] and d not in batch[side]]
 
 
 def _modulo(place: Any, devices: int) -> Any:
