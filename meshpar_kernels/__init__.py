@@ -5,6 +5,8 @@ Stands alone: needs only jax and numpy. Functions work on the arrays of one devi
 `jax.shard_map`).
 """
 
+from meshpar_kernels.collective_matmul import all_gather_matmul as all_gather_matmul
+from meshpar_kernels.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
 from meshpar_kernels.dispatch import Dispatch as Dispatch
 from meshpar_kernels.dispatch import expert_combine as expert_combine
 from meshpar_kernels.dispatch import expert_dispatch as expert_dispatch
