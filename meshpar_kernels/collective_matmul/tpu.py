@@ -488,7 +488,9 @@ def _scatter_kernel(
         out_copy(UP, 0, turn).wait_send()
 
     def in_copy(lane: int):
-        return pltpu.make_async_copy(came.at[lane, lax.rem(number + 1, 2), here, there], sums.at[lane], sums_sem.at[lane])
+        return pltpu.make_async_copy(
+            came.at[lane, lax.rem(number + 1, 2), here, there], sums.at[lane], sums_sem.at[lane]
+        )
 
     @pl.when((v == 0) & (j == 0))
     def _():
