@@ -82,8 +82,10 @@ def pick_tile(rows: int, k: int, n: int, devices: int, itemsize: int, vmem: int 
                 continue
             visits = devices * rows // tm
             moved = devices * rows * k + k * n * (1 if tn == n else visits)
-            # a step itself costs about as much as 200 kB; small products do not fill the matrix unit
-            cost = (itemsize * moved + 2e5 * visits * (n // tn) * max(1.0, 256 / tm), held)
+            # a step itself costs about as much as 200 kB; the matrix unit loses 100 rows whenever it takes new weights, and
+            # does about 500 operations while a byte is fetched
+            lost = 2 * devices * rows * k * n / 500 * 100 / tm
+            cost = (itemsize * moved + 2e5 * visits * (n // tn) + lost, held)
             if best is None or cost < best[0]:
                 best = (cost, Tile(tm, tn))
     return None if best is None else best[1]

@@ -144,7 +144,7 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
 
     Each device sums in the order of the devices, in float32 (integers in their own dtype), and rounds once: the result is bit
     for bit the same on all devices and with every implementation. A-1 times the array goes out of each device, which pays
-    where latency rules: `choose` calls it "direct".
+    where latency rules: `choose` calls it "small".
 
     Args:
       x: any shape, the same on all devices; float32, bfloat16 or int32 of at most 4 MiB in the kernel, and 40 MiB of all

@@ -11,6 +11,9 @@ from meshpar_kernels.collectives.table import Line, colours_of, hops_along
 
 __all__ = ["Axis", "Choice", "choose", "ring_profile"]
 
+SMALL_BYTES = 4 << 20
+"""Largest array of the one-shot all-reduce: beyond it, links rule and not latency."""
+
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -84,14 +87,15 @@ def choose(
       the partial sums of a reduce-scatter only.
     - "one-way": rings one way, one axis after the other.
     - "doubling": log2 A steps; partners 2^t apart share the links between them.
-    - "direct": one step over the farthest way; on each axis A/size·size²/8 blocks share the busiest link of a ring.
+    - "direct": one step over the farthest way, everyone's blocks on the busiest link; an all-reduce takes two.
+    - "small": `all_reduce_small`, one step with everyone's whole array; for an all-reduce of at most 4 MiB.
 
     Args:
       kind: "all_gather", "reduce_scatter" or "all_reduce".
       nbytes: V, the whole array: gathered, before scattering, or summed.
       axes: of the group, major first: `Axis`, or (size, ring, GB/s of a link one way, seconds of a hop).
       hbm: GB/s of a device's memory, read and write together; None: memory traffic costs nothing.
-      candidates: the algorithms to choose from; None: all that can run as `algorithm=`.
+      candidates: the algorithms to choose from; None: all.
 
     Returns:
       `Choice`.
@@ -117,8 +121,10 @@ def choose(
         outer = sum(a.outer for a in group)
         if name == "hierarchical" and not outer:
             refused[name] = "no axis is an outer one"
-        elif name in ("ring", "pallas", "one-way", "doubling", "direct") and outer:
+        elif name in ("ring", "pallas", "one-way", "doubling", "direct", "small") and outer:
             refused[name] = "it would cross the outer axes with more than it must"
+        elif name == "small" and (kind != "all_reduce" or nbytes > SMALL_BYTES):
+            refused[name] = f"it is for an all-reduce of at most {SMALL_BYTES >> 20} MiB"
         else:
             seconds[name] = _FORMS[name](kind, float(nbytes), group, memory)
     if not seconds:
@@ -227,15 +233,24 @@ def _doubling(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> 
     return _rounds(kind) * (total + 4 * volume / memory)
 
 
-def _direct(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+def _everyone(block: float, axes: Sequence[Axis]) -> float:
+    """Everyone sends a block of bytes to everyone: the farthest way, and the busiest link's traffic."""
     group = math.prod(a.size for a in axes)
-    latency = sum(a.hops * a.latency for a in axes)
     busiest = 0.0
     for axis in axes:
-        n = axis.size
-        pairs = (n * n / 8 if n % 2 == 0 else (n * n - 1) / 8) if axis.ring else n * n / 4
-        busiest = max(busiest, max(1.0, pairs) * group / n * volume / group / (axis.link * 1e9))
-    return _rounds(kind) * (latency + busiest + 4 * volume / memory)
+        n, half = axis.size, axis.size // 2
+        ways = half * (half + 1) / 2 if axis.ring else half * (n - half)  # over a link, along one line of the axis
+        busiest = max(busiest, ways * group / n * block / (axis.link * 1e9))
+    return sum(a.hops * a.latency for a in axes) + busiest
+
+
+def _direct(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    group = math.prod(a.size for a in axes)
+    return _rounds(kind) * (_everyone(volume / group, axes) + 4 * volume / memory)
+
+
+def _small(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    return _everyone(volume, axes)
 
 
 _FORMS = {
@@ -247,4 +262,5 @@ _FORMS = {
     "one-way": _one_way,
     "doubling": _doubling,
     "direct": _direct,
+    "small": _small,
 }

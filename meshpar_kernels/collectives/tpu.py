@@ -16,12 +16,10 @@ from jax.experimental.pallas import tpu as pltpu
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._collective_ids import COLLECTIVE_IDS
+from meshpar_kernels.collectives.choose import SMALL_BYTES
 from meshpar_kernels.collectives.ppermute import rank_of
 
-__all__ = ["SMALL_BYTES", "all_reduce_small", "coordinates", "meet", "small_unsupported"]
-
-SMALL_BYTES = 4 << 20
-"""Largest array of the one-shot all-reduce: beyond it, links rule and not latency."""
+__all__ = ["all_reduce_small", "coordinates", "meet", "small_unsupported"]
 
 SMALL_VMEM = 40 << 20
 """On-chip memory for what the one-shot all-reduce receives."""
