@@ -156,7 +156,8 @@ class Jitted:
         from .verify.check import check
 
         assert isinstance(self.mesh, Mesh)
-        return check(self, *args, kwargs=kwargs, meshes=[self.mesh], layouts=[self.layout], lowerings=[self.lowering])
+        return check(self, *args, kwargs=kwargs, meshes=[self.mesh], layouts=[self.layout], lowerings=[self.lowering],
+                     overlap=self.overlap)  # fmt: skip
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """Compile ahead of time with the real compiler, for devices that need not be here; see :func:`meshpar.compile`.
