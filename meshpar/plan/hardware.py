@@ -222,6 +222,23 @@ def seconds_of(kind: CollectiveOp, volume: float, stages: Sequence[Stage], chip:
     return 2 * seconds if kind == "all-reduce" else seconds
 
 
+def hop_seconds(size: float, stage: Stage, chip: Chip) -> float:
+    """Seconds of a hop to both neighbours at once, ``size`` bytes to each.
+
+    Over a line the way back from its end shares the links of one direction; over a switch both hops share the device's.
+    """
+    device = chip.per_device()
+    if stage.dim == "switch":
+        rate = device.link / 2
+    elif stage.dim == "slice":
+        rate = device.dcn / 2
+    elif stage.dim == "core":
+        rate = chip.core_link
+    else:
+        rate = device.link / (stage.stride * (1 if stage.wraps else 2))
+    return max(chip.latency, size / (rate * chip.link_efficiency))
+
+
 def _levels(stages: Sequence[Stage], chip: Chip, form: Form) -> list[_Level]:
     """The levels of a group, outermost first."""
     device = chip.per_device()
@@ -274,6 +291,8 @@ def price(plan: Plan) -> None:
         return
     memo: dict[Any, float] = {}
     for c in plan.collectives:
+        if c.seconds is not None:  # of a ring
+            continue
         key = (c.op, c.axes, c.bytes, c.form)
         if key not in memo:
             stages = [s for a in c.axes for s in plan.torus[a]]

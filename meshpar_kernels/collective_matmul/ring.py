@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype, block_of, place_of
 from meshpar_kernels.collective_matmul.schedule import full_hops, halves
 
-__all__ = ["dot_scatter", "gather_dots"]
+__all__ = ["dot_scatter", "dots_scatter", "gather_dots"]
 
 TILE = 256
 """Rows of a product from which on the matrix unit is kept busy: smaller blocks are multiplied together."""
@@ -30,7 +30,14 @@ UNROLLED = 16
 
 
 def gather_dots(
-    x: jax.Array, others: Sequence[jax.Array], dots: Sequence[Dot], axis_name: Axes, dim: int, *, tile: int = TILE
+    x: jax.Array,
+    others: Sequence[jax.Array],
+    dots: Sequence[Dot],
+    axis_name: Axes,
+    dim: int,
+    *,
+    keep: bool = False,
+    tile: int = TILE,
 ) -> list[jax.Array]:
     """Products of an operand that is gathered over a mesh axis, its blocks multiplied as they arrive.
 
@@ -42,6 +49,7 @@ def gather_dots(
       dots: how each product is made; ``side`` says which operand ``x`` is. ``dim`` may be a free, a contracting or a batch dim,
         another one in every product. Sums over blocks are float32.
       axis_name: one mesh axis, or several as one, the first major.
+      keep: return the gathered operand as well, behind the products.
       tile: rows that a product should have at least.
 
     Returns:
@@ -50,9 +58,12 @@ def gather_dots(
     x, *others = _compat.same_varying(x, *others)
     devices, rows = lax.axis_size(axis_name), x.shape[dim]
     if devices == 1:
-        return [dot.of(x, other) for dot, other in zip(dots, others, strict=True)]
+        return [dot.of(x, other) for dot, other in zip(dots, others, strict=True)] + [x] * keep
     me = lax.axis_index(axis_name)
-    sums = [_Blocks(dot, x, other, dim, devices) for dot, other in zip(dots, others, strict=True)]
+    sums: list[_Blocks | _Kept] = [
+        _Blocks(dot, x, other, dim, devices) for dot, other in zip(dots, others, strict=True)
+    ]
+    sums += [_Kept(x, dim, devices)] * keep
     totals = [s.empty() for s in sums]
 
     def multiply(totals: list[jax.Array], blocks: list[tuple[jax.Array, Any]]) -> list[jax.Array]:
@@ -97,6 +108,27 @@ def gather_dots(
         waiting = [(opposite, devices // 2)]
     totals = multiply(totals, waiting)
     return [s.result(total) for s, total in zip(sums, totals, strict=True)]
+
+
+class _Kept:
+    """The gathered operand itself."""
+
+    def __init__(self, x: jax.Array, dim: int, devices: int):
+        self.x, self.dim = x, dim
+        self.shape = tuple(n * devices if d == dim else n for d, n in enumerate(x.shape))
+        self.rows = TILE
+
+    def empty(self) -> jax.Array:
+        return _compat.same_varying(lax.empty(self.shape, self.x.dtype), self.x)[0]
+
+    def add(self, total: jax.Array, blocks: list[tuple[jax.Array, Any]], tile: int) -> jax.Array:
+        del tile
+        for block, start in blocks:
+            total = lax.dynamic_update_slice_in_dim(total, block, start, self.dim)
+        return total
+
+    def result(self, total: jax.Array) -> jax.Array:
+        return total
 
 
 class _Blocks:
@@ -177,31 +209,68 @@ def dot_scatter(
     Raises:
       ValueError: the dim does not divide over the devices.
     """
-    lhs, rhs = _compat.same_varying(lhs, rhs)
+    return dots_scatter(
+        [(lhs, rhs)], [dot], [dim], axis_name, dim, dot.dtype(lhs, rhs), wire_dtype=wire_dtype, tile=tile
+    )
+
+
+def dots_scatter(
+    operands: Sequence[tuple[jax.Array, jax.Array]],
+    dots: Sequence[Dot],
+    dims: Sequence[int],
+    axis_name: Axes,
+    dim: int,
+    dtype: Any,
+    *,
+    finish: Callable[[list[jax.Array]], jax.Array] = sum,
+    wire_dtype: Any = None,
+    tile: int = TILE,
+) -> jax.Array:
+    """What several products make together, summed over a mesh axis and scattered: :func:`dot_scatter` of a sum of products.
+
+    Args:
+      operands: (lhs, rhs) of every product.
+      dots: how each is made.
+      dims: of every product's result, the dim that is scattered.
+      axis_name: one mesh axis, or several as one, the first major.
+      dim: where that dim is in what `finish` makes.
+      dtype: of the result.
+      finish: blocks of the products (float32) → a block of the result: linear in all of them, as a sum of transposes is.
+      wire_dtype, tile: as in :func:`dot_scatter`.
+
+    Raises:
+      ValueError: the dim does not divide over the devices.
+    """
+    flat = iter(_compat.same_varying(*(x for pair in operands for x in pair)))
+    operands = list(zip(flat, flat, strict=True))
     devices = lax.axis_size(axis_name)
-    ranks = lhs.ndim, rhs.ndim
-    shape, dtype = dot.shape(lhs.shape, rhs.shape), dot.dtype(lhs, rhs)
-    if devices == 1:
-        return dot(lhs, rhs)
-    if shape[dim] % devices:
-        raise ValueError(f"dot_scatter: dim {dim} of the result {list(shape)} does not divide over {devices} devices")
-    rows = shape[dim] // devices
-    me = lax.axis_index(axis_name)
+    shapes = [dot.shape(lhs.shape, rhs.shape) for dot, (lhs, rhs) in zip(dots, operands, strict=True)]
     sums = accumulator_dtype(dtype)
+    if devices == 1:
+        made = finish([dot(lhs, rhs, sums) for dot, (lhs, rhs) in zip(dots, operands, strict=True)])
+        return lax.convert_element_type(made, dtype)
+    for shape, d in zip(shapes, dims, strict=True):
+        if shape[d] % devices:
+            raise ValueError(f"dot_scatter: dim {d} of the result {list(shape)} does not divide over {devices} devices")
+    rows = shapes[0][dims[0]] // devices
+    me = lax.axis_index(axis_name)
     wire = sums if wire_dtype is None else jnp.dtype(wire_dtype)
-    owners = block_of(dot, dim, ranks)
+    owners = [block_of(dot, d, (a.ndim, b.ndim)) for dot, d, (a, b) in zip(dots, dims, operands, strict=True)]
 
     def parts(away: Sequence[Any]) -> list[jax.Array]:
         """This device's part of the blocks of devices so many places above it, made in one product."""
         starts = [_modulo(me + a, devices) * rows for a in away]
-        operands = [lhs, rhs]
-        for side, d in owners:
-            blocks = [lax.dynamic_slice_in_dim(operands[side], s, rows, d) for s in starts]
-            operands[side] = blocks[0] if len(blocks) == 1 else lax.concatenate(blocks, d)
-        made = dot(operands[0], operands[1], sums)
+        made = []
+        for dot, owner, pair in zip(dots, owners, operands, strict=True):
+            cut = list(pair)
+            for side, d in owner:
+                blocks = [lax.dynamic_slice_in_dim(cut[side], s, rows, d) for s in starts]
+                cut[side] = blocks[0] if len(blocks) == 1 else lax.concatenate(blocks, d)
+            made.append(dot(cut[0], cut[1], sums))
+        block = finish(made)
         if len(starts) == 1:
-            return [made]
-        return [lax.slice_in_dim(made, k * rows, (k + 1) * rows, axis=dim) for k in range(len(starts))]
+            return [block]
+        return [lax.slice_in_dim(block, k * rows, (k + 1) * rows, axis=dim) for k in range(len(starts))]
 
     up, down = _neighbours(devices)
 
@@ -214,9 +283,8 @@ def dot_scatter(
     for s in range(hops, 0, -1):
         order += [s, -s]
     order.append(0)
-    side, owned = owners[0]
-    alike = math.prod(rows if d == owned else (lhs, rhs)[side].shape[d] for d in _free(dot, side, ranks[side]))
-    small = len(owners) == 1 and alike < tile
+    alike = min(_rows(dot, owner, pair, rows) for dot, owner, pair in zip(dots, owners, operands, strict=True))
+    small = alike < tile and all(len(owner) == 1 for owner in owners)
     each = math.ceil(tile / max(alike, 1)) if small else 1
     ready: dict[int, jax.Array] = {}
 
@@ -260,6 +328,12 @@ def dot_scatter(
     else:
         carry = lax.fori_loop(0, hops - 1, lambda k, c: on(hops - 1 - k, c), carry)
     return lax.convert_element_type(made(0) + hop(carry[0], up) + hop(carry[1], down), dtype)
+
+
+def _rows(dot: Dot, owner: list[tuple[int, int]], pair: tuple[jax.Array, jax.Array], rows: int) -> int:
+    """Rows of the product that makes one block."""
+    side, owned = owner[0]
+    return math.prod(rows if d == owned else pair[side].shape[d] for d in _free(dot, side, pair[side].ndim))
 
 
 def _onto(part: jax.Array, arrived: jax.Array, dim: int, start: int) -> jax.Array:
