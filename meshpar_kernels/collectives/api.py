@@ -151,8 +151,7 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
         devices.
       axis_name: the mesh axis, or several, major first.
       implementation: "pallas" or "pallas_tpu": a TPU kernel, whose remote copies go from chip memory to chip memory. "gather":
-        XLA's all-gather, and the same sum. None: the kernel where the program is lowered for a TPU and the kernel can take x,
-        else "gather".
+        XLA's all-gather, and the same sum. None: "gather", since no kernel was timed yet.
 
     Returns:
       x's shape and dtype. Differentiable: the transpose is an `all_reduce_small` too.
@@ -173,7 +172,7 @@ def _small_now(implementation, axes, sizes, x):
         "pallas_gpu": Unsupported(("there is no GPU kernel for this op",)),
         "gather": functools.partial(native.gather_sum, axes=axes),
     }
-    return dispatch("all_reduce_small", implementation, functions, "gather", x)
+    return dispatch("all_reduce_small", implementation or "gather", functions, "gather", x)
 
 
 def _check(

@@ -198,8 +198,8 @@ def _rings(kind: str, volume: float, axes: Sequence[Axis]) -> float:
 
 
 def _ring(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    """Each byte that comes is read and written where it is sent from, and where it goes; a sum reads once more."""
-    per_byte = {"all_gather": 4, "reduce_scatter": 5, "all_reduce": 9}[kind]
+    """What comes is sent on from where it came, and copied to its place; or the device's own is read, and the sum written."""
+    per_byte = {"all_gather": 3, "reduce_scatter": 3, "all_reduce": 6}[kind]
     return _rings(kind, volume, axes) + per_byte * volume / memory
 
 

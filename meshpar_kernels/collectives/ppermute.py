@@ -93,6 +93,36 @@ def _write(
     return flat.reshape(buffer.shape)
 
 
+@functools.lru_cache(maxsize=64)
+def _passed_on(table: Table) -> dict[tuple[int, int], tuple[int, int]]:
+    """(step, number) of a transfer → that of an earlier one, if it sends on just what came there and nothing was added since:
+    it need not be read from the buffer. If it is a partial sum, it need not have been written either."""
+    came: dict[bytes, tuple[int, int] | None] = {}  # None: sums of several
+    found = {}
+    for step, transfers in enumerate(table.steps):
+        for number, t in enumerate(transfers):
+            at = came.get(t.slots.tobytes())
+            if at is not None:
+                found[step, number] = at
+        arriving = [t.received() for t in transfers]
+        for number, (t, slots) in enumerate(zip(transfers, arriving, strict=True)):
+            if (slots < 0).any():
+                continue
+            alone = all(k == number or not _overlap(slots, other) for k, other in enumerate(arriving))
+            came = {k: v for k, v in came.items() if not t.add or not _overlap(slots, _slots_of(k, slots))}
+            came[slots.tobytes()] = (step, number) if alone else None
+    return found
+
+
+def _slots_of(key: bytes, like: np.ndarray) -> np.ndarray:
+    return np.frombuffer(key, like.dtype).reshape(len(like), -1)
+
+
+def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether some rank has a slot in both."""
+    return bool((a[:, :, None] == b[:, None, :]).any())
+
+
 def _sum(a: jax.Array, b: jax.Array) -> jax.Array:
     """Sums of narrow floats are rounded once, after a float32 sum."""
     if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize < 4:
@@ -119,16 +149,24 @@ def run(table: Table, buffer: jax.Array, axes: Sequence[str]) -> jax.Array:
     rank = rank_of(axes)
     names, number = _in_mesh_order(axes)
     (buffer,) = _compat.varying_over(axes, buffer.reshape(*shape, *rest))
-    for transfers in table.steps:
+    passed_on = _passed_on(table)
+    kept: dict[tuple[int, int], jax.Array] = {}
+    used = set(passed_on.values())
+    gone = {origin for (step, k), origin in passed_on.items() if table.steps[step][k].add}
+    for step, transfers in enumerate(table.steps):
         arrived = []
-        for t in transfers:
+        for k, t in enumerate(transfers):
             source, into = _windows(t, shape)
-            sent = _read(buffer, t.slots, source, rank, dims)
+            before = passed_on.get((step, k))
+            sent = kept.pop(before) if before in kept else _read(buffer, t.slots, source, rank, dims)
             arrived.append((t, into, lax.ppermute(sent, names, [(number[a], number[b]) for a, b in t.pairs])))
-        for t, into, new in arrived:
+        for k, (t, into, new) in enumerate(arrived):
             slots = t.received()
             if t.add:
                 here = _read(buffer, np.maximum(slots, 0), into, rank, dims)
                 new = _sum(here, new.reshape(here.shape))
-            buffer = _write(buffer, new, slots, into, rank, dims)
+            if (step, k) in used:
+                kept[step, k] = new
+            if not t.add or (step, k) not in gone:  # a partial sum that leaves again is not looked at here
+                buffer = _write(buffer, new, slots, into, rank, dims)
     return buffer.reshape(table.slots, *rest)
