@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
 from meshpar_kernels.collectives import native, ppermute, ring_tpu, tpu
 from meshpar_kernels.collectives.table import Table, table_of
@@ -227,7 +228,9 @@ def _gather_now(algorithm, axes, sizes, rings, outer, x):
     if algorithm == "pallas":
         every = _by_kernel("all_gather", table, mine, axes)
     else:
-        buffer = jnp.zeros((table.ranks, *mine.shape), x.dtype)
+        # every slot is written before it is read
+        (buffer,) = _compat.varying_over(axes, lax.empty((table.ranks, *mine.shape), x.dtype))
+        buffer, mine = _compat.same_varying(buffer, mine)
         start = (ppermute.rank_of(axes), *[0] * mine.ndim)
         buffer = lax.dynamic_update_slice(buffer, mine[None], start)
         every = ppermute.run(table, buffer.reshape(table.slots, *mine.shape[1:]), axes)
