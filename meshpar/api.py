@@ -75,8 +75,9 @@ def jit(
         )
     if fn is None:
         return functools.partial(
-            jit, mesh=mesh, layout=layout, dims=dims, lowering=lowering, overlap=overlap, strict=strict, static_argnums=static_argnums,
-            static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames,
+            jit, mesh=mesh, layout=layout, dims=dims, lowering=lowering, overlap=overlap, strict=strict,
+            static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
             keep_unused=keep_unused, compiler_options=compiler_options,
         )  # fmt: skip
     return Jitted(

@@ -233,7 +233,8 @@ class Moving:
             new = self.plan.collectives[before:]
             sent = Sent(value, have, need, frame, self.count, new) if new and around is None else None
             self.copies[copy] = sent
-            self.plan.sent += [sent] * (sent is not None)
+            if sent is not None:
+                self.plan.sent.append(sent)
         sent = self.copies[copy]
         if sent is not None:
             sent.users.append(op)

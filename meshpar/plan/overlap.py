@@ -230,7 +230,9 @@ def _decision(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing, mode: str)
     elif exposed["xla"] == 0:
         reason = "it waits for nothing: the compiler sends for it while other products run"
     elif exposed["xla"] - exposed["ring"] < LEAST:
-        reason = "the products of a block are too short to hide a hop" if exposed["ring"] else "there is too little to gain"
+        reason = (
+            "the products of a block are too short to hide a hop" if exposed["ring"] else "there is too little to gain"
+        )
     else:
         choice = "ring"
         hidden = 1 - exposed["ring"] / exposed["xla"]

@@ -17,8 +17,10 @@ from ..layout import AnyMesh
 from ..mesh import mesh as make_mesh
 from ..mesh import topology_devices, topology_of
 from ..plan import Plan
+from ..plan.hardware import chip_of
 from . import hlo
 from .compiler import FINAL, PARTITIONED
+from .exposed import Exposed, exposed, places_of
 from .hlo import HloCollective
 from .jobs import Archive, Job, Progress, compile_job
 from .memory import capacity_of, out_of_memory
@@ -93,6 +95,18 @@ class Compiled:
     def cycles(self) -> float | None:
         """The TPU compiler's estimate of the cycles of a step, loops counted, communication left out; None on other platforms."""
         return hlo.cycles(self.as_text()) or None
+
+    @functools.cached_property
+    def exposed(self) -> Exposed | None:
+        """Communication beside which nothing is computed, by the final schedule; None where the clock is not known."""
+        if not isinstance(self.mesh, Mesh) or (chip := chip_of(self.mesh)) is None or not chip.clock:
+            return None
+        return exposed(self.as_text(), chip, places_of(list(self.mesh.devices.flat)))
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Seconds of a step in which a device waits for its links, by the final schedule (:attr:`exposed` has the parts)."""
+        return None if self.exposed is None else self.exposed.seconds
 
     @property
     def bytes_sent(self) -> float:

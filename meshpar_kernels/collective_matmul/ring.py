@@ -203,7 +203,8 @@ def dot_scatter(
       dot: the product (``side`` is not looked at).
       axis_name: one mesh axis, or several as one, the first major.
       dim: a free or batch dim of the result.
-      wire_dtype: what sums are rounded to on every hop; None: float32 (the result's own dtype if that is wider, or no float).
+      wire_dtype: what products, and on every hop sums, are rounded to, as a reduce-scatter of that dtype rounds them; None:
+        float32 (the result's own dtype if that is wider, or no float).
       tile: rows that a product should have at least.
 
     Raises:
@@ -222,7 +223,7 @@ def dots_scatter(
     dim: int,
     dtype: Any,
     *,
-    finish: Callable[[list[jax.Array]], jax.Array] = sum,
+    finish: Callable[[list[jax.Array]], jax.Array] | None = None,
     wire_dtype: Any = None,
     tile: int = TILE,
 ) -> jax.Array:
@@ -235,20 +236,21 @@ def dots_scatter(
       axis_name: one mesh axis, or several as one, the first major.
       dim: where that dim is in what `finish` makes.
       dtype: of the result.
-      finish: blocks of the products (float32) → a block of the result: linear in all of them, as a sum of transposes is.
+      finish: blocks of the products → a block of the result: linear in all of them, as a sum of transposes is; None: their sum.
       wire_dtype, tile: as in :func:`dot_scatter`.
 
     Raises:
       ValueError: the dim does not divide over the devices.
     """
+    finish = finish or (lambda blocks: functools.reduce(lax.add, blocks))
     flat = iter(_compat.same_varying(*(x for pair in operands for x in pair)))
     operands = list(zip(flat, flat, strict=True))
     devices = lax.axis_size(axis_name)
     shapes = [dot.shape(lhs.shape, rhs.shape) for dot, (lhs, rhs) in zip(dots, operands, strict=True)]
     sums = accumulator_dtype(dtype)
     if devices == 1:
-        made = finish([dot(lhs, rhs, sums) for dot, (lhs, rhs) in zip(dots, operands, strict=True)])
-        return lax.convert_element_type(made, dtype)
+        whole = finish([dot(lhs, rhs, sums) for dot, (lhs, rhs) in zip(dots, operands, strict=True)])
+        return lax.convert_element_type(whole, dtype)
     for shape, d in zip(shapes, dims, strict=True):
         if shape[d] % devices:
             raise ValueError(f"dot_scatter: dim {d} of the result {list(shape)} does not divide over {devices} devices")
@@ -266,16 +268,25 @@ def dots_scatter(
             for side, d in owner:
                 blocks = [lax.dynamic_slice_in_dim(cut[side], s, rows, d) for s in starts]
                 cut[side] = blocks[0] if len(blocks) == 1 else lax.concatenate(blocks, d)
-            made.append(dot(cut[0], cut[1], sums))
+            made.append(dot(cut[0], cut[1], sums if wire_dtype is None else wire))
         block = finish(made)
         if len(starts) == 1:
             return [block]
         return [lax.slice_in_dim(block, k * rows, (k + 1) * rows, axis=dim) for k in range(len(starts))]
 
+    def wide(x: jax.Array) -> jax.Array:
+        return lax.convert_element_type(x, sums)
+
+    def sent(x: jax.Array) -> jax.Array:
+        return lax.convert_element_type(x, wire)
+
+    def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        return wide(x) + wide(y)
+
     up, down = _neighbours(devices)
 
     def hop(x: jax.Array, perm: list[tuple[int, int]]) -> jax.Array:
-        return lax.convert_element_type(lax.ppermute(lax.convert_element_type(x, wire), axis_name, perm), sums)
+        return wide(lax.ppermute(sent(x), axis_name, perm))
 
     hops = full_hops(devices)
     # Rows that travel up end above this device: its part for the farthest of them comes first, and its own last.
@@ -304,30 +315,33 @@ def dots_scatter(
         if last is None:
             going_up = hop(opposite, up)
             if hops:
-                going_up, going_down = going_up + made(hops), made(-hops)
+                going_up, going_down = add(going_up, made(hops)), made(-hops)
         else:
             first, second = (
                 hop(lax.slice_in_dim(opposite, 0, last[0], axis=dim), up),
                 hop(lax.slice_in_dim(opposite, last[0], rows, axis=dim), down),
             )
-            going_up, going_down = _onto(made(hops), first, dim, 0), _onto(made(-hops), second, dim, last[0])
+            going_up, going_down = (
+                _onto(wide(made(hops)), first, dim, 0),
+                _onto(wide(made(-hops)), second, dim, last[0]),
+            )
     elif hops:
         going_up, going_down = made(hops), made(-hops)
     if going_down is None:
         assert going_up is not None
-        return lax.convert_element_type(going_up + made(0), dtype)
+        return lax.convert_element_type(add(going_up, made(0)), dtype)
 
     def on(away: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return hop(carry[0], up) + made(away), hop(carry[1], down) + made(-away)
+        return sent(add(hop(carry[0], up), made(away))), sent(add(hop(carry[1], down), made(-away)))
 
     assert going_up is not None
-    carry = (going_up, going_down)
+    carry = (sent(going_up), sent(going_down))
     if hops <= UNROLLED:
         for s in range(hops - 1, 0, -1):
             carry = on(s, carry)
     else:
         carry = lax.fori_loop(0, hops - 1, lambda k, c: on(hops - 1 - k, c), carry)
-    return lax.convert_element_type(made(0) + hop(carry[0], up) + hop(carry[1], down), dtype)
+    return lax.convert_element_type(add(add(hop(carry[0], up), made(0)), hop(carry[1], down)), dtype)
 
 
 def _rows(dot: Dot, owner: list[tuple[int, int]], pair: tuple[jax.Array, jax.Array], rows: int) -> int:
