@@ -186,7 +186,7 @@ class _Ring:
     def say_free(self, credit, lane: int) -> None:
         """Tell a lane's sender that a buffer is free."""
         pl.semaphore_signal(
-            credit.at[lane], 1, device_id=self.sender[lane], device_id_type=pl.DeviceIdType.MESH
+            credit.at[lane], 1, device_id=self.sender[lane]
         )  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def _gather_kernel(
             source, target = source.at[part], came.at[UP, turn].at[part]
         return pltpu.make_async_remote_copy(
             source, target, sent_sem.at[way], came_sem.at[way, turn],
-            device_id=ring.receiver[way], device_id_type=pl.DeviceIdType.MESH,
+            device_id=ring.receiver[way],
         )  # fmt: skip
 
     def each_message(step: Any, act: Callable[[Any], None]) -> None:
@@ -483,7 +483,7 @@ def _scatter_kernel(
         """A tile on its way to the next device."""
         return pltpu.make_async_remote_copy(
             leaving.at[turn], came.at[lane, slot, here, there], sent_sem.at[turn], came_sem.at[lane, slot, i],
-            device_id=ring.receiver[lane], device_id_type=pl.DeviceIdType.MESH,
+            device_id=ring.receiver[lane],
         )  # fmt: skip
 
     def wait_sent(turn: Any) -> None:
@@ -509,7 +509,7 @@ def _scatter_kernel(
                 row = came.at[lane, slot, here]
                 pltpu.make_async_remote_copy(
                     row, row, sent_sem.at[0], came_sem.at[lane, slot, i],
-                    device_id=ring.sender[lane], device_id_type=pl.DeviceIdType.MESH,
+                    device_id=ring.sender[lane],
                 ).wait_recv()  # fmt: skip
 
             in_copy(lane).start()

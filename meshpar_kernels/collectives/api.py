@@ -280,25 +280,33 @@ def _by_kernel(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
 
 
 def _cut(blocks: jax.Array, colours: int, algorithm: str) -> jax.Array:
-    """[n, *block] → [n, colours, ...]: each block in as many parts as there are colours; for the kernel, [rows, columns]."""
+    """[n, *block] → [n, colours, ...]: each block in as many parts as there are colours; for the kernel, [rows, columns].
+
+    Rows are padded to whole parts where that costs little; else a block is laid out anew, as one row.
+    """
     n = len(blocks)
-    pack = 32 // blocks.dtype.itemsize if algorithm == "pallas" else 1
-    whole = blocks.ndim > 1 and blocks.shape[1] % colours == 0
-    if whole and algorithm != "pallas":
-        return blocks.reshape(n, colours, blocks.shape[1] // colours, *blocks.shape[2:])
-    columns = blocks.shape[-1]
-    if whole and blocks.ndim > 2 and columns % 128 == 0 and math.prod(blocks.shape[1:-1]) // colours % pack == 0:
-        return blocks.reshape(n, colours, -1, columns)
+    kernel = algorithm == "pallas"
+    pack = 32 // blocks.dtype.itemsize
+    if kernel and blocks.ndim > 2 and blocks.shape[-1] % 128 == 0:
+        blocks = blocks.reshape(n, -1, blocks.shape[-1])
+    unit = colours * (pack if kernel else 1)
+    fits = blocks.ndim == 3 and blocks.shape[-1] % 128 == 0 if kernel else blocks.ndim > 1
+    if fits and (blocks.shape[1] % unit == 0 or blocks.shape[1] >= 8 * unit):
+        rows = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % unit), *[(0, 0)] * (blocks.ndim - 2)))
+        return rows.reshape(n, colours, -1, *rows.shape[2:])
     flat = blocks.reshape(n, -1)
-    unit = colours if algorithm != "pallas" else colours * pack * 128
-    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % unit)))
-    return flat.reshape(n, colours, -1, 128) if algorithm == "pallas" else flat.reshape(n, colours, -1)
+    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % (unit * 128 if kernel else colours))))
+    return flat.reshape(n, colours, -1, 128) if kernel else flat.reshape(n, colours, -1)
 
 
 def _joined(parts: jax.Array, colours: int, block: tuple[int, ...]) -> jax.Array:
     """[n·colours, ...] → [n, *block]: undo `_cut`."""
-    flat = parts.reshape(len(parts) // colours, -1)
-    return flat[:, : math.prod(block)].reshape(-1, *block)
+    n = len(parts) // colours
+    if parts.ndim > 2 and parts.shape[-1] == block[-1]:  # rows, perhaps of several dimensions
+        rows = parts.reshape(n, -1, *parts.shape[2:])
+        wanted = math.prod(block) // math.prod(rows.shape[2:])
+        return rows[:, :wanted].reshape(n, *block)
+    return parts.reshape(n, -1)[:, : math.prod(block)].reshape(n, *block)
 
 
 # --- gradients: each is linear, and its own or the other's transpose ----------------------------------

@@ -114,7 +114,7 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
         target = place(k, receiving) if gathers else came[lane].at[turn]
         return pltpu.make_async_remote_copy(
             place(k, receiving), target, sent_sem.at[lane, turn], came_sem.at[lane, turn],
-            device_id=device(k, receiving), device_id_type=pl.DeviceIdType.MESH,
+            device_id=device(k, receiving),
         )  # fmt: skip
 
     at = coordinates(rank_of(axes), axes, table.sizes)
@@ -142,7 +142,7 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
                 _add(place(n, True), came[lane].at[use % DEPTH], *adding)
             if use + DEPTH < plan.total[lane]:
                 pl.semaphore_signal(
-                    credit.at[lane], 1, device_id=device(n, True), device_id_type=pl.DeviceIdType.MESH
+                    credit.at[lane], 1, device_id=device(n, True)
                 )  # fmt: skip
     for lane, total in plan.total.items():
         for use in range(max(0, total - DEPTH), total):

@@ -38,7 +38,7 @@ def meet(devices: Sequence[Any]) -> None:
     """Wait until these devices have come to this point too: their buffers are there. Each must name this one as often."""
     barrier = pltpu.get_barrier_semaphore()
     for device in devices:
-        pl.semaphore_signal(barrier, 1, device_id=device, device_id_type=pl.DeviceIdType.MESH)
+        pl.semaphore_signal(barrier, 1, device_id=device)
     pl.semaphore_wait(barrier, len(devices))
 
 
@@ -64,12 +64,7 @@ def _small_kernel(x_ref, out_ref, came, sent_sem, came_sem, *, axes, sizes):
     rank = rank_of(axes)
     peers = [coordinates(lax.rem(rank + k, jnp.int32(group)), axes, sizes) for k in range(1, group)]
     meet(peers)
-    copies = [
-        pltpu.make_async_remote_copy(
-            x_ref, came.at[rank], sent_sem, came_sem, device_id=peer, device_id_type=pl.DeviceIdType.MESH
-        )
-        for peer in peers
-    ]
+    copies = [pltpu.make_async_remote_copy(x_ref, came.at[rank], sent_sem, came_sem, device_id=peer) for peer in peers]
     for copy in copies:
         copy.start()
     came[rank] = x_ref[...]

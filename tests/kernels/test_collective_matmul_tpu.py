@@ -1,15 +1,12 @@
 """The fused TPU products in the TPU interpreter, with race detection, against NumPy in float64; and variants that must be
 caught."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
+from kernel_mutants import caught, without, without_word
 
 from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu
@@ -133,35 +130,6 @@ def test_gradients(function):
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
-def caught(function, x, w, want) -> bool:
-    """Whether a run races, or its result is wrong."""
-    try:
-        got = simulated(function, x, w)
-    except Exception as error:
-        if "race" not in str(error).lower():
-            raise
-        return True
-    return not np.allclose(got, want, atol=1e-2)
-
-
-def without(monkeypatch, method):
-    """Remote copies whose `method` does nothing."""
-    make = pltpu.make_async_remote_copy
-
-    def broken(*args, **options):
-        copy = make(*args, **options)
-        methods = {name: getattr(copy, name) for name in ("start", "wait_send", "wait_recv")}
-        return types.SimpleNamespace(**methods | {method: lambda: None})
-
-    monkeypatch.setattr(pltpu, "make_async_remote_copy", broken)
-
-
-def without_word(monkeypatch):
-    """Senders that do not wait until a buffer is free again."""
-    wait = pl.semaphore_wait
-    monkeypatch.setattr(pl, "semaphore_wait", lambda sem, value=1, **o: wait(sem, value, **o) if value > 1 else None)
-
-
 BROKEN = [
     (all_gather_matmul, "wait_recv", 4),
     (matmul_reduce_scatter, "wait_recv", 4),
@@ -180,14 +148,14 @@ def test_without_a_wait_it_is_caught(function, broken, devices, monkeypatch):
     x, w = draw(devices, 16 if function is all_gather_matmul else 16 * devices, K), draw(devices, K, N, seed=1)
     want = gathered(x, w) if function is all_gather_matmul else scattered(x, w)
 
-    def run(x, w, axis):
-        return function(x, w, axis, implementation="pallas", precision="highest")
+    def run():
+        return simulated(lambda x, w, a: function(x, w, a, implementation="pallas", precision="highest"), x, w)
 
     if broken == "word":
         without_word(monkeypatch)
     else:
         without(monkeypatch, broken)
-    assert caught(run, x, w, want)
+    assert caught(run, want)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 5, 8])

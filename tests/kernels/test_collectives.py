@@ -79,6 +79,17 @@ def test_another_dimension(algorithm):
     np.testing.assert_array_equal(got, np.stack(np.split(y.sum(0), 8, axis=-1)))
 
 
+@pytest.mark.parametrize("shape", [(17, 3), (17, 2, 3), (16,), (1, 1)])
+def test_blocks_that_colours_do_not_divide(shape):
+    """Padded rows, three dimensions, one, and blocks smaller than the number of colours."""
+    mesh, axes = mesh_of("2x4")
+    x, y = draw(mesh, axes, *shape), draw(mesh, axes, 8 * shape[0], *shape[1:])
+    got = every_device(lambda v: all_gather(v, axes, algorithm="ring"), mesh, axes, x)
+    np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, *shape[1:]), got.shape))
+    got = every_device(lambda v: reduce_scatter(v, axes, algorithm="ring"), mesh, axes, y)
+    np.testing.assert_array_equal(got, y.sum(0).reshape(8, *shape))
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "one-way"])
 def test_lines(algorithm):
     """Axes that do not wrap around: nothing is sent from an end to the other."""

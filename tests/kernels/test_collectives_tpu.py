@@ -1,13 +1,11 @@
 """The TPU collectives in the TPU interpreter, with race detection, on 8 devices; and variants that must be caught."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
+from kernel_mutants import caught, without, without_word
 
 from meshpar_kernels import _compat
 from meshpar_kernels._collective_ids import COLLECTIVE_IDS
@@ -111,64 +109,33 @@ def test_gradient_of_all_reduce_small():
     np.testing.assert_allclose(got, np.broadcast_to(c.sum(0), (8, 3)), rtol=1e-5)
 
 
-def caught(function, shape, x, want) -> bool:
-    """Whether a run races, or its result is wrong."""
-    try:
-        got = simulated(function, shape, x)
-    except Exception as error:
-        if "race" not in str(error).lower():
-            raise
-        return True
-    return not np.allclose(got, want, atol=1e-4)
-
-
-def without(monkeypatch, method):
-    """Remote copies whose `method` does nothing."""
-    make = pltpu.make_async_remote_copy
-
-    def broken(*args, **options):
-        copy = make(*args, **options)
-        methods = {name: getattr(copy, name) for name in ("start", "wait", "wait_send", "wait_recv")}
-        return types.SimpleNamespace(**methods | {method: lambda: None})
-
-    monkeypatch.setattr(pltpu, "make_async_remote_copy", broken)
-
-
 @pytest.mark.parametrize("broken", ["no wait for what comes", "no word before a buffer is used again"])
 def test_a_ring_without_its_wait_is_caught(broken, monkeypatch):
     x = draw((4,), 4 * 16, 128)
     want = x.sum(0).reshape(4, 16, 128)
 
-    def run(v):
-        return reduce_scatter(v, "a", algorithm="pallas")
+    def run():
+        return simulated(lambda v: reduce_scatter(v, "a", algorithm="pallas"), (4,), x)
 
-    assert not caught(run, (4,), x, want)
+    assert not caught(run, want)
     if broken == "no wait for what comes":
         without(monkeypatch, "wait_recv")
     else:
         monkeypatch.setattr(ring_tpu, "DEPTH", 1)
-        monkeypatch.setattr(ring_tpu.pl, "semaphore_wait", _all_but_the_credit(ring_tpu.pl.semaphore_wait))
-    assert caught(run, (4,), x, want)
-
-
-def _all_but_the_credit(wait):
-    def call(sem, value=1, **options):
-        if value > 1:  # the barrier's
-            wait(sem, value, **options)
-
-    return call
+        without_word(monkeypatch)
+    assert caught(run, want)
 
 
 def test_a_small_all_reduce_without_its_wait_is_caught(monkeypatch):
     x = draw((4,), 8, 128)
 
-    def run(v):
-        return all_reduce_small(v, "a", implementation="pallas")
+    def run():
+        return simulated(lambda v: all_reduce_small(v, "a", implementation="pallas"), (4,), x)
 
     want = np.broadcast_to(x.sum(0), x.shape)
-    assert not caught(run, (4,), x, want)
+    assert not caught(run, want)
     without(monkeypatch, "wait")
-    assert caught(run, (4,), x, want)
+    assert caught(run, want)
 
 
 def test_what_the_kernels_refuse():
