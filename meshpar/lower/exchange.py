@@ -94,8 +94,13 @@ def on_words(x: Any, move: Callable[[Any], Any]) -> Any:
     return jax.random.wrap_key_data(move(jax.random.key_data(x)), impl=jax.random.key_impl(x))
 
 
-def settle(x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, sizes: Sizes) -> tuple[Any, Spec]:
-    """Make a partial value whole, as :func:`meshpar.plan.collectives.settlement` says: (the shard, its spec)."""
+def settle(
+    x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, sizes: Sizes, begun: bool = False
+) -> tuple[Any, Spec]:
+    """Make a partial value whole, as :func:`meshpar.plan.collectives.settlement` says: (the shard, its spec).
+
+    ``begun``: a ring has scattered it over the first axis (of the factored mesh) already.
+    """
     scatter, reduce = settlement(have, rest, axes, kind)
     dtype = x.dtype
     if 0 in x.shape:
@@ -109,6 +114,9 @@ def settle(x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, sizes
         got = fine_names([a for a in got if sizes[a] > 1], sizes)
         # one torus dimension after the other: over several at once the TPU compiler makes an all-reduce of it
         for a in got if isinstance(sizes, Grid) else [got] * bool(got):
+            if begun:
+                begun = False
+                continue
             x = lax.psum_scatter(x, a, scatter_dimension=i, tiled=True)
     reduce = fine_names([a for a in reduce if sizes[a] > 1], sizes)
     if reduce and reduces(kind, dtype):

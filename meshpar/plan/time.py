@@ -174,9 +174,13 @@ def read_bytes(node: Node, item: Item) -> float:
 def _estimate(plan: Plan, region: Region, by_loop: dict[int, float]) -> float:
     """Kernels loop by loop, collectives that can hide behind them hidden as far as they last, the others added."""
     hidden: dict[int, float] = {}
-    exposed = 0.0
+    exposed = sum(
+        o.exposed["ring"] * (o.count or 1) for o in plan.overlaps if o.choice == "ring" and o.exposed is not None
+    )
     where = hides(plan, region)
     for c in plan.collectives:
+        if id(c) in plan.rings.sent:
+            continue
         seconds = (c.seconds or 0.0) * (c.count or 1)
         loop = where.get((id(c.origin), c.shape))
         if loop is None:
