@@ -159,17 +159,21 @@ class Llama(nn.Module):
         return Head(c, name="head")(norm(c, "norm")(x), targets)
 
 
-def scanned(layer: type[nn.Module], config: Any) -> nn.Module:
-    """The layers as one loop, each run again on the way back: their weights are stacked along a dim `layers`."""
+def scanned(layer: type[nn.Module], config: Any, length: int | None = None, name: str = "layers") -> nn.Module:
+    """The layers as one loop, each run again on the way back: their weights are stacked along a dim `layers`.
+
+    Args:
+      length: how many; by default all that ``config`` says.
+    """
     layer = nn.remat(layer, prevent_cse=False)  # a loop already keeps XLA from merging the two forward passes
     loop = nn.scan(
         layer,
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        length=config.layers,
+        length=config.layers if length is None else length,
         metadata_params={nn.PARTITION_NAME: "layers"},
     )
-    return loop(config, name="layers")
+    return loop(config, name=name)
 
 
 class Layer(nn.Module):
