@@ -9,7 +9,8 @@
 Models are those of examples/, at their real sizes. A row is printed when it is there; what has been compiled is kept on disk, so
 that a run that was stopped goes on where it was. ``--json`` adds the rows to a file, and sums up all that the file has.
 
-- Collectives are compared right after partitioning: kinds, axes, counts and bytes.
+- Collectives are compared right after partitioning: kinds, axes, counts and bytes. Of collectives that send the same XLA keeps one;
+  the plan has each, and the table how many went.
 - Memory: the plan's peak next to the compiler's.
 - Time: the plan's kernels, without communication, next to the compiler's own estimate of their cycles, loops counted; its estimates
   are of no use in absolute terms (a product takes five times as many cycles at fast effort), so ranks are compared.
@@ -159,8 +160,9 @@ def summary(plan: mp.Plan) -> dict[str, Any]:
 def write_golden(chosen: list[Triple], console: Console) -> None:
     GOLDEN.mkdir(exist_ok=True)
     for t in chosen:
-        lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in summary(t.plan()).items() if k != "collectives"]
-        sent = ",\n".join(f"    {json.dumps(c)}" for c in summary(t.plan())["collectives"])
+        kept = summary(t.plan())
+        sent = ",\n".join(f"    {json.dumps(c)}" for c in kept.pop("collectives"))
+        lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in kept.items()]
         path = golden_path(t)
         path.write_text("{\n" + ",\n".join(lines) + ',\n  "collectives": [\n' + sent + "\n  ]\n}\n")
         console.print(f"{path.relative_to(ROOT)}")
@@ -185,6 +187,7 @@ class Row:
     compiled: int = 0
     planned_bytes: float = 0.0
     compiled_bytes: float = 0.0
+    merged: int = 0
     differences: list[str] = field(default_factory=list)
     differ_by_kind: dict[str, Any] = field(default_factory=dict)
     planned_peak: float = 0.0
@@ -210,11 +213,13 @@ def compared(t: Triple, lowering: Any, effort: Any) -> Row:
         row.error = str(e).splitlines()[0]
         return row
     assert c.plan is not None
-    found = differences(c.plan, c.collectives)
+    every = differences(c.plan, c.collectives)
+    found = [d for d in every if not d.merged]
     kept = figures(c)
     row.planned = sum(x.count or 1 for x in c.plan.collectives)
     row.compiled = sum(x.count or 1 for x in c.collectives)
     row.planned_bytes, row.compiled_bytes = c.plan.bytes_sent, sum(x.total_bytes for x in c.collectives)
+    row.merged = sum(d.planned - d.compiled for d in every if d.merged)
     row.differences, row.differ_by_kind = list(map(str, found)), kinds(found)
     row.planned_peak, row.compiled_peak = kept.planned_peak, kept.compiled_peak
     row.planned_seconds, row.cycles = kept.planned_seconds or math.nan, kept.cycles or math.nan
@@ -234,7 +239,7 @@ def cells(row: Row) -> list[str]:
         return [row.name, row.error[:60]]
     return [
         row.name, f"{row.planned} of {row.planned_bytes / 1e9:.2f} GB", f"{row.compiled} of {row.compiled_bytes / 1e9:.2f} GB",
-        "equal" if not row.differences else f"{len(row.differences)}", f"{row.planned_peak / 1e9:.2f} GB",
+        (f"{len(row.differences)}" if row.differences else "equal") + (f", {row.merged} merged" if row.merged else ""), f"{row.planned_peak / 1e9:.2f} GB",
         f"{row.compiled_peak / 1e9:.2f} GB", f"{100 * row.memory_error:+.1f} %", f"{1e3 * row.planned_seconds:.0f} ms",
         f"{row.cycles / 1e6:.0f} M", f"{row.compile_seconds:.0f} s",
     ]  # fmt: skip
@@ -247,7 +252,10 @@ def sum_up(rows: list[Row], console: Console) -> None:
         if not part:
             continue
         console.print(f"\n[bold]{lowering}, {effort} effort[/]: {len(part)} compiled, {failed} refused")
-        console.print(f"collectives: {sum(not r.differences for r in part)} of {len(part)} equal")
+            console.print(
+            f"collectives: {sum(not r.differences for r in part)} of {len(part)} equal "
+            f"(in {sum(r.merged > 0 for r in part)} XLA makes one of some that send the same)"
+        )
         errors = [abs(r.memory_error) for r in part]
         said = "" if effort == "full" else " (to be judged at full effort)"
         console.print(

@@ -6,7 +6,7 @@
 >>> step = mp.jit(train_step, mesh=mesh, layout=layout, dims={"batch/tokens": "batch seq"})
 """
 
-from . import errors, report  # noqa: F401 (plans learn from reports how they are shown)
+from . import checkpoint_policies, errors, report  # noqa: F401 (plans learn from reports how they are shown)
 from .accumulate import accumulate
 from .api import Jitted, init, jit, plan
 from .errors import (
@@ -65,6 +65,7 @@ __all__ = [
     "UnsupportedError",
     "accumulate",
     "check",
+    "checkpoint_policies",
     "compile",
     "compile_lowered",
     "errors",

@@ -40,6 +40,11 @@ class Difference:
         """Bytes that the compiled program sends more in a step."""
         return self.bytes * (self.compiled - self.planned)
 
+    @property
+    def merged(self) -> bool:
+        """Whether the program has fewer, and some, of what the plan lists: XLA makes one collective of those that send the same."""
+        return 0 < self.compiled < self.planned
+
     def __str__(self) -> str:
         over = f" over {'+'.join(self.axes)}" if self.axes else ""
         return f"{self.op}{over} of {self.bytes:.0f} bytes: {self.planned} planned, {self.compiled} compiled"
@@ -47,6 +52,9 @@ class Difference:
 
 def differences(plan: Plan, found: Iterable[HloCollective]) -> list[Difference]:
     """How the collectives of a compiled program differ from those of its plan, the largest differences first; empty: equal.
+
+    Before it partitions, XLA drops instructions that work out the same: what is left of such collectives differs in number only
+    (:attr:`Difference.merged`), as the gradients of two norms' biases after a residual sum, which are one sum.
 
     Args:
       found: of a program, read right after partitioning (:attr:`meshpar.Compiled.collectives`); its loops are counted.
