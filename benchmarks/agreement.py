@@ -9,8 +9,9 @@
 Models are those of examples/, at their real sizes. A row is printed when it is there; what has been compiled is kept on disk, so
 that a run that was stopped goes on where it was. ``--json`` adds the rows to a file, and sums up all that the file has.
 
-- Collectives are compared right after partitioning: kinds, axes, counts and bytes. Of collectives that send the same XLA keeps one;
-  the plan has each, and the table how many went.
+- Collectives are compared right after partitioning: kinds, axes, counts and bytes. Of collectives that send the same XLA keeps one,
+  and of those whose result is not needed none; the plan has each, and the table how many went ("merged"). The exchange of tokens
+  in a mixture of experts has further rounds for loads beyond its buffers, in a loop of unknown length; the plan says so in words.
 - Memory: the plan's peak next to the compiler's.
 - Time: the plan's kernels, without communication, next to the compiler's own estimate of their cycles, loops counted; its estimates
   are of no use in absolute terms (a product takes five times as many cycles at fast effort), so ranks are compared.
@@ -36,13 +37,13 @@ import meshpar as mp
 from meshpar.mesh import parse_topology
 from meshpar.verify.agreement import Difference, by_kind, differences, figures, kernel_seconds, rank_correlation
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import deepseek
 import llama
 import mixtral
 import resnet
 
+ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "plan" / "golden"
 MODULES = {"llama": llama, "mixtral": mixtral, "deepseek": deepseek, "resnet": resnet}
 
@@ -188,6 +189,7 @@ class Row:
     planned_bytes: float = 0.0
     compiled_bytes: float = 0.0
     merged: int = 0
+    further: int = 0
     differences: list[str] = field(default_factory=list)
     differ_by_kind: dict[str, Any] = field(default_factory=dict)
     planned_peak: float = 0.0
@@ -214,12 +216,13 @@ def compared(t: Triple, lowering: Any, effort: Any) -> Row:
         return row
     assert c.plan is not None
     every = differences(c.plan, c.collectives)
-    found = [d for d in every if not d.merged]
+    found = [d for d in every if not (d.merged or d.further)]
     kept = figures(c)
     row.planned = sum(x.count or 1 for x in c.plan.collectives)
     row.compiled = sum(x.count or 1 for x in c.collectives)
     row.planned_bytes, row.compiled_bytes = c.plan.bytes_sent, sum(x.total_bytes for x in c.collectives)
     row.merged = sum(d.planned - d.compiled for d in every if d.merged)
+    row.further = sum(d.compiled for d in every if d.further)
     row.differences, row.differ_by_kind = list(map(str, found)), kinds(found)
     row.planned_peak, row.compiled_peak = kept.planned_peak, kept.compiled_peak
     row.planned_seconds, row.cycles = kept.planned_seconds or math.nan, kept.cycles or math.nan
@@ -231,7 +234,24 @@ def kinds(found: list[Difference]) -> dict[str, Any]:
     return {k: list(v) for k, v in by_kind(found).items()}
 
 
-HEADS = ("triple", "sent: plan", "compiler", "differ", "peak: plan", "compiler", "error", "kernels", "cycles", "compile")
+HEADS = (
+    "triple",
+    "sent: plan",
+    "compiler",
+    "differ",
+    "peak: plan",
+    "compiler",
+    "error",
+    "kernels",
+    "cycles",
+    "compile",
+)
+
+
+def same(row: Row) -> str:
+    words = [f"{len(row.differences)} differ" if row.differences else "equal"]
+    words += [f"{row.merged} merged"] * (row.merged > 0) + [f"{row.further} in further rounds"] * (row.further > 0)
+    return ", ".join(words)
 
 
 def cells(row: Row) -> list[str]:
@@ -239,7 +259,7 @@ def cells(row: Row) -> list[str]:
         return [row.name, row.error[:60]]
     return [
         row.name, f"{row.planned} of {row.planned_bytes / 1e9:.2f} GB", f"{row.compiled} of {row.compiled_bytes / 1e9:.2f} GB",
-        (f"{len(row.differences)}" if row.differences else "equal") + (f", {row.merged} merged" if row.merged else ""), f"{row.planned_peak / 1e9:.2f} GB",
+        same(row), f"{row.planned_peak / 1e9:.2f} GB",
         f"{row.compiled_peak / 1e9:.2f} GB", f"{100 * row.memory_error:+.1f} %", f"{1e3 * row.planned_seconds:.0f} ms",
         f"{row.cycles / 1e6:.0f} M", f"{row.compile_seconds:.0f} s",
     ]  # fmt: skip
@@ -252,9 +272,9 @@ def sum_up(rows: list[Row], console: Console) -> None:
         if not part:
             continue
         console.print(f"\n[bold]{lowering}, {effort} effort[/]: {len(part)} compiled, {failed} refused")
-            console.print(
+        console.print(
             f"collectives: {sum(not r.differences for r in part)} of {len(part)} equal "
-            f"(in {sum(r.merged > 0 for r in part)} XLA makes one of some that send the same)"
+            f"(in {sum(r.merged > 0 for r in part)} of them XLA merges some)"
         )
         errors = [abs(r.memory_error) for r in part]
         said = "" if effort == "full" else " (to be judged at full effort)"
@@ -272,10 +292,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="triples whose name has this in it; may be given again")
     parser.add_argument("--effort", default="fast", choices=("fast", "full"), help="full: the triples marked so")
-    parser.add_argument("--lowering", default="shard_map", choices=("shard_map", "jit"), help="jit: the triples marked so")
+    parser.add_argument(
+        "--lowering", default="shard_map", choices=("shard_map", "jit"), help="jit: the triples marked so"
+    )
     parser.add_argument("--all", action="store_true", help="whatever their marks")
     parser.add_argument("--json", type=Path, help="a file that the rows are added to")
-    parser.add_argument("--golden", action="store_true", help="compile nothing; write the plans that the tests compare with")
+    parser.add_argument(
+        "--golden", action="store_true", help="compile nothing; write the plans that the tests compare with"
+    )
     args = parser.parse_args()
     console = Console(width=180, highlight=False)
     chosen = [t for t in TRIPLES if not args.only or any(text in t.name for text in args.only)]

@@ -119,7 +119,12 @@ def main() -> None:
             peak, sent = c.memory.peak / 1e9, c.bytes_sent / 1e9
             if row.partitioned:
                 sent = sum(x.total_bytes for x in c.collectives) / 1e9
-            cells = [*about, f"{peak:.2f} GB", f"{row.peak or ('' if row.sent else 'fails')}", f"{peak / row.peak:.2f}" if row.peak else ""]
+            cells = [
+                *about,
+                f"{peak:.2f} GB",
+                f"{row.peak or ('' if row.sent else 'fails')}",
+                f"{peak / row.peak:.2f}" if row.peak else "",
+            ]
             cells += [f"{sent:.1f} GB", f"{row.sent or 'fails'}", f"{sent / row.sent:.2f}" if row.sent else ""]
             cells += [f"≤ {row.aim}" if row.aim else "", f"{c.compile_seconds:.0f} s"]
         table.add_row(*cells)

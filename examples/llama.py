@@ -171,7 +171,9 @@ def scanned(layer: type[nn.Module], config: Any, length: int | None = None, name
     Args:
       length: how many; by default all that ``config`` says.
     """
-    layer = nn.remat(layer, prevent_cse=False, policy=REMAT[config.remat])  # a loop already keeps XLA from merging the two forward passes
+    layer = nn.remat(
+        layer, prevent_cse=False, policy=REMAT[config.remat]
+    )  # a loop already keeps XLA from merging the two forward passes
     loop = nn.scan(
         layer,
         variable_axes={"params": 0},

@@ -30,7 +30,9 @@ def arguments():
 
 
 def sent(policy, mesh, layout=LAYOUT):
-    plan = mp.plan(lambda params, x: jax.grad(loss)(params, x, policy), *arguments(), mesh=mesh, layout=layout, dims=DIMS)
+    plan = mp.plan(
+        lambda params, x: jax.grad(loss)(params, x, policy), *arguments(), mesh=mesh, layout=layout, dims=DIMS
+    )
     found = Counter()
     for c in plan.collectives:
         if c.axes == ("model",):
@@ -50,7 +52,10 @@ def test_what_a_collective_gave_is_not_sent_for_again(mesh):
 def test_what_is_kept_is_held(mesh):
     _, again = sent(None, mesh)
     _, kept = sent(mp.checkpoint_policies.collectives_saveable, mesh)
-    whole, part = 4 * BATCH // 4 * SEQ * EMBED, 4 * BATCH // 4 * SEQ // 2 * EMBED  # bytes of a layer: gathered, scattered
+    whole, part = (
+        4 * BATCH // 4 * SEQ * EMBED,
+        4 * BATCH // 4 * SEQ // 2 * EMBED,
+    )  # bytes of a layer: gathered, scattered
     more = kept.memory.by_kind["saved activations"] - again.memory.by_kind["saved activations"]
     assert more == LAYERS * (whole + part)
 

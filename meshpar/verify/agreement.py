@@ -27,6 +27,8 @@ class Difference:
       op, axes: their kind, and the mesh axes that they run over (of a permute: none).
       bytes: sent by each device, once.
       planned, compiled: how often they run in a step.
+      further: they stand in a loop of unknown length, and the plan has the same before it: the further rounds of an exchange
+        of tokens, which a load within its buffers does not take.
     """
 
     op: str
@@ -34,6 +36,7 @@ class Difference:
     bytes: float
     planned: int
     compiled: int
+    further: bool = False
 
     @property
     def total_bytes(self) -> float:
@@ -42,7 +45,8 @@ class Difference:
 
     @property
     def merged(self) -> bool:
-        """Whether the program has fewer, and some, of what the plan lists: XLA makes one collective of those that send the same."""
+        """Whether the program has fewer, and some, of what the plan lists: XLA makes one collective of those that send the same,
+        and leaves out those whose result is not needed after all."""
         return 0 < self.compiled < self.planned
 
     def __str__(self) -> str:
@@ -53,18 +57,22 @@ class Difference:
 def differences(plan: Plan, found: Iterable[HloCollective]) -> list[Difference]:
     """How the collectives of a compiled program differ from those of its plan, the largest differences first; empty: equal.
 
-    Before it partitions, XLA drops instructions that work out the same: what is left of such collectives differs in number only
-    (:attr:`Difference.merged`), as the gradients of two norms' biases after a residual sum, which are one sum.
+    Before it partitions, XLA drops instructions that work out the same or are not needed: what is left of such collectives differs
+    in number only (:attr:`Difference.merged`), as the gradients of two norms' biases after a residual sum, which are one sum, or
+    the results that experts send back where a layer is run again for its gradient.
 
     Args:
       found: of a program, read right after partitioning (:attr:`meshpar.Compiled.collectives`); its loops are counted.
     """
     planned, compiled = planned_sends(plan), compiled_sends(found, plan.sizes)
     out = [
-        Difference(op, axes, size, planned[op, axes, size, looped], compiled[op, axes, size, looped])
+        Difference(
+            op, axes, size, planned[op, axes, size, looped], compiled[op, axes, size, looped],
+            looped and (op, axes, size, False) in planned and (op, axes, size, True) not in planned,
+        )
         for op, axes, size, looped in planned | compiled
         if planned[op, axes, size, looped] != compiled[op, axes, size, looped]
-    ]
+    ]  # fmt: skip
     return sorted(out, key=lambda d: (-abs(d.total_bytes), str(d)))
 
 
