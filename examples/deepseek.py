@@ -138,14 +138,14 @@ class LatentAttention(nn.Module):
         queries = (c.heads, c.head_dim + c.rotated)
         if c.q_rank:
             q = rank_norm(c, "query_norm", "q_rank")(dense(c, (c.q_rank,), ("embed", "q_rank"), name="query_down")(x))
-            q = dense(c, queries, ("q_rank", "heads", "key_dim"), name="query")(q)
+            q = dense(c, queries, ("q_rank", "heads", None), name="query")(q)
         else:
-            q = dense(c, queries, ("embed", "heads", "key_dim"), name="query")(x)
+            q = dense(c, queries, ("embed", "heads", None), name="query")(x)
         latent = dense(c, (c.kv_rank,), ("embed", "kv_rank"), name="kv_down")(x)
         latent = rank_norm(c, "kv_norm", "kv_rank")(latent)
-        k = dense(c, (c.heads, c.head_dim), ("kv_rank", "heads", "still"), name="key")(latent)
+        k = dense(c, (c.heads, c.head_dim), ("kv_rank", "heads", None), name="key")(latent)
         v = dense(c, (c.heads, c.head_dim), ("kv_rank", "heads", "head_dim"), name="value")(latent)
-        turned = dense(c, (1, c.rotated), ("embed", None, "rotated"), name="key_rotated")(x)
+        turned = dense(c, (1, c.rotated), ("embed", None, None), name="key_rotated")(x)
 
         turned = jnp.broadcast_to(rotate(turned, c.rope_base), (*k.shape[:3], c.rotated))
         k = jnp.concatenate([k, turned], axis=-1)

@@ -315,12 +315,12 @@ def cross_entropy(x: jax.Array, kernel: jax.Array, targets: jax.Array, chunks: i
     return top + jnp.log(total) - chosen
 
 
-def named(init: nn.initializers.Initializer, *dims: str) -> Any:
-    """An initializer that gives the weight's dims their names."""
+def named(init: nn.initializers.Initializer, *dims: str | None) -> Any:
+    """An initializer that gives the weight's dims their names (None: none)."""
     return nn.with_logical_partitioning(init, dims)
 
 
-def dense(config: Any, out: tuple[int, ...], dims: tuple[str, ...], *, axis: Any = -1, name: str) -> nn.DenseGeneral:
+def dense(config: Any, out: tuple[int, ...], dims: tuple[str | None, ...], *, axis: Any = -1, name: str) -> nn.DenseGeneral:
     init = named(nn.initializers.lecun_normal(), *dims)
     return nn.DenseGeneral(out, axis=axis, use_bias=False, dtype=config.dtype, kernel_init=init, name=name)
 

@@ -32,15 +32,18 @@ Target = tuple[Any, tuple[Any, ...], dict[str, str]]
 """(train step, its arguments as ``jax.ShapeDtypeStruct``, the dims of its batch and statistics)."""
 
 
-def resnet50(batch: int = 1024, size: int = 224, width: int = 64, classes: int = 1000) -> Target:
-    """ResNet-50, version 1.5: 25.6e6 weights; bfloat16 compute, float32 weights, momentum 0.9.
+def resnet50(
+    batch: int = 1024, size: int = 224, width: int = 64, classes: int = 1000, dtype: Any = jnp.bfloat16
+) -> Target:
+    """ResNet-50, version 1.5: 25.6e6 weights; float32 weights, momentum 0.9.
 
     Args:
       batch: images in a step.
       size: of a side of an image, in pixels.
       width: channels of the first stage.
+      dtype: what is computed in, and of the images.
     """
-    model = ResNet(width, classes)
+    model = ResNet(width, classes, dtype)
     image = jnp.zeros((1, 32, 32, 3), jnp.float32)
     variables = jax.eval_shape(lambda: model.init(jax.random.key(0), image))
     optimizer = optax.sgd(0.1, momentum=0.9)
@@ -50,7 +53,7 @@ def resnet50(batch: int = 1024, size: int = 224, width: int = 64, classes: int =
         "opt": jax.eval_shape(optimizer.init, variables["params"]),
     }
     data = {
-        "images": jax.ShapeDtypeStruct((batch, size, size, 3), jnp.bfloat16),
+        "images": jax.ShapeDtypeStruct((batch, size, size, 3), dtype),
         "labels": jax.ShapeDtypeStruct((batch,), jnp.int32),
     }
 
@@ -72,16 +75,18 @@ def resnet50(batch: int = 1024, size: int = 224, width: int = 64, classes: int =
 class ResNet(nn.Module):
     width: int
     classes: int
+    dtype: Any
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
         """Logits [batch, classes], float32, of images [batch, height, width, 3]."""
-        x = conv(self.width, 7, 2, name="stem")(images)
-        x = nn.relu(norm(name="stem_norm")(x))
+        d = self.dtype
+        x = conv(d, self.width, 7, 2, name="stem")(images)
+        x = nn.relu(norm(d, name="stem_norm")(x))
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
         for i, blocks in enumerate(STAGES):
             for j in range(blocks):
-                x = Bottleneck(self.width * 2**i, 2 if i > 0 and j == 0 else 1, name=f"stage{i}_block{j}")(x)
+                x = Bottleneck(self.width * 2**i, 2 if i > 0 and j == 0 else 1, d, name=f"stage{i}_block{j}")(x)
         x = x.mean((1, 2)).astype(jnp.float32)
         init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("features", "classes"))
         bias = nn.with_logical_partitioning(nn.initializers.zeros, ("classes",))
@@ -91,27 +96,27 @@ class ResNet(nn.Module):
 class Bottleneck(nn.Module):
     width: int
     stride: int
+    dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = nn.relu(norm(name="norm1")(conv(self.width, 1, name="conv1")(x)))
-        y = nn.relu(norm(name="norm2")(conv(self.width, 3, self.stride, name="conv2")(y)))
-        y = norm(name="norm3", scale=nn.initializers.zeros)(conv(4 * self.width, 1, name="conv3")(y))
+        d = self.dtype
+        y = nn.relu(norm(d, name="norm1")(conv(d, self.width, 1, name="conv1")(x)))
+        y = nn.relu(norm(d, name="norm2")(conv(d, self.width, 3, self.stride, name="conv2")(y)))
+        y = norm(d, name="norm3", scale=nn.initializers.zeros)(conv(d, 4 * self.width, 1, name="conv3")(y))
         if x.shape != y.shape:
-            x = norm(name="shortcut_norm")(conv(4 * self.width, 1, self.stride, name="shortcut")(x))
+            x = norm(d, name="shortcut_norm")(conv(d, 4 * self.width, 1, self.stride, name="shortcut")(x))
         return nn.relu(x + y)
 
 
-def conv(features: int, size: int, stride: int = 1, *, name: str) -> nn.Conv:
+def conv(dtype: Any, features: int, size: int, stride: int = 1, *, name: str) -> nn.Conv:
     init = nn.with_logical_partitioning(nn.initializers.he_normal(), (None, None, None, "features"))
-    return nn.Conv(
-        features, (size, size), (stride, stride), use_bias=False, dtype=jnp.bfloat16, kernel_init=init, name=name
-    )
+    return nn.Conv(features, (size, size), (stride, stride), use_bias=False, dtype=dtype, kernel_init=init, name=name)
 
 
-def norm(*, name: str, scale: Any = nn.initializers.ones) -> nn.BatchNorm:
+def norm(dtype: Any, *, name: str, scale: Any = nn.initializers.ones) -> nn.BatchNorm:
     named = functools.partial(nn.with_logical_partitioning, names=("features",))
     return nn.BatchNorm(
-        use_running_average=False, momentum=0.9, dtype=jnp.bfloat16, scale_init=named(scale),
+        use_running_average=False, momentum=0.9, dtype=dtype, scale_init=named(scale),
         bias_init=named(nn.initializers.zeros), name=name,
     )  # fmt: skip
