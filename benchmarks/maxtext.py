@@ -56,6 +56,7 @@ class Row:
 
 # Every op takes the split that moves least: the embedding is looked up where it lies, and not gathered.
 FSDP = mp.Layout(llama.FSDP, resolve="cost")
+EXPERTS = mp.Layout(mixtral.FSDP_ALL_EXPERT, resolve="cost")
 SLICES = mp.Layout("batch: slice+data; embed: data", resolve="cost")
 KEPT = "keep_collectives"
 ROWS = (
@@ -65,8 +66,8 @@ ROWS = (
     Row("4, 4a", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 2048, 4.203, 90.311, 1.0),
     Row("5", "llama3_70b", "v5p:4x4x8", "data=128", FSDP, 128, 4096, 19.648, 549.725, 0.8),
     Row("6", "llama3_70b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 128, 4096, 20.592, 465.219, 1.0),
-    Row("7", "mixtral_8x7b", "v5p:4x4x8", "data=16, model=8", mixtral.FSDP_EXPERT, 128, 2048, 9.625, 58.536, None),
-    Row("8, 8a", "mixtral_8x7b", "v5e:16x16", "data=32, model=8", mixtral.FSDP_EXPERT, 256, 2048, None, None, None),
+    Row("7", "mixtral_8x7b", "v5p:4x4x8", "data=16, model=8", EXPERTS, 128, 2048, 9.625, 58.536, None),
+    Row("8, 8a", "mixtral_8x7b", "v5e:16x16", "data=32, model=8", EXPERTS, 256, 2048, None, None, None),
     Row("9", "llama3_8b", "v6e:16x16", "data=256", FSDP, 512, 2048, 3.771, 58.828, 0.8),
     Row("10", "llama3_8b", "2x v5p:4x4x8", "slice=2, data=128", SLICES, 512, 2048, 6.094, 71.969, 0.8, "full", True),
     Row("2, kept", "llama3_8b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 256, 2048, None, 89.276, 0.8, KEPT),
