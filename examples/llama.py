@@ -320,7 +320,9 @@ def named(init: nn.initializers.Initializer, *dims: str | None) -> Any:
     return nn.with_logical_partitioning(init, dims)
 
 
-def dense(config: Any, out: tuple[int, ...], dims: tuple[str | None, ...], *, axis: Any = -1, name: str) -> nn.DenseGeneral:
+def dense(
+    config: Any, out: tuple[int, ...], dims: tuple[str | None, ...], *, axis: Any = -1, name: str
+) -> nn.DenseGeneral:
     init = named(nn.initializers.lecun_normal(), *dims)
     return nn.DenseGeneral(out, axis=axis, use_bias=False, dtype=config.dtype, kernel_init=init, name=name)
 
