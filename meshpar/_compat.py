@@ -420,7 +420,7 @@ def bare_kernels(text: str) -> str:
             kernel = ir.Module.parse(base64.b64decode(found[2]), context)
         except (ir.MLIRError, ValueError):  # of another form: it is told apart by its lines too
             return found[0]
-        return found[1] + kernel.operation.get_asm(enable_debug_info=False)
+        return found[1] + str(kernel.operation.get_asm(enable_debug_info=False))
 
     text = re.sub(
         r"\\22debug_locations\\22: \\22[A-Za-z0-9+/]+=*", "", text
