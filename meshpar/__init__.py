@@ -6,7 +6,7 @@
 >>> step = mp.jit(train_step, mesh=mesh, layout=layout, dims={"batch/tokens": "batch seq"})
 """
 
-from . import errors, report  # noqa: F401 (plans learn from reports how they are shown)
+from . import checkpoint_policies, errors, report  # noqa: F401 (plans learn from reports how they are shown)
 from .accumulate import accumulate
 from .api import Jitted, init, jit, plan
 from .attention import attention
@@ -69,6 +69,7 @@ __all__ = [
     "accumulate",
     "attention",
     "check",
+    "checkpoint_policies",
     "compile",
     "compile_lowered",
     "errors",

@@ -52,6 +52,7 @@ def product_sizes(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int
         dn = p["dimension_numbers"]
         kernel = math.prod(rhs) // max(1, rhs[dn.rhs_spec[0]])
         out = eqn.outvars[0].aval.shape
+        kernel //= math.prod(p["lhs_dilation"])  # the gradient of a strided one: what lies between is zero
         places = lhs[dn.lhs_spec[0]] * math.prod(out[i] for i in dn.out_spec[2:]) // p["batch_group_count"]
         return 1, places, rhs[dn.rhs_spec[0]], kernel
     if eqn.primitive.name == "ragged_dot_general":

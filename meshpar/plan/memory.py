@@ -8,12 +8,13 @@ memory: :mod:`meshpar.plan.fusion` has the rule. Only opaque kernels may say wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._compat import pass_of
 from ..program.graph import Value
+from .flight import in_flight
 from .flops import local_work
 from .fusion import FUSED, Item, Node, Region
 from .kernels import kernels_of
@@ -77,7 +78,7 @@ def memory_of(plan: Plan, region: Region | None = None) -> Memory:
 
 class _Live:
     def __init__(self, plan: Plan):
-        self.plan = plan
+        self.plan, self.kind_of = plan, kinds_of(plan)
         self.points: list[tuple[int, float, Node]] = []
         self.live: dict[int, tuple[Item, float]] = {}
         self.total = 0.0
@@ -96,11 +97,13 @@ class _Live:
         if found is not None:
             self.total -= found[1]
 
-    def sample(self, node: Node) -> None:
-        self.points.append((node.position, self.total, node))
-        if self.total > self.peak:
-            self.peak, self.at = self.total, node
-            self.best = list(self.live.values())
+    def sample(self, node: Node, under_way: Sequence[Item] = ()) -> None:
+        more = {id(i): (i, i.bytes) for i in under_way if id(i) not in self.live}
+        total = self.total + sum(n for _, n in more.values())
+        self.points.append((node.position, total, node))
+        if total > self.peak:
+            self.peak, self.at = total, node
+            self.best = [*self.live.values(), *more.values()]
 
     def program(self, region: Region) -> None:
         for item in region.inputs:
@@ -114,6 +117,7 @@ class _Live:
     def region(self, region: Region, kept: set[int]) -> None:
         """Walk the kernels of a region; ``kept`` are live to its end."""
         own = {id(item) for item in region.inputs}
+        under_way = in_flight(region, self.kind_of)
         for index, node in enumerate(region.kernels):
             own.update(map(id, node.writes))
             ends = [i for i in node.reads if i.last == index and id(i) in own and id(i) not in kept]
@@ -131,7 +135,7 @@ class _Live:
                 held = self.inside(node)
                 if held is not None:
                     self.add(held)
-                self.sample(node)
+                self.sample(node, under_way[index])
                 if held is not None:
                     self.drop(held)
             for item in ends:
@@ -171,11 +175,10 @@ class _Live:
 
     def memory(self) -> Memory:
         kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-        kind_of = kinds_of(self.plan)
         largest = []
         for item, size in self.best:
             if size:
-                kind = kind_of(item)
+                kind = self.kind_of(item)
                 kinds[kind] += size
                 largest.append((size, kind, item))
         largest.sort(key=lambda x: -x[0])
