@@ -124,7 +124,8 @@ def take(batches: Iterator[Any], count: int) -> list[Any]:
 def plan_row(tokens: int, strategy: str) -> Row:
     """Plan a step; no devices, no compiler."""
     step, args, dims = llama.llama3_8b(batch=16, seq=tokens, attention=strategy)
-    plan = mp.plan(step, *args, mesh=POD_MESH, topology=POD, layout=POD_LAYOUT, dims=dims)
+    pod: Any = {"mesh": POD_MESH, "topology": POD, "layout": POD_LAYOUT, "dims": dims}
+    plan = mp.plan(step, *args, **pod)  # pyright: ignore[reportCallIssue] (meshpar.plan is a folder as well)
     assert plan.seconds is not None
     return Row(
         tokens, strategy, plan.memory.peak, costs(tokens).of[strategy].memory, plan.bytes_sent,
