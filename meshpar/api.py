@@ -13,8 +13,10 @@ from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
 from .plan import Plan
 from .plan.hardware import planned_mesh
+from .plan.overlap import MODES
 
 Lowering = Literal["jit", "shard_map"]
+Mode = Literal["auto", "xla", "ring", "pallas", "off"]
 LayoutLike = Layout | str | Mapping[str, Any] | Sequence[Any]
 DimsPatterns = Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | PathDims | None
 
@@ -26,6 +28,7 @@ def jit(
     layout: LayoutLike,
     dims: DimsPatterns = None,
     lowering: Lowering = "jit",
+    overlap: Mode | None = None,
     strict: bool = False,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
@@ -44,6 +47,10 @@ def jit(
       dims: tree-path patterns → dims, for what carries no Flax metadata: ``{"batch/tokens": "batch seq"}``.
       lowering: ``"jit"``: XLA partitions, held to the plan by sharding constraints. ``"shard_map"``: meshpar partitions, and
         what the plan lists is what is sent.
+      overlap: of the ``"shard_map"`` lowering: how gathers before products, and reduce-scatters after them, are made. ``"ring"``:
+        in blocks, each sent while another is multiplied; ``"xla"``, ``"off"``: by collectives of their own; ``"auto"`` (the
+        default): whichever leaves less exposed by the plan's estimate, so ``"xla"`` where the chip is not known. The plan's
+        ``overlaps`` have every decision, its reason and gain. ``"pallas"`` is refused: there is no fused kernel yet.
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, compiler_options: as in ``jax.jit``.
 
@@ -53,22 +60,30 @@ def jit(
 
     Raises:
       MeshparError: at the first call or plan; see :mod:`meshpar.errors`.
-      UnsupportedError: a lowering that does not exist.
+      UnsupportedError: a lowering or an ``overlap`` that does not exist, or one that the ``"jit"`` lowering leaves to XLA.
     """
+    if overlap is not None and overlap not in (*MODES, "pallas"):
+        raise UnsupportedError(f"there is no overlap {overlap!r}", fixes=did_you_mean(str(overlap), MODES, "modes"))
+    if lowering == "jit" and overlap in ("ring", "pallas"):
+        raise UnsupportedError(
+            f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and overlaps as it likes',
+            fixes=['add lowering="shard_map"', "or leave overlap out"],
+        )
     if lowering not in LOWERINGS:
         raise UnsupportedError(
             f"there is no lowering {lowering!r}", fixes=did_you_mean(str(lowering), LOWERINGS, "lowerings")
         )
     if fn is None:
         return functools.partial(
-            jit, mesh=mesh, layout=layout, dims=dims, lowering=lowering, strict=strict, static_argnums=static_argnums,
-            static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames,
+            jit, mesh=mesh, layout=layout, dims=dims, lowering=lowering, overlap=overlap, strict=strict,
+            static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
             keep_unused=keep_unused, compiler_options=compiler_options,
         )  # fmt: skip
     return Jitted(
         fn, mesh, Layout(layout), _patterns(dims), lowering=lowering, strict=strict, static_argnums=static_argnums,
         static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames,
-        keep_unused=keep_unused, compiler_options=compiler_options,
+        keep_unused=keep_unused, compiler_options=compiler_options, overlap=None if lowering == "jit" else overlap,
     )  # fmt: skip
 
 
@@ -79,7 +94,7 @@ def _patterns(dims: DimsPatterns) -> PathDims:
 def plan(
     fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str, layout: LayoutLike, dims: DimsPatterns = None,
     topology: str | None = None, strict: bool = False, donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Iterable[str] | None = None, **kwargs: Any,
+    donate_argnames: str | Iterable[str] | None = None, overlap: Mode = "off", **kwargs: Any,
 ) -> Plan:  # fmt: skip
     """What a layout makes each device hold and send, without devices and without compiling.
 
@@ -91,6 +106,7 @@ def plan(
         Neither devices nor a compiler are needed. A mesh over devices knows its own.
       layout, dims, strict: as in :func:`meshpar.jit`.
       donate_argnums, donate_argnames: arguments whose memory the results may take; as in ``jax.jit``.
+      overlap: as in :func:`meshpar.jit`; ``"auto"`` is what its ``"shard_map"`` lowering does if it is left out there.
 
     Returns:
       A :class:`meshpar.Plan`: print it, or read ``inputs``, ``outputs``, ``collectives``, ``memory``, ``time``, ``notes``,
@@ -101,7 +117,7 @@ def plan(
     """
     return Jitted(
         fn, planned_mesh(mesh, topology), Layout(layout), _patterns(dims), strict=strict, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames, topology=topology,
+        donate_argnames=donate_argnames, topology=topology, overlap=overlap,
     ).plan(*args, **kwargs)  # fmt: skip
 
 

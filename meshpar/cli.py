@@ -21,6 +21,7 @@ from .api import plan as plan_of
 from .errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
 from .plan import Plan
 from .plan.hardware import device_count
+from .plan.overlap import MODES
 from .target import Target, concrete, failing_as_target, load_target, parse_options
 
 DESCRIPTION = """\
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     mesh = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the whole topology)'
     layout = 'rules, "batch: data; embed: data", or a name from the target\'s LAYOUTS (default: FSDP, as far as its dims exist)'
     topology = 'what it runs on: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
+    overlap = "how gathers before products and scatters after them are made by the shard_map lowering"
     donate = "arguments that the step may overwrite (default: `state`, if there is one)"
 
     add = command("plan", _plan, "what each device holds and sends, how long it takes, and why; nothing is compiled")
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", help=layout)
     add("--topology", help=topology)
     add("--donate", metavar="NAME", action="append", help=donate)
+    add("--overlap", choices=MODES, default="off", help=overlap + " (%(default)s)")
     add("--strict", action="store_true", help="two names for one dim are an error")
     add("--html", metavar="FILE", help="write the plan as a page of its own")
 
@@ -91,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--topology", help=topology + "; without one, for as many CPUs as the mesh has")
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--lowering", choices=("jit", "shard_map"), default="jit", help="(%(default)s)")
+    add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
 
     add = command(
@@ -132,13 +136,14 @@ def _compile(args: argparse.Namespace) -> int:
         mp.virtual_devices(planned.mesh.size)
     compiled = mp.compile(
         target.step, *target.args, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
-        layout=planned.asked or planned.layout, dims=target.dims, lowering=args.lowering, effort=args.effort,
+        layout=planned.asked or planned.layout, dims=target.dims, lowering=args.lowering, overlap=args.overlap, effort=args.effort,
         donate_argnames=_donated(args, target),
     )  # fmt: skip
     facts = {
         "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
         "lowering": args.lowering, "effort": compiled.effort, "memory": dataclasses.asdict(compiled.memory),
-        "capacity": compiled.capacity, "bytes_sent": compiled.bytes_sent, "compile_seconds": compiled.compile_seconds,
+        "capacity": compiled.capacity, "bytes_sent": compiled.bytes_sent, "exposed_seconds": compiled.exposed_seconds,
+        "compile_seconds": compiled.compile_seconds,
         "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
     }  # fmt: skip
     _show(args, compiled, lambda: json.dumps(facts))
@@ -207,7 +212,7 @@ def _plan_of(
         target.name,
         lambda: plan_of(
             target.step, *target.args, mesh=mesh, topology=topology, layout=layout, dims=target.dims, strict=strict,
-            donate_argnames=_donated(args, target),
+            donate_argnames=_donated(args, target), overlap=getattr(args, "overlap", None) or "off",
         ),
     )  # fmt: skip
 

@@ -66,12 +66,13 @@ class Jitted:
         static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
         donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
         keep_unused: bool = False, compiler_options: Mapping[str, Any] | None = None, init: bool = False,
-        topology: str | None = None,
+        topology: str | None = None, overlap: str | None = None,
     ):  # fmt: skip
         functools.update_wrapper(self, fn)
         self.fn, self.mesh, self.layout, self.dims = fn, mesh, layout, dims
         self.lowering, self.strict, self.is_init = lowering, strict, init
         self.keep_unused, self.compiler_options, self.topology = keep_unused, compiler_options, topology
+        self.overlap = overlap or ("auto" if lowering == "shard_map" else "off")
         try:
             self.signature: inspect.Signature | None = inspect.signature(fn)
         except (TypeError, ValueError):
@@ -155,7 +156,8 @@ class Jitted:
         from .verify.check import check
 
         assert isinstance(self.mesh, Mesh)
-        return check(self, *args, kwargs=kwargs, meshes=[self.mesh], layouts=[self.layout], lowerings=[self.lowering])
+        return check(self, *args, kwargs=kwargs, meshes=[self.mesh], layouts=[self.layout], lowerings=[self.lowering],
+                     overlap=self.overlap)  # fmt: skip
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """Compile ahead of time with the real compiler, for devices that need not be here; see :func:`meshpar.compile`.
@@ -347,6 +349,7 @@ class Jitted:
                 plan = make_plan(
                     traced.program, self.layout, self.mesh, strict=self.strict, init=self.is_init,
                     topology=self.topology, donated=self._donate_flat(self.split(args, kwargs)[0]),
+                    overlap=self.overlap,
                 )  # fmt: skip
             self._plans[key] = plan
         return plan, traced, key, tree, statics

@@ -34,6 +34,7 @@ __all__ = [
     "sharded_axes",
     "store_smem",
     "transpose_ref",
+    "varying_over",
 ]
 
 
@@ -196,6 +197,20 @@ def same_varying(*arrays: Any) -> tuple[Any, ...]:
         return arrays
     return tuple(
         a if a is None or not axes - _varying(a) else lax.pcast(a, tuple(sorted(axes - _varying(a))), to="varying")
+        for a in arrays
+    )
+
+
+def varying_over(axes: Sequence[str], *arrays: Any) -> tuple[Any, ...]:
+    """Make every array vary over these mesh axes of the surrounding `shard_map` (`check_vma=True`).
+
+    Where types do not say over what arrays vary (`check_vma=False`) this is the identity.
+    """
+    checked = bool(_varying(lax.axis_index(axes[0])))
+    if not checked:
+        return arrays
+    return tuple(
+        a if not set(axes) - _varying(a) else lax.pcast(a, tuple(sorted(set(axes) - _varying(a))), to="varying")
         for a in arrays
     )
 

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._compat import at_line_of, bind, close_over, make_jaxpr, source_line, with_weak_type
 from ..errors import UnsupportedError
-from ..layout import Spec, to_partition_spec
+from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.claims import blocks_only, spec_of
 from ..plan.plan import Plan
 from ..plan.planner import stretched
@@ -30,6 +30,7 @@ from .bodies import HANDLERS, call, literal, whole
 from .exchange import Grid, cut, settle
 from .local import run_elementwise, run_local
 from .moves import bring
+from .rings import gathered, run_ring, scattered
 
 IDENTITIES = frozenset({"name_dims", "rename_dims", "place", "sharding_constraint"})
 LARGE = 2**26
@@ -38,7 +39,7 @@ NOT_INSIDE = frozenset({"shard_map", "custom_partitioning", "xla_pmap"})
 
 
 def lower_to_shard_map(
-    plan: Plan, mesh: Mesh
+    plan: Plan, mesh: AnyMesh
 ) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
     """(a function from flat inputs to flat results, shardings of the inputs, shardings of the results).
 
@@ -104,6 +105,9 @@ class Walk:
       made: (value, spec) → a shard of a value made from no data.
       came: results that the next loop waits for.
       hoisted: (value of a loop body, spec) → the shard moved there before the loop.
+      ringed: results of products that a ring has made already, by ``id(op)``.
+      done: ids of ops that ran ahead of their place, for a ring.
+      waiting_for: operands of products that are made block by block when their sum is settled, by ``id(op)``.
     """
 
     def __init__(self, plan: Plan, grid: Grid):
@@ -115,6 +119,9 @@ class Walk:
         self.made: dict[tuple[int, Spec], Any] = {}
         self.came: list[Any] = []
         self.hoisted: dict[tuple[int, Spec], Any] = {}
+        self.ringed: dict[int, Any] = {}
+        self.done: set[int] = set()
+        self.waiting_for: dict[int, tuple[Any, Any]] = {}
 
     def run(self, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         program = self.plan.program
@@ -140,17 +147,19 @@ class Walk:
     @contextlib.contextmanager
     def own_trace(self) -> Iterator[None]:
         """A body that JAX traces by itself: what is moved or made in it is not there outside."""
-        before = self.copies, self.made, self.came
-        self.copies, self.made, self.came = {}, {}, []
+        before = self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for
+        self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for = {}, {}, [], {}, set(), {}
         try:
             yield
         finally:
-            self.copies, self.made, self.came = before
+            self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for = before
 
     # -- ops
 
     def frame(self, frame: Frame) -> None:
         for op in frame.ops:
+            if id(op) in self.done:
+                continue
             if op.outs and all(id(v) in self.plan.generated for v in op.outs) and not (op.frames or op.eqn.effects):
                 continue
             with at_line_of(op.eqn):
@@ -182,8 +191,16 @@ class Walk:
     def by_rule(self, op: Op) -> None:
         plan = self.plan.ops[id(op)]
         assert plan.factor_axes is not None
-        xs = self.operands(op, plan.ins)
-        if op.rule is not None and not op.rule.known:
+        ring = self.plan.rings.gathers.get(id(op))
+        xs = [] if ring is not None else self.operands(op, plan.ins)
+        if ring is not None:
+            results = [gathered(self, ring, op)]
+        elif id(op.outs[0]) in self.plan.rings.pending if op.outs else False:
+            self.waiting_for[id(op)] = (xs[0], xs[1])
+            self.now[id(op.outs[0])] = plan.outs[0]
+            self.partial[id(op.outs[0])] = plan.partial[0], plan.kind
+            return
+        elif op.rule is not None and not op.rule.known:
             results = self.foreign(op, xs)
         else:
             results = run_local(op, plan.factor_axes, xs, self.sizes)
@@ -212,6 +229,9 @@ class Walk:
     def pass_on(self, op: Op) -> None:
         """A linear op on partial sums: each device does it to its own."""
         plan, (out,) = self.plan.passed[id(op.outs[0])], op.outs
+        if id(out) in self.plan.rings.pending:
+            self.now[id(out)], self.partial[id(out)] = plan.outs[0], (plan.partial[0], plan.kind)
+            return
         xs = [self.literal(op, i) if v is None else self.at(v, self.rest[id(v)]) for i, v in enumerate(op.ins)]
         (x,) = run_elementwise(op, xs) if op.rule is None else run_local(op, plan.factor_axes or [], xs, self.sizes)
         self.put(out, x, plan.outs[0])
@@ -277,6 +297,8 @@ class Walk:
         if (id(value), need) in self.hoisted:
             return self.hoisted[id(value), need]
         key = (id(op.frame), id(value), need)
+        if key not in self.copies and key in self.plan.rings.kept:
+            run_ring(self, self.plan.rings.kept[key])
         if key not in self.copies:
             self.copies[key] = self.moved(value, need)
         return self.copies[key]
@@ -295,9 +317,14 @@ class Walk:
         if not axes:
             return
         rest = self.rest[id(value)]
-        whole = self.x[id(value)]
-        x, spec = settle(whole, self.now[id(value)], rest, axes, kind, self.sizes)
-        if x.size < whole.size and whole.size * whole.dtype.itemsize >= LARGE:
+        ring = self.plan.rings.scatters.get(id(value))
+        if ring is None:
+            x, times = self.x[id(value)], 1.0
+        else:
+            x, times = scattered(self, ring, value.aval.dtype)
+        size = x.size * times
+        x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, begun=ring is not None)
+        if x.size < size and size * x.dtype.itemsize >= LARGE:
             self.came.append(x)
         self.put(value, bring(x, spec, rest, self.sizes), rest)
 

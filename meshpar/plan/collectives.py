@@ -13,7 +13,7 @@ from .torus import Stage
 
 CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
 
-Form = Literal["native", "staged"]
+Form = Literal["native", "staged", "ring"]
 
 
 @dataclass(slots=True)
@@ -32,7 +32,8 @@ class Collective:
       count: how often it runs in a step; None where a loop's trips are not known.
       cause: the rule that brought it about, in words.
       origin: the equation that needs it.
-      form: ``native``: one collective over all axes; ``staged``: one a torus dimension, one after the other.
+      form: ``native``: one collective over all axes; ``staged``: one a torus dimension, one after the other; ``ring``: a hop of a
+        ring, beside products, of which half go each way.
       seconds: None: not estimated.
     """
 

@@ -82,8 +82,9 @@ def _body(
     before = p.count
     p.count = None if frame.trips is None or before is None else before * frame.trips
     pairs = zip(frame.jaxpr.outvars, needs, strict=True)
+    outer, p.within = p.within, frame
     out = [_leave(p, frame, v, need, op, k in waiting) for k, (v, need) in enumerate(pairs)]
-    p.count = before
+    p.count, p.within = before, outer
     return out
 
 

@@ -38,6 +38,7 @@ class Chip:
       core_link: bytes/s one way between the devices of one chip.
       latency: seconds a hop.
       matmul_efficiency, hbm_efficiency, link_efficiency: the part of the peak that is reached; 1 where nothing was measured.
+      clock: cycles/s of the matrix units: peak FLOP/s by what their units of ``lanes``² do in a cycle; 0: not known.
       source: where the figures are from; ``~`` before those that are less certain.
     """
 
@@ -59,6 +60,7 @@ class Chip:
     matmul_efficiency: float = 1.0
     hbm_efficiency: float = 1.0
     link_efficiency: float = 0.8
+    clock: float = 0.0
     source: str = ""
 
     def per_device(self) -> Chip:
@@ -88,10 +90,12 @@ _BOOK = "JAX scaling book (tpus.md)"
 _GIB = 2.0**30
 # Less certain: DCN of all TPUs, ICI and the die-to-die link (six ICI links, says the vendor) of tpu7x, HBM of b200.
 _TABLE = (
-    Chip("v4", 2.75e14, None, 32 * _GIB, 1.23e12, 4.5e10, 6, (16, 16, 16), 6.2e9, 128 * 2**20, source=f"{_BOOK}; ~dcn"),
-    Chip("v5e", 1.97e14, 3.94e14, 15.75 * _GIB, 8.1e11, 4.5e10, 4, (16, 16), 3.1e9, 128 * 2**20,
+    Chip("v4", 2.75e14, None, 32 * _GIB, 1.23e12, 4.5e10, 6, (16, 16, 16), 6.2e9, 128 * 2**20, clock=1.05e9,
+         source=f"{_BOOK}; ~dcn"),
+    Chip("v5e", 1.97e14, 3.94e14, 15.75 * _GIB, 8.1e11, 4.5e10, 4, (16, 16), 3.1e9, 128 * 2**20, clock=1.5e9,
          source=f"{_BOOK}; hbm as the compiler reports it; ~dcn"),
-    Chip("v5p", 4.59e14, 9.18e14, 95 * _GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20, source=f"{_BOOK}; ~dcn"),
+    Chip("v5p", 4.59e14, 9.18e14, 95 * _GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20, clock=1.75e9,
+         source=f"{_BOOK}; ~dcn"),
     Chip("v6e", 9.18e14, 1.84e15, 32 * _GIB, 1.64e12, 9e10, 4, (16, 16), 1.25e10, 128 * 2**20, lanes=256,
          source="vendor page; ~dcn"),
     Chip("tpu7x", 2.31e15, 4.61e15, 192 * _GIB, 7.38e12, 9.5e10, 6, (16, 16, 36), 1.25e10, 64 * 2**20, devices=2,
@@ -222,6 +226,23 @@ def seconds_of(kind: CollectiveOp, volume: float, stages: Sequence[Stage], chip:
     return 2 * seconds if kind == "all-reduce" else seconds
 
 
+def hop_seconds(size: float, stage: Stage, chip: Chip) -> float:
+    """Seconds of a hop to both neighbours at once, ``size`` bytes to each.
+
+    Over a line the way back from its end shares the links of one direction; over a switch both hops share the device's.
+    """
+    device = chip.per_device()
+    if stage.dim == "switch":
+        rate = device.link / 2
+    elif stage.dim == "slice":
+        rate = device.dcn / 2
+    elif stage.dim == "core":
+        rate = chip.core_link
+    else:
+        rate = device.link / (stage.stride * (1 if stage.wraps else 2))
+    return max(chip.latency, size / (rate * chip.link_efficiency))
+
+
 def _levels(stages: Sequence[Stage], chip: Chip, form: Form) -> list[_Level]:
     """The levels of a group, outermost first."""
     device = chip.per_device()
@@ -274,6 +295,8 @@ def price(plan: Plan) -> None:
         return
     memo: dict[Any, float] = {}
     for c in plan.collectives:
+        if c.seconds is not None:  # of a ring
+            continue
         key = (c.op, c.axes, c.bytes, c.form)
         if key not in memo:
             stages = [s for a in c.axes for s in plan.torus[a]]

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..dims import format_dims
 from ..layout import AnyMesh, Layout, Spec
-from ..program.graph import Op, Program, Value
+from ..program.graph import Frame, Op, Program, Value
 from ..program.rules.rule import REDUCTIONS, Kind, Send
 from .claims import Claims, Names
 from .collectives import (
@@ -23,7 +23,7 @@ from .collectives import (
     settlement,
     wire_bytes,
 )
-from .plan import Plan
+from .plan import Plan, Sent
 from .relayout import relayout, relayout_bytes, whole_axes
 
 
@@ -38,6 +38,7 @@ class Moving:
       loop_consts: what a loop only reads: the loop, the value outside, how often the loop runs.
       generated: ids of values made from no data: each device makes the part that it needs.
       count: how often what is planned now runs; None: not known.
+      within: the loop body whose results are brought into place now.
     """
 
     def __init__(self, program: Program, layout: Layout, mesh: AnyMesh, topology: str | None = None):
@@ -49,7 +50,8 @@ class Moving:
         self.kind_of: dict[int, Kind] = {}
         self.count: int | None = 1
         self.made_by: dict[int, tuple[Op, list[Names]]] = {}
-        self.copies: set[tuple[int, int, Spec]] = set()
+        self.within: Frame | None = None
+        self.copies: dict[tuple[int, int, Spec], Sent | None] = {}
         self.loop_consts: dict[int, tuple[Op, Value, int | None]] = {}
         self.generated: set[int] = set()
         self.weights = {
@@ -139,7 +141,7 @@ class Moving:
         have, rest = self.now[id(value)], self.rest(value)
         scatter, reduce = settlement(have, rest, axes, self.kind_of[id(value)])
         # the smaller piece is reduced: scatter first
-        spec = have
+        spec, before = have, len(self.plan.collectives)
         for i, scattered in scatter.items():
             target = tuple((*s, *scattered) if k == i else s for k, s in enumerate(spec))
             dim = self.program.dim_name(value, i) or f"dim {i}"
@@ -147,6 +149,10 @@ class Moving:
             self.record("reduce-scatter", tuple(scattered), value, made, spec,
                         f"{why}; the result is split over {plus(scattered)} on `{dim}`")  # fmt: skip
             spec = target
+        new = self.plan.collectives[before:]
+        if new:
+            frame = self.program.root if op is None else self.within or op.frame
+            self.plan.sent.append(Sent(value, have, spec, frame, self.count, new))
         if reduce:
             why = self.contracted(made, names, reduce)
             cause = f"{why}; no dim of the result is split over {plus(reduce)}"
@@ -222,8 +228,16 @@ class Moving:
             op, frame = loop, loop.frame
         copy = (id(frame), id(value), need)
         if copy not in self.copies:
-            self.copies.add(copy)
+            before = len(self.plan.collectives)
             self.move(value, need, op, cause)
+            new = self.plan.collectives[before:]
+            sent = Sent(value, have, need, frame, self.count, new) if new and around is None else None
+            self.copies[copy] = sent
+            if sent is not None:
+                self.plan.sent.append(sent)
+        sent = self.copies[copy]
+        if sent is not None:
+            sent.users.append(op)
         self.count = count
 
     def around(self, value: Value, need: Spec) -> tuple[Op, Value, int | None] | None:

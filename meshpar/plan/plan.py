@@ -16,13 +16,14 @@ from .._compat import source_line
 from ..errors import JoinWarning, UnsupportedError
 from ..layout import AnyMesh, Layout, Spec
 from ..mesh import parse_topology
-from ..program.graph import Program
+from ..program.graph import Frame, Op, Program, Value
 from ..program.rules.rule import Kind
 from .collectives import Collective
 from .fusion import Region
 from .hardware import CHIPS, Chip, chip_of
 from .kernels import kernels_of
 from .memory import Memory, memory_of
+from .pairs import Overlap, Rings
 from .time import Time, time_of
 from .torus import Torus, torus_of, torus_of_slices
 
@@ -60,6 +61,28 @@ class OpPlan:
     kind: Kind = "sum"
 
 
+@dataclass(eq=False, slots=True)
+class Sent:
+    """A value that a plan gathers for the ops of a frame, or settles: what may run beside the products around it.
+
+    Attributes:
+      value: what is moved.
+      have, need: where it lies before and after.
+      frame: the body in which that happens.
+      count: how often in a step; None: not known.
+      collectives: what it sends, entries of the plan's list.
+      users: the ops that it is gathered for; none where a partial sum is settled.
+    """
+
+    value: Value
+    have: Spec
+    need: Spec
+    frame: Frame
+    count: int | None
+    collectives: list[Collective]
+    users: list[Op] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Accumulator:
     """A loop carry that is a partial sum: where it lies, and over which axes it is to be summed."""
@@ -89,6 +112,9 @@ class Plan:
       topology: the slices that the mesh lies on, as text, where its devices do not say.
       donated: positions of the flat inputs whose memory the results may take.
       asked: the layout as it was asked for; ``layout`` has rules before it for dims that are called after axes.
+      sent: the gathers and settled sums that products stand beside.
+      overlap: what was asked for of them; ``overlaps``: what was decided, each with its reason; ``rings``: how those run that
+        are sent on a ring (:mod:`meshpar.plan.overlap`).
     """
 
     program: Program
@@ -112,6 +138,10 @@ class Plan:
     topology: str | None = None
     donated: frozenset[int] = frozenset()
     asked: Layout | None = None
+    sent: list[Sent] = field(default_factory=list)
+    overlap: str = "off"
+    overlaps: list[Overlap] = field(default_factory=list)
+    rings: Rings = field(default_factory=Rings)
 
     def __post_init__(self) -> None:
         if self.topology is not None:
@@ -146,14 +176,16 @@ class Plan:
         return None if self.time is None else self.time.seconds
 
     def replan(
-        self, *, layout: Any = None, mesh: AnyMesh | None = None, topology: str | None = None, strict: bool = False
-    ) -> Plan:
+        self, *, layout: Any = None, mesh: AnyMesh | None = None, topology: str | None = None, strict: bool = False,
+        overlap: str | None = None,
+    ) -> Plan:  # fmt: skip
         """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
 
         Args:
           layout: as in :func:`meshpar.plan`; default: this plan's.
           mesh: a mesh; default: this plan's, with its topology.
           topology: the slice that ``mesh`` lies on, if it is abstract.
+          overlap: as in :func:`meshpar.plan`; default: this plan's.
 
         Raises:
           UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
@@ -169,6 +201,7 @@ class Plan:
                 strict=strict,
                 topology=self.topology if mesh is None and topology is None else topology,
                 donated=self.donated,
+                overlap=self.overlap if overlap is None else overlap,
             )
 
     @property
@@ -210,6 +243,7 @@ class Plan:
                 "collectives": [c.to_dict() for c in self.collectives],
                 "memory": self.memory.to_dict(),
                 "time": None if self.time is None else self.time.to_dict(),
+                "overlap": [o.to_dict() for o in self.overlaps],
                 "joins": [str(j) for j in self.joins],
                 "notes": self.notes,
                 "dims": {"named": named, "all": total, "unnamed": self.unnamed},

@@ -21,13 +21,14 @@ from .collectives import (
 from .control import HANDLERS, Accumulation, accumulate, call
 from .hardware import price
 from .moving import Moving, itemsize, plus
+from .overlap import decide
 from .plan import Held, OpPlan, Plan
 from .reshape import reshape_axes
 
 
 def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
-    topology: str | None = None, donated: Iterable[int] = (),
+    topology: str | None = None, donated: Iterable[int] = (), overlap: str = "off",
 ) -> Plan:  # fmt: skip
     """Plan a program under a layout on a mesh.
 
@@ -36,8 +37,10 @@ def make_plan(
       init: the program makes the state, so it need not have the dims of the batch.
       topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may take.
+      overlap: how gathers before products and scatters after them are made: :data:`meshpar.plan.overlap.MODES`.
 
     Raises:
+      UnsupportedError: an ``overlap`` that does not exist.
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError.
     """
     layout.check_axes(mesh)
@@ -46,6 +49,7 @@ def make_plan(
     axes = sorted((program.all_names() & set(mesh.shape)) - set(layout.dims))
     plan = Planner(program, layout.with_first([Rule(a, (a,)) for a in axes]), mesh, topology).run()
     plan.asked, plan.donated = layout, frozenset(donated)
+    decide(plan, overlap)
     price(plan)
     for a in axes:  # models that name axes in their metadata, as Flax allows
         plan.notes.insert(0, f"`{a}` is called after an axis of the mesh and has no rule: it is taken as `{a}: {a}`")

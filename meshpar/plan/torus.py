@@ -176,3 +176,53 @@ def _runs(line: np.ndarray) -> list[tuple[int, int, int]] | None:
         out.append((n, d, abs(int(line[1, d] - line[0, d]))))
         line = line[::n]
     return out[::-1] or [(1, 0, 1)]
+
+
+class Places:
+    """The places of devices on their slice, by number.
+
+    Attributes:
+      at: [devices, 5]: coordinates, core, slice.
+      extent: sides of the slice; ``rings``: which of them wrap.
+    """
+
+    def __init__(self, at: np.ndarray, rings: Sequence[bool]):
+        self.at, self.rings = at, tuple(rings)
+        self.extent = at.max(0) + 1
+
+    @classmethod
+    def of(cls, devices: np.ndarray) -> Places:
+        """The places of devices that have coordinates.
+
+        Raises:
+          MeshError: these have none.
+        """
+        first = devices.flat[0]
+        kind = _KINDS.get(getattr(first, "device_kind", ""))
+        if kind is None or getattr(first, "coords", None) is None:
+            raise MeshError(f"devices of kind {getattr(first, 'device_kind', '?')!r} have no places on a torus")
+        at = np.array([_place(d) for d in devices.flat])
+        extent = at.max(0) + 1
+        rings = wraps(kind, [int(n) for n in extent[: 2 if kind in ("v5e", "v6e") else 3]])
+        return cls(at, (*rings, *(False,) * (len(_PLACES) - len(rings))))
+
+    def stages(self, members: Sequence[int]) -> list[Stage]:
+        """The stages of a group of devices: one for each dimension along which they differ."""
+        found = []
+        for d, name in enumerate(_PLACES):
+            along = np.unique(self.at[list(members), d])
+            if len(along) > 1:
+                stride = int(np.diff(along).min())
+                whole = bool(self.rings[d]) and len(along) * stride == self.extent[d]
+                found.append(Stage(len(along), name, whole, stride))
+        return found
+
+    def hop(self, pair: Sequence[int]) -> tuple[Stage, int]:
+        """(the stage along which two devices are neighbours, how many links are between them)."""
+        a, b = (self.at[n] for n in pair[:2])
+        steps = np.abs(a - b)
+        rings = np.array(self.rings)
+        steps = np.where(rings, np.minimum(steps, self.extent - steps), steps)
+        d = int(np.argmax(steps))
+        ring = bool(self.rings[d])
+        return Stage(max(2, int(self.extent[d])), _PLACES[d], ring), max(1, int(steps.sum()))

@@ -8,6 +8,8 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from rich.text import Text
+
 from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Held, Plan
 from ..plan.torus import Stage
@@ -22,7 +24,7 @@ from .facts import (
     step_seconds,
     whole_bytes,
 )  # fmt: skip
-from .text import KINDS, notes
+from .text import KINDS, notes, overlaps
 
 COLOURS = 6
 KIND_COLOURS = ("c0", "c1", "c2", "c4", "c3", "cn")
@@ -63,6 +65,7 @@ def plan_page(plan: Plan) -> str:
         _section("Collectives", _collectives(plan, ink), "Bytes are sent by each device. Click a heading to sort."),
         _section("Arguments", _tensors(plan, ink)),
         _section("Largest values between", _values(plan, ink)),
+        *([_section("Products beside collectives", _list(overlaps(plan)))] if plan.overlaps else []),
         _section("To know", _notes(plan)),
     ]
     return page(f"plan: {plan.layout or 'nothing split'}", "\n".join(p for p in parts if p))
@@ -390,4 +393,8 @@ def _shape(dtype: str, shape: Sequence[int]) -> str:
 
 
 def _notes(plan: Plan) -> str:
-    return "<ul>" + "".join(f"<li>{escape(line.plain)}</li>" for line in notes(plan)) + "</ul>"
+    return _list(notes(plan))
+
+
+def _list(lines: Sequence[Text]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(line.plain)}</li>" for line in lines) + "</ul>"

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..plan.collectives import Collective, duration, human
+from ..plan.pairs import Overlap
 from ..plan.plan import Held, Plan
 
 MOST = 8  # collectives, each with its cause; what is left is summed up
@@ -36,6 +37,8 @@ def plan_renderable(plan: Plan) -> Any:
         ("plan", "bold"), f"  {devices} devices ({mesh})\n", ("layout", "bold"), f"  {plan.layout or '(nothing split)'}"
     )
     parts: list[Any] = [head, Text(), _held(plan), Text(), *_costs(plan), Text(), _sent(plan)]
+    if plan.overlaps:
+        parts += [Text(), *overlaps(plan)]
     more = notes(plan)
     if more:
         parts += [Text(), *more]
@@ -147,6 +150,34 @@ def _sent(plan: Plan) -> Any:
         if i < len(shown):
             lines.append(Padding(Text(shown[i].first.cause, style="dim"), (0, 0, 0, 4)))
     return Group(*lines)
+
+
+def merge_overlaps(overlaps: Iterable[Overlap]) -> list[tuple[Overlap, int, int | None, float | None]]:
+    """Decisions alike in kind, axes, choice and reason: (one of them, how many, runs in a step, gain in seconds)."""
+    groups: dict[Any, list[Overlap]] = {}
+    for o in overlaps:
+        groups.setdefault((o.kind, o.axes, o.choice, o.reason), []).append(o)
+    rows = []
+    for group in groups.values():
+        counts = [o.count for o in group]
+        runs = None if None in counts else sum(n for n in counts if n is not None)
+        gains = [o.gain for o in group if o.gain is not None]
+        rows.append((group[0], len(group), runs, sum(gains) if gains else None))
+    return sorted(rows, key=lambda r: -(r[3] or 0.0))
+
+
+def overlaps(plan: Plan) -> list[Text]:
+    """Products beside collectives: how each kind is made, and why."""
+    gains = [o.gain for o in plan.overlaps if o.gain is not None]
+    rings = sum(o.choice == "ring" for o in plan.overlaps)
+    head = f"{rings} of {len(plan.overlaps)} gathers and scatters beside products run on rings (overlap={plan.overlap})"
+    out = [Text(head + (f", which saves {duration(sum(gains))}" if rings and gains else ""), style="bold")]
+    for o, _, runs, gain in merge_overlaps(plan.overlaps)[:MOST]:
+        what = "gather → products" if o.kind == "gather" else "products → scatter"
+        saved = f"  saves {duration(gain)}" if gain and o.choice == "ring" else ""
+        out.append(Text.assemble((f"{o.choice:<4}  ", "" if o.choice == "ring" else "dim"), (f"{'+'.join(o.axes)}", "cyan"),
+                                 f"  {'?' if runs is None else runs} × {what}{saved}: {o.reason}"))  # fmt: skip
+    return out
 
 
 class Merged(NamedTuple):

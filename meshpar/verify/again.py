@@ -113,7 +113,8 @@ class Again:
         assert isinstance(plan.mesh, Mesh)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JoinWarning)  # said once already
-            run, ins, outs = LOWERINGS[lowering](make_plan(self.program, plan.layout, plan.mesh), plan.mesh)
+            again = make_plan(self.program, plan.layout, plan.mesh, overlap=plan.overlap)
+            run, ins, outs = LOWERINGS[lowering](again, plan.mesh)
         placed = [put(x, s) for x, s in zip(reference.leaves, ins, strict=True)]
         sharded = compiled(run, placed, in_shardings=tuple(ins), out_shardings=list(outs))(*placed)
         self.outs = sharded[:count]

@@ -17,8 +17,10 @@ from ..layout import AnyMesh
 from ..mesh import mesh as make_mesh
 from ..mesh import topology_devices, topology_of
 from ..plan import Plan
+from ..plan.hardware import chip_of
 from . import hlo
 from .compiler import FINAL, PARTITIONED
+from .exposed import Exposed, exposed, places_of
 from .hlo import HloCollective
 from .jobs import Archive, Job, Progress, compile_job
 from .memory import capacity_of, out_of_memory
@@ -94,6 +96,18 @@ class Compiled:
         """The TPU compiler's estimate of the cycles of a step, loops counted, communication left out; None on other platforms."""
         return hlo.cycles(self.as_text()) or None
 
+    @functools.cached_property
+    def exposed(self) -> Exposed | None:
+        """Communication beside which nothing is computed, by the final schedule; None where the clock is not known."""
+        if not isinstance(self.mesh, Mesh) or (chip := chip_of(self.mesh)) is None or not chip.clock:
+            return None
+        return exposed(self.as_text(), chip, places_of(list(self.mesh.devices.flat)))
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Seconds of a step in which a device waits for its links, by the final schedule (:attr:`exposed` has the parts)."""
+        return None if self.exposed is None else self.exposed.seconds
+
     @property
     def bytes_sent(self) -> float:
         """Bytes that each device sends in a step, in the final program."""
@@ -112,7 +126,7 @@ class Compiled:
 
 def compile(
     fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str | None = None, layout: Any = None, dims: Any = None,
-    lowering: Literal["jit", "shard_map"] = "jit", topology: str | None = None, effort: Effort = "fast",
+    lowering: Literal["jit", "shard_map"] = "jit", overlap: Any = None, topology: str | None = None, effort: Effort = "fast",
     timeout: float | None = None, cache: bool = True, progress: Progress = None,
     compiler_options: Mapping[str, Any] | None = None, strict: bool = False, keep_unused: bool = False,
     static_argnums: Any = None, static_argnames: Any = None, donate_argnums: Any = None, donate_argnames: Any = None,
@@ -128,7 +142,7 @@ def compile(
       fn: a function, or what :func:`meshpar.jit` returned (then layout, dims, lowering, static and donated arguments are its own).
       *args, **kwargs: its arguments; arrays or ``jax.ShapeDtypeStruct``.
       mesh: a mesh, an abstract mesh, or text (``"data=16, model=16"``) with ``topology``.
-      layout, dims, lowering, strict, keep_unused, static_argnums, static_argnames, donate_argnums, donate_argnames: as in
+      layout, dims, lowering, overlap, strict, keep_unused, static_argnums, static_argnames, donate_argnums, donate_argnames: as in
         :func:`meshpar.jit`; what is donated matters to the peak memory.
       topology: ``"v5e:16x16"``, ``"v5p:8x8x8"``, ``"tpu7x:4x4x4"``, ``"2x v6e:16x16"``, ``"h200:8"``, ``"b200:8"``. Left out, the
         mesh says it. A mesh of CPU devices without ``topology`` is compiled for CPUs.
@@ -159,7 +173,7 @@ def compile(
         from ..api import jit
 
         jitted = jit(
-            fn, mesh=_mesh(mesh, topology), layout=layout, dims=dims, lowering=lowering, strict=strict,
+            fn, mesh=_mesh(mesh, topology), layout=layout, dims=dims, lowering=lowering, overlap=overlap, strict=strict,
             keep_unused=keep_unused, static_argnums=static_argnums, static_argnames=static_argnames,
             donate_argnums=donate_argnums, donate_argnames=donate_argnames,
         )  # fmt: skip

@@ -106,6 +106,7 @@ def check(
     mesh: Mesh | str | None = None,
     dims: Any = None,
     lowerings: Sequence[str] = ("jit",),
+    overlap: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
@@ -126,6 +127,7 @@ def check(
         those over which a size does not divide are skipped, and the report says so.
       dims, static_argnums, static_argnames: as in :func:`meshpar.jit`.
       lowerings: as in :func:`meshpar.jit`, one or several.
+      overlap: as in :func:`meshpar.jit`, for the lowerings that take it.
       kwargs: keyword arguments of ``fn``.
       tolerance: the largest difference allowed, as a part of the largest value of the leaf, for f32 and wider; narrower
         floats get more by their precision, at most 16 of their ulps. Integers, booleans and keys must be equal, NaNs
@@ -157,7 +159,7 @@ def check(
             for lowering in lowerings:
                 jitted = Jitted(
                     fn, m, layout, patterns, lowering=lowering, static_argnums=static_argnums,
-                    static_argnames=static_argnames, init=init,
+                    static_argnames=static_argnames, init=init, overlap=None if lowering == "jit" else overlap,
                 )  # fmt: skip
                 try:
                     row = case.run(jitted, lowering)

@@ -1,0 +1,285 @@
+"""`all_gather_matmul` and `matmul_reduce_scatter`: on the arrays of one device, inside `shard_map`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
+from meshpar_kernels.collective_matmul import reference, ring, tpu, xla
+from meshpar_kernels.collective_matmul.dots import Axes, Dot
+
+__all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
+
+Implementations = Mapping[str, Callable[..., Any] | Unsupported]
+FALLBACK = "ring"
+
+
+@dataclass(frozen=True)
+class _How:
+    """What does not change the result: hashable, as `custom_vjp` wants it."""
+
+    axis: Axes
+    implementation: str | None
+    precision: Any
+    dtype: Any
+    wire: Any
+    tile: int
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    axis_name: Axes,
+    *,
+    implementation: str | None = None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    tile: int = ring.TILE,
+) -> jax.Array:
+    """Gather the rows of x from all devices and multiply them with w: `lax.all_gather(x, axis_name, tiled=True) @ w`.
+
+    Implementations: "xla" gathers, then multiplies. "ring" sends blocks of rows around a ring, both ways at once, and multiplies
+    each while the next is on its way (Wang et al., ASPLOS 2023): `lax.ppermute`s, runs everywhere. "pallas" does that in one
+    TPU kernel, by remote DMA; gradients with respect to w stay with "ring". None: "ring", since no kernel was timed yet.
+
+    Args:
+      x: [m, K], this device's rows; any float or integer dtype.
+      w: [K, n], on every device its own.
+      axis_name: a mesh axis of A devices, or several as one, the first major.
+      implementation: None, "xla", "ring", "pallas" or "reference".
+      precision, preferred_element_type: as in `lax.dot_general`.
+      tile: rows ("ring"): blocks of fewer rows are multiplied several at a time.
+
+    Returns:
+      [m·A, n]: the rows of device 0 first. Differentiable: x's gradient is a `matmul_reduce_scatter` (sums of blocks in
+      float32), w's gathers x again, block by block.
+
+    Raises:
+      ValueError: shapes that do not fit, an axis that is not bound, an unknown implementation, or operands that are sharded outside
+        of `shard_map`.
+      NotImplementedError: an implementation that cannot take these arguments.
+    """
+    op = "all_gather_matmul"
+    _check(op, x, w, axis_name, tile)
+    x, w = _compat.same_varying(x, w)
+    return _gather(x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, None, tile))
+
+
+def matmul_reduce_scatter(
+    x: jax.Array,
+    w: jax.Array,
+    axis_name: Axes,
+    *,
+    implementation: str | None = None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    wire_dtype: Any = None,
+    tile: int = ring.TILE,
+) -> jax.Array:
+    """Multiply, sum the products of all devices, and keep a block of rows: `lax.psum_scatter(x @ w, axis_name, tiled=True)`.
+
+    Sums are made in float32 and travel in `wire_dtype`. Implementations as in `all_gather_matmul`.
+
+    Args:
+      x: [M, k], M a multiple of the number A of devices of `axis_name`.
+      w: [k, N].
+      axis_name, implementation, precision, preferred_element_type, tile: as in `all_gather_matmul`.
+      wire_dtype: what sums are sent as. None: float32, which doubles the bytes of bfloat16 products; bfloat16 rounds at every
+        hop, as a reduce-scatter of bfloat16 does.
+
+    Returns:
+      [M/A, N]: the rows of this device. Differentiable: x's gradient is an `all_gather_matmul`, and w's uses the same blocks as
+      they arrive.
+
+    Raises:
+      as `all_gather_matmul`; ValueError as well where M does not divide over the devices.
+    """
+    op = "matmul_reduce_scatter"
+    devices = _check(op, x, w, axis_name, tile)
+    if x.shape[0] % devices:
+        raise ValueError(f"{op}: the {x.shape[0]} rows of x{list(x.shape)} do not divide over {devices} devices")
+    x, w = _compat.same_varying(x, w)
+    wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
+    return _scatter(x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, wire, tile))
+
+
+def _plain(axis_name: Axes) -> Axes:
+    return axis_name if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def _check(op: str, x: jax.Array, w: jax.Array, axis_name: Axes, tile: int) -> int:
+    """The number of devices; refuses what does not fit."""
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+        raise ValueError(f"{op}: x must be [rows, K] and w [K, columns], got {list(x.shape)} and {list(w.shape)}")
+    if tile < 1:
+        raise ValueError(f"{op}: tile={tile} must be at least 1")
+    if not isinstance(axis_name, str) and not axis_name:
+        raise ValueError(f"{op}: axis_name has no axis")
+    refuse_sharded(op, x=x, w=w)
+    try:
+        return lax.axis_size(_plain(axis_name))
+    except NameError as e:
+        raise ValueError(
+            f"{op}: no mesh axis {axis_name!r} is bound here: it works on the arrays of one device. Say what each device does:\n"
+            f"  jax.shard_map(lambda x, w: {op}(x, w, {axis_name!r}), mesh=mesh, in_specs=..., out_specs=...)"
+        ) from e
+
+
+# -- the two products and their gradients
+
+
+def _dot(how: _How, contract: tuple[int, int], side: int = 0, dtype: Any = None) -> Dot:
+    x, w = contract
+    return Dot((((x,), (w,)), ((), ())), side, how.precision, how.dtype if dtype is None else dtype)
+
+
+NO_GPU = Unsupported(("there is no GPU kernel for this op",))
+
+
+def _gathering(how: _How, dim: int, x: jax.Array, others: list[jax.Array], dots: list[Dot]) -> Implementations:
+    """Name → a function of (x, others, dots)."""
+    return {
+        "pallas_tpu": _gather_kernel(how, x, others, dots),
+        "pallas_gpu": NO_GPU,
+        "ring": lambda x, others, dots: ring.gather_dots(x, others, dots, how.axis, dim, tile=how.tile),
+        "xla": lambda x, others, dots: xla.gather_dots(x, others, dots, how.axis, dim),
+        "reference": lambda x, others, dots: reference.gather_dots(x, others, dots, how.axis, dim),
+    }
+
+
+def _scattering(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Implementations:
+    """Name → a function of (lhs, rhs, dot), scattering the first dim of the result."""
+    return {
+        "pallas_tpu": _scatter_kernel(how, x, w, dot),
+        "pallas_gpu": NO_GPU,
+        "ring": lambda x, w, dot: ring.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire, tile=how.tile),
+        "xla": lambda x, w, dot: xla.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire),
+        "reference": lambda x, w, dot: reference.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire),
+    }
+
+
+def _transposed(dot: Dot) -> bool:
+    """Whether w comes as [columns, K]."""
+    return dot.dimension_numbers[0] == ((1,), (1,))
+
+
+def _gather_kernel(
+    how: _How, x: jax.Array, others: list[jax.Array], dots: list[Dot]
+) -> Callable[..., Any] | Unsupported:
+    """The kernel for all rows times w, where there is nothing else to multiply and the rows are not summed over."""
+    if len(dots) > 1 or dots[0].dimension_numbers[0][0] != (1,):
+        return Unsupported(("the kernel makes one product of the gathered rows, and does not sum over them",))
+    (w,), (dot,) = others, dots
+    devices, (rows, k) = lax.axis_size(how.axis), x.shape
+    if devices == 1:
+        return lambda x, others, dots: [dots[0].of(x, others[0])]
+    n = w.shape[0] if _transposed(dot) else w.shape[1]
+    out = dot.dtype(x, w)
+    tile = tpu.pick_tile(rows, k, n, devices, x.dtype.itemsize)
+    reasons = tpu.unsupported(x, w, rows, k, n, devices, tile, out)
+    if reasons or tile is None:
+        return reasons
+    options = {"tile": tile, "out_dtype": out, "transposed": _transposed(dot), "precision": how.precision}
+    return lambda x, others, dots: [tpu.all_gather_matmul(x, others[0], how.axis, **options)]
+
+
+def _scatter_kernel(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
+    devices, (rows, k) = lax.axis_size(how.axis), x.shape
+    if devices == 1:
+        return lambda x, w, dot: dot(x, w)
+    n = w.shape[0] if _transposed(dot) else w.shape[1]
+    out = dot.dtype(x, w)
+    tile = tpu.pick_tile(rows // devices, k, n, devices, x.dtype.itemsize)
+    reasons = tpu.unsupported(x, w, rows // devices, k, n, devices, tile, out)
+    if reasons or tile is None:
+        return reasons
+    wire = jnp.dtype(jnp.float32) if how.wire is None else how.wire
+    if wire not in (jnp.float32, jnp.bfloat16):
+        return Unsupported((f"sums are to travel as {wire}; the kernel sends float32 or bfloat16",))
+    options = {"tile": tile, "out_dtype": out, "wire_dtype": wire, "transposed": _transposed(dot)}
+    return lambda x, w, dot: tpu.matmul_reduce_scatter(x, w, how.axis, precision=how.precision, **options)
+
+
+def _run(op: str, how: _How, functions: Implementations, *args: Any) -> Any:
+    """Products and lists of them are static: only arrays go through the choice of a platform."""
+    arrays, tree = jax.tree.flatten(args, is_leaf=lambda a: isinstance(a, Dot))
+    static = {k: a for k, a in enumerate(arrays) if isinstance(a, Dot)}
+
+    def bound(f: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*xs: Any) -> Any:
+            rest = iter(xs)
+            return f(*jax.tree.unflatten(tree, [static[k] if k in static else next(rest) for k in range(len(arrays))]))
+
+        return call
+
+    named = {k: f if isinstance(f, Unsupported) else bound(f) for k, f in functions.items()}
+    name = FALLBACK if how.implementation is None else how.implementation
+    return dispatch(op, name, named, FALLBACK, *(a for k, a in enumerate(arrays) if k not in static))
+
+
+def _gathered(op: str, how: _How, x: jax.Array, others: list[jax.Array], dots: list[Dot]) -> list[jax.Array]:
+    return _run(op, how, _gathering(how, 0, x, others, dots), x, others, dots)
+
+
+def _scattered(op: str, how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
+    return _run(op, how, _scattering(how, x, w, dot), x, w, dot)
+
+
+def _without_kernel(how: _How) -> _How:
+    """For products over the gathered rows, for which there is no kernel."""
+    return replace(how, implementation=FALLBACK) if _by_kernel(how) else how
+
+
+def _by_kernel(how: _How) -> bool:
+    return how.implementation is not None and how.implementation.startswith("pallas")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gather(x: jax.Array, w: jax.Array, how: _How) -> jax.Array:
+    (out,) = _gathered("all_gather_matmul", how, x, [w], [_dot(how, (1, 0))])
+    return out
+
+
+def _gather_forward(x: jax.Array, w: jax.Array, how: _How) -> tuple[jax.Array, Any]:
+    return _gather(x, w, how), (x, w)
+
+
+def _gather_backward(how: _How, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    op, (x, w) = "all_gather_matmul", kept
+    dx = _scattered(op, how, g, w, _dot(how, (1, 1), dtype=x.dtype))
+    (dw,) = _gathered(op, _without_kernel(how), x, [g], [_dot(how, (0, 0), dtype=w.dtype)])
+    return dx, dw
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _scatter(x: jax.Array, w: jax.Array, how: _How) -> jax.Array:
+    return _scattered("matmul_reduce_scatter", how, x, w, _dot(how, (1, 0)))
+
+
+def _scatter_forward(x: jax.Array, w: jax.Array, how: _How) -> tuple[jax.Array, Any]:
+    return _scatter(x, w, how), (x, w)
+
+
+def _scatter_backward(how: _How, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    op, (x, w) = "matmul_reduce_scatter", kept
+    dots = [_dot(how, (1, 1), dtype=x.dtype), _dot(how, (0, 0), side=1, dtype=w.dtype)]
+    if not _by_kernel(how):
+        dx, dw = _gathered(op, how, g, [w, x], dots)
+        return dx, dw
+    (dx,) = _gathered(op, how, g, [w], dots[:1])
+    (dw,) = _gathered(op, _without_kernel(how), g, [x], dots[1:])
+    return dx, dw
+
+
+_scatter.defvjp(_scatter_forward, _scatter_backward)

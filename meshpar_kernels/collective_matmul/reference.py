@@ -1,0 +1,35 @@
+"""The definitions, by a sum over what every device holds: for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels.collective_matmul.dots import Axes, Dot
+
+__all__ = ["dot_scatter", "gather_dots"]
+
+
+def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_name: Axes, dim: int) -> list[jax.Array]:
+    """Every device puts its block into zeros, and all are summed."""
+    devices, rows = lax.axis_size(axis_name), x.shape[dim]
+    shape = tuple(n * devices if d == dim else n for d, n in enumerate(x.shape))
+    placed = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, lax.axis_index(axis_name) * rows, dim)
+    whole = lax.psum(placed, axis_name)
+    return [dot.of(whole, other) for dot, other in zip(dots, others, strict=True)]
+
+
+def dot_scatter(
+    lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int, *, wire_dtype: Any = None
+) -> jax.Array:
+    """The product summed over all devices, of which each keeps its block."""
+    del wire_dtype
+    dtype = dot.dtype(lhs, rhs)
+    kept = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    whole = lax.psum(dot(lhs, rhs, kept), axis_name)
+    rows = whole.shape[dim] // lax.axis_size(axis_name)
+    mine = lax.dynamic_slice_in_dim(whole, lax.axis_index(axis_name) * rows, rows, dim)
+    return lax.convert_element_type(mine, dtype)

@@ -1,0 +1,377 @@
+"""Collective products on a bidirectional ring of `ppermute`s: blocks travel while the ones before them are multiplied.
+
+The decomposition is that of Wang et al., "Overlap communication with dependent computation via decomposition in large deep
+learning models" (ASPLOS 2023). Both directions carry whole blocks half of the way round, so that products keep the size of a
+block; a block too small for the matrix unit is multiplied together with its neighbours. Nothing is transposed or reshaped:
+blocks are slices of operands and of results.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels import _compat
+from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype, block_of, place_of
+from meshpar_kernels.collective_matmul.schedule import full_hops, halves
+
+__all__ = ["dot_scatter", "dots_scatter", "gather_dots"]
+
+TILE = 256
+"""Rows of a product from which on the matrix unit is kept busy: smaller blocks are multiplied together."""
+UNROLLED = 16
+"""Hops each way up to which a ring is written out; longer ones are loops."""
+
+
+def gather_dots(
+    x: jax.Array,
+    others: Sequence[jax.Array],
+    dots: Sequence[Dot],
+    axis_name: Axes,
+    dim: int,
+    *,
+    keep: bool = False,
+    tile: int = TILE,
+) -> list[jax.Array]:
+    """Products of an operand that is gathered over a mesh axis, its blocks multiplied as they arrive.
+
+    Equal to ``[dot(lax.all_gather(x, axis_name, axis=dim, tiled=True), other), …]``; one ring serves all products.
+
+    Args:
+      x: this device's block; blocks stand along ``dim`` in the order of the devices.
+      others: the other operand of every product, whole along what it shares with ``dim``.
+      dots: how each product is made; ``side`` says which operand ``x`` is. ``dim`` may be a free, a contracting or a batch dim,
+        another one in every product. Sums over blocks are float32.
+      axis_name: one mesh axis, or several as one, the first major.
+      keep: return the gathered operand as well, behind the products.
+      tile: rows that a product should have at least.
+
+    Returns:
+      The products, each in the dtype that its `lax.dot_general` has.
+    """
+    x, *others = _compat.same_varying(x, *others)
+    devices, rows = lax.axis_size(axis_name), x.shape[dim]
+    if devices == 1:
+        return [dot.of(x, other) for dot, other in zip(dots, others, strict=True)] + [x] * keep
+    me = lax.axis_index(axis_name)
+    sums: list[_Blocks | _Kept] = [
+        _Blocks(dot, x, other, dim, devices) for dot, other in zip(dots, others, strict=True)
+    ]
+    sums += [_Kept(x, dim, devices)] * keep
+    totals = [s.empty() for s in sums]
+
+    def multiply(totals: list[jax.Array], blocks: list[tuple[jax.Array, Any]]) -> list[jax.Array]:
+        """blocks: (block, how many places above this device it is from)."""
+        placed = [(block, _modulo(me + away, devices) * rows) for block, away in blocks]
+        return [s.add(total, placed, tile) for s, total in zip(sums, totals, strict=True)]
+
+    up, down = _neighbours(devices)
+    hop_up = functools.partial(lax.ppermute, axis_name=axis_name, perm=up)
+    hop_down = functools.partial(lax.ppermute, axis_name=axis_name, perm=down)
+    hops = full_hops(devices)
+    last = halves(devices, rows)
+    together = max(1, math.ceil(tile / (2 * min(s.rows for s in sums))))  # pairs of blocks to a product
+
+    waiting: list[tuple[jax.Array, Any]] = [(x, 0)]
+    above = below = x  # the blocks that are sent on next
+    if hops <= UNROLLED:
+        for s in range(1, hops + 1):
+            below, above = hop_up(below), hop_down(above)
+            if len(waiting) >= 2 * together - 1 or (s == 1 and together == 1):
+                totals, waiting = multiply(totals, waiting), []
+            waiting += [(below, -s), (above, s)]
+    else:
+        totals, waiting = multiply(totals, waiting), []
+        below, above = hop_up(below), hop_down(above)
+
+        def body(s: Any, carry: Any) -> Any:
+            below, above, totals = carry
+            nxt = hop_up(below), hop_down(above)
+            return (*nxt, multiply(totals, [(below, -s), (above, s)]))
+
+        below, above, totals = lax.fori_loop(1, hops, body, (below, above, totals))
+        waiting = [(below, -hops), (above, hops)]
+    if devices % 2 == 0:
+        if last is None:
+            opposite = hop_up(below)
+        else:
+            first = hop_up(lax.slice_in_dim(below, 0, last[0], axis=dim))
+            second = hop_down(lax.slice_in_dim(above, last[0], rows, axis=dim))
+            opposite = lax.concatenate([first, second], dim)
+        totals = multiply(totals, waiting)
+        waiting = [(opposite, devices // 2)]
+    totals = multiply(totals, waiting)
+    return [s.result(total) for s, total in zip(sums, totals, strict=True)]
+
+
+class _Kept:
+    """The gathered operand itself."""
+
+    def __init__(self, x: jax.Array, dim: int, devices: int):
+        self.x, self.dim = x, dim
+        self.shape = tuple(n * devices if d == dim else n for d, n in enumerate(x.shape))
+        self.rows = TILE
+
+    def empty(self) -> jax.Array:
+        return _compat.same_varying(lax.empty(self.shape, self.x.dtype), self.x)[0]
+
+    def add(self, total: jax.Array, blocks: list[tuple[jax.Array, Any]], tile: int) -> jax.Array:
+        del tile
+        for block, start in blocks:
+            total = lax.dynamic_update_slice_in_dim(total, block, start, self.dim)
+        return total
+
+    def result(self, total: jax.Array) -> jax.Array:
+        return total
+
+
+class _Blocks:
+    """One product of a gathered operand, put together block by block."""
+
+    def __init__(self, dot: Dot, x: jax.Array, other: jax.Array, dim: int, devices: int):
+        ranks = (x.ndim, other.ndim) if dot.side == 0 else (other.ndim, x.ndim)
+        self.dot, self.other, self.dim, self.x = dot, other, dim, x
+        self.role, self.at = place_of(dot, dot.side, dim, ranks)
+        whole = tuple(n * devices if d == dim else n for d, n in enumerate(x.shape))
+        pair = (whole, other.shape) if dot.side == 0 else (other.shape, whole)
+        dtype = dot.dtype(x, other) if dot.side == 0 else dot.dtype(other, x)
+        self.shape, self.dtype = dot.shape(*pair), dtype
+        self.kept = accumulator_dtype(dtype) if self.role == "contract" else dtype
+        alike = dot.dimension_numbers[0][dot.side] if self.role == "contract" else _free(dot, dot.side, x.ndim)
+        self.rows = max(1, math.prod(x.shape[d] for d in alike))
+
+    def empty(self) -> jax.Array:
+        made = lax.full(self.shape, 0, self.kept) if self.role == "contract" else lax.empty(self.shape, self.kept)
+        return _compat.same_varying(made, self.x)[0]
+
+    def add(self, total: jax.Array, blocks: list[tuple[jax.Array, Any]], tile: int) -> jax.Array:
+        if len(blocks) > 1 and self.rows < tile and self.role != "batch":
+            return self._together(total, blocks)
+        for block, start in blocks:
+            total = self._one(total, block, start)
+        return total
+
+    def _one(self, total: jax.Array, block: jax.Array, start: Any) -> jax.Array:
+        other = self.other
+        if self.role != "free":
+            other = lax.dynamic_slice_in_dim(other, start, block.shape[self.dim], self.at)
+        if self.role == "contract":
+            return total + self.dot.of(block, other, self.kept)
+        out = self.at
+        if self.role == "batch":
+            out = self.dot.dimension_numbers[1][self.dot.side].index(self.dim)
+        return lax.dynamic_update_slice_in_dim(total, self.dot.of(block, other), start, out)
+
+    def _together(self, total: jax.Array, blocks: list[tuple[jax.Array, Any]]) -> jax.Array:
+        joined = lax.concatenate([b for b, _ in blocks], self.dim)
+        rows = blocks[0][0].shape[self.dim]
+        if self.role == "contract":
+            others = [lax.dynamic_slice_in_dim(self.other, s, rows, self.at) for _, s in blocks]
+            return total + self.dot.of(joined, lax.concatenate(others, self.at), self.kept)
+        product = self.dot.of(joined, self.other)
+        for k, (_, start) in enumerate(blocks):
+            part = lax.slice_in_dim(product, k * rows, (k + 1) * rows, axis=self.at)
+            total = lax.dynamic_update_slice_in_dim(total, part, start, self.at)
+        return total
+
+    def result(self, total: jax.Array) -> jax.Array:
+        return lax.convert_element_type(total, self.dtype)
+
+
+def dot_scatter(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dot: Dot,
+    axis_name: Axes,
+    dim: int,
+    *,
+    wire_dtype: Any = None,
+    tile: int = TILE,
+) -> jax.Array:
+    """A product summed over a mesh axis and scattered along a dim of the result, block by block as it is made.
+
+    Equal to ``lax.psum_scatter(dot(lhs, rhs), axis_name, scatter_dimension=dim, tiled=True)``, summed in float32.
+
+    Args:
+      lhs, rhs: this device's part of the operands.
+      dot: the product (``side`` is not looked at).
+      axis_name: one mesh axis, or several as one, the first major.
+      dim: a free or batch dim of the result.
+      wire_dtype: what products, and on every hop sums, are rounded to, as a reduce-scatter of that dtype rounds them; None:
+        float32 (the result's own dtype if that is wider, or no float).
+      tile: rows that a product should have at least.
+
+    Raises:
+      ValueError: the dim does not divide over the devices.
+    """
+    return dots_scatter(
+        [(lhs, rhs)], [dot], [dim], axis_name, dim, dot.dtype(lhs, rhs), wire_dtype=wire_dtype, tile=tile
+    )
+
+
+def dots_scatter(
+    operands: Sequence[tuple[jax.Array, jax.Array]],
+    dots: Sequence[Dot],
+    dims: Sequence[int],
+    axis_name: Axes,
+    dim: int,
+    dtype: Any,
+    *,
+    finish: Callable[[list[jax.Array]], jax.Array] | None = None,
+    wire_dtype: Any = None,
+    tile: int = TILE,
+) -> jax.Array:
+    """What several products make together, summed over a mesh axis and scattered: :func:`dot_scatter` of a sum of products.
+
+    Args:
+      operands: (lhs, rhs) of every product.
+      dots: how each is made.
+      dims: of every product's result, the dim that is scattered.
+      axis_name: one mesh axis, or several as one, the first major.
+      dim: where that dim is in what `finish` makes.
+      dtype: of the result.
+      finish: blocks of the products → a block of the result: linear in all of them, as a sum of transposes is; None: their sum.
+      wire_dtype, tile: as in :func:`dot_scatter`.
+
+    Raises:
+      ValueError: the dim does not divide over the devices.
+    """
+    finish = finish or (lambda blocks: functools.reduce(lax.add, blocks))
+    flat = iter(_compat.same_varying(*(x for pair in operands for x in pair)))
+    operands = list(zip(flat, flat, strict=True))
+    devices = lax.axis_size(axis_name)
+    shapes = [dot.shape(lhs.shape, rhs.shape) for dot, (lhs, rhs) in zip(dots, operands, strict=True)]
+    sums = accumulator_dtype(dtype)
+    if devices == 1:
+        whole = finish([dot(lhs, rhs, sums) for dot, (lhs, rhs) in zip(dots, operands, strict=True)])
+        return lax.convert_element_type(whole, dtype)
+    for shape, d in zip(shapes, dims, strict=True):
+        if shape[d] % devices:
+            raise ValueError(f"dot_scatter: dim {d} of the result {list(shape)} does not divide over {devices} devices")
+    rows = shapes[0][dims[0]] // devices
+    me = lax.axis_index(axis_name)
+    wire = sums if wire_dtype is None else jnp.dtype(wire_dtype)
+    owners = [block_of(dot, d, (a.ndim, b.ndim)) for dot, d, (a, b) in zip(dots, dims, operands, strict=True)]
+
+    def parts(away: Sequence[Any]) -> list[jax.Array]:
+        """This device's part of the blocks of devices so many places above it, made in one product."""
+        starts = [_modulo(me + a, devices) * rows for a in away]
+        made = []
+        for dot, owner, pair in zip(dots, owners, operands, strict=True):
+            cut = list(pair)
+            for side, d in owner:
+                blocks = [lax.dynamic_slice_in_dim(cut[side], s, rows, d) for s in starts]
+                cut[side] = blocks[0] if len(blocks) == 1 else lax.concatenate(blocks, d)
+            made.append(dot(cut[0], cut[1], sums if wire_dtype is None else wire))
+        block = finish(made)
+        if len(starts) == 1:
+            return [block]
+        return [lax.slice_in_dim(block, k * rows, (k + 1) * rows, axis=dim) for k in range(len(starts))]
+
+    def wide(x: jax.Array) -> jax.Array:
+        return lax.convert_element_type(x, sums)
+
+    def sent(x: jax.Array) -> jax.Array:
+        return lax.convert_element_type(x, wire)
+
+    def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        return wide(x) + wide(y)
+
+    up, down = _neighbours(devices)
+
+    def hop(x: jax.Array, perm: list[tuple[int, int]]) -> jax.Array:
+        return wide(lax.ppermute(sent(x), axis_name, perm))
+
+    hops = full_hops(devices)
+    # Rows that travel up end above this device: its part for the farthest of them comes first, and its own last.
+    order: list[int] = [devices // 2] * (devices % 2 == 0)
+    for s in range(hops, 0, -1):
+        order += [s, -s]
+    order.append(0)
+    alike = min(_rows(dot, owner, pair, rows) for dot, owner, pair in zip(dots, owners, operands, strict=True))
+    small = alike < tile and all(len(owner) == 1 for owner in owners)
+    each = math.ceil(tile / max(alike, 1)) if small else 1
+    ready: dict[int, jax.Array] = {}
+
+    def made(away: Any) -> jax.Array:
+        if hops > UNROLLED:
+            return parts([away])[0]
+        if away not in ready:
+            k = order.index(away) // each * each
+            batch = order[k : k + each]
+            ready.update(zip(batch, parts(batch), strict=True))
+        return ready.pop(away)
+
+    going_up = going_down = None
+    if devices % 2 == 0:
+        opposite = made(devices // 2)
+        last = halves(devices, rows)
+        if last is None:
+            going_up = hop(opposite, up)
+            if hops:
+                going_up, going_down = add(going_up, made(hops)), made(-hops)
+        else:
+            first, second = (
+                hop(lax.slice_in_dim(opposite, 0, last[0], axis=dim), up),
+                hop(lax.slice_in_dim(opposite, last[0], rows, axis=dim), down),
+            )
+            going_up, going_down = (
+                _onto(wide(made(hops)), first, dim, 0),
+                _onto(wide(made(-hops)), second, dim, last[0]),
+            )
+    elif hops:
+        going_up, going_down = made(hops), made(-hops)
+    if going_down is None:
+        assert going_up is not None
+        return lax.convert_element_type(add(going_up, made(0)), dtype)
+
+    def on(away: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return sent(add(hop(carry[0], up), made(away))), sent(add(hop(carry[1], down), made(-away)))
+
+    assert going_up is not None
+    carry = (sent(going_up), sent(going_down))
+    if hops <= UNROLLED:
+        for s in range(hops - 1, 0, -1):
+            carry = on(s, carry)
+    else:
+        carry = lax.fori_loop(0, hops - 1, lambda k, c: on(hops - 1 - k, c), carry)
+    return lax.convert_element_type(add(add(hop(carry[0], up), made(0)), hop(carry[1], down)), dtype)
+
+
+def _rows(dot: Dot, owner: list[tuple[int, int]], pair: tuple[jax.Array, jax.Array], rows: int) -> int:
+    """Rows of the product that makes one block."""
+    side, owned = owner[0]
+    return math.prod(rows if d == owned else pair[side].shape[d] for d in _free(dot, side, pair[side].ndim))
+
+
+def _onto(part: jax.Array, arrived: jax.Array, dim: int, start: int) -> jax.Array:
+    """Add to some rows."""
+    rows = part.shape[dim]
+    stop = start + arrived.shape[dim]
+    pieces = [lax.slice_in_dim(part, 0, start, axis=dim)] * (start > 0)
+    pieces.append(lax.slice_in_dim(part, start, stop, axis=dim) + arrived)
+    pieces += [lax.slice_in_dim(part, stop, rows, axis=dim)] * (stop < rows)
+    return lax.concatenate(pieces, dim)
+
+
+def _free(dot: Dot, side: int, rank: int) -> list[int]:
+    """The dims of an operand that are neither contracted nor batch dims."""
+    contract, batch = dot.dimension_numbers
+    return [d for d in range(rank) if d not in contract[side] and d not in batch[side]]
+
+
+def _modulo(place: Any, devices: int) -> Any:
+    """A place on the ring that was left by less than one round."""
+    return lax.rem(place + devices, devices)
+
+
+def _neighbours(devices: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(source, target) of a hop up and of a hop down."""
+    up = [(i, (i + 1) % devices) for i in range(devices)]
+    return up, [(j, i) for i, j in up]

@@ -1,0 +1,30 @@
+"""The same with XLA's own collectives, before or after the product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype
+
+__all__ = ["dot_scatter", "gather_dots"]
+
+
+def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_name: Axes, dim: int) -> list[jax.Array]:
+    """One all-gather, then the products."""
+    x = lax.all_gather(x, axis_name, axis=dim, tiled=True)
+    return [dot.of(x, other) for dot, other in zip(dots, others, strict=True)]
+
+
+def dot_scatter(
+    lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int, *, wire_dtype: Any = None
+) -> jax.Array:
+    """The product, then one reduce-scatter."""
+    dtype = dot.dtype(lhs, rhs)
+    whole = dot(lhs, rhs, accumulator_dtype(dtype))
+    if wire_dtype is not None:
+        whole = lax.convert_element_type(whole, wire_dtype)
+    out = lax.psum_scatter(whole, axis_name, scatter_dimension=dim, tiled=True)
+    return lax.convert_element_type(out, dtype)

@@ -1,0 +1,192 @@
+"""Products fused with gathers and scatters, on 8 virtual devices, against NumPy in float64; odd rings, sizes, and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from meshpar_kernels import all_gather_matmul, matmul_reduce_scatter
+from meshpar_kernels.collective_matmul import Dot, dot_scatter, gather_dots, gather_hops
+
+RNG = np.random.default_rng(0)
+CASES = [("ring", d, t) for d in (1, 2, 3, 4, 8) for t in (1, 256)] + [("xla", 8, 1), ("reference", 3, 1)]
+EACH = [("ring", 3), ("ring", 8), ("xla", 8), ("reference", 8)]
+
+
+def draw(*shape):
+    return RNG.normal(size=shape).astype("f")
+
+
+def mesh_of(*sizes):
+    names = ("a", "b")[: len(sizes)]
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return jax.sharding.Mesh(devices, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def close(found, wanted, tolerance=1e-5):
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=tolerance, atol=tolerance * 10)
+
+
+def on(mesh, f, specs, out, check=True):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check))
+
+
+@pytest.mark.parametrize(("implementation", "devices", "tile"), CASES)
+def test_all_gather_matmul(implementation, devices, tile):
+    x, w = draw(devices * 3, 5), draw(5, devices * 2)
+    f = functools.partial(all_gather_matmul, axis_name="a", implementation=implementation, tile=tile)
+    found = on(mesh_of(devices), f, (P("a", None), P(None, "a")), P(None, "a"))(x, w)
+    close(found, x.astype(float) @ w.astype(float))
+
+
+@pytest.mark.parametrize(("implementation", "devices", "tile"), [*CASES, ("ring", 5, 4)])
+def test_matmul_reduce_scatter(implementation, devices, tile):
+    x, w = draw(devices * 3, devices * 4), draw(devices * 4, 7)
+    f = functools.partial(matmul_reduce_scatter, axis_name="a", implementation=implementation, tile=tile)
+    found = on(mesh_of(devices), f, (P(None, "a"), P("a", None)), P("a", None))(x, w)
+    close(found, x.astype(float) @ w.astype(float))
+
+
+def test_several_axes_are_one_ring_the_first_major():
+    x, w, both = draw(16, 8), draw(8, 16), ("a", "b")
+    f = functools.partial(all_gather_matmul, axis_name=both, implementation="ring")
+    found = on(mesh_of(4, 2), f, (P(both, None), P(None, both)), P(None, both))(x, w)
+    close(found, x.astype(float) @ w.astype(float))
+    f = functools.partial(matmul_reduce_scatter, axis_name=both, implementation="ring")
+    found = on(mesh_of(4, 2), f, (P(None, both), P(both, None)), P(both, None))(w.T, x.T)
+    close(found, w.T.astype(float) @ x.T.astype(float))
+
+
+@pytest.mark.parametrize(("implementation", "devices"), EACH)
+def test_gradients_are_those_of_the_whole_product(implementation, devices):
+    x, w, weight = draw(devices * 2, devices), draw(devices, devices * 2), draw(devices * 2, devices * 2)
+    mesh = mesh_of(devices)
+    gather = on(mesh, functools.partial(all_gather_matmul, axis_name="a", implementation=implementation),
+                (P("a", None), P(None, "a")), P(None, "a"))  # fmt: skip
+    scatter = on(mesh, functools.partial(matmul_reduce_scatter, axis_name="a", implementation=implementation),
+                 (P(None, "a"), P("a", None)), P("a", None))  # fmt: skip
+    for f in (gather, scatter):
+        dx, dw = jax.grad(lambda x, w, f=f: (f(x, w) * weight).sum(), (0, 1))(x, w)
+        close(dx, weight.astype(float) @ w.T.astype(float))
+        close(dw, x.T.astype(float) @ weight.astype(float))
+
+
+def test_the_gradient_of_a_weight_that_all_devices_share_is_summed():
+    x, w, weight = draw(8, 5), draw(5, 3), draw(8, 3)
+    gather = on(mesh_of(4), lambda x, w: all_gather_matmul(x, w, "a", implementation="ring")[None],
+                (P("a", None), P(None, None)), P("a"))  # fmt: skip
+    dw = jax.grad(lambda w: (gather(x, w) * weight).sum())(w)
+    close(dw, 4 * x.T.astype(float) @ weight.astype(float))
+
+
+def test_sums_in_bfloat16_are_made_in_float32_and_travel_as_asked():
+    x, w = (draw(8, 64).astype(jnp.bfloat16), draw(64, 8).astype(jnp.bfloat16))
+    exact = x.astype(float) @ w.astype(float)
+    error = {}
+    for wire in (None, jnp.bfloat16):
+        f = functools.partial(matmul_reduce_scatter, axis_name="a", implementation="ring", wire_dtype=wire)
+        f = on(mesh_of(8), f, (P(None, "a"), P("a", None)), P("a", None))
+        found = f(x, w)
+        assert found.dtype == jnp.bfloat16
+        sent = [line for line in f.lower(x, w).as_text().splitlines() if "collective_permute" in line]
+        assert all(("xf32>" if wire is None else "xbf16>") in line for line in sent)
+        assert len(sent) == sum(h.count for h in gather_hops(8, 1))
+        error[wire] = np.abs(np.asarray(found, float) - exact).max()
+    assert error[None] <= np.abs(exact).max() * 2**-8
+    assert error[None] <= error[jnp.bfloat16]
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_general_products_that_share_one_ring(devices):
+    """The gathered operand on the right, in the middle; its gathered dim free, contracted and a batch dim."""
+    x = draw(2, devices * 3, 4)
+    free, middle, batch = draw(5, 4), draw(devices * 3, 2, 6), draw(devices * 3, 5, 4)
+    dots = [
+        Dot((((1,), (2,)), ((), ())), side=1),
+        Dot((((1, 0), (0, 1)), ((), ())), side=0),
+        Dot((((2,), (2,)), ((1,), (0,))), side=0),
+    ]
+    wanted = [
+        np.einsum("ok,bsk->obs", free.astype(float), x.astype(float)),
+        np.einsum("bsk,sbh->kh", x.astype(float), middle.astype(float)),
+        np.einsum("bsk,sok->sbo", x.astype(float), batch.astype(float)),
+    ]
+    whole = P(None, None, None)
+    f = on(mesh_of(devices), lambda x, *o: gather_dots(x, o, dots, "a", 1),
+           (P(None, "a"), P(None, None), whole, whole), [P()] * 3, check=False)  # fmt: skip
+    for found, want in zip(f(x, free, middle, batch), wanted, strict=True):
+        close(found, want)
+    sent = [line for line in f.lower(x, free, middle, batch).as_text().splitlines() if "collective_permute" in line]
+    assert len(sent) == sum(h.count for h in gather_hops(devices, 3))
+
+
+@pytest.mark.parametrize(("dim", "devices"), [(0, 8), (1, 5), (2, 2), (2, 8)])
+def test_any_dim_of_a_general_product_is_scattered(devices, dim):
+    n = devices * 2
+    lhs, rhs = draw(n, devices * 2, n), draw(devices * 2, n, n)  # [batch, k, i] · [k, batch, j]
+    dot = Dot((((1,), (0,)), ((0,), (1,))))
+    out = P(*[("a" if d == dim else None) for d in range(3)])
+    f = on(mesh_of(devices), lambda x, w: dot_scatter(x, w, dot, "a", dim), (P(None, "a"), P("a")), out)
+    close(f(lhs, rhs), np.einsum("bki,kbj->bij", lhs.astype(float), rhs.astype(float)))
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+def test_long_rings_are_loops(devices, monkeypatch):
+    monkeypatch.setattr("meshpar_kernels.collective_matmul.ring.UNROLLED", 0)
+    x, w = draw(devices * 3, devices * 2), draw(devices * 2, devices * 2)
+    gather = on(mesh_of(devices), functools.partial(all_gather_matmul, axis_name="a", implementation="ring"),
+                (P("a", None), P(None, "a")), P(None, "a"))  # fmt: skip
+    scatter = on(mesh_of(devices), functools.partial(matmul_reduce_scatter, axis_name="a", implementation="ring"),
+                 (P(None, "a"), P("a", None)), P("a", None))  # fmt: skip
+    for f in (gather, scatter):
+        close(f(x, w), x.astype(float) @ w.astype(float))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 8, 16, 255])
+@pytest.mark.parametrize("rows", [1, 2, 3, 64])
+def test_a_ring_sends_what_an_all_gather_sends(devices, rows):
+    hops = gather_hops(devices, rows)
+    assert sum(h.rows * h.count for h in hops) == (devices - 1) * rows
+
+
+def test_what_does_not_fit_is_refused():
+    x, w = draw(8, 4), draw(4, 8)
+    with pytest.raises(ValueError, match=r"x must be \[rows, K\] and w \[K, columns\], got \[8, 4\] and \[8, 4\]"):
+        all_gather_matmul(x, x, "a")
+    with pytest.raises(ValueError, match=r"no mesh axis 'a' is bound here.*\n.*jax.shard_map\(lambda x, w"):
+        all_gather_matmul(jnp.asarray(x), jnp.asarray(w), "a")
+    with pytest.raises(ValueError, match="axis_name has no axis"):
+        matmul_reduce_scatter(x, w, ())
+    with pytest.raises(ValueError, match="tile=0 must be at least 1"):
+        all_gather_matmul(x, w, "a", tile=0)
+    split = on(mesh_of(4), functools.partial(matmul_reduce_scatter, axis_name="a"), (P(), P()), P("a"))
+    with pytest.raises(ValueError, match=r"the 6 rows of x\[6, 4\] do not divide over 4 devices"):
+        split(draw(6, 4), w)
+    unknown = on(
+        mesh_of(4), functools.partial(all_gather_matmul, axis_name="a", implementation="nccl"), (P(), P()), P()
+    )
+    with pytest.raises(ValueError, match="no implementation 'nccl'; there are None, 'pallas', 'ring', 'xla'"):
+        unknown(x, w)
+    sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh_of(4), P("a")))
+    with pytest.raises(ValueError, match=r"x\[8, 4\] is sharded over 'a'"):
+        all_gather_matmul(sharded, w, "a")
+    odd = on(mesh_of(4), lambda x, w: dot_scatter(x, w, Dot((((1,), (0,)), ((), ()))), "a", 0), (P(), P()), P("a"))
+    with pytest.raises(ValueError, match=r"dim 0 of the result \[6, 8\] does not divide over 4 devices"):
+        odd(draw(6, 4), w)
+
+
+def test_an_axis_of_one_sends_nothing():
+    f = on(mesh_of(1), functools.partial(all_gather_matmul, axis_name="a"), (P("a"), P()), P("a"))
+    assert "collective_permute" not in f.lower(draw(4, 4), draw(4, 4)).as_text()
+
+
+def test_the_general_form_is_differentiable_by_itself():
+    x, w = draw(8, 4), draw(4, 6)
+    dot = Dot((((1,), (0,)), ((), ())))
+    f = on(mesh_of(4), lambda x, w: gather_dots(x, [w], [dot], "a", 0)[0], (P("a", None), P()), P(), check=False)
+    dx = jax.grad(lambda x: f(x, w).sum())(x)
+    close(dx, np.ones((8, 6)) @ w.T.astype(float))

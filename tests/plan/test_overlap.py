@@ -1,0 +1,146 @@
+"""Which gathers and scatters a plan finds beside products, what it decides for them, and what it lists instead."""
+
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+
+SEQUENCE = "batch: data; heads, mlp, vocab: model; seq: model"
+MLP = "batch: data; mlp: model; seq: model"
+MLP_DIMS = {"x": "batch seq embed", "up": "embed mlp", "down": "mlp embed"}
+SLICE = {"mesh": "data=16, model=16", "topology": "v5e:16x16"}
+
+
+def weight(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.fixture(scope="module")
+def model():
+    spec = importlib.util.spec_from_file_location("model_of_test_schemes", Path(__file__).parent / "test_schemes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def mlp(x, up, down):
+    return jax.nn.relu((x - x.mean(-1, keepdims=True)) @ up) @ down
+
+
+def mlp_plan(overlap, width=14336, batch=64, seq=2048, embed=4096, layout=MLP, **where):
+    args = weight(batch, seq, embed), weight(embed, width), weight(width, embed)
+    return mp.plan(mlp, *args, layout=layout, dims=MLP_DIMS, overlap=overlap, **{**SLICE, **where})
+
+
+def found(plan):
+    return [(o.kind, o.choice, o.axes, o.products) for o in plan.overlaps]
+
+
+def test_a_gather_before_products_and_a_scatter_after_them_are_found():
+    plan = mlp_plan("ring")
+    assert found(plan) == [("gather", "ring", ("model",), 1), ("scatter", "ring", ("model",), 1)]
+    assert all(o.reason == "as asked for" for o in plan.overlaps)
+    assert {c.op for c in plan.collectives} == {"collective-permute"}
+    whole = 64 // 16 * 2048 * 4096 * 2
+    assert plan.bytes_sent == pytest.approx(2 * whole * 15 / 16)
+    # 7 hops each way of a block of 128 rows, and one each way of half of it, both for the gather and for the scatter
+    assert Counter((c.bytes, c.count) for c in plan.collectives) == {(whole / 16, 14): 2, (whole / 32, 2): 2}
+
+
+@pytest.mark.parametrize("mode", ["off", "xla"])
+def test_off_and_xla_list_what_was_listed_before(mode):
+    plan = mlp_plan(mode)
+    assert [c.op for c in plan.collectives] == ["all-gather", "reduce-scatter"]
+    assert found(plan) == ([] if mode == "off" else [
+        ("gather", "xla", ("model",), 1), ("scatter", "xla", ("model",), 1)])  # fmt: skip
+    assert not plan.rings.gathers
+    assert not plan.rings.scatters
+
+
+def test_cost_decides_where_the_chip_is_known():
+    plan = mlp_plan("auto")
+    assert [o.choice for o in plan.overlaps] == ["ring", "ring"]
+    for o in plan.overlaps:
+        assert o.exposed["ring"] < o.exposed["xla"]
+        assert o.gain == pytest.approx(o.exposed["xla"] - o.exposed["ring"])
+        assert "hidden" in o.reason
+    native = mlp_plan("xla")
+    assert plan.seconds == pytest.approx(native.seconds - sum(o.gain for o in plan.overlaps))
+    # the gather alone takes V·15/16 over both directions of the ring
+    whole = 64 // 16 * 2048 * 4096 * 2
+    assert native.overlaps[0].exposed["xla"] == pytest.approx(whole * 15 / 16 / (2 * 4.5e10 * 0.8))
+
+
+def test_products_too_short_to_hide_a_hop_are_left_to_xla():
+    plan = mlp_plan("auto", width=256, batch=16, seq=256, embed=256)
+    assert {o.choice for o in plan.overlaps} == {"xla"}
+    assert {c.op for c in plan.collectives} == {"all-gather", "reduce-scatter"}
+    assert all("too short" in o.reason for o in plan.overlaps)
+
+
+def test_without_a_chip_auto_is_xla_and_says_so():
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    plan = mlp_plan("auto", mesh=mesh, topology=None)
+    assert {(o.choice, o.reason, o.gain) for o in plan.overlaps} == {("xla", "the chip is not known", None)}
+
+
+def test_a_line_of_the_torus_costs_twice_and_is_said():
+    ring, line = mlp_plan("ring"), mlp_plan("ring", mesh="data=8, model=8", topology="v5e:8x8", batch=32)
+    assert "no ring of the torus" not in ring.overlaps[0].reason
+    assert "`model` is no ring of the torus" in line.overlaps[0].reason
+    hop = line.collectives[0]
+    assert 2 * hop.seconds == pytest.approx(hop.bytes * 2 / (4.5e10 * 0.8))
+
+
+def test_what_waits_for_nothing_is_left_to_the_compiler():
+    plan = mlp_plan("auto", layout="batch: data; embed: data")
+    assert [(o.kind, o.choice) for o in plan.overlaps] == [("gather", "xla"), ("gather", "xla")]
+    assert all("waits for nothing" in o.reason and o.gain == 0 for o in plan.overlaps)
+
+
+def test_an_axis_over_two_torus_dimensions_is_gathered_over_the_minor_one_and_sent_around_the_major_one():
+    plan = mlp_plan("ring", mesh="data=256", layout="batch: data; embed: data", batch=256)
+    first = [c for c in plan.collectives if c.shape == (4096, 14336)]
+    assert [(c.op, c.form) for c in first] == [("all-gather", "native")] + [("collective-permute", "ring")] * 2
+    assert sum(c.total_bytes for c in first) == pytest.approx(4096 * 14336 * 2 * 255 / 256)
+
+
+def test_products_that_share_a_gather_share_its_ring_and_others_find_it_kept(model):
+    plan = mp.plan(model.train_step, model.STATE, model.TOKENS, mesh=model.MESH, layout=SEQUENCE, dims=model.DIMS,
+                   overlap="ring")  # fmt: skip
+    inner = Counter((o.kind, o.products) for o in plan.overlaps if o.count == model.LAYERS)
+    assert inner["gather", 3] == 2  # q, k, v, forward; and of what comes back through them, for their weights
+    assert inner["scatter", 3] == 1  # the three cotangents of what q, k and v read, added up
+    assert any(ring.keep for ring in plan.rings.gathers.values())
+    assert plan.bytes_sent == pytest.approx(
+        plan.replan(overlap="off").bytes_sent
+    )  # a ring sends what the collective would
+
+
+def test_modes_that_do_not_exist_are_refused():
+    with pytest.raises(mp.UnsupportedError, match="there is no overlap 'rings'"):
+        mlp_plan("rings")
+    with pytest.raises(mp.UnsupportedError, match="no fused kernel"):
+        mlp_plan("pallas")
+    mesh = mp.mesh("data=4, model=2")
+    with pytest.raises(mp.UnsupportedError, match='belongs to lowering="shard_map"'):
+        mp.jit(mlp, mesh=mesh, layout=MLP, overlap="ring")
+    with pytest.raises(mp.UnsupportedError, match="there is no overlap 'fast'"):
+        mp.jit(mlp, mesh=mesh, layout=MLP, lowering="shard_map", overlap="fast")
+
+
+def test_reports_show_the_decisions(tmp_path):
+    plan = mlp_plan("auto")
+    assert "2 of 2 gathers and scatters beside products run on rings (overlap=auto), which saves" in str(plan)
+    facts = json.loads(plan.to_json())["overlap"]
+    assert [(f["kind"], f["choice"]) for f in facts] == [("gather", "ring"), ("scatter", "ring")]
+    assert all(f["gain"] > 0 and "test_overlap.py" in f["source"] for f in facts)
+    plan.save(tmp_path / "plan.html")
+    assert "Products beside collectives" in (tmp_path / "plan.html").read_text(encoding="utf8")
+    assert "beside products" not in str(mlp_plan("off"))
