@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from kernel_mutants import caught, without, without_word
 
 from meshpar_kernels import _compat
-from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu
+from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu, tpu_gather, tpu_scatter
 
 P = PartitionSpec
 K, N = 128, 256
@@ -164,11 +164,11 @@ def test_orders_of_visits(devices, tiles):
     """Each row tile once, own first when gathering and last when scattering; what comes was sent by the device before."""
     every = jnp.arange(devices * tiles)
     for rank in range(devices):
-        gather = tpu._Gathering(devices, tiles)
+        gather = tpu_gather.Gathering(devices, tiles)
         rows = [int(gather.row(v, jnp.int32(rank))) for v in every]
         assert sorted(rows) == list(range(devices * tiles))
         assert rows[:tiles] == [rank * tiles + i for i in range(tiles)]
-        scatter = tpu._Scattering(devices, tiles)
+        scatter = tpu_scatter.Scattering(devices, tiles)
         rows = [int(scatter.row(v, jnp.int32(rank))) for v in every]
         assert sorted(rows) == list(range(devices * tiles))
         assert rows[-tiles:] == [rank * tiles + i for i in range(tiles)]
