@@ -119,7 +119,10 @@ def _needed(value: Value | None, frame: Frame, first: int, position: dict[int, i
         if v is None or v.op is None:
             continue
         if id(v.op) not in position:
-            if not _outside(v.op.frame, frame):
+            around = _around(v.op, frame)  # a call whose body makes it
+            if around is None and not _outside(v.op.frame, frame):
+                return None
+            if around is not None and position[id(around)] >= first:
                 return None
             continue
         if position[id(v.op)] < first or any(o is v.op for o in found):
@@ -129,6 +132,15 @@ def _needed(value: Value | None, frame: Frame, first: int, position: dict[int, i
         found.append(v.op)
         todo += v.op.ins
     return found
+
+
+def _around(op: Op, frame: Frame) -> Op | None:
+    """The op of a frame that an op stands inside of."""
+    while op.frame is not frame:
+        if op.frame.parent is None:
+            return None
+        op = op.frame.parent
+    return op
 
 
 def _outside(frame: Frame, inner: Frame) -> bool:

@@ -192,7 +192,8 @@ class _Timeline:
         return max(runs, key=lambda e: e.schedule, default=out)
 
 
-_CHAIN = "AsyncCollective"
+_CHAIN = "chain_id="
+"""What XLA writes on the parts of one collective that several fusions share."""
 
 
 def _begun(i: Instruction, scope: Scope, under_way: set[str]) -> str:

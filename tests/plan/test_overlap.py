@@ -30,7 +30,7 @@ def model():
 
 
 def mlp(x, up, down):
-    return jax.nn.relu(x @ up) @ down
+    return jax.nn.relu((x - x.mean(-1, keepdims=True)) @ up) @ down
 
 
 def mlp_plan(overlap, width=14336, batch=64, seq=2048, embed=4096, layout=MLP, **where):

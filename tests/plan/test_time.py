@@ -142,10 +142,12 @@ def test_devices_that_do_the_same_work_do_not_make_the_model_larger():
 
 def test_weights_hide_behind_the_kernels_of_their_loop_and_activations_do_not():
     long = array(2**17, EMBED)
-    fsdp = plan(step, PARAMS, long, layout=FSDP, dims=DIMS, mesh="data=16").time
+    made = plan(step, PARAMS, long, layout=FSDP, dims=DIMS, mesh="data=16")
+    fsdp = made.time
     roofline = sum(o.seconds * o.count for o in fsdp.ops)
-    assert fsdp.communication > 0
-    assert fsdp.seconds == pytest.approx(roofline, rel=0.02)
+    waits = sum(c.seconds * c.count for c in made.collectives if c.op == "reduce-scatter")  # synchronous in TPU programs
+    assert fsdp.communication > 2 * waits > 0
+    assert fsdp.seconds == pytest.approx(roofline + waits, rel=0.02)
     megatron = plan(step, PARAMS, long, layout="mlp: model", dims=DIMS, mesh="model=16").time
     roofline = sum(o.seconds * o.count for o in megatron.ops)
     assert megatron.seconds == pytest.approx(roofline + megatron.communication)

@@ -121,15 +121,14 @@ def test_loops_multiply():
 ASYNC = """
 %gather_start (x: f32[1024,1024]) -> (f32[1024,1024], f32[4096,1024]) {
   %x = f32[1024,1024] parameter(0)
-  %g = f32[4096,1024] all-gather(%x), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, use_global_device_ids=true
+  %g = f32[4096,1024] all-gather(%x), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, use_global_device_ids=true, frontend_attributes={chain_id="7"}
   %c = u32[] custom-call(), custom_call_target="AsyncCollectiveStart"
   ROOT %t = (f32[1024,1024], f32[4096,1024]) tuple(%x, %g)
 }
 
 %beside (x: f32[1024,1024]) -> f32[1024,1024] {
   %x = f32[1024,1024] parameter(0)
-  %g = f32[4096,1024] all-gather(%x), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, use_global_device_ids=true
-  %c = u32[] custom-call(), custom_call_target="AsyncCollectiveStep"
+  %g = f32[4096,1024] all-gather(%x), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, use_global_device_ids=true, frontend_attributes={chain_id="7"}
   ROOT %p = f32[1024,1024] convolution(%x, %x), dim_labels=bf_io->bf
 }
 

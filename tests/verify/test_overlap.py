@@ -41,6 +41,7 @@ def test_the_compiled_program_sends_what_the_plan_lists(layout):
     assert all(size <= 2 * 8 * 16 * 4 and found[op, size] for op, size in merged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["+ sequence parallel", "fsdp"])
 def test_scanned_and_recomputed_layers_give_the_unsharded_state(scheme):
     model = load("test_schemes_numbers.py")
