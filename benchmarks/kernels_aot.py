@@ -14,7 +14,9 @@ and for a multinomial load. `ragged_dot` gives the same facts for XLA's own op. 
 `matrix unit` is the cycles that the unit needs for the products of the large inner loop over the
 instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured:
 above 100 % either the unit is the limit or the assumption is too high. `permute` and `combine` are
-their kernel given the row indices, without what computes these from a plan.
+their kernel given the row indices, without what computes these from a plan. Attention is over 8
+devices; `sends` says whether what travels does so while attention is computed (`hidden`): whether
+every start of a permute in a loop stands before the attention and its end after it.
 
 Kernels that talk to other devices are compiled for 8 of them. With `--bundles` their `order` is what the schedule does one
 after the other: `send` starts remote copies, `matmul` is products, `wait` waits for copies (local ones too).
@@ -44,7 +46,7 @@ ENVIRONMENT = {
 
 def cases() -> list[tuple[str, str]]:
     """(kernel, shape) of every row of the table."""
-    from meshpar_kernels.shapes import FUSED, MATMULS
+    from meshpar_kernels.shapes import ATTENTION, FUSED, MATMULS
 
     matmul = ["forward", "d lhs", "d rhs"]
     peer = ["ragged_dot", "ragged_dot d lhs", "ragged_dot d rhs"]
@@ -54,7 +56,9 @@ def cases() -> list[tuple[str, str]]:
     models = ["mixtral-8x7b", "deepseek-v3"]
     rows += [(kernel, m) for m in models for kernel in ("route", "permute", "combine")]
     rows += [("all_gather_matmul" if s.gathers else "matmul_reduce_scatter", name) for name, s in FUSED.items()]
-    return rows + [(kernel, "16MiB") for kernel in ("all_gather", "reduce_scatter")] + [("all_reduce_small", "1MiB")]
+    rows += [(kernel, "16MiB") for kernel in ("all_gather", "reduce_scatter")] + [("all_reduce_small", "1MiB")]
+    strategies = ["ring", "ulysses", "gathered"]
+    return rows + [(f"{s}{way}", shape) for shape in ATTENTION for s in strategies for way in ("", " backward")]
 
 
 def build(kernel: str, shape: str):
@@ -205,6 +209,10 @@ def compile_one(kernel: str, shape: str, chip: str) -> dict:
     import jax
     from jax.experimental import topologies
 
+    from meshpar_kernels.shapes import ATTENTION
+
+    if shape in ATTENTION:
+        return compile_attention(kernel, shape, chip)
     if kernel in shared_kernels():
         return compile_shared(kernel, shape, chip)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
@@ -218,6 +226,65 @@ def compile_one(kernel: str, shape: str, chip: str) -> dict:
         "temp": compiled.memory_analysis().temp_size_in_bytes,
         "flops": counted / flops if counted and flops else None,
     }
+
+
+def compile_attention(kernel: str, shape: str, chip: str) -> dict:
+    """Compile causal attention, or its gradient ("… backward", with what the forward pass saves), over 8 devices."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import PartitionSpec as P
+
+    from meshpar_kernels import ring_attention
+    from meshpar_kernels.shapes import ATTENTION
+
+    s = ATTENTION[shape]
+    strategy, _, way = kernel.partition(" ")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=EIGHT[chip])
+    devices = np.array(topology.devices)
+    mesh = jax.sharding.Mesh(devices, ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = P(None, "ring")
+
+    def local(q, k, v):
+        return ring_attention(q, k, v, "ring", causal=True, strategy=strategy)
+
+    attention = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
+
+    def backward(q, k, v, grad):
+        return jax.vjp(attention, q, k, v)[1](grad)
+
+    def struct(heads: int) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, split)
+        return jax.ShapeDtypeStruct((1, s.tokens, heads, s.head_dim), jnp.bfloat16, sharding=sharding)
+
+    arguments = [struct(s.heads), struct(s.kv_heads), struct(s.kv_heads), *([struct(s.heads)] if way else [])]
+    lowered = jax.jit(backward if way else attention).trace(*arguments).lower(lowering_platforms=("tpu",))
+    compiled = lowered.compile()
+    text = compiled.as_text()
+    ops = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute", "all-reduce")
+    return {
+        "temp": compiled.memory_analysis().temp_size_in_bytes,
+        "flops": None,
+        "ops": [op for op in ops if re.search(rf"= \S.* {op}(-start)?\(", text)],
+        "hidden": hidden_permutes(text),
+    }
+
+
+def hidden_permutes(text: str) -> list[bool]:
+    """For every computation of a scheduled program with permutes and attention: does attention run while they do?
+
+    Attention is a conditional (a block that may be masked whole) or a loop.
+    """
+    found = []
+    for body in re.split(r"\n}\n", text):
+        lines = body.splitlines()
+        starts = [i for i, line in enumerate(lines) if " collective-permute-start(" in line]
+        ends = [i for i, line in enumerate(lines) if " collective-permute-done(" in line]
+        work = [i for i, line in enumerate(lines) if re.search(r" (conditional|while)\(", line)]
+        if starts and ends and work:
+            found.append(any(max(starts[:1]) < i < max(ends) for i in work))
+    return found
 
 
 def matrix_unit_share(folder: Path, chip: str) -> list[dict]:
@@ -336,6 +403,10 @@ def main() -> None:
             flops = "" if facts["flops"] is None else f"{facts['flops']:.2f}"
             rows = executed(shape) if shape in MATMULS and "ragged" not in kernel else ""
             line += f"{facts['temp'] / 1024:>10.0f}{flops:>7}{rows:>14}"
+            if facts.get("ops"):
+                line += f"   {', '.join(facts['ops'])}" + (
+                    "; hidden" if all(facts["hidden"]) and facts["hidden"] else ""
+                )
             for loop in facts.get("loops", []):
                 share = "?" if loop["share"] is None else f"{loop['share']:.0%}"
                 line += f"   {share} ({loop['products']} products, {loop['bundles']} bundles)"

@@ -39,6 +39,7 @@ LAYOUTS = {
 }
 
 DIMS = {"batch/*": "batch seq"}
+CONTEXT_PARALLEL = ("ring", "ulysses", "gathered")
 
 Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
 """(train step, its arguments as ``jax.ShapeDtypeStruct``, the dims of its batch)."""
@@ -223,13 +224,17 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, implementation: str = "s
     """Causal attention of `q` [batch, seq, heads, head_dim] over `k`, `v` [batch, seq, kv_heads, head_dim], as `q`.
 
     ``"splash"``: the Pallas kernel for TPUs; head_dim and seq are multiples of 128. ``"xla"``: anywhere; it holds scores
-    [batch, heads, seq, seq].
+    [batch, heads, seq, seq]. ``"ring"``, ``"ulysses"``, ``"gathered"``: anywhere, and seq may be split over devices.
     """
     if implementation == "splash":
         return splash(q, k, v)
     if implementation == "xla":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    raise ValueError(f"there is no attention {implementation!r}; there are 'splash' and 'xla'")
+    if implementation in CONTEXT_PARALLEL:
+        return mp.attention(q, k, v, causal=True, strategy=implementation)
+    raise ValueError(
+        f"there is no attention {implementation!r}; there are {', '.join(('splash', 'xla', *CONTEXT_PARALLEL))}"
+    )
 
 
 @mp.kernel_rule(

@@ -425,3 +425,24 @@ def compile_parts(module: bytes, devices: Any, facts: dict[str, Any], options: d
         )  # fmt: skip
         run = client.compile if is_compile_only(array[0]) else client.compile_and_load
         return run(parsed, executable_devices=xla_client.DeviceList(tuple(array)), compile_options=made)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, those inside others too."""
+    for eqn in closed_parts(jaxpr)[0].eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(inner, "eqns") or isinstance(inner, ClosedJaxpr):
+                    yield from equations(inner)
+
+
+def parts_by_result(jaxpr: Any) -> list[tuple[Any, list[int]]]:
+    """Of every result of a jaxpr, (what computes it alone, the numbers of the inputs that this reads)."""
+    from jax._src.interpreters.partial_eval import dce_jaxpr
+
+    found = []
+    for k in range(len(jaxpr.outvars)):
+        part, used = dce_jaxpr(jaxpr, [i == k for i in range(len(jaxpr.outvars))])
+        found.append((part, [i for i, u in enumerate(used) if u]))
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["FUSED", "MATMULS", "MODELS", "FusedShape", "MatmulShape", "MoeShape"]
+__all__ = ["ATTENTION", "FUSED", "MATMULS", "MODELS", "AttentionShape", "FusedShape", "MatmulShape", "MoeShape"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,21 @@ MATMULS = {
     # what one of 8 devices holds: 32 of the 256 experts, and 8192 rows for them
     "deepseek-v3-up": MatmulShape(m=8192, k=7168, n=2048, groups=32),
     "deepseek-v3-down": MatmulShape(m=8192, k=2048, n=7168, groups=32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """Attention of one layer over one sequence, in all of the devices together."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+ATTENTION = {
+    "llama3-8b-128k": AttentionShape(tokens=128 * 1024, heads=32, kv_heads=8, head_dim=128),
 }
 
 

@@ -3,7 +3,7 @@
 Arguments are there from the beginning; donated ones give way to the results that take their place. A kernel's results are
 live from it to their last reader; a kernel may write over an operand that ends with it if both are as large. A loop holds
 what it reads, carries and stacks, and once what its body needs. What a kernel computes on the way to its result is not in
-memory: :mod:`meshpar.plan.fusion` has the rule.
+memory: :mod:`meshpar.plan.fusion` has the rule. Only opaque kernels may say what they hold inside (``works=``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._compat import pass_of
 from ..program.graph import Value
+from .flops import local_work
 from .fusion import FUSED, Item, Node, Region
 from .kernels import kernels_of
 
@@ -127,12 +128,22 @@ class _Live:
                         free.remove(over)
                         self.drop(over)
                     self.add(out)
+                held = self.inside(node)
+                if held is not None:
+                    self.add(held)
                 self.sample(node)
+                if held is not None:
+                    self.drop(held)
             for item in ends:
                 self.drop(item)
             for out in node.writes:
                 if out.last <= index and id(out) not in kept:
                     self.drop(out)
+
+    def inside(self, node: Node) -> Item | None:
+        """What an opaque kernel says that it holds while it runs, under the name of its first result."""
+        work = None if node.op is None else local_work(node.op, self.plan)
+        return None if work is None or not node.outs else Item(work.memory, node.outs[0].value, node)
 
     def loop(self, node: Node, ends: list[Item], kept: set[int]) -> None:
         """A loop or branch: its results from its start on (but stacks that nobody reads), and in turn what its bodies need."""

@@ -73,6 +73,27 @@ def test_routing_has_no_large_temporary(model, chip):
     assert copy["temp"] == add["temp"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_ring_attention_hides_its_sends_and_holds_no_scores(chip):
+    """128K tokens over 8 devices: what travels does so around the attention, and memory is near what the costs say."""
+    import jax
+    import jax.numpy as jnp
+
+    from meshpar_kernels import attention_costs
+    from meshpar_kernels.shapes import ATTENTION
+
+    s = ATTENTION["llama3-8b-128k"]
+    each = s.tokens // 8
+    q, k = (jax.ShapeDtypeStruct((1, each, n, s.head_dim), jnp.bfloat16) for n in (s.heads, s.kv_heads))
+    most = attention_costs(q, k, k, 8, causal=True).of["ring"].memory
+    for facts in compiled(chip, "llama3-8b-128k", "ring", "ring backward"):
+        assert facts["ops"] == ["collective-permute"]
+        assert facts["hidden"]
+        assert all(facts["hidden"])
+        assert facts["temp"] < 1.6 * most < each * each * s.heads * 4 / 8
+
+
 def scheduled(chip: str, shape: str, kernel: str) -> tuple[dict, list[str]]:
     """Facts of a kernel, and what its scheduled bundles do one after the other."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
