@@ -49,8 +49,14 @@ def narrow(monkeypatch, rows):
     monkeypatch.setattr(tpu, "pick_tile", lambda *args: tpu.Tile(rows, 128))
 
 
-# devices, rows of a block, rows of a tile: a pair, an odd ring, opposite halves, three tiles (an uneven cut), many hops
-CASES = [(2, 16, 8), (3, 8, 8), (4, 24, 8), pytest.param(6, 16, 16, marks=slow), pytest.param(8, 32, 16, marks=slow)]
+# devices, rows of a block, rows of a tile: a pair, opposite halves in three tiles (an uneven cut), an odd ring, many hops
+CASES = [
+    (2, 16, 8),
+    (4, 24, 8),
+    pytest.param(3, 8, 8, marks=slow),
+    pytest.param(6, 16, 16, marks=slow),
+    pytest.param(8, 32, 16, marks=slow),
+]
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
@@ -75,6 +81,7 @@ def test_scatter(devices, rows, height, mode, monkeypatch):
     np.testing.assert_allclose(got, scattered(x, w), atol=1e-4)
 
 
+@slow
 def test_several_axes_bfloat16_and_wire():
     """A ring over two mesh axes, major first; tiles as they are picked; sums rounded to bfloat16 once a hop."""
     x, w = draw(4, 16, K, dtype=jnp.bfloat16), draw(4, K, N, dtype=jnp.bfloat16, seed=1)
