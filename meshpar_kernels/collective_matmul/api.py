@@ -13,7 +13,7 @@ from jax import lax
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
-from meshpar_kernels.collective_matmul import reference, ring, tpu, xla
+from meshpar_kernels.collective_matmul import reference, ring, tpu, tpu_gather, tpu_scatter, xla
 from meshpar_kernels.collective_matmul.dots import Axes, Dot
 
 __all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
@@ -188,7 +188,7 @@ def _gather_kernel(
     if reasons or tile is None:
         return reasons
     options = {"tile": tile, "out_dtype": out, "transposed": _transposed(dot), "precision": how.precision}
-    return lambda x, others, dots: [tpu.all_gather_matmul(x, others[0], how.axis, **options)]
+    return lambda x, others, dots: [tpu_gather.all_gather_matmul(x, others[0], how.axis, **options)]
 
 
 def _scatter_kernel(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
@@ -205,7 +205,7 @@ def _scatter_kernel(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable
     if wire not in (jnp.float32, jnp.bfloat16):
         return Unsupported((f"sums are to travel as {wire}; the kernel sends float32 or bfloat16",))
     options = {"tile": tile, "out_dtype": out, "wire_dtype": wire, "transposed": _transposed(dot)}
-    return lambda x, w, dot: tpu.matmul_reduce_scatter(x, w, how.axis, precision=how.precision, **options)
+    return lambda x, w, dot: tpu_scatter.matmul_reduce_scatter(x, w, how.axis, precision=how.precision, **options)
 
 
 def _run(op: str, how: _How, functions: Implementations, *args: Any) -> Any:

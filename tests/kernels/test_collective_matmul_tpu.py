@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from kernel_mutants import caught, without, without_word
 
 from meshpar_kernels import _compat
-from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu
+from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu, tpu_gather, tpu_scatter
 
 P = PartitionSpec
 K, N = 128, 256
@@ -49,8 +49,14 @@ def narrow(monkeypatch, rows):
     monkeypatch.setattr(tpu, "pick_tile", lambda *args: tpu.Tile(rows, 128))
 
 
-# devices, rows of a block, rows of a tile: a pair, an odd ring, opposite halves, three tiles (an uneven cut), many hops
-CASES = [(2, 16, 8), (3, 8, 8), (4, 24, 8), pytest.param(6, 16, 16, marks=slow), pytest.param(8, 32, 16, marks=slow)]
+# devices, rows of a block, rows of a tile: a pair, opposite halves in three tiles (an uneven cut), an odd ring, many hops
+CASES = [
+    (2, 16, 8),
+    (4, 24, 8),
+    pytest.param(3, 8, 8, marks=slow),
+    pytest.param(6, 16, 16, marks=slow),
+    pytest.param(8, 32, 16, marks=slow),
+]
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
@@ -75,6 +81,7 @@ def test_scatter(devices, rows, height, mode, monkeypatch):
     np.testing.assert_allclose(got, scattered(x, w), atol=1e-4)
 
 
+@slow
 def test_several_axes_bfloat16_and_wire():
     """A ring over two mesh axes, major first; tiles as they are picked; sums rounded to bfloat16 once a hop."""
     x, w = draw(4, 16, K, dtype=jnp.bfloat16), draw(4, K, N, dtype=jnp.bfloat16, seed=1)
@@ -164,11 +171,11 @@ def test_orders_of_visits(devices, tiles):
     """Each row tile once, own first when gathering and last when scattering; what comes was sent by the device before."""
     every = jnp.arange(devices * tiles)
     for rank in range(devices):
-        gather = tpu._Gathering(devices, tiles)
+        gather = tpu_gather.Gathering(devices, tiles)
         rows = [int(gather.row(v, jnp.int32(rank))) for v in every]
         assert sorted(rows) == list(range(devices * tiles))
         assert rows[:tiles] == [rank * tiles + i for i in range(tiles)]
-        scatter = tpu._Scattering(devices, tiles)
+        scatter = tpu_scatter.Scattering(devices, tiles)
         rows = [int(scatter.row(v, jnp.int32(rank))) for v in every]
         assert sorted(rows) == list(range(devices * tiles))
         assert rows[-tiles:] == [rank * tiles + i for i in range(tiles)]

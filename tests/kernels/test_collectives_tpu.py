@@ -63,6 +63,7 @@ def test_odd_blocks_and_bfloat16():
     np.testing.assert_allclose(got.astype(np.float64), want, atol=3 * 2**-8 * np.abs(x.astype(np.float64)).sum(0).max())
 
 
+@pytest.mark.slow
 def test_blocks_are_added_piece_by_piece(monkeypatch):
     """More blocks than buffers, in a box of several slots."""
     monkeypatch.setattr(ring_tpu, "TILE_BYTES", 8 * 128 * 4)
@@ -80,7 +81,9 @@ def test_all_reduce():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, *(pytest.param(d, marks=pytest.mark.slow) for d in (jnp.bfloat16, np.int32))]
+)
 def test_all_reduce_small(dtype, mode):
     """Bit for bit what the gathered form gives, which sums in the same order; and so the same on all devices."""
     x = (10 * draw((2, 4), 30, 50)).astype(dtype)

@@ -1,0 +1,223 @@
+"""Gather, then multiply, on TPU: a block that arrives is sent on, and multiplied meanwhile. Two buffers each way in HBM."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from meshpar_kernels import _compat
+from meshpar_kernels._collective_ids import COLLECTIVE_IDS
+from meshpar_kernels.collective_matmul.dots import Axes
+from meshpar_kernels.collective_matmul.schedule import full_hops
+from meshpar_kernels.collective_matmul.tpu import (
+    DOWN,
+    UP,
+    VMEM_BYTES,
+    Ring,
+    Tile,
+    block_at,
+    cdiv,
+    cost_of,
+    multiply,
+    ring_of,
+    weights_spec,
+)
+from meshpar_kernels.collectives.ppermute import rank_of
+
+__all__ = ["Gathering", "all_gather_matmul"]
+
+
+class Gathering(NamedTuple):
+    """The order of a gather's visits: a row tile of this device's block, then of the pairs that arrive, then of the opposite
+    one.
+
+    Attributes:
+      devices, tiles: of the ring, and row tiles of a block.
+    """
+
+    devices: int
+    tiles: int
+
+    @property
+    def steps(self) -> int:
+        """Sends each way, that of the opposite block included."""
+        return full_hops(self.devices) + (self.devices % 2 == 0)
+
+    def at(self, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Phase, way (0: what goes up), row tile, and tiles since the phase began, of a visit."""
+        u = jnp.maximum(v - self.tiles, 0)
+        phase = jnp.where(v < self.tiles, 0, 1 + lax.div(u, 2 * self.tiles))
+        q = jnp.where(v < self.tiles, v, lax.rem(u, 2 * self.tiles))
+        return phase, lax.div(q, self.tiles), lax.rem(q, self.tiles), q
+
+    def length(self, phase: jax.Array) -> jax.Array:
+        """Visits of a phase."""
+        single = (phase == 0) | ((phase == self.steps) & (self.devices % 2 == 0))
+        return jnp.where(single, self.tiles, 2 * self.tiles)
+
+    def row(self, v: jax.Array, rank: jax.Array) -> jax.Array:
+        """Row tile of the result."""
+        phase, way, i, _ = self.at(v)
+        away = jnp.where(way == UP, -phase, phase)
+        return block_at(rank, away, self.devices) * self.tiles + i
+
+
+def _gather_kernel(
+    rank_ref, x_ref, w_ref, out_ref, came, tiles, total, tile_sem, sent_sem, came_sem, credit,
+    *, order: Gathering, axes, sizes, transposed: bool, precision: Any, cut: int,
+):  # fmt: skip
+    """One (row tile, column tile).
+
+    In phase p the blocks that came in step p-1 are sent on in step p, and multiplied meanwhile. `came[way, step % 2]`
+    receives; `cut` rows of the opposite block go up, the rest down.
+    """
+    del rank_ref  # the block specs read it
+    v, j = pl.program_id(0), pl.program_id(1)
+    ring = Ring(axes, sizes)
+    rows, height = x_ref.shape[0], tiles.shape[1]
+    full, steps = full_hops(order.devices), order.steps
+    phase, way, i, q = order.at(v)
+
+    def message(way: int, first: bool, half: bool, turn: Any):
+        """What goes one way in a step: this device's block first, then what came before."""
+        source = x_ref if first else came.at[way, 1 - turn]
+        target = came.at[way, turn]
+        if half:
+            part = pl.ds(0, cut) if way == UP else pl.ds(cut, rows - cut)
+            source, target = source.at[part], came.at[UP, turn].at[part]
+        return pltpu.make_async_remote_copy(
+            source, target, sent_sem.at[way], came_sem.at[way, turn],
+            device_id=ring.receiver[way],
+        )  # fmt: skip
+
+    def each_message(step: Any, act: Callable[[Any], None]) -> None:
+        """`act` on the messages of a step."""
+        turn = lax.rem(step, 2)
+
+        def some(first: bool, half: bool) -> None:
+            ways = (UP, DOWN) if not half or cut < rows else (UP,)
+            for one in ways:
+                act(message(one, first, half, turn))
+
+        for first in (True, False):
+            of_kind = (step == 0) if first else (step > 0)
+            if full and (first or full > 1):
+                pl.when(of_kind & (step < full))(functools.partial(some, first, False))
+            if steps > full and first == (full == 0):
+                pl.when(of_kind & (step == full))(functools.partial(some, first, True))
+
+    def load(way: Any, i: Any, phase: Any, turn: Any, act: Callable[[Any], None]) -> None:
+        """`act` on the copy of a row tile to chip memory."""
+        here = pl.ds(pl.multiple_of(i * height, height), height)
+
+        @pl.when(phase == 0)
+        def _():
+            act(pltpu.make_async_copy(x_ref.at[here], tiles.at[turn], tile_sem.at[turn]))
+
+        @pl.when(phase > 0)
+        def _():
+            source = came.at[way, lax.rem(phase + 1, 2), here]
+            act(pltpu.make_async_copy(source, tiles.at[turn], tile_sem.at[turn]))
+
+    def start(copy) -> None:
+        copy.start()
+
+    turn = lax.rem(v, 2)
+
+    @pl.when(j == 0)
+    def before():
+        @pl.when(v == 0)
+        def _():
+            ring.meet()
+
+        @pl.when(q == 0)
+        def _():
+            @pl.when(phase > 0)
+            def _():
+                each_message(phase - 1, lambda copy: copy.wait_recv())
+
+            @pl.when((phase >= 2) & (phase < steps))
+            def _():
+                for one in (UP, DOWN):
+                    pl.semaphore_wait(credit.at[one], 1)
+
+            each_message(phase, start)
+            load(way, i, phase, turn, start)
+
+        load(way, i, phase, turn, lambda copy: copy.wait())
+
+        @pl.when(q + 1 < order.length(phase))
+        def _():
+            _, next_way, next_i, _ = order.at(v + 1)
+            load(next_way, next_i, phase, 1 - turn, start)
+
+    multiply(tiles.at[turn], w_ref, total, transposed, precision)
+    out_ref[...] = total[...].astype(out_ref.dtype)
+
+    @pl.when((q + 1 == order.length(phase)) & (j == pl.num_programs(1) - 1))
+    def after():
+        each_message(phase, lambda copy: copy.wait_send())
+
+        @pl.when((phase >= 1) & (phase + 1 < steps))
+        def _():
+            for one in (UP, DOWN):
+                ring.say_free(credit, one)
+
+
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, axis_name: Axes, *, tile: Tile, out_dtype: Any, transposed: bool, precision: Any
+) -> jax.Array:
+    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n]."""
+    axes, sizes = ring_of(axis_name)
+    devices = math.prod(sizes)
+    rows, k = x.shape
+    n = w.shape[0] if transposed else w.shape[1]
+    order = Gathering(devices, rows // tile.m)
+    itemsize = x.dtype.itemsize
+    pack = 32 // itemsize
+    cut = cdiv(rows // 2, pack) * pack if devices > 2 else rows
+    (rank,) = _compat.varying_over(axes, rank_of(axes))
+    x, w = _compat.same_varying(x, w)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    out, _ = pl.pallas_call(
+        functools.partial(
+            _gather_kernel, order=order, axes=axes, sizes=sizes, transposed=transposed, precision=precision, cut=cut
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(devices * order.tiles, n // tile.n),
+            in_specs=[anywhere, weights_spec(k, tile.n, transposed)],
+            out_specs=[
+                pl.BlockSpec((tile.m, tile.n), lambda v, j, rank: (order.row(v, rank[0]), j)),
+                anywhere,
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((2, tile.m, k), x.dtype),
+                pltpu.VMEM(tile, jnp.float32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2, 2)),
+                pltpu.SemaphoreType.REGULAR((2,)),
+            ],
+        ),
+        out_shape=[
+            _compat.out_struct((devices * rows, n), out_dtype, x, w),
+            _compat.out_struct((2, 2, rows, k), x.dtype, x, w),  # in HBM, allotted by XLA; nobody reads it
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"),
+            collective_id=COLLECTIVE_IDS["all_gather_matmul"],
+            vmem_limit_bytes=VMEM_BYTES + (8 << 20),
+        ),
+        cost_estimate=cost_of(devices * rows, k, n, x.dtype, out_dtype, (devices - 1) * rows * k * itemsize),
+        name="meshpar_all_gather_matmul",
+    )(rank[None], x, w)
+    return out

@@ -1,0 +1,248 @@
+"""Multiply, then scatter, on TPU: a tile of a product is added to the sums that came for it, and sent on from chip memory at
+once, so that its way is hidden behind all tiles of both directions before its turn comes at the next device."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from meshpar_kernels import _compat
+from meshpar_kernels._collective_ids import COLLECTIVE_IDS
+from meshpar_kernels.collective_matmul.dots import Axes
+from meshpar_kernels.collective_matmul.schedule import full_hops
+from meshpar_kernels.collective_matmul.tpu import (
+    DOWN,
+    UP,
+    VMEM_BYTES,
+    Ring,
+    Tile,
+    block_at,
+    cdiv,
+    cost_of,
+    multiply,
+    ring_of,
+    weights_spec,
+)
+from meshpar_kernels.collectives.ppermute import rank_of
+
+__all__ = ["Scattering", "matmul_reduce_scatter"]
+
+
+class Scattering(NamedTuple):
+    """The order of a scatter's visits: the opposite block, whose sums have the longest way, pairs of nearer ones, and this
+    device's own.
+
+    Attributes:
+      devices, tiles: of the ring, and row tiles of a block.
+    """
+
+    devices: int
+    tiles: int
+
+    @property
+    def even(self) -> int:
+        """1 if there is a device opposite."""
+        return int(self.devices % 2 == 0)
+
+    @property
+    def messages(self) -> int:
+        """Blocks sent each way; the first is the opposite one's half."""
+        return full_hops(self.devices) + self.even
+
+    @property
+    def cut(self) -> int:
+        """Row tiles of the opposite block that go up; the rest goes down."""
+        return self.tiles if self.devices == 2 else cdiv(self.tiles, 2)
+
+    @property
+    def own(self) -> int:
+        """The first visit of this device's own block."""
+        return (self.devices - 1) * self.tiles
+
+    def at(self, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Number of the message, way and row tile of a visit; the number is `messages` for the own block."""
+        u = jnp.maximum(v - self.even * self.tiles, 0)
+        q = lax.rem(u, 2 * self.tiles)
+        number, way, i = lax.div(u, 2 * self.tiles) + self.even, lax.div(q, self.tiles), lax.rem(q, self.tiles)
+        if self.even:
+            opposite = v < self.tiles
+            number, i = jnp.where(opposite, 0, number), jnp.where(opposite, v, i)
+            way = jnp.where(opposite, (v >= self.cut).astype(jnp.int32), way)
+        return number, way, i
+
+    def row(self, v: jax.Array, rank: jax.Array) -> jax.Array:
+        """Row tile of x."""
+        number, way, i = self.at(v)
+        far = full_hops(self.devices) + self.even - number
+        return block_at(rank, jnp.where(way == UP, far, -far), self.devices) * self.tiles + i
+
+    def came(self, number: jax.Array, way: int, i: jax.Array) -> jax.Array:
+        """Whether sums come one way for row tile i of what is message `number` here."""
+        some = number >= 1
+        if not self.even:
+            return some
+        mine = i < self.cut if way == UP else i >= self.cut
+        return some & ((number > 1) | mine)
+
+
+def _scatter_kernel(
+    rank_ref, x_ref, w_ref, out_ref, came, total, sums, leaving, sums_sem, sent_sem, came_sem, credit,
+    *, order: Scattering, axes, sizes, transposed: bool, precision: Any,
+):  # fmt: skip
+    """One (row tile, column tile): its product, and the sums that came for it, go on to the next device.
+
+    `came[way, message % 2]` receives; `leaving` holds the last two tiles that were sent.
+    """
+    del rank_ref
+    v, j = pl.program_id(0), pl.program_id(1)
+    columns = pl.num_programs(1)
+    ring = Ring(axes, sizes)
+    height, width = total.shape
+    number, way, i = order.at(v)
+    own = v >= order.own
+    here = pl.ds(pl.multiple_of(i * height, height), height)
+    there = pl.ds(pl.multiple_of(j * width, width), width)
+    sent = v * columns + j
+    turn = lax.rem(sent, 2)
+
+    def out_copy(lane: int, slot: Any, turn: Any):
+        """A tile on its way to the next device."""
+        return pltpu.make_async_remote_copy(
+            leaving.at[turn], came.at[lane, slot, here, there], sent_sem.at[turn], came_sem.at[lane, slot, i],
+            device_id=ring.receiver[lane],
+        )  # fmt: skip
+
+    def wait_sent(turn: Any) -> None:
+        out_copy(UP, 0, turn).wait_send()
+
+    def in_copy(lane: int):
+        return pltpu.make_async_copy(
+            came.at[lane, lax.rem(number + 1, 2), here, there], sums.at[lane], sums_sem.at[lane]
+        )
+
+    @pl.when((v == 0) & (j == 0))
+    def _():
+        ring.meet()
+
+    expected = [order.came(number, lane, i) & (own | (way == lane)) for lane in (UP, DOWN)]
+    for lane in (UP, DOWN):
+
+        @pl.when(expected[lane])
+        def _(lane=lane):
+            @pl.when(j == 0)
+            def _():  # all columns of the row tile, which came in as many messages
+                slot = lax.rem(number + 1, 2)
+                row = came.at[lane, slot, here]
+                pltpu.make_async_remote_copy(
+                    row, row, sent_sem.at[0], came_sem.at[lane, slot, i],
+                    device_id=ring.sender[lane],
+                ).wait_recv()  # fmt: skip
+
+            in_copy(lane).start()
+
+    multiply(x_ref, w_ref, total, transposed, precision)
+    for lane in (UP, DOWN):
+
+        @pl.when(expected[lane])
+        def _(lane=lane):
+            in_copy(lane).wait()
+            total[...] += sums[lane].astype(jnp.float32)
+
+    last = (i == order.tiles - 1) & (j == columns - 1)
+
+    @pl.when(own)
+    def _():
+        out_ref[...] = total[...].astype(out_ref.dtype)
+
+        @pl.when((v == order.own) & (j == 0))
+        def _():
+            for k in range(min(2, order.own * (out_columns := came.shape[3] // width))):
+                wait_sent(lax.rem(jnp.int32(order.own * out_columns - 1 - k), 2))
+
+    @pl.when(~own)
+    def _():
+        @pl.when(sent >= 2)
+        def _():
+            wait_sent(turn)
+
+        leaving[turn] = total[...].astype(leaving.dtype)
+        for lane in (UP, DOWN):
+
+            @pl.when(way == lane)
+            def _(lane=lane):
+                if order.messages > 2:
+
+                    @pl.when((number >= 2) & (i == 0) & (j == 0))
+                    def _():
+                        pl.semaphore_wait(credit.at[lane], 1)
+
+                out_copy(lane, lax.rem(number, 2), turn).start()
+                if order.messages > 2:
+
+                    @pl.when(last & (number >= 1) & (number + 1 < order.messages))
+                    def _():
+                        ring.say_free(credit, lane)
+
+
+def matmul_reduce_scatter(
+    x: jax.Array, w: jax.Array, axis_name: Axes, *, tile: Tile, out_dtype: Any, wire_dtype: Any, transposed: bool,
+    precision: Any,
+) -> jax.Array:  # fmt: skip
+    """x[M, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
+    axes, sizes = ring_of(axis_name)
+    devices = math.prod(sizes)
+    whole, k = x.shape
+    rows = whole // devices
+    n = w.shape[0] if transposed else w.shape[1]
+    order = Scattering(devices, rows // tile.m)
+    (rank,) = _compat.varying_over(axes, rank_of(axes))
+    x, w = _compat.same_varying(x, w)
+
+    def out_at(v, j, rank):
+        own = v >= order.own  # until then the first tile stays, and nothing is written
+        return jnp.where(own, v - order.own, 0), jnp.where(own, j, 0)
+
+    out, _ = pl.pallas_call(
+        functools.partial(
+            _scatter_kernel, order=order, axes=axes, sizes=sizes, transposed=transposed, precision=precision
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(devices * order.tiles, n // tile.n),
+            in_specs=[
+                pl.BlockSpec((tile.m, k), lambda v, j, rank: (order.row(v, rank[0]), 0)),
+                weights_spec(k, tile.n, transposed),
+            ],
+            out_specs=[pl.BlockSpec(tile, out_at), pl.BlockSpec(memory_space=pl.ANY)],
+            scratch_shapes=[
+                pltpu.VMEM(tile, jnp.float32),
+                pltpu.VMEM((2, *tile), wire_dtype),
+                pltpu.VMEM((2, *tile), wire_dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA((2, 2, order.tiles)),
+                pltpu.SemaphoreType.REGULAR((2,)),
+            ],
+        ),
+        out_shape=[
+            _compat.out_struct((rows, n), out_dtype, x, w),
+            _compat.out_struct((2, 2, rows, n), wire_dtype, x, w),  # in HBM, allotted by XLA; nobody reads it
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"),
+            collective_id=COLLECTIVE_IDS["matmul_reduce_scatter"],
+            vmem_limit_bytes=VMEM_BYTES + (8 << 20),
+        ),
+        cost_estimate=cost_of(
+            whole, k, n, x.dtype, out_dtype, (devices - 1) * rows * n * jnp.dtype(wire_dtype).itemsize
+        ),
+        name="meshpar_matmul_reduce_scatter",
+    )(rank[None], x, w)
+    return out
