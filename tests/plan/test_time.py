@@ -145,7 +145,9 @@ def test_weights_hide_behind_the_kernels_of_their_loop_and_activations_do_not():
     made = plan(step, PARAMS, long, layout=FSDP, dims=DIMS, mesh="data=16")
     fsdp = made.time
     roofline = sum(o.seconds * o.count for o in fsdp.ops)
-    waits = sum(c.seconds * c.count for c in made.collectives if c.op == "reduce-scatter")  # synchronous in TPU programs
+    waits = sum(
+        c.seconds * c.count for c in made.collectives if c.op == "reduce-scatter"
+    )  # synchronous in TPU programs
     assert fsdp.communication > 2 * waits > 0
     assert fsdp.seconds == pytest.approx(roofline + waits, rel=0.02)
     megatron = plan(step, PARAMS, long, layout="mlp: model", dims=DIMS, mesh="model=16").time
