@@ -14,7 +14,12 @@ and for a multinomial load. `ragged_dot` gives the same facts for XLA's own op. 
 `matrix unit` is the cycles that the unit needs for the products of the large inner loop over the
 instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured:
 above 100 % either the unit is the limit or the assumption is too high. `permute` and `combine` are
-their kernel given the row indices, without what computes these from a plan.
+their kernel given the row indices, without what computes these from a plan. Attention is over 8
+devices; `sends` says whether what travels does so while attention is computed (`hidden`): whether
+every start of a permute in a loop stands before the attention and its end after it.
+
+Kernels that talk to other devices are compiled for 8 of them. With `--bundles` their `order` is what the schedule does one
+after the other: `send` starts remote copies, `matmul` is products, `wait` waits for copies (local ones too).
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import tempfile
 from pathlib import Path
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
 TOKENS = 8192
 ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -40,7 +46,7 @@ ENVIRONMENT = {
 
 def cases() -> list[tuple[str, str]]:
     """(kernel, shape) of every row of the table."""
-    from meshpar_kernels.shapes import MATMULS
+    from meshpar_kernels.shapes import ATTENTION, FUSED, MATMULS
 
     matmul = ["forward", "d lhs", "d rhs"]
     peer = ["ragged_dot", "ragged_dot d lhs", "ragged_dot d rhs"]
@@ -48,7 +54,11 @@ def cases() -> list[tuple[str, str]]:
     rows += [("swiglu", shape) for shape in MATMULS if shape.endswith("-up")]
     rows += [(kernel, "g64") for kernel in peer]
     models = ["mixtral-8x7b", "deepseek-v3"]
-    return rows + [(kernel, m) for m in models for kernel in ("route", "permute", "combine")]
+    rows += [(kernel, m) for m in models for kernel in ("route", "permute", "combine")]
+    rows += [("all_gather_matmul" if s.gathers else "matmul_reduce_scatter", name) for name, s in FUSED.items()]
+    rows += [(kernel, "16MiB") for kernel in ("all_gather", "reduce_scatter")] + [("all_reduce_small", "1MiB")]
+    strategies = ["ring", "ulysses", "gathered"]
+    return rows + [(f"{s}{way}", shape) for shape in ATTENTION for s in strategies for way in ("", " backward")]
 
 
 def build(kernel: str, shape: str):
@@ -127,11 +137,84 @@ def build(kernel: str, shape: str):
     return lambda y, row, weight: tpu.gather_sum(y, row.T, weight.T), arguments, None
 
 
+def build_shared(kernel: str, shape: str):
+    """The function of one of 8 devices, "a", its arguments with the dims that are split, that of its result, and the FLOPs."""
+    import jax.numpy as jnp
+
+    from meshpar_kernels import collective_matmul, collectives
+    from meshpar_kernels.shapes import FUSED
+
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    if shape in FUSED:
+        s = FUSED[shape]
+        flops = 2 * 8 * s.rows * s.k * s.n
+        if s.gathers:
+            arguments = [((8 * s.rows, s.k), bf16, 0), ((s.k, 8 * s.n), bf16, 1)]
+            return (
+                (lambda x, w: collective_matmul.all_gather_matmul(x, w, "a", implementation="pallas")),
+                arguments,
+                1,
+                flops,
+            )
+        arguments = [((8 * s.rows, 8 * s.k), bf16, 1), ((8 * s.k, s.n), bf16, 0)]
+
+        def scatter(x, w):
+            return collective_matmul.matmul_reduce_scatter(x, w, "a", implementation="pallas", wire_dtype=bf16)
+
+        return scatter, arguments, 0, flops
+    rows = int(shape.removesuffix("MiB")) * 2**20 // 4 // 1024
+    if kernel == "all_gather":
+        return (lambda x: collectives.all_gather(x, "a", algorithm="pallas")), [((rows, 1024), f32, 0)], None, None
+    if kernel == "reduce_scatter":
+        return (lambda x: collectives.reduce_scatter(x, "a", algorithm="pallas")), [((rows, 1024), f32, None)], 0, None
+    small = [((rows, 1024), f32, None)]
+    return (lambda x: collectives.all_reduce_small(x, "a", implementation="pallas")), small, None, None
+
+
+def shared_kernels() -> set[str]:
+    """The kernels that talk to other devices."""
+    return {"all_gather_matmul", "matmul_reduce_scatter", "all_gather", "reduce_scatter", "all_reduce_small"}
+
+
+def compile_shared(kernel: str, shape: str, chip: str) -> dict:
+    """Compile a kernel that talks to other devices for 8 of them, in this process."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=EIGHT[chip]).devices
+    mesh = Mesh(np.array(devices), ("a",))
+    function, arguments, split, flops = build_shared(kernel, shape)
+
+    def spec(dim):
+        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, "a")
+
+    specs = tuple(spec(dim) for *_, dim in arguments)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=spec(split), check_vma=False)
+    structs = [
+        jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p))
+        for (s, d, _), p in zip(arguments, specs, strict=True)
+    ]
+    compiled = jax.jit(mapped).trace(*structs).lower(lowering_platforms=("tpu",)).compile()
+    counted = (compiled.cost_analysis() or {}).get("flops")
+    return {
+        "temp": compiled.memory_analysis().temp_size_in_bytes,
+        "flops": counted / flops if counted and flops else None,
+    }
+
+
 def compile_one(kernel: str, shape: str, chip: str) -> dict:
     """Compile one kernel for one chip, in this process."""
     import jax
     from jax.experimental import topologies
 
+    from meshpar_kernels.shapes import ATTENTION
+
+    if shape in ATTENTION:
+        return compile_attention(kernel, shape, chip)
+    if kernel in shared_kernels():
+        return compile_shared(kernel, shape, chip)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     function, arguments, flops = build(kernel, shape)
@@ -143,6 +226,65 @@ def compile_one(kernel: str, shape: str, chip: str) -> dict:
         "temp": compiled.memory_analysis().temp_size_in_bytes,
         "flops": counted / flops if counted and flops else None,
     }
+
+
+def compile_attention(kernel: str, shape: str, chip: str) -> dict:
+    """Compile causal attention, or its gradient ("… backward", with what the forward pass saves), over 8 devices."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import PartitionSpec as P
+
+    from meshpar_kernels import ring_attention
+    from meshpar_kernels.shapes import ATTENTION
+
+    s = ATTENTION[shape]
+    strategy, _, way = kernel.partition(" ")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=EIGHT[chip])
+    devices = np.array(topology.devices)
+    mesh = jax.sharding.Mesh(devices, ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = P(None, "ring")
+
+    def local(q, k, v):
+        return ring_attention(q, k, v, "ring", causal=True, strategy=strategy)
+
+    attention = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
+
+    def backward(q, k, v, grad):
+        return jax.vjp(attention, q, k, v)[1](grad)
+
+    def struct(heads: int) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, split)
+        return jax.ShapeDtypeStruct((1, s.tokens, heads, s.head_dim), jnp.bfloat16, sharding=sharding)
+
+    arguments = [struct(s.heads), struct(s.kv_heads), struct(s.kv_heads), *([struct(s.heads)] if way else [])]
+    lowered = jax.jit(backward if way else attention).trace(*arguments).lower(lowering_platforms=("tpu",))
+    compiled = lowered.compile()
+    text = compiled.as_text()
+    ops = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute", "all-reduce")
+    return {
+        "temp": compiled.memory_analysis().temp_size_in_bytes,
+        "flops": None,
+        "ops": [op for op in ops if re.search(rf"= \S.* {op}(-start)?\(", text)],
+        "hidden": hidden_permutes(text),
+    }
+
+
+def hidden_permutes(text: str) -> list[bool]:
+    """For every computation of a scheduled program with permutes and attention: does attention run while they do?
+
+    Attention is a conditional (a block that may be masked whole) or a loop.
+    """
+    found = []
+    for body in re.split(r"\n}\n", text):
+        lines = body.splitlines()
+        starts = [i for i, line in enumerate(lines) if " collective-permute-start(" in line]
+        ends = [i for i, line in enumerate(lines) if " collective-permute-done(" in line]
+        work = [i for i, line in enumerate(lines) if re.search(r" (conditional|while)\(", line)]
+        if starts and ends and work:
+            found.append(any(max(starts[:1]) < i < max(ends) for i in work))
+    return found
 
 
 def matrix_unit_share(folder: Path, chip: str) -> list[dict]:
@@ -166,6 +308,20 @@ def matrix_unit_share(folder: Path, chip: str) -> list[dict]:
         if best:
             share = None if cycles is None else best[0] * cycles / best[1]
             found.append({"products": best[0], "bundles": best[1], "share": share})
+    return found
+
+
+def order_of(folder: Path) -> list[str]:
+    """What the scheduled bundles of a kernel that sends do one after the other: "send", "matmul", "wait", runs as one."""
+    marks = {"dma.general": "send", "vmatmul": "matmul", "dma.done.wait": "wait"}
+    found: list[str] = []
+    for path in sorted(folder.glob("*meshpar*-final_bundles.txt")):
+        if "schedule" in path.name:
+            continue
+        for line in path.read_text().splitlines():
+            for mark, event in marks.items():
+                if mark in line and "shalt.err" not in line and found[-1:] != [event]:
+                    found.append(event)
     return found
 
 
@@ -200,6 +356,8 @@ def run_one(kernel: str, shape: str, chip: str, bundles: bool) -> dict:
         facts = json.loads(lines[-1])
         if bundles:
             facts["loops"] = matrix_unit_share(Path(folder), chip)
+            if kernel in shared_kernels():
+                facts["order"] = order_of(Path(folder))
     return facts
 
 
@@ -231,23 +389,29 @@ def main() -> None:
         return
     from meshpar_kernels.shapes import MATMULS
 
-    print(f"{'kernel':<17}{'shape':<19}{'chip':<7}{'temp KiB':>10}{'FLOPs':>7}{'rows':>14}", end="")
+    print(f"{'kernel':<22}{'shape':<19}{'chip':<7}{'temp KiB':>10}{'FLOPs':>7}{'rows':>14}", end="")
     print("   matrix unit in the large loop" if arguments.bundles else "")
     for kernel, shape in cases():
         if arguments.only not in f"{kernel} {shape}":
             continue
         for chip in arguments.chips.split(","):
             facts = run_one(kernel, shape, chip, arguments.bundles)
-            line = f"{kernel:<17}{shape:<19}{chip:<7}"
+            line = f"{kernel:<22}{shape:<19}{chip:<7}"
             if "error" in facts:
                 print(line, facts["error"], flush=True)
                 continue
             flops = "" if facts["flops"] is None else f"{facts['flops']:.2f}"
             rows = executed(shape) if shape in MATMULS and "ragged" not in kernel else ""
             line += f"{facts['temp'] / 1024:>10.0f}{flops:>7}{rows:>14}"
+            if facts.get("ops"):
+                line += f"   {', '.join(facts['ops'])}" + (
+                    "; hidden" if all(facts["hidden"]) and facts["hidden"] else ""
+                )
             for loop in facts.get("loops", []):
                 share = "?" if loop["share"] is None else f"{loop['share']:.0%}"
                 line += f"   {share} ({loop['products']} products, {loop['bundles']} bundles)"
+            if "order" in facts:
+                line += f"   order: {', '.join(facts['order'])}"
             print(line, flush=True)
 
 

@@ -7,18 +7,20 @@
 
 The first compiles Llama-3-8B and Mixtral-8x7B train steps (scanned, rematerialised layers, splash attention, AdamW, float32
 state, bfloat16 compute) with the TPU compiler, and reads wire bytes per step and device out of the final program, loops
-counted. "By hand" is ``jax.jit`` with PartitionSpecs for state and batch, as people write it without meshpar; its attention is
-of products, since XLA cannot partition a kernel, so that its peak is not to be compared.
+counted. "By hand" is ``jax.jit`` with PartitionSpecs for state and batch and a shard_map round the attention kernel, as people
+write it without meshpar.
 """
 
 import argparse
 import dataclasses
+import itertools
 import statistics
 import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -35,19 +37,39 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import llama
 import mixtral
 
-# (name, model, topology, mesh, layout, sequences in a step, aim for bytes, aim for peak)
-CASES: list[tuple[str, str, str, str, str, int, float, float | None]] = [
-    ("fsdp", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9),
-    ("fsdp", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
-    ("fsdp", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
-    ("fsdp+tensor", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR, 512, 0.9, None),
-    ("fsdp+tensor", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR, 512, 0.9, None),
-    ("fsdp+tensor+sequence", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9, None),
-    ("fsdp+tensor+sequence", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9, None),
-    ("zero1", "llama3_8b", "v5p:4x4x8", "data=128", llama.ZERO1, 256, 1.0, None),
-    ("data", "llama3_8b", "v5p:4x4x8", "data=128", llama.DATA, 256, 1.0, None),
-    ("fsdp", "mixtral_8x7b", "v5p:4x4x8", "data=128", mixtral.FSDP, 128, 1.0, None),
-    ("fsdp+expert", "mixtral_8x7b", "v5p:4x4x8", "data=16, model=8", mixtral.FSDP_EXPERT, 128, 1.0, None),
+
+class Case(NamedTuple):
+    """A train step, a layout of it on a slice, and what its bytes and peak should be of the ``"jit"`` lowering's."""
+
+    name: str
+    model: str
+    topology: str
+    mesh: str
+    layout: str
+    sequences: int
+    bytes_aim: float
+    peak_aim: float | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012  (of the target)
+
+
+WHOLE = {"loss_chunks": 1}
+"""All logits in one array, as a plain loss makes them; otherwise the loss is computed in chunks of the vocabulary."""
+
+CASES = [
+    Case("fsdp", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9),
+    Case("fsdp", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
+    Case("fsdp", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
+    Case("fsdp, whole logits", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9, WHOLE),
+    Case("fsdp, whole logits", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9, WHOLE),
+    Case("fsdp, whole logits", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9, WHOLE),
+    Case("fsdp+tensor", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR, 512, 0.9),
+    Case("fsdp+tensor", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR, 512, 0.9),
+    Case("fsdp+tensor+sequence", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9),
+    Case("fsdp+tensor+sequence", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9),
+    Case("zero1", "llama3_8b", "v5p:4x4x8", "data=128", llama.ZERO1, 256, 1.0),
+    Case("data", "llama3_8b", "v5p:4x4x8", "data=128", llama.DATA, 256, 1.0),
+    Case("fsdp", "mixtral_8x7b", "v5p:4x4x8", "data=128", mixtral.FSDP, 128, 1.0),
+    Case("fsdp+expert", "mixtral_8x7b", "v5p:4x4x8", "data=16, model=8", mixtral.FSDP_EXPERT, 128, 1.0),
 ]
 
 
@@ -77,23 +99,30 @@ def spec_by_hand(case: str, path: Any, leaf: Any) -> P:
     return P()
 
 
-def compiled(how: str, case: tuple, effort: Any) -> Any:
-    name, model, topology, mesh_text, layout, batch, *_ = case
-    target = getattr(mixtral if model.startswith("mixtral") else llama, model)
-    # XLA cannot partition a kernel: without kernel rules attention is products, which hold the scores
-    step, args, dims = target(batch, **({"attention": "xla"} if how == "by hand" else {}))
-    mesh = mp.mesh(mesh_text, topology=topology)
+def compiled(how: str, case: Case, effort: Any) -> Any:
+    target = getattr(mixtral if case.model.startswith("mixtral") else llama, case.model)
+    step, args, dims = target(case.sequences, **case.options)
+    mesh = mp.mesh(case.mesh, topology=case.topology)
     if how != "by hand":
         return mp.compile(
-            step, *args, mesh=mesh, layout=layout, dims=dims, lowering=how, effort=effort, donate_argnums=0
+            step, *args, mesh=mesh, layout=case.layout, dims=dims, lowering=how, effort=effort, donate_argnums=0
         )  # type: ignore[arg-type]
     state, batch_ = args
     where = jax.tree_util.tree_map_with_path(
-        lambda path, x: NamedSharding(mesh, spec_by_hand(name, path, x)), state, is_leaf=lambda x: hasattr(x, "shape")
+        lambda path, x: NamedSharding(mesh, spec_by_hand(case.name, path, x)),
+        state,
+        is_leaf=lambda x: hasattr(x, "shape"),
     )
     tokens = jax.tree.map(lambda _: NamedSharding(mesh, P("data")), batch_)
+    heads = P("data", None, "model" if "tensor" in case.name else None)
+    shards = jax.shard_map(llama.splash.__wrapped__, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False)
+
+    def in_shards(*args: Any) -> Any:  # XLA cannot partition a kernel, so people put a shard_map round it
+        with mock.patch.object(llama, "splash", shards):
+            return step(*args)
+
     plain = jax.jit(
-        step, in_shardings=(where, tokens), out_shardings=(where, NamedSharding(mesh, P())), donate_argnums=0
+        in_shards, in_shardings=(where, tokens), out_shardings=(where, NamedSharding(mesh, P())), donate_argnums=0
     )
     return mp.compile_lowered(plain, state, batch_, effort=effort, name="by hand", mesh=mesh)
 
@@ -121,7 +150,7 @@ def compile_all(console: Console, effort: str, only: str | None, which: str | No
             head, justify="left" if head in ("case", "topology", "mesh", "lowering", "by kind") else "right"
         )
     for case in CASES:
-        name, model, topology, mesh, _, _, aim_bytes, aim_peak = case
+        name, model, topology, mesh = case.name, case.model, case.topology, case.mesh
         if (only and only != topology) or (which and which != name):
             continue
         base: Any = None
@@ -139,10 +168,10 @@ def compile_all(console: Console, effort: str, only: str | None, which: str | No
             row = [f"{model} {name}", topology, mesh, how, f"{c.bytes_sent / 1e9:.1f} GB"]
             row += [
                 f"{c.bytes_sent / base.bytes_sent:.3f}" if base else "",
-                f"{aim_bytes}" if how == "shard_map" else "",
+                f"{case.bytes_aim}" if how == "shard_map" else "",
             ]
             row += [f"{c.memory.peak / 2**30:.2f} GiB", f"{c.memory.peak / base.memory.peak:.3f}" if base else ""]
-            row += [f"{aim_peak or ''}" if how == "shard_map" else "", f"{c.compile_seconds:.0f} s"]
+            row += [f"{case.peak_aim or ''}" if how == "shard_map" else "", f"{c.compile_seconds:.0f} s"]
             row += [", ".join(f"{k} {v / 1e9:.1f}" for k, v in kinds.most_common() if v > 5e7)]
             table.add_row(*row)
             console.print(" | ".join(row))
@@ -186,33 +215,37 @@ def step_times(console: Console, rounds: int) -> None:
 
 
 def growth(console: Console) -> None:
-    for title, cases in (
-        ("by devices (32 layers, scanned)", [({}, n) for n in (8, 64, 512, 4096)]),
-        ("by layers, unrolled (64 devices)", [({"layers": n}, 64) for n in (4, 8, 16, 32)]),
-    ):
-        table = Table(title=f"Llama-3-8B, FSDP + tensor, {title}")
-        for head in ("devices", "layers", "ops", "trace", "plan", "lower (shard_map)"):
-            table.add_column(head, justify="right")
-        for changes, devices in cases:
-            unrolled = bool(changes)
-            step, args, dims = unrolled_step(changes["layers"]) if unrolled else llama.llama3_8b(8192)
-            mesh = AbstractMesh((devices // 8, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-            fn = mp.jit(step, mesh=mesh, layout=llama.FSDP_TENSOR, dims=dims)
-            begin = time.perf_counter()
-            traced = fn.plan(*args)
-            first = time.perf_counter() - begin
-            begin = time.perf_counter()
-            plan = traced.with_layout(llama.FSDP_TENSOR)
-            planned = time.perf_counter() - begin
-            begin = time.perf_counter()
-            LOWERINGS["shard_map"](plan, mesh)
-            lowered = time.perf_counter() - begin
-            ops = sum(1 for _ in plan.program.root.walk())
-            layers = changes.get("layers", 32)
-            table.add_row(
-                f"{devices}", f"{layers}", f"{ops}", f"{first - planned:.2f} s", f"{planned:.2f} s", f"{lowered:.2f} s"
-            )
-        console.print(table)
+    once(llama.llama3_8b(8192), 8, llama.FSDP_TENSOR)  # imports, and what JAX makes once
+    by_devices = Table(title="Llama-3-8B, FSDP + tensor, 32 layers scanned, by devices")
+    by_layers = Table(
+        title="a stack of MLPs with its gradient, FSDP + tensor, 64 devices, by layers that are not scanned"
+    )
+    for table, head in ((by_devices, "devices"), (by_layers, "layers")):
+        for name in (head, "ops", "trace and infer", "plan", "lower (shard_map)"):
+            table.add_column(name, justify="right")
+    for devices in (8, 64, 512, 4096):
+        by_devices.add_row(str(devices), *once(llama.llama3_8b(8192), devices, llama.FSDP_TENSOR))
+    for layers in (4, 8, 16, 32, 64):
+        by_layers.add_row(str(layers), *once(unrolled_step(layers), 64, "batch: data; mlp: model; embed: data"))
+    console.print(by_devices)
+    console.print(by_layers)
+
+
+def once(target: Any, devices: int, layout: str) -> list[str]:
+    """Ops of a step, and seconds of its trace, plan and lowering over an abstract mesh."""
+    step, args, dims = target
+    mesh = AbstractMesh((devices // 8, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    fn = mp.jit(step, mesh=mesh, layout=layout, dims=dims)
+    times = [time.perf_counter()]
+    first = fn.plan(*args)
+    times.append(time.perf_counter())
+    plan = first.replan(layout=layout)
+    times.append(time.perf_counter())
+    LOWERINGS["shard_map"](plan, mesh)
+    times.append(time.perf_counter())
+    both, planned, lowered = (after - before for before, after in itertools.pairwise(times))
+    ops = sum(1 for _ in plan.program.root.walk())
+    return [str(ops), *(f"{x:.2f} s" for x in (both - planned, planned, lowered))]
 
 
 def unrolled_step(layers: int) -> Any:

@@ -39,6 +39,7 @@ LAYOUTS = {
 }
 
 DIMS = {"batch/*": "batch seq"}
+CONTEXT_PARALLEL = ("ring", "ulysses", "gathered")
 
 Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
 """(train step, its arguments as ``jax.ShapeDtypeStruct``, the dims of its batch)."""
@@ -47,7 +48,7 @@ Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
 @dataclass(frozen=True)
 class Config:
     """Sizes of a Llama. ``dtype`` is what is computed in; weights are float32. ``loss_chunks``: see :func:`cross_entropy`;
-    ``attention``: see :func:`attention`."""
+    ``attention``: see :func:`attention`; ``remat``: what a layer keeps for the way back, see :data:`REMAT`."""
 
     embed: int
     layers: int
@@ -60,7 +61,13 @@ class Config:
     loss_chunks: int = 8
     dtype: Any = jnp.bfloat16
     attention: str = "splash"
+    remat: str = "full"
 
+
+REMAT: dict[str, Callable[..., bool] | None] = {
+    "full": None,  # its input
+    "keep_collectives": mp.checkpoint_policies.collectives_saveable,  # and what was gathered or summed for its blocks
+}
 
 LLAMA2_7B = Config(embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008, vocab=32000, rope_base=10_000.0)
 LLAMA3_8B = Config(embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=128256)
@@ -159,17 +166,23 @@ class Llama(nn.Module):
         return Head(c, name="head")(norm(c, "norm")(x), targets)
 
 
-def scanned(layer: type[nn.Module], config: Any) -> nn.Module:
-    """The layers as one loop, each run again on the way back: their weights are stacked along a dim `layers`."""
-    layer = nn.remat(layer, prevent_cse=False)  # a loop already keeps XLA from merging the two forward passes
+def scanned(layer: type[nn.Module], config: Any, length: int | None = None, name: str = "layers") -> nn.Module:
+    """The layers as one loop, each run again on the way back: their weights are stacked along a dim `layers`.
+
+    Args:
+      length: how many; by default all that ``config`` says.
+    """
+    layer = nn.remat(
+        layer, prevent_cse=False, policy=REMAT[config.remat]
+    )  # a loop already keeps XLA from merging the two forward passes
     loop = nn.scan(
         layer,
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        length=config.layers,
+        length=config.layers if length is None else length,
         metadata_params={nn.PARTITION_NAME: "layers"},
     )
-    return loop(config, name="layers")
+    return loop(config, name=name)
 
 
 class Layer(nn.Module):
@@ -177,9 +190,20 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        x += Attention(self.config, name="attention")(norm(self.config, "attention_norm")(x))
-        x += SwiGLU(self.config, name="mlp")(norm(self.config, "mlp_norm")(x))
+        c = self.config
+        x += leave(c, Attention(c, name="attention")(enter(c, norm(c, "attention_norm")(x))))
+        x += leave(c, SwiGLU(c, name="mlp")(enter(c, norm(c, "mlp_norm")(x))))
         return x, None
+
+
+def enter(config: Config, x: jax.Array) -> jax.Array:
+    """What a block takes, `x` [batch, seq, embed], where it is to be kept: whole along the sequence."""
+    return x if config.remat == "full" else mp.rename(x, seq="block_seq")
+
+
+def leave(config: Config, x: jax.Array) -> jax.Array:
+    """What a block gives, `x` [batch, block_seq, embed], as the layout splits a sequence."""
+    return x if config.remat == "full" else mp.rename(x, block_seq="seq")
 
 
 class Attention(nn.Module):
@@ -223,13 +247,17 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, implementation: str = "s
     """Causal attention of `q` [batch, seq, heads, head_dim] over `k`, `v` [batch, seq, kv_heads, head_dim], as `q`.
 
     ``"splash"``: the Pallas kernel for TPUs; head_dim and seq are multiples of 128. ``"xla"``: anywhere; it holds scores
-    [batch, heads, seq, seq].
+    [batch, heads, seq, seq]. ``"ring"``, ``"ulysses"``, ``"gathered"``: anywhere, and seq may be split over devices.
     """
     if implementation == "splash":
         return splash(q, k, v)
     if implementation == "xla":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    raise ValueError(f"there is no attention {implementation!r}; there are 'splash' and 'xla'")
+    if implementation in CONTEXT_PARALLEL:
+        return mp.attention(q, k, v, causal=True, strategy=implementation)
+    raise ValueError(
+        f"there is no attention {implementation!r}; there are {', '.join(('splash', 'xla', *CONTEXT_PARALLEL))}"
+    )
 
 
 @mp.kernel_rule(
@@ -292,12 +320,14 @@ def cross_entropy(x: jax.Array, kernel: jax.Array, targets: jax.Array, chunks: i
     return top + jnp.log(total) - chosen
 
 
-def named(init: nn.initializers.Initializer, *dims: str) -> Any:
-    """An initializer that gives the weight's dims their names."""
+def named(init: nn.initializers.Initializer, *dims: str | None) -> Any:
+    """An initializer that gives the weight's dims their names (None: none)."""
     return nn.with_logical_partitioning(init, dims)
 
 
-def dense(config: Any, out: tuple[int, ...], dims: tuple[str, ...], *, axis: Any = -1, name: str) -> nn.DenseGeneral:
+def dense(
+    config: Any, out: tuple[int, ...], dims: tuple[str | None, ...], *, axis: Any = -1, name: str
+) -> nn.DenseGeneral:
     init = named(nn.initializers.lecun_normal(), *dims)
     return nn.DenseGeneral(out, axis=axis, use_bias=False, dtype=config.dtype, kernel_init=init, name=name)
 

@@ -25,7 +25,14 @@ FSDP = llama.FSDP
 FSDP_TENSOR = llama.FSDP_TENSOR
 EXPERT = "expert: model; batch: data+model"
 FSDP_EXPERT = f"{EXPERT}; embed: data"
-LAYOUTS = {"fsdp": FSDP, "fsdp+tensor": FSDP_TENSOR, "expert": EXPERT, "fsdp+expert": FSDP_EXPERT}
+FSDP_ALL_EXPERT = f"{EXPERT}; embed: data+model"  # weights without experts are split over all devices as well
+LAYOUTS = {
+    "fsdp": FSDP,
+    "fsdp+tensor": FSDP_TENSOR,
+    "expert": EXPERT,
+    "fsdp+expert": FSDP_EXPERT,
+    "fsdp-all+expert": FSDP_ALL_EXPERT,
+}
 
 
 @dataclass(frozen=True)

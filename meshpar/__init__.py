@@ -6,9 +6,10 @@
 >>> step = mp.jit(train_step, mesh=mesh, layout=layout, dims={"batch/tokens": "batch seq"})
 """
 
-from . import errors, report  # noqa: F401 (plans learn from reports how they are shown)
+from . import checkpoint_policies, errors, report  # noqa: F401 (plans learn from reports how they are shown)
 from .accumulate import accumulate
 from .api import Jitted, init, jit, plan
+from .attention import attention
 from .errors import (
     AxisConflictError,
     CheckError,
@@ -31,7 +32,8 @@ from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
 from .plan import Collective, Plan
 from .precision import Precision
-from .program.kernels import KernelSend, kernel_rule
+from .program.declare import kernel_rule
+from .program.kernels import KernelSend, KernelWork
 from .program.primitives import named, rename
 from .verify.aot import Compiled, compile, compile_lowered
 from .verify.check import check
@@ -49,6 +51,7 @@ __all__ = [
     "JoinError",
     "JoinWarning",
     "KernelSend",
+    "KernelWork",
     "Layout",
     "LayoutSyntaxError",
     "MeshError",
@@ -64,7 +67,9 @@ __all__ = [
     "UnknownDimError",
     "UnsupportedError",
     "accumulate",
+    "attention",
     "check",
+    "checkpoint_policies",
     "compile",
     "compile_lowered",
     "errors",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gc
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -400,7 +402,30 @@ def lowered_parts(lowered: jax.stages.Lowered) -> tuple[bytes, bytes, list[Any],
         "shardy": bool(getattr(jax.config, "jax_use_shardy_partitioner", True)),
     }
     bare = module.operation.get_asm(binary=False, enable_debug_info=False, large_elements_limit=None)
-    return mlir.module_to_bytecode(module), bare.encode(), devices, facts
+    return mlir.module_to_bytecode(module), bare_kernels(bare).encode(), devices, facts
+
+
+def bare_kernels(text: str) -> str:
+    """The text of a program whose Pallas TPU kernels, which are bytecode with source lines in it, stand as text without."""
+
+    def bare(found: re.Match[str]) -> str:
+        from jax._src.interpreters import mlir
+        from jax._src.lib import tpu
+        from jaxlib.mlir import ir
+
+        context = mlir.make_ir_context()
+        tpu.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        try:
+            kernel = ir.Module.parse(base64.b64decode(found[2]), context)
+        except (ir.MLIRError, ValueError):  # of another form: it is told apart by its lines too
+            return found[0]
+        return found[1] + str(kernel.operation.get_asm(enable_debug_info=False))
+
+    text = re.sub(
+        r"\\22debug_locations\\22: \\22[A-Za-z0-9+/]+=*", "", text
+    )  # JAX 0.12 has them beside the kernel as well
+    return re.sub(r"(custom_call_config\\22: \{\\22body\\22: \\22)([A-Za-z0-9+/]+=*)", bare, text)
 
 
 def compile_parts(module: bytes, devices: Any, facts: dict[str, Any], options: dict[str, Any], fast: bool) -> Any:
@@ -425,3 +450,24 @@ def compile_parts(module: bytes, devices: Any, facts: dict[str, Any], options: d
         )  # fmt: skip
         run = client.compile if is_compile_only(array[0]) else client.compile_and_load
         return run(parsed, executable_devices=xla_client.DeviceList(tuple(array)), compile_options=made)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, those inside others too."""
+    for eqn in closed_parts(jaxpr)[0].eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(inner, "eqns") or isinstance(inner, ClosedJaxpr):
+                    yield from equations(inner)
+
+
+def parts_by_result(jaxpr: Any) -> list[tuple[Any, list[int]]]:
+    """Of every result of a jaxpr, (what computes it alone, the numbers of the inputs that this reads)."""
+    from jax._src.interpreters.partial_eval import dce_jaxpr
+
+    found = []
+    for k in range(len(jaxpr.outvars)):
+        part, used = dce_jaxpr(jaxpr, [i == k for i in range(len(jaxpr.outvars))])
+        found.append((part, [i for i, u in enumerate(used) if u]))
+    return found

@@ -5,8 +5,16 @@ Stands alone: needs only jax and numpy. Functions work on the arrays of one devi
 `jax.shard_map`).
 """
 
+from meshpar_kernels.attention import attention_costs as attention_costs
+from meshpar_kernels.attention import ring_attention as ring_attention
+from meshpar_kernels.attention import unzigzag as unzigzag
+from meshpar_kernels.attention import zigzag as zigzag
 from meshpar_kernels.collective_matmul import all_gather_matmul as all_gather_matmul
 from meshpar_kernels.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
+from meshpar_kernels.collectives import all_gather as all_gather
+from meshpar_kernels.collectives import all_reduce as all_reduce
+from meshpar_kernels.collectives import all_reduce_small as all_reduce_small
+from meshpar_kernels.collectives import reduce_scatter as reduce_scatter
 from meshpar_kernels.dispatch import Dispatch as Dispatch
 from meshpar_kernels.dispatch import expert_combine as expert_combine
 from meshpar_kernels.dispatch import expert_dispatch as expert_dispatch

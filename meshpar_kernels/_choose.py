@@ -36,7 +36,7 @@ def dispatch(
     The platform is the one that JAX lowers for, not that of the machine which traces: a program
       compiled here
     for a TPU elsewhere gets the TPU kernel. Inside the TPU interpreter (`_compat.interpreting`)
-    `"pallas"` means the TPU kernel.
+    `"pallas"` means the TPU kernel, inside the GPU interpreter the GPU kernel.
 
     Args:
       functions: name → function, or the reasons why it cannot run.
@@ -59,6 +59,8 @@ def dispatch(
     if implementation == "pallas":
         if _compat.interpreting() and "tpu" in kernels:
             return kernels["tpu"](*args)
+        if _compat.interpreting_gpu() and "cuda" in kernels:
+            return kernels["cuda"](*args)
         if not kernels:
             names = [name for name in functions if name in PLATFORM_OF]
             raise NotImplementedError(_refusal(op, functions, names))

@@ -6,21 +6,35 @@ Everything else imports from here what differs between them, or what is not publ
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 from jax import lax
 from jax._src import config as _config
+from jax._src import xla_bridge
 from jax.core import Tracer
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend import backend
 
 __all__ = [
+    "gpu_architecture",
+    "gpu_race_detection",
+    "has_gpu_interpreter",
     "interpreting",
+    "interpreting_gpu",
+    "load_gmem",
+    "mosaic_gpu",
     "out_struct",
+    "pallas_triton",
     "race_detection",
     "same_varying",
     "sharded_axes",
+    "store_smem",
+    "transpose_ref",
+    "varying_over",
 ]
 
 
@@ -30,7 +44,15 @@ def interpreting() -> bool:
     True inside `race_detection` and inside JAX's own `pltpu.force_tpu_interpret_mode`. The value
     is part of JAX's trace-cache key, so a jitted function is traced anew on entering or leaving.
     """
-    return bool(_config.pallas_tpu_interpret_mode_context_manager.value)
+    value = _config.pallas_tpu_interpret_mode_context_manager.value
+    return bool(value) and "GPU" not in type(value).__name__
+
+
+def interpreting_gpu() -> bool:
+    """Whether Mosaic GPU kernels traced now run in the interpreter: inside `gpu_race_detection`, and inside
+    JAX's own `force_gpu_interpret_mode` (from jax 0.11 on)."""
+    value = _config.pallas_tpu_interpret_mode_context_manager.value
+    return bool(value) and "GPU" in type(value).__name__
 
 
 def _races_found() -> bool:
@@ -70,9 +92,96 @@ def race_detection(
         pltpu.reset_tpu_interpret_mode_state()
 
 
+def has_gpu_interpreter() -> bool:
+    """Whether this JAX can run Mosaic GPU kernels without a GPU (from 0.11 on)."""
+    return hasattr(mosaic_gpu(), "force_gpu_interpret_mode")
+
+
+@contextlib.contextmanager
+def gpu_race_detection() -> Iterator[None]:
+    """Run the Mosaic GPU kernels of the block in the interpreter, which raises if two accesses race.
+
+    Block on the results inside it.
+    """
+    gpu = mosaic_gpu()
+    with gpu.force_gpu_interpret_mode(gpu.InterpretGPUParams(detect_races=True)):
+        yield
+
+
 def _varying(x: Any) -> frozenset[str]:
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def mosaic_gpu() -> Any:
+    """`jax.experimental.pallas.mosaic_gpu`; it is not in every jaxlib, so it is imported when it is needed.
+
+    Raises:
+      ImportError: this jaxlib has none, or absl-py is missing.
+    """
+    from jax.experimental.pallas import mosaic_gpu as gpu
+
+    return gpu
+
+
+def pallas_triton() -> Any:
+    """`jax.experimental.pallas.triton`, imported when it is needed.
+
+    Raises:
+      ImportError: this jaxlib has none.
+    """
+    from jax.experimental.pallas import triton
+
+    return triton
+
+
+def gpu_architecture() -> tuple[int, int]:
+    """Compute capability of the GPU that kernels traced now are for.
+
+    That of the mesh which is traced for (`shard_map`), if its devices are of a known kind; else that of
+    `jax.default_device`, which may be a device of a topology; else that of the first device, if JAX has looked
+    for devices yet. (9, 0) where that is no GPU, as JAX itself assumes when it compiles for one.
+    """
+    kind = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
+    for pattern, capability in ((r"\bG?H[12]00\b", (9, 0)), (r"\bG?B200\b", (10, 0))):
+        if re.search(pattern, kind):
+            return capability
+    device: Any = _config.default_device.value
+    if device is None and xla_bridge.backends_are_initialized():
+        device = backend.get_default_device()
+    capability = getattr(device, "compute_capability", None)
+    if not isinstance(capability, str) or not re.fullmatch(r"\d+\.\d+", capability):
+        return 9, 0
+    major, minor = capability.split(".")
+    return int(major), int(minor)
+
+
+def load_gmem(ref: Any, index: Any, layout: Any) -> Any:
+    """`ref[index]` out of global memory into registers laid out as `layout`, wherever it begins.
+
+    From jax 0.11 on the index comes with the reference.
+    """
+    gpu = mosaic_gpu()
+    if "idx" in inspect.signature(gpu.load).parameters:
+        return gpu.load(ref, index, layout=layout, optimized=False)
+    return gpu.load(ref.at[index], layout=layout, optimized=False)
+
+
+def store_smem(ref: Any, value: Any) -> None:
+    """`ref[...] = value` into shared memory that is not swizzled, so that banks may conflict.
+
+    Newer versions refuse that unless asked.
+    """
+    gpu = mosaic_gpu()
+    if hasattr(gpu, "store"):
+        gpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def transpose_ref(ref: Any) -> Any:
+    """A view of a [..., a, b] shared-memory reference with its two dimensions exchanged."""
+    return ref.T
 
 
 def same_varying(*arrays: Any) -> tuple[Any, ...]:
@@ -88,6 +197,20 @@ def same_varying(*arrays: Any) -> tuple[Any, ...]:
         return arrays
     return tuple(
         a if a is None or not axes - _varying(a) else lax.pcast(a, tuple(sorted(axes - _varying(a))), to="varying")
+        for a in arrays
+    )
+
+
+def varying_over(axes: Sequence[str], *arrays: Any) -> tuple[Any, ...]:
+    """Make every array vary over these mesh axes of the surrounding `shard_map` (`check_vma=True`).
+
+    Where types do not say over what arrays vary (`check_vma=False`) this is the identity.
+    """
+    checked = bool(_varying(lax.axis_index(axes[0])))
+    if not checked:
+        return arrays
+    return tuple(
+        a if not set(axes) - _varying(a) else lax.pcast(a, tuple(sorted(set(axes) - _varying(a))), to="varying")
         for a in arrays
     )
 

@@ -1,7 +1,7 @@
 """Named real shapes, shared by tests and benchmarks.
 
 Sources: the models' published configurations (Mixtral 8x7B; DeepSeek-V3, its technical report;
-DeepSeek-V2-Lite; Qwen3-235B-A22B), and the square 64-group case that is usual in public
+DeepSeek-V2-Lite; Qwen3-235B-A22B; Llama 3 8B and 70B), and the square 64-group case that is usual in public
 grouped-matmul measurements.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["MATMULS", "MODELS", "MatmulShape", "MoeShape"]
+__all__ = ["ATTENTION", "FUSED", "MATMULS", "MODELS", "AttentionShape", "FusedShape", "MatmulShape", "MoeShape"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,4 +81,44 @@ MATMULS = {
     # what one of 8 devices holds: 32 of the 256 experts, and 8192 rows for them
     "deepseek-v3-up": MatmulShape(m=8192, k=7168, n=2048, groups=32),
     "deepseek-v3-down": MatmulShape(m=8192, k=2048, n=7168, groups=32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """Attention of one layer over one sequence, in all of the devices together."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+ATTENTION = {
+    "llama3-8b-128k": AttentionShape(tokens=128 * 1024, heads=32, kv_heads=8, head_dim=128),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedShape:
+    """A product fused with its gather or scatter: `[rows·A, k] @ [k, n]` on each of A devices.
+
+    Attributes:
+      rows: of one device's block.
+      k, n: contracted and resulting columns on one device.
+      gathers: rows are gathered before the product; else its sums are scattered over them.
+    """
+
+    rows: int
+    k: int
+    n: int
+    gathers: bool
+
+
+# a sequence of 8192 tokens, split over 8 devices as the hidden width is (Megatron with sequence parallelism)
+FUSED = {
+    "llama3-8b-up": FusedShape(rows=1024, k=4096, n=2 * 14336 // 8, gathers=True),
+    "llama3-8b-down": FusedShape(rows=1024, k=14336 // 8, n=4096, gathers=False),
+    "llama3-70b-up": FusedShape(rows=1024, k=8192, n=2 * 28672 // 8, gathers=True),
+    "llama3-70b-down": FusedShape(rows=1024, k=28672 // 8, n=8192, gathers=False),
 }

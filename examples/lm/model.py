@@ -4,11 +4,17 @@ An ordinary Flax model: it knows no mesh and no layout. Each weight only says, a
 what its dimensions are called; how those names are split is said elsewhere, in one line.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+
+def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """[batch, seq, heads, head_dim]; key and value may have fewer heads."""
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class Config:
     mlp: int = 384
     dropout: float = 0.05
     rope_base: float = 10_000.0
+    attend: Callable[..., jax.Array] = causal_attention
 
 
 def named(*dims: str, init=nnx.initializers.lecun_normal()):  # noqa: B008
@@ -70,12 +77,13 @@ class Attention(nnx.Module):
             rngs=rngs,
         )
         self.rope_base = config.rope_base
+        self.attend = config.attend
 
     def __call__(self, x: jax.Array) -> jax.Array:
         query = rotate(self.query(x), self.rope_base)
         key = rotate(self.key(x), self.rope_base)
         value = self.value(x)
-        return self.out(jax.nn.dot_product_attention(query, key, value, is_causal=True))
+        return self.out(self.attend(query, key, value))
 
 
 class SwiGLU(nnx.Module):

@@ -230,12 +230,14 @@ class _Rewriter:
     def is_manual(self, op: Op, plan: OpPlan | None) -> bool:
         """Whether an op is partitioned here: XLA's partitioner must not touch it, or cannot.
 
-        So are ops that work along a dim which rests split around them, even where they get it whole.
+        So are ops that work along a split dim, and those around which such a dim rests split though they get it whole.
         """
         if plan is None or plan.factor_axes is None or op.rule is None:
             return False
         bits = op.name in BITWISE and op.outs[0].aval.dtype != bool
         if op.name in MANUAL or (bits and any(plan.factor_axes)):
+            return True
+        if any(axes and kind == "own" for axes, kind in zip(plan.factor_axes, op.rule.kinds, strict=False)):
             return True
         return any(
             entry and any(op.rule.kinds[f] == "own" for f in factors)

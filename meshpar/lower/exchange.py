@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ..layout import Spec
+from ..layout import AnyMesh, Spec
 from ..plan.collectives import reduces, settlement
 from ..plan.torus import Torus
 
@@ -35,11 +35,13 @@ class Grid(dict[str, int]):
             if len(stages) > 1:
                 self.update(zip(self.fine[axis], (s.size for s in stages), strict=True))
 
-    def mesh(self, mesh: Mesh) -> Mesh:
-        """The factored mesh: the same devices in the same order."""
+    def mesh(self, mesh: AnyMesh) -> AnyMesh:
+        """The factored mesh: the same devices in the same order, or none if the mesh has none."""
         names = tuple(n for a in mesh.axis_names for n in self.fine[a])
-        devices = mesh.devices.reshape([self[n] for n in names])
-        return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+        shape, types = tuple(self[n] for n in names), (AxisType.Auto,) * len(names)
+        if isinstance(mesh, AbstractMesh):
+            return AbstractMesh(shape, names, axis_types=types)
+        return Mesh(mesh.devices.reshape(shape), names, axis_types=types)
 
     def spec(self, spec: Spec) -> Spec:
         return tuple(fine_names(entry, self) for entry in spec)
@@ -53,6 +55,20 @@ def fine_names(axes: Sequence[str], sizes: Sizes) -> tuple[str, ...]:
 def axis_index(axes: Sequence[str]) -> Any:
     """This device's place along some axes (of the factored mesh), the first one major."""
     return lax.axis_index(axes[0] if len(axes) == 1 else tuple(axes))
+
+
+def permute(x: Any, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> Any:
+    """Send between devices that are numbered along `axes`, the first one major, as :func:`axis_index` numbers them.
+
+    ``lax.ppermute`` numbers them in the order of the mesh, whatever the order of the names.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    ordered = tuple(a for a in mesh.axis_names if a in axes)
+    if ordered != tuple(axes):
+        places = dict(zip(axes, np.indices([mesh.shape[a] for a in axes]).reshape(len(axes), -1), strict=True))
+        number = np.ravel_multi_index([places[a] for a in ordered], [mesh.shape[a] for a in ordered])
+        pairs = [(int(number[s]), int(number[t])) for s, t in pairs]
+    return lax.ppermute(x, ordered, pairs)
 
 
 def shape_in(shape: Sequence[int], have: Spec, need: Spec, sizes: Sizes) -> tuple[int, ...]:

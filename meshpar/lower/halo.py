@@ -15,7 +15,7 @@ from jax import lax
 
 from ..program.rules.reach import Exchange, Hop, Reach
 from ..program.rules.shape import split_reaches
-from .exchange import axis_index
+from .exchange import axis_index, permute
 
 if TYPE_CHECKING:
     from .local import Local
@@ -60,7 +60,7 @@ def window(x: Any, dim: int, axes: Sequence[str], by: Exchange, fill: Any = 0) -
             continue
         piece = lax.dynamic_slice_in_dim(x, _of(hop.starts, here), hop.length, dim)
         if hop is not by.own:
-            piece = lax.ppermute(piece, tuple(axes), hop.pairs)
+            piece = permute(piece, axes, hop.pairs)
         out = lax.dynamic_update_slice_in_dim(out, piece, _of(hop.offsets, here) + margin, dim)
     return lax.slice_in_dim(out, margin, margin + by.length, axis=dim)
 
@@ -74,7 +74,7 @@ def _joined(x: Any, dim: int, axes: Sequence[str], by: Exchange, fill: Any, shif
             pieces.append(lax.slice_in_dim(x, first, last, axis=dim))
         elif d in hops:
             piece = lax.slice_in_dim(x, first - d * by.block, last - d * by.block, axis=dim)
-            pieces.append(lax.ppermute(piece, tuple(axes), hops[d].pairs))
+            pieces.append(permute(piece, axes, hops[d].pairs))
         else:
             pieces.append(lax.broadcast(fill, (*x.shape[:dim], last - first, *x.shape[dim + 1 :])))
     return lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._compat import at_line_of, bind, close_over, make_jaxpr, source_line, with_weak_type
 from ..errors import UnsupportedError
-from ..layout import Spec, to_partition_spec
+from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.claims import blocks_only, spec_of
 from ..plan.plan import Plan
 from ..plan.planner import stretched
@@ -39,7 +39,7 @@ NOT_INSIDE = frozenset({"shard_map", "custom_partitioning", "xla_pmap"})
 
 
 def lower_to_shard_map(
-    plan: Plan, mesh: Mesh
+    plan: Plan, mesh: AnyMesh
 ) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
     """(a function from flat inputs to flat results, shardings of the inputs, shardings of the results).
 

@@ -17,7 +17,8 @@ from jax import lax
 
 from meshpar_kernels import expert_combine, expert_dispatch, grouped_matmul
 
-from ..program.kernels import KernelSend, Parts, kernel_rule
+from ..program.declare import kernel_rule
+from ..program.kernels import KernelSend, Parts
 from .strategy import Ways, find_ways
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -7,8 +7,12 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from .._compat import closed_parts, in_recomputation, make_jaxpr
 from ..program.graph import Frame, Op
+from ..program.kernels import KernelWork
+from .collectives import local_shape
 from .fusion import PRODUCTS, itemsize
 
 if TYPE_CHECKING:
@@ -48,6 +52,7 @@ def product_sizes(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int
         dn = p["dimension_numbers"]
         kernel = math.prod(rhs) // max(1, rhs[dn.rhs_spec[0]])
         out = eqn.outvars[0].aval.shape
+        kernel //= math.prod(p["lhs_dilation"])  # the gradient of a strided one: what lies between is zero
         places = lhs[dn.lhs_spec[0]] * math.prod(out[i] for i in dn.out_spec[2:]) // p["batch_group_count"]
         return 1, places, rhs[dn.rhs_spec[0]], kernel
     if eqn.primitive.name == "ragged_dot_general":
@@ -79,11 +84,30 @@ def model_flops(plan: Plan) -> float:
 
 
 def local_opaque_flops(op: Op, plan: Plan) -> float:
-    """FLOPs of one device's part of an opaque kernel: its share of the factors that are split."""
+    """FLOPs of one device's part of an opaque kernel: what it says itself, else its share of the factors that are split."""
+    work = local_work(op, plan)
+    if work is not None:
+        return work.flops
     total = opaque_flops(op)
     planned = plan.ops.get(id(op))
     axes = {a for got in (planned.factor_axes or () if planned is not None else ()) for a in got}
     return total / math.prod(plan.sizes[a] for a in axes)
+
+
+def local_work(op: Op, plan: Plan) -> KernelWork | None:
+    """What a kernel of :func:`meshpar.kernel_rule` says that one device computes and holds; None: it does not say."""
+    if op.name != "kernel" or op.eqn.params["kernel"].works is None:
+        return None
+    kernel, planned, rule = op.eqn.params["kernel"], plan.ops.get(id(op)), op.rule
+    avals, axes = [v.aval for v in op.eqn.invars], {}
+    if planned is not None and planned.factor_axes and rule is not None:
+        names = list(kernel.sizes([a.shape for a in avals], [v.aval.shape for v in op.eqn.outvars]))
+        axes = dict(zip(names, planned.factor_axes, strict=False))
+        avals = [
+            jax.ShapeDtypeStruct(a.shape if spec is None else local_shape(a.shape, spec, plan.sizes), a.dtype)
+            for a, spec in zip(avals, planned.ins, strict=True)
+        ]
+    return kernel.work(avals, axes, plan.sizes)
 
 
 def opaque_flops(op: Op) -> float:
@@ -97,6 +121,8 @@ def opaque_flops(op: Op) -> float:
     if op.name != "kernel":
         return 0.0
     kernel, avals = op.eqn.params["kernel"], [v.aval for v in op.eqn.invars]
+    if (whole := kernel.work(avals, {}, {})) is not None:
+        return whole.flops
     memo = _opaque.setdefault(kernel, {})
     key = tuple((a.shape, str(a.dtype)) for a in avals)
     if key not in memo:

@@ -189,10 +189,11 @@ def fuse(region: Region) -> None:
         if node.root:
             for out in node.outs:
                 out.stored = True
+    own = {id(node) for node in region.nodes}  # what comes from outside a loop is in memory
     for node in region.nodes:
         if node.root:
             found: dict[int, Item] = {}
-            _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSED)
+            _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSED, own)
             node.reads = list(found.values())
             node.writes = [out for out in node.outs if out.stored]
             index = len(region.kernels)
@@ -202,16 +203,16 @@ def fuse(region: Region) -> None:
             region.kernels.append(node)
 
 
-def _sources(items: Sequence[Item], found: dict[int, Item], seen: set[int], takes: bool) -> None:
+def _sources(items: Sequence[Item], found: dict[int, Item], seen: set[int], takes: bool, own: set[int]) -> None:
     """What a kernel reads from memory, of what these items are computed from."""
     for item in items:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if item.stored and not (takes and item.through):
+        if (item.stored and not (takes and item.through)) or id(item.node) not in own:
             found[id(item)] = item
         elif item.node is not None:
-            _sources(item.node.ins, found, seen, takes)
+            _sources(item.node.ins, found, seen, takes, own)
 
 
 def line_of(op: Op | None) -> str:

@@ -15,6 +15,7 @@ from ..program.graph import Frame, Op, Value
 from .collectives import local_bytes
 from .fusion import FUSED, VIEWS, Item, Node, Region, fuse, itemsize
 from .relayout import relayout
+from .tiles import Tiles
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -27,7 +28,7 @@ def kernels_of(plan: Plan) -> Region:
 
 class _Walk:
     def __init__(self, plan: Plan):
-        self.plan, self.sizes = plan, plan.sizes
+        self.plan, self.sizes, self.tiles = plan, plan.sizes, Tiles(plan)
         self.items: dict[int, Item] = {}
         self.copies: dict[tuple[int, int, Spec], Item] = {}
         self.region = Region(1)
@@ -54,7 +55,7 @@ class _Walk:
     # -- items and nodes
 
     def bytes(self, value: Value, spec: Spec) -> float:
-        return local_bytes(value.shape, itemsize(value.aval), spec, self.sizes)
+        return local_bytes(value.shape, itemsize(value.aval), spec, self.sizes) * self.tiles.padding(value, spec)
 
     def enter(self, value: Value, spec: Spec) -> Item:
         item = self.items[id(value)] = Item(self.bytes(value, spec), value, None)

@@ -3,17 +3,19 @@
 Arguments are there from the beginning; donated ones give way to the results that take their place. A kernel's results are
 live from it to their last reader; a kernel may write over an operand that ends with it if both are as large. A loop holds
 what it reads, carries and stacks, and once what its body needs. What a kernel computes on the way to its result is not in
-memory: :mod:`meshpar.plan.fusion` has the rule.
+memory: :mod:`meshpar.plan.fusion` has the rule. Only opaque kernels may say what they hold inside (``works=``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._compat import pass_of
 from ..program.graph import Value
+from .flight import in_flight
+from .flops import local_work
 from .fusion import FUSED, Item, Node, Region
 from .kernels import kernels_of
 
@@ -76,7 +78,7 @@ def memory_of(plan: Plan, region: Region | None = None) -> Memory:
 
 class _Live:
     def __init__(self, plan: Plan):
-        self.plan = plan
+        self.plan, self.kind_of = plan, kinds_of(plan)
         self.points: list[tuple[int, float, Node]] = []
         self.live: dict[int, tuple[Item, float]] = {}
         self.total = 0.0
@@ -95,11 +97,13 @@ class _Live:
         if found is not None:
             self.total -= found[1]
 
-    def sample(self, node: Node) -> None:
-        self.points.append((node.position, self.total, node))
-        if self.total > self.peak:
-            self.peak, self.at = self.total, node
-            self.best = list(self.live.values())
+    def sample(self, node: Node, under_way: Sequence[Item] = ()) -> None:
+        more = {id(i): (i, i.bytes) for i in under_way if id(i) not in self.live}
+        total = self.total + sum(n for _, n in more.values())
+        self.points.append((node.position, total, node))
+        if total > self.peak:
+            self.peak, self.at = total, node
+            self.best = [*self.live.values(), *more.values()]
 
     def program(self, region: Region) -> None:
         for item in region.inputs:
@@ -113,6 +117,7 @@ class _Live:
     def region(self, region: Region, kept: set[int]) -> None:
         """Walk the kernels of a region; ``kept`` are live to its end."""
         own = {id(item) for item in region.inputs}
+        under_way = in_flight(region, self.kind_of)
         for index, node in enumerate(region.kernels):
             own.update(map(id, node.writes))
             ends = [i for i in node.reads if i.last == index and id(i) in own and id(i) not in kept]
@@ -127,12 +132,22 @@ class _Live:
                         free.remove(over)
                         self.drop(over)
                     self.add(out)
-                self.sample(node)
+                held = self.inside(node)
+                if held is not None:
+                    self.add(held)
+                self.sample(node, under_way[index])
+                if held is not None:
+                    self.drop(held)
             for item in ends:
                 self.drop(item)
             for out in node.writes:
                 if out.last <= index and id(out) not in kept:
                     self.drop(out)
+
+    def inside(self, node: Node) -> Item | None:
+        """What an opaque kernel says that it holds while it runs, under the name of its first result."""
+        work = None if node.op is None else local_work(node.op, self.plan)
+        return None if work is None or not node.outs else Item(work.memory, node.outs[0].value, node)
 
     def loop(self, node: Node, ends: list[Item], kept: set[int]) -> None:
         """A loop or branch: its results from its start on (but stacks that nobody reads), and in turn what its bodies need."""
@@ -160,11 +175,10 @@ class _Live:
 
     def memory(self) -> Memory:
         kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-        kind_of = kinds_of(self.plan)
         largest = []
         for item, size in self.best:
             if size:
-                kind = kind_of(item)
+                kind = self.kind_of(item)
                 kinds[kind] += size
                 largest.append((size, kind, item))
         largest.sort(key=lambda x: -x[0])

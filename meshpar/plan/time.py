@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..program.graph import Op
 from .collectives import Collective, duration, human
+from .flight import ahead_of, behind
 from .flops import local_opaque_flops, model_flops, padded_flops
 from .fusion import FUSED, PRODUCTS, VIEWS, Item, Node, Region, line_of
 from .hardware import Chip
@@ -117,7 +118,7 @@ def time_of(plan: Plan, chip: Chip, region: Region) -> Time:
         if node.regions:
             continue
         flops = sum(padded_flops(op, plan, chip.lanes) for op in node.products)
-        if node.op is not None:
+        if node.op is not None and node.name == node.op.name:  # the kernel itself, and no move of what it takes or gives
             flops += local_opaque_flops(node.op, plan)
         traffic = 0.0
         if node.name not in ("move!", "leave!"):
@@ -203,30 +204,14 @@ def hides(plan: Plan, region: Region) -> dict[tuple[int, tuple[int, ...]], int |
     kind_of = kinds_of(plan)
 
     def walk(r: Region) -> None:
-        inside = {id(n) for n in r.nodes}
-        carried = {id(i) for i in r.inputs if i.carried}
-
-        seen: dict[int, bool] = {}
-
-        def made_here(item: Item) -> bool:
-            if item.node is None or id(item.node) not in inside:
-                return id(item) in carried
-            if id(item) not in seen:
-                light = item.node.name in FUSED | VIEWS or item.node.name == "move!"
-                seen[id(item)] = not light or any(map(made_here, item.node.ins))
-            return seen[id(item)]
-
+        ahead = ahead_of(r)
         for node in r.nodes:
             for body in node.regions:
                 walk(body)
             if node.name != "move!" or node.op is None:
                 continue
-            ahead = not any(map(made_here, node.ins))
-            behind = all(k.name == "stack!" for o in node.outs for k in o.readers) or all(
-                kind_of(o) == "gradients" for o in node.outs
-            )
             made = made_by(node)
-            found = id(r) if ahead or behind else None
+            found = id(r) if ahead(node) or behind(node, kind_of) else None
             for op in (node.op, made if made is not None else node.op):
                 for o in node.outs:
                     key = (id(op.eqn), o.value.shape)

@@ -1,4 +1,4 @@
-"""Opaque kernels with a declared factor rule: ``mp.kernel_rule``.
+"""Opaque kernels with a declared factor rule.
 
 A kernel (``pallas_call``, a custom call, a function that talks to other devices itself) is one primitive here: inference,
 plan and both lowerings read its rule, and every device calls the function with its shards.
@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -78,7 +76,21 @@ class KernelSend:
         return tuple(a for f in self.factors for a in parts.axes[f]) if self.axes is None else self.axes
 
 
-_TRANSPOSED = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
+@dataclass(frozen=True)
+class KernelWork:
+    """What the local function of a kernel computes and holds.
+
+    Attributes:
+      flops: of its products.
+      memory: bytes at most beyond its operands and results.
+    """
+
+    flops: float
+    memory: float
+
+
+KernelWorks = Callable[[Sequence[jax.ShapeDtypeStruct], Parts], KernelWork]
+"""(local operands, number of parts of every factor) → what the local function computes and holds."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +165,7 @@ class Kernel:
     sends: KernelSends | None
     name: str
     own_partial: bool = False
-    _backward: dict[Any, Kernel] = field(default_factory=dict, repr=False)
+    works: KernelWorks | None = None
 
     def sizes(self, shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]] = ()) -> dict[str, int]:
         """The size of every factor.
@@ -225,54 +237,20 @@ class Kernel:
             r.sends_over = listed
         return r
 
+    def work(
+        self, avals: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
+    ) -> KernelWork | None:
+        """What one device computes and holds, where the kernel says so; ``avals`` are its operands, local ones."""
+        if self.works is None:
+            return None
+        names = dict.fromkeys(self.notation.marks)
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        return self.works(structs, Parts({f: tuple(axes.get(f, ())) for f in names}, sizes))
+
     def on_shards(self, *xs: Any, axes: Mapping[str, tuple[str, ...]]) -> list[Any]:
         """What one device does."""
         out = self.fn(*xs) if self.local is None else self.local(*xs, axes=axes)
         return jax.tree.leaves(out)
-
-    # -- the other direction
-
-    def backward(self, floats: Sequence[bool], float_outs: Sequence[bool]) -> Kernel:
-        """From operands and floating cotangents to the cotangents of the floating operands; the kernel is run again.
-
-        A cotangent of what several devices computed alike is shared out among them; what each finds for an operand that
-        lies whole along axes over which the kernel exchanges is a partial sum over these.
-        """
-        key = tuple(floats), tuple(float_outs)
-        if key not in self._backward:
-            self._backward[key] = self._make_backward(*key)
-        return self._backward[key]
-
-    def _make_backward(self, floats: tuple[bool, ...], float_outs: tuple[bool, ...]) -> Kernel:
-        notation, n = self.notation, len(self.notation.ins)
-        cotangents = tuple(dims for dims, f in zip(notation.outs, float_outs, strict=True) if f)
-        own = [f for f in notation.marks if notation.kind(f) == "own"]
-
-        def local(*args: Any, axes: Mapping[str, tuple[str, ...]]) -> list[Any]:
-            cts = list(args[n:])
-            for k, dims in enumerate(cotangents):
-                mine = {a for dim in dims for f in dim for a in axes[f]}
-                alike = tuple({a: None for f in own for a in axes[f] if a not in mine})
-                if alike:
-                    cts[k] = cts[k] / jax.lax.axis_size(alike)
-            run = self.fn if self.local is None else functools.partial(self.local, axes=axes)
-            return _vjp(run, args[:n], cts)
-
-        def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> list[KernelSend]:
-            assert self.sends is not None
-            forward = list(self.sends(avals[:n], parts))
-            return [*forward, *(_transposed(s, parts) for s in forward)]
-
-        return Kernel(
-            lambda *args: _vjp(self.fn, args[:n], args[n:]),
-            Notation(
-                f"{notation.text} (backward)",
-                (*notation.ins, *cotangents),
-                tuple(dims for dims, f in zip(notation.ins, floats, strict=True) if f),
-                notation.marks,
-            ),
-            local, None if self.sends is None else sends, f"{self.name} backward", own_partial=True,
-        )  # fmt: skip
 
     def batched(self, where: Sequence[int | None]) -> Kernel:
         """The kernel with one more dim, first in the results."""
@@ -290,42 +268,30 @@ class Kernel:
             assert inner is not None
             return jax.vmap(functools.partial(inner, axes=axes), in_axes=tuple(where))(*xs)
 
-        def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> list[KernelSend]:
-            assert plain is not None
-            size = next(a.shape[d] for a, d in zip(avals, where, strict=True) if d is not None)
+        def alone(avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[int, list[jax.ShapeDtypeStruct]]:
+            """(size of the new dim, the operands without it)."""
             one = [
                 a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
                 for a, d in zip(avals, where, strict=True)
             ]
+            return next(a.shape[d] for a, d in zip(avals, where, strict=True) if d is not None), one
+
+        def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> list[KernelSend]:
+            assert plain is not None
+            size, one = alone(avals)
             return [replace(s, shape=(size, *s.shape)) for s in plain(one, parts)]
 
-        return Kernel(fn, notation, inner and local, plain and sends, self.name, self.own_partial)
+        work = self.works
 
+        def works(avals: Sequence[Any], parts: Parts) -> KernelWork:
+            assert work is not None
+            size, one = alone(avals)
+            each = work(one, parts)
+            return KernelWork(size * each.flops, size * each.memory)
 
-def _transposed(s: KernelSend, parts: Parts) -> KernelSend:
-    """What a collective becomes when it is differentiated."""
-    group, shape = math.prod(parts.sizes[a] for a in s.over(parts)), s.shape
-    if s.op == "all-gather":
-        shape = (group, *shape)
-    elif s.op == "reduce-scatter":
-        shape = (math.prod(shape) // group,)
-    op = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(s.op, s.op)
-    return replace(s, op=op, shape=shape, why=f"{s.why}, backward")
-
-
-def _vjp(fn: Callable[..., Any], xs: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
-    """The cotangents of the floating operands."""
-    kept = [i for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-    def of(*some: Any) -> list[Any]:
-        args = list(xs)
-        for i, x in zip(kept, some, strict=True):
-            args[i] = x
-        return [y for y in jax.tree.leaves(fn(*args)) if jnp.issubdtype(y.dtype, jnp.inexact)]
-
-    out, back = jax.vjp(of, *[xs[i] for i in kept])
-    floats = [ct for ct in cts if jnp.issubdtype(ct.dtype, jnp.inexact)]
-    return list(back([ct.astype(y.dtype) for ct, y in zip(floats, out, strict=True)]))
+        return Kernel(
+            fn, notation, inner and local, plain and sends, self.name, self.own_partial, works if work else None
+        )
 
 
 @rule("kernel")
@@ -350,94 +316,3 @@ kernel_p.def_abstract_eval(
 )
 mlir.register_lowering(kernel_p, mlir.lower_fun(_flat, multiple_results=True))
 batching.primitive_batchers[kernel_p] = _batch
-
-
-def kernel_rule(
-    text: str, *, local: Local | None = None, sends: KernelSends | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare how a kernel may be split: ``@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")``.
-
-    The function is called with the shards of its operands, on every device, under both lowerings. Without a mesh it is called
-    as it is. Its names are its own: which dims of the program they are follows from the operands.
-
-    Args:
-      text: the dims of every operand and result, a comma between arrays (``""`` between commas: a scalar). A name that no
-        result has is contracted: split, it leaves partial sums. ``seq!``: every device needs all of it. ``tokens~``: it may be
-        split, and ``local`` exchanges what it needs. ``(kv_heads group)``: one dim made of two factors, of which
-        ``kv_heads``, the major one, may be split.
-      local: ``(*shards, axes={name: mesh axes that split it}) → shards of the results``, called under ``shard_map``;
-        needed where a name is marked ``~``. Default: the function itself.
-      sends: ``(local operands as ShapeDtypeStruct, {name: parts}) → [KernelSend, …]``: what ``local`` sends, for the plan;
-        needed with ``~``.
-
-    Returns:
-      A decorator for a function of arrays (and static keyword arguments, which ``local`` and ``sends`` get as well) to an
-      array or a tuple of arrays. It is differentiable in reverse mode if the function (or ``local``) is: the backward pass
-      calls it again.
-
-    Raises:
-      LayoutSyntaxError: text that is no rule, or ``~`` without ``local`` and ``sends``.
-      RankError, UnsupportedError: (when called) operands that the rule does not fit.
-    """
-    notation = parse_rule(text)
-    own = [f for f, mark in notation.marks.items() if mark == "~"]
-    if own and (local is None or sends is None):
-        raise LayoutSyntaxError(
-            f"kernel rule {text!r}: `{own[0]}~` needs `local=` and `sends=`",
-            rule=text,
-            fixes=[f"write `{own[0]}!` if every device needs all of it, or pass what one device does and sends"],
-        )
-
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        name = getattr(fn, "__name__", "kernel")
-
-        @functools.cache
-        def made(static: tuple[tuple[str, Any], ...]) -> Kernel:
-            options = dict(static)
-            if not options:
-                return Kernel(fn, notation, local, sends, name)
-            return Kernel(
-                functools.partial(fn, **options), notation, local and functools.partial(local, **options),
-                sends and functools.partial(sends, **options), name,
-            )  # fmt: skip
-
-        @functools.wraps(fn)
-        def call(*args: Any, **static: Any) -> Any:
-            kernel = made(tuple(sorted(static.items())))
-            args = tuple(jnp.asarray(x) for x in args)
-            if len(args) != len(notation.ins):
-                raise RankError(
-                    f"kernel {name}: {len(args)} operands, but the rule {text!r} has {len(notation.ins)}", rule=text
-                )
-            kernel.sizes([x.shape for x in args])
-            shapes = jax.eval_shape(kernel.fn, *args)
-            leaves, tree = jax.tree.flatten(shapes)
-            if len(leaves) != len(notation.outs):
-                raise RankError(
-                    f"kernel {name}: {len(leaves)} results, but the rule {text!r} has {len(notation.outs)}", rule=text
-                )
-            kernel.sizes([x.shape for x in args], [y.shape for y in leaves])
-            return jax.tree.unflatten(tree, _differentiable(kernel)(*args))
-
-        return call
-
-    return decorate
-
-
-@functools.cache
-def _differentiable(kernel: Kernel) -> Callable[..., Any]:
-    @jax.custom_vjp
-    def run(*xs: Any) -> list[Any]:
-        return kernel_p.bind(*xs, kernel=kernel)
-
-    def backward(xs: tuple[Any, ...], cts: Sequence[Any]) -> tuple[Any, ...]:
-        floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
-        float_outs = [ct.dtype != jax.dtypes.float0 for ct in cts]
-        kept = [ct for ct, f in zip(cts, float_outs, strict=True) if f]
-        grads = iter(_differentiable(kernel.backward(floats, float_outs))(*xs, *kept))
-        return tuple(
-            next(grads) if f else np.zeros(x.shape, jax.dtypes.float0) for x, f in zip(xs, floats, strict=True)
-        )
-
-    run.defvjp(lambda *xs: (run(*xs), xs), backward)
-    return run

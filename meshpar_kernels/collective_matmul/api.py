@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
-from meshpar_kernels.collective_matmul import reference, ring, xla
+from meshpar_kernels.collective_matmul import reference, ring, tpu, xla
 from meshpar_kernels.collective_matmul.dots import Axes, Dot
 
 __all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
@@ -47,8 +47,8 @@ def all_gather_matmul(
     """Gather the rows of x from all devices and multiply them with w: `lax.all_gather(x, axis_name, tiled=True) @ w`.
 
     Implementations: "xla" gathers, then multiplies. "ring" sends blocks of rows around a ring, both ways at once, and multiplies
-    each while the next is on its way (Wang et al., ASPLOS 2023): `lax.ppermute`s, runs everywhere. None: the Pallas kernel of
-    the platform where there is one for these arguments, else "ring".
+    each while the next is on its way (Wang et al., ASPLOS 2023): `lax.ppermute`s, runs everywhere. "pallas" does that in one
+    TPU kernel, by remote DMA; gradients with respect to w stay with "ring". None: "ring", since no kernel was timed yet.
 
     Args:
       x: [m, K], this device's rows; any float or integer dtype.
@@ -141,22 +141,71 @@ def _dot(how: _How, contract: tuple[int, int], side: int = 0, dtype: Any = None)
     return Dot((((x,), (w,)), ((), ())), side, how.precision, how.dtype if dtype is None else dtype)
 
 
-def _gathering(how: _How, dim: int) -> Implementations:
+NO_GPU = Unsupported(("there is no GPU kernel for this op",))
+
+
+def _gathering(how: _How, dim: int, x: jax.Array, others: list[jax.Array], dots: list[Dot]) -> Implementations:
     """Name → a function of (x, others, dots)."""
     return {
+        "pallas_tpu": _gather_kernel(how, x, others, dots),
+        "pallas_gpu": NO_GPU,
         "ring": lambda x, others, dots: ring.gather_dots(x, others, dots, how.axis, dim, tile=how.tile),
         "xla": lambda x, others, dots: xla.gather_dots(x, others, dots, how.axis, dim),
         "reference": lambda x, others, dots: reference.gather_dots(x, others, dots, how.axis, dim),
     }
 
 
-def _scattering(how: _How) -> Implementations:
+def _scattering(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Implementations:
     """Name → a function of (lhs, rhs, dot), scattering the first dim of the result."""
     return {
+        "pallas_tpu": _scatter_kernel(how, x, w, dot),
+        "pallas_gpu": NO_GPU,
         "ring": lambda x, w, dot: ring.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire, tile=how.tile),
         "xla": lambda x, w, dot: xla.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire),
         "reference": lambda x, w, dot: reference.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire),
     }
+
+
+def _transposed(dot: Dot) -> bool:
+    """Whether w comes as [columns, K]."""
+    return dot.dimension_numbers[0] == ((1,), (1,))
+
+
+def _gather_kernel(
+    how: _How, x: jax.Array, others: list[jax.Array], dots: list[Dot]
+) -> Callable[..., Any] | Unsupported:
+    """The kernel for all rows times w, where there is nothing else to multiply and the rows are not summed over."""
+    if len(dots) > 1 or dots[0].dimension_numbers[0][0] != (1,):
+        return Unsupported(("the kernel makes one product of the gathered rows, and does not sum over them",))
+    (w,), (dot,) = others, dots
+    devices, (rows, k) = lax.axis_size(how.axis), x.shape
+    if devices == 1:
+        return lambda x, others, dots: [dots[0].of(x, others[0])]
+    n = w.shape[0] if _transposed(dot) else w.shape[1]
+    out = dot.dtype(x, w)
+    tile = tpu.pick_tile(rows, k, n, devices, x.dtype.itemsize)
+    reasons = tpu.unsupported(x, w, rows, k, n, devices, tile, out)
+    if reasons or tile is None:
+        return reasons
+    options = {"tile": tile, "out_dtype": out, "transposed": _transposed(dot), "precision": how.precision}
+    return lambda x, others, dots: [tpu.all_gather_matmul(x, others[0], how.axis, **options)]
+
+
+def _scatter_kernel(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
+    devices, (rows, k) = lax.axis_size(how.axis), x.shape
+    if devices == 1:
+        return lambda x, w, dot: dot(x, w)
+    n = w.shape[0] if _transposed(dot) else w.shape[1]
+    out = dot.dtype(x, w)
+    tile = tpu.pick_tile(rows // devices, k, n, devices, x.dtype.itemsize)
+    reasons = tpu.unsupported(x, w, rows // devices, k, n, devices, tile, out)
+    if reasons or tile is None:
+        return reasons
+    wire = jnp.dtype(jnp.float32) if how.wire is None else how.wire
+    if wire not in (jnp.float32, jnp.bfloat16):
+        return Unsupported((f"sums are to travel as {wire}; the kernel sends float32 or bfloat16",))
+    options = {"tile": tile, "out_dtype": out, "wire_dtype": wire, "transposed": _transposed(dot)}
+    return lambda x, w, dot: tpu.matmul_reduce_scatter(x, w, how.axis, precision=how.precision, **options)
 
 
 def _run(op: str, how: _How, functions: Implementations, *args: Any) -> Any:
@@ -172,12 +221,30 @@ def _run(op: str, how: _How, functions: Implementations, *args: Any) -> Any:
         return call
 
     named = {k: f if isinstance(f, Unsupported) else bound(f) for k, f in functions.items()}
-    return dispatch(op, how.implementation, named, FALLBACK, *(a for k, a in enumerate(arrays) if k not in static))
+    name = FALLBACK if how.implementation is None else how.implementation
+    return dispatch(op, name, named, FALLBACK, *(a for k, a in enumerate(arrays) if k not in static))
+
+
+def _gathered(op: str, how: _How, x: jax.Array, others: list[jax.Array], dots: list[Dot]) -> list[jax.Array]:
+    return _run(op, how, _gathering(how, 0, x, others, dots), x, others, dots)
+
+
+def _scattered(op: str, how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> jax.Array:
+    return _run(op, how, _scattering(how, x, w, dot), x, w, dot)
+
+
+def _without_kernel(how: _How) -> _How:
+    """For products over the gathered rows, for which there is no kernel."""
+    return replace(how, implementation=FALLBACK) if _by_kernel(how) else how
+
+
+def _by_kernel(how: _How) -> bool:
+    return how.implementation is not None and how.implementation.startswith("pallas")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _gather(x: jax.Array, w: jax.Array, how: _How) -> jax.Array:
-    (out,) = _run("all_gather_matmul", how, _gathering(how, 0), x, [w], [_dot(how, (1, 0))])
+    (out,) = _gathered("all_gather_matmul", how, x, [w], [_dot(how, (1, 0))])
     return out
 
 
@@ -186,9 +253,9 @@ def _gather_forward(x: jax.Array, w: jax.Array, how: _How) -> tuple[jax.Array, A
 
 
 def _gather_backward(how: _How, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
-    dx = _run("all_gather_matmul", how, _scattering(how), g, w, _dot(how, (1, 1), dtype=x.dtype))
-    (dw,) = _run("all_gather_matmul", how, _gathering(how, 0), x, [g], [_dot(how, (0, 0), dtype=w.dtype)])
+    op, (x, w) = "all_gather_matmul", kept
+    dx = _scattered(op, how, g, w, _dot(how, (1, 1), dtype=x.dtype))
+    (dw,) = _gathered(op, _without_kernel(how), x, [g], [_dot(how, (0, 0), dtype=w.dtype)])
     return dx, dw
 
 
@@ -197,7 +264,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _scatter(x: jax.Array, w: jax.Array, how: _How) -> jax.Array:
-    return _run("matmul_reduce_scatter", how, _scattering(how), x, w, _dot(how, (1, 0)))
+    return _scattered("matmul_reduce_scatter", how, x, w, _dot(how, (1, 0)))
 
 
 def _scatter_forward(x: jax.Array, w: jax.Array, how: _How) -> tuple[jax.Array, Any]:
@@ -205,9 +272,13 @@ def _scatter_forward(x: jax.Array, w: jax.Array, how: _How) -> tuple[jax.Array, 
 
 
 def _scatter_backward(how: _How, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
+    op, (x, w) = "matmul_reduce_scatter", kept
     dots = [_dot(how, (1, 1), dtype=x.dtype), _dot(how, (0, 0), side=1, dtype=w.dtype)]
-    dx, dw = _run("matmul_reduce_scatter", how, _gathering(how, 0), g, [w, x], dots)
+    if not _by_kernel(how):
+        dx, dw = _gathered(op, how, g, [w, x], dots)
+        return dx, dw
+    (dx,) = _gathered(op, how, g, [w], dots[:1])
+    (dw,) = _gathered(op, _without_kernel(how), g, [x], dots[1:])
     return dx, dw
 
 

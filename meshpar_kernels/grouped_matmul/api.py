@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar_kernels import _compat
-from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
-from meshpar_kernels.grouped_matmul import reference, tpu, xla
+from meshpar_kernels._choose import dispatch, refuse_sharded
+from meshpar_kernels.grouped_matmul import gpu, reference, tpu, xla
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
+from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import tpu as routing_tpu
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose"]
 
 ACTIVATIONS = (None, "swiglu")
-NO_GPU = Unsupported(("there is no GPU kernel for this op",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,10 @@ def grouped_matmul(
         range.
       row_scale: [M], factor on each row of the result (after the activation), in float32.
       out_dtype: dtype of the result; None: lhs's.
-      implementation: None takes "pallas_tpu" where the program is lowered for a TPU and the kernel
-        can take these arguments, else "xla", a loop over tiles. "reference" multiplies all rows by
-        all groups.
+      implementation: None takes "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" where for
+        an NVIDIA GPU, and the kernel can take these arguments, else "xla", a loop over tiles. "reference"
+        multiplies all rows by all groups. "pallas" is the kernel of the platform, or an error: what it cannot
+        take (float32 on a GPU, a GPU before Hopper) is said there and not hidden.
       tile: (rows, K, N) of one step of the Pallas kernel; None: the one that moves the fewest
         bytes.
       debug: warn at run time about group sizes that are negative or go past M.
@@ -223,9 +224,12 @@ def _gather(options: _Options, lhs: jax.Array, indices: jax.Array | None) -> jax
     def by_kernel(lhs, indices):
         return routing_tpu.gather_sum(lhs, indices.astype(jnp.int32)[:, None], None)
 
+    def by_gpu_kernel(lhs, indices):
+        return routing_gpu.gather_sum(lhs, indices[:, None], None)
+
     functions = {
         "pallas_tpu": routing_tpu.gather_sum_unsupported(lhs, indices[:, None]) or by_kernel,
-        "pallas_gpu": NO_GPU,
+        "pallas_gpu": routing_gpu.gather_sum_unsupported(lhs, indices[:, None]) or by_gpu_kernel,
         "xla": reference.gather_rows,
         "reference": reference.gather_rows,
     }
@@ -242,6 +246,9 @@ def _product(options: _Options, lhs, rhs, group_sizes, group_offset, row_scale) 
     tile = (
         tpu.pick_tile(lhs.shape[0], k, n, groups, itemsize, halves) if options.tile is None else tpu.Tile(*options.tile)
     )
+    gpu_tile = (
+        gpu.pick_tile(n, itemsize, halves) if options.tile is None else gpu.make_tile(*options.tile, itemsize, halves)
+    )
     kwargs = {
         "transpose_rhs": options.transpose_rhs,
         "activation": options.activation,
@@ -257,7 +264,8 @@ def _product(options: _Options, lhs, rhs, group_sizes, group_offset, row_scale) 
     functions = {
         "pallas_tpu": tpu.unsupported(lhs, rhs, n, tile, halves)
         or functools.partial(tpu.grouped_matmul, tile=tile, **kwargs),
-        "pallas_gpu": NO_GPU,
+        "pallas_gpu": gpu.unsupported(lhs, options.out_dtype, gpu_tile, halves, K=k, N=halves * n, columns=n)
+        or functools.partial(gpu.grouped_matmul, tile=gpu_tile, **kwargs),
         "xla": plain(xla.grouped_matmul),
         "reference": plain(reference.grouped_matmul),
     }
@@ -283,11 +291,14 @@ def _transpose_product(options: _Options, groups: int, lhs, rhs, group_sizes, gr
         if options.tile is None
         else tpu.Tile(*options.tile)
     )
+    itemsize = lhs.dtype.itemsize
+    gpu_tile = gpu.pick_tile(n, itemsize) if options.tile is None else gpu.make_transpose_tile(options.tile, itemsize)
     kwargs = {"groups": groups, "out_dtype": options.out_dtype}
     functions = {
         "pallas_tpu": tpu.unsupported(lhs, rhs, n, tile)
         or functools.partial(tpu.grouped_matmul_transpose, tile=tile, **kwargs),
-        "pallas_gpu": NO_GPU,
+        "pallas_gpu": gpu.unsupported(lhs, options.out_dtype, gpu_tile, K=k, N=n)
+        or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, **kwargs),
         "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
         "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),
     }

@@ -7,7 +7,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Visits", "executed_rows", "group_bounds", "visit_groups", "visit_rows"]
+__all__ = [
+    "Spans",
+    "Visits",
+    "executed_rows",
+    "executed_span_rows",
+    "group_bounds",
+    "visit_groups",
+    "visit_rows",
+    "visit_spans",
+]
 
 
 class Visits(NamedTuple):
@@ -110,6 +119,73 @@ def visit_groups(bounds: jax.Array, rows: int, tile: int) -> Visits:
     wanted = jnp.ones(groups, bool)
     group, tile_of, begin, stop, number = _list(start, end, wanted, length, rows, tile)
     return Visits(tile_of, group, begin, stop, (stop > begin).astype(jnp.int32), number)
+
+
+class Spans(NamedTuple):
+    """Visits whose tiles begin anywhere: no two groups share one. All int32, [V]; only the first `number` mean
+    something.
+
+    Attributes:
+      first: first row of the tile, which lies within the array if that has `tile` rows.
+      low, high: the rows [low, high) of the tile that are the visit's, counted from `first`.
+      group: as in `Visits`.
+      live: as in `Visits`.
+      number: [1] how many visits there are.
+    """
+
+    first: jax.Array
+    low: jax.Array
+    high: jax.Array
+    group: jax.Array
+    live: jax.Array
+    number: jax.Array
+
+
+def visit_spans(bounds: jax.Array, rows: int, tile: int) -> Spans:
+    """Visits that meet every row of the result once, for kernels whose loads may begin at any row.
+
+    A group's tiles begin at its first row, or where the array ends a tile later, so only its last tile is
+    incomplete. Segments as in `visit_rows`; at most ⌈rows / tile⌉ + groups + 1 visits.
+
+    Args:
+      bounds: from `group_bounds`.
+      rows: M, at least 1.
+      tile: rows of a tile.
+    """
+    groups = bounds.shape[0] - 1
+    start = jnp.concatenate([jnp.zeros(1, jnp.int32), bounds])
+    end = jnp.concatenate([bounds, jnp.full(1, rows, jnp.int32)])
+    length = -(-rows // tile) + groups + 1
+    until = jnp.cumsum(-(-(end - start) // tile), dtype=jnp.int32)
+    visit = jnp.minimum(jnp.arange(length, dtype=jnp.int32), until[-1] - 1)
+    segment = (visit[:, None] >= until[None, :]).sum(1, dtype=jnp.int32)
+    begin, stop = start[segment], end[segment]
+    place = visit - jnp.where(segment > 0, until[jnp.maximum(segment - 1, 0)], 0)
+    begin = begin + place * tile
+    row = jnp.minimum(begin, max(rows - tile, 0))
+    live = (segment > 0) & (segment <= groups)
+    return Spans(
+        first=row,
+        low=begin - row,
+        high=jnp.minimum(stop, begin + tile) - row,
+        group=jnp.clip(segment - 1, 0, groups - 1),
+        live=live.astype(jnp.int32),
+        number=until[-1:],
+    )
+
+
+def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int:
+    """Rows that the tensor cores work on in the walk of `visit_spans`, of whose tiles the parts of `part` rows
+    without a row of the group are left out. Plain Python, for reports and tests."""
+    total, start = 0, 0
+    for size in sizes:
+        end = min(start + size, rows)
+        for begin in range(start, end, tile):
+            low = begin - min(begin, max(rows - tile, 0))
+            high = low + min(end - begin, tile)
+            total += (-(-high // part) - low // part) * part
+        start = end
+    return total
 
 
 def executed_rows(sizes: list[int], rows: int, tile: int, chunk: int) -> int:

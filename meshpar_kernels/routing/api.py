@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar_kernels import _compat
-from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
-from meshpar_kernels.routing import reference, tpu
+from meshpar_kernels._choose import dispatch, refuse_sharded
+from meshpar_kernels.routing import gpu, reference, tpu
 from meshpar_kernels.routing.plan import RoutePlan
 
 __all__ = ["combine", "permute", "route"]
 
 SCORES = ("softmax", "sigmoid")
-NO_GPU = Unsupported(("there is no GPU kernel for this op",))
 
 
 def route(
@@ -65,8 +64,9 @@ def route(
       scale: factor on the weights, after that.
       capacity: most rows of an expert; the later choices beyond it are dropped and counted. None:
         no limit, nothing is dropped.
-      implementation: None takes "pallas_tpu" where the program is lowered for a TPU, else
-        "reference"; see `meshpar_kernels._choose.dispatch`.
+      implementation: None takes "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" where for
+        an NVIDIA GPU, and the kernel can take these arguments, else "reference"; see
+        `meshpar_kernels._choose.dispatch`.
 
     Returns:
       A `RoutePlan`. Its `weight` is differentiable with respect to the logits; the choice itself
@@ -154,7 +154,7 @@ def _choose(
         implementation,
         {
             "pallas_tpu": reasons or functools.partial(tpu.route, **kwargs),
-            "pallas_gpu": NO_GPU,
+            "pallas_gpu": gpu.route_unsupported(logits, **kwargs) or functools.partial(gpu.route, **kwargs),
             "reference": functools.partial(reference.route, **kwargs),
         },
         "reference",
@@ -194,8 +194,8 @@ def permute(
       x: [T, H], float32 or bfloat16 (other dtypes: implementation "reference").
       plan: from `route`.
       weight: float32 [T, k], or None for ones; differentiable.
-      implementation: None takes "pallas_tpu" where the program is lowered for a TPU and the kernel
-        can take these arguments, else "reference".
+      implementation: None takes "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" where for
+        an NVIDIA GPU, and the kernel can take these arguments, else "reference".
 
     Returns:
       [R, H] in x's dtype, R = `plan.buffer_rows`.
@@ -266,7 +266,7 @@ def _gather_sum(
         implementation,
         {
             "pallas_tpu": tpu.gather_sum_unsupported(x, index) or tpu.gather_sum,
-            "pallas_gpu": NO_GPU,
+            "pallas_gpu": gpu.gather_sum_unsupported(x, index) or gpu.gather_sum,
             "reference": reference.gather_sum,
         },
         "reference",

@@ -1,6 +1,7 @@
 """The Llama of the examples: its sizes, its numbers against NumPy in float64, its plan, and equal runs under every layout."""
 
 import collections
+import dataclasses
 import math
 
 import jax
@@ -123,6 +124,15 @@ def test_no_layout_changes_a_number(real):
     assert len(report.rows) == 2
 
 
+@pytest.mark.parametrize("layout", [llama.FSDP_TENSOR_SEQUENCE])
+def test_a_policy_sends_nothing_again_and_changes_no_number(real, losses, layout):
+    config = dataclasses.replace(llama.TINY, remat="keep_collectives")
+    step = mp.jit(llama.train_step(config), mesh=mp.mesh("data=4, model=2"), layout=layout, dims=llama.DIMS,
+                  lowering="shard_map")  # fmt: skip
+    _, loss = step(*real)
+    assert float(loss) == pytest.approx(losses[0], rel=1e-5)
+
+
 # -- the plan
 
 
@@ -176,6 +186,20 @@ def test_tensor_and_sequence_parallelism_reduce_no_activation_whole():
     plan = mp.plan(step, *args, dims=dims, layout=layout, mesh=abstract(data=16, model=8))
     big = [c for c in plan.collectives if c.total_bytes > 1e8]
     assert {c.op for c in big} == {"all-gather", "reduce-scatter"}
+
+
+@pytest.mark.parametrize(("remat", "gathers", "sums"), [("full", 6, 5), ("keep_collectives", 4, 4)])
+def test_a_layer_gathers_and_sums_what_it_is_told_to(remat, gathers, sums):
+    step, args, dims = llama.llama3_8b(remat=remat)
+    layout = llama.FSDP_TENSOR_SEQUENCE
+    plan = mp.plan(step, *args, dims=dims, layout=layout, mesh=abstract(data=16, model=8))
+    layers, activations = 32, (256, 2048, 4096)
+    found = collections.Counter()
+    for c in plan.collectives:
+        if c.axes == ("model",) and c.shape == activations and c.count == layers:
+            found[c.op] += 1
+    # two blocks, each way; of the way there, run again: both inputs, and the sum after attention
+    assert found == {"all-gather": gathers, "reduce-scatter": sums}
 
 
 def test_splash_attention_is_attention():

@@ -91,3 +91,12 @@ def test_expert_parallelism_exchanges_tokens_and_gathers_no_expert_over_its_axis
     rows = 8 * 128 * places * 4096 * 2 / 128  # bytes of a device's tokens at all their experts
     assert all(c.bytes == pytest.approx(rows * 7 / 8) for c in exchanged)
     assert all(c.axes == ("data",) for c in big if "expert" in c.dims.split() and c.op != "all-to-all")
+
+
+def test_every_weight_can_be_split_over_all_devices():
+    step, args, dims = mixtral.mixtral_8x7b()
+    plan = mp.plan(
+        step, *args, dims=dims, layout=mixtral.FSDP_ALL_EXPERT, mesh="data=16, model=8", topology="v5p:4x4x8"
+    )
+    weights = 46_702_792_704
+    assert plan.held() == pytest.approx(3 * 4 * weights / 128, rel=1e-3)  # with two moments, float32

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,16 @@ sys.path[:0] = sys.argv[1:3]
 import kernels_aot
 print(json.dumps([kernels_aot.compile_one(k, *sys.argv[3:5]) for k in sys.argv[5:]]))
 """
+SCHEDULE = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
 
 
-def compiled(chip: str, shape: str, *kernels: str) -> list[dict]:
-    """Facts of each kernel, from one process of its own: a bad shape may abort the compiler."""
+def compiled(chip: str, shape: str, *kernels: str, **more: str) -> list[dict]:
+    """Facts of each kernel, from one process of its own: a bad shape may abort the compiler. `more` is its environment."""
     environment = os.environ | {
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
         "JAX_PLATFORMS": "cpu",
+        **more,
     }
     paths = [str(ROOT), str(ROOT / "benchmarks")]
     command = [sys.executable, "-c", PROGRAM, *paths, shape, chip, *kernels]
@@ -68,3 +71,77 @@ def test_routing_has_no_large_temporary(model, chip):
     # with 8 experts, 256 KiB of logits are little beside the constant part of a program
     assert choose["temp"] < logits + (256 << 10)
     assert copy["temp"] == add["temp"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_ring_attention_hides_its_sends_and_holds_no_scores(chip):
+    """128K tokens over 8 devices: what travels does so around the attention, and memory is near what the costs say."""
+    import jax
+    import jax.numpy as jnp
+
+    from meshpar_kernels import attention_costs
+    from meshpar_kernels.shapes import ATTENTION
+
+    s = ATTENTION["llama3-8b-128k"]
+    each = s.tokens // 8
+    q, k = (jax.ShapeDtypeStruct((1, each, n, s.head_dim), jnp.bfloat16) for n in (s.heads, s.kv_heads))
+    most = attention_costs(q, k, k, 8, causal=True).of["ring"].memory
+    for facts in compiled(chip, "llama3-8b-128k", "ring", "ring backward"):
+        assert facts["ops"] == ["collective-permute"]
+        assert facts["hidden"]
+        assert all(facts["hidden"])
+        assert facts["temp"] < 1.6 * most < each * each * s.heads * 4 / 8
+
+
+def scheduled(chip: str, shape: str, kernel: str) -> tuple[dict, list[str]]:
+    """Facts of a kernel, and what its scheduled bundles do one after the other."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import kernels_aot
+    finally:
+        sys.path.pop(0)
+    with tempfile.TemporaryDirectory() as folder:
+        (facts,) = compiled(chip, shape, kernel, LIBTPU_INIT_ARGS=SCHEDULE.format(folder))
+        return facts, kernels_aot.order_of(Path(folder))
+
+
+FUSED = [
+    "llama3-8b-up",
+    "llama3-8b-down",
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("llama3-70b-up", "llama3-70b-down")),
+]
+
+
+@pytest.mark.parametrize("chip", [pytest.param(c, marks=[pytest.mark.slow] * (c in ("v5p", "tpu7x"))) for c in CHIPS])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_products_multiply_while_they_send(name, chip):
+    """Four buffers of a block, no gathered operand; the products stand between the start of a send and the wait for it."""
+    from meshpar_kernels.shapes import FUSED
+
+    shape = FUSED[name]
+    facts, order = scheduled(chip, name, "all_gather_matmul" if shape.gathers else "matmul_reduce_scatter")
+    buffers = 4 * shape.rows * 2 * (shape.k if shape.gathers else shape.n)
+    # other devices write to the same address on each, which a program's own result has not: it is copied
+    result = shape.rows * shape.n * 2 * (8 if shape.gathers else 1)
+    assert facts["temp"] < buffers + result + (1 << 20)
+    assert facts["flops"] <= 1.05
+    products = order.index("matmul")
+    assert order.count("matmul") == 1  # nothing is waited for between products
+    if shape.gathers:
+        assert "send" in order[:products]
+        assert order[products + 1 :] == ["wait"]
+    else:  # the tile before last has left, then this one leaves
+        assert order[products + 1 : products + 3] == ["wait", "send"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_rings_and_the_small_all_reduce_compile(chip):
+    gather, scatter = compiled(chip, "16MiB", "all_gather", "reduce_scatter")
+    assert gather["temp"] < (16 << 20) + (1 << 20)  # the result, copied to where the program wants it
+    assert scatter["temp"] < 2 * (
+        16 << 20
+    )  # the operand, which is summed in place, and buffers for two blocks each way
+    (small,) = compiled(chip, "1MiB", "all_reduce_small")
+    assert small["temp"] < 1 << 20

@@ -177,7 +177,7 @@ def test_what_is_wrong_is_said():
     refuses("row_scale must be", row_scale=jnp.ones(3))
     refuses("lhs_indices must be int", lhs_indices=jnp.ones(3))
     refuses("no implementation 'dense'", implementation="dense")
-    refuses("no GPU kernel", NotImplementedError, implementation="pallas_gpu")
+    refuses("operands are float32; the tensor cores", NotImplementedError, implementation="pallas_gpu")
     refuses(
         r"float16(.|\n)*5 columns each(.|\n)*These can: xla, reference",
         NotImplementedError,

@@ -216,3 +216,29 @@ def test_the_report_is_one_screen():
     assert "% of the peak FLOP/s" in text
     seconds = [line for line in lines if line.startswith("all-gather") and (" µs " in line or " ms " in line)]
     assert seconds
+
+
+def test_what_a_loop_reads_is_in_memory_and_not_what_that_was_made_from():
+    """The second loop reads what the first one stacks up: not the weights that the first one read."""
+
+    def fn(w, x):
+        _, stack = jax.lax.scan(lambda c, p: (c, jax.nn.relu(x @ p)), 0.0, w)
+        return jax.lax.scan(lambda c, y: (c + (y * 2.0).astype(jnp.float32).sum(), None), 0.0, stack)[0]
+
+    wide = 64  # weights are 64 times what a step of the second loop reads
+    made = plan(fn, array(LAYERS, wide * 128, 128), array(128, wide * 128))
+    sums = [o for o in made.time.ops if o.name == "reduce_sum"]
+    assert [o.count for o in sums] == [LAYERS]
+    assert sums[0].bytes == pytest.approx(BF16 * 128 * 128, rel=1e-3)
+
+
+def test_moving_the_operands_of_a_kernel_is_none_of_its_flops():
+    @mp.kernel_rule("rows inner!, inner! columns -> rows columns")
+    def product(x, w):
+        return x @ w
+
+    made = plan(product, array(1024, 512), array(512, 256), layout="rows: data; inner: data",
+                dims={"x": "rows _", "w": "inner columns"})  # fmt: skip
+    assert [c.op for c in made.collectives] == ["all-gather"]
+    assert [o.name for o in made.time.ops if o.flops] == ["kernel"]
+    assert sum(o.flops * o.count for o in made.time.ops) == 2 * 1024 * 512 * 256 / 16

@@ -6,8 +6,12 @@ import tempfile
 import threading
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
+from meshpar._compat import bare_kernels
 from meshpar.errors import CompilerError
 from meshpar.verify import jobs
 from meshpar.verify.jobs import Job, cache_folder, compile_job
@@ -205,3 +209,22 @@ def test_compilers_run_without_hardware(monkeypatch):
     assert (env["JAX_PLATFORMS"], env["ALLOW_MULTIPLE_LIBTPU_LOAD"]) == ("cpu", "1")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=2")
     assert jobs.environment()["XLA_FLAGS"] == "--xla_gpu_autotune_level=2"
+
+
+def test_programs_with_the_same_kernels_at_other_lines_are_the_same():
+    kernels = []
+    for shift, factor in ((0, 2), (7, 2), (0, 3)):
+        scope = {}
+        exec("\n" * shift + f"def kernel(x_ref, y_ref):\n    y_ref[...] = {factor} * x_ref[...]\n", scope)
+        kernels.append(scope["kernel"])
+
+    def text(kernel):
+        x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+        call = pl.pallas_call(kernel, out_shape=x, name="kernel")
+        lowered = jax.jit(lambda x: call(x)).trace(x).lower(lowering_platforms=("tpu",))
+        return str(lowered.compiler_ir())
+
+    one, other, third = map(text, kernels)
+    assert one != other  # a kernel is bytecode with source lines in it
+    assert bare_kernels(one) == bare_kernels(other)
+    assert bare_kernels(one) != bare_kernels(third)

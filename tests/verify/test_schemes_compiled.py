@@ -2,12 +2,12 @@
 
 import functools
 import importlib.util
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import meshpar as mp
+from meshpar.verify.agreement import differences
 
 MEGATRON = "batch: data; heads, mlp, vocab: model"
 
@@ -39,12 +39,7 @@ def test_the_compiled_program_sends_what_the_plan_lists(model, layout):
         step, model.STATE, model.TOKENS, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=model.DIMS,
         lowering="shard_map", cache=False, progress=lambda _: None,
     )  # fmt: skip
-    planned, found = Counter(), Counter()
-    for c in compiled.plan.collectives:
-        planned[c.op, round(c.bytes, 3)] += c.count
-    for c in compiled.collectives:
-        found[c.op, round(c.bytes, 3)] += c.count
     # The maximum of the logits and an index column stand twice in the program (optax's loss); XLA makes one of equal operands.
-    merged = planned - found
-    assert not found - planned
-    assert all(size <= 2 * 8 * 16 * 4 and found[op, size] for op, size in merged)
+    for d in differences(compiled.plan, compiled.collectives):
+        assert d.merged
+        assert d.bytes <= 2 * 8 * 16 * 4

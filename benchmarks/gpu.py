@@ -1,0 +1,418 @@
+"""The kernels on an NVIDIA GPU: values, times, and what else is installed there, in one table.
+
+    python benchmarks/gpu.py                       # everything; needs a GPU
+    python benchmarks/gpu.py --only g64            # a part of it
+    python benchmarks/gpu.py --compile-only        # no GPU needed: registers, spills, temporaries
+    python benchmarks/gpu.py --json gpu.json
+
+Each (kernel, shape) is a process of its own with a time limit, and so is PyTorch: what crashes loses its own rows.
+Our kernel runs last in its process. Without a GPU (and without `--compile-only`) the compile-only table is
+printed, and says so.
+
+Measured columns. `ms`: one call inside of one compiled loop, from the difference of a long and a short loop, the median of
+five. `TFLOP/s`: of the operations that the result needs, 2·M·K·N. `GB/s`: of the bytes that must be moved once. `% peak`: of
+the largest dense bfloat16 product, measured first; `% copy`: of a plain copy's bytes, measured first. `× ours`: how
+much longer than our kernel. `error`: the largest difference to the reference over its largest value. `load`: equal
+groups, or a multinomial draw.
+
+Compile-only columns. `regs`, `spills`: registers of a thread and bytes spilled, as ptxas reports them (for the Triton kernels only
+where a ptxas is installed). `temp`: KiB beyond inputs and outputs of the whole program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGETS = {"sm_90a": "h200", "sm_100a": "b200"}
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+
+# --- without a GPU -------------------------------------------------------------------------------
+
+
+def compile_one(kernel: str, shape: str, target: str) -> dict[str, Any]:
+    """Compile our kernel for a GPU that is not here. What ptxas says goes to the output, for `ptxas_facts`."""
+    import gpu_cases
+    import jax
+    from jax.experimental import topologies
+
+    config = (ROOT / "meshpar" / "verify" / "targets" / f"{TARGETS[target]}.txtpb").read_text()
+    topology = topologies.get_topology_desc("", platform="cuda", target_config=config, topology="1x1x1")
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    case = gpu_cases.make(kernel, shape)
+    structs = [jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in case.arguments]
+    with tempfile.TemporaryDirectory() as folder, jax.default_device(topology.devices[0]):
+        lowered = jax.jit(case.ours).trace(*structs).lower(lowering_platforms=("cuda",))
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        assemble_triton(Path(folder), target)
+    return {"temp": compiled.memory_analysis().temp_size_in_bytes}
+
+
+def assemble_triton(folder: Path, target: str) -> None:
+    """Let an installed ptxas report on the Triton kernels of a dump; XLA's own does not say."""
+    ptxas = shutil.which("ptxas")
+    for path in sorted(folder.glob("*.ptx")) if ptxas else []:
+        if "meshpar_" in path.read_text():
+            command = [str(ptxas), "-v", f"-arch={target}", "-o", os.devnull, str(path)]
+            print(subprocess.run(command, capture_output=True, text=True, timeout=300).stderr)
+
+
+def ptxas_facts(text: str) -> dict[str, int]:
+    """Registers and spilled bytes of our kernels: the most of any."""
+    found: dict[str, int] = {}
+    name = ""
+    for line in text.splitlines():
+        entry = re.search(r"Compiling entry function '(\w+)'", line)
+        name = entry[1] if entry else name
+        if not name.startswith("meshpar"):
+            continue
+        for key, pattern in (("spills", r"(\d+) bytes spill stores"), ("registers", r"Used (\d+) registers")):
+            match = re.search(pattern, line)
+            if match:
+                found[key] = max(found.get(key, 0), int(match[1]))
+    return found
+
+
+def compile_environment() -> dict[str, str]:
+    """For compiling without a GPU: nothing is tuned on one, and the assembler reports."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{flags} --xla_gpu_autotune_level=0".strip(),
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
+def compile_facts(kernel: str, shape: str, target: str, limit: float = 300) -> dict[str, Any]:
+    """`compile_one` in a process of its own."""
+    rows, text = run_process(["--compile-one", kernel, shape, target], compile_environment(), limit)
+    facts: dict[str, Any] = {"kernel": kernel, "shape": shape, "target": target}
+    return facts | (rows[-1] if rows else {"error": reason(text)}) | ptxas_facts(text)
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+
+def seconds_per_call(function, arguments, rough_limit: float = 0.4) -> float:
+    """Seconds of one call on the device, from loops of two lengths inside of one program."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def loop(times, *arguments):
+        def one(_, carry):
+            first, *rest = jax.tree.leaves(lax.optimization_barrier((arguments, carry)))[:-1]
+            out = jax.tree.leaves(function(first, *rest))[0]
+            return lax.optimization_barrier(out.reshape(-1)[0]).astype(jnp.float32)
+
+        return lax.fori_loop(0, times, one, jnp.float32(0))
+
+    def wall(times: int) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(loop(times, *arguments))
+        return time.perf_counter() - began
+
+    wall(2)
+    rough = max(wall(2) / 2, 1e-6)
+    long = min(max(int(rough_limit / rough), 6), 2000)
+    short = max(long // 6, 2)
+    wall(long), wall(short)
+    results = sorted((wall(long) - wall(short)) / (long - short) for _ in range(5))
+    return results[2]
+
+
+def machine() -> dict[str, Any]:
+    """The GPU's name, its copy bandwidth in GB/s, and its TFLOP/s in a large dense bfloat16 product."""
+    import jax
+    import jax.numpy as jnp
+
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise SystemExit("no GPU")
+    x = jnp.ones((1 << 29,), jnp.bfloat16)
+    copy = seconds_per_call(lambda x: x + 1, [x])
+    del x
+    best = 0.0
+    for size in (4096, 8192):
+        a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+        best = max(best, 2 * size**3 / seconds_per_call(lambda a: a @ a, [a]) / 1e12)
+    return {"device": device.device_kind, "jax": jax.__version__, "copy": 2 * 2 * (1 << 29) / copy / 1e9, "peak": best}
+
+
+def measure(kernel: str, shape: str, load: str) -> None:
+    """Print a row (JSON) for each implementation in JAX; ours last, with its error."""
+    import gpu_cases
+    import jax
+    import numpy as np
+
+    case = gpu_cases.make(kernel, shape)
+    arguments = gpu_cases.draw(case, kernel, shape, load)
+    want = None
+
+    def row(name, function, timed=True):
+        facts: dict[str, Any] = {"name": name}
+        try:
+            got = jax.block_until_ready(jax.jit(function)(*arguments))
+            if want is not None:
+                facts["error"] = difference(got, want)
+            del got
+            if timed:
+                facts["seconds"] = seconds_per_call(function, arguments)
+        except Exception as error:  # a row that fails must not cost the others
+            facts["failed"] = f"{type(error).__name__}: {error}"[:300]
+        print("ROW " + json.dumps(facts), flush=True)
+
+    try:
+        reference = jax.jit(case.others["reference"])(*arguments)
+        want = [np.asarray(x, np.float32) for x in jax.tree.leaves(reference)]
+        del reference
+    except Exception as error:
+        print("ROW " + json.dumps({"name": "reference", "failed": str(error)[:300]}), flush=True)
+    routing = kernel in gpu_cases.ROUTING_KERNELS
+    for name, function in case.others.items():
+        if name != "reference" or routing:  # the reference of a product multiplies all by all
+            row(name, function)
+    row("meshpar", case.ours)
+
+
+def difference(got: Any, want: list[Any]) -> float:
+    """Largest difference over the largest value, over all results; NaN counts as infinite."""
+    import jax
+    import numpy as np
+
+    worst = 0.0
+    for g, w in zip(jax.tree.leaves(got), want, strict=False):
+        delta = np.abs(np.asarray(g, np.float32) - w).max() / max(float(np.abs(w).max()), 1e-30)
+        worst = max(worst, float(delta) if np.isfinite(delta) else float("inf"))
+    return worst
+
+
+def measure_torch(kernel: str, shape: str, load: str) -> None:
+    """Print a row for PyTorch's grouped product, or its way of routing."""
+    import gpu_cases
+    import torch  # pyright: ignore[reportMissingImports]
+
+    from meshpar_kernels.shapes import MATMULS, MODELS
+
+    def normal(*shape):
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    if shape in MATMULS:
+        s = MATMULS[shape]
+        sizes = torch.tensor(gpu_cases.group_sizes(s.m, s.groups, load), device="cuda")
+        ends = torch.cumsum(sizes, 0).to(torch.int32)
+        product = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+        lhs, grad = normal(s.m, s.k), normal(s.m, s.n)
+        if kernel == "d rhs":
+            call = functools.partial(product, lhs.t(), grad, offs=ends)
+        elif kernel == "d lhs":
+            call = functools.partial(product, grad, normal(s.groups, s.k, s.n).transpose(-2, -1), offs=ends)
+        elif kernel == "forward":
+            call = functools.partial(product, lhs, normal(s.groups, s.k, s.n), offs=ends)
+        else:
+            return
+        name = "torch grouped_mm"
+    else:
+        m = MODELS[shape]
+        name = "torch"
+        if kernel == "permute":
+            x = normal(gpu_cases.TOKENS, m.embed)
+            index = torch.randperm(gpu_cases.TOKENS * m.k, device="cuda") % gpu_cases.TOKENS
+            call = functools.partial(torch.index_select, x, 0, index)
+        elif kernel == "combine":
+            y = normal(gpu_cases.TOKENS * m.k, m.embed)
+            index = torch.randperm(gpu_cases.TOKENS * m.k, device="cuda").reshape(-1, m.k)
+            weight = torch.rand(gpu_cases.TOKENS, m.k, 1, device="cuda", dtype=torch.bfloat16)
+
+            def call():
+                return (y[index] * weight).sum(1)
+        else:
+            return
+    for _ in range(3):
+        call()
+    results = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(20):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        results.append(begin.elapsed_time(end) / 20e3)
+    facts = {"name": f"{name} {torch.__version__}", "seconds": sorted(results)[2]}
+    print("ROW " + json.dumps(facts), flush=True)
+
+
+# --- processes and tables ------------------------------------------------------------------------
+
+
+def run_process(arguments: list[str], environment: dict[str, str], limit: float) -> tuple[list[dict[str, Any]], str]:
+    """The rows that a process of this script printed, and all of its output; what ends it early is in there."""
+    command = [sys.executable, __file__, *arguments]
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit)
+            ending = "" if done.returncode == 0 else f"exit {done.returncode}"
+        except subprocess.TimeoutExpired:
+            ending = f"took longer than {limit:g} s"
+        log.seek(0)
+        text = log.read()
+    rows = [json.loads(line[4:]) for line in text.splitlines() if line.startswith("ROW ")]
+    return rows, f"{text}\n{ending}" if ending else text
+
+
+def reason(text: str) -> str:
+    """The last lines that say something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("I0", "W0"))]
+    return " | ".join(lines[-2:])[-300:] or "no output"
+
+
+def compile_table(only: str, targets: list[str]) -> list[dict[str, Any]]:
+    """Print what the CUDA compiler makes of each kernel."""
+    import gpu_cases
+
+    print("Compiled only: nothing was run, and no time is measured.\n")
+    print(f"{'kernel':<10}{'shape':<19}{'target':<9}{'regs':>6}{'spills':>8}{'temp KiB':>10}")
+    rows = []
+    for kernel, shape in gpu_cases.names():
+        if only not in f"{kernel} {shape}":
+            continue
+        for target in targets:
+            facts = compile_facts(kernel, shape, target)
+            rows.append(facts)
+            line = f"{kernel:<10}{shape:<19}{target:<9}"
+            if "error" in facts:
+                print(line, facts["error"], flush=True)
+                continue
+            line += f"{facts.get('registers', '?'):>6}{facts.get('spills', '?'):>8}{facts['temp'] / 1024:>10.0f}"
+            print(line, flush=True)
+    return rows
+
+
+def measured_table(only: str, facts: dict[str, Any], loads: list[str], limit: float, budget: float) -> list[dict]:
+    """Print what each implementation takes; stop starting processes when the budget is spent."""
+    import gpu_cases
+
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    print(
+        f"{facts['device']}, jax {facts['jax']}: copy {facts['copy']:.0f} GB/s, product {facts['peak']:.0f} TFLOP/s\n"
+    )
+    head = (
+        f"{'kernel':<9}{'shape':<19}{'load':<8}{'by':<24}{'ms':>9}{'TFLOP/s':>9}{'% peak':>8}{'GB/s':>7}{'% copy':>8}"
+    )
+    print(head + f"{'× ours':>8}{'error':>10}")
+    table: list[dict[str, Any]] = []
+    began = time.monotonic()
+    for kernel, shape in gpu_cases.names():
+        for load in loads if kernel in gpu_cases.MATMUL_KERNELS else loads[:1]:
+            if only not in f"{kernel} {shape}":
+                continue
+            if time.monotonic() - began > budget:
+                print(f"{kernel:<9}{shape:<19}{load:<8}not run: {budget:g} s are spent (--budget)")
+                continue
+            rows, text = run_process(["--measure", kernel, shape, load], environment, limit)
+            if not any(row["name"] == "meshpar" for row in rows):
+                rows.append({"name": "meshpar", "failed": reason(text)})
+            torch_rows, text = run_process(["--measure-torch", kernel, shape, load], environment, limit)
+            rows += torch_rows if torch_rows or "No module named 'torch'" in text else []
+            if not torch_rows and "No module named 'torch'" not in text and "exit" in text:
+                rows.append({"name": "torch", "failed": reason(text)})
+            ours = next((r.get("seconds") for r in rows if r["name"] == "meshpar"), None)
+            case = gpu_cases.make(kernel, shape)
+            for row in rows:
+                row |= {"kernel": kernel, "shape": shape, "load": load, "flops": case.flops, "bytes": case.bytes}
+                print(measured_line(row, facts, ours), flush=True)
+            table += rows
+    return table
+
+
+def measured_line(row: dict[str, Any], facts: dict[str, Any], ours: float | None) -> str:
+    """One row as text."""
+    line = f"{row['kernel']:<9}{row['shape']:<19}{row['load']:<8}{row['name']:<24}"
+    if "failed" in row:
+        return f"{line} {row['failed']}"
+    if "seconds" not in row:
+        return line
+    seconds = max(row["seconds"], 1e-9)
+    gbs = row["bytes"] / seconds / 1e9
+    line += f"{seconds * 1e3:>9.3f}"
+    if row["flops"]:
+        tflops = row["flops"] / seconds / 1e12
+        line += f"{tflops:>9.0f}{100 * tflops / facts['peak']:>7.0f}%"
+    else:
+        line += f"{'':>17}"
+    line += f"{gbs:>7.0f}{100 * gbs / facts['copy']:>7.0f}%"
+    line += f"{seconds / ours:>8.2f}" if ours else f"{'':>8}"
+    return line + (f"{row['error']:>10.1e}" if "error" in row else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="part of 'kernel shape'")
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--loads", default="even,random")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one process")
+    parser.add_argument("--budget", type=float, default=1500, help="seconds after which no process is started")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--compile-one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--measure-torch", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--values", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile_one:
+        print("ROW " + json.dumps(compile_one(*options.compile_one)))
+    elif options.measure:
+        measure(*options.measure)
+    elif options.measure_torch:
+        measure_torch(*options.measure_torch)
+    elif options.machine:
+        print("ROW " + json.dumps(machine()))
+    elif options.values:
+        import gpu_values
+
+        gpu_values.main()
+    else:
+        tables(options)
+
+
+def tables(options: argparse.Namespace) -> None:
+    """Print the tables that the options ask for, and write them."""
+    result: dict[str, Any] = {}
+    facts, text = ([], "") if options.compile_only else run_process(["--machine"], dict(os.environ), 240)
+    if not facts:
+        if not options.compile_only:
+            print(f"There is no GPU that JAX can use here ({reason(text)}).")
+        result["compiled"] = compile_table(options.only, options.targets.split(","))
+    else:
+        result["machine"] = facts[-1]
+        result["values"], text = run_process(["--values"], dict(os.environ), options.limit)
+        print("Values at small and odd shapes, against NumPy in float64 (largest error over largest value):")
+        for row in result["values"]:
+            print(f"  {row['name']:<46}{row.get('failed') or format(row['error'], '.1e')}")
+        if "exit" in text[-40:]:
+            print(f"  then: {reason(text)}")
+        print()
+        loads = options.loads.split(",")
+        result["measured"] = measured_table(options.only, facts[-1], loads, options.limit, options.budget)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""What `benchmarks/gpu.py` compiles and runs: kernels, their arguments, and what does the same elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar_kernels import grouped_matmul, grouped_matmul_transpose
+from meshpar_kernels.routing import gpu as routing_gpu
+from meshpar_kernels.routing import reference
+from meshpar_kernels.shapes import MATMULS, MODELS
+
+TOKENS = 8192
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+MATMUL_KERNELS = ("forward", "d lhs", "d rhs", "swiglu")
+ROUTING_KERNELS = ("route", "permute", "combine")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kernel at one shape.
+
+    Attributes:
+      arguments: (shape, dtype) of each; the last of a matmul's are the group sizes.
+      ours: the Pallas kernel.
+      others: name → the same by other means of JAX, "reference" first: what values are compared with.
+      flops: operations that the result needs; None for what only moves bytes.
+      bytes: bytes that must be read and written once.
+    """
+
+    arguments: list[tuple[tuple[int, ...], Any]]
+    ours: Callable[..., Any]
+    others: dict[str, Callable[..., Any]]
+    flops: int | None
+    bytes: int
+
+
+def names() -> list[tuple[str, str]]:
+    """(kernel, shape) of every case, the more telling ones first."""
+    rows = [(kernel, shape) for shape in MATMULS for kernel in MATMUL_KERNELS[:3]]
+    rows += [("swiglu", shape) for shape in MATMULS if shape.endswith("-up")]
+    rows += [(kernel, model) for model in ("mixtral-8x7b", "deepseek-v3") for kernel in ROUTING_KERNELS]
+    first = [r for r in rows if r[1] == "g64"]
+    return first + [r for r in rows if r not in first]
+
+
+def make(kernel: str, shape: str) -> Case:
+    """The case of this name."""
+    return _matmul(kernel, shape) if shape in MATMULS else _routing(kernel, shape)
+
+
+def _nbytes(arguments: list[tuple[tuple[int, ...], Any]]) -> int:
+    return sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for shape, dtype in arguments)
+
+
+def _gradient(function, which: int):
+    """Of lhs (0) or rhs (1) alone: of a forward pass that is linear, and so not run."""
+
+    def call(other, grad, like, sizes):
+        def product(x):
+            pair = (x, other) if which == 0 else (other, x)
+            return function(*pair, sizes)
+
+        return jax.vjp(product, jnp.zeros(like.shape, like.dtype))[1](grad)[0]
+
+    return call
+
+
+def _matmul(kernel: str, shape: str) -> Case:
+    s = MATMULS[shape]
+    lhs, rhs, out = ((s.m, s.k), BF16), ((s.groups, s.k, s.n), BF16), ((s.m, s.n), BF16)
+    sizes = ((s.groups,), I32)
+
+    def ours(implementation):
+        return lambda lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes, implementation=implementation)
+
+    if kernel == "swiglu":
+        wide, scale = ((s.groups, s.k, 2 * s.n), BF16), ((s.m,), F32)
+
+        def swiglu(implementation):
+            def call(lhs, rhs, scale, sizes):
+                return grouped_matmul(
+                    lhs, rhs, sizes, activation="swiglu", row_scale=scale, implementation=implementation
+                )
+
+            return call
+
+        def ragged_swiglu(lhs, rhs, scale, sizes):
+            gate, up = jnp.split(jax.lax.ragged_dot(lhs, rhs, sizes), 2, axis=-1)
+            return (jax.nn.silu(gate.astype(F32)) * up * scale[:, None]).astype(lhs.dtype)
+
+        others = {"reference": swiglu("reference"), "xla loop": swiglu("xla"), "ragged_dot": ragged_swiglu}
+        arguments = [lhs, wide, scale, sizes]
+        return Case(arguments, swiglu("pallas"), others, 2 * s.flops, _nbytes([lhs, wide, out]))
+    total = _nbytes([lhs, rhs, out])
+    if kernel == "forward":
+        others = {"reference": ours("reference"), "xla loop": ours("xla"), "ragged_dot": jax.lax.ragged_dot}
+        others |= _optional_forward(False)
+        return Case([lhs, rhs, sizes], ours("pallas"), others, s.flops, total)
+    if kernel == "d lhs":
+
+        def d_lhs(implementation):
+            return lambda rhs, grad, sizes: grouped_matmul(
+                grad, rhs, sizes, transpose_rhs=True, implementation=implementation
+            )
+
+        def ragged(rhs, grad, sizes):
+            like = jax.ShapeDtypeStruct(*lhs)
+            return _gradient(jax.lax.ragged_dot, 0)(rhs, grad, like, sizes)
+
+        others = {"reference": d_lhs("reference"), "xla loop": d_lhs("xla"), "ragged_dot": ragged}
+        others |= {name: _swapped(function) for name, function in _optional_forward(True).items()}
+        return Case([rhs, out, sizes], d_lhs("pallas"), others, s.flops, total)
+
+    def d_rhs(implementation):
+        return lambda lhs, grad, sizes: grouped_matmul_transpose(lhs, grad, sizes, implementation=implementation)
+
+    def ragged(lhs, grad, sizes):
+        return _gradient(jax.lax.ragged_dot, 1)(lhs, grad, jax.ShapeDtypeStruct(*rhs), sizes)
+
+    others = {"reference": d_rhs("reference"), "xla loop": d_rhs("xla"), "ragged_dot": ragged}
+    try:
+        from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
+    except ImportError:
+        pass
+    else:
+
+        def jax_kernel(lhs, grad, sizes):
+            return transposed_ragged_dot(
+                lhs, grad, group_sizes=sizes, block_m=128, block_n=128, block_k=64, max_concurrent_steps=4,
+                grid_block_n=8,
+            )  # fmt: skip
+
+        others["jax's mgpu"] = jax_kernel
+    return Case([lhs, out, sizes], d_rhs("pallas"), others, s.flops, total)
+
+
+def _swapped(function):
+    return lambda rhs, grad, sizes: function(grad, rhs, sizes)
+
+
+def _optional_forward(transpose_rhs: bool) -> dict[str, Callable[..., Any]]:
+    """Kernels that are there only with some installations."""
+    found: dict[str, Callable[..., Any]] = {}
+    try:
+        from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+    except ImportError:
+        pass
+    else:
+
+        def jax_kernel(lhs, rhs, sizes):
+            return ragged_dot(
+                lhs, rhs, group_sizes=sizes, block_m=128, block_n=128, block_k=64, max_concurrent_steps=4,
+                grid_block_n=8, transpose_rhs=transpose_rhs,
+            )  # fmt: skip
+
+        found["jax's mgpu"] = jax_kernel
+    if not transpose_rhs:
+        try:
+            import tokamax  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            pass
+        else:
+            found["tokamax"] = lambda lhs, rhs, sizes: tokamax.ragged_dot(lhs, rhs, sizes)
+    return found
+
+
+def _routing(kernel: str, model: str) -> Case:
+    m = MODELS[model]
+    rows = TOKENS * m.k
+    if kernel == "route":
+        options = {
+            "k": m.k,
+            "score": m.score,
+            "groups": m.groups,
+            "top_groups": m.top_groups,
+            "group_top": 2,
+            "renormalize": m.renormalize,
+            "scale": m.scale,
+        }
+        logits, bias = ((TOKENS, m.experts), F32), ((m.experts,), F32)
+        moved = _nbytes([logits]) + 12 * rows
+        return Case(
+            [logits, bias],
+            lambda logits, bias: routing_gpu.route(logits, bias if m.bias else None, **options),
+            {"reference": lambda logits, bias: reference.route(logits, bias if m.bias else None, **options)},
+            None,
+            moved,
+        )
+    row_bytes = 2 * m.embed
+    if kernel == "permute":
+        return Case(
+            [((TOKENS, m.embed), BF16), ((rows,), I32)],
+            lambda x, token: routing_gpu.gather_sum(x, token[:, None], None),
+            {"reference": lambda x, token: reference.gather_sum(x, token[:, None], None), "take": lambda x, t: x[t]},
+            None,
+            (TOKENS + rows) * row_bytes,
+        )
+    return Case(
+        [((rows, m.embed), BF16), ((TOKENS, m.k), I32), ((TOKENS, m.k), F32)],
+        routing_gpu.gather_sum,
+        {"reference": reference.gather_sum},
+        None,
+        (TOKENS + rows) * row_bytes,
+    )
+
+
+def group_sizes(rows: int, groups: int, load: str) -> np.ndarray:
+    """int32 [groups]: "even", or "random", a multinomial draw."""
+    if load == "even":
+        return np.full(groups, rows // groups, np.int32)
+    return np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)).astype(np.int32)
+
+
+def draw(case: Case, kernel: str, shape: str, load: str) -> list[jax.Array]:
+    """Arguments with values: normal numbers, and indices and sizes that make sense."""
+    arrays = []
+    for number, (size, dtype) in enumerate(case.arguments):
+        if dtype == I32 and shape in MATMULS:
+            values = jnp.asarray(group_sizes(MATMULS[shape].m, MATMULS[shape].groups, load))
+        elif dtype == I32:
+            rows = case.arguments[0][0][0]
+            order = np.random.default_rng(1).permutation(int(np.prod(size))) % rows
+            values = jnp.asarray(order.reshape(size), I32)
+        else:
+            values = jax.random.normal(jax.random.key(number), size, F32).astype(dtype)
+            if kernel in MATMUL_KERNELS and number == 1:
+                values = (values / np.sqrt(size[-1])).astype(dtype)
+        arrays.append(values)
+    return arrays

@@ -1,0 +1,58 @@
+"""Which collectives of a region wait for nothing in it: they are sent while kernels run, and hold memory meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .fusion import FUSED, VIEWS, Item, Node, Region
+
+
+def ahead_of(region: Region) -> Callable[[Node], bool]:
+    """Whether a move brings what its region reads but does not make (a weight), so that it can be sent for ahead.
+
+    What light ops (elementwise ones, views, other moves) make of such a value counts as not made.
+    """
+    inside = {id(n) for n in region.nodes}
+    carried = {id(i) for i in region.inputs if i.carried}
+    seen: dict[int, bool] = {}
+
+    def made_here(item: Item) -> bool:
+        if item.node is None or id(item.node) not in inside:
+            return id(item) in carried
+        if id(item) not in seen:
+            light = item.node.name in FUSED | VIEWS or item.node.name == "move!"
+            seen[id(item)] = not light or any(map(made_here, item.node.ins))
+        return seen[id(item)]
+
+    return lambda node: not any(map(made_here, node.ins))
+
+
+def behind(node: Node, kind_of: Callable[[Item], str]) -> bool:
+    """Whether what a move gives only leaves its region, or is a gradient, so that the next kernels need not wait for it."""
+    return all(k.name == "stack!" for o in node.outs for k in o.readers) or all(
+        kind_of(o) == "gradients" for o in node.outs
+    )
+
+
+def in_flight(region: Region, kind_of: Callable[[Item], str]) -> list[list[Item]]:
+    """What is under way beside each kernel of a region, by its index: operands or results of collectives that overlap it.
+
+    A value that is sent for ahead arrives while the product before the one that reads it runs; a gradient is under way until
+    the next product is done. The TPU compiler (libtpu 0.0.42, default effort) was seen to schedule about one collective ahead
+    and one behind.
+    """
+    out: list[list[Item]] = [[] for _ in region.kernels]
+    heavy = [i for i, k in enumerate(region.kernels) if k.products or k.name == "kernel"]
+    ahead = ahead_of(region)
+    for j, node in enumerate(region.kernels):
+        if node.name != "move!":
+            continue
+        if ahead(node):
+            first = max((i for i in heavy if i < j), default=j)
+            for i in range(first, j):
+                out[i] += node.writes
+        elif behind(node, kind_of):
+            last = min((i for i in heavy if i > j), default=len(region.kernels) - 1)
+            for i in range(j + 1, last + 1):
+                out[i] += node.reads
+    return out

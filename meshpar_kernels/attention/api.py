@@ -1,0 +1,298 @@
+"""`ring_attention` and what it costs: checks, choice of strategy, gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import refuse_sharded
+from meshpar_kernels.attention import gathered, ring, ulysses
+from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.costs import STRATEGIES, AttentionCosts, Machine, costs
+from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK, Softmax, row_dots
+from meshpar_kernels.attention.masks import Mask
+
+__all__ = ["Plan", "attention_costs", "backward", "forward", "plan", "ring_attention"]
+
+ORDERS = ("contiguous", "zigzag")
+MODULES: dict[str, Any] = {"ring": ring, "ulysses": ulysses, "gathered": gathered}
+Axes = str | tuple[str, ...]
+Segments = jax.Array | tuple[jax.Array, jax.Array] | None
+
+
+def ring_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    axis_name: Axes | None,
+    *,
+    causal: bool = False,
+    segment_ids: Segments = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    strategy: str | None = None,
+    order: str = "contiguous",
+    both_ways: bool = True,
+    implementation: str | None = None,
+    chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK),
+) -> jax.Array:
+    """Attention over a sequence that is split over devices (context parallelism); local to `jax.shard_map`.
+
+    - "ring": queries stay, K/V go round by `ppermute` while attention to those at hand is computed; blocks that are masked
+      whole are skipped, and with a window K/V go only as far as somebody sees them. Memory is that of a few K/V blocks of
+      one device. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
+    - "ulysses": all-to-alls trade the split of the sequence for one of the heads. Needs H to divide over the A devices, and
+      Hkv to divide too, or A by Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
+    - "gathered": K and V are all-gathered; in the backward pass again, and their gradients reduce-scattered in float32.
+    - None: `attention_costs` says which, at its default figures: of those whose heads divide and that need at most 2 GiB
+      beside operands and results, the one with the least estimated time; ring only from 256K tokens, if another fits.
+
+    On a device scores are made in chunks, forward and backward, so that none of the three ever holds S×S of them; saved for
+    the backward pass are q, k, v, the result, and one float32 log-sum-exp a row and head. Softmax and sums are in float32,
+    float32 operands are multiplied in full precision.
+
+    Args:
+      q: [B, Sq/A, H, D]; float32, bfloat16 or float16.
+      k: [B, Skv/A, Hkv, D], q's dtype; H is a multiple of Hkv. v: [B, Skv/A, Hkv, Dv].
+      axis_name: the mesh axis (or several as one, the first major) that the sequence is split over; None: one device.
+      causal: a query sees no later key; both count from the start of their sequence.
+      segment_ids: int [B, Sq/A], of queries and keys (Sq = Skv), or a pair ([B, Sq/A], [B, Skv/A]): a query sees the keys
+        of its own segment.
+      window: a query sees the keys less than `window` positions away: with `causal` itself and the window - 1 before it.
+      scale: factor on q·k; None: 1/√D.
+      softcap: scores become softcap·tanh(score/softcap).
+      strategy: see above.
+      order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, where each device
+        holds an early and a late block, so that causal work balances. Masks are by a token's true position.
+      both_ways: whether the ring sends in both directions, which uses both directions of its links.
+      implementation: of the attention on a device: None and "xla" in chunks, "reference" with all scores of the device.
+      chunks: queries and keys in one block of scores of "xla".
+
+    Returns:
+      [B, Sq/A, H, Dv], q's dtype. A query that sees nothing gives 0, and gradients of 0. Differentiable in q, k and v.
+
+    Raises:
+      ValueError: shapes, dtypes or options that do not fit, or operands sharded outside of `shard_map`.
+      NotImplementedError: the implementation asked for cannot run.
+    """
+    op = "ring_attention"
+    refuse_sharded(op, q=q, k=k, v=v)
+    q_seg, k_seg = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, None)
+    if order not in ORDERS:
+        raise ValueError(f"{op}: order must be one of {ORDERS}, got {order!r}")
+    axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    devices = lax.axis_size(axes) if axes else 1
+    p = plan(
+        q, k, v, q_seg, k_seg, axes, devices, causal=causal, window=window, scale=scale, softcap=softcap,
+        strategy=strategy, zigzag=devices if order == "zigzag" else 1, both_ways=both_ways,
+        implementation=implementation, chunks=chunks,
+    )  # fmt: skip
+    return _attention_jit(p, q, k, v, q_seg, k_seg)
+
+
+class Plan(NamedTuple):
+    """What is fixed while tracing: a `Context` and the strategy."""
+
+    context: Context
+    strategy: str
+
+
+def plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_seg: Any,
+    k_seg: Any,
+    axes: tuple[str, ...],
+    devices: int,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    strategy: str | None = None,
+    zigzag: int = 1,
+    both_ways: bool = True,
+    implementation: str | None = None,
+    chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK),
+) -> Plan:
+    """Check the arguments of `ring_attention` (arrays, or their shapes and dtypes, of one device) and choose a strategy.
+
+    Args:
+      k_seg: None with q_seg: keys have the segments of the queries.
+      zigzag: tokens are in zig-zag order for so many devices, which need not be those of the mesh; 1: in order.
+
+    Raises:
+      ValueError: what does not fit.
+    """
+    op = "ring_attention"
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ValueError(
+            f"{op}: q, k and v must be [B, S, H, D], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    fits = k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    if not fits:
+        raise ValueError(
+            f"{op}: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit: they are [B, Sq, H, D], "
+            f"[B, Skv, Hkv, D] and [B, Skv, Hkv, Dv]"
+        )
+    if k.shape[2] < 1 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"{op}: {q.shape[2]} heads of q are no multiple of the {k.shape[2]} heads of k and v")
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"{op}: q, k and v must have one dtype, float32, bfloat16 or float16; got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if q_seg is None and k_seg is not None:
+        raise ValueError(f"{op}: segment ids are of queries and keys, or of neither")
+    if q_seg is not None and k_seg is None and q.shape[1] != k.shape[1]:
+        raise ValueError(f"{op}: segment ids of {q.shape[1]} queries and {k.shape[1]} keys are two arrays, a pair")
+    for name, seg, x in (("queries", q_seg, q), ("keys", k_seg, k)):
+        if seg is not None and (seg.shape != x.shape[:2] or not jnp.issubdtype(seg.dtype, jnp.integer)):
+            raise ValueError(
+                f"{op}: segment ids of the {name} must be int {list(x.shape[:2])}, got {seg.dtype}{list(seg.shape)}"
+            )
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window={window} must be at least 1, the query itself")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: softcap={softcap} must be above 0")
+    if strategy is not None and strategy not in STRATEGIES:
+        raise ValueError(f"{op}: strategy must be one of {STRATEGIES} or None, got {strategy!r}")
+    if min(chunks) < 1:
+        raise ValueError(f"{op}: chunks={chunks} must be at least 1")
+    if zigzag < 1:
+        raise ValueError(f"{op}: zigzag={zigzag} must be at least 1")
+    for name, x in (("queries", q), ("keys", k)):
+        if zigzag > 1 and x.shape[1] * devices % (2 * zigzag):
+            raise ValueError(
+                f"{op}: zig-zag order is made of 2·{zigzag} blocks, but there are {x.shape[1] * devices} {name} "
+                f"({x.shape[1]} on each of {devices} devices); pad to a multiple of {2 * zigzag}"
+            )
+    context = Context(
+        axes=axes,
+        devices=devices,
+        softmax=Softmax(Mask(causal, window), q.shape[3] ** -0.5 if scale is None else float(scale), softcap, chunks),
+        zigzag=zigzag,
+        both_ways=both_ways,
+        implementation=implementation,
+    )
+    if strategy == "ulysses" and (why := ulysses.refusal(q.shape[2], k.shape[2], devices)) is not None:
+        raise ValueError(
+            f'{op}: strategy="ulysses": {why}; it needs heads that divide over the devices, and K/V heads that do, or '
+            'whose number divides that of the devices. "ring" and "gathered" take any heads'
+        )
+    if strategy is None:
+        strategy = (
+            "ring"
+            if devices == 1
+            else costs(context, q, k, v, segments=(q_seg is not None) + (k_seg is not None)).strategy
+        )
+    return Plan(context, strategy)
+
+
+def attention_costs(
+    q: Any,
+    k: Any,
+    v: Any,
+    devices: int,
+    *,
+    segments: int = 0,
+    machine: Machine | None = None,
+    **options: Any,
+) -> AttentionCosts:
+    """What each strategy of `ring_attention` sends, holds and computes on one device, and which one it takes.
+
+    The estimate of time is α-β on a ring with links both ways: all-gather and reduce-scatter (A-1)/2 local blocks per link,
+    all-to-all A/8 of its operand, permute its operand; plus FLOPs of visible pairs on the busiest device at the peak rate.
+    The ring's sends hide behind its attention, but each of its hops reads and writes the float32 sums once more.
+
+    Args:
+      q, k, v: arrays or `jax.ShapeDtypeStruct`, of one device: [B, S/A, H, D].
+      devices: A.
+      segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2. What they mask is not known here.
+      machine: figures of a device, and the memory that attention may take; None: a TPU v5p, 2 GiB.
+      options: causal, window, scale, softcap, both_ways, chunks as in `ring_attention`; zigzag: the number of devices that
+        the tokens are in zig-zag order for.
+
+    Returns:
+      `AttentionCosts`: `.of[strategy]` with bytes, memory, FLOPs and seconds, forward and backward pass together;
+      `.strategy` and `.reason`.
+
+    Raises:
+      ValueError: what does not fit.
+    """
+    c = plan(q, k, v, None, None, ("ring",), devices, strategy="ring", **options).context
+    return costs(c, q, k, v, segments=segments, machine=machine)
+
+
+# -- the two directions, for those who save what lies between them
+
+
+def forward(
+    p: Plan, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """([B, Q, H, Dv] in q's dtype, log-sum-exp float32 [B, Q, H]), inside `shard_map`."""
+    q, k, v, q_seg, k_seg = _same_varying(p, q, k, v, q_seg, k_seg)
+    module = ring if p.context.devices == 1 else MODULES[p.strategy]
+    out, lse = module.forward(p.context, q, k, v, q_seg, k_seg)
+    return out.astype(q.dtype), lse
+
+
+def backward(
+    p: Plan,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_seg: jax.Array | None,
+    k_seg: jax.Array | None,
+    out: jax.Array,
+    lse: jax.Array,
+    grad: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v in their dtypes, from what `forward` took and gave."""
+    given = _same_varying(p, q, k, v, q_seg, k_seg, out, lse, grad)
+    # else XLA finds that they were sent before, and keeps what had arrived then
+    q, k, v, q_seg, k_seg, out, lse, grad = lax.optimization_barrier(given)
+    module = ring if p.context.devices == 1 else MODULES[p.strategy]
+    grads = module.backward(p.context, q, k, v, q_seg, k_seg, grad, lse, row_dots(grad, out))
+    d_q, d_k, d_v = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+    return d_q, d_k, d_v
+
+
+def _same_varying(p: Plan, *arrays: Any) -> tuple[Any, ...]:
+    """Everything varies over the ring's axes too, since positions do."""
+    rank = jnp.asarray(p.context.rank())
+    return _compat.same_varying(rank, *arrays)[1:]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(p: Plan, q, k, v, q_seg, k_seg):
+    return forward(p, q, k, v, q_seg, k_seg)[0]
+
+
+def _attention_fwd(p, q, k, v, q_seg, k_seg):
+    out, lse = forward(p, q, k, v, q_seg, k_seg)
+    return out, (q, k, v, q_seg, k_seg, out, lse)
+
+
+def _attention_bwd(p, saved, grad):
+    q, k, v, q_seg, k_seg, out, lse = saved
+
+    def none(seg):
+        return None if seg is None else np.zeros(seg.shape, jax.dtypes.float0)
+
+    return *backward(p, q, k, v, q_seg, k_seg, out, lse, grad), none(q_seg), none(k_seg)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attention_jit(p, *args):
+    return _attention(p, *_same_varying(p, *args))

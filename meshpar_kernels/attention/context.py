@@ -1,0 +1,83 @@
+"""What the strategies share: which mesh axes the sequence is split over, who holds what, and the attention of one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels._choose import Unsupported, dispatch
+from meshpar_kernels.attention import flash, reference, tpu
+from meshpar_kernels.attention.flash import Keys, Queries, Softmax
+from meshpar_kernels.attention.masks import positions
+
+__all__ = ["Context"]
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What is fixed while tracing.
+
+    Attributes:
+      axes: the mesh axes that the sequence is split over, the first major.
+      devices: in all of them together.
+      zigzag: tokens are in zig-zag order for so many devices; 1: in order.
+      both_ways: the ring sends in both directions.
+      implementation: of the attention on one device.
+    """
+
+    axes: Axes
+    devices: int
+    softmax: Softmax
+    zigzag: int = 1
+    both_ways: bool = True
+    implementation: str | None = None
+
+    def rank(self) -> jax.Array | int:
+        """The number of this device."""
+        return lax.axis_index(self.axes) if self.devices > 1 else 0
+
+    def positions(self, device: jax.Array | int, each: int, low: int = 0, high: int | None = None) -> jax.Array:
+        """int32 positions of the tokens low…high-1 of the `each` that a device holds."""
+        index = device * each + jnp.arange(low, each if high is None else high, dtype=jnp.int32)
+        return positions(index, each * self.devices, self.zigzag)
+
+    def all_positions(self, each: int) -> jax.Array:
+        """int32 positions of all devices' tokens, as they lie."""
+        total = each * self.devices
+        return positions(jnp.arange(total, dtype=jnp.int32), total, self.zigzag)
+
+    def shift(self, x, by: int):
+        """Send a pytree to the device `by` further on the ring."""
+        pairs = [(i, (i + by) % self.devices) for i in range(self.devices)]
+        return jax.tree.map(lambda a: lax.ppermute(a, self.axes, pairs), x)
+
+    def forward(self, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
+        """`flash.forward`, by the implementation asked for."""
+        functions = {
+            "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.forward, self.softmax),
+            "pallas_gpu": NO_GPU,
+            "xla": functools.partial(flash.forward, self.softmax),
+            "reference": functools.partial(reference.forward, self.softmax),
+        }
+        return dispatch("ring_attention", self.implementation, functions, "xla", q, k)
+
+    def backward(
+        self, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`flash.backward`, by the implementation asked for."""
+        functions = {
+            "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.backward, self.softmax),
+            "pallas_gpu": NO_GPU,
+            "xla": functools.partial(flash.backward, self.softmax),
+            "reference": functools.partial(reference.backward, self.softmax),
+        }
+        return dispatch("ring_attention", self.implementation, functions, "xla", q, k, grad, lse, dots)
+
+
+NO_GPU = Unsupported(("there is no GPU kernel for this op",))

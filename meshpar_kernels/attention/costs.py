@@ -1,0 +1,262 @@
+"""What each strategy sends, holds and computes on one device, and which one is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshpar_kernels.attention import ring, ulysses
+from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.masks import visible_pairs
+
+__all__ = ["RING_FROM", "STRATEGIES", "AttentionCost", "AttentionCosts", "Machine", "Sent", "costs", "sends", "work"]
+
+STRATEGIES = ("ring", "ulysses", "gathered")
+RING_FROM = 256 * 1024
+"""Tokens from which ring attention is taken by time; below, only where nothing else fits."""
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Figures of one device, those of a TPU v5p by default (JAX scaling book).
+
+    Attributes:
+      flops: FLOP/s of dense products.
+      link: bytes/s one way over one link of a ring that both ways can be used of.
+      memory_bandwidth: bytes/s.
+      latency: seconds a hop.
+      memory: bytes that attention may take beyond its operands and results.
+    """
+
+    flops: float = 4.59e14
+    link: float = 9e10
+    memory_bandwidth: float = 2.77e12
+    latency: float = 1e-6
+    memory: float = 2 * GIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A collective of one strategy.
+
+    Attributes:
+      op: "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
+      shape, dtype: of what a device passes in.
+      times: how often.
+      why: what it carries.
+      step: of a permute: how far on the ring.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: Any
+    why: str
+    times: int = 1
+    step: int = 1
+
+    def bytes(self, devices: int) -> float:
+        """Bytes that a device sends in all."""
+        whole = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        part = {"all-gather": devices - 1, "collective-permute": 1}.get(self.op, (devices - 1) / devices)
+        return whole * part * self.times
+
+    def seconds(self, devices: int, machine: Machine) -> float:
+        """On a ring of devices with links both ways."""
+        whole = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        hops = {"collective-permute": abs(self.step)}.get(self.op, devices // 2)
+        carried = {
+            "all-gather": whole * (devices - 1) / 2,
+            "reduce-scatter": whole * (devices - 1) / devices / 2,
+            "all-to-all": whole * devices / 8,  # over the cut through the middle
+            "collective-permute": whole * min(abs(self.step), devices - abs(self.step)),
+        }[self.op]
+        return self.times * (hops * machine.latency + carried / machine.link)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCost:
+    """One strategy, on the device with the most to do; forward and backward pass together unless said otherwise.
+
+    Attributes:
+      forward, backward: what is sent.
+      bytes_sent: of both.
+      memory: bytes at most, in the backward pass, beyond operands, results and their gradients.
+      flops: of the products of queries and keys, and of weights and values: 7 such (2 forward, 5 backward).
+      seconds: estimate; sends of "ring" hide behind the attention, those of the others do not.
+      refused: why this strategy cannot be taken; None: it can.
+    """
+
+    strategy: str
+    forward: tuple[Sent, ...]
+    backward: tuple[Sent, ...]
+    bytes_sent: float
+    memory: float
+    flops: float
+    seconds: float
+    refused: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCosts:
+    """Attributes:
+    of: cost by strategy.
+    strategy: the one that is taken; reason: why.
+    """
+
+    of: dict[str, AttentionCost]
+    strategy: str
+    reason: str
+
+
+def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> tuple[list[Sent], list[Sent]]:
+    """What one device sends in the forward and in the backward pass.
+
+    Args:
+      q, k, v: shapes and dtypes of one device.
+      segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2.
+    """
+    if c.devices == 1:
+        return [], []
+    keys = [("keys", k.shape, k.dtype), ("values", v.shape, v.dtype)]
+    ids = [("their segment ids", k.shape[:2], jnp.int32)] if segments else []
+    wide = jnp.float32
+    out_shape = (*q.shape[:3], v.shape[3])
+    if strategy == "gathered":
+        there = [Sent("all-gather", s, d, f"{name} of all devices") for name, s, d in keys + ids]
+        back = [Sent("reduce-scatter", (s[0], s[1] * c.devices, *s[2:]), wide, f"gradients of {name}, summed")
+                for name, s, _ in keys]  # fmt: skip
+        return there, [*there, *back]
+    if strategy == "ulysses":
+        many = ulysses.copies(k.shape[2], c.devices)
+        more = f", each sent to {many} devices" if many > 1 else ""
+        copied = [(name, (*s[:2], s[2] * many, s[3]), d) for name, s, d in keys]
+        into = [Sent("all-to-all", s, d, f"{name} of this device's heads{more}") for name, s, d in copied]
+        whole = Sent("all-to-all", q.shape, q.dtype, "queries of this device's heads")
+        into += [Sent("all-gather", x.shape[:2], jnp.int32, "segment ids of all tokens") for x in (q, k)[:segments]]
+        there = [whole, *into, _ulysses(out_shape, q.dtype, "results back to their tokens"),
+                 _ulysses(q.shape[:3], wide, "log-sum-exp back to their tokens")]  # fmt: skip
+        per_row = [
+            _ulysses(q.shape[:3], wide, f"{name} of this device's heads") for name in ("log-sum-exp", "row sums")
+        ]
+        home = [(name, (*s[:2], s[2] * many, s[3]), wide if many > 1 else d) for name, s, d in keys]
+        back = [whole, *into, _ulysses(out_shape, q.dtype, "gradients of this device's heads"), *per_row,
+                _ulysses(q.shape, q.dtype, "gradients of queries back to their tokens"),
+                *(_ulysses(s, d, f"gradients of {name} back to their tokens") for name, s, d in home)]  # fmt: skip
+        return there, back
+    there, back = [], []
+    for s in ring.streams(c, q.shape[1], k.shape[1]):
+        way = "up" if s.step > 0 else "down"
+        for name, shape, dtype in keys + ids:
+            part = (shape[0], s.high - s.low, *shape[2:])
+            there.append(Sent("collective-permute", part, dtype, f"{name} go {way} the ring", s.hops))
+        for name, shape, _ in keys:
+            part = (shape[0], s.high - s.low, *shape[2:])
+            if s.hops > 1:
+                why = f"gradients of {name} go {way} with them"
+                back.append(Sent("collective-permute", part, wide, why, s.hops - 1))
+            back.append(Sent("collective-permute", part, wide, f"gradients of {name} go home", step=s.hops))
+    return there, [*there, *back]
+
+
+def _ulysses(shape: Sequence[int], dtype: Any, why: str) -> Sent:
+    return Sent("all-to-all", tuple(shape), dtype, why)
+
+
+def costs(c: Context, q: Any, k: Any, v: Any, *, segments: int = 0, machine: Machine | None = None) -> AttentionCosts:
+    """Every strategy, and the one to take: see `attention_costs`. q, k, v: shapes and dtypes of one device."""
+    m = Machine() if machine is None else machine
+    of = {name: _cost(c, name, q, k, v, segments, m) for name in STRATEGIES}
+    return AttentionCosts(of, *_choose(of, k.shape[1] * c.devices, m))
+
+
+def work(c: Context, strategy: str, q: Any, k: Any, v: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(FLOPs of the device with the most to do, bytes beyond operands and results), forward and backward.
+
+    FLOPs are those of the products for pairs in sight: two forward, five backward. Shapes are of one device.
+    """
+    batch, each, heads, _ = q.shape
+    pairs = visible_pairs(c.softmax.mask, c.devices, each * c.devices, k.shape[1] * c.devices, c.zigzag)
+    most = max(pairs) if strategy != "ulysses" else math.ceil(sum(pairs) / c.devices)
+    one = 2.0 * batch * heads * most
+    return (
+        (one * (q.shape[3] + v.shape[3]), _memory(c, strategy, q, k, v, backward=False)),
+        (one * (3 * q.shape[3] + 2 * v.shape[3]), _memory(c, strategy, q, k, v, backward=True)),
+    )
+
+
+def _cost(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: Machine) -> AttentionCost:
+    refused = ulysses.refusal(q.shape[2], k.shape[2], c.devices) if strategy == "ulysses" else None
+    if refused is not None:
+        return AttentionCost(strategy, (), (), 0.0, 0.0, 0.0, math.inf, refused)
+    sent = sends(c, strategy, q, k, v, segments)
+    works = work(c, strategy, q, k, v)
+    flops, memory = sum(w[0] for w in works), max(w[1] for w in works)
+    comm = sum(s.seconds(c.devices, m) for s in (*sent[0], *sent[1]))
+    seconds = flops / m.flops
+    if strategy == "ring":
+        # two streams use links of their own; every hop reads and writes what it adds to
+        moving = ring.streams(c, q.shape[1], k.shape[1])
+        hops = max((s.hops for s in moving), default=0)
+        touched = math.prod(q.shape[:3]) * (q.shape[3] + v.shape[3]) * 4 * 2 * hops
+        seconds = max(seconds, comm / max(1, len(moving))) + touched / m.memory_bandwidth
+    else:
+        seconds += comm
+    total = sum(s.bytes(c.devices) for s in (*sent[0], *sent[1]))
+    return AttentionCost(strategy, tuple(sent[0]), tuple(sent[1]), total, memory, flops, seconds)
+
+
+def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool) -> float:
+    """Bytes beyond operands and results: scores of one chunk, what has arrived, float32 sums, copies in chunks."""
+
+    def size(*xs: Any, wide: bool = False) -> float:
+        return sum(math.prod(x.shape) * (4 if wide else jnp.dtype(x.dtype).itemsize) for x in xs)
+
+    chunks = min(c.softmax.chunks[0], q.shape[1]), min(c.softmax.chunks[1], k.shape[1])
+    split = c.devices if strategy == "ulysses" else 1
+    block = q.shape[0] * q.shape[2] // split * math.prod(chunks) * 4.0
+    # sums: of the results, or of the queries' gradients; scores and weights, on the way back their gradients too
+    sums = size(q, wide=True) if backward else 4.0 * math.prod(q.shape[:3]) * v.shape[3]
+    base = sums + block * (4 if backward else 2) + size(q) + (size(q) + sums if backward else 0)
+    keys, grads = size(k, v), size(k, v, wide=True) if backward else 0.0
+    if c.devices == 1:
+        return base + grads
+    if strategy == "gathered":
+        return base + c.devices * (keys + grads)
+    if strategy == "ulysses":
+        rest = size(q) * (2 if backward else 1)  # with the gradients of the results
+        return base + rest + ulysses.copies(k.shape[2], c.devices) * (keys + grads)
+    # what a block adds to the sums; K/V here and on their way; gradients of this device's, of those at hand, on their way,
+    # and of one block
+    return base + sums + 2 * keys + 4 * grads
+
+
+def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str, str]:
+    able = {name: cost for name, cost in of.items() if cost.refused is None}
+    fit = {name: cost for name, cost in able.items() if cost.memory <= m.memory}
+    limit = f"{m.memory / GIB:.3g} GiB"
+    if not fit:
+        name = _least(able, lambda cost: cost.memory)
+        return name, f"none stays within {limit} beside its operands; {name} needs the least, {_gib(able[name])}"
+    short = tokens < RING_FROM and len(fit) > 1
+    names = [n for n in fit if n != "ring"] if short else list(fit)
+    name = _least({n: fit[n] for n in names}, lambda cost: cost.seconds)
+    out = [f"{n}: {cost.refused}" for n, cost in of.items() if cost.refused is not None]
+    out += [f"{n} needs {_gib(cost)}, above {limit}" for n, cost in able.items() if n not in fit]
+    if short and "ring" in fit:
+        out.append(f"ring pays from {RING_FROM // 1024}K tokens")
+    why = f"{name} takes the least time of those that can" if len(names) > 1 else f"{name} is left"
+    return name, "; ".join([why, *out])
+
+
+def _least(of: dict[str, AttentionCost], key: Callable[[AttentionCost], float]) -> str:
+    return min(of, key=lambda name: key(of[name]))
+
+
+def _gib(cost: AttentionCost) -> str:
+    return f"{cost.memory / GIB:.3g} GiB"

@@ -1,0 +1,244 @@
+"""Attention of the queries and keys on one device, in chunks, with what the parts of a longer softmax are merged by.
+
+The forward pass keeps a running maximum and sum (Milakov & Gimelshein 2018) and never holds more scores than one chunk of
+queries by one of keys; the backward pass makes them again from the log-sum-exp (FlashAttention-2, Dao 2023, algorithm 2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels import _compat
+from meshpar_kernels.attention.masks import NOWHERE, Mask
+
+__all__ = ["Keys", "Queries", "Softmax", "backward", "forward", "merge", "nothing", "row_dots"]
+
+Q_CHUNK, K_CHUNK = 512, 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """What is fixed while tracing.
+
+    Attributes:
+      scale: factor on the scores q·k.
+      softcap: scores s become cap·tanh(s / cap); None: they stay.
+      chunks: queries and keys in one block of scores.
+    """
+
+    mask: Mask
+    scale: float
+    softcap: float | None = None
+    chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK)
+
+
+class Queries(NamedTuple):
+    """x [B, Q, H, D]; pos int32 [Q]; seg int32 [B, Q] or None."""
+
+    x: jax.Array
+    pos: jax.Array
+    seg: jax.Array | None
+
+
+class Keys(NamedTuple):
+    """k [B, K, Hkv, D]; v [B, K, Hkv, Dv]; pos int32 [K]; seg int32 [B, K] or None. H is a multiple of Hkv."""
+
+    k: jax.Array
+    v: jax.Array
+    pos: jax.Array
+    seg: jax.Array | None
+
+
+def precision(dtype: jnp.dtype) -> lax.Precision:
+    """Float32 operands are multiplied as such; bfloat16 ones need no more than one pass."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def _einsum(text: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(text, a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+
+
+# -- chunks
+
+
+def _cut(x: jax.Array, axis: int, size: int, fill: int | None = 0) -> jax.Array:
+    """[…, n, …] → [chunks, …, size, …], padded with `fill` (None: with the last)."""
+    n = x.shape[axis]
+    if n % size:
+        widths = [(0, size - n % size if d == axis else 0) for d in range(x.ndim)]
+        x = jnp.pad(x, widths, mode="edge") if fill is None else jnp.pad(x, widths, constant_values=fill)
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _join(x: jax.Array, axis: int, n: int) -> jax.Array:
+    """Undo `_cut`: [chunks, …, size, …] → […, n, …]."""
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return lax.slice_in_dim(x, 0, n, axis=axis)
+
+
+def _grouped(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, Q, H, …] → [B, Hkv, G, Q, …]."""
+    x = x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:])
+    return jnp.moveaxis(x, 1, 3)
+
+
+def _ungrouped(x: jax.Array) -> jax.Array:
+    """[B, Hkv, G, Q, …] → [B, Q, H, …]."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _query_chunks(q: Queries, size: int, kv_heads: int, *more: jax.Array) -> tuple:
+    """(x, pos, seg, more) in chunks; x and more [n, B, Hkv, G, size, …]."""
+    wide = [_cut(_grouped(a, kv_heads), 3, size) for a in (q.x, *more)]
+    seg = None if q.seg is None else _cut(q.seg, 1, size, None)
+    return wide[0], _cut(q.pos, 0, size, None), seg, *wide[1:]
+
+
+def _key_chunks(k: Keys, size: int) -> Keys:
+    """Chunks [n, B, Hkv, size, D]."""
+    heads, values = (_cut(jnp.moveaxis(a, 1, 2), 2, size) for a in (k.k, k.v))
+    return Keys(heads, values, _cut(k.pos, 0, size, NOWHERE), None if k.seg is None else _cut(k.seg, 1, size, None))
+
+
+def _scores(s: Softmax, x: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(scores [B, Hkv, G, q, k], what the softcap multiplies their gradient by), float32."""
+    raw = _einsum("bhgqd,bhkd->bhgqk", x, k) * s.scale
+    if s.softcap is None:
+        return raw, jnp.ones((), jnp.float32)
+    turned = jnp.tanh(raw / s.softcap)
+    return s.softcap * turned, 1.0 - turned * turned
+
+
+def _seen(s: Softmax, pos: jax.Array, seg: jax.Array | None, k: Keys) -> jax.Array:
+    return s.mask.visible(pos, k.pos, seg, k.seg)[:, None, None]
+
+
+# -- forward
+
+
+def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
+    """Attention of q over k: (float32 [B, Q, H, Dv], log-sum-exp of the scores float32 [B, Q, H]; 0 and -inf where a query
+    sees nothing)."""
+    batch, length, heads, _ = q.x.shape
+    kv_heads = k.k.shape[2]
+    if 0 in q.x.shape or 0 in k.v.shape:
+        return nothing(q.x, k.v.shape[3])
+    sizes = min(s.chunks[0], length), min(s.chunks[1], k.pos.shape[0])
+    keys = _key_chunks(k, sizes[1])
+
+    def rows(chunk):
+        x, pos, seg = chunk
+        shape = (batch, kv_heads, heads // kv_heads, sizes[0])
+        start = _compat.same_varying(
+            x,
+            jnp.full(shape, -jnp.inf, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, k.v.shape[3]), jnp.float32),
+        )[1:]
+
+        def add(carry, key: Keys):
+            def block(carry):
+                top, total, out = carry
+                scores, _ = _scores(s, x, key.k)
+                scores = jnp.where(_seen(s, pos, seg, key), scores, -jnp.inf)
+                new = jnp.maximum(top, scores.max(-1))
+                safe = jnp.where(new == -jnp.inf, 0.0, new)  # -inf - -inf is no number
+                p = jnp.exp(scores - safe[..., None])
+                fade = jnp.exp(top - safe)
+                part = _einsum("bhgqk,bhkd->bhgqd", p.astype(key.v.dtype), key.v)
+                return new, total * fade + p.sum(-1), out * fade[..., None] + part
+
+            seen = s.mask.any_visible(pos, key.pos, seg, key.seg)
+            return lax.cond(seen, block, lambda carry: carry, carry), None
+
+        (top, total, out), _ = lax.scan(add, start, keys)
+        some = total > 0
+        total = jnp.where(some, total, 1.0)
+        return out / total[..., None], jnp.where(some, top + jnp.log(total), -jnp.inf)
+
+    out, lse = lax.map(rows, _query_chunks(q, sizes[0], kv_heads))
+    return _ungrouped(_join(out, 3, length)), _ungrouped(_join(lse, 3, length))
+
+
+def nothing(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """What `forward` gives the queries x [B, Q, H, D] over no keys, with values of this width."""
+    zeros = jnp.zeros((*x.shape[:3], width), jnp.float32)
+    return _compat.same_varying(x, zeros, jnp.full(x.shape[:3], -jnp.inf, jnp.float32))[1:]
+
+
+def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Attention over the keys of both, from (result, log-sum-exp) over those of each."""
+    top = jnp.maximum(a[1], b[1])
+    safe = jnp.where(top == -jnp.inf, 0.0, top)
+    weights = jnp.exp(a[1] - safe), jnp.exp(b[1] - safe)
+    total = weights[0] + weights[1]
+    some = total > 0
+    total = jnp.where(some, total, 1.0)
+    out = (a[0] * weights[0][..., None] + b[0] * weights[1][..., None]) / total[..., None]
+    return out, jnp.where(some, safe + jnp.log(total), -jnp.inf)
+
+
+# -- backward
+
+
+def row_dots(grad: jax.Array, out: jax.Array) -> jax.Array:
+    """Σ grad·out of each row, float32 [B, Q, H]: what the softmax's gradient subtracts."""
+    return (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+
+
+def backward(
+    s: Softmax, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Float32 gradients of q.x, k.k and k.v through these keys alone.
+
+    Args:
+      grad: [B, Q, H, Dv], of the whole result.
+      lse: float32 [B, Q, H], over all keys that the softmax ran over; dots: `row_dots` of the whole result.
+    """
+    length, kv_heads = q.x.shape[1], k.k.shape[2]
+    if 0 in q.x.shape or 0 in k.v.shape:
+        zeros = [jnp.zeros(a.shape, jnp.float32) for a in (q.x, k.k, k.v)]
+        return _compat.same_varying(q.x, *zeros)[1:]
+    sizes = min(s.chunks[0], length), min(s.chunks[1], k.pos.shape[0])
+    keys = _key_chunks(k, sizes[1])
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that sees nothing: every exp(score - lse) is 0
+    x, pos, seg, grads, lses, dotses = _query_chunks(q, sizes[0], kv_heads, grad, lse, dots)
+    many = jnp.arange(x.shape[0])
+
+    def columns(d_x, key: Keys):
+        zeros = _compat.same_varying(x, *(jnp.zeros(a.shape, jnp.float32) for a in (key.k, key.v)))[1:]
+
+        def add(carry, chunk):
+            d_x, d_k, d_v = carry
+            i, x, pos, seg, grad, lse, dots = chunk
+
+            def block():
+                scores, slope = _scores(s, x, key.k)
+                p = jnp.where(_seen(s, pos, seg, key), jnp.exp(scores - lse[..., None]), 0.0)
+                d_p = _einsum("bhgqd,bhkd->bhgqk", grad.astype(key.v.dtype), key.v)
+                d_s = (p * (d_p - dots[..., None]) * slope * s.scale).astype(x.dtype)
+                return (
+                    _einsum("bhgqk,bhkd->bhgqd", d_s, key.k),
+                    _einsum("bhgqk,bhgqd->bhkd", d_s, x),
+                    _einsum("bhgqk,bhgqd->bhkd", p.astype(grad.dtype), grad),
+                )
+
+            nothing = _compat.same_varying(x, jnp.zeros(x.shape, jnp.float32), *zeros)[1:]
+            seen = s.mask.any_visible(pos, key.pos, seg, key.seg)
+            parts = lax.cond(seen, block, lambda: nothing)
+            return (d_x.at[i].add(parts[0]), d_k + parts[1], d_v + parts[2]), None
+
+        (d_x, d_k, d_v), _ = lax.scan(add, (d_x, *zeros), (many, x, pos, seg, grads, lses, dotses))
+        return d_x, (d_k, d_v)
+
+    start = _compat.same_varying(x, jnp.zeros(x.shape, jnp.float32))[1]
+    d_x, (d_k, d_v) = lax.scan(columns, start, keys)
+    d_k, d_v = (jnp.moveaxis(_join(a, 2, k.pos.shape[0]), 2, 1) for a in (d_k, d_v))
+    return _ungrouped(_join(d_x, 3, length)), d_k, d_v

@@ -1,0 +1,182 @@
+"""Who sees whom: causal, sliding-window and segment masks by global position, and the zig-zag order of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["NOWHERE", "Mask", "devices_seen", "positions", "runs", "unzigzag", "visible_pairs", "zigzag"]
+
+NOWHERE = -1
+"""The position of a key that nobody sees (padding of a chunk)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """What is fixed while tracing; segment ids come beside it.
+
+    Attributes:
+      causal: a query sees no later key.
+      window: a query sees the keys less than so many positions away (causal: itself and the window - 1 before it).
+    """
+
+    causal: bool = False
+    window: int | None = None
+
+    def allowed(self, q_pos, k_pos):
+        """Whether queries at these positions see keys at those; the arguments broadcast."""
+        seen = k_pos != NOWHERE
+        away = q_pos - k_pos
+        if self.causal:
+            seen = seen & (away >= 0)
+        if self.window is not None:
+            seen = seen & (away < self.window)
+            if not self.causal:
+                seen = seen & (away > -self.window)
+        return seen
+
+    def visible(
+        self, q_pos: jax.Array, k_pos: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
+    ) -> jax.Array:
+        """bool [B or 1, Q, K], of positions [Q] and [K] and segment ids [B, Q] and [B, K]."""
+        seen = self.allowed(q_pos[:, None], k_pos[None, :])[None]
+        if q_seg is not None and k_seg is not None:
+            seen = seen & (q_seg[:, :, None] == k_seg[:, None, :])
+        return seen
+
+    def any_visible(
+        self, q_pos: jax.Array, k_pos: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
+    ) -> jax.Array:
+        """bool []: False only where no query sees any key, by the extremes of positions and segment ids."""
+        real = k_pos != NOWHERE
+        least, most = jnp.where(real, k_pos, np.iinfo(np.int32).max).min(), k_pos.max()
+        seen = real.any() & self.reaches(q_pos.min(), q_pos.max(), least, most)
+        if q_seg is not None and k_seg is not None:
+            seen &= ((q_seg.min(1) <= k_seg.max(1)) & (k_seg.min(1) <= q_seg.max(1))).any()
+        return seen
+
+    def reaches(self, q_first, q_last, k_first, k_last):
+        """Whether some query of a run of positions sees some key of another; both ends included."""
+        nearest, farthest = q_first - k_last, q_last - k_first  # of query position - key position
+        seen = farthest >= nearest
+        if self.causal:
+            seen &= farthest >= 0
+        if self.window is not None:
+            seen &= nearest < self.window
+            if not self.causal:
+                seen &= farthest > -self.window
+        return seen
+
+
+# -- the order of tokens
+
+
+def positions(index, total: int, zigzag: int):
+    """The position of the token that lies at `index` of an array of `total` tokens.
+
+    Args:
+      index: int array (NumPy or JAX), 0…total-1.
+      zigzag: the tokens are in zig-zag order for so many devices; 1: as they come.
+    """
+    if zigzag == 1:
+        return index
+    piece = total // (2 * zigzag)
+    slot, within = index // piece, index % piece
+    device = slot // 2
+    return (device + slot % 2 * (2 * zigzag - 1 - 2 * device)) * piece + within
+
+
+def zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
+    """Put tokens in zig-zag order: split in 2·A blocks, device i gets blocks i and 2A - 1 - i, so that causal work balances.
+
+    Args:
+      x: whole array, tokens along `axis`.
+      devices: A; 1 leaves the order as it is.
+
+    Returns:
+      The array, so that a plain split of `axis` over A devices gives each its two blocks. `unzigzag` undoes it.
+
+    Raises:
+      ValueError: the length of `axis` is no multiple of 2·A.
+    """
+    return _take_blocks("zigzag", x, devices, axis, inverse=False)
+
+
+def unzigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
+    """Undo `zigzag`: tokens in the order of their positions again. Arguments and errors are the same."""
+    return _take_blocks("unzigzag", x, devices, axis, inverse=True)
+
+
+def _take_blocks(op: str, x: jax.Array, devices: int, axis: int, *, inverse: bool) -> jax.Array:
+    axis %= x.ndim
+    if devices < 1:
+        raise ValueError(f"{op}: devices={devices} must be at least 1")
+    if devices == 1:
+        return x
+    if x.shape[axis] % (2 * devices):
+        raise ValueError(
+            f"{op}: {x.shape[axis]} tokens (axis {axis} of {list(x.shape)}) do not divide into 2·{devices} blocks; "
+            f"pad to a multiple of {2 * devices}"
+        )
+    order = positions(np.arange(2 * devices), 2 * devices, devices)
+    order = np.argsort(order) if inverse else order
+    blocks = x.reshape(*x.shape[:axis], 2 * devices, -1, *x.shape[axis + 1 :])
+    return jnp.take(blocks, order, axis=axis).reshape(x.shape)
+
+
+# -- what is known before anything runs (NumPy)
+
+
+def runs(first: int, length: int, total: int, zigzag: int) -> Iterator[tuple[int, int]]:
+    """The runs of positions (both ends included) that tokens `first` … `first + length - 1` of the array make up."""
+    piece = total if zigzag == 1 else total // (2 * zigzag)
+    at, end = first, first + length
+    while at < end:
+        stop = min(end, (at // piece + 1) * piece)
+        start = int(positions(np.asarray(at), total, zigzag))
+        yield start, start + stop - at - 1
+        at = stop
+
+
+@functools.lru_cache(maxsize=256)
+def devices_seen(mask: Mask, devices: int, q_len: int, k_len: int, zigzag: int) -> tuple[int, ...]:
+    """The offsets d for which the queries of some device i see a key of device (i - d) mod `devices`; lengths of one device."""
+    held = [[list(runs(i * n, n, n * devices, zigzag)) for i in range(devices)] for n in (q_len, k_len)]
+    return tuple(
+        d
+        for d in range(devices)
+        if any(
+            bool(mask.reaches(*a, *b)) for i in range(devices) for a in held[0][i] for b in held[1][(i - d) % devices]
+        )
+    )
+
+
+def visible_pairs(mask: Mask, devices: int, q_len: int, k_len: int, zigzag: int) -> list[int]:
+    """Pairs of a query of each device and any key that it sees (whole lengths; segments aside), in closed form."""
+
+    def seen_by(first: int, last: int) -> int:
+        """Σ over queries first…last of the number of keys in sight."""
+        behind = 0 if not mask.window else mask.window
+        edges = {first, last}
+        for edge in (k_len - 1, k_len - 1 + behind, behind - 1, k_len - behind):
+            edges |= {e for e in (edge - 1, edge, edge + 1) if first <= e <= last}
+        points = sorted(edges)
+
+        def one(p: int) -> int:
+            low = 0 if mask.window is None else max(0, p - mask.window + 1)
+            high = p if mask.causal else (k_len - 1 if mask.window is None else p + mask.window - 1)
+            return max(0, min(high, k_len - 1) - low + 1)
+
+        total = one(points[0])
+        for a, b in itertools.pairwise(points):  # linear between the edges
+            total += (one(a + 1) + one(b)) * (b - a) // 2
+        return total
+
+    each = q_len // devices
+    return [sum(seen_by(*run) for run in runs(i * each, each, q_len, zigzag)) for i in range(devices)]

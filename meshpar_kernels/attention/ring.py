@@ -1,0 +1,192 @@
+"""Ring attention: queries stay, keys and values go round (Liu et al. 2023), while attention to those at hand is computed.
+
+The K/V of a device travel in streams. Where all devices see each other, one half of every device's tokens goes up the ring
+and the other half down, so that both directions of a link are used. Where a window limits sight, whole blocks go as far as
+somebody sees them and no farther. Each send is issued before the attention to what has arrived, so that XLA can hide it.
+
+On the way back K and V are sent again, and their gradients travel with them, in float32, one step behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels import _compat
+from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.flash import Keys, Queries, merge, nothing
+from meshpar_kernels.attention.masks import devices_seen
+
+__all__ = ["Stream", "backward", "forward", "streams"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Tokens low…high-1 of every device go `hops` devices on, `step` (1 or -1) at a time."""
+
+    low: int
+    high: int
+    step: int
+    hops: int
+
+
+def streams(c: Context, q_len: int, k_len: int) -> list[Stream]:
+    """How K and V travel; lengths of one device. Segment ids are not known yet, so they stop no stream."""
+    seen = [d for d in devices_seen(c.softmax.mask, c.devices, q_len, k_len, c.zigzag) if d]
+    if not seen:
+        return []
+    # of the ways to split the offsets between up and down, the one with the fewest hops; then the most even
+    cuts = range(len(seen) + 1) if c.both_ways else (len(seen),)
+
+    def hops(cut: int) -> tuple[int, int]:
+        return (seen[cut - 1] if cut else 0), (c.devices - seen[cut] if cut < len(seen) else 0)
+
+    up, down = min((hops(cut) for cut in cuts), key=lambda h: (sum(h), max(h)))
+    half = k_len // 2
+    if up + down == c.devices - 1 and c.both_ways and c.devices > 2 and half:
+        return [Stream(0, half, 1, c.devices - 1), Stream(half, k_len, -1, c.devices - 1)]
+    return [Stream(0, k_len, step, n) for step, n in ((1, up), (-1, down)) if n]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leg:
+    """So many hops in which the same streams (by number) arrive, and the same go on.
+
+    Attributes:
+      first: number of its first hop; hop 0 is what a device has from the start.
+    """
+
+    first: int
+    count: int
+    here: tuple[int, ...]
+    onward: tuple[int, ...]
+
+
+def legs(moving: Sequence[Stream], start: int, *, first_alone: bool = False) -> list[Leg]:
+    """The hops from `start` on, with equal ones in a row joined (the first stays alone, if told so)."""
+    out: list[Leg] = []
+    for t in range(start, max((s.hops for s in moving), default=0) + 1):
+        here, onward = (tuple(i for i, s in enumerate(moving) if s.hops >= n) for n in (t, t + 1))
+        last = out[-1] if out else None
+        same = last is not None and here == onward == last.here == last.onward
+        if last is not None and same and not (first_alone and last.first == start):
+            out[-1] = dataclasses.replace(last, count=last.count + 1)
+        else:
+            out.append(Leg(t, 1, here, onward))
+    return out
+
+
+Cargo = tuple[jax.Array, jax.Array, jax.Array | None]
+"""(k, v, segment ids or None)."""
+
+
+def _load(moving: Sequence[Stream], k: jax.Array, v: jax.Array, seg: jax.Array | None) -> dict[int, Cargo]:
+    def part(x: jax.Array, s: Stream) -> jax.Array:
+        return lax.slice_in_dim(x, s.low, s.high, axis=1)
+
+    return {i: (part(k, s), part(v, s), None if seg is None else part(seg, s)) for i, s in enumerate(moving)}
+
+
+def _keys(c: Context, moving: Sequence[Stream], leg: Leg, cargo: dict[int, Cargo], t: Any, each: int) -> Keys:
+    """What has arrived after t hops, as one, with its positions."""
+    pos = [
+        c.positions((c.rank() - moving[i].step * t) % c.devices, each, moving[i].low, moving[i].high) for i in leg.here
+    ]
+    k, v, seg = zip(*(cargo[i] for i in leg.here), strict=True)
+    ids = None if seg[0] is None else jnp.concatenate(seg, 1)
+    return Keys(jnp.concatenate(k, 1), jnp.concatenate(v, 1), jnp.concatenate(pos), ids)
+
+
+def _repeat(leg: Leg, step: Any, carry: Any) -> Any:
+    if leg.count == 1:
+        return step(carry, leg.first)
+    hops = jnp.arange(leg.first, leg.first + leg.count, dtype=jnp.int32)
+    return lax.scan(lambda carry, t: (step(carry, t), None), carry, hops)[0]
+
+
+def forward(
+    c: Context, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """(float32 [B, Q, H, Dv], log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
+    each = k.shape[1]
+    k_seg = q_seg if k_seg is None else k_seg
+    moving = streams(c, q.shape[1], each)
+    mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
+    cargo = _load(moving, k, v, k_seg)
+    if sum(s.high - s.low for s in moving) == each:  # the streams together start as what is here
+        done, start = nothing(q, v.shape[3]), 0
+    else:
+        cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
+        done, start = c.forward(mine, Keys(k, v, c.positions(c.rank(), each), k_seg)), 1
+
+    for leg in legs(moving, start):
+
+        def hop(carry: Any, t: Any, leg: Leg = leg) -> Any:
+            done, cargo = carry
+            sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
+            keys = _keys(c, moving, leg, cargo, t, each)
+            seen = c.softmax.mask.any_visible(mine.pos, keys.pos, q_seg, keys.seg)
+            done = lax.cond(seen, lambda done: merge(done, c.forward(mine, keys)), lambda done: done, done)
+            return done, sent
+
+        done, cargo = _repeat(leg, hop, (done, cargo))
+    return done
+
+
+def backward(
+    c: Context,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_seg: jax.Array | None,
+    k_seg: jax.Array | None,
+    grad: jax.Array,
+    lse: jax.Array,
+    dots: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Float32 gradients of q, k and v."""
+    each = k.shape[1]
+    k_seg = q_seg if k_seg is None else k_seg
+    moving = streams(c, q.shape[1], each)
+    cargo = _load(moving, k, v, k_seg)
+    cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
+    mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
+    d_q, d_k, d_v = c.backward(mine, Keys(k, v, c.positions(c.rank(), each), k_seg), grad, lse, dots)
+
+    def through(d_q: jax.Array, keys: Keys) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """(d_q with the share of these keys, their gradients)."""
+
+        def block(d_q: jax.Array) -> Any:
+            more, d_k, d_v = c.backward(mine, keys, grad, lse, dots)
+            return d_q + more, (d_k, d_v)
+
+        zeros = _compat.same_varying(q, *(jnp.zeros(x.shape, jnp.float32) for x in (keys.k, keys.v)))[1:]
+        seen = c.softmax.mask.any_visible(mine.pos, keys.pos, q_seg, keys.seg)
+        return lax.cond(seen, block, lambda d_q: (d_q, zeros), d_q)
+
+    under_way: dict[int, Any] = {}  # gradients of what has arrived, so far
+    for leg in legs(moving, 1, first_alone=True):  # which finds no gradients under way
+        lengths = [moving[i].high - moving[i].low for i in leg.here]
+        cuts = [sum(lengths[:n]) for n in range(1, len(lengths))]
+
+        def hop(carry: Any, t: Any, leg: Leg = leg, cuts: Sequence[int] = cuts) -> Any:
+            d_q, cargo, under_way = carry
+            sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
+            followed = {i: c.shift(under_way[i], moving[i].step) for i in leg.here if i in under_way}
+            d_q, share = through(d_q, _keys(c, moving, leg, cargo, t, each))
+            for i, *mine in zip(leg.here, *(jnp.split(x, cuts, 1) for x in share), strict=True):
+                before = followed.get(i)
+                followed[i] = mine if before is None else jax.tree.map(jnp.add, before, mine)
+            return d_q, sent, followed
+
+        d_q, cargo, under_way = _repeat(leg, hop, (d_q, cargo, under_way))
+        for i in set(leg.here) - set(leg.onward):  # they go home, to whom the keys belong
+            s = moving[i]
+            home = c.shift(under_way.pop(i), -s.step * s.hops)
+            d_k, d_v = (a.at[:, s.low : s.high].add(b) for a, b in zip((d_k, d_v), home, strict=True))
+    return d_q, d_k, d_v

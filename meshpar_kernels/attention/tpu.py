@@ -1,0 +1,335 @@
+"""Attention of the queries and keys on one device in three TPU kernels: results, gradients of queries, gradients of keys.
+
+Each step has one block of scores in VMEM, transposed ([keys, queries]), so that what there is one of for each query lies along
+lanes. Blocks without a pair in sight are skipped by a table that is made from positions and segment ids before.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported
+from meshpar_kernels.attention.flash import Keys, Queries, Softmax, precision
+
+__all__ = ["backward", "forward", "unsupported"]
+
+BLOCKS = (512, 256, 128)
+MOST_BLOCKS = 1 << 16  # of the table of blocks in sight, which lies in scalar memory
+HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
+LANES = 128
+
+
+def unsupported(q: Queries, k: Keys) -> Unsupported:
+    """Why the kernels cannot take these operands."""
+    reasons = []
+    if q.x.dtype not in (jnp.float32, jnp.bfloat16):
+        reasons.append(f"operands are {q.x.dtype}; the kernels take float32 and bfloat16")
+    widths = q.x.shape[3], k.v.shape[3]
+    if any(n % LANES for n in widths):
+        reasons.append(f"head_dim is {' and '.join(map(str, widths))}, no multiple of {LANES}")
+    lengths = q.x.shape[1], k.pos.shape[0]
+    if any(n % BLOCKS[-1] or n == 0 for n in lengths) or 0 in q.x.shape:
+        reasons.append(f"{lengths[0]} queries and {lengths[1]} keys on a device are no multiples of {BLOCKS[-1]}")
+    elif (
+        blocks := q.x.shape[0] * (lengths[0] // _block(lengths[0])) * (lengths[1] // _block(lengths[1]))
+    ) > MOST_BLOCKS:
+        reasons.append(f"{blocks} blocks of scores are more than {MOST_BLOCKS}")
+    return Unsupported(reasons)
+
+
+def _block(length: int) -> int:
+    return next(b for b in BLOCKS if length % b == 0)
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    return lax.dot_general(
+        a, b, (((contract[0],), (contract[1],)), ((), ())), precision=precision(a.dtype),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _table(s: Softmax, q: Queries, k: Keys, bq: int, bk: int) -> jax.Array:
+    """int32 [B·nq·nk]: 1 where a block of queries sees something of a block of keys."""
+
+    def one(q_pos, k_pos, q_seg, k_seg):
+        return s.mask.any_visible(q_pos, k_pos, q_seg, k_seg)
+
+    q_pos, k_pos = q.pos.reshape(-1, bq), k.pos.reshape(-1, bk)
+    batch = q.x.shape[0]
+    if q.seg is None or k.seg is None:
+        seen = jax.vmap(lambda a: jax.vmap(lambda b: one(a, b, None, None))(k_pos))(q_pos)
+        seen = jnp.broadcast_to(seen, (batch, *seen.shape))
+    else:
+        q_seg, k_seg = q.seg.reshape(batch, -1, 1, bq), k.seg.reshape(batch, -1, 1, bk)
+        by_key = jax.vmap(one, (None, 0, None, 0))
+        seen = jax.vmap(lambda a, b: jax.vmap(by_key, (0, None, 0, None))(q_pos, k_pos, a, b))(q_seg, k_seg)
+    return seen.astype(jnp.int32).reshape(-1)
+
+
+class _Ids:
+    """Positions and segment ids as the kernels read them: of queries along lanes, of keys along sublanes."""
+
+    def __init__(self, q: Queries, k: Keys, bq: int, bk: int, axes: tuple[int, int]):
+        """`axes`: which dims of the grid count blocks of queries and of keys (after the batch, which is the first)."""
+        many = q.x.shape[1] // bq
+        i, j = axes
+
+        def of_q(*at: Any) -> Any:  # blocks of queries come again for every head of a group
+            return lax.rem(at[i], many)
+
+        self.arrays = [q.pos[None, :], jnp.broadcast_to(k.pos[:, None], (k.pos.shape[0], LANES))]
+        self.specs = [
+            pl.BlockSpec((1, bq), lambda *at: (0, of_q(*at))),
+            pl.BlockSpec((bk, LANES), lambda *at: (at[j], 0)),
+        ]
+        if q.seg is not None and k.seg is not None:
+            self.arrays += [q.seg[:, None, :], jnp.broadcast_to(k.seg[:, :, None], (*k.seg.shape, LANES))]
+            self.specs += [
+                pl.BlockSpec((1, 1, bq), lambda *at: (at[0], 0, of_q(*at))),
+                pl.BlockSpec((1, bk, LANES), lambda *at: (at[0], at[j], 0)),
+            ]
+
+
+def _scores(s: Softmax, q_ref, k_ref, ids: tuple[Any, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """([keys, queries] scores, slope of the softcap, bool: in sight)."""
+    scores = _dot(k_ref[0, 0], q_ref[0, 0], (1, 1)) * s.scale
+    slope = jnp.ones((), jnp.float32)
+    if s.softcap is not None:
+        turned = jnp.tanh(scores / s.softcap)
+        scores, slope = s.softcap * turned, 1.0 - turned * turned
+    seen = s.mask.allowed(ids[0][...], ids[1][:, :1])
+    if len(ids) == 4:
+        seen &= ids[2][0] == ids[3][0, :, :1]
+    return scores, slope, seen
+
+
+# -- forward
+
+
+def _forward_kernel(table, *refs, s: Softmax, ids: int):
+    q_ref, k_ref, v_ref, *rest = refs
+    id_refs, (out_ref, lse_ref, top, total, sums) = tuple(rest[:ids]), rest[ids:]
+    batch, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    many = pl.num_programs(3)
+
+    @pl.when(j == 0)
+    def _():
+        top[...] = jnp.full_like(top, HIDDEN)
+        total[...] = jnp.zeros_like(total)
+        sums[...] = jnp.zeros_like(sums)
+
+    @pl.when(table[(batch * pl.num_programs(2) + i) * many + j] > 0)
+    def _():
+        scores, _, seen = _scores(s, q_ref, k_ref, id_refs)
+        scores = jnp.where(seen, scores, HIDDEN)
+        new = jnp.maximum(top[...], scores.max(0, keepdims=True))
+        p = jnp.where(seen, jnp.exp(scores - new), 0.0)
+        fade = jnp.exp(top[...] - new)
+        total[...] = total[...] * fade + p.sum(0, keepdims=True)
+        sums[...] = sums[...] * fade + _dot(v_ref[0, 0], p.astype(v_ref.dtype), (0, 0))
+        top[...] = new
+
+    @pl.when(j == many - 1)
+    def _():
+        some = total[...] > 0
+        divisor = jnp.where(some, total[...], 1.0)
+        out_ref[0, 0] = (sums[...] / divisor).T
+        lse_ref[0, 0] = jnp.where(some, top[...] + jnp.log(divisor), -jnp.inf)
+
+
+def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
+    """See `flash.forward`."""
+    batch, length, heads, width = q.x.shape
+    keys, kv_heads, v_width = k.v.shape[1:]
+    bq, bk, group = _block(length), _block(keys), heads // kv_heads
+    ids = _Ids(q, k, bq, bk, (2, 3))
+    rows = pltpu.VMEM((1, bq), jnp.float32)
+    pairs = batch * heads * length * keys
+    out, lse = pl.pallas_call(
+        functools.partial(_forward_kernel, s=s, ids=len(ids.arrays)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, heads, length // bq, keys // bk),
+            in_specs=[
+                pl.BlockSpec((1, 1, bq, width), lambda b, h, i, j, _: (b, h, i, 0)),
+                pl.BlockSpec((1, 1, bk, width), lambda b, h, i, j, _: (b, lax.div(h, group), j, 0)),
+                pl.BlockSpec((1, 1, bk, v_width), lambda b, h, i, j, _: (b, lax.div(h, group), j, 0)),
+                *ids.specs,
+            ],
+            out_specs=[
+                pl.BlockSpec((1, 1, bq, v_width), lambda b, h, i, j, _: (b, h, i, 0)),
+                pl.BlockSpec((1, 1, 1, bq), lambda b, h, i, j, _: (b, h, 0, i)),
+            ],
+            scratch_shapes=[rows, rows, pltpu.VMEM((v_width, bq), jnp.float32)],
+        ),
+        out_shape=[
+            _compat.out_struct((batch, heads, length, v_width), jnp.float32, q.x, k.k),
+            _compat.out_struct((batch, heads, 1, length), jnp.float32, q.x, k.k),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=_estimate(pairs, width + v_width, q, k),
+        name="meshpar_attention",
+    )(_table(s, q, k, bq, bk), *map(_heads_first, (q.x, k.k, k.v)), *ids.arrays)
+    return _heads_first(out), _heads_first(lse[:, :, 0])
+
+
+def _estimate(pairs: int, width: int, q: Queries, k: Keys) -> pl.CostEstimate:
+    """Of all pairs; which of them are in sight is not known here."""
+    size = q.x.dtype.itemsize
+    again = max(1, q.x.shape[1] // _block(q.x.shape[1]))
+    return pl.CostEstimate(
+        flops=2 * pairs * width,
+        transcendentals=pairs,
+        bytes_accessed=size * (q.x.size + (k.k.size + k.v.size) * again) + 4 * q.x.size,
+    )
+
+
+# -- backward
+
+
+def _weights(s: Softmax, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids) -> tuple[jax.Array, jax.Array]:
+    """(softmax weights, gradients of the scores before the scale's product), both [keys, queries]."""
+    scores, slope, seen = _scores(s, q_ref, k_ref, ids)
+    p = jnp.where(seen, jnp.exp(scores - lse_ref[0, 0]), 0.0)
+    d_p = _dot(v_ref[0, 0], grad_ref[0, 0], (1, 1))
+    return p, p * (d_p - dots_ref[0, 0]) * slope * s.scale
+
+
+def _queries_kernel(table, *refs, s: Softmax, ids: int):
+    q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, *rest = refs
+    id_refs, (out_ref, sums) = tuple(rest[:ids]), rest[ids:]
+    batch, i, j, many = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.num_programs(3)
+
+    @pl.when(j == 0)
+    def _():
+        sums[...] = jnp.zeros_like(sums)
+
+    @pl.when(table[(batch * pl.num_programs(2) + i) * many + j] > 0)
+    def _():
+        _, d_s = _weights(s, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, id_refs)
+        sums[...] += _dot(d_s.astype(k_ref.dtype), k_ref[0, 0], (0, 0))
+
+    @pl.when(j == many - 1)
+    def _():
+        out_ref[0, 0] = sums[...]
+
+
+def _keys_kernel(table, *refs, s: Softmax, ids: int, blocks: int):
+    """The last dim of the grid runs over the heads of a group and, within each, the blocks of queries."""
+    q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, *rest = refs
+    id_refs, (d_k_ref, d_v_ref, d_k, d_v) = tuple(rest[:ids]), rest[ids:]
+    batch, j, n = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+
+    @pl.when(n == 0)
+    def _():
+        d_k[...] = jnp.zeros_like(d_k)
+        d_v[...] = jnp.zeros_like(d_v)
+
+    @pl.when(table[(batch * blocks + lax.rem(n, blocks)) * pl.num_programs(2) + j] > 0)
+    def _():
+        p, d_s = _weights(s, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, id_refs)
+        d_v[...] += _dot(p.astype(grad_ref.dtype), grad_ref[0, 0], (1, 0))
+        d_k[...] += _dot(d_s.astype(q_ref.dtype), q_ref[0, 0], (1, 0))
+
+    @pl.when(n == pl.num_programs(3) - 1)
+    def _():
+        d_k_ref[0, 0] = d_k[...]
+        d_v_ref[0, 0] = d_v[...]
+
+
+def backward(
+    s: Softmax, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `flash.backward`."""
+    batch, length, heads, width = q.x.shape
+    keys, kv_heads, v_width = k.v.shape[1:]
+    bq, bk, group = _block(length), _block(keys), heads // kv_heads
+    blocks = length // bq
+    table = _table(s, q, k, bq, bk)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that sees nothing: every exp(score - lse) is 0
+    rows = [_heads_first(x)[:, :, None] for x in (lse, dots)]
+    operands = [*map(_heads_first, (q.x, k.k, k.v, grad.astype(q.x.dtype))), *rows]
+    pairs = batch * heads * length * keys
+
+    def specs(of_q: Any, of_k: Any) -> list[pl.BlockSpec]:
+        """`of_q`, `of_k`: grid indices → (batch, head, block)."""
+
+        def block(at: Any, size: int, last: int) -> pl.BlockSpec:
+            return pl.BlockSpec((1, 1, size, last), lambda *g: (*at(*g), 0))
+
+        def row(*g: Any) -> Any:
+            b, h, i = of_q(*g)
+            return b, h, 0, i
+
+        one = pl.BlockSpec((1, 1, 1, bq), row)
+        return [
+            block(of_q, bq, width),
+            block(of_k, bk, width),
+            block(of_k, bk, v_width),
+            block(of_q, bq, v_width),
+            one,
+            one,
+        ]
+
+    def call(
+        kernel: Any, grid: tuple[int, ...], ids: _Ids, at: tuple[Any, Any], outs: Any, products: int, name: str
+    ) -> Any:
+        shapes, out_specs, scratch = outs
+        return pl.pallas_call(
+            functools.partial(kernel, s=s, ids=len(ids.arrays)),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=grid,
+                in_specs=[*specs(*at), *ids.specs],
+                out_specs=out_specs,
+                scratch_shapes=scratch,
+            ),
+            out_shape=[_compat.out_struct(x, jnp.float32, q.x, k.k) for x in shapes],
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+            cost_estimate=_estimate(pairs, products, q, k),
+            name=name,
+        )(table, *operands, *ids.arrays)
+
+    (d_q,) = call(
+        _queries_kernel,
+        (batch, heads, blocks, keys // bk),
+        _Ids(q, k, bq, bk, (2, 3)),
+        (lambda b, h, i, j, _: (b, h, i), lambda b, h, i, j, _: (b, lax.div(h, group), j)),
+        (
+            [(batch, heads, length, width)],
+            [pl.BlockSpec((1, 1, bq, width), lambda b, h, i, j, _: (b, h, i, 0))],
+            [pltpu.VMEM((bq, width), jnp.float32)],
+        ),
+        2 * width + v_width,
+        "meshpar_attention_d_queries",
+    )
+    at_keys = [(1, 1, bk, n) for n in (width, v_width)]
+    d_k, d_v = call(
+        functools.partial(_keys_kernel, blocks=blocks),
+        (batch, kv_heads, keys // bk, group * blocks),
+        _Ids(q, k, bq, bk, (3, 2)),
+        (
+            lambda b, h, j, n, _: (b, h * group + lax.div(n, blocks), lax.rem(n, blocks)),
+            lambda b, h, j, n, _: (b, h, j),
+        ),
+        (
+            [(batch, kv_heads, keys, n) for n in (width, v_width)],
+            [pl.BlockSpec(shape, lambda b, h, j, n, _: (b, h, j, 0)) for shape in at_keys],
+            [pltpu.VMEM(shape[2:], jnp.float32) for shape in at_keys],
+        ),
+        2 * width + 2 * v_width,
+        "meshpar_attention_d_keys",
+    )
+    return tuple(map(_heads_first, (d_q, d_k, d_v)))  # type: ignore[return-value]

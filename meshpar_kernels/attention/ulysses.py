@@ -1,0 +1,86 @@
+"""Ulysses: an all-to-all trades the split of the sequence for one of the heads, and back (Jacobs et al. 2023).
+
+Each device then has all tokens of some heads. Where there are fewer K/V heads than devices, each K/V head is copied to the
+devices whose query heads use it, so more of K and V is sent.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.flash import Keys, Queries
+
+__all__ = ["backward", "copies", "forward", "refusal"]
+
+
+def refusal(heads: int, kv_heads: int, devices: int) -> str | None:
+    """Why so many heads cannot be split over the devices; None: they can."""
+    if heads % devices:
+        return f"{heads} heads do not divide over {devices} devices"
+    if kv_heads % devices and devices % kv_heads:
+        return f"{kv_heads} K/V heads neither divide over {devices} devices nor can be copied evenly to them"
+    return None
+
+
+def copies(kv_heads: int, devices: int) -> int:
+    """How often each K/V head is sent."""
+    return max(1, devices // kv_heads)
+
+
+def _to_heads(c: Context, x: jax.Array) -> jax.Array:
+    """[B, S/A, H, …] → [B, S, H/A, …]."""
+    return lax.all_to_all(x, c.axes, split_axis=2, concat_axis=1, tiled=True)
+
+
+def _to_tokens(c: Context, x: jax.Array) -> jax.Array:
+    """[B, S, H/A, …] → [B, S/A, H, …]."""
+    return lax.all_to_all(x, c.axes, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _whole(c: Context, x: jax.Array | None) -> jax.Array | None:
+    return None if x is None else lax.all_gather(x, c.axes, axis=1, tiled=True)
+
+
+def _exchange(c: Context, q, k, v, q_seg, k_seg) -> tuple[Queries, Keys]:
+    each = c.all_positions(q.shape[1]), c.all_positions(k.shape[1])
+    many = copies(k.shape[2], c.devices)
+    k, v = (_to_heads(c, jnp.repeat(x, many, axis=2)) for x in (k, v))
+    q_seg = _whole(c, q_seg)
+    k_seg = q_seg if k_seg is None else _whole(c, k_seg)
+    return Queries(_to_heads(c, q), each[0], q_seg), Keys(k, v, each[1], k_seg)
+
+
+def forward(
+    c: Context, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """([B, Q, H, Dv] in q's dtype, log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
+    out, lse = c.forward(*_exchange(c, q, k, v, q_seg, k_seg))
+    return _to_tokens(c, out.astype(q.dtype)), _to_tokens(c, lse)
+
+
+def backward(
+    c: Context,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_seg: jax.Array | None,
+    k_seg: jax.Array | None,
+    grad: jax.Array,
+    lse: jax.Array,
+    dots: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q (its dtype), k and v (float32 where a head was copied). q, k and v are exchanged again."""
+    queries, keys = _exchange(c, q, k, v, q_seg, k_seg)
+    d_q, d_k, d_v = c.backward(queries, keys, *(_to_heads(c, x) for x in (grad, lse, dots)))
+    many = copies(k.shape[2], c.devices)
+
+    def home(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        if many == 1:
+            return _to_tokens(c, x.astype(dtype))
+        x = _to_tokens(c, x)
+        return x.reshape(*x.shape[:2], -1, many, x.shape[-1]).sum(3)
+
+    return _to_tokens(c, d_q.astype(q.dtype)), home(d_k, k.dtype), home(d_v, v.dtype)

@@ -1,0 +1,340 @@
+"""Collectives over one or several torus axes: checks, choice of algorithm, gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
+from meshpar_kernels.collectives import native, ppermute, ring_tpu, tpu
+from meshpar_kernels.collectives.table import Table, table_of
+
+__all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "all_reduce_small", "reduce_scatter"]
+
+Algorithm = Literal["native", "staged", "hierarchical", "ring", "pallas", "one-way", "doubling", "direct"]
+
+ALGORITHMS: tuple[str, ...] = Algorithm.__args__
+TABLES = ("ring", "pallas", "one-way", "doubling", "direct")
+
+
+def all_gather(
+    x: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    algorithm: Algorithm = "native",
+    rings: Sequence[bool] | None = None,
+    outer: Sequence[str] = (),
+) -> jax.Array:
+    """Put the blocks of all devices together. Inside `jax.shard_map`.
+
+    Algorithms, with the same result:
+
+    - "native": XLA's collective over all axes at once.
+    - "staged": XLA's collective over one axis after the other (BlueConnect, Cho et al. 2019).
+    - "hierarchical": as "staged", but the axes of `outer` (between slices) carry as little as can be.
+    - "ring": `ppermute` in rings both ways along each axis. With n axes the block is cut in n
+      colours, which take the axes in rotated order, so that the links of all axes are in use
+      (Mikami et al. 2018 on two dimensions). An axis that is no ring is run as a line.
+    - "pallas": the same rings in one TPU kernel, by remote DMA. XLA overlaps it with nothing else.
+    - "one-way": one ring after the other, one way (Patarasuk and Yuan 2009).
+    - "doubling": log2 A steps over the flat group, of any size (Bruck et al. 1997). For small arrays.
+    - "direct": one step, everyone to everyone. For the smallest.
+
+    Which one pays is what `choose` says.
+
+    Args:
+      x: [..., m, ...], this device's block, any dtype.
+      axis_name: the mesh axis, or several, major first.
+      axis: the dimension that grows.
+      algorithm: as above.
+      rings: whether each mesh axis wraps around on the torus; None: all do.
+      outer: the mesh axes between slices, for "hierarchical".
+
+    Returns:
+      [..., A·m, ...], blocks in the order of the devices. Differentiable: the transpose is a
+        `reduce_scatter` by the same algorithm.
+
+    Raises:
+      ValueError: unknown algorithm, axes or options that do not fit, or x sharded outside of
+        `shard_map`.
+      NotImplementedError: "pallas" cannot run these arguments; with every reason.
+    """
+    op = "all_gather"
+    axes, sizes, rings = _check(op, x, axis_name, axis, algorithm, rings, outer)
+    moved: Any = jnp.moveaxis(x, axis, 0)
+    if axes:
+        moved = _gather(algorithm, axes, sizes, rings, tuple(outer), moved)
+    return jnp.moveaxis(moved, 0, axis)
+
+
+def reduce_scatter(
+    x: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    algorithm: Algorithm = "native",
+    rings: Sequence[bool] | None = None,
+    outer: Sequence[str] = (),
+) -> jax.Array:
+    """Sum over all devices, and keep this device's block. Inside `jax.shard_map`.
+
+    "native" over several torus dimensions is compiled by XLA for TPUs to an all-reduce of the whole
+    array, with twice the bytes and all of it in memory; the other algorithms are not.
+
+    Args:
+      x: [..., A·m, ...]. Sums of bfloat16 and float16 are rounded once a hop, after a float32 sum,
+        except in XLA's own collectives.
+      axis_name, axis, algorithm, rings, outer: as in `all_gather`.
+
+    Returns:
+      [..., m, ...]. Differentiable: the transpose is an `all_gather` by the same algorithm.
+
+    Raises:
+      ValueError: as `all_gather`; or the dimension is no multiple of the number of devices.
+    """
+    op = "reduce_scatter"
+    axes, sizes, rings = _check(op, x, axis_name, axis, algorithm, rings, outer)
+    if x.shape[axis] % math.prod(sizes):
+        raise ValueError(
+            f"{op}: dimension {axis} of x{list(x.shape)} is no multiple of the {math.prod(sizes)} devices of "
+            f"{', '.join(axes)}; pad it"
+        )
+    moved: Any = jnp.moveaxis(x, axis, 0)
+    if axes:
+        moved = _scatter(algorithm, axes, sizes, rings, tuple(outer), moved)
+    return jnp.moveaxis(moved, 0, axis)
+
+
+def all_reduce(
+    x: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    algorithm: Algorithm = "native",
+    rings: Sequence[bool] | None = None,
+    outer: Sequence[str] = (),
+) -> jax.Array:
+    """Sum over all devices: a reduce-scatter, and an all-gather after it. Inside `jax.shard_map`.
+
+    Args:
+      x: any shape, the same on all devices; padded with zeros to whole blocks where it must be.
+      axis_name, algorithm, rings, outer: as in `all_gather`. With "hierarchical" only the blocks
+        scattered inside cross the outer axes.
+
+    Returns:
+      the sum, x's shape and dtype, bit for bit the same on all devices with the algorithms that are
+        not XLA's. Differentiable: the transpose is an `all_reduce` too.
+
+    Raises:
+      ValueError: as `all_gather`.
+    """
+    axes, sizes, rings = _check("all_reduce", x, axis_name, None, algorithm, rings, outer)
+    reduced: Any = _reduce(algorithm, axes, sizes, rings, tuple(outer), x) if axes else x
+    return reduced
+
+
+def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementation: str | None = None) -> jax.Array:
+    """Sum a small array over all devices in one step: everyone sends its array to everyone. Inside `jax.shard_map`.
+
+    Each device sums in the order of the devices, in float32 (integers in their own dtype), and rounds once: the result is bit
+    for bit the same on all devices and with every implementation. A-1 times the array goes out of each device, which pays
+    where latency rules: `choose` calls it "small".
+
+    Args:
+      x: any shape, the same on all devices; float32, bfloat16 or int32 of at most 4 MiB in the kernel, and 40 MiB of all
+        devices.
+      axis_name: the mesh axis, or several, major first.
+      implementation: "pallas" or "pallas_tpu": a TPU kernel, whose remote copies go from chip memory to chip memory. "gather":
+        XLA's all-gather, and the same sum. None: "gather", since no kernel was timed yet.
+
+    Returns:
+      x's shape and dtype. Differentiable: the transpose is an `all_reduce_small` too.
+
+    Raises:
+      ValueError: axes that do not fit, an unknown implementation, or x sharded outside of `shard_map`.
+      NotImplementedError: the implementation asked for cannot take x; with every reason.
+    """
+    axes, sizes, _ = _check("all_reduce_small", x, axis_name, None, "direct", None, ())
+    small: Any = _small(implementation, axes, sizes, x) if axes and x.size else x
+    return small
+
+
+def _small_now(implementation, axes, sizes, x):
+    functions = {
+        "pallas_tpu": tpu.small_unsupported(x.shape, x.dtype, math.prod(sizes))
+        or (lambda v: tpu.all_reduce_small(v, axes, sizes)),
+        "pallas_gpu": Unsupported(("there is no GPU kernel for this op",)),
+        "gather": functools.partial(native.gather_sum, axes=axes),
+    }
+    return dispatch("all_reduce_small", implementation or "gather", functions, "gather", x)
+
+
+def _check(
+    op: str, x: Any, axis_name: str | Sequence[str], axis: int | None, algorithm: str,
+    rings: Sequence[bool] | None, outer: Sequence[str],
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[bool, ...]]:  # fmt: skip
+    """Axes, sizes and rings of more than one device."""
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"{op}: no algorithm {algorithm!r}; there are {', '.join(map(repr, ALGORITHMS))}")
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(f"{op}: axis_name must be one mesh axis or several different ones, got {axis_name!r}")
+    if rings is not None and len(rings) != len(axes):
+        raise ValueError(f"{op}: rings says of {len(rings)} axes whether they wrap around; there are {len(axes)}")
+    if axis is not None and not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{op}: x{list(x.shape)} has no dimension {axis}")
+    inside = [a for a in outer if a not in axes]
+    if inside or (algorithm == "hierarchical") != bool(outer):
+        raise ValueError(
+            f"{op}: algorithm='hierarchical' needs outer=, those of the axes {list(axes)} that are slow, and no other "
+            f"algorithm takes it; got outer={list(outer)}, algorithm={algorithm!r}"
+        )
+    refuse_sharded(op, x=x)
+    sizes = [lax.axis_size(a) for a in axes]
+    wraps = [True] * len(axes) if rings is None else [bool(r) for r in rings]
+    kept = [k for k, n in enumerate(sizes) if n > 1]
+    return tuple(axes[k] for k in kept), tuple(sizes[k] for k in kept), tuple(wraps[k] for k in kept)
+
+
+def _whole(algorithm: str, axes, outer) -> bool:
+    """Whether all axes, or none, are outer: then there is nothing to order."""
+    return algorithm == "hierarchical" and len({a in outer for a in axes}) == 1
+
+
+def _by_xla(kind: str, algorithm: str, x, axes, outer) -> jax.Array:
+    if algorithm == "native" or (kind == "all_reduce" and _whole(algorithm, axes, outer)):
+        return native.native(kind, x, axes)
+    if algorithm == "staged" or _whole(algorithm, axes, outer):
+        return native.staged(kind, x, axes)
+    return native.hierarchical(kind, x, axes, outer)
+
+
+def _table(kind: str, algorithm: str, sizes, rings) -> Table:
+    return table_of(kind, "ring" if algorithm == "pallas" else algorithm, sizes, rings)
+
+
+def _gather_now(algorithm, axes, sizes, rings, outer, x):
+    if algorithm not in TABLES:
+        return _by_xla("all_gather", algorithm, x, axes, outer)
+    table = _table("all_gather", algorithm, sizes, rings)
+    mine = _cut(x[None], table.colours, algorithm)[0]
+    if algorithm == "pallas":
+        every = _by_kernel("all_gather", table, mine, axes)
+    else:
+        # every slot is written before it is read
+        (buffer,) = _compat.varying_over(axes, lax.empty((table.ranks, *mine.shape), x.dtype))
+        buffer, mine = _compat.same_varying(buffer, mine)
+        start = (ppermute.rank_of(axes), *[0] * mine.ndim)
+        buffer = lax.dynamic_update_slice(buffer, mine[None], start)
+        every = ppermute.run(table, buffer.reshape(table.slots, *mine.shape[1:]), axes)
+    return _joined(every, table.colours, x.shape).reshape(-1, *x.shape[1:])
+
+
+def _scatter_now(algorithm, axes, sizes, rings, outer, x):
+    if algorithm not in TABLES:
+        return _by_xla("reduce_scatter", algorithm, x, axes, outer)
+    table = _table("reduce_scatter", algorithm, sizes, rings)
+    block = (x.shape[0] // table.ranks, *x.shape[1:])
+    blocks = _cut(x.reshape(table.ranks, *block), table.colours, algorithm)
+    slots = blocks.reshape(table.slots, *blocks.shape[2:])
+    run = _by_kernel if algorithm == "pallas" else _by_table
+    sums = run("reduce_scatter", table, slots, axes).reshape(blocks.shape)
+    mine = lax.dynamic_index_in_dim(sums, ppermute.rank_of(axes), keepdims=False)
+    return _joined(mine, table.colours, block)[0]
+
+
+def _reduce_now(algorithm, axes, sizes, rings, outer, x):
+    if algorithm not in TABLES:
+        return _by_xla("all_reduce", algorithm, x, axes, outer)
+    if algorithm == "pallas":
+        flat = x.reshape(-1)
+        flat = jnp.pad(flat, (0, -flat.size % math.prod(sizes)))
+        part = _scatter_now(algorithm, axes, sizes, rings, outer, flat)
+        sums = _gather_now(algorithm, axes, sizes, rings, outer, part)
+    else:
+        table = _table("all_reduce", algorithm, sizes, rings)
+        flat = x.reshape(-1)
+        flat = jnp.pad(flat, (0, -flat.size % table.slots))
+        sums = ppermute.run(table, flat.reshape(table.slots, -1), axes).reshape(-1)
+    return sums[: x.size].reshape(x.shape)
+
+
+def _by_table(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
+    return ppermute.run(table, slots, axes)
+
+
+def _by_kernel(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
+    run = ring_tpu.all_gather if kind == "all_gather" else ring_tpu.reduce_scatter
+    functions = {
+        "pallas_tpu": ring_tpu.unsupported(table, slots.shape[1:], slots.dtype) or (lambda x: run(table, x, axes)),
+        "pallas_gpu": Unsupported(("there is no GPU kernel for this op",)),
+    }
+    return dispatch(kind, "pallas", functions, "pallas_tpu", slots)
+
+
+def _cut(blocks: jax.Array, colours: int, algorithm: str) -> jax.Array:
+    """[n, *block] → [n, colours, ...]: each block in as many parts as there are colours; for the kernel, [rows, columns].
+
+    Rows are padded to whole parts where that costs little; else a block is laid out anew, as one row.
+    """
+    n = len(blocks)
+    kernel = algorithm == "pallas"
+    pack = 32 // blocks.dtype.itemsize
+    if kernel and blocks.ndim > 2 and blocks.shape[-1] % 128 == 0:
+        blocks = blocks.reshape(n, -1, blocks.shape[-1])
+    unit = colours * (pack if kernel else 1)
+    fits = blocks.ndim == 3 and blocks.shape[-1] % 128 == 0 if kernel else blocks.ndim > 1
+    if fits and (blocks.shape[1] % unit == 0 or blocks.shape[1] >= 8 * unit):
+        rows = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % unit), *[(0, 0)] * (blocks.ndim - 2)))
+        return rows.reshape(n, colours, -1, *rows.shape[2:])
+    flat = blocks.reshape(n, -1)
+    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % (unit * 128 if kernel else colours))))
+    return flat.reshape(n, colours, -1, 128) if kernel else flat.reshape(n, colours, -1)
+
+
+def _joined(parts: jax.Array, colours: int, block: tuple[int, ...]) -> jax.Array:
+    """[n·colours, ...] → [n, *block]: undo `_cut`."""
+    n = len(parts) // colours
+    if parts.ndim > 2 and parts.shape[-1] == block[-1]:  # rows, perhaps of several dimensions
+        rows = parts.reshape(n, -1, *parts.shape[2:])
+        wanted = math.prod(block) // math.prod(rows.shape[2:])
+        return rows[:, :wanted].reshape(n, *block)
+    return parts.reshape(n, -1)[:, : math.prod(block)].reshape(n, *block)
+
+
+# --- gradients: each is linear, and its own or the other's transpose ----------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _gather(algorithm, axes, sizes, rings, outer, x):
+    return _gather_now(algorithm, axes, sizes, rings, outer, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _scatter(algorithm, axes, sizes, rings, outer, x):
+    return _scatter_now(algorithm, axes, sizes, rings, outer, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _reduce(algorithm, axes, sizes, rings, outer, x):
+    return _reduce_now(algorithm, axes, sizes, rings, outer, x)
+
+
+_gather.defvjp(lambda *a: (_gather(*a), None), lambda *a: (_scatter(*a[:5], a[6]),))
+_scatter.defvjp(lambda *a: (_scatter(*a), None), lambda *a: (_gather(*a[:5], a[6]),))
+_reduce.defvjp(lambda *a: (_reduce(*a), None), lambda *a: (_reduce(*a[:5], a[6]),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _small(implementation, axes, sizes, x):
+    return _small_now(implementation, axes, sizes, x)
+
+
+_small.defvjp(lambda *a: (_small(*a), None), lambda *a: (_small(*a[:3], a[4]),))

@@ -1,0 +1,266 @@
+"""Which algorithm is the fastest, by an α-β model of the torus: latency of the steps, bytes over the busiest link, and what
+the copies around a `ppermute` cost in memory traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from meshpar_kernels.collectives.table import Line, colours_of, hops_along
+
+__all__ = ["Axis", "Choice", "choose", "ring_profile"]
+
+SMALL_BYTES = 4 << 20
+"""Largest array of the one-shot all-reduce: beyond it, links rule and not latency."""
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One axis of the group.
+
+    Attributes:
+      size: number of devices.
+      ring: whether it wraps around.
+      link: GB/s (1e9 bytes/s) of a device's link to a neighbour, one way.
+      latency: seconds of a hop.
+      outer: it goes between slices, over a network that is no torus: `link` is then a device's share of it.
+    """
+
+    size: int
+    ring: bool
+    link: float
+    latency: float
+    outer: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s that a device takes in over this axis: from both sides in a ring, as from one on a line, whose ends have
+        but one neighbour."""
+        return (2 if self.ring and self.size > 2 and not self.outer else 1) * self.link * 1e9
+
+    @property
+    def hops(self) -> int:
+        """Links between the two devices that are farthest apart."""
+        if self.outer:
+            return 1
+        return self.size // 2 if self.ring else self.size - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What `choose` found.
+
+    Attributes:
+      algorithm: the fastest, or another that is within a twentieth of it and comes before it in `seconds`.
+      seconds: algorithm → modelled seconds, for every form that can run; the simplest first.
+      reason: a sentence with the figures.
+      refused: algorithm → why it cannot run.
+    """
+
+    algorithm: str
+    seconds: Mapping[str, float]
+    reason: str
+    refused: Mapping[str, str]
+
+
+def choose(
+    kind: str,
+    nbytes: float,
+    axes: Sequence[Axis | tuple[int, bool, float, float]],
+    *,
+    hbm: float | None = None,
+    candidates: Sequence[str] | None = None,
+) -> Choice:
+    """The algorithm for a collective, with the modelled seconds of all.
+
+    With V bytes, A devices and W_d bytes/s into a device over axis d:
+
+    - "native": V·(A-1)/A over the sum of the W_d, and all hops once; an all-reduce twice that. A reduce-scatter over more
+      than one torus axis is what XLA makes of it, an all-reduce.
+    - "staged": each axis in turn, with what the axes before it leave or have gathered.
+    - "hierarchical": the same with the outer axes where the array is smallest; where there are some.
+    - "ring", "pallas": the steps of the coloured rings (`ring_profile`), each the traffic of its busiest link and a hop's
+      latency. "ring" also moves every byte through memory to and from the buffers of each `ppermute`; "pallas" does so for
+      the partial sums of a reduce-scatter only.
+    - "one-way": rings one way, one axis after the other.
+    - "doubling": log2 A steps; partners 2^t apart share the links between them.
+    - "direct": one step over the farthest way, everyone's blocks on the busiest link; an all-reduce takes two.
+    - "small": `all_reduce_small`, one step with everyone's whole array; for an all-reduce of at most 4 MiB.
+
+    Args:
+      kind: "all_gather", "reduce_scatter" or "all_reduce".
+      nbytes: V, the whole array: gathered, before scattering, or summed.
+      axes: of the group, major first: `Axis`, or (size, ring, GB/s of a link one way, seconds of a hop).
+      hbm: GB/s of a device's memory, read and write together; None: memory traffic costs nothing.
+      candidates: the algorithms to choose from; None: all.
+
+    Returns:
+      `Choice`.
+
+    Raises:
+      ValueError: no such kind or algorithm, negative bytes, an axis with a size below 1, or no candidate that can run.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"choose: no collective {kind!r}; there are {', '.join(KINDS)}")
+    group = [a if isinstance(a, Axis) else Axis(*a) for a in axes]
+    if nbytes < 0 or any(a.size < 1 or a.link <= 0 or a.latency < 0 for a in group):
+        raise ValueError(f"choose: bytes and latencies cannot be negative, nor sizes or rates 0: {nbytes}, {group}")
+    names = tuple(_FORMS) if candidates is None else tuple(candidates)
+    if unknown := [n for n in names if n not in _FORMS]:
+        raise ValueError(f"choose: no algorithm {unknown[0]!r}; there are {', '.join(_FORMS)}")
+    group = [a for a in group if a.size > 1]
+    if not group or nbytes == 0:
+        return Choice(names[0], dict.fromkeys(names, 0.0), "nothing is sent", {})
+    memory = math.inf if hbm is None else hbm * 1e9
+    seconds: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        outer = sum(a.outer for a in group)
+        if name == "hierarchical" and not outer:
+            refused[name] = "no axis is an outer one"
+        elif name in ("ring", "pallas", "one-way", "doubling", "direct", "small") and outer:
+            refused[name] = "it would cross the outer axes with more than it must"
+        elif name == "small" and (kind != "all_reduce" or nbytes > SMALL_BYTES):
+            refused[name] = f"it is for an all-reduce of at most {SMALL_BYTES >> 20} MiB"
+        else:
+            seconds[name] = _FORMS[name](kind, float(nbytes), group, memory)
+    if not seconds:
+        raise ValueError(f"choose: none of {', '.join(names)} can run: {refused}")
+    least = min(seconds.values())
+    best = next(name for name, s in seconds.items() if s <= 1.05 * least)
+    others = ", ".join(f"{n} {s * 1e6:.0f}" for n, s in sorted(seconds.items(), key=lambda p: p[1]) if n != best)
+    sizes = "×".join(str(a.size) for a in group)
+    reason = f"{kind} of {nbytes / 2**20:.3g} MiB over {sizes}: {best} {seconds[best] * 1e6:.0f} µs"
+    return Choice(best, seconds, reason + (f"; {others}" if others else ""), refused)
+
+
+def ring_profile(sizes: Sequence[int], rings: Sequence[bool]) -> list[dict[int, int]]:
+    """For each step of the coloured rings: slots over the busiest link of each axis that is used. As the simulator counts
+    them on the table, without the table."""
+    steps: list[dict[int, int]] = []
+    for order in colours_of(len(sizes), True):
+        at, width = 0, 1
+        for dim in order:
+            form: Line = "ring" if rings[dim] or sizes[dim] <= 2 else "line"
+            hops = hops_along(sizes[dim], form)
+            for t in range(len(hops)):
+                while len(steps) <= at + t:
+                    steps.append({})
+                steps[at + t][dim] = steps[at + t].get(dim, 0) + width
+            at += len(hops)
+            width *= sizes[dim]
+    return steps
+
+
+def _rounds(kind: str) -> int:
+    return 2 if kind == "all_reduce" else 1
+
+
+def _one_after_the_other(volume: float, axes: Sequence[Axis]) -> float:
+    """An all-gather of V over the axes in the order given, or a reduce-scatter backwards: the last has all of V."""
+    total, rest = 0.0, volume
+    for axis in reversed(axes):
+        total += axis.hops * axis.latency + rest * (axis.size - 1) / axis.size / axis.rate
+        rest /= axis.size
+    return total
+
+
+def _native(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    inner, outer = [a for a in axes if not a.outer], [a for a in axes if a.outer]
+    size = math.prod(a.size for a in inner)
+    inside = sum(a.hops * a.latency for a in inner)
+    inside += volume * (size - 1) / size / sum(a.rate for a in inner) if inner else 0.0
+    once = inside + _one_after_the_other(volume / size, outer)
+    whole = kind == "reduce_scatter" and len(inner) > 1
+    return once * (2 if whole else _rounds(kind))
+
+
+def _staged(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    # gathers begin with the minor axis and scatters with the major one, which has all of V
+    return _rounds(kind) * _one_after_the_other(volume, list(reversed(axes)))
+
+
+def _hierarchical(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    inner, outer = [a for a in axes if not a.outer], [a for a in axes if a.outer]
+    return _rounds(kind) * _one_after_the_other(volume, [*outer, *reversed(inner)])
+
+
+def _rings(kind: str, volume: float, axes: Sequence[Axis]) -> float:
+    slot = volume / math.prod(a.size for a in axes) / len(axes)
+    total = 0.0
+    for load in ring_profile([a.size for a in axes], [a.ring for a in axes]):
+        total += max(slots * slot / (axes[d].link * 1e9) for d, slots in load.items())
+        total += max(axes[d].latency for d in load)
+    return _rounds(kind) * total
+
+
+def _ring(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    """What comes is sent on from where it came, and copied to its place; or the device's own is read, and the sum written."""
+    per_byte = {"all_gather": 3, "reduce_scatter": 3, "all_reduce": 6}[kind]
+    return _rings(kind, volume, axes) + per_byte * volume / memory
+
+
+def _pallas(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    per_byte = {"all_gather": 0, "reduce_scatter": 3, "all_reduce": 3}[kind]
+    return _rings(kind, volume, axes) + per_byte * volume / memory
+
+
+def _one_way(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    total, rest = 0.0, volume
+    for axis in axes:
+        steps = axis.size - 1  # both ways on a line, where no end is reached sooner
+        total += steps * (axis.latency + rest / axis.size / (axis.link * 1e9))
+        rest /= axis.size
+    return _rounds(kind) * (total + 4 * volume / memory)
+
+
+def _doubling(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    """Over the flat group: the partners of a step lie along one axis, `reach` places apart (on a ring no farther than half)."""
+    group = math.prod(a.size for a in axes)
+    block, total, width, inside = volume / group, 0.0, 1, 1
+    for axis in reversed(axes):
+        while width < min(inside * axis.size, group):
+            reach = max(1, width // inside)
+            apart = min(reach, axis.size - reach) if axis.ring else reach
+            sent = min(width, group - width)
+            # of `reach` neighbouring devices each sends over the link in the middle
+            total += max(1, apart) * (axis.latency + sent * block / (axis.link * 1e9))
+            width *= 2
+        inside *= axis.size
+    return _rounds(kind) * (total + 4 * volume / memory)
+
+
+def _everyone(block: float, axes: Sequence[Axis]) -> float:
+    """Everyone sends a block of bytes to everyone: the farthest way, and the busiest link's traffic."""
+    group = math.prod(a.size for a in axes)
+    busiest = 0.0
+    for axis in axes:
+        n, half = axis.size, axis.size // 2
+        ways = half * (half + 1) / 2 if axis.ring else half * (n - half)  # over a link, along one line of the axis
+        busiest = max(busiest, ways * group / n * block / (axis.link * 1e9))
+    return sum(a.hops * a.latency for a in axes) + busiest
+
+
+def _direct(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    group = math.prod(a.size for a in axes)
+    return _rounds(kind) * (_everyone(volume / group, axes) + 4 * volume / memory)
+
+
+def _small(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    return _everyone(volume, axes)
+
+
+_FORMS = {
+    "native": _native,
+    "staged": _staged,
+    "hierarchical": _hierarchical,
+    "ring": _ring,
+    "pallas": _pallas,
+    "one-way": _one_way,
+    "doubling": _doubling,
+    "direct": _direct,
+    "small": _small,
+}

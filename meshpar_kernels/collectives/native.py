@@ -1,0 +1,75 @@
+"""XLA's own collectives: as they are, one axis after the other, and inside before outside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["gather_sum", "hierarchical", "native", "staged"]
+
+
+def native(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """One collective of XLA over all axes."""
+    if kind == "all_gather":
+        return lax.all_gather(x, tuple(axes), axis=0, tiled=True)
+    if kind == "reduce_scatter":
+        return lax.psum_scatter(x, tuple(axes), scatter_dimension=0, tiled=True)
+    return lax.psum(x, tuple(axes))
+
+
+def staged(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """One collective of XLA for each axis: a gather begins with the minor one, a scatter with the
+    major one, which leaves the blocks in order."""
+    if kind == "all_gather":
+        for axis in reversed(axes):
+            x = lax.all_gather(x, axis, axis=0, tiled=True)
+        return x
+    if kind == "reduce_scatter":
+        for axis in axes:
+            x = lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+        return x
+    flat, shape = _padded(x, math.prod(lax.axis_size(a) for a in axes))
+    flat = staged("all_gather", staged("reduce_scatter", flat, axes), axes)
+    return flat[: x.size].reshape(shape)
+
+
+def hierarchical(kind: str, x: jax.Array, axes: Sequence[str], outer: Sequence[str]) -> jax.Array:
+    """What crosses the slow axes is as small as it can be: a gather crosses them first, a scatter
+    last, and an all-reduce crosses them with what is scattered inside."""
+    inner = [a for a in axes if a not in outer]
+    outside = [a for a in axes if a in outer]
+    sizes = [lax.axis_size(a) for a in axes]
+    if kind == "all_reduce":
+        flat, shape = _padded(x, math.prod(lax.axis_size(a) for a in inner))
+        part = lax.psum(staged("reduce_scatter", flat, inner), tuple(outside))
+        return staged("all_gather", part, inner)[: x.size].reshape(shape)
+    order = [axes.index(a) for a in inner + outside]
+    if kind == "all_gather":
+        every = staged("all_gather", staged("all_gather", x, outside), inner)
+        blocks = every.reshape(*[sizes[k] for k in order], *x.shape)
+        back = [order.index(k) for k in range(len(order))]
+        blocks = blocks.transpose(*back, *range(len(order), blocks.ndim))
+        return blocks.reshape(-1, *x.shape[1:])
+    blocks = x.reshape(*sizes, x.shape[0] // math.prod(sizes), *x.shape[1:])
+    blocks = blocks.transpose(*order, *range(len(order), blocks.ndim)).reshape(x.shape)
+    return staged("reduce_scatter", staged("reduce_scatter", blocks, inner), outside)
+
+
+def gather_sum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The sum over all devices in the order of the devices, in float32 but for integers."""
+    every = lax.all_gather(x, tuple(axes), axis=0, tiled=False).reshape(-1, *x.shape)
+    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x.dtype
+    total = every[0].astype(wide)
+    for one in every[1:]:
+        total += one.astype(wide)
+    return total.astype(x.dtype)
+
+
+def _padded(x: jax.Array, parts: int) -> tuple[jax.Array, tuple[int, ...]]:
+    """x as one row, with zeros up to a multiple of `parts`, and its shape."""
+    flat = x.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % parts)), x.shape

@@ -1,0 +1,268 @@
+"""All-gathers and reduce-scatters on TPU (Mosaic) that follow a table: the rings of all torus dimensions at once, by remote
+DMA from HBM to HBM."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._collective_ids import COLLECTIVE_IDS
+from meshpar_kernels.collectives.ppermute import rank_of, window
+from meshpar_kernels.collectives.table import Table
+from meshpar_kernels.collectives.tpu import coordinates, meet
+
+__all__ = ["all_gather", "reduce_scatter", "unsupported"]
+
+DEPTH = 2
+"""Messages of a lane that may be under way: before a sender uses a semaphore (and a buffer) again, it waits for the
+receiver's word that what came with it before has been taken."""
+
+SEMAPHORES = 256
+"""Most DMA semaphores that a kernel asks for."""
+
+TILE_BYTES = 2 << 20
+"""Bytes of a block that is added at once."""
+
+
+def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype) -> Unsupported:
+    """Why the kernel cannot follow a table with slots of this shape, [rows, columns]."""
+    reasons = []
+    if any((t.to < 0).any() for step in table.steps for t in step):
+        reasons.append("an axis does not wrap around, and on a line not every device sends in every step")
+    if 2 * DEPTH * table.lanes > SEMAPHORES:
+        reasons.append(f"{table.lanes} lanes need more than {SEMAPHORES} semaphores")
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        reasons.append(f"x is {dtype}; the kernel takes float32 and bfloat16")
+    pack = 32 // jnp.dtype(dtype).itemsize
+    if len(part) != 2 or part[0] % pack or part[1] % 128:
+        reasons.append(f"a slot is {list(part)}, and must be [rows, columns] in multiples of {pack} and 128")
+    return Unsupported(reasons)
+
+
+class _Plan:
+    """A table as a kernel follows it.
+
+    Attributes:
+      rows: int32 [A, ...], for each rank and transfer: where the box that it sends starts, where the box that comes starts,
+        and the ranks of receiver and sender.
+      boxes: extent of each transfer's box.
+      uses: for each transfer, how often its lane was used before; and how often it will be in all.
+    """
+
+    def __init__(self, table: Table):
+        shape = (*table.sizes, table.colours)
+        self.dims = len(shape)
+        self.width = 2 * self.dims + 2
+        self.boxes: list[tuple[int, ...]] = []
+        self.transfers = [t for step in table.steps for t in step]
+        rows, seen = [], dict.fromkeys(range(table.lanes), 0)
+        self.uses: list[int] = []
+        for t in self.transfers:
+            sent, came = window(t.slots, shape), window(t.received(), shape)
+            if sent is None or came is None:
+                raise ValueError("this table sends slots that are no boxes of the buffer")
+            origin = np.argsort(t.to)
+            rows.append(np.concatenate([sent.starts, came.starts, t.to[:, None], origin[:, None]], axis=1))
+            self.boxes.append(sent.sizes)
+            self.uses.append(seen[t.lane])
+            seen[t.lane] += 1
+        self.total = seen
+        self.rows = np.concatenate(rows, axis=1).astype(np.int32)
+
+    def of(self, lane: int, use: int) -> int:
+        """Number of the transfer that is a lane's use."""
+        return next(k for k, t in enumerate(self.transfers) if t.lane == lane and self.uses[k] == use)
+
+
+def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tuple[str, ...]):
+    """Follow the table: in each step start all sends, then take what comes.
+
+    An all-gather's messages go to their place in `buffer`. Those of a reduce-scatter go to a receive buffer of their lane,
+    and are added to `buffer`, which begins as the device's own array.
+    """
+    *came, keep_sem, sent_sem, came_sem, credit = rest[: table.lanes * (table.kind != "all_gather") + 4]
+    adding = rest[len(came) + 4 :]
+    gathers = table.kind == "all_gather"
+    dims, shape = plan.dims, (*table.sizes, table.colours)
+
+    def number_at(k: int, column: int):
+        return rows_ref[k * plan.width + column]
+
+    def device(k: int, receiving: bool):
+        return coordinates(number_at(k, 2 * dims + receiving), axes, table.sizes)
+
+    def place(k: int, receiving: bool):
+        index = []
+        for d, (extent, whole) in enumerate(zip(plan.boxes[k], shape, strict=True)):
+            start = 0 if extent == whole else number_at(k, receiving * dims + d)
+            index.append(pl.ds(start, extent))
+        return buffer.at[tuple(index)]
+
+    def copy_of(k: int, receiving: bool):
+        """The message of a transfer, as its sender or its receiver sees it."""
+        lane, turn = plan.transfers[k].lane, plan.uses[k] % DEPTH
+        target = place(k, receiving) if gathers else came[lane].at[turn]
+        return pltpu.make_async_remote_copy(
+            place(k, receiving), target, sent_sem.at[lane, turn], came_sem.at[lane, turn],
+            device_id=device(k, receiving),
+        )  # fmt: skip
+
+    at = coordinates(rank_of(axes), axes, table.sizes)
+    keep = pltpu.make_async_copy(x_ref, buffer.at[tuple(pl.ds(at[a], 1) for a in axes)], keep_sem) if gathers else None
+    if keep is not None:
+        keep.start()
+    first = [plan.of(lane, 0) for lane in range(table.lanes) if plan.total[lane]]
+    meet([device(k, receiving) for k in first for receiving in (False, True)])
+    if keep is not None:
+        keep.wait()
+    k = 0
+    for step in table.steps:
+        here = range(k, k + len(step))
+        k += len(step)
+        for n in here:
+            lane, use = plan.transfers[n].lane, plan.uses[n]
+            if use >= DEPTH:
+                copy_of(plan.of(lane, use - DEPTH), False).wait_send()
+                pl.semaphore_wait(credit.at[lane], 1)
+            copy_of(n, False).start()
+        for n in here:
+            lane, use = plan.transfers[n].lane, plan.uses[n]
+            copy_of(n, True).wait_recv()
+            if not gathers:
+                _add(place(n, True), came[lane].at[use % DEPTH], *adding)
+            if use + DEPTH < plan.total[lane]:
+                pl.semaphore_signal(
+                    credit.at[lane], 1, device_id=device(n, True)
+                )  # fmt: skip
+    for lane, total in plan.total.items():
+        for use in range(max(0, total - DEPTH), total):
+            copy_of(plan.of(lane, use), False).wait_send()
+
+
+def _rows_at_once(rows: int, columns: int, itemsize: int) -> int:
+    """The most rows of a slot that make a block of `TILE_BYTES`, in whole registers."""
+    pack = 32 // itemsize
+    fits = [n for n in range(pack, rows + 1, pack) if rows % n == 0 and n * columns * itemsize <= TILE_BYTES]
+    return max(fits, default=pack)
+
+
+def _add(into, new, old_ref, new_ref, sum_ref, sems) -> None:
+    """into += new, both [*box, rows, columns] in HBM, by blocks: one is read and one written while one is added."""
+    *box, rows, _ = new.shape
+    step = old_ref.shape[1]
+    blocks = math.prod(box) * (rows // step)
+
+    def part(ref, i):
+        index: list[Any] = [pl.ds(lax.rem(i, rows // step) * step, step)]
+        i = lax.div(i, rows // step)
+        for extent in reversed(box):
+            index.insert(0, lax.rem(i, extent))
+            i = lax.div(i, extent)
+        return ref.at[tuple(index)]
+
+    def reads(i):
+        turn = lax.rem(i, 2)
+        return (
+            pltpu.make_async_copy(part(into, i), old_ref.at[turn], sems.at[0, turn]),
+            pltpu.make_async_copy(part(new, i), new_ref.at[turn], sems.at[1, turn]),
+        )
+
+    def write(i):
+        turn = lax.rem(i, 2)
+        return pltpu.make_async_copy(sum_ref.at[turn], part(into, i), sems.at[2, turn])
+
+    for copy in reads(jnp.int32(0)):
+        copy.start()
+
+    @pl.loop(0, blocks)
+    def one(i):
+        @pl.when(i + 1 < blocks)
+        def _():
+            for copy in reads(i + 1):
+                copy.start()
+
+        for copy in reads(i):
+            copy.wait()
+
+        @pl.when(i >= 2)
+        def _():
+            write(i - 2).wait()
+
+        turn = lax.rem(i, 2)
+        total = old_ref[turn].astype(jnp.float32) + new_ref[turn].astype(jnp.float32)
+        sum_ref[turn] = total.astype(sum_ref.dtype)
+        write(i).start()
+
+    for i in range(max(0, blocks - 2), blocks):
+        write(jnp.int32(i)).wait()
+
+
+def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    plan = _Plan(table)
+    gathers = table.kind == "all_gather"
+    part = x.shape[-2:]
+    shape = (*table.sizes, table.colours, *part)
+    nbytes = math.prod(shape) * x.dtype.itemsize
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    outs = [_compat.out_struct(shape, x.dtype, x)]
+    if not gathers:  # a receive buffer for each lane; XLA allots them, as results that nobody reads
+        for lane in range(table.lanes):
+            box = plan.boxes[plan.of(lane, 0)]
+            outs.append(_compat.out_struct((DEPTH, *box, *part), x.dtype, x))
+    tile = (2, _rows_at_once(part[0], part[1], x.dtype.itemsize), part[1])
+    adding = [] if gathers else [pltpu.VMEM(tile, x.dtype)] * 3 + [pltpu.SemaphoreType.DMA((3, 2))]
+    name = f"ring_{table.kind}"
+    mine = jnp.asarray(plan.rows)[rank_of(axes)]
+    (mine,) = _compat.varying_over(axes, mine)
+    out = pl.pallas_call(
+        functools.partial(_kernel, table=table, plan=plan, axes=axes),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(),
+            in_specs=[anywhere],
+            out_specs=[anywhere] * len(outs),
+            scratch_shapes=[
+                pltpu.SemaphoreType.DMA,
+                pltpu.SemaphoreType.DMA((table.lanes, DEPTH)),
+                pltpu.SemaphoreType.DMA((table.lanes, DEPTH)),
+                pltpu.SemaphoreType.REGULAR((table.lanes,)),
+                *adding,
+            ],
+        ),
+        out_shape=outs,
+        input_output_aliases={} if gathers else {1: 0},
+        compiler_params=pltpu.CompilerParams(
+            collective_id=COLLECTIVE_IDS[name], vmem_limit_bytes=(8 * TILE_BYTES) + (4 << 20)
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=0 if gathers else nbytes // x.dtype.itemsize,
+            transcendentals=0,
+            bytes_accessed=2 * nbytes if gathers else 5 * nbytes,
+            remote_bytes_transferred=nbytes // table.ranks * (table.ranks - 1),
+        ),
+        name=f"meshpar_{name}",
+    )(mine, x)
+    return out[0]
+
+
+def all_gather(table: Table, parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """[colours, rows, columns] of this device → [slots, rows, columns] of all."""
+    local = parts.reshape(*[1] * len(table.sizes), *parts.shape)
+    return _call(table, local, axes).reshape(table.slots, *parts.shape[1:])
+
+
+def reduce_scatter(table: Table, slots: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """[slots, rows, columns] → the same with the sums in the device's own slots, and what is left of the partial sums in the
+    others. Sums of bfloat16 are rounded once a hop."""
+    shape = (*table.sizes, table.colours, *slots.shape[1:])
+    return _call(table, slots.reshape(shape), axes).reshape(slots.shape)

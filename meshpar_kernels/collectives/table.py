@@ -1,0 +1,292 @@
+"""Schedules of collectives as tables: who sends which slot to whom, in which step.
+
+Each rank of a group holds a buffer of slots. A group of sizes (s0, s1, …) over as many torus
+dimensions, and C colours, has s0·s1·…·C slots: slot (i0, i1, …, c) is colour c's part of the block
+that belongs to rank (i0, i1, …). A table only says where slots go, so that a simulator can check it
+and several backends can follow it.
+
+A reduce-scatter is an all-gather read backwards, with sums in place of copies: in an all-gather
+each slot comes to each rank once, along a tree; backwards that tree is a reduction.
+
+Sources: the ring of Patarasuk and Yuan (2009), known from Baidu's all-reduce; recursive doubling
+and its form for groups that are no power of two (Bruck et al. 1997; Thakur et al. 2005); one torus
+dimension after the other (BlueConnect, Cho et al. 2019; Mikami et al. 2018), and that in as many
+orders at once as there are dimensions, so that all links are busy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+__all__ = ["Hop", "Line", "Row", "Table", "Transfer", "colours_of", "gather_table", "hops_along", "table_of"]
+
+Line = Literal["ring", "one-way", "line", "doubling", "direct"]
+"""How one dimension is gathered: a ring both ways or one way, a line without wrap-around, in
+doubling steps, or all at once."""
+
+
+class Row(NamedTuple):
+    """One slot sent by one rank."""
+
+    step: int
+    lane: int
+    source: int
+    source_slot: int
+    target: int
+    target_slot: int
+    add: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Transfer:
+    """What all ranks send at once in a step: a (partial) permutation.
+
+    Attributes:
+      lane: number of the pair of semaphores. A lane has the same sender and receiver in every step.
+      to: int [A], the rank to which each rank sends; -1: none.
+      slots: int [A, w], the slots that a rank sends; they come into the same slots there.
+      add: whether they are added to what is there.
+    """
+
+    lane: int
+    to: np.ndarray
+    slots: np.ndarray
+    add: bool
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(sender, receiver) of every rank that sends."""
+        return [(r, int(d)) for r, d in enumerate(self.to) if d >= 0]
+
+    def received(self) -> np.ndarray:
+        """int [A, w]: the slots that come to each rank; -1 where none do."""
+        into = np.full_like(self.slots, -1)
+        sends = self.to >= 0
+        into[self.to[sends]] = self.slots[sends]
+        return into
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """A schedule.
+
+    Attributes:
+      kind: "all_gather", "reduce_scatter" or "all_reduce".
+      sizes: ranks along each dimension; a rank's number is row-major in them.
+      colours: into how many parts a block is cut.
+      steps: what is sent in each.
+    """
+
+    kind: str
+    sizes: tuple[int, ...]
+    colours: int
+    steps: tuple[tuple[Transfer, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """A, the size of the group."""
+        return math.prod(self.sizes)
+
+    @property
+    def slots(self) -> int:
+        """Slots of a rank's buffer."""
+        return self.ranks * self.colours
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes there are."""
+        return 1 + max((t.lane for step in self.steps for t in step), default=-1)
+
+    def rows(self) -> Iterator[Row]:
+        """Every slot sent, in the order of the steps."""
+        for step, transfers in enumerate(self.steps):
+            for t in transfers:
+                for source, target in t.pairs:
+                    for slot in t.slots[source].tolist():
+                        yield Row(step, t.lane, source, slot, target, slot, t.add)
+
+    def reversed(self) -> Table:
+        """The reduce-scatter of an all-gather."""
+        steps = []
+        for transfers in reversed(self.steps):
+            back = []
+            for t in transfers:
+                origin = np.full_like(t.to, -1)
+                for source, target in t.pairs:
+                    origin[target] = source
+                slots = np.where(origin[:, None] >= 0, t.slots[origin], 0)
+                back.append(Transfer(t.lane, origin, slots, True))
+            steps.append(tuple(back))
+        return Table("reduce_scatter", self.sizes, self.colours, tuple(steps))
+
+    def then(self, other: Table) -> Table:
+        """This reduce-scatter, and the all-gather after it: an all-reduce."""
+        lanes = self.lanes
+        moved = tuple(tuple(dataclasses.replace(t, lane=t.lane + lanes) for t in step) for step in other.steps)
+        return Table("all_reduce", self.sizes, self.colours, self.steps + moved)
+
+
+class Hop(NamedTuple):
+    """What happens along one dimension of n ranks in one step, one way.
+
+    Attributes:
+      way: number of the lane among those of the dimension.
+      to: int [n], place to which each place sends; -1: none.
+      blocks: int [n, w], the blocks that a place sends.
+    """
+
+    way: int
+    to: np.ndarray
+    blocks: np.ndarray
+
+
+def hops_along(n: int, form: Line) -> list[list[Hop]]:
+    """An all-gather along n places: what each sends in each step.
+
+    Raises:
+      ValueError: no such form.
+    """
+    place = np.arange(n)
+    steps: list[list[Hop]] = []
+    if form in ("ring", "one-way"):
+        back = (n - 1) // 2 if form == "ring" else 0
+        for t in range(n - 1 - back):
+            hops = [Hop(0, (place + 1) % n, (place - t)[:, None] % n)]
+            if t < back:
+                hops.append(Hop(1, (place - 1) % n, (place + t)[:, None] % n))
+            steps.append(hops)
+    elif form == "line":
+        for t in range(n - 1):
+            right = (place + 1 < n) & (place - t >= 0)
+            left = (place - 1 >= 0) & (place + t < n)
+            steps.append(
+                [
+                    Hop(0, np.where(right, place + 1, -1), np.maximum(place - t, 0)[:, None]),
+                    Hop(1, np.where(left, place - 1, -1), np.minimum(place + t, n - 1)[:, None]),
+                ]
+            )
+    elif form == "doubling":
+        even = n & (n - 1) == 0
+        for t in range((n - 1).bit_length()):
+            reach = 1 << t
+            if even:  # partners exchange aligned runs of blocks
+                hop = Hop(t, place ^ reach, (place // reach * reach)[:, None] + np.arange(reach))
+            else:  # each sends what it has, starting at its own block, as much as is still missing there
+                width = min(reach, n - reach)
+                hop = Hop(t, (place - reach) % n, (place[:, None] + np.arange(width)) % n)
+            steps.append([hop])
+    elif form == "direct":
+        if n > 1:
+            steps.append([Hop(k - 1, (place + k) % n, place[:, None]) for k in range(1, n)])
+    else:
+        raise ValueError(f"no form {form!r} of a dimension; there are {Line.__args__}")
+    return steps
+
+
+def colours_of(dims: int, coloured: bool) -> list[tuple[int, ...]]:
+    """The order in which each colour gathers the dimensions: minor first; coloured: all rotations."""
+    order = tuple(reversed(range(dims)))
+    return [order[k:] + order[:k] for k in range(dims if coloured else 1)]
+
+
+def gather_table(sizes: Sequence[int], forms: Sequence[Line], orders: Sequence[Sequence[int]] | None = None) -> Table:
+    """An all-gather over torus dimensions, one after the other, in one order for each colour.
+
+    Args:
+      sizes: ranks along each dimension, major first.
+      forms: how each dimension is gathered.
+      orders: for each colour the dimensions in the order in which it gathers them; None: one
+        colour, minor dimension first.
+
+    Raises:
+      ValueError: sizes below 1, or orders that are no permutations of the dimensions.
+    """
+    sizes = tuple(int(n) for n in sizes)
+    orders = [tuple(reversed(range(len(sizes))))] if orders is None else [tuple(o) for o in orders]
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"sizes must be at least 1, got {sizes}")
+    if any(sorted(o) != list(range(len(sizes))) for o in orders) or len(forms) != len(sizes):
+        raise ValueError(f"{len(sizes)} dimensions need as many forms, and orders over them; got {forms}, {orders}")
+    shape = (*sizes, len(orders))
+    coords = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1)
+    steps: list[list[Transfer]] = []
+    lane = 0
+    for colour, order in enumerate(orders):
+        at = 0
+        gathered: list[int] = []
+        for dim in order:
+            ways = 0
+            for t, hops in enumerate(hops_along(sizes[dim], forms[dim])):
+                while len(steps) <= at + t:
+                    steps.append([])
+                for hop in hops:
+                    ways = max(ways, hop.way + 1)
+                    steps[at + t].append(_spread(shape, coords, dim, hop, gathered, colour, lane + hop.way))
+            at += len(hops_along(sizes[dim], forms[dim]))
+            lane += ways
+            gathered.append(dim)
+    return Table("all_gather", sizes, len(orders), tuple(tuple(s) for s in steps))
+
+
+def _spread(shape, coords: np.ndarray, dim: int, hop: Hop, gathered: list[int], colour: int, lane: int) -> Transfer:
+    """A hop along one dimension as a transfer of the whole group: with all blocks of the dimensions
+    gathered before."""
+    ranks, sizes = len(coords), shape[:-1]
+    to_place = hop.to[coords[:, dim]]
+    there = coords.copy()
+    there[:, dim] = np.maximum(to_place, 0)
+    to = np.where(to_place >= 0, np.ravel_multi_index(tuple(there.T), sizes), -1)
+    index: list[np.ndarray] = []
+    wide = [d for d in range(len(sizes)) if d in gathered or d == dim]
+    for d in range(len(sizes)):
+        if d == dim:
+            values = hop.blocks[coords[:, dim]]
+        elif d in gathered:
+            values = np.broadcast_to(np.arange(sizes[d]), (ranks, sizes[d]))
+        else:
+            index.append(coords[:, d].reshape(ranks, *[1] * len(wide)))
+            continue
+        place = [1] * len(wide)
+        place[wide.index(d)] = values.shape[1]
+        index.append(values.reshape(ranks, *place))
+    slots = np.ravel_multi_index(tuple(np.broadcast_arrays(*index, np.int64(colour))), shape)
+    return Transfer(lane, to, slots.reshape(ranks, -1), False)
+
+
+@functools.lru_cache(maxsize=64)
+def table_of(kind: str, algorithm: str, sizes: tuple[int, ...], rings: tuple[bool, ...]) -> Table:
+    """The table of an algorithm.
+
+    Args:
+      kind: "all_gather", "reduce_scatter", "all_reduce".
+      algorithm: "ring" (both ways, a colour for each dimension), "one-way" (Baidu's ring, one
+        colour), "doubling", "direct" (both over the flat group).
+      sizes: ranks along each dimension.
+      rings: whether each dimension wraps around; a ring is run as a line where it does not.
+
+    Raises:
+      ValueError: no such kind or algorithm.
+    """
+    if algorithm in ("doubling", "direct"):
+        sizes = (math.prod(sizes),)
+        gather = gather_table(sizes, [algorithm])
+    elif algorithm in ("ring", "one-way"):
+        forms: list[Line] = [algorithm if wraps or n <= 2 else "line" for n, wraps in zip(sizes, rings, strict=True)]
+        used = sum(n > 1 for n in sizes)
+        orders = colours_of(len(sizes), algorithm == "ring" and used == len(sizes))
+        gather = gather_table(sizes, forms, orders)
+    else:
+        raise ValueError(f"no table for algorithm {algorithm!r}; there are 'ring', 'one-way', 'doubling', 'direct'")
+    if kind == "all_gather":
+        return gather
+    if kind == "reduce_scatter":
+        return gather.reversed()
+    if kind == "all_reduce":
+        return gather.reversed().then(gather)
+    raise ValueError(f"no collective {kind!r}; there are 'all_gather', 'reduce_scatter', 'all_reduce'")

@@ -1,0 +1,116 @@
+"""The one-shot all-reduce on TPU (Mosaic), by remote DMA."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._collective_ids import COLLECTIVE_IDS
+from meshpar_kernels.collectives.choose import SMALL_BYTES
+from meshpar_kernels.collectives.ppermute import rank_of
+
+__all__ = ["all_reduce_small", "coordinates", "meet", "small_unsupported"]
+
+SMALL_VMEM = 40 << 20
+"""On-chip memory for what the one-shot all-reduce receives."""
+
+
+def coordinates(rank: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> Any:
+    """Mesh coordinates of a group rank (row-major), as kernels name devices."""
+    found: dict[str, Any] = {}
+    for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
+        found[axis] = lax.rem(rank, jnp.int32(size))
+        rank = lax.div(rank, jnp.int32(size))
+    return found
+
+
+def meet(devices: Sequence[Any]) -> None:
+    """Wait until these devices have come to this point too: their buffers are there. Each must name this one as often."""
+    barrier = pltpu.get_barrier_semaphore()
+    for device in devices:
+        pl.semaphore_signal(barrier, 1, device_id=device)
+    pl.semaphore_wait(barrier, len(devices))
+
+
+# --- small all-reduce --------------------------------------------------------------------------------
+
+
+def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int) -> Unsupported:
+    """Why the one-shot kernel cannot sum an array."""
+    reasons = []
+    nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.int32):
+        reasons.append(f"x is {dtype}; the kernel takes float32, bfloat16 and int32")
+    if nbytes > SMALL_BYTES:
+        reasons.append(f"x has {nbytes} bytes, more than {SMALL_BYTES >> 20} MiB: use all_reduce")
+    elif nbytes * group > SMALL_VMEM:
+        reasons.append(f"{group} arrays of {nbytes} bytes do not fit {SMALL_VMEM >> 20} MiB of VMEM: use all_reduce")
+    return Unsupported(reasons)
+
+
+def _small_kernel(x_ref, out_ref, came, sent_sem, came_sem, *, axes, sizes):
+    """Everyone sends to everyone; sums in the order of the ranks, so that they are the same everywhere."""
+    group = math.prod(sizes)
+    rank = rank_of(axes)
+    peers = [coordinates(lax.rem(rank + k, jnp.int32(group)), axes, sizes) for k in range(1, group)]
+    meet(peers)
+    copies = [pltpu.make_async_remote_copy(x_ref, came.at[rank], sent_sem, came_sem, device_id=peer) for peer in peers]
+    for copy in copies:
+        copy.start()
+    came[rank] = x_ref[...]
+    for copy in copies:
+        copy.wait()
+    wide = jnp.int32 if x_ref.dtype == jnp.int32 else jnp.float32
+    rows = x_ref.shape[0]
+    step = math.gcd(rows, 256)
+
+    @pl.loop(0, rows // step)
+    def add(k):
+        here = pl.ds(k * step, step)
+        total = came[0, here].astype(wide)
+        for r in range(1, group):
+            total += came[r, here].astype(wide)
+        out_ref[here] = total.astype(out_ref.dtype)
+
+
+def all_reduce_small(x: jax.Array, axes: tuple[str, ...], sizes: tuple[int, ...]) -> jax.Array:
+    """As `api.all_reduce_small`, for arrays that `small_unsupported` has nothing against."""
+    group = math.prod(sizes)
+    flat = x.reshape(-1)
+    pack = 128 * 32 // x.dtype.itemsize  # whole registers
+    rows = -(-flat.size // pack) * pack // 128
+    flat = jnp.pad(flat, (0, rows * 128 - flat.size)).reshape(rows, 128)
+    nbytes = flat.size * x.dtype.itemsize
+    out = pl.pallas_call(
+        functools.partial(_small_kernel, axes=axes, sizes=sizes),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM)],
+        out_specs=pl.BlockSpec(memory_space=pltpu.VMEM),
+        out_shape=_compat.out_struct(flat.shape, x.dtype, x),
+        scratch_shapes=[
+            pltpu.VMEM((group, rows, 128), x.dtype),
+            pltpu.SemaphoreType.DMA,
+            pltpu.SemaphoreType.DMA,
+        ],
+        compiler_params=pltpu.CompilerParams(
+            collective_id=COLLECTIVE_IDS["all_reduce_small"],
+            vmem_limit_bytes=(group + 2) * nbytes + (4 << 20),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=(group - 1) * flat.size,
+            transcendentals=0,
+            bytes_accessed=2 * nbytes,
+            remote_bytes_transferred=(group - 1) * nbytes,
+        ),
+        name="meshpar_all_reduce_small",
+    )(flat)
+    return out.reshape(-1)[: x.size].reshape(x.shape)

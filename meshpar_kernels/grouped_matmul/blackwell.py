@@ -1,0 +1,384 @@
+"""Grouped matmul for Blackwell GPUs (sm_100a, Mosaic GPU): TMA loads, `tcgen05`, sums in tensor memory.
+
+One block per multiprocessor walks the tiles of the result, as on Hopper. One warp loads, one starts the
+products, and a warpgroup writes results; the sums have two slots in tensor memory, so that a tile is
+multiplied while the one before is written.
+
+- `full[s]`: all copies of a stage have landed; the multiplying warp waits for it.
+- `empty[s]`: the products of a stage are done, which the tensor core itself reports
+  (`tcgen05_commit_arrive`: all products that the warp started before it). The loading warp waits for it from a stage's
+  second use on. Both count steps over all tiles.
+- `done[a]`: the sums of slot a are complete (in the same way); the writing warpgroup waits for it.
+- `read[a]`: the writing warpgroup has the sums in registers (`wait_load_tmem`); the multiplying warp waits
+  for it from a slot's second use on. Tiles of no group use no slot, on either side.
+
+The transpose has a third warpgroup, which zeroes the next group's rows in a group's last stage: it too waits for
+`full` and arrives at `empty` for every stage, and the multiplying warp waits for its `masked` where there is
+something to zero. `commit_smem` makes the zeros visible to the tensor core before that.
+
+Missing: products of two blocks together, and half tiles: the rows of an incomplete tile are multiplied by 128.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul.gpu_parts import Tile, copy_rows, mask_rows, place, ring, smem
+from meshpar_kernels.grouped_matmul.schedule import group_bounds, visit_spans
+
+__all__ = ["grouped_matmul", "grouped_matmul_transpose"]
+
+LOADER, MULTIPLIER = 0, 1
+"""Warps of the first warpgroup."""
+
+
+def _multiply(gpu, stages, steps, step, used, slot_of, barriers, copies, products):
+    """The loads and the products of one tile, each in a warp. `copies(i, stage, barrier)` starts the loads of step i,
+    `products(i, stage, total)` its products; steps count from `step`, slots from `used`."""
+    full, empty, done, read = barriers
+    slot, total = slot_of(used)
+
+    @gpu.warp_map
+    def _(warp):
+        @pl.when(warp == LOADER)
+        def _():
+            def load(i, _):
+                stage = ring(stages, step + i)
+
+                @pl.when(step + i >= stages)
+                def _():
+                    gpu.barrier_wait(empty.at[stage])
+
+                copies(i, stage, full.at[stage])
+
+            lax.fori_loop(0, steps, load, None)
+
+        @pl.when(warp == MULTIPLIER)
+        def _():
+            @pl.when(used >= 2)
+            def _():
+                gpu.barrier_wait(read.at[slot])
+
+            def product(i, _):
+                stage = ring(stages, step + i)
+                gpu.barrier_wait(full.at[stage])
+                products(i, stage, total)
+                gpu.tcgen05_commit_arrive(empty.at[stage])
+
+            lax.fori_loop(0, steps, product, None)
+            gpu.tcgen05_commit_arrive(done.at[slot])
+
+
+def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_sms):
+    k, n = shape
+    first, low, high, group, live, number, lhs, rhs, *refs = refs
+    scale = refs.pop(0) if scaled else None
+    out, lhs_smem, rhs_smem, (swizzled, plain), sums, full, empty, done, read = refs
+    columns, stages = pl.cdiv(n, tile.n), tile.stages
+    warpgroup = lax.axis_index("warpgroup")
+    multiprocessor = lax.axis_index("multiprocessor")
+    visits = number[0]
+    mine = lax.div(visits * columns - multiprocessor + (num_sms - 1), jnp.int32(num_sms))
+
+    def slot_of(used):
+        slot = lax.rem(used, jnp.int32(2))
+        return slot, sums.at[:, pl.ds(slot * (halves * tile.n), halves * tile.n)]
+
+    def multiply(row, g, column, step, used):
+        def copies(i, stage, barrier):
+            inner = pl.ds(i * tile.k, tile.k)
+            gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[stage], barrier)
+            for half in range(halves):
+                outer = pl.ds(half * n + column * tile.n, tile.n)
+                here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
+                gpu.copy_gmem_to_smem(rhs.at[here], rhs_smem.at[stage, half], barrier)
+
+        def products(i, stage, total):
+            for half in range(halves):
+                weights = rhs_smem.at[stage, half]
+                weights = _compat.transpose_ref(weights) if transpose_rhs else weights
+                there = total.at[:, pl.ds(half * tile.n, tile.n)]
+                gpu.tcgen05_mma(there, lhs_smem.at[stage], weights, accumulate=i > 0)
+
+        _multiply(gpu, stages, pl.cdiv(k, tile.k), step, used, slot_of, (full, empty, done, read), copies, products)
+
+    def sums_of(row, total, left, width):
+        """Columns of the result, from tensor memory."""
+        values = [
+            gpu.async_load_tmem(total.at[:, pl.ds(half * tile.n + left, width)], layout=gpu.Layout.TCGEN05)
+            for half in range(halves)
+        ]
+        value = values[0] if halves == 1 else values[0] / (1.0 + jnp.exp(-values[0])) * values[1]
+        if scaled:
+            factor = _compat.load_gmem(scale, pl.ds(row, tile.m), gpu.Layout.TCGEN05.reduce(1))
+            value = value * lax.broadcast_in_dim(factor, value.shape, [0])
+        return value.astype(out.dtype)
+
+    def write(row, column, begin, end, values):
+        """Rows [begin, end) of a tile; `values(left, width)` are its columns. Both stagings are the same memory."""
+        width = swizzled.shape[2]
+        whole = (begin == 0) & (end == tile.m)
+        target = out.at[pl.ds(row, tile.m)]
+        gpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for c, left in enumerate(range(0, tile.n, width)):
+            there = pl.ds(column * tile.n + left, width)
+            value = values(left, width)
+
+            @pl.when(whole)
+            def _(value=value, c=c, there=there):
+                gpu.wait_smem_to_gmem(1, wait_read_only=True)
+                swizzled[c % 2] = value
+                gpu.commit_smem()
+                gpu.copy_smem_to_gmem(swizzled.at[c % 2], target.at[:, there])
+
+            @pl.when(~whole)
+            def _(value=value, there=there):
+                gpu.wait_smem_to_gmem(0, wait_read_only=True)
+                _compat.store_smem(plain, value)
+                gpu.commit_smem()
+                copy_rows(gpu, plain, target, begin, end, there, tile.m)
+
+    def write_sums(row, column, begin, end, used):
+        slot, total = slot_of(used)
+        gpu.barrier_wait(done.at[slot])
+        write(row, column, begin, end, functools.partial(sums_of, row, total))
+        gpu.wait_load_tmem()
+        gpu.barrier_arrive(read.at[slot])
+
+    def zeros(_, width):
+        return gpu.layout_cast(jnp.zeros((tile.m, width), out.dtype), gpu.Layout.TCGEN05)
+
+    def each_tile(i, carry):
+        step, used = carry
+        visit, column = place(multiprocessor + i * num_sms, visits, columns)
+        row, alive = first[visit], live[visit] > 0
+
+        @pl.when((warpgroup == 0) & alive)
+        def _():
+            multiply(row, group[visit], column, step, used)
+
+        @pl.when((warpgroup == 1) & alive)
+        def _():
+            write_sums(row, column, low[visit], high[visit], used)
+
+        @pl.when((warpgroup == 1) & ~alive)
+        def _():
+            write(row, column, low[visit], high[visit], zeros)
+
+        return step + live[visit] * pl.cdiv(k, tile.k), used + live[visit]
+
+    lax.fori_loop(0, mine, each_tile, (jnp.int32(0), jnp.int32(0)))
+
+    @pl.when(warpgroup == 1)
+    def _():
+        gpu.wait_smem_to_gmem(0)
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    row_scale: jax.Array | None,
+    *,
+    transpose_rhs: bool,
+    activation: str | None,
+    out_dtype: jnp.dtype,
+    tile: Tile,
+    num_sms: int,
+) -> jax.Array:
+    """As `reference.grouped_matmul`, without indices; tiles as on Hopper (`visit_spans`)."""
+    gpu = _compat.mosaic_gpu()
+    rows, k = lhs.shape
+    halves = 1 if activation is None else 2
+    n = (rhs.shape[1] if transpose_rhs else rhs.shape[2]) // halves
+    spans = visit_spans(group_bounds(group_sizes, rows, group_offset, rhs.shape[0]), rows, tile.m)
+    width = min(tile.n, 128 // out_dtype.itemsize)
+    rhs_tile = (tile.n, tile.k) if transpose_rhs else (tile.k, tile.n)
+    operands = [*spans, lhs, rhs]
+    if row_scale is not None:
+        operands.append(jnp.pad(row_scale.astype(jnp.float32), (0, max(tile.m - rows, 0))))
+    tensor_core = {"num_arrivals": 1, "orders_tensor_core": True}
+    return gpu.kernel(
+        functools.partial(
+            _matmul_kernel,
+            gpu=gpu,
+            shape=(k, n),
+            tile=tile,
+            transpose_rhs=transpose_rhs,
+            halves=halves,
+            scaled=row_scale is not None,
+            num_sms=num_sms,
+        ),
+        out_type=_compat.out_struct((rows, n), out_dtype, lhs, rhs),
+        scratch_types=[
+            smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
+            smem(gpu, (tile.stages, halves, *rhs_tile), rhs.dtype),
+            gpu.RefUnion(smem(gpu, (2, tile.m, width), out_dtype), gpu.SMEM((tile.m, width), out_dtype)),
+            gpu.TMEM((tile.m, 2 * halves * tile.n), jnp.float32),
+            gpu.Barrier(num_arrivals=1 + halves, num_barriers=tile.stages),
+            gpu.Barrier(num_barriers=tile.stages, **tensor_core),
+            gpu.Barrier(num_barriers=2, **tensor_core),
+            gpu.Barrier(num_barriers=2, **tensor_core),
+        ],
+        grid=(num_sms,),
+        grid_names=("multiprocessor",),
+        num_threads=2,
+        thread_name="warpgroup",
+        kernel_name="meshpar_grouped_matmul",
+        compiler_params=gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics.Lane),
+    )(*operands)
+
+
+def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
+    k, n, groups = shape
+    bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, sums, full, empty, done, read, masked = refs
+    high, wide, stages = pl.cdiv(k, tile.m), pl.cdiv(n, tile.n), tile.stages
+    warpgroup = lax.axis_index("warpgroup")
+    multiprocessor = lax.axis_index("multiprocessor")
+    mine = lax.div(groups * high * wide - multiprocessor + (num_sms - 1), jnp.int32(num_sms))
+
+    def slot_of(used):
+        slot = lax.rem(used, jnp.int32(2))
+        return slot, sums.at[:, pl.ds(slot * tile.n, tile.n)]
+
+    def multiply(strip, column, first, size, steps, step, used):
+        def copies(i, stage, barrier):
+            here = pl.ds(first + i * tile.k, tile.k)
+            gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
+            gpu.copy_gmem_to_smem(rhs.at[here, pl.ds(column * tile.n, tile.n)], rhs_smem.at[stage], barrier)
+
+        def products(i, stage, total):
+            @pl.when(size - i * tile.k < tile.k)
+            def _():
+                gpu.barrier_wait(masked)
+
+            left = _compat.transpose_ref(lhs_smem.at[stage])
+            gpu.tcgen05_mma(total, left, rhs_smem.at[stage], accumulate=i > 0)
+
+        _multiply(gpu, stages, steps, step, used, slot_of, (full, empty, done, read), copies, products)
+
+    def mask(size, steps, step):
+        def one(i, _):
+            stage = ring(stages, step + i)
+            valid = size - i * tile.k
+            gpu.barrier_wait(full.at[stage])
+
+            @pl.when(valid < tile.k)
+            def _():
+                mask_rows(gpu, lhs_smem.at[stage], valid)
+                mask_rows(gpu, rhs_smem.at[stage], valid)
+                gpu.commit_smem()
+                gpu.barrier_arrive(masked)
+
+            gpu.barrier_arrive(empty.at[stage])
+
+        lax.fori_loop(0, steps, one, None)
+
+    def write(target, column, values):
+        width = staging.shape[2]
+        gpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for c, left in enumerate(range(0, tile.n, width)):
+            gpu.wait_smem_to_gmem(1, wait_read_only=True)
+            staging[c % 2] = values(left, width)
+            gpu.commit_smem()
+            gpu.copy_smem_to_gmem(staging.at[c % 2], target.at[:, pl.ds(column * tile.n + left, width)])
+
+    def write_sums(target, column, used):
+        slot, total = slot_of(used)
+        gpu.barrier_wait(done.at[slot])
+
+        def values(left, width):
+            there = total.at[:, pl.ds(left, width)]
+            return gpu.async_load_tmem(there, layout=gpu.Layout.TCGEN05).astype(out.dtype)
+
+        write(target, column, values)
+        gpu.wait_load_tmem()
+        gpu.barrier_arrive(read.at[slot])
+
+    def zeros(_, width):
+        return gpu.layout_cast(jnp.zeros((tile.m, width), out.dtype), gpu.Layout.TCGEN05)
+
+    def each_tile(i, carry):
+        step, used = carry
+        number = multiprocessor + i * num_sms
+        group = lax.div(number, jnp.int32(high * wide))
+        strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
+        first = bounds[group]
+        size = bounds[group + 1] - first
+        steps = lax.div(size + (tile.k - 1), jnp.int32(tile.k))
+        alive = size > 0
+        target = out.at[group, pl.ds(strip * tile.m, tile.m)]
+
+        @pl.when((warpgroup == 0) & alive)
+        def _():
+            multiply(strip, column, first, size, steps, step, used)
+
+        @pl.when((warpgroup == 1) & alive)
+        def _():
+            write_sums(target, column, used)
+
+        @pl.when((warpgroup == 1) & ~alive)
+        def _():
+            write(target, column, zeros)
+
+        @pl.when((warpgroup == 2) & alive)
+        def _():
+            mask(size, steps, step)
+
+        return step + steps, used + alive.astype(jnp.int32)
+
+    lax.fori_loop(0, mine, each_tile, (jnp.int32(0), jnp.int32(0)))
+
+    @pl.when(warpgroup == 1)
+    def _():
+        gpu.wait_smem_to_gmem(0)
+
+
+def grouped_matmul_transpose(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    row_scale: jax.Array | None,
+    *,
+    groups: int,
+    out_dtype: jnp.dtype,
+    tile: Tile,
+    num_sms: int,
+) -> jax.Array:
+    """As `reference.grouped_matmul_transpose`; `tile` and row_scale as on Hopper."""
+    gpu = _compat.mosaic_gpu()
+    rows, k = lhs.shape
+    n = rhs.shape[1]
+    if row_scale is not None:
+        rhs = (rhs.astype(jnp.float32) * row_scale.astype(jnp.float32)[:, None]).astype(rhs.dtype)
+    bounds = group_bounds(group_sizes, rows, group_offset, groups)
+    width = min(tile.n, 128 // out_dtype.itemsize)
+    return gpu.kernel(
+        functools.partial(_transpose_kernel, gpu=gpu, shape=(k, n, groups), tile=tile, num_sms=num_sms),
+        out_type=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
+        scratch_types=[
+            smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
+            smem(gpu, (tile.stages, tile.k, tile.n), rhs.dtype),
+            smem(gpu, (2, tile.m, width), out_dtype),
+            gpu.TMEM((tile.m, 2 * tile.n), jnp.float32),
+            gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+            gpu.Barrier(num_arrivals=2, num_barriers=tile.stages, orders_tensor_core=True),
+            gpu.Barrier(num_arrivals=1, num_barriers=2, orders_tensor_core=True),
+            gpu.Barrier(num_arrivals=1, num_barriers=2, orders_tensor_core=True),
+            gpu.Barrier(num_arrivals=1),
+        ],
+        grid=(num_sms,),
+        grid_names=("multiprocessor",),
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name="meshpar_grouped_matmul_transpose",
+        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
+    )(bounds, lhs, rhs)

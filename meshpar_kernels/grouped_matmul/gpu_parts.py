@@ -1,0 +1,79 @@
+"""What the Hopper and the Blackwell kernel share: tiles, their order, and how results get out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+__all__ = ["BAND", "ROWS", "Tile", "chunks", "copy_rows", "mask_rows", "place", "ring", "smem"]
+
+ROWS = 64
+"""Rows of one `wgmma`, and of what one warpgroup masks at a time."""
+
+BAND = 16
+"""Visits that share a stretch of columns before the next: both operands of it stay in the L2 cache."""
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the result's tile, contracted elements of a stage, and number of stages."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+
+
+def smem(gpu: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory laid out in swizzled tiles, as `wgmma` reads and TMA writes without bank conflicts."""
+    swizzle = gpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
+    tiling = (8, swizzle // jnp.dtype(dtype).itemsize)
+    return gpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform(tiling), gpu.SwizzleTransform(swizzle)))
+
+
+def copy_rows(gpu: Any, source: Any, target: Any, low: jax.Array, high: jax.Array, columns: Any, rows: int) -> None:
+    """Copy the rows [low, high) of shared memory: one copy for each bit of their number, since a copy's shape is
+    fixed when it is compiled."""
+    number = high - low
+    length = 1 << (rows.bit_length() - 1)
+    while length:
+        here = low
+
+        @pl.when((number & length) != 0)
+        def _(here=here, length=length):
+            gpu.copy_smem_to_gmem(source.at[pl.ds(here, length)], target.at[pl.ds(here, length), columns])
+
+        low = low + (number & length)
+        length //= 2
+
+
+def ring(stages: int, step: jax.Array) -> jax.Array:
+    return lax.rem(step, jnp.int32(stages))
+
+
+def place(tile: jax.Array, visits: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
+    """Visit and column tile of the tile with this number: `BAND` visits go through all columns together."""
+    band = lax.div(tile, jnp.int32(BAND * columns))
+    height = jnp.minimum(BAND, visits - band * BAND)
+    rest = tile - band * (BAND * columns)
+    column = lax.div(rest, height)
+    return band * BAND + (rest - column * height), column
+
+
+def chunks(value: jax.Array, column: jax.Array, width: int) -> list[tuple[jax.Array, Any]]:
+    """Columns of the staging memory's width, and where they go in the result."""
+    total = value.shape[1]
+    return [(value[:, c : c + width], pl.ds(column * total + c, width)) for c in range(0, total, width)]
+
+
+def mask_rows(gpu: Any, values: Any, valid: jax.Array) -> None:
+    """Zero the rows from `valid` on of a stage [rows, columns] in shared memory."""
+    rows, columns = values.shape
+    row = gpu.broadcasted_iota(jnp.int32, (rows, ROWS), 0, layout=gpu.Layout.WGMMA)
+    for left in range(0, columns, ROWS):
+        part = values.at[:, pl.ds(left, ROWS)]
+        there = gpu.layout_cast(part[...], gpu.Layout.WGMMA)
+        part[...] = jnp.where(row < valid, there, jnp.zeros_like(there))

@@ -1,0 +1,390 @@
+"""Grouped matmul for Hopper GPUs (sm_90a, Mosaic GPU): TMA loads, `wgmma`, one loading and two
+multiplying warpgroups.
+
+One block per multiprocessor walks the tiles of the result. A ring of shared-memory stages lies between the
+loading warpgroup, which runs ahead into the next tile, and the two multiplying ones, of which each holds
+half of the tile in registers.
+
+How a stage changes hands:
+- `full[s]` completes when all copies of a stage have landed (each copy arrives once, with its bytes).
+  The multiplying warpgroups wait for it before `wgmma` reads the stage.
+- `empty[s]` completes when both multiplying warpgroups have arrived. Each arrives for the stage of step i
+  after `wgmma_wait` says that the products of step i are done, which is one step later (`wgmma_wait(1)`: all
+  but the last), and for a tile's last stage after `wgmma_wait(0)`. The loading warpgroup waits for it before
+  it overwrites the stage, from the second use on.
+- Both sides count steps over all tiles, so stage and phase agree although tiles differ in their steps.
+
+How a result gets out: registers → shared memory; `commit_smem` makes these writes visible to the copy
+engine and holds the warpgroup together; then the copy. Before the memory is written again,
+`wait_smem_to_gmem` waits until the copies have read it. Each warpgroup has its own staging memory, so none
+waits for the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, chunks, copy_rows, mask_rows, place, ring, smem
+from meshpar_kernels.grouped_matmul.schedule import group_bounds, visit_spans
+
+__all__ = ["CONSUMERS", "grouped_matmul", "grouped_matmul_transpose"]
+
+CONSUMERS = 2
+
+
+def _load(gpu: Any, step, steps, stages: int, full, empty, copies) -> jax.Array:
+    """Fill the stages of `steps` steps, from step number `step` on; `copies(i, slot)` starts those of step i."""
+
+    def one(i, step):
+        slot = ring(stages, step)
+
+        @pl.when(step >= stages)
+        def _():
+            gpu.barrier_wait(empty.at[slot])
+
+        copies(i, slot, full.at[slot])
+        return step + 1
+
+    return lax.fori_loop(0, steps, one, step)
+
+
+def _multiply(gpu: Any, step, steps, stages: int, full, empty, products) -> jax.Array:
+    """Multiply as the stages fill; `products(i, slot)` starts the products of step i."""
+
+    def one(i, step):
+        slot = ring(stages, step)
+        gpu.barrier_wait(full.at[slot])
+        products(i, slot)
+        gpu.wgmma_wait(1)
+
+        @pl.when(i > 0)
+        def _():
+            gpu.barrier_arrive(empty.at[ring(stages, step - 1)])
+
+        return step + 1
+
+    step = lax.fori_loop(0, steps, one, step)
+    gpu.wgmma_wait(0)
+
+    @pl.when(steps > 0)
+    def _():
+        gpu.barrier_arrive(empty.at[ring(stages, step - 1)])
+
+    return step
+
+
+def _skip(gpu: Any, step, steps, stages: int, full, empty) -> jax.Array:
+    """Let the stages of a tile pass."""
+
+    def one(_, step):
+        slot = ring(stages, step)
+        gpu.barrier_wait(full.at[slot])
+        gpu.barrier_arrive(empty.at[slot])
+        return step + 1
+
+    return lax.fori_loop(0, steps, one, step)
+
+
+def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_sms):
+    k, n = shape
+    first, low, high, group, live, number, lhs, rhs, *refs = refs
+    scale = refs.pop(0) if scaled else None
+    out, lhs_smem, rhs_smem, staging, full, empty = refs
+    columns = pl.cdiv(n, tile.n)
+    warpgroup = lax.axis_index("warpgroup")
+    multiprocessor = lax.axis_index("multiprocessor")
+    visits = number[0]
+    tiles = visits * columns
+    mine = lax.div(tiles - multiprocessor + (num_sms - 1), jnp.int32(num_sms))
+
+    def each_tile(work):
+        def one(i, step):
+            visit, column = place(multiprocessor + i * num_sms, visits, columns)
+            return work(visit, column, live[visit] * pl.cdiv(k, tile.k), step)
+
+        lax.fori_loop(0, mine, one, jnp.int32(0))
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _():
+        gpu.set_max_registers(40, action="decrease")
+
+        def load(visit, column, steps, step):
+            row, g = first[visit], group[visit]
+
+            def copies(i, slot, barrier):
+                inner = pl.ds(i * tile.k, tile.k)
+                gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[slot], barrier)
+                for half in range(halves):
+                    outer = pl.ds(half * n + column * tile.n, tile.n)
+                    here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
+                    gpu.copy_gmem_to_smem(rhs.at[here], rhs_smem.at[slot, half], barrier)
+
+            return _load(gpu, step, steps, tile.stages, full, empty, copies)
+
+        each_tile(load)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _():
+        gpu.set_max_registers(232, action="increase")
+        part = pl.ds(warpgroup * ROWS, ROWS)
+
+        def compute(visit, column, steps, step):
+            row = first[visit] + warpgroup * ROWS
+            begin = jnp.clip(low[visit] - warpgroup * ROWS, 0, ROWS)
+            end = jnp.clip(high[visit] - warpgroup * ROWS, 0, ROWS)
+
+            def products(sums):
+                def start(_, slot):
+                    for half, total in enumerate(sums):
+                        weights = rhs_smem.at[slot, half]
+                        weights = _compat.transpose_ref(weights) if transpose_rhs else weights
+                        gpu.wgmma(total, lhs_smem.at[slot, part], weights)
+
+                return start
+
+            def with_sums(*sums):
+                _multiply(gpu, step, steps, tile.stages, full, empty, products(sums))
+                values = [total[...] for total in sums]
+                value = values[0] if halves == 1 else values[0] / (1.0 + jnp.exp(-values[0])) * values[1]
+                if scaled:
+                    factor = _compat.load_gmem(scale, pl.ds(row, ROWS), gpu.Layout.WGMMA.reduce(1))
+                    factor = jnp.where(live[visit] > 0, factor, 0.0)
+                    value = value * lax.broadcast_in_dim(factor, value.shape, [0])
+                for w, (swizzled, plain) in enumerate(staging):
+
+                    @pl.when(warpgroup == w)
+                    def _(swizzled=swizzled, plain=plain):
+                        _store(gpu, value, out, row, column, begin, end, swizzled, plain)
+
+            @pl.when(end > begin)
+            def _():
+                pl.run_scoped(with_sums, *[gpu.ACC((ROWS, tile.n), jnp.float32)] * halves)
+
+            @pl.when(end <= begin)
+            def _():
+                _skip(gpu, step, steps, tile.stages, full, empty)
+
+            return step + steps
+
+        each_tile(compute)
+        gpu.wait_smem_to_gmem(0)
+
+
+def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, staging: Any) -> None:
+    """Write all rows of a warpgroup's part, through the slots of `staging` in turn.
+
+    A slot is free when all but the last `slots - 1` copies have read theirs; where the turns do not go up in
+    the chunks of a tile, the first chunk waits for all copies of the tile before.
+    """
+    slots, _, width = staging.shape
+    parts = chunks(value, column, width)
+    for c, (chunk, there) in enumerate(parts):
+        gpu.wait_smem_to_gmem(0 if c == 0 and len(parts) % slots else slots - 1, wait_read_only=True)
+        staging[c % slots] = chunk
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(staging.at[c % slots], target.at[:, there])
+
+
+def _store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging) -> None:
+    """Write the rows [begin, end) of a warpgroup's part. The two stagings are the same memory."""
+    value = value.astype(out.dtype)
+    target = out.at[pl.ds(row, ROWS)]
+    whole = (begin == 0) & (end == ROWS)
+    gpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(whole)
+    def _():
+        _store_whole(gpu, value, target, column, whole_staging)
+
+    @pl.when(~whole)
+    def _():
+        for chunk, there in chunks(value, column, staging.shape[1]):
+            gpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _compat.store_smem(staging, chunk)
+            gpu.commit_smem()
+            copy_rows(gpu, staging, target, begin, end, there, ROWS)
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    row_scale: jax.Array | None,
+    *,
+    transpose_rhs: bool,
+    activation: str | None,
+    out_dtype: jnp.dtype,
+    tile: Tile,
+    num_sms: int,
+) -> jax.Array:
+    """As `reference.grouped_matmul`, without indices.
+
+    Tiles begin at a group's first row (`visit_spans`), so none holds rows of two groups; a warpgroup whose
+    half of a tile has no row of the group does not multiply.
+    """
+    gpu = _compat.mosaic_gpu()
+    rows, k = lhs.shape
+    halves = 1 if activation is None else 2
+    n = (rhs.shape[1] if transpose_rhs else rhs.shape[2]) // halves
+    groups = rhs.shape[0]
+    spans = visit_spans(group_bounds(group_sizes, rows, group_offset, groups), rows, tile.m)
+    width = min(tile.n, 128 // out_dtype.itemsize)
+    rhs_tile = (tile.n, tile.k) if transpose_rhs else (tile.k, tile.n)
+    operands = [*spans, lhs, rhs]
+    if row_scale is not None:
+        operands.append(jnp.pad(row_scale.astype(jnp.float32), (0, max(tile.m - rows, 0))))
+    kernel = functools.partial(
+        _matmul_kernel,
+        gpu=gpu,
+        shape=(k, n),
+        tile=tile,
+        transpose_rhs=transpose_rhs,
+        halves=halves,
+        scaled=row_scale is not None,
+        num_sms=num_sms,
+    )
+    return gpu.kernel(
+        kernel,
+        out_type=_compat.out_struct((rows, n), out_dtype, lhs, rhs),
+        scratch_types=[
+            smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
+            smem(gpu, (tile.stages, halves, *rhs_tile), rhs.dtype),
+            [gpu.RefUnion(smem(gpu, (2, ROWS, width), out_dtype), gpu.SMEM((ROWS, width), out_dtype))] * CONSUMERS,
+            gpu.Barrier(num_arrivals=1 + halves, num_barriers=tile.stages),
+            gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+        ],
+        grid=(num_sms,),
+        grid_names=("multiprocessor",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="meshpar_grouped_matmul",
+        compiler_params=gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics.Lane),
+    )(*operands)
+
+
+def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
+    """Tiles of [G, K, N]; the rows of a group are its steps.
+
+    Rows of the next group that the last stage holds are zeroed in both operands (0 · NaN is NaN): each
+    warpgroup zeroes its own columns of lhs and half of the columns of rhs (of 64 columns the first zeroes
+    all), makes that visible to the tensor cores (`commit_smem`), and waits at `masked` for the other. The
+    stage then goes back to the loading warpgroup as any other.
+    """
+    k, n, groups = shape
+    bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, full, empty, masked = refs
+    high, wide = pl.cdiv(k, tile.m), pl.cdiv(n, tile.n)
+    warpgroup = lax.axis_index("warpgroup")
+    multiprocessor = lax.axis_index("multiprocessor")
+    mine = lax.div(groups * high * wide - multiprocessor + (num_sms - 1), jnp.int32(num_sms))
+
+    def each_tile(work):
+        def one(i, step):
+            number = multiprocessor + i * num_sms
+            group = lax.div(number, jnp.int32(high * wide))
+            strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
+            first = bounds[group]
+            size = bounds[group + 1] - first
+            return work(group, strip, column, first, size, lax.div(size + (tile.k - 1), jnp.int32(tile.k)), step)
+
+        lax.fori_loop(0, mine, one, jnp.int32(0))
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _():
+        gpu.set_max_registers(40, action="decrease")
+
+        def load(group, strip, column, first, size, steps, step):
+            def copies(i, slot, barrier):
+                here = pl.ds(first + i * tile.k, tile.k)
+                gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[slot], barrier)
+                gpu.copy_gmem_to_smem(rhs.at[here, pl.ds(column * tile.n, tile.n)], rhs_smem.at[slot], barrier)
+
+            return _load(gpu, step, steps, tile.stages, full, empty, copies)
+
+        each_tile(load)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _():
+        gpu.set_max_registers(232, action="increase")
+
+        def compute(group, strip, column, first, size, steps, step):
+            def with_sums(total):
+                def start(i, slot):
+                    left = lhs_smem.at[slot, :, pl.ds(warpgroup * ROWS, ROWS)]
+                    valid = size - i * tile.k
+
+                    @pl.when(valid < tile.k)
+                    def _():
+                        mask_rows(gpu, left, valid)
+                        share = max(tile.n // CONSUMERS, ROWS)
+
+                        @pl.when(warpgroup * share < tile.n)
+                        def _():
+                            mask_rows(gpu, rhs_smem.at[slot, :, pl.ds(warpgroup * share, share)], valid)
+
+                        gpu.commit_smem()
+                        gpu.barrier_arrive(masked)
+                        gpu.barrier_wait(masked)
+
+                    gpu.wgmma(total, _compat.transpose_ref(left), rhs_smem.at[slot])
+
+                _multiply(gpu, step, steps, tile.stages, full, empty, start)
+                target = out.at[group, pl.ds(strip * tile.m + warpgroup * ROWS, ROWS)]
+                _store_whole(gpu, total[...].astype(out.dtype), target, column, staging.at[warpgroup])
+
+            pl.run_scoped(with_sums, gpu.ACC((ROWS, tile.n), jnp.float32))
+            return step + steps
+
+        each_tile(compute)
+        gpu.wait_smem_to_gmem(0)
+
+
+def grouped_matmul_transpose(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    row_scale: jax.Array | None,
+    *,
+    groups: int,
+    out_dtype: jnp.dtype,
+    tile: Tile,
+    num_sms: int,
+) -> jax.Array:
+    """As `reference.grouped_matmul_transpose`; `tile` is of [K, N], `tile.k` rows are a step.
+
+    A row_scale is multiplied into rhs beforehand, which XLA fuses into what makes rhs; by itself it costs a
+    copy of rhs.
+    """
+    gpu = _compat.mosaic_gpu()
+    rows, k = lhs.shape
+    n = rhs.shape[1]
+    if row_scale is not None:
+        rhs = (rhs.astype(jnp.float32) * row_scale.astype(jnp.float32)[:, None]).astype(rhs.dtype)
+    bounds = group_bounds(group_sizes, rows, group_offset, groups)
+    width = min(tile.n, 128 // out_dtype.itemsize)
+    return gpu.kernel(
+        functools.partial(_transpose_kernel, gpu=gpu, shape=(k, n, groups), tile=tile, num_sms=num_sms),
+        out_type=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
+        scratch_types=[
+            smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
+            smem(gpu, (tile.stages, tile.k, tile.n), rhs.dtype),
+            smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype),
+            gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+            gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+            gpu.Barrier(num_arrivals=CONSUMERS),
+        ],
+        grid=(num_sms,),
+        grid_names=("multiprocessor",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="meshpar_grouped_matmul_transpose",
+        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
+    )(bounds, lhs, rhs)

@@ -1,0 +1,302 @@
+"""Routing on NVIDIA GPUs (Pallas-Triton): one kernel that chooses, one that gathers rows and sums them.
+
+Triton and not Mosaic GPU: rows at arbitrary indices have no form that Hopper's copy engine could fetch, so
+both ops are ordinary loads, 16 bytes a thread, which Triton coalesces; it has reductions and scans over
+either dimension of a block, and runs on older GPUs as well. There are no barriers here: programs do not talk
+to each other.
+
+jax 0.12 deprecates Pallas-Triton and says so once for each kernel that it lowers; these kernels have to move
+to Mosaic GPU when a version of JAX is let in that lacks it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported
+from meshpar_kernels.routing import reference
+
+__all__ = ["gather_sum", "gather_sum_unsupported", "route", "route_unsupported"]
+
+BLOCK = 8192
+"""Logits of one program of `route`."""
+
+ELEMENTS = 4096
+"""Elements of the result that one program of `gather_sum` makes: 32 for each of 128 threads."""
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power(size: int) -> int:
+    """The least power of two that is not below `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _no_triton() -> list[str]:
+    try:
+        _compat.pallas_triton()
+    except ImportError as error:
+        return [f"jax.experimental.pallas.triton cannot be imported: {error}"]
+    return []
+
+
+# --- route ---------------------------------------------------------------------------------------
+
+
+def route_unsupported(logits: jax.Array, *, k: int, groups: int, top_groups: int, **_) -> Unsupported:
+    """Why the GPU kernel cannot route these logits."""
+    reasons = _no_triton()
+    tokens, experts = logits.shape
+    if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        reasons.append(f"logits are {logits.dtype}; the kernel takes float32, bfloat16 and float16")
+    if experts > BLOCK // 2:
+        reasons.append(f"E={experts} is above {BLOCK // 2}, where a token's logits leave no room in registers")
+    if groups > top_groups and (_power(experts) != experts or _power(groups) != groups):
+        reasons.append(f"{groups} groups of {experts} experts: with groups, both must be powers of two")
+    if tokens * max(experts, k) >= 2**31:
+        reasons.append(f"T={tokens} times E={experts} is above 2^31, which 32-bit offsets cannot hold")
+    return Unsupported(reasons)
+
+
+def _top(x: jax.Array) -> jax.Array:
+    return jnp.max(x, axis=-1, keepdims=True)
+
+
+def _first(hit: jax.Array, place: jax.Array, none: int) -> jax.Array:
+    """Lowest place where `hit`, `none` if nowhere."""
+    return jnp.min(jnp.where(hit, place, none), axis=-1, keepdims=True)
+
+
+def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: int) -> jax.Array:
+    """Experts of the best groups: bool [tokens, E]. `value` is -inf where an expert cannot be chosen."""
+    tokens, experts = value.shape
+    size = experts // groups
+    left = value.reshape(tokens, groups, size)
+    place = lax.broadcasted_iota(jnp.int32, left.shape, 2)
+    total = None
+    for _ in range(min(group_top, size)):
+        best = _top(left)
+        left = jnp.where(place == _first(left == best, place, size), -jnp.inf, left)
+        total = best if total is None else total + jnp.where(best > -jnp.inf, best, 0.0)
+    assert total is not None
+    # The round's best group is the first of the largest; what was taken counts as NaN, which is never equal.
+    left = total.reshape(tokens, groups)
+    group = lax.broadcasted_iota(jnp.int32, left.shape, 1)
+    allowed = jnp.zeros(left.shape, jnp.int32)
+    taken = jnp.zeros(left.shape, jnp.int32)
+    for _ in range(top_groups):
+        open_ = taken == 0
+        best = _top(jnp.where(open_, left, -jnp.inf))
+        here = group == _first(open_ & (left == best), group, groups)
+        taken = jnp.where(here, 1, taken)
+        allowed = jnp.where(here, 1, allowed)
+    spread = jnp.broadcast_to(allowed.reshape(tokens, groups, 1), (tokens, groups, size))
+    return spread.reshape(tokens, experts) > 0
+
+
+def _route_kernel(
+    *refs,
+    shape: tuple[int, int],
+    block: int,
+    width: int,
+    k: int,
+    score: str,
+    groups: int,
+    top_groups: int,
+    group_top: int,
+    renormalize: bool,
+    scale: float,
+):
+    """One block of tokens: tokens along the rows, experts along the columns. Ranks count from the block's start."""
+    triton = _compat.pallas_triton()
+    logits_ref, *bias_ref, expert_ref, weight_ref, rank_ref, counts_ref = refs
+    tokens, experts = shape
+    step = pl.program_id(0)
+    token = step * block + lax.broadcasted_iota(jnp.int32, (block, 1), 0)
+    place = lax.broadcasted_iota(jnp.int32, (block, width), 1)
+    there = (token < tokens) & (place < experts)
+    row = jnp.broadcast_to(token, (block, width))
+    logits = triton.load(logits_ref.at[row, place], mask=there, other=-jnp.inf).astype(jnp.float32)
+
+    bad = (logits != logits) | (logits == jnp.inf)
+    top = _top(jnp.where(bad, -jnp.inf, logits))
+    any_bad = jnp.max(bad.astype(jnp.int32), axis=-1, keepdims=True) > 0
+    valid = (top > -jnp.inf) & ~any_bad
+    safe = jnp.where(there, jnp.where(valid, logits, 0.0), -jnp.inf)
+    if score == "softmax":
+        power = jnp.exp(safe - jnp.where(valid, top, 0.0))
+        value = power / jnp.sum(power, axis=-1, keepdims=True)
+    else:
+        value = 1.0 / (1.0 + jnp.exp(-safe))
+    reachable = valid & (safe > -jnp.inf)
+    key, choice_value = safe, value
+    if bias_ref:
+        line = lax.broadcasted_iota(jnp.int32, (width,), 0)
+        bias = triton.load(bias_ref[0].at[line], mask=line < experts, other=0.0)
+        bias = bias.astype(jnp.float32).reshape(1, width)
+        reachable &= bias == bias
+        key = choice_value = value + bias
+    if groups > top_groups:
+        reachable &= _best_groups(
+            jnp.where(reachable, choice_value, -jnp.inf),
+            groups=groups,
+            top_groups=top_groups,
+            group_top=group_top,
+        )
+    left = jnp.where(reachable, key, -jnp.inf)
+
+    # Loops, not unrolled: a round is long. What it finds goes into its column of [tokens, k].
+    results = (block, max(_power(k), 2))
+    turn = lax.broadcasted_iota(jnp.int32, results, 1)
+
+    def choose(j, carry):
+        left, chosen, index, weight = carry
+        best = _first((left == _top(left)) & (left > -jnp.inf), place, experts)
+        here = (place == best) & (place < experts)
+        share = jnp.sum(jnp.where(here, value, 0.0), axis=-1, keepdims=True)
+        left = jnp.where(here, -jnp.inf, left)
+        chosen = jnp.where(here, 1, chosen)
+        return left, chosen, jnp.where(turn == j, best, index), jnp.where(turn == j, share, weight)
+
+    none = jnp.zeros((block, width), jnp.int32)
+    index, weight = jnp.full(results, experts, jnp.int32), jnp.zeros(results, jnp.float32)
+    _, chosen, index, weight = lax.fori_loop(0, k, choose, (left, none, index, weight))
+    if renormalize:
+        total = jnp.sum(weight, axis=-1, keepdims=True)
+        weight = jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
+
+    before = lax.cumsum(chosen, axis=0) - chosen
+
+    def look_up(j, rank):
+        expert = jnp.sum(jnp.where(turn == j, index, 0), axis=-1, keepdims=True)
+        found = jnp.sum(jnp.where(place == expert, before, 0), axis=-1, keepdims=True)
+        return jnp.where((turn == j) & (expert < experts), found, rank)
+
+    rank = lax.fori_loop(0, k, look_up, jnp.full(results, -1, jnp.int32))
+    here = (jnp.broadcast_to(token, results), turn)
+    made = (token < tokens) & (turn < k)
+    triton.store(expert_ref.at[here], index, mask=made)
+    triton.store(weight_ref.at[here], weight * scale, mask=made)
+    triton.store(rank_ref.at[here], rank, mask=made)
+    line = lax.broadcasted_iota(jnp.int32, (width,), 0)
+    counts = (jnp.full((width,), step, jnp.int32), line)
+    triton.store(counts_ref.at[counts], jnp.sum(chosen, axis=0), mask=line < experts)
+
+
+def route(
+    logits: jax.Array, bias: jax.Array | None, *, block: int | None = None, interpret: bool = False, **options
+) -> reference.Choice:
+    """As `reference.route`, reading the logits once.
+
+    Each of the k rounds takes the largest key and then the lowest expert that holds it. A program counts
+    within its block of tokens only; the counts of the blocks before, [blocks, E], are added to the ranks
+    [T, k] afterwards.
+
+    Args:
+      block: tokens of one program, a power of two; None: as many as registers hold.
+      interpret: run on the CPU, for tests.
+    """
+    triton = _compat.pallas_triton()
+    tokens, experts = logits.shape
+    k = options["k"]
+    width = max(_power(experts), 2)
+    if block is None:
+        block = min(max(BLOCK // width, 2), 128, max(_power(tokens), 2))
+    blocks = _cdiv(tokens, block)
+    operands = [logits] if bias is None else [logits, bias]
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    expert, weight, rank, counts = pl.pallas_call(
+        functools.partial(_route_kernel, shape=(tokens, experts), block=block, width=width, **options),
+        grid=(blocks,),
+        in_specs=[whole] * len(operands),
+        out_specs=[whole] * 4,
+        out_shape=[
+            _compat.out_struct((tokens, k), jnp.int32, logits),
+            _compat.out_struct((tokens, k), jnp.float32, logits),
+            _compat.out_struct((tokens, k), jnp.int32, logits),
+            _compat.out_struct((blocks, experts), jnp.int32, logits),
+        ],
+        compiler_params=triton.CompilerParams(num_warps=8 if block * width > 4096 else 4, num_stages=1),
+        cost_estimate=pl.CostEstimate(
+            flops=8 * tokens * experts * k,
+            transcendentals=tokens * experts,
+            bytes_accessed=logits.size * logits.dtype.itemsize + 12 * tokens * k + 4 * blocks * experts,
+        ),
+        interpret=interpret,
+        name="meshpar_route",
+    )(*operands)
+    until = jnp.cumsum(counts, axis=0, dtype=jnp.int32)
+    before = (until - counts)[jnp.arange(tokens)[:, None] // block, jnp.minimum(expert, experts - 1)]
+    return expert, weight, jnp.where(expert < experts, rank + before, -1), until[-1]
+
+
+# --- gather and sum ------------------------------------------------------------------------------
+
+
+def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
+    """Why the GPU kernel cannot gather these rows."""
+    reasons = _no_triton()
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        reasons.append(f"rows are {x.dtype}; the kernel takes float32, bfloat16 and float16")
+    if index.shape[1] > 32:
+        reasons.append(f"k={index.shape[1]} rows to sum are more than 32: they are unrolled")
+    return Unsupported(reasons)
+
+
+def _gather_sum_kernel(index_ref, *refs, shape: tuple[int, int, int], k: int, rows: int, width: int):
+    """A block of `rows` results and a slab of `width` columns: all loads are independent."""
+    triton = _compat.pallas_triton()
+    *weight_ref, x_ref, out_ref = refs
+    total_rows, limit, columns = shape
+    row = pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    column = pl.program_id(1) * width + lax.broadcasted_iota(jnp.int32, (rows, width), 1)
+    inside = row < total_rows
+    total = jnp.zeros((rows, width), jnp.float32)
+    for j in range(k):
+        here = (row, jnp.full((rows,), j, jnp.int32))
+        index = triton.load(index_ref.at[here], mask=inside, other=-1)
+        wanted = (index >= 0) & (index < limit)
+        mask = wanted[:, None] & (column < columns)
+        source = jnp.broadcast_to(index[:, None], (rows, width))
+        term = triton.load(x_ref.at[source, column], mask=mask, other=0.0).astype(jnp.float32)
+        if weight_ref:
+            factor = triton.load(weight_ref[0].at[here], mask=wanted, other=0.0)
+            term = term * factor.astype(jnp.float32)[:, None]
+        total += jnp.where(mask, term, 0.0)
+    target = jnp.broadcast_to(row[:, None], (rows, width))
+    mask = inside[:, None] & (column < columns)
+    triton.store(out_ref.at[target, column], total.astype(out_ref.dtype), mask=mask)
+
+
+def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, interpret: bool = False) -> jax.Array:
+    """As `reference.gather_sum`: rows are read once, summed in float32 registers, and written once."""
+    triton = _compat.pallas_triton()
+    total_rows, k = index.shape
+    limit, columns = x.shape
+    width = min(_power(columns), 1024)
+    rows = max(1, min(ELEMENTS // width, _power(total_rows)))
+    operands = [index.astype(jnp.int32)] + ([] if weight is None else [weight]) + [x]
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        functools.partial(_gather_sum_kernel, shape=(total_rows, limit, columns), k=k, rows=rows, width=width),
+        grid=(_cdiv(total_rows, rows), _cdiv(columns, width)),
+        in_specs=[whole] * len(operands),
+        out_specs=whole,
+        out_shape=_compat.out_struct((total_rows, columns), x.dtype, *operands),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * total_rows * k * columns,
+            transcendentals=0,
+            bytes_accessed=(k + 1) * total_rows * columns * x.dtype.itemsize,
+        ),
+        interpret=interpret,
+        name="meshpar_gather_sum",
+    )(*operands)

@@ -1,0 +1,70 @@
+"""The DeepSeek-like model of the examples: its sizes, its attention against NumPy in float64, equal runs under its layouts."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import deepseek
+import meshpar as mp
+
+
+@pytest.mark.parametrize(
+    ("make", "weights"), [(deepseek.deepseek_16b, 15_706_485_888), (deepseek.deepseek_671b, 671_026_419_200)]
+)
+def test_the_sizes_are_those_of_the_published_models(make, weights):
+    _, (state, _), _ = make()
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(state["params"])) == weights
+
+
+@pytest.fixture(scope="module")
+def real():
+    rng = np.random.default_rng(0)
+    batch = {k: rng.integers(0, deepseek.TINY.vocab, (8, 16), dtype=np.int32) for k in ("inputs", "targets")}
+    return jax.jit(deepseek.create_state, static_argnums=0)(deepseek.TINY, jax.random.key(0)), batch
+
+
+def rotated(x, base):
+    """Pairs of features (i, i + half) of `x` [batch, seq, heads, dim] turned by their position."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None, None] * base ** (-np.arange(half) / half)
+    left, right = x[..., :half], x[..., half:]
+    return np.concatenate(
+        [left * np.cos(angle) - right * np.sin(angle), right * np.cos(angle) + left * np.sin(angle)], -1
+    )
+
+
+def rms(x, scale):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def test_latent_attention_is_attention_with_keys_and_values_of_one_latent_vector(real):
+    c = deepseek.TINY
+    boxed = real[0]["params"]["layers"]["attention"]
+    first = jax.tree.map(lambda w: w.unbox()[0], boxed, is_leaf=lambda w: hasattr(w, "unbox"))
+    x = np.random.default_rng(1).normal(size=(2, 6, c.embed)).astype(np.float32)
+    got = deepseek.LatentAttention(c).apply({"params": first}, x)
+
+    p = jax.tree.map(lambda w: np.asarray(w, np.float64), first)
+    q = np.einsum("bsr,rhd->bshd", rms(x @ p["query_down"]["kernel"], p["query_norm"]["scale"]), p["query"]["kernel"])
+    latent = rms(x @ p["kv_down"]["kernel"], p["kv_norm"]["scale"])
+    k, v = (np.einsum("bsr,rhd->bshd", latent, p[name]["kernel"]) for name in ("key", "value"))
+    turned = rotated(np.einsum("bse,ehd->bshd", x, p["key_rotated"]["kernel"]), c.rope_base)
+    k = np.concatenate([k, np.broadcast_to(turned, (*k.shape[:3], c.rotated))], -1)
+    q = np.concatenate([q[..., : c.head_dim], rotated(q[..., c.head_dim :], c.rope_base)], -1)
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(c.head_dim + c.rotated)
+    scores = np.where(np.tri(6, dtype=bool), scores, -np.inf)
+    chances = np.exp(scores - scores.max(-1, keepdims=True))
+    y = np.einsum("bhqk,bkhd->bqhd", chances / chances.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(got, np.einsum("bshd,hde->bse", y, p["out"]["kernel"]), atol=2e-5)
+
+
+@pytest.mark.slow
+def test_no_layout_changes_a_number(real):
+    report = mp.check(
+        deepseek.train_step(deepseek.TINY), *real, dims=deepseek.llama.DIMS, meshes=["data=4, model=2"], tolerance=1e-4,
+        layouts=[deepseek.FSDP_EXPERT, deepseek.FSDP], lowerings=("shard_map",),
+    )  # fmt: skip
+    assert report.ok
+    assert len(report.rows) == 2

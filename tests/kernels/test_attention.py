@@ -1,0 +1,244 @@
+"""Ring, Ulysses and gathered attention on 8 virtual devices against NumPy in float64: every mask, order and head count."""
+
+import functools
+
+import attention_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from meshpar_kernels import ring_attention, unzigzag, zigzag
+
+A, B, S, H, D = 8, 2, 48, 8, 4
+RNG = np.random.default_rng(0)
+STRATEGIES = ("ring", "ulysses", "gathered")
+SPLIT = P(None, ("a", "b"))
+# most of the time goes into compiling
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+# uneven segments, one of which a window of others lies within, and one token alone
+SEGMENTS = np.stack([np.repeat([3, 0, 7, 1], [5, 20, 1, 22]), np.repeat([0, 1, 0], [30, 9, 9])]).astype(np.int32)
+MASKS = {
+    "none": {},
+    "causal": {"causal": True},
+    "window": {"window": 5},
+    "segments": {"segments": True},
+    "causal window": {"causal": True, "window": 9},
+    "causal segments": {"causal": True, "segments": True},
+    "window segments": {"window": 14, "segments": True},
+    "all": {"causal": True, "window": 7, "segments": True},
+}
+
+
+def mesh():
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def draw(kv_heads, width=D, tokens=S, dtype=np.float32):
+    shapes = ((B, S, H, D), (B, tokens, kv_heads, D), (B, tokens, kv_heads, width), (B, S, H, width))
+    return [RNG.normal(size=s).astype(dtype) for s in shapes]
+
+
+def on_devices(f, arrays=6, check=True):
+    return jax.shard_map(f, mesh=mesh(), in_specs=(SPLIT,) * arrays, out_specs=SPLIT, check_vma=check)
+
+
+@functools.cache
+def runner(strategies, segments, options):
+    """jit of (result, gradients) for each strategy."""
+
+    def run(q, k, v, read, q_seg, k_seg):
+        out = []
+        for strategy in strategies:
+
+            def attend(q, k, v, q_seg, k_seg, strategy=strategy):
+                ids = (q_seg, k_seg) if segments else None
+                return ring_attention(
+                    q, k, v, ("a", "b"), segment_ids=ids, strategy=strategy, chunks=(4, 5), **dict(options)
+                )
+
+            f = on_devices(attend, 5)
+            y, back = jax.vjp(lambda q, k, v, f=f: f(q, k, v, q_seg, k_seg), q, k, v)
+            out.append((y, back(read)))
+        return out
+
+    return jax.jit(run, compiler_options=QUICK)
+
+
+def run(arrays, strategies=STRATEGIES, segments=None, order="contiguous", **options):
+    ids = segments if segments is not None else (np.zeros((B, 1), int).repeat(x.shape[1], 1) for x in arrays[:2])
+    arrays = [*arrays, *(np.asarray(x, np.int32) for x in ids)]
+    if order == "zigzag":
+        arrays = [x[:, oracle.zigzag_order(x.shape[1], A)] for x in arrays]
+    options = {"order": order, **options}
+    got = runner(strategies, segments is not None, tuple(sorted(options.items())))(*arrays)
+    if order == "zigzag":
+        got = jax.tree.map(lambda x: np.asarray(x)[:, np.argsort(oracle.zigzag_order(x.shape[1], A))], got)
+    return dict(zip(strategies, got, strict=True))
+
+
+def expect(got, arrays, tolerance=2e-5, **mask):
+    want = oracle.attention(*arrays, **mask)
+    for strategy, found in got.items():
+        for name, a, b in zip("out d_q d_k d_v".split(), jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=f"{strategy} {name}")
+
+
+ORDERS = ("contiguous", "zigzag")
+QUICK_CASES = (("none", "zigzag"), ("causal", "contiguous"), ("causal window", "zigzag"), ("window segments", "contiguous"),
+               ("all", "zigzag"))  # fmt: skip
+CASES = [
+    pytest.param(name, order, marks=[] if (name, order) in QUICK_CASES else pytest.mark.slow)
+    for name in MASKS
+    for order in ORDERS
+]
+
+
+@pytest.mark.parametrize(("name", "order"), CASES)
+def test_every_strategy_is_attention(name, order):
+    """Results and gradients; 8, 4, 2 and 1 K/V heads take turns."""
+    kv_heads = (8, 4, 2, 1)[(list(MASKS).index(name) + (order == "zigzag")) % 4]
+    mask = dict(MASKS[name])
+    arrays = draw(kv_heads)
+    segments = (SEGMENTS, SEGMENTS) if mask.pop("segments", False) else None
+    got = run(arrays, segments=segments, order=order, **mask)
+    ids = {} if segments is None else {"q_seg": SEGMENTS, "k_seg": SEGMENTS}
+    expect(got, arrays, **mask, **ids)
+
+
+@pytest.mark.parametrize("order", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
+def test_softcap_scale_other_lengths_and_widths(order):
+    """Keys of another length (5 and then 10 a device), values of another width; the ring one way."""
+    arrays = draw(2, width=6, tokens=80)
+    options = {"causal": True, "softcap": 1.5, "scale": 0.7}
+    expect(run(arrays, order=order, both_ways=False, **options), arrays, **options)
+
+
+def test_rows_that_see_nothing_are_zero_and_so_are_their_gradients():
+    arrays = draw(4)
+    q_seg = SEGMENTS.copy()
+    q_seg[:, 7:20] = 99  # no key has it
+    k_seg = np.full_like(SEGMENTS, 3)
+    k_seg[1] = -5  # nobody in the second row sees any
+    got = run(arrays, segments=(q_seg, k_seg), causal=True)
+    expect(got, arrays, causal=True, q_seg=q_seg, k_seg=k_seg)
+    for y, (d_q, d_k, d_v) in got.values():
+        assert not np.asarray(y)[:, 7:20].any()
+        assert not np.asarray(d_q)[:, 7:20].any()
+        assert not any(np.asarray(x)[1].any() for x in (y, d_q, d_k, d_v))
+
+
+def test_large_scores_do_not_overflow():
+    arrays = draw(4)
+    arrays[0] *= 100.0
+    arrays[1] *= 100.0
+    expect(run(arrays, causal=True), arrays, tolerance=5e-3, causal=True)
+
+
+@pytest.mark.slow
+def test_bfloat16():
+    arrays = [np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in draw(2)]
+    got = run(arrays, causal=True)
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(got))
+    got = jax.tree.map(lambda x: np.asarray(x, np.float64), got)
+    expect(got, arrays, tolerance=3e-2, causal=True)
+
+
+@pytest.mark.parametrize("implementation", ["reference", None])
+def test_one_device_needs_no_axis(implementation):
+    arrays = draw(2)
+    y, back = jax.vjp(
+        lambda *x: ring_attention(*x, None, causal=True, window=6, softcap=2.0, implementation=implementation, chunks=(7, 10)),
+        *(jnp.asarray(x) for x in arrays[:3]),
+    )  # fmt: skip
+    expect({"local": (y, back(jnp.asarray(arrays[3])))}, arrays, causal=True, window=6, softcap=2.0)
+
+
+def test_gradients_of_what_is_alike_on_all_devices_are_summed():
+    """A value that does not vary over the mesh, under check_vma: its cotangent is the sum over devices."""
+    q, k, v, read = draw(8)
+
+    def loss(bias, q, k, v, read):
+        y = ring_attention(q + bias, k, v, ("a", "b"), causal=True, strategy="ring")
+        return jax.lax.psum((y * read).sum(), ("a", "b"))
+
+    sharded = jax.shard_map(loss, mesh=mesh(), in_specs=(P(), *(SPLIT,) * 4), out_specs=P())
+    bias = np.full((D,), 0.3, np.float32)
+    got = jax.jit(jax.grad(sharded))(bias, q, k, v, read)
+    _, (d_q, _, _) = oracle.attention(q + bias, k, v, read, causal=True)
+    np.testing.assert_allclose(got, d_q.sum((0, 1, 2)), rtol=2e-5, atol=2e-5)
+
+
+def test_zigzag_there_and_back():
+    x = np.arange(2 * 32 * 3).reshape(2, 32, 3)
+    np.testing.assert_array_equal(zigzag(jnp.asarray(x), 8), x[:, oracle.zigzag_order(32, 8)])
+    np.testing.assert_array_equal(unzigzag(zigzag(jnp.asarray(x), 4, axis=-2), 4), x)
+    np.testing.assert_array_equal(zigzag(jnp.asarray(x), 1), x)
+    first = np.asarray(zigzag(jnp.arange(16), 4, 0)).reshape(4, 4)
+    np.testing.assert_array_equal(first[0], [0, 1, 14, 15])  # device 0: the first block, and the last
+
+
+def local(**options):
+    """Call it with shapes of one device, for its checks."""
+    shapes = {"q": (2, 6, 8, 4), "k": (2, 6, 8, 4), "v": (2, 6, 8, 4), **options.pop("shapes", {})}
+    dtypes = options.pop("dtypes", {})
+
+    def call(x):
+        arrays = {n: jnp.zeros(s, dtypes.get(n, jnp.float32)) + 0 * x.sum().astype(int) for n, s in shapes.items()}
+        arrays = {n: a.astype(dtypes.get(n, jnp.float32)) for n, a in arrays.items()}
+        return ring_attention(*arrays.values(), ("a", "b"), **options)
+
+    f = jax.shard_map(call, mesh=mesh(), in_specs=P(("a", "b")), out_specs=P(None, ("a", "b")), check_vma=False)
+    jax.eval_shape(f, jnp.zeros(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"shapes": {"q": (6, 8, 4)}}, r"must be \[B, S, H, D\]"),
+        ({"shapes": {"k": (2, 6, 8, 5)}}, r"do not fit: they are \[B, Sq, H, D\]"),
+        ({"shapes": {"v": (2, 5, 8, 4)}}, "do not fit"),
+        ({"shapes": {"k": (2, 6, 3, 4), "v": (2, 6, 3, 4)}}, "8 heads of q are no multiple of the 3 heads"),
+        ({"dtypes": {"k": jnp.bfloat16}}, "must have one dtype"),
+        ({"dtypes": dict.fromkeys("qkv", jnp.int32)}, "must have one dtype, float32, bfloat16 or float16"),
+        ({"window": 0}, "window=0 must be at least 1"),
+        ({"window": -3}, "window=-3 must be at least 1"),
+        ({"softcap": 0.0}, "softcap=0.0 must be above 0"),
+        ({"strategy": "rnig"}, "strategy must be one of"),
+        ({"order": "zig-zag"}, "order must be one of"),
+        ({"implementation": "cuda"}, "no implementation 'cuda'"),
+        ({"chunks": (0, 4)}, "chunks="),
+        ({"segment_ids": np.zeros((2, 5), np.int32)}, r"segment ids of the queries must be int \[2, 6\]"),
+        ({"segment_ids": (np.zeros((2, 6), np.int32), np.zeros((2, 6)))}, "segment ids of the keys must be int"),
+        (
+            {"strategy": "ulysses", "shapes": dict.fromkeys("qkv", (2, 6, 6, 4))},
+            r"6 heads do not divide over 8 devices; .* take any heads",
+        ),
+        (
+            {"strategy": "ulysses", "shapes": {"q": (2, 6, 24, 4), "k": (2, 6, 12, 4), "v": (2, 6, 12, 4)}},
+            "12 K/V heads neither divide over 8 devices nor can be copied",
+        ),
+        (
+            {"order": "zigzag", "shapes": dict.fromkeys("qkv", (2, 5, 8, 4))},
+            r"made of 2·8 blocks, but there are 40 queries \(5 on each of 8 devices\); pad to a multiple of 16",
+        ),
+    ],
+)
+def test_bad_input(options, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        local(**options)
+
+
+def test_zigzag_of_a_length_that_does_not_divide():
+    with pytest.raises(ValueError, match=r"20 tokens \(axis 1 of \[2, 20\]\) do not divide into 2·8 blocks; pad"):
+        zigzag(jnp.zeros((2, 20)), 8)
+    with pytest.raises(ValueError, match="devices=0 must be at least 1"):
+        unzigzag(jnp.zeros((2, 20)), 0)
+
+
+def test_an_array_that_is_sharded_outside_is_refused():
+    x = jax.device_put(jnp.zeros((2, 16, 8, 4)), jax.NamedSharding(mesh(), SPLIT))
+    with pytest.raises(ValueError, match=r"jax\.shard_map\(lambda q, k, v: ring_attention"):
+        ring_attention(x, x, x, None)

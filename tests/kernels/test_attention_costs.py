@@ -1,0 +1,141 @@
+"""What attention costs and how K/V travel, against counting by hand: pairs in sight, who meets whom, bytes, the choice."""
+
+import itertools
+import re
+
+import attention_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar_kernels import attention_costs
+from meshpar_kernels.attention import Machine, masks, ring
+from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.flash import Softmax
+from meshpar_kernels.attention.masks import Mask
+
+MASKS = [Mask(c, w) for c, w in itertools.product((False, True), (None, 1, 3, 8, 9, 17, 100))]
+LENGTHS = [(4, 4), (4, 8), (8, 2)]  # of queries and keys on a device
+
+
+def order(total, zigzag):
+    return np.arange(total) if zigzag == 1 else oracle.zigzag_order(total, zigzag)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+def test_pairs_in_sight_and_devices_seen(devices):
+    for mask, (q_len, k_len), zigzag in itertools.product(MASKS, LENGTHS, {1, devices}):
+        total = q_len * devices, k_len * devices
+        seen = oracle.visible(*total, causal=mask.causal, window=mask.window)[0]
+        seen = seen[order(total[0], zigzag)][:, order(total[1], zigzag)]
+        by_device = seen.reshape(devices, q_len, devices, k_len)
+        case = f"{mask} {q_len} {k_len} {zigzag}"
+        assert masks.visible_pairs(mask, devices, *total, zigzag) == by_device.sum((1, 2, 3)).tolist(), case
+        met = by_device.any((1, 3))
+        offsets = sorted({(i - j) % devices for i, j in zip(*np.nonzero(met), strict=True)})
+        assert list(masks.devices_seen(mask, devices, q_len, k_len, zigzag)) == offsets, case
+
+
+def test_positions_are_those_of_the_order():
+    for devices, zigzag in ((4, 4), (2, 4), (8, 2), (4, 1)):
+        found = [
+            Context(("ring",), devices, Softmax(Mask(), 1.0), zigzag).positions(i, 16 // devices * 2)
+            for i in range(devices)
+        ]
+        np.testing.assert_array_equal(np.concatenate(found), order(32, zigzag))
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_every_key_in_sight_arrives_once_and_no_farther_than_needed(devices, both_ways):
+    """A simulation of the streams, hop by hop, as the legs have them."""
+    for mask, each, zigzag in itertools.product(MASKS, (4, 8), (1, devices)):
+        c = Context(("ring",), devices, Softmax(mask, 1.0), zigzag, both_ways)
+        moving = ring.streams(c, each, each)
+        case = f"{mask} {each} {zigzag} {moving}"
+        together = sum(s.high - s.low for s in moving) == each
+        met = np.zeros((devices, devices * each), int)  # by device: how often it meets each key
+        for i in range(devices):
+            met[i, i * each : (i + 1) * each] += not together
+        for leg in ring.legs(moving, 0 if together else 1):
+            for t in range(leg.first, leg.first + leg.count):
+                for i, n in itertools.product(range(devices), leg.here):
+                    s = moving[n]
+                    source = (i - s.step * t) % devices
+                    met[i, source * each + s.low : source * each + s.high] += 1
+        assert met.max() <= 1, case
+        total = devices * each
+        seen = oracle.visible(total, total, causal=mask.causal, window=mask.window)[0]
+        seen = seen[order(total, zigzag)][:, order(total, zigzag)].reshape(devices, each, total).any(1)
+        assert (met >= seen).all(), case
+        if mask.causal and mask.window is not None and zigzag == 1:  # only those before, as far as the window reaches
+            hops = min(devices - 1, -(-(mask.window - 1) // each))
+            sent = sum(s.hops * (s.high - s.low) for s in moving)
+            assert sent <= hops * each, case
+
+
+def shapes(tokens, devices, heads=32, kv_heads=8, dtype=jnp.bfloat16, batch=1):
+    return [jax.ShapeDtypeStruct((batch, tokens // devices, n, 128), dtype) for n in (heads, kv_heads, kv_heads)]
+
+
+def test_bytes_and_flops_by_hand():
+    tokens, devices = 65536, 8
+    costs = attention_costs(*shapes(tokens, devices), devices, causal=True, zigzag=devices)
+    keys = tokens // devices * 8 * 128  # elements of K, or of V, on a device
+    queries = 4 * keys
+    # K and V twice in bfloat16, their gradients once in float32, seven times each
+    assert costs.of["ring"].bytes_sent == 7 * 2 * keys * (2 + 2 + 4)
+    assert costs.of["gathered"].bytes_sent == 7 * 2 * keys * (2 + 2 + 4)
+    rows = queries // 128
+    there = queries * 2 * 2 + 2 * keys * 2 + rows * 4
+    back = queries * 2 * 3 + 2 * keys * 2 * 2 + 2 * rows * 4
+    assert costs.of["ulysses"].bytes_sent == (there + back) * 7 / 8
+    pairs = tokens * (tokens + 1) / 2 / devices
+    for cost in costs.of.values():
+        assert cost.flops == pytest.approx(14 * pairs * 32 * 128, rel=1e-3)
+    # all K and V in bfloat16 and all their gradients in float32; two K/V blocks, and four of gradients, of a device
+    assert (
+        costs.of["gathered"].memory - costs.of["ring"].memory == 2 * keys * (devices * 6 - 2 * 2 - 4 * 4) - queries * 4
+    )
+    # in order, the last device sees everything
+    uneven = attention_costs(*shapes(tokens, devices), devices, causal=True)
+    assert uneven.of["ring"].flops == pytest.approx(14 * (2 - 1 / 8) * pairs * 32 * 128, rel=1e-3)
+    assert uneven.of["ulysses"].flops == pytest.approx(14 * pairs * 32 * 128, rel=1e-3)
+
+
+def test_copies_of_heads_cost_bytes():
+    few = attention_costs(*shapes(65536, 16), 16).of["ulysses"]
+    keys = 65536 // 16 * 8 * 128
+    queries = 4 * keys
+    rows = queries // 128
+    # each of 8 K/V heads goes to two devices; the sums of their gradients are in float32
+    there = queries * 2 * 2 + 2 * 2 * keys * 2 + rows * 4
+    back = queries * 2 * 3 + 2 * 2 * keys * (2 + 4) + 2 * rows * 4
+    assert few.bytes_sent == (there + back) * 15 / 16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "machine", "strategy", "says"),
+    [
+        (32768, 24, 8, None, "gathered", "24 heads do not divide over 16 devices; ring pays from 256K tokens"),
+        (262144, 24, 8, None, "ring", "gathered needs .* GiB, above 2 GiB"),
+        (131072, 24, 8, Machine(memory=float(1 << 30)), "ring", "ring is left"),
+        (524288, 24, 8, Machine(memory=float(1 << 40)), "ring", "ring takes the least time"),
+        (1 << 23, 32, 8, None, "ulysses", "none stays within 2 GiB beside its operands; ulysses needs the least"),
+        (32768, 32, 8, Machine(latency=1.0, memory=float(1 << 40)), "gathered", "gathered takes the least time"),
+    ],
+)
+def test_the_choice_and_its_reason(tokens, heads, kv_heads, machine, strategy, says):
+    costs = attention_costs(*shapes(tokens, 16, heads, kv_heads), 16, causal=True, zigzag=16, machine=machine)
+    assert costs.strategy == strategy, costs.reason
+    assert re.search(says, costs.reason), costs.reason
+    if heads % 16:
+        assert costs.of["ulysses"].refused is not None
+
+
+def test_a_window_makes_the_ring_short():
+    costs = attention_costs(*shapes(1 << 20, 16), 16, causal=True, window=4096)
+    keys = 2 * (1 << 20) // 16 * 8 * 128
+    assert costs.of["ring"].bytes_sent == keys * (2 + 2 + 4)  # one hop, there and back, and the gradients home
+    assert costs.of["ring"].bytes_sent < costs.of["gathered"].bytes_sent / 14

@@ -1,0 +1,85 @@
+"""The TPU kernels of attention in the TPU interpreter, with race detection, against NumPy in float64."""
+
+import attention_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshpar_kernels import _compat, ring_attention
+from meshpar_kernels.attention import flash, tpu
+from meshpar_kernels.attention.flash import Keys, Queries, Softmax
+from meshpar_kernels.attention.masks import Mask
+
+RNG = np.random.default_rng(0)
+B, H, KV, D = 2, 2, 1, 128
+
+
+def draw(q_len, k_len, dtype=np.float32):
+    shapes = ((B, q_len, H, D), (B, k_len, KV, D), (B, k_len, KV, D), (B, q_len, H, D))
+    return [jnp.asarray(RNG.normal(size=s), dtype) for s in shapes]
+
+
+CASES = {
+    "causal": {"causal": True},
+    "everything": {"causal": True, "window": 90, "segments": True, "softcap": 3.0},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_gradients(case):
+    """Two heads that share keys, two blocks of queries and two of keys; without races."""
+    options = dict(CASES[case])
+    segments = options.pop("segments", False)
+    q, k, v, read = draw(256, 256)
+    ids = np.sort(RNG.integers(0, 4, (B, 256)), -1).astype(np.int32)
+    ids[0, 100:140] = 7  # out of order: no key before them is theirs
+
+    def attend(q, k, v):
+        seg = jnp.asarray(ids) if segments else None
+        return ring_attention(q, k, v, None, segment_ids=seg, implementation="pallas", **options)
+
+    with _compat.race_detection():
+        y, back = jax.vjp(attend, q, k, v)
+        got = jax.block_until_ready((y, *back(read)))
+    mask = {n: options[n] for n in ("causal", "window") if n in options}
+    extra = {"q_seg": ids, "k_seg": ids} if segments else {}
+    out, grads = oracle.attention(q, k, v, read, softcap=options.get("softcap"), **mask, **extra)
+    for name, a, b in zip("out d_q d_k d_v".split(), got, (out, *grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-5 * abs(b).max(), rtol=0, err_msg=name)
+
+
+def test_parts_of_a_longer_softmax_and_rows_that_see_nothing():
+    """As a ring calls it: keys from elsewhere, some positions before all of them, in bfloat16; the same as in chunks."""
+    q, k, v, read = draw(128, 256, jnp.bfloat16)
+    s = Softmax(Mask(causal=True), 0.1)
+    queries = Queries(q, jnp.arange(128, dtype=jnp.int32) + 192, None)
+    keys = Keys(k, v, jnp.concatenate([jnp.arange(128) + 512, jnp.arange(128) + 256]).astype(jnp.int32), None)
+    want = flash.forward(s, queries, keys)
+    lse = jnp.logaddexp(want[1], 1.0)  # other keys were seen elsewhere
+    dots = flash.row_dots(read, want[0])
+    with _compat.race_detection():
+        got = jax.block_until_ready(tpu.forward(s, queries, keys))
+        grads = jax.block_until_ready(tpu.backward(s, queries, keys, read, lse, dots))
+    assert not np.asarray(got[0])[:, :64].any()
+    assert (np.asarray(got[1])[:, :64] == -np.inf).all()
+    np.testing.assert_allclose(got[0], want[0], atol=2e-2)
+    np.testing.assert_allclose(got[1], want[1], atol=2e-3)
+    for a, b in zip(grads, flash.backward(s, queries, keys, read, lse, dots), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-2 * abs(b).max(), rtol=0)
+    assert not np.asarray(grads[1])[:, :128].any()  # nobody sees those
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "dtype", "says"),
+    [
+        ((100, 128), 128, jnp.float32, "100 queries and 128 keys on a device are no multiples of 128"),
+        ((128, 128), 64, jnp.float32, "head_dim is 64 and 64, no multiple of 128"),
+        ((128, 128), 128, jnp.float16, "operands are float16"),
+        ((512 * 512, 512 * 256), 128, jnp.bfloat16, "131072 blocks of scores are more than 65536"),
+    ],
+)
+def test_what_the_kernels_refuse(lengths, width, dtype, says):
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, width), dtype) for n in lengths)
+    with pytest.raises(NotImplementedError, match=says):
+        jax.eval_shape(lambda q, k: ring_attention(q, k, k, None, implementation="pallas"), q, k)

@@ -1,0 +1,177 @@
+"""Collectives on 8 devices against sums and blocks put together by NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from meshpar_kernels.collectives import all_gather, all_reduce, reduce_scatter
+from meshpar_kernels.collectives.api import ALGORITHMS
+
+P = PartitionSpec
+MESHES = {
+    "8": ((8,), ("a",), ("a",)),
+    "2x4": ((2, 4), ("a", "b"), ("a", "b")),
+    "4x2, major last": ((4, 2), ("a", "b"), ("b", "a")),
+    "2x2x2": ((2, 2, 2), ("a", "b", "c"), ("a", "b", "c")),
+    "6": ((6,), ("a",), ("a",)),
+    "3 of 2x3": ((2, 3), ("idle", "a"), ("a",)),
+    "1x8": ((1, 8), ("a", "b"), ("a", "b")),
+}
+
+
+def mesh_of(name):
+    shape, names, axes = MESHES[name]
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, names), axes
+
+
+def options_of(algorithm, axes):
+    return {"outer": axes[:1]} if algorithm == "hierarchical" else {}
+
+
+def every_device(function, mesh, axes, blocks, check_vma=True):
+    """`function` of blocks[group rank] on every device of the group: results by group rank, in idle axes the first."""
+    spec = P(axes if len(axes) > 1 else axes[0])
+    mapped = jax.shard_map(
+        lambda x: function(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
+    )
+    return np.asarray(jax.jit(mapped)(jnp.asarray(blocks)))
+
+
+def draw(mesh, axes, *shape, dtype=np.float32):
+    group = int(np.prod([mesh.shape[a] for a in axes]))
+    return np.random.default_rng(0).integers(-8, 8, (group, *shape)).astype(dtype)
+
+
+HERE = [a for a in ALGORITHMS if a != "pallas"]  # that one is tried in the interpreter
+CASES = [(a, "8") for a in HERE] + [(a, "2x4") for a in HERE] + [
+    (a, m) for m in list(MESHES)[2:] for a in ("ring", "doubling")
+] + [("hierarchical", "2x2x2"), ("one-way", "2x2x2"), ("staged", "4x2, major last"), ("direct", "6")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algorithm", "name"), CASES)
+def test_values(algorithm, name):
+    """Integers, so that sums are exact; blocks of 5 rows, which no number of colours divides."""
+    mesh, axes = mesh_of(name)
+    options = {"algorithm": algorithm, **options_of(algorithm, axes)}
+    x = draw(mesh, axes, 5, 3)
+    group = len(x)
+    # a result that is the same on all devices is made to vary over the idle axis too
+    gathered = every_device(lambda v: all_gather(v, axes, **options), mesh, axes, x, "idle" not in mesh.shape)
+    np.testing.assert_array_equal(gathered, np.broadcast_to(x.reshape(1, -1, 3), gathered.shape))
+    y = draw(mesh, axes, 5 * group, 3)
+    scattered = every_device(lambda v: reduce_scatter(v, axes, **options), mesh, axes, y, "idle" not in mesh.shape)
+    np.testing.assert_array_equal(scattered, y.sum(0).reshape(group, 5, 3))
+    summed = every_device(lambda v: all_reduce(v, axes, **options), mesh, axes, x, check_vma=False)
+    np.testing.assert_array_equal(summed, np.broadcast_to(x.sum(0), summed.shape))
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring"])
+def test_another_dimension(algorithm):
+    mesh, axes = mesh_of("2x4")
+    x = draw(mesh, axes, 2, 6, 3)
+    got = every_device(lambda v: all_gather(v, axes, axis=1, algorithm=algorithm), mesh, axes, x)
+    np.testing.assert_array_equal(got[0], np.concatenate(list(x), axis=1))
+    y = draw(mesh, axes, 2, 3, 16)
+    got = every_device(lambda v: reduce_scatter(v, axes, axis=-1, algorithm=algorithm), mesh, axes, y)
+    np.testing.assert_array_equal(got, np.stack(np.split(y.sum(0), 8, axis=-1)))
+
+
+@pytest.mark.parametrize("shape", [(17, 3), (17, 2, 3), (16,), (1, 1)])
+def test_blocks_that_colours_do_not_divide(shape):
+    """Padded rows, three dimensions, one, and blocks smaller than the number of colours."""
+    mesh, axes = mesh_of("2x4")
+    x, y = draw(mesh, axes, *shape), draw(mesh, axes, 8 * shape[0], *shape[1:])
+    got = every_device(lambda v: all_gather(v, axes, algorithm="ring"), mesh, axes, x)
+    np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, *shape[1:]), got.shape))
+    got = every_device(lambda v: reduce_scatter(v, axes, algorithm="ring"), mesh, axes, y)
+    np.testing.assert_array_equal(got, y.sum(0).reshape(8, *shape))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "one-way"])
+def test_lines(algorithm):
+    """Axes that do not wrap around: nothing is sent from an end to the other."""
+    mesh, axes = mesh_of("2x4")
+    options = {"algorithm": algorithm, "rings": (True, False)}
+    x = draw(mesh, axes, 4, 3)
+    got = every_device(lambda v: all_gather(v, axes, **options), mesh, axes, x)
+    np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, 3), got.shape))
+    y = draw(mesh, axes, 32, 3)
+    got = every_device(lambda v: reduce_scatter(v, axes, **options), mesh, axes, y)
+    np.testing.assert_array_equal(got, y.sum(0).reshape(8, 4, 3))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "doubling", "one-way", "direct"])
+def test_sums_are_the_same_on_all_devices(algorithm):
+    """Bit for bit, where the order of a sum matters."""
+    mesh, axes = mesh_of("2x4")
+    x = np.random.default_rng(1).normal(size=(8, 1000)).astype(np.float32)
+    got = every_device(lambda v: all_reduce(v, axes, algorithm=algorithm), mesh, axes, x)
+    np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
+    np.testing.assert_allclose(got[0], x.astype(np.float64).sum(0), atol=1e-5)
+
+
+def test_sums_of_bfloat16_are_rounded_once_a_hop():
+    mesh, axes = mesh_of("8")
+    x = np.random.default_rng(1).normal(size=(8, 8)).astype(jnp.bfloat16)
+    got = every_device(lambda v: reduce_scatter(v, axes, algorithm="one-way"), mesh, axes, x)
+    exact = x.astype(np.float32).sum(0)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        got[:, 0].astype(np.float32), exact, atol=7 * 2**-8 * np.abs(x).astype(np.float32).sum(0).max()
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["native", "staged", "hierarchical", "ring", "direct"])
+def test_gradients(algorithm):
+    """Each is linear: <dL/dy, f(x)> over all devices is <gradient, x>."""
+    mesh, axes = mesh_of("2x4")
+    options = {"algorithm": algorithm, **options_of(algorithm, axes)}
+    x, y, z = draw(mesh, axes, 2, 3), draw(mesh, axes, 16, 3), draw(mesh, axes, 2, 3)
+    functions = {
+        "gather": (lambda v: all_gather(v, axes, **options), x, y),
+        "scatter": (lambda v: reduce_scatter(v, axes, **options), y, x),
+        "reduce": (lambda v: all_reduce(v, axes, **options), x, z),
+    }
+    for name, (function, operand, cotangent) in functions.items():
+        spec = P(axes)
+        value = every_device(function, mesh, axes, operand, check_vma=False)
+
+        def pull(v, c, function=function):
+            return jax.vjp(function, v[0])[1](c[0])[0][None]
+
+        mapped = jax.shard_map(pull, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+        gradient = np.asarray(jax.jit(mapped)(operand, cotangent))
+        assert gradient.shape == operand.shape
+        assert (value * cotangent).sum() == (gradient * operand).sum(), name
+
+
+def test_bad_input():
+    mesh, axes = mesh_of("2x4")
+    x = draw(mesh, axes, 12, 3)
+
+    def run(function):
+        every_device(function, mesh, axes, x)
+
+    with pytest.raises(ValueError, match="no algorithm 'rings'; there are 'native', 'staged'"):
+        run(lambda v: all_gather(v, axes, algorithm="rings"))
+    with pytest.raises(ValueError, match=r"dimension 0 of x\[12, 3\] is no multiple of the 8 devices of a, b"):
+        run(lambda v: reduce_scatter(v, axes))
+    with pytest.raises(ValueError, match="several different ones"):
+        run(lambda v: all_gather(v, ("a", "a")))
+    with pytest.raises(ValueError, match="rings says of 1 axes"):
+        run(lambda v: all_gather(v, axes, rings=(True,)))
+    with pytest.raises(ValueError, match="has no dimension 2"):
+        run(lambda v: all_gather(v, axes, axis=2))
+    for options in ({"algorithm": "hierarchical"}, {"outer": ("a",)}, {"algorithm": "hierarchical", "outer": ("z",)}):
+        with pytest.raises(ValueError, match="'hierarchical' needs outer="):
+            run(lambda v, options=options: all_gather(v, axes, **options))
+
+
+def test_outside_of_shard_map_it_refuses():
+    mesh, axes = mesh_of("8")
+    x = jax.device_put(jnp.zeros((8, 2)), jax.sharding.NamedSharding(mesh, P("a")))
+    with pytest.raises(ValueError, match=r"jax\.shard_map"):
+        all_gather(x, axes)

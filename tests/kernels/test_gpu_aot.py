@@ -1,0 +1,116 @@
+"""Facts from the real CUDA compiler, without a GPU. `benchmarks/gpu.py --compile-only` prints all of them."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def has_cuda() -> bool:
+    """Whether JAX's CUDA plugin is installed, with or without a GPU."""
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)) if _plugins() else False
+
+
+def _plugins() -> bool:
+    return importlib.util.find_spec("jax_plugins") is not None
+
+
+needs_cuda = pytest.mark.skipif(
+    not has_cuda(), reason="needs the CUDA compiler, which is in JAX's plugin: pip install jax-cuda12-plugin"
+)
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """`benchmarks/gpu.py` as a module."""
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", ROOT / "benchmarks" / "gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TARGETS = ["sm_90a", "sm_100a"]
+SHAPES = [
+    "g64",
+    *(
+        pytest.param(shape, marks=pytest.mark.slow)
+        for shape in ("mixtral-8x7b-up", "mixtral-8x7b-down", "deepseek-v3-up", "deepseek-v3-down")
+    ),
+]
+
+
+@needs_cuda
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_grouped_matmul_spills_nothing_and_needs_no_memory(gpu, shape, target):
+    kernels = ["forward", "d lhs", "d rhs"] + (["swiglu"] if shape.endswith("-up") else [])
+    for kernel in kernels:
+        facts = gpu.compile_facts(kernel, shape, target)
+        assert facts["temp"] < 1 << 20, facts
+        assert facts["spills"] == 0, facts
+        assert facts["registers"] <= (168 if target == "sm_90a" else 255), facts  # at the start, for all warpgroups
+
+
+@needs_cuda
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
+def test_routing_has_no_large_temporary(gpu, model):
+    """`route` beyond its logits; the kernel of `permute` and `combine`, given its rows, none."""
+    from meshpar_kernels.shapes import MODELS
+
+    logits = 8192 * MODELS[model].experts * 4
+    assert gpu.compile_facts("route", model, "sm_90a")["temp"] <= max(logits // 8, 64 << 10)
+    for kernel in ("permute", "combine"):
+        facts = gpu.compile_facts(kernel, model, "sm_90a")
+        assert facts["temp"] == 0
+        assert facts.get("spills", 0) == 0
+
+
+def test_what_the_assembler_says_is_read(gpu):
+    """Of our kernels only, and the most of each."""
+    text = """
+ptxas info    : Compiling entry function 'meshpar_a' for 'sm_90a'
+    0 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+ptxas info    : Compiling entry function 'fusion' for 'sm_90a'
+    0 bytes stack frame, 99 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 255 registers
+ptxas info    : Compiling entry function 'meshpar_b' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers
+"""
+    assert gpu.ptxas_facts(text) == {"spills": 16, "registers": 168}
+    assert gpu.ptxas_facts("nothing") == {}
+
+
+def test_a_process_that_dies_or_hangs_is_a_reason(gpu, tmp_path, monkeypatch):
+    script = tmp_path / "dies.py"
+    script.write_text("import sys, time\nprint('ROW {\"name\": \"a\"}', flush=True)\nif sys.argv[1] == 'hang':\n"
+                      "    time.sleep(60)\nsys.exit('illegal memory access')\n")  # fmt: skip
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    rows, text = gpu.run_process(["die"], {}, 20)
+    assert rows == [{"name": "a"}]
+    assert gpu.reason(text) == "illegal memory access | exit 1"
+    assert "took longer than 0.5 s" in gpu.run_process(["hang"], {}, 0.5)[1]
+
+
+def test_rows_are_printed_with_what_was_measured(gpu):
+    machine = {"peak": 800.0, "copy": 4000.0}
+    row = {"kernel": "forward", "shape": "g64", "load": "even", "name": "meshpar", "flops": 8e12, "bytes": 2e10}
+    words = gpu.measured_line(row | {"seconds": 0.02, "error": 0.001}, machine, 0.01).split()
+    assert words[4:] == ["20.000", "400", "50%", "1000", "25%", "2.00", "1.0e-03"]
+    assert "out of memory" in gpu.measured_line(row | {"failed": "out of memory"}, machine, None)
+
+
+def test_without_a_gpu_it_says_so(gpu):
+    """And compiles nothing here, as no case has this name."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--only", "no such case"]
+    done = subprocess.run(command, capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu"}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "There is no GPU that JAX can use here" in done.stdout
+    assert "Compiled only: nothing was run" in done.stdout

@@ -1,0 +1,200 @@
+"""The GPU kernels of grouped matmul in JAX's GPU interpreter, with race detection, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import numpy as np
+import pytest
+from kernel_cases import SIZES
+
+from meshpar_kernels import _compat, grouped_matmul, grouped_matmul_transpose
+from meshpar_kernels.grouped_matmul import gpu, hopper, schedule
+from meshpar_kernels.grouped_matmul.gpu_parts import Tile
+
+RNG = np.random.default_rng(4)
+M, K, N, G = 200, 72, 136, 4
+UNEVEN = [129, 0, 30, 21]
+BF16 = jnp.dtype(jnp.bfloat16)
+
+interpreted = pytest.mark.skipif(
+    not _compat.has_gpu_interpreter(), reason="the interpreter for Mosaic GPU kernels came with jax 0.11"
+)
+
+
+@pytest.fixture(autouse=True)
+def two_multiprocessors(monkeypatch):
+    """Each is a thread of the interpreter for every warpgroup."""
+    monkeypatch.setattr(gpu, "MULTIPROCESSORS", {9: 2, 10: 2})
+
+
+def normal(*shape, dtype=BF16):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+def run(function, *args, **options):
+    with _compat.gpu_race_detection():
+        return jax.block_until_ready(function(*args, implementation="pallas", **options))
+
+
+def close(got, want):
+    """bfloat16 keeps eight bits."""
+    scale = np.abs(want).max() or 1.0
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=1e-2 * scale, rtol=0)
+
+
+CASES = {
+    "plain": {},
+    "everything": {
+        "activation": "swiglu",
+        "transpose_rhs": True,
+        "row_scale": normal(M, dtype=jnp.float32),
+        "group_offset": 1,
+    },
+}
+
+
+def on(architecture, monkeypatch):
+    """Trace for another GPU than the interpreter's Hopper."""
+    monkeypatch.setattr(_compat, "gpu_architecture", lambda: architecture)
+    jax.clear_caches()
+
+
+both_kernels = pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=["hopper", "blackwell"])
+
+
+@interpreted
+@both_kernels
+@pytest.mark.parametrize("name", CASES)
+def test_grouped_matmul(name, architecture, monkeypatch):
+    """K and N that fill no tile, groups that end within one, NaN in the rows of no group."""
+    on(architecture, monkeypatch)
+    options = CASES[name]
+    groups = 2 if "group_offset" in options else G
+    wide = 2 * N if "activation" in options else N
+    rhs = normal(groups, wide, K) if options.get("transpose_rhs") else normal(groups, K, wide)
+    lhs = normal(M, K).at[sum(UNEVEN) :].set(jnp.nan)
+    got = run(grouped_matmul, lhs, rhs, jnp.asarray(UNEVEN), **options)
+    assert got.dtype == BF16
+    close(got, oracle.grouped_matmul(lhs, rhs, UNEVEN, **options))
+
+
+@interpreted
+@both_kernels
+def test_transpose(architecture, monkeypatch):
+    """The next group's rows in the last step are masked, in both operands."""
+    on(architecture, monkeypatch)
+    lhs, rhs = (normal(M, width).at[sum(UNEVEN) :].set(jnp.nan) for width in (K, N))
+    scale = normal(M, dtype=jnp.float32)
+    got = run(grouped_matmul_transpose, lhs, rhs, jnp.asarray(UNEVEN), row_scale=scale)
+    close(got, oracle.grouped_matmul_transpose(lhs, rhs, UNEVEN, row_scale=scale))
+    np.testing.assert_array_equal(np.asarray(got[1], np.float32), 0)
+
+
+@interpreted
+@both_kernels
+def test_odd_sizes(architecture, monkeypatch):
+    """Sizes beyond the 40 rows, which are less than a tile."""
+    on(architecture, monkeypatch)
+    sizes = SIZES["too many"]
+    lhs, rhs, grad = normal(40, 24), normal(G, 24, 72), normal(40, 72)
+    close(run(grouped_matmul, lhs, rhs, jnp.asarray(sizes)), oracle.grouped_matmul(lhs, rhs, sizes))
+    got = run(grouped_matmul_transpose, lhs, grad, jnp.asarray(sizes))
+    close(got, oracle.grouped_matmul_transpose(lhs, grad, sizes))
+
+
+@interpreted
+def test_float32_results_keep_float32_sums():
+    lhs, rhs = normal(40, 512), normal(1, 512, 64)
+    got = run(grouped_matmul, lhs, rhs, jnp.asarray([40]), out_dtype=jnp.float32)
+    want = oracle.grouped_matmul(lhs, rhs, [40])
+    np.testing.assert_allclose(np.asarray(got), want, atol=1e-5 * np.abs(want).max())
+
+
+@interpreted
+def test_a_missing_wait_is_a_race(monkeypatch):
+    """The interpreter would tell: without waiting for `empty`, a stage is overwritten while it is read."""
+    load = hopper._load
+
+    def careless(gpu, step, steps, stages, full, empty, copies):
+        return load(gpu, step, steps, 1 << 20, full, empty, lambda i, _, __: copies(i, i % stages, full.at[i % stages]))
+
+    monkeypatch.setattr(hopper, "_load", careless)
+    jax.clear_caches()
+    with pytest.raises(Exception, match=r"(?i)race|barrier"):
+        run(grouped_matmul, normal(40, 1024), normal(1, 1024, 64), jnp.asarray([40]))
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("rows", [40, 200])
+@pytest.mark.parametrize("name", SIZES)
+def test_spans_meet_every_row_once(name, rows):
+    """Also that no visit leaves the array or mixes groups."""
+    tile = 16
+    bounds = schedule.group_bounds(jnp.asarray(SIZES[name]), rows, None, G)
+    spans = schedule.visit_spans(bounds, rows, tile)
+    number = int(spans.number[0])
+    assert number <= spans.first.shape[0] == -(-rows // tile) + G + 1
+    group = oracle.group_of_row(SIZES[name], rows)
+    met = np.zeros(rows, int)
+    for first, low, high, g, live in zip(*(np.asarray(x)[:number] for x in spans[:5]), strict=True):
+        assert 0 <= first <= rows - tile
+        assert 0 <= low < high <= tile
+        met[first + low : first + high] += 1
+        assert (group[first + low : first + high] == (g if live else -1)).all()
+    np.testing.assert_array_equal(met, 1)
+
+
+def test_executed_rows():
+    """Whole tiles of a full group; of an incomplete one the parts that hold rows."""
+    assert schedule.executed_span_rows([128, 128], 256, 128, 64) == 256
+    assert schedule.executed_span_rows([129, 1], 256, 128, 64) == 128 + 64 + 64
+    assert schedule.executed_span_rows([0, 40], 40, 128, 64) == 64
+
+
+def test_tiles():
+    assert gpu.pick_tile(2048, 2) == Tile(128, 256, 64, 4)
+    assert gpu.pick_tile(1408, 2).n == 256  # 9 % of empty columns
+    assert gpu.pick_tile(384, 2).n == 128
+    assert gpu.pick_tile(2048, 2, halves=2).n == 128
+
+
+def refuses(words, *, dtype=BF16, k=K, tile=None, **options):
+    arguments = (jnp.zeros((8, k), dtype), jnp.zeros((G, k, 64), dtype), jnp.zeros(G, int))
+    with pytest.raises(NotImplementedError, match=words):
+        grouped_matmul(*arguments, implementation="pallas_gpu", tile=tile, **options)
+
+
+def test_refusals_carry_the_reason(monkeypatch):
+    refuses(r"float32; the tensor cores.*(.|\n)*These can: pallas_tpu, xla, reference", dtype=jnp.float32)
+    refuses("K=12: rows of 24 bytes are no multiple of 16", k=12)
+    refuses(r"tile \(64, 64, 64\): the kernel takes 128 rows", tile=(64, 64, 64))
+    refuses("two stages of it do not fit", tile=(128, 512, 256))
+    refuses("the result is float64|the result is int32", out_dtype=jnp.int32)
+    monkeypatch.setattr(_compat, "gpu_architecture", lambda: (8, 0))
+    refuses("the GPU is sm_80; there is a kernel for sm_90a and sm_100a")
+
+
+def test_without_a_gpu_hopper_is_assumed():
+    """As JAX does, when it lowers for a GPU on a machine that has none."""
+    assert _compat.gpu_architecture() == (9, 0)
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert _compat.gpu_architecture() == (9, 0)
+
+
+def test_the_mesh_says_which_gpu():
+    for kind, capability in (("NVIDIA B200", (10, 0)), ("NVIDIA H100 80GB HBM3", (9, 0)), ("TPU v5e", (9, 0))):
+        device = jax.sharding.AbstractDevice(kind, 1, "gpu")
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+            assert _compat.gpu_architecture() == capability
+
+
+def test_lowered_for_a_gpu_the_kernel_is_taken():
+    """And what it does not take goes to the loop, without a word of it in the program."""
+
+    def text(dtype):
+        arguments = (jnp.zeros((128, 64), dtype), jnp.zeros((1, 64, 64), dtype), jnp.asarray([128]))
+        return jax.jit(grouped_matmul).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "mosaic_gpu" in text(jnp.bfloat16)
+    assert "mosaic_gpu" not in text(jnp.float32)
+    assert "stablehlo.while" in text(jnp.float32)

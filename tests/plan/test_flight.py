@@ -1,0 +1,62 @@
+"""Collectives under way: weights that are sent for while the product before them runs, gradients while the one after them does."""
+
+import jax
+import jax.numpy as jnp
+
+import meshpar as mp
+from meshpar.plan.flight import ahead_of, in_flight
+from meshpar.plan.memory import kinds_of
+
+ROWS, EMBED, MLP = 16, 32, 64
+F32 = 4
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def loss(params, x):
+    return ((x @ params["up"]) @ params["down"]).sum()
+
+
+def step(params, x):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+
+PARAMS = {"up": array(EMBED, MLP), "down": array(MLP, EMBED)}
+DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
+
+
+def planned(fn, layout="batch: data; embed: data"):
+    return mp.plan(fn, PARAMS, array(ROWS, EMBED), mesh="data=4", topology="v5e:2x2", layout=layout, dims=DIMS)
+
+
+def beside(plan):
+    """(kernel, bytes under way beside it)."""
+    flying = in_flight(plan.kernels, kinds_of(plan))
+    return [(k, sum(i.bytes for i in items)) for k, items in zip(plan.kernels.kernels, flying, strict=True)]
+
+
+def test_a_weight_is_sent_for_while_the_product_before_it_runs():
+    found = beside(planned(lambda params, x: loss(params, x)))
+    products = [n for k, n in found if k.products]
+    assert products[:2] == [F32 * EMBED * MLP, 0]  # `down` comes beside the first; nothing beside the last
+
+
+def test_a_gradient_is_sent_while_the_product_after_it_runs():
+    plan = planned(step)
+    assert {c.op for c in plan.collectives} == {"all-gather", "reduce-scatter"}
+    whole = F32 * EMBED * MLP  # of `down`, as every device has made it for its rows
+    sums = [k for k in plan.kernels.kernels if k.name == "move!" and k.reads[0].bytes == whole]
+    flying = in_flight(plan.kernels, kinds_of(plan))
+    first = plan.kernels.kernels.index(sums[0])
+    after = next(i for i, k in enumerate(plan.kernels.kernels) if i > first and k.products)
+    assert sums[0].reads[0] in flying[after]
+    assert all(sums[0].reads[0] not in items for items in flying[after + 1 :])
+
+
+def test_what_a_product_made_cannot_be_sent_for_ahead():
+    plan = planned(loss, layout="mlp: data")
+    (summed,) = [k for k in plan.kernels.kernels if k.name == "move!"]
+    assert not ahead_of(plan.kernels)(summed)
+    assert all(n == 0 for _, n in beside(plan))

@@ -1,0 +1,54 @@
+"""Golden plans of real models on real slices: planned anew, they send, hold and take what they did.
+
+``python benchmarks/agreement.py --golden`` writes them; the same command without ``--golden`` compares these plans with compilers.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def load():
+    path = Path(__file__).parents[2] / "benchmarks" / "agreement.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_agreement", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+agreement = load()
+BY_NAME = {t.name: t for t in agreement.TRIPLES}
+QUICK = [
+    "llama3_8b fsdp by cost v5p:4x4x8",
+    "llama3_8b fsdp+tensor v5e:16x16",
+    "llama3_8b fsdp+tensor+sequence v6e:16x16",
+    "llama3_8b zero1 v5p:4x4x8",
+    "llama3_70b fsdp+tensor+sequence v5p:4x4x8",
+    "llama3_70b fsdp tpu7x:4x4x4",
+    "mixtral_8x7b fsdp+expert v5e:16x16",
+    "mixtral_8x7b fsdp tpu7x:4x4x4",
+    "deepseek_16b fsdp+expert v5p:4x4x8",
+    "deepseek_671b fsdp+expert v5p:8x8x8",
+    "resnet50 data v5e:4x4",
+]
+SLOW = [name for name in BY_NAME if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+def test_a_plan_is_as_it_was(name):
+    golden = json.loads(agreement.golden_path(BY_NAME[name]).read_text())
+    found = json.loads(json.dumps(agreement.summary(BY_NAME[name].plan())))
+    assert found.pop("collectives") == golden.pop("collectives")
+    assert found.keys() == golden.keys()
+    assert found["held"] == pytest.approx(golden["held"], rel=1e-6)
+    for part in ("memory", "seconds"):
+        assert found[part] == pytest.approx(golden[part], rel=1e-6), part
+
+
+def test_every_golden_plan_is_of_a_triple_and_every_triple_has_one():
+    written = {path.name for path in agreement.GOLDEN.glob("*.json")}
+    assert written == {agreement.golden_path(t).name for t in agreement.TRIPLES}
+    assert len(written) == len(agreement.TRIPLES) >= 40

@@ -1,0 +1,81 @@
+"""Policies for ``jax.checkpoint``: what is recomputed, and what a collective gave and is kept."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshpar as mp
+
+LAYERS, BATCH, SEQ, EMBED, MLP = 3, 8, 16, 32, 64
+LAYOUT = "batch: data; mlp: model; seq: model"
+DIMS = {"params/up": "layers embed mlp", "params/down": "layers mlp embed", "x": "batch seq embed"}
+RNG = np.random.default_rng(0)
+
+
+def loss(params, x, policy):
+    def layer(x, p):
+        y = mp.rename(jnp.tanh(x), seq="block_seq")
+        y = mp.rename(jax.nn.gelu(y @ p["up"]) @ p["down"], block_seq="seq")
+        return x + jnp.tanh(y), None
+
+    return (jax.lax.scan(jax.checkpoint(layer, policy=policy), x, params)[0] ** 2).mean()
+
+
+def arguments():
+    params = {"up": RNG.normal(size=(LAYERS, EMBED, MLP)) / 8, "down": RNG.normal(size=(LAYERS, MLP, EMBED)) / 8}
+    return jax.tree.map(jnp.float32, params), jnp.float32(RNG.normal(size=(BATCH, SEQ, EMBED)))
+
+
+def sent(policy, mesh, layout=LAYOUT):
+    plan = mp.plan(
+        lambda params, x: jax.grad(loss)(params, x, policy), *arguments(), mesh=mesh, layout=layout, dims=DIMS
+    )
+    found = Counter()
+    for c in plan.collectives:
+        if c.axes == ("model",):
+            found[c.op] += c.count
+    return found, plan
+
+
+def test_what_a_collective_gave_is_not_sent_for_again(mesh):
+    again, _ = sent(None, mesh)
+    kept, _ = sent(mp.checkpoint_policies.collectives_saveable, mesh)
+    # forward and backward: one gather into the block and one sum out of it, each
+    assert kept == {"all-gather": 2 * LAYERS, "reduce-scatter": 2 * LAYERS}
+    # run again, the block gathers its input once more, and sums its output, which the tanh after it needs
+    assert again == {"all-gather": 3 * LAYERS, "reduce-scatter": 3 * LAYERS}
+
+
+def test_what_is_kept_is_held(mesh):
+    _, again = sent(None, mesh)
+    _, kept = sent(mp.checkpoint_policies.collectives_saveable, mesh)
+    whole, part = (
+        4 * BATCH // 4 * SEQ * EMBED,
+        4 * BATCH // 4 * SEQ // 2 * EMBED,
+    )  # bytes of a layer: gathered, scattered
+    more = kept.memory.by_kind["saved activations"] - again.memory.by_kind["saved activations"]
+    assert more == LAYERS * (whole + part)
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_the_gradients_are_those_of_the_unsharded_run(mesh, lowering):
+    params, x = arguments()
+    policy = mp.checkpoint_policies.collectives_saveable
+    step = mp.jit(
+        lambda params, x: jax.grad(loss)(params, x, policy), mesh=mesh, layout=LAYOUT, dims=DIMS, lowering=lowering
+    )
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.float64(a)), (params, x))
+        expected = jax.grad(loss)(*wide, None)
+    for name, found in step(params, x).items():
+        np.testing.assert_allclose(found, expected[name], rtol=2e-5, atol=1e-7)
+
+
+def test_without_a_layout_a_policy_changes_nothing():
+    params, x = arguments()
+    kept = jax.grad(loss)(params, x, mp.checkpoint_policies.collectives_saveable)
+    for name, g in jax.grad(loss)(params, x, None).items():
+        np.testing.assert_allclose(kept[name], g, rtol=1e-6, atol=1e-8)

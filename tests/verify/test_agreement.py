@@ -1,0 +1,120 @@
+"""Plans beside compiled programs: what counts as equal, which differences are merged collectives, stages of the torus, ranks."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+from meshpar.plan import Collective
+from meshpar.verify.agreement import (
+    Difference,
+    by_kind,
+    compiled_sends,
+    differences,
+    figures,
+    kernel_seconds,
+    planned_sends,
+    rank_correlation,
+    ranks,
+    stage_bytes,
+)
+from meshpar.verify.hlo import HloCollective
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def planned(layout="rows: data; inner: model", **kwargs):
+    how = {"mesh": "data=4, model=4", "topology": "v5e:4x4", **kwargs}
+    return mp.plan(lambda a, b: a @ b, array(64, 32), array(32, 16), layout=layout,
+                   dims={"a": "rows inner", "b": "inner columns"}, **how)  # fmt: skip
+
+
+def found(op, members, size, count):
+    return HloCollective(op, len(members), members, "", size, count, False, "x", "", "")
+
+
+SUM = (
+    2 * 4 * (64 // 4 * 16) * 3 / 4
+)  # bytes of the one collective of `planned`: an all-reduce of f32[16, 16] over model
+
+
+def test_a_program_that_sends_what_the_plan_lists_has_no_differences():
+    assert planned_sends(planned()) == {("all-reduce", ("model",), SUM, False): 1}
+    assert differences(planned(), [found("all-reduce", (0, 1, 2, 3), SUM, 1)]) == []
+
+
+@pytest.mark.parametrize(
+    ("members", "size", "count"), [((0, 4, 8, 12), SUM, 1), ((0, 1, 2, 3), SUM / 2, 1), ((0, 1, 2, 3), SUM, 2)]
+)
+def test_other_axes_sizes_and_counts_differ(members, size, count):
+    got = differences(planned(), [found("all-reduce", members, size, count)])
+    assert got
+    assert not any(d.merged for d in got)
+
+
+def test_a_difference_says_what_is_sent_more():
+    (d,) = differences(planned(), [found("all-reduce", (0, 1, 2, 3), SUM, 3)])
+    assert d == Difference("all-reduce", ("model",), SUM, 1, 3)
+    assert d.total_bytes == 2 * SUM
+    assert str(d) == "all-reduce over model of 1536 bytes: 1 planned, 3 compiled"
+    assert by_kind([d, d]) == {"all-reduce": (2, 6, 4 * SUM)}
+
+
+def test_fewer_of_the_same_are_merged_and_none_are_missing():
+    assert Difference("all-gather", ("data",), 8.0, 3, 1).merged
+    assert not Difference("all-gather", ("data",), 8.0, 3, 0).merged
+    assert not Difference("all-gather", ("data",), 8.0, 1, 3).merged
+
+
+def test_a_loop_of_unknown_length_is_not_one_that_runs_once():
+    sends = compiled_sends([found("all-reduce", (0, 1, 2, 3), SUM, None)], {"data": 4, "model": 4})
+    assert sends == {("all-reduce", ("model",), SUM, True): 1}
+
+
+def test_what_a_loop_of_unknown_length_has_more_of_are_further_rounds():
+    once, again = (found("all-reduce", (0, 1, 2, 3), SUM, n) for n in (1, None))
+    (d,) = differences(planned(), [once, again])
+    assert (d.planned, d.compiled, d.further) == (0, 1, True)
+    (d,) = differences(planned(), [once, found("all-reduce", (0, 1, 2, 3), SUM / 2, None)])
+    assert not d.further
+
+
+def test_a_staged_reduce_scatter_is_one_for_each_torus_dimension():
+    plan = planned("columns: data", mesh="data=16", topology="v5p:2x2x4")
+    assert sorted(s.size for s in plan.torus["data"]) == [2, 2, 4]
+    sent = 4 * 64 * 16 * 15 / 16  # V = 4096 bytes
+    staged = Collective("reduce-scatter", ("data",), "x", "rows", (64, 16), "float32", sent, 1, "", form="staged")
+    volume, expected = 4096.0, []
+    for stage in plan.torus["data"]:  # each has what the ones before it left
+        expected.append(volume * (stage.size - 1) / stage.size)
+        volume /= stage.size
+    assert stage_bytes(staged, plan) == expected
+    assert sum(expected) == sent
+
+
+def test_figures_need_a_plan():
+    memory = mp.verify.aot.Memory(1, 0, 0, 0, 1, 0)
+    by_hand = mp.Compiled("step", "v5e:4x4", "fast", memory, None, None, None, 0.0, False, None)
+    with pytest.raises(ValueError, match="step was compiled without a plan"):
+        figures(by_hand)
+
+
+def test_seconds_of_kernels_leave_communication_out():
+    plan = planned()
+    assert plan.time is not None
+    assert kernel_seconds(plan) == pytest.approx(sum(o.seconds for o in plan.time.ops))
+    assert kernel_seconds(planned(topology=None)) is None
+
+
+def test_rank_correlation_by_hand():
+    assert ranks([3.0, 1.0, 3.0, 2.0]) == [2.5, 0.0, 2.5, 1.0]
+    assert rank_correlation([1, 2, 3], [10, 200, 3000]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert rank_correlation([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(0.8)  # 1 - 6·2 / (4·15)
+    assert math.isnan(rank_correlation([1], [1]))
+    with pytest.raises(ValueError, match="2 values beside 1"):
+        rank_correlation([1, 2], [1])
