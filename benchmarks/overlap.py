@@ -51,6 +51,7 @@ def measure(name: str, form: str) -> dict:
     )  # fmt: skip
     exposed = compiled.exposed
     plan = compiled.plan
+    assert exposed is not None
     return {
         "case": name, "form": form, "cycles": compiled.cycles, "peak": compiled.memory.peak,
         "exposed": exposed.seconds, "in_layers": exposed.in_loops,
