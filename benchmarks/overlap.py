@@ -51,9 +51,11 @@ def measure(name: str, form: str) -> dict:
     )  # fmt: skip
     exposed = compiled.exposed
     plan = compiled.plan
+    assert exposed is not None
     return {
         "case": name, "form": form, "cycles": compiled.cycles, "peak": compiled.memory.peak,
-        "exposed": exposed.seconds, "sent": exposed.sent, "compute": exposed.compute, "products": exposed.products,
+        "exposed": exposed.seconds, "in_layers": exposed.in_loops,
+        "sent": exposed.sent, "compute": exposed.compute, "products": exposed.products,
         "by_kind": exposed.by_kind, "bytes": compiled.bytes_sent,
         "pairs": [o.to_dict() for o in plan.overlaps] if plan is not None else [],
         "took": time.monotonic() - began,
@@ -61,16 +63,19 @@ def measure(name: str, form: str) -> dict:
 
 
 def show(rows: list[dict]) -> None:
-    print("| case | form | exposed | sent | compute | products, cycles | all cycles | peak memory | exposed of jit's |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| case | form | exposed, in layers | of jit's | exposed, all | sent | compute | both | products, cycles | peak memory |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     right = asked = 0
     for case in dict.fromkeys(r["case"] for r in rows):
         mine = {r["form"]: r for r in rows if r["case"] == case}
         jit = mine.get("jit")
         for form, r in mine.items():
-            part = f"{r['exposed'] / jit['exposed']:.2f}" if jit and jit["exposed"] else ""
-            print(f"| {case} | {form} | {1e3 * r['exposed']:.2f} ms | {1e3 * r['sent']:.2f} ms | {1e3 * r['compute']:.2f} ms | "
-                  f"{r['products']:.3g} | {r['cycles']:.3g} | {r['peak'] / 2**30:.2f} GiB | {part} |")  # fmt: skip
+            part = f"{r['in_layers'] / jit['in_layers']:.2f}" if jit and jit["in_layers"] else ""
+            print(f"| {case} | {form} | {1e3 * r['in_layers']:.2f} ms | {part} | {1e3 * r['exposed']:.2f} ms | "
+                  f"{1e3 * r['sent']:.2f} ms | {1e3 * r['compute']:.2f} ms | {1e3 * (r['exposed'] + r['compute']):.2f} ms | "
+                  f"{r['products']:.4g} | {r['peak'] / 2**30:.2f} GiB |")  # fmt: skip
         if {"xla", "ring", "auto"} <= set(mine):
             step = {f: mine[f]["exposed"] + mine[f]["compute"] for f in ("xla", "ring", "auto")}
             asked += 1

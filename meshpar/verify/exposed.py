@@ -36,6 +36,7 @@ class Exposed:
       sent: of all communication, were it one after the other.
       compute: of what computes.
       products: cycles of what holds matrix products.
+      in_loops: of ``seconds``, those inside loops: of scanned layers, without what stands before and after them.
       by_kind: exposed seconds by kind of collective, asynchronous ones as ``all-gather (async)``.
     """
 
@@ -43,6 +44,7 @@ class Exposed:
     sent: float = 0.0
     compute: float = 0.0
     products: float = 0.0
+    in_loops: float = 0.0
     by_kind: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -59,6 +61,7 @@ class Exposed:
         self.sent += other.sent * times
         self.compute += other.compute * times
         self.products += other.products * times
+        self.in_loops += other.in_loops * times
         for kind, n in other.by_kind.items():
             self.by_kind[kind] = self.by_kind.get(kind, 0.0) + n * times
 
@@ -185,6 +188,7 @@ class _Timeline:
             body = scope.inner(i.attribute("body"), [lambda: fixed.get])
             if body is not None:
                 out.add(self.run(body), 1 if trips is None else trips)
+            out.in_loops = out.seconds
             return out
         names = branches_of(i) if i.opcode == "conditional" else [i.called or ""]
         arguments = [] if i.opcode == "conditional" else [lambda x=x: scope.value(x) for x in i.operands]
