@@ -117,7 +117,9 @@ def time_of(plan: Plan, chip: Chip, region: Region) -> Time:
         if node.regions:
             continue
         flops = sum(padded_flops(op, plan, chip.lanes) for op in node.products)
-        if node.op is not None and node.name == node.op.name:  # the kernel itself, and no move of what it takes or gives
+        if (
+            node.op is not None and node.name == node.op.name
+        ):  # the kernel itself, and no move of what it takes or gives
             flops += local_opaque_flops(node.op, plan)
         traffic = 0.0
         if node.name not in ("move!", "leave!"):
