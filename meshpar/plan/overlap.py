@@ -159,9 +159,11 @@ def _scatter(plan: Plan, sent: Sent, uses: dict[int, int]) -> ScatterRing | None
     if id(value) in plan.unsettled or value.op is None or sent.collectives[0].op != "reduce-scatter":
         return None
     made = plan.ops.get(id(value.op)) or plan.passed.get(id(value))
-    if made is None or not made.partial or made.kind != "sum":
+    if made is None or not made.partial or len(made.partial) > 1 or made.kind != "sum":  # products have one result
         return None
     scatter, _ = settlement(sent.have, plan.specs[id(value)], made.partial[0], "sum")
+    if not scatter:
+        return None
     dim = next(iter(scatter))
     leaves = _leaves(plan, value, dim, uses, _home(sent.frame), value)
     return None if not leaves else ScatterRing(value, dim, scatter[dim], leaves)
