@@ -125,7 +125,7 @@ def plan_row(tokens: int, strategy: str) -> Row:
     """Plan a step; no devices, no compiler."""
     step, args, dims = llama.llama3_8b(batch=16, seq=tokens, attention=strategy)
     pod: Any = {"mesh": POD_MESH, "topology": POD, "layout": POD_LAYOUT, "dims": dims}
-    plan = mp.plan(step, *args, **pod)  # pyright: ignore[reportCallIssue] (meshpar.plan is a folder as well)
+    plan = mp.plan(step, *args, **pod)
     assert plan.seconds is not None
     return Row(
         tokens, strategy, plan.memory.peak, costs(tokens).of[strategy].memory, plan.bytes_sent,

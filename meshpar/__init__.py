@@ -30,7 +30,8 @@ from .errors import (
 )
 from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
-from .plan import Collective, Plan
+from .plan.collectives import Collective
+from .plan.plan import Plan
 from .precision import Precision
 from .program.declare import kernel_rule
 from .program.kernels import KernelSend, KernelWork
