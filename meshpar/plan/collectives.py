@@ -35,6 +35,7 @@ class Collective:
       form: ``native``: one collective over all axes; ``staged``: one a torus dimension, one after the other; ``ring``: a hop of a
         ring, beside products, of which half go each way.
       seconds: None: not estimated.
+      first: it runs over the torus dimensions of its axes from this one on (a ring has those before it).
     """
 
     op: CollectiveOp
@@ -49,6 +50,7 @@ class Collective:
     origin: Any = None
     seconds: float | None = None
     form: Form = "native"
+    first: int = 0
 
     @property
     def total_bytes(self) -> float:
@@ -61,7 +63,7 @@ class Collective:
         return source_line(self.origin) if self.origin is not None else ""
 
     def to_dict(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "origin"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("origin", "first")}
         return {**values, "source": self.source}
 
 

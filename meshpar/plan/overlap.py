@@ -384,6 +384,7 @@ def _ring_collectives(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing) ->
         out.append(hop)
     if minor > 1:
         part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), old.form)
+        part.first = 1
         if plan.chip is not None:
             inner = [s for a in ring.axes for s in plan.torus[a] if s.size > 1][1:]
             part.seconds = seconds_of(old.op, size / devices, inner, plan.chip, form_of(old.op, inner))

@@ -89,23 +89,23 @@ def planned_sends(plan: Plan) -> Counter[Sent]:
     """How often each collective of a plan runs, in the stages in which it is lowered."""
     out: Counter[Sent] = Counter()
     for c in plan.collectives:
-        axes = () if c.op == "collective-permute" else tuple(a for a in plan.sizes if a in c.axes)
+        whole = c.op != "collective-permute" and c.form == "native" and not c.first
+        axes = tuple(a for a in plan.sizes if a in c.axes) if whole else ()
         for size in stage_bytes(c, plan):
-            out[c.op, axes if c.form == "native" else (), round(size, 1), c.count is None] += (
-                1 if c.count is None else c.count
-            )
+            out[c.op, axes, round(size, 1), c.count is None] += 1 if c.count is None else c.count
     return +out
 
 
 def stage_bytes(c: Collective, plan: Plan) -> list[float]:
     """Bytes of the stages of a collective: one for each torus dimension, if it is staged; else its own."""
-    if c.form == "native":
+    if c.form != "staged":
         return [c.bytes]
-    group = math.prod(plan.sizes[a] for a in c.axes)
-    volume, out = c.bytes * group / (group - 1), []
-    for stage in (s for a in c.axes for s in plan.torus[a] if s.size > 1):
-        out.append(wire_bytes(c.op, volume, stage.size))
-        volume /= stage.size
+    stages = [s.size for a in c.axes for s in plan.torus[a] if s.size > 1][c.first :]
+    group, out = math.prod(stages), []
+    volume = c.bytes * group / (group - 1)
+    for size in stages:
+        out.append(wire_bytes(c.op, volume, size))
+        volume /= size
     return out
 
 

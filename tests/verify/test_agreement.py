@@ -96,6 +96,25 @@ def test_a_staged_reduce_scatter_is_one_for_each_torus_dimension():
     assert sum(expected) == sent
 
 
+def test_what_a_ring_leaves_runs_over_the_other_torus_dimensions():
+    plan = planned("columns: data", mesh="data=16", topology="v5p:2x2x4")
+    first, *others = (s.size for s in plan.torus["data"])
+    volume, expected = 4096.0 / first, []
+    for size in others:
+        expected.append(volume * (size - 1) / size)
+        volume /= size
+    like = ("data",), "x", "rows", (64, 16), "float32"
+    rest = Collective("reduce-scatter", *like, sum(expected), 1, "", form="staged", first=1)
+    assert stage_bytes(rest, plan) == pytest.approx(expected)
+    hop = Collective("collective-permute", *like, 512.0, 6, "", form="ring")
+    gather = Collective("all-gather", *like, sum(expected), 1, "", first=1)
+    plan.collectives[:] = [hop, rest, gather]
+    sent = planned_sends(plan)
+    assert sent["collective-permute", (), 512.0, False] == 6
+    assert sent["all-gather", (), round(sum(expected), 1), False] == 1  # over a part of the axis
+    assert all(axes == () for _, axes, _, _ in sent)
+
+
 def test_figures_need_a_plan():
     memory = mp.verify.aot.Memory(1, 0, 0, 0, 1, 0)
     by_hand = mp.Compiled("step", "v5e:4x4", "fast", memory, None, None, None, 0.0, False, None)
