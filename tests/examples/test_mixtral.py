@@ -68,6 +68,7 @@ def test_experts_with_room_for_all_are_a_weighted_sum(real):
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_layout_changes_a_number(real):
     report = mp.check(
         mixtral.train_step(mixtral.TINY), *real, dims=llama.DIMS, meshes=["data=2, model=2, idle=2"], tolerance=1e-4,

@@ -8,6 +8,7 @@ import meshpar as mp
 third_party = pytest.importorskip("third_party")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [

@@ -219,6 +219,7 @@ def lstm_step(params, tokens):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["batch: data; vocab: model", "batch: data; gates: model; embed: data"])
 def test_lstm(layout):
     params = {
@@ -440,6 +441,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     optimizer = OPTIMIZERS[name]()

@@ -72,7 +72,9 @@ def step_of(rename):
     return train_step
 
 
-@pytest.mark.parametrize("scheme", LAYOUTS)
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(s, marks=[pytest.mark.slow] * (s not in ("fsdp + megatron", "zero 1"))) for s in LAYOUTS]
+)
 def test_scheme(scheme):
     step = step_of(rename=scheme == "context parallel")
     report = mp.check(step, *create(), layouts=[LAYOUTS[scheme]], meshes=MESHES, dims=DIMS)
