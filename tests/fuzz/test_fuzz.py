@@ -56,7 +56,7 @@ def test_a_single_wrong_copy_is_found(monkeypatch):
     """Every device's part is compared, not one of the copies alone."""
     case = case_of(["v3 = v1 + 1"], ["v3"], "a: x", grads=(), v1=(8, 4))
     reference = run.unsharded(case).results[0]
-    (right,) = run.sharded(case, "shard_map")
+    (right,) = run.sharded(case, "shard_map", {})
     assert run.worst(0, right, reference) is None
     parts = [np.asarray(s.data) for s in right.addressable_shards]
     parts[5] = parts[5] + 1
