@@ -13,6 +13,7 @@ from jax.extend.core import Literal
 
 from .._compat import body_consts, scan_counts
 from ..layout import Spec
+from ..plan.fusion import itemsize
 from ..program.graph import Frame, Op, Value
 from .exchange import axis_index, cut, fine_names
 
@@ -148,6 +149,7 @@ def scan(walk: Walk, op: Op) -> None:
 
     def body(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         with walk.own_trace():
+            xs = [_in_here(x) if w in rounded else x for w, x in zip(inner[nc + nk :], xs, strict=True)]
             values = [*(x for x, _ in read[:nc]), *carry, *xs]
             _read(walk, frame, consts, list(zip(inner, values, specs, strict=True)))
             walk.partial.update((i, (acc.axes, "sum")) for i, acc in partial.items())
@@ -156,6 +158,7 @@ def scan(walk: Walk, op: Op) -> None:
             found[:] = [s for _, s in outs]
             return [x for x, _ in outs[:nk]], [x for x, _ in outs[nk:]]
 
+    rounded = rounded_slices(frame, inner[nc + nk :])
     options = {k: p[k] for k in ("_split_transpose",) if k in p}
     carry, xs = walk.after_what_came(carry, [x for x, _ in read[nc + nk :]])
     carry, ys = lax.scan(body, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"], **options)
@@ -166,6 +169,23 @@ def scan(walk: Walk, op: Op) -> None:
             walk.partial[id(out)] = walk.plan.waiting[id(out)], "sum"
         else:
             walk.finish(out)
+
+
+def _in_here(x: Any) -> Any:
+    """A slice that is rounded in the body of its loop: the compiler would round all of the stack before, and hold both."""
+    (x,) = lax.optimization_barrier([x])
+    return x
+
+
+def rounded_slices(frame: Frame, slices: Sequence[Value]) -> set[Value]:
+    """The slices of stacks that the body of a loop rounds to a narrower type."""
+    mine = {id(v): v for v in slices if v.shape}
+    found: set[Value] = set()
+    for op in frame.walk():
+        if op.name == "convert_element_type" and op.ins[0] is not None and id(op.ins[0]) in mine:
+            if itemsize(op.outs[0].aval) < itemsize(op.ins[0].aval):
+                found.add(mine[id(op.ins[0])])
+    return found
 
 
 def while_(walk: Walk, op: Op) -> None:

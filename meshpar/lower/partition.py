@@ -108,6 +108,7 @@ class Walk:
       ringed: results of products that a ring has made already, by ``id(op)``.
       done: ids of ops that ran ahead of their place, for a ring.
       waiting_for: operands of products that are made block by block when their sum is settled, by ``id(op)``.
+      raw: what products wait for, as its op leaves it, by ``id(value)``.
     """
 
     def __init__(self, plan: Plan, grid: Grid):
@@ -122,6 +123,7 @@ class Walk:
         self.ringed: dict[int, Any] = {}
         self.done: set[int] = set()
         self.waiting_for: dict[int, tuple[Any, Any]] = {}
+        self.raw: dict[int, Any] = {}
 
     def run(self, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         program = self.plan.program
@@ -139,6 +141,8 @@ class Walk:
 
     def put(self, value: Value, x: Any, spec: Spec) -> None:
         self.x[id(value)], self.now[id(value)] = x, spec
+        if id(value) in self.plan.order.awaited:
+            self.raw.setdefault(id(value), x)
 
     def enter_consts(self, frame: Frame, consts: Sequence[Any]) -> None:
         for var, c in zip(frame.jaxpr.constvars, consts, strict=True):
@@ -147,17 +151,18 @@ class Walk:
     @contextlib.contextmanager
     def own_trace(self) -> Iterator[None]:
         """A body that JAX traces by itself: what is moved or made in it is not there outside."""
-        before = self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for
+        before = self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for, self.raw
         self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for = {}, {}, [], {}, set(), {}
+        self.raw = {}
         try:
             yield
         finally:
-            self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for = before
+            self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for, self.raw = before
 
     # -- ops
 
     def frame(self, frame: Frame) -> None:
-        for op in frame.ops:
+        for op in self.plan.order.ops(frame):
             if id(op) in self.done:
                 continue
             if op.outs and all(id(v) in self.plan.generated for v in op.outs) and not (op.frames or op.eqn.effects):
@@ -193,6 +198,8 @@ class Walk:
         assert plan.factor_axes is not None
         ring = self.plan.rings.gathers.get(id(op))
         xs = [] if ring is not None else self.operands(op, plan.ins)
+        if id(op) in self.plan.order.after:
+            xs = self.after_what_is_first(xs, self.plan.order.after[id(op)])
         if ring is not None:
             results = [gathered(self, ring, op)]
         elif id(op.outs[0]) in self.plan.rings.pending if op.outs else False:
@@ -263,7 +270,12 @@ class Walk:
         for out, x in zip(op.outs, bind(op.eqn, xs, op.eqn.params), strict=True):
             self.x[id(out)] = x
 
-    # -- the order of loops
+    # -- the order of loops and of products
+
+    def after_what_is_first(self, xs: list[Any], values: Sequence[Value]) -> list[Any]:
+        """The operands of a product, made to wait for other values (:mod:`meshpar.plan.order` says why)."""
+        xs, _ = lax.optimization_barrier((xs, [self.raw[id(v)] for v in values]))
+        return xs
 
     def after_what_came(self, carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         """A loop's operands, made to wait for the loops and the large sums before it.

@@ -7,7 +7,6 @@
   kernel reads them, or where they follow from one array (rows and scalars aside), so that doing them twice reads no more;
 - products, reductions and writes into a stack take such producers in; collectives, loops, sorts and gathers take arrays;
 - a product takes in the elementwise ops that alone read it, unless they read another product;
-- a stack whose slices a loop rounds to a narrower type is rounded before it, all at once;
 - the rest is written to memory and read from there.
 
 It is what XLA's TPU compiler was seen to do with Transformer train steps (libtpu 0.0.42): exponentials too are done twice rather

@@ -33,7 +33,6 @@ class _Walk:
         self.copies: dict[tuple[int, int, Spec], Item] = {}
         self.region = Region(1)
         self.position = 0
-        self.rounded: dict[tuple[int, str], Item] = {}
         self.hoisted: dict[tuple[int, Spec], Item] = {}  # what a body finds in another spec: moved before the loop
 
     def run(self) -> Region:
@@ -112,7 +111,7 @@ class _Walk:
     # -- ops
 
     def frame(self, frame: Frame) -> None:
-        for op in frame.ops:
+        for op in self.plan.order.ops(frame):
             self.position += 1
             if op.name in ("scan", "while", "cond"):
                 self.loop(op)
@@ -218,8 +217,6 @@ class _Walk:
                     self.node("leave!", op, [self.operand_at(op, frame.env[var], item, need)])
                 else:
                     self.node("stack!" if name == "scan" else "leave!", op, [item])
-            if name == "scan":
-                self.round_before(node, region, outer)
             fuse(region)
             node.regions.append(region)
         self.region = outer
@@ -229,27 +226,6 @@ class _Walk:
             if k < carries:
                 node.carries.append((ins[consts + k], made))
             self.finish(op, out, made, natural)
-
-    def round_before(self, loop: Node, region: Region, outer: Region) -> None:
-        """Round a stack before the loop that would round its slices, once for all loops."""
-        for node in region.nodes:
-            if node.name != "convert_element_type" or not node.ins or node.op is None:
-                continue
-            (cut,), out = node.ins, node.outs[0]
-            made = cut.node
-            if made is None or made.name != "slice" or made.op is not loop.op or len(cut.value.shape) < 2:
-                continue
-            (stack,) = made.ins
-            if out.bytes >= cut.bytes or stack.bytes <= cut.bytes:
-                continue
-            key = (id(stack), str(out.value.aval.dtype))
-            if key not in self.rounded:
-                before = Node("convert_element_type", node.op, [stack], loop.position)
-                outer.nodes.insert(outer.nodes.index(loop), before)
-                self.rounded[key] = Item(stack.bytes * out.bytes / cut.bytes, stack.value, before)
-                before.outs.append(self.rounded[key])
-            loop.ins.append(self.rounded[key])
-            node.name, node.ins = "slice", [self.rounded[key]]
 
     def operand_at(self, op: Op, value: Value, item: Item, need: Spec) -> Item:
         return self.moved(item, value, self.plan.specs[id(value)], need, op)

@@ -23,6 +23,7 @@ from .fusion import Region
 from .hardware import CHIPS, Chip, chip_of
 from .kernels import kernels_of
 from .memory import Memory, memory_of
+from .order import Order
 from .pairs import Overlap, Rings
 from .time import Time, time_of
 from .torus import Torus, torus_of, torus_of_slices
@@ -154,6 +155,11 @@ class Plan:
     def chip(self) -> Chip | None:
         """The chip that the plan is for; None: not known (CPUs, an abstract mesh without a topology)."""
         return chip_of(self.topology or self.mesh)
+
+    @cached_property
+    def order(self) -> Order:
+        """The order of ops, where it is not that of the program."""
+        return Order(self)
 
     @cached_property
     def kernels(self) -> Region:

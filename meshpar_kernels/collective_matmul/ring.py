@@ -259,11 +259,16 @@ def dots_scatter(
     wire = sums if wire_dtype is None else jnp.dtype(wire_dtype)
     owners = [block_of(dot, d, (a.ndim, b.ndim)) for dot, d, (a, b) in zip(dots, dims, operands, strict=True)]
 
-    def parts(away: Sequence[Any]) -> list[jax.Array]:
-        """This device's part of the blocks of devices so many places above it, made in one product."""
+    def parts(away: Sequence[Any], after: Sequence[jax.Array] = ()) -> list[jax.Array]:
+        """This device's part of the blocks of devices so many places above it, made in one product.
+
+        Args:
+          after: what must be there before: else a compiler makes the blocks of all hops at once, and holds them.
+        """
         starts = [_modulo(me + a, devices) * rows for a in away]
         made = []
-        for dot, owner, pair in zip(dots, owners, operands, strict=True):
+        pairs = lax.optimization_barrier((operands, list(after)))[0] if after else operands
+        for dot, owner, pair in zip(dots, owners, pairs, strict=True):
             cut = list(pair)
             for side, d in owner:
                 blocks = [lax.dynamic_slice_in_dim(cut[side], s, rows, d) for s in starts]
@@ -299,13 +304,13 @@ def dots_scatter(
     each = math.ceil(tile / max(alike, 1)) if small else 1
     ready: dict[int, jax.Array] = {}
 
-    def made(away: Any) -> jax.Array:
+    def made(away: Any, after: Sequence[jax.Array] = ()) -> jax.Array:
         if hops > UNROLLED:
             return parts([away])[0]
         if away not in ready:
             k = order.index(away) // each * each
             batch = order[k : k + each]
-            ready.update(zip(batch, parts(batch), strict=True))
+            ready.update(zip(batch, parts(batch, after), strict=True))
         return ready.pop(away)
 
     going_up = going_down = None
@@ -332,7 +337,8 @@ def dots_scatter(
         return lax.convert_element_type(add(going_up, made(0)), dtype)
 
     def on(away: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return sent(add(hop(carry[0], up), made(away))), sent(add(hop(carry[1], down), made(-away)))
+        mine, other = made(away, carry), made(-away, carry)  # while those before them travel
+        return sent(add(hop(carry[0], up), mine)), sent(add(hop(carry[1], down), other))
 
     assert going_up is not None
     carry = (sent(going_up), sent(going_down))
@@ -341,7 +347,7 @@ def dots_scatter(
             carry = on(s, carry)
     else:
         carry = lax.fori_loop(0, hops - 1, lambda k, c: on(hops - 1 - k, c), carry)
-    return lax.convert_element_type(add(add(hop(carry[0], up), made(0)), hop(carry[1], down)), dtype)
+    return lax.convert_element_type(add(add(hop(carry[0], up), made(0, carry)), hop(carry[1], down)), dtype)
 
 
 def _rows(dot: Dot, owner: list[tuple[int, int]], pair: tuple[jax.Array, jax.Array], rows: int) -> int:

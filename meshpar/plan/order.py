@@ -1,0 +1,182 @@
+"""The order of a body's products where the program leaves it open, so that what is large does not wait in memory.
+
+In the backward pass of a product two others follow: one of the cotangent with the weight, on which the layer before depends,
+and one of the cotangent with what was saved, the weight's gradient, which nobody is in a hurry for. A compiler that is left to
+itself (libtpu 0.0.42, default effort) was seen to make all gradients of a network last, with all that was gathered for them in
+memory, and in a loop to hold gathered weights until the gradients were on their way. Two rules:
+
+- a product whose sum is scattered waits for those of the same cotangent with gathered weights: these can go before it comes;
+- a product from which no other follows is not left behind: the second one after it waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..program.graph import Frame, Op, Value
+from .collectives import local_bytes
+from .fusion import PRODUCTS, itemsize
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+ADDS = frozenset({"add", "add_any"})
+HEAVY = PRODUCTS | {"kernel", "pallas_call"}
+LARGE = 2**24
+"""Bytes of operands on a device from which on it matters how long they are held."""
+
+
+class Order:
+    """Which products wait for what, and the order of ops that follows.
+
+    Attributes:
+      after: by ``id`` of a product: the values that must be there before it is made, as their ops leave them (a partial sum
+        unsettled).
+      awaited: ids of these values.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.after: dict[int, list[Value]] = {}
+        frames = {id(op.frame): op.frame for op in plan.program.root.walk() if op.name in PRODUCTS}
+        bodies = {i: _Body(frame) for i, frame in frames.items()}
+        self._scatters_wait(bodies)
+        for body in bodies.values():
+            self._none_is_left_behind(body)
+        waiting = [f for i, f in frames.items() if any(id(op) in self.after for op in f.ops)]
+        self._ordered = {id(f): bodies[id(f)].in_order(self.after) for f in waiting}
+        self.awaited = {id(v) for values in self.after.values() for v in values}
+
+    def ops(self, frame: Frame) -> list[Op]:
+        """The ops of a body, each after what it waits for."""
+        return self._ordered.get(id(frame), frame.ops)
+
+    def _scatters_wait(self, bodies: Mapping[int, _Body]) -> None:
+        readers: dict[tuple[int, int], list[Op]] = {}  # (frame, value) → products of it with a large gathered operand
+        for sent in self.plan.sent:
+            if sent.collectives[0].op != "all-gather" or self._bytes(sent.value, sent.need) < LARGE:
+                continue
+            for op in sent.users:
+                if op.name in PRODUCTS and op.frame is sent.frame:
+                    for v in op.ins:
+                        if v is not None and v is not sent.value:
+                            readers.setdefault((id(sent.frame), id(v)), []).append(op)
+        for sent in self.plan.sent:
+            if sent.users or sent.collectives[0].op != "reduce-scatter":
+                continue
+            for op in self._products(sent.value):
+                body = bodies[id(op.frame)]
+                found = [r for v in op.ins if v is not None for r in readers.get((id(op.frame), id(v)), ())]
+                found = [r for r in found if body.position[id(r)] > body.operands_at(op)]
+                ends = [body.sum_of(r.outs[0]) for r in found]
+                mine = body.follows(op) if ends else set()
+                free = [v for v in ends if v.op is not None and id(v.op) not in mine]
+                if free and not body.heavy_after(op):
+                    last = max(free, key=lambda v: body.position[id(v.op)])
+                    self.after.setdefault(id(op), []).append(last)
+
+    def _none_is_left_behind(self, body: _Body) -> None:
+        left: list[tuple[Op, int]] = []  # products from which no other follows, and how many have come since
+        for op in body.in_order(self.after):
+            if op.name not in PRODUCTS or not op.outs:
+                continue
+            if not body.heavy_after(op):
+                if self._operands(op) >= LARGE and id(op.outs[0]) not in self.plan.rings.pending:
+                    left.append((op, 0))
+                continue
+            left = [(o, n + 1) for o, n in left]
+            for o in [o for o, n in left if n > 1]:
+                self.after.setdefault(id(op), []).append(o.outs[0])
+            left = [(o, n) for o, n in left if n <= 1]
+
+    def _products(self, value: Value) -> list[Op]:
+        """The products that a partial sum consists of."""
+        op = value.op
+        if op is None:
+            return []
+        if op.name in PRODUCTS:
+            return [op]
+        if id(value) not in self.plan.passed:
+            return []
+        return [found for v in op.ins if v is not None for found in self._products(v)]
+
+    def _bytes(self, value: Value, spec: tuple[tuple[str, ...], ...]) -> float:
+        return local_bytes(value.shape, itemsize(value.aval), spec, self.plan.sizes)
+
+    def _operands(self, op: Op) -> float:
+        planned = self.plan.ops.get(id(op))
+        if planned is None:
+            return 0.0
+        pairs = zip(op.ins, planned.ins, strict=True)
+        return math.fsum(self._bytes(v, spec) for v, spec in pairs if v is not None and spec is not None)
+
+
+class _Body:
+    """A frame: its ops, and who reads what."""
+
+    def __init__(self, frame: Frame):
+        self.frame = frame
+        self.ops = {id(op): op for op in frame.ops}
+        self.position = {id(op): k for k, op in enumerate(frame.ops)}
+        self.users: dict[int, list[Op]] = {}
+        for op in frame.ops:
+            for v in _reads(op):
+                self.users.setdefault(id(v), []).append(op)
+
+    def follows(self, op: Op) -> set[int]:
+        """Ids of the ops that follow from an op, itself among them."""
+        found, todo = {id(op)}, [op]
+        while todo:
+            for out in todo.pop().outs:
+                for user in self.users.get(id(out), ()):
+                    if id(user) not in found:
+                        found.add(id(user))
+                        todo.append(user)
+        return found
+
+    def operands_at(self, op: Op) -> int:
+        """The place of the last op that makes an operand of an op."""
+        return max((self.position.get(id(v.op), -1) for v in op.ins if v is not None), default=-1)
+
+    def heavy_after(self, op: Op) -> bool:
+        """Whether a product, an opaque kernel or a loop follows from an op."""
+        others = (self.ops[k] for k in self.follows(op) if k != id(op))
+        return any(o.name in HEAVY or o.frames for o in others)
+
+    def sum_of(self, value: Value) -> Value:
+        """The sum that a value is only a term of."""
+        while len(users := self.users.get(id(value), ())) == 1 and users[0].name in ADDS:
+            value = users[0].outs[0]
+        return value
+
+    def in_order(self, after: Mapping[int, list[Value]]) -> list[Op]:
+        """The ops: those that wait, and what follows from them, behind what they wait for, else in their order."""
+        ready: dict[int, int] = {}  # value → the place behind which it is there
+        later: dict[int, list[Op]] = {}
+        out: list[Op] = []
+        for k, op in enumerate(self.frame.ops):
+            at = max((ready[id(v)] for v in _reads(op) if id(v) in ready), default=k)
+            for value in after.get(id(op), ()):
+                assert value.op is not None
+                at = max(at, ready.get(id(value), self.position[id(value.op)]))
+            if at > k:
+                later.setdefault(at, []).append(op)
+                ready.update((id(v), at) for v in op.outs)
+                continue
+            out.append(op)
+            out += later.pop(k, ())
+        return out
+
+
+def _reads(op: Op) -> list[Value]:
+    """What an op reads from its frame; the bodies of calls, that of values outside."""
+    found = {id(v): v for v in op.ins if v is not None}
+    for frame in op.frames:
+        for inner in frame.walk():
+            found.update((id(v), v) for v in inner.ins if v is not None)
+        for var in frame.jaxpr.outvars:
+            if not hasattr(var, "val"):
+                found[id(frame.env[var])] = frame.env[var]
+    return list(found.values())
