@@ -6,7 +6,6 @@ The experts are :func:`meshpar.moe.moe`: no token is dropped. The bias that bala
 gradient, and is left as it is: moving it is another line of a training loop (``examples/train_moe.py`` has it).
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,30 +61,22 @@ TINY = Config(
 
 def deepseek_16b(batch: int = 128, seq: int = 2048, **changes: Any) -> llama.Target:
     """The sizes of DeepSeek-V2-Lite, with the router of V3: 15.7e9 weights, of which a token uses 2.7e9."""
-    return target(DEEPSEEK_16B, batch, seq, **changes)
+    return llama.target(DEEPSEEK_16B, batch, seq, DeepSeek, **changes)
 
 
 def deepseek_671b(batch: int = 512, seq: int = 4096, **changes: Any) -> llama.Target:
     """The sizes of DeepSeek-V3, without its layer for a second token: 671e9 weights, of which a token uses 37e9."""
-    return target(DEEPSEEK_671B, batch, seq, **changes)
+    return llama.target(DEEPSEEK_671B, batch, seq, DeepSeek, **changes)
 
 
 def tiny(batch: int = 8, seq: int = 16, **changes: Any) -> llama.Target:
     """Three layers, two of them of eight experts, in float32, for a laptop and for `meshpar check`."""
-    return target(TINY, batch, seq, **changes)
-
-
-def target(config: Config, batch: int, seq: int, **changes: Any) -> llama.Target:
-    """As :func:`llama.target`: (step, (state, batch), dims)."""
-    config = dataclasses.replace(config, **changes)
-    state = jax.eval_shape(lambda: create_state(config, jax.random.key(0)))
-    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    return train_step(config), (state, {"inputs": tokens, "targets": tokens}), llama.DIMS
+    return llama.target(TINY, batch, seq, DeepSeek, **changes)
 
 
 def create_state(config: Config, key: jax.Array) -> dict[str, Any]:
     """Weights and AdamW moments, float32, boxed with the names of their dims."""
-    return llama.state_of(DeepSeek(dataclasses.replace(config, attention="xla")), key)
+    return llama.state_of(DeepSeek, config, key)
 
 
 def train_step(config: Config) -> Callable[[Any, Any], tuple[Any, jax.Array]]:

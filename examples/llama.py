@@ -103,30 +103,33 @@ def tiny(batch: int = 8, seq: int = 16, **changes: Any) -> Target:
     return target(TINY, batch, seq, **changes)
 
 
-def target(config: Config, batch: int, seq: int, **changes: Any) -> Target:
-    """The train step of a Llama, and what it takes: (step, (state, batch), dims).
+def target(
+    config: Config, batch: int, seq: int, model: Callable[[Any], nn.Module] | None = None, **changes: Any
+) -> Target:
+    """The train step of a model, and what it takes: (step, (state, batch), dims).
 
     Args:
       config: sizes; ``changes`` replaces some of them (``layers=2``).
       batch: sequences in a step.
       seq: tokens in a sequence.
+      model: from sizes to the model; by default a Llama.
     """
-    config = dataclasses.replace(config, **changes)
-    state = jax.eval_shape(lambda: create_state(config, jax.random.key(0)))
+    config, model = dataclasses.replace(config, **changes), model or Llama
+    state = jax.eval_shape(lambda: state_of(model, config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    return train_step(config), (state, {"inputs": tokens, "targets": tokens}), DIMS
+    return step_of(model(config)), (state, {"inputs": tokens, "targets": tokens}), DIMS
 
 
 def create_state(config: Config, key: jax.Array) -> dict[str, Any]:
     """Weights and AdamW moments, float32, boxed with the names of their dims."""
-    return state_of(
-        Llama(dataclasses.replace(config, attention="xla")), key
-    )  # the same weights; splash wants a long seq
+    return state_of(Llama, config, key)
 
 
-def state_of(model: nn.Module, key: jax.Array) -> dict[str, Any]:
+def state_of(model: Callable[[Any], nn.Module], config: Config, key: jax.Array) -> dict[str, Any]:
+    """:func:`create_state` of any model."""
     tokens = jnp.zeros((1, 1), jnp.int32)
-    params = model.init(key, tokens, tokens)["params"]
+    plain = model(dataclasses.replace(config, attention="xla"))  # the same weights; splash wants a long seq
+    params = plain.init(key, tokens, tokens)["params"]
     return {"params": params, "opt": optimizer().init(params)}
 
 

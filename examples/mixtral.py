@@ -7,7 +7,6 @@ compete depends on the sequence alone, never on the mesh: a layout changes no re
 them, `expert` as they lie on the mesh: between the two names tokens travel (an all-to-all, where `expert` is split).
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,25 +62,17 @@ TINY = Config(
 
 def mixtral_8x7b(batch: int = 128, seq: int = 2048, **changes: Any) -> llama.Target:
     """Mixtral 8x7B: 46.7e9 weights, of which a token uses 12.9e9."""
-    return target(MIXTRAL_8X7B, batch, seq, **changes)
+    return llama.target(MIXTRAL_8X7B, batch, seq, Mixtral, **changes)
 
 
 def tiny(batch: int = 8, seq: int = 16, **changes: Any) -> llama.Target:
     """Two layers of four experts, in float32, for a laptop and for `meshpar check`."""
-    return target(TINY, batch, seq, **changes)
-
-
-def target(config: Config, batch: int, seq: int, **changes: Any) -> llama.Target:
-    """As :func:`llama.target`: (step, (state, batch), dims)."""
-    config = dataclasses.replace(config, **changes)
-    state = jax.eval_shape(lambda: create_state(config, jax.random.key(0)))
-    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    return train_step(config), (state, {"inputs": tokens, "targets": tokens}), llama.DIMS
+    return llama.target(TINY, batch, seq, Mixtral, **changes)
 
 
 def create_state(config: Config, key: jax.Array) -> dict[str, Any]:
     """Weights and AdamW moments, float32, boxed with the names of their dims."""
-    return llama.state_of(Mixtral(dataclasses.replace(config, attention="xla")), key)
+    return llama.state_of(Mixtral, config, key)
 
 
 def train_step(config: Config) -> Callable[[Any, Any], tuple[Any, jax.Array]]:

@@ -182,9 +182,9 @@ def rounded_slices(frame: Frame, slices: Sequence[Value]) -> set[Value]:
     mine = {id(v): v for v in slices if v.shape}
     found: set[Value] = set()
     for op in frame.walk():
-        if op.name == "convert_element_type" and op.ins[0] is not None and id(op.ins[0]) in mine:
-            if itemsize(op.outs[0].aval) < itemsize(op.ins[0].aval):
-                found.add(mine[id(op.ins[0])])
+        x = op.ins[0] if op.name == "convert_element_type" else None
+        if x is not None and id(x) in mine and itemsize(op.outs[0].aval) < itemsize(x.aval):
+            found.add(mine[id(x)])
     return found
 
 

@@ -198,7 +198,7 @@ class Walk:
         assert plan.factor_axes is not None
         ring = self.plan.rings.gathers.get(id(op))
         xs = [] if ring is not None else self.operands(op, plan.ins)
-        if id(op) in self.plan.order.after:
+        if ring is None and id(op) in self.plan.order.after:
             xs = self.after_what_is_first(xs, self.plan.order.after[id(op)])
         if ring is not None:
             results = [gathered(self, ring, op)]

@@ -11,6 +11,7 @@ memory, and in a loop to hold gathered weights until the gradients were on their
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -72,7 +73,7 @@ class Order:
                 found = [r for r in found if body.position[id(r)] > body.operands_at(op)]
                 ends = [body.sum_of(r.outs[0]) for r in found]
                 mine = body.follows(op) if ends else set()
-                free = [v for v in ends if v.op is not None and id(v.op) not in mine]
+                free = [v for v in ends if v.op is not None and id(v.op) not in mine and self._is_made(v)]
                 if free and not body.heavy_after(op):
                     last = max(free, key=lambda v: body.position[id(v.op)])
                     self.after.setdefault(id(op), []).append(last)
@@ -83,13 +84,17 @@ class Order:
             if op.name not in PRODUCTS or not op.outs:
                 continue
             if not body.heavy_after(op):
-                if self._operands(op) >= LARGE and id(op.outs[0]) not in self.plan.rings.pending:
+                if self._operands(op) >= LARGE and self._is_made(op.outs[0]):
                     left.append((op, 0))
                 continue
             left = [(o, n + 1) for o, n in left]
             for o in [o for o, n in left if n > 1]:
                 self.after.setdefault(id(op), []).append(o.outs[0])
             left = [(o, n) for o, n in left if n <= 1]
+
+    def _is_made(self, value: Value) -> bool:
+        """Whether a value is there as its op leaves it: not what is made block by block when it is settled."""
+        return id(value) not in self.plan.rings.pending and id(value) not in self.plan.generated
 
     def _products(self, value: Value) -> list[Op]:
         """The products that a partial sum consists of."""
@@ -153,20 +158,24 @@ class _Body:
 
     def in_order(self, after: Mapping[int, list[Value]]) -> list[Op]:
         """The ops: those that wait, and what follows from them, behind what they wait for, else in their order."""
-        ready: dict[int, int] = {}  # value → the place behind which it is there
-        later: dict[int, list[Op]] = {}
+        if not any(i in after for i in self.ops):
+            return self.frame.ops
+        needed = [{id(v.op) for v in (*_reads(op), *after.get(id(op), ()))} & self.ops.keys() for op in self.frame.ops]
+        followers: dict[int, list[int]] = {}
+        for k, makers in enumerate(needed):
+            for i in makers:
+                followers.setdefault(i, []).append(k)
+        left = [len(makers) for makers in needed]
+        free = [k for k, n in enumerate(left) if not n]
         out: list[Op] = []
-        for k, op in enumerate(self.frame.ops):
-            at = max((ready[id(v)] for v in _reads(op) if id(v) in ready), default=k)
-            for value in after.get(id(op), ()):
-                assert value.op is not None
-                at = max(at, ready.get(id(value), self.position[id(value.op)]))
-            if at > k:
-                later.setdefault(at, []).append(op)
-                ready.update((id(v), at) for v in op.outs)
-                continue
+        while free:  # the first one of those that can
+            op = self.frame.ops[heapq.heappop(free)]
             out.append(op)
-            out += later.pop(k, ())
+            for k in followers.get(id(op), ()):
+                left[k] -= 1
+                if not left[k]:
+                    heapq.heappush(free, k)
+        assert len(out) == len(self.frame.ops), "products that wait for each other"
         return out
 
 

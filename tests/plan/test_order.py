@@ -111,7 +111,9 @@ def test_small_products_wait_for_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("overlap", ["xla", "ring"])
-@pytest.mark.parametrize("layout", [FSDP, "batch: data; mlp: model; embed: data"])
+@pytest.mark.parametrize(
+    "layout", [FSDP, "batch: data; mlp: model; embed: data", "batch: data+model; mlp: model; embed: data"]
+)
 @pytest.mark.parametrize("stack", [False, True])
 def test_numbers_stay(stack, layout, overlap):
     step, dims = (scanned, STACKED) if stack else (unrolled, DIMS)
