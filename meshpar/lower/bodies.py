@@ -172,18 +172,23 @@ def scan(walk: Walk, op: Op) -> None:
 
 
 def _in_here(x: Any) -> Any:
-    """A slice that is rounded in the body of its loop: the compiler would round all of the stack before, and hold both."""
-    (x,) = lax.optimization_barrier([x])
-    return x
+    """A slice that is rounded in the body of its loop.
+
+    The compiler would round all of the stack before the loop, and hold both: it carries the narrower type to where a value comes
+    from. Integers of the same bits stop it.
+    """
+    (bits,) = lax.optimization_barrier([lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))])
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 def rounded_slices(frame: Frame, slices: Sequence[Value]) -> set[Value]:
-    """The slices of stacks that the body of a loop rounds to a narrower type."""
+    """The slices of stacks of floats (float32, float64) that the body of a loop rounds to a narrower type."""
     mine = {id(v): v for v in slices if v.shape}
     found: set[Value] = set()
     for op in frame.walk():
         x = op.ins[0] if op.name == "convert_element_type" else None
-        if x is not None and id(x) in mine and itemsize(op.outs[0].aval) < itemsize(x.aval):
+        floats = x is not None and np.issubdtype(x.aval.dtype, np.floating)
+        if x is not None and floats and id(x) in mine and itemsize(op.outs[0].aval) < itemsize(x.aval):
             found.add(mine[id(x)])
     return found
 

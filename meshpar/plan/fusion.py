@@ -54,6 +54,7 @@ class Item:
 
     Attributes:
       bytes: on this device.
+      held: bytes of it that are there at once: less, if it is made and sent block by block.
       value: whose shard it is.
       node: what makes it; None: it comes into its region from outside.
       roots: the kernels that read it.
@@ -64,10 +65,24 @@ class Item:
       last: where it is read last in its region.
     """
 
-    __slots__ = ("bases", "bytes", "carried", "last", "must", "node", "readers", "roots", "stored", "through", "value")
+    __slots__ = (
+        "bases",
+        "bytes",
+        "carried",
+        "held",
+        "last",
+        "must",
+        "node",
+        "readers",
+        "roots",
+        "stored",
+        "through",
+        "value",
+    )
 
     def __init__(self, bytes_: float, value: Value, node: Node | None):
         self.bytes, self.value, self.node = bytes_, value, node
+        self.held = bytes_
         self.roots: dict[int, Node] = {}
         self.must = False
         self.stored = node is None

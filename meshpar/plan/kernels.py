@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
+BLOCKS = 4
+"""Blocks of a sum on a ring that are there at once: two travel, the next two are made."""
+
+
 def kernels_of(plan: Plan) -> Region:
     """The kernels of a plan: the region of the whole program, its loops inside."""
     return _Walk(plan).run()
@@ -73,6 +77,7 @@ class _Walk:
 
     def out(self, node: Node, value: Value, spec: Spec) -> Item:
         item = Item(self.bytes(value, spec), value, node)
+        item.held *= min(1.0, BLOCKS / self.plan.rings.parts.get(id(value), BLOCKS)) if node.name != "move!" else 1.0
         node.outs.append(item)
         if node.name in FUSED:
             found = {id(b): b for i in node.ins if i.bytes * 8 > item.bytes for b in i.bases}

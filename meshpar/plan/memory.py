@@ -88,7 +88,7 @@ class _Live:
 
     def add(self, item: Item, size: float | None = None) -> None:
         if id(item) not in self.live:
-            n = item.bytes if size is None else size
+            n = item.held if size is None else size
             self.live[id(item)] = (item, n)
             self.total += n
 
@@ -98,7 +98,7 @@ class _Live:
             self.total -= found[1]
 
     def sample(self, node: Node, under_way: Sequence[Item] = ()) -> None:
-        more = {id(i): (i, i.bytes) for i in under_way if id(i) not in self.live}
+        more = {id(i): (i, i.held) for i in under_way if id(i) not in self.live}
         total = self.total + sum(n for _, n in more.values())
         self.points.append((node.position, total, node))
         if total > self.peak:

@@ -346,7 +346,7 @@ def _take(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing) -> None:
             plan.rings.kept[id(sent.frame), id(ring.value), ring.need] = ring
     else:
         plan.rings.scatters[id(ring.value)] = ring
-        _pend(plan, ring.value, {id(op) for op, _ in ring.leaves})
+        _pend(plan, ring.value, {id(op) for op, _ in ring.leaves}, _devices(plan, ring.axes))
     old = sent.collectives[0]
     at = next(i for i, c in enumerate(plan.collectives) if c is old)
     new = _ring_collectives(plan, sent, ring)
@@ -354,12 +354,13 @@ def _take(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing) -> None:
     plan.rings.sent.update(map(id, new))
 
 
-def _pend(plan: Plan, value: Value, leaves: set[int]) -> None:
+def _pend(plan: Plan, value: Value, leaves: set[int], parts: int) -> None:
     plan.rings.pending.add(id(value))
+    plan.rings.parts[id(value)] = parts
     if value.op is not None and id(value.op) not in leaves:
         for v in value.op.ins:
             if v is not None:
-                _pend(plan, v, leaves)
+                _pend(plan, v, leaves, parts)
 
 
 def _ring_collectives(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing) -> list[Collective]:

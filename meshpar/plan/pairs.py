@@ -99,6 +99,7 @@ class Rings:
       kept: those whose gathered value others use as well, by (``id(frame)``, ``id(value)``, spec).
       scatters: by ``id`` of the value that is settled.
       pending: ids of the values that are made in blocks when they are settled, and not before.
+      parts: how many blocks each of them has.
       sent: ids of the collectives that belong to rings: their time is in the decisions.
     """
 
@@ -106,6 +107,7 @@ class Rings:
     kept: dict[tuple[int, int, Spec], GatherRing] = field(default_factory=dict)
     scatters: dict[int, ScatterRing] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
+    parts: dict[int, int] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
 
 
