@@ -110,10 +110,26 @@ class Local:
         return bind(self.eqn, xs, {**self.params, **changed})
 
 
+SMALL = 1 / 8
+"""Results of a kernel that are so small beside the first one are made together with it."""
+
+
 def _kernel(at: Local, *xs):
     kernel = at.params["kernel"]
     names = kernel.sizes([v.aval.shape for v in at.eqn.invars], [v.aval.shape for v in at.eqn.outvars])
-    return kernel.on_shards(*xs, axes={f: at.of((i,)) for i, f in enumerate(names)})
+    first, *others = kernel.on_shards(*xs, axes={f: at.of((i,)) for i, f in enumerate(names)})
+    small = [k for k, x in enumerate(others) if _bytes(x) < SMALL * _bytes(first)]
+    if (
+        small
+    ):  # cut out of a larger array perhaps (a column of a padded one): when that is made, not where they are read
+        first, few = lax.optimization_barrier((first, [others[k] for k in small]))
+        for k, x in zip(small, few, strict=True):
+            others[k] = x
+    return [first, *others]
+
+
+def _bytes(x: Any) -> int:
+    return math.prod(np.shape(x)) * x.dtype.itemsize
 
 
 def _broadcast(at: Local, *xs):
