@@ -72,11 +72,11 @@ class Order:
                 found = [r for v in op.ins if v is not None for r in readers.get((id(op.frame), id(v)), ())]
                 found = [r for r in found if body.position[id(r)] > body.operands_at(op)]
                 ends = [body.sum_of(r.outs[0]) for r in found]
-                mine = body.follows(op) if ends else set()
+                mine = body.follows(op, waits=True) if ends else set()
                 free = [v for v in ends if v.op is not None and id(v.op) not in mine and self._is_made(v)]
                 if free and not body.heavy_after(op):
                     last = max(free, key=lambda v: body.position[id(v.op)])
-                    self.after.setdefault(id(op), []).append(last)
+                    self._wait(body, op, last)
 
     def _none_is_left_behind(self, body: _Body) -> None:
         left: list[tuple[Op, int]] = []  # products from which no other follows, and how many have come since
@@ -89,8 +89,12 @@ class Order:
                 continue
             left = [(o, n + 1) for o, n in left]
             for o in [o for o, n in left if n > 1]:
-                self.after.setdefault(id(op), []).append(o.outs[0])
+                self._wait(body, op, o.outs[0])
             left = [(o, n) for o, n in left if n <= 1]
+
+    def _wait(self, body: _Body, op: Op, value: Value) -> None:
+        self.after.setdefault(id(op), []).append(value)
+        body.waiting.setdefault(id(value), []).append(op)
 
     def _is_made(self, value: Value) -> bool:
         """Whether a value is there as its op leaves it: not what is made block by block when it is settled."""
@@ -125,17 +129,19 @@ class _Body:
         self.frame = frame
         self.ops = {id(op): op for op in frame.ops}
         self.position = {id(op): k for k, op in enumerate(frame.ops)}
+        self.maker = {id(v): op for op in frame.ops for v in _makes(op)}
         self.users: dict[int, list[Op]] = {}
+        self.waiting: dict[int, list[Op]] = {}
         for op in frame.ops:
             for v in _reads(op):
                 self.users.setdefault(id(v), []).append(op)
 
-    def follows(self, op: Op) -> set[int]:
-        """Ids of the ops that follow from an op, itself among them."""
+    def follows(self, op: Op, waits: bool = False) -> set[int]:
+        """Ids of the ops that follow from an op, itself among them; ``waits``: those that wait for one of these too."""
         found, todo = {id(op)}, [op]
         while todo:
-            for out in todo.pop().outs:
-                for user in self.users.get(id(out), ()):
+            for out in _makes(todo.pop()):
+                for user in (*self.users.get(id(out), ()), *(self.waiting.get(id(out), ()) if waits else ())):
                     if id(user) not in found:
                         found.add(id(user))
                         todo.append(user)
@@ -143,7 +149,8 @@ class _Body:
 
     def operands_at(self, op: Op) -> int:
         """The place of the last op that makes an operand of an op."""
-        return max((self.position.get(id(v.op), -1) for v in op.ins if v is not None), default=-1)
+        makers = (self.maker.get(id(v)) for v in op.ins if v is not None)
+        return max((self.position[id(m)] for m in makers if m is not None), default=-1)
 
     def heavy_after(self, op: Op) -> bool:
         """Whether a product, an opaque kernel or a loop follows from an op."""
@@ -160,7 +167,11 @@ class _Body:
         """The ops: those that wait, and what follows from them, behind what they wait for, else in their order."""
         if not any(i in after for i in self.ops):
             return self.frame.ops
-        needed = [{id(v.op) for v in (*_reads(op), *after.get(id(op), ()))} & self.ops.keys() for op in self.frame.ops]
+        made = self.maker
+        needed = [
+            {id(made[id(v)]) for v in (*_reads(op), *after.get(id(op), ())) if id(v) in made} - {id(op)}
+            for op in self.frame.ops
+        ]
         followers: dict[int, list[int]] = {}
         for k, makers in enumerate(needed):
             for i in makers:
@@ -177,6 +188,11 @@ class _Body:
                     heapq.heappush(free, k)
         assert len(out) == len(self.frame.ops), "products that wait for each other"
         return out
+
+
+def _makes(op: Op) -> list[Value]:
+    """What an op makes, in its bodies too."""
+    return [*op.outs, *(v for frame in op.frames for inner in frame.walk() for v in inner.outs)]
 
 
 def _reads(op: Op) -> list[Value]:

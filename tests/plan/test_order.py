@@ -134,3 +134,51 @@ def test_the_program_says_so():
     slices = 2 * 2  # of two weights, in both loops
     between_loops = 1
     assert len(re.findall(r"optimization_barrier", text)) == len(plan.order.after) + slices + between_loops
+
+
+def test_a_large_scattered_sum_is_cut_where_it_is_made():
+    """XLA may send it whole (an all-reduce), and would then keep the whole where only its part is saved."""
+
+    def fn(x, w):
+        return x @ w
+
+    args = jax.ShapeDtypeStruct((4096, 16), jnp.float32), jax.ShapeDtypeStruct((16, 4096), jnp.float32)
+    dims = {"x": "batch inner", "w": "inner embed"}
+    run = mp.jit(fn, mesh=mp.mesh("data=8"), layout="inner: data; embed: data", dims=dims, lowering="shard_map")
+    text = run.lower(*args).as_text()
+    assert "reduce_scatter" in text
+    assert text.index("optimization_barrier") > text.index("reduce_scatter")
+
+
+def test_what_a_kernel_makes_small_is_made_with_the_rest():
+    @mp.kernel_rule("batch embed! -> batch embed!, batch")
+    def kernel(x):
+        return x * 2, x.sum(-1)
+
+    x = np.arange(64 * 16, dtype=np.float32).reshape(64, 16)
+    run = mp.jit(kernel, mesh=mp.mesh("data=8"), layout="batch: data", dims={"x": "batch embed"}, lowering="shard_map")
+    assert "optimization_barrier" in run.lower(x).as_text()
+    y, total = run(x)
+    np.testing.assert_array_equal(y, 2 * x)
+    np.testing.assert_allclose(total, x.sum(-1), rtol=1e-6)
+
+
+def test_a_ring_holds_a_few_blocks_of_a_sum():
+    args = drawn(True)
+    how = {"mesh": mp.mesh("data=8"), "layout": FSDP, "dims": STACKED}
+    plan = mp.plan(scanned, *args, overlap="ring", **how)
+    assert set(plan.rings.parts.values()) == {8}
+
+    def held(plan):
+        nodes = [n for r in (plan.kernels, *_bodies(plan.kernels)) for n in r.nodes]
+        return {i.held / i.bytes for n in nodes for i in n.outs if i.bytes}
+
+    assert held(plan) == {1.0, 0.5}
+    assert held(mp.plan(scanned, *args, overlap="off", **how)) == {1.0}
+
+
+def _bodies(region):
+    for node in region.nodes:
+        for body in node.regions:
+            yield body
+            yield from _bodies(body)
