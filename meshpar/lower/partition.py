@@ -323,7 +323,8 @@ class Walk:
         else:
             x, times = scattered(self, ring, value.aval.dtype)
         size = x.size * times
-        x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, begun=ring is not None)
+        forms = {i: form for i in range(len(rest)) if (form := self.plan.forms.get((id(value), i))) is not None}
+        x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, forms, begun=ring is not None)
         if x.size < size and size * x.dtype.itemsize >= LARGE:
             self.came.append(x)
         self.put(value, bring(x, spec, rest, self.sizes), rest)

@@ -194,9 +194,15 @@ def all_gather_matmul(
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     out, _, *kept = pl.pallas_call(
         functools.partial(
-            _gather_kernel, order=order, axes=axes, sizes=sizes, transposed=transposed, precision=precision, cut=cut,
+            _gather_kernel,
+            order=order,
+            axes=axes,
+            sizes=sizes,
+            transposed=transposed,
+            precision=precision,
+            cut=cut,
             keep=keep,
-        ),  # fmt: skip
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(devices * order.tiles, n // tile.n),

@@ -111,7 +111,9 @@ def test_what_the_kernels_do_not_take_is_said():
     assert gather(x, shape(4, 4096, 128), batched) == ("a product has batch dims",)
     mixed = FusedGather(x, [w, w], [Dot(ROWS_COLUMNS), Dot(ROWS_COLUMNS, 0, HIGHEST)], 1, 8)
     assert mixed.reasons == ("products of several precisions",)
-    scatter = FusedScatter([(shape(4, 250, 1792), shape(1792, 4096))], [Dot(ROWS_COLUMNS)], [1], 8, "bfloat16", "float32")
+    scatter = FusedScatter(
+        [(shape(4, 250, 1792), shape(1792, 4096))], [Dot(ROWS_COLUMNS)], [1], 8, "bfloat16", "float32"
+    )
     assert scatter.reasons == ("250 rows do not divide over 8 devices",)
     uneven = FusedScatter([(x, w), (shape(4, 512, 4096), w)], [Dot(ROWS_COLUMNS)] * 2, [1, 1], 8, "bfloat16", "float32")
     assert uneven.reasons == ("the products of the sum have different shapes",)
