@@ -4,9 +4,10 @@ The times are those of :func:`meshpar_kernels.collectives.choose`, the one α-β
 the lowering emits these:
 
 - a reduce-scatter: ``native``, ``staged``, ``coloured``, and across slices ``hierarchical``. Over several torus dimensions
-  XLA makes an all-reduce of the native one, which sends twice the bytes and holds the whole array: it is left out where another
-  form sends less, also where it would be as fast. XLA runs the stages of colours one after the other (seen in compiled
-  schedules, ``benchmarks/collectives.py``), so that they pay only where sides differ much;
+  XLA makes an all-reduce of the native one, which sends twice the bytes and holds the whole array: it is left out, also where it
+  would be as fast. Coloured is modelled, and never taken by default: XLA runs the stages of colours one after the other (seen in
+  compiled schedules, ``benchmarks/collectives.py``), so that all it could gain is that a slow dimension has less to carry, which
+  no compiled program has shown.
 - an all-gather and an all-reduce: ``native``. No form sends less, and it alone has the links of all dimensions at once.
 
 A stand-alone ring of ``ppermute``s is not among them: in compiled schedules its sums and copies cost more than its links save,
@@ -32,7 +33,7 @@ def form_for(op: CollectiveOp, volume: float, stages: Sequence[Stage], chip: Chi
       op: its kind.
       volume: bytes of the whole array of one group, as in :func:`meshpar.plan.hardware.seconds_of`.
       stages: of the axes that it runs over, major to minor.
-      chip: None: all links are taken to be alike.
+      chip: None: all links are taken to be alike, but between slices a tenth of that.
     """
     if op != "reduce-scatter":
         return "native", ""
@@ -47,9 +48,13 @@ def _scatter_form(volume: float, stages: tuple[Stage, ...], chip: Chip | None) -
     if outer == len(stages):
         return "native", ""
     hbm = None if chip is None else chip.per_device().hbm_bandwidth * chip.hbm_efficiency / 1e9
-    fewest = ("staged", "coloured", *(("hierarchical",) if outer else ()))
-    found = choose("reduce_scatter", volume, [_axis(s, chip) for s in stages], hbm=hbm, candidates=fewest)
-    why = found.reason + ("" if outer else "; native is compiled to an all-reduce, of twice the bytes")
+    axes, names = [_axis(s, chip) for s in stages], ("staged", *(("hierarchical",) if outer else ()))
+    found = choose("reduce_scatter", volume, axes, hbm=hbm, candidates=names)
+    why = found.reason
+    if not outer:
+        colours = choose("reduce_scatter", volume, axes, hbm=hbm, candidates=("coloured",)).seconds["coloured"]
+        why += f"; coloured {colours * 1e6:.0f}, but XLA runs its colours one after the other"
+        why += "; native is compiled to an all-reduce, of twice the bytes"
     return found.algorithm, why  # type: ignore[return-value]
 
 
@@ -57,7 +62,7 @@ def _axis(stage: Stage, chip: Chip | None) -> Axis:
     """A stage as the α-β family takes it."""
     outer = stage.dim == "slice"
     if chip is None:
-        return Axis(stage.size, stage.wraps, 1.0, 0.0, outer)
+        return Axis(stage.size, stage.wraps, 0.1 if outer else 1.0, 0.0, outer)
     device = chip.per_device()
     link = {"slice": device.dcn, "switch": device.link, "core": chip.core_link}.get(
         stage.dim, device.link / stage.stride

@@ -29,9 +29,9 @@ def test_a_scatter_over_several_torus_dimensions_is_staged_and_the_plan_says_why
 @pytest.mark.parametrize("volume", [1e3, 1e6, 1e9])
 def test_no_scatter_sends_more_than_it_must(chip, volume):
     """As an all-reduce, native would send twice as much: also where it has the links of all dimensions, and few bytes."""
-    stages = [X, Y, Z, Stage(4, "x"), Stage(2, "core"), Stage(8, "y", False, 2)]
+    stages = [X, Y, Z, Stage(4, "x"), Stage(8, "y", False, 2), *[Stage(2, "core")] * (chip == "tpu7x")]
     for pair in itertools.combinations(stages, 2):
-        assert form_for("reduce-scatter", volume, pair, CHIPS[chip])[0] in ("staged", "coloured")
+        assert form_for("reduce-scatter", volume, pair, CHIPS[chip])[0] == "staged"
 
 
 def test_where_there_is_nothing_to_choose():
@@ -43,11 +43,15 @@ def test_where_there_is_nothing_to_choose():
     assert form_for("reduce-scatter", BIG, [Stage(2), Stage(4)], None)[0] == "staged"  # CPUs, two axes
 
 
-@pytest.mark.parametrize(("chip", "first", "form"), [("v5p", False, "coloured"), ("v5p", True, "staged")])
-def test_colours_pay_where_the_first_dimension_has_half_the_links(chip, first, form):
-    """Staged, all of V goes over the major dimension; with colours half of it does, though one after the other."""
-    stages = [Stage(8, "x", first), Stage(8, "y", True)]
-    assert form_for("reduce-scatter", 2.0**30, stages, CHIPS[chip])[0] == form
+def test_colours_are_modelled_and_not_taken():
+    """Where the first dimension has half the links, half of V over it would do; no compiled program has shown that."""
+    stages = [Stage(8, "x", False), Stage(8, "y", True)]
+    form, why = form_for("reduce-scatter", 2.0**30, stages, CHIPS["v5p"])
+    axes = [Axis(8, wraps, 72.0, 1e-6) for wraps in (False, True)]
+    seconds = choose("reduce_scatter", 2.0**30, axes, hbm=2770.0, candidates=["staged", "coloured"]).seconds
+    assert form == "staged"
+    assert seconds["coloured"] < seconds["staged"]
+    assert f"; coloured {seconds['coloured'] * 1e6:.0f}, but XLA runs its colours one after the other" in why
 
 
 def test_the_time_of_colours_is_that_of_their_stages_one_after_the_other():
@@ -70,18 +74,21 @@ def plan_of(mesh, topology, layout):
 
 
 def test_between_slices_what_is_sent_is_the_smallest():
-    plan = plan_of("slice=2, data=16", "2x v5e:4x4", "batch: slice+data; embed: slice+data")
+    plan = plan_of("slice=2, data=4, model=4", "2x v5e:4x4", "batch: slice+data; embed: slice+data")
     (c,) = [c for c in plan.collectives if c.op == "reduce-scatter"]
     assert c.form == "hierarchical"
     assert "; staged " in c.why
     stages = [s for a in c.axes for s in plan.torus[a]]
-    assert [s.dim for s in stages] == ["slice", "x", "y"]
-    inside = seconds_of("reduce-scatter", 2.0**23, stages[1:], plan.chip, "staged")
-    across = 2.0**23 / 16 / 2 / (plan.chip.dcn * plan.chip.link_efficiency)
+    assert [s.dim for s in stages] == ["slice", "y"]
+    inside = seconds_of("reduce-scatter", 2.0**23, stages[1:], plan.chip)
+    across = 2.0**23 / 4 / 2 / (plan.chip.dcn * plan.chip.link_efficiency)
     assert c.seconds == pytest.approx(inside + across)
     assert c.to_dict()["why"] == c.why
 
 
 def test_the_default_of_fsdp_is_staged():
     plan = plan_of("data=128", "v5p:4x4x8", "batch: data; embed: data")
-    assert [(c.op, c.form) for c in plan.collectives] == [("all-gather", "native"), ("reduce-scatter", "staged")]
+    assert [(c.op, c.form) for c in plan.collectives if len(c.shape) == 2] == [
+        ("all-gather", "native"),
+        ("reduce-scatter", "staged"),
+    ]
