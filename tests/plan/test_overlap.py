@@ -115,11 +115,11 @@ def test_a_line_of_the_torus_costs_twice_and_warns_once(overlap):
 @pytest.mark.parametrize(
     ("where", "text"),
     [
-        ({"mesh": "data=8, seq=2, model=16", "topology": "v5e:16x16"}, None),  # whole sides
+        ({"mesh": "data=8, other=2, model=16", "topology": "v5e:16x16"}, None),  # whole sides
         ({"mesh": "data=32, model=8", "topology": "v5e:16x16"}, "8 devices in a line along x)"),  # half of one
         ({"mesh": "model=8, data=32", "topology": "v5e:16x16"}, None),  # every other one, all around
         (
-            {"mesh": "model=4, seq=4, data=1", "topology": "v5e:4x4"},
+            {"mesh": "model=4, other=4, data=1", "topology": "v5e:4x4"},
             "4 devices in a line along x)",
         ),  # of which none wraps
         ({"mesh": "data=128, model=2", "topology": "v5e:16x16", "batch": 128}, None),  # two: nothing comes back
