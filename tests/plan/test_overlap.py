@@ -120,7 +120,7 @@ def test_a_line_of_the_torus_costs_twice_and_warns_once(overlap):
         ({"mesh": "model=8, data=32", "topology": "v5e:16x16"}, None),  # every other one, all around
         (
             {"mesh": "model=4, other=4, data=1", "topology": "v5e:4x4"},
-            "4 devices in a line along x)",
+            "4 devices in a line along y)",
         ),  # of which none wraps
         ({"mesh": "data=128, model=2", "topology": "v5e:16x16", "batch": 128}, None),  # two: nothing comes back
     ],
