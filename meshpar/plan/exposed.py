@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 BLOCK = 2e-6
 """Seconds that starting the products of one more block takes, or a kernel."""
+BETWEEN = 0.5
+"""Part of HBM's bandwidth at which what stands between hops runs: blocks are small, and rounded on the way."""
 
 
 def major_of(plan: Plan, axes: Sequence[str]) -> list[Stage]:
@@ -80,7 +82,7 @@ def exposed_by(
     hop = hop_seconds(max((c.bytes for c in hops if c.form == "ring"), default=0.0), stage, chip)
     last = 0.0 if devices % 2 else hop / (1 if devices == 2 else 2)
     steps = (devices - 1) // 2
-    block = total / devices + BLOCK * len(dots) + between_hops(plan, pair, devices) / devices / memory
+    block = total / devices + BLOCK * len(dots) + between_hops(plan, pair, devices) / devices / (BETWEEN * memory)
     took = block
     if steps:
         took = max(hop, block) + (steps - 1) * max(hop, 2 * block) + 2 * block
@@ -98,27 +100,28 @@ def exposed_by(
 def between_hops(plan: Plan, pair: GatherRing | ScatterRing, devices: int) -> float:
     """Bytes that a ring reads and writes beside what its products do at once.
 
-    The TPU compiler does not fuse what stands between hops with the products (libtpu 0.0.42: in the schedules of Llama-3-8B
-    layers on v5p and v5e, ``benchmarks/overlap.py``):
+    The TPU compiler (libtpu 0.0.42) does not fuse what stands between hops with the products. Counted in the schedule of a
+    Llama-3-8B layer on v5p, and found again in the compute that rings add on v5e (``benchmarks/overlap.py``), in blocks of what
+    is sent:
 
-    - a scatter: of every block that comes, the sums that came and the products of this device are read, and their sum written;
-    - a gather: what is kept is written block by block; sums over contracted blocks, in float32, are read and written once more.
+    - a scatter: of every block that comes, the sums that came and this device's products are read, and their sum written: 3;
+      where a block has a device opposite, it is cut, rounded and put together in halves: 4;
+    - a gather: the block of the device opposite is cut, joined and copied: 6; results are written in place by the products.
+      Over contracted blocks, the float32 sum of each product is read and written once a block.
     """
     if devices == 1:
         return 0.0
+    opposite = devices % 2 == 0 and devices > 2
+    size = np.dtype(pair.value.aval.dtype).itemsize
     if isinstance(pair, ScatterRing):
-        spec = plan.ops[id(pair.leaves[0][0])].outs[0]
-        shape = local_shape(pair.leaves[0][0].outs[0].shape, spec, plan.sizes)
-        whole = math.prod(shape) * np.dtype(pair.value.aval.dtype).itemsize
-        return 3.0 * whole * (devices - 1) / devices
-    found = 0.0
+        (op, _), *_ = pair.leaves
+        whole = size * math.prod(local_shape(op.outs[0].shape, plan.ops[id(op)].outs[0], plan.sizes))
+        return whole / devices * (3 * (devices - 1) + 4 * opposite)
+    found = 6.0 * opposite * size * math.prod(local_shape(pair.value.shape, pair.need, plan.sizes)) / devices
     for op, side in pair.dots:
         (lc, rc), _ = op.eqn.params["dimension_numbers"]
         if pair.dim in (lc, rc)[side]:
             found += devices * 8.0 * math.prod(local_shape(op.outs[0].shape, plan.ops[id(op)].outs[0], plan.sizes))
-    if pair.keep:
-        shape = local_shape(pair.value.shape, pair.need, plan.sizes)
-        found += 2.0 * math.prod(shape) * np.dtype(pair.value.aval.dtype).itemsize
     return found
 
 

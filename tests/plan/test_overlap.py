@@ -175,6 +175,14 @@ def test_modes_that_do_not_exist_are_refused():
         mp.jit(mlp, mesh=mesh, layout=MLP, lowering="shard_map", overlap="fast")
 
 
+def test_what_stands_between_hops_is_paid_for():
+    """Where products hide all hops, what shows is the last hop's products, starts, and the traffic between hops."""
+    gather, scatter = mlp_plan("ring", width=16 * 14336).overlaps
+    block = 64 // 16 * 2048 * 4096 * 2 / 16
+    for o, blocks in ((gather, 6), (scatter, 3 * 15 + 4)):
+        assert o.exposed["ring"] == pytest.approx(16 * 2e-6 + blocks * block / (8.1e11 / 2))
+
+
 KERNEL = "as asked for: one kernel sends blocks while it multiplies others"
 
 
