@@ -323,7 +323,7 @@ class Walk:
         else:
             x, times = scattered(self, ring, value.aval.dtype)
         size = x.size * times
-        forms = {i: form for i in range(len(rest)) if (form := self.plan.forms.get((id(value), i))) is not None}
+        forms = self.plan.forms.get(id(value))
         x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, forms, begun=ring is not None)
         if x.size < size and size * x.dtype.itemsize >= LARGE:
             self.came.append(x)

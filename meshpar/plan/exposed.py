@@ -6,7 +6,8 @@ With A devices on a ring, t the seconds of a hop (blocks go both ways at once), 
   TPU compiler sends for it while the products before it run;
 - a ring takes ``(A-1)/2`` steps of ``max(t, 2·m)``, the first of ``max(t, m)``, and if A is even a last one of ``max(t/2, m)``;
   what that is longer than the products themselves is exposed. Every block costs a start and the memory traffic of
-  :func:`between_hops`, and rows that do not fill the matrix unit are paid for;
+  :func:`between_hops`; sums that travel are added up before they go on, so that their hop is that much longer, while those of the
+  other way can be added during it. Rows that do not fill the matrix unit are paid for;
 - a kernel takes ``max(T_matmul, T_comm)`` and one hop more, the first or the last, beside which there is nothing to multiply; and
   what is copied to bring its operands into the form that it takes.
 """
@@ -82,12 +83,16 @@ def exposed_by(
     hop = hop_seconds(max((c.bytes for c in hops if c.form == "ring"), default=0.0), stage, chip)
     last = 0.0 if devices % 2 else hop / (1 if devices == 2 else 2)
     steps = (devices - 1) // 2
-    block = total / devices + BLOCK * len(dots) + between_hops(plan, pair, devices) / devices / (BETWEEN * memory)
-    took = block
+    each, ends = (n / (BETWEEN * memory) for n in between_hops(plan, pair, devices))
+    block = total / devices + BLOCK * len(dots) + each
+    wait = (
+        each if isinstance(pair, ScatterRing) else 0.0
+    )  # sums go on when what came is in them; what is gathered goes on at once
+    took = block + ends
     if steps:
-        took = max(hop, block) + (steps - 1) * max(hop, 2 * block) + 2 * block
+        took = max(hop + wait, block) + (steps - 1) * max(hop + wait, 2 * block) + 2 * block + ends
     if devices % 2 == 0:
-        took += max(0.0, last - 2 * block) + block
+        took += max(0.0, last + wait - 2 * block) + block
     if isinstance(pair, GatherRing) and waits_for_nothing(pair.value, _carried(plan)):
         alone = 0.0
     out = {"xla": alone, "ring": rest + max(0.0, took - total)}
@@ -97,32 +102,33 @@ def exposed_by(
     return out
 
 
-def between_hops(plan: Plan, pair: GatherRing | ScatterRing, devices: int) -> float:
-    """Bytes that a ring reads and writes beside what its products do at once.
+def between_hops(plan: Plan, pair: GatherRing | ScatterRing, devices: int) -> tuple[float, float]:
+    """Bytes that a ring reads and writes beside what its products do at once: (for each block, once).
 
-    The TPU compiler (libtpu 0.0.42) does not fuse what stands between hops with the products. Counted in the schedule of a
-    Llama-3-8B layer on v5p, and found again in the compute that rings add on v5e (``benchmarks/overlap.py``), in blocks of what
-    is sent:
+    The TPU compiler (libtpu 0.0.42) does not fuse what stands between hops with the products. As the schedules of Llama-3-8B
+    layers have it (``benchmarks/overlap.py``; counted op by op on v5p, where this is three quarters of the time between
+    products; on v5e it is what compute as a whole grows by), in blocks of what is sent:
 
     - a scatter: of every block that comes, the sums that came and this device's products are read, and their sum written: 3;
-      where a block has a device opposite, it is cut, rounded and put together in halves: 4;
-    - a gather: the block of the device opposite is cut, joined and copied: 6; results are written in place by the products.
-      Over contracted blocks, the float32 sum of each product is read and written once a block.
+      where there is a device opposite, its block is cut, rounded and added in halves: 4, once;
+    - a gather: the block of the device opposite is cut, joined and copied: 6, once; results are written in place by the
+      products. Over contracted blocks, the float32 sum of each product is read and written for each block.
     """
     if devices == 1:
-        return 0.0
+        return 0.0, 0.0
     opposite = devices % 2 == 0 and devices > 2
     size = np.dtype(pair.value.aval.dtype).itemsize
     if isinstance(pair, ScatterRing):
         (op, _), *_ = pair.leaves
-        whole = size * math.prod(local_shape(op.outs[0].shape, plan.ops[id(op)].outs[0], plan.sizes))
-        return whole / devices * (3 * (devices - 1) + 4 * opposite)
-    found = 6.0 * opposite * size * math.prod(local_shape(pair.value.shape, pair.need, plan.sizes)) / devices
+        block = size * math.prod(local_shape(op.outs[0].shape, plan.ops[id(op)].outs[0], plan.sizes)) / devices
+        return 3.0 * block * (devices - 1) / devices, 4.0 * block * opposite
+    each = 0.0
     for op, side in pair.dots:
         (lc, rc), _ = op.eqn.params["dimension_numbers"]
         if pair.dim in (lc, rc)[side]:
-            found += devices * 8.0 * math.prod(local_shape(op.outs[0].shape, plan.ops[id(op)].outs[0], plan.sizes))
-    return found
+            each += 8.0 * math.prod(local_shape(op.outs[0].shape, plan.ops[id(op)].outs[0], plan.sizes))
+    block = size * math.prod(local_shape(pair.value.shape, pair.need, plan.sizes)) / devices
+    return each, 6.0 * block * opposite
 
 
 def waits_for_nothing(value: Value, carried: set[int]) -> bool:

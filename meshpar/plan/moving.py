@@ -150,7 +150,7 @@ class Moving:
             self.record("reduce-scatter", tuple(scattered), value, made, spec,
                         f"{why}; the result is split over {plus(scattered)} on `{dim}`")  # fmt: skip
             if len(self.plan.collectives) > before:
-                self.plan.forms[id(value), i] = self.plan.collectives[-1].form
+                self.plan.forms.setdefault(id(value), {})[i] = self.plan.collectives[-1].form
             spec = target
         new = self.plan.collectives[before:]
         if new:
