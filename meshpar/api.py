@@ -50,7 +50,8 @@ def jit(
       overlap: of the ``"shard_map"`` lowering: how gathers before products, and reduce-scatters after them, are made. ``"ring"``:
         in blocks, each sent while another is multiplied; ``"xla"``, ``"off"``: by collectives of their own; ``"auto"`` (the
         default): whichever leaves less exposed by the plan's estimate, so ``"xla"`` where the chip is not known. The plan's
-        ``overlaps`` have every decision, its reason and gain. ``"pallas"`` is refused: there is no fused kernel yet.
+        ``overlaps`` have every decision, its reason and gain. ``"pallas"``: by one TPU kernel that sends while it multiplies,
+        where it takes the pair (the reasons say why not), as ``"auto"`` elsewhere; never a default, since it was not timed.
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, compiler_options: as in ``jax.jit``.
 
@@ -62,7 +63,7 @@ def jit(
       MeshparError: at the first call or plan; see :mod:`meshpar.errors`.
       UnsupportedError: a lowering or an ``overlap`` that does not exist, or one that the ``"jit"`` lowering leaves to XLA.
     """
-    if overlap is not None and overlap not in (*MODES, "pallas"):
+    if overlap is not None and overlap not in MODES:
         raise UnsupportedError(f"there is no overlap {overlap!r}", fixes=did_you_mean(str(overlap), MODES, "modes"))
     if lowering == "jit" and overlap in ("ring", "pallas"):
         raise UnsupportedError(

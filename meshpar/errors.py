@@ -115,3 +115,7 @@ class CheckError(MeshparError):
 
 class JoinWarning(UserWarning):
     """Two names turned out to be the same dim of the program; listed once per plan."""
+
+
+class TorusWarning(UserWarning):
+    """A mesh axis that data is to go around is no ring of the slice's torus; once per plan, with what it costs."""

@@ -13,8 +13,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from meshpar_kernels.collectives import coloured, in_order
+
 from ..layout import AnyMesh, Spec
-from ..plan.collectives import reduces, settlement
+from ..plan.collectives import Form, reduces, settlement
 from ..plan.torus import Torus
 
 Sizes = Mapping[str, int]
@@ -24,16 +26,22 @@ class Grid(dict[str, int]):
     """The sizes of the axes of a mesh, and of the axes of the factored mesh that stand for them.
 
     An axis that runs along several torus dimensions is an axis for each of them in the mesh that the lowering works on.
+
+    Attributes:
+      fine: axis → the axes that stand for it, major to minor.
+      between_slices: those that go over DCN.
     """
 
     def __init__(self, sizes: Sizes, torus: Torus):
         super().__init__(sizes)
         self.fine: dict[str, tuple[str, ...]] = {}
+        self.between_slices: set[str] = set()
         for axis in sizes:
             stages = [s for s in torus.get(axis, ()) if s.size > 1]
             self.fine[axis] = (axis,) if len(stages) < 2 else tuple(f"{axis}.{k}" for k in range(len(stages)))
             if len(stages) > 1:
                 self.update(zip(self.fine[axis], (s.size for s in stages), strict=True))
+            self.between_slices |= {n for n, s in zip(self.fine[axis], stages, strict=False) if s.dim == "slice"}
 
     def mesh(self, mesh: AnyMesh) -> AnyMesh:
         """The factored mesh: the same devices in the same order, or none if the mesh has none."""
@@ -94,12 +102,33 @@ def on_words(x: Any, move: Callable[[Any], Any]) -> Any:
     return jax.random.wrap_key_data(move(jax.random.key_data(x)), impl=jax.random.key_impl(x))
 
 
+def _scatter(x: Any, axes: Sequence[str], dim: int, form: Form, sizes: Sizes) -> Any:
+    """Sum over axes of the factored mesh, and keep this device's block of a dim."""
+    if not axes:
+        return x
+    if form == "coloured":
+        return coloured("reduce_scatter", x, axes, dim)
+    if form == "hierarchical":
+        assert isinstance(sizes, Grid)
+        between = sizes.between_slices
+        order = sorted(range(len(axes)), key=lambda k: axes[k] in between)  # what crosses slices is the smallest
+        return in_order("reduce_scatter", x, axes, dim, order)
+    if form == "native" or not isinstance(sizes, Grid):
+        return lax.psum_scatter(x, tuple(axes), scatter_dimension=dim, tiled=True)
+    for a in axes:
+        x = lax.psum_scatter(x, a, scatter_dimension=dim, tiled=True)
+    return x
+
+
 def settle(
-    x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, sizes: Sizes, begun: bool = False
-) -> tuple[Any, Spec]:
+    x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, sizes: Sizes, forms: Mapping[int, Form] | None = None,
+    begun: bool = False,
+) -> tuple[Any, Spec]:  # fmt: skip
     """Make a partial value whole, as :func:`meshpar.plan.collectives.settlement` says: (the shard, its spec).
 
-    ``begun``: a ring has scattered it over the first axis (of the factored mesh) already.
+    Args:
+      forms: dim → how it is scattered, as the plan says; one torus dimension after the other where it says nothing.
+      begun: a ring has scattered it over the first axis (of the factored mesh) already: the others follow one after the other.
     """
     scatter, reduce = settlement(have, rest, axes, kind)
     dtype = x.dtype
@@ -112,12 +141,8 @@ def settle(
     for i, got in scatter.items():
         spec = tuple((*s, *got) if k == i else s for k, s in enumerate(spec))
         got = fine_names([a for a in got if sizes[a] > 1], sizes)
-        # one torus dimension after the other: over several at once the TPU compiler makes an all-reduce of it
-        for a in got if isinstance(sizes, Grid) else [got] * bool(got):
-            if begun:
-                begun = False
-                continue
-            x = lax.psum_scatter(x, a, scatter_dimension=i, tiled=True)
+        form = "staged" if begun else (forms or {}).get(i, "staged")
+        x, begun = _scatter(x, got[begun:], i, form, sizes), False
     reduce = fine_names([a for a in reduce if sizes[a] > 1], sizes)
     if reduce and reduces(kind, dtype):
         x = {"sum": lax.psum, "max": lax.pmax, "or": lax.pmax, "min": lax.pmin, "and": lax.pmin}[kind](x, reduce)

@@ -335,10 +335,10 @@ class Walk:
         else:
             x, times = scattered(self, ring, value.aval.dtype)
         size = x.size * times
-        x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, begun=ring is not None)
-        if (
-            x.size < size and size * x.dtype.itemsize >= LARGE // 4
-        ):  # where it is sent whole: cut here, not where it is read
+        forms = self.plan.forms.get(id(value))
+        x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, forms, begun=ring is not None)
+        if x.size < size and size * x.dtype.itemsize >= LARGE // 4:
+            # where it is sent whole: cut here, not where it is read
             (x,) = lax.optimization_barrier([x])
         if x.size < size and size * x.dtype.itemsize >= LARGE:
             self.came.append(x)

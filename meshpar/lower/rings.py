@@ -1,4 +1,4 @@
-"""Products on a ring: a gathered operand multiplied block by block as it arrives, a sum sent block by block as it is made."""
+"""Products in blocks, on a ring or by a kernel: a gathered operand multiplied as it arrives, a sum sent as it is made."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jax import lax
 from meshpar_kernels.collective_matmul import Dot, dots_scatter, gather_dots
 
 from .._compat import at_line_of
+from ..plan.fused import dot_of
 from ..plan.pairs import GatherRing, ScatterRing
 from ..program.graph import Op, Value
 from .exchange import fine_names
@@ -46,7 +47,10 @@ def run_ring(walk: Walk, ring: GatherRing) -> None:
     major, *minor = _fine(walk, ring.axes)
     if minor:
         x = lax.all_gather(x, tuple(minor), axis=ring.dim, tiled=True)
-    results = gather_dots(x, others, dots, major, ring.dim, keep=ring.keep)
+    if ring.fused is not None:
+        results = ring.fused(x, others, major)
+    else:
+        results = gather_dots(x, others, dots, major, ring.dim, keep=ring.keep)
     if ring.keep:
         walk.copies[id(ring.dots[0][0].frame), id(ring.value), ring.need] = results.pop()
     walk.ringed.update((id(op), y) for (op, _), y in zip(ring.dots, results, strict=True))
@@ -56,6 +60,9 @@ def scattered(walk: Walk, ring: ScatterRing, dtype: Any) -> tuple[Any, float]:
     """(a partial sum of products, summed and scattered over the first of its axes; how many times larger it was before)."""
     operands = [walk.waiting_for[id(op)] for op, _ in ring.leaves]
     major = _fine(walk, ring.axes)[0]
+    if ring.fused is not None:
+        x = ring.fused(operands, major)
+        return x if len(ring.leaves) > 1 else _finish(ring)([x]), float(lax.axis_size(major))
     dots = [dot_of(op, 0) for op, _ in ring.leaves]
     x = dots_scatter(
         operands, dots, [d for _, d in ring.leaves], major, ring.dim, dtype, finish=_finish(ring), wire_dtype=dtype
@@ -76,14 +83,6 @@ def _finish(ring: ScatterRing) -> Callable[[list[Any]], Any]:
         return lax.transpose(parts[0], op.eqn.params["permutation"]) if op.name == "transpose" else parts[0] + parts[1]
 
     return lambda blocks: made(ring.value, blocks)
-
-
-def dot_of(op: Op, side: int) -> Dot:
-    """A product as the ring takes it."""
-    p = op.eqn.params
-    (lc, rc), (lb, rb) = p["dimension_numbers"]
-    numbers = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
-    return Dot(numbers, side, p["precision"], p["preferred_element_type"])
 
 
 def _fine(walk: Walk, axes: tuple[str, ...]) -> tuple[str, ...]:

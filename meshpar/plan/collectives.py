@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from .._compat import source_line
 from ..layout import Spec
-from .torus import Stage
 
 CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
 
-Form = Literal["native", "staged", "ring"]
+Form = Literal["native", "staged", "coloured", "hierarchical", "ring", "pallas"]
 
 
 @dataclass(slots=True)
@@ -32,8 +31,10 @@ class Collective:
       count: how often it runs in a step; None where a loop's trips are not known.
       cause: the rule that brought it about, in words.
       origin: the equation that needs it.
-      form: ``native``: one collective over all axes; ``staged``: one a torus dimension, one after the other; ``ring``: a hop of a
-        ring, beside products, of which half go each way.
+      form: ``native``: one collective over all axes; ``staged``: one a torus dimension, one after the other; ``coloured``: as many
+        shares as torus dimensions, each staged in another order; ``hierarchical``: staged, between slices last; ``ring``: a
+        hop of a ring, beside products, of which half go each way; ``pallas``: one that a kernel sends.
+      why: why it takes that form; empty where there is no other.
       seconds: None: not estimated.
       first: it runs over the torus dimensions of its axes from this one on (a ring has those before it).
     """
@@ -50,6 +51,7 @@ class Collective:
     origin: Any = None
     seconds: float | None = None
     form: Form = "native"
+    why: str = ""
     first: int = 0
 
     @property
@@ -85,16 +87,6 @@ def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
         return volume
     share = volume * (group - 1) / group
     return 2 * share if op == "all-reduce" else share
-
-
-def form_of(op: CollectiveOp, stages: Sequence[Stage]) -> Form:
-    """How a collective over these stages of the torus is made.
-
-    A reduce-scatter over several torus dimensions at once is compiled to an all-reduce of the whole array, which sends twice as
-    much and holds all of it; one dimension after the other it stays what it is, and sends the same bytes as one ring would.
-    """
-    dims = {s.dim for s in stages if s.size > 1}
-    return "staged" if op == "reduce-scatter" and len(dims) > 1 else "native"
 
 
 def settlement(

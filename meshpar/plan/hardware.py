@@ -229,7 +229,8 @@ def seconds_of(kind: CollectiveOp, volume: float, stages: Sequence[Stage], chip:
 def hop_seconds(size: float, stage: Stage, chip: Chip) -> float:
     """Seconds of a hop to both neighbours at once, ``size`` bytes to each.
 
-    Over a line the way back from its end shares the links of one direction; over a switch both hops share the device's.
+    Over a line the way back from its end shares the links of one direction (two devices have no way back); over a switch both
+    hops share the device's.
     """
     device = chip.per_device()
     if stage.dim == "switch":
@@ -239,7 +240,7 @@ def hop_seconds(size: float, stage: Stage, chip: Chip) -> float:
     elif stage.dim == "core":
         rate = chip.core_link
     else:
-        rate = device.link / (stage.stride * (1 if stage.wraps else 2))
+        rate = device.link / (stage.stride * (1 if stage.wraps or stage.size <= 2 else 2))
     return max(chip.latency, size / (rate * chip.link_efficiency))
 
 

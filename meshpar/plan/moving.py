@@ -16,13 +16,14 @@ from .claims import Claims, Names
 from .collectives import (
     Collective,
     CollectiveOp,
-    form_of,
     local_bytes,
     local_shape,
     reduces,
     settlement,
     wire_bytes,
 )
+from .forms import form_for
+from .hardware import volume_of
 from .plan import Plan, Sent
 from .relayout import relayout, relayout_bytes, whole_axes
 
@@ -148,6 +149,8 @@ class Moving:
             why = self.contracted(made, names, scattered)
             self.record("reduce-scatter", tuple(scattered), value, made, spec,
                         f"{why}; the result is split over {plus(scattered)} on `{dim}`")  # fmt: skip
+            if len(self.plan.collectives) > before:
+                self.plan.forms.setdefault(id(value), {})[i] = self.plan.collectives[-1].form
             spec = target
         new = self.plan.collectives[before:]
         if new:
@@ -201,13 +204,13 @@ class Moving:
     ) -> None:
         if 0 in value.shape:
             return
-        self.plan.collectives.append(
-            Collective(
-                kind, axes, value.path or self.called(value), format_dims(self.program.dims(value)), value.shape,
-                str(value.aval.dtype), sent, self.count, cause, op.eqn if op is not None else None,
-                form=form_of(kind, [s for a in axes for s in self.plan.torus[a]]),
-            )
+        c = Collective(
+            kind, axes, value.path or self.called(value), format_dims(self.program.dims(value)), value.shape,
+            str(value.aval.dtype), sent, self.count, cause, op.eqn if op is not None else None,
         )  # fmt: skip
+        stages = [s for a in axes for s in self.plan.torus[a]]
+        c.form, c.why = form_for(kind, volume_of(c, self.sizes), stages, self.plan.chip)
+        self.plan.collectives.append(c)
 
     def called(self, value: Value) -> str:
         """How reports call a value without a path: after the weight that it is as, else after the op that made it."""

@@ -1,45 +1,33 @@
 """Products beside collectives: which gathers and which reduce-scatters are sent in blocks while products run.
 
-A pass over a plan. It finds the gathers whose values products take, and the sums of products that are settled as
-reduce-scatters; decides for each, by what is expected to be left exposed; and lists what a ring sends instead.
-
-The rule, with A devices on a ring, t the seconds of a hop (blocks go both ways at once), m those of the products of a block:
-
-- a collective of its own is exposed for as long as it takes; but the gather of what waits for nothing (a weight) is not: the
-  TPU compiler sends for it while the products before it run;
-- a ring takes ``(A-1)/2`` steps of ``max(t, 2·m)``, the first of ``max(t, m)``, and if A is even a last one of ``max(t/2, m)``;
-  what that is longer than the products themselves is exposed;
-- every block costs a start, a contracted block reads and writes the float32 sum once more, and rows that do not fill the matrix
-  unit are paid for.
+A pass over a plan. For the gathers whose values products take, and the sums of products that are settled as reduce-scatters
+(:mod:`meshpar.plan.finding`), it decides by what is expected to be left exposed (:mod:`meshpar.plan.exposed`), and lists what a
+ring or a kernel sends instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .._compat import scan_counts
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
 from ..layout import Spec
-from ..program.graph import Frame, Op, Value
-from .collectives import Collective, CollectiveOp, Form, form_of, local_shape, settlement, wire_bytes
-from .flops import padded_flops
-from .fusion import FUSED, VIEWS
-from .hardware import Chip, hop_seconds, seconds_of, volume_of
-from .pairs import GatherRing, Overlap, ScatterRing, describe
-from .relayout import part_of, relayout
-from .torus import Stage
+from .collectives import Collective, CollectiveOp, Form, local_shape, wire_bytes
+from .exposed import devices_of, exposed_by, is_line, major_of, warn_of_lines
+from .finding import gather_of, scatter_of, uses_of
+from .fused import fused_of
+from .hardware import hop_seconds, seconds_of
+from .pairs import Choice, GatherRing, Overlap, ScatterRing
+from .pairs import describe as plus
 
 if TYPE_CHECKING:
+    from ..program.graph import Value
     from .plan import Plan, Sent
 
-MODES = ("auto", "xla", "ring", "off")
-"""``auto``: by cost; ``xla``, ``ring``: that way wherever it is possible; ``off``: not looked for. ``xla`` and ``off`` give one
-program."""
-BLOCK = 2e-6
-"""Seconds that starting the products of one more block takes."""
+MODES = ("auto", "xla", "ring", "pallas", "off")
+"""``auto``: by cost, of ``xla`` and ``ring``; ``xla``, ``ring``: that way wherever it is possible; ``pallas``: by the fused TPU
+kernel wherever it takes the pair, as ``auto`` elsewhere; ``off``: not looked for. ``xla`` and ``off`` give one program."""
 LEAST = 5e-6
 """Seconds, once, that a ring must save."""
 MOST = 64
@@ -49,307 +37,105 @@ MOST = 64
 def decide(plan: Plan, mode: str) -> None:
     """Decide for every pair of a plan, and list what is sent accordingly; before seconds are filled in.
 
+    ``auto`` never takes the kernel: none that talks to other devices is a default before it was timed. Its reasons say where one
+    would run.
+
     Args:
       mode: of :data:`MODES`.
 
     Raises:
       UnsupportedError: another mode.
     """
-    if mode == "pallas":
-        raise UnsupportedError(
-            'overlap="pallas": the compiler has no fused kernel for general products yet',
-            fixes=['overlap="ring", or overlap="auto"', "or call meshpar_kernels.all_gather_matmul in a shard_map"],
-        )
     if mode not in MODES:
         raise UnsupportedError(f"there is no overlap {mode!r}", fixes=did_you_mean(mode, MODES, "modes"))
     plan.overlap = mode
     if mode == "off":
         return
-    uses = _uses(plan)
+    uses = uses_of(plan)
     for sent in plan.sent:
-        ring = _gather(plan, sent) if sent.users else _scatter(plan, sent, uses)
-        if ring is None:
+        pair = gather_of(plan, sent) if sent.users else scatter_of(plan, sent, uses)
+        if pair is None:
             continue
-        found = _decision(plan, sent, ring, mode)
+        found = _decision(plan, sent, pair, mode)
         plan.overlaps.append(found)
-        if found.choice == "ring":
-            _take(plan, sent, ring)
-
-
-# -- finding pairs
-
-
-def _gather(plan: Plan, sent: Sent) -> GatherRing | None:
-    """The products that one gathered value goes into, where some of them can run block by block."""
-    value, frame = sent.value, sent.frame
-    steps = relayout(sent.have, sent.need, value.shape, plan.sizes)
-    if len(steps) != 1 or steps[0].op != "all-gather" or any(map(part_of, steps[0].axes)):
-        return None
-    (dim,) = steps[0].dims
-    position = {id(op): k for k, op in enumerate(frame.ops)}
-    free: list[tuple[Op, int]] = []
-    contracted: list[tuple[Op, int]] = []
-    for op in sent.users:
-        sides = [s for s in (0, 1) if op.name == "dot_general" and op.ins[s] is value]
-        if len(sides) == 1 and id(op) in position and id(op) in plan.ops and id(op) not in plan.rings.gathers:
-            (lc, rc), _ = op.eqn.params["dimension_numbers"]
-            (contracted if dim in (lc, rc)[sides[0]] else free).append((op, sides[0]))
-    dots: list[tuple[Op, int]] = []
-    before: dict[int, Op] = {}
-    first = min((position.get(id(op), -1) for op in sent.users), default=-1)
-    for op, side in sorted(free or contracted, key=lambda x: position[id(x[0])]):
-        needed = _needed(op.ins[1 - side], frame, first, position)
-        if needed is not None:
-            dots.append((op, side))
-            before.update((id(o), o) for o in needed)
-    if not dots:
-        return None
-    taken = {id(op) for op, _ in dots}
-    ordered = sorted(before.values(), key=lambda o: position[id(o)])
-    keep = any(id(op) not in taken for op in sent.users)
-    return GatherRing(value, sent.need, dim, steps[0].axes, dots, ordered, keep)
-
-
-def _needed(value: Value | None, frame: Frame, first: int, position: dict[int, int]) -> list[Op] | None:
-    """The ops from the first use on that make a value; None: not only light ones, so that it cannot be made before."""
-    found: list[Op] = []
-    todo = [value]
-    while todo:
-        v = todo.pop()
-        if v is None or v.op is None:
-            continue
-        if id(v.op) not in position:
-            around = _around(v.op, frame)  # a call whose body makes it
-            if around is None and not _outside(v.op.frame, frame):
-                return None
-            if around is not None and position[id(around)] >= first:
-                return None
-            continue
-        if position[id(v.op)] < first or any(o is v.op for o in found):
-            continue
-        if v.op.frames or v.op.name not in FUSED | VIEWS or v.op.eqn.effects:
-            return None
-        found.append(v.op)
-        todo += v.op.ins
-    return found
-
-
-def _around(op: Op, frame: Frame) -> Op | None:
-    """The op of a frame that an op stands inside of."""
-    while op.frame is not frame:
-        if op.frame.parent is None:
-            return None
-        op = op.frame.parent
-    return op
-
-
-def _outside(frame: Frame, inner: Frame) -> bool:
-    """Whether a frame is around another."""
-    now = inner.parent
-    while now is not None:
-        if now.frame is frame:
-            return True
-        now = now.frame.parent
-    return False
-
-
-def _scatter(plan: Plan, sent: Sent, uses: dict[int, int]) -> ScatterRing | None:
-    """The products whose sum is settled as a reduce-scatter, where all that is between is linear and used once."""
-    value = sent.value
-    if id(value) in plan.unsettled or value.op is None or sent.collectives[0].op != "reduce-scatter":
-        return None
-    made = plan.ops.get(id(value.op)) or plan.passed.get(id(value))
-    if made is None or not made.partial or len(made.partial) > 1 or made.kind != "sum":  # products have one result
-        return None
-    scatter, _ = settlement(sent.have, plan.specs[id(value)], made.partial[0], "sum")
-    if not scatter:
-        return None
-    dim = next(iter(scatter))
-    leaves = _leaves(plan, value, dim, uses, _home(sent.frame), value)
-    return None if not leaves else ScatterRing(value, dim, scatter[dim], leaves)
-
-
-def _leaves(
-    plan: Plan, value: Value, dim: int, uses: dict[int, int], home: Frame, top: Value
-) -> list[tuple[Op, int]] | None:
-    op = value.op
-    if op is None or _home(op.frame) is not home or (value is not top and uses.get(id(value), 0) != 1):
-        return None
-    if op.name == "dot_general" and id(op) in plan.ops:
-        return None if id(op) in plan.rings.gathers else [(op, dim)]
-    if id(value) not in plan.passed:
-        return None
-    if op.name == "transpose":
-        assert op.ins[0] is not None
-        return _leaves(plan, op.ins[0], op.eqn.params["permutation"][dim], uses, home, top)
-    if op.name in ("add", "add_any"):
-        found: list[tuple[Op, int]] = []
-        for v in op.ins:
-            mine = None if v is None else _leaves(plan, v, dim, uses, home, top)
-            if mine is None:
-                return None
-            found += mine
-        return found
-    return None
-
-
-def _home(frame: Frame) -> Frame:
-    """The body that JAX traces a frame in: calls are walked in place."""
-    while frame.parent is not None and frame.parent.name not in ("scan", "while", "cond"):
-        parent = frame.parent
-        if parent.name in ("checkpoint", "remat", "remat2") and not parent.eqn.params["differentiated"]:
-            break
-        frame = parent.frame
-    return frame
-
-
-def _uses(plan: Plan) -> dict[int, int]:
-    """How often each value is read; calls read nothing, what they hold does."""
-    found: dict[int, int] = {}
-    calls = ("scan", "while", "cond")
-    frames = [plan.program.root]
-    for op in plan.program.root.walk():
-        frames += op.frames if op.name in calls else []
-        for v in op.ins if op.name in calls or not op.frames else ():
-            if v is not None:
-                found[id(v)] = found.get(id(v), 0) + 1
-    for frame in frames:
-        for var in frame.jaxpr.outvars:
-            v = None if hasattr(var, "val") else frame.env[var]
-            if v is not None:
-                found[id(v)] = found.get(id(v), 0) + 1
-    return found
+        if found.choice != "xla":
+            _take(plan, sent, pair, found)
+    warn_of_lines(plan)
 
 
 # -- deciding
 
 
-def _decision(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing, mode: str) -> Overlap:
-    gather = isinstance(ring, GatherRing)
-    dots = [op for op, _ in (ring.dots if isinstance(ring, GatherRing) else ring.leaves)]
-    first = sent.collectives[0]
-    devices = _devices(plan, ring.axes)
-    exposed = None if plan.chip is None else _exposed(plan, plan.chip, sent, ring, dots)
+def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str) -> Overlap:
+    gather = isinstance(pair, GatherRing)
+    dots = [op for op, _ in (pair.dots if isinstance(pair, GatherRing) else pair.leaves)]
+    kind = "gather" if gather else "scatter"
+    devices = devices_of(plan, pair.axes)
+    idle = devices == 1 or 0 in pair.value.shape
+    stages = [] if idle else major_of(plan, pair.axes)
+    fused = fused_of(plan, pair, stages, plan.rings.kernels.get(kind, ())) if mode in ("auto", "pallas") else ""
+    exposed = None
+    if plan.chip is not None:
+        part = None if isinstance(fused, str) else fused
+        exposed = exposed_by(plan, plan.chip, sent, pair, dots, ring_collectives(plan, sent, pair), part)
     choice, reason = "xla", ""
-    if devices == 1 or 0 in ring.value.shape:
+    if idle:
         reason = "nothing is sent"
     elif mode == "xla":
         reason = "as asked for"
     elif mode == "ring":
         choice, reason = "ring", "as asked for"
-    elif exposed is None:
-        reason = "the chip is not known"
-    elif devices > MOST:
-        reason = f"a ring of {devices} devices is longer than {MOST}"
-    elif exposed["xla"] == 0:
-        reason = "it waits for nothing: the compiler sends for it while other products run"
-    elif exposed["xla"] - exposed["ring"] < LEAST:
-        reason = (
-            "the products of a block are too short to hide a hop" if exposed["ring"] else "there is too little to gain"
-        )
+    elif mode == "pallas" and not isinstance(fused, str):
+        choice, reason = "pallas", "as asked for: one kernel sends blocks while it multiplies others"
+        pair.fused = fused  # type: ignore[assignment]
     else:
-        choice = "ring"
-        hidden = 1 - exposed["ring"] / exposed["xla"]
-        reason = f"blocks travel while {'others are multiplied' if gather else 'the next are made'}: {100 * hidden:.0f} % hidden"
-    if exposed is not None and not all(s.wraps for s in _major(plan, ring.axes)):
-        reason += f"; {describe(ring.axes)} is no ring of the torus, so that hops share links"
+        choice, reason = _by_cost(devices, exposed, gather)
+        if mode == "pallas":
+            reason = f"no kernel: {fused}; {reason}"
+        elif not isinstance(fused, str):
+            reason += '; a fused kernel would run it too (overlap="pallas"), but none was timed yet'
+    if exposed is not None and any(map(is_line, stages)):
+        reason += f"; {plus(pair.axes)} is no ring of the torus, so that hops share links"
     return Overlap(
-        "gather" if gather else "scatter", choice, reason, first.tensor, ring.axes, len(dots), sent.count, exposed,
-        dots[0].eqn,
-    )  # fmt: skip
+        kind, choice, reason, sent.collectives[0].tensor, pair.axes, len(dots), sent.count, exposed, dots[0].eqn
+    )
 
 
-def _major(plan: Plan, axes: Sequence[str]) -> list[Stage]:
-    """The stage that the ring runs over: the major one of the torus."""
-    return [s for a in axes for s in plan.torus[a] if s.size > 1][:1]
+def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool) -> tuple[Choice, str]:
+    """A collective of its own, or a ring; and why."""
+    if exposed is None:
+        return "xla", "the chip is not known"
+    if devices > MOST:
+        return "xla", f"a ring of {devices} devices is longer than {MOST}"
+    if exposed["xla"] == 0:
+        return "xla", "it waits for nothing: the compiler sends for it while other products run"
+    if exposed["xla"] - exposed["ring"] < LEAST:
+        few = "the products of a block are too short to hide a hop"
+        return "xla", few if exposed["ring"] else "there is too little to gain"
+    hidden = 1 - exposed["ring"] / exposed["xla"]
+    while_what = "others are multiplied" if gather else "the next are made"
+    return "ring", f"blocks travel while {while_what}: {100 * hidden:.0f} % hidden"
 
 
-def _devices(plan: Plan, axes: Sequence[str]) -> int:
-    return math.prod(s.size for s in _major(plan, axes))
+# -- what is sent in blocks
 
 
-def _exposed(plan: Plan, chip: Chip, sent: Sent, ring: GatherRing | ScatterRing, dots: list[Op]) -> dict[str, float]:
-    """Seconds, once, in which nothing is multiplied: of a collective of its own, and of a ring."""
-    device = chip.per_device()
-    stages = [s for a in ring.axes for s in plan.torus[a]]
-    first = sent.collectives[0]
-    alone = seconds_of(first.op, volume_of(first, plan.sizes), stages, chip, first.form)
-    total = 0.0
-    for op in dots:
-        rate = device.matmul_rate(str(op.eqn.invars[0].aval.dtype)) * chip.matmul_efficiency
-        total += padded_flops(op, plan, chip.lanes) / rate
-    devices, (stage, *_) = _devices(plan, ring.axes), _major(plan, ring.axes) or [Stage(1)]
-    new = _ring_collectives(plan, sent, ring)
-    rest = sum(c.seconds or 0.0 for c in new if c.form != "ring")
-    hop = hop_seconds(max((c.bytes for c in new if c.form == "ring"), default=0.0), stage, chip)
-    block = total / devices + BLOCK * len(dots)
-    block += _again(plan, ring, devices) / (device.hbm_bandwidth * chip.hbm_efficiency)
-    took, steps = block, (devices - 1) // 2
-    if steps:
-        took = max(hop, block) + (steps - 1) * max(hop, 2 * block) + 2 * block
-    if devices % 2 == 0:
-        took += max(0.0, hop / (1 if devices == 2 else 2) - 2 * block) + block
-    if isinstance(ring, GatherRing) and _waits_for_nothing(ring.value, _carried(plan)):
-        alone = 0.0
-    return {"xla": alone, "ring": rest + max(0.0, took - total)}
-
-
-def _again(plan: Plan, ring: GatherRing | ScatterRing, devices: int) -> float:
-    """Bytes that each block reads and writes beside what the products do at once: sums over contracted blocks, in float32."""
-    if isinstance(ring, ScatterRing) or devices == 1:
-        return 0.0
-    found = 0.0
-    for op, side in ring.dots:
-        (lc, rc), _ = op.eqn.params["dimension_numbers"]
-        if ring.dim in (lc, rc)[side]:
-            found += 8.0 * math.prod(local_shape(op.outs[0].shape, plan.ops[id(op)].outs[0], plan.sizes))
-    return found
-
-
-def _waits_for_nothing(value: Value, carried: set[int]) -> bool:
-    """Whether a value follows from what its body is given for reading (a weight), not from what it carries or makes."""
-    todo, seen = [value], set[int]()
-    while todo:
-        v = todo.pop()
-        if id(v) in seen:
-            continue
-        seen.add(id(v))
-        if v.op is not None:
-            if v.op.name not in FUSED | VIEWS:
-                return False
-            todo += [x for x in v.op.ins if x is not None]
-        elif id(v) in carried:
-            return False
-    return True
-
-
-def _carried(plan: Plan) -> set[int]:
-    """Ids of what loops carry, as their bodies see it."""
-    found: set[int] = set()
-    for op in plan.program.root.walk():
-        if op.name == "scan":
-            nc, nk = scan_counts(op.eqn.params)
-            found.update(map(id, op.frames[0].ins()[nc : nc + nk]))
-        elif op.name == "while":
-            found.update(id(v) for f in op.frames for v in f.ins())
-    return found
-
-
-# -- what a ring sends
-
-
-def _take(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing) -> None:
-    """Run a pair on a ring: note how, and list what it sends."""
+def _take(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing, found: Overlap) -> None:
+    """Run a pair on a ring or by a kernel: note how, and list what it sends."""
+    if found.choice == "pallas":
+        plan.rings.kernels[found.kind] = ring.axes
     if isinstance(ring, GatherRing):
         plan.rings.gathers.update((id(op), ring) for op, _ in ring.dots)
         if ring.keep:
             plan.rings.kept[id(sent.frame), id(ring.value), ring.need] = ring
     else:
         plan.rings.scatters[id(ring.value)] = ring
-        _pend(plan, ring.value, {id(op) for op, _ in ring.leaves}, _devices(plan, ring.axes))
+        _pend(plan, ring.value, {id(op) for op, _ in ring.leaves}, devices_of(plan, ring.axes))
     old = sent.collectives[0]
     at = next(i for i, c in enumerate(plan.collectives) if c is old)
-    new = _ring_collectives(plan, sent, ring)
+    new = ring_collectives(plan, sent, ring)
+    for c in new:
+        c.form = "pallas" if c.form == "ring" and found.choice == "pallas" else c.form
     plan.collectives[at : at + 1] = new
     plan.rings.sent.update(map(id, new))
 
@@ -363,12 +149,12 @@ def _pend(plan: Plan, value: Value, leaves: set[int], parts: int) -> None:
                 _pend(plan, v, leaves, parts)
 
 
-def _ring_collectives(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing) -> list[Collective]:
+def ring_collectives(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing) -> list[Collective]:
     """What is sent instead of one collective: its minor stages as before, the major one hop by hop."""
     from meshpar_kernels.collective_matmul.schedule import gather_hops
 
     old = sent.collectives[0]
-    devices = _devices(plan, ring.axes)
+    devices = devices_of(plan, ring.axes)
     minor = math.prod(plan.sizes[a] for a in ring.axes) // devices
     gather = isinstance(ring, GatherRing)
     spec: Spec = sent.need if gather else sent.have
@@ -380,15 +166,16 @@ def _ring_collectives(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing) ->
         hop = _like(old, "collective-permute", size * h.rows / shape[ring.dim], "ring")
         hop.count = None if sent.count is None else sent.count * h.count
         if plan.chip is not None:
-            both = hop_seconds(hop.bytes, _major(plan, ring.axes)[0], plan.chip)
+            both = hop_seconds(hop.bytes, major_of(plan, ring.axes)[0], plan.chip)
             hop.seconds = both / min(2, devices - 1)
         out.append(hop)
     if minor > 1:
-        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), old.form)
+        inner = [s for a in ring.axes for s in plan.torus[a] if s.size > 1][1:]
+        form: Form = "staged" if old.op == "reduce-scatter" else "native"
+        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), form)
         part.first = 1
         if plan.chip is not None:
-            inner = [s for a in ring.axes for s in plan.torus[a] if s.size > 1][1:]
-            part.seconds = seconds_of(old.op, size / devices, inner, plan.chip, form_of(old.op, inner))
+            part.seconds = seconds_of(old.op, size / devices, inner, plan.chip, part.form)
         out = [part, *out] if gather else [*out, part]
     return out
 

@@ -1,4 +1,4 @@
-"""What a plan records of products beside collectives: the decision for each pair, and how those on a ring run."""
+"""What a plan records of products beside collectives: the decision for each pair, and how those in blocks run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
+
 from .._compat import source_line
 from ..layout import Spec
 from ..program.graph import Op, Value
 
-Choice = Literal["xla", "ring"]
+Choice = Literal["xla", "ring", "pallas"]
 
 
 @dataclass(eq=False, slots=True)
@@ -19,12 +21,14 @@ class Overlap:
 
     Attributes:
       kind: ``gather`` or ``scatter``.
-      choice: ``xla``: a collective of its own; ``ring``: in blocks, each sent while another is multiplied.
+      choice: ``xla``: a collective of its own; ``ring``: in blocks, each sent while another is multiplied;
+        ``pallas``: the same in one kernel.
       reason: why, in words.
       tensor, axes: what is moved, over what.
       products: how many products the blocks are of.
       count: how often in a step; None: not known.
-      exposed: seconds, once, in which nothing is multiplied, by choice; None: the chip is not known.
+      exposed: seconds, once, in which nothing is multiplied, by choice (``pallas`` where a kernel takes it); None: the chip is
+        not known.
       origin: the equation of the first product.
     """
 
@@ -63,6 +67,7 @@ class GatherRing:
       dots: (product, which operand is the gathered one).
       before: ops that stand after its first use and make operands of the products: they run before it.
       keep: others use the gathered value too.
+      fused: the kernel that runs it; None: a ring.
     """
 
     value: Value
@@ -72,6 +77,7 @@ class GatherRing:
     dots: list[tuple[Op, int]]
     before: list[Op]
     keep: bool
+    fused: FusedGather | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -82,12 +88,14 @@ class ScatterRing:
       value: the sum.
       dim, axes: the dim over which it is scattered, and over what.
       leaves: the products, each with the dim of its result that is scattered.
+      fused: the kernel that runs it; None: a ring.
     """
 
     value: Value
     dim: int
     axes: tuple[str, ...]
     leaves: list[tuple[Op, int]]
+    fused: FusedScatter | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +109,7 @@ class Rings:
       pending: ids of the values that are made in blocks when they are settled, and not before.
       parts: how many blocks each of them has.
       sent: ids of the collectives that belong to rings: their time is in the decisions.
+      kernels: kind of pair → the axes that its fused kernels run over.
     """
 
     gathers: dict[int, GatherRing] = field(default_factory=dict)
@@ -109,6 +118,7 @@ class Rings:
     pending: set[int] = field(default_factory=set)
     parts: dict[int, int] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
+    kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def describe(axes: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from ..layout import AnyMesh, Layout, Spec
 from ..mesh import parse_topology
 from ..program.graph import Frame, Op, Program, Value
 from ..program.rules.rule import Kind
-from .collectives import Collective
+from .collectives import Collective, Form
 from .fusion import Region
 from .hardware import CHIPS, Chip, chip_of
 from .kernels import kernels_of
@@ -113,6 +113,7 @@ class Plan:
       topology: the slices that the mesh lies on, as text, where its devices do not say.
       donated: positions of the flat inputs whose memory the results may take.
       asked: the layout as it was asked for; ``layout`` has rules before it for dims that are called after axes.
+      forms: how the sum of a value is scattered, by ``id(value)`` and dim.
       sent: the gathers and settled sums that products stand beside.
       overlap: what was asked for of them; ``overlaps``: what was decided, each with its reason; ``rings``: how those run that
         are sent on a ring (:mod:`meshpar.plan.overlap`).
@@ -139,6 +140,7 @@ class Plan:
     topology: str | None = None
     donated: frozenset[int] = frozenset()
     asked: Layout | None = None
+    forms: dict[int, dict[int, Form]] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
     overlap: str = "off"
     overlaps: list[Overlap] = field(default_factory=list)

@@ -63,7 +63,7 @@ class Time:
       seconds: the estimate: the kernels one after the other, each the longer of its products and its traffic; collectives of
         weights and gradients, which wait for nothing else in their loop, behind the kernels of that loop as far as those
         last (reduce-scatters on TPUs do not: their final programs have them synchronous); the other collectives on top; of what
-        runs on a ring, what its products do not hide.
+        runs in blocks, what its products do not hide.
       model_flops: of the products that the model asks for, on all devices together: without recomputation, without what
         devices do twice, nothing rounded up.
       ops: every kernel.
@@ -179,7 +179,7 @@ def _estimate(plan: Plan, region: Region, by_loop: dict[int, float]) -> float:
     """Kernels loop by loop, collectives that can hide behind them hidden as far as they last, the others added."""
     hidden: dict[int, float] = {}
     exposed = sum(
-        o.exposed["ring"] * (o.count or 1) for o in plan.overlaps if o.choice == "ring" and o.exposed is not None
+        o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     )
     where = hides(plan, region)
     waits = plan.chip is not None and bool(plan.chip.torus)  # TPU programs do not go on while they reduce-scatter

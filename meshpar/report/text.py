@@ -169,13 +169,17 @@ def merge_overlaps(overlaps: Iterable[Overlap]) -> list[tuple[Overlap, int, int 
 def overlaps(plan: Plan) -> list[Text]:
     """Products beside collectives: how each kind is made, and why."""
     gains = [o.gain for o in plan.overlaps if o.gain is not None]
-    rings = sum(o.choice == "ring" for o in plan.overlaps)
-    head = f"{rings} of {len(plan.overlaps)} gathers and scatters beside products run on rings (overlap={plan.overlap})"
-    out = [Text(head + (f", which saves {duration(sum(gains))}" if rings and gains else ""), style="bold")]
+    rings, kernels = (sum(o.choice == c for o in plan.overlaps) for c in ("ring", "pallas"))
+    where = (
+        "on rings" if not kernels else "by fused kernels" if not rings else f"on rings, {kernels} more by fused kernels"
+    )
+    shown = rings or kernels
+    head = f"{shown} of {len(plan.overlaps)} gathers and scatters beside products run {where} (overlap={plan.overlap})"
+    out = [Text(head + (f", which saves {duration(sum(gains))}" if shown and gains else ""), style="bold")]
     for o, _, runs, gain in merge_overlaps(plan.overlaps)[:MOST]:
         what = "gather → products" if o.kind == "gather" else "products → scatter"
-        saved = f"  saves {duration(gain)}" if gain and o.choice == "ring" else ""
-        out.append(Text.assemble((f"{o.choice:<4}  ", "" if o.choice == "ring" else "dim"), (f"{'+'.join(o.axes)}", "cyan"),
+        saved = f"  saves {duration(gain)}" if gain and o.choice != "xla" else ""
+        out.append(Text.assemble((f"{o.choice:<6}  ", "" if o.choice != "xla" else "dim"), (f"{'+'.join(o.axes)}", "cyan"),
                                  f"  {'?' if runs is None else runs} × {what}{saved}: {o.reason}"))  # fmt: skip
     return out
 

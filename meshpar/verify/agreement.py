@@ -89,6 +89,8 @@ def planned_sends(plan: Plan) -> Counter[Sent]:
     """How often each collective of a plan runs, in the stages in which it is lowered."""
     out: Counter[Sent] = Counter()
     for c in plan.collectives:
+        if c.form == "pallas":  # the compiler does not see into kernels
+            continue
         whole = c.op != "collective-permute" and c.form == "native" and not c.first
         axes = tuple(a for a in plan.sizes if a in c.axes) if whole else ()
         for size in stage_bytes(c, plan):
@@ -97,15 +99,21 @@ def planned_sends(plan: Plan) -> Counter[Sent]:
 
 
 def stage_bytes(c: Collective, plan: Plan) -> list[float]:
-    """Bytes of the stages of a collective: one for each torus dimension, if it is staged; else its own."""
-    if c.form != "staged":
+    """Bytes of the stages of a collective: one for each torus dimension, if it is staged (of every colour); else its own."""
+    if c.form not in ("staged", "coloured", "hierarchical"):
         return [c.bytes]
-    stages = [s.size for a in c.axes for s in plan.torus[a] if s.size > 1][c.first :]
-    group, out = math.prod(stages), []
-    volume = c.bytes * group / (group - 1)
-    for size in stages:
-        out.append(wire_bytes(c.op, volume, size))
-        volume /= size
+    stages = [s for a in c.axes for s in plan.torus[a] if s.size > 1][c.first :]
+    group = math.prod(s.size for s in stages)
+    whole = c.bytes * group / (group - 1)
+    if c.form == "hierarchical":
+        stages.sort(key=lambda s: s.dim == "slice")
+    colours = len(stages) if c.form == "coloured" else 1
+    out = []
+    for k in range(colours):
+        volume = whole / colours
+        for stage in [*stages[k:], *stages[:k]]:
+            out.append(wire_bytes(c.op, volume, stage.size))
+            volume /= stage.size
     return out
 
 

@@ -188,7 +188,7 @@ def _gather_kernel(
     if reasons or tile is None:
         return reasons
     options = {"tile": tile, "out_dtype": out, "transposed": _transposed(dot), "precision": how.precision}
-    return lambda x, others, dots: [tpu_gather.all_gather_matmul(x, others[0], how.axis, **options)]
+    return lambda x, others, dots: tpu_gather.all_gather_matmul(x, others[0], how.axis, **options)
 
 
 def _scatter_kernel(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:

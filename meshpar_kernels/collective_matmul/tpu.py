@@ -61,7 +61,9 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def pick_tile(rows: int, k: int, n: int, devices: int, itemsize: int, vmem: int = VMEM_BYTES) -> Tile | None:
+def pick_tile(
+    rows: int, k: int, n: int, devices: int, itemsize: int, vmem: int = VMEM_BYTES, keep: bool = False
+) -> Tile | None:
     """The tile that moves the fewest bytes between HBM and VMEM and fits; None if none does.
 
     A step holds all of K. The rows are fetched once; the weights once in all if one tile holds all their columns, else once
@@ -73,6 +75,7 @@ def pick_tile(rows: int, k: int, n: int, devices: int, itemsize: int, vmem: int 
       devices: of the ring.
       itemsize: bytes of an element of the operands.
       vmem: bytes to plan with.
+      keep: the rows are written too.
     """
     pack = 32 // itemsize
     heights = [t for t in range(pack, min(rows, 2048) + 1, pack) if rows % t == 0 and rows // t <= TILES]
@@ -81,7 +84,7 @@ def pick_tile(rows: int, k: int, n: int, devices: int, itemsize: int, vmem: int 
     for tm in heights:
         for tn in widths:
             # two of each operand, two of the result, of what came and of what goes in float32, and one of sums
-            held = 2 * itemsize * (tm * k + k * tn + tm * tn) + 4 * 5 * tm * tn
+            held = 2 * itemsize * (tm * k * (1 + keep) + k * tn + tm * tn) + 4 * 5 * tm * tn
             if held > vmem:
                 continue
             visits = devices * rows // tm

@@ -71,15 +71,17 @@ class Gathering(NamedTuple):
 
 
 def _gather_kernel(
-    rank_ref, x_ref, w_ref, out_ref, came, tiles, total, tile_sem, sent_sem, came_sem, credit,
-    *, order: Gathering, axes, sizes, transposed: bool, precision: Any, cut: int,
+    rank_ref, x_ref, w_ref, out_ref, came, *rest,
+    order: Gathering, axes, sizes, transposed: bool, precision: Any, cut: int, keep: bool,
 ):  # fmt: skip
     """One (row tile, column tile).
 
     In phase p the blocks that came in step p-1 are sent on in step p, and multiplied meanwhile. `came[way, step % 2]`
-    receives; `cut` rows of the opposite block go up, the rest down.
+    receives; `cut` rows of the opposite block go up, the rest down. With `keep` the first of `rest` takes the rows themselves.
     """
     del rank_ref  # the block specs read it
+    kept = rest[:keep]
+    tiles, total, tile_sem, sent_sem, came_sem, credit = rest[keep:]
     v, j = pl.program_id(0), pl.program_id(1)
     ring = Ring(axes, sizes)
     rows, height = x_ref.shape[0], tiles.shape[1]
@@ -153,6 +155,8 @@ def _gather_kernel(
             load(way, i, phase, turn, start)
 
         load(way, i, phase, turn, lambda copy: copy.wait())
+        for rows_ref in kept:
+            rows_ref[...] = tiles[turn]
 
         @pl.when(q + 1 < order.length(phase))
         def _():
@@ -173,9 +177,10 @@ def _gather_kernel(
 
 
 def all_gather_matmul(
-    x: jax.Array, w: jax.Array, axis_name: Axes, *, tile: Tile, out_dtype: Any, transposed: bool, precision: Any
-) -> jax.Array:
-    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n]."""
+    x: jax.Array, w: jax.Array, axis_name: Axes, *, tile: Tile, out_dtype: Any, transposed: bool, precision: Any,
+    keep: bool = False,
+) -> list[jax.Array]:  # fmt: skip
+    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n]; with `keep` also the rows, [A·m, K]."""
     axes, sizes = ring_of(axis_name)
     devices = math.prod(sizes)
     rows, k = x.shape
@@ -187,9 +192,16 @@ def all_gather_matmul(
     (rank,) = _compat.varying_over(axes, rank_of(axes))
     x, w = _compat.same_varying(x, w)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    out, _ = pl.pallas_call(
+    out, _, *kept = pl.pallas_call(
         functools.partial(
-            _gather_kernel, order=order, axes=axes, sizes=sizes, transposed=transposed, precision=precision, cut=cut
+            _gather_kernel,
+            order=order,
+            axes=axes,
+            sizes=sizes,
+            transposed=transposed,
+            precision=precision,
+            cut=cut,
+            keep=keep,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -198,6 +210,7 @@ def all_gather_matmul(
             out_specs=[
                 pl.BlockSpec((tile.m, tile.n), lambda v, j, rank: (order.row(v, rank[0]), j)),
                 anywhere,
+                *[pl.BlockSpec((tile.m, k), lambda v, j, rank: (order.row(v, rank[0]), 0))] * keep,
             ],
             scratch_shapes=[
                 pltpu.VMEM((2, tile.m, k), x.dtype),
@@ -211,6 +224,7 @@ def all_gather_matmul(
         out_shape=[
             _compat.out_struct((devices * rows, n), out_dtype, x, w),
             _compat.out_struct((2, 2, rows, k), x.dtype, x, w),  # in HBM, allotted by XLA; nobody reads it
+            *[_compat.out_struct((devices * rows, k), x.dtype, x, w)] * keep,
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
@@ -220,4 +234,4 @@ def all_gather_matmul(
         cost_estimate=cost_of(devices * rows, k, n, x.dtype, out_dtype, (devices - 1) * rows * k * itemsize),
         name="meshpar_all_gather_matmul",
     )(rank[None], x, w)
-    return out
+    return [out, *kept]

@@ -18,7 +18,7 @@ from meshpar_kernels.collectives.table import Table, table_of
 
 __all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "all_reduce_small", "reduce_scatter"]
 
-Algorithm = Literal["native", "staged", "hierarchical", "ring", "pallas", "one-way", "doubling", "direct"]
+Algorithm = Literal["native", "staged", "coloured", "hierarchical", "ring", "pallas", "one-way", "doubling", "direct"]
 
 ALGORITHMS: tuple[str, ...] = Algorithm.__args__
 TABLES = ("ring", "pallas", "one-way", "doubling", "direct")
@@ -39,6 +39,7 @@ def all_gather(
 
     - "native": XLA's collective over all axes at once.
     - "staged": XLA's collective over one axis after the other (BlueConnect, Cho et al. 2019).
+    - "coloured": each block in as many shares as axes, "staged" in rotated orders.
     - "hierarchical": as "staged", but the axes of `outer` (between slices) carry as little as can be.
     - "ring": `ppermute` in rings both ways along each axis. With n axes the block is cut in n
       colours, which take the axes in rotated order, so that the links of all axes are in use
@@ -213,6 +214,8 @@ def _by_xla(kind: str, algorithm: str, x, axes, outer) -> jax.Array:
         return native.native(kind, x, axes)
     if algorithm == "staged" or _whole(algorithm, axes, outer):
         return native.staged(kind, x, axes)
+    if algorithm == "coloured":
+        return native.coloured(kind, x, axes)
     return native.hierarchical(kind, x, axes, outer)
 
 

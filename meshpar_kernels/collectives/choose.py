@@ -82,7 +82,9 @@ def choose(
     - "native": V·(A-1)/A over the sum of the W_d, and all hops once; an all-reduce twice that. A reduce-scatter over more
       than one torus axis is what XLA makes of it, an all-reduce.
     - "staged": each axis in turn, with what the axes before it leave or have gathered.
-    - "hierarchical": the same with the outer axes where the array is smallest; where there are some.
+    - "coloured": each share of V so, beginning with another axis; XLA runs the shares one after the other, and slices and
+      joins them in memory.
+    - "hierarchical": as "staged" with the outer axes where the array is smallest; where there are some.
     - "ring", "pallas": the steps of the coloured rings (`ring_profile`), each the traffic of its busiest link and a hop's
       latency. "ring" also moves every byte through memory to and from the buffers of each `ppermute`; "pallas" does so for
       the partial sums of a reduce-scatter only.
@@ -122,7 +124,7 @@ def choose(
         outer = sum(a.outer for a in group)
         if name == "hierarchical" and not outer:
             refused[name] = "no axis is an outer one"
-        elif name in ("ring", "pallas", "one-way", "doubling", "direct", "small") and outer:
+        elif name in ("coloured", "ring", "pallas", "one-way", "doubling", "direct", "small") and outer:
             refused[name] = "it would cross the outer axes with more than it must"
         elif name == "small" and (kind != "all_reduce" or nbytes > SMALL_BYTES):
             refused[name] = f"it is for an all-reduce of at most {SMALL_BYTES >> 20} MiB"
@@ -185,6 +187,13 @@ def _native(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> fl
 def _staged(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
     # gathers begin with the minor axis and scatters with the major one, which has all of V
     return _rounds(kind) * _one_after_the_other(volume, list(reversed(axes)))
+
+
+def _coloured(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
+    """One after the other, as compiled schedules have them."""
+    order = list(reversed(axes))
+    total = sum(_one_after_the_other(volume / len(order), [*order[c:], *order[:c]]) for c in range(len(order)))
+    return _rounds(kind) * (total + 4 * volume / memory)
 
 
 def _hierarchical(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
@@ -261,6 +270,7 @@ def _small(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> flo
 _FORMS = {
     "native": _native,
     "staged": _staged,
+    "coloured": _coloured,
     "hierarchical": _hierarchical,
     "ring": _ring,
     "pallas": _pallas,

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import math
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -375,17 +376,23 @@ def test_gradients_pass_through_a_lowered_function():
 # -- an axis that runs along several torus dimensions
 
 
-def test_scatters_are_staged_over_the_torus(monkeypatch):
-    """The user's mesh stays; inside it is factored, and a reduce-scatter goes over one dimension after the other."""
+@pytest.mark.parametrize(("form", "first"), [("staged", "x"), ("coloured", "x"), ("hierarchical", "slice")])
+def test_scatters_are_made_as_the_plan_says(form, first, monkeypatch):
+    """The user's mesh stays; inside it is factored, and a reduce-scatter goes over one dimension after the other; in two
+    colours, whose orders are rotated; or inside slices before it crosses them."""
     module = sys.modules["meshpar.plan.plan"]
     plain = module.torus_of
-    monkeypatch.setattr(module, "torus_of", lambda mesh: {**plain(mesh), "data": (Stage(2, "x"), Stage(4, "y"))})
+    monkeypatch.setattr(module, "torus_of", lambda mesh: {**plain(mesh), "data": (Stage(2, first), Stage(4, "y"))})
+    if form == "coloured":  # which nothing here would make cheaper
+        moving = sys.modules["meshpar.plan.moving"]
+        choice = moving.form_for
+        monkeypatch.setattr(moving, "form_for", lambda op, *a: (form, "") if op == "reduce-scatter" else choice(op, *a))
 
     def step(p, x):
         loss, grads = jax.value_and_grad(lambda p: (jnp.tanh(x @ p["w"]) @ p["v"]).sum())(p)
         return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), loss
 
-    p, x = {"w": normal(16, 32), "v": normal(32, 8)}, normal(16, 16)
+    p, x = {"w": normal(24, 32), "v": normal(32, 8)}, normal(16, 24)
     mesh = mp.mesh("data=8")
     dims = {"p/w": "embed mlp", "p/v": "mlp embed", "x": "batch embed"}
     f = mp.jit(step, mesh=mesh, layout="batch: data; embed: data", dims=dims, lowering="shard_map")
@@ -395,7 +402,7 @@ def test_scatters_are_staged_over_the_torus(monkeypatch):
     assert got[0]["w"].sharding == jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 
     plan = f.plan(p, x)
-    assert {c.form for c in plan.collectives if c.op == "reduce-scatter"} == {"staged"}
+    assert {c.form for c in plan.collectives if c.op == "reduce-scatter"} == {form}
     assert {c.form for c in plan.collectives if c.op != "reduce-scatter"} == {"native"}
     run, _, _ = LOWERINGS["shard_map"](plan, mesh)
     jaxpr = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in plan.program.inputs]).jaxpr
@@ -403,7 +410,14 @@ def test_scatters_are_staged_over_the_torus(monkeypatch):
     sent = sent_by(jaxpr, sizes)
     staged = sum(b * n for (kind, b), n in sent.items() if kind == "reduce-scatter")
     assert staged == sum(c.total_bytes for c in plan.collectives if c.op == "reduce-scatter")
-    assert sum(n for (kind, _), n in sent.items() if kind == "reduce-scatter") == 4  # two gradients, two stages
+    # of `w`, whose blocks have 3 rows, and of `v`, whose blocks have one, which one colour has to itself
+    assert sum(n for (kind, _), n in sent.items() if kind == "reduce-scatter") == (6 if form == "coloured" else 4)
+    text = f.lower(p, x).as_text()
+    groups = re.findall(r"reduce_scatter.*?replica_groups = dense<[^>]*> : tensor<\d+x(\d+)xi64>", text)
+    one = {"staged": "24", "hierarchical": "42", "coloured": "2442"}[
+        form
+    ]  # by size: of two slices or rows, and of four columns
+    assert "".join(groups) in (one + one[-2:], one[-2:] + one)
 
 
 def test_what_a_loop_only_reads_is_gathered_once_before_it():

@@ -90,12 +90,52 @@ def test_without_a_chip_auto_is_xla_and_says_so():
     assert {(o.choice, o.reason, o.gain) for o in plan.overlaps} == {("xla", "the chip is not known", None)}
 
 
-def test_a_line_of_the_torus_costs_twice_and_is_said():
-    ring, line = mlp_plan("ring"), mlp_plan("ring", mesh="data=8, model=8", topology="v5e:8x8", batch=32)
+LINE = {"mesh": "data=8, model=8", "topology": "v5e:8x8", "batch": 32}
+
+
+@pytest.mark.parametrize("overlap", ["ring", "pallas", "auto"])
+def test_a_line_of_the_torus_costs_twice_and_warns_once(overlap):
+    ring = mlp_plan(overlap)
+    with pytest.warns(mp.TorusWarning) as said:
+        line = mlp_plan(overlap, **LINE)
+    (text,) = [str(w.message) for w in said]
+    assert text.startswith(
+        "`model` is no ring of the torus (8 devices in a line along x): what goes around it in blocks"
+    )
+    assert text.endswith("; costed so on v5e:8x8. A mesh whose axis covers a whole side that wraps has rings")
     assert "no ring of the torus" not in ring.overlaps[0].reason
     assert "`model` is no ring of the torus" in line.overlaps[0].reason
     hop = line.collectives[0]
     assert 2 * hop.seconds == pytest.approx(hop.bytes * 2 / (4.5e10 * 0.8))
+    took = sum(c.seconds * c.count for c in line.collectives)
+    took, around = text.split("and takes ")[1].split(" a step, around a ring ")
+    assert float(took.split(" ms")[0]) == pytest.approx(2 * float(around.split(" ms")[0]), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ({"mesh": "data=8, other=2, model=16", "topology": "v5e:16x16"}, None),  # whole sides
+        ({"mesh": "data=32, model=8", "topology": "v5e:16x16"}, "8 devices in a line along x)"),  # half of one
+        ({"mesh": "model=8, data=32", "topology": "v5e:16x16"}, None),  # every other one, all around
+        (
+            {"mesh": "model=4, other=4, data=1", "topology": "v5e:4x4"},
+            "4 devices in a line along y)",
+        ),  # of which none wraps
+        ({"mesh": "data=128, model=2", "topology": "v5e:16x16", "batch": 128}, None),  # two: nothing comes back
+    ],
+)
+def test_which_axes_are_rings(where, text, recwarn):
+    plan = mlp_plan("ring", **where)
+    assert {o.choice for o in plan.overlaps} == {"ring"}
+    said = [str(w.message) for w in recwarn.list if w.category is mp.TorusWarning]
+    assert [text in s for s in said] == ([] if text is None else [True])
+
+
+def test_what_no_ring_is_taken_for_warns_of_nothing():
+    assert {o.choice for o in mlp_plan("xla", **LINE).overlaps} == {"xla"}
+    small = mlp_plan("auto", width=256, seq=256, embed=256, **{**LINE, "batch": 16})
+    assert {o.choice for o in small.overlaps} == {"xla"}
 
 
 def test_what_waits_for_nothing_is_left_to_the_compiler():
@@ -126,13 +166,86 @@ def test_products_that_share_a_gather_share_its_ring_and_others_find_it_kept(mod
 def test_modes_that_do_not_exist_are_refused():
     with pytest.raises(mp.UnsupportedError, match="there is no overlap 'rings'"):
         mlp_plan("rings")
-    with pytest.raises(mp.UnsupportedError, match="no fused kernel"):
-        mlp_plan("pallas")
+    with pytest.raises(mp.UnsupportedError, match='belongs to lowering="shard_map"'):
+        mp.jit(mlp, mesh=mp.mesh("data=4, model=2"), layout=MLP, overlap="pallas")
     mesh = mp.mesh("data=4, model=2")
     with pytest.raises(mp.UnsupportedError, match='belongs to lowering="shard_map"'):
         mp.jit(mlp, mesh=mesh, layout=MLP, overlap="ring")
     with pytest.raises(mp.UnsupportedError, match="there is no overlap 'fast'"):
         mp.jit(mlp, mesh=mesh, layout=MLP, lowering="shard_map", overlap="fast")
+
+
+def test_what_stands_between_hops_is_paid_for():
+    """Where products hide all hops, what shows is the last hop's products, starts, and the traffic between hops."""
+    gather, scatter = mlp_plan("ring", width=16 * 14336).overlaps
+    block = 64 // 16 * 2048 * 4096 * 2 / 16
+    for o, blocks in ((gather, 6), (scatter, 3 * 15 + 4)):
+        assert o.exposed["ring"] == pytest.approx(16 * 2e-6 + blocks * block / (8.1e11 / 2), rel=1e-6)
+
+
+KERNEL = "as asked for: one kernel sends blocks while it multiplies others"
+
+
+def test_the_fused_kernel_takes_what_it_can_and_sends_what_a_ring_would():
+    plan, ring = mlp_plan("pallas"), mlp_plan("ring")
+    assert found(plan) == [("gather", "pallas", ("model",), 1), ("scatter", "pallas", ("model",), 1)]
+    assert {o.reason for o in plan.overlaps} == {KERNEL}
+    assert {c.form for c in plan.collectives} == {"pallas"}
+    assert [(c.op, c.bytes, c.count) for c in plan.collectives] == [(c.op, c.bytes, c.count) for c in ring.collectives]
+    gather, scatter = plan.overlaps
+    whole = 64 // 16 * 2048 * 4096 * 2  # what is gathered
+    hop = whole / 16 / (4.5e10 * 0.8)
+    flops = 2 * 64 // 16 * 2048 * 4096 * 14336 / 16
+    assert 7.5 * hop > flops / 1.97e14  # what is sent takes longer than the products, and one hop more shows
+    copied = 2 * (
+        64 // 16 * 2048 * 14336 // 16 * 2
+    )  # rows of blocks are interleaved, of the result, and of the operand
+    for o in (gather, scatter):
+        assert o.exposed["pallas"] == pytest.approx(7.5 * hop - flops / 1.97e14 + hop + 2e-6 + copied / 8.1e11)
+    assert plan.seconds == pytest.approx(mlp_plan("xla").seconds - sum(o.gain for o in plan.overlaps))
+    assert "2 of 2 gathers and scatters beside products run by fused kernels (overlap=pallas), which saves" in str(plan)
+
+
+def test_auto_says_where_a_kernel_would_run_and_never_takes_it():
+    plan = mlp_plan("auto")
+    assert {o.choice for o in plan.overlaps} == {"ring"}
+    for o in plan.overlaps:
+        assert o.exposed["pallas"] > 0
+        assert o.reason.endswith('; a fused kernel would run it too (overlap="pallas"), but none was timed yet')
+
+
+EIGHT = jax.sharding.AbstractMesh((1, 8), ("data", "model"))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"mesh": "data=1, model=8", "topology": "h200:8"}, "no kernel: it is for TPUs, and h200 is none; "),
+        (
+            {"mesh": jax.sharding.AbstractMesh((1, 8), ("data", "model")), "topology": None},
+            "no kernel: it is for TPUs, and the mesh names none; ",
+        ),
+        ({"seq": 32}, "no kernel: no tile of a block of 8 rows"),
+        ({"embed": 1000}, "no kernel: K=1000 and the 896 resulting columns must be multiples of 128; "),
+        ({"mesh": "model=2, data=16", "topology": "2x v5e:4x4"}, "no kernel: remote DMA does not leave a slice; "),
+    ],
+)
+def test_where_no_kernel_runs_the_cost_decides_and_the_reason_says_why(options, why):
+    plan, auto = mlp_plan("pallas", **options), mlp_plan("auto", **options)
+    assert plan.overlaps[0].reason.startswith(why)
+    assert [o.choice for o in plan.overlaps] == [o.choice for o in auto.overlaps]
+
+
+def test_kernels_of_one_kind_share_a_barrier_so_they_run_over_the_same_axes():
+    def two(x, w, y, v):
+        return x @ w, y @ v
+
+    args = [weight(8192, 1024), weight(1024, 4096)] * 2
+    dims = {"x": "rows embed", "w": "embed mlp", "y": "lines width", "v": "width deep"}
+    plan = mp.plan(two, *args, layout="rows: model; mlp: model; lines: data; deep: data", dims=dims,
+                   overlap="pallas", **SLICE)  # fmt: skip
+    assert (plan.overlaps[0].axes, plan.overlaps[0].choice) == (("model",), "pallas")
+    assert "no kernel: kernels over model have its barrier" in plan.overlaps[1].reason
 
 
 def test_reports_show_the_decisions(tmp_path):

@@ -1,8 +1,11 @@
 """Rings in the compiled program: what they send is what the plan lists, and the numbers are those of the unsharded run."""
 
 import importlib.util
+import os
 from collections import Counter
 from pathlib import Path
+
+os.environ.setdefault("NPROC", "32")  # the TPU interpreter simulates devices with threads
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +78,59 @@ def test_batched_products_transposed_results_and_bfloat16(mesh):
     sent = [line for line in ring.lower(*half).as_text().splitlines() if "collective_permute" in line]
     assert sent
     assert all("bf16>" in line and "f32" not in line for line in sent)
+
+
+def layer(x, gate, up, down):
+    """Two products share a gather, a third is scattered; the gradients keep what is gathered, and add two products up."""
+    return jnp.sum(((jnp.tanh(x @ gate) * (x @ up)) @ down) ** 2)
+
+
+LAYER = {"layout": "batch: data; mlp: model; seq: model", "lowering": "shard_map",
+         "dims": {"x": "batch seq embed", "gate": "embed mlp", "up": "embed mlp", "down": "mlp embed"}}  # fmt: skip
+
+
+def of_layer(batch, seq, embed, mlp, make):
+    return [make(s) for s in ((batch, seq, embed), (embed, mlp), (embed, mlp), (mlp, embed))]
+
+
+@pytest.mark.slow
+def test_the_fused_kernels_give_the_unsharded_gradients():
+    """Two rings of four devices, in the TPU interpreter with race detection, on operands that the kernels take."""
+    from meshpar_kernels import _compat
+
+    rng = np.random.default_rng(2)
+    args = of_layer(4, 32, 128, 512, lambda s: rng.normal(size=s).astype(np.float32) / 8)
+    step = jax.value_and_grad(layer, argnums=(0, 1, 2, 3))
+    wanted = step(*args)
+    with _compat.race_detection():
+        fused = mp.jit(step, mesh=mp.mesh("data=2, model=4"), overlap="pallas", **LAYER)
+        pairs = fused.plan(*args).overlaps
+        found = jax.block_until_ready(fused(*args))
+    assert [(o.kind, o.choice) for o in pairs if o.choice == "pallas"] == [
+        ("gather", "pallas"), ("scatter", "pallas"), ("gather", "pallas"), ("scatter", "pallas")]  # fmt: skip
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs the TPU compiler, which is in libtpu: pip install 'jax[tpu]'",
+)
+def test_the_fused_kernels_compile_in_a_step():
+    """On two lines of a v5e; the kernels are in the final program as often as the plan has them."""
+    args = of_layer(8, 1024, 512, 2048, lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16))
+    step = jax.value_and_grad(layer, argnums=(0, 1, 2, 3))
+    with pytest.warns(mp.TorusWarning, match="`model` is no ring of the torus"):
+        compiled = mp.compile(
+            step, *args, overlap="pallas", mesh="data=4, model=4", topology="v5e:4x4", cache=False,
+            progress=lambda _: None, **LAYER,
+        )  # fmt: skip
+    kinds = [o.kind for o in compiled.plan.overlaps if o.choice == "pallas"]
+    assert sorted(kinds) == ["gather", "gather", "scatter", "scatter"]
+    calls = [line for line in compiled.as_text().splitlines() if "tpu_custom_call" in line]
+    assert sum("meshpar_all_gather_matmul" in line for line in calls) == 2
+    assert sum("meshpar_matmul_reduce_scatter" in line for line in calls) == 2
 
 
 def test_off_and_xla_are_one_program():

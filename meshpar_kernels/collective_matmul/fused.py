@@ -1,0 +1,281 @@
+"""The fused TPU products for a compiler: `lax.dot_general`s of any rank, brought to the two dims that the kernels take.
+
+Rows are the dims of the gathered (or scattered) operand that are not summed over, columns those of the other. Blocks stand first
+where the kernels put them together, so that a block dim that is not the first has to be moved. Several products of one
+gathered operand are one product with more columns; a sum of products is one with more to sum over. Both copy, and what is copied
+is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels._choose import Unsupported
+from meshpar_kernels.collective_matmul import ring, tpu, tpu_gather, tpu_scatter
+from meshpar_kernels.collective_matmul.dots import Axes, Dot
+
+__all__ = ["FusedGather", "FusedScatter"]
+
+
+class _Sides(NamedTuple):
+    """The dims of a product: of the operand that has the rows, and of the other one; what is summed over in the same order."""
+
+    free: tuple[int, ...]
+    summed: tuple[int, ...]
+    other_free: tuple[int, ...]
+    other_summed: tuple[int, ...]
+
+
+def _sides(dot: Dot, side: int, ranks: tuple[int, int]) -> _Sides:
+    (lc, rc), _ = dot.dimension_numbers
+    mine, others = ((lc, rc), (rc, lc))[side]
+    order = sorted(range(len(mine)), key=lambda i: mine[i])
+    free = [tuple(d for d in range(n) if d not in c) for n, c in zip(ranks, (lc, rc), strict=True)]
+    return _Sides(free[side], tuple(mine[i] for i in order), free[1 - side], tuple(others[i] for i in order))
+
+
+def _sorted(dims: Sequence[int]) -> bool:
+    return list(dims) == sorted(dims)
+
+
+def _size(shape: Sequence[int], dims: Sequence[int]) -> int:
+    return math.prod(shape[d] for d in dims)
+
+
+def _bytes(x: Any) -> float:
+    return float(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize)
+
+
+class _Fused:
+    """What both have in common: the products, and how their other operands become one.
+
+    Attributes:
+      reasons: why the kernel cannot take them; empty if it can.
+      copied: bytes read and written to bring operands and results into its form.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Any, Any]], dots: Sequence[Dot], sides: Sequence[int], devices: int):
+        self.dots, self.side, self.devices = list(dots), sides[0], devices
+        self.copied, self.transposed, self.join = 0.0, False, 0
+        self.rows = self.k = self.n = 0
+        reasons = []
+        if any(dot.dimension_numbers[1][0] for dot in dots):
+            reasons.append("a product has batch dims")
+        if len(set(sides)) > 1:
+            reasons.append("the rows stand left in one product and right in another")
+        if len({str(dot.precision) for dot in dots}) > 1:
+            reasons.append("products of several precisions")
+        self.dtypes = [jnp.dtype(dot.dtype(*pair)) for dot, pair in zip(dots, pairs, strict=True)]
+        if len(set(self.dtypes)) > 1 or len({x.dtype for pair in pairs for x in pair}) > 1:
+            reasons.append("products of several dtypes")
+        self.reasons = Unsupported(reasons)
+        if reasons:
+            return
+        self.parts = [
+            _sides(dot, side, (lhs.ndim, rhs.ndim)) for dot, side, (lhs, rhs) in zip(dots, sides, pairs, strict=True)
+        ]
+        self.mine = [pair[self.side] for pair in pairs]
+        self.others = [pair[1 - self.side] for pair in pairs]
+        first = self.parts[0]
+        self.transposed = not _sorted((*first.other_summed, *first.other_free))
+        for p, w in zip(self.parts, self.others, strict=True):
+            if len(self.parts) > 1 or not _sorted(self._order(p)):
+                self.copied += 2 * _bytes(w)
+
+    def _order(self, p: _Sides) -> tuple[int, ...]:
+        if self.transposed:
+            return (*p.other_free, *p.other_summed)
+        return (*p.other_summed, *p.other_free)
+
+    def weights(self, others: Sequence[jax.Array], join_rows: bool) -> jax.Array:
+        """The other operands as one: [K, n], or [n, K] if `transposed`; joined along K with `join_rows`, else along n."""
+        flat = []
+        for p, w in zip(self.parts, others, strict=True):
+            k = _size(w.shape, p.other_summed)
+            w = lax.transpose(w, self._order(p))
+            flat.append(lax.reshape(w, (w.size // k, k) if self.transposed else (k, w.size // k)))
+        return flat[0] if len(flat) == 1 else lax.concatenate(flat, int(join_rows == self.transposed))
+
+    def check(self, tile: tpu.Tile | None, out_dtype: Any) -> None:
+        found = tpu.unsupported(self.mine[0], self.others[0], self.rows, self.k, self.n, self.devices, tile, out_dtype)
+        self.reasons = Unsupported((*self.reasons, *found))
+
+
+class FusedGather(_Fused):
+    """Products of an operand that is gathered, by the kernel of `all_gather_matmul`.
+
+    Args:
+      x: this device's block of the gathered operand; like the others an array, or what has its shape and dtype.
+      others: the other operand of every product.
+      dots: how each is made; ``side`` says which operand ``x`` is.
+      dim: of x, along which blocks stand in the order of the devices.
+      devices: of the ring.
+      keep: the gathered operand is wanted too.
+    """
+
+    def __init__(self, x: Any, others: Sequence[Any], dots: Sequence[Dot], dim: int, devices: int, keep: bool = False):
+        super().__init__(
+            [(x, w) if d.side == 0 else (w, x) for d, w in zip(dots, others, strict=True)],
+            dots, [d.side for d in dots], devices,
+        )  # fmt: skip
+        self.dim, self.keep = dim, keep
+        self.tile: tpu.Tile | None = None
+        if self.reasons:
+            return
+        first = self.parts[0]
+        if dim in first.summed or any(p.summed != first.summed for p in self.parts):
+            self.reasons = Unsupported(("the gathered dim is summed over, or the products sum over different dims",))
+            return
+        self.rows, self.k = _size(x.shape, first.free), _size(x.shape, first.summed)
+        self.columns = [_size(w.shape, p.other_free) for p, w in zip(self.parts, self.others, strict=True)]
+        self.n = sum(self.columns)
+        self.tile = tpu.pick_tile(self.rows, self.k, self.n, devices, jnp.dtype(x.dtype).itemsize, keep=keep)
+        self.check(self.tile, self.dtypes[0])
+        self.copied += 2 * _bytes(x) * (not _sorted((*first.free, *first.summed)))
+        moved = _size(x.shape, first.free[: first.free.index(dim)]) > 1
+        if moved or len(dots) > 1 or self.side == 1:
+            self.copied += 2.0 * devices * self.rows * self.n * self.dtypes[0].itemsize
+        if keep and (moved or not _sorted((*first.free, *first.summed))):
+            self.copied += 2 * devices * _bytes(x)
+
+    def __call__(self, x: jax.Array, others: Sequence[jax.Array], axis_name: Axes) -> list[jax.Array]:
+        """As `meshpar_kernels.collective_matmul.gather_dots`; its gradient is that of the ring."""
+
+        def plain(x: jax.Array, *others: jax.Array) -> list[jax.Array]:
+            return ring.gather_dots(x, others, self.dots, axis_name, self.dim, keep=self.keep)
+
+        return _with_gradient_of(plain, lambda x, *others: self._run(x, others, axis_name))(x, *others)
+
+    def _run(self, x: jax.Array, others: Sequence[jax.Array], axis_name: Axes) -> list[jax.Array]:
+        assert self.tile is not None, self.reasons
+        first = self.parts[0]
+        flat = lax.reshape(lax.transpose(x, (*first.free, *first.summed)), (self.rows, self.k))
+        out, *kept = tpu_gather.all_gather_matmul(
+            flat, self.weights(others, False), axis_name, tile=self.tile, out_dtype=self.dtypes[0],
+            transposed=self.transposed, precision=self.dots[0].precision, keep=self.keep,
+        )  # fmt: skip
+        results, at = [], 0
+        for p, w, n in zip(self.parts, others, self.columns, strict=True):
+            y = self._blocks_in_place(out[:, at : at + n], x.shape, [w.shape[d] for d in p.other_free])
+            if self.side == 1:
+                rows = len(first.free)
+                y = lax.transpose(y, (*range(rows, y.ndim), *range(rows)))
+            results.append(y)
+            at += n
+        for rows in kept:
+            y = self._blocks_in_place(rows, x.shape, [x.shape[d] for d in first.summed])
+            order = (*first.free, *first.summed)
+            results.append(lax.transpose(y, [order.index(d) for d in range(len(order))]))
+        return results
+
+    def _blocks_in_place(self, y: jax.Array, shape: Sequence[int], columns: Sequence[int]) -> jax.Array:
+        """[A·rows, columns] → the row dims, the gathered one A times as long, and the columns' dims."""
+        free = self.parts[0].free
+        at, sizes = free.index(self.dim), [shape[d] for d in free]
+        y = lax.reshape(y, (self.devices, *sizes, *columns))
+        y = lax.transpose(y, (*range(1, at + 1), 0, *range(at + 1, y.ndim)))
+        sizes[at] *= self.devices
+        return lax.reshape(y, (*sizes, *columns))
+
+
+class FusedScatter(_Fused):
+    """A sum of products that is scattered, by the kernel of `matmul_reduce_scatter`.
+
+    Args:
+      operands: (lhs, rhs) of every product: arrays, or what has their shape and dtype.
+      dots: how each is made.
+      dims: of every product's result, the dim that is scattered.
+      devices: of the ring.
+      dtype: of the result.
+      wire_dtype: of the sums that travel.
+    """
+
+    def __init__(
+        self, operands: Sequence[tuple[Any, Any]], dots: Sequence[Dot], dims: Sequence[int], devices: int, dtype: Any,
+        wire_dtype: Any,
+    ):  # fmt: skip
+        owners = [
+            int(dim >= lhs.ndim - len(dot.dimension_numbers[0][0]))
+            for (lhs, _), dot, dim in zip(operands, dots, dims, strict=True)
+        ]
+        super().__init__(operands, dots, owners, devices)
+        self.dims, self.dtype, self.wire = list(dims), jnp.dtype(dtype), jnp.dtype(wire_dtype)
+        self.tile: tpu.Tile | None = None
+        if self.reasons:
+            return
+        results = {
+            (tuple(x.shape[d] for d in p.free), tuple(w.shape[d] for d in p.other_free))
+            for p, x, w in zip(self.parts, self.mine, self.others, strict=True)
+        }
+        first, x = self.parts[0], self.mine[0]
+        # of the operand that has the rows, the dim that is scattered
+        self.at = dims[0] - (0 if self.side == 0 else len(first.other_free))
+        if len(results) > 1 or len(set(dims)) > 1:
+            self.reasons = Unsupported(("the products of the sum have different shapes",))
+            return
+        whole = x.shape[first.free[self.at]]
+        if whole % devices:
+            self.reasons = Unsupported((f"{whole} rows do not divide over {devices} devices",))
+            return
+        self.rows = _size(x.shape, first.free) // devices
+        self.k = sum(_size(a.shape, p.summed) for p, a in zip(self.parts, self.mine, strict=True))
+        self.n = _size(self.others[0].shape, first.other_free)
+        self.tile = tpu.pick_tile(self.rows, self.k, self.n, devices, jnp.dtype(x.dtype).itemsize)
+        self.check(self.tile, self.dtype)
+        if self.wire not in (jnp.float32, jnp.bfloat16):
+            self.reasons = Unsupported((*self.reasons, f"sums are to travel as {self.wire}"))
+        moved = len(dots) > 1 or _size(x.shape, first.free[: self.at]) > 1
+        for p, a in zip(self.parts, self.mine, strict=True):
+            self.copied += 2 * _bytes(a) * (moved or not _sorted((*p.free, *p.summed)))
+        if self.side == 1:
+            self.copied += 2.0 * self.rows * self.n * self.dtype.itemsize
+
+    def __call__(self, operands: Sequence[tuple[jax.Array, jax.Array]], axis_name: Axes) -> jax.Array:
+        """The products, added up and summed over the devices: this one's block. Its gradient is that of the ring."""
+
+        def plain(*flat: jax.Array) -> jax.Array:
+            pairs = list(zip(flat[::2], flat[1::2], strict=True))
+            return ring.dots_scatter(
+                pairs, self.dots, self.dims, axis_name, self.dims[0], self.dtype, wire_dtype=self.wire
+            )
+
+        def run(*flat: jax.Array) -> jax.Array:
+            return self._run(list(zip(flat[::2], flat[1::2], strict=True)), axis_name)
+
+        return _with_gradient_of(plain, run)(*(a for pair in operands for a in pair))
+
+    def _run(self, operands: Sequence[tuple[jax.Array, jax.Array]], axis_name: Axes) -> jax.Array:
+        assert self.tile is not None, self.reasons
+        flat = [self._rows(pair[self.side], p) for pair, p in zip(operands, self.parts, strict=True)]
+        others = [pair[1 - self.side] for pair in operands]
+        y = tpu_scatter.matmul_reduce_scatter(
+            flat[0] if len(flat) == 1 else lax.concatenate(flat, 1), self.weights(others, True), axis_name,
+            tile=self.tile, out_dtype=self.dtype, wire_dtype=self.wire, transposed=self.transposed,
+            precision=self.dots[0].precision,
+        )  # fmt: skip
+        first, x = self.parts[0], operands[0][self.side]
+        rows = [x.shape[d] for d in first.free]
+        rows[self.at] //= self.devices
+        y = lax.reshape(y, (*rows, *(others[0].shape[d] for d in first.other_free)))
+        return y if self.side == 0 else lax.transpose(y, (*range(len(rows), y.ndim), *range(len(rows))))
+
+    def _rows(self, x: jax.Array, p: _Sides) -> jax.Array:
+        """[A·rows, K], the blocks of the first device first."""
+        k, at = _size(x.shape, p.summed), self.at
+        x = lax.transpose(x, (*p.free, *p.summed))
+        x = lax.reshape(x, (*x.shape[:at], self.devices, x.shape[at] // self.devices, *x.shape[at + 1 :]))
+        x = lax.transpose(x, (at, *range(at), *range(at + 1, x.ndim)))
+        return lax.reshape(x, (self.devices * self.rows, k))
+
+
+def _with_gradient_of(plain: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, with the gradient of `plain`, which equals it."""
+    call = jax.custom_vjp(run)
+    call.defvjp(lambda *xs: (run(*xs), xs), lambda xs, g: jax.vjp(plain, *xs)[1](g))
+    return call
