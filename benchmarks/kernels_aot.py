@@ -243,11 +243,16 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
     strategy, _, way = kernel.partition(" ")
     topology = topologies.get_topology_desc(platform="tpu", topology_name=EIGHT[chip])
     devices = np.array(topology.devices)
-    mesh = jax.sharding.Mesh(devices, ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = P(None, "ring")
+    if strategy == "gathered":  # an axis for each torus dimension, and for the cores of a chip
+        places = {d: (*d.coords, d.core_on_chip) for d in topology.devices}
+        devices = np.array(sorted(places, key=lambda d: places[d]))
+        devices = devices.reshape([n for n in np.max([*places.values()], 0) + 1 if n > 1])
+    axes = ("ring",) if strategy != "gathered" else ("x", "y", "z")[: devices.ndim]
+    mesh = jax.sharding.Mesh(devices, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    split = P(None, axes)
 
     def local(q, k, v):
-        return ring_attention(q, k, v, "ring", causal=True, strategy=strategy)
+        return ring_attention(q, k, v, axes, causal=True, strategy=strategy)
 
     attention = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
 

@@ -29,6 +29,7 @@ class Context:
       zigzag: tokens are in zig-zag order for so many devices; 1: in order.
       both_ways: the ring sends in both directions.
       implementation: of the attention on one device.
+      sizes: of the axes; (): there is one, of all devices.
     """
 
     axes: Axes
@@ -37,6 +38,12 @@ class Context:
     zigzag: int = 1
     both_ways: bool = True
     implementation: str | None = None
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> list[tuple[str, int]]:
+        """The axes and their sizes."""
+        return list(zip(self.axes, self.sizes or (self.devices,), strict=True))
 
     def rank(self) -> jax.Array | int:
         """The number of this device."""
@@ -56,6 +63,16 @@ class Context:
         """Send a pytree to the device `by` further on the ring."""
         pairs = [(i, (i + by) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axes, pairs), x)
+
+    def scatter(self, x: jax.Array, axis: int) -> jax.Array:
+        """Sum over all devices and keep this one's block of the dimension.
+
+        One axis after the other, the major one first, which leaves the blocks in order: XLA compiles a reduce-scatter over several
+        torus dimensions to an all-reduce, which sends twice as much.
+        """
+        for name in self.axes:
+            x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+        return x
 
     def forward(self, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
         """`flash.forward`, by the implementation asked for."""

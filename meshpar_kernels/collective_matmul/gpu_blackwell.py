@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels.collective_matmul import gpu_peers as peers
+from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ring, smem
 
@@ -124,8 +124,8 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
     came = None if alone else refs[0]
     refs = refs if alone else refs[1:]
     staging, memory, sending = refs[0], refs[1:8], refs[8:]
-    rank = peers.rank_of(axis, order.devices)
-    arrived = None if alone else peers.counts(gpu, (order.devices - 1, order.row_tiles))
+    peers = gpu_peers.Peers.of(axis, order.devices)
+    arrived = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
     def multiply(turn, row, column, step, used):
         def ready():
@@ -151,9 +151,9 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
         _multiply_tile(gpu, order, w, column, step, used, memory, ready, copy_rows, transposed)
 
     def store(_, turn, row, column, columns):
-        target = out.at[order.block(turn, rank), pl.ds(row * tile.m, tile.m)]
+        target = out.at[order.block(turn, peers.rank), pl.ds(row * tile.m, tile.m)]
         width = staging.shape[-1]
-        peers.write(gpu, target, column, tile.n, lambda left: columns(left, width).astype(out.dtype), staging)
+        gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left, width).astype(out.dtype), staging)
 
     _walk(gpu, order, num_sms, memory, multiply, store)
     warpgroup = lax.axis_index("warpgroup")
@@ -166,7 +166,7 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
 
         @pl.when(warpgroup == SENDER)
         def _():
-            peers.push(gpu, order, axis, x, came, *sending, arrived, lax.axis_index("multiprocessor"), num_sms)
+            gpu_peers.push(gpu, order, peers, x, came, *sending, arrived, lax.axis_index("multiprocessor"), num_sms)
 
 
 def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
@@ -174,12 +174,12 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
     came = None if alone else refs[0]
     refs = refs if alone else refs[1:]
     staging, memory, moving = refs[0], refs[1:8], refs[8:]
-    rank = peers.rank_of(axis, order.devices)
-    summed = None if alone else peers.counts(gpu, (order.row_tiles, order.column_tiles))
+    peers = gpu_peers.Peers.of(axis, order.devices)
+    summed = None if alone else gpu_peers.counts(gpu, (order.row_tiles, order.column_tiles))
 
     def multiply(turn, row, column, step, used):
         def copy_rows(inner, there, barrier):
-            here = order.block(turn, rank), pl.ds(row * tile.m, tile.m), inner
+            here = order.block(turn, peers.rank), pl.ds(row * tile.m, tile.m), inner
             gpu.copy_gmem_to_smem(x.at[here], there, barrier)
 
         _multiply_tile(gpu, order, w, column, step, used, memory, lambda: None, copy_rows, transposed)
@@ -189,21 +189,21 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
         target = out.at[pl.ds(first, tile.m)]
         width = staging.shape[-1]
         if came is None or summed is None:
-            peers.write(gpu, target, column, tile.n, lambda left: columns(left, width).astype(out.dtype), staging)
+            gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left, width).astype(out.dtype), staging)
             return
         travelling, landed = moving
-        peers.tell(gpu, order, axis, summed, number - num_sms, 0)
+        gpu_peers.tell(gpu, order, peers, summed, number - num_sms, 0)
 
         @pl.when(turn < order.devices - 1)
         def _():
-            peers.send(
-                gpu, order, axis, came, turn, first, column, lambda left: columns(left, width), travelling
+            gpu_peers.send(
+                gpu, order, peers, came, turn, first, column, lambda left: columns(left, width), travelling
             )  # fmt: skip
 
         @pl.when(turn == order.devices - 1)
         def _():
             pl.semaphore_wait(summed.at[row, column], order.devices - 1, decrement=False)
-            peers.add_up(
+            gpu_peers.add_up(
                 gpu, order, came, target, first, column, lambda left: columns(left, width), travelling,
                 lambda slot: landed.at[slot], staging, gpu.Layout.TCGEN05,
             )  # fmt: skip
@@ -215,7 +215,7 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
     def _():
         if summed is not None:
             last = multiprocessor + (share(order.tiles, multiprocessor, num_sms) - 1) * num_sms
-            peers.tell(gpu, order, axis, summed, last, 0)
+            gpu_peers.tell(gpu, order, peers, summed, last, 0)
         gpu.wait_smem_to_gmem(0)
 
 
@@ -258,7 +258,7 @@ def all_gather_matmul(
     results, scratch = out, []
     if not alone:
         results = [out, _compat.out_struct((order.devices - 1, rows, k), x.dtype, x, w)]  # the others' rows
-        scratch = [gpu.SMEM((peers.SLOTS, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=peers.SLOTS)]
+        scratch = [gpu.SMEM((gpu_peers.SLOTS, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=gpu_peers.SLOTS)]
     body = functools.partial(
         _gather_kernel, gpu=gpu, order=order, axis=axis, transposed=transposed, num_sms=num_sms
     )  # fmt: skip
@@ -286,9 +286,9 @@ def matmul_reduce_scatter(
         width = min(tile.n, 128 // jnp.dtype(out_dtype).itemsize)
         staging = smem(gpu, (2, tile.m, width), out_dtype)
     else:
-        staging = smem(gpu, (tile.m, peers.COLUMNS), out_dtype)
+        staging = smem(gpu, (tile.m, gpu_peers.COLUMNS), out_dtype)
         results = [out, _compat.out_struct((order.devices - 1, order.rows, order.n), wire_dtype, x, w)]  # others' sums
-        scratch = [smem(gpu, (2, tile.m, peers.COLUMNS), wire_dtype), gpu.Barrier(num_barriers=2)]
+        scratch = [smem(gpu, (2, tile.m, gpu_peers.COLUMNS), wire_dtype), gpu.Barrier(num_barriers=2)]
     body = functools.partial(
         _scatter_kernel, gpu=gpu, order=order, axis=axis, transposed=transposed, num_sms=num_sms
     )  # fmt: skip

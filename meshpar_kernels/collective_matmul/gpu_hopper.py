@@ -1,9 +1,9 @@
 """The fused products on Hopper GPUs (sm_90a, Mosaic GPU): `wgmma` while NVLink brings or takes rows.
 
-One block of threads on every multiprocessor walks the tiles of the result (`gpu_order`). A loading warpgroup and two
-multiplying ones have stages of shared memory between them: `full[s]` completes when all copies of a stage have landed,
-`empty[s]` when both have multiplied it. A gather has a fourth warpgroup, which sends this device's rows (`gpu_peers.push`);
-the loading one waits for the pieces of a tile's rows before it loads them. A scatter's multiplying warpgroups send their sums
+One block of threads on every multiprocessor walks the tiles of the result (`gpu_order`). A loading warpgroup and two multiplying
+ones have stages of shared memory between them: `full[s]` completes when all copies of a stage have landed, `empty[s]` when both
+have multiplied it. In a gather another warp of the loading warpgroup sends this device's rows (`gpu_peers.push`), and the
+loading one waits for the pieces of a tile's rows before it loads them. A scatter's multiplying warpgroups send their sums
 instead of writing them, and add up what came in the last turn.
 
 All multiprocessors must be free: a block that waits for what others send would keep their last blocks from starting.
@@ -21,35 +21,40 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels.collective_matmul import gpu_peers as peers
+from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, ring, smem
 
 __all__ = ["CONSUMERS", "all_gather_matmul", "matmul_reduce_scatter"]
 
 CONSUMERS = 2
-LOADER, SENDER = CONSUMERS, CONSUMERS + 1
-"""Warpgroups after the multiplying ones."""
+LOADING = CONSUMERS
+"""The warpgroup after the multiplying ones."""
 
-REGISTERS = {3: (40, 232), 4: (40, 216)}
-"""Of a thread that moves data and of one that multiplies, by the number of warpgroups: 65536 in all."""
+LOADER, SENDER = 0, 1
+"""Its warps."""
 
 
 def _walk(
-    gpu: Any, order: Order, threads: int, num_sms: int, stages: Any,
-    load: Callable[..., None], multiply: Callable[..., None], store: Callable[..., None],
+    gpu: Any,
+    order: Order,
+    num_sms: int,
+    stages: Any,
+    load: Callable[..., Callable[..., None]],
+    multiply: Callable[..., None],
+    store: Callable[..., None],
+    beside: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """The loading and the multiplying warpgroups' work.
 
     Args:
-      threads: warpgroups of a block.
       stages: the barriers `full` and `empty`.
       load: (turn, row, column) → what starts the copies of (step, slot, barrier).
       multiply: what starts the products of (sums, slot, warpgroup).
       store: what writes a tile: (its number, turn, row, column, sums, warpgroup).
+      beside: what another warp does while one loads.
     """
     full, empty = stages
-    few, many = REGISTERS[threads]
     warpgroup = lax.axis_index("warpgroup")
     multiprocessor = lax.axis_index("multiprocessor")
     mine = share(order.tiles, multiprocessor, num_sms)
@@ -62,9 +67,9 @@ def _walk(
 
         lax.fori_loop(0, mine, one, jnp.int32(0))
 
-    @pl.when(warpgroup == LOADER)
+    @pl.when(warpgroup == LOADING)
     def _():
-        gpu.set_max_registers(few, action="decrease")
+        gpu.set_max_registers(40, action="decrease")
 
         def load_tile(_, turn, row, column, step):
             copies = load(turn, row, column)
@@ -80,11 +85,18 @@ def _walk(
 
             lax.fori_loop(0, order.steps, one, None)
 
-        each_tile(load_tile)
+        if beside is None:
+            each_tile(load_tile)
+            return
+
+        @gpu.warp_map
+        def _(warp):
+            pl.when(warp == LOADER)(lambda: each_tile(load_tile))
+            pl.when(warp == SENDER)(beside)
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
-        gpu.set_max_registers(many, action="increase")
+        gpu.set_max_registers(232, action="increase")
 
         def make_tile(number, turn, row, column, step):
             def with_sums(sums):
@@ -122,8 +134,8 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
     tile, alone = order.tile, order.devices == 1
     came = None if alone else refs[0]
     x_smem, w_smem, staging, full, empty, *sending = refs if alone else refs[1:]
-    rank = peers.rank_of(axis, order.devices)
-    arrived = None if alone else peers.counts(gpu, (order.devices - 1, order.row_tiles))
+    peers = gpu_peers.Peers.of(axis, order.devices)
+    arrived = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
     def load(turn, row, column):
         if arrived is not None:
@@ -152,33 +164,29 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
     def store(_, turn, row, column, sums, warpgroup):
         value = sums.astype(out.dtype)
         step = staging.shape[-1]
-        target = out.at[order.block(turn, rank), pl.ds(row * tile.m + warpgroup * ROWS, ROWS)]
-        peers.write(
+        target = out.at[order.block(turn, peers.rank), pl.ds(row * tile.m + warpgroup * ROWS, ROWS)]
+        gpu_peers.write(
             gpu, target, column, tile.n, lambda left: value[:, left : left + step], staging.at[warpgroup]
         )  # fmt: skip
 
     multiply = functools.partial(_start_products, gpu, transposed, x_smem, w_smem)
-    threads = CONSUMERS + (1 if alone else 2)
-    _walk(gpu, order, threads, num_sms, (full, empty), load, multiply, store)
-    warpgroup = lax.axis_index("warpgroup")
+    multiprocessor = lax.axis_index("multiprocessor")
 
-    @pl.when(warpgroup < CONSUMERS)
+    def push():
+        gpu_peers.push(gpu, order, peers, x, came, *sending, arrived, multiprocessor, num_sms)
+
+    _walk(gpu, order, num_sms, (full, empty), load, multiply, store, None if alone else push)
+
+    @pl.when(lax.axis_index("warpgroup") < CONSUMERS)
     def _():
         gpu.wait_smem_to_gmem(0)
 
-    if not alone:
 
-        @pl.when(warpgroup == SENDER)
-        def _():
-            gpu.set_max_registers(REGISTERS[threads][0], action="decrease")
-            peers.push(gpu, order, axis, x, came, *sending, arrived, lax.axis_index("multiprocessor"), num_sms)
-
-
-def _options(gpu: Any, threads: int, num_sms: int, name: str) -> dict[str, Any]:
+def _options(gpu: Any, num_sms: int, name: str) -> dict[str, Any]:
     return {
         "grid": (num_sms,),
         "grid_names": ("multiprocessor",),
-        "num_threads": threads,
+        "num_threads": CONSUMERS + 1,
         "thread_name": "warpgroup",
         "kernel_name": name,
         "compiler_params": gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
@@ -212,8 +220,7 @@ def all_gather_matmul(
     results, scratch = out, []
     if not alone:
         results = [out, _compat.out_struct((order.devices - 1, rows, k), x.dtype, x, w)]  # the others' rows
-        scratch = [gpu.SMEM((peers.SLOTS, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=peers.SLOTS)]
-    threads = CONSUMERS + (1 if alone else 2)
+        scratch = [gpu.SMEM((gpu_peers.SLOTS, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=gpu_peers.SLOTS)]
     found = gpu.kernel(
         functools.partial(
             _gather_kernel, gpu=gpu, order=order, axis=axis, transposed=transposed, num_sms=num_sms
@@ -225,7 +232,7 @@ def all_gather_matmul(
             *_barriers(gpu, order),
             *scratch,
         ],
-        **_options(gpu, threads, num_sms, "meshpar_all_gather_matmul"),
+        **_options(gpu, num_sms, "meshpar_all_gather_matmul"),
     )(x, w)  # fmt: skip
     return found if alone else found[0]
 
@@ -234,11 +241,11 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
     tile, alone = order.tile, order.devices == 1
     came = None if alone else refs[0]
     x_smem, w_smem, staging, full, empty, *moving = refs if alone else refs[1:]
-    rank = peers.rank_of(axis, order.devices)
-    summed = None if alone else peers.counts(gpu, (order.parts, order.column_tiles))
+    peers = gpu_peers.Peers.of(axis, order.devices)
+    summed = None if alone else gpu_peers.counts(gpu, (order.parts, order.column_tiles))
 
     def load(turn, row, column):
-        block = order.block(turn, rank)
+        block = order.block(turn, peers.rank)
 
         def copies(i, slot, barrier):
             here = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
@@ -253,7 +260,7 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
         if came is None or summed is None:
             step = staging.shape[-1]
             write = functools.partial(lambda left: sums[:, left : left + step].astype(out.dtype))
-            peers.write(gpu, target, column, tile.n, write, staging.at[warpgroup])
+            gpu_peers.write(gpu, target, column, tile.n, write, staging.at[warpgroup])
             return
         travelling, landed = moving[0].at[warpgroup], moving[1]
         step = travelling.shape[-1]
@@ -261,23 +268,23 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
         def columns(left):
             return sums[:, left : left + step]
 
-        peers.tell(gpu, order, axis, summed, number - num_sms, warpgroup)
+        gpu_peers.tell(gpu, order, peers, summed, number - num_sms, warpgroup)
 
         @pl.when(turn < order.devices - 1)
         def _():
-            peers.send(gpu, order, axis, came, turn, first, column, columns, travelling)
+            gpu_peers.send(gpu, order, peers, came, turn, first, column, columns, travelling)
 
         @pl.when(turn == order.devices - 1)
         def _():
             part = row * (tile.m // ROWS) + warpgroup
             pl.semaphore_wait(summed.at[part, column], order.devices - 1, decrement=False)
-            peers.add_up(
+            gpu_peers.add_up(
                 gpu, order, came, target, first, column, columns, travelling,
                 lambda slot: landed.at[warpgroup * 2 + slot], staging.at[warpgroup], gpu.Layout.WGMMA,
             )  # fmt: skip
 
     multiply = functools.partial(_start_products, gpu, transposed, x_smem, w_smem)
-    _walk(gpu, order, CONSUMERS + 1, num_sms, (full, empty), load, multiply, store)
+    _walk(gpu, order, num_sms, (full, empty), load, multiply, store)
     warpgroup = lax.axis_index("warpgroup")
     multiprocessor = lax.axis_index("multiprocessor")
 
@@ -285,7 +292,7 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
     def _():
         if summed is not None:
             last = multiprocessor + (share(order.tiles, multiprocessor, num_sms) - 1) * num_sms
-            peers.tell(gpu, order, axis, summed, last, warpgroup)
+            gpu_peers.tell(gpu, order, peers, summed, last, warpgroup)
         gpu.wait_smem_to_gmem(0)
 
 
@@ -302,15 +309,18 @@ def matmul_reduce_scatter(
         width = min(order.tile.n, 128 // jnp.dtype(out_dtype).itemsize)
         staging = smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype)
     else:
-        staging = smem(gpu, (CONSUMERS, ROWS, peers.COLUMNS), out_dtype)
+        staging = smem(gpu, (CONSUMERS, ROWS, gpu_peers.COLUMNS), out_dtype)
         results = [out, _compat.out_struct((order.devices - 1, order.rows, order.n), wire_dtype, x, w)]  # others' sums
-        scratch = [smem(gpu, (CONSUMERS, 2, ROWS, peers.COLUMNS), wire_dtype), gpu.Barrier(num_barriers=2 * CONSUMERS)]
+        scratch = [
+            smem(gpu, (CONSUMERS, 2, ROWS, gpu_peers.COLUMNS), wire_dtype),
+            gpu.Barrier(num_barriers=2 * CONSUMERS),
+        ]
     found = gpu.kernel(
         functools.partial(
             _scatter_kernel, gpu=gpu, order=order, axis=axis, transposed=transposed, num_sms=num_sms
         ),
         out_type=results,
         scratch_types=[*_stages(gpu, order, transposed, x.dtype), staging, *_barriers(gpu, order), *scratch],
-        **_options(gpu, CONSUMERS + 1, num_sms, "meshpar_matmul_reduce_scatter"),
+        **_options(gpu, num_sms, "meshpar_matmul_reduce_scatter"),
     )(x, w)  # fmt: skip
     return found if alone else found[0]

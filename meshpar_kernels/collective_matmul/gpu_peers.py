@@ -13,17 +13,18 @@ peer, of which one is taken.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.sharding import AxisType
 
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ring
 
-__all__ = ["AHEAD", "COLUMNS", "LAG", "SLOTS", "add_up", "counts", "push", "rank_of", "send", "tell", "write"]
+__all__ = ["AHEAD", "COLUMNS", "LAG", "SLOTS", "Peers", "add_up", "counts", "push", "send", "tell", "write"]
 
 AHEAD = 1
 """Pieces that are fetched before the one that is sent."""
@@ -38,8 +39,32 @@ SLOTS = AHEAD + LAG + 1
 """A slot is fetched into anew when its copy, `AHEAD + LAG + 1` pieces ago, is complete."""
 
 
-def rank_of(axis: str, devices: int) -> Any:
-    return lax.axis_index(axis) if devices > 1 else jnp.int32(0)
+class Peers(NamedTuple):
+    """The devices of a mesh axis, as one of them names the others.
+
+    Attributes:
+      axis: the mesh axis.
+      rank: of this device.
+      place: its coordinates on all mesh axes: a warp by itself cannot ask for them.
+    """
+
+    axis: str
+    rank: Any
+    place: dict[str, Any]
+
+    @classmethod
+    def of(cls, axis: str, devices: int) -> Peers:
+        """Inside a kernel; a device that is alone needs no mesh."""
+        if devices == 1:
+            return cls(axis, jnp.int32(0), {})
+        mesh = jax.sharding.get_abstract_mesh()
+        names = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
+        place = {name: lax.axis_index(name) for name in names}
+        return cls(axis, place[axis], place)
+
+    def device(self, rank: Any) -> dict[str, Any]:
+        """That of this rank."""
+        return {**self.place, self.axis: rank}
 
 
 def counts(gpu: Any, shape: tuple[int, ...]) -> Any:
@@ -48,10 +73,10 @@ def counts(gpu: Any, shape: tuple[int, ...]) -> Any:
 
 
 def push(
-    gpu: Any, order: Order, axis: str, x: Any, came: Any, slots: Any, loaded: Any, arrived: Any,
+    gpu: Any, order: Order, peers: Peers, x: Any, came: Any, slots: Any, loaded: Any, arrived: Any,
     multiprocessor: Any, multiprocessors: int,
 ) -> None:  # fmt: skip
-    """Send this device's rows to all others, as one warpgroup of each multiprocessor.
+    """Send this device's rows to all others, as one warp or warpgroup of each multiprocessor.
 
     Args:
       x: [rows, K].
@@ -59,7 +84,6 @@ def push(
       slots, loaded: [SLOTS, PIECE, PIECE] of shared memory, and barriers.
       arrived: counts [A - 1, row tiles] of pieces.
     """
-    rank = lax.axis_index(axis)
     mine = share((order.devices - 1) * order.pieces, multiprocessor, multiprocessors)
 
     def part(i: Any) -> tuple[Any, Any, Any, Any]:
@@ -84,7 +108,7 @@ def push(
 
                 @pl.when(hop == h)
                 def _(h=h):
-                    there = gpu.remote_ref(came, {axis: order.receiver(h, rank)})
+                    there = gpu.remote_ref(came, peers.device(order.receiver(h, peers.rank)))
                     gpu.copy_smem_to_gmem(slots.at[slot], there.at[h, rows, columns])
 
             gpu.wait_smem_to_gmem(LAG)
@@ -99,7 +123,7 @@ def push(
         def _():
             hop, row, _, _ = part(done)
             count = arrived.at[hop, lax.div(row, jnp.int32(order.tile.m // PIECE))]
-            pl.semaphore_signal(count, 1, device_id={axis: order.receiver(hop, rank)})
+            pl.semaphore_signal(count, 1, device_id=peers.device(order.receiver(hop, peers.rank)))
 
     lax.fori_loop(0, mine + AHEAD + LAG, one, None)
 
@@ -123,7 +147,7 @@ def write(gpu: Any, target: Any, column: Any, width: int, columns: Callable[[int
 
 
 def send(
-    gpu: Any, order: Order, axis: str, came: Any, turn: Any, row: Any, column: Any,
+    gpu: Any, order: Order, peers: Peers, came: Any, turn: Any, row: Any, column: Any,
     columns: Callable[[int], jax.Array], staging: Any,
 ) -> None:  # fmt: skip
     """Send a tile's sums to the device whose rows they are of.
@@ -134,7 +158,6 @@ def send(
       columns: first column in the tile → as many columns as a slot has, in float32.
       staging: [2, height, columns] of shared memory, from which all copies of the tile before are complete (`tell`).
     """
-    rank = lax.axis_index(axis)
     _, height, step = staging.shape
     for c, left in enumerate(range(0, order.tile.n, step)):
         value = columns(left).astype(staging.dtype)
@@ -146,11 +169,11 @@ def send(
 
             @pl.when(turn == t)
             def _(t=t, c=c, there=there):
-                peer = gpu.remote_ref(came, {axis: order.block(t, rank)})
+                peer = gpu.remote_ref(came, peers.device(order.block(t, peers.rank)))
                 gpu.copy_smem_to_gmem(staging.at[c % 2], peer.at[t, *there])
 
 
-def tell(gpu: Any, order: Order, axis: str, summed: Any, number: Any, part: Any) -> None:
+def tell(gpu: Any, order: Order, peers: Peers, summed: Any, number: Any, part: Any) -> None:
     """Tell the receiver of tile `number` that it is there, if there was such a tile and it was sent.
 
     Args:
@@ -163,8 +186,8 @@ def tell(gpu: Any, order: Order, axis: str, summed: Any, number: Any, part: Any)
     def _():
         gpu.wait_smem_to_gmem(0)
         high = summed.shape[0] // order.row_tiles
-        receiver = order.block(turn, lax.axis_index(axis))
-        pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id={axis: receiver})
+        receiver = order.block(turn, peers.rank)
+        pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=peers.device(receiver))
 
 
 def add_up(

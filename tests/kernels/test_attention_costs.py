@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from meshpar_kernels import attention_costs
-from meshpar_kernels.attention import Machine, masks, ring
+from meshpar_kernels.attention import Machine, api, masks, ring
 from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.costs import sends
 from meshpar_kernels.attention.flash import Softmax
 from meshpar_kernels.attention.masks import Mask
 
@@ -102,6 +103,21 @@ def test_bytes_and_flops_by_hand():
     uneven = attention_costs(*shapes(tokens, devices), devices, causal=True)
     assert uneven.of["ring"].flops == pytest.approx(14 * (2 - 1 / 8) * pairs * 32 * 128, rel=1e-3)
     assert uneven.of["ulysses"].flops == pytest.approx(14 * pairs * 32 * 128, rel=1e-3)
+
+
+def test_gathered_gradients_are_scattered_axis_by_axis():
+    """Over three axes in three steps, each on what is left; together the bytes of one over all."""
+    x = api.Operands(*shapes(65536, 8))
+    options = api.Options(strategy="gathered")
+    many, one = (
+        sends(api.plan(x, axes, options).context, "gathered", *x[:3], segments=0)[1]
+        for axes in ({"x": 2, "y": 1, "z": 4}, {"x": 8})
+    )
+    scattered = [s for s in many if s.op == "reduce-scatter"]
+    assert [(s.stage, s.shape[1]) for s in scattered[::2]] == [(("x", 2), 65536), (("y", 1), 32768), (("z", 4), 32768)]
+    assert sum(s.bytes(8) for s in many) == sum(s.bytes(8) for s in one)
+    machine = Machine(latency=0.0)
+    assert sum(s.seconds(8, machine) for s in many) == pytest.approx(sum(s.seconds(8, machine) for s in one))
 
 
 def test_copies_of_heads_cost_bytes():
