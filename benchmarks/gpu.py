@@ -15,8 +15,9 @@ the largest dense bfloat16 product, measured first; `% copy`: of a plain copy's 
 much longer than our kernel. `error`: the largest difference to the reference over its largest value. `load`: equal
 groups, or a multinomial draw.
 
-With two GPUs or more the products fused with their gather ("ag-matmul") or scatter ("matmul-rs") over NVLink are checked and
-timed too, on at most 8: there `GB/s` is of the bytes that a device sends, and `error` against XLA's collectives.
+With two GPUs or more the kernels over NVLink are checked and timed too, on at most 8: products fused with their gather
+("ag-matmul") or scatter ("matmul-rs"), and the small all-reduce. There `GB/s` is of the bytes that a device sends, and `error`
+against XLA's collectives.
 
 Compile-only columns. `regs`, `spills`: registers of a thread and bytes spilled, as ptxas reports them (for the Triton kernels only
 where a ptxas is installed). `temp`: KiB beyond inputs and outputs of the whole program.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._nvlink import machine_reasons
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
@@ -16,16 +17,13 @@ from meshpar_kernels.collective_matmul.gpu_peers import COLUMNS, SLOTS
 from meshpar_kernels.grouped_matmul.gpu import ALIGNMENT, DTYPES, INNER, MOST_STAGES, MULTIPROCESSORS, SMEM_BYTES
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile
 
-__all__ = ["MOST_DEVICES", "all_gather_matmul", "gather_order", "matmul_reduce_scatter", "scatter_order", "unsupported"]
+__all__ = ["all_gather_matmul", "gather_order", "matmul_reduce_scatter", "scatter_order", "unsupported"]
 
 KERNELS = {9: gpu_hopper, 10: gpu_blackwell}
 """By the major number of the compute capability."""
 
 HEIGHT = 2 * ROWS
 """Rows of a tile."""
-
-MOST_DEVICES = 8
-"""GPUs that NVLink joins in one machine; also, there is one copy instruction for each."""
 
 SPARE = 1024
 """Bytes of shared memory for barriers."""
@@ -100,17 +98,4 @@ def unsupported(x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, **dty
         reasons.append("an operand is empty")
     if not isinstance(axis_name, str) and len(axis_name) > 1:
         reasons.append(f"axes {', '.join(map(repr, axis_name))}: the kernel works over one mesh axis")
-    if order.devices > MOST_DEVICES:
-        reasons.append(f"{order.devices} devices: NVLink joins at most {MOST_DEVICES} in one machine")
-    major, minor = _compat.gpu_architecture()
-    if major not in KERNELS:
-        known = " and ".join(f"sm_{number}0a" for number in KERNELS)
-        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {known}")
-    kind = _compat.gpu_kind()
-    if "PCIe" in kind or kind.endswith("NVL"):
-        reasons.append(f"{kind} has no NVLink switch, and fewer multiprocessors than the kernel needs at once")
-    try:
-        _compat.mosaic_gpu()
-    except ImportError as error:
-        reasons.append(f"jax.experimental.pallas.mosaic_gpu cannot be imported: {error}")
-    return Unsupported(reasons)
+    return Unsupported([*reasons, *machine_reasons(order.devices)])

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
+from meshpar_kernels._nvlink import Peers
 from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ring, smem
@@ -124,7 +125,7 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
     came = None if alone else refs[0]
     refs = refs if alone else refs[1:]
     staging, memory, sending = refs[0], refs[1:8], refs[8:]
-    peers = gpu_peers.Peers.of(axis, order.devices)
+    peers = Peers.of((axis,), (order.devices,))
     arrived = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
     def multiply(turn, row, column, step, used):
@@ -174,7 +175,7 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
     came = None if alone else refs[0]
     refs = refs if alone else refs[1:]
     staging, memory, moving = refs[0], refs[1:8], refs[8:]
-    peers = gpu_peers.Peers.of(axis, order.devices)
+    peers = Peers.of((axis,), (order.devices,))
     summed = None if alone else gpu_peers.counts(gpu, (order.row_tiles, order.column_tiles))
 
     def multiply(turn, row, column, step, used):

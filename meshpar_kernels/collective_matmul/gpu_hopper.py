@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
+from meshpar_kernels._nvlink import Peers
 from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, ring, smem
@@ -134,7 +135,7 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
     tile, alone = order.tile, order.devices == 1
     came = None if alone else refs[0]
     x_smem, w_smem, staging, full, empty, *sending = refs if alone else refs[1:]
-    peers = gpu_peers.Peers.of(axis, order.devices)
+    peers = Peers.of((axis,), (order.devices,))
     arrived = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
     def load(turn, row, column):
@@ -241,7 +242,7 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
     tile, alone = order.tile, order.devices == 1
     came = None if alone else refs[0]
     x_smem, w_smem, staging, full, empty, *moving = refs if alone else refs[1:]
-    peers = gpu_peers.Peers.of(axis, order.devices)
+    peers = Peers.of((axis,), (order.devices,))
     summed = None if alone else gpu_peers.counts(gpu, (order.parts, order.column_tiles))
 
     def load(turn, row, column):

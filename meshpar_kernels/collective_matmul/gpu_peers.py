@@ -13,18 +13,18 @@ peer, of which one is taken.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType
 
+from meshpar_kernels._nvlink import Peers
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ring
 
-__all__ = ["AHEAD", "COLUMNS", "LAG", "SLOTS", "Peers", "add_up", "counts", "push", "send", "tell", "write"]
+__all__ = ["AHEAD", "COLUMNS", "LAG", "SLOTS", "add_up", "counts", "push", "send", "tell", "write"]
 
 AHEAD = 1
 """Pieces that are fetched before the one that is sent."""
@@ -37,34 +37,6 @@ COLUMNS = 64
 
 SLOTS = AHEAD + LAG + 1
 """A slot is fetched into anew when its copy, `AHEAD + LAG + 1` pieces ago, is complete."""
-
-
-class Peers(NamedTuple):
-    """The devices of a mesh axis, as one of them names the others.
-
-    Attributes:
-      axis: the mesh axis.
-      rank: of this device.
-      place: its coordinates on all mesh axes: a warp by itself cannot ask for them.
-    """
-
-    axis: str
-    rank: Any
-    place: dict[str, Any]
-
-    @classmethod
-    def of(cls, axis: str, devices: int) -> Peers:
-        """Inside a kernel; a device that is alone needs no mesh."""
-        if devices == 1:
-            return cls(axis, jnp.int32(0), {})
-        mesh = jax.sharding.get_abstract_mesh()
-        names = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
-        place = {name: lax.axis_index(name) for name in names}
-        return cls(axis, place[axis], place)
-
-    def device(self, rank: Any) -> dict[str, Any]:
-        """That of this rank."""
-        return {**self.place, self.axis: rank}
 
 
 def counts(gpu: Any, shape: tuple[int, ...]) -> Any:

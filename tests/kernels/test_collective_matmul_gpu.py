@@ -1,5 +1,6 @@
 """The fused products for GPUs without one: who sends what to whom (simulated), the product of a device in JAX's GPU interpreter
-with race detection, what is refused, and which kernels gradients use. Copies between devices cannot be interpreted."""
+with race detection (what it sends lands in a buffer, what others sent is there), what is refused, and which kernels gradients
+use. Waits and signals between devices cannot be interpreted."""
 
 import functools
 
@@ -7,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshpar_kernels import _compat, all_gather_matmul, matmul_reduce_scatter
-from meshpar_kernels.collective_matmul import gpu, gpu_blackwell, gpu_hopper
+from meshpar_kernels._nvlink import Peers
+from meshpar_kernels.collective_matmul import gpu, gpu_blackwell, gpu_hopper, gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile
 
@@ -132,27 +135,123 @@ def normal(*shape):
     return jnp.asarray(RNG.normal(size=shape), BF16)
 
 
+def near(found, wanted, tolerance):
+    wanted = np.asarray(wanted, np.float64)
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=tolerance * np.abs(wanted).max(), rtol=0)
+
+
+both_kernels = pytest.mark.parametrize("kernels", [gpu_hopper, gpu_blackwell], ids=["hopper", "blackwell"])
+
+
 @interpreted
-@pytest.mark.parametrize("kernels", [gpu_hopper, gpu_blackwell], ids=["hopper", "blackwell"])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_the_product_of_one_device(kernels, transposed):
-    """Tiles that rows, K and columns do not fill; the code of the kernels but for what goes to other devices."""
+@both_kernels
+def test_the_product_of_a_device_that_is_alone(kernels):
+    """With transposed weights, and tiles that rows, K and columns do not fill."""
     m, k, n = 200, 136, 136
-    x, w = normal(m, k), normal(*((n, k) if transposed else (k, n)))
-    right = np.asarray(w, np.float64)
-    want = np.asarray(x, np.float64) @ (right.T if transposed else right)
+    x, w = normal(m, k), normal(n, k)
+    want = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     gather = gpu.gather_order(m, k, n, 1, 2)
     dtypes = {"out_dtype": jnp.dtype(jnp.float32), "wire_dtype": jnp.dtype(jnp.float32)}
     scatter = gpu.scatter_order(m, k, n, 1, 2, **dtypes)
-    options = {"transposed": transposed, "num_sms": 2}
+    options = {"transposed": True, "num_sms": 2}
     with _compat.gpu_race_detection():
         rounded = kernels.all_gather_matmul(x, w, gather, "a", out_dtype=BF16, **options)
         exact = kernels.matmul_reduce_scatter(x[None], w, scatter, "a", **dtypes, **options)
         jax.block_until_ready((rounded, exact))
-    scale = np.abs(want).max()
     assert (rounded.shape, rounded.dtype) == ((1, m, n), BF16)
-    np.testing.assert_allclose(np.asarray(rounded[0], np.float64), want, atol=1e-2 * scale, rtol=0)
-    np.testing.assert_allclose(exact, want, atol=1e-5 * scale, rtol=0)
+    near(rounded[0], want, 1e-2)
+    near(exact, want, 1e-5)
+
+
+class OneOfSeveral:
+    """Mosaic GPU for one device of several. What it sends to the others lands in a result of its own, by receiver, and what they
+    sent is there from the start: the interpreter has no memory of others and no semaphores."""
+
+    def __init__(self, devices, came):
+        self.real, self.devices, self.came = _compat.mosaic_gpu(), devices, came
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def remote_ref(self, came, device):
+        return self.outbox.at[device["a"]]
+
+    def kernel(self, body, *, out_type, **options):
+        out, buffer = out_type
+        outbox = jax.ShapeDtypeStruct((self.devices, *buffer.shape), buffer.dtype)
+
+        def one(x, w, came, out, outbox, *scratch):
+            self.outbox = outbox
+            body(x, w, out, came, *scratch)
+
+        def run(x, w):
+            out_and_sent = self.real.kernel(one, out_type=[out, outbox], **options)(x, w, self.came)
+            self.sent = out_and_sent[1]
+            return out_and_sent
+
+        return run
+
+
+class Uncounted:
+    """Counts that nobody looks at."""
+
+    def __init__(self, gpu, shape):
+        self.shape, self.at = shape, self
+
+    def __getitem__(self, index):
+        return None
+
+
+DEVICES, RANK = 3, 1
+
+
+@pytest.fixture
+def one_of_several(monkeypatch):
+    """(what the others sent, function) → (its result, what this device sent, by receiver)."""
+
+    def run(came, function, *args, **options):
+        virtual = OneOfSeveral(DEVICES, came)
+        monkeypatch.setattr(gpu_peers, "counts", Uncounted)
+        monkeypatch.setattr(Peers, "of", lambda axes, sizes: Peers(axes, sizes, jnp.int32(RANK), {}))
+        for name in ("semaphore_wait", "semaphore_signal"):
+            monkeypatch.setattr(pl, name, lambda *_, **__: None)
+        with _compat.gpu_race_detection(), monkeypatch.context() as patch:
+            patch.setattr(_compat, "mosaic_gpu", lambda: virtual)
+            return jax.block_until_ready((function(*args, **options), virtual.sent))
+
+    return run
+
+
+@interpreted
+@both_kernels
+def test_a_gather_multiplies_what_came_and_sends_its_own_rows(kernels, one_of_several):
+    """All turns of one device of three, but for the waiting."""
+    m, k, n = 200, 136, 136
+    x, w, others = normal(m, k), normal(k, n), normal(DEVICES - 1, m, k)
+    order = gpu.gather_order(m, k, n, DEVICES, 2)
+    options = {"out_dtype": BF16, "transposed": False, "num_sms": 2}
+    out, sent = one_of_several(others, kernels.all_gather_matmul, x, w, order, "a", **options)
+    for rank, rows in {RANK: x, (RANK + 1) % DEVICES: others[0], (RANK + 2) % DEVICES: others[1]}.items():
+        near(out[rank], np.asarray(rows, np.float64) @ np.asarray(w, np.float64), 1e-2)
+    np.testing.assert_array_equal(sent[(RANK + 2) % DEVICES, 0], x)
+    np.testing.assert_array_equal(sent[(RANK + 1) % DEVICES, 1], x)
+
+
+@interpreted
+@both_kernels
+def test_a_scatter_sends_others_their_sums_and_adds_what_came(kernels, one_of_several):
+    rows, k, n = 200, 72, 136
+    x, w = normal(DEVICES, rows, k), normal(k, n)
+    dtypes = {"out_dtype": jnp.dtype(jnp.float32), "wire_dtype": BF16 if kernels is gpu_hopper else jnp.dtype("f")}
+    others = jnp.asarray(3 * RNG.normal(size=(DEVICES - 1, rows, n)), dtypes["wire_dtype"])
+    order = gpu.scatter_order(rows, k, n, DEVICES, 2, **dtypes)
+    options = {"transposed": False, "num_sms": 2, **dtypes}
+    out, sent = one_of_several(others, kernels.matmul_reduce_scatter, x, w, order, "a", **options)
+    sums = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    near(out, sums[RANK] + np.asarray(others, np.float64).sum(0), 1e-5)
+    for turn in range(DEVICES - 1):
+        receiver = (RANK + 1 + turn) % DEVICES
+        near(sent[receiver, turn], sums[receiver], 1e-2 if kernels is gpu_hopper else 1e-5)
 
 
 def mesh_of(*sizes):
