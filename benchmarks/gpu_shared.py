@@ -32,7 +32,7 @@ SMALL = {"64KiB": 64 << 10, "1MiB": 1 << 20, "4MiB": 4 << 20}
 
 def names() -> list[tuple[str, str]]:
     """(kernel, shape) of every case."""
-    return [(KERNELS[s.gathers], name) for name, s in FUSED.items()] + [("all-reduce", size) for size in SMALL]
+    return [(KERNELS[s.gathers], name) for name, s in FUSED.items()] + [("allreduce", size) for size in SMALL]
 
 
 def mesh_of(devices: Any) -> Mesh:
@@ -143,7 +143,7 @@ def value_cases() -> Iterator[tuple[str, Callable[[], float]]]:
         yield f"matmul-rs, {devices} GPUs, float32 sums", functools.partial(value, case, devices)
         for dtype in (F32, BF16):
             case = small(300_000, devices, dtype)
-            yield f"all-reduce, {devices} GPUs, {jnp.dtype(dtype)}", functools.partial(value, case, devices)
+            yield f"allreduce, {devices} GPUs, {jnp.dtype(dtype)}", functools.partial(value, case, devices)
 
 
 def value(case: Case, devices: int) -> float:

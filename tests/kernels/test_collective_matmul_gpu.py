@@ -4,17 +4,16 @@ use. Waits and signals between devices cannot be interpreted."""
 
 import functools
 
+import gpu_virtual
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshpar_kernels import _compat, all_gather_matmul, matmul_reduce_scatter
-from meshpar_kernels._nvlink import Peers
-from meshpar_kernels.collective_matmul import gpu, gpu_blackwell, gpu_hopper, gpu_peers
+from meshpar_kernels.collective_matmul import gpu, gpu_blackwell, gpu_hopper
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile
 
@@ -163,63 +162,12 @@ def test_the_product_of_a_device_that_is_alone(kernels):
     near(exact, want, 1e-5)
 
 
-class OneOfSeveral:
-    """Mosaic GPU for one device of several. What it sends to the others lands in a result of its own, by receiver, and what they
-    sent is there from the start: the interpreter has no memory of others and no semaphores."""
-
-    def __init__(self, devices, came):
-        self.real, self.devices, self.came = _compat.mosaic_gpu(), devices, came
-
-    def __getattr__(self, name):
-        return getattr(self.real, name)
-
-    def remote_ref(self, came, device):
-        return self.outbox.at[device["a"]]
-
-    def kernel(self, body, *, out_type, **options):
-        out, buffer = out_type
-        outbox = jax.ShapeDtypeStruct((self.devices, *buffer.shape), buffer.dtype)
-
-        def one(x, w, came, out, outbox, *scratch):
-            self.outbox = outbox
-            body(x, w, out, came, *scratch)
-
-        def run(x, w):
-            out_and_sent = self.real.kernel(one, out_type=[out, outbox], **options)(x, w, self.came)
-            self.sent = out_and_sent[1]
-            return out_and_sent
-
-        return run
-
-
-class Uncounted:
-    """Counts that nobody looks at."""
-
-    def __init__(self, gpu, shape):
-        self.shape, self.at = shape, self
-
-    def __getitem__(self, index):
-        return None
-
-
 DEVICES, RANK = 3, 1
 
 
 @pytest.fixture
 def one_of_several(monkeypatch):
-    """(what the others sent, function) → (its result, what this device sent, by receiver)."""
-
-    def run(came, function, *args, **options):
-        virtual = OneOfSeveral(DEVICES, came)
-        monkeypatch.setattr(gpu_peers, "counts", Uncounted)
-        monkeypatch.setattr(Peers, "of", lambda axes, sizes: Peers(axes, sizes, jnp.int32(RANK), {}))
-        for name in ("semaphore_wait", "semaphore_signal"):
-            monkeypatch.setattr(pl, name, lambda *_, **__: None)
-        with _compat.gpu_race_detection(), monkeypatch.context() as patch:
-            patch.setattr(_compat, "mosaic_gpu", lambda: virtual)
-            return jax.block_until_ready((function(*args, **options), virtual.sent))
-
-    return run
+    return functools.partial(gpu_virtual.run, monkeypatch)
 
 
 @interpreted
@@ -230,7 +178,7 @@ def test_a_gather_multiplies_what_came_and_sends_its_own_rows(kernels, one_of_se
     x, w, others = normal(m, k), normal(k, n), normal(DEVICES - 1, m, k)
     order = gpu.gather_order(m, k, n, DEVICES, 2)
     options = {"out_dtype": BF16, "transposed": False, "num_sms": 2}
-    out, sent = one_of_several(others, kernels.all_gather_matmul, x, w, order, "a", **options)
+    out, sent = one_of_several(RANK, DEVICES, others, kernels.all_gather_matmul, x, w, order, "a", **options)
     for rank, rows in {RANK: x, (RANK + 1) % DEVICES: others[0], (RANK + 2) % DEVICES: others[1]}.items():
         near(out[rank], np.asarray(rows, np.float64) @ np.asarray(w, np.float64), 1e-2)
     np.testing.assert_array_equal(sent[(RANK + 2) % DEVICES, 0], x)
@@ -246,7 +194,7 @@ def test_a_scatter_sends_others_their_sums_and_adds_what_came(kernels, one_of_se
     others = jnp.asarray(3 * RNG.normal(size=(DEVICES - 1, rows, n)), dtypes["wire_dtype"])
     order = gpu.scatter_order(rows, k, n, DEVICES, 2, **dtypes)
     options = {"transposed": False, "num_sms": 2, **dtypes}
-    out, sent = one_of_several(others, kernels.matmul_reduce_scatter, x, w, order, "a", **options)
+    out, sent = one_of_several(RANK, DEVICES, others, kernels.matmul_reduce_scatter, x, w, order, "a", **options)
     sums = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     near(out, sums[RANK] + np.asarray(others, np.float64).sum(0), 1e-5)
     for turn in range(DEVICES - 1):
