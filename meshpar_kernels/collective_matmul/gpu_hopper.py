@@ -258,17 +258,16 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
     def store(number, turn, row, column, sums, warpgroup):
         first = row * tile.m + warpgroup * ROWS
         target = out.at[pl.ds(first, ROWS)]
-        if came is None or summed is None:
-            step = staging.shape[-1]
-            write = functools.partial(lambda left: sums[:, left : left + step].astype(out.dtype))
-            gpu_peers.write(gpu, target, column, tile.n, write, staging.at[warpgroup])
-            return
-        travelling, landed = moving[0].at[warpgroup], moving[1]
-        step = travelling.shape[-1]
+        step = staging.shape[-1]
 
         def columns(left):
             return sums[:, left : left + step]
 
+        if came is None or summed is None:
+            whole = staging.at[warpgroup]
+            gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left).astype(out.dtype), whole)
+            return
+        travelling, landed = moving[0].at[warpgroup], moving[1]
         gpu_peers.tell(gpu, order, peers, summed, number - num_sms, warpgroup)
 
         @pl.when(turn < order.devices - 1)
