@@ -207,8 +207,8 @@ def _gather_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[...
 
 
 def _gather_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
-    out = dot.dtype(x, w)
-    order = gpu.gather_order(*x.shape, _columns(w, dot), lax.axis_size(how.axis), x.dtype.itemsize)
+    devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
+    order = gpu.gather_order(rows, k, _columns(w, dot), devices, x.dtype.itemsize)
     reasons = gpu.unsupported(x, w, how.axis, order, out_dtype=out)
     if reasons:
         return reasons

@@ -122,11 +122,11 @@ def _walk(
 
 def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
     tile, alone = order.tile, order.devices == 1
-    came = None if alone else refs[0]
+    came: Any = None if alone else refs[0]
     refs = refs if alone else refs[1:]
     staging, memory, sending = refs[0], refs[1:8], refs[8:]
     peers = Peers.of((axis,), (order.devices,))
-    arrived = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
+    arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
     def multiply(turn, row, column, step, used):
         def ready():
@@ -167,16 +167,18 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
 
         @pl.when(warpgroup == SENDER)
         def _():
-            gpu_peers.push(gpu, order, peers, x, came, *sending, arrived, lax.axis_index("multiprocessor"), num_sms)
+            slots, loaded = sending
+            multiprocessor = lax.axis_index("multiprocessor")
+            gpu_peers.push(gpu, order, peers, x, came, slots, loaded, arrived, multiprocessor, num_sms)
 
 
 def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
     tile, alone = order.tile, order.devices == 1
-    came = None if alone else refs[0]
+    came: Any = None if alone else refs[0]
     refs = refs if alone else refs[1:]
     staging, memory, moving = refs[0], refs[1:8], refs[8:]
     peers = Peers.of((axis,), (order.devices,))
-    summed = None if alone else gpu_peers.counts(gpu, (order.row_tiles, order.column_tiles))
+    summed: Any = None if alone else gpu_peers.counts(gpu, (order.row_tiles, order.column_tiles))
 
     def multiply(turn, row, column, step, used):
         def copy_rows(inner, there, barrier):

@@ -89,11 +89,12 @@ def _walk(
         if beside is None:
             each_tile(load_tile)
             return
+        other = beside
 
         @gpu.warp_map
         def _(warp):
             pl.when(warp == LOADER)(lambda: each_tile(load_tile))
-            pl.when(warp == SENDER)(beside)
+            pl.when(warp == SENDER)(other)
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
@@ -133,10 +134,10 @@ def _start_products(gpu: Any, transposed: bool, x_smem: Any, w_smem: Any, sums: 
 
 def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
     tile, alone = order.tile, order.devices == 1
-    came = None if alone else refs[0]
+    came: Any = None if alone else refs[0]
     x_smem, w_smem, staging, full, empty, *sending = refs if alone else refs[1:]
     peers = Peers.of((axis,), (order.devices,))
-    arrived = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
+    arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
     def load(turn, row, column):
         if arrived is not None:
@@ -174,7 +175,8 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
     multiprocessor = lax.axis_index("multiprocessor")
 
     def push():
-        gpu_peers.push(gpu, order, peers, x, came, *sending, arrived, multiprocessor, num_sms)
+        slots, loaded = sending
+        gpu_peers.push(gpu, order, peers, x, came, slots, loaded, arrived, multiprocessor, num_sms)
 
     _walk(gpu, order, num_sms, (full, empty), load, multiply, store, None if alone else push)
 
@@ -240,10 +242,10 @@ def all_gather_matmul(
 
 def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
     tile, alone = order.tile, order.devices == 1
-    came = None if alone else refs[0]
+    came: Any = None if alone else refs[0]
     x_smem, w_smem, staging, full, empty, *moving = refs if alone else refs[1:]
     peers = Peers.of((axis,), (order.devices,))
-    summed = None if alone else gpu_peers.counts(gpu, (order.parts, order.column_tiles))
+    summed: Any = None if alone else gpu_peers.counts(gpu, (order.parts, order.column_tiles))
 
     def load(turn, row, column):
         block = order.block(turn, peers.rank)

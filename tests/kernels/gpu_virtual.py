@@ -19,6 +19,8 @@ class OneOfSeveral:
 
     def __init__(self, devices: int, came: jax.Array):
         self.real, self.devices, self.came = _compat.mosaic_gpu(), devices, came
+        self.outbox: Any = None
+        self.sent: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
