@@ -15,6 +15,10 @@ the largest dense bfloat16 product, measured first; `% copy`: of a plain copy's 
 much longer than our kernel. `error`: the largest difference to the reference over its largest value. `load`: equal
 groups, or a multinomial draw.
 
+With two GPUs or more the kernels over NVLink are checked and timed too, on at most 8: products fused with their gather
+("ag-matmul") or scatter ("matmul-rs"), and the small all-reduce. There `GB/s` is of the bytes that a device sends, and `error`
+against XLA's collectives.
+
 Compile-only columns. `regs`, `spills`: registers of a thread and bytes spilled, as ptxas reports them (for the Triton kernels only
 where a ptxas is installed). `temp`: KiB beyond inputs and outputs of the whole program.
 """
@@ -45,11 +49,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 def compile_one(kernel: str, shape: str, target: str) -> dict[str, Any]:
     """Compile our kernel for a GPU that is not here. What ptxas says goes to the output, for `ptxas_facts`."""
     import gpu_cases
+    import gpu_shared
     import jax
     from jax.experimental import topologies
 
     config = (ROOT / "meshpar" / "verify" / "targets" / f"{TARGETS[target]}.txtpb").read_text()
-    topology = topologies.get_topology_desc("", platform="cuda", target_config=config, topology="1x1x1")
+    shared = (kernel, shape) in gpu_shared.names()
+    layout = f"1x1x{gpu_shared.COMPILED_FOR if shared else 1}"
+    topology = topologies.get_topology_desc("", platform="cuda", target_config=config, topology=layout)
+    if shared:
+        compiled = gpu_shared.compile_case(shape, topology.devices)
+        return {"temp": compiled.memory_analysis().temp_size_in_bytes}
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     case = gpu_cases.make(kernel, shape)
     structs = [jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in case.arguments]
@@ -106,15 +116,14 @@ def compile_facts(kernel: str, shape: str, target: str, limit: float = 300) -> d
 # --- on a GPU ------------------------------------------------------------------------------------
 
 
-def seconds_per_call(function, arguments, rough_limit: float = 0.4) -> float:
+def seconds_per_call(function, arguments, rough_limit: float = 0.4, inside=lambda calls: calls) -> float:
     """Seconds of one call on the device, from loops of two lengths inside of one program. A few microseconds of
-    the loop itself are in it."""
+    the loop itself are in it. `inside` puts a loop of calls on several devices."""
     import jax
     import jax.numpy as jnp
     from jax import lax
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def loop(times, first, *rest):
+    def calls(times, first, *rest):
         # Each call needs one element that the call before decided, and all results are kept: else XLA would take
         # the call out of the loop, or compute a part of it.
         def one(_, state):
@@ -126,6 +135,10 @@ def seconds_per_call(function, arguments, rough_limit: float = 0.4) -> float:
 
         shapes = jax.tree.leaves(jax.eval_shape(function, first, *rest))
         return lax.fori_loop(0, times, one, (first, [jnp.zeros(s.shape, s.dtype) for s in shapes]))[1]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def loop(times, *arguments):
+        return inside(functools.partial(calls, times))(*arguments)
 
     def wall(times: int) -> float:
         began = time.perf_counter()
@@ -156,7 +169,8 @@ def machine() -> dict[str, Any]:
     for size in (4096, 8192):
         a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
         best = max(best, 2 * size**3 / seconds_per_call(lambda a: a @ a, [a]) / 1e12)
-    return {"device": device.device_kind, "jax": jax.__version__, "copy": 2 * 2 * (1 << 29) / copy / 1e9, "peak": best}
+    facts = {"device": device.device_kind, "devices": jax.device_count(), "jax": jax.__version__}
+    return facts | {"copy": 2 * 2 * (1 << 29) / copy / 1e9, "peak": best}
 
 
 def measure(kernel: str, shape: str, load: str) -> None:
@@ -290,11 +304,12 @@ def reason(text: str) -> str:
 def compile_table(only: str, targets: list[str]) -> list[dict[str, Any]]:
     """Print what the CUDA compiler makes of each kernel."""
     import gpu_cases
+    import gpu_shared
 
     print("Compiled only: nothing was run, and no time is measured.\n")
     print(f"{'kernel':<10}{'shape':<19}{'target':<9}{'regs':>6}{'spills':>8}{'temp KiB':>10}")
     rows = []
-    for kernel, shape in gpu_cases.names():
+    for kernel, shape in [*gpu_cases.names(), *gpu_shared.names()]:
         if only not in f"{kernel} {shape}":
             continue
         for target in targets:
@@ -377,6 +392,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compile-one", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--measure-shared", help=argparse.SUPPRESS)
     parser.add_argument("--measure-torch", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--values", action="store_true", help=argparse.SUPPRESS)
@@ -385,6 +401,10 @@ def main() -> None:
         print("ROW " + json.dumps(compile_one(*options.compile_one)))
     elif options.measure:
         measure(*options.measure)
+    elif options.measure_shared:
+        import gpu_shared
+
+        gpu_shared.measure(options.measure_shared, seconds_per_call)
     elif options.measure_torch:
         measure_torch(*options.measure_torch)
     elif options.machine:
@@ -416,6 +436,11 @@ def tables(options: argparse.Namespace) -> None:
         print()
         loads = options.loads.split(",")
         result["measured"] = measured_table(options.only, facts[-1], loads, options.limit, options.budget)
+        if facts[-1]["devices"] > 1:
+            import gpu_shared
+
+            run = functools.partial(run_process, environment=dict(os.environ), limit=options.limit)
+            result["shared"] = gpu_shared.table(options.only, facts[-1], run, reason, measured_line)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
 

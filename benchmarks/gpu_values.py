@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "kernels"))
 
+import gpu_shared
 import jax
 import jax.numpy as jnp
 import kernel_oracle as oracle
@@ -65,6 +66,8 @@ def cases() -> Iterator[tuple[str, Callable[[], float]]]:
             lambda tokens=tokens, options=options: routed(tokens, 256, 8, **options),
         )
     yield "permute and combine", moved
+    if jax.device_count() > 1:
+        yield from gpu_shared.value_cases()
 
 
 def product(sizes, *, rows=ROWS, k=K, n=N, dtype=jnp.bfloat16, out_dtype=None, **options) -> float:

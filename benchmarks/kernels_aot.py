@@ -15,7 +15,8 @@ and for a multinomial load. `ragged_dot` gives the same facts for XLA's own op. 
 instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured:
 above 100 % either the unit is the limit or the assumption is too high. `permute` and `combine` are
 their kernel given the row indices, without what computes these from a plan. Attention is over 8
-devices; `sends` says whether what travels does so while attention is computed (`hidden`): whether
+devices, gathered K/V over one mesh axis for each torus dimension. What a device sends in each kind of collective
+follows; `hidden` says that what travels does so while attention is computed: that
 every start of a permute in a loop stands before the attention and its end after it.
 
 Kernels that talk to other devices are compiled for 8 of them. With `--bundles` their `order` is what the schedule does one
@@ -236,6 +237,7 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
     from jax.experimental import topologies
     from jax.sharding import PartitionSpec as P
 
+    from meshpar.verify.hlo import collectives
     from meshpar_kernels import ring_attention
     from meshpar_kernels.shapes import ATTENTION
 
@@ -243,11 +245,16 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
     strategy, _, way = kernel.partition(" ")
     topology = topologies.get_topology_desc(platform="tpu", topology_name=EIGHT[chip])
     devices = np.array(topology.devices)
-    mesh = jax.sharding.Mesh(devices, ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = P(None, "ring")
+    if strategy == "gathered":  # an axis for each torus dimension, and for the cores of a chip
+        places = {d: (*d.coords, d.core_on_chip) for d in topology.devices}
+        devices = np.array(sorted(places, key=lambda d: places[d]))
+        devices = devices.reshape([n for n in np.max([*places.values()], 0) + 1 if n > 1])
+    axes = ("ring",) if strategy != "gathered" else ("x", "y", "z")[: devices.ndim]
+    mesh = jax.sharding.Mesh(devices, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    split = P(None, axes)
 
     def local(q, k, v):
-        return ring_attention(q, k, v, "ring", causal=True, strategy=strategy)
+        return ring_attention(q, k, v, axes, causal=True, strategy=strategy)
 
     attention = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
 
@@ -262,11 +269,14 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
     lowered = jax.jit(backward if way else attention).trace(*arguments).lower(lowering_platforms=("tpu",))
     compiled = lowered.compile()
     text = compiled.as_text()
+    found = collectives(text)
     ops = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute", "all-reduce")
+    sent = {op: sum(c.total_bytes for c in found if c.op == op) for op in ops}
     return {
         "temp": compiled.memory_analysis().temp_size_in_bytes,
         "flops": None,
-        "ops": [op for op in ops if re.search(rf"= \S.* {op}(-start)?\(", text)],
+        "ops": [op for op in ops if sent[op]],
+        "sent": sent,
         "hidden": hidden_permutes(text),
     }
 
@@ -404,8 +414,10 @@ def main() -> None:
             rows = executed(shape) if shape in MATMULS and "ragged" not in kernel else ""
             line += f"{facts['temp'] / 1024:>10.0f}{flops:>7}{rows:>14}"
             if facts.get("ops"):
-                line += f"   {', '.join(facts['ops'])}" + (
-                    "; hidden" if all(facts["hidden"]) and facts["hidden"] else ""
+                line += (
+                    "   "
+                    + ", ".join(f"{op} {facts['sent'][op] / 1e9:.2f} GB" for op in facts["ops"])
+                    + ("; hidden" if all(facts["hidden"]) and facts["hidden"] else "")
                 )
             for loop in facts.get("loops", []):
                 share = "?" if loop["share"] is None else f"{loop['share']:.0%}"

@@ -89,29 +89,20 @@ def attention(
     return _attend(static, together, q, k, v, *ids)
 
 
-Operands = tuple[Any, Any, Any, Any, Any]
-"""(q, k, v, ids of queries or None, ids of keys or None: those of the queries)."""
-
-
-def _unpack(args: Sequence[Any], ids: int) -> Operands:
-    q, k, v = args[:3]
-    q_seg, k_seg = (*args[3 : 3 + ids], None, None)[:2]
-    return q, k, v, q_seg, k_seg
+def _unpack(args: Sequence[Any], ids: int) -> api.Operands:
+    return api.Operands(*args[: 3 + ids])
 
 
 def _plan(
-    operands: Operands,
+    operands: api.Operands,
     axes: Mapping[str, tuple[str, ...]],
     options: Mapping[str, Any],
     sizes: Mapping[str, int] | None = None,
 ) -> api.Plan:
     """How one device does it, its operands being these."""
-    over = tuple(axes.get("seq", ()))
-    devices = 1
-    for a in over:
-        devices *= lax.axis_size(a) if sizes is None else sizes[a]
+    over = {a: lax.axis_size(a) if sizes is None else sizes[a] for a in axes.get("seq", ())}
     try:
-        return api.plan(*operands, over if devices > 1 else (), devices, **options)
+        return api.plan(operands, {a: n for a, n in over.items() if n > 1}, api.Options(**options))
     except ValueError as error:
         raise MeshparError(str(error).replace("ring_attention:", "attention:", 1)) from None
 
@@ -131,17 +122,21 @@ def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., An
 
     def forward_local(*args: Any, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
         operands = _unpack(args, ids)
-        return api.forward(_plan(operands, axes, options), *operands)
+        return api.forward(_plan(operands, axes, options), operands)
 
     def backward_local(*args: Any, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
         operands, (out, lse, grad) = _unpack(args, ids), args[3 + ids :]
-        return api.backward(_plan(operands, axes, options), *operands, out, lse, grad)
+        return api.backward(_plan(operands, axes, options), operands, out, lse, grad)
 
     def sends(avals: Sequence[Any], parts: Parts, *, way: int, **options: Any) -> list[KernelSend]:
         operands = _unpack(avals, ids)
         c, strategy = _plan(operands, parts.axes, options, parts.sizes)
         sent = sends_of(c, strategy, *operands[:3], segments=ids)[way]
-        return [KernelSend(s.op, (), tuple(s.shape), s.dtype, s.why, s.times, axes=c.axes) for s in sent]
+        over = [c.axes if s.stage is None else s.stage[:1] for s in sent]
+        return [
+            KernelSend(s.op, (), tuple(s.shape), s.dtype, s.why, s.times, axes=a)
+            for s, a in zip(sent, over, strict=True)
+        ]
 
     def works(avals: Sequence[Any], parts: Parts, *, way: int, **options: Any) -> KernelWork:
         operands = _unpack(avals, ids)

@@ -21,6 +21,7 @@ from jax.extend import backend
 
 __all__ = [
     "gpu_architecture",
+    "gpu_kind",
     "gpu_race_detection",
     "has_gpu_interpreter",
     "interpreting",
@@ -135,6 +136,19 @@ def pallas_triton() -> Any:
     return triton
 
 
+def _mesh_kind() -> str:
+    return getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
+
+
+def gpu_kind() -> str:
+    """What the GPU that kernels traced now are for is called, found as in `gpu_architecture`; "" where that is none."""
+    kind = _mesh_kind()
+    device: Any = _config.default_device.value
+    if not kind and device is None and xla_bridge.backends_are_initialized():
+        device = backend.get_default_device()
+    return kind or getattr(device, "device_kind", "")
+
+
 def gpu_architecture() -> tuple[int, int]:
     """Compute capability of the GPU that kernels traced now are for.
 
@@ -142,7 +156,7 @@ def gpu_architecture() -> tuple[int, int]:
     `jax.default_device`, which may be a device of a topology; else that of the first device, if JAX has looked
     for devices yet. (9, 0) where that is no GPU, as JAX itself assumes when it compiles for one.
     """
-    kind = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
+    kind = _mesh_kind()
     for pattern, capability in ((r"\bG?H[12]00\b", (9, 0)), (r"\bG?B200\b", (10, 0))):
         if re.search(pattern, kind):
             return capability

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +16,11 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import refuse_sharded
 from meshpar_kernels.attention import gathered, ring, ulysses
 from meshpar_kernels.attention.context import Context
-from meshpar_kernels.attention.costs import STRATEGIES, AttentionCosts, Machine, costs
-from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK, Softmax, row_dots
-from meshpar_kernels.attention.masks import Mask
+from meshpar_kernels.attention.costs import AttentionCosts, Machine, costs
+from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK, row_dots
+from meshpar_kernels.attention.options import OP, Operands, Options
 
-__all__ = ["Plan", "attention_costs", "backward", "forward", "plan", "ring_attention"]
+__all__ = ["Operands", "Options", "Plan", "attention_costs", "backward", "forward", "plan", "ring_attention"]
 
 ORDERS = ("contiguous", "zigzag")
 MODULES: dict[str, Any] = {"ring": ring, "ulysses": ulysses, "gathered": gathered}
@@ -84,19 +86,19 @@ def ring_attention(
       ValueError: shapes, dtypes or options that do not fit, or operands sharded outside of `shard_map`.
       NotImplementedError: the implementation asked for cannot run.
     """
-    op = "ring_attention"
-    refuse_sharded(op, q=q, k=k, v=v)
+    refuse_sharded(OP, q=q, k=k, v=v)
     q_seg, k_seg = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, None)
     if order not in ORDERS:
-        raise ValueError(f"{op}: order must be one of {ORDERS}, got {order!r}")
+        raise ValueError(f"{OP}: order must be one of {ORDERS}, got {order!r}")
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    devices = lax.axis_size(axes) if axes else 1
-    p = plan(
-        q, k, v, q_seg, k_seg, axes, devices, causal=causal, window=window, scale=scale, softcap=softcap,
-        strategy=strategy, zigzag=devices if order == "zigzag" else 1, both_ways=both_ways,
+    sizes = {a: lax.axis_size(a) for a in axes}
+    options = Options(
+        causal=causal, window=window, scale=scale, softcap=softcap, strategy=strategy,
+        zigzag=math.prod(sizes.values()) if order == "zigzag" else 1, both_ways=both_ways,
         implementation=implementation, chunks=chunks,
     )  # fmt: skip
-    return _attention_jit(p, q, k, v, q_seg, k_seg)
+    x = Operands(q, k, v, q_seg, k_seg)
+    return _attention_jit(plan(x, sizes, options), *x)
 
 
 class Plan(NamedTuple):
@@ -106,95 +108,34 @@ class Plan(NamedTuple):
     strategy: str
 
 
-def plan(
-    q: Any,
-    k: Any,
-    v: Any,
-    q_seg: Any,
-    k_seg: Any,
-    axes: tuple[str, ...],
-    devices: int,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    strategy: str | None = None,
-    zigzag: int = 1,
-    both_ways: bool = True,
-    implementation: str | None = None,
-    chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK),
-) -> Plan:
-    """Check the arguments of `ring_attention` (arrays, or their shapes and dtypes, of one device) and choose a strategy.
+def plan(x: Operands, axes: Mapping[str, int], options: Options) -> Plan:
+    """Check what `ring_attention` is given (arrays of one device, or their shapes and dtypes) and choose a strategy.
 
     Args:
-      k_seg: None with q_seg: keys have the segments of the queries.
-      zigzag: tokens are in zig-zag order for so many devices, which need not be those of the mesh; 1: in order.
+      axes: the mesh axes that the sequence is split over, the first major, and their sizes.
 
     Raises:
       ValueError: what does not fit.
     """
-    op = "ring_attention"
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(
-            f"{op}: q, k and v must be [B, S, H, D], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        )
-    fits = k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
-    if not fits:
-        raise ValueError(
-            f"{op}: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit: they are [B, Sq, H, D], "
-            f"[B, Skv, Hkv, D] and [B, Skv, Hkv, Dv]"
-        )
-    if k.shape[2] < 1 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"{op}: {q.shape[2]} heads of q are no multiple of the {k.shape[2]} heads of k and v")
-    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(
-            f"{op}: q, k and v must have one dtype, float32, bfloat16 or float16; got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if q_seg is None and k_seg is not None:
-        raise ValueError(f"{op}: segment ids are of queries and keys, or of neither")
-    if q_seg is not None and k_seg is None and q.shape[1] != k.shape[1]:
-        raise ValueError(f"{op}: segment ids of {q.shape[1]} queries and {k.shape[1]} keys are two arrays, a pair")
-    for name, seg, x in (("queries", q_seg, q), ("keys", k_seg, k)):
-        if seg is not None and (seg.shape != x.shape[:2] or not jnp.issubdtype(seg.dtype, jnp.integer)):
-            raise ValueError(
-                f"{op}: segment ids of the {name} must be int {list(x.shape[:2])}, got {seg.dtype}{list(seg.shape)}"
-            )
-    if window is not None and window < 1:
-        raise ValueError(f"{op}: window={window} must be at least 1, the query itself")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{op}: softcap={softcap} must be above 0")
-    if strategy is not None and strategy not in STRATEGIES:
-        raise ValueError(f"{op}: strategy must be one of {STRATEGIES} or None, got {strategy!r}")
-    if min(chunks) < 1:
-        raise ValueError(f"{op}: chunks={chunks} must be at least 1")
-    if zigzag < 1:
-        raise ValueError(f"{op}: zigzag={zigzag} must be at least 1")
-    for name, x in (("queries", q), ("keys", k)):
-        if zigzag > 1 and x.shape[1] * devices % (2 * zigzag):
-            raise ValueError(
-                f"{op}: zig-zag order is made of 2·{zigzag} blocks, but there are {x.shape[1] * devices} {name} "
-                f"({x.shape[1]} on each of {devices} devices); pad to a multiple of {2 * zigzag}"
-            )
+    devices = math.prod(axes.values())
+    x.check(devices, options.zigzag)
     context = Context(
-        axes=axes,
+        axes=tuple(axes),
         devices=devices,
-        softmax=Softmax(Mask(causal, window), q.shape[3] ** -0.5 if scale is None else float(scale), softcap, chunks),
-        zigzag=zigzag,
-        both_ways=both_ways,
-        implementation=implementation,
+        softmax=options.softmax(x.q.shape[3]),
+        zigzag=options.zigzag,
+        both_ways=options.both_ways,
+        implementation=options.implementation,
+        sizes=tuple(axes.values()),
     )
-    if strategy == "ulysses" and (why := ulysses.refusal(q.shape[2], k.shape[2], devices)) is not None:
+    strategy = options.strategy
+    if strategy == "ulysses" and (why := ulysses.refusal(x.q.shape[2], x.k.shape[2], devices)) is not None:
         raise ValueError(
-            f'{op}: strategy="ulysses": {why}; it needs heads that divide over the devices, and K/V heads that do, or '
+            f'{OP}: strategy="ulysses": {why}; it needs heads that divide over the devices, and K/V heads that do, or '
             'whose number divides that of the devices. "ring" and "gathered" take any heads'
         )
     if strategy is None:
-        strategy = (
-            "ring"
-            if devices == 1
-            else costs(context, q, k, v, segments=(q_seg is not None) + (k_seg is not None)).strategy
-        )
+        strategy = "ring" if devices == 1 else costs(context, x.q, x.k, x.v, segments=x.segments).strategy
     return Plan(context, strategy)
 
 
@@ -229,41 +170,32 @@ def attention_costs(
     Raises:
       ValueError: what does not fit.
     """
-    c = plan(q, k, v, None, None, ("ring",), devices, strategy="ring", **options).context
+    c = plan(Operands(q, k, v), {"ring": devices}, Options(strategy="ring", **options)).context
     return costs(c, q, k, v, segments=segments, machine=machine)
 
 
 # -- the two directions, for those who save what lies between them
 
 
-def forward(
-    p: Plan, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def forward(p: Plan, x: Operands) -> tuple[jax.Array, jax.Array]:
     """([B, Q, H, Dv] in q's dtype, log-sum-exp float32 [B, Q, H]), inside `shard_map`."""
-    q, k, v, q_seg, k_seg = _same_varying(p, q, k, v, q_seg, k_seg)
+    x = Operands(*_same_varying(p, *x))
     module = ring if p.context.devices == 1 else MODULES[p.strategy]
-    out, lse = module.forward(p.context, q, k, v, q_seg, k_seg)
-    return out.astype(q.dtype), lse
+    out, lse = module.forward(p.context, x)
+    return out.astype(x.q.dtype), lse
 
 
 def backward(
-    p: Plan,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_seg: jax.Array | None,
-    k_seg: jax.Array | None,
-    out: jax.Array,
-    lse: jax.Array,
-    grad: jax.Array,
+    p: Plan, x: Operands, out: jax.Array, lse: jax.Array, grad: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v in their dtypes, from what `forward` took and gave."""
-    given = _same_varying(p, q, k, v, q_seg, k_seg, out, lse, grad)
+    given = _same_varying(p, *x, out, lse, grad)
     # else XLA finds that they were sent before, and keeps what had arrived then
-    q, k, v, q_seg, k_seg, out, lse, grad = lax.optimization_barrier(given)
+    *given, out, lse, grad = lax.optimization_barrier(given)
+    x = Operands(*given)
     module = ring if p.context.devices == 1 else MODULES[p.strategy]
-    grads = module.backward(p.context, q, k, v, q_seg, k_seg, grad, lse, row_dots(grad, out))
-    d_q, d_k, d_v = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+    grads = module.backward(p.context, x, grad, lse, row_dots(grad, out))
+    d_q, d_k, d_v = (g.astype(a.dtype) for g, a in zip(grads, x[:3], strict=True))
     return d_q, d_k, d_v
 
 
@@ -274,22 +206,22 @@ def _same_varying(p: Plan, *arrays: Any) -> tuple[Any, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(p: Plan, q, k, v, q_seg, k_seg):
-    return forward(p, q, k, v, q_seg, k_seg)[0]
+def _attention(p: Plan, *x):
+    return forward(p, Operands(*x))[0]
 
 
-def _attention_fwd(p, q, k, v, q_seg, k_seg):
-    out, lse = forward(p, q, k, v, q_seg, k_seg)
-    return out, (q, k, v, q_seg, k_seg, out, lse)
+def _attention_fwd(p, *x):
+    out, lse = forward(p, Operands(*x))
+    return out, (x, out, lse)
 
 
 def _attention_bwd(p, saved, grad):
-    q, k, v, q_seg, k_seg, out, lse = saved
+    x, out, lse = saved
 
     def none(seg):
         return None if seg is None else np.zeros(seg.shape, jax.dtypes.float0)
 
-    return *backward(p, q, k, v, q_seg, k_seg, out, lse, grad), none(q_seg), none(k_seg)
+    return *backward(p, Operands(*x), out, lse, grad), *map(none, x[3:])
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -14,9 +14,24 @@ from meshpar_kernels.attention import flash, reference, tpu
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import positions
 
-__all__ = ["Context"]
+__all__ = ["SWAPPED", "Context"]
 
 Axes = tuple[str, ...]
+
+
+SWAPPED = 2
+"""Devices of an axis that is scattered over by swapping halves."""
+
+
+def _scatter(x: jax.Array, name: str, axis: int) -> jax.Array:
+    return lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+
+
+def _swap_halves(x: jax.Array, name: str, axis: int) -> jax.Array:
+    """A reduce-scatter over two devices."""
+    rank, half = lax.axis_index(name), x.shape[axis] // 2
+    mine, other = (lax.dynamic_slice_in_dim(x, r * half, half, axis) for r in (rank, 1 - rank))
+    return mine + lax.ppermute(other, name, [(0, 1), (1, 0)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +44,7 @@ class Context:
       zigzag: tokens are in zig-zag order for so many devices; 1: in order.
       both_ways: the ring sends in both directions.
       implementation: of the attention on one device.
+      sizes: of the axes; (): there is one, of all devices.
     """
 
     axes: Axes
@@ -37,6 +53,12 @@ class Context:
     zigzag: int = 1
     both_ways: bool = True
     implementation: str | None = None
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> list[tuple[str, int]]:
+        """The axes and their sizes."""
+        return list(zip(self.axes, self.sizes or (self.devices,), strict=True))
 
     def rank(self) -> jax.Array | int:
         """The number of this device."""
@@ -56,6 +78,17 @@ class Context:
         """Send a pytree to the device `by` further on the ring."""
         pairs = [(i, (i + by) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axes, pairs), x)
+
+    def scatter(self, x: jax.Array, axis: int) -> jax.Array:
+        """Sum over all devices and keep this one's block of the dimension.
+
+        One mesh axis after the other, the major one first, which leaves the blocks in order: XLA compiles a reduce-scatter over
+        several torus dimensions to an all-reduce, which sends twice as much. It does so over one dimension of two devices too,
+        which are no ring: they swap halves.
+        """
+        for name, size in self.stages:
+            x = _swap_halves(x, name, axis) if size == SWAPPED else _scatter(x, name, axis)
+        return x
 
     def forward(self, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
         """`flash.forward`, by the implementation asked for."""

@@ -10,12 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshpar_kernels.attention import ring, ulysses
-from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.context import SWAPPED, Context
 from meshpar_kernels.attention.masks import visible_pairs
+from meshpar_kernels.attention.options import STRATEGIES
 
-__all__ = ["RING_FROM", "STRATEGIES", "AttentionCost", "AttentionCosts", "Machine", "Sent", "costs", "sends", "work"]
+__all__ = ["RING_FROM", "AttentionCost", "AttentionCosts", "Machine", "Sent", "costs", "sends", "work"]
 
-STRATEGIES = ("ring", "ulysses", "gathered")
 RING_FROM = 256 * 1024
 """Tokens from which ring attention is taken by time; below, only where nothing else fits."""
 
@@ -51,6 +51,7 @@ class Sent:
       times: how often.
       why: what it carries.
       step: of a permute: how far on the ring.
+      stage: the axis, and its size, that it runs over; None: all axes.
     """
 
     op: str
@@ -59,15 +60,18 @@ class Sent:
     why: str
     times: int = 1
     step: int = 1
+    stage: tuple[str, int] | None = None
 
     def bytes(self, devices: int) -> float:
-        """Bytes that a device sends in all."""
+        """Bytes that a device sends in all, of so many on all axes."""
+        devices = devices if self.stage is None else self.stage[1]
         whole = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         part = {"all-gather": devices - 1, "collective-permute": 1}.get(self.op, (devices - 1) / devices)
         return whole * part * self.times
 
     def seconds(self, devices: int, machine: Machine) -> float:
         """On a ring of devices with links both ways."""
+        devices = devices if self.stage is None else self.stage[1]
         whole = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         hops = {"collective-permute": abs(self.step)}.get(self.op, devices // 2)
         carried = {
@@ -129,8 +133,13 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> t
     out_shape = (*q.shape[:3], v.shape[3])
     if strategy == "gathered":
         there = [Sent("all-gather", s, d, f"{name} of all devices") for name, s, d in keys + ids]
-        back = [Sent("reduce-scatter", (s[0], s[1] * c.devices, *s[2:]), wide, f"gradients of {name}, summed")
-                for name, s, _ in keys]  # fmt: skip
+        back, left = [], c.devices
+        for axis, size in c.stages:
+            op, part = ("collective-permute", left // 2) if size == SWAPPED else ("reduce-scatter", left)
+            for name, s, _ in keys:
+                why = f"gradients of {name}, summed"
+                back.append(Sent(op, (s[0], s[1] * part, *s[2:]), wide, why, stage=(axis, size)))
+            left //= size
         return there, [*there, *back]
     if strategy == "ulysses":
         many = ulysses.copies(k.shape[2], c.devices)

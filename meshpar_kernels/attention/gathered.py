@@ -7,37 +7,31 @@ from jax import lax
 
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.flash import Keys, Queries
+from meshpar_kernels.attention.options import Operands
 
 __all__ = ["backward", "forward"]
 
 
-def _all_keys(c: Context, k: jax.Array, v: jax.Array, seg: jax.Array | None) -> Keys:
-    pos = c.all_positions(k.shape[1])
-    k, v = (lax.all_gather(x, c.axes, axis=1, tiled=True) for x in (k, v))
-    return Keys(k, v, pos, None if seg is None else lax.all_gather(seg, c.axes, axis=1, tiled=True))
+def _all_keys(c: Context, x: Operands) -> Keys:
+    def whole(a: jax.Array) -> jax.Array:
+        return lax.all_gather(a, c.axes, axis=1, tiled=True)
+
+    seg = x.key_segments
+    return Keys(whole(x.k), whole(x.v), c.all_positions(x.k.shape[1]), None if seg is None else whole(seg))
 
 
-def forward(
-    c: Context, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _mine(c: Context, x: Operands) -> Queries:
+    return Queries(x.q, c.positions(c.rank(), x.q.shape[1]), x.q_seg)
+
+
+def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     """(float32 [B, Q, H, Dv], log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
-    mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
-    return c.forward(mine, _all_keys(c, k, v, q_seg if k_seg is None else k_seg))
+    return c.forward(_mine(c, x), _all_keys(c, x))
 
 
 def backward(
-    c: Context,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_seg: jax.Array | None,
-    k_seg: jax.Array | None,
-    grad: jax.Array,
-    lse: jax.Array,
-    dots: jax.Array,
+    c: Context, x: Operands, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Float32 gradients of q, k and v. K and V are gathered again, their gradients reduce-scattered in float32."""
-    mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
-    d_q, d_k, d_v = c.backward(mine, _all_keys(c, k, v, q_seg if k_seg is None else k_seg), grad, lse, dots)
-    d_k, d_v = (lax.psum_scatter(x, c.axes, scatter_dimension=1, tiled=True) for x in (d_k, d_v))
-    return d_q, d_k, d_v
+    d_q, d_k, d_v = c.backward(_mine(c, x), _all_keys(c, x), grad, lse, dots)
+    return d_q, c.scatter(d_k, 1), c.scatter(d_v, 1)

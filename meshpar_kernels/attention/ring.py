@@ -21,6 +21,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.flash import Keys, Queries, merge, nothing
 from meshpar_kernels.attention.masks import devices_seen
+from meshpar_kernels.attention.options import Operands
 
 __all__ = ["Stream", "backward", "forward", "streams"]
 
@@ -109,12 +110,10 @@ def _repeat(leg: Leg, step: Any, carry: Any) -> Any:
     return lax.scan(lambda carry, t: (step(carry, t), None), carry, hops)[0]
 
 
-def forward(
-    c: Context, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     """(float32 [B, Q, H, Dv], log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
-    each = k.shape[1]
-    k_seg = q_seg if k_seg is None else k_seg
+    q, k, v, q_seg, _ = x
+    each, k_seg = k.shape[1], x.key_segments
     moving = streams(c, q.shape[1], each)
     mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
     cargo = _load(moving, k, v, k_seg)
@@ -139,19 +138,11 @@ def forward(
 
 
 def backward(
-    c: Context,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_seg: jax.Array | None,
-    k_seg: jax.Array | None,
-    grad: jax.Array,
-    lse: jax.Array,
-    dots: jax.Array,
+    c: Context, x: Operands, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Float32 gradients of q, k and v."""
-    each = k.shape[1]
-    k_seg = q_seg if k_seg is None else k_seg
+    q, k, v, q_seg, _ = x
+    each, k_seg = k.shape[1], x.key_segments
     moving = streams(c, q.shape[1], each)
     cargo = _load(moving, k, v, k_seg)
     cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}

@@ -12,6 +12,7 @@ from jax import lax
 
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.flash import Keys, Queries
+from meshpar_kernels.attention.options import Operands
 
 __all__ = ["backward", "copies", "forward", "refusal"]
 
@@ -44,43 +45,32 @@ def _whole(c: Context, x: jax.Array | None) -> jax.Array | None:
     return None if x is None else lax.all_gather(x, c.axes, axis=1, tiled=True)
 
 
-def _exchange(c: Context, q, k, v, q_seg, k_seg) -> tuple[Queries, Keys]:
-    each = c.all_positions(q.shape[1]), c.all_positions(k.shape[1])
-    many = copies(k.shape[2], c.devices)
-    k, v = (_to_heads(c, jnp.repeat(x, many, axis=2)) for x in (k, v))
-    q_seg = _whole(c, q_seg)
-    k_seg = q_seg if k_seg is None else _whole(c, k_seg)
-    return Queries(_to_heads(c, q), each[0], q_seg), Keys(k, v, each[1], k_seg)
+def _exchange(c: Context, x: Operands) -> tuple[Queries, Keys]:
+    each = c.all_positions(x.q.shape[1]), c.all_positions(x.k.shape[1])
+    many = copies(x.k.shape[2], c.devices)
+    k, v = (_to_heads(c, jnp.repeat(a, many, axis=2)) for a in (x.k, x.v))
+    q_seg = _whole(c, x.q_seg)
+    k_seg = q_seg if x.k_seg is None else _whole(c, x.k_seg)
+    return Queries(_to_heads(c, x.q), each[0], q_seg), Keys(k, v, each[1], k_seg)
 
 
-def forward(
-    c: Context, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     """([B, Q, H, Dv] in q's dtype, log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
-    out, lse = c.forward(*_exchange(c, q, k, v, q_seg, k_seg))
-    return _to_tokens(c, out.astype(q.dtype)), _to_tokens(c, lse)
+    out, lse = c.forward(*_exchange(c, x))
+    return _to_tokens(c, out.astype(x.q.dtype)), _to_tokens(c, lse)
 
 
 def backward(
-    c: Context,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_seg: jax.Array | None,
-    k_seg: jax.Array | None,
-    grad: jax.Array,
-    lse: jax.Array,
-    dots: jax.Array,
+    c: Context, x: Operands, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q (its dtype), k and v (float32 where a head was copied). q, k and v are exchanged again."""
-    queries, keys = _exchange(c, q, k, v, q_seg, k_seg)
-    d_q, d_k, d_v = c.backward(queries, keys, *(_to_heads(c, x) for x in (grad, lse, dots)))
-    many = copies(k.shape[2], c.devices)
+    d_q, d_k, d_v = c.backward(*_exchange(c, x), *(_to_heads(c, a) for a in (grad, lse, dots)))
+    many = copies(x.k.shape[2], c.devices)
 
-    def home(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def home(a: jax.Array, dtype: jnp.dtype) -> jax.Array:
         if many == 1:
-            return _to_tokens(c, x.astype(dtype))
-        x = _to_tokens(c, x)
-        return x.reshape(*x.shape[:2], -1, many, x.shape[-1]).sum(3)
+            return _to_tokens(c, a.astype(dtype))
+        a = _to_tokens(c, a)
+        return a.reshape(*a.shape[:2], -1, many, a.shape[-1]).sum(3)
 
-    return _to_tokens(c, d_q.astype(q.dtype)), home(d_k, k.dtype), home(d_v, v.dtype)
+    return _to_tokens(c, d_q.astype(x.q.dtype)), home(d_k, x.k.dtype), home(d_v, x.v.dtype)

@@ -13,7 +13,7 @@ from jax import lax
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
-from meshpar_kernels.collective_matmul import reference, ring, tpu, tpu_gather, tpu_scatter, xla
+from meshpar_kernels.collective_matmul import gpu, reference, ring, tpu, tpu_gather, tpu_scatter, xla
 from meshpar_kernels.collective_matmul.dots import Axes, Dot
 
 __all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
@@ -48,7 +48,9 @@ def all_gather_matmul(
 
     Implementations: "xla" gathers, then multiplies. "ring" sends blocks of rows around a ring, both ways at once, and multiplies
     each while the next is on its way (Wang et al., ASPLOS 2023): `lax.ppermute`s, runs everywhere. "pallas" does that in one
-    TPU kernel, by remote DMA; gradients with respect to w stay with "ring". None: "ring", since no kernel was timed yet.
+    kernel: by remote DMA on TPU; over NVLink on GPUs (sm_90a and sm_100a, at most 8, one mesh axis), where every device writes its
+    rows to all others at once, into a buffer of all rows. Gradients with respect to w stay with "ring". None: "ring", since no
+    kernel was timed yet.
 
     Args:
       x: [m, K], this device's rows; any float or integer dtype.
@@ -141,14 +143,11 @@ def _dot(how: _How, contract: tuple[int, int], side: int = 0, dtype: Any = None)
     return Dot((((x,), (w,)), ((), ())), side, how.precision, how.dtype if dtype is None else dtype)
 
 
-NO_GPU = Unsupported(("there is no GPU kernel for this op",))
-
-
 def _gathering(how: _How, dim: int, x: jax.Array, others: list[jax.Array], dots: list[Dot]) -> Implementations:
     """Name → a function of (x, others, dots)."""
     return {
-        "pallas_tpu": _gather_kernel(how, x, others, dots),
-        "pallas_gpu": NO_GPU,
+        "pallas_tpu": _gather_kernel(how, x, others, dots, _gather_tpu),
+        "pallas_gpu": _gather_kernel(how, x, others, dots, _gather_gpu),
         "ring": lambda x, others, dots: ring.gather_dots(x, others, dots, how.axis, dim, tile=how.tile),
         "xla": lambda x, others, dots: xla.gather_dots(x, others, dots, how.axis, dim),
         "reference": lambda x, others, dots: reference.gather_dots(x, others, dots, how.axis, dim),
@@ -158,8 +157,8 @@ def _gathering(how: _How, dim: int, x: jax.Array, others: list[jax.Array], dots:
 def _scattering(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Implementations:
     """Name → a function of (lhs, rhs, dot), scattering the first dim of the result."""
     return {
-        "pallas_tpu": _scatter_kernel(how, x, w, dot),
-        "pallas_gpu": NO_GPU,
+        "pallas_tpu": _scatter_kernel(how, x, w, dot, _scatter_tpu),
+        "pallas_gpu": _scatter_kernel(how, x, w, dot, _scatter_gpu),
         "ring": lambda x, w, dot: ring.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire, tile=how.tile),
         "xla": lambda x, w, dot: xla.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire),
         "reference": lambda x, w, dot: reference.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire),
@@ -171,41 +170,78 @@ def _transposed(dot: Dot) -> bool:
     return dot.dimension_numbers[0] == ((1,), (1,))
 
 
+def _columns(w: jax.Array, dot: Dot) -> int:
+    return w.shape[0] if _transposed(dot) else w.shape[1]
+
+
 def _gather_kernel(
-    how: _How, x: jax.Array, others: list[jax.Array], dots: list[Dot]
+    how: _How, x: jax.Array, others: list[jax.Array], dots: list[Dot], kernel: Callable[..., Any]
 ) -> Callable[..., Any] | Unsupported:
-    """The kernel for all rows times w, where there is nothing else to multiply and the rows are not summed over."""
+    """A kernel for all rows times w, where there is nothing else to multiply and the rows are not summed over."""
     if len(dots) > 1 or dots[0].dimension_numbers[0][0] != (1,):
         return Unsupported(("the kernel makes one product of the gathered rows, and does not sum over them",))
-    (w,), (dot,) = others, dots
-    devices, (rows, k) = lax.axis_size(how.axis), x.shape
-    if devices == 1:
+    if lax.axis_size(how.axis) == 1:
         return lambda x, others, dots: [dots[0].of(x, others[0])]
-    n = w.shape[0] if _transposed(dot) else w.shape[1]
-    out = dot.dtype(x, w)
+    found = kernel(how, x, others[0], dots[0])
+    return found if isinstance(found, Unsupported) else lambda x, others, dots: [found(x, others[0])]
+
+
+def _scatter_kernel(
+    how: _How, x: jax.Array, w: jax.Array, dot: Dot, kernel: Callable[..., Any]
+) -> Callable[..., Any] | Unsupported:
+    """A kernel for the product and its scattered sums."""
+    if lax.axis_size(how.axis) == 1:
+        return lambda x, w, dot: dot(x, w)
+    found = kernel(how, x, w, dot)
+    return found if isinstance(found, Unsupported) else lambda x, w, dot: found(x, w)
+
+
+def _gather_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
+    devices, (rows, k), n, out = lax.axis_size(how.axis), x.shape, _columns(w, dot), dot.dtype(x, w)
     tile = tpu.pick_tile(rows, k, n, devices, x.dtype.itemsize)
     reasons = tpu.unsupported(x, w, rows, k, n, devices, tile, out)
     if reasons or tile is None:
         return reasons
     options = {"tile": tile, "out_dtype": out, "transposed": _transposed(dot), "precision": how.precision}
-    return lambda x, others, dots: tpu_gather.all_gather_matmul(x, others[0], how.axis, **options)
+    return lambda x, w: tpu_gather.all_gather_matmul(x, w, how.axis, **options)[0]
 
 
-def _scatter_kernel(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
-    devices, (rows, k) = lax.axis_size(how.axis), x.shape
-    if devices == 1:
-        return lambda x, w, dot: dot(x, w)
-    n = w.shape[0] if _transposed(dot) else w.shape[1]
-    out = dot.dtype(x, w)
+def _gather_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
+    devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
+    order = gpu.gather_order(rows, k, _columns(w, dot), devices, x.dtype.itemsize)
+    reasons = gpu.unsupported(x, w, how.axis, order, out_dtype=out)
+    if reasons:
+        return reasons
+    options = {"out_dtype": out, "transposed": _transposed(dot)}
+    return lambda x, w: gpu.all_gather_matmul(x, w, how.axis, order, **options)
+
+
+def _wire(how: _How) -> Any:
+    return jnp.dtype(jnp.float32) if how.wire is None else how.wire
+
+
+def _scatter_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
+    devices, (rows, k), n, out = lax.axis_size(how.axis), x.shape, _columns(w, dot), dot.dtype(x, w)
     tile = tpu.pick_tile(rows // devices, k, n, devices, x.dtype.itemsize)
     reasons = tpu.unsupported(x, w, rows // devices, k, n, devices, tile, out)
     if reasons or tile is None:
         return reasons
-    wire = jnp.dtype(jnp.float32) if how.wire is None else how.wire
+    wire = _wire(how)
     if wire not in (jnp.float32, jnp.bfloat16):
         return Unsupported((f"sums are to travel as {wire}; the kernel sends float32 or bfloat16",))
     options = {"tile": tile, "out_dtype": out, "wire_dtype": wire, "transposed": _transposed(dot)}
-    return lambda x, w, dot: tpu_scatter.matmul_reduce_scatter(x, w, how.axis, precision=how.precision, **options)
+    return lambda x, w: tpu_scatter.matmul_reduce_scatter(x, w, how.axis, precision=how.precision, **options)
+
+
+def _scatter_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
+    devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
+    dtypes = {"out_dtype": out, "wire_dtype": _wire(how)}
+    order = gpu.scatter_order(rows // devices, k, _columns(w, dot), devices, x.dtype.itemsize, **dtypes)
+    reasons = gpu.unsupported(x, w, how.axis, order, **dtypes)
+    if reasons:
+        return reasons
+    options = {"transposed": _transposed(dot), **dtypes}
+    return lambda x, w: gpu.matmul_reduce_scatter(x, w, how.axis, order, **options)
 
 
 def _run(op: str, how: _How, functions: Implementations, *args: Any) -> Any:

@@ -13,7 +13,7 @@ from jax import lax
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, dispatch, refuse_sharded
-from meshpar_kernels.collectives import native, ppermute, ring_tpu, tpu
+from meshpar_kernels.collectives import gpu, native, ppermute, ring_tpu, tpu
 from meshpar_kernels.collectives.table import Table, table_of
 
 __all__ = ["ALGORITHMS", "Algorithm", "all_gather", "all_reduce", "all_reduce_small", "reduce_scatter"]
@@ -149,11 +149,12 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
     where latency rules: `choose` calls it "small".
 
     Args:
-      x: any shape, the same on all devices; float32, bfloat16 or int32 of at most 4 MiB in the kernel, and 40 MiB of all
-        devices.
+      x: any shape, the same on all devices; float32, bfloat16 or int32 of at most 4 MiB in the kernels, and on TPUs 40 MiB of
+        all devices.
       axis_name: the mesh axis, or several, major first.
-      implementation: "pallas" or "pallas_tpu": a TPU kernel, whose remote copies go from chip memory to chip memory. "gather":
-        XLA's all-gather, and the same sum. None: "gather", since no kernel was timed yet.
+      implementation: "pallas": a kernel. "pallas_tpu": its remote copies go from chip memory to chip memory. "pallas_gpu": at most
+        8 GPUs (sm_90a, sm_100a), which write to each other over NVLink. "gather": XLA's all-gather, and the same sum. None:
+        "gather", since no kernel was timed yet.
 
     Returns:
       x's shape and dtype. Differentiable: the transpose is an `all_reduce_small` too.
@@ -171,7 +172,8 @@ def _small_now(implementation, axes, sizes, x):
     functions = {
         "pallas_tpu": tpu.small_unsupported(x.shape, x.dtype, math.prod(sizes))
         or (lambda v: tpu.all_reduce_small(v, axes, sizes)),
-        "pallas_gpu": Unsupported(("there is no GPU kernel for this op",)),
+        "pallas_gpu": gpu.small_unsupported(x.shape, x.dtype, math.prod(sizes))
+        or (lambda v: gpu.all_reduce_small(v, axes, sizes)),
         "gather": functools.partial(native.gather_sum, axes=axes),
     }
     return dispatch("all_reduce_small", implementation or "gather", functions, "gather", x)

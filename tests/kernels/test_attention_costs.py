@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from meshpar_kernels import attention_costs
-from meshpar_kernels.attention import Machine, masks, ring
+from meshpar_kernels.attention import Machine, api, masks, ring
 from meshpar_kernels.attention.context import Context
+from meshpar_kernels.attention.costs import sends
 from meshpar_kernels.attention.flash import Softmax
 from meshpar_kernels.attention.masks import Mask
 
@@ -102,6 +103,21 @@ def test_bytes_and_flops_by_hand():
     uneven = attention_costs(*shapes(tokens, devices), devices, causal=True)
     assert uneven.of["ring"].flops == pytest.approx(14 * (2 - 1 / 8) * pairs * 32 * 128, rel=1e-3)
     assert uneven.of["ulysses"].flops == pytest.approx(14 * pairs * 32 * 128, rel=1e-3)
+
+
+def test_gathered_gradients_are_scattered_axis_by_axis():
+    """Over three axes in three steps, each on what is left; two devices swap halves. Together the bytes of one over all."""
+    x = api.Operands(*shapes(65536, 8))
+    options = api.Options(strategy="gathered")
+    many, one = (
+        sends(api.plan(x, axes, options).context, "gathered", *x[:3], segments=0)[1]
+        for axes in ({"x": 2, "y": 1, "z": 4}, {"x": 8})
+    )
+    scattered = [(s.op, s.stage, s.shape[1]) for s in many if s.stage is not None]
+    assert scattered[::2] == scattered[1::2] == [
+        ("collective-permute", ("x", 2), 32768), ("reduce-scatter", ("y", 1), 32768), ("reduce-scatter", ("z", 4), 32768)
+    ]  # fmt: skip
+    assert sum(s.bytes(8) for s in many) == sum(s.bytes(8) for s in one)
 
 
 def test_copies_of_heads_cost_bytes():

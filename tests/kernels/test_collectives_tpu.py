@@ -160,8 +160,8 @@ def test_what_the_kernels_refuse():
 
     with pytest.raises(NotImplementedError, match="more than 4 MiB: use all_reduce"):
         lower(jax.ShapeDtypeStruct((2**21,), jnp.float32))
-    with pytest.raises(NotImplementedError, match=r"x is float16; .*\n.*no GPU kernel.*\n.*These can: gather"):
-        lower(jax.ShapeDtypeStruct((8,), jnp.float16))
+    with pytest.raises(NotImplementedError, match=r"tpu: x is int8; .*\n.*gpu: x is int8; .*\n.*These can: gather"):
+        lower(jax.ShapeDtypeStruct((8,), jnp.int8))
     with pytest.raises(ValueError, match="no implementation 'psum'"):
         jax.eval_shape(
             jax.shard_map(

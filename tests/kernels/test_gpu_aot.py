@@ -58,6 +58,23 @@ def test_grouped_matmul_spills_nothing_and_needs_no_memory(gpu, shape, target):
 
 
 @needs_cuda
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [("ag-matmul", "llama3-8b-up"), pytest.param("matmul-rs", "llama3-8b-down", marks=pytest.mark.slow)],
+)
+def test_fused_products_over_nvlink_spill_nothing_and_hold_what_comes_once(gpu, kernel, shape, target):
+    """Compiled for 8 GPUs: beside operands and result, the rows or the sums of the seven others."""
+    from meshpar_kernels.shapes import FUSED
+
+    s = FUSED[shape]
+    facts = gpu.compile_facts(kernel, shape, target)
+    assert facts["temp"] < 7 * s.rows * (s.k if s.gathers else s.n) * 2 + (1 << 20), facts
+    assert facts["spills"] == 0, facts
+    assert facts["registers"] <= (168 if target == "sm_90a" else 255), facts
+
+
+@needs_cuda
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
 def test_routing_has_no_large_temporary(gpu, model):
     """`route` beyond its logits; the kernel of `permute` and `combine`, given its rows, none."""

@@ -1,0 +1,219 @@
+"""The kernels that write to other GPUs over NVLink: what `benchmarks/gpu.py` compiles for 8 GPUs, and checks and times where there
+are two or more. Products fused with their gather or scatter, and the small all-reduce."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshpar_kernels import all_gather_matmul, all_reduce_small, matmul_reduce_scatter
+from meshpar_kernels.shapes import FUSED
+
+KERNELS = {True: "ag-matmul", False: "matmul-rs"}
+"""By whether rows are gathered."""
+
+COMPILED_FOR = 8
+BF16, F32 = jnp.bfloat16, jnp.float32
+RNG = np.random.default_rng(11)
+
+
+SMALL = {"64KiB": 64 << 10, "1MiB": 1 << 20, "4MiB": 4 << 20}
+"""Bytes of the small all-reduce's array, in float32."""
+
+
+def names() -> list[tuple[str, str]]:
+    """(kernel, shape) of every case."""
+    return [(KERNELS[s.gathers], name) for name, s in FUSED.items()] + [("allreduce", size) for size in SMALL]
+
+
+def mesh_of(devices: Any) -> Mesh:
+    return Mesh(np.array(devices), ("a",), axis_types=(AxisType.Auto,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel at a shape.
+
+    Attributes:
+      arguments: shapes and dtypes, in all devices together; what each device holds does not depend on their number.
+      into, out: how they, and the result, are split.
+      local: implementation → what one device calls.
+      others: the implementations to compare with, the one that says what is right first.
+      flops, bytes: operations that a device makes, or None; bytes that it sends.
+    """
+
+    arguments: list[tuple[tuple[int, ...], Any]]
+    into: tuple[P, ...]
+    out: P
+    local: Callable[[str], Callable[..., jax.Array]]
+    others: tuple[str, ...]
+    flops: int | None
+    bytes: int
+
+
+def fused(gathers: bool, rows: int, k: int, n: int, devices: int, **options: Any) -> Case:
+    """A product whose sums travel as bfloat16, unless said otherwise."""
+    split, columns = P("a", None), P(None, "a")
+    flops, sent = 2 * devices * rows * k * n, (devices - 1) * rows * (k if gathers else n) * 2
+    if gathers:
+        arguments: list[Any] = [((devices * rows, k), BF16), ((k, devices * n), BF16)]
+        into, out, op = (split, columns), columns, all_gather_matmul
+    else:
+        arguments = [((devices * rows, devices * k), BF16), ((devices * k, n), BF16)]
+        into, out, op = (columns, split), split, matmul_reduce_scatter
+        options = {"wire_dtype": BF16, **options}
+
+    def local(implementation: str) -> Callable[..., jax.Array]:
+        return lambda x, w: op(x, w, "a", implementation=implementation, **options)
+
+    return Case(arguments, into, out, local, ("xla", "ring"), flops, sent)
+
+
+def small(nbytes: int, devices: int, dtype: Any = F32) -> Case:
+    """The small all-reduce of arrays of so many bytes."""
+    elements = nbytes // jnp.dtype(dtype).itemsize
+
+    def local(implementation: str) -> Callable[..., jax.Array]:
+        if implementation == "psum":
+            return lambda x: jax.lax.psum(x[0], "a")[None]
+        return lambda x: all_reduce_small(x[0], "a", implementation=implementation)[None]
+
+    arguments = [((devices, elements), dtype)]
+    return Case(arguments, (P("a"),), P("a"), local, ("gather", "psum"), None, (devices - 1) * nbytes)
+
+
+def make(shape: str, devices: int) -> Case:
+    """The case of this name."""
+    if shape in SMALL:
+        return small(SMALL[shape], devices)
+    s = FUSED[shape]
+    return fused(s.gathers, s.rows, s.k, s.n, devices)
+
+
+def on(mesh: Mesh, case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.shard_map(function, mesh=mesh, in_specs=case.into, out_specs=case.out, check_vma=False)
+
+
+def compile_case(shape: str, devices: Any) -> Any:
+    """Compile our kernel for these GPUs, which need not be here."""
+    case, mesh = make(shape, len(devices)), mesh_of(devices)
+    structs = [
+        jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
+        for (size, dtype), spec in zip(case.arguments, case.into, strict=True)
+    ]
+    function = jax.jit(on(mesh, case, case.local("pallas")))
+    with jax.default_device(devices[0]):
+        return function.trace(*structs).lower(lowering_platforms=("cuda",)).compile()
+
+
+def error(got: Any, want: np.ndarray) -> float:
+    """Largest difference over the largest value; infinite for NaN."""
+    delta = np.abs(np.asarray(got, np.float64) - want).max() / (np.abs(want).max() or 1.0)
+    return float(delta) if np.isfinite(delta) else float("inf")
+
+
+def draw(case: Case, mesh: Mesh) -> list[jax.Array]:
+    """Arguments with values, on the devices."""
+    return [
+        jax.device_put(jnp.asarray(RNG.normal(size=size), dtype), NamedSharding(mesh, spec))
+        for (size, dtype), spec in zip(case.arguments, case.into, strict=True)
+    ]
+
+
+def value_cases() -> Iterator[tuple[str, Callable[[], float]]]:
+    """Name, and the largest error of our kernel against NumPy in float64: on all GPUs that are there, and on two."""
+    for devices in sorted({min(8, jax.device_count()), 2}):
+        for gathers in (True, False):
+            kernel = f"{KERNELS[gathers]}, {devices} GPUs"
+            for size in [(100, 200, 264), (128, 64, 64), (1000, 1024, 520)]:
+                case = fused(gathers, *size, devices)
+                yield f"{kernel}, rows, K, columns {size}", functools.partial(value, case, devices)
+            case = fused(gathers, 200, 136, 264, devices)
+            yield f"{kernel}, gradients", functools.partial(gradients, case, devices)
+        case = fused(False, 100, 200, 264, devices, wire_dtype=F32)
+        yield f"matmul-rs, {devices} GPUs, float32 sums", functools.partial(value, case, devices)
+        for dtype in (F32, BF16):
+            case = small(300_000, devices, dtype)
+            yield f"allreduce, {devices} GPUs, {jnp.dtype(dtype)}", functools.partial(value, case, devices)
+
+
+def value(case: Case, devices: int) -> float:
+    """Of ten calls in a row, the worst: a race need not show in the first."""
+    mesh = mesh_of(jax.devices()[:devices])
+    arguments = draw(case, mesh)
+    wide = [np.asarray(x, np.float64) for x in arguments]
+    want = wide[0] @ wide[1] if len(wide) > 1 else np.broadcast_to(wide[0].sum(0), wide[0].shape)
+    function = jax.jit(on(mesh, case, case.local("pallas")))
+    return max(error(function(*arguments), want) for _ in range(10))
+
+
+def gradients(case: Case, devices: int) -> float:
+    """Of x and w, the worse."""
+    mesh = mesh_of(jax.devices()[:devices])
+    x, w = draw(case, mesh)
+    product = on(mesh, case, case.local("pallas"))
+    read = jnp.asarray(RNG.normal(size=(x.shape[0], w.shape[1])), BF16)
+    got = jax.jit(jax.grad(lambda x, w: (product(x, w) * read).astype(F32).sum(), (0, 1)))(x, w)
+    g = np.asarray(read, np.float64)
+    want = g @ np.asarray(w, np.float64).T, np.asarray(x, np.float64).T @ g
+    return max(error(a, b) for a, b in zip(got, want, strict=True))
+
+
+def measure(shape: str, seconds_per_call: Callable[..., float]) -> None:
+    """Print a row (JSON) for what else does the same, and ours last, with its error against the first."""
+    devices = min(8, jax.device_count())
+    case, mesh = make(shape, devices), mesh_of(jax.devices()[:devices])
+    arguments, want = draw(case, mesh), None
+    for implementation in (*case.others, "pallas"):
+        row: dict[str, Any] = {"name": "meshpar" if implementation == "pallas" else implementation, "devices": devices}
+        function = case.local(implementation)
+        try:
+            got = np.asarray(jax.jit(on(mesh, case, function))(*arguments), np.float64)
+            want = got if want is None else want
+            row["error"] = error(got, want)
+            row["seconds"] = seconds_per_call(function, arguments, inside=lambda f: on(mesh, case, f))
+        except Exception as problem:  # a row that fails must not cost the others
+            row["failed"] = f"{type(problem).__name__}: {problem}"[:300]
+        print("ROW " + json.dumps(row), flush=True)
+
+
+def table(
+    only: str,
+    machine: dict[str, Any],
+    run: Callable[[list[str]], tuple[list[dict[str, Any]], str]],
+    reason: Callable[[str], str],
+    line: Callable[..., str],
+) -> list[dict[str, Any]]:
+    """Print what the kernels over NVLink take.
+
+    Args:
+      machine: as `gpu.machine` says.
+      run: options of `benchmarks/gpu.py` → the rows that a process of it printed, and all of its output.
+      reason: output → why it ended.
+      line: a row, the machine, and the seconds of our kernel → text.
+    """
+    devices = min(8, machine["devices"])
+    print(f"\nOver NVLink, {devices} GPUs:")
+    found: list[dict[str, Any]] = []
+    for kernel, shape in names():
+        if only not in f"{kernel} {shape}":
+            continue
+        rows, text = run(["--measure-shared", shape])
+        if not any(row["name"] == "meshpar" for row in rows):
+            rows.append({"name": "meshpar", "failed": reason(text)})
+        ours = next((r.get("seconds") for r in rows if r["name"] == "meshpar"), None)
+        for row in rows:
+            case = make(shape, devices)
+            row |= {"kernel": kernel, "shape": shape, "load": "", "flops": case.flops, "bytes": case.bytes}
+            print(line(row, machine, ours), flush=True)
+        found += rows
+    return found

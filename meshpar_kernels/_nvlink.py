@@ -1,0 +1,76 @@
+"""GPUs that NVLink joins: how a kernel names the others, and which machines the kernels that write to them can use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+
+from meshpar_kernels import _compat
+
+__all__ = ["ARCHITECTURES", "MOST_DEVICES", "Peers", "machine_reasons"]
+
+MOST_DEVICES = 8
+"""GPUs that NVLink joins in one machine; also, there is one copy instruction for each."""
+
+ARCHITECTURES = (9, 10)
+"""Major numbers of the compute capabilities that have kernels."""
+
+
+class Peers(NamedTuple):
+    """The devices of one mesh axis or of several as one, the first major, as one of them names the others.
+
+    Attributes:
+      axes, sizes: of the mesh.
+      rank: of this device.
+      place: its coordinates on all mesh axes: a warp by itself cannot ask for them.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    rank: Any
+    place: dict[str, Any]
+
+    @classmethod
+    def of(cls, axes: Sequence[str], sizes: Sequence[int]) -> Peers:
+        """Inside a kernel; a device that is alone needs no mesh."""
+        if all(n == 1 for n in sizes):
+            return cls(tuple(axes), tuple(sizes), jnp.int32(0), {})
+        mesh = jax.sharding.get_abstract_mesh()
+        names = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
+        place = {name: lax.axis_index(name) for name in names}
+        rank = place[axes[0]]
+        for name, size in zip(axes[1:], sizes[1:], strict=True):
+            rank = rank * size + place[name]
+        return cls(tuple(axes), tuple(sizes), rank, place)
+
+    def device(self, rank: Any) -> dict[str, Any]:
+        """That of this rank, as kernels name devices."""
+        found = dict(self.place)
+        for name, size in zip(reversed(self.axes[1:]), reversed(self.sizes[1:]), strict=True):
+            found[name] = lax.rem(rank, jnp.int32(size))
+            rank = lax.div(rank, jnp.int32(size))
+        return {**found, self.axes[0]: rank}
+
+
+def machine_reasons(devices: int) -> list[str]:
+    """Why so many GPUs of the kind that is traced for cannot run a kernel that writes to its peers."""
+    reasons = []
+    if devices > MOST_DEVICES:
+        reasons.append(f"{devices} devices: NVLink joins at most {MOST_DEVICES} in one machine")
+    major, minor = _compat.gpu_architecture()
+    if major not in ARCHITECTURES:
+        known = " and ".join(f"sm_{number}0a" for number in ARCHITECTURES)
+        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {known}")
+    kind = _compat.gpu_kind()
+    if "PCIe" in kind or kind.endswith("NVL"):
+        reasons.append(f"{kind} has no NVLink switch, and fewer multiprocessors than the kernel needs at once")
+    try:
+        _compat.mosaic_gpu()
+    except ImportError as error:
+        reasons.append(f"jax.experimental.pallas.mosaic_gpu cannot be imported: {error}")
+    return reasons

@@ -1,0 +1,120 @@
+"""What `ring_attention` is asked for and what it is given, each one record that carries its checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK, Softmax
+from meshpar_kernels.attention.masks import Mask
+
+__all__ = ["OP", "STRATEGIES", "Operands", "Options"]
+
+OP = "ring_attention"
+STRATEGIES = ("ring", "ulysses", "gathered")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `ring_attention`, where each is described.
+
+    Attributes:
+      zigzag: tokens are in zig-zag order for so many devices, which need not be those of the mesh; 1: in order.
+
+    Raises:
+      ValueError: what cannot be, whatever the operands are.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    strategy: str | None = None
+    zigzag: int = 1
+    both_ways: bool = True
+    implementation: str | None = None
+    chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK)
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"{OP}: window={self.window} must be at least 1, the query itself")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"{OP}: softcap={self.softcap} must be above 0")
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise ValueError(f"{OP}: strategy must be one of {STRATEGIES} or None, got {self.strategy!r}")
+        if min(self.chunks) < 1:
+            raise ValueError(f"{OP}: chunks={self.chunks} must be at least 1")
+        if self.zigzag < 1:
+            raise ValueError(f"{OP}: zigzag={self.zigzag} must be at least 1")
+
+    def softmax(self, head_dim: int) -> Softmax:
+        """Mask and scores of heads of this width."""
+        scale = head_dim**-0.5 if self.scale is None else float(self.scale)
+        return Softmax(Mask(self.causal, self.window), scale, self.softcap, self.chunks)
+
+
+class Operands(NamedTuple):
+    """Arrays of one device, or their shapes and dtypes.
+
+    Attributes:
+      q: [B, Q, H, D]; k: [B, K, Hkv, D]; v: [B, K, Hkv, Dv].
+      q_seg, k_seg: int [B, Q] and [B, K], or None; without k_seg the keys have the segments of the queries.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    q_seg: Any = None
+    k_seg: Any = None
+
+    @property
+    def key_segments(self) -> jax.Array | None:
+        """Those of the keys."""
+        return self.q_seg if self.k_seg is None else self.k_seg
+
+    @property
+    def segments(self) -> int:
+        """How many arrays of segment ids there are."""
+        return (self.q_seg is not None) + (self.k_seg is not None)
+
+    def check(self, devices: int, zigzag: int) -> None:
+        """Refuse what does not fit together, on so many devices and in this order of tokens.
+
+        Raises:
+          ValueError: says what.
+        """
+        q, k, v, q_seg, k_seg = self
+        if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+            raise ValueError(
+                f"{OP}: q, k and v must be [B, S, H, D], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+            )
+        fits = k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+        if not fits:
+            raise ValueError(
+                f"{OP}: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit: they are [B, Sq, H, D], "
+                f"[B, Skv, Hkv, D] and [B, Skv, Hkv, Dv]"
+            )
+        if k.shape[2] < 1 or q.shape[2] % k.shape[2]:
+            raise ValueError(f"{OP}: {q.shape[2]} heads of q are no multiple of the {k.shape[2]} heads of k and v")
+        if not (q.dtype == k.dtype == v.dtype) or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise ValueError(
+                f"{OP}: q, k and v must have one dtype, float32, bfloat16 or float16; got {q.dtype}, {k.dtype}, {v.dtype}"
+            )
+        if q_seg is None and k_seg is not None:
+            raise ValueError(f"{OP}: segment ids are of queries and keys, or of neither")
+        if q_seg is not None and k_seg is None and q.shape[1] != k.shape[1]:
+            raise ValueError(f"{OP}: segment ids of {q.shape[1]} queries and {k.shape[1]} keys are two arrays, a pair")
+        for name, seg, x in (("queries", q_seg, q), ("keys", k_seg, k)):
+            if seg is not None and (seg.shape != x.shape[:2] or not jnp.issubdtype(seg.dtype, jnp.integer)):
+                raise ValueError(
+                    f"{OP}: segment ids of the {name} must be int {list(x.shape[:2])}, got {seg.dtype}{list(seg.shape)}"
+                )
+        for name, x in (("queries", q), ("keys", k)):
+            if zigzag > 1 and x.shape[1] * devices % (2 * zigzag):
+                raise ValueError(
+                    f"{OP}: zig-zag order is made of 2·{zigzag} blocks, but there are {x.shape[1] * devices} {name} "
+                    f"({x.shape[1]} on each of {devices} devices); pad to a multiple of {2 * zigzag}"
+                )

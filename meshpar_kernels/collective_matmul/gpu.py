@@ -1,0 +1,101 @@
+"""The fused products on NVIDIA GPUs with NVLink (Mosaic GPU): which kernel, which tile, and what none of them takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._nvlink import machine_reasons
+from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper
+from meshpar_kernels.collective_matmul.dots import Axes
+from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
+from meshpar_kernels.collective_matmul.gpu_peers import COLUMNS, SLOTS
+from meshpar_kernels.grouped_matmul.gpu import ALIGNMENT, DTYPES, INNER, MOST_STAGES, MULTIPROCESSORS, SMEM_BYTES
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile
+
+__all__ = ["all_gather_matmul", "gather_order", "matmul_reduce_scatter", "scatter_order", "unsupported"]
+
+KERNELS = {9: gpu_hopper, 10: gpu_blackwell}
+"""By the major number of the compute capability."""
+
+HEIGHT = 2 * ROWS
+"""Rows of a tile."""
+
+SPARE = 1024
+"""Bytes of shared memory for barriers."""
+
+
+def _tile(n: int, itemsize: int, taken: int) -> Tile:
+    """The widest tile that leaves few columns empty, with as many stages as fit beside `taken` bytes."""
+    width = next((w for w in (256, 128, 64) if -(-n // w) * w <= 1.1 * n), 64)
+    stage = (HEIGHT + width) * INNER * itemsize
+    return Tile(HEIGHT, width, INNER, min(MOST_STAGES, (SMEM_BYTES - SPARE - taken) // stage))
+
+
+def gather_order(rows: int, k: int, n: int, devices: int, itemsize: int) -> Order:
+    """Tiles of `all_gather_matmul` for blocks of so many rows; results leave through two slots of 128 bytes' columns."""
+    pieces = SLOTS * PIECE * PIECE * itemsize if devices > 1 else 0
+    return Order(devices, rows, k, n, _tile(n, itemsize, 2 * HEIGHT * 128 + pieces), own_first=True)
+
+
+def scatter_order(rows: int, k: int, n: int, devices: int, itemsize: int, *, wire_dtype: Any, out_dtype: Any) -> Order:
+    """Tiles of `matmul_reduce_scatter` for blocks of so many rows; sums have two slots, and results one."""
+    taken = HEIGHT * COLUMNS * (2 * jnp.dtype(wire_dtype).itemsize + jnp.dtype(out_dtype).itemsize)
+    return Order(devices, rows, k, n, _tile(n, itemsize, taken if devices > 1 else 2 * HEIGHT * 128), own_first=False)
+
+
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, out_dtype: Any, transposed: bool
+) -> jax.Array:
+    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n], on all multiprocessors."""
+    major = _compat.gpu_architecture()[0]
+    options = {"out_dtype": out_dtype, "transposed": transposed, "num_sms": MULTIPROCESSORS[major]}
+    out = KERNELS[major].all_gather_matmul(x, w, order, _axis(axis_name), **options)
+    out = _compat.same_varying(out, x, w)[0]  # Mosaic GPU forgets what its results vary over
+    return out.reshape(order.devices * order.rows, order.n)
+
+
+def matmul_reduce_scatter(
+    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, out_dtype: Any, wire_dtype: Any, transposed: bool
+) -> jax.Array:
+    """x[M, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
+    major = _compat.gpu_architecture()[0]
+    options = {"out_dtype": out_dtype, "wire_dtype": wire_dtype, "transposed": transposed}
+    blocks = x.reshape(order.devices, order.rows, order.k)
+    out = KERNELS[major].matmul_reduce_scatter(
+        blocks, w, order, _axis(axis_name), num_sms=MULTIPROCESSORS[major], **options
+    )
+    return _compat.same_varying(out, x, w)[0]
+
+
+def _axis(axis_name: Axes) -> str:
+    return axis_name if isinstance(axis_name, str) else axis_name[0]
+
+
+def unsupported(x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, **dtypes: Any) -> Unsupported:
+    """Why the GPU kernels cannot take these operands.
+
+    Args:
+      order: of the tiles.
+      dtypes: of the result and of what travels, by name.
+    """
+    reasons = []
+    if x.dtype != w.dtype or x.dtype not in DTYPES:
+        reasons.append(
+            f"the operands are {x.dtype} and {w.dtype}; the tensor cores take bfloat16 or float16, both alike"
+        )
+    for name, dtype in dtypes.items():
+        if dtype not in (*DTYPES, jnp.float32):
+            reasons.append(f"{name} is {jnp.dtype(dtype)}; the kernel takes bfloat16, float16 and float32")
+    for name, size in (("K", order.k), ("columns", order.n)):
+        if size * x.dtype.itemsize % ALIGNMENT:
+            reasons.append(f"{name}={size}: rows of {size * x.dtype.itemsize} bytes are no multiple of {ALIGNMENT}")
+    if order.rows < 1 or order.k < 1 or order.n < 1:
+        reasons.append("an operand is empty")
+    if not isinstance(axis_name, str) and len(axis_name) > 1:
+        reasons.append(f"axes {', '.join(map(repr, axis_name))}: the kernel works over one mesh axis")
+    return Unsupported([*reasons, *machine_reasons(order.devices)])

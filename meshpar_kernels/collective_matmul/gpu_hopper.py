@@ -1,0 +1,328 @@
+"""The fused products on Hopper GPUs (sm_90a, Mosaic GPU): `wgmma` while NVLink brings or takes rows.
+
+One block of threads on every multiprocessor walks the tiles of the result (`gpu_order`). A loading warpgroup and two multiplying
+ones have stages of shared memory between them: `full[s]` completes when all copies of a stage have landed, `empty[s]` when both
+have multiplied it. In a gather another warp of the loading warpgroup sends this device's rows (`gpu_peers.push`), and the
+loading one waits for the pieces of a tile's rows before it loads them. A scatter's multiplying warpgroups send their sums
+instead of writing them, and add up what came in the last turn.
+
+All multiprocessors must be free: a block that waits for what others send would keep their last blocks from starting.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from meshpar_kernels import _compat
+from meshpar_kernels._nvlink import Peers
+from meshpar_kernels.collective_matmul import gpu_peers
+from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, ring, smem
+
+__all__ = ["CONSUMERS", "all_gather_matmul", "matmul_reduce_scatter"]
+
+CONSUMERS = 2
+LOADING = CONSUMERS
+"""The warpgroup after the multiplying ones."""
+
+LOADER, SENDER = 0, 1
+"""Its warps."""
+
+
+def _walk(
+    gpu: Any,
+    order: Order,
+    num_sms: int,
+    stages: Any,
+    load: Callable[..., Callable[..., None]],
+    multiply: Callable[..., None],
+    store: Callable[..., None],
+    beside: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """The loading and the multiplying warpgroups' work.
+
+    Args:
+      stages: the barriers `full` and `empty`.
+      load: (turn, row, column) → what starts the copies of (step, slot, barrier).
+      multiply: what starts the products of (sums, slot, warpgroup).
+      store: what writes a tile: (its number, turn, row, column, sums, warpgroup).
+      beside: what another warp does while one loads.
+    """
+    full, empty = stages
+    warpgroup = lax.axis_index("warpgroup")
+    multiprocessor = lax.axis_index("multiprocessor")
+    mine = share(order.tiles, multiprocessor, num_sms)
+
+    def each_tile(work: Callable[..., None]) -> None:
+        def one(i: Any, step: Any) -> Any:
+            number = multiprocessor + i * num_sms
+            work(number, *order.at(number), step)
+            return step + order.steps
+
+        lax.fori_loop(0, mine, one, jnp.int32(0))
+
+    @pl.when(warpgroup == LOADING)
+    def _():
+        gpu.set_max_registers(40, action="decrease")
+
+        def load_tile(_, turn, row, column, step):
+            copies = load(turn, row, column)
+
+            def one(i, _):
+                slot = ring(order.tile.stages, step + i)
+
+                @pl.when(step + i >= order.tile.stages)
+                def _():
+                    gpu.barrier_wait(empty.at[slot])
+
+                copies(i, slot, full.at[slot])
+
+            lax.fori_loop(0, order.steps, one, None)
+
+        if beside is None:
+            each_tile(load_tile)
+            return
+        other = beside
+
+        @gpu.warp_map
+        def _(warp):
+            pl.when(warp == LOADER)(lambda: each_tile(load_tile))
+            pl.when(warp == SENDER)(other)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _():
+        gpu.set_max_registers(232, action="increase")
+
+        def make_tile(number, turn, row, column, step):
+            def with_sums(sums):
+                def one(i, _):
+                    slot = ring(order.tile.stages, step + i)
+                    gpu.barrier_wait(full.at[slot])
+                    multiply(sums, slot, warpgroup)
+                    gpu.wgmma_wait(1)
+
+                    @pl.when(i > 0)
+                    def _():
+                        gpu.barrier_arrive(empty.at[ring(order.tile.stages, step + i - 1)])
+
+                lax.fori_loop(0, order.steps, one, None)
+                gpu.wgmma_wait(0)
+                gpu.barrier_arrive(empty.at[ring(order.tile.stages, step + order.steps - 1)])
+                store(number, turn, row, column, sums[...], warpgroup)
+
+            pl.run_scoped(with_sums, gpu.ACC((ROWS, order.tile.n), jnp.float32))
+
+        each_tile(make_tile)
+
+
+def _copy_weights(gpu: Any, order: Order, transposed: bool, w: Any, column: Any, i: Any, there: Any, barrier: Any):
+    inner, outer = pl.ds(i * order.tile.k, order.tile.k), pl.ds(column * order.tile.n, order.tile.n)
+    gpu.copy_gmem_to_smem(w.at[(outer, inner) if transposed else (inner, outer)], there, barrier)
+
+
+def _start_products(gpu: Any, transposed: bool, x_smem: Any, w_smem: Any, sums: Any, slot: Any, warpgroup: Any):
+    weights = _compat.transpose_ref(w_smem.at[slot]) if transposed else w_smem.at[slot]
+    gpu.wgmma(sums, x_smem.at[slot, pl.ds(warpgroup * ROWS, ROWS)], weights)
+
+
+def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
+    tile, alone = order.tile, order.devices == 1
+    came: Any = None if alone else refs[0]
+    x_smem, w_smem, staging, full, empty, *sending = refs if alone else refs[1:]
+    peers = Peers.of((axis,), (order.devices,))
+    arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
+
+    def load(turn, row, column):
+        if arrived is not None:
+
+            @pl.when(turn > 0)
+            def _():
+                pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)
+
+        def copies(i, slot, barrier):
+            here = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
+
+            @pl.when(turn == 0)
+            def _():
+                gpu.copy_gmem_to_smem(x.at[here], x_smem.at[slot], barrier)
+
+            if came is not None:
+
+                @pl.when(turn > 0)
+                def _():
+                    gpu.copy_gmem_to_smem(came.at[turn - 1, *here], x_smem.at[slot], barrier)
+
+            _copy_weights(gpu, order, transposed, w, column, i, w_smem.at[slot], barrier)
+
+        return copies
+
+    def store(_, turn, row, column, sums, warpgroup):
+        value = sums.astype(out.dtype)
+        step = staging.shape[-1]
+        target = out.at[order.block(turn, peers.rank), pl.ds(row * tile.m + warpgroup * ROWS, ROWS)]
+        gpu_peers.write(
+            gpu, target, column, tile.n, lambda left: value[:, left : left + step], staging.at[warpgroup]
+        )  # fmt: skip
+
+    multiply = functools.partial(_start_products, gpu, transposed, x_smem, w_smem)
+    multiprocessor = lax.axis_index("multiprocessor")
+
+    def push():
+        slots, loaded = sending
+        gpu_peers.push(gpu, order, peers, x, came, slots, loaded, arrived, multiprocessor, num_sms)
+
+    _walk(gpu, order, num_sms, (full, empty), load, multiply, store, None if alone else push)
+
+    @pl.when(lax.axis_index("warpgroup") < CONSUMERS)
+    def _():
+        gpu.wait_smem_to_gmem(0)
+
+
+def _options(gpu: Any, num_sms: int, name: str) -> dict[str, Any]:
+    return {
+        "grid": (num_sms,),
+        "grid_names": ("multiprocessor",),
+        "num_threads": CONSUMERS + 1,
+        "thread_name": "warpgroup",
+        "kernel_name": name,
+        "compiler_params": gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
+    }
+
+
+def _stages(gpu: Any, order: Order, transposed: bool, dtype: Any) -> list[Any]:
+    """Of both operands; the barriers come after what results leave through."""
+    tile = order.tile
+    w_tile = (tile.n, tile.k) if transposed else (tile.k, tile.n)
+    return [smem(gpu, (tile.stages, tile.m, tile.k), dtype), smem(gpu, (tile.stages, *w_tile), dtype)]
+
+
+def _barriers(gpu: Any, order: Order) -> list[Any]:
+    stages = order.tile.stages
+    return [
+        gpu.Barrier(num_arrivals=2, num_barriers=stages),
+        gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+    ]
+
+
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, order: Order, axis: str, *, out_dtype: Any, transposed: bool, num_sms: int
+) -> jax.Array:
+    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A, m, n]."""
+    gpu = _compat.mosaic_gpu()
+    rows, k = x.shape
+    alone = order.devices == 1
+    out = _compat.out_struct((order.devices, rows, order.n), out_dtype, x, w)
+    width = min(order.tile.n, 128 // jnp.dtype(out_dtype).itemsize)
+    results, scratch = out, []
+    if not alone:
+        results = [out, _compat.out_struct((order.devices - 1, rows, k), x.dtype, x, w)]  # the others' rows
+        scratch = [gpu.SMEM((gpu_peers.SLOTS, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=gpu_peers.SLOTS)]
+    found = gpu.kernel(
+        functools.partial(
+            _gather_kernel, gpu=gpu, order=order, axis=axis, transposed=transposed, num_sms=num_sms
+        ),
+        out_type=results,
+        scratch_types=[
+            *_stages(gpu, order, transposed, x.dtype),
+            smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype),
+            *_barriers(gpu, order),
+            *scratch,
+        ],
+        **_options(gpu, num_sms, "meshpar_all_gather_matmul"),
+    )(x, w)  # fmt: skip
+    return found if alone else found[0]
+
+
+def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
+    tile, alone = order.tile, order.devices == 1
+    came: Any = None if alone else refs[0]
+    x_smem, w_smem, staging, full, empty, *moving = refs if alone else refs[1:]
+    peers = Peers.of((axis,), (order.devices,))
+    summed: Any = None if alone else gpu_peers.counts(gpu, (order.parts, order.column_tiles))
+
+    def load(turn, row, column):
+        block = order.block(turn, peers.rank)
+
+        def copies(i, slot, barrier):
+            here = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
+            gpu.copy_gmem_to_smem(x.at[block, *here], x_smem.at[slot], barrier)
+            _copy_weights(gpu, order, transposed, w, column, i, w_smem.at[slot], barrier)
+
+        return copies
+
+    def store(number, turn, row, column, sums, warpgroup):
+        first = row * tile.m + warpgroup * ROWS
+        target = out.at[pl.ds(first, ROWS)]
+        step = staging.shape[-1]
+
+        def columns(left):
+            return sums[:, left : left + step]
+
+        if came is None or summed is None:
+            whole = staging.at[warpgroup]
+            gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left).astype(out.dtype), whole)
+            return
+        travelling, landed = moving[0].at[warpgroup], moving[1]
+        gpu_peers.tell(gpu, order, peers, summed, number - num_sms, warpgroup)
+
+        @pl.when(turn < order.devices - 1)
+        def _():
+            gpu_peers.send(gpu, order, peers, came, turn, first, column, columns, travelling)
+
+        @pl.when(turn == order.devices - 1)
+        def _():
+            part = row * (tile.m // ROWS) + warpgroup
+            pl.semaphore_wait(summed.at[part, column], order.devices - 1, decrement=False)
+            gpu_peers.add_up(
+                gpu, order, came, target, first, column, columns, travelling,
+                lambda slot: landed.at[warpgroup * 2 + slot], staging.at[warpgroup], gpu.Layout.WGMMA,
+            )  # fmt: skip
+
+    multiply = functools.partial(_start_products, gpu, transposed, x_smem, w_smem)
+    _walk(gpu, order, num_sms, (full, empty), load, multiply, store)
+    warpgroup = lax.axis_index("warpgroup")
+    multiprocessor = lax.axis_index("multiprocessor")
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _():
+        if summed is not None:
+            last = multiprocessor + (share(order.tiles, multiprocessor, num_sms) - 1) * num_sms
+            gpu_peers.tell(gpu, order, peers, summed, last, warpgroup)
+        gpu.wait_smem_to_gmem(0)
+
+
+def matmul_reduce_scatter(
+    x: jax.Array, w: jax.Array, order: Order, axis: str, *, out_dtype: Any, wire_dtype: Any, transposed: bool,
+    num_sms: int,
+) -> jax.Array:  # fmt: skip
+    """x[A, M/A, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
+    gpu = _compat.mosaic_gpu()
+    alone = order.devices == 1
+    out = _compat.out_struct((order.rows, order.n), out_dtype, x, w)
+    results, scratch = out, []
+    if alone:
+        width = min(order.tile.n, 128 // jnp.dtype(out_dtype).itemsize)
+        staging = smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype)
+    else:
+        staging = smem(gpu, (CONSUMERS, ROWS, gpu_peers.COLUMNS), out_dtype)
+        results = [out, _compat.out_struct((order.devices - 1, order.rows, order.n), wire_dtype, x, w)]  # others' sums
+        scratch = [
+            smem(gpu, (CONSUMERS, 2, ROWS, gpu_peers.COLUMNS), wire_dtype),
+            gpu.Barrier(num_barriers=2 * CONSUMERS),
+        ]
+    found = gpu.kernel(
+        functools.partial(
+            _scatter_kernel, gpu=gpu, order=order, axis=axis, transposed=transposed, num_sms=num_sms
+        ),
+        out_type=results,
+        scratch_types=[*_stages(gpu, order, transposed, x.dtype), staging, *_barriers(gpu, order), *scratch],
+        **_options(gpu, num_sms, "meshpar_matmul_reduce_scatter"),
+    )(x, w)  # fmt: skip
+    return found if alone else found[0]

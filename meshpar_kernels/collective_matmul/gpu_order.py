@@ -1,0 +1,112 @@
+"""In which order the fused products on GPUs make their tiles, and what each device sends to whom: plain arithmetic.
+
+Over NVLink and its switch every device reaches every other one at full speed, so nothing goes round a ring: what one
+device has for another is sent there at once. Turn by turn, device r works with block (r + turn) mod A, so that in
+no turn two devices work with the same block or send to the same device. A gather begins with its own block, which is there;
+a scatter ends with it, when the others' sums have come.
+
+The same functions serve the kernels, on traced numbers, and their tests, on arrays of numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, place
+
+__all__ = ["PIECE", "Order", "share"]
+
+PIECE = 64
+"""Rows and columns of what a gather sends at a time: 8 KiB of bfloat16."""
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def share(total: int, multiprocessor: Any, multiprocessors: int) -> Any:
+    """How many of `total` numbers fall to one of the multiprocessors, which take turns."""
+    return lax.div(total - multiprocessor + (multiprocessors - 1), jnp.int32(multiprocessors))
+
+
+class Order(NamedTuple):
+    """The tiles of a product with blocks of rows on every device.
+
+    Attributes:
+      devices: A.
+      rows: of a block.
+      k, n: contracted elements, and columns of the result.
+      tile: of the result; contracted elements of a stage.
+      own_first: begin with the own block (gather), not with the next device's (scatter).
+    """
+
+    devices: int
+    rows: int
+    k: int
+    n: int
+    tile: Tile
+    own_first: bool
+
+    @property
+    def row_tiles(self) -> int:
+        """Of a block."""
+        return cdiv(self.rows, self.tile.m)
+
+    @property
+    def column_tiles(self) -> int:
+        return cdiv(self.n, self.tile.n)
+
+    @property
+    def steps(self) -> int:
+        """Stages of a tile."""
+        return cdiv(self.k, self.tile.k)
+
+    @property
+    def tiles(self) -> int:
+        """Of all blocks."""
+        return self.devices * self.row_tiles * self.column_tiles
+
+    def at(self, number: Any) -> tuple[Any, Any, Any]:
+        """Turn, row tile in the block, and column tile of the tile with this number."""
+        each = self.row_tiles * self.column_tiles
+        turn = lax.div(number, jnp.int32(each))
+        row, column = place(number - turn * each, jnp.int32(self.row_tiles), self.column_tiles)
+        return turn, row, column
+
+    def block(self, turn: Any, rank: Any) -> Any:
+        """Whose rows a device works with in a turn."""
+        return lax.rem(rank + turn + (0 if self.own_first else 1), jnp.int32(self.devices))
+
+    # -- a gather's sends: hop h brings to a device what it works with in turn h + 1
+
+    @property
+    def pieces(self) -> int:
+        """Of a block."""
+        return cdiv(self.rows, PIECE) * cdiv(self.k, PIECE)
+
+    def piece(self, number: Any) -> tuple[Any, Any, Any]:
+        """Hop, and row and column in pieces, of what a device sends with this number."""
+        across = cdiv(self.k, PIECE)
+        hop = lax.div(number, jnp.int32(self.pieces))
+        rest = number - hop * self.pieces
+        row = lax.div(rest, jnp.int32(across))
+        return hop, row, rest - row * across
+
+    def receiver(self, hop: Any, rank: Any) -> Any:
+        """Who works with this device's block in turn ``hop + 1``."""
+        return lax.rem(rank + (self.devices - 1 - hop), jnp.int32(self.devices))
+
+    def expected(self, row: Any) -> Any:
+        """How many pieces make up the rows of a tile."""
+        high = self.tile.m // PIECE
+        return jnp.minimum(high, cdiv(self.rows, PIECE) - row * high) * cdiv(self.k, PIECE)
+
+    # -- a scatter's sends: a tile's sums, in parts of so many rows as one warpgroup writes
+
+    @property
+    def parts(self) -> int:
+        """Parts of `ROWS` rows in a block, of which the last may lie beyond the rows."""
+        return self.row_tiles * (self.tile.m // ROWS)

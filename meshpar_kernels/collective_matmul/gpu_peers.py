@@ -1,0 +1,212 @@
+"""How the fused products on GPUs send and receive, on Hopper and Blackwell alike: copies into peers' memory, and counts.
+
+What is sent goes from shared memory by the copy engine to the peer's buffer (`remote_ref`, over NVLink). A sender waits until
+its copies are complete (not only read), then adds one to a count in the peer's memory, released to the system; the
+receiver waits until the count is full, which acquires what was written. Counts are zero at the start, only grow, and every
+buffer is written once in a launch, so no sender ever waits for a receiver. XLA lets all devices begin a launch together, after
+the counts are zero.
+
+A peer that the copy engine writes to must be known when the launch is prepared, so there is one copy instruction for each
+peer, of which one is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from meshpar_kernels._nvlink import Peers
+from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
+from meshpar_kernels.grouped_matmul.gpu_parts import ring
+
+__all__ = ["AHEAD", "COLUMNS", "LAG", "SLOTS", "add_up", "counts", "push", "send", "tell", "write"]
+
+AHEAD = 1
+"""Pieces that are fetched before the one that is sent."""
+
+LAG = 2
+"""Copies to a peer under way before the oldest is waited for."""
+
+COLUMNS = 64
+"""Columns of sums that are sent or added up at a time."""
+
+SLOTS = AHEAD + LAG + 1
+"""A slot is fetched into anew when its copy, `AHEAD + LAG + 1` pieces ago, is complete."""
+
+
+def counts(gpu: Any, shape: tuple[int, ...]) -> Any:
+    """Counts in the memory of the device, one for all multiprocessors."""
+    return pl.get_global(gpu.SemaphoreType.REGULAR(shape))
+
+
+def push(
+    gpu: Any, order: Order, peers: Peers, x: Any, came: Any, slots: Any, loaded: Any, arrived: Any,
+    multiprocessor: Any, multiprocessors: int,
+) -> None:  # fmt: skip
+    """Send this device's rows to all others, as one warp or warpgroup of each multiprocessor.
+
+    Args:
+      x: [rows, K].
+      came: [A - 1, rows, K], of which hop h writes block h at the receiver.
+      slots, loaded: [SLOTS, PIECE, PIECE] of shared memory, and barriers.
+      arrived: counts [A - 1, row tiles] of pieces.
+    """
+    mine = share((order.devices - 1) * order.pieces, multiprocessor, multiprocessors)
+
+    def part(i: Any) -> tuple[Any, Any, Any, Any]:
+        hop, row, column = order.piece(multiprocessor + i * multiprocessors)
+        return hop, row, pl.ds(row * PIECE, PIECE), pl.ds(column * PIECE, PIECE)
+
+    def one(i: Any, _: Any) -> None:
+        @pl.when(i < mine)
+        def _():
+            _, _, rows, columns = part(i)
+            slot = ring(SLOTS, i)
+            gpu.copy_gmem_to_smem(x.at[rows, columns], slots.at[slot], loaded.at[slot])
+
+        now = i - AHEAD
+
+        @pl.when((now >= 0) & (now < mine))
+        def _():
+            hop, _, rows, columns = part(now)
+            slot = ring(SLOTS, now)
+            gpu.barrier_wait(loaded.at[slot])
+            for h in range(order.devices - 1):
+
+                @pl.when(hop == h)
+                def _(h=h):
+                    there = gpu.remote_ref(came, peers.device(order.receiver(h, peers.rank)))
+                    gpu.copy_smem_to_gmem(slots.at[slot], there.at[h, rows, columns])
+
+            gpu.wait_smem_to_gmem(LAG)
+
+        @pl.when(now >= mine)
+        def _():
+            gpu.wait_smem_to_gmem(0)
+
+        done = now - LAG
+
+        @pl.when(done >= 0)
+        def _():
+            hop, row, _, _ = part(done)
+            count = arrived.at[hop, lax.div(row, jnp.int32(order.tile.m // PIECE))]
+            pl.semaphore_signal(count, 1, device_id=peers.device(order.receiver(hop, peers.rank)))
+
+    lax.fori_loop(0, mine + AHEAD + LAG, one, None)
+
+
+def write(gpu: Any, target: Any, column: Any, width: int, columns: Callable[[int], jax.Array], staging: Any) -> None:
+    """Write a tile's columns through the two slots of `staging`.
+
+    Args:
+      target: [rows, n] of the result.
+      column: of the tile, in tiles of `width` columns.
+      columns: first column in the tile → as many columns as a slot has.
+    """
+    step = staging.shape[-1]
+    for c, left in enumerate(range(0, width, step)):
+        fresh = c == 0 and (width // step) % 2  # the slots' turns do not go on from the tile before
+        value = columns(left)
+        gpu.wait_smem_to_gmem(0 if fresh else 1, wait_read_only=True)
+        staging[c % 2] = value
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(staging.at[c % 2], target.at[:, pl.ds(column * width + left, step)])
+
+
+def send(
+    gpu: Any, order: Order, peers: Peers, came: Any, turn: Any, row: Any, column: Any,
+    columns: Callable[[int], jax.Array], staging: Any,
+) -> None:  # fmt: skip
+    """Send a tile's sums to the device whose rows they are of.
+
+    Args:
+      came: [A - 1, rows, n], of which turn t writes block t at the receiver.
+      row: the first, in the block.
+      columns: first column in the tile → as many columns as a slot has, in float32.
+      staging: [2, height, columns] of shared memory, from which all copies of the tile before are complete (`tell`).
+    """
+    _, height, step = staging.shape
+    for c, left in enumerate(range(0, order.tile.n, step)):
+        value = columns(left).astype(staging.dtype)
+        gpu.wait_smem_to_gmem(1, wait_read_only=True)
+        staging[c % 2] = value
+        gpu.commit_smem()
+        there = pl.ds(row, height), pl.ds(column * order.tile.n + left, step)
+        for t in range(order.devices - 1):
+
+            @pl.when(turn == t)
+            def _(t=t, c=c, there=there):
+                peer = gpu.remote_ref(came, peers.device(order.block(t, peers.rank)))
+                gpu.copy_smem_to_gmem(staging.at[c % 2], peer.at[t, *there])
+
+
+def tell(gpu: Any, order: Order, peers: Peers, summed: Any, number: Any, part: Any) -> None:
+    """Tell the receiver of tile `number` that it is there, if there was such a tile and it was sent.
+
+    Args:
+      summed: counts [parts of a block, column tiles] of senders.
+      part: which part of a tile's rows.
+    """
+    turn, row, column = order.at(jnp.maximum(number, 0))
+
+    @pl.when((number >= 0) & (turn < order.devices - 1))
+    def _():
+        gpu.wait_smem_to_gmem(0)
+        high = summed.shape[0] // order.row_tiles
+        receiver = order.block(turn, peers.rank)
+        pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=peers.device(receiver))
+
+
+def add_up(
+    gpu: Any, order: Order, came: Any, target: Any, row: Any, column: Any, columns: Callable[[int], jax.Array],
+    arriving: Any, landed: Any, staging: Any, layout: Any,
+) -> None:  # fmt: skip
+    """Add what the others sent to this device's own sums, the same way round every time, and write the result.
+
+    Args:
+      came: as `send` wrote it.
+      target: [rows, n] of the result, from this tile's first row on.
+      row, columns: as in `send`.
+      arriving, landed: [2, height, columns] of shared memory, and as many barriers.
+      staging: [height, columns] of shared memory, for the result.
+      layout: of the values in registers.
+    """
+    _, height, step = arriving.shape
+    others = order.devices - 1
+    pairs = order.tile.n // step * others
+
+    def fetch(number: Any) -> None:
+        """Start the copy of the columns, and of the sender, with this number."""
+        group = lax.div(number, jnp.int32(others))
+        there = pl.ds(column * order.tile.n + group * step, step)
+        slot = lax.rem(number, jnp.int32(2))
+        gpu.copy_gmem_to_smem(
+            came.at[number - group * others, pl.ds(row, height), there], arriving.at[slot], landed(slot)
+        )
+
+    gpu.commit_smem()  # all of the warpgroup is done with the memory
+    fetch(jnp.int32(0))
+    for c, left in enumerate(range(0, order.tile.n, step)):
+
+        def add(sender: Any, value: jax.Array, c: int = c) -> jax.Array:
+            number = c * others + sender
+
+            @pl.when(number + 1 < pairs)
+            def _():
+                gpu.commit_smem()
+                fetch(number + 1)
+
+            slot = lax.rem(number, jnp.int32(2))
+            gpu.barrier_wait(landed(slot))
+            return value + gpu.layout_cast(arriving[slot], layout).astype(jnp.float32)
+
+        value = lax.fori_loop(0, others, add, gpu.layout_cast(columns(left), layout))
+        gpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = value.astype(staging.dtype)
+        gpu.commit_smem()
+        gpu.copy_smem_to_gmem(staging, target.at[:, pl.ds(column * order.tile.n + left, step)])

@@ -1,0 +1,107 @@
+"""The one-shot all-reduce over NVLink (Mosaic GPU): everyone writes its array to everyone, and sums what came.
+
+Every block of threads has its pieces of the array to itself: it writes them into all devices' buffers, tells the block of the
+same number on each that they are there, waits for as many words, and sums the pieces in the order of the devices. So a block waits
+for nothing but its own kind elsewhere. `multimem`, which sums in the switch, is not used: its order is not said.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._nvlink import Peers, machine_reasons
+from meshpar_kernels.collectives.choose import SMALL_BYTES
+
+__all__ = ["all_reduce_small", "small_unsupported"]
+
+THREADS = 128
+VECTORS = 4
+"""Loads of 16 bytes that a thread makes for a piece."""
+
+BLOCKS = 64
+"""Blocks of threads, all of which must run at the same time; fewer where there are fewer pieces."""
+
+
+def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int) -> Unsupported:
+    """Why the one-shot kernel cannot sum an array."""
+    reasons = []
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32):
+        reasons.append(f"x is {dtype}; the kernel takes float32, bfloat16, float16 and int32")
+    nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    if nbytes > SMALL_BYTES:
+        reasons.append(f"x has {nbytes} bytes, more than {SMALL_BYTES >> 20} MiB: use all_reduce")
+    return Unsupported([*reasons, *machine_reasons(group)])
+
+
+def _kernel(x, out, came, *, gpu: Any, axes, sizes, piece: int, vector: int, blocks: int):
+    peers = Peers.of(axes, sizes)
+    devices = math.prod(sizes)
+    told = pl.get_global(gpu.SemaphoreType.REGULAR((blocks,)))
+    block = lax.axis_index("block")
+    pieces = x.shape[0] // piece
+    mine = lax.div(pieces - block + (blocks - 1), jnp.int32(blocks))
+    layout = gpu.Layout.WG_STRIDED((piece,), vector)
+    wide = jnp.int32 if x.dtype == jnp.int32 else jnp.float32
+
+    def place(i: Any) -> Any:
+        return pl.ds((block + i * blocks) * piece, piece)
+
+    def write(i: Any, _: None) -> None:
+        value = _compat.load_gmem(x, place(i), layout)
+
+        def to(r: Any, _: None) -> None:
+            gpu.remote_ref(came, peers.device(r))[peers.rank, place(i)] = value
+
+        lax.fori_loop(0, devices, to, None)
+
+    def tell(r: Any, _: None) -> None:
+        pl.semaphore_signal(told.at[block], 1, device_id=peers.device(r))
+
+    def add_up(i: Any, _: None) -> None:
+        def add(r: Any, total: jax.Array) -> jax.Array:
+            return total + _compat.load_gmem(came, (r, place(i)), layout).astype(wide)
+
+        first = _compat.load_gmem(came, (0, place(i)), layout).astype(wide)
+        out[place(i)] = lax.fori_loop(1, devices, add, first).astype(out.dtype)
+
+    lax.fori_loop(0, mine, write, None)
+    lax.fori_loop(0, devices, tell, None)
+    pl.semaphore_wait(told.at[block], devices, decrement=False)
+    lax.fori_loop(0, mine, add_up, None)
+
+
+def all_reduce_small(x: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> jax.Array:
+    """The sum over all devices of x, of any shape and at most 4 MiB, in float32 but for integers: bit for bit the same on all."""
+    gpu = _compat.mosaic_gpu()
+    vector = 16 // x.dtype.itemsize
+    piece = THREADS * VECTORS * vector
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % piece))
+    blocks = min(BLOCKS, flat.size // piece)
+    out, _ = gpu.kernel(
+        functools.partial(
+            _kernel, gpu=gpu, axes=tuple(axes), sizes=tuple(sizes), piece=piece, vector=vector, blocks=blocks
+        ),
+        out_type=[
+            _compat.out_struct(flat.shape, x.dtype, x),
+            _compat.out_struct((math.prod(sizes), flat.size), x.dtype, x),  # what everyone wrote
+        ],
+        scratch_types=[],
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
+        kernel_name="meshpar_all_reduce_small",
+        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
+    )(flat)  # fmt: skip
+    out = _compat.same_varying(out, x)[0]  # Mosaic GPU forgets what its results vary over
+    return out[: x.size].reshape(x.shape)
