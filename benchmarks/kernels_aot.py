@@ -14,7 +14,9 @@ and for a multinomial load. `ragged_dot` gives the same facts for XLA's own op. 
 `matrix unit` is the cycles that the unit needs for the products of the large inner loop over the
 instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured:
 above 100 % either the unit is the limit or the assumption is too high. `permute` and `combine` are
-their kernel given the row indices, without what computes these from a plan. Attention is over 8
+their kernel given the row indices, and with `by plan` also what computes these. `route` has its logits given, or made
+in the same program (`after its product`), which then holds them. `gathered` is the forward product of M/8 tokens' rows
+by `lhs_indices`. Attention is over 8
 devices; `sends` says whether what travels does so while attention is computed (`hidden`): whether
 every start of a permute in a loop stands before the attention and its end after it.
 
@@ -52,9 +54,11 @@ def cases() -> list[tuple[str, str]]:
     peer = ["ragged_dot", "ragged_dot d lhs", "ragged_dot d rhs"]
     rows = [(kernel, shape) for shape in MATMULS for kernel in matmul]
     rows += [("swiglu", shape) for shape in MATMULS if shape.endswith("-up")]
+    rows += [(f"gathered {how}", shape) for shape in MATMULS for how in ("fused", "first")]
     rows += [(kernel, "g64") for kernel in peer]
     models = ["mixtral-8x7b", "deepseek-v3"]
-    rows += [(kernel, m) for m in models for kernel in ("route", "permute", "combine")]
+    routing = ["route", "route after its product", "permute", "combine", "permute by plan", "combine by plan"]
+    rows += [(kernel, m) for m in models for kernel in routing]
     rows += [("all_gather_matmul" if s.gathers else "matmul_reduce_scatter", name) for name, s in FUSED.items()]
     rows += [(kernel, "16MiB") for kernel in ("all_gather", "reduce_scatter")] + [("all_reduce_small", "1MiB")]
     strategies = ["ring", "ulysses", "gathered"]
@@ -66,8 +70,8 @@ def build(kernel: str, shape: str):
     import jax
     import jax.numpy as jnp
 
-    from meshpar_kernels import grouped_matmul, route
-    from meshpar_kernels.routing import tpu
+    from meshpar_kernels import combine, grouped_matmul, permute, route
+    from meshpar_kernels.routing import tpu_gather
     from meshpar_kernels.shapes import MATMULS, MODELS
 
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -102,6 +106,13 @@ def build(kernel: str, shape: str):
                 return grouped_matmul(lhs, rhs, sizes, activation="swiglu", row_scale=scale, implementation="pallas")
 
             return swiglu, [lhs, wide, sizes, scale], 2 * s.flops
+        if kernel.startswith("gathered"):
+            how, tokens, indices = kernel.split()[1], ((s.m // 8, s.k), bf16), ((s.m,), i32)
+
+            def gathered(lhs, rhs, sizes, indices):
+                return grouped_matmul(lhs, rhs, sizes, lhs_indices=indices, gather=how, implementation="pallas")
+
+            return gathered, [tokens, rhs, sizes, indices], s.flops
         functions = {
             "forward": (forward, [lhs, rhs, sizes]),
             "d lhs": (back(forward, 0), both),
@@ -114,27 +125,41 @@ def build(kernel: str, shape: str):
 
     m = MODELS[shape]
     rows = TOKENS * m.k
+
+    def choose(logits, bias):
+        return route(
+            logits,
+            m.k,
+            score=m.score,
+            bias=bias if m.bias else None,
+            groups=m.groups,
+            top_groups=m.top_groups,
+            renormalize=m.renormalize,
+            scale=m.scale,
+            implementation="pallas",
+        )
+
+    logits, bias = ((TOKENS, m.experts), f32), ((m.experts,), f32)
     if kernel == "route":
-
-        def choose(x, router, bias):
-            return route(
-                x @ router,
-                m.k,
-                score=m.score,
-                bias=bias if m.bias else None,
-                groups=m.groups,
-                top_groups=m.top_groups,
-                renormalize=m.renormalize,
-                scale=m.scale,
-                implementation="pallas",
-            )
-
-        return choose, [((TOKENS, 64), f32), ((64, m.experts), f32), ((m.experts,), f32)], None
+        return choose, [logits, bias], None
+    if kernel == "route after its product":
+        x, router = ((TOKENS, 64), f32), ((64, m.experts), f32)
+        return lambda x, router, bias: choose(x @ router, bias), [x, router, bias], None
+    if kernel.endswith("by plan"):
+        plan = jax.eval_shape(choose, *(jax.ShapeDtypeStruct(*a) for a in (logits, bias)))
+        leaves, tree = jax.tree.flatten(plan)
+        given = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if kernel.startswith("permute"):
+            first, work = ((TOKENS, m.embed), bf16), lambda x, p: permute(x, p, implementation="pallas")
+        else:
+            first = ((rows, m.embed), bf16)
+            work = lambda y, p: combine(y, p, weight=p.weight, implementation="pallas")  # noqa: E731
+        return lambda x, *leaves: work(x, tree.unflatten(leaves)), [first, *given], None
     if kernel == "permute":
         arguments = [((TOKENS, m.embed), bf16), ((rows,), i32)]
-        return lambda x, token: tpu.gather_sum(x, token[:, None], None), arguments, None
+        return lambda x, token: tpu_gather.gather_sum(x, token[:, None], None), arguments, None
     arguments = [((rows, m.embed), bf16), ((m.k, TOKENS), i32), ((m.k, TOKENS), f32)]
-    return lambda y, row, weight: tpu.gather_sum(y, row.T, weight.T), arguments, None
+    return lambda y, row, weight: tpu_gather.gather_sum(y, row.T, weight.T), arguments, None
 
 
 def build_shared(kernel: str, shape: str):
@@ -365,14 +390,14 @@ def executed(shape: str) -> str:
     """Rows through the matrix unit over M: equal groups / a multinomial load."""
     import numpy as np
 
-    from meshpar_kernels.grouped_matmul import schedule, tpu
+    from meshpar_kernels.grouped_matmul import schedule, tpu_tiles
     from meshpar_kernels.shapes import MATMULS
 
     s = MATMULS[shape]
-    tile = tpu.pick_tile(s.m, s.k, s.n, s.groups, 2, 1)
+    tile = tpu_tiles.pick_tile(s.m, s.k, s.n, s.groups, 2, 1)
     even = [s.m // s.groups] * s.groups
     load = np.random.default_rng(0).multinomial(s.m, np.full(s.groups, 1 / s.groups)).tolist()
-    ratios = [schedule.executed_rows(x, s.m, tile.m, tpu.CHUNK) / s.m for x in (even, load)]
+    ratios = [schedule.executed_rows(x, s.m, tile.m, tpu_tiles.PIECES, 16) / s.m for x in (even, load)]
     return f"{ratios[0]:.2f} / {ratios[1]:.2f}"
 
 
