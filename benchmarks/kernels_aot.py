@@ -149,11 +149,15 @@ def build(kernel: str, shape: str):
         plan = jax.eval_shape(choose, *(jax.ShapeDtypeStruct(*a) for a in (logits, bias)))
         leaves, tree = jax.tree.flatten(plan)
         given = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        if kernel.startswith("permute"):
-            first, work = ((TOKENS, m.embed), bf16), lambda x, p: permute(x, p, implementation="pallas")
-        else:
-            first = ((rows, m.embed), bf16)
-            work = lambda y, p: combine(y, p, weight=p.weight, implementation="pallas")  # noqa: E731
+
+        def spread(x, p):
+            return permute(x, p, implementation="pallas")
+
+        def sum_back(y, p):
+            return combine(y, p, weight=p.weight, implementation="pallas")
+
+        many, work = (TOKENS, spread) if kernel.startswith("permute") else (rows, sum_back)
+        first = ((many, m.embed), bf16)
         return lambda x, *leaves: work(x, tree.unflatten(leaves)), [first, *given], None
     if kernel == "permute":
         arguments = [((TOKENS, m.embed), bf16), ((rows,), i32)]

@@ -121,13 +121,17 @@ def _on_tpu(options: Options, lhs, rhs, indices, rows: int, n: int, halves: int,
 
     if indices is not None and options.gather != "first":
         tile = tile_of(True)
-        fits = not (reasons := tpu_tiles.unsupported(lhs, rhs, n, tile, halves))
-        if options.gather == "fused" or (fits and tile is not None and tile.n == n):
-            return reasons or functools.partial(tpu.grouped_matmul, tile=tile, **kwargs)
+        reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves)
+        if tile is not None and not reasons and (options.gather == "fused" or tile.n == n):
+            return functools.partial(tpu.grouped_matmul, tile=tile, **kwargs)
+        if options.gather == "fused":
+            return reasons
     tile = tile_of(False)
     reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves)
     if indices is not None:
         reasons = Unsupported((*reasons, *tpu_gather.gather_sum_unsupported(lhs, indices[:, None])))
+    if tile is None:
+        return reasons
     return reasons or gathered_first(functools.partial(tpu.grouped_matmul, tile=tile), tpu_gather.gather_sum)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def _matmul_kernel(
     refs = list(refs)
     operands, refs = (refs[: tpu_gather.OPERANDS], refs[tpu_gather.OPERANDS :]) if gathered else (refs[:1], refs[1:])
     rhs_refs = [refs.pop(0) for _ in range(halves)]
-    scale_ref = refs.pop(0) if scaled else None
+    scale_ref: Any = refs.pop(0) if scaled else None
     out_ref = refs.pop(0)
     visit = pl.program_id(1)
     if gathered:
@@ -87,7 +88,7 @@ def _matmul_kernel(
 
     @pl.when(live[visit] > 0)
     def _():
-        if scaled:
+        if scale_column is not None:
             scale_column[...] = scale_ref[...].T
         by_rows(low, high, rows, tpu_tiles.PIECES, tpu_tiles.pack(lhs_ref.dtype.itemsize), multiply)
 
@@ -140,7 +141,8 @@ def grouped_matmul(
     if row_scale is not None:
         in_specs.append(pl.BlockSpec((1, tm), lambda i, v, t, *_: (0, t[v])))
         operands.append(padded_scale(row_scale, tm)[None])  # as a column it would fill 128 lanes
-    sums = pltpu.VMEM((min(tm, tpu_tiles.BLOCK[0]), min(tn, tpu_tiles.BLOCK[2])), jnp.float32)
+    most_rows = min(tm, max(tpu_tiles.BLOCK[0], tpu_tiles.PIECES[-1]))
+    sums = pltpu.VMEM((most_rows, min(tn, tpu_tiles.BLOCK[2])), jnp.float32)
     scratch = [sums] * (halves if k > tpu_tiles.BLOCK[1] else 0)
     if row_scale is not None:
         scratch.append(pltpu.VMEM((tm, 1), jnp.float32))

@@ -29,8 +29,8 @@ def by_rows(low: jax.Array, high: jax.Array, rows: int, pieces: tuple[int, ...],
 
     Calls `work(first, size, begin)` for a product of the rows [first, first + size), of which those from `begin`
     on are new. A tile that is one group's goes by large blocks, and `begin` is None: no row need be masked. Else
-    the largest of the `pieces` is repeated, from the pack in which the group begins, and the smallest that holds
-    what is left comes last; where that would leave the tile it begins earlier.
+    the largest of the `pieces` is repeated, from the pack in which the group begins, while more is left than the next
+    smaller one holds; then comes the smallest that holds the rest. Where one would leave the tile it begins earlier.
 
     Args:
       low, high: rows of the group, counted from the tile's first; may lie outside of it.
@@ -50,21 +50,24 @@ def by_rows(low: jax.Array, high: jax.Array, rows: int, pieces: tuple[int, ...],
         # `lax.div`, not `//`, which asks for the sign, and that asks the host for its TPU
         begin = lax.div(jnp.maximum(low, 0), pack) * pack
         length = jnp.minimum(high, rows) - begin
-        repeats = lax.div(length, sizes[-1])
+        most = sizes[-1]
+        repeats = lax.div(length + (most - 1 - (0, *sizes)[-2]), most)
+
+        def cover(begin, size):
+            work(pl.multiple_of(jnp.minimum(begin, rows - size), pack), size, begin)
 
         def one(c, _):
-            first = pl.multiple_of(begin + c * sizes[-1], pack)
-            work(first, sizes[-1], first)
+            cover(begin + c * most, most)
             return 0
 
         lax.fori_loop(0, repeats, one, 0)
-        begin += repeats * sizes[-1]
-        length -= repeats * sizes[-1]
-        for smaller, size in zip((0, *sizes), sizes, strict=False):
+        after = begin + repeats * most
+        rest = length - repeats * most
+        for smaller, size in zip((0, *sizes), sizes[:-1], strict=False):
 
-            @pl.when((length > smaller) & (length <= size))
+            @pl.when((rest > smaller) & (rest <= size))
             def _(size=size):
-                work(pl.multiple_of(jnp.minimum(begin, rows - size), pack), size, begin)
+                cover(after, size)
 
 
 def in_blocks(size: int, most: int, work) -> None:

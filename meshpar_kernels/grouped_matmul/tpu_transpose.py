@@ -59,7 +59,7 @@ def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
 
     @pl.when(live[visit] > 0)
     def _():
-        if scaled:
+        if scale_column is not None:
             scale_column[...] = scale_ref[0][...].T
         by_rows(low, high, rows, tpu_tiles.PIECES, tpu_tiles.pack(lhs_ref.dtype.itemsize), multiply)
 

@@ -114,38 +114,28 @@ def test_inner_blocks(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
 @pytest.mark.parametrize(
-    ("name", "dtype", "gather"),
+    ("dtype", "gather", "mode", "options"),
     [
-        ("plain", jnp.bfloat16, "fused"),
-        ("plain", jnp.float32, "fused"),
-        ("everything", jnp.bfloat16, "fused"),
-        ("plain", jnp.bfloat16, "first"),
+        (jnp.bfloat16, "fused", "eager", {}),
+        (jnp.bfloat16, "fused", "on_wait", {"activation": "swiglu", "transpose_rhs": True, "group_offset": 1}),
+        (jnp.float32, "fused", "on_wait", {"row_scale": normal(70)}),
+        (jnp.bfloat16, "first", "on_wait", {}),
     ],
 )
-def test_gathered_rows(name, dtype, gather, mode):
+def test_gathered_rows(dtype, gather, mode, options):
     """Three tiles, two stretches of columns, indices out of range, and a NaN row that nobody asks for."""
-    options = CASES[name] | {"tile": (128, K, 128)}
+    rows, sizes = 70, [33, 0, 20, 9]
     groups = 2 if "group_offset" in options else G
     wide = 2 * N if "activation" in options else N
-    rhs = normal(groups, wide, K, dtype=dtype) if options.get("transpose_rhs") else normal(groups, K, wide, dtype=dtype)
-    lhs = normal(17, K, dtype=dtype).at[5].set(jnp.nan)
-    indices = RNG.integers(-1, 19, M)
-    indices = jnp.asarray(np.where(indices == 5, 6, indices), jnp.int32)
+    shape = (groups, wide, 128) if options.get("transpose_rhs") else (groups, 128, wide)
+    lhs, rhs = normal(17, 128, dtype=dtype).at[5].set(jnp.nan), normal(*shape, dtype=dtype)
+    indices = RNG.integers(-1, 19, rows)
+    options = options | {"lhs_indices": jnp.asarray(np.where(indices == 5, 6, indices), jnp.int32)}
     with _compat.race_detection(dma_execution_mode=mode):
-        call = grouped_matmul(
-            lhs,
-            rhs,
-            jnp.asarray(UNEVEN),
-            lhs_indices=indices,
-            implementation="pallas",
-            gather=gather,
-            **options,
-        )
-        got = jax.block_until_ready(call)
-    del options["tile"]
-    close(got, oracle.grouped_matmul(lhs.at[5].set(0), rhs, UNEVEN, lhs_indices=indices, **options), dtype)
+        how = {"implementation": "pallas", "gather": gather, "tile": (32, 128, 128)}
+        got = jax.block_until_ready(grouped_matmul(lhs, rhs, jnp.asarray(sizes), **how, **options))
+    close(got, oracle.grouped_matmul(lhs.at[5].set(0), rhs, sizes, **options), dtype)
 
 
 def test_the_gather_is_fused_where_one_stretch_holds_all_columns():
