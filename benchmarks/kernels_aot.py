@@ -340,6 +340,25 @@ def matrix_unit_share(folder: Path, chip: str) -> list[dict]:
     return found
 
 
+def gather_bundles(folder: Path) -> dict | None:
+    """Bundles a row, in a compiler dump, for starting the copies of a fused gather, and for putting the rows in order."""
+    from meshpar_kernels.grouped_matmul import tpu_gather
+
+    for path in sorted(folder.glob("*meshpar_gathered*-final_bundles.txt")):
+        if "schedule" in path.name:
+            continue
+        found = {}
+        for loop in _innermost_loops(path.read_text()):
+            starts = sum(line.count("= dma.") for line in loop)
+            loads = sum(line.count("vld") for line in loop)
+            if starts == tpu_gather.UNROLL:
+                found["copies"] = len(loop) / starts
+            elif not starts and loads >= tpu_gather.STRIP and not any("vmatmul" in line for line in loop):
+                found.setdefault("in order", len(loop) / tpu_gather.STRIP)
+        return found
+    return None
+
+
 def order_of(folder: Path) -> list[str]:
     """What the scheduled bundles of a kernel that sends do one after the other: "send", "matmul", "wait", runs as one."""
     marks = {"dma.general": "send", "vmatmul": "matmul", "dma.done.wait": "wait"}
@@ -385,6 +404,7 @@ def run_one(kernel: str, shape: str, chip: str, bundles: bool) -> dict:
         facts = json.loads(lines[-1])
         if bundles:
             facts["loops"] = matrix_unit_share(Path(folder), chip)
+            facts["gather"] = gather_bundles(Path(folder))
             if kernel in shared_kernels():
                 facts["order"] = order_of(Path(folder))
     return facts
@@ -439,6 +459,10 @@ def main() -> None:
             for loop in facts.get("loops", []):
                 share = "?" if loop["share"] is None else f"{loop['share']:.0%}"
                 line += f"   {share} ({loop['products']} products, {loop['bundles']} bundles)"
+            if facts.get("gather"):
+                line += "   bundles a row: " + ", ".join(
+                    f"{name} {value:.1f}" for name, value in facts["gather"].items()
+                )
             if "order" in facts:
                 line += f"   order: {', '.join(facts['order'])}"
             print(line, flush=True)

@@ -28,7 +28,7 @@ OPERANDS, SCRATCH = 4, 4
 """How many of the fields of `GatherRefs` are operands of the kernel, and how many its scratch memory."""
 
 UNROLL = 8
-"""Copies started in one turn of a loop."""
+"""Copies started in one turn of a loop: the rows of one register, so that their places are offsets from one address."""
 
 STRIP = 16
 """Rows picked out at once."""
@@ -116,10 +116,11 @@ def gather_tile(refs: GatherRefs, visit: jax.Array, tile_of: Any, limit: int, ti
 
     def fetch(indices, slot):
         def some(block, _):
+            first = pl.multiple_of(block * UNROLL, UNROLL)
+            targets = refs.buffer.at[slot, pl.ds(first, UNROLL)]
             for j in range(UNROLL):
-                r = block * UNROLL + j
-                row = source.at[pl.ds(indices[0, 0, r], 1)]
-                pltpu.make_async_copy(row, refs.buffer.at[slot, pl.ds(r, 1)], refs.arrived.at[slot]).start()
+                row = source.at[pl.ds(indices[0, 0, first + j], 1)]
+                pltpu.make_async_copy(row, targets.at[pl.ds(j, 1)], refs.arrived.at[slot]).start()
             return 0
 
         lax.fori_loop(0, tile // UNROLL, some, 0)

@@ -70,18 +70,21 @@ def _gather_sum_kernel(
     words = x_ref.bitcast(jnp.int32) if view else x_ref
 
     def fetch(indices, slot):
+        together = 8 if k <= 8 else 1  # a register's rows: their places are offsets from one address
+
         def some_rows(block, _):
-            for r in range(together):
-                for j in range(k):
-                    row = indices[0, j, block * together + r]
+            first = block * together
+            for j in range(k):
+                targets = buffer.at[slot, pl.ds(pl.multiple_of(j * rows + first, together), together)]
+                for r in range(together):
+                    row = indices[0, j, first + r]
                     pltpu.make_async_copy(
                         words.at[pl.ds(row, 1), pl.ds(slab * width, width)],
-                        buffer.at[slot, pl.ds(j * rows + block * together + r, 1)],
+                        targets.at[pl.ds(r, 1)],
                         arrived.at[slot],
                     ).start()
             return 0
 
-        together = max(8 // k, 1)
         lax.fori_loop(0, rows // together, some_rows, 0)
 
     @pl.when(step == 0)
