@@ -67,8 +67,8 @@ def grouped_matmul(
         bytes.
       gather: with `lhs_indices`: "fused" lets the TPU kernel copy the rows into the tiles it multiplies, so that
         lhs[lhs_indices] never exists, once for each stretch of `tile` columns; "first" gathers by a kernel of its own.
-        None takes "fused" where one stretch holds all columns, else "first", which then does less. The backward pass
-        gathers first: it needs the rows more than once.
+        None takes "fused" where one stretch holds all columns, else "first", which then does less. The backward pass,
+        which needs the rows more than once, and all other implementations gather first.
       debug: warn at run time about group sizes that are negative or go past M.
 
     Returns:

@@ -71,25 +71,17 @@ def product(options: Options, lhs, rhs, group_sizes, group_offset, row_scale, in
 
         return call
 
-    def gathered_first(function, gather_sum):
-        def call(lhs, rhs, group_sizes, group_offset, row_scale, indices):
-            if indices is not None:
-                lhs = gather_sum(lhs, indices.astype(jnp.int32)[:, None], None)
-            return function(lhs, rhs, group_sizes, group_offset, row_scale, **kwargs)
-
-        return call
-
-    by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile)
+    by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, **kwargs)
     cannot = gpu.unsupported(lhs, options.out_dtype, gpu_tile, halves, K=k, N=halves * n, columns=n)
     if indices is not None:
         cannot = Unsupported((*cannot, *routing_gpu.gather_sum_unsupported(lhs, indices[:, None])))
     functions = {
-        "pallas_tpu": _on_tpu(options, lhs, rhs, indices, rows, n, halves, kwargs, gathered_first),
-        "pallas_gpu": cannot or gathered_first(by_gpu, routing_gpu.gather_sum),
+        "pallas_tpu": _on_tpu(options, lhs, rhs, indices, n, halves, kwargs),
+        "pallas_gpu": cannot or _gathering_first(routing_gpu.gather_sum, by_gpu),
         "xla": plain(xla.grouped_matmul),
         "reference": plain(reference.grouped_matmul),
     }
-    if indices is not None and options.gather == "fused":
+    if indices is not None and options.gather == "fused" and options.implementation is not None:
         reason = Unsupported(["it gathers the rows before the product (gather='fused' is the TPU kernel's)"])
         functions = {name: f if name == "pallas_tpu" else reason for name, f in functions.items()}
     return dispatch(
@@ -106,13 +98,24 @@ def product(options: Options, lhs, rhs, group_sizes, group_offset, row_scale, in
     )
 
 
-def _on_tpu(options: Options, lhs, rhs, indices, rows: int, n: int, halves: int, kwargs, gathered_first):
+def _gathering_first(gather_sum, function):
+    """`function` of `lhs[indices]`, where there are indices."""
+
+    def call(lhs, rhs, group_sizes, group_offset, row_scale, indices):
+        if indices is not None:
+            lhs = gather_sum(lhs, indices.astype(jnp.int32)[:, None], None)
+        return function(lhs, rhs, group_sizes, group_offset, row_scale)
+
+    return call
+
+
+def _on_tpu(options: Options, lhs, rhs, indices, n: int, halves: int, kwargs):
     """The TPU kernel, or why it cannot run; with its own gather where that is asked for or pays.
 
     It pays where one stretch of columns holds the whole result. Else every stretch would copy the rows again, which
     costs the scalar core more than reading them in order, and they are gathered first.
     """
-    k = lhs.shape[1]
+    rows, k = lhs.shape[0] if indices is None else indices.shape[0], lhs.shape[1]
 
     def tile_of(gathered: bool) -> tpu_tiles.Tile | None:
         if options.tile is not None:
@@ -132,10 +135,13 @@ def _on_tpu(options: Options, lhs, rhs, indices, rows: int, n: int, halves: int,
         reasons = Unsupported((*reasons, *tpu_gather.gather_sum_unsupported(lhs, indices[:, None])))
     if tile is None:
         return reasons
-    return reasons or gathered_first(functools.partial(tpu.grouped_matmul, tile=tile), tpu_gather.gather_sum)
+    return reasons or _gathering_first(
+        tpu_gather.gather_sum, functools.partial(tpu.grouped_matmul, tile=tile, **kwargs)
+    )
 
 
 def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, group_offset, row_scale) -> jax.Array:
+    """`grouped_matmul_transpose`."""
     k, n = lhs.shape[1], rhs.shape[1]
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros((groups, k, n), options.out_dtype)

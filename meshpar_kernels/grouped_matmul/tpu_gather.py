@@ -1,8 +1,8 @@
 """Rows of lhs gathered by the grouped matmul on TPU itself: one copy a row, from HBM into the tile they are multiplied in.
 
 Two tiles' buffers take turns. At the first visit of a tile the copies of the next tile's rows are started, then the
-tile's own are waited for; so they land while the tile is multiplied. Only the first tile of each stretch of columns is
-waited for in vain.
+tile's own are waited for; so they land while the tile is multiplied. Only for the first tile of each stretch of columns
+is there nothing to do meanwhile.
 
 Two bfloat16 rows share 32-bit words in HBM, and a copy moves whole words, so twice the bytes needed; the half that is
 meant is picked out in VMEM. Indices out of range copy some row, of which zeros are made.
@@ -43,8 +43,8 @@ class GatherRefs(NamedTuple):
     Attributes:
       now, following: SMEM int32 [1, 1, tile], rows (of words) to fetch for this tile and for the next.
       index: VMEM int32 [1, 1, tile], this tile's indices.
-      source: HBM, [T, K], or its int32 words [T/2, K].
-      buffer: VMEM, two tiles as they come.
+      source: HBM, [T, K], or its int32 words [⌈T/2⌉, K].
+      buffer: VMEM [2, tile, K], two tiles as they come: int32 words for bfloat16.
       arrived: DMA semaphores, one a buffer.
       column: VMEM int32 [tile, 1].
       rows: VMEM [tile, K], the gathered tile.
