@@ -14,9 +14,10 @@ and for a multinomial load. `ragged_dot` gives the same facts for XLA's own op. 
 `matrix unit` is the cycles that the unit needs for the products of the large inner loop over the
 instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured:
 above 100 % either the unit is the limit or the assumption is too high. `permute` and `combine` are
-their kernel given the row indices, without what computes these from a plan. Attention is over 8
-devices, gathered K/V over one mesh axis for each torus dimension. What a device sends in each kind of collective
-follows; `hidden` says that what travels does so while attention is computed: that
+their kernel given the row indices, and with `by plan` also what computes these. `route` has its logits given, or made
+in the same program (`after its product`), which then holds them. `gathered` is the forward product of M/8 tokens' rows
+by `lhs_indices`. Attention is over 8 devices, gathered K/V over one mesh axis for each torus dimension. What a device
+sends in each kind of collective follows; `hidden` says that what travels does so while attention is computed: that
 every start of a permute in a loop stands before the attention and its end after it.
 
 Kernels that talk to other devices are compiled for 8 of them. With `--bundles` their `order` is what the schedule does one
@@ -33,6 +34,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from kernel_bundles import gather_bundles, matrix_unit_share, order_of
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
@@ -53,9 +56,11 @@ def cases() -> list[tuple[str, str]]:
     peer = ["ragged_dot", "ragged_dot d lhs", "ragged_dot d rhs"]
     rows = [(kernel, shape) for shape in MATMULS for kernel in matmul]
     rows += [("swiglu", shape) for shape in MATMULS if shape.endswith("-up")]
+    rows += [(f"gathered {how}", shape) for shape in MATMULS for how in ("fused", "first")]
     rows += [(kernel, "g64") for kernel in peer]
     models = ["mixtral-8x7b", "deepseek-v3"]
-    rows += [(kernel, m) for m in models for kernel in ("route", "permute", "combine")]
+    routing = ["route", "route after its product", "permute", "combine", "permute by plan", "combine by plan"]
+    rows += [(kernel, m) for m in models for kernel in routing]
     rows += [("all_gather_matmul" if s.gathers else "matmul_reduce_scatter", name) for name, s in FUSED.items()]
     rows += [(kernel, "16MiB") for kernel in ("all_gather", "reduce_scatter")] + [("all_reduce_small", "1MiB")]
     strategies = ["ring", "ulysses", "gathered"]
@@ -67,8 +72,8 @@ def build(kernel: str, shape: str):
     import jax
     import jax.numpy as jnp
 
-    from meshpar_kernels import grouped_matmul, route
-    from meshpar_kernels.routing import tpu
+    from meshpar_kernels import combine, grouped_matmul, permute, route
+    from meshpar_kernels.routing import tpu_gather
     from meshpar_kernels.shapes import MATMULS, MODELS
 
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -103,6 +108,13 @@ def build(kernel: str, shape: str):
                 return grouped_matmul(lhs, rhs, sizes, activation="swiglu", row_scale=scale, implementation="pallas")
 
             return swiglu, [lhs, wide, sizes, scale], 2 * s.flops
+        if kernel.startswith("gathered"):
+            how, tokens, indices = kernel.split()[1], ((s.m // 8, s.k), bf16), ((s.m,), i32)
+
+            def gathered(lhs, rhs, sizes, indices):
+                return grouped_matmul(lhs, rhs, sizes, lhs_indices=indices, gather=how, implementation="pallas")
+
+            return gathered, [tokens, rhs, sizes, indices], s.flops
         functions = {
             "forward": (forward, [lhs, rhs, sizes]),
             "d lhs": (back(forward, 0), both),
@@ -115,27 +127,45 @@ def build(kernel: str, shape: str):
 
     m = MODELS[shape]
     rows = TOKENS * m.k
+
+    def choose(logits, bias):
+        return route(
+            logits,
+            m.k,
+            score=m.score,
+            bias=bias if m.bias else None,
+            groups=m.groups,
+            top_groups=m.top_groups,
+            renormalize=m.renormalize,
+            scale=m.scale,
+            implementation="pallas",
+        )
+
+    logits, bias = ((TOKENS, m.experts), f32), ((m.experts,), f32)
     if kernel == "route":
+        return choose, [logits, bias], None
+    if kernel == "route after its product":
+        x, router = ((TOKENS, 64), f32), ((64, m.experts), f32)
+        return lambda x, router, bias: choose(x @ router, bias), [x, router, bias], None
+    if kernel.endswith("by plan"):
+        plan = jax.eval_shape(choose, *(jax.ShapeDtypeStruct(*a) for a in (logits, bias)))
+        leaves, tree = jax.tree.flatten(plan)
+        given = [(leaf.shape, leaf.dtype) for leaf in leaves]
 
-        def choose(x, router, bias):
-            return route(
-                x @ router,
-                m.k,
-                score=m.score,
-                bias=bias if m.bias else None,
-                groups=m.groups,
-                top_groups=m.top_groups,
-                renormalize=m.renormalize,
-                scale=m.scale,
-                implementation="pallas",
-            )
+        def spread(x, p):
+            return permute(x, p, implementation="pallas")
 
-        return choose, [((TOKENS, 64), f32), ((64, m.experts), f32), ((m.experts,), f32)], None
+        def sum_back(y, p):
+            return combine(y, p, weight=p.weight, implementation="pallas")
+
+        many, work = (TOKENS, spread) if kernel.startswith("permute") else (rows, sum_back)
+        first = ((many, m.embed), bf16)
+        return lambda x, *leaves: work(x, tree.unflatten(leaves)), [first, *given], None
     if kernel == "permute":
         arguments = [((TOKENS, m.embed), bf16), ((rows,), i32)]
-        return lambda x, token: tpu.gather_sum(x, token[:, None], None), arguments, None
+        return lambda x, token: tpu_gather.gather_sum(x, token[:, None], None), arguments, None
     arguments = [((rows, m.embed), bf16), ((m.k, TOKENS), i32), ((m.k, TOKENS), f32)]
-    return lambda y, row, weight: tpu.gather_sum(y, row.T, weight.T), arguments, None
+    return lambda y, row, weight: tpu_gather.gather_sum(y, row.T, weight.T), arguments, None
 
 
 def build_shared(kernel: str, shape: str):
@@ -297,60 +327,6 @@ def hidden_permutes(text: str) -> list[bool]:
     return found
 
 
-def matrix_unit_share(folder: Path, chip: str) -> list[dict]:
-    """For each kernel of a compiler dump: its large loop, and how busy that keeps the matrix unit.
-
-    An instruction multiplies a register of 16 bfloat16 rows. That takes 16 cycles on each of the
-    four 128×128 units of v5e and v5p, and 8 on each of the two 256×256 units of v6e: the figures
-    with which units and clock give the chips' peak. For tpu7x they do not fit the schedules seen,
-    so no share is given there.
-    """
-    cycles = {"v5e": 16 / 4, "v5p": 16 / 4, "v6e": 8 / 2}.get(chip)
-    found = []
-    for path in sorted(folder.glob("*meshpar*-final_bundles.txt")):
-        if "schedule" in path.name:
-            continue
-        best = None
-        for loop in _innermost_loops(path.read_text()):
-            products = sum(line.count("vmatmul") for line in loop)
-            if products and (best is None or products > best[0]):
-                best = (products, len(loop))
-        if best:
-            share = None if cycles is None else best[0] * cycles / best[1]
-            found.append({"products": best[0], "bundles": best[1], "share": share})
-    return found
-
-
-def order_of(folder: Path) -> list[str]:
-    """What the scheduled bundles of a kernel that sends do one after the other: "send", "matmul", "wait", runs as one."""
-    marks = {"dma.general": "send", "vmatmul": "matmul", "dma.done.wait": "wait"}
-    found: list[str] = []
-    for path in sorted(folder.glob("*meshpar*-final_bundles.txt")):
-        if "schedule" in path.name:
-            continue
-        for line in path.read_text().splitlines():
-            for mark, event in marks.items():
-                if mark in line and "shalt.err" not in line and found[-1:] != [event]:
-                    found.append(event)
-    return found
-
-
-def _innermost_loops(text: str) -> list[list[str]]:
-    """Runs of bundles at the same, deepest `>` nesting."""
-    runs: list[list[str]] = []
-    depth_before = -1
-    for line in text.splitlines():
-        match = re.match(r"\s*0x[0-9a-f]+\s*\S*\s*:\s*(>*)", line)
-        if not match:
-            continue
-        depth = len(match.group(1))
-        if depth != depth_before:
-            runs.append([])
-        runs[-1].append(line)
-        depth_before = depth
-    return runs
-
-
 def run_one(kernel: str, shape: str, chip: str, bundles: bool) -> dict:
     """`compile_one` in a process of its own."""
     environment = os.environ | ENVIRONMENT
@@ -366,6 +342,7 @@ def run_one(kernel: str, shape: str, chip: str, bundles: bool) -> dict:
         facts = json.loads(lines[-1])
         if bundles:
             facts["loops"] = matrix_unit_share(Path(folder), chip)
+            facts["gather"] = gather_bundles(Path(folder))
             if kernel in shared_kernels():
                 facts["order"] = order_of(Path(folder))
     return facts
@@ -375,14 +352,14 @@ def executed(shape: str) -> str:
     """Rows through the matrix unit over M: equal groups / a multinomial load."""
     import numpy as np
 
-    from meshpar_kernels.grouped_matmul import schedule, tpu
+    from meshpar_kernels.grouped_matmul import schedule, tpu_tiles
     from meshpar_kernels.shapes import MATMULS
 
     s = MATMULS[shape]
-    tile = tpu.pick_tile(s.m, s.k, s.n, s.groups, 2, 1)
+    tile = tpu_tiles.pick_tile(s.m, s.k, s.n, s.groups, 2, 1)
     even = [s.m // s.groups] * s.groups
     load = np.random.default_rng(0).multinomial(s.m, np.full(s.groups, 1 / s.groups)).tolist()
-    ratios = [schedule.executed_rows(x, s.m, tile.m, tpu.CHUNK) / s.m for x in (even, load)]
+    ratios = [schedule.executed_rows(x, s.m, tile.m, tpu_tiles.PIECES, 16) / s.m for x in (even, load)]
     return f"{ratios[0]:.2f} / {ratios[1]:.2f}"
 
 
@@ -422,6 +399,10 @@ def main() -> None:
             for loop in facts.get("loops", []):
                 share = "?" if loop["share"] is None else f"{loop['share']:.0%}"
                 line += f"   {share} ({loop['products']} products, {loop['bundles']} bundles)"
+            if facts.get("gather"):
+                line += "   bundles a row: " + ", ".join(
+                    f"{name} {value:.1f}" for name, value in facts["gather"].items()
+                )
             if "order" in facts:
                 line += f"   order: {', '.join(facts['order'])}"
             print(line, flush=True)

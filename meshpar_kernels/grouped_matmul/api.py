@@ -1,36 +1,21 @@
-"""`grouped_matmul` and its transpose: checks, choice of implementation, gradients."""
+"""`grouped_matmul` and its transpose: what they promise, and checks of the arguments."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar_kernels import _compat
-from meshpar_kernels._choose import dispatch, refuse_sharded
-from meshpar_kernels.grouped_matmul import gpu, reference, tpu, xla
-from meshpar_kernels.grouped_matmul.schedule import group_bounds
-from meshpar_kernels.routing import gpu as routing_gpu
-from meshpar_kernels.routing import tpu as routing_tpu
+from meshpar_kernels._choose import refuse_sharded
+from meshpar_kernels.grouped_matmul.gradients import matmul_with_gradient, transpose_with_gradient
+from meshpar_kernels.grouped_matmul.products import Options
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose"]
 
 ACTIVATIONS = (None, "swiglu")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What is fixed while tracing."""
-
-    transpose_rhs: bool
-    activation: str | None
-    out_dtype: jnp.dtype
-    implementation: str | None
-    tile: tuple[int, int, int] | None
+GATHERS = (None, "fused", "first")
 
 
 def grouped_matmul(
@@ -46,6 +31,7 @@ def grouped_matmul(
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
     tile: tuple[int, int, int] | None = None,
+    gather: str | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """Multiply the rows of each group by that group's matrix.
@@ -79,6 +65,10 @@ def grouped_matmul(
         take (float32 on a GPU, a GPU before Hopper) is said there and not hidden.
       tile: (rows, K, N) of one step of the Pallas kernel; None: the one that moves the fewest
         bytes.
+      gather: with `lhs_indices`: "fused" lets the TPU kernel copy the rows into the tiles it multiplies, so that
+        lhs[lhs_indices] never exists, once for each stretch of `tile` columns; "first" gathers by a kernel of its own.
+        None takes "fused" where one stretch holds all columns, else "first", which then does less. The backward pass,
+        which needs the rows more than once, and all other implementations gather first.
       debug: warn at run time about group sizes that are negative or go past M.
 
     Returns:
@@ -106,19 +96,22 @@ def grouped_matmul(
         raise ValueError(f"{op}: swiglu needs an even N (gate and up side by side), got N={n}")
     if lhs_indices is not None and (lhs_indices.ndim != 1 or not jnp.issubdtype(lhs_indices.dtype, jnp.integer)):
         raise ValueError(f"{op}: lhs_indices must be int [M], got {lhs_indices.dtype}{list(lhs_indices.shape)}")
+    if gather not in GATHERS:
+        raise ValueError(f"{op}: gather must be one of {GATHERS}, got {gather!r}")
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
     _check_scale(op, row_scale, rows)
     refuse_sharded(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, lhs_indices=lhs_indices, row_scale=row_scale)
     if debug:
         _check_sizes_at_run_time(group_sizes, rows)
-    options = _Options(
+    options = Options(
         transpose_rhs=transpose_rhs,
         activation=activation,
         out_dtype=jnp.dtype(lhs.dtype if out_dtype is None else out_dtype),
         implementation=implementation,
         tile=tile,
+        gather=gather,
     )
-    return _matmul_jit(options, lhs, rhs, group_sizes, _as_offset(group_offset), lhs_indices, row_scale)
+    return matmul_with_gradient(options, lhs, rhs, group_sizes, _as_offset(group_offset), lhs_indices, row_scale)
 
 
 def grouped_matmul_transpose(
@@ -168,14 +161,14 @@ def grouped_matmul_transpose(
     refuse_sharded(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, row_scale=row_scale)
     if debug:
         _check_sizes_at_run_time(group_sizes, lhs.shape[0])
-    options = _Options(
+    options = Options(
         transpose_rhs=False,
         activation=None,
         out_dtype=jnp.dtype(lhs.dtype if out_dtype is None else out_dtype),
         implementation=implementation,
         tile=tile,
     )
-    return _transpose_jit(options, groups, lhs, rhs, group_sizes, _as_offset(group_offset), row_scale)
+    return transpose_with_gradient(options, groups, lhs, rhs, group_sizes, _as_offset(group_offset), row_scale)
 
 
 def _check_groups(op, lhs, rhs, group_sizes, groups, group_offset) -> None:
@@ -210,229 +203,3 @@ def _check_sizes_at_run_time(group_sizes: jax.Array, rows: int) -> None:
 
 def _as_offset(group_offset: jax.Array | int | None) -> jax.Array | None:
     return None if group_offset is None else jnp.asarray(group_offset, jnp.int32)
-
-
-# --- one product, without gradient ---------------------------------------------------------------
-
-
-def _gather(options: _Options, lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
-    """`lhs[indices]` by the implementation asked for."""
-    if indices is None or 0 in lhs.shape or 0 in indices.shape:
-        return reference.gather_rows(lhs, indices)
-    name = options.implementation
-
-    def by_kernel(lhs, indices):
-        return routing_tpu.gather_sum(lhs, indices.astype(jnp.int32)[:, None], None)
-
-    def by_gpu_kernel(lhs, indices):
-        return routing_gpu.gather_sum(lhs, indices[:, None], None)
-
-    functions = {
-        "pallas_tpu": routing_tpu.gather_sum_unsupported(lhs, indices[:, None]) or by_kernel,
-        "pallas_gpu": routing_gpu.gather_sum_unsupported(lhs, indices[:, None]) or by_gpu_kernel,
-        "xla": reference.gather_rows,
-        "reference": reference.gather_rows,
-    }
-    return dispatch("grouped_matmul's lhs_indices", name, functions, "xla", lhs, indices)
-
-
-def _product(options: _Options, lhs, rhs, group_sizes, group_offset, row_scale) -> jax.Array:
-    """`grouped_matmul` of rows that lie in order."""
-    halves = 1 if options.activation is None else 2
-    k, n = lhs.shape[1], (rhs.shape[1] if options.transpose_rhs else rhs.shape[2]) // halves
-    if 0 in (*lhs.shape, *rhs.shape):
-        return jnp.zeros((lhs.shape[0], n), options.out_dtype)
-    groups, itemsize = rhs.shape[0], lhs.dtype.itemsize
-    tile = (
-        tpu.pick_tile(lhs.shape[0], k, n, groups, itemsize, halves) if options.tile is None else tpu.Tile(*options.tile)
-    )
-    gpu_tile = (
-        gpu.pick_tile(n, itemsize, halves) if options.tile is None else gpu.make_tile(*options.tile, itemsize, halves)
-    )
-    kwargs = {
-        "transpose_rhs": options.transpose_rhs,
-        "activation": options.activation,
-        "out_dtype": options.out_dtype,
-    }
-
-    def plain(function):
-        def call(lhs, rhs, group_sizes, group_offset, row_scale):
-            return function(lhs, rhs, group_sizes, group_offset, None, row_scale, **kwargs)
-
-        return call
-
-    functions = {
-        "pallas_tpu": tpu.unsupported(lhs, rhs, n, tile, halves)
-        or functools.partial(tpu.grouped_matmul, tile=tile, **kwargs),
-        "pallas_gpu": gpu.unsupported(lhs, options.out_dtype, gpu_tile, halves, K=k, N=halves * n, columns=n)
-        or functools.partial(gpu.grouped_matmul, tile=gpu_tile, **kwargs),
-        "xla": plain(xla.grouped_matmul),
-        "reference": plain(reference.grouped_matmul),
-    }
-    return dispatch(
-        "grouped_matmul",
-        options.implementation,
-        functions,
-        "xla",
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset,
-        row_scale,
-    )
-
-
-def _transpose_product(options: _Options, groups: int, lhs, rhs, group_sizes, group_offset, row_scale) -> jax.Array:
-    k, n = lhs.shape[1], rhs.shape[1]
-    if 0 in (*lhs.shape, *rhs.shape):
-        return jnp.zeros((groups, k, n), options.out_dtype)
-    tile = (
-        tpu.pick_transpose_tile(lhs.shape[0], k, n, groups, lhs.dtype.itemsize)
-        if options.tile is None
-        else tpu.Tile(*options.tile)
-    )
-    itemsize = lhs.dtype.itemsize
-    gpu_tile = gpu.pick_tile(n, itemsize) if options.tile is None else gpu.make_transpose_tile(options.tile, itemsize)
-    kwargs = {"groups": groups, "out_dtype": options.out_dtype}
-    functions = {
-        "pallas_tpu": tpu.unsupported(lhs, rhs, n, tile)
-        or functools.partial(tpu.grouped_matmul_transpose, tile=tile, **kwargs),
-        "pallas_gpu": gpu.unsupported(lhs, options.out_dtype, gpu_tile, K=k, N=n)
-        or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, **kwargs),
-        "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
-        "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),
-    }
-    return dispatch(
-        "grouped_matmul_transpose",
-        options.implementation,
-        functions,
-        "xla",
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset,
-        row_scale,
-    )
-
-
-# --- gradients -----------------------------------------------------------------------------------
-
-
-def _no_tangent(x):
-    return None if x is None else np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _row_dots(a: jax.Array, b: jax.Array) -> jax.Array:
-    return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(-1)
-
-
-def _in_a_group(x: jax.Array, rows: int, group_sizes, group_offset, groups: int) -> jax.Array:
-    """x[M], with 0 where a row is in no local group."""
-    bounds = group_bounds(group_sizes, rows, group_offset, groups)
-    row = jnp.arange(rows)
-    return jnp.where((row >= bounds[0]) & (row < bounds[-1]), x, 0.0)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(options, lhs, rhs, group_sizes, group_offset, lhs_indices, row_scale):
-    lhs = _gather(options, lhs, lhs_indices)
-    return _product(options, lhs, rhs, group_sizes, group_offset, row_scale)
-
-
-def _matmul_fwd(options, *args):
-    return _matmul(options, *args), args
-
-
-def _matmul_bwd(options, saved, grad):
-    lhs, rhs, group_sizes, group_offset, indices, row_scale = saved
-    plain = dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, tile=None)
-    back = dataclasses.replace(plain, transpose_rhs=not options.transpose_rhs)
-    groups = rhs.shape[0]
-    rows = _gather(options, lhs, indices)
-    total = rows.shape[0]
-
-    grad_scale = None
-    scale = row_scale
-    if options.activation == "swiglu":
-        product = _product(plain, rows, rhs, group_sizes, group_offset, None)
-        gate, up = jnp.split(product.astype(jnp.float32), 2, axis=-1)
-        sigmoid = jax.nn.sigmoid(gate)
-        grad = grad.astype(jnp.float32)
-        if row_scale is not None:
-            grad_scale = _row_dots(grad, gate * sigmoid * up)
-            grad = grad * row_scale.astype(jnp.float32)[:, None]
-        grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        grad = jnp.concatenate([grad_gate, grad * gate * sigmoid], axis=-1)
-        scale = None
-    grad = grad.astype(lhs.dtype)
-
-    grad_rows = _product(back, grad, rhs, group_sizes, group_offset, None)
-    if scale is not None:
-        grad_scale = _row_dots(grad_rows, rows)
-        factor = _in_a_group(scale.astype(jnp.float32), total, group_sizes, group_offset, groups)
-        grad_rows = (grad_rows.astype(jnp.float32) * factor[:, None]).astype(lhs.dtype)
-    pair = (grad, rows) if options.transpose_rhs else (rows, grad)
-    weights = dataclasses.replace(plain, transpose_rhs=False, out_dtype=rhs.dtype)
-    grad_rhs = _transpose_product(weights, groups, *pair, group_sizes, group_offset, scale)
-    if grad_scale is not None and row_scale is not None:
-        grad_scale = _in_a_group(grad_scale, total, group_sizes, group_offset, groups)
-        grad_scale = grad_scale.astype(row_scale.dtype)
-    grad_lhs = grad_rows
-    if indices is not None:
-        here = (indices >= 0) & (indices < lhs.shape[0])
-        target = jnp.where(here, indices, lhs.shape[0])
-        grad_lhs = jnp.zeros(lhs.shape, jnp.float32).at[target].add(grad_rows.astype(jnp.float32), mode="drop")
-    return (
-        grad_lhs.astype(lhs.dtype),
-        grad_rhs,
-        _no_tangent(group_sizes),
-        _no_tangent(group_offset),
-        _no_tangent(indices),
-        grad_scale,
-    )
-
-
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _transpose(options, groups, lhs, rhs, group_sizes, group_offset, row_scale):
-    return _transpose_product(options, groups, lhs, rhs, group_sizes, group_offset, row_scale)
-
-
-def _transpose_fwd(options, groups, *args):
-    return _transpose(options, groups, *args), args
-
-
-def _transpose_bwd(options, groups, saved, grad):
-    """With S_g = Σ s_i lhs_iᵀ rhs_i: the gradients are s_i rhs_i·Gᵀ, s_i lhs_i·G and
-    lhs_i·G·rhs_iᵀ."""
-    lhs, rhs, group_sizes, group_offset, row_scale = saved
-    grad = grad.astype(lhs.dtype)
-    forward = dataclasses.replace(options, out_dtype=lhs.dtype, tile=None)
-    back = dataclasses.replace(forward, transpose_rhs=True)
-    grad_lhs = _product(back, rhs, grad, group_sizes, group_offset, row_scale)
-    grad_rhs = _product(forward, lhs, grad, group_sizes, group_offset, None)
-    grad_scale = None
-    if row_scale is not None:
-        total = lhs.shape[0]
-        grad_scale = _row_dots(grad_rhs, rhs)
-        grad_scale = _in_a_group(grad_scale, total, group_sizes, group_offset, groups)
-        grad_scale = grad_scale.astype(row_scale.dtype)
-        factor = row_scale.astype(jnp.float32)
-        factor = _in_a_group(factor, total, group_sizes, group_offset, groups)
-        grad_rhs = (grad_rhs.astype(jnp.float32) * factor[:, None]).astype(rhs.dtype)
-    return grad_lhs, grad_rhs, _no_tangent(group_sizes), _no_tangent(group_offset), grad_scale
-
-
-_transpose.defvjp(_transpose_fwd, _transpose_bwd)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _matmul_jit(options, *args):
-    return _matmul(options, *_compat.same_varying(*args))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _transpose_jit(options, groups, *args):
-    return _transpose(options, groups, *_compat.same_varying(*args))

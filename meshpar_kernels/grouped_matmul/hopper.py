@@ -32,7 +32,8 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, chunks, copy_rows, mask_rows, place, ring, smem
-from meshpar_kernels.grouped_matmul.schedule import group_bounds, visit_spans
+from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
+from meshpar_kernels.grouped_matmul.schedule import visit_spans
 
 __all__ = ["CONSUMERS", "grouped_matmul", "grouped_matmul_transpose"]
 
@@ -231,16 +232,15 @@ def grouped_matmul(
     half of a tile has no row of the group does not multiply.
     """
     gpu = _compat.mosaic_gpu()
-    rows, k = lhs.shape
-    halves = 1 if activation is None else 2
-    n = (rhs.shape[1] if transpose_rhs else rhs.shape[2]) // halves
-    groups = rhs.shape[0]
-    spans = visit_spans(group_bounds(group_sizes, rows, group_offset, groups), rows, tile.m)
+    problem = matmul_problem(
+        lhs.shape[0], rhs, group_sizes, group_offset, transpose_rhs=transpose_rhs, activation=activation
+    )
+    rows, k, n, halves, _, bounds = problem
     width = min(tile.n, 128 // out_dtype.itemsize)
     rhs_tile = (tile.n, tile.k) if transpose_rhs else (tile.k, tile.n)
-    operands = [*spans, lhs, rhs]
+    operands = [*visit_spans(bounds, rows, tile.m), lhs, rhs]
     if row_scale is not None:
-        operands.append(jnp.pad(row_scale.astype(jnp.float32), (0, max(tile.m - rows, 0))))
+        operands.append(padded_scale(row_scale, tile.m))
     kernel = functools.partial(
         _matmul_kernel,
         gpu=gpu,
@@ -364,11 +364,9 @@ def grouped_matmul_transpose(
     copy of rhs.
     """
     gpu = _compat.mosaic_gpu()
-    rows, k = lhs.shape
-    n = rhs.shape[1]
+    _, k, n, *_, bounds = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
     if row_scale is not None:
         rhs = (rhs.astype(jnp.float32) * row_scale.astype(jnp.float32)[:, None]).astype(rhs.dtype)
-    bounds = group_bounds(group_sizes, rows, group_offset, groups)
     width = min(tile.n, 128 // out_dtype.itemsize)
     return gpu.kernel(
         functools.partial(_transpose_kernel, gpu=gpu, shape=(k, n, groups), tile=tile, num_sms=num_sms),

@@ -188,18 +188,23 @@ def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int
     return total
 
 
-def executed_rows(sizes: list[int], rows: int, tile: int, chunk: int) -> int:
+def executed_rows(sizes: list[int], rows: int, tile: int, pieces: tuple[int, ...], pack: int) -> int:
     """Rows that the matrix unit works on for these groups: the waste at group borders is in here.
 
-    A tile that one group fills is multiplied whole; another by chunks of `chunk` rows, those that
-    hold a row of the group. Plain Python, for reports and tests.
+    A tile that one group fills is multiplied whole. Of another the rows of the group are: from the pack in which they
+    begin on, the largest of the ascending `pieces` repeated, then the smallest that holds the rest. Plain Python, for
+    reports and tests.
     """
     total, start = 0, 0
     for size in sizes:
         end = min(start + size, rows)
         for first in range(start // tile * tile, end, tile):
             low, high = max(start, first) - first, min(end, first + tile) - first
-            if high > low:
-                total += (-(-high // chunk) - low // chunk) * chunk
+            length = high - low // pack * pack
+            if high - low == tile:
+                total += tile
+            elif high > low:
+                rest = length % pieces[-1]
+                total += length - rest + min((p for p in pieces if p >= rest), default=0) * (rest > 0)
         start = end
     return total

@@ -3,210 +3,61 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
-from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.grouped_matmul.reference import precision
-from meshpar_kernels.grouped_matmul.schedule import group_bounds, visit_groups, visit_rows
+from meshpar_kernels.grouped_matmul import tpu_gather, tpu_tiles
+from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale
+from meshpar_kernels.grouped_matmul.schedule import visit_rows
+from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, dot, in_blocks, row_mask
+from meshpar_kernels.grouped_matmul.tpu_tiles import Tile, cdiv
 
-__all__ = [
-    "Tile",
-    "grouped_matmul",
-    "grouped_matmul_transpose",
-    "pick_tile",
-    "pick_transpose_tile",
-    "unsupported",
-]
-
-VMEM_BYTES = 48 << 20
-"""On-chip memory that a kernel may plan with: three quarters of the 64 MiB of a v5p or tpu7x
-core."""
-
-CHUNK = 128
-"""Rows multiplied at once in a tile that several groups share."""
-
-BLOCK = (512, 2048, 512)
-"""Most rows, contracted columns and columns of one product that the compiler schedules as a whole.
-
-Larger ones unroll into programs that take minutes to compile; smaller ones load weights into the
-matrix unit more often than they use them (v6e: 60 % busy at 128 rows, 89 % at 512).
-"""
-
-TRANSPOSE_BLOCK = (512, 1024)
-"""As `BLOCK`, for the most K and N of the transpose, which reads and writes its sums each time."""
+__all__ = ["grouped_matmul"]
 
 
-class Tile(NamedTuple):
-    """Rows, K and N that one step of the grid holds in VMEM."""
-
-    m: int
-    k: int
-    n: int
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _divisors(size: int, most: int) -> list[int]:
-    """Multiples of 128 that divide `size`, up to `most`, and `size` itself: the legal block
-    widths."""
-    return [d for d in range(128, min(size, most + 1), 128) if size % d == 0] + [size]
-
-
-def _row_tiles(rows: int) -> list[int]:
-    """Row tiles to choose from: whole chunks, or one tile for few rows."""
-    if rows <= CHUNK:
-        return [_cdiv(rows, 16) * 16]
-    return [t for t in (128, 256, 512) if t < 2 * rows]
-
-
-def pick_tile(
-    rows: int, k: int, n: int, groups: int, itemsize: int, halves: int, vmem: int = VMEM_BYTES
-) -> Tile | None:
-    """The tile that moves the fewest bytes between HBM and VMEM and fits; None if none does.
-
-    A step holds all of K: so a group's weights are fetched once, and lhs once for each tile of
-      columns.
-    A step itself costs about as much as 200 kB.
-
-    Args:
-      rows, k, n, groups: sizes; n is the width of the result.
-      itemsize: bytes of an element of lhs, rhs and out.
-      halves: 2 for a result that needs two products (SwiGLU), else 1.
-      vmem: bytes to plan with.
-    """
-    best = None
-    for tm in _row_tiles(rows):
-        visits = _cdiv(rows, tm) + groups - 1
-        for tn in _divisors(n, 4096):
-            held = 2 * itemsize * (tm * k + halves * k * tn + tm * tn)
-            held += 4 * halves * min(tm, BLOCK[0]) * min(tn, BLOCK[2]) * (2 if k > BLOCK[1] else 1)
-            if held > vmem:
-                continue
-            moved = rows * k * (n // tn) + groups * k * n * halves
-            cost = (itemsize * moved + 2e5 * visits * (n // tn), held)
-            if best is None or cost < best[0]:
-                best = (cost, Tile(tm, k, tn))
-    return None if best is None else best[1]
-
-
-def pick_transpose_tile(rows: int, k: int, n: int, groups: int, itemsize: int, vmem: int = VMEM_BYTES) -> Tile | None:
-    """As `pick_tile`, for [M, K]ᵀ[M, N] → [G, K, N]: the sums of a [k, n] tile stay in VMEM."""
-    best = None
-    for tm in _row_tiles(rows):
-        visits = _cdiv(rows, tm) + groups
-        for tk in _divisors(k, 4096):
-            for tn in _divisors(n, 4096):
-                held = 2 * itemsize * (tm * tk + tm * tn + tk * tn) + 4 * tk * tn
-                held += 4 * min(tk, TRANSPOSE_BLOCK[0]) * min(tn, TRANSPOSE_BLOCK[1])
-                if held > vmem:
-                    continue
-                moved = rows * (k * (n // tn) + n * (k // tk)) + groups * k * n
-                steps = visits * (k // tk) * (n // tn)
-                cost = (itemsize * moved + 2e5 * steps, held)
-                if best is None or cost < best[0]:
-                    best = (cost, Tile(tm, tk, tn))
-    return None if best is None else best[1]
-
-
-def unsupported(lhs: jax.Array, rhs: jax.Array, n: int, tile: Tile | None, halves: int = 1) -> Unsupported:
-    """Why the TPU kernels cannot take these operands; `tile` is what `pick_…` found."""
-    reasons = []
-    if lhs.dtype not in (jnp.float32, jnp.bfloat16):
-        reasons.append(f"operands are {lhs.dtype}; the kernel takes float32 and bfloat16")
-    if halves == 2 and n % 128:
-        reasons.append(f"the two halves of rhs, {n} columns each, are no multiple of 128 columns")
-    if tile is None:
-        reasons.append(
-            f"no tile of lhs{list(lhs.shape)} and rhs{list(rhs.shape)} fits "
-            f"{VMEM_BYTES >> 20} MiB of VMEM (a size that is no multiple of 128 is not split)"
-        )
-    return Unsupported(reasons)
-
-
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    return lax.dot_general(
-        a,
-        b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=precision(a.dtype),
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _by_chunks(low: jax.Array, high: jax.Array, rows: int, work) -> None:
-    """`work(first, size, whole)` on blocks of the tile if [low, high) fills it, else on its
-    chunks."""
-    chunk = min(CHUNK, rows)
-    whole = (low <= 0) & (high >= rows)
-
-    @pl.when(whole)
-    def _():
-        _blocks(rows, BLOCK[0], lambda first, size: work(first, size, True))
-
-    @pl.when(~whole)
-    def _():
-        def one(c, _):
-            work(pl.multiple_of(c * chunk, chunk), chunk, False)
-            return 0
-
-        # `lax.div`, not `//`, which asks for the sign, and that asks the host for its TPU
-        first = lax.div(jnp.maximum(low, 0), chunk)
-        last = lax.div(jnp.minimum(high, rows) + (chunk - 1), chunk)
-        lax.fori_loop(first, last, one, 0)
-
-
-def _blocks(size: int, most: int, work) -> None:
-    """`work(first, length)` on about equal blocks of 0…size: a loop, and what is left over."""
-    number = _cdiv(size, most)
-    length = size if number == 1 else _cdiv(_cdiv(size, number), 128) * 128
-    number = size // length
-
-    def one(b, _):
-        work(pl.multiple_of(b * length, length), length)
-        return 0
-
-    if number == 1:
-        work(0, length)
-    else:
-        lax.fori_loop(0, number, one, 0)
-    if size % length:
-        work(number * length, size % length)
-
-
-def _row_mask(first, size: int, low: jax.Array, high: jax.Array) -> jax.Array:
-    row = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
-    return (row >= low) & (row < high)
-
-
-def _matmul_kernel(tile_of, group_of, start, end, live, *refs, transpose_rhs: bool, halves: int, scaled: bool):
+def _matmul_kernel(
+    tile_of,
+    group_of,
+    start,
+    end,
+    live,
+    *refs,
+    transpose_rhs: bool,
+    halves: int,
+    scaled: bool,
+    gathered: tuple[int, ...],
+):
     """One visit: rows [start, end) of a tile against the weights of one group."""
     del group_of  # the block specs read it
     refs = list(refs)
-    lhs_ref = refs.pop(0)
+    operands, refs = (refs[: tpu_gather.OPERANDS], refs[tpu_gather.OPERANDS :]) if gathered else (refs[:1], refs[1:])
     rhs_refs = [refs.pop(0) for _ in range(halves)]
-    scale_ref = refs.pop(0) if scaled else None
-    out_ref, *sums = refs
-    (rows, k), n = lhs_ref.shape, out_ref.shape[1]
+    scale_ref: Any = refs.pop(0) if scaled else None
+    out_ref = refs.pop(0)
     visit = pl.program_id(1)
+    if gathered:
+        mine, refs = refs[-tpu_gather.SCRATCH :], refs[: -tpu_gather.SCRATCH]
+        lhs_ref = tpu_gather.gather_tile(tpu_gather.GatherRefs(*operands, *mine), visit, tile_of, *gathered)
+    else:
+        (lhs_ref,) = operands
+    scale_column = refs.pop() if scaled else None
+    sums = refs
+    (rows, k), n = lhs_ref.shape, out_ref.shape[1]
     low = start[visit] - tile_of[visit] * rows
     high = end[visit] - tile_of[visit] * rows
 
     def product(half, here, inner, columns):
         weights = rhs_refs[half].at[0]
         if transpose_rhs:
-            return _dot(lhs_ref[here, inner], weights[columns, inner], (1, 1))
-        return _dot(lhs_ref[here, inner], weights[inner, columns], (1, 0))
+            return dot(lhs_ref[here, inner], weights[columns, inner], (1, 1))
+        return dot(lhs_ref[here, inner], weights[inner, columns], (1, 0))
 
-    def multiply(first_row, size, whole):
+    def multiply(first_row, size, begin):
         here = pl.ds(first_row, size)
 
         def one_block(first_column, width):
@@ -220,35 +71,31 @@ def _matmul_kernel(tile_of, group_of, start, end, live, *refs, transpose_rhs: bo
                     for half, total in enumerate(totals):
                         total[...] += product(half, here, pl.ds(first, length), columns)
 
-                _blocks(k, BLOCK[1], add)
+                in_blocks(k, tpu_tiles.BLOCK[1], add)
                 products = [total[...] for total in totals]
             else:
                 products = [product(half, here, slice(None), columns) for half in range(halves)]
             value = products[0] if halves == 1 else jax.nn.silu(products[0]) * products[1]
-            if scale_ref is not None:
-                value = value * scale_ref[:, here].T
+            if scale_column is not None:
+                value = value * scale_column[here]
             value = value.astype(out_ref.dtype)
-            if not whole:
-                mine = _row_mask(first_row, size, low, high)
+            if begin is not None:
+                mine = row_mask(first_row, size, jnp.maximum(low, begin), high)
                 value = jnp.where(mine, value, out_ref[here, columns])
             out_ref[here, columns] = value
 
-        _blocks(n, BLOCK[2], one_block)
+        in_blocks(n, tpu_tiles.BLOCK[2], one_block)
 
     @pl.when(live[visit] > 0)
     def _():
-        _by_chunks(low, high, rows, multiply)
+        if scale_column is not None:
+            scale_column[...] = scale_ref[...].T
+        by_rows(low, high, rows, tpu_tiles.PIECES, tpu_tiles.pack(lhs_ref.dtype.itemsize), multiply)
 
     @pl.when(live[visit] == 0)
     def _():
-        mine = _row_mask(0, rows, low, high)
+        mine = row_mask(0, rows, low, high)
         out_ref[...] = jnp.where(mine, jnp.zeros_like(out_ref), out_ref[...])
-
-
-def _scale_row(row_scale: jax.Array, rows: int, tile: int) -> jax.Array:
-    """[M] → float32 [1, ⌈M / tile⌉·tile]; as a column it would fill 128 lanes."""
-    padded = jnp.pad(row_scale.astype(jnp.float32), (0, -rows % tile))
-    return padded.reshape(1, -1)
 
 
 def grouped_matmul(
@@ -257,26 +104,27 @@ def grouped_matmul(
     group_sizes: jax.Array,
     group_offset: jax.Array | None,
     row_scale: jax.Array | None,
+    lhs_indices: jax.Array | None = None,
     *,
     transpose_rhs: bool,
     activation: str | None,
     out_dtype: jnp.dtype,
     tile: Tile,
 ) -> jax.Array:
-    """As `reference.grouped_matmul`, without indices.
+    """As `reference.grouped_matmul`.
 
-    Grid: columns of the result, visits. Rows of a tile that one group fills go through the matrix
-      unit
-    in large blocks; a tile that groups share goes by chunks, only those with rows of the visit's
-    group.
+    Grid: columns of the result, visits. Rows of a tile that one group fills go through the matrix unit
+    in large blocks; of a tile that groups share only about the rows of the visit's group do
+    (`tpu_blocks.by_rows`). With indices, tiles of lhs come by a copy for each row (`tpu_gather`), once for each
+    stretch of columns.
     """
-    rows, k = lhs.shape
-    groups = rhs.shape[0]
-    halves = 1 if activation is None else 2
-    n = (rhs.shape[1] if transpose_rhs else rhs.shape[2]) // halves
+    gathered = lhs_indices is not None
+    rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
+    problem = matmul_problem(rows, rhs, group_sizes, group_offset, transpose_rhs=transpose_rhs, activation=activation)
+    _, k, n, halves, _, bounds = problem
     tm, _, tn = tile
-    steps_n = _cdiv(n, tn)
-    visits = visit_rows(group_bounds(group_sizes, rows, group_offset, groups), rows, tm)
+    steps_n = cdiv(n, tn)
+    visits = visit_rows(bounds, rows, tm)
 
     def rhs_spec(half):
         first = half * steps_n
@@ -284,13 +132,22 @@ def grouped_matmul(
             return pl.BlockSpec((1, tn, k), lambda i, v, t, g, *_: (g[v], i + first, 0))
         return pl.BlockSpec((1, k, tn), lambda i, v, t, g, *_: (g[v], 0, i + first))
 
-    in_specs = [pl.BlockSpec((tm, k), lambda i, v, t, *_: (t[v], 0))]
+    if lhs_indices is None:
+        in_specs, operands = [pl.BlockSpec((tm, k), lambda i, v, t, *_: (t[v], 0))], [lhs]
+    else:
+        in_specs, operands = tpu_gather.specs(rows, tm), tpu_gather.operands(lhs, lhs_indices, tm)
     in_specs += [rhs_spec(half) for half in range(halves)]
-    operands = [lhs, *[rhs] * halves]
+    operands += [rhs] * halves
     if row_scale is not None:
         in_specs.append(pl.BlockSpec((1, tm), lambda i, v, t, *_: (0, t[v])))
-        operands.append(_scale_row(row_scale, rows, tm))
-    sums = pltpu.VMEM((min(tm, BLOCK[0]), min(tn, BLOCK[2])), jnp.float32)
+        operands.append(padded_scale(row_scale, tm)[None])  # as a column it would fill 128 lanes
+    most_rows = min(tm, max(tpu_tiles.BLOCK[0], tpu_tiles.PIECES[-1]))
+    sums = pltpu.VMEM((most_rows, min(tn, tpu_tiles.BLOCK[2])), jnp.float32)
+    scratch = [sums] * (halves if k > tpu_tiles.BLOCK[1] else 0)
+    if row_scale is not None:
+        scratch.append(pltpu.VMEM((tm, 1), jnp.float32))
+    if gathered:
+        scratch += tpu_gather.scratch(tm, k, lhs.dtype)
     itemsize = lhs.dtype.itemsize
     return pl.pallas_call(
         functools.partial(
@@ -298,118 +155,27 @@ def grouped_matmul(
             transpose_rhs=transpose_rhs,
             halves=halves,
             scaled=row_scale is not None,
+            gathered=(lhs.shape[0], cdiv(rows, tm)) if gathered else (),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(steps_n, visits.number),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((tm, tn), lambda i, v, t, *_: (t[v], i)),
-            scratch_shapes=[sums] * (halves if k > BLOCK[1] else 0),
+            scratch_shapes=scratch,
         ),
         out_shape=_compat.out_struct((rows, n), out_dtype, lhs, rhs),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES + (8 << 20)
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=tpu_tiles.VMEM_BYTES + (8 << 20),
+            disable_bounds_checks=gathered,  # 14 of 25 bundles a row; `tpu_gather` keeps its rows within bounds itself
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * k * n * halves,
             transcendentals=rows * n * (halves - 1),
-            bytes_accessed=itemsize * (steps_n * rows * k + rhs.size) + out_dtype.itemsize * rows * n,
+            bytes_accessed=(4 if gathered else itemsize) * steps_n * rows * k
+            + itemsize * rhs.size
+            + out_dtype.itemsize * rows * n,
         ),
-        name="meshpar_grouped_matmul",
-    )(*visits[:5], *operands)
-
-
-def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
-    """One visit: adds lhsᵀ·rhs of the rows [start, end) of a tile to the sums of one group."""
-    lhs_ref, rhs_ref, *scale_ref, out_ref, total = refs
-    rows = lhs_ref.shape[0]
-    visit, visits = pl.program_id(2), pl.num_programs(2)
-    low = start[visit] - tile_of[visit] * rows
-    high = end[visit] - tile_of[visit] * rows
-    before = group_of[jnp.maximum(visit - 1, 0)]
-    after = group_of[jnp.minimum(visit + 1, visits - 1)]
-
-    @pl.when((visit == 0) | (before != group_of[visit]))
-    def _():
-        total[...] = jnp.zeros_like(total)
-
-    def multiply(first_row, size, whole):
-        here = pl.ds(first_row, size)
-
-        def one_strip(first_k, height):
-            left = lhs_ref[here, pl.ds(first_k, height)]
-            if not whole:
-                left = jnp.where(_row_mask(first_row, size, low, high), left, jnp.zeros_like(left))
-
-            def one_block(first_n, width):
-                right = rhs_ref[here, pl.ds(first_n, width)]
-                if scaled:
-                    factor = scale_ref[0][:, here].T
-                    right = (right.astype(jnp.float32) * factor).astype(rhs_ref.dtype)
-                if not whole:
-                    mine = _row_mask(first_row, size, low, high)
-                    right = jnp.where(mine, right, jnp.zeros_like(right))
-                there = (pl.ds(first_k, height), pl.ds(first_n, width))
-                total[there] += _dot(left, right, (0, 0))
-
-            _blocks(rhs_ref.shape[1], TRANSPOSE_BLOCK[1], one_block)
-
-        _blocks(lhs_ref.shape[1], TRANSPOSE_BLOCK[0], one_strip)
-
-    @pl.when(live[visit] > 0)
-    def _():
-        _by_chunks(low, high, rows, multiply)
-
-    @pl.when((visit == visits - 1) | (after != group_of[visit]))
-    def _():
-        out_ref[0] = total[...].astype(out_ref.dtype)
-
-
-def grouped_matmul_transpose(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    group_offset: jax.Array | None,
-    row_scale: jax.Array | None,
-    *,
-    groups: int,
-    out_dtype: jnp.dtype,
-    tile: Tile,
-) -> jax.Array:
-    """As `reference.grouped_matmul_transpose`. Grid: K, columns, visits; one tile of sums in
-    VMEM."""
-    rows, k = lhs.shape
-    n = rhs.shape[1]
-    tm, tk, tn = tile
-    visits = visit_groups(group_bounds(group_sizes, rows, group_offset, groups), rows, tm)
-    in_specs = [
-        pl.BlockSpec((tm, tk), lambda i, j, v, t, *_: (t[v], i)),
-        pl.BlockSpec((tm, tn), lambda i, j, v, t, *_: (t[v], j)),
-    ]
-    operands = [lhs, rhs]
-    if row_scale is not None:
-        in_specs.append(pl.BlockSpec((1, tm), lambda i, j, v, t, *_: (0, t[v])))
-        operands.append(_scale_row(row_scale, rows, tm))
-    steps_k, steps_n = _cdiv(k, tk), _cdiv(n, tn)
-    return pl.pallas_call(
-        functools.partial(_transpose_kernel, scaled=row_scale is not None),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(steps_k, steps_n, visits.number),
-            in_specs=in_specs,
-            out_specs=pl.BlockSpec((1, tk, tn), lambda i, j, v, t, g, *_: (g[v], i, j)),
-            scratch_shapes=[pltpu.VMEM((tk, tn), jnp.float32)],
-        ),
-        out_shape=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_BYTES + (8 << 20),
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * rows * k * n,
-            transcendentals=0,
-            bytes_accessed=lhs.dtype.itemsize * rows * (steps_n * k + steps_k * n)
-            + out_dtype.itemsize * groups * k * n,
-        ),
-        name="meshpar_grouped_matmul_transpose",
+        name="meshpar_gathered_matmul" if gathered else "meshpar_grouped_matmul",
     )(*visits[:5], *operands)

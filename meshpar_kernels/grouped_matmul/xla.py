@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.reference import activate, gather_rows, precision
-from meshpar_kernels.grouped_matmul.schedule import group_bounds, visit_groups, visit_rows
+from meshpar_kernels.grouped_matmul.schedule import visit_groups, visit_rows
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose", "row_tile"]
 
@@ -40,13 +41,14 @@ def grouped_matmul(
 ) -> jax.Array:
     """As `reference.grouped_matmul`: one small matmul for each tile and group with rows in it."""
     lhs = gather_rows(lhs, lhs_indices)
-    rows, groups = lhs.shape[0], rhs.shape[0]
-    tile = row_tile(rows, groups)
-    visits = visit_rows(group_bounds(group_sizes, rows, group_offset, groups), rows, tile)
+    problem = matmul_problem(
+        lhs.shape[0], rhs, group_sizes, group_offset, transpose_rhs=transpose_rhs, activation=activation
+    )
+    rows = problem.rows
+    tile = row_tile(rows, problem.groups)
+    visits = visit_rows(problem.bounds, rows, tile)
     lhs = _pad_rows(lhs, tile)
-    scale = None if row_scale is None else _pad_rows(row_scale, tile)
-    width = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-    width = width if activation is None else width // 2
+    scale = None if row_scale is None else padded_scale(row_scale, tile)
     contract = ((1,), (1 if transpose_rhs else 0,))
 
     def one(v, out):
@@ -67,7 +69,7 @@ def grouped_matmul(
         old = lax.dynamic_slice_in_dim(out, first, tile)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, value, old), first, 0)
 
-    out = jnp.zeros((lhs.shape[0], width), out_dtype)
+    out = jnp.zeros((lhs.shape[0], problem.n), out_dtype)
     return lax.fori_loop(0, visits.number, one, _vary_like(out, lhs, rhs))[:rows]
 
 
@@ -82,11 +84,11 @@ def grouped_matmul_transpose(
     out_dtype: jnp.dtype,
 ) -> jax.Array:
     """As `reference.grouped_matmul_transpose`, by visits; sums in float32 [G, K, N]."""
-    rows = lhs.shape[0]
-    tile = row_tile(rows, groups)
-    visits = visit_groups(group_bounds(group_sizes, rows, group_offset, groups), rows, tile)
+    problem = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
+    tile = row_tile(problem.rows, groups)
+    visits = visit_groups(problem.bounds, problem.rows, tile)
     lhs, rhs = _pad_rows(lhs, tile), _pad_rows(rhs, tile)
-    scale = None if row_scale is None else _pad_rows(row_scale, tile)
+    scale = None if row_scale is None else padded_scale(row_scale, tile)
 
     def one(v, out):
         first = visits.tile[v] * tile

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import dispatch, refuse_sharded
-from meshpar_kernels.routing import gpu, reference, tpu
+from meshpar_kernels.routing import gpu, reference, tpu, tpu_gather
 from meshpar_kernels.routing.plan import RoutePlan
 
 __all__ = ["combine", "permute", "route"]
@@ -265,7 +265,7 @@ def _gather_sum(
         op,
         implementation,
         {
-            "pallas_tpu": tpu.gather_sum_unsupported(x, index) or tpu.gather_sum,
+            "pallas_tpu": tpu_gather.gather_sum_unsupported(x, index) or tpu_gather.gather_sum,
             "pallas_gpu": gpu.gather_sum_unsupported(x, index) or gpu.gather_sum,
             "reference": reference.gather_sum,
         },
@@ -277,18 +277,23 @@ def _gather_sum(
 
 
 def _by_row(choices: jax.Array, sources: jax.Array) -> jax.Array:
-    """[T, k] → [R]: the value of the choice that each row holds, 0 where it holds none."""
-    flat = choices.reshape(-1)
-    if flat.size == 0:
-        return jnp.zeros(sources.shape, flat.dtype)
-    return jnp.where(sources >= 0, flat[jnp.maximum(sources, 0)], 0)
+    """[T, k] → [R]: the value of the choice that each row holds, 0 where it holds none.
+
+    Here and below what has a value for each choice is flattened by columns: as [T, k] it fills 128 lanes on a TPU.
+    """
+    tokens, k = choices.shape
+    if choices.size == 0:
+        return jnp.zeros(sources.shape, choices.dtype)
+    choice = jnp.maximum(sources, 0)
+    return jnp.where(sources >= 0, choices.T.reshape(-1)[choice % k * tokens + choice // k], 0)
 
 
 def _by_choice(values: jax.Array, rows: jax.Array) -> jax.Array:
     """[R] → [T, k], the inverse of `_by_row`; 0 where a choice has no row."""
     if values.size == 0:
         return jnp.zeros(rows.shape, values.dtype)
-    return jnp.where(rows >= 0, values[jnp.maximum(rows, 0)], 0)
+    flat = rows.T.reshape(-1)
+    return jnp.where(flat >= 0, values[jnp.maximum(flat, 0)], 0).reshape(rows.shape[::-1]).T
 
 
 def _spread(

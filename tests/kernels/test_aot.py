@@ -61,16 +61,27 @@ def test_grouped_matmul_needs_no_memory_and_no_dense_product(shape, chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_fused_gather_leaves_no_gathered_rows(shape, chip):
+    """[M, K] never exists: under 1 MiB beyond inputs and outputs."""
+    (facts,) = compiled(chip, shape, "gathered fused")
+    assert facts["temp"] < 1 << 20
+    assert facts["flops"] <= 1.05
+
+
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
 def test_routing_has_no_large_temporary(model, chip):
-    """`route` beyond its logits; the kernel of `permute` and `combine`, given its rows, none."""
+    """`route` nothing of its logits' size, `combine` nothing of the rows', `permute` and `combine` row indices alone."""
     from meshpar_kernels.shapes import MODELS
 
-    choose, copy, add = compiled(chip, model, "route", "permute", "combine")
-    logits = 8192 * MODELS[model].experts * 4
-    # with 8 experts, 256 KiB of logits are little beside the constant part of a program
-    assert choose["temp"] < logits + (256 << 10)
+    kernels = ["route", "permute", "combine", "permute by plan", "combine by plan"]
+    choose, copy, add, *by_plan = compiled(chip, model, *kernels)
+    choices = 8192 * MODELS[model].k * 4
+    assert choose["temp"] < 512 << 10
     assert copy["temp"] == add["temp"] == 0
+    for facts in by_plan:
+        assert facts["temp"] < 8 * choices + (512 << 10)
 
 
 @pytest.mark.slow

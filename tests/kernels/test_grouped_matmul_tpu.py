@@ -8,7 +8,7 @@ import pytest
 from kernel_cases import SIZES
 
 from meshpar_kernels import _compat, grouped_matmul, grouped_matmul_transpose
-from meshpar_kernels.grouped_matmul import tpu
+from meshpar_kernels.grouped_matmul import tpu_gather, tpu_tiles
 from meshpar_kernels.shapes import MATMULS
 
 RNG = np.random.default_rng(2)
@@ -100,8 +100,8 @@ def test_odd_sizes_and_groups(name):
 
 def test_inner_blocks(monkeypatch):
     """Loops over blocks of rows, K and N, with something left over in each."""
-    monkeypatch.setattr(tpu, "BLOCK", (128, 128, 128))
-    monkeypatch.setattr(tpu, "TRANSPOSE_BLOCK", (128, 128))
+    monkeypatch.setattr(tpu_tiles, "BLOCK", (128, 128, 128))
+    monkeypatch.setattr(tpu_tiles, "TRANSPOSE_BLOCK", (128, 128))
     lhs, rhs, grad = normal(256, 328), normal(2, 328, 200), normal(256, 200)
     sizes, options = [256, 0], {"tile": (256, 328, 200)}
     close(
@@ -114,12 +114,110 @@ def test_inner_blocks(monkeypatch):
     )
 
 
-def test_gathered_rows():
-    lhs, rhs = normal(17, 128, dtype=jnp.bfloat16), normal(G, 128, 128, dtype=jnp.bfloat16)
-    indices = jnp.asarray([*RNG.integers(0, 17, 38), -1, 17], jnp.int32)
-    got = run(grouped_matmul, lhs, rhs, jnp.asarray(SIZES["full"]), lhs_indices=indices)
-    want = oracle.grouped_matmul(lhs, rhs, SIZES["full"], lhs_indices=indices)
-    close(got, want, jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "gather", "mode", "options"),
+    [
+        (jnp.bfloat16, "fused", "eager", {}),
+        (jnp.bfloat16, "fused", "on_wait", {"activation": "swiglu", "transpose_rhs": True, "group_offset": 1}),
+        (jnp.float32, "fused", "on_wait", {"row_scale": normal(70)}),
+        (jnp.bfloat16, "first", "on_wait", {}),
+    ],
+)
+def test_gathered_rows(dtype, gather, mode, options):
+    """Three tiles, two stretches of columns, indices out of range, and a NaN row that nobody asks for."""
+    rows, sizes = 70, [33, 0, 20, 9]
+    groups = 2 if "group_offset" in options else G
+    wide = 2 * N if "activation" in options else N
+    shape = (groups, wide, 128) if options.get("transpose_rhs") else (groups, 128, wide)
+    lhs, rhs = normal(17, 128, dtype=dtype).at[5].set(jnp.nan), normal(*shape, dtype=dtype)
+    indices = RNG.integers(-1, 19, rows)
+    options = options | {"lhs_indices": jnp.asarray(np.where(indices == 5, 6, indices), jnp.int32)}
+    with _compat.race_detection(dma_execution_mode=mode):
+        how = {"implementation": "pallas", "gather": gather, "tile": (32, 128, 128)}
+        got = jax.block_until_ready(grouped_matmul(lhs, rhs, jnp.asarray(sizes), **how, **options))
+    close(got, oracle.grouped_matmul(lhs.at[5].set(0), rhs, sizes, **options), dtype)
+
+
+def test_the_gather_is_fused_where_one_stretch_holds_all_columns():
+    def names(k, n, rows=8192, **options):
+        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, k), (8, k, n))]
+        ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((8,), (rows,))]
+
+        def call(lhs, rhs, sizes, indices):
+            return grouped_matmul(lhs, rhs, sizes, lhs_indices=indices, implementation="pallas_tpu", **options)
+
+        return str(jax.make_jaxpr(call)(*shapes, *ints))
+
+    assert "meshpar_gathered_matmul" in names(2048, 1024)
+    assert "meshpar_gather_sum" not in names(2048, 1024)
+    wide = names(2048, 7168)
+    assert "meshpar_gather_sum" in wide
+    assert "meshpar_grouped_matmul" in wide
+    assert "meshpar_gathered_matmul" in names(2048, 7168, gather="fused")
+    assert "meshpar_gather_sum" in names(2048, 1024, gather="first")
+
+
+def test_a_fused_gather_that_does_not_wait_is_flagged(monkeypatch):
+    """Rows multiplied before they are there."""
+    copy = tpu_gather.pltpu.make_async_copy
+
+    class NoWait:
+        def __init__(self, *args):
+            self.copy = copy(*args)
+
+        def start(self):
+            self.copy.start()
+
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(tpu_gather.pltpu, "make_async_copy", NoWait)
+    lhs, rhs, indices = jnp.ones((16, 128)), jnp.ones((1, 128, 128)), jnp.zeros(16, jnp.int32)
+    options = {"lhs_indices": indices, "implementation": "pallas_tpu", "gather": "fused"}
+    with (
+        pytest.raises(Exception, match=r"(?i)race|semaphore"),
+        _compat.race_detection(dma_execution_mode="eager"),
+    ):
+        jax.block_until_ready(grouped_matmul(lhs, rhs, jnp.asarray([16]), **options))
+
+
+def test_only_the_tpu_kernel_fuses_the_gather():
+    """Asked for by name, another implementation refuses; None takes what the platform has."""
+    lhs, rhs, indices = normal(16, 128), normal(1, 128, 128), jnp.arange(16)[::-1]
+    options = {"lhs_indices": indices, "gather": "fused"}
+    with pytest.raises(NotImplementedError, match="gathers the rows before the product"):
+        grouped_matmul(lhs, rhs, jnp.asarray([16]), implementation="xla", **options)
+    got = grouped_matmul(lhs, rhs, jnp.asarray([16]), **options)
+    close(got, oracle.grouped_matmul(lhs, rhs, [16], lhs_indices=indices))
+    with pytest.raises(ValueError, match="gather must be one of"):
+        grouped_matmul(lhs, rhs, jnp.asarray([16]), lhs_indices=indices, gather="last")
+
+
+PIECE_SIZES = [[1, 15, 32, 49, 97, 106], [17, 143, 140], [300, 0, 0], [3, 130, 167]]
+
+
+@pytest.mark.parametrize("sizes", PIECE_SIZES)
+def test_every_piece_of_a_shared_tile(sizes):
+    """Groups of many sizes in one tile; both products, in bfloat16 and by each row's own group."""
+    rows = sum(sizes)
+    lhs, rhs = normal(rows, 128, dtype=jnp.bfloat16), normal(len(sizes), 128, 128, dtype=jnp.bfloat16)
+    grad, scale = normal(rows, 128, dtype=jnp.bfloat16), normal(rows)
+    sizes = [*sizes]
+    got = run(grouped_matmul, lhs, rhs, jnp.asarray(sizes), row_scale=scale, tile=(512, 128, 128))
+    close(got, oracle.grouped_matmul(lhs, rhs, sizes, row_scale=scale), jnp.bfloat16)
+    got = run(grouped_matmul_transpose, lhs, grad, jnp.asarray(sizes), tile=(512, 128, 128))
+    close(got, oracle.grouped_matmul_transpose(lhs, grad, sizes), jnp.bfloat16)
+
+
+def test_a_tile_that_is_no_multiple_of_16_rows_is_refused():
+    with pytest.raises(NotImplementedError, match="tile of 24 rows"):
+        grouped_matmul(
+            normal(40, 128),
+            normal(1, 128, 128),
+            jnp.asarray([40]),
+            implementation="pallas",
+            tile=(24, 128, 128),
+        )
 
 
 def test_gradients_use_the_kernels():
@@ -158,12 +256,12 @@ def test_lowered_for_a_tpu_the_kernel_is_taken():
 def test_tiles_fit_and_read_the_weights_once(name):
     shape = MATMULS[name]
     for itemsize in (2, 4):
-        tile = tpu.pick_tile(shape.m, shape.k, shape.n, shape.groups, itemsize, 1)
+        tile = tpu_tiles.pick_tile(shape.m, shape.k, shape.n, shape.groups, itemsize, 1)
         assert tile is not None
         assert tile.k == shape.k
-        back = tpu.pick_transpose_tile(shape.m, shape.k, shape.n, shape.groups, itemsize)
+        back = tpu_tiles.pick_transpose_tile(shape.m, shape.k, shape.n, shape.groups, itemsize)
         assert back is not None
-        assert 2 * itemsize * (tile.m * tile.k + tile.k * tile.n) < tpu.VMEM_BYTES
+        assert 2 * itemsize * (tile.m * tile.k + tile.k * tile.n) < tpu_tiles.VMEM_BYTES
 
 
 def test_no_tile_is_a_reason():

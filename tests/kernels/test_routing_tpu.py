@@ -7,7 +7,7 @@ import pytest
 from kernel_cases import ROUTERS, make, odd_logits
 
 from meshpar_kernels import _compat, combine, permute
-from meshpar_kernels.routing import reference, tpu
+from meshpar_kernels.routing import reference, tpu_gather
 
 RNG = np.random.default_rng(1)
 
@@ -41,7 +41,7 @@ def test_gather_sum(dtype, rows, width, k, mode):
     weight = jnp.asarray(RNG.normal(size=(20, k)), jnp.float32) if k > 1 else None
     want = reference.gather_sum(x, index, weight)
     with _compat.race_detection(dma_execution_mode=mode):
-        got = jax.block_until_ready(tpu.gather_sum(x, index, weight, block=16 * k))
+        got = jax.block_until_ready(tpu_gather.gather_sum(x, index, weight, block=16 * k))
     assert got.dtype == dtype
     assert np.isfinite(want.astype(jnp.float32)).all()
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=1e-2 if k > 1 else 0, atol=1e-6)
@@ -62,7 +62,7 @@ def test_gradients_use_the_kernel():
 
 def test_a_missing_wait_is_flagged(monkeypatch):
     """The race detector sees what could go wrong here: summing rows before they arrive."""
-    copy = tpu.pltpu.make_async_copy
+    copy = tpu_gather.pltpu.make_async_copy
 
     class NoWait:
         def __init__(self, *args):
@@ -74,11 +74,11 @@ def test_a_missing_wait_is_flagged(monkeypatch):
         def wait(self):
             pass
 
-    monkeypatch.setattr(tpu.pltpu, "make_async_copy", NoWait)
+    monkeypatch.setattr(tpu_gather.pltpu, "make_async_copy", NoWait)
     x = jnp.ones((16, 128), jnp.float32)
     index = jnp.zeros((16, 1), jnp.int32)
     with (
         pytest.raises(Exception, match=r"(?i)race|semaphore"),
         _compat.race_detection(dma_execution_mode="eager"),
     ):
-        jax.block_until_ready(tpu.gather_sum(x, index, None))
+        jax.block_until_ready(tpu_gather.gather_sum(x, index, None))

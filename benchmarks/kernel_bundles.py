@@ -1,0 +1,85 @@
+"""Reading what the TPU compiler dumps of its schedules: how busy a loop keeps the matrix unit, and what happens in which order.
+
+The dump comes from `LIBTPU_INIT_ARGS="--xla_jf_dump_to=FOLDER --xla_jf_dump_llo_text=true"`. A line is a bundle of instructions
+that are issued together.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["gather_bundles", "innermost_loops", "matrix_unit_share", "order_of"]
+
+
+def innermost_loops(text: str) -> list[list[str]]:
+    """Runs of bundles at the same, deepest `>` nesting."""
+    runs: list[list[str]] = []
+    depth_before = -1
+    for line in text.splitlines():
+        match = re.match(r"\s*0x[0-9a-f]+\s*\S*\s*:\s*(>*)", line)
+        if not match:
+            continue
+        depth = len(match.group(1))
+        if depth != depth_before:
+            runs.append([])
+        runs[-1].append(line)
+        depth_before = depth
+    return runs
+
+
+def matrix_unit_share(folder: Path, chip: str) -> list[dict]:
+    """For each kernel of a compiler dump: its large loop, and how busy that keeps the matrix unit.
+
+    An instruction multiplies a register of 16 bfloat16 rows. That takes 16 cycles on each of the
+    four 128×128 units of v5e and v5p, and 8 on each of the two 256×256 units of v6e: the figures
+    with which units and clock give the chips' peak. For tpu7x they do not fit the schedules seen,
+    so no share is given there.
+    """
+    cycles = {"v5e": 16 / 4, "v5p": 16 / 4, "v6e": 8 / 2}.get(chip)
+    found = []
+    for path in sorted(folder.glob("*meshpar*-final_bundles.txt")):
+        if "schedule" in path.name:
+            continue
+        best = None
+        for loop in innermost_loops(path.read_text()):
+            products = sum(line.count("vmatmul") for line in loop)
+            if products and (best is None or products > best[0]):
+                best = (products, len(loop))
+        if best:
+            share = None if cycles is None else best[0] * cycles / best[1]
+            found.append({"products": best[0], "bundles": best[1], "share": share})
+    return found
+
+
+def gather_bundles(folder: Path) -> dict | None:
+    """Bundles a row, in a compiler dump, for starting the copies of a fused gather, and for putting the rows in order."""
+    from meshpar_kernels.grouped_matmul import tpu_gather
+
+    for path in sorted(folder.glob("*meshpar_gathered*-final_bundles.txt")):
+        if "schedule" in path.name:
+            continue
+        found = {}
+        for loop in innermost_loops(path.read_text()):
+            starts = sum(line.count("= dma.") for line in loop)
+            loads = sum(line.count("vld") for line in loop)
+            if starts == tpu_gather.UNROLL:
+                found["copies"] = len(loop) / starts
+            elif not starts and loads >= tpu_gather.STRIP and not any("vmatmul" in line for line in loop):
+                found.setdefault("in order", len(loop) / tpu_gather.STRIP)
+        return found
+    return None
+
+
+def order_of(folder: Path) -> list[str]:
+    """What the scheduled bundles of a kernel that sends do one after the other: "send", "matmul", "wait", runs as one."""
+    marks = {"dma.general": "send", "vmatmul": "matmul", "dma.done.wait": "wait"}
+    found: list[str] = []
+    for path in sorted(folder.glob("*meshpar*-final_bundles.txt")):
+        if "schedule" in path.name:
+            continue
+        for line in path.read_text().splitlines():
+            for mark, event in marks.items():
+                if mark in line and "shalt.err" not in line and found[-1:] != [event]:
+                    found.append(event)
+    return found

@@ -1,0 +1,135 @@
+"""Gradients of `grouped_matmul` and its transpose: each is made of the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul.products import gather, product, transpose_product
+from meshpar_kernels.grouped_matmul.schedule import group_bounds
+
+__all__ = ["matmul_with_gradient", "transpose_with_gradient"]
+
+
+def _no_tangent(x):
+    return None if x is None else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _row_dots(a: jax.Array, b: jax.Array) -> jax.Array:
+    return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(-1)
+
+
+def _in_a_group(x: jax.Array, rows: int, group_sizes, group_offset, groups: int) -> jax.Array:
+    """x[M], with 0 where a row is in no local group."""
+    bounds = group_bounds(group_sizes, rows, group_offset, groups)
+    row = jnp.arange(rows)
+    return jnp.where((row >= bounds[0]) & (row < bounds[-1]), x, 0.0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(options, lhs, rhs, group_sizes, group_offset, lhs_indices, row_scale):
+    return product(options, lhs, rhs, group_sizes, group_offset, row_scale, lhs_indices)
+
+
+def _matmul_fwd(options, *args):
+    return _matmul(options, *args), args
+
+
+def _matmul_bwd(options, saved, grad):
+    lhs, rhs, group_sizes, group_offset, indices, row_scale = saved
+    plain = dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, tile=None, gather=None)
+    back = dataclasses.replace(plain, transpose_rhs=not options.transpose_rhs)
+    groups = rhs.shape[0]
+    rows = gather(options, lhs, indices)
+    total = rows.shape[0]
+
+    grad_scale = None
+    scale = row_scale
+    if options.activation == "swiglu":
+        both = product(plain, rows, rhs, group_sizes, group_offset, None)
+        gate, up = jnp.split(both.astype(jnp.float32), 2, axis=-1)
+        sigmoid = jax.nn.sigmoid(gate)
+        grad = grad.astype(jnp.float32)
+        if row_scale is not None:
+            grad_scale = _row_dots(grad, gate * sigmoid * up)
+            grad = grad * row_scale.astype(jnp.float32)[:, None]
+        grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        grad = jnp.concatenate([grad_gate, grad * gate * sigmoid], axis=-1)
+        scale = None
+    grad = grad.astype(lhs.dtype)
+
+    grad_rows = product(back, grad, rhs, group_sizes, group_offset, None)
+    if scale is not None:
+        grad_scale = _row_dots(grad_rows, rows)
+        factor = _in_a_group(scale.astype(jnp.float32), total, group_sizes, group_offset, groups)
+        grad_rows = (grad_rows.astype(jnp.float32) * factor[:, None]).astype(lhs.dtype)
+    pair = (grad, rows) if options.transpose_rhs else (rows, grad)
+    weights = dataclasses.replace(plain, transpose_rhs=False, out_dtype=rhs.dtype)
+    grad_rhs = transpose_product(weights, groups, *pair, group_sizes, group_offset, scale)
+    if grad_scale is not None and row_scale is not None:
+        grad_scale = _in_a_group(grad_scale, total, group_sizes, group_offset, groups)
+        grad_scale = grad_scale.astype(row_scale.dtype)
+    grad_lhs = grad_rows
+    if indices is not None:
+        here = (indices >= 0) & (indices < lhs.shape[0])
+        target = jnp.where(here, indices, lhs.shape[0])
+        grad_lhs = jnp.zeros(lhs.shape, jnp.float32).at[target].add(grad_rows.astype(jnp.float32), mode="drop")
+    return (
+        grad_lhs.astype(lhs.dtype),
+        grad_rhs,
+        _no_tangent(group_sizes),
+        _no_tangent(group_offset),
+        _no_tangent(indices),
+        grad_scale,
+    )
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _transpose(options, groups, lhs, rhs, group_sizes, group_offset, row_scale):
+    return transpose_product(options, groups, lhs, rhs, group_sizes, group_offset, row_scale)
+
+
+def _transpose_fwd(options, groups, *args):
+    return _transpose(options, groups, *args), args
+
+
+def _transpose_bwd(options, groups, saved, grad):
+    """With S_g = Σ s_i lhs_iᵀ rhs_i: the gradients are s_i rhs_i·Gᵀ, s_i lhs_i·G and
+    lhs_i·G·rhs_iᵀ."""
+    lhs, rhs, group_sizes, group_offset, row_scale = saved
+    grad = grad.astype(lhs.dtype)
+    forward = dataclasses.replace(options, out_dtype=lhs.dtype, tile=None)
+    back = dataclasses.replace(forward, transpose_rhs=True)
+    grad_lhs = product(back, rhs, grad, group_sizes, group_offset, row_scale)
+    grad_rhs = product(forward, lhs, grad, group_sizes, group_offset, None)
+    grad_scale = None
+    if row_scale is not None:
+        total = lhs.shape[0]
+        grad_scale = _row_dots(grad_rhs, rhs)
+        grad_scale = _in_a_group(grad_scale, total, group_sizes, group_offset, groups)
+        grad_scale = grad_scale.astype(row_scale.dtype)
+        factor = row_scale.astype(jnp.float32)
+        factor = _in_a_group(factor, total, group_sizes, group_offset, groups)
+        grad_rhs = (grad_rhs.astype(jnp.float32) * factor[:, None]).astype(rhs.dtype)
+    return grad_lhs, grad_rhs, _no_tangent(group_sizes), _no_tangent(group_offset), grad_scale
+
+
+_transpose.defvjp(_transpose_fwd, _transpose_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def matmul_with_gradient(options, *args):
+    return _matmul(options, *_compat.same_varying(*args))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def transpose_with_gradient(options, groups, *args):
+    return _transpose(options, groups, *_compat.same_varying(*args))

@@ -1,0 +1,61 @@
+"""What every implementation works out of its operands first: sizes, where the groups begin, factors of the rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from meshpar_kernels.grouped_matmul.schedule import group_bounds
+
+__all__ = ["Problem", "matmul_problem", "padded_scale", "transpose_problem"]
+
+
+class Problem(NamedTuple):
+    """Sizes of one grouped product, or of one transpose.
+
+    Attributes:
+      rows: M, of lhs in the order of the groups (after a gather).
+      k: columns of lhs.
+      n: columns of the result; with SwiGLU half of what the weights have.
+      halves: 2 for SwiGLU, whose gate and up columns lie side by side in the weights, else 1.
+      groups: G, those that the weights (or the transpose's result) hold.
+      bounds: from `group_bounds`, int32 [G + 1].
+    """
+
+    rows: int
+    k: int
+    n: int
+    halves: int
+    groups: int
+    bounds: jax.Array
+
+
+def matmul_problem(
+    rows: int,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    *,
+    transpose_rhs: bool,
+    activation: str | None,
+) -> Problem:
+    """Of [rows, K] times rhs[G, K, N] or, with `transpose_rhs`, rhs[G, N, K]."""
+    groups, k, width = (rhs.shape[0], *rhs.shape[:0:-1]) if transpose_rhs else rhs.shape
+    halves = 1 if activation is None else 2
+    bounds = group_bounds(group_sizes, rows, group_offset, groups)
+    return Problem(rows, k, width // halves, halves, groups, bounds)
+
+
+def transpose_problem(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, group_offset: jax.Array | None, *, groups: int
+) -> Problem:
+    """Of [M, K]ᵀ times [M, N] by groups."""
+    (rows, k), n = lhs.shape, rhs.shape[1]
+    return Problem(rows, k, n, 1, groups, group_bounds(group_sizes, rows, group_offset, groups))
+
+
+def padded_scale(row_scale: jax.Array, tile: int) -> jax.Array:
+    """[M] → float32 [⌈M / tile⌉·tile], so that a tile's factors can be read whole."""
+    return jnp.pad(row_scale.astype(jnp.float32), (0, -row_scale.shape[0] % tile))

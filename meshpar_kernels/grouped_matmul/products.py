@@ -1,0 +1,174 @@
+"""One product, without gradient: which implementation, with which tile."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from meshpar_kernels._choose import Unsupported, dispatch
+from meshpar_kernels.grouped_matmul import gpu, reference, tpu, tpu_tiles, tpu_transpose, xla
+from meshpar_kernels.routing import gpu as routing_gpu
+from meshpar_kernels.routing import tpu_gather
+
+__all__ = ["Options", "gather", "product", "transpose_product"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is fixed while tracing."""
+
+    transpose_rhs: bool
+    activation: str | None
+    out_dtype: jnp.dtype
+    implementation: str | None
+    tile: tuple[int, int, int] | None
+    gather: str | None = None
+
+
+def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
+    """`lhs[indices]` by the implementation asked for."""
+    if indices is None or 0 in lhs.shape or 0 in indices.shape:
+        return reference.gather_rows(lhs, indices)
+
+    def by_kernel(lhs, indices):
+        return tpu_gather.gather_sum(lhs, indices.astype(jnp.int32)[:, None], None)
+
+    def by_gpu_kernel(lhs, indices):
+        return routing_gpu.gather_sum(lhs, indices[:, None], None)
+
+    functions = {
+        "pallas_tpu": tpu_gather.gather_sum_unsupported(lhs, indices[:, None]) or by_kernel,
+        "pallas_gpu": routing_gpu.gather_sum_unsupported(lhs, indices[:, None]) or by_gpu_kernel,
+        "xla": reference.gather_rows,
+        "reference": reference.gather_rows,
+    }
+    return dispatch("grouped_matmul's lhs_indices", options.implementation, functions, "xla", lhs, indices)
+
+
+def product(options: Options, lhs, rhs, group_sizes, group_offset, row_scale, indices=None) -> jax.Array:
+    """`grouped_matmul` of the rows of lhs in their order, or of `lhs[indices]`."""
+    halves = 1 if options.activation is None else 2
+    k, n = lhs.shape[1], (rhs.shape[1] if options.transpose_rhs else rhs.shape[2]) // halves
+    rows = lhs.shape[0] if indices is None else indices.shape[0]
+    if 0 in (rows, *lhs.shape, *rhs.shape):
+        return jnp.zeros((rows, n), options.out_dtype)
+    itemsize = lhs.dtype.itemsize
+    gpu_tile = (
+        gpu.pick_tile(n, itemsize, halves) if options.tile is None else gpu.make_tile(*options.tile, itemsize, halves)
+    )
+    kwargs = {
+        "transpose_rhs": options.transpose_rhs,
+        "activation": options.activation,
+        "out_dtype": options.out_dtype,
+    }
+
+    def plain(function):
+        def call(lhs, rhs, group_sizes, group_offset, row_scale, indices):
+            return function(lhs, rhs, group_sizes, group_offset, indices, row_scale, **kwargs)
+
+        return call
+
+    by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, **kwargs)
+    cannot = gpu.unsupported(lhs, options.out_dtype, gpu_tile, halves, K=k, N=halves * n, columns=n)
+    if indices is not None:
+        cannot = Unsupported((*cannot, *routing_gpu.gather_sum_unsupported(lhs, indices[:, None])))
+    functions = {
+        "pallas_tpu": _on_tpu(options, lhs, rhs, indices, n, halves, kwargs),
+        "pallas_gpu": cannot or _gathering_first(routing_gpu.gather_sum, by_gpu),
+        "xla": plain(xla.grouped_matmul),
+        "reference": plain(reference.grouped_matmul),
+    }
+    if indices is not None and options.gather == "fused" and options.implementation is not None:
+        reason = Unsupported(["it gathers the rows before the product (gather='fused' is the TPU kernel's)"])
+        functions = {name: f if name == "pallas_tpu" else reason for name, f in functions.items()}
+    return dispatch(
+        "grouped_matmul",
+        options.implementation,
+        functions,
+        "xla",
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset,
+        row_scale,
+        indices,
+    )
+
+
+def _gathering_first(gather_sum, function):
+    """`function` of `lhs[indices]`, where there are indices."""
+
+    def call(lhs, rhs, group_sizes, group_offset, row_scale, indices):
+        if indices is not None:
+            lhs = gather_sum(lhs, indices.astype(jnp.int32)[:, None], None)
+        return function(lhs, rhs, group_sizes, group_offset, row_scale)
+
+    return call
+
+
+def _on_tpu(options: Options, lhs, rhs, indices, n: int, halves: int, kwargs):
+    """The TPU kernel, or why it cannot run; with its own gather where that is asked for or pays.
+
+    It pays where one stretch of columns holds the whole result. Else every stretch would copy the rows again, which
+    costs the scalar core more than reading them in order, and they are gathered first.
+    """
+    rows, k = lhs.shape[0] if indices is None else indices.shape[0], lhs.shape[1]
+
+    def tile_of(gathered: bool) -> tpu_tiles.Tile | None:
+        if options.tile is not None:
+            return tpu_tiles.Tile(*options.tile)
+        return tpu_tiles.pick_tile(rows, k, n, rhs.shape[0], lhs.dtype.itemsize, halves, gathered=gathered)
+
+    if indices is not None and options.gather != "first":
+        tile = tile_of(True)
+        reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves)
+        if tile is not None and not reasons and (options.gather == "fused" or tile.n == n):
+            return functools.partial(tpu.grouped_matmul, tile=tile, **kwargs)
+        if options.gather == "fused":
+            return reasons
+    tile = tile_of(False)
+    reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves)
+    if indices is not None:
+        reasons = Unsupported((*reasons, *tpu_gather.gather_sum_unsupported(lhs, indices[:, None])))
+    if tile is None:
+        return reasons
+    return reasons or _gathering_first(
+        tpu_gather.gather_sum, functools.partial(tpu.grouped_matmul, tile=tile, **kwargs)
+    )
+
+
+def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, group_offset, row_scale) -> jax.Array:
+    """`grouped_matmul_transpose`."""
+    k, n = lhs.shape[1], rhs.shape[1]
+    if 0 in (*lhs.shape, *rhs.shape):
+        return jnp.zeros((groups, k, n), options.out_dtype)
+    tile = (
+        tpu_tiles.pick_transpose_tile(lhs.shape[0], k, n, groups, lhs.dtype.itemsize)
+        if options.tile is None
+        else tpu_tiles.Tile(*options.tile)
+    )
+    itemsize = lhs.dtype.itemsize
+    gpu_tile = gpu.pick_tile(n, itemsize) if options.tile is None else gpu.make_transpose_tile(options.tile, itemsize)
+    kwargs = {"groups": groups, "out_dtype": options.out_dtype}
+    functions = {
+        "pallas_tpu": tpu_tiles.unsupported(lhs, rhs, n, tile)
+        or functools.partial(tpu_transpose.grouped_matmul_transpose, tile=tile, **kwargs),
+        "pallas_gpu": gpu.unsupported(lhs, options.out_dtype, gpu_tile, K=k, N=n)
+        or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, **kwargs),
+        "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
+        "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),
+    }
+    return dispatch(
+        "grouped_matmul_transpose",
+        options.implementation,
+        functions,
+        "xla",
+        lhs,
+        rhs,
+        group_sizes,
+        group_offset,
+        row_scale,
+    )

@@ -1,0 +1,93 @@
+"""How the TPU kernels cut the product of one visit into products that the compiler schedules as a whole."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from meshpar_kernels.grouped_matmul import tpu_tiles
+from meshpar_kernels.grouped_matmul.reference import precision
+from meshpar_kernels.grouped_matmul.tpu_tiles import cdiv
+
+__all__ = ["by_rows", "dot", "in_blocks", "row_mask"]
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    return lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=precision(a.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def by_rows(low: jax.Array, high: jax.Array, rows: int, pieces: tuple[int, ...], pack: int, work) -> None:
+    """Cover the rows [low, high) of a tile with products.
+
+    Calls `work(first, size, begin)` for a product of the rows [first, first + size), of which those from `begin`
+    on are new. A tile that is one group's goes by large blocks, and `begin` is None: no row need be masked. Else
+    the largest of the `pieces` is repeated, from the pack in which the group begins, while more is left than the next
+    smaller one holds; then comes the smallest that holds the rest. Where one would leave the tile it begins earlier.
+
+    Args:
+      low, high: rows of the group, counted from the tile's first; may lie outside of it.
+      rows: of the tile, a multiple of `pack`.
+      pieces: numbers of rows, ascending, each a multiple of `pack`.
+      pack: rows that share registers: a product begins at a multiple of it.
+    """
+    whole = (low <= 0) & (high >= rows)
+
+    @pl.when(whole)
+    def _():
+        in_blocks(rows, tpu_tiles.BLOCK[0], lambda first, size: work(first, size, None))
+
+    @pl.when(~whole)
+    def _():
+        sizes = tpu_tiles.fitting(pieces, rows)
+        # `lax.div`, not `//`, which asks for the sign, and that asks the host for its TPU
+        begin = lax.div(jnp.maximum(low, 0), pack) * pack
+        length = jnp.minimum(high, rows) - begin
+        most = sizes[-1]
+        repeats = lax.div(length + (most - 1 - (0, *sizes)[-2]), most)
+
+        def cover(begin, size):
+            work(pl.multiple_of(jnp.minimum(begin, rows - size), pack), size, begin)
+
+        def one(c, _):
+            cover(begin + c * most, most)
+            return 0
+
+        lax.fori_loop(0, repeats, one, 0)
+        after = begin + repeats * most
+        rest = length - repeats * most
+        for smaller, size in zip((0, *sizes), sizes[:-1], strict=False):
+
+            @pl.when((rest > smaller) & (rest <= size))
+            def _(size=size):
+                cover(after, size)
+
+
+def in_blocks(size: int, most: int, work) -> None:
+    """`work(first, length)` on about equal blocks of 0…size: a loop, and what is left over."""
+    number = cdiv(size, most)
+    length = size if number == 1 else cdiv(cdiv(size, number), 128) * 128
+    number = size // length
+
+    def one(b, _):
+        work(pl.multiple_of(b * length, length), length)
+        return 0
+
+    if number == 1:
+        work(0, length)
+    else:
+        lax.fori_loop(0, number, one, 0)
+    if size % length:
+        work(number * length, size % length)
+
+
+def row_mask(first, size: int, low: jax.Array, high: jax.Array) -> jax.Array:
+    row = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+    return (row >= low) & (row < high)

@@ -1,0 +1,160 @@
+"""Rows of lhs gathered by the grouped matmul on TPU itself: one copy a row, from HBM into the tile they are multiplied in.
+
+Two tiles' buffers take turns. At the first visit of a tile the copies of the next tile's rows are started, then the
+tile's own are waited for; so they land while the tile is multiplied. Only for the first tile of each stretch of columns
+is there nothing to do meanwhile.
+
+Two bfloat16 rows share 32-bit words in HBM, and a copy moves whole words, so twice the bytes needed; the half that is
+meant is picked out in VMEM. Indices out of range copy some row, of which zeros are made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul.tpu_tiles import cdiv
+from meshpar_kernels.routing.tpu_gather import as_words
+
+__all__ = ["OPERANDS", "SCRATCH", "GatherRefs", "gather_tile", "operands", "scratch", "specs"]
+
+OPERANDS, SCRATCH = 4, 4
+"""How many of the fields of `GatherRefs` are operands of the kernel, and how many its scratch memory."""
+
+UNROLL = 8
+"""Copies started in one turn of a loop: the rows of one register, so that their places are offsets from one address."""
+
+STRIP = 16
+"""Rows picked out at once."""
+
+LANES = 512
+"""Columns picked out at once."""
+
+
+class GatherRefs(NamedTuple):
+    """What the kernel has at hand for the gather.
+
+    Attributes:
+      now, following: SMEM int32 [1, 1, tile], rows (of words) to fetch for this tile and for the next.
+      index: VMEM int32 [1, 1, tile], this tile's indices.
+      source: HBM, [T, K], or its int32 words [⌈T/2⌉, K].
+      buffer: VMEM [2, tile, K], two tiles as they come: int32 words for bfloat16.
+      arrived: DMA semaphores, one a buffer.
+      column: VMEM int32 [tile, 1].
+      rows: VMEM [tile, K], the gathered tile.
+    """
+
+    now: Any
+    following: Any
+    index: Any
+    source: Any
+    buffer: Any
+    arrived: Any
+    column: Any
+    rows: Any
+
+
+def operands(lhs: jax.Array, indices: jax.Array, tile: int) -> list[jax.Array]:
+    """By tiles what to fetch (twice) and the indices; and lhs (in the interpreter as words: it cannot view bfloat16 so).
+
+    What to fetch is worked out here, since the copies are limited by what the scalar core does for each.
+    """
+    packed = lhs.dtype == jnp.bfloat16
+    tiles = cdiv(indices.shape[0], tile)
+    padded = jnp.pad(indices.astype(jnp.int32), (0, tiles * tile - indices.shape[0]), constant_values=-1)
+    blocks = padded.reshape(tiles, 1, tile)
+    fetched = jnp.clip(blocks, 0, lhs.shape[0] - 1) >> int(packed)
+    if packed and lhs.shape[0] % 2:
+        lhs = jnp.pad(lhs, ((0, 1), (0, 0)))
+    return [fetched, fetched, blocks, as_words(lhs) if packed and _compat.interpreting() else lhs]
+
+
+def specs(rows: int, tile: int) -> list[pl.BlockSpec]:
+    """Of these operands, for a grid whose scalars begin with the tile of each visit."""
+    last = cdiv(rows, tile) - 1
+    shape = (1, 1, tile)
+    return [
+        pl.BlockSpec(shape, lambda i, v, t, *_: (t[v], 0, 0), memory_space=pltpu.SMEM),
+        pl.BlockSpec(shape, lambda i, v, t, *_: (jnp.minimum(t[v] + 1, last), 0, 0), memory_space=pltpu.SMEM),
+        pl.BlockSpec(shape, lambda i, v, t, *_: (t[v], 0, 0)),
+        pl.BlockSpec(memory_space=pl.ANY),
+    ]
+
+
+def scratch(tile: int, k: int, dtype: Any) -> list[Any]:
+    """What follows in `GatherRefs`."""
+    word = jnp.int32 if dtype == jnp.bfloat16 else dtype
+    return [
+        pltpu.VMEM((2, tile, k), word),
+        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.VMEM((tile, 1), jnp.int32),
+        pltpu.VMEM((tile, k), dtype),
+    ]
+
+
+def gather_tile(refs: GatherRefs, visit: jax.Array, tile_of: Any, limit: int, tiles: int) -> Any:
+    """At a tile's first visit: start the copies of the next tile's rows, and put this one's in order.
+
+    Args:
+      tile_of: the tile of each visit, in ascending order without a gap.
+      limit: T, rows of lhs.
+      tiles: of the result's rows.
+
+    Returns:
+      The reference to the tile, [tile, K].
+    """
+    here = tile_of[visit]
+    tile = refs.rows.shape[0]
+    packed = refs.rows.dtype == jnp.bfloat16
+    source = refs.source.bitcast(jnp.int32) if packed and refs.source.dtype != jnp.int32 else refs.source
+
+    def fetch(indices, slot):
+        def some(block, _):
+            first = pl.multiple_of(block * UNROLL, UNROLL)
+            targets = refs.buffer.at[slot, pl.ds(first, UNROLL)]
+            for j in range(UNROLL):
+                row = source.at[pl.ds(indices[0, 0, first + j], 1)]
+                pltpu.make_async_copy(row, targets.at[pl.ds(j, 1)], refs.arrived.at[slot]).start()
+            return 0
+
+        lax.fori_loop(0, tile // UNROLL, some, 0)
+
+    def put_in_order(slot):
+        def strip(s, _):
+            there = pl.ds(pl.multiple_of(s * STRIP, STRIP), STRIP)
+            index = refs.column[there]
+            known = (index >= 0) & (index < limit)
+            for left in range(0, refs.rows.shape[1], LANES):
+                lanes = slice(left, min(left + LANES, refs.rows.shape[1]))
+                value = refs.buffer[slot, there, lanes]
+                if packed:
+                    value = jnp.where((index & 1) > 0, value & jnp.int32(-65536), value << 16)
+                    value = lax.bitcast_convert_type(value, jnp.float32)
+                refs.rows[there, lanes] = jnp.where(known, value, 0.0).astype(refs.rows.dtype)
+            return 0
+
+        lax.fori_loop(0, tile // STRIP, strip, 0)
+
+    @pl.when((visit == 0) | (tile_of[jnp.maximum(visit - 1, 0)] != here))
+    def _():
+        slot = lax.rem(here, 2)
+
+        @pl.when(visit == 0)
+        def _():
+            fetch(refs.now, slot)
+
+        @pl.when(here + 1 < tiles)
+        def _():
+            fetch(refs.following, 1 - slot)
+
+        refs.column[...] = refs.index[0].T
+        pltpu.make_async_copy(refs.buffer.at[slot], refs.buffer.at[slot], refs.arrived.at[slot]).wait()
+        put_in_order(slot)
+
+    return refs.rows

@@ -1,0 +1,163 @@
+"""Tiles of the TPU kernels: how much of the operands one step of the grid holds in VMEM."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from meshpar_kernels._choose import Unsupported
+
+__all__ = [
+    "BLOCK",
+    "GATHERED_ROW",
+    "PIECES",
+    "TRANSPOSE_BLOCK",
+    "VMEM_BYTES",
+    "Tile",
+    "cdiv",
+    "fitting",
+    "pack",
+    "pick_tile",
+    "pick_transpose_tile",
+    "unsupported",
+]
+
+VMEM_BYTES = 48 << 20
+"""On-chip memory that a kernel may plan with: three quarters of the 64 MiB of a v5p or tpu7x
+core."""
+
+PIECES = (16, 32, 64, 96, 128, 144, 160, 192, 256)
+"""Numbers of rows that are multiplied at once in a tile which several groups share.
+
+A product loads the weights into the matrix unit, however few its rows: on v5p 16 rows take a third of the cycles of
+128, on v6e, with its larger units, 0.6 of them (scheduled bundles, [rows, 2048] times [2048, 512]). So what a group has
+in a shared tile goes at once up to 256 rows, and is rounded up by little.
+"""
+
+BLOCK = (512, 2048, 512)
+"""Most rows, contracted columns and columns of one product that the compiler schedules as a whole.
+
+Larger ones unroll into programs that take minutes to compile; smaller ones load weights into the
+matrix unit more often than they use them (v6e: 60 % busy at 128 rows, 89 % at 512).
+"""
+
+TRANSPOSE_BLOCK = (512, 1024)
+"""As `BLOCK`, for the most K and N of the transpose, which reads and writes its sums each time."""
+
+
+GATHERED_ROW = 10_000
+"""What starting the copy of one row costs, as bytes that could be moved in that time."""
+
+
+class Tile(NamedTuple):
+    """Rows, K and N that one step of the grid holds in VMEM."""
+
+    m: int
+    k: int
+    n: int
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def pack(itemsize: int) -> int:
+    """Rows that share a register; a product may begin at any multiple of it."""
+    return 32 // itemsize
+
+
+def fitting(pieces: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """Those of the pieces that a tile of so many rows can have; none is longer than it."""
+    return (*(size for size in pieces if size < min(rows, pieces[-1])), min(rows, pieces[-1]))
+
+
+def _divisors(size: int, most: int) -> list[int]:
+    """Multiples of 128 that divide `size`, up to `most`, and `size` itself: the legal block
+    widths."""
+    return [d for d in range(128, min(size, most + 1), 128) if size % d == 0] + [size]
+
+
+def _row_tiles(rows: int) -> list[int]:
+    """Row tiles to choose from, or one tile for few rows."""
+    if rows <= 128:
+        return [cdiv(rows, 16) * 16]
+    return [t for t in (128, 256, 512) if t < 2 * rows]
+
+
+def pick_tile(
+    rows: int,
+    k: int,
+    n: int,
+    groups: int,
+    itemsize: int,
+    halves: int,
+    vmem: int = VMEM_BYTES,
+    *,
+    gathered: bool = False,
+) -> Tile | None:
+    """The tile that moves the fewest bytes between HBM and VMEM and fits; None if none does.
+
+    A step holds all of K: so a group's weights are fetched once, and lhs once for each tile of
+      columns.
+    A step itself costs about as much as 200 kB.
+
+    Args:
+      rows, k, n, groups: sizes; n is the width of the result.
+      itemsize: bytes of an element of lhs, rhs and out.
+      halves: 2 for a result that needs two products (SwiGLU), else 1.
+      vmem: bytes to plan with.
+      gathered: whether the kernel gathers the rows of lhs: words of 4 bytes in two buffers, and put in order in a
+        third.
+    """
+    best = None
+    held_element, moved_element = (8 + itemsize, 4) if gathered else (2 * itemsize, itemsize)
+    for tm in _row_tiles(rows):
+        visits = cdiv(rows, tm) + groups - 1
+        for tn in _divisors(n, 4096):
+            held = held_element * tm * k + 2 * itemsize * (halves * k * tn + tm * tn)
+            held += 4 * halves * min(tm, BLOCK[0]) * min(tn, BLOCK[2]) * (2 if k > BLOCK[1] else 1)
+            if held > vmem:
+                continue
+            moved = moved_element * rows * k * (n // tn) + itemsize * groups * k * n * halves
+            cost = (moved + (2e5 * visits + GATHERED_ROW * rows * gathered) * (n // tn), held)
+            if best is None or cost < best[0]:
+                best = (cost, Tile(tm, k, tn))
+    return None if best is None else best[1]
+
+
+def pick_transpose_tile(rows: int, k: int, n: int, groups: int, itemsize: int, vmem: int = VMEM_BYTES) -> Tile | None:
+    """As `pick_tile`, for [M, K]ᵀ[M, N] → [G, K, N]: the sums of a [k, n] tile stay in VMEM."""
+    best = None
+    for tm in _row_tiles(rows):
+        visits = cdiv(rows, tm) + groups
+        for tk in _divisors(k, 4096):
+            for tn in _divisors(n, 4096):
+                held = 2 * itemsize * (tm * tk + tm * tn + tk * tn) + 4 * tk * tn
+                held += 4 * min(tk, TRANSPOSE_BLOCK[0]) * min(tn, TRANSPOSE_BLOCK[1])
+                if held > vmem:
+                    continue
+                moved = rows * (k * (n // tn) + n * (k // tk)) + groups * k * n
+                steps = visits * (k // tk) * (n // tn)
+                cost = (itemsize * moved + 2e5 * steps, held)
+                if best is None or cost < best[0]:
+                    best = (cost, Tile(tm, tk, tn))
+    return None if best is None else best[1]
+
+
+def unsupported(lhs: jax.Array, rhs: jax.Array, n: int, tile: Tile | None, halves: int = 1) -> Unsupported:
+    """Why the TPU kernels cannot take these operands; `tile` is what `pick_…` found."""
+    reasons = []
+    if lhs.dtype not in (jnp.float32, jnp.bfloat16):
+        reasons.append(f"operands are {lhs.dtype}; the kernel takes float32 and bfloat16")
+    if halves == 2 and n % 128:
+        reasons.append(f"the two halves of rhs, {n} columns each, are no multiple of 128 columns")
+    if tile is not None and tile.m % 16:
+        reasons.append(f"a tile of {tile.m} rows is no multiple of 16 rows")
+    if tile is None:
+        reasons.append(
+            f"no tile of lhs{list(lhs.shape)} and rhs{list(rhs.shape)} fits "
+            f"{VMEM_BYTES >> 20} MiB of VMEM (a size that is no multiple of 128 is not split)"
+        )
+    return Unsupported(reasons)

@@ -1,0 +1,121 @@
+"""The transpose of grouped matmul on TPU (Mosaic): the sums of one group stay in VMEM over its visits."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul import tpu_tiles
+from meshpar_kernels.grouped_matmul.problem import padded_scale, transpose_problem
+from meshpar_kernels.grouped_matmul.schedule import visit_groups
+from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, dot, in_blocks, row_mask
+from meshpar_kernels.grouped_matmul.tpu_tiles import Tile, cdiv
+
+__all__ = ["grouped_matmul_transpose"]
+
+
+def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
+    """One visit: adds lhsᵀ·rhs of the rows [start, end) of a tile to the sums of one group."""
+    refs = list(refs)
+    scale_column = refs.pop() if scaled else None
+    lhs_ref, rhs_ref, *scale_ref, out_ref, total = refs
+    rows = lhs_ref.shape[0]
+    visit, visits = pl.program_id(2), pl.num_programs(2)
+    low = start[visit] - tile_of[visit] * rows
+    high = end[visit] - tile_of[visit] * rows
+    before = group_of[jnp.maximum(visit - 1, 0)]
+    after = group_of[jnp.minimum(visit + 1, visits - 1)]
+
+    @pl.when((visit == 0) | (before != group_of[visit]))
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    def multiply(first_row, size, begin):
+        here = pl.ds(first_row, size)
+        mine = None if begin is None else row_mask(first_row, size, jnp.maximum(low, begin), high)
+
+        def one_strip(first_k, height):
+            left = lhs_ref[here, pl.ds(first_k, height)]
+            if mine is not None:
+                left = jnp.where(mine, left, jnp.zeros_like(left))
+
+            def one_block(first_n, width):
+                right = rhs_ref[here, pl.ds(first_n, width)]
+                if scale_column is not None:
+                    right = (right.astype(jnp.float32) * scale_column[here]).astype(rhs_ref.dtype)
+                if mine is not None:
+                    right = jnp.where(mine, right, jnp.zeros_like(right))
+                there = (pl.ds(first_k, height), pl.ds(first_n, width))
+                total[there] += dot(left, right, (0, 0))
+
+            in_blocks(rhs_ref.shape[1], tpu_tiles.TRANSPOSE_BLOCK[1], one_block)
+
+        in_blocks(lhs_ref.shape[1], tpu_tiles.TRANSPOSE_BLOCK[0], one_strip)
+
+    @pl.when(live[visit] > 0)
+    def _():
+        if scale_column is not None:
+            scale_column[...] = scale_ref[0][...].T
+        by_rows(low, high, rows, tpu_tiles.PIECES, tpu_tiles.pack(lhs_ref.dtype.itemsize), multiply)
+
+    @pl.when((visit == visits - 1) | (after != group_of[visit]))
+    def _():
+        out_ref[0] = total[...].astype(out_ref.dtype)
+
+
+def grouped_matmul_transpose(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    row_scale: jax.Array | None,
+    *,
+    groups: int,
+    out_dtype: jnp.dtype,
+    tile: Tile,
+) -> jax.Array:
+    """As `reference.grouped_matmul_transpose`. Grid: K, columns, visits; one tile of sums in
+    VMEM."""
+    problem = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
+    rows, k, n = problem.rows, problem.k, problem.n
+    tm, tk, tn = tile
+    visits = visit_groups(problem.bounds, rows, tm)
+    in_specs = [
+        pl.BlockSpec((tm, tk), lambda i, j, v, t, *_: (t[v], i)),
+        pl.BlockSpec((tm, tn), lambda i, j, v, t, *_: (t[v], j)),
+    ]
+    operands = [lhs, rhs]
+    if row_scale is not None:
+        in_specs.append(pl.BlockSpec((1, tm), lambda i, j, v, t, *_: (0, t[v])))
+        operands.append(padded_scale(row_scale, tm)[None])
+    scratch = [pltpu.VMEM((tk, tn), jnp.float32)]
+    if row_scale is not None:
+        scratch.append(pltpu.VMEM((tm, 1), jnp.float32))
+    steps_k, steps_n = cdiv(k, tk), cdiv(n, tn)
+    return pl.pallas_call(
+        functools.partial(_transpose_kernel, scaled=row_scale is not None),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(steps_k, steps_n, visits.number),
+            in_specs=in_specs,
+            out_specs=pl.BlockSpec((1, tk, tn), lambda i, j, v, t, g, *_: (g[v], i, j)),
+            scratch_shapes=scratch,
+        ),
+        out_shape=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=tpu_tiles.VMEM_BYTES + (8 << 20),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * k * n,
+            transcendentals=0,
+            bytes_accessed=lhs.dtype.itemsize * rows * (steps_n * k + steps_k * n)
+            + out_dtype.itemsize * groups * k * n,
+        ),
+        name="meshpar_grouped_matmul_transpose",
+    )(*visits[:5], *operands)

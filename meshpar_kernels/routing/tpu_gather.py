@@ -1,0 +1,200 @@
+"""Rows gathered and summed on TPU (Mosaic): what `permute`, `combine` and their gradients are made of."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported
+
+__all__ = ["as_words", "gather_sum", "gather_sum_unsupported"]
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
+    """Why the TPU kernel cannot gather these rows."""
+    reasons = []
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        reasons.append(f"rows are {x.dtype}; the kernel takes float32 and bfloat16")
+    if index.shape[1] > 32:
+        reasons.append(f"k={index.shape[1]} rows to sum are more than 32, which VMEM has no room for")
+    if x.shape[1] > 32768:
+        reasons.append(f"H={x.shape[1]} is above 32768, where a block of rows leaves no room in VMEM")
+    return Unsupported(reasons)
+
+
+def as_words(x: jax.Array) -> jax.Array:
+    """bfloat16 [N, H] → int32 [N/2, H] with row 2i in the low halves, as the TPU packs them.
+
+    In a compiled kernel this is a view of the same memory (`Ref.bitcast`). The interpreter has no
+    such view.
+    """
+    rows, width = x.shape
+    pairs = x.reshape(rows // 2, 2, width).swapaxes(1, 2)
+    return lax.bitcast_convert_type(pairs, jnp.int32)
+
+
+def _gather_sum_kernel(
+    now_smem,
+    next_smem,
+    *refs,
+    rows: int,
+    k: int,
+    limit: int,
+    packed: bool,
+    view: bool,
+    weighted: bool,
+):
+    """One block of result rows and one slab of columns.
+
+    The rows of the next block are on their way while this one is summed.
+    """
+    if weighted:
+        index_ref, weight_ref, x_ref, out_ref, buffer, arrived, index_col, weight_col = refs
+        weight_col[...] = weight_ref[0].T
+    else:
+        index_ref, x_ref, out_ref, buffer, arrived, index_col = refs
+        weight_col = None
+    index_col[...] = index_ref[0].T
+    slab, step, steps = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
+    width = out_ref.shape[1]
+    words = x_ref.bitcast(jnp.int32) if view else x_ref
+
+    def fetch(indices, slot):
+        together = 8 if k <= 8 else 1  # a register's rows: their places are offsets from one address
+
+        def some_rows(block, _):
+            first = block * together
+            for j in range(k):
+                targets = buffer.at[slot, pl.ds(pl.multiple_of(j * rows + first, together), together)]
+                for r in range(together):
+                    row = indices[0, j, first + r]
+                    pltpu.make_async_copy(
+                        words.at[pl.ds(row, 1), pl.ds(slab * width, width)],
+                        targets.at[pl.ds(r, 1)],
+                        arrived.at[slot],
+                    ).start()
+            return 0
+
+        lax.fori_loop(0, rows // together, some_rows, 0)
+
+    @pl.when(step == 0)
+    def _():
+        fetch(now_smem, 0)
+
+    @pl.when(step + 1 < steps)
+    def _():
+        fetch(next_smem, (step + 1) % 2)
+
+    slot = step % 2
+    pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
+
+    def one_strip(s, _):
+        first = pl.multiple_of(s * 16, 16)
+        index = index_col[pl.ds(first, 16), :]
+        for left in range(0, width, 512):
+            lanes = slice(left, min(left + 512, width))
+            total = jnp.zeros((16, lanes.stop - lanes.start), jnp.float32)
+            for j in range(k):
+                word = buffer[slot, pl.ds(pl.multiple_of(j * rows + first, 16), 16), lanes]
+                here = index[:, j : j + 1]
+                if packed:
+                    odd = (here & 1) > 0
+                    word = jnp.where(odd, word & jnp.int32(-65536), word << 16)
+                    word = lax.bitcast_convert_type(word, jnp.float32)
+                if weight_col is not None:
+                    word = word * weight_col[pl.ds(first, 16), j : j + 1]
+                total += jnp.where((here >= 0) & (here < limit), word, 0.0)
+            out_ref[pl.ds(first, 16), lanes] = total.astype(out_ref.dtype)
+        return 0
+
+    lax.fori_loop(0, rows // 16, one_strip, 0)
+
+
+def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, block: int = 256) -> jax.Array:
+    """As `reference.gather_sum`: one copy per row from HBM to VMEM, summed there in float32,
+    written once.
+
+    Two bfloat16 rows share 32-bit words in HBM, and a copy moves whole words: so bfloat16 reads
+    twice the bytes it needs. About `block` rows are in flight while as many are summed. Unused
+    choices (-1) fetch row 0 and are masked. An odd number of bfloat16 rows is padded by one first.
+    """
+    packed = x.dtype == jnp.bfloat16
+    if packed and x.shape[0] % 2:
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    total_rows, k = index.shape
+    limit, width = x.shape
+    rows = min(max(16, block // k // 16 * 16), _cdiv(total_rows, 16) * 16)
+    steps = _cdiv(total_rows, rows)
+    padding = steps * rows - total_rows
+
+    def by_block(values, fill):
+        values = jnp.pad(values.T, ((0, 0), (0, padding)), constant_values=fill)
+        return values.reshape(k, steps, rows).swapaxes(0, 1)
+
+    slabs = 2 if width % 4096 == 0 else 1  # of columns: one for each core of a megacore chip
+    while width // slabs > 4096 and width % (256 * slabs) == 0:
+        slabs *= 2
+    slab = width // slabs
+    view = packed and not _compat.interpreting()
+    # worked out here, since the copies are limited by what the scalar core does for each
+    fetched = by_block(jnp.clip(index, 0, limit - 1) >> int(packed), 0)
+    block_shape = (1, k, rows)
+    operands = [fetched, fetched, by_block(index, -1)]
+    in_specs = [
+        pl.BlockSpec(block_shape, lambda h, i: (i, 0, 0), memory_space=pltpu.SMEM),
+        pl.BlockSpec(
+            block_shape,
+            lambda h, i: (jnp.minimum(i + 1, steps - 1), 0, 0),
+            memory_space=pltpu.SMEM,
+        ),
+        pl.BlockSpec(block_shape, lambda h, i: (i, 0, 0)),
+    ]
+    columns = [pltpu.VMEM((rows, k), jnp.int32)]
+    if weight is not None:
+        operands.append(by_block(weight.astype(jnp.float32), 0.0))
+        in_specs.append(pl.BlockSpec(block_shape, lambda h, i: (i, 0, 0)))
+        columns.append(pltpu.VMEM((rows, k), jnp.float32))
+    operands.append(as_words(x) if packed and not view else x)
+    in_specs.append(pl.BlockSpec(memory_space=pl.ANY))
+    word = jnp.int32 if packed else jnp.float32
+    return pl.pallas_call(
+        functools.partial(
+            _gather_sum_kernel,
+            rows=rows,
+            k=k,
+            limit=limit,
+            packed=packed,
+            view=view,
+            weighted=weight is not None,
+        ),
+        grid=(slabs, steps),
+        in_specs=in_specs,
+        out_specs=pl.BlockSpec((rows, slab), lambda h, i: (i, h)),
+        out_shape=_compat.out_struct((total_rows, width), x.dtype, *operands),
+        scratch_shapes=[
+            pltpu.VMEM((2, k * rows, slab), word),
+            pltpu.SemaphoreType.DMA((2,)),
+            *columns,
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=48 << 20,
+            disable_bounds_checks=True,  # more than half the bundles of a copy; rows are kept within bounds above
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * total_rows * k * width,
+            transcendentals=0,
+            bytes_accessed=(total_rows * k * 4 + total_rows * x.dtype.itemsize) * width,
+        ),
+        name="meshpar_gather_sum",
+    )(*operands)
