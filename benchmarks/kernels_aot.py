@@ -233,9 +233,12 @@ def compile_shared(kernel: str, shape: str, chip: str) -> dict:
     ]
     compiled = jax.jit(mapped).trace(*structs).lower(lowering_platforms=("tpu",)).compile()
     counted = (compiled.cost_analysis() or {}).get("flops")
+    text = compiled.as_text()
     return {
         "temp": compiled.memory_analysis().temp_size_in_bytes,
         "flops": counted / flops if counted and flops else None,
+        "exchanged": re.findall(r"= \(?(\w+)\[[^=]* all-to-all(?:-start)?\(", text),
+        "copied": re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", text),
     }
 
 

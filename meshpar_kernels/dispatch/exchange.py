@@ -13,7 +13,7 @@ from jax import lax
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, dispatch
 from meshpar_kernels._collective_ids import MESH_AXES
-from meshpar_kernels.dispatch import tpu
+from meshpar_kernels.dispatch import gpu, tpu
 from meshpar_kernels.dispatch.runs import Axes, Runs, agree, covered
 
 __all__ = ["KERNELS", "exchange_slots", "move_rows"]
@@ -29,6 +29,7 @@ class _How(NamedTuple):
       op: public name, for messages.
       implementation: one of `KERNELS`.
       axes, sizes: mesh axes of the group, and their sizes.
+      rows: of a unit.
       sends, receives: units of the operand and of the result.
       keeps: whether the result begins as a given array.
     """
@@ -37,6 +38,7 @@ class _How(NamedTuple):
     implementation: str
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
+    rows: int
     sends: int
     receives: int
     keeps: bool
@@ -65,9 +67,18 @@ def _move(
     functions = {
         "pallas_tpu": _tpu_unsupported(operand, how.axes)
         or (lambda operand, output, runs: tpu.send(operand, output, how.receives, runs, how.axes, how.sizes)),
-        "pallas_gpu": Unsupported(("there is no GPU kernel for this op",)),
+        "pallas_gpu": gpu.unsupported(operand.dtype, math.prod(operand.shape[1:]) // how.rows, math.prod(how.sizes))
+        or functools.partial(_by_gpu, how),
     }
     return dispatch(how.op, how.implementation, functions, "pallas_tpu", operand, output, runs)
+
+
+def _by_gpu(how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs) -> jax.Array:
+    moved = gpu.send(operand, how.receives, how.rows, runs, how.axes, how.sizes)
+    if output is None:
+        return moved
+    come = covered(runs.place, runs.came, how.receives)[:, None, None]
+    return jnp.where(come, moved, output)
 
 
 def _forward(how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs, back: Runs, twice: jax.Array | None):
@@ -106,7 +117,7 @@ def move_rows(
     lanes = 128 if width % 128 == 0 else width
     views = [x.reshape(len(x), width // lanes, lanes) for x in (operand, output)]
     (*views, _) = _compat.same_varying(*views, runs.came)
-    how = _How(op, implementation, axes, sizes, len(operand), len(output), keeps=True)
+    how = _How(op, implementation, axes, sizes, 1, len(operand), len(output), keeps=True)
     moved: Any = _move(how, *views, runs, back, twice)
     return moved.reshape(output.shape)
 
@@ -138,6 +149,6 @@ def exchange_slots(
     runs = Runs(first, went, mine, first, comes, mine)
     units, *numbers = _compat.same_varying(units, *_compat.varying_over(axes, *runs))
     runs = Runs(*numbers)
-    how = _How(op, implementation, axes, sizes, len(units), len(units), keeps=False)
+    how = _How(op, implementation, axes, sizes, unit, len(units), len(units), keeps=False)
     moved: Any = _move(how, units, None, runs, runs.back(), None)
     return moved.reshape(x.shape)
