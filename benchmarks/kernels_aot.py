@@ -62,6 +62,11 @@ def cases() -> list[tuple[str, str]]:
     routing = ["route", "route after its product", "permute", "combine", "permute by plan", "combine by plan"]
     rows += [(kernel, m) for m in models for kernel in routing]
     rows += [("all_gather_matmul" if s.gathers else "matmul_reduce_scatter", name) for name, s in FUSED.items()]
+    rows += [
+        (kernel, m)
+        for m in models
+        for kernel in ("ragged_all_to_all", "dispatch, combine", "dispatch, combine, padded")
+    ]
     rows += [(kernel, "16MiB") for kernel in ("all_gather", "reduce_scatter")] + [("all_reduce_small", "1MiB")]
     strategies = ["ring", "ulysses", "gathered"]
     return rows + [(f"{s}{way}", shape) for shape in ATTENTION for s in strategies for way in ("", " backward")]
@@ -173,9 +178,11 @@ def build_shared(kernel: str, shape: str):
     import jax.numpy as jnp
 
     from meshpar_kernels import collective_matmul, collectives
-    from meshpar_kernels.shapes import FUSED
+    from meshpar_kernels.shapes import FUSED, MODELS
 
     bf16, f32 = jnp.bfloat16, jnp.float32
+    if shape in MODELS:
+        return *build_exchange(kernel, shape), 0, None
     if shape in FUSED:
         s = FUSED[shape]
         flops = 2 * 8 * s.rows * s.k * s.n
@@ -202,20 +209,48 @@ def build_shared(kernel: str, shape: str):
     return (lambda x: collectives.all_reduce_small(x, "a", implementation="pallas")), small, None, None
 
 
+def build_exchange(kernel: str, model: str):
+    """The rows of a model's tokens to their experts on 8 devices, "a": the function of one, and its arguments."""
+    import jax.numpy as jnp
+
+    from meshpar_kernels import expert_combine, expert_dispatch, ragged_all_to_all
+    from meshpar_kernels.shapes import MODELS
+
+    bf16, i32 = jnp.bfloat16, jnp.int32
+    m = MODELS[model]
+    rows = TOKENS * m.k // 8  # a device has an eighth of the tokens, and room for twice its even share of rows
+    if kernel == "ragged_all_to_all":
+        numbers = [((64,), i32, 0)] * 4
+
+        def send(x, output, *runs):
+            return ragged_all_to_all(x, output, *runs, axis_name="a", implementation="pallas")[0]
+
+        return send, [((8 * rows, m.embed), bf16, 0), ((16 * rows, m.embed), bf16, 0), *numbers]
+    exchange = "padded" if "padded" in kernel else "pallas"
+
+    def there_and_back(x, expert):
+        each = -(-2 * rows // 8 // 16) * 16
+        buffer, d = expert_dispatch(x, expert, experts=m.experts, axis_name="a", rows=each, exchange=exchange)
+        return expert_combine(buffer * 2, d)
+
+    return there_and_back, [((TOKENS, m.embed), bf16, 0), ((TOKENS, m.k), i32, 0)]
+
+
 def shared_kernels() -> set[str]:
     """The kernels that talk to other devices."""
-    return {"all_gather_matmul", "matmul_reduce_scatter", "all_gather", "reduce_scatter", "all_reduce_small"}
+    fused = {"all_gather_matmul", "matmul_reduce_scatter", "all_gather", "reduce_scatter", "all_reduce_small"}
+    return fused | {"ragged_all_to_all", "dispatch, combine", "dispatch, combine, padded"}
 
 
 def compile_shared(kernel: str, shape: str, chip: str) -> dict:
-    """Compile a kernel that talks to other devices for 8 of them, in this process."""
+    """Compile a kernel that talks to other devices for groups of 8, in this process; `chip` may be a slice ("v5e:16x16")."""
     import jax
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=EIGHT[chip]).devices
-    mesh = Mesh(np.array(devices), ("a",))
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=EIGHT.get(chip, chip)).devices
+    mesh = Mesh(np.array(devices).reshape(-1, 8), ("others", "a"))
     function, arguments, split, flops = build_shared(kernel, shape)
 
     def spec(dim):
@@ -229,9 +264,12 @@ def compile_shared(kernel: str, shape: str, chip: str) -> dict:
     ]
     compiled = jax.jit(mapped).trace(*structs).lower(lowering_platforms=("tpu",)).compile()
     counted = (compiled.cost_analysis() or {}).get("flops")
+    text = compiled.as_text()
     return {
         "temp": compiled.memory_analysis().temp_size_in_bytes,
         "flops": counted / flops if counted and flops else None,
+        "exchanged": re.findall(r"= \(?(\w+)\[[^=]* all-to-all(?:-start)?\(", text),
+        "copied": re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", text),
     }
 
 

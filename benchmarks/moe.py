@@ -1,7 +1,7 @@
 """A mixture-of-experts layer, forward and backward, beside what people write today.
 
     python benchmarks/moe.py                     # step time on 8 virtual CPU devices
-    python benchmarks/moe.py --aot               # memory and wire bytes from the real TPU compiler (needs libtpu, no TPU)
+    python benchmarks/moe.py --aot               # memory, FLOPs and wire bytes from the real TPU compiler (needs libtpu, no TPU)
     python benchmarks/moe.py --aot --models mixtral-8x7b --slices v5e:16x16
 
 Peers, all bf16 on TPU and float32 on CPU, the same weights and tokens:
@@ -31,6 +31,7 @@ from rich.table import Table
 
 import meshpar as mp
 from meshpar.moe import moe
+from meshpar.verify.flops import flops
 from meshpar_kernels.shapes import MODELS
 
 DIMS = {
@@ -275,7 +276,7 @@ def aot(model: str, where: str, tokens: int, console: Console) -> list[list[str]
             c = build()
         except Exception as error:  # what the compiler refuses is a result
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            rows.append([model, where, name, "–", "–", reason[:160]])
+            rows.append([model, where, name, "–", "–", "–", reason[:160]])
         else:
             sent: dict[str, float] = {}
             for one in c.final_collectives:
@@ -283,7 +284,10 @@ def aot(model: str, where: str, tokens: int, console: Console) -> list[list[str]
                 sent[op] = sent.get(op, 0) + one.total_bytes
             always = sum(one.total_bytes for one in c.final_collectives if one.count is not None)
             parts = ", ".join(f"{op} {b / 1e9:.2f}" for op, b in sorted(sent.items(), key=lambda i: -i[1]) if b > 1e7)
-            rows.append([model, where, name, f"{c.memory.peak / 2**30:.2f}", f"{always / 1e9:.2f}", parts])
+            tera = flops(c.as_text(), unknown=0) / 1e12
+            rows.append(
+                [model, where, name, f"{c.memory.peak / 2**30:.2f}", f"{tera:.2f}", f"{always / 1e9:.2f}", parts]
+            )
         console.print(f"{rows[-1]}  {time.perf_counter() - began:.0f} s")
     return rows
 
@@ -302,7 +306,7 @@ def main() -> None:
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     table = Table(title=f"forward and backward, {args.tokens} tokens a device, bf16; compiled, not run; a device")
-    for column in ("model", "slice", "", "peak GiB", "sent GB", "by kind, GB, or why not"):
+    for column in ("model", "slice", "", "peak GiB", "TFLOP", "sent GB", "by kind, GB, or why not"):
         table.add_column(column, overflow="fold")
     for where in args.slices:
         for model in args.models:

@@ -6,7 +6,11 @@ has none: so each takes its number here.
 
 from __future__ import annotations
 
-__all__ = ["COLLECTIVE_IDS"]
+from collections.abc import Sequence
+
+import jax
+
+__all__ = ["COLLECTIVE_IDS", "MESH_AXES", "collective_id"]
 
 _KERNELS = (
     "all_reduce_small",
@@ -16,5 +20,27 @@ _KERNELS = (
     "matmul_reduce_scatter",
 )
 
-COLLECTIVE_IDS: dict[str, int] = {name: number for number, name in enumerate(_KERNELS, start=8)}
-"""Kernel → `collective_id`. They begin at 8, so that a program's own kernels can have the lower ones."""
+_BY_AXES = ("ragged_all_to_all",)
+
+MESH_AXES = 4
+"""Most axes of a mesh for a kernel whose number depends on those that it talks over."""
+
+COLLECTIVE_IDS: dict[str, int] = {name: number for number, name in enumerate(_KERNELS, start=8)} | {
+    name: 32 + number * 2**MESH_AXES for number, name in enumerate(_BY_AXES)
+}
+"""Kernel → `collective_id`, the first of several if it depends on the axes. They begin at 8, so that a program's own kernels
+can have the lower ones."""
+
+
+def collective_id(name: str, axes: Sequence[str]) -> int:
+    """The number of a kernel that one program may run over different mesh axes.
+
+    A device that is through with one group's exchange and begins that of another group must not be counted by those that
+    still wait for members of the first: so every set of axes has a number of its own.
+
+    Args:
+      name: of the kernel.
+      axes: of the surrounding mesh, at most the first `MESH_AXES` of it.
+    """
+    names = list(jax.sharding.get_abstract_mesh().axis_names)
+    return COLLECTIVE_IDS[name] + sum(1 << names.index(a) for a in axes)

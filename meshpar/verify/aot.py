@@ -21,6 +21,7 @@ from ..plan.hardware import chip_of
 from . import hlo
 from .compiler import FINAL, PARTITIONED
 from .exposed import Exposed, exposed, places_of
+from .flops import flops
 from .hlo import HloCollective
 from .jobs import Archive, Job, Progress, compile_job
 from .memory import capacity_of, out_of_memory
@@ -95,6 +96,12 @@ class Compiled:
     def cycles(self) -> float | None:
         """The TPU compiler's estimate of the cycles of a step, loops counted, communication left out; None on other platforms."""
         return hlo.cycles(self.as_text()) or None
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """Floating-point operations of a device in a step: matrix products and convolutions of the final program, loops counted,
+        and what kernels state."""
+        return flops(self.as_text())
 
     @functools.cached_property
     def exposed(self) -> Exposed | None:

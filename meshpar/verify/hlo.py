@@ -74,8 +74,8 @@ class HloCollective:
 
 
 @dataclass(slots=True)
-class _Run:
-    """An instruction, how often it runs, and where it stands."""
+class Run:
+    """An instruction, how often it runs (None: a loop's trips are not known), and where it stands."""
 
     instruction: Instruction
     scope: Scope
@@ -95,10 +95,10 @@ def collectives(text: str) -> list[HloCollective]:
     """
     module = parse(text)
 
-    def sent(runs: Sequence[_Run]) -> float:
+    def sent(runs: Sequence[Run]) -> float:
         return sum(c.total_bytes for c in _collectives(module, runs))
 
-    return _collectives(module, list(_walk(module, sent)))
+    return _collectives(module, list(walk(module, sent)))
 
 
 def cycles(text: str) -> float:
@@ -107,10 +107,10 @@ def cycles(text: str) -> float:
     Time on the links is not in it, nor anything that overlaps. Loops of unknown length count once.
     """
 
-    def cost(runs: Sequence[_Run]) -> float:
+    def cost(runs: Sequence[Run]) -> float:
         return sum(estimate(r.instruction) * (1 if r.count is None else r.count) for r in runs if not r.fused)
 
-    return cost(list(_walk(parse(text), cost)))
+    return cost(list(walk(parse(text), cost)))
 
 
 def estimate(i: Instruction) -> int:
@@ -119,16 +119,17 @@ def estimate(i: Instruction) -> int:
     return int(m[1]) if m else 0
 
 
-def _walk(module: Module, cost: Callable[[Sequence[_Run]], float]) -> Iterator[_Run]:
+def walk(module: Module, cost: Callable[[Sequence[Run]], float]) -> Iterator[Run]:
+    """Every instruction of a module, those inside fusions, calls and loops too; of a conditional the branch that costs most."""
     entry = Scope(module, module.computations[module.entry], ())
     yield from _visit(entry, 1, False, False, cost)
 
 
 def _visit(
-    scope: Scope, count: int | None, fused: bool, scattered: bool, cost: Callable[[Sequence[_Run]], float]
-) -> Iterator[_Run]:
+    scope: Scope, count: int | None, fused: bool, scattered: bool, cost: Callable[[Sequence[Run]], float]
+) -> Iterator[Run]:
     for i in scope.computation:
-        yield _Run(i, scope, count, fused, scattered)
+        yield Run(i, scope, count, fused, scattered)
         if i.opcode == "while":
             trips, fixed = trip_count(scope, i)
             times = None if trips is None or count is None else count * trips
@@ -158,9 +159,9 @@ def branches_of(i: Instruction) -> list[str]:
     return [name for key in ("true_computation", "false_computation") if (name := i.attribute(key))]
 
 
-def _collectives(module: Module, runs: Sequence[_Run]) -> list[HloCollective]:
+def _collectives(module: Module, runs: Sequence[Run]) -> list[HloCollective]:
     found = [(r, kind) for r in runs if (kind := _kind(r.instruction))]
-    chains: dict[tuple[str, ...], list[_Run]] = {}
+    chains: dict[tuple[str, ...], list[Run]] = {}
     for run, kind in found:
         chain = re.search(r'chain_id="(\d+)"', run.instruction.attributes)
         if chain and run.fused:
@@ -176,7 +177,7 @@ def _collectives(module: Module, runs: Sequence[_Run]) -> list[HloCollective]:
 def collective_of(module: Module, i: Instruction, scope: Scope) -> HloCollective | None:
     """The collective that an instruction is or starts, counted once; None: it is none."""
     kind = _kind(i)
-    return None if kind is None else _record(module, _Run(i, scope, 1, False, False), kind)
+    return None if kind is None else _record(module, Run(i, scope, 1, False, False), kind)
 
 
 def inside(module: Module, i: Instruction, scope: Scope) -> list[HloCollective]:
@@ -197,7 +198,7 @@ def _kind(i: Instruction) -> str | None:
     return op if op in KINDS else None
 
 
-def _record(module: Module, run: _Run, kind: str) -> HloCollective:
+def _record(module: Module, run: Run, kind: str) -> HloCollective:
     i = run.instruction
     if i.opcode == "send":
         return _between_slices(module, run, kind)
@@ -233,7 +234,7 @@ def _shapes(found: Sequence[tuple[str, tuple[int, ...]]]) -> str:
     return ", ".join(f"{t}[{','.join(map(str, dims))}]" for t, dims in found)
 
 
-def _between_slices(module: Module, run: _Run, kind: str) -> HloCollective:
+def _between_slices(module: Module, run: Run, kind: str) -> HloCollective:
     """A transfer over DCN: the ``send`` has what one device gives, and the slices (or chips) that it is for."""
     i = run.instruction
     operand = run.scope.computation.get(i.operands[0])

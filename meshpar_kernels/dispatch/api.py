@@ -9,13 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels.dispatch import reference
+from meshpar_kernels.dispatch.exchange import KERNELS, exchange_slots, move_rows
 from meshpar_kernels.dispatch.plan import Dispatch, sort_choices, window
 from meshpar_kernels.dispatch.rows import choices_to_rows, spread, sum_back
+from meshpar_kernels.dispatch.runs import Axes, clip
 
 __all__ = ["expert_combine", "expert_dispatch", "ragged_all_to_all"]
 
-Axes = str | tuple[str, ...]
 STRATEGIES = ("a2a", "ring")
+EXCHANGES = (None, "padded", *KERNELS)
 
 
 def _size(axis_name: Axes | None) -> int:
@@ -37,9 +39,13 @@ def ragged_all_to_all(
     """Send a run of rows to every device, of different lengths: `jax.lax.ragged_all_to_all` that runs everywhere.
 
     Rows `input_offsets[i]` … `input_offsets[i] + send_sizes[i] - 1` of the operand go to device i, and are written there from
-    row `output_offsets[i]` on; the other rows of `output` stay as they are. Implementation "padded" pads every run to `rows`
-    and uses a plain all-to-all: it sends devices·rows rows, however few are in use, and needs no support for ragged
-    collectives, which the CPU lacks and which TPU slices with limited routing (v5e) refuse.
+    row `output_offsets[i]` on; the other rows of `output` stay as they are. Runs of one device that meet at a receiver leave
+    there what came last.
+
+    - "padded" pads every run to `rows` and uses a plain all-to-all: it sends devices·rows rows, however few are in use, and
+      needs no support for ragged collectives, which the CPU lacks and which TPU slices with limited routing (v5e) refuse.
+    - "pallas" is a TPU kernel that copies each run from the operand to its place at the receiver, by remote DMA: it sends
+      what is in use, needs no buffers, and no support by XLA. Rows are multiples of 128 elements.
 
     Args:
       operand: [N, …]. output: [M, …], operand's dtype and trailing dims.
@@ -47,14 +53,18 @@ def ragged_all_to_all(
         i sends here, as in JAX's; the padded form learns it from the senders.
       axis_name: one mesh axis, or several as one.
       rows: the longest run that there is room for ("padded"); None: N.
-      implementation: None and "padded"; "xla" for JAX's own; "reference".
+      implementation: None and "padded"; "pallas" (no default, as no TPU has timed it); "xla" for JAX's own, which checks
+        nothing; "reference".
 
     Returns:
-      (output, int32 [] rows of this device that were not sent, beyond `rows` or beyond the end of the output of the
-      receiver). Differentiable in operand and output. A run is never written past the output's end.
+      (output, int32 [] rows of this device that were not sent: beyond `rows`, beyond the end of the operand or of the
+      receiver's output, or all of a run with a negative offset). Nothing is read or written past an end. Differentiable in
+      operand and output; by "pallas", where a device sends a row twice the gradient of its operand is NaN (by JAX's own it
+      is wrong), since it would be a sum.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, or an unknown implementation.
+      NotImplementedError: the kernel cannot take these arguments; with every reason.
     """
     op = "ragged_all_to_all"
     if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:]:
@@ -73,15 +83,17 @@ def ragged_all_to_all(
             operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name=axis_name
         )
         return out, jnp.zeros((), jnp.int32)
-    sent = jnp.clip(send_sizes, 0, rows)
-    sent = jnp.minimum(sent, jnp.maximum(output.shape[0] - output_offsets, 0))
-    dropped = (jnp.maximum(send_sizes, 0) - sent).sum(dtype=jnp.int32)
+    sent, dropped = clip(input_offsets, send_sizes, output_offsets, rows=rows, sends=len(operand), receives=len(output))
     if implementation == "reference":
         return reference.ragged_all_to_all(operand, output, input_offsets, sent, output_offsets, axis_name), dropped
-    if implementation not in (None, "padded"):
-        raise ValueError(f"{op}: no implementation {implementation!r}; there are None, 'padded', 'xla', 'reference'")
+    if implementation not in EXCHANGES:
+        raise ValueError(f"{op}: no implementation {implementation!r}; there are None, 'padded', 'pallas', 'pallas_tpu', "
+                         "'pallas_gpu', 'xla', 'reference'")  # fmt: skip
     if 0 in operand.shape or 0 in output.shape:
         return output, dropped
+    if implementation in KERNELS and devices > 1:
+        out = move_rows(op, implementation, operand, output, input_offsets, sent, output_offsets, axis_name)
+        return out, dropped
     ahead = jnp.arange(rows, dtype=jnp.int32)[None, :]
     index = jnp.clip(input_offsets[:, None] + ahead, 0, operand.shape[0] - 1).reshape(-1)
     arrived = lax.all_to_all(operand[index], axis_name, 0, 0, tiled=True)
@@ -101,13 +113,15 @@ def expert_dispatch(
     first: jax.Array | int = 0,
     strategy: str = "a2a",
     implementation: str | None = None,
+    exchange: str | None = None,
 ) -> tuple[jax.Array, Dispatch]:
     """Bring tokens to the devices that hold their experts, sorted by expert.
 
     Device i of `axis_name` holds experts i·E/devices … (i+1)·E/devices - 1. Buffers have a bound; what does not fit is
     counted, and fetched by calling again with `first` moved on by `rows`: no load needs more than one buffer at a time.
 
-    - "a2a": each device sends each other one at most `rows` rows (an all-to-all of devices·rows rows each way).
+    - "a2a": each device sends each other one at most `rows` rows (an all-to-all of devices·rows rows each way; with the
+      exchange "pallas" only those in use).
     - "ring": all tokens come to all devices, each of which picks its own, at most `rows` (an all-gather, and on the way back
       a reduce-scatter, which XLA runs as rings). Fewer bytes when devices ≤ about k.
 
@@ -122,7 +136,10 @@ def expert_dispatch(
       axis_name: mesh axis that the experts, and the tokens, are split over; several count as one, the first major.
       rows: see above; None: no load is too much (a2a, and T·k·devices for the others).
       first: int32 [], place of the first choice in this window among those for one device (a2a) or in this buffer.
-      implementation: of the copies of rows, as in `permute`.
+      implementation: of the copies of rows on one device, as in `permute`.
+      exchange: how rows go to other devices under "a2a", here and in `expert_combine`. None and "padded": XLA's all-to-all
+        of whole buffers. "pallas": the kernel of `ragged_all_to_all`, straight from buffer to buffer; H is a multiple of 128,
+        and `rows` best one of 16. No default, as no TPU has timed it.
 
     Returns:
       (buffer [R, H], `Dispatch`): R = devices·rows (a2a) or rows; the first rows of the buffer are those of this device's
@@ -130,6 +147,7 @@ def expert_dispatch(
 
     Raises:
       ValueError: shapes or options that do not fit.
+      NotImplementedError: a kernel that was asked for cannot take these arguments; with every reason.
     """
     op = "expert_dispatch"
     if x.ndim != 2 or expert.ndim != 2 or expert.shape[0] != x.shape[0]:
@@ -138,6 +156,8 @@ def expert_dispatch(
         raise ValueError(f"{op}: expert must be integers, got {expert.dtype}")
     if strategy not in STRATEGIES:
         raise ValueError(f"{op}: strategy must be one of {STRATEGIES}, got {strategy!r}")
+    if exchange not in EXCHANGES:
+        raise ValueError(f"{op}: exchange must be one of {EXCHANGES}, got {exchange!r}")
     if weight is not None and weight.shape != expert.shape:
         raise ValueError(f"{op}: weight must be {list(expert.shape)}, got {list(weight.shape)}")
     devices = _size(axis_name)
@@ -162,8 +182,8 @@ def expert_dispatch(
     slots = slots.reshape(expert.shape)
     sent = spread(x, slots, sources, implementation)
     ids = jnp.where(sources >= 0, expert.reshape(-1)[jnp.maximum(sources, 0)] % each, each) if expert.size else sources
-    arrived = lax.all_to_all(sent, axis_name, 0, 0, tiled=True)
     ids = lax.all_to_all(ids, axis_name, 0, 0, tiled=True)
+    arrived = _exchange(op, exchange, sent, sources >= 0, ids < each, axis_name, devices)
     if weight is not None:
         weight = choices_to_rows(weight, slots, sources)
         weight = lax.all_to_all(weight, axis_name, 0, 0, tiled=True)[:, None]
@@ -181,7 +201,18 @@ def expert_dispatch(
         axis_name=axis_name,
         devices=devices,
         tokens=tokens,
+        exchange=exchange,
     )
+
+
+def _exchange(
+    op: str, exchange: str | None, x: jax.Array, sent: jax.Array, came: jax.Array, axis_name: Axes, devices: int
+) -> jax.Array:
+    """All-to-all of slots, [devices·rows, H]; `sent` and `came` say which rows are in use, the first of every slot."""
+    if exchange not in KERNELS or 0 in x.shape:
+        return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
+    counts = (used.reshape(devices, -1).sum(1, dtype=jnp.int32) for used in (sent, came))
+    return exchange_slots(op, exchange, x, *counts, axis_name)
 
 
 def _pick(
@@ -240,6 +271,7 @@ def expert_combine(
 
     Raises:
       ValueError: shapes that do not fit.
+      NotImplementedError: a kernel that was asked for, here or in `expert_dispatch`, cannot take these arguments.
     """
     op = "expert_combine"
     d = dispatch
@@ -260,5 +292,5 @@ def expert_combine(
     assert d.rows is not None
     assert d.row_sources is not None
     back = sum_back(y, None, d.rows, d.row_sources, implementation)
-    back = lax.all_to_all(back, d.axis_name, 0, 0, tiled=True)
+    back = _exchange(op, d.exchange, back, d.rows >= 0, d.sources >= 0, d.axis_name, d.devices)
     return sum_back(back, weight, d.slots, d.sources, implementation)

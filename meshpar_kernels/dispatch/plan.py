@@ -68,7 +68,7 @@ def window(choices: Sorted, rows: int, first: jax.Array | int) -> Window:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["slots", "sources", "rows", "row_sources", "row_scale", "group_sizes", "most", "dropped"],
-    meta_fields=["strategy", "axis_name", "devices", "tokens"],
+    meta_fields=["strategy", "axis_name", "devices", "tokens", "exchange"],
 )
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
@@ -96,3 +96,4 @@ class Dispatch:
     axis_name: str | tuple[str, ...] | None
     devices: int
     tokens: int
+    exchange: str | None = None

@@ -164,3 +164,21 @@ def test_rings_and_the_small_all_reduce_compile(chip):
     )  # the operand, which is summed in place, and buffers for two blocks each way
     (small,) = compiled(chip, "1MiB", "all_reduce_small")
     assert small["temp"] < 1 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", [*CHIPS, "v5e:16x16"])
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
+def test_rows_go_straight_to_their_experts(model, chip):
+    """Also where XLA refuses its own ragged all-to-all (v5e:16x16): XLA sends integers only, and rows are where the kernel
+    wants them."""
+    ragged, experts = compiled(chip, model, "ragged_all_to_all", "dispatch, combine")
+    assert set(ragged["exchanged"]) == set(experts["exchanged"]) == {"s32"}
+    assert not any(shape.startswith("bf16") for shape in experts["copied"])
+
+
+@pytest.mark.parametrize("chip", [pytest.param(c, marks=[pytest.mark.slow] * (c != "v5e")) for c in CHIPS])
+def test_all_rows_are_under_way_before_any_is_waited_for(chip):
+    """The first wait is for the sizes, in scalar memory."""
+    _, order = scheduled(chip, "mixtral-8x7b", "ragged_all_to_all")
+    assert order == ["wait", "send", "wait"]

@@ -1,0 +1,92 @@
+"""Operations of a compiled program, out of its own text: matrix products, convolutions and what kernels state."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from .hlo import Run, walk
+from .hlo_text import Computation, Instruction, arrays, parse
+
+_STATED = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
+
+
+def flops(text: str, *, unknown: int = 1) -> float:
+    """Floating-point operations of one device in a step: 2 for each product that is added up; element-wise ones are left out.
+
+    Products with padding are not counted: the TPU compiler writes a batch of products as a convolution most of whose taps meet
+    nothing. Of a Pallas kernel it is what the kernel states (``cost_estimate``), whatever it executes; of a conditional the branch
+    with most.
+
+    Args:
+      text: an HLO module, right after partitioning or final.
+      unknown: trips of a loop whose number is not known.
+
+    Raises:
+      ValueError: the text is no HLO module.
+    """
+
+    def cost(runs: Sequence[Run]) -> float:
+        return sum(n * (unknown if r.count is None else r.count) for r in runs if (n := _of(r)))
+
+    return float(cost(list(walk(parse(text), cost))))
+
+
+def _of(run: Run) -> int:
+    i = run.instruction
+    if i.opcode == "dot":
+        return _dot(i, run.scope.computation)
+    if i.opcode == "convolution":
+        return _convolution(i, run.scope.computation)
+    if i.opcode == "custom-call" and (stated := _STATED.search(i.attributes)):
+        return int(stated[1])
+    return 0
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    return arrays(shape)[0][1]
+
+
+def _operand(i: Instruction, number: int, computation: Computation) -> tuple[int, ...]:
+    found = computation.get(i.operands[number])
+    if found is None:
+        raise ValueError(f"operand {i.operands[number]} of {i.name} is not in its computation")
+    return _sizes(found.shape)
+
+
+def _dot(i: Instruction, computation: Computation) -> int:
+    left = _operand(i, 0, computation)
+    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
+    contracted = [int(n) for n in found[1].split(",") if n] if found else []
+    return 2 * math.prod(_sizes(i.shape)) * math.prod(left[d] for d in contracted)
+
+
+def _convolution(i: Instruction, computation: Computation) -> int:
+    """2 · batch and features of the result · features that are summed · taps that meet an element, over all positions."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
+    assert labels is not None, i.attributes[:200]
+    left, right = _operand(i, 0, computation), _operand(i, 1, computation)
+    out = _sizes(i.shape)
+    window = re.search(r"window=\{([^}]*)\}", i.attributes)
+    given = dict(part.split("=") for part in window[1].split()) if window else {}
+    total = 2 * out[labels[3].index("b")] * out[labels[3].index("f")] * right[labels[2].index("i")]
+    for d in range(len(out) - 2):
+        name = str(d)
+
+        def option(key: str, otherwise: int, d: int = d) -> int:
+            return int(given[key].split("x")[d].split("_")[0]) if key in given else otherwise
+
+        total *= _taps(
+            left[labels[1].index(name)], right[labels[2].index(name)], out[labels[3].index(name)],
+            option("stride", 1), option("pad", 0), option("lhs_dilate", 1), option("rhs_dilate", 1),
+        )  # fmt: skip
+    return total
+
+
+def _taps(size: int, taps: int, positions: int, stride: int, pad: int, dilated: int, apart: int) -> int:
+    """Pairs (position, tap) of one dimension that meet an element of the operand, and neither padding nor a hole."""
+    at = np.arange(positions)[:, None] * stride + np.arange(taps)[None, :] * apart - pad
+    return int(((at >= 0) & (at <= (size - 1) * dilated) & (at % dilated == 0)).sum())

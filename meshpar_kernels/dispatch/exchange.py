@@ -1,0 +1,154 @@
+"""Rows straight into their place at the receiver: the kernels as functions with gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported, dispatch
+from meshpar_kernels._collective_ids import MESH_AXES
+from meshpar_kernels.dispatch import gpu, tpu
+from meshpar_kernels.dispatch.runs import Axes, Runs, agree, covered
+
+__all__ = ["KERNELS", "exchange_slots", "move_rows"]
+
+KERNELS = ("pallas", "pallas_tpu", "pallas_gpu")
+"""Names of implementations that are kernels."""
+
+
+class _How(NamedTuple):
+    """What is known when a program is traced.
+
+    Attributes:
+      op: public name, for messages.
+      implementation: one of `KERNELS`.
+      axes, sizes: mesh axes of the group, and their sizes.
+      rows: of a unit.
+      sends, receives: units of the operand and of the result.
+      keeps: whether the result begins as a given array.
+    """
+
+    op: str
+    implementation: str
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    rows: int
+    sends: int
+    receives: int
+    keeps: bool
+
+
+def _group(axis_name: Axes) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    return axes, tuple(lax.axis_size(a) for a in axes)
+
+
+def _tpu_unsupported(operand: jax.Array, axes: tuple[str, ...]) -> Unsupported:
+    names = list(jax.sharding.get_abstract_mesh().axis_names)
+    far = [a for a in axes if names.index(a) >= MESH_AXES]
+    reasons = tpu.unsupported(operand.dtype, operand.shape[-1])
+    if far:
+        reasons = Unsupported((*reasons, f"axis {far[0]!r} is not among the first {MESH_AXES} of the mesh, {names}"))
+    return reasons
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _move(
+    how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs, back: Runs, twice: jax.Array | None
+) -> jax.Array:
+    """Send runs of units [sends, a, b] → [receives, a, b]; `back` and `twice` are for the way back, as `agree` has them."""
+    del back, twice
+    functions = {
+        "pallas_tpu": _tpu_unsupported(operand, how.axes)
+        or (lambda operand, output, runs: tpu.send(operand, output, how.receives, runs, how.axes, how.sizes)),
+        "pallas_gpu": gpu.unsupported(operand.dtype, math.prod(operand.shape[1:]) // how.rows, math.prod(how.sizes))
+        or functools.partial(_by_gpu, how),
+    }
+    return dispatch(how.op, how.implementation, functions, "pallas_tpu", operand, output, runs)
+
+
+def _by_gpu(how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs) -> jax.Array:
+    moved = gpu.send(operand, how.receives, how.rows, runs, how.axes, how.sizes)
+    if output is None:
+        return moved
+    come = covered(runs.place, runs.came, how.receives)[:, None, None]
+    return jnp.where(come, moved, output)
+
+
+def _forward(how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs, back: Runs, twice: jax.Array | None):
+    return _move(how, operand, output, runs, back, twice), (runs, back, twice)
+
+
+def _backward(how: _How, saved: tuple[Runs, Runs, jax.Array | None], grad: jax.Array):
+    runs, back, twice = saved
+    nothing = None
+    if how.keeps:
+        nothing = jnp.zeros((how.sends, *grad.shape[1:]), grad.dtype)
+        nothing = nothing if twice is None else jnp.where(twice, jnp.full_like(nothing, jnp.nan), nothing)
+        nothing, grad = _compat.same_varying(nothing, grad)
+    returned: Any = _move(how._replace(sends=how.receives, receives=how.sends), grad, nothing, back, runs, None)
+    if how.keeps:
+        come = covered(runs.place, runs.came, how.receives)[:, None, None]
+        return returned, jnp.where(come, 0, grad), None, None, None
+    return returned, None, None, None, None
+
+
+_move.defvjp(_forward, _backward)
+
+
+def move_rows(
+    op: str, implementation: str, operand: jax.Array, output: jax.Array, start: jax.Array, size: jax.Array,
+    target: jax.Array, axis_name: Axes,
+) -> jax.Array:  # fmt: skip
+    """`ragged_all_to_all` by a kernel, of runs that fit, over more than one device.
+
+    A row is one unit: where it is not contiguous in memory it is laid out anew. In the gradient of an operand of which a
+    device sends a row twice everything that no other row explains would be wrong, so that device's is NaN.
+    """
+    axes, sizes = _group(axis_name)
+    runs, back, twice = agree(start, size, target, axis_name)
+    width = math.prod(operand.shape[1:])
+    lanes = 128 if width % 128 == 0 else width
+    views = [x.reshape(len(x), width // lanes, lanes) for x in (operand, output)]
+    (*views, _) = _compat.same_varying(*views, runs.came)
+    how = _How(op, implementation, axes, sizes, 1, len(operand), len(output), keeps=True)
+    moved: Any = _move(how, *views, runs, back, twice)
+    return moved.reshape(output.shape)
+
+
+def exchange_slots(
+    op: str, implementation: str, x: jax.Array, sent: jax.Array, came: jax.Array, axis_name: Axes
+) -> jax.Array:
+    """An all-to-all of slots of which only the first rows are in use; the others are left as they are found in memory.
+
+    Args:
+      op, implementation: as in `dispatch`.
+      x: [devices·rows, H]: slot i goes to device i. Copied in whole tiles, of 8 or 16 rows, if these divide `rows`.
+      sent, came: int32 [devices], rows in use of what goes to device i, and of what comes from it.
+      axis_name: mesh axes of more than one device.
+
+    Returns:
+      [devices·rows, H]: slot i is from device i.
+    """
+    axes, sizes = _group(axis_name)
+    devices = math.prod(sizes)
+    total, width = x.shape
+    rows = total // devices
+    unit = tpu.unit_of(rows, x.dtype.itemsize)
+    lanes = 128 if unit == 1 and width % 128 == 0 else width
+    units = x.reshape(total // unit, unit if unit > 1 else width // lanes, lanes)
+    first = jnp.arange(devices, dtype=jnp.int32) * (rows // unit)
+    mine = jnp.broadcast_to(lax.axis_index(axis_name).astype(jnp.int32) * (rows // unit), (devices,))
+    went, comes = ((-(-n // unit)).astype(jnp.int32) for n in (sent, came))
+    runs = Runs(first, went, mine, first, comes, mine)
+    units, *numbers = _compat.same_varying(units, *_compat.varying_over(axes, *runs))
+    runs = Runs(*numbers)
+    how = _How(op, implementation, axes, sizes, unit, len(units), len(units), keeps=False)
+    moved: Any = _move(how, units, None, runs, runs.back(), None)
+    return moved.reshape(x.shape)

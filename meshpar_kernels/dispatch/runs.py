@@ -1,0 +1,84 @@
+"""Runs of rows that devices send each other: which rows, where to, and what comes; in integers, on one device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["Runs", "agree", "clip", "covered", "sent_twice"]
+
+Axes = str | tuple[str, ...]
+
+
+class Runs(NamedTuple):
+    """What one device sends to each of the others, and what each of them sends here; all int32 [devices].
+
+    Attributes:
+      start, size, target: rows `start[i]` … `start[i] + size[i] - 1` go to device i, to its rows from `target[i]` on.
+      place, came, source: from device i come `came[i]` rows, to the rows from `place[i]` on here, out of its rows from
+        `source[i]` on.
+    """
+
+    start: jax.Array
+    size: jax.Array
+    target: jax.Array
+    place: jax.Array
+    came: jax.Array
+    source: jax.Array
+
+    def back(self) -> Runs:
+        """The same rows on the way back: what came goes, and what went comes."""
+        return Runs(self.place, self.came, self.source, self.start, self.size, self.target)
+
+
+def clip(
+    start: jax.Array, size: jax.Array, target: jax.Array, *, rows: int, sends: int, receives: int
+) -> tuple[jax.Array, jax.Array]:
+    """(rows of each run that can be sent, int32 [devices]; those of all runs that cannot, int32 []).
+
+    Args:
+      start, size, target: as asked for.
+      rows: the longest run that there is room for.
+      sends, receives: rows of the operand and of the output. A run ends where one of them ends; one that would begin before
+        the first row of either is left out.
+    """
+    room = jnp.minimum(sends - start, receives - target)
+    room = jnp.where((start < 0) | (target < 0), 0, jnp.clip(room, 0, rows))
+    sent = jnp.clip(size, 0, room).astype(jnp.int32)
+    return sent, (jnp.maximum(size, 0) - sent).sum(dtype=jnp.int32)
+
+
+def sent_twice(start: jax.Array, size: jax.Array) -> jax.Array:
+    """bool []: whether two of these runs have a row in common."""
+    end, some = start + size, size > 0
+    common = (start[:, None] < end[None, :]) & (start[None, :] < end[:, None]) & some[:, None] & some[None, :]
+    return (common & ~jnp.eye(len(start), dtype=bool)).any()
+
+
+def agree(start: jax.Array, size: jax.Array, target: jax.Array, axis_name: Axes) -> tuple[Runs, Runs, jax.Array]:
+    """Learn from the others what they send here.
+
+    Args:
+      start, size, target: int32 [devices], of this device's runs, which fit.
+      axis_name: mesh axes of the group.
+
+    Returns:
+      (runs, runs on the way back, bool [] whether this device sends a row twice). A row that was sent twice would have to come
+      back as a sum, which no copy makes: the way back of such a device is empty.
+    """
+    twice = sent_twice(start, size)
+    returned = jnp.where(twice, 0, size)
+    told = jnp.stack([target, size, start, returned], 1).astype(jnp.int32)
+    place, came, source, returns = lax.all_to_all(told, axis_name, 0, 0, tiled=True).T
+    runs = Runs(told[:, 2], told[:, 1], told[:, 0], place, came, source)
+    return runs, runs._replace(size=returned, came=returns).back(), twice
+
+
+def covered(place: jax.Array, came: jax.Array, rows: int) -> jax.Array:
+    """bool [rows]: the rows of the output that something comes to."""
+    edges = jnp.zeros(rows + 1, jnp.int32).at[place].add(jnp.where(came > 0, 1, 0), mode="drop")
+    edges = edges.at[place + came].add(jnp.where(came > 0, -1, 0), mode="drop")
+    return jnp.cumsum(edges)[:rows] > 0

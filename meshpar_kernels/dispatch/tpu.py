@@ -1,0 +1,170 @@
+"""The ragged all-to-all on TPU (Mosaic): remote DMA from the rows of the sender straight to their place at the receiver."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from meshpar_kernels import _compat
+from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._collective_ids import collective_id
+from meshpar_kernels.collectives.ppermute import rank_of
+from meshpar_kernels.collectives.tpu import coordinates
+from meshpar_kernels.dispatch.runs import Runs
+
+__all__ = ["BLOCK_BYTES", "send", "unit_of", "unsupported"]
+
+BLOCK_BYTES = 512 << 10
+"""Most bytes of one copy. Runs take turns by blocks, so that what goes to one device does not wait for all that goes to
+another; a block takes the longer of about 10 µs, on one link, and what starting it costs."""
+
+
+def unit_of(rows: int, itemsize: int) -> int:
+    """Rows of a register tile, if `rows` is a multiple; else 1."""
+    pack = 32 // itemsize
+    return 1 if rows % pack else pack
+
+
+def unsupported(dtype: Any, width: int) -> Unsupported:
+    """Why the kernel cannot move rows of `width` elements."""
+    reasons = []
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.int32):
+        reasons.append(f"the rows are {jnp.dtype(dtype)}; the kernel takes float32, bfloat16 and int32")
+    if width % 128:
+        reasons.append(f"a row has {width} elements, which must be a multiple of 128")
+    return Unsupported(reasons)
+
+
+def _each_length(block: int) -> list[int]:
+    """What the rest of a run, shorter than a block, is cut into: powers of two, the largest first."""
+    return [1 << k for k in reversed(range(block.bit_length() - 1))]
+
+
+def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, ...], block: int):
+    """Meet everyone, start all copies, wait for as much as goes and for as much as comes.
+
+    `runs_ref` holds start, size, target and what comes, for one device after the other. All counts are in units: slices of
+    the leading dimension, which has no tiles.
+    """
+    result, sent_sem, came_sem, kept_sem = rest[-4:]
+    devices = math.prod(sizes)
+    rank = rank_of(axes)
+
+    def number(field: int, device: Any) -> jax.Array:
+        return runs_ref[field * devices + device]
+
+    def total(field: int) -> jax.Array:
+        """Of all devices but this one."""
+        everything = lax.fori_loop(0, devices, lambda i, n: n + number(field, i), jnp.int32(0))
+        return everything - number(field, rank)
+
+    def peer(k: Any) -> jax.Array:
+        return lax.rem(rank + k, jnp.int32(devices))
+
+    def part(device: Any, ahead: Any, length: int) -> tuple[Any, Any]:
+        """Where `length` units of a device's run lie, `ahead` from its beginning, and where they go."""
+        here, there = number(0, device) + ahead, number(2, device) + ahead
+        return operand.at[pl.ds(here, length)], result.at[pl.ds(there, length)]
+
+    def send(device: Any, ahead: Any, length: int) -> None:
+        source, target = part(device, ahead, length)
+        pltpu.make_async_remote_copy(
+            source, target, sent_sem, came_sem, device_id=coordinates(device, axes, sizes)
+        ).start()  # fmt: skip
+
+    def keep(ahead: Any, length: int) -> None:
+        pltpu.make_async_copy(*part(rank, ahead, length), kept_sem).start()
+
+    def rest_of(size: jax.Array, act: Callable[[Any, int], None]) -> None:
+        for length in _each_length(block):
+            pl.when((size & length) != 0)(functools.partial(act, size - (size & (2 * length - 1)), length))
+
+    def whole(size: jax.Array, act: Callable[[Any, int], None]) -> None:
+        pl.loop(0, lax.div(size, jnp.int32(block)))(lambda b: act(b * block, block))
+        rest_of(size, act)
+
+    barrier = pltpu.get_barrier_semaphore()
+
+    @pl.loop(1, devices)
+    def _(k):
+        pl.semaphore_signal(barrier, 1, device_id=coordinates(peer(k), axes, sizes))
+
+    whole(number(1, rank), keep)  # its own rows, before the others are there
+    pl.semaphore_wait(barrier, devices - 1)
+    longest = lax.fori_loop(1, devices, lambda k, most: jnp.maximum(most, number(1, peer(k))), jnp.int32(0))
+
+    @pl.loop(0, lax.div(longest, jnp.int32(block)))
+    def _(b):
+        @pl.loop(1, devices)
+        def _(k):
+            size = number(1, peer(k))
+            pl.when(b < lax.div(size, jnp.int32(block)))(lambda: send(peer(k), b * block, block))
+
+    @pl.loop(1, devices)
+    def _(k):
+        rest_of(number(1, peer(k)), functools.partial(send, peer(k)))
+
+    # semaphores count bytes, so that only the sum matters
+    def like(ahead: Any, length: int):
+        del ahead
+        piece = result.at[pl.ds(0, length)]
+        neighbour = coordinates(peer(1), axes, sizes)
+        return pltpu.make_async_remote_copy(piece, piece, sent_sem, came_sem, device_id=neighbour)
+
+    def own(ahead: Any, length: int) -> None:
+        del ahead
+        piece = result.at[pl.ds(0, length)]
+        pltpu.make_async_copy(piece, piece, kept_sem).wait()
+
+    whole(total(3), lambda ahead, length: like(ahead, length).wait_recv())
+    whole(total(1), lambda ahead, length: like(ahead, length).wait_send())
+    whole(number(1, rank), own)
+
+
+def send(
+    operand: jax.Array, output: jax.Array | None, units: int, runs: Runs, axes: tuple[str, ...], sizes: tuple[int, ...]
+) -> jax.Array:
+    """Send runs of units to all devices of a group, and take theirs.
+
+    Args:
+      operand: [N, a, b], a unit being [a, b].
+      output: [units, a, b], the rows that nothing comes to; None: they are left as they are found in memory.
+      units: N of the result.
+      runs: in units, that fit: the kernel checks nothing, and hangs if devices do not agree.
+      axes, sizes: mesh axes of the group, and their sizes.
+    """
+    unit = math.prod(operand.shape[1:]) * operand.dtype.itemsize
+    most = max(1, min(len(operand), units, BLOCK_BYTES // unit))
+    block = 1 << (most.bit_length() - 1)
+    numbers = jnp.stack([runs.start, runs.size, runs.target, runs.came]).reshape(-1).astype(jnp.int32)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    given = [] if output is None else [output]
+    nbytes = operand.size * operand.dtype.itemsize
+    return pl.pallas_call(
+        functools.partial(_kernel, axes=axes, sizes=sizes, block=block),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(),
+            in_specs=[anywhere] * (1 + len(given)),
+            out_specs=anywhere,
+            scratch_shapes=[pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA],
+        ),
+        out_shape=_compat.out_struct((units, *operand.shape[1:]), operand.dtype, operand, *given),
+        input_output_aliases={2: 0} if given else {},
+        compiler_params=pltpu.CompilerParams(collective_id=collective_id("ragged_all_to_all", axes)),
+        cost_estimate=pl.CostEstimate(  # of an operand all of whose rows are sent, to all devices alike
+            flops=0,
+            transcendentals=0,
+            bytes_accessed=2 * nbytes,
+            remote_bytes_transferred=nbytes * (math.prod(sizes) - 1) // math.prod(sizes),
+        ),
+        name="meshpar_ragged_all_to_all",
+    )(numbers, operand, *given)

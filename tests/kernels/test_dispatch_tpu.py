@@ -1,0 +1,326 @@
+"""Rows sent straight to their place, in the TPU interpreter with race detection, on 4 devices; and variants to be caught."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from kernel_mutants import caught, without
+
+from meshpar_kernels import _compat, expert_combine, expert_dispatch, grouped_matmul, ragged_all_to_all
+from meshpar_kernels._collective_ids import COLLECTIVE_IDS, collective_id
+from meshpar_kernels.dispatch import tpu
+
+P = PartitionSpec
+A, N, M, H = 4, 40, 48, 256
+MODES = ("on_wait", "eager")
+
+
+def on_devices(f, arguments, results, names=("a", "b")):
+    """`f` on the first 4 devices, of which `names` are the axes, major first."""
+    mesh = Mesh(np.array(jax.devices()[:A]).reshape(2, 2), ("a", "b"))
+    spec = P(names)
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=(spec,) * arguments, out_specs=(spec,) * results, check_vma=False)
+    )
+
+
+def simulated(run, *args, mode="on_wait", seed=0):
+    with _compat.race_detection(dma_execution_mode=mode, random_seed=seed):
+        return jax.tree.map(np.asarray, jax.block_until_ready(run(*args)))
+
+
+def draw(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def random_runs(seed, top):
+    """Sizes [from, to], where each run begins at its sender (shuffled, with gaps), and where at its receiver."""
+    r = np.random.default_rng(seed)
+    size = r.integers(0, top, (A, A))
+    size[1] = 0  # one device sends nothing, and nothing comes to another
+    size[:, 2] = 0
+    start, target = np.zeros((A, A), int), np.zeros((A, A), int)
+    for i in range(A):
+        order = r.permutation(A)
+        start[i, order] = np.cumsum(size[i, order] + 1) - size[i, order] - 1
+        order = r.permutation(A)
+        target[order, i] = np.cumsum(size[order, i] + 1) - size[order, i] - 1
+    return start, size, target
+
+
+def exchange(operand, output, start, size, target, came, *, names=("a", "b"), **options):
+    out, dropped = ragged_all_to_all(
+        operand, output, start[0], size[0], target[0], came[0], axis_name=names, implementation="pallas", **options
+    )
+    return out, dropped[None]
+
+
+def expected(operand, output, start, size, target, rows=N):
+    """(output, rows that each device could not send), by NumPy."""
+    operand, want = operand.reshape(A, N, -1), output.reshape(A, M, -1).copy()
+    lost = np.zeros(A, int)
+    for i, j in np.ndindex(A, A):
+        s, n, t = start[i, j], size[i, j], target[i, j]
+        sent = 0 if s < 0 or t < 0 else max(0, min(n, rows, N - s, M - t))
+        lost[i] += max(n, 0) - sent
+        want[j, t : t + sent] = operand[i, s : s + sent]
+    return want.reshape(output.shape), lost
+
+
+def ints(*arrays):
+    return [np.asarray(a, np.int32) for a in arrays]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("blocks", ["whole", "small"])
+def test_ragged_all_to_all(mode, blocks, monkeypatch):
+    """Runs of none, one and several blocks, and what remains of them."""
+    if blocks == "small":
+        monkeypatch.setattr(tpu, "BLOCK_BYTES", 4 * H * 4)
+    operand, output = draw(A * N, H), draw(A * M, H, seed=1)
+    start, size, target = random_runs(2, 10 if blocks == "whole" else 12)
+    run = on_devices(exchange, 6, 2)
+    got, dropped = simulated(run, operand, output, *ints(start, size, target, size.T), mode=mode)
+    want, _ = expected(operand, output, start, size, target)
+    np.testing.assert_array_equal(got, want)
+    assert not dropped.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("names", [("a",), ("b",), ("b", "a")])
+def test_over_some_of_the_axes_in_any_order(names, seed):
+    """Bit for bit the definition by gathering everything."""
+    operand, output = draw(A * N, 2, 128, dtype=jnp.bfloat16), draw(A * M, 2, 128, dtype=jnp.bfloat16, seed=1)
+    start, size, target = random_runs(seed, 9)
+    group = 2 ** len(names)
+
+    def both(operand, output, start, size, target):
+        runs = start[0, :group], size[0, :group], target[0, :group], size[0, :group]
+        return tuple(
+            ragged_all_to_all(operand, output, *runs, axis_name=names, implementation=i)[0]
+            for i in ("pallas", "reference")
+        )
+
+    got, want = simulated(on_devices(both, 5, 2), operand, output, *ints(start, size, target), seed=seed)
+    np.testing.assert_array_equal(got, want)
+    assert (want != output).any()
+
+
+def test_what_does_not_fit_is_counted_and_nothing_is_written_past():
+    """Runs past the end of operand and output, longer than `rows`, of negative size and from and to negative rows."""
+    operand, output = draw(A * N, H), draw(A * M, H, seed=1)
+    start = np.array([[0, 9, 38, 20], [-1, 0, 9, 39], [0, 8, 16, 24], [50, 0, 3, 0]])
+    size = np.array([[2**30, 9, 5, 3], [4, 3, 0, 9], [8, 8, 8, -8], [1, 2, 7, 0]])
+    target = np.array([[0, 40, 0, -2], [9, 0, 9, 47], [20, 9, 30, 0], [30, 30, 45, 0]])
+    run = on_devices(functools.partial(exchange, rows=7), 6, 2)
+    got, dropped = simulated(run, operand, output, *ints(start, size, target, 0 * size))
+    want, lost = expected(operand, output, start, size, target, rows=7)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(dropped, lost)
+    np.testing.assert_array_equal(lost, [2**30 - 7 + 2 + 3 + 3, 4 + 0 + 8, 1 + 1 + 1, 1 + 4])
+
+
+@pytest.mark.parametrize("implementation", ["padded", "reference"])
+def test_the_others_define_it_alike(implementation):
+    operand, output = draw(A * N, 3), draw(A * M, 3, seed=1)
+    start, size, target = (np.random.default_rng(s).integers(-3, top, (A, A)) for s, top in ((0, 50), (1, 9), (2, 50)))
+    target[:] = np.arange(A)[:, None] * 12 + np.random.default_rng(2).integers(0, 9, (A, A))  # runs that do not meet
+    target[0, 1] = -1
+
+    def one(operand, output, start, size, target):
+        out, dropped = ragged_all_to_all(
+            operand, output, start[0], size[0], target[0], 0 * size[0], axis_name=("a", "b"), rows=4,
+            implementation=implementation,
+        )  # fmt: skip
+        return out, dropped[None]
+
+    got, dropped = on_devices(one, 5, 2)(operand, output, *ints(start, size, target))
+    want, lost = expected(operand, output, start, size, target, rows=4)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(dropped, lost)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_gradients(twice):
+    """Rows come back; those of the output are kept where nothing came. A device that sends a row twice has NaN."""
+    operand, output, read = draw(A * N, 128), draw(A * M, 128, seed=1), draw(A * M, 128, seed=2)
+    start, size, target = random_runs(5, 9)
+    if twice:
+        start[0, 3], size[0, 3], size[0, 1] = start[0, 1], 2, 3
+
+    def one(operand, output, read, *runs):
+        def f(operand, output):
+            return exchange(operand, output, *runs)[0]
+
+        return jax.vjp(f, operand, output)[1](read)
+
+    to_operand, to_output = simulated(on_devices(one, 7, 2), operand, output, read, *ints(start, size, target, size.T))
+    want, kept = np.zeros((A, N, 128)), read.reshape(A, M, 128).copy()
+    for i, j in np.ndindex(A, A):
+        came = slice(target[i, j], target[i, j] + size[i, j])
+        want[i, start[i, j] : start[i, j] + size[i, j]] = read.reshape(A, M, 128)[j, came]
+        kept[j, came] = 0
+    if twice:
+        want[0] = np.nan
+    np.testing.assert_array_equal(to_operand.reshape(A, N, 128), want)
+    np.testing.assert_array_equal(to_output.reshape(A, M, 128), kept)
+
+
+def test_an_exchange_without_its_wait_is_caught(monkeypatch):
+    operand, output = draw(A * N, H), draw(A * M, H, seed=1)
+    start, size, target = random_runs(2, 10)
+    arguments = (operand, output, *ints(start, size, target, size.T))
+    want, _ = expected(operand, output, start, size, target)
+
+    def run():
+        return simulated(on_devices(exchange, 6, 2), *arguments)[0]
+
+    assert not caught(run, want)
+    without(monkeypatch, "wait_recv")
+    assert caught(run, want)
+
+
+# -- tokens to their experts
+
+
+T, K, E = 24, 2, 8  # tokens of each device, choices, experts
+LOADS = {
+    "uneven": np.minimum(np.random.default_rng(3).geometric(0.4, (A * T, K)) - 1, E),
+    "single": np.tile([3, E], (A * T, 1)),
+}
+MATRICES = draw(E, H, H, seed=4) / 16
+
+
+def layer(x, expert, weight, matrices, *, rows, rounds=1, carried=True, exchange="pallas"):
+    total, dropped = jnp.zeros_like(x), jnp.int32(0)
+    for r in range(rounds):
+        buffer, d = expert_dispatch(
+            x, expert, experts=E, weight=weight if carried else None, axis_name=("a", "b"), rows=rows,
+            first=r * rows, exchange=exchange, implementation="reference",
+        )  # fmt: skip
+        y = grouped_matmul(buffer, matrices, d.group_sizes, row_scale=d.row_scale, implementation="xla")
+        total, dropped = (
+            total + expert_combine(y, d, weight=None if carried else weight, implementation="reference"),
+            d.dropped,
+        )
+    return total, dropped[None]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("load", "rows", "rounds", "carried"),
+    [("uneven", 48, 1, True), *(pytest.param("single", *o, marks=pytest.mark.slow) for o in ((8, 3, True), (9, 2, False)))],
+)  # fmt: skip
+def test_to_the_experts_and_back(load, rows, rounds, carried, mode):
+    """Equal rows, whole tiles (48 and 8 rows) or not, in several rounds, although what is not in use is never written."""
+    expert = LOADS[load].astype(np.int32)
+    x, weight = draw(A * T, H), draw(A * T, K, seed=1)
+    run = on_devices(functools.partial(layer, rows=rows, rounds=rounds, carried=carried), 4, 2)
+    y, dropped = simulated(run, x, expert, weight, MATRICES, mode=mode)
+    want = np.zeros((A * T, H))
+    for t, j in np.argwhere(expert < E):
+        slot = (expert[t - t % T : t + 1] == 3).sum() if load == "single" else 0
+        if slot <= rows * rounds:
+            want[t] += float(weight[t, j]) * (x[t].astype(float) @ MATRICES[expert[t, j]].astype(float))
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(dropped, [max(T - rows * rounds, 0) if load == "single" else 0] * A)
+
+
+@pytest.mark.parametrize("rows", [48, pytest.param(21, marks=pytest.mark.slow)])
+def test_gradients_of_the_layer_are_those_of_the_padded_exchange(rows):
+    expert, read = LOADS["uneven"].astype(np.int32), draw(A * T, H, seed=7)
+    x, weight = draw(A * T, H), draw(A * T, K, seed=1)
+
+    def pull(x, expert, weight, matrices, read, *, exchange):
+        def f(x, weight, matrices):
+            return layer(x, expert, weight, matrices, rows=rows, exchange=exchange)[0]
+
+        return jax.vjp(f, x, weight, matrices)[1](read)
+
+    arguments = x, expert, weight, MATRICES, read
+    got = simulated(on_devices(functools.partial(pull, exchange="pallas"), 5, 3), *arguments)
+    want = on_devices(functools.partial(pull, exchange=None), 5, 3)(*arguments)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        assert abs(one).max() > 0.1
+
+
+# -- what it refuses, and how it is traced
+
+
+def trace(f, *shapes, check_vma=True):
+    mesh = Mesh(np.array(jax.devices()[:A]).reshape(2, 2), ("a", "b"))
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b")), check_vma=check_vma)
+    return jax.eval_shape(mapped, *shapes)
+
+
+def one_run(x, implementation="pallas"):
+    zero = jnp.zeros(A, jnp.int32)
+    return ragged_all_to_all(x, jnp.zeros_like(x), zero, zero, zero, zero, axis_name=("a", "b"),
+                             implementation=implementation)[0]  # fmt: skip
+
+
+def test_what_it_refuses():
+    struct = jax.ShapeDtypeStruct
+    with pytest.raises(NotImplementedError, match=r"float16; the kernel takes[^\n]*\n[^\n]*5 elements, which must be"):
+        trace(one_run, struct((8, 5), jnp.float16))
+    with pytest.raises(NotImplementedError, match=r"expert_dispatch: .*\n.*a row has 96 elements"):
+        trace(
+            lambda x: expert_dispatch(
+                x, jnp.zeros((len(x), 1), int), experts=8, axis_name=("a", "b"), exchange="pallas"
+            )[0],
+            struct((8, 96), jnp.float32),
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=r"exchange must be one of .*, got 'xla'"):
+        trace(
+            lambda x: expert_dispatch(x, jnp.zeros((len(x), 1), int), experts=8, exchange="xla")[0],
+            struct((8, 128), jnp.float32),
+        )
+    two = jax.sharding.AbstractMesh((1, 1, 1, 1, 2), tuple("vwxyz"))
+
+    def far(x):
+        zero = jnp.zeros(2, jnp.int32)
+        return ragged_all_to_all(x, x, zero, zero, zero, zero, axis_name="z", implementation="pallas_tpu")[0]
+
+    with pytest.raises(NotImplementedError, match="'z' is not among the first 4 of the mesh"):
+        jax.eval_shape(jax.shard_map(far, mesh=two, in_specs=P("z"), out_specs=P("z")), struct((8, 128), jnp.float32))
+
+
+def test_types_of_what_varies_are_kept():
+    """Under `check_vma=True`, forward and backward, with an operand that is the same on all devices."""
+    got = trace(lambda x: jax.grad(lambda x: one_run(x, "pallas_tpu").sum())(x), jax.ShapeDtypeStruct((64, 128), "f"))
+    assert got.shape == (64, 128)
+
+    def same(x):
+        return jax.grad(lambda w: one_run(jnp.broadcast_to(w, x.shape), "pallas_tpu").sum())(jnp.ones(128)) + x
+
+    assert trace(same, jax.ShapeDtypeStruct((64, 128), "f")).shape == (64, 128)
+
+
+def test_one_device_sends_nothing():
+    mesh = jax.sharding.AbstractMesh((1,), ("a",))
+
+    def one(x):
+        size = jnp.full(1, 2, jnp.int32)
+        return ragged_all_to_all(x, x, 0 * size, size, size, size, axis_name="a", implementation="pallas")[0]
+
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    assert "pallas_call" not in str(jax.make_jaxpr(mapped)(jnp.ones((8, 128))))
+
+
+def test_every_set_of_axes_has_a_barrier_of_its_own():
+    found = []
+    mesh = jax.sharding.AbstractMesh((2, 2), ("a", "b"))
+
+    def look(x):
+        found.extend(collective_id("ragged_all_to_all", axes) for axes in (("a",), ("b",), ("a", "b"), ("b", "a")))
+        return x
+
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=P(), out_specs=P()), jax.ShapeDtypeStruct((8,), "f"))
+    first = COLLECTIVE_IDS["ragged_all_to_all"]
+    assert found == [first + 1, first + 2, first + 3, first + 3]
+    assert all(i < first for name, i in COLLECTIVE_IDS.items() if name != "ragged_all_to_all")
