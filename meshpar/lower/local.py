@@ -119,9 +119,7 @@ def _kernel(at: Local, *xs):
     names = kernel.sizes([v.aval.shape for v in at.eqn.invars], [v.aval.shape for v in at.eqn.outvars])
     first, *others = kernel.on_shards(*xs, axes={f: at.of((i,)) for i, f in enumerate(names)})
     small = [k for k, x in enumerate(others) if _bytes(x) < SMALL * _bytes(first)]
-    if (
-        small
-    ):  # cut out of a larger array perhaps (a column of a padded one): when that is made, not where they are read
+    if small:  # perhaps columns of larger, padded arrays: cut out when these are made, not where they are read
         first, few = lax.optimization_barrier((first, [others[k] for k in small]))
         for k, x in zip(small, few, strict=True):
             others[k] = x
