@@ -1,4 +1,4 @@
-"""What every implementation works out of its operands first: sizes, where the groups begin, factors of the rows."""
+"""What the kernels and the loop work out of their operands first: sizes, where the groups begin, factors of the rows."""
 
 from __future__ import annotations
 
