@@ -1,10 +1,29 @@
 """Eight CPU devices for every test, and the meshes that tests share."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)  # before anything touches a device
+
+
+def compile_quickly():
+    """Have XLA's CPU compiler take a quarter less time, in this process alone.
+
+    It reads its flags once, when the first device is asked for; what a test starts, a compiler for TPUs say, must not see them.
+    """
+    flags = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{flags or ''} --xla_backend_optimization_level=0".strip()
+    jax.devices()
+    if flags is None:
+        del os.environ["XLA_FLAGS"]
+    else:
+        os.environ["XLA_FLAGS"] = flags
+
+
+compile_quickly()
 
 import meshpar as mp  # noqa: E402
 

@@ -30,7 +30,7 @@ Sizes = Mapping[str, int]
 SAME = frozenset(
     """
     dot_general ragged_dot_general reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce reduce_window sort
-    approx_top_k fft cholesky eigh eig lu qr svd triangular_solve householder_product geqrf schur hessenberg tridiagonal
+    approx_top_k cholesky eigh eig lu qr svd triangular_solve householder_product geqrf schur hessenberg tridiagonal
     tridiagonal_solve lu_pivots_to_permutation transpose squeeze expand_dims dynamic_update_slice stack unstack
     random_split random_wrap random_unwrap bitcast_convert_type scatter scatter-mul scatter_mul scatter-min scatter_min
     scatter-max scatter_max rng_bit_generator pure_callback
@@ -114,6 +114,13 @@ def _kernel(at: Local, *xs):
     kernel = at.params["kernel"]
     names = kernel.sizes([v.aval.shape for v in at.eqn.invars], [v.aval.shape for v in at.eqn.outvars])
     return kernel.on_shards(*xs, axes={f: at.of((i,)) for i, f in enumerate(names)})
+
+
+def _fft(at: Local, x):
+    # with a batch dim of size 1 XLA's CPU compiler lays the operand out in an order that it then refuses
+    batch = x.shape[: x.ndim - len(at.params["fft_lengths"])]
+    (y,) = at.run(x.reshape(*([math.prod(batch)] * (math.prod(batch) != 1)), *x.shape[len(batch) :]))
+    return [y.reshape(*batch, *y.shape[y.ndim - x.ndim + len(batch) :])]
 
 
 def _broadcast(at: Local, *xs):
@@ -298,6 +305,7 @@ _FORMS: dict[str, Callable[..., list[Any]]] = {
     **halo.FORMS,
     **along.FORMS,
     "kernel": _kernel,
+    "fft": _fft,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "dynamic_slice": _dynamic_slice,

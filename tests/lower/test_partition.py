@@ -478,6 +478,25 @@ def test_generator_bits_and_triangular_systems():
     assert {plan.ops[id(op)].outs[0] for op in solves} == {((), ("data",))}  # the right-hand sides stay split
 
 
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize("transform", [jnp.fft.fft, lambda x: jnp.fft.rfft2(x, axes=(-2, -1))], ids=["fft", "rfft2"])
+def test_a_transform_of_shards_with_one_row(transform, lowering):
+    def gradient(x):
+        def loss(x):
+            y = jnp.abs(transform(jnp.split(x, 2, 1)[1]) + 1.5j)
+            return (y * jnp.arange(y.size).reshape(y.shape)).sum()
+
+        return jax.grad(loss)(x)
+
+    x = RNG.normal(size=(8, 4, 5, 3)).astype(np.float32)
+    with jax.enable_x64(True):
+        expected = np.asarray(gradient(x.astype(np.float64)))
+    found = mp.jit(
+        gradient, mesh=mp.mesh("data=4, model=2"), layout="c: model", dims={"x": "_ c _ _"}, lowering=lowering
+    )(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_what_jax_traces_to_a_definition_is_spelled_out():
     """JAX 0.12 traces a search to one primitive that holds its definition; ours is split as the definition is."""
 
