@@ -1,0 +1,102 @@
+"""The ragged exchange on GPUs: what it refuses, and what the CUDA compiler makes of it. It cannot be simulated: JAX's GPU
+interpreter has no memory of other devices."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_gpu_aot import gpu, needs_cuda
+
+from meshpar_kernels import ragged_all_to_all
+from meshpar_kernels.dispatch.gpu import unsupported
+
+ROOT = Path(__file__).parents[2]
+__all__ = ["gpu"]
+
+needs_mosaic_gpu = pytest.mark.skipif(
+    importlib.util.find_spec("absl") is None, reason="jax.experimental.pallas.mosaic_gpu needs absl-py"
+)
+
+PROGRAM = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from meshpar_kernels import expert_combine, expert_dispatch, ragged_all_to_all
+
+config, what = open(sys.argv[1]).read(), sys.argv[2]
+devices = topologies.get_topology_desc("", platform="cuda", target_config=config, topology="1x1x8").devices
+axes = ("a",) if what == "rows" else ("a", "b")
+mesh = Mesh(np.array(devices).reshape((8,) if what == "rows" else (4, 2)), axes)
+split = NamedSharding(mesh, P(axes))
+
+def rows(x, output, *runs):
+    return ragged_all_to_all(x, output, *runs, axis_name=axes, implementation="pallas")[0]
+
+def experts(x, expert):
+    buffer, d = expert_dispatch(x, expert, experts=64, axis_name=axes, rows=512, exchange="pallas")
+    return expert_combine(buffer * 2, d)
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+
+i32 = jnp.int32
+function, structs = {
+    "rows": (rows, [struct(8 * 2048, 7168), struct(8 * 4096, 7168), *[struct(64, dtype=i32)] * 4]),
+    "experts": (experts, [struct(8 * 1024, 4096), struct(8 * 1024, 4, dtype=i32)]),
+}[what]
+with jax.default_device(devices[0]):
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(axes), out_specs=P(axes))
+    compiled = jax.jit(mapped).trace(*structs).lower(lowering_platforms=("cuda",)).compile()
+print(json.dumps({"calls": compiled.as_text().count("mosaic_gpu")}))
+"""
+
+
+@needs_cuda
+@pytest.mark.parametrize("what", ["rows", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_it_compiles_for_8_gpus_and_spills_nothing(gpu, target, what):
+    """DeepSeek-V3's rows to 8 devices; there and back over two mesh axes."""
+    config = ROOT / "meshpar" / "verify" / "targets" / f"{gpu.TARGETS[target]}.txtpb"
+    environment = gpu.compile_environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", PROGRAM, str(config), what]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1])["calls"] >= 1
+    facts = gpu.ptxas_facts(done.stdout + done.stderr)
+    assert facts["spills"] == 0
+    assert facts["registers"] < 255
+
+
+@needs_mosaic_gpu
+def test_what_it_refuses():
+    assert unsupported(jnp.bfloat16, 7168, 8) == ()
+    assert [*unsupported(jnp.dtype(jnp.int8), 100, 16)] == [
+        "the rows are int8; the kernel takes float32, bfloat16, float16 and int32",
+        "a row has 100 elements, which must be a multiple of 128",
+        "16 devices: NVLink joins at most 8 in one machine",
+    ]
+    assert "more than 200 KiB of shared memory" in unsupported(jnp.float32, 1 << 14, 2)[0]
+
+
+@needs_mosaic_gpu
+def test_the_refusal_says_why():
+    mesh = jax.sharding.AbstractMesh((16,), ("a",))
+
+    def one(x):
+        zero = jnp.zeros(16, jnp.int32)
+        return ragged_all_to_all(x, x, zero, zero, zero, zero, axis_name="a", implementation="pallas_gpu")[0]
+
+    with pytest.raises(
+        NotImplementedError, match=r"pallas_gpu: 16 devices: NVLink joins at most 8.*\n.*These can: pallas_tpu"
+    ):
+        jax.eval_shape(
+            jax.shard_map(one, mesh=mesh, in_specs=P("a"), out_specs=P("a")), jax.ShapeDtypeStruct((64, 128), "f")
+        )
