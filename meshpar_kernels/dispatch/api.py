@@ -211,8 +211,8 @@ def _exchange(
     """All-to-all of slots, [devices·rows, H]; `sent` and `came` say which rows are in use, the first of every slot."""
     if exchange not in KERNELS or 0 in x.shape:
         return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
-    counts = (used.reshape(devices, -1).sum(1, dtype=jnp.int32) for used in (sent, came))
-    return exchange_slots(op, exchange, x, *counts, axis_name)
+    goes, comes = (used.reshape(devices, -1).sum(1, dtype=jnp.int32) for used in (sent, came))
+    return exchange_slots(op, exchange, x, goes, comes, axis_name)
 
 
 def _pick(

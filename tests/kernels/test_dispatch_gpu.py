@@ -88,7 +88,7 @@ def test_what_it_refuses():
 
 @needs_mosaic_gpu
 def test_the_refusal_says_why():
-    mesh = jax.sharding.AbstractMesh((16,), ("a",))
+    mesh = jax.sharding.AbstractMesh((16,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def one(x):
         zero = jnp.zeros(16, jnp.int32)
