@@ -15,8 +15,9 @@ and for a multinomial load. `ragged_dot` gives the same facts for XLA's own op. 
 instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured:
 above 100 % either the unit is the limit or the assumption is too high. `permute` and `combine` are
 their kernel given the row indices, without what computes these from a plan. Attention is over 8
-devices, gathered K/V over one mesh axis for each torus dimension. What a device sends in each kind of collective
-follows (on tpu7x, where that is not found out, the kinds that the text has); `hidden` says that what travels does so while attention is computed: that
+devices, gathered K/V over one mesh axis for each torus dimension. What a device sends in each kind of
+collective follows (on tpu7x, where that is not found out, the kinds that the text has); `hidden` says
+that what travels does so while attention is computed: that
 every start of a permute in a loop stands before the attention and its end after it.
 
 Kernels that talk to other devices are compiled for 8 of them. With `--bundles` their `order` is what the schedule does one
