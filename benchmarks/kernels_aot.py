@@ -17,7 +17,8 @@ above 100 % either the unit is the limit or the assumption is too high. `permute
 their kernel given the row indices, and with `by plan` also what computes these. `route` has its logits given, or made
 in the same program (`after its product`), which then holds them. `gathered` is the forward product of M/8 tokens' rows
 by `lhs_indices`. Attention is over 8 devices, gathered K/V over one mesh axis for each torus dimension. What a device
-sends in each kind of collective follows; `hidden` says that what travels does so while attention is computed: that
+sends in each kind of collective follows (on tpu7x, where that is not found out, the kinds that the text has); `hidden`
+says that what travels does so while attention is computed: that
 every start of a permute in a loop stands before the attention and its end after it.
 
 Kernels that talk to other devices are compiled for 8 of them. With `--bundles` their `order` is what the schedule does one
@@ -343,7 +344,7 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
     return {
         "temp": compiled.memory_analysis().temp_size_in_bytes,
         "flops": None,
-        "ops": [op for op in ops if sent[op]],
+        "ops": [op for op in ops if re.search(rf"= \S.* {op}(-start)?\(", text)],
         "sent": sent,
         "hidden": hidden_permutes(text),
     }

