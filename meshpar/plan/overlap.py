@@ -110,7 +110,7 @@ def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool) -> tu
     if exposed["xla"] == 0:
         return "xla", "it waits for nothing: the compiler sends for it while other products run"
     if exposed["xla"] - exposed["ring"] < LEAST:
-        few = "the products of a block are too short to hide a hop"
+        few = "the products of a block are too short to hide a hop, and what stands between hops"
         return "xla", few if exposed["ring"] else "there is too little to gain"
     hidden = 1 - exposed["ring"] / exposed["xla"]
     while_what = "others are multiplied" if gather else "the next are made"

@@ -63,14 +63,18 @@ def test_off_and_xla_list_what_was_listed_before(mode):
     assert not plan.rings.scatters
 
 
+WIDE = 4 * 14336
+"""Products that are long enough for rings to pay."""
+
+
 def test_cost_decides_where_the_chip_is_known():
-    plan = mlp_plan("auto")
+    plan = mlp_plan("auto", width=WIDE)
     assert [o.choice for o in plan.overlaps] == ["ring", "ring"]
     for o in plan.overlaps:
         assert o.exposed["ring"] < o.exposed["xla"]
         assert o.gain == pytest.approx(o.exposed["xla"] - o.exposed["ring"])
         assert "hidden" in o.reason
-    native = mlp_plan("xla")
+    native = mlp_plan("xla", width=WIDE)
     assert plan.seconds == pytest.approx(native.seconds - sum(o.gain for o in plan.overlaps))
     # the gather alone takes V·15/16 over both directions of the ring
     whole = 64 // 16 * 2048 * 4096 * 2
@@ -82,6 +86,16 @@ def test_products_too_short_to_hide_a_hop_are_left_to_xla():
     assert {o.choice for o in plan.overlaps} == {"xla"}
     assert {c.op for c in plan.collectives} == {"all-gather", "reduce-scatter"}
     assert all("too short" in o.reason for o in plan.overlaps)
+
+
+def test_sums_between_hops_may_cost_more_than_a_ring_saves():
+    plan = mlp_plan("auto")
+    assert [(o.kind, o.choice) for o in plan.overlaps] == [("gather", "ring"), ("scatter", "xla")]
+    scatter = plan.overlaps[1]
+    assert scatter.exposed["ring"] > scatter.exposed["xla"]
+    assert scatter.reason.startswith(
+        "the products of a block are too short to hide a hop, and what stands between hops"
+    )
 
 
 def test_without_a_chip_auto_is_xla_and_says_so():
@@ -207,7 +221,7 @@ def test_the_fused_kernel_takes_what_it_can_and_sends_what_a_ring_would():
 
 
 def test_auto_says_where_a_kernel_would_run_and_never_takes_it():
-    plan = mlp_plan("auto")
+    plan = mlp_plan("auto", width=WIDE)
     assert {o.choice for o in plan.overlaps} == {"ring"}
     for o in plan.overlaps:
         assert o.exposed["pallas"] > 0
@@ -249,7 +263,7 @@ def test_kernels_of_one_kind_share_a_barrier_so_they_run_over_the_same_axes():
 
 
 def test_reports_show_the_decisions(tmp_path):
-    plan = mlp_plan("auto")
+    plan = mlp_plan("auto", width=WIDE)
     assert "2 of 2 gathers and scatters beside products run on rings (overlap=auto), which saves" in str(plan)
     facts = json.loads(plan.to_json())["overlap"]
     assert [(f["kind"], f["choice"]) for f in facts] == [("gather", "ring"), ("scatter", "ring")]
