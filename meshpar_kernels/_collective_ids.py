@@ -1,7 +1,8 @@
 """The barrier semaphores of the kernels that talk to other devices.
 
 Two kernels that may run at the same time must not share one, and the compiler does not notice when they do, or when a kernel
-has none: so each takes its number here.
+has none: so each takes its number here. The compiler gives every number that a program uses a semaphore of its own, whatever the
+number.
 """
 
 from __future__ import annotations
