@@ -1,6 +1,7 @@
 """The Mixtral of the examples: its size, its experts against a loop over tokens, its plan, and equal runs under a layout."""
 
 import collections
+import dataclasses
 import math
 
 import jax
@@ -55,7 +56,7 @@ def test_experts_with_room_for_all_are_a_weighted_sum(real):
     params = jax.tree.map(lambda box: box.unbox(), real[0]["params"], is_leaf=lambda x: hasattr(x, "unbox"))
     p = jax.tree.map(lambda w: np.asarray(w[0], np.float64), params["layers"]["experts"])
     x = np.random.default_rng(1).normal(size=(2, 6, config.embed)).astype(np.float32)
-    roomy = mixtral.Experts(mixtral.dataclasses.replace(config, capacity=float(config.experts)))
+    roomy = mixtral.Experts(dataclasses.replace(config, capacity=float(config.experts)))
     got, _ = roomy.apply({"params": jax.tree.map(lambda w: w[0], params["layers"]["experts"])}, x)
     expected = np.zeros(x.shape)
     for b, s in np.ndindex(2, 6):
