@@ -68,7 +68,7 @@ class Context:
         """Sum over all devices and keep this one's block of the dimension.
 
         One mesh axis after the other, the major one first, which leaves the blocks in order: XLA compiles a reduce-scatter over
-        several torus dimensions to an all-reduce, which sends twice as much.
+        several torus dimensions to an all-reduce, which sends twice as much. (In larger programs it may do so with these as well.)
         """
         for name in self.axes:
             x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)

@@ -105,19 +105,6 @@ def test_ring_attention_hides_its_sends_and_holds_no_scores(chip):
         assert facts["temp"] < 1.6 * most < each * each * s.heads * 4 / 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", ["v5p"])
-def test_gathered_attention_scatters_its_gradients_over_each_torus_dimension(chip):
-    """No all-reduce, which a reduce-scatter over several torus dimensions would be compiled to; 7/8 of them are sent."""
-    from meshpar_kernels.shapes import ATTENTION
-
-    s = ATTENTION["llama3-8b-128k"]
-    (facts,) = compiled(chip, "llama3-8b-128k", "gathered backward")
-    assert not facts["sent"]["all-reduce"]
-    gradients = 2 * s.tokens * s.kv_heads * s.head_dim * 4
-    assert facts["sent"]["reduce-scatter"] == pytest.approx(gradients * 7 / 8, rel=0.01)
-
-
 def scheduled(chip: str, shape: str, kernel: str) -> tuple[dict, list[str]]:
     """Facts of a kernel, and what its scheduled bundles do one after the other."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
