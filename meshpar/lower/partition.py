@@ -274,9 +274,6 @@ class Walk:
 
     def after_what_is_first(self, xs: list[Any], values: Sequence[Value]) -> list[Any]:
         """The operands of a product, made to wait for other values (:mod:`meshpar.plan.order` says why)."""
-        for v in values:
-            if id(v) in self.plan.rings.scatters:
-                self.settle(v)
         xs, _ = lax.optimization_barrier((xs, [self.raw[id(v)] for v in values]))
         return xs
 

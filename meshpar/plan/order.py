@@ -6,8 +6,7 @@ itself (libtpu 0.0.42, default effort) was seen to make all gradients of a netwo
 memory, and in a loop to hold gathered weights until the gradients were on their way. Two rules:
 
 - a product whose sum is scattered waits for those of the same cotangent with gathered weights: these can go before it comes;
-- a product from which no other follows is not left behind: the second one after it waits for it; the first one, where its sum goes
-  round a ring, which holds what was saved to the end.
+- a product from which no other follows is not left behind: the second one after it waits for it.
 """
 
 from __future__ import annotations
@@ -80,22 +79,18 @@ class Order:
                     self._wait(body, op, last)
 
     def _none_is_left_behind(self, body: _Body) -> None:
-        rings = {id(ring.leaves[0][0]): ring.value for ring in self.plan.rings.scatters.values() if len(ring.leaves) == 1}
-        left: list[tuple[Value, int]] = []  # of products from which no other follows, and how many may still come before
+        left: list[tuple[Op, int]] = []  # products from which no other follows, and how many have come since
         for op in body.in_order(self.after):
             if op.name not in PRODUCTS or not op.outs:
                 continue
             if not body.heavy_after(op):
-                if self._operands(op) < LARGE:
-                    continue
-                if id(op) in rings:
-                    left.append((rings[id(op)], 0))
-                elif self._is_made(op.outs[0]):
-                    left.append((op.outs[0], 1))
+                if self._operands(op) >= LARGE and self._is_made(op.outs[0]):
+                    left.append((op, 0))
                 continue
-            for value in [v for v, n in left if not n]:
-                self._wait(body, op, value)
-            left = [(v, n - 1) for v, n in left if n]
+            left = [(o, n + 1) for o, n in left]
+            for o in [o for o, n in left if n > 1]:
+                self._wait(body, op, o.outs[0])
+            left = [(o, n) for o, n in left if n <= 1]
 
     def _wait(self, body: _Body, op: Op, value: Value) -> None:
         self.after.setdefault(id(op), []).append(value)
