@@ -19,18 +19,14 @@ _KERNELS = (
     "ring_reduce_scatter",
     "all_gather_matmul",
     "matmul_reduce_scatter",
+    "ragged_all_to_all",
 )
 
-_BY_AXES = ("ragged_all_to_all",)
+MESH_AXES = 6
+"""Most axes of a mesh for these kernels: a kernel's number depends on those that it talks over."""
 
-MESH_AXES = 4
-"""Most axes of a mesh for a kernel whose number depends on those that it talks over."""
-
-COLLECTIVE_IDS: dict[str, int] = {name: number for number, name in enumerate(_KERNELS, start=8)} | {
-    name: 32 + number * 2**MESH_AXES for number, name in enumerate(_BY_AXES)
-}
-"""Kernel → `collective_id`, the first of several if it depends on the axes. They begin at 8, so that a program's own kernels
-can have the lower ones."""
+COLLECTIVE_IDS: dict[str, int] = {name: (1 + number) * 2**MESH_AXES for number, name in enumerate(_KERNELS)}
+"""Kernel → the first of its numbers. The lower ones are for a program's own kernels."""
 
 
 def collective_id(name: str, axes: Sequence[str]) -> int:
@@ -42,6 +38,14 @@ def collective_id(name: str, axes: Sequence[str]) -> int:
     Args:
       name: of the kernel.
       axes: of the surrounding mesh, at most the first `MESH_AXES` of it.
+
+    Raises:
+      NotImplementedError: an axis behind those.
     """
     names = list(jax.sharding.get_abstract_mesh().axis_names)
+    far = [a for a in axes if names.index(a) >= MESH_AXES]
+    if far:
+        raise NotImplementedError(
+            f"{name}: axis {far[0]!r} is not among the first {MESH_AXES} of the mesh, {names}: put it before others of them"
+        )
     return COLLECTIVE_IDS[name] + sum(1 << names.index(a) for a in axes)

@@ -18,14 +18,11 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
-def fused_of(
-    plan: Plan, pair: GatherRing | ScatterRing, stages: Sequence[Stage], taken: Sequence[str]
-) -> FusedGather | FusedScatter | str:
+def fused_of(plan: Plan, pair: GatherRing | ScatterRing, stages: Sequence[Stage]) -> FusedGather | FusedScatter | str:
     """The kernel call for a pair, or why there is none.
 
     Args:
       stages: of the torus, over which its ring goes: one, or none where nothing is sent.
-      taken: the axes of the kernels of this kind that the plan has already.
     """
     if not stages:
         return "nothing is sent"
@@ -36,9 +33,6 @@ def fused_of(
             return f"it is for TPUs, and {plan.chip.name} is none"
     if stages[0].dim == "slice":
         return "remote DMA does not leave a slice"
-    if taken and tuple(taken) != pair.axes:
-        # a device that is ahead would be taken for a neighbour of the other ring
-        return f"kernels over {'+'.join(taken)} have its barrier"
     devices = stages[0].size
     made = _gather(plan, pair, devices) if isinstance(pair, GatherRing) else _scatter(plan, pair, devices)
     return "; ".join(made.reasons) if not isinstance(made, str) and made.reasons else made

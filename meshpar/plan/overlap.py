@@ -73,7 +73,7 @@ def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str)
     devices = devices_of(plan, pair.axes)
     idle = devices == 1 or 0 in pair.value.shape
     stages = [] if idle else major_of(plan, pair.axes)
-    fused = fused_of(plan, pair, stages, plan.rings.kernels.get(kind, ())) if mode in ("auto", "pallas") else ""
+    fused = fused_of(plan, pair, stages) if mode in ("auto", "pallas") else ""
     exposed = None
     if plan.chip is not None:
         part = None if isinstance(fused, str) else fused
@@ -122,8 +122,6 @@ def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool) -> tu
 
 def _take(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing, found: Overlap) -> None:
     """Run a pair on a ring or by a kernel: note how, and list what it sends."""
-    if found.choice == "pallas":
-        plan.rings.kernels[found.kind] = ring.axes
     if isinstance(ring, GatherRing):
         plan.rings.gathers.update((id(op), ring) for op, _ in ring.dots)
         if ring.keep:

@@ -109,7 +109,6 @@ class Rings:
       pending: ids of the values that are made in blocks when they are settled, and not before.
       parts: how many blocks each of them has.
       sent: ids of the collectives that belong to rings: their time is in the decisions.
-      kernels: kind of pair → the axes that its fused kernels run over.
     """
 
     gathers: dict[int, GatherRing] = field(default_factory=dict)
@@ -118,7 +117,6 @@ class Rings:
     pending: set[int] = field(default_factory=set)
     parts: dict[int, int] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
-    kernels: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def describe(axes: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
-from meshpar_kernels._collective_ids import COLLECTIVE_IDS
+from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.schedule import full_hops
 from meshpar_kernels.collective_matmul.tpu import (
@@ -228,7 +228,7 @@ def all_gather_matmul(
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
-            collective_id=COLLECTIVE_IDS["all_gather_matmul"],
+            collective_id=collective_id("all_gather_matmul", axes),
             vmem_limit_bytes=VMEM_BYTES + (8 << 20),
         ),
         cost_estimate=cost_of(devices * rows, k, n, x.dtype, out_dtype, (devices - 1) * rows * k * itemsize),

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
-from meshpar_kernels._collective_ids import COLLECTIVE_IDS
+from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.schedule import full_hops
 from meshpar_kernels.collective_matmul.tpu import (
@@ -237,7 +237,7 @@ def matmul_reduce_scatter(
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
-            collective_id=COLLECTIVE_IDS["matmul_reduce_scatter"],
+            collective_id=collective_id("matmul_reduce_scatter", axes),
             vmem_limit_bytes=VMEM_BYTES + (8 << 20),
         ),
         cost_estimate=cost_of(

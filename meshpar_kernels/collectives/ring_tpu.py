@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels._collective_ids import COLLECTIVE_IDS
+from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collectives.ppermute import rank_of, window
 from meshpar_kernels.collectives.table import Table
 from meshpar_kernels.collectives.tpu import coordinates, meet
@@ -242,7 +242,7 @@ def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         out_shape=outs,
         input_output_aliases={} if gathers else {1: 0},
         compiler_params=pltpu.CompilerParams(
-            collective_id=COLLECTIVE_IDS[name], vmem_limit_bytes=(8 * TILE_BYTES) + (4 << 20)
+            collective_id=collective_id(name, axes), vmem_limit_bytes=(8 * TILE_BYTES) + (4 << 20)
         ),
         cost_estimate=pl.CostEstimate(
             flops=0 if gathers else nbytes // x.dtype.itemsize,

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels._collective_ids import COLLECTIVE_IDS
+from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collectives.choose import SMALL_BYTES
 from meshpar_kernels.collectives.ppermute import rank_of
 
@@ -102,7 +102,7 @@ def all_reduce_small(x: jax.Array, axes: tuple[str, ...], sizes: tuple[int, ...]
             pltpu.SemaphoreType.DMA,
         ],
         compiler_params=pltpu.CompilerParams(
-            collective_id=COLLECTIVE_IDS["all_reduce_small"],
+            collective_id=collective_id("all_reduce_small", axes),
             vmem_limit_bytes=(group + 2) * nbytes + (4 << 20),
         ),
         cost_estimate=pl.CostEstimate(

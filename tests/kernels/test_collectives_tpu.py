@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from kernel_mutants import caught, without, without_word
 
 from meshpar_kernels import _compat
-from meshpar_kernels._collective_ids import COLLECTIVE_IDS
+from meshpar_kernels._collective_ids import COLLECTIVE_IDS, MESH_AXES
 from meshpar_kernels.collectives import all_gather, all_reduce, all_reduce_small, reduce_scatter, ring_tpu
 from meshpar_kernels.collectives.table import table_of
 
@@ -171,6 +171,20 @@ def test_what_the_kernels_refuse():
         )
 
 
-def test_every_kernel_has_a_barrier_of_its_own():
+def test_every_kernel_has_barriers_of_its_own():
     assert len(set(COLLECTIVE_IDS.values())) == len(COLLECTIVE_IDS)
-    assert min(COLLECTIVE_IDS.values()) > 0
+    assert min(COLLECTIVE_IDS.values()) >= 2**MESH_AXES
+    assert all(n % 2**MESH_AXES == 0 for n in COLLECTIVE_IDS.values())
+
+
+def test_a_mesh_with_too_many_axes_is_refused():
+    names = tuple("abcdefg")
+    mesh = jax.sharding.AbstractMesh((1,) * 6 + (2,), names, axis_types=(jax.sharding.AxisType.Auto,) * 7)
+    with pytest.raises(NotImplementedError, match="'g' is not among the first 6 of the mesh"):
+        jax.eval_shape(
+            jax.shard_map(
+                lambda v: all_reduce_small(v, "g", implementation="pallas"), mesh=mesh, in_specs=P("g"), out_specs=P("g"),
+                check_vma=False,
+            ),
+            jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        )  # fmt: skip
