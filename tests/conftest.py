@@ -2,6 +2,10 @@
 
 import os
 
+os.environ.setdefault(
+    "NPROC", "32"
+)  # the TPU interpreter simulates devices with threads: enough, whatever the machine has
+
 import jax
 import numpy as np
 import pytest

@@ -1,11 +1,8 @@
 """Rings in the compiled program: what they send is what the plan lists, and the numbers are those of the unsharded run."""
 
 import importlib.util
-import os
 from collections import Counter
 from pathlib import Path
-
-os.environ.setdefault("NPROC", "32")  # the TPU interpreter simulates devices with threads
 
 import jax
 import jax.numpy as jnp
