@@ -195,9 +195,9 @@ def test_orders_of_visits(devices, tiles):
 def test_what_the_kernels_refuse():
     mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
 
-    def refused(function, x, w, **options):
+    def refused(function, x, w, implementation="pallas_tpu", **options):
         call = jax.shard_map(
-            lambda x, w: function(x, w, "a", implementation="pallas", **options),
+            lambda x, w: function(x, w, "a", implementation=implementation, **options),
             mesh=mesh,
             in_specs=P(),
             out_specs=P("a"),
@@ -206,7 +206,7 @@ def test_what_the_kernels_refuse():
 
     f32 = jnp.float32
     with pytest.raises(NotImplementedError, match=r"K=100 and the 128 resulting columns.*\n.*\n.*These can: ring"):
-        refused(all_gather_matmul, ((8, 100), f32), ((100, 128), f32))
+        refused(all_gather_matmul, ((8, 100), f32), ((100, 128), f32), implementation="pallas")
     with pytest.raises(NotImplementedError, match="the operands are float16 and float16"):
         refused(all_gather_matmul, ((16, 128), jnp.float16), ((128, 128), jnp.float16))
     with pytest.raises(NotImplementedError, match="no tile of a block of 12 rows, K=128 and 128 columns fits 48 MiB"):
