@@ -171,14 +171,18 @@ def scan(walk: Walk, op: Op) -> None:
             walk.finish(out)
 
 
+@jax.custom_jvp
 def _in_here(x: Any) -> Any:
     """A slice that is rounded in the body of its loop.
 
     The compiler would round all of the stack before the loop, and hold both: it carries the narrower type to where a value comes
-    from. Integers of the same bits stop it.
+    from. Integers of the same bits stop it; they have no derivative, so that of the identity is said.
     """
     (bits,) = lax.optimization_barrier([lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))])
     return lax.bitcast_convert_type(bits, x.dtype)
+
+
+_in_here.defjvp(lambda primals, tangents: (_in_here(*primals), *tangents))
 
 
 def rounded_slices(frame: Frame, slices: Sequence[Value]) -> set[Value]:

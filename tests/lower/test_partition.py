@@ -386,6 +386,20 @@ def test_gradients_pass_through_a_lowered_function():
     assert run(W, X).weak_type == jax.jit(loss)(W, X).weak_type
 
 
+def test_gradients_pass_through_a_loop_that_rounds_its_slices():
+    def loss(w, x):
+        def layer(y, w):
+            return jnp.tanh(y @ w.astype(jnp.bfloat16)).astype(y.dtype), None
+
+        return (lax.scan(layer, x, w)[0] ** 2).sum()
+
+    w, x = normal(3, 8, 8), normal(8, 8)
+    run = mp.jit(loss, mesh=mp.mesh("data=8"), layout="batch: data", dims={"x": "batch _"}, lowering="shard_map")
+    found, expected = jax.grad(run)(w, x), jax.grad(loss)(w, x)
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())  # bfloat16 sums
+
+
 # -- an axis that runs along several torus dimensions
 
 
