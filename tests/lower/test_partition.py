@@ -445,6 +445,28 @@ def test_scatters_are_made_as_the_plan_says(form, first, monkeypatch):
     assert groups in (one + one[-2:], one[-2:] + one)
 
 
+def test_what_replaces_donated_arguments_is_gathered_in_turn_and_put_there(monkeypatch):
+    monkeypatch.setattr("meshpar.lower.partition.LARGE_RESULT", 1)
+
+    def step(state, x):
+        grads = jax.grad(lambda p: jnp.square(jnp.tanh(x @ p["in"]) @ p["out"]).mean())(state["params"])
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["opt"]["mu"], grads)
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu)
+        return {"params": params, "opt": {"mu": mu}}
+
+    params = {"in": normal(16, 32), "out": normal(32, 16)}
+    args = {"params": params, "opt": {"mu": jax.tree.map(np.zeros_like, params)}}, normal(8, 16)
+    dims = {"state/*/in": "embed mlp", "state/*/out": "mlp embed", "x": "batch embed"}
+    for donated, barriers in ((0, 2), (None, 0)):
+        fn = mp.jit(step, mesh="data=8", layout="batch: data; opt.embed: data", dims=dims, lowering="shard_map",
+                    donate_argnums=donated)  # fmt: skip
+        text = fn.lower(*args).as_text()
+        assert text.count('"stablehlo.all_gather"') == 2
+        # one to wait for the other; and `in`, gathered along its first dim, is put there as integers
+        assert text.count("stablehlo.optimization_barrier") == barriers
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), fn(*args), step(*args))
+
+
 def test_what_a_loop_only_reads_is_gathered_once_before_it():
     def step(w, x):
         def loss(w):

@@ -69,6 +69,21 @@ def test_a_donated_argument_gives_way_to_its_result():
     assert other.memory.peak == n + F32 * 64
 
 
+def test_what_is_gathered_to_where_a_donated_argument_was_is_there_twice(monkeypatch):
+    monkeypatch.setattr("meshpar.plan.memory.LARGE", 1)
+
+    def step(params, opt):
+        return params - opt
+
+    n = F32 * 64 * 32
+    options = {"mesh": AbstractMesh((4,), ("data",)), "layout": "opt.embed: data", "dims": {"*": "embed mlp"}}
+    args = array(64, 32), array(64, 32)
+    assert plan(step, *args, **options, donate_argnums=0).memory.peak == 2 * n + n // 4
+    assert plan(step, *args, **options).memory.peak == 2 * n + n // 4, "beside the argument, and once"
+    monkeypatch.setattr("meshpar.plan.memory.LARGE", 2 * n)
+    assert plan(step, *args, **options, donate_argnums=0).memory.peak < 2 * n
+
+
 def test_jit_tells_the_plan_what_is_donated():
     step = mp.jit(lambda state, x: (state + x, x.sum()), mesh=ALONE, layout="", donate_argnames="state")
     assert step.plan(array(64, 32), array(64, 32)).memory.peak == pytest.approx(2 * F32 * 64 * 32, abs=8)
