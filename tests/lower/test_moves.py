@@ -8,6 +8,7 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from all_specs import specs_of
 
 import meshpar as mp
 from meshpar.layout import to_partition_spec
@@ -16,17 +17,6 @@ from meshpar.lower.moves import bring, permutation
 from meshpar.plan.relayout import relayout
 from meshpar.plan.torus import Stage
 from meshpar.verify.hlo import collectives
-
-
-def specs_of(rank, axes):
-    """Every way to put some of the axes on the dims, in every order."""
-    found = [((),) * rank]
-    for axis in axes:
-        found += [
-            tuple((*e[:at], axis, *e[at:]) if i == d else e for i, e in enumerate(spec))
-            for spec in found for d in range(rank) for at in range(len(spec[d]) + 1)
-        ]  # fmt: skip
-    return found
 
 
 def assert_brings(mesh, pairs, shape, dtype=np.int32):
