@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import planned_transformer
 import pytest
+import quick
 import small_transformer
 
 import meshpar as mp
@@ -16,13 +17,17 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize(
-    "layout", [f"{planned_transformer.MEGATRON}; embed: data; seq: model", "batch: data; embed: data"]
+    "layout",
+    [
+        f"{planned_transformer.MEGATRON}; embed: data; seq: model",
+        pytest.param("batch: data; embed: data", marks=pytest.mark.slow),
+    ],
 )
 def test_the_compiled_program_sends_what_the_plan_lists(layout):
     model = planned_transformer
     compiled = mp.compile(
         model.train_step, model.STATE, model.TOKENS, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=model.DIMS,
-        lowering="shard_map", overlap="ring", cache=False, progress=lambda _: None,
+        lowering="shard_map", overlap="ring", cache=False, progress=lambda _: None, compiler_options=quick.OPTIONS,
     )  # fmt: skip
     planned, found = Counter(), Counter()
     for c in compiled.plan.collectives:

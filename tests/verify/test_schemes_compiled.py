@@ -4,17 +4,22 @@ import functools
 
 import planned_transformer as model
 import pytest
+import quick
 
 import meshpar as mp
 from meshpar.verify.agreement import differences
 
+FEW = f"{model.MEGATRON}; embed: data; seq: model", "batch: data; opt.embed: data"
 
-@pytest.mark.parametrize("layout", model.LAYOUTS)
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=[pytest.mark.slow] * (layout not in FEW)) for layout in model.LAYOUTS]
+)
 def test_the_compiled_program_sends_what_the_plan_lists(layout):
     step = functools.partial(model.train_step, rename=layout == "seq: data")
     compiled = mp.compile(
         step, model.STATE, model.TOKENS, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=model.DIMS,
-        lowering="shard_map", cache=False, progress=lambda _: None,
+        lowering="shard_map", cache=False, progress=lambda _: None, compiler_options=quick.OPTIONS,
     )  # fmt: skip
     # The maximum of the logits and an index column stand twice in the program (optax's loss); XLA makes one of equal operands.
     for d in differences(compiled.plan, compiled.collectives):
