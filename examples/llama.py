@@ -88,7 +88,7 @@ def llama3_8b(batch: int = 256, seq: int = 2048, **changes: Any) -> Target:
     return target(LLAMA3_8B, batch, seq, **changes)
 
 
-def llama3_70b(batch: int = 128, seq: int = 4096, **changes: Any) -> Target:
+def llama3_70b(batch: int = 512, seq: int = 4096, **changes: Any) -> Target:
     """Llama 3 70B: 70.6e9 weights."""
     return target(LLAMA3_70B, batch, seq, **changes)
 

@@ -88,6 +88,17 @@ def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run, targ
     assert "a step takes" in out
 
 
+def test_a_model_of_70_billion_weights_by_its_defaults_alone(run):
+    llama = Path(__file__).parent.parent / "examples" / "llama.py"
+    status, out, err = run("plan", f"{llama}:llama3_70b", "--topology", "v5p:8x8x8")
+    assert (status, "data=512 (default" in err) == (0, True)
+    lines = out.splitlines()
+    assert any(line.startswith("each device needs") and "of the 102 GB of a v5p" in line for line in lines)
+    assert any(line.startswith("    compute: ") and "the largest is" in line for line in lines)
+    assert sum("lost `data` to `batch`" in line for line in lines) == 1
+    assert len(lines) < 50, "one screen"
+
+
 def test_plan_as_json_and_as_a_page(run, target, tmp_path):
     page = tmp_path / "plan.html"
     status, out, err = run("plan", f"{target}:small", "--mesh", "data=4, model=2", "--layout", "batch: data; mlp: model",

@@ -16,6 +16,7 @@ from ..layout import Spec
 from ..plan.fusion import itemsize
 from ..program.graph import Frame, Op, Value
 from .exchange import axis_index, cut, fine_names
+from .moves import through_integers
 
 if TYPE_CHECKING:
     from .partition import Walk
@@ -149,7 +150,8 @@ def scan(walk: Walk, op: Op) -> None:
 
     def body(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         with walk.own_trace():
-            xs = [_in_here(x) if w in rounded else x for w, x in zip(inner[nc + nk :], xs, strict=True)]
+            # else the compiler rounds all of the stack before the loop, and holds both
+            xs = [through_integers(x) if w in rounded else x for w, x in zip(inner[nc + nk :], xs, strict=True)]
             values = [*(x for x, _ in read[:nc]), *carry, *xs]
             _read(walk, frame, consts, list(zip(inner, values, specs, strict=True)))
             walk.partial.update((i, (acc.axes, "sum")) for i, acc in partial.items())
@@ -169,20 +171,6 @@ def scan(walk: Walk, op: Op) -> None:
             walk.partial[id(out)] = walk.plan.waiting[id(out)], "sum"
         else:
             walk.finish(out)
-
-
-@jax.custom_jvp
-def _in_here(x: Any) -> Any:
-    """A slice that is rounded in the body of its loop.
-
-    The compiler would round all of the stack before the loop, and hold both: it carries the narrower type to where a value comes
-    from. Integers of the same bits stop it; they have no derivative, so that of the identity is said.
-    """
-    (bits,) = lax.optimization_barrier([lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))])
-    return lax.bitcast_convert_type(bits, x.dtype)
-
-
-_in_here.defjvp(lambda primals, tangents: (_in_here(*primals), *tangents))
 
 
 def rounded_slices(frame: Frame, slices: Sequence[Value]) -> set[Value]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,8 +17,12 @@ from ..plan.relayout import Step, axis_size, part_of, relayout, whole_axes
 from .exchange import Grid, Sizes, axis_index, fine_names, on_words, shape_in
 
 
-def bring(x: Any, have: Spec, need: Spec, sizes: Sizes) -> Any:
-    """Move a shard to another spec, by the steps that :func:`meshpar.plan.relayout.relayout` lists."""
+def bring(x: Any, have: Spec, need: Spec, sizes: Sizes, apart: bool = False) -> Any:
+    """Move a shard to another spec, by the steps that :func:`meshpar.plan.relayout.relayout` lists.
+
+    Args:
+      apart: what is gathered is put into other memory than it was gathered in.
+    """
     if have == need:
         return x
     if 0 in x.shape:
@@ -25,7 +30,12 @@ def bring(x: Any, have: Spec, need: Spec, sizes: Sizes) -> Any:
     mesh = {a: sizes[a] for a in sizes.fine} if isinstance(sizes, Grid) else sizes
     for step in relayout(have, need, shape_in(x.shape, have, ((),) * len(have), sizes), mesh):
         at = _Devices(step, mesh, lambda axes: fine_names(axes, sizes))
-        x = _cut(at, x) if step.op == "slice" else on_words(x, functools.partial(_SENDS[step.op], at))
+        if step.op == "slice":
+            x = _cut(at, x)
+        elif step.op == "all-gather":
+            x = on_words(x, functools.partial(_all_gather, at, apart=apart))
+        else:
+            x = on_words(x, functools.partial(_SENDS[step.op], at))
     return x
 
 
@@ -78,9 +88,28 @@ def _cut(at: _Devices, x: Any) -> Any:
     return x
 
 
-def _all_gather(at: _Devices, x: Any) -> Any:
+def _all_gather(at: _Devices, x: Any, apart: bool = False) -> Any:
     (dim,) = at.loses
-    return lax.all_gather(x, axis=dim, tiled=True, **at.over())
+    if not apart:
+        return lax.all_gather(x, axis=dim, tiled=True, **at.over())
+    pieces = lax.all_gather(x, axis=0, tiled=False, **at.over())
+    x = jnp.moveaxis(pieces, 0, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return x if dim else through_integers(x)  # there is nothing to move in front
+
+
+@jax.custom_jvp
+def through_integers(x: Any) -> Any:
+    """An array of floats as it is, but no other type, place or copy of it can be read through this.
+
+    Integers of the same bits are seen as other values; they have no derivative, so that of the identity is said.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    (bits,) = lax.optimization_barrier([lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))])
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+through_integers.defjvp(lambda primals, tangents: (through_integers(*primals), *tangents))
 
 
 def _all_to_all(at: _Devices, x: Any) -> Any:
@@ -114,7 +143,6 @@ def _permute(at: _Devices, x: Any) -> Any:
 
 
 _SENDS: dict[str, Callable[[_Devices, Any], Any]] = {
-    "all-gather": _all_gather,
     "all-to-all": _all_to_all,
     "collective-permute": _permute,
 }

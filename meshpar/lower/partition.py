@@ -23,6 +23,9 @@ from .._compat import at_line_of, bind, close_over, make_jaxpr, source_line, wit
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.claims import blocks_only, spec_of
+from ..plan.collectives import local_bytes
+from ..plan.memory import in_place
+from ..plan.order import LARGE as LARGE_RESULT
 from ..plan.plan import Plan
 from ..plan.planner import stretched
 from ..program.graph import Frame, Op, Value
@@ -109,6 +112,8 @@ class Walk:
       done: ids of ops that ran ahead of their place, for a ring.
       waiting_for: operands of products that are made block by block when their sum is settled, by ``id(op)``.
       raw: what products wait for, as its op leaves it, by ``id(value)``.
+      replacing: ids of the results that take the place of donated arguments.
+      replaced: the last of those that was gathered.
     """
 
     def __init__(self, plan: Plan, grid: Grid):
@@ -124,6 +129,8 @@ class Walk:
         self.done: set[int] = set()
         self.waiting_for: dict[int, tuple[Any, Any]] = {}
         self.raw: dict[int, Any] = {}
+        self.replacing = {id(plan.program.outputs[k]) for k in in_place(plan)}
+        self.replaced: list[Any] = []
 
     def run(self, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         program = self.plan.program
@@ -136,7 +143,7 @@ class Walk:
             if isinstance(var, Literal):
                 self.put(value, literal(var), whole(value))
             self.settle(value)
-            outs.append(self.moved(value, spec))
+            outs.append(self.moved(value, spec) if id(value) in self.plan.generated else self.rests(value, spec))
         return outs
 
     def put(self, value: Value, x: Any, spec: Spec) -> None:
@@ -348,7 +355,24 @@ class Walk:
         """Bring a result to the spec in which it rests."""
         rest = self.rest[id(out)]
         if self.now[id(out)] != rest:
-            self.put(out, bring(self.x[id(out)], self.now[id(out)], rest, self.sizes), rest)
+            self.put(out, self.rests(out, rest), rest)
+
+    def rests(self, value: Value, spec: Spec) -> Any:
+        """A value where it stays.
+
+        XLA for TPUs (libtpu 0.0.42) does not gather into the memory of an argument: it would copy all arguments that such
+        results replace when the program begins, and gather all of them before the first is put into its place. So these are
+        put there from other memory, one after the other.
+        """
+        x, have = self.x[id(value)], self.now[id(value)]
+        size = local_bytes(value.shape, x.dtype.itemsize, spec, self.sizes)
+        if id(value) not in self.replacing or size < max(LARGE_RESULT, 2 * x.nbytes):
+            return bring(x, have, spec, self.sizes)
+        if self.replaced:
+            x, _ = lax.optimization_barrier((x, self.replaced))
+        x = bring(x, have, spec, self.sizes, apart=True)
+        self.replaced = [x]
+        return x
 
     # -- values made from no data: every device makes the part that it needs
 

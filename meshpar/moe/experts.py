@@ -18,7 +18,7 @@ from jax import lax
 from meshpar_kernels import expert_combine, expert_dispatch, grouped_matmul
 
 from ..program.declare import kernel_rule
-from ..program.kernels import KernelSend, Parts
+from ..program.kernels import KernelSend, KernelWork, Parts
 from .strategy import Ways, find_ways
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -63,7 +63,8 @@ def _op(token_dims: int, expert_dims: int, gated: bool) -> Callable[..., jax.Arr
     def moe_experts(*args, **options):
         return local(*args, axes={}, **options)
 
-    return kernel_rule(text, local=local, sends=sends)(moe_experts)
+    works: Any = functools.partial(_works, token_dims=token_dims)
+    return kernel_rule(text, local=local, sends=sends, works=works)(moe_experts)
 
 
 def _ways(args: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], token_dims: int,
@@ -252,3 +253,26 @@ def _sends(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
     if ways.rest:
         send("all-reduce", x.shape, x.dtype, "sums over the devices that hold other experts", ways.rest)
     return out
+
+
+def _works(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: str, implementation: str | None = None,
+           **options: Any) -> KernelWork:  # fmt: skip
+    """What `_local` holds.
+
+    Forward: the rows that came, what each matrix makes of them and, at last, the rows that go back. Backward: these and their
+    cotangents; where further rounds may follow, what they add to every gradient, in float32.
+    """
+    ways = _ways(avals, parts.axes, parts.sizes, token_dims, **options)
+    x, _, _, *matrices = avals
+    gathered = 0
+    if ways.strategy == "dense":
+        gathered = ways.devices * sum(math.prod(m.shape) * m.dtype.itemsize for m in matrices)
+    elif ways.strategy == "ring":  # every token there, and its sum
+        gathered = 2 * ways.devices * math.prod(x.shape) * x.dtype.itemsize
+    rows = ways.rows * (ways.devices if ways.strategy == "a2a" else 1)
+    row, hidden = (n * rows * x.dtype.itemsize for n in (x.shape[-1], matrices[0].shape[-1]))
+    sums = 4 * (math.prod(x.shape) + sum(math.prod(m.shape) for m in matrices)) if ways.rounds > 1 else 0
+    inward = len(matrices) - 1
+    return KernelWork(
+        None, gathered + row + max(row, inward * hidden), gathered + sums + 4 * row + (2 * inward + 1) * hidden
+    )

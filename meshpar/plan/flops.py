@@ -86,7 +86,7 @@ def model_flops(plan: Plan) -> float:
 def local_opaque_flops(op: Op, plan: Plan) -> float:
     """FLOPs of one device's part of an opaque kernel: what it says itself, else its share of the factors that are split."""
     work = local_work(op, plan)
-    if work is not None:
+    if work is not None and work.flops is not None:
         return work.flops
     total = opaque_flops(op)
     planned = plan.ops.get(id(op))
@@ -121,7 +121,7 @@ def opaque_flops(op: Op) -> float:
     if op.name != "kernel":
         return 0.0
     kernel, avals = op.eqn.params["kernel"], [v.aval for v in op.eqn.invars]
-    if (whole := kernel.work(avals, {}, {})) is not None:
+    if (whole := kernel.work(avals, {}, {})) is not None and whole.flops is not None:
         return whole.flops
     memo = _opaque.setdefault(kernel, {})
     key = tuple((a.shape, str(a.dtype)) for a in avals)

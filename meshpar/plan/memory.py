@@ -18,6 +18,7 @@ from .flight import in_flight
 from .flops import local_work
 from .fusion import FUSED, Item, Node, Region
 from .kernels import kernels_of
+from .order import LARGE
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -85,6 +86,7 @@ class _Live:
         self.peak = -1.0
         self.at: Node | None = None
         self.best: list[tuple[Item, float]] = []
+        self.in_place: set[int] = set()
 
     def add(self, item: Item, size: float | None = None) -> None:
         if id(item) not in self.live:
@@ -108,7 +110,9 @@ class _Live:
     def program(self, region: Region) -> None:
         for item in region.inputs:
             self.add(item)
-        kept = {id(item) for item in region.inputs} - aliased(self.plan, region)
+        given_up = {id(region.inputs[i]) for i in in_place(self.plan).values()}
+        self.in_place = {id(region.outputs[k]) for k in in_place(self.plan)}
+        kept = {id(item) for item in region.inputs} - given_up
         kept |= {id(item) for item in region.outputs}
         self.region(region, kept)
         if self.at is None and region.nodes:
@@ -132,7 +136,7 @@ class _Live:
                         free.remove(over)
                         self.drop(over)
                     self.add(out)
-                held = self.inside(node)
+                held = self.inside(node) or self.beside(node)
                 if held is not None:
                     self.add(held)
                 self.sample(node, under_way[index])
@@ -148,6 +152,14 @@ class _Live:
         """What an opaque kernel says that it holds while it runs, under the name of its first result."""
         work = None if node.op is None else local_work(node.op, self.plan)
         return None if work is None or not node.outs else Item(work.memory, node.outs[0].value, node)
+
+    def beside(self, node: Node) -> Item | None:
+        """What is gathered for a result in the place of an argument: XLA for TPUs gathers into other memory, and copies."""
+        if node.name != "move!" or id(node.writes[0]) not in self.in_place:
+            return None
+        (out,) = node.writes
+        gathered = out.bytes >= max(LARGE, 2 * sum(i.bytes for i in node.reads))
+        return Item(out.bytes, out.value, node) if gathered else None
 
     def loop(self, node: Node, ends: list[Item], kept: set[int]) -> None:
         """A loop or branch: its results from its start on (but stacks that nobody reads), and in turn what its bodies need."""
@@ -193,17 +205,17 @@ def _name(plan: Plan, item: Item) -> str:
     return f"{value.path or made} {value.aval.dtype}[{dims}]"
 
 
-def aliased(plan: Plan, region: Region) -> set[int]:
-    """Ids of the donated inputs whose place a result takes: the first one of the same shape, dtype and spec."""
-    free: dict[Any, list[Item]] = {}
-    for i, item in enumerate(region.inputs):
-        if i in plan.donated:
-            free.setdefault((item.value.shape, item.value.aval.dtype, plan.specs[id(item.value)]), []).append(item)
-    out: set[int] = set()
-    for value, spec in zip(plan.program.outputs, plan.out_specs, strict=True):
+def in_place(plan: Plan) -> dict[int, int]:
+    """Which results take the place of donated inputs, by position: the first input of the same shape, dtype and spec."""
+    free: dict[Any, list[int]] = {}
+    for i in sorted(plan.donated):
+        value = plan.program.inputs[i]
+        free.setdefault((value.shape, value.aval.dtype, plan.specs[id(value)]), []).append(i)
+    out: dict[int, int] = {}
+    for k, (value, spec) in enumerate(zip(plan.program.outputs, plan.out_specs, strict=True)):
         match = free.get((value.shape, value.aval.dtype, spec))
         if match:
-            out.add(id(match.pop(0)))
+            out[k] = match.pop(0)
     return out
 
 

@@ -37,7 +37,7 @@ def kernel_rule(
         needed with ``~``.
       works: ``(local operands as ShapeDtypeStruct, {name: parts}) → KernelWork``: the FLOPs of ``local`` and what it holds
         beyond operands and results, for the plan's time and memory. Default: the products that are found in the function,
-        divided by the number of parts; and nothing.
+        divided by the number of parts; and nothing. A backward pass that runs ``local`` again computes three times as much.
 
     Returns:
       A decorator for a function of arrays (and static keyword arguments, which ``local``, ``sends`` and ``works`` get too) to an

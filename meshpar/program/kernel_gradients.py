@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._compat import equations, parts_by_result
 from ..errors import UnsupportedError
-from .kernels import Dims, Kernel, KernelSend, Notation, Parts, kernel_p
+from .kernels import Dims, Kernel, KernelSend, KernelWork, Notation, Parts, kernel_p
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Sizes that tell which factors a dim is made of."""
@@ -312,6 +312,12 @@ def again(kernel: Kernel, floats: tuple[bool, ...], float_outs: tuple[bool, ...]
         forward = list(kernel.sends(avals[:n], parts))
         return [*forward, *(_transposed(s, parts) for s in forward)]
 
+    def works(avals: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> KernelWork:
+        assert kernel.works is not None
+        forward = kernel.works(avals[:n], parts)
+        held = forward.memory if forward.backward is None else forward.backward
+        return KernelWork(None if forward.flops is None else 3 * forward.flops, held)
+
     return Kernel(
         lambda *args: _vjp(kernel.fn, args[:n], args[n:]),
         Notation(
@@ -321,6 +327,7 @@ def again(kernel: Kernel, floats: tuple[bool, ...], float_outs: tuple[bool, ...]
             notation.marks,
         ),
         local, None if kernel.sends is None else sends, f"{kernel.name} backward", own_partial=True,
+        works=None if kernel.works is None else works,
     )  # fmt: skip
 
 

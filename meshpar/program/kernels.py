@@ -81,12 +81,14 @@ class KernelWork:
     """What the local function of a kernel computes and holds.
 
     Attributes:
-      flops: of its products.
+      flops: of its products; None: those that are found in the function, divided by the number of parts.
       memory: bytes at most beyond its operands and results.
+      backward: bytes at most beyond operands and results of a backward pass that runs it again; None: as many as ``memory``.
     """
 
-    flops: float
+    flops: float | None
     memory: float
+    backward: float | None = None
 
 
 KernelWorks = Callable[[Sequence[jax.ShapeDtypeStruct], Parts], KernelWork]
@@ -287,7 +289,8 @@ class Kernel:
             assert work is not None
             size, one = alone(avals)
             each = work(one, parts)
-            return KernelWork(size * each.flops, size * each.memory)
+            flops, back = (None if n is None else size * n for n in (each.flops, each.backward))
+            return KernelWork(flops, size * each.memory, back)
 
         return Kernel(
             fn, notation, inner and local, plain and sends, self.name, self.own_partial, works if work else None
