@@ -34,8 +34,14 @@ def make_jaxpr(fn: Any, *args: Any, **options: Any) -> Any:
     return (closed, *rest) if rest else closed
 
 
-def source_line(eqn: Any) -> str:
-    """``file.py:12 (function)`` of the user's line that made an equation: the innermost one outside installed packages."""
+PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+OURS = tuple(os.path.dirname(os.path.abspath(__file__)) + end for end in (os.sep, f"_kernels{os.sep}"))
+
+
+def source_line(eqn: Any, libraries: bool = True) -> str:
+    """``file.py:12 (function)`` of the user's line that made an equation: the innermost one outside installed packages, else,
+    with ``libraries``, the innermost one of a package; "" where JAX knows none, as within a function that it compiles by
+    itself, whose call has the line."""
     from jax._src import source_info_util
 
     info = eqn.source_info
@@ -45,10 +51,9 @@ def source_line(eqn: Any) -> str:
         with contextlib.suppress(Exception):
             return source_info_util.summarize(info)
         return ""
-    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
-    frames = [f for f in frames if not f.file_name.startswith(here)]
-    own = [f for f in frames if f"{os.sep}site-packages{os.sep}" not in f.file_name]
-    for f in (*own[:1], *frames[:1]):
+    frames = [f for f in frames if not f.file_name.startswith(OURS)]
+    own = [f for f in frames if not any(p in f.file_name for p in PACKAGES)]
+    for f in (*own[:1], *frames[: int(libraries)]):
         name = os.path.relpath(f.file_name) if f.file_name.startswith(os.getcwd()) else f.file_name
         return f"{name}:{f.start_line} ({f.function_name.rsplit('.', 1)[-1]})"
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .._compat import closed_parts, constraint_spec, scan_counts, source_line
+from .._compat import closed_parts, constraint_spec, scan_counts
 from .graph import Frame, Op, Value
 from .names import NONE
 
@@ -121,7 +121,7 @@ def _cond(b: Builder, op: Op) -> list[Value]:
 
 def _named(b: Builder, op: Op) -> list[Value]:
     out = b.value(op.eqn.outvars[0].aval, None if op.ins[0] is None else op.ins[0].nodes, op)
-    b.annotate(out, op.eqn.params["names"], f"mp.named at {source_line(op.eqn)}")
+    b.annotate(out, op.eqn.params["names"], f"mp.named at {op.source}")
     return [out]
 
 

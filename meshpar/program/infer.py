@@ -12,7 +12,6 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from .._compat import source_line
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
 from .control import CONTROL
@@ -67,7 +66,7 @@ def infer(
         sys.setrecursionlimit(limit)
     program = Program(closed, root, inputs, outputs, builder.unifier)
     for a, b, origin_a, origin_b, op in builder.unifier.joins():
-        program.joins.append(Join(a, b, origin_a, origin_b, source_line(op.eqn) if isinstance(op, Op) else None))
+        program.joins.append(Join(a, b, origin_a, origin_b, op.source if isinstance(op, Op) else None))
     return program
 
 
@@ -312,7 +311,7 @@ class Builder:
                 f"mp.rename: the value has no dim `{missing[0]}`",
                 shape=value.shape,
                 dim=missing[0],
-                source=source_line(op.eqn),
+                source=op.source,
                 fixes=did_you_mean(missing[0], set().union(*names), "its dims"),
             )
         # the cotangent of a rename may come from nothing that has names (a sum): then the dim without a name is the one

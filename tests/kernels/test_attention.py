@@ -105,7 +105,8 @@ def test_every_strategy_is_attention(name, order):
     expect(got, arrays, **mask, **ids)
 
 
-@pytest.mark.parametrize("order", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
 def test_softcap_scale_other_lengths_and_widths(order):
     """Keys of another length (5 and then 10 a device), values of another width; the ring one way."""
     arrays = draw(2, width=6, tokens=80)
