@@ -259,20 +259,24 @@ def _works(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
            **options: Any) -> KernelWork:  # fmt: skip
     """What `_local` holds.
 
-    Forward: the rows that came, what each matrix makes of them and, at last, the rows that go back. Backward: these and their
-    cotangents; where further rounds may follow, what they add to every gradient, in float32.
+    Forward: the rows that came, what each matrix makes of them and, at last, the rows that go back. Backward, first what the
+    last matrix needs and its gradient, with all of the others and what they made; then, without that matrix, their gradients.
+    Where further rounds may follow, all matrices and gradients are there to the end, and sums of these in float32.
     """
     ways = _ways(avals, parts.axes, parts.sizes, token_dims, **options)
     x, _, _, *matrices = avals
-    gathered = 0
-    if ways.strategy == "dense":
-        gathered = ways.devices * sum(math.prod(m.shape) * m.dtype.itemsize for m in matrices)
-    elif ways.strategy == "ring":  # every token there, and its sum
-        gathered = 2 * ways.devices * math.prod(x.shape) * x.dtype.itemsize
+    dense = ways.strategy == "dense"  # of all devices' experts, beside its own
+    *inward, down = (math.prod(m.shape) * m.dtype.itemsize * (ways.devices if dense else 1) for m in matrices)
     rows = ways.rows * (ways.devices if ways.strategy == "a2a" else 1)
     row, hidden = (n * rows * x.dtype.itemsize for n in (x.shape[-1], matrices[0].shape[-1]))
-    sums = 4 * (math.prod(x.shape) + sum(math.prod(m.shape) for m in matrices)) if ways.rounds > 1 else 0
-    inward = len(matrices) - 1
-    return KernelWork(
-        None, gathered + row + max(row, inward * hidden), gathered + sums + 4 * row + (2 * inward + 1) * hidden
-    )
+    n, more = len(inward), 0
+    if dense:
+        more = sum(inward) + down
+    elif ways.strategy == "ring":  # every token there, and its sum
+        more = 2 * ways.devices * math.prod(x.shape) * x.dtype.itemsize
+    forward = more + row + max(row, n * hidden)
+    if ways.rounds > 1:
+        sums = 4 * (math.prod(x.shape) + sum(math.prod(m.shape) for m in matrices))
+        return KernelWork(None, forward, more + sums + 4 * row + (2 * n + 1) * hidden)
+    first, then = (2 + n) * hidden + 2 * row - sum(inward), n * hidden + 3 * row - down
+    return KernelWork(None, forward, more * (2 if dense else 1) + max(first, then))

@@ -82,7 +82,7 @@ class KernelWork:
 
     Attributes:
       flops: of its products; None: those that are found in the function, divided by the number of parts.
-      memory: bytes at most beyond its operands and results.
+      memory: bytes at most beyond its operands and results; below zero where these are not all needed at once.
       backward: bytes at most beyond operands and results of a backward pass that runs it again; None: as many as ``memory``.
     """
 
