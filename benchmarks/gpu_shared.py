@@ -1,5 +1,5 @@
 """The kernels that write to other GPUs over NVLink: what `benchmarks/gpu.py` compiles for 8 GPUs, and checks and times where there
-are two or more. Products fused with their gather or scatter, and the small all-reduce."""
+are two or more. Products fused with their gather or scatter, the small all-reduce, and the exchange of rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar_kernels import all_gather_matmul, all_reduce_small, matmul_reduce_scatter
-from meshpar_kernels.shapes import FUSED
+from meshpar_kernels import all_gather_matmul, all_reduce_small, matmul_reduce_scatter, ragged_all_to_all
+from meshpar_kernels.shapes import FUSED, MODELS
 
 KERNELS = {True: "ag-matmul", False: "matmul-rs"}
 """By whether rows are gathered."""
@@ -29,10 +29,17 @@ RNG = np.random.default_rng(11)
 SMALL = {"64KiB": 64 << 10, "1MiB": 1 << 20, "4MiB": 4 << 20}
 """Bytes of the small all-reduce's array, in float32."""
 
+EXCHANGED = ("mixtral-8x7b", "deepseek-v3")
+"""Models whose tokens are exchanged."""
+
+ROWS = 8192
+"""Rows that a device sends in all, as many to each."""
+
 
 def names() -> list[tuple[str, str]]:
     """(kernel, shape) of every case."""
-    return [(KERNELS[s.gathers], name) for name, s in FUSED.items()] + [("allreduce", size) for size in SMALL]
+    found = [(KERNELS[s.gathers], name) for name, s in FUSED.items()] + [("allreduce", size) for size in SMALL]
+    return found + [("exchange", model) for model in EXCHANGED]
 
 
 def mesh_of(devices: Any) -> Mesh:
@@ -48,6 +55,7 @@ class Case:
       into, out: how they, and the result, are split.
       local: implementation → what one device calls.
       others: the implementations to compare with, the one that says what is right first.
+      want: the arguments in float64 → the result.
       flops, bytes: operations that a device makes, or None; bytes that it sends.
     """
 
@@ -56,6 +64,7 @@ class Case:
     out: P
     local: Callable[[str], Callable[..., jax.Array]]
     others: tuple[str, ...]
+    want: Callable[..., np.ndarray]
     flops: int | None
     bytes: int
 
@@ -75,7 +84,7 @@ def fused(gathers: bool, rows: int, k: int, n: int, devices: int, **options: Any
     def local(implementation: str) -> Callable[..., jax.Array]:
         return lambda x, w: op(x, w, "a", implementation=implementation, **options)
 
-    return Case(arguments, into, out, local, ("xla", "ring"), flops, sent)
+    return Case(arguments, into, out, local, ("xla", "ring"), np.matmul, flops, sent)
 
 
 def small(nbytes: int, devices: int, dtype: Any = F32) -> Case:
@@ -88,13 +97,48 @@ def small(nbytes: int, devices: int, dtype: Any = F32) -> Case:
         return lambda x: all_reduce_small(x[0], "a", implementation=implementation)[None]
 
     arguments = [((devices, elements), dtype)]
-    return Case(arguments, (P("a"),), P("a"), local, ("gather", "psum"), None, (devices - 1) * nbytes)
+
+    def want(x: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(x.sum(0), x.shape)
+
+    return Case(arguments, (P("a"),), P("a"), local, ("gather", "psum"), want, None, (devices - 1) * nbytes)
+
+
+def exchange(sizes: np.ndarray, width: int, dtype: Any = BF16) -> Case:
+    """Runs of `sizes[from, to]` rows, one after the other at the sender and at the receiver; what nothing comes to is zero."""
+    devices = len(sizes)
+    start, target = np.cumsum(sizes, 1) - sizes, np.cumsum(sizes, 0) - sizes
+    sends, receives = sizes.sum(1).max(), sizes.sum(0).max()
+
+    def local(implementation: str) -> Callable[..., jax.Array]:
+        def one(x: jax.Array) -> jax.Array:
+            rank = jax.lax.axis_index("a")
+            mine = [jnp.asarray(n, jnp.int32)[rank] for n in (start, sizes, target, sizes.T)]
+            out = jnp.zeros((receives, width), dtype)
+            return ragged_all_to_all(
+                x, out, *mine, axis_name="a", rows=int(sizes.max()), implementation=implementation
+            )[0]  # fmt: skip
+
+        return one
+
+    def want(x: np.ndarray) -> np.ndarray:
+        blocks, out = x.reshape(devices, sends, width), np.zeros((devices, receives, width))
+        for i, j in np.ndindex(devices, devices):
+            n, s, t = sizes[i, j], start[i, j], target[i, j]
+            out[j, t : t + n] = blocks[i, s : s + n]
+        return out.reshape(-1, width)
+
+    sent = int((sizes.sum(1) - np.diag(sizes)).max()) * width * jnp.dtype(dtype).itemsize
+    split = P("a", None)
+    return Case([((devices * sends, width), dtype)], (split,), split, local, ("padded", "xla"), want, None, sent)
 
 
 def make(shape: str, devices: int) -> Case:
     """The case of this name."""
     if shape in SMALL:
         return small(SMALL[shape], devices)
+    if shape in EXCHANGED:
+        return exchange(np.full((devices, devices), ROWS // devices), MODELS[shape].embed)
     s = FUSED[shape]
     return fused(s.gathers, s.rows, s.k, s.n, devices)
 
@@ -144,6 +188,8 @@ def value_cases() -> Iterator[tuple[str, Callable[[], float]]]:
         for dtype in (F32, BF16):
             case = small(300_000, devices, dtype)
             yield f"allreduce, {devices} GPUs, {jnp.dtype(dtype)}", functools.partial(value, case, devices)
+            case = exchange(RNG.integers(0, 90, (devices, devices)), 384, dtype)
+            yield f"exchange, {devices} GPUs, {jnp.dtype(dtype)}", functools.partial(value, case, devices)
 
 
 def value(case: Case, devices: int) -> float:
@@ -151,7 +197,7 @@ def value(case: Case, devices: int) -> float:
     mesh = mesh_of(jax.devices()[:devices])
     arguments = draw(case, mesh)
     wide = [np.asarray(x, np.float64) for x in arguments]
-    want = wide[0] @ wide[1] if len(wide) > 1 else np.broadcast_to(wide[0].sum(0), wide[0].shape)
+    want = case.want(*wide)
     function = jax.jit(on(mesh, case, case.local("pallas")))
     return max(error(function(*arguments), want) for _ in range(10))
 

@@ -1,15 +1,18 @@
-"""What the arguments and results of a function are called: static and donated ones, twins, fresh optimizer state."""
+"""What the arguments and results of a function are called: static and donated ones, patterns, twins, fresh optimizer
+state."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
+import jax
 import numpy as np
 
-from .dims import Dims, did_you_mean
-from .errors import UnsupportedError
+from .dims import Dims, PathDims, did_you_mean, fit_dims, near, path_matches
+from .errors import PatternError, UnsupportedError
 from .flax import Leaf
 
 
@@ -105,3 +108,83 @@ def with_statics(
         else:
             kwargs[k] = v
     return tuple(args), kwargs
+
+
+def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str]) -> Dims | None:
+    """The dims that a pattern gives a leaf, else its own; the pattern goes among those used."""
+    found = patterns.match(leaf.path)
+    if found is None:
+        return leaf.dims
+    pattern, dims = found
+    used.add(pattern)
+    return fit_dims(dims, np.shape(leaf.value), path=leaf.path, origin=f"the pattern {pattern!r}")
+
+
+def check_patterns(patterns: PathDims, used: set[str], paths: list[str]) -> None:
+    """Every pattern is used.
+
+    Raises:
+      PatternError: one matches nothing, or only what an earlier one matches.
+    """
+    for pattern, _ in patterns.items:
+        if pattern in used:
+            continue
+        shadow = next((p for p in paths if path_matches(pattern, p)), None)
+        if shadow is not None:
+            earlier = patterns.match(shadow)
+            assert earlier is not None
+            raise PatternError(
+                f"the dims= pattern {pattern!r} is never used: {earlier[0]!r} stands before it and matches the same tensors",
+                path=shadow,
+                fixes=["the first pattern that matches wins: put the narrower one first"],
+            )
+        raise PatternError(
+            f"the dims= pattern {pattern!r} matches no tensor",
+            path=pattern,
+            fixes=[f"did you mean {' or '.join(map(repr, near(pattern, paths)))}?"] * bool(near(pattern, paths))
+            + [f"paths are: {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"],
+        )
+
+
+def donated_leaves(
+    dynamic: tuple[Any, Any], donated: Set[int | str], signature: inspect.Signature | None
+) -> tuple[int, ...]:
+    """The numbers of the leaves of (args, kwargs) that belong to donated arguments."""
+    if not donated:
+        return ()
+    args, kwargs = dynamic
+    out: list[int] = []
+    n = 0
+    names = list(signature.parameters) if signature else []
+    entries = [((i, names[i] if i < len(names) else i), x) for i, x in enumerate(args)]
+    entries += [((k,), kwargs[k]) for k in sorted(kwargs)]
+    for ids, x in entries:
+        size = len(jax.tree.leaves(x))
+        if any(i in donated for i in ids):
+            out += range(n, n + size)
+        n += size
+    return tuple(out)
+
+
+def prefix_donation(call: tuple[Any, Any], flat: set[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(positions, keywords) of the arguments all of whose leaves are among these."""
+    args, kwargs = call
+    nums: list[int] = []
+    names: list[str] = []
+    n = 0
+    for ident, x in [*enumerate(args), *((k, kwargs[k]) for k in sorted(kwargs))]:
+        size = len(jax.tree.leaves(x))
+        if size and all(i in flat for i in range(n, n + size)):
+            (nums if isinstance(ident, int) else names).append(ident)  # type: ignore[arg-type]
+        n += size
+    return tuple(nums), tuple(names)
+
+
+def shape_key(x: Any) -> Any:
+    """What a program depends on of an argument: shape, dtype, weak type; the type of a Python number."""
+    aval = getattr(x, "aval", None)
+    if aval is not None:
+        return aval.shape, aval.dtype, aval.weak_type
+    if isinstance(x, bool | int | float | complex):
+        return type(x)
+    return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)

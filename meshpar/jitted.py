@@ -16,9 +16,19 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ._compat import is_graph_node, is_tracer, without_gc
-from .arguments import name_state, selected_arguments, twins, with_statics
-from .dims import Dims, PathDims, fit_dims, near, path_matches
-from .errors import MeshError, PatternError
+from .arguments import (
+    annotation_of,
+    check_patterns,
+    donated_leaves,
+    name_state,
+    prefix_donation,
+    selected_arguments,
+    shape_key,
+    twins,
+    with_statics,
+)
+from .dims import Dims, PathDims
+from .errors import MeshError
 from .flax import Leaf, capture_names, flatten_named
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
@@ -131,7 +141,7 @@ class Jitted:
 
             step.__name__ = getattr(self.fn, "__name__", "step")
             flat = set(entry.donate)
-            tree_donate = _prefix_donation((call_args, call_kwargs), flat)
+            tree_donate = prefix_donation((call_args, call_kwargs), flat)
             jitted = jax.jit(
                 step,
                 out_shardings=jax.tree.unflatten(entry.out_tree, entry.out_shardings),
@@ -260,7 +270,7 @@ class Jitted:
 
     def _key(self, dynamic: Any, statics: tuple[Any, ...]) -> tuple[Any, list[Any], Any]:
         leaves, tree = jax.tree.flatten(dynamic)
-        return (tree, statics, tuple(map(_signature, leaves))), leaves, tree
+        return (tree, statics, tuple(map(shape_key, leaves))), leaves, tree
 
     def _trace(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -277,7 +287,7 @@ class Jitted:
         if len(named) != len(leaves):
             raise AssertionError("paths and leaves do not match")
         used: set[str] = set()
-        annotations = [self._annotation(leaf, used) for leaf in named]
+        annotations = [annotation_of(leaf, self.dims, used) for leaf in named]
 
         with capture_names(self.mesh.axis_names):
             closed, shapes, out_leaves = trace(self.function(tree, statics), leaves)
@@ -287,7 +297,7 @@ class Jitted:
         twin_of = twins(named, annotations)
         out_annotations: list[Dims | None] = []
         for leaf in results:
-            mine = self._annotation(leaf, used) if self.is_init else leaf.dims
+            mine = annotation_of(leaf, self.dims, used) if self.is_init else leaf.dims
             twin = twin_of(leaf)
             if twin is not None:
                 mine = mine or twin[1]
@@ -295,7 +305,7 @@ class Jitted:
             out_annotations.append(mine)
         if self.is_init:
             name_state(results, out_annotations)
-        self._check_patterns(used, [leaf.path for leaf in (*named, *(results if self.is_init else ()))])
+        check_patterns(self.dims, used, [leaf.path for leaf in (*named, *(results if self.is_init else ()))])
         with without_gc():
             program = infer(
                 closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results]
@@ -313,34 +323,6 @@ class Jitted:
         args, kwargs, out = shapes
         return [*self._leaves((args, kwargs)), *flatten_named(out)]
 
-    def _annotation(self, leaf: Leaf, used: set[str]) -> Dims | None:
-        found = self.dims.match(leaf.path)
-        if found is None:
-            return leaf.dims
-        pattern, dims = found
-        used.add(pattern)
-        return fit_dims(dims, np.shape(leaf.value), path=leaf.path, origin=f"the pattern {pattern!r}")
-
-    def _check_patterns(self, used: set[str], paths: list[str]) -> None:
-        for pattern, _ in self.dims.items:
-            if pattern in used:
-                continue
-            shadow = next((p for p in paths if path_matches(pattern, p)), None)
-            if shadow is not None:
-                earlier = self.dims.match(shadow)
-                assert earlier is not None
-                raise PatternError(
-                    f"the dims= pattern {pattern!r} is never used: {earlier[0]!r} stands before it and matches the same tensors",
-                    path=shadow,
-                    fixes=["the first pattern that matches wins: put the narrower one first"],
-                )
-            raise PatternError(
-                f"the dims= pattern {pattern!r} matches no tensor",
-                path=pattern,
-                fixes=[f"did you mean {' or '.join(map(repr, near(pattern, paths)))}?"] * bool(near(pattern, paths))
-                + [f"paths are: {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"],
-            )
-
     def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Plan, _Traced, Any, Any, tuple[Any, ...]]:
         traced, key, _, tree, statics = self._trace(args, kwargs)
         plan = self._plans.get(key)
@@ -348,7 +330,7 @@ class Jitted:
             with without_gc():
                 plan = make_plan(
                     traced.program, self.layout, self.mesh, strict=self.strict, init=self.is_init,
-                    topology=self.topology, donated=self._donate_flat(self.split(args, kwargs)[0]),
+                    topology=self.topology, donated=donated_leaves(self.split(args, kwargs)[0], self.donated, self.signature),
                     overlap=self.overlap,
                 )  # fmt: skip
             self._plans[key] = plan
@@ -370,7 +352,7 @@ class Jitted:
         del key
         with without_gc():
             flat, ins, outs = LOWERINGS[self.lowering](plan, self.mesh)
-        donate = self._donate_flat(dynamic)
+        donate = donated_leaves(dynamic, self.donated, self.signature)
         avals = traced.avals
 
         def checked(*xs: Any) -> list[Any]:
@@ -387,22 +369,6 @@ class Jitted:
         )  # fmt: skip
         return _Entry(tree, statics, plan, run, flat, ins, outs, donate, traced.out_tree)
 
-    def _donate_flat(self, dynamic: tuple[Any, Any]) -> tuple[int, ...]:
-        if not self.donated:
-            return ()
-        args, kwargs = dynamic
-        out: list[int] = []
-        n = 0
-        names = list(self.signature.parameters) if self.signature else []
-        entries = [((i, names[i] if i < len(names) else i), x) for i, x in enumerate(args)]
-        entries += [((k,), kwargs[k]) for k in sorted(kwargs)]
-        for ids, x in entries:
-            size = len(jax.tree.leaves(x))
-            if any(i in self.donated for i in ids):
-                out += range(n, n + size)
-            n += size
-        return tuple(out)
-
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         dynamic, statics = self.split(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
@@ -416,28 +382,6 @@ class Jitted:
         self._last = entry
         placed = [put(x, s) for x, s in zip(leaves, entry.in_shardings, strict=True)]
         return jax.tree.unflatten(entry.out_tree, entry.run(*placed))
-
-
-def _prefix_donation(call: tuple[Any, Any], flat: set[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    args, kwargs = call
-    nums: list[int] = []
-    names: list[str] = []
-    n = 0
-    for ident, x in [*enumerate(args), *((k, kwargs[k]) for k in sorted(kwargs))]:
-        size = len(jax.tree.leaves(x))
-        if size and all(i in flat for i in range(n, n + size)):
-            (nums if isinstance(ident, int) else names).append(ident)  # type: ignore[arg-type]
-        n += size
-    return tuple(nums), tuple(names)
-
-
-def _signature(x: Any) -> Any:
-    aval = getattr(x, "aval", None)
-    if aval is not None:
-        return aval.shape, aval.dtype, aval.weak_type
-    if isinstance(x, bool | int | float | complex):
-        return type(x)
-    return np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
 
 
 def put(x: Any, sharding: Any) -> Any:

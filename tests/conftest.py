@@ -9,17 +9,18 @@ os.environ.setdefault(
 import jax
 import numpy as np
 import pytest
+import quick
 
 jax.config.update("jax_num_cpu_devices", 8)  # before anything touches a device
 
 
 def compile_quickly():
-    """Have XLA's CPU compiler take a quarter less time, in this process alone.
+    """Have XLA's CPU compiler take less time (`helpers/quick.py`), in this process alone.
 
     It reads its flags once, when the first device is asked for; what a test starts, a compiler for TPUs say, must not see them.
     """
     flags = os.environ.get("XLA_FLAGS")
-    os.environ["XLA_FLAGS"] = f"{flags or ''} --xla_backend_optimization_level=0".strip()
+    os.environ["XLA_FLAGS"] = f"{flags or ''} {quick.FLAGS}".strip()
     jax.devices()
     if flags is None:
         del os.environ["XLA_FLAGS"]

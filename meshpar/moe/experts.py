@@ -40,8 +40,8 @@ def run_experts(
       expert: int32 [*tokens, k]; E where there is no choice.
       weight: float32 [*tokens, k].
       matrices: gate and up [*E, H, M] (or up alone), down [*E, M, H]; x's dtype; *E is one dim, or two.
-      options: activation, and what :func:`find_ways` takes: rate, most_per_expert, slack, strategy, distinct; implementation of
-        the grouped products.
+      options: activation, and what :func:`find_ways` takes: rate, most_per_expert, slack, strategy, distinct, exchange;
+        implementation of the grouped products.
 
     Returns:
       [*tokens, H].
@@ -86,11 +86,11 @@ def _ways(args: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mappi
 
 def _local(
     x, expert, weight, *matrices, axes: Mapping[str, tuple[str, ...]], token_dims: int, activation: str,
-    implementation: str | None = None, **options: Any,
+    implementation: str | None = None, exchange: str | None = None, **options: Any,
 ) -> jax.Array:  # fmt: skip
     """One device's part."""
     sizes = {a: lax.axis_size(a) for got in axes.values() for a in got}
-    ways = _ways((x, expert, weight, *matrices), axes, sizes, token_dims, **options)
+    ways = _ways((x, expert, weight, *matrices), axes, sizes, token_dims, exchange=exchange, **options)
     dims = matrices[0].ndim - 2
     expert_axes = [axes.get(f"e{i}", ()) for i in range(dims)]
     if ways.strategy == "dense":
@@ -98,12 +98,13 @@ def _local(
         expert_axes = [tuple(a for a in got if a in ways.rest) for got in expert_axes]
     target, experts = _targets(expert.reshape(-1, expert.shape[-1]), matrices[0].shape[:dims], expert_axes, sizes, ways)
     matrices = [m.reshape(-1, *m.shape[dims:]) for m in matrices]
-    exchange = ways.strategy in ("a2a", "ring")
+    moves = ways.strategy in ("a2a", "ring")
     how = {
         "experts": experts,
-        "axis_name": ways.over if exchange else None,
+        "axis_name": ways.over if moves else None,
         "rows": ways.rows,
-        "strategy": ways.strategy if exchange else "a2a",
+        "strategy": ways.strategy if moves else "a2a",
+        "exchange": exchange,
     }
     multiply = functools.partial(grouped_matmul, implementation=implementation)
 
@@ -230,11 +231,13 @@ def _sends(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
         out.append(KernelSend(op, (), shape, dtype, why, axes=axes))
 
     if ways.strategy == "a2a":
-        shape = (ways.devices * ways.rows, embed)
-        send("all-to-all", shape, x.dtype, f"tokens to the devices of their experts{more}")
-        send("all-to-all", shape[:1], jnp.int32, "which expert")
-        send("all-to-all", shape[:1], weight.dtype, "their weights")
-        send("all-to-all", shape, x.dtype, f"results back to the tokens{more}")
+        slots, moved = (ways.devices * ways.rows,), (ways.devices * ways.sends, embed)
+        if ways.sends < ways.rows:
+            more = f", of a balanced load: only rows in use are sent{more}"
+        send("all-to-all", moved, x.dtype, f"tokens to the devices of their experts{more}")
+        send("all-to-all", slots, jnp.int32, "which expert")
+        send("all-to-all", slots, weight.dtype, "their weights")
+        send("all-to-all", moved, x.dtype, f"results back to the tokens{more}")
     elif ways.strategy == "ring":
         whole = (ways.devices * tokens, embed)
         send("all-gather", (tokens, embed), x.dtype, f"all tokens to every device{more}")

@@ -48,6 +48,7 @@ def moe(
     strategy: str | None = None,
     slack: float = 1.25,
     implementation: str | None = None,
+    exchange: str | None = None,
     **options: Any,
 ) -> tuple[jax.Array, MoEAux]:
     """A mixture of experts: each token goes to a few of E experts, and their results are summed by weight.
@@ -77,6 +78,9 @@ def moe(
         (:class:`meshpar.moe.strategy.Ways`); concerns layouts that split tokens and experts over the same axis.
       slack: size of the exchange's buffers, in balanced loads; at least 1. No result depends on it.
       implementation: of the grouped products, as in ``meshpar_kernels.grouped_matmul``.
+      exchange: how "a2a" sends rows, as in ``meshpar_kernels.expert_dispatch``: None and "padded" in whole buffers by XLA;
+        "pallas", "pallas_tpu", "pallas_gpu" by a kernel, only those in use (H must be a multiple of 128). No default, as no
+        accelerator has timed it. No result depends on it.
       **options: for the router: ``key``, ``bias``, ``expert_groups``, ``ids``, …
 
     Returns:
@@ -84,6 +88,7 @@ def moe(
 
     Raises:
       MeshparError: shapes or options that do not fit.
+      NotImplementedError: a kernel that was asked for cannot take these arguments; with every reason.
     """
     number = _check(x, experts, activation)
     route = _named_router(router)
@@ -105,7 +110,8 @@ def moe(
     names = ("gate", "up", "down") if "gate" in experts else ("up", "down")
     y = run_experts(
         x, routing.expert, routing.weight, [experts[n].astype(x.dtype) for n in names], activation=activation, rate=rate,
-        most_per_expert=most, slack=float(slack), strategy=strategy, distinct=not callable(router), implementation=implementation,
+        most_per_expert=most, slack=float(slack), strategy=strategy, distinct=not callable(router),
+        implementation=implementation, exchange=exchange,
     )  # fmt: skip
     if shared is not None:
         y = y + _dense(x, shared, activation)

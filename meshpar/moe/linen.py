@@ -27,7 +27,7 @@ class MoE(nn.Module):
       k: experts a token goes to.
       router: "deepseek_v3", "top_k", "switch", "gshard", "noisy_top_k", "expert_choice".
       shared: number of experts that every token goes to.
-      capacity, groups, strategy, slack: as in :func:`meshpar.moe.moe`.
+      capacity, groups, strategy, slack, exchange: as in :func:`meshpar.moe.moe`.
       router_options: further arguments of the router.
       bias_rate: by how much the bias moves in a step.
       param_dtype: of the weights; the router's are float32.
@@ -42,6 +42,7 @@ class MoE(nn.Module):
     groups: int = 1
     strategy: str | None = None
     slack: float = 1.25
+    exchange: str | None = None
     router_options: Mapping[str, Any] | None = None
     bias_rate: float = 1e-3
     param_dtype: Any = jnp.float32
@@ -85,7 +86,7 @@ class MoE(nn.Module):
         k = None if self.router == "expert_choice" else self.k
         y, aux = moe(
             x, weights, experts, router=self.router, k=k, capacity=self.capacity, groups=self.groups, mask=mask,
-            shared=shared, strategy=self.strategy, slack=self.slack, **options,
+            shared=shared, strategy=self.strategy, slack=self.slack, exchange=self.exchange, **options,
         )  # fmt: skip
         if bias is not None and self.is_mutable_collection("moe") and not self.is_initializing():
             bias.value = update_bias(bias.value, aux.load, self.bias_rate)

@@ -32,7 +32,7 @@ class MoE(nnx.Module):
       k: experts a token goes to.
       router: "deepseek_v3" (with a balancing bias), "top_k", "switch", "gshard", "noisy_top_k", "expert_choice".
       shared: number of experts that every token goes to (one MLP of so many times the width).
-      capacity, groups, strategy, slack: as in :func:`meshpar.moe.moe`.
+      capacity, groups, strategy, slack, exchange: as in :func:`meshpar.moe.moe`.
       router_options: further arguments of the router, e.g. ``{"expert_groups": 8, "top_groups": 4, "scale": 2.5}``.
       param_dtype: of the weights; the router's are float32.
       rngs: ``params`` is used.
@@ -51,6 +51,7 @@ class MoE(nnx.Module):
         groups: int = 1,
         strategy: str | None = None,
         slack: float = 1.25,
+        exchange: str | None = None,
         router_options: dict[str, Any] | None = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -78,7 +79,7 @@ class MoE(nnx.Module):
             self.shared_down = weight(plain, out[1:], shared * mlp, embed)
         self.kind = router
         self.options = {"k": None if router == "expert_choice" else k, "capacity": capacity, "groups": groups,
-                        "strategy": strategy, "slack": slack, **(router_options or {})}  # fmt: skip
+                        "strategy": strategy, "slack": slack, "exchange": exchange, **(router_options or {})}  # fmt: skip
 
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, key: jax.Array | None = None

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from .._compat import source_line
 from ..layout import Spec
+from ..program.graph import Op
 
 CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
 
@@ -30,7 +30,7 @@ class Collective:
         all-to-all of V local bytes, twice that for an all-reduce, V local bytes for a permute; g devices take part.
       count: how often it runs in a step; None where a loop's trips are not known.
       cause: the rule that brought it about, in words.
-      origin: the equation that needs it.
+      origin: the op that needs it.
       form: ``native``: one collective over all axes; ``staged``: one a torus dimension, one after the other; ``coloured``: as many
         shares as torus dimensions, each staged in another order; ``hierarchical``: staged, between slices last; ``ring``: a
         hop of a ring, beside products, of which half go each way; ``pallas``: one that a kernel sends.
@@ -48,7 +48,7 @@ class Collective:
     bytes: float
     count: int | None
     cause: str
-    origin: Any = None
+    origin: Op | None = None
     seconds: float | None = None
     form: Form = "native"
     why: str = ""
@@ -62,7 +62,12 @@ class Collective:
     @property
     def source(self) -> str:
         """The user's line, ``file.py:12 (function)``; looked up when asked for, since that takes longer than planning."""
-        return source_line(self.origin) if self.origin is not None else ""
+        return self.origin.source if self.origin is not None else ""
+
+    @property
+    def place(self) -> tuple[int, tuple[int, ...]]:
+        """Where in the program: (the equation's identity, the shape)."""
+        return (0 if self.origin is None else id(self.origin.eqn)), self.shape
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("origin", "first")}

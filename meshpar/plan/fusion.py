@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from .._compat import source_line
 from ..program.graph import Op, Value
 from ..program.rules import ELEMENTWISE
 
@@ -230,13 +229,8 @@ def _sources(items: Sequence[Item], found: dict[int, Item], seen: set[int], take
 
 
 def line_of(op: Op | None) -> str:
-    """The user's line of an op; that of the call it stands in, where JAX traced its body before."""
-    while op is not None:
-        line = source_line(op.eqn)
-        if line:
-            return line
-        op = op.frame.parent
-    return ""
+    """The user's line of an op, if there is one."""
+    return "" if op is None else op.source
 
 
 def itemsize(aval: Any) -> float:

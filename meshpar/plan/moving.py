@@ -77,7 +77,7 @@ class Moving:
             self.plan.collectives.append(
                 Collective(
                     op_kind, got, f"{name}: {send.why}", " × ".join(map(str, send.shape)), send.shape, str(dtype),
-                    self.send_bytes(send, got), count, cause, op.eqn,
+                    self.send_bytes(send, got), count, cause, op,
                 )
             )  # fmt: skip
 
@@ -206,7 +206,7 @@ class Moving:
             return
         c = Collective(
             kind, axes, value.path or self.called(value), format_dims(self.program.dims(value)), value.shape,
-            str(value.aval.dtype), sent, self.count, cause, op.eqn if op is not None else None,
+            str(value.aval.dtype), sent, self.count, cause, op,
         )  # fmt: skip
         stages = [s for a in axes for s in self.plan.torus[a]]
         c.form, c.why = form_for(kind, volume_of(c, self.sizes), stages, self.plan.chip)

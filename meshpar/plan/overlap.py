@@ -96,9 +96,7 @@ def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str)
             reason += '; a fused kernel would run it too (overlap="pallas"), but none was timed yet'
     if exposed is not None and any(map(is_line, stages)):
         reason += f"; {plus(pair.axes)} is no ring of the torus, so that hops share links"
-    return Overlap(
-        kind, choice, reason, sent.collectives[0].tensor, pair.axes, len(dots), sent.count, exposed, dots[0].eqn
-    )
+    return Overlap(kind, choice, reason, sent.collectives[0].tensor, pair.axes, len(dots), sent.count, exposed, dots[0])
 
 
 def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool) -> tuple[Choice, str]:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
-from .._compat import source_line
 from ..layout import Spec
 from ..program.graph import Op, Value
 
@@ -29,7 +28,7 @@ class Overlap:
       count: how often in a step; None: not known.
       exposed: seconds, once, in which nothing is multiplied, by choice (``pallas`` where a kernel takes it); None: the chip is
         not known.
-      origin: the equation of the first product.
+      origin: the first product.
     """
 
     kind: Literal["gather", "scatter"]
@@ -40,7 +39,7 @@ class Overlap:
     products: int
     count: int | None
     exposed: dict[str, float] | None
-    origin: Any = None
+    origin: Op | None = None
 
     @property
     def gain(self) -> float | None:
@@ -53,7 +52,7 @@ class Overlap:
         return {
             "kind": self.kind, "choice": self.choice, "reason": self.reason, "gain": self.gain, "tensor": self.tensor,
             "axes": list(self.axes), "products": self.products, "count": self.count, "exposed": self.exposed,
-            "source": source_line(self.origin) if self.origin is not None else "",
+            "source": self.origin.source if self.origin is not None else "",
         }  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .._compat import source_line
 from ..errors import JoinWarning, UnsupportedError
 from ..layout import AnyMesh, Layout, Spec
 from ..mesh import parse_topology
@@ -235,7 +234,7 @@ class Plan:
     def unnamed(self) -> list[str]:
         """The dims larger than 1 that have no name: op, shape, dim and source line."""
         _, _, missing = self.program.coverage()
-        return [f"{op.name} {list(v.shape)} dim {i} at {source_line(op.eqn)}" for op, v, i in missing]
+        return [f"{op.name} {list(v.shape)} dim {i} at {op.source}" for op, v, i in missing]
 
     def to_json(self) -> str:
         """The plan as JSON: mesh, layout, inputs, outputs, collectives, memory, time, joins, notes, unnamed dims."""

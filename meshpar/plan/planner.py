@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 
-from .._compat import source_line, user_stacklevel
+from .._compat import user_stacklevel
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, UnknownDimError, UnsupportedError
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error, to_partition_spec
@@ -307,7 +307,7 @@ class Planner(Moving):
                     dim=dim,
                     axis="+".join(axes),
                     rule=self.claims.rule_text(names, axes[0]),
-                    source=source_line(op.eqn),
+                    source=op.source,
                     fixes=[
                         "declare which dims may be split, on the function around it: "
                         '@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")',

@@ -187,7 +187,7 @@ def _estimate(plan: Plan, region: Region, by_loop: dict[int, float]) -> float:
         if id(c) in plan.rings.sent:
             continue
         seconds = (c.seconds or 0.0) * (c.count or 1)
-        loop = where.get((id(c.origin), c.shape))
+        loop = where.get(c.place)
         if loop is None or (c.op == "reduce-scatter" and waits):
             exposed += seconds
         else:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from .._compat import device_mesh
+from .._compat_devices import device_mesh
 from ..errors import MeshError
 from ..layout import AnyMesh
 from ..mesh import GPUS_PER_HOST, TPU_KINDS, wraps

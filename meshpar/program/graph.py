@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._compat import source_line
 from ..dims import Dims
 from .names import Nodes, Part, Unifier
 from .rules.rule import OpRule
@@ -63,6 +64,20 @@ class Op:
     @property
     def name(self) -> str:
         return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:
+        """The user's line, ``file.py:12 (function)``: of the op, or of the innermost call around it that has one; where
+        there is none, a package's line, or ""."""
+        calls: list[Op] = []
+        op: Op | None = self
+        while op is not None:
+            line = source_line(op.eqn, libraries=False)
+            if line:
+                return line
+            calls.append(op)
+            op = op.frame.parent
+        return next(filter(None, (source_line(c.eqn) for c in calls)), "")
 
 
 @dataclass(eq=False, slots=True)

@@ -212,7 +212,7 @@ def bodies(plan: Plan, most: int = 2) -> list[Body]:
         took.setdefault(id(op.origin), []).append(op)
     sent: dict[Any, list[Collective]] = {}
     for c in plan.collectives:
-        sent.setdefault((id(c.origin), c.shape), []).append(c)
+        sent.setdefault(c.place, []).append(c)
     ahead = hides(plan, plan.kernels)
     found = [_body(plan, node, body, took, sent, ahead) for node, body in _loops(plan.kernels)]
     ranked = sorted((b for b in found if b.seconds), key=lambda b: -b.seconds * b.trips)[:most]

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import Mesh
 
-from .._compat import is_compile_only, lowered_parts, without_gc
+from .._compat import without_gc
+from .._compat_devices import is_compile_only, lowered_parts
 from ..errors import CompilerError, MeshError, UnsupportedError
 from ..jitted import Jitted
 from ..layout import AnyMesh

@@ -10,7 +10,6 @@ warpgroup, which sends this device's rows.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from jax.experimental import pallas as pl
 from meshpar_kernels import _compat
 from meshpar_kernels._nvlink import Peers
 from meshpar_kernels.collective_matmul import gpu_peers
-from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
+from meshpar_kernels.collective_matmul.gpu_order import Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ring, smem
 
 __all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
@@ -120,11 +119,10 @@ def _walk(
     lax.fori_loop(0, share(order.tiles, multiprocessor, num_sms), one, None)
 
 
-def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
+def _gather_kernel(
+    x, w, out, came: Any, staging, memory, sending, *, gpu, order: Order, axis: str, transposed: bool, num_sms: int
+):
     tile, alone = order.tile, order.devices == 1
-    came: Any = None if alone else refs[0]
-    refs = refs if alone else refs[1:]
-    staging, memory, sending = refs[0], refs[1:8], refs[8:]
     peers = Peers.of((axis,), (order.devices,))
     arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
@@ -172,11 +170,10 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
             gpu_peers.push(gpu, order, peers, x, came, slots, loaded, arrived, multiprocessor, num_sms)
 
 
-def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
+def _scatter_kernel(
+    x, w, out, came: Any, staging, memory, moving, *, gpu, order: Order, axis: str, transposed: bool, num_sms: int
+):
     tile, alone = order.tile, order.devices == 1
-    came: Any = None if alone else refs[0]
-    refs = refs if alone else refs[1:]
-    staging, memory, moving = refs[0], refs[1:8], refs[8:]
     peers = Peers.of((axis,), (order.devices,))
     summed: Any = None if alone else gpu_peers.counts(gpu, (order.row_tiles, order.column_tiles))
 
@@ -238,67 +235,24 @@ def _memory(gpu: Any, order: Order, transposed: bool, dtype: Any) -> list[Any]:
     ]
 
 
-def _options(gpu: Any, threads: int, num_sms: int, name: str) -> dict[str, Any]:
-    return {
-        "grid": (num_sms,),
-        "grid_names": ("multiprocessor",),
-        "num_threads": threads,
-        "thread_name": "warpgroup",
-        "kernel_name": name,
-        "compiler_params": gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
-    }
-
-
 def all_gather_matmul(
-    x: jax.Array, w: jax.Array, order: Order, axis: str, *, out_dtype: Any, transposed: bool, num_sms: int
+    x: jax.Array, w: jax.Array, order: Order, axis: str, *, transposed: bool, **options: Any
 ) -> jax.Array:
-    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A, m, n]."""
+    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A, m, n]; options of `gpu_peers.gather`."""
     gpu = _compat.mosaic_gpu()
-    rows, k = x.shape
-    alone = order.devices == 1
-    out = _compat.out_struct((order.devices, rows, order.n), out_dtype, x, w)
-    width = min(order.tile.n, 128 // jnp.dtype(out_dtype).itemsize)
-    results, scratch = out, []
-    if not alone:
-        results = [out, _compat.out_struct((order.devices - 1, rows, k), x.dtype, x, w)]  # the others' rows
-        scratch = [gpu.SMEM((gpu_peers.SLOTS, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=gpu_peers.SLOTS)]
-    body = functools.partial(
-        _gather_kernel, gpu=gpu, order=order, axis=axis, transposed=transposed, num_sms=num_sms
+    return gpu_peers.gather(
+        gpu, _gather_kernel, _memory(gpu, order, transposed, x.dtype), x, w, order,
+        parts=(), warpgroups=2 if order.devices == 1 else 3, axis=axis, transposed=transposed, **options,
     )  # fmt: skip
-    found = gpu.kernel(
-        body,
-        out_type=results,
-        scratch_types=[
-            smem(gpu, (2, order.tile.m, width), out_dtype), *_memory(gpu, order, transposed, x.dtype), *scratch
-        ],
-        **_options(gpu, 2 if alone else 3, num_sms, "meshpar_all_gather_matmul"),
-    )(x, w)  # fmt: skip
-    return found if alone else found[0]
 
 
 def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, order: Order, axis: str, *, out_dtype: Any, wire_dtype: Any, transposed: bool,
-    num_sms: int,
-) -> jax.Array:  # fmt: skip
-    """x[A, M/A, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
+    x: jax.Array, w: jax.Array, order: Order, axis: str, *, transposed: bool, **options: Any
+) -> jax.Array:
+    """x[A, M/A, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]; options of
+    `gpu_peers.scatter`."""
     gpu = _compat.mosaic_gpu()
-    tile, alone = order.tile, order.devices == 1
-    out = _compat.out_struct((order.rows, order.n), out_dtype, x, w)
-    results, scratch = out, []
-    if alone:
-        width = min(tile.n, 128 // jnp.dtype(out_dtype).itemsize)
-        staging = smem(gpu, (2, tile.m, width), out_dtype)
-    else:
-        staging = smem(gpu, (tile.m, gpu_peers.COLUMNS), out_dtype)
-        results = [out, _compat.out_struct((order.devices - 1, order.rows, order.n), wire_dtype, x, w)]  # others' sums
-        scratch = [smem(gpu, (2, tile.m, gpu_peers.COLUMNS), wire_dtype), gpu.Barrier(num_barriers=2)]
-    body = functools.partial(
-        _scatter_kernel, gpu=gpu, order=order, axis=axis, transposed=transposed, num_sms=num_sms
+    return gpu_peers.scatter(
+        gpu, _scatter_kernel, _memory(gpu, order, transposed, x.dtype), x, w, order,
+        parts=(), warpgroups=2, axis=axis, transposed=transposed, **options,
     )  # fmt: skip
-    found = gpu.kernel(
-        body,
-        out_type=results,
-        scratch_types=[staging, *_memory(gpu, order, transposed, x.dtype), *scratch],
-        **_options(gpu, 2, num_sms, "meshpar_matmul_reduce_scatter"),
-    )(x, w)
-    return found if alone else found[0]

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from meshpar_kernels import _compat
 from meshpar_kernels._nvlink import Peers
 from meshpar_kernels.collective_matmul import gpu_peers
-from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
+from meshpar_kernels.collective_matmul.gpu_order import Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, ring, smem
 
 __all__ = ["CONSUMERS", "all_gather_matmul", "matmul_reduce_scatter"]
@@ -132,10 +132,11 @@ def _start_products(gpu: Any, transposed: bool, x_smem: Any, w_smem: Any, sums: 
     gpu.wgmma(sums, x_smem.at[slot, pl.ds(warpgroup * ROWS, ROWS)], weights)
 
 
-def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
+def _gather_kernel(
+    x, w, out, came: Any, staging, memory, sending, *, gpu, order: Order, axis: str, transposed: bool, num_sms: int
+):
     tile, alone = order.tile, order.devices == 1
-    came: Any = None if alone else refs[0]
-    x_smem, w_smem, staging, full, empty, *sending = refs if alone else refs[1:]
+    x_smem, w_smem, full, empty = memory
     peers = Peers.of((axis,), (order.devices,))
     arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
@@ -185,65 +186,11 @@ def _gather_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: b
         gpu.wait_smem_to_gmem(0)
 
 
-def _options(gpu: Any, num_sms: int, name: str) -> dict[str, Any]:
-    return {
-        "grid": (num_sms,),
-        "grid_names": ("multiprocessor",),
-        "num_threads": CONSUMERS + 1,
-        "thread_name": "warpgroup",
-        "kernel_name": name,
-        "compiler_params": gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
-    }
-
-
-def _stages(gpu: Any, order: Order, transposed: bool, dtype: Any) -> list[Any]:
-    """Of both operands; the barriers come after what results leave through."""
-    tile = order.tile
-    w_tile = (tile.n, tile.k) if transposed else (tile.k, tile.n)
-    return [smem(gpu, (tile.stages, tile.m, tile.k), dtype), smem(gpu, (tile.stages, *w_tile), dtype)]
-
-
-def _barriers(gpu: Any, order: Order) -> list[Any]:
-    stages = order.tile.stages
-    return [
-        gpu.Barrier(num_arrivals=2, num_barriers=stages),
-        gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-    ]
-
-
-def all_gather_matmul(
-    x: jax.Array, w: jax.Array, order: Order, axis: str, *, out_dtype: Any, transposed: bool, num_sms: int
-) -> jax.Array:
-    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A, m, n]."""
-    gpu = _compat.mosaic_gpu()
-    rows, k = x.shape
-    alone = order.devices == 1
-    out = _compat.out_struct((order.devices, rows, order.n), out_dtype, x, w)
-    width = min(order.tile.n, 128 // jnp.dtype(out_dtype).itemsize)
-    results, scratch = out, []
-    if not alone:
-        results = [out, _compat.out_struct((order.devices - 1, rows, k), x.dtype, x, w)]  # the others' rows
-        scratch = [gpu.SMEM((gpu_peers.SLOTS, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=gpu_peers.SLOTS)]
-    found = gpu.kernel(
-        functools.partial(
-            _gather_kernel, gpu=gpu, order=order, axis=axis, transposed=transposed, num_sms=num_sms
-        ),
-        out_type=results,
-        scratch_types=[
-            *_stages(gpu, order, transposed, x.dtype),
-            smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype),
-            *_barriers(gpu, order),
-            *scratch,
-        ],
-        **_options(gpu, num_sms, "meshpar_all_gather_matmul"),
-    )(x, w)  # fmt: skip
-    return found if alone else found[0]
-
-
-def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: bool, num_sms: int):
+def _scatter_kernel(
+    x, w, out, came: Any, staging, memory, moving, *, gpu, order: Order, axis: str, transposed: bool, num_sms: int
+):
     tile, alone = order.tile, order.devices == 1
-    came: Any = None if alone else refs[0]
-    x_smem, w_smem, staging, full, empty, *moving = refs if alone else refs[1:]
+    x_smem, w_smem, full, empty = memory
     peers = Peers.of((axis,), (order.devices,))
     summed: Any = None if alone else gpu_peers.counts(gpu, (order.parts, order.column_tiles))
 
@@ -298,31 +245,36 @@ def _scatter_kernel(x, w, out, *refs, gpu, order: Order, axis: str, transposed: 
         gpu.wait_smem_to_gmem(0)
 
 
-def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, order: Order, axis: str, *, out_dtype: Any, wire_dtype: Any, transposed: bool,
-    num_sms: int,
-) -> jax.Array:  # fmt: skip
-    """x[A, M/A, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
+def _memory(gpu: Any, order: Order, transposed: bool, dtype: Any) -> list[Any]:
+    """Stages of both operands, and their barriers."""
+    tile = order.tile
+    w_tile = (tile.n, tile.k) if transposed else (tile.k, tile.n)
+    return [
+        smem(gpu, (tile.stages, tile.m, tile.k), dtype),
+        smem(gpu, (tile.stages, *w_tile), dtype),
+        gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+    ]
+
+
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, order: Order, axis: str, *, transposed: bool, **options: Any
+) -> jax.Array:
+    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A, m, n]; options of `gpu_peers.gather`."""
     gpu = _compat.mosaic_gpu()
-    alone = order.devices == 1
-    out = _compat.out_struct((order.rows, order.n), out_dtype, x, w)
-    results, scratch = out, []
-    if alone:
-        width = min(order.tile.n, 128 // jnp.dtype(out_dtype).itemsize)
-        staging = smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype)
-    else:
-        staging = smem(gpu, (CONSUMERS, ROWS, gpu_peers.COLUMNS), out_dtype)
-        results = [out, _compat.out_struct((order.devices - 1, order.rows, order.n), wire_dtype, x, w)]  # others' sums
-        scratch = [
-            smem(gpu, (CONSUMERS, 2, ROWS, gpu_peers.COLUMNS), wire_dtype),
-            gpu.Barrier(num_barriers=2 * CONSUMERS),
-        ]
-    found = gpu.kernel(
-        functools.partial(
-            _scatter_kernel, gpu=gpu, order=order, axis=axis, transposed=transposed, num_sms=num_sms
-        ),
-        out_type=results,
-        scratch_types=[*_stages(gpu, order, transposed, x.dtype), staging, *_barriers(gpu, order), *scratch],
-        **_options(gpu, num_sms, "meshpar_matmul_reduce_scatter"),
-    )(x, w)  # fmt: skip
-    return found if alone else found[0]
+    return gpu_peers.gather(
+        gpu, _gather_kernel, _memory(gpu, order, transposed, x.dtype), x, w, order,
+        parts=(CONSUMERS,), warpgroups=CONSUMERS + 1, axis=axis, transposed=transposed, **options,
+    )  # fmt: skip
+
+
+def matmul_reduce_scatter(
+    x: jax.Array, w: jax.Array, order: Order, axis: str, *, transposed: bool, **options: Any
+) -> jax.Array:
+    """x[A, M/A, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]; options of
+    `gpu_peers.scatter`."""
+    gpu = _compat.mosaic_gpu()
+    return gpu_peers.scatter(
+        gpu, _scatter_kernel, _memory(gpu, order, transposed, x.dtype), x, w, order,
+        parts=(CONSUMERS,), warpgroups=CONSUMERS + 1, axis=axis, transposed=transposed, **options,
+    )  # fmt: skip

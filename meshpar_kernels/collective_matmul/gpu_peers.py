@@ -8,10 +8,13 @@ the counts are zero.
 
 A peer that the copy engine writes to must be known when the launch is prepared, so there is one copy instruction for each
 peer, of which one is taken.
+
+`gather` and `scatter` run a kernel with the memory that this needs around it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +23,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from meshpar_kernels import _compat
 from meshpar_kernels._nvlink import Peers
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
-from meshpar_kernels.grouped_matmul.gpu_parts import ring
+from meshpar_kernels.grouped_matmul.gpu_parts import ring, smem
 
-__all__ = ["AHEAD", "COLUMNS", "LAG", "SLOTS", "add_up", "counts", "push", "send", "tell", "write"]
+__all__ = ["AHEAD", "COLUMNS", "LAG", "SLOTS", "add_up", "counts", "gather", "push", "scatter", "send", "tell", "write"]
 
 AHEAD = 1
 """Pieces that are fetched before the one that is sent."""
@@ -210,3 +214,86 @@ def add_up(
         staging[...] = value.astype(staging.dtype)
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(staging, target.at[:, pl.ds(column * order.tile.n + left, step)])
+
+
+def _launch(
+    gpu: Any, kernel: Callable[..., None], x: jax.Array, w: jax.Array, order: Order, results: list[Any],
+    scratch: tuple[Any, list[Any], list[Any]], *, warpgroups: int, num_sms: int, name: str, **options: Any,
+) -> jax.Array:  # fmt: skip
+    """Run a kernel; a device that is alone has no buffer for others, and moves nothing.
+
+    Args:
+      results: what is returned, and the buffer that others write to.
+      scratch: staging, the kernel's own memory, and what moving needs.
+      options: of the kernel.
+    """
+    staging, memory, moving = scratch
+    alone = order.devices == 1
+
+    def body(x: Any, w: Any, out: Any, *refs: Any) -> None:
+        came, staging, *rest = (None, *refs) if alone else refs
+        own, moving = rest[: len(memory)], rest[len(memory) :]
+        kernel(x, w, out, came, staging, own, moving, gpu=gpu, order=order, num_sms=num_sms, **options)
+
+    found = gpu.kernel(
+        body,
+        out_type=results[0] if alone else results,
+        scratch_types=[staging, *memory, *([] if alone else moving)],
+        grid=(num_sms,),
+        grid_names=("multiprocessor",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
+    )(x, w)
+    return found if alone else found[0]
+
+
+def _staging(gpu: Any, order: Order, parts: tuple[int, ...], out_dtype: Any) -> Any:
+    """The two slots of `write`, 128 bytes wide, for each part of a tile's rows."""
+    width = min(order.tile.n, 128 // jnp.dtype(out_dtype).itemsize)
+    return smem(gpu, (*parts, 2, order.tile.m // math.prod(parts), width), out_dtype)
+
+
+def gather(
+    gpu: Any, kernel: Callable[..., None], memory: list[Any], x: jax.Array, w: jax.Array, order: Order, *,
+    parts: tuple[int, ...], out_dtype: Any, **options: Any,
+) -> jax.Array:  # fmt: skip
+    """x[m, K] of all devices times w → [A, m, n], by a kernel that sends with `push`.
+
+    Args:
+      kernel: (x, w, result, [A - 1, m, K] of the others' rows or None, the staging of `write`, the refs of `memory`, slots and
+        barriers of `push`).
+      memory: of shared and tensor memory, and barriers: the kernel's own.
+      parts: how many warpgroups share the rows of a tile, each with a staging of its own; () for one without a leading dim.
+      options: warpgroups, num_sms, and what the kernel takes.
+    """
+    rows, k = x.shape
+    out = _compat.out_struct((order.devices, rows, order.n), out_dtype, x, w)
+    came = _compat.out_struct((order.devices - 1, rows, k), x.dtype, x, w)
+    moving = [gpu.SMEM((SLOTS, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=SLOTS)]
+    scratch = _staging(gpu, order, parts, out_dtype), memory, moving
+    return _launch(gpu, kernel, x, w, order, [out, came], scratch, name="meshpar_all_gather_matmul", **options)
+
+
+def scatter(
+    gpu: Any, kernel: Callable[..., None], memory: list[Any], x: jax.Array, w: jax.Array, order: Order, *,
+    parts: tuple[int, ...], out_dtype: Any, wire_dtype: Any, **options: Any,
+) -> jax.Array:  # fmt: skip
+    """x[A, M/A, k] times w, summed over all devices → this one's rows [M/A, N], by a kernel with `send`, `tell` and `add_up`.
+
+    Args:
+      kernel: (x, w, result, [A - 1, M/A, N] of the others' sums or None, the staging of `add_up` or, alone, of `write`, the
+        refs of `memory`, slots and barriers of sums that leave or come).
+      memory, parts, options: as in `gather`.
+    """
+    out = _compat.out_struct((order.rows, order.n), out_dtype, x, w)
+    came = _compat.out_struct((order.devices - 1, order.rows, order.n), wire_dtype, x, w)
+    height = order.tile.m // math.prod(parts)
+    moving = [
+        smem(gpu, (*parts, 2, height, COLUMNS), wire_dtype), gpu.Barrier(num_barriers=2 * math.prod(parts))
+    ]  # fmt: skip
+    alone = order.devices == 1
+    staging = _staging(gpu, order, parts, out_dtype) if alone else smem(gpu, (*parts, height, COLUMNS), out_dtype)
+    scratch = staging, memory, moving
+    return _launch(gpu, kernel, x, w, order, [out, came], scratch, name="meshpar_matmul_reduce_scatter", **options)

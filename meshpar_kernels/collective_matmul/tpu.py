@@ -9,15 +9,18 @@ number of devices the block of the device opposite travels in two halves, one ea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
+from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collectives.ppermute import rank_of
 from meshpar_kernels.collectives.tpu import coordinates, meet
@@ -25,7 +28,6 @@ from meshpar_kernels.collectives.tpu import coordinates, meet
 __all__ = [
     "DOWN",
     "UP",
-    "VMEM_BYTES",
     "Ring",
     "Tile",
     "block_at",
@@ -34,6 +36,7 @@ __all__ = [
     "multiply",
     "pick_tile",
     "ring_of",
+    "run",
     "unsupported",
     "weights_spec",
 ]
@@ -213,3 +216,33 @@ def cost_of(rows: int, k: int, n: int, dtype: Any, out_dtype: Any, remote: int) 
         bytes_accessed=dtype.itemsize * (rows * k + k * n) + jnp.dtype(out_dtype).itemsize * rows * n + remote,
         remote_bytes_transferred=remote,
     )
+
+
+def run(
+    kernel: Callable[..., None], name: str, x: jax.Array, w: jax.Array, axes: tuple[str, ...], *, grid: tuple[int, int],
+    in_specs: Sequence[pl.BlockSpec], out_specs: Sequence[pl.BlockSpec], scratch: Sequence[Any],
+    results: Sequence[tuple[tuple[int, ...], Any]], cost: pl.CostEstimate,
+) -> list[jax.Array]:  # fmt: skip
+    """Run a kernel on every device of the ring; its first operand, which the block specs read, is the device's rank.
+
+    Args:
+      name: of the public function.
+      grid: visits of row tiles, and column tiles.
+      results: shapes and dtypes; what lies in HBM is allotted by XLA.
+    """
+    (rank,) = _compat.varying_over(axes, rank_of(axes))
+    x, w = _compat.same_varying(x, w)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
+        ),
+        out_shape=[_compat.out_struct(shape, dtype, x, w) for shape, dtype in results],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"),
+            collective_id=collective_id(name, axes),
+            vmem_limit_bytes=VMEM_BYTES + (8 << 20),
+        ),
+        cost_estimate=cost,
+        name=f"meshpar_{name}",
+    )(rank[None], x, w)

@@ -13,14 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from meshpar_kernels import _compat
-from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.schedule import full_hops
 from meshpar_kernels.collective_matmul.tpu import (
     DOWN,
     UP,
-    VMEM_BYTES,
     Ring,
     Tile,
     block_at,
@@ -28,9 +25,9 @@ from meshpar_kernels.collective_matmul.tpu import (
     cost_of,
     multiply,
     ring_of,
+    run,
     weights_spec,
 )
-from meshpar_kernels.collectives.ppermute import rank_of
 
 __all__ = ["Gathering", "all_gather_matmul"]
 
@@ -189,49 +186,36 @@ def all_gather_matmul(
     itemsize = x.dtype.itemsize
     pack = 32 // itemsize
     cut = cdiv(rows // 2, pack) * pack if devices > 2 else rows
-    (rank,) = _compat.varying_over(axes, rank_of(axes))
-    x, w = _compat.same_varying(x, w)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    out, _, *kept = pl.pallas_call(
+
+    def tall(width: int, column: Callable[[Any], Any]) -> pl.BlockSpec:
+        return pl.BlockSpec((tile.m, width), lambda v, j, rank: (order.row(v, rank[0]), column(j)))
+
+    out, _, *kept = run(
         functools.partial(
-            _gather_kernel,
-            order=order,
-            axes=axes,
-            sizes=sizes,
-            transposed=transposed,
-            precision=precision,
-            cut=cut,
+            _gather_kernel, order=order, axes=axes, sizes=sizes, transposed=transposed, precision=precision, cut=cut,
             keep=keep,
         ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(devices * order.tiles, n // tile.n),
-            in_specs=[anywhere, weights_spec(k, tile.n, transposed)],
-            out_specs=[
-                pl.BlockSpec((tile.m, tile.n), lambda v, j, rank: (order.row(v, rank[0]), j)),
-                anywhere,
-                *[pl.BlockSpec((tile.m, k), lambda v, j, rank: (order.row(v, rank[0]), 0))] * keep,
-            ],
-            scratch_shapes=[
-                pltpu.VMEM((2, tile.m, k), x.dtype),
-                pltpu.VMEM(tile, jnp.float32),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((2, 2)),
-                pltpu.SemaphoreType.REGULAR((2,)),
-            ],
-        ),
-        out_shape=[
-            _compat.out_struct((devices * rows, n), out_dtype, x, w),
-            _compat.out_struct((2, 2, rows, k), x.dtype, x, w),  # in HBM, allotted by XLA; nobody reads it
-            *[_compat.out_struct((devices * rows, k), x.dtype, x, w)] * keep,
+        "all_gather_matmul",
+        x,
+        w,
+        axes,
+        grid=(devices * order.tiles, n // tile.n),
+        in_specs=[anywhere, weights_spec(k, tile.n, transposed)],
+        out_specs=[tall(tile.n, lambda j: j), anywhere, *[tall(k, lambda j: 0)] * keep],
+        scratch=[
+            pltpu.VMEM((2, tile.m, k), x.dtype),
+            pltpu.VMEM(tile, jnp.float32),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((2, 2)),
+            pltpu.SemaphoreType.REGULAR((2,)),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"),
-            collective_id=collective_id("all_gather_matmul", axes),
-            vmem_limit_bytes=VMEM_BYTES + (8 << 20),
-        ),
-        cost_estimate=cost_of(devices * rows, k, n, x.dtype, out_dtype, (devices - 1) * rows * k * itemsize),
-        name="meshpar_all_gather_matmul",
-    )(rank[None], x, w)
+        results=[
+            ((devices * rows, n), out_dtype),
+            ((2, 2, rows, k), x.dtype),  # nobody reads it
+            *[((devices * rows, k), x.dtype)] * keep,
+        ],
+        cost=cost_of(devices * rows, k, n, x.dtype, out_dtype, (devices - 1) * rows * k * itemsize),
+    )  # fmt: skip
     return [out, *kept]

@@ -13,14 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from meshpar_kernels import _compat
-from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.schedule import full_hops
 from meshpar_kernels.collective_matmul.tpu import (
     DOWN,
     UP,
-    VMEM_BYTES,
     Ring,
     Tile,
     block_at,
@@ -28,9 +25,9 @@ from meshpar_kernels.collective_matmul.tpu import (
     cost_of,
     multiply,
     ring_of,
+    run,
     weights_spec,
 )
-from meshpar_kernels.collectives.ppermute import rank_of
 
 __all__ = ["Scattering", "matmul_reduce_scatter"]
 
@@ -202,47 +199,36 @@ def matmul_reduce_scatter(
     rows = whole // devices
     n = w.shape[0] if transposed else w.shape[1]
     order = Scattering(devices, rows // tile.m)
-    (rank,) = _compat.varying_over(axes, rank_of(axes))
-    x, w = _compat.same_varying(x, w)
 
     def out_at(v, j, rank):
         own = v >= order.own  # until then the first tile stays, and nothing is written
         return jnp.where(own, v - order.own, 0), jnp.where(own, j, 0)
 
-    out, _ = pl.pallas_call(
+    sent = (devices - 1) * rows * n * jnp.dtype(wire_dtype).itemsize
+    out, _ = run(
         functools.partial(
             _scatter_kernel, order=order, axes=axes, sizes=sizes, transposed=transposed, precision=precision
         ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(devices * order.tiles, n // tile.n),
-            in_specs=[
-                pl.BlockSpec((tile.m, k), lambda v, j, rank: (order.row(v, rank[0]), 0)),
-                weights_spec(k, tile.n, transposed),
-            ],
-            out_specs=[pl.BlockSpec(tile, out_at), pl.BlockSpec(memory_space=pl.ANY)],
-            scratch_shapes=[
-                pltpu.VMEM(tile, jnp.float32),
-                pltpu.VMEM((2, *tile), wire_dtype),
-                pltpu.VMEM((2, *tile), wire_dtype),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA((2, 2, order.tiles)),
-                pltpu.SemaphoreType.REGULAR((2,)),
-            ],
-        ),
-        out_shape=[
-            _compat.out_struct((rows, n), out_dtype, x, w),
-            _compat.out_struct((2, 2, rows, n), wire_dtype, x, w),  # in HBM, allotted by XLA; nobody reads it
+        "matmul_reduce_scatter",
+        x,
+        w,
+        axes,
+        grid=(devices * order.tiles, n // tile.n),
+        in_specs=[
+            pl.BlockSpec((tile.m, k), lambda v, j, rank: (order.row(v, rank[0]), 0)),
+            weights_spec(k, tile.n, transposed),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"),
-            collective_id=collective_id("matmul_reduce_scatter", axes),
-            vmem_limit_bytes=VMEM_BYTES + (8 << 20),
-        ),
-        cost_estimate=cost_of(
-            whole, k, n, x.dtype, out_dtype, (devices - 1) * rows * n * jnp.dtype(wire_dtype).itemsize
-        ),
-        name="meshpar_matmul_reduce_scatter",
-    )(rank[None], x, w)
+        out_specs=[pl.BlockSpec(tile, out_at), pl.BlockSpec(memory_space=pl.ANY)],
+        scratch=[
+            pltpu.VMEM(tile, jnp.float32),
+            pltpu.VMEM((2, *tile), wire_dtype),
+            pltpu.VMEM((2, *tile), wire_dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((2, 2, order.tiles)),
+            pltpu.SemaphoreType.REGULAR((2,)),
+        ],
+        results=[((rows, n), out_dtype), ((2, 2, rows, n), wire_dtype)],  # nobody reads the second
+        cost=cost_of(whole, k, n, x.dtype, out_dtype, sent),
+    )
     return out

@@ -16,21 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.collectives.ppermute import rank_of
-from meshpar_kernels.collectives.tpu import coordinates
+from meshpar_kernels._nvlink import Peers, machine_reasons
 from meshpar_kernels.dispatch.runs import Runs
 
-__all__ = ["BLOCKS", "MOST_DEVICES", "send", "unsupported"]
+__all__ = ["BLOCKS", "send", "unsupported"]
 
 BLOCKS = 64
 """Blocks of the grid. Each has a few rows under way; what NVLink takes is less than half of the multiprocessors can copy."""
-
-MOST_DEVICES = 8
-"""GPUs that NVLink joins in one machine."""
 
 AHEAD = 2
 """Rows that are fetched before the one that is sent."""
@@ -55,16 +50,7 @@ def unsupported(dtype: Any, width: int, devices: int) -> Unsupported:
         reasons.append(f"{SLOTS} rows of {width} elements are more than {SMEM_BYTES >> 10} KiB of shared memory")
     if width % 128:
         reasons.append(f"a row has {width} elements, which must be a multiple of 128")
-    if devices > MOST_DEVICES:
-        reasons.append(f"{devices} devices: NVLink joins at most {MOST_DEVICES} in one machine")
-    major, minor = _compat.gpu_architecture()
-    if major not in (9, 10):
-        reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for sm_90a and sm_100a")
-    try:
-        _compat.mosaic_gpu()
-    except ImportError as error:
-        reasons.append(f"jax.experimental.pallas.mosaic_gpu cannot be imported: {error}")
-    return Unsupported(reasons)
+    return Unsupported([*reasons, *machine_reasons(devices)])
 
 
 def _kernel(
@@ -73,16 +59,13 @@ def _kernel(
     """Start, size and target of the run for each device are one after the other in `runs`."""
     devices = math.prod(sizes)
     block = lax.axis_index("block")
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
-    place = {name: lax.axis_index(name) for name in manual}
-    rank = rank_of(axes)
+    peers = Peers.of(axes, sizes)
     arrived = pl.get_global(gpu.SemaphoreType.REGULAR)
 
     for hop in range(devices):
-        receiver = lax.rem(rank + hop, jnp.int32(devices))
+        receiver = lax.rem(peers.rank + hop, jnp.int32(devices))
         start, size, target = (runs[field * devices + receiver] for field in range(3))
-        device = place | coordinates(receiver, axes, sizes)
+        device = peers.device(receiver)
         there = gpu.remote_ref(result, device) if hop else result
         mine = lax.div(jnp.maximum(size - block, 0) + (blocks - 1), jnp.int32(blocks))
 

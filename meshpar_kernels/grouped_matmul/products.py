@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,10 @@ class Options:
     gather: str | None = None
 
 
+def _dispatch(options: Options, op: str, functions: Mapping[str, Any], *args: Any) -> jax.Array:
+    return dispatch(op, options.implementation, functions, "xla", *args)
+
+
 def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
     """`lhs[indices]` by the implementation asked for."""
     if indices is None or 0 in lhs.shape or 0 in indices.shape:
@@ -45,7 +51,7 @@ def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.A
         "xla": reference.gather_rows,
         "reference": reference.gather_rows,
     }
-    return dispatch("grouped_matmul's lhs_indices", options.implementation, functions, "xla", lhs, indices)
+    return _dispatch(options, "grouped_matmul's lhs_indices", functions, lhs, indices)
 
 
 def product(options: Options, lhs, rhs, group_sizes, group_offset, row_scale, indices=None) -> jax.Array:
@@ -84,18 +90,7 @@ def product(options: Options, lhs, rhs, group_sizes, group_offset, row_scale, in
     if indices is not None and options.gather == "fused" and options.implementation is not None:
         reason = Unsupported(["it gathers the rows before the product (gather='fused' is the TPU kernel's)"])
         functions = {name: f if name == "pallas_tpu" else reason for name, f in functions.items()}
-    return dispatch(
-        "grouped_matmul",
-        options.implementation,
-        functions,
-        "xla",
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset,
-        row_scale,
-        indices,
-    )
+    return _dispatch(options, "grouped_matmul", functions, lhs, rhs, group_sizes, group_offset, row_scale, indices)
 
 
 def _gathering_first(gather_sum, function):
@@ -161,14 +156,4 @@ def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, grou
         "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
         "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),
     }
-    return dispatch(
-        "grouped_matmul_transpose",
-        options.implementation,
-        functions,
-        "xla",
-        lhs,
-        rhs,
-        group_sizes,
-        group_offset,
-        row_scale,
-    )
+    return _dispatch(options, "grouped_matmul_transpose", functions, lhs, rhs, group_sizes, group_offset, row_scale)

@@ -114,6 +114,7 @@ def test_a_step_lowers_the_loss_that_it_started_from(losses):
     assert losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.slow
 def test_no_layout_changes_a_number(real):
     _, _, dims = llama.tiny()
     report = mp.check(

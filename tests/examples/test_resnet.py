@@ -16,6 +16,7 @@ def test_the_size_is_that_of_the_published_model():
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(state["params"])) == 25_557_032
 
 
+@pytest.mark.slow
 def test_its_flops_are_those_of_the_published_model():
     step, args, dims = resnet.resnet50(batch=256)
     plan = mp.plan(step, *args, mesh="data=16", topology="v5e:4x4", layout=resnet.DATA, dims=dims)

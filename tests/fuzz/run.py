@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,28 @@ from programs import Case
 import meshpar as mp
 from meshpar.verify.numbers import QUICK
 
+CAREFUL: tuple[dict[str, Any], ...] = (
+    {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True},
+    {"xla_backend_optimization_level": 3},  # since 0.12 there is no choice of emitters
+)
+"""Compiler options as they are by default, whatever flags this process has."""
+
 
 @functools.cache
 def quick() -> dict[str, Any]:
-    """Compiler options that make plain code fast; the first that this version has."""
-    for options in QUICK:
+    """Compiler options that make plain code fast."""
+    return first_known(QUICK)
+
+
+@functools.cache
+def careful() -> dict[str, Any]:
+    """The compiler's default options."""
+    return first_known(CAREFUL)
+
+
+def first_known(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first options that this version has."""
+    for options in choices:
         try:
             jax.jit(lambda x: x).lower(1.0).compile(compiler_options=options)
             return options
@@ -85,12 +103,12 @@ def host(x: Any) -> np.ndarray:
 def differences(case: Case, lowering: str, given: Reference | None = None) -> list[Difference]:
     """The leaves on which a sharded run differs from the unsharded one by more than rounding.
 
-    Where they differ, both are compiled once more, without the options of :func:`quick`: under them XLA's CPU compiler has been
-    wrong, and at a kink (a tie, a step) two compilers' roundings may fall on either side.
+    Where they differ, both are compiled once more, with the options of :func:`careful`: under those of :func:`quick` XLA's CPU
+    compiler has been wrong, and at a kink (a tie, a step) two compilers' roundings may fall on either side.
     """
     found: list[Difference] = []
     reference: list[np.ndarray] = []
-    for options, known in ((quick(), given), ({}, None)):
+    for options, known in ((quick(), given), (careful(), None)):
         reference = (known or unsharded(case, options)).results
         results = enumerate(zip(sharded(case, lowering, options), reference, strict=True))
         found = [d for k, (x, r) in results if (d := worst(k, x, r)) is not None]

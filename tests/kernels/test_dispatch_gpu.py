@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_gpu_aot import gpu, needs_cuda
 
-from meshpar_kernels import ragged_all_to_all
+from meshpar_kernels import _compat, ragged_all_to_all
 from meshpar_kernels.dispatch.gpu import unsupported
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +84,14 @@ def test_what_it_refuses():
         "16 devices: NVLink joins at most 8 in one machine",
     ]
     assert "more than 200 KiB of shared memory" in unsupported(jnp.float32, 1 << 14, 2)[0]
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize("kind", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL"])
+def test_gpus_without_an_nvlink_switch_are_refused(kind, monkeypatch):
+    monkeypatch.setattr(_compat, "gpu_kind", lambda: kind)
+    (reason,) = unsupported(jnp.bfloat16, 7168, 2)
+    assert f"{kind} has no NVLink switch" in reason
 
 
 @needs_mosaic_gpu

@@ -234,7 +234,8 @@ def test_to_the_experts_and_back(load, rows, rounds, carried, mode):
     np.testing.assert_array_equal(dropped, [max(T - rows * rounds, 0) if load == "single" else 0] * A)
 
 
-@pytest.mark.parametrize("rows", [48, pytest.param(21, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [48, 21])
 def test_gradients_of_the_layer_are_those_of_the_padded_exchange(rows):
     expert, read = LOADS["uneven"].astype(np.int32), draw(A * T, H, seed=7)
     x, weight = draw(A * T, H), draw(A * T, K, seed=1)

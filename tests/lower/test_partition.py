@@ -1,17 +1,18 @@
 """The shard_map lowering: the same numbers as the unsharded run, and exactly the collectives that the plan lists."""
 
 import functools
-import importlib.util
 import math
 import sys
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import planned_transformer
 import pytest
+import small_transformer
+from all_specs import specs_of
 from jax import lax
 from jax.experimental import io_callback
 
@@ -24,15 +25,6 @@ from meshpar.plan.torus import Stage
 
 MESHES = ["data=2, model=2, idle=2", "data=2, model=4"]
 RNG = np.random.default_rng(0)
-
-
-def load(name):
-    """Another test module, for its model."""
-    path = Path(__file__).parent.parent / name
-    spec = importlib.util.spec_from_file_location(f"model_of_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def normal(*shape):
@@ -107,23 +99,9 @@ def assert_sends_the_plan(fn, *args, **kwargs):
     return plan
 
 
-MEGATRON = "batch: data; heads, mlp, vocab: model"
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "batch: data",
-        MEGATRON,
-        "batch: data; embed: data",
-        f"{MEGATRON}; embed: data",
-        f"{MEGATRON}; embed: data; seq: model",
-        "batch: data; opt.embed: data",
-        "seq: data",
-    ],
-)
+@pytest.mark.parametrize("layout", planned_transformer.LAYOUTS)
 def test_sends_what_the_plan_lists_kind_by_kind_and_byte_by_byte(layout):
-    model = load("plan/test_schemes.py")
+    model = planned_transformer
     step = functools.partial(model.train_step, rename=layout == "seq: data")
     plan = assert_sends_the_plan(step, model.STATE, model.TOKENS, layout=layout, dims=model.DIMS)
     assert plan.collectives
@@ -160,7 +138,7 @@ def test_mlp(layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["+ sequence parallel", "zero 1", "context parallel"])
 def test_transformer(scheme):
-    model = load("verify/test_schemes_numbers.py")
+    model = small_transformer
     step = model.step_of(rename=scheme == "context parallel")
     meshes = MESHES if scheme == "+ sequence parallel" else MESHES[:1]
     same(step, *model.create(), layout=model.LAYOUTS[scheme], dims=model.DIMS, meshes=meshes)
@@ -346,17 +324,6 @@ def test_what_cannot_run_inside_shard_map_says_so():
 
 
 # -- moving values
-
-
-def specs_of(rank, axes):
-    """Every way to put some of the axes on the dims, in every order."""
-    found = [((),) * rank]
-    for axis in axes:
-        found += [
-            tuple((*e[:at], axis, *e[at:]) if i == d else e for i, e in enumerate(spec))
-            for spec in found for d in range(rank) for at in range(len(spec[d]) + 1)
-        ]  # fmt: skip
-    return found
 
 
 def test_every_relayout_keeps_the_array():

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import meshpar as mp
+import meshpar_kernels
 from meshpar.errors import MeshparError
 from meshpar.moe import ROUTERS, moe
 from meshpar.moe.experts import run_experts
 from meshpar.moe.strategy import find_ways
+from meshpar_kernels._compat import race_detection
 
 B, S, H, E, M = 8, 4, 8, 8, 16
 R = np.random.default_rng(0)
@@ -214,6 +216,51 @@ def test_the_plan_knows_what_is_sent():
     assert not any("expert" in c.dims.split() and c.op == "all-gather" for c in plan.collectives)
 
 
+WIDE = {
+    n: normal(*s) for n, s in {"kernel": (128, 4), "gate": (4, 128, M), "up": (4, 128, M), "down": (4, M, 128)}.items()
+}
+
+
+def wide_layer(p, x, **options):
+    return moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, strategy="a2a", **options)[0]
+
+
+def test_a_kernels_exchange_is_planned_with_the_rows_in_use():
+    """Of the 8 tokens of a device, with 2 choices each, 4 rows go to each of 4 devices, in buffers of 8."""
+    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in WIDE}
+    x = np.zeros((8, 4, 128), "f")
+    sent = {}
+    for exchange in (None, "pallas"):
+        run = functools.partial(wide_layer, exchange=exchange)
+        plan = mp.plan(run, WIDE, x, mesh=mp.mesh("data=4"), layout="batch: data; expert: data", dims=dims)
+        sent[exchange] = [c for c in plan.collectives if c.op == "all-to-all"]
+    whole, used = ([c.bytes for c in sent[e]] for e in (None, "pallas"))
+    assert whole == [8 * 4 * 128 * 4 * 3 / 4, 8 * 4 * 4 * 3 / 4, 8 * 4 * 4 * 3 / 4, 8 * 4 * 128 * 4 * 3 / 4]
+    assert used[0] == used[3] == whole[0] / 2
+    assert "only rows in use are sent" in sent["pallas"][0].cause
+
+
+@pytest.mark.slow
+def test_a_kernels_exchange_changes_no_number(monkeypatch):
+    """In the TPU interpreter with race detection: there, back, and in the gradients. Everything beside the exchange is XLA's."""
+    for name in ("expert_dispatch", "expert_combine"):
+        plain = functools.partial(getattr(meshpar_kernels, name), implementation="reference")
+        monkeypatch.setattr(f"meshpar.moe.experts.{name}", plain)
+    x = R.normal(size=(4, 4, 128)).astype("f")
+    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in WIDE}
+
+    def step(p, x, exchange):
+        layer = functools.partial(wide_layer, exchange=exchange, implementation="xla")
+        return jax.value_and_grad(lambda p, x: (layer(p, x) ** 2).sum(), (0, 1))(p, x)
+
+    want = jax.jit(functools.partial(step, exchange=None))(WIDE, x)
+    run = mp.jit(functools.partial(step, exchange="pallas"), mesh=mp.mesh("data=2"), layout="batch: data; expert: data",
+                 dims=dims, lowering="shard_map")  # fmt: skip
+    with race_detection():
+        got = jax.block_until_ready(run(WIDE, x))
+    same(got, want)
+
+
 def ways(**changed):
     given = {"token_axes": ["data"], "expert_axes": [["data"]], "sizes": {"data": 8, "model": 4},
              "tokens": 4096, "k": 2, "embed": 4096,
@@ -231,6 +278,8 @@ def test_the_cheapest_way():
     assert ways(token_axes=[], expert_axes=[["model"]]).strategy == "local"
     assert ways(expert_axes=[["model", "data"]]).rest == ("model",)
     assert ways(most_per_expert=1000).rounds == 1
+    assert (ways().sends, ways(exchange="pallas").sends) == (1280, 1024)
+    assert ways(k=8, rate=8.0, local_experts=8, exchange="pallas").rows == 5120
     assert ways(distinct=False).rounds == 7  # both choices of all tokens at one expert
     whole = ways(token_axes=["data"], expert_axes=[[]], local_experts=8)
     assert (whole.rows, whole.rounds) == (8192, 1)
@@ -240,6 +289,7 @@ def test_the_cheapest_way():
     ("changed", "says"),
     [
         ({"strategy": "sparse"}, "strategy must be one of a2a, ring, dense"),
+        ({"exchange": "xla"}, "exchange must be one of padded, pallas, pallas_tpu, pallas_gpu or None, got 'xla'"),
         ({"slack": 0.5}, "slack=0.5 must be at least 1"),
         ({"strategy": "dense", "expert_axes": [["data", "model"]]}, "cannot gather experts"),
     ],

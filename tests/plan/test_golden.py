@@ -35,7 +35,6 @@ QUICK = [
     "mixtral_8x7b fsdp+expert v5e:16x16",
     "mixtral_8x7b fsdp tpu7x:4x4x4",
     "deepseek_16b fsdp+expert v5p:4x4x8",
-    "deepseek_671b fsdp+expert v5p:8x8x8",
     "resnet50 data v5e:4x4",
 ]
 SLOW = [name for name in BY_NAME if name not in QUICK]

@@ -1,12 +1,11 @@
 """Which gathers and scatters a plan finds beside products, what it decides for them, and what it lists instead."""
 
-import importlib.util
 import json
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import planned_transformer as model
 import pytest
 
 import meshpar as mp
@@ -19,14 +18,6 @@ SLICE = {"mesh": "data=16, model=16", "topology": "v5e:16x16"}
 
 def weight(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-@pytest.fixture(scope="module")
-def model():
-    spec = importlib.util.spec_from_file_location("model_of_test_schemes", Path(__file__).parent / "test_schemes.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def mlp(x, up, down):
@@ -165,7 +156,7 @@ def test_an_axis_over_two_torus_dimensions_is_gathered_over_the_minor_one_and_se
     assert sum(c.total_bytes for c in first) == pytest.approx(4096 * 14336 * 2 * 255 / 256)
 
 
-def test_products_that_share_a_gather_share_its_ring_and_others_find_it_kept(model):
+def test_products_that_share_a_gather_share_its_ring_and_others_find_it_kept():
     plan = mp.plan(model.train_step, model.STATE, model.TOKENS, mesh=model.MESH, layout=SEQUENCE, dims=model.DIMS,
                    overlap="ring")  # fmt: skip
     inner = Counter((o.kind, o.products) for o in plan.overlaps if o.count == model.LAYERS)

@@ -5,20 +5,10 @@ import math
 from fractions import Fraction
 
 import pytest
+from all_specs import specs_of
 
 from meshpar.plan.collectives import wire_bytes
 from meshpar.plan.relayout import axis_size, part_of, relayout, relayout_bytes, shard, whole_axes
-
-
-def specs_of(rank, axes):
-    """Every way to put some of the axes on the dims, in every order."""
-    found = [((),) * rank]
-    for axis in axes:
-        found += [
-            tuple((*e[:at], axis, *e[at:]) if i == d else e for i, e in enumerate(spec))
-            for spec in found for d in range(rank) for at in range(len(spec[d]) + 1)
-        ]  # fmt: skip
-    return found
 
 
 def greedy(have, need):

@@ -2,32 +2,32 @@
 
 import importlib.util
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planned_transformer
 import pytest
+import quick
+import small_transformer
 
 import meshpar as mp
 
-MEGATRON = "batch: data; heads, mlp, vocab: model"
 RNG = np.random.default_rng(0)
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(f"model_of_{Path(path).stem}", Path(__file__).parent / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("layout", [f"{MEGATRON}; embed: data; seq: model", "batch: data; embed: data"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        f"{planned_transformer.MEGATRON}; embed: data; seq: model",
+        pytest.param("batch: data; embed: data", marks=pytest.mark.slow),
+    ],
+)
 def test_the_compiled_program_sends_what_the_plan_lists(layout):
-    model = load("../plan/test_schemes.py")
+    model = planned_transformer
     compiled = mp.compile(
         model.train_step, model.STATE, model.TOKENS, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=model.DIMS,
-        lowering="shard_map", overlap="ring", cache=False, progress=lambda _: None,
+        lowering="shard_map", overlap="ring", cache=False, progress=lambda _: None, compiler_options=quick.OPTIONS,
     )  # fmt: skip
     planned, found = Counter(), Counter()
     for c in compiled.plan.collectives:
@@ -44,7 +44,7 @@ def test_the_compiled_program_sends_what_the_plan_lists(layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["+ sequence parallel", "fsdp"])
 def test_scanned_and_recomputed_layers_give_the_unsharded_state(scheme):
-    model = load("test_schemes_numbers.py")
+    model = small_transformer
     step = model.step_of(rename=False)
     report = mp.check(step, *model.create(), layouts=[model.LAYOUTS[scheme]], meshes=["data=2, model=4"],
                       dims=model.DIMS, lowerings=["shard_map"], overlap="ring")  # fmt: skip

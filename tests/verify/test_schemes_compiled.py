@@ -1,43 +1,25 @@
 """The schemes of a layout in the compiled program: kinds, counts and bytes are those of the plan."""
 
 import functools
-import importlib.util
-from pathlib import Path
 
+import planned_transformer as model
 import pytest
+import quick
 
 import meshpar as mp
 from meshpar.verify.agreement import differences
 
-MEGATRON = "batch: data; heads, mlp, vocab: model"
-
-
-@pytest.fixture(scope="module")
-def model():
-    path = Path(__file__).parent.parent / "plan" / "test_schemes.py"
-    spec = importlib.util.spec_from_file_location("model_of_test_schemes", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+FEW = f"{model.MEGATRON}; embed: data; seq: model", "batch: data; opt.embed: data"
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        "batch: data",
-        MEGATRON,
-        "batch: data; embed: data",
-        f"{MEGATRON}; embed: data",
-        f"{MEGATRON}; embed: data; seq: model",
-        "batch: data; opt.embed: data",
-        "seq: data",
-    ],
+    "layout", [pytest.param(layout, marks=[pytest.mark.slow] * (layout not in FEW)) for layout in model.LAYOUTS]
 )
-def test_the_compiled_program_sends_what_the_plan_lists(model, layout):
+def test_the_compiled_program_sends_what_the_plan_lists(layout):
     step = functools.partial(model.train_step, rename=layout == "seq: data")
     compiled = mp.compile(
         step, model.STATE, model.TOKENS, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=model.DIMS,
-        lowering="shard_map", cache=False, progress=lambda _: None,
+        lowering="shard_map", cache=False, progress=lambda _: None, compiler_options=quick.OPTIONS,
     )  # fmt: skip
     # The maximum of the logits and an index column stand twice in the program (optax's loss); XLA makes one of equal operands.
     for d in differences(compiled.plan, compiled.collectives):
