@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._compat import at_line_of, bind, close_over, make_jaxpr, source_line, with_weak_type
 from ..errors import UnsupportedError
@@ -27,7 +27,7 @@ from ..plan.plan import Plan
 from ..plan.planner import stretched
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import Grid, cut, settle
+from .exchange import Grid, cut, settle, settle_turned
 from .local import run_elementwise, run_local
 from .moves import bring
 from .rings import gathered, run_ring, scattered
@@ -55,9 +55,10 @@ def lower_to_shard_map(
     ]:
         _check_blocks(value, spec, plan.sizes)
     consts = list(program.closed.consts)
+    cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
     def local(*xs: Any) -> tuple[Any, ...]:
-        return tuple(Walk(plan, grid).run(xs[: len(consts)], xs[len(consts) :]))
+        return tuple(Walk(plan, grid, cpu).run(xs[: len(consts)], xs[len(consts) :]))
 
     run = jax.shard_map(
         local,
@@ -109,10 +110,13 @@ class Walk:
       done: ids of ops that ran ahead of their place, for a ring.
       waiting_for: operands of products that are made block by block when their sum is settled, by ``id(op)``.
       raw: what products wait for, as its op leaves it, by ``id(value)``.
+      cpu: whether it is lowered for CPU devices.
+      turned: transposed partial sums, by ``id(array)``: (that array, the one before, the permutation).
     """
 
-    def __init__(self, plan: Plan, grid: Grid):
-        self.plan, self.sizes, self.rest = plan, grid, plan.specs
+    def __init__(self, plan: Plan, grid: Grid, cpu: bool = False):
+        self.plan, self.sizes, self.rest, self.cpu = plan, grid, plan.specs, cpu
+        self.turned: dict[int, tuple[Any, Any, tuple[int, ...]]] = {}
         self.x: dict[int, Any] = {}
         self.now: dict[int, Spec] = {}
         self.partial: dict[int, tuple[tuple[str, ...], str]] = {}
@@ -241,6 +245,8 @@ class Walk:
             return
         xs = [self.literal(op, i) if v is None else self.at(v, self.rest[id(v)]) for i, v in enumerate(op.ins)]
         (x,) = run_elementwise(op, xs) if op.rule is None else run_local(op, plan.factor_axes or [], xs, self.sizes)
+        if op.name == "transpose" and self.cpu:
+            self.turned[id(x)] = x, xs[0], tuple(op.eqn.params["permutation"])
         self.put(out, x, plan.outs[0])
         self.partial[id(out)] = plan.partial[0], plan.kind
 
@@ -336,7 +342,11 @@ class Walk:
             x, times = scattered(self, ring, value.aval.dtype)
         size = x.size * times
         forms = self.plan.forms.get(id(value))
-        x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, forms, begun=ring is not None)
+        turned = self.turned.get(id(x))
+        if turned is None:
+            x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, forms, begun=ring is not None)
+        else:
+            x, spec = settle_turned(turned[1], turned[2], self.now[id(value)], rest, axes, kind, self.sizes, forms)
         if x.size < size and size * x.dtype.itemsize >= LARGE // 4:
             # where it is sent whole: cut here, not where it is read
             (x,) = lax.optimization_barrier([x])
