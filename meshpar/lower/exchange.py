@@ -151,18 +151,3 @@ def settle(
         together = {"prod": jnp.multiply, "and": jnp.bitwise_and, "or": jnp.bitwise_or}[kind]
         x = functools.reduce(together, [every[k] for k in range(every.shape[0])])
     return x.astype(dtype), spec
-
-
-def settle_turned(
-    x: Any, permutation: Sequence[int], have: Spec, rest: Spec, axes: Sequence[str], kind: str, sizes: Sizes,
-    forms: Mapping[int, Form] | None = None,
-) -> tuple[Any, Spec]:  # fmt: skip
-    """:func:`settle` of a transposed partial value, before the transpose: ``x`` is the value as it was, the rest is of the result.
-
-    A compiler folds the transpose of a product into the product, if nothing stands between. XLA's for CPUs then has no fast
-    form of it.
-    """
-    back = np.argsort(permutation)
-    had, wanted = (tuple(spec[i] for i in back) for spec in (have, rest))
-    x, spec = settle(x, had, wanted, axes, kind, sizes, {permutation[i]: form for i, form in (forms or {}).items()})
-    return lax.transpose(x, permutation), tuple(spec[i] for i in permutation)

@@ -27,9 +27,10 @@ from ..plan.plan import Plan
 from ..plan.planner import stretched
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import Grid, cut, settle, settle_turned
+from .exchange import Grid, cut, settle
 from .local import run_elementwise, run_local
 from .moves import bring
+from .orders import Orders
 from .rings import gathered, run_ring, scattered
 
 IDENTITIES = frozenset({"name_dims", "rename_dims", "place", "sharding_constraint"})
@@ -110,13 +111,12 @@ class Walk:
       done: ids of ops that ran ahead of their place, for a ring.
       waiting_for: operands of products that are made block by block when their sum is settled, by ``id(op)``.
       raw: what products wait for, as its op leaves it, by ``id(value)``.
-      cpu: whether it is lowered for CPU devices.
-      turned: transposed partial sums, by ``id(array)``: (that array, the one before, the permutation).
+      orders: the orders of dims in which sums can be settled, where the compiler cares.
     """
 
     def __init__(self, plan: Plan, grid: Grid, cpu: bool = False):
-        self.plan, self.sizes, self.rest, self.cpu = plan, grid, plan.specs, cpu
-        self.turned: dict[int, tuple[Any, Any, tuple[int, ...]]] = {}
+        self.plan, self.sizes, self.rest = plan, grid, plan.specs
+        self.orders = Orders(grid) if cpu else None
         self.x: dict[int, Any] = {}
         self.now: dict[int, Spec] = {}
         self.partial: dict[int, tuple[tuple[str, ...], str]] = {}
@@ -219,6 +219,8 @@ class Walk:
             self.put(out, x, spec)
             if plan.partial and plan.partial[k]:
                 self.partial[id(out)] = plan.partial[k], plan.kind
+                if self.orders is not None and op.name == "dot_general":
+                    self.orders.product(op, xs, x)
             else:
                 self.finish(out)
 
@@ -245,8 +247,8 @@ class Walk:
             return
         xs = [self.literal(op, i) if v is None else self.at(v, self.rest[id(v)]) for i, v in enumerate(op.ins)]
         (x,) = run_elementwise(op, xs) if op.rule is None else run_local(op, plan.factor_axes or [], xs, self.sizes)
-        if op.name == "transpose" and self.cpu:
-            self.turned[id(x)] = x, xs[0], tuple(op.eqn.params["permutation"])
+        if self.orders is not None:
+            self.orders.passed(op, xs[0], x)
         self.put(out, x, plan.outs[0])
         self.partial[id(out)] = plan.partial[0], plan.kind
 
@@ -342,11 +344,10 @@ class Walk:
             x, times = scattered(self, ring, value.aval.dtype)
         size = x.size * times
         forms = self.plan.forms.get(id(value))
-        turned = self.turned.get(id(x))
-        if turned is None:
-            x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, forms, begun=ring is not None)
+        if self.orders is not None and ring is None:
+            x, spec = self.orders.settle(x, self.now[id(value)], rest, axes, kind, forms)
         else:
-            x, spec = settle_turned(turned[1], turned[2], self.now[id(value)], rest, axes, kind, self.sizes, forms)
+            x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, forms, begun=ring is not None)
         if x.size < size and size * x.dtype.itemsize >= LARGE // 4:
             # where it is sent whole: cut here, not where it is read
             (x,) = lax.optimization_barrier([x])
