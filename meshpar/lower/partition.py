@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._compat import at_line_of, bind, close_over, make_jaxpr, source_line, with_weak_type
 from ..errors import UnsupportedError
@@ -27,7 +27,7 @@ from ..plan.plan import Plan
 from ..plan.planner import stretched
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import Grid, cut, settle
+from .exchange import Grid, cut
 from .local import run_elementwise, run_local
 from .moves import bring
 from .orders import Orders
@@ -56,10 +56,9 @@ def lower_to_shard_map(
     ]:
         _check_blocks(value, spec, plan.sizes)
     consts = list(program.closed.consts)
-    cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
     def local(*xs: Any) -> tuple[Any, ...]:
-        return tuple(Walk(plan, grid, cpu).run(xs[: len(consts)], xs[len(consts) :]))
+        return tuple(Walk(plan, grid, Orders(grid, mesh)).run(xs[: len(consts)], xs[len(consts) :]))
 
     run = jax.shard_map(
         local,
@@ -111,12 +110,11 @@ class Walk:
       done: ids of ops that ran ahead of their place, for a ring.
       waiting_for: operands of products that are made block by block when their sum is settled, by ``id(op)``.
       raw: what products wait for, as its op leaves it, by ``id(value)``.
-      orders: the orders of dims in which sums can be settled, where the compiler cares.
+      orders: in which orders of their dims partial sums can be had.
     """
 
-    def __init__(self, plan: Plan, grid: Grid, cpu: bool = False):
-        self.plan, self.sizes, self.rest = plan, grid, plan.specs
-        self.orders = Orders(grid) if cpu else None
+    def __init__(self, plan: Plan, grid: Grid, orders: Orders):
+        self.plan, self.sizes, self.rest, self.orders = plan, grid, plan.specs, orders
         self.x: dict[int, Any] = {}
         self.now: dict[int, Spec] = {}
         self.partial: dict[int, tuple[tuple[str, ...], str]] = {}
@@ -219,8 +217,7 @@ class Walk:
             self.put(out, x, spec)
             if plan.partial and plan.partial[k]:
                 self.partial[id(out)] = plan.partial[k], plan.kind
-                if self.orders is not None and op.name == "dot_general":
-                    self.orders.product(op, xs, x)
+                self.orders.product(op, xs, x)
             else:
                 self.finish(out)
 
@@ -247,8 +244,7 @@ class Walk:
             return
         xs = [self.literal(op, i) if v is None else self.at(v, self.rest[id(v)]) for i, v in enumerate(op.ins)]
         (x,) = run_elementwise(op, xs) if op.rule is None else run_local(op, plan.factor_axes or [], xs, self.sizes)
-        if self.orders is not None:
-            self.orders.passed(op, xs[0], x)
+        self.orders.passed(op, xs[0], x)
         self.put(out, x, plan.outs[0])
         self.partial[id(out)] = plan.partial[0], plan.kind
 
@@ -338,16 +334,9 @@ class Walk:
             return
         rest = self.rest[id(value)]
         ring = self.plan.rings.scatters.get(id(value))
-        if ring is None:
-            x, times = self.x[id(value)], 1.0
-        else:
-            x, times = scattered(self, ring, value.aval.dtype)
-        size = x.size * times
-        forms = self.plan.forms.get(id(value))
-        if self.orders is not None and ring is None:
-            x, spec = self.orders.settle(x, self.now[id(value)], rest, axes, kind, forms)
-        else:
-            x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, forms, begun=ring is not None)
+        x, times = (self.x[id(value)], 1.0) if ring is None else scattered(self, ring, value.aval.dtype)
+        size, forms = x.size * times, self.plan.forms.get(id(value))
+        x, spec = self.orders.settle(x, self.now[id(value)], rest, axes, kind, forms, begun=ring is not None)
         if x.size < size and size * x.dtype.itemsize >= LARGE // 4:
             # where it is sent whole: cut here, not where it is read
             (x,) = lax.optimization_barrier([x])
