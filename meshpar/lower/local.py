@@ -42,7 +42,7 @@ def run_elementwise(op: Op, xs: Sequence[Any]) -> list[Any]:
     """An elementwise op on shards that lie alike."""
     if op.name in ("reshard", "pvary"):
         return [xs[0]]
-    return bind(op.eqn, xs, _plain(op.eqn.params))
+    return bind(op.eqn, xs, plain_params(op.eqn.params))
 
 
 def run_local(op: Op, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[Any]:
@@ -66,14 +66,14 @@ def run_local(op: Op, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[Any]:
             source=source_line(op.eqn),
             fixes=['use lowering="jit"', "or keep its dims whole, e.g. `dim: none` before the other rules"],
         )
-    return bind(op.eqn, xs, _plain(op.eqn.params))
+    return bind(op.eqn, xs, plain_params(op.eqn.params))
 
 
 def _plus(axes: Axes) -> str:
     return "+".join(f"`{a}`" for got in axes for a in got)
 
 
-def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
+def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters without shardings: inside there are only local arrays."""
     return {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
 
@@ -84,7 +84,7 @@ class Local:
     def __init__(self, op: Op, axes: Axes, sizes: Sizes):
         assert op.rule is not None
         self.op, self.eqn, self.rule, self.axes, self.sizes = op, op.eqn, op.rule, axes, sizes
-        self.params = _plain(op.eqn.params)
+        self.params = plain_params(op.eqn.params)
 
     def parts(self, factors: Factors) -> int:
         return math.prod(self.sizes[a] for f in factors for a in self.axes[f])

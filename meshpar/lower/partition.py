@@ -30,9 +30,10 @@ from ..plan.plan import Plan
 from ..plan.planner import stretched
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import Grid, cut, settle
+from .exchange import Grid, cut
 from .local import run_elementwise, run_local
 from .moves import bring
+from .orders import Orders
 from .rings import gathered, run_ring, scattered
 
 IDENTITIES = frozenset({"name_dims", "rename_dims", "place", "sharding_constraint"})
@@ -60,7 +61,7 @@ def lower_to_shard_map(
     consts = list(program.closed.consts)
 
     def local(*xs: Any) -> tuple[Any, ...]:
-        return tuple(Walk(plan, grid).run(xs[: len(consts)], xs[len(consts) :]))
+        return tuple(Walk(plan, grid, Orders(grid, mesh)).run(xs[: len(consts)], xs[len(consts) :]))
 
     run = jax.shard_map(
         local,
@@ -114,10 +115,11 @@ class Walk:
       raw: what products wait for, as its op leaves it, by ``id(value)``.
       replacing: ids of the results that take the place of donated arguments.
       replaced: the last of those that was gathered.
+      orders: in which orders of their dims partial sums can be had.
     """
 
-    def __init__(self, plan: Plan, grid: Grid):
-        self.plan, self.sizes, self.rest = plan, grid, plan.specs
+    def __init__(self, plan: Plan, grid: Grid, orders: Orders):
+        self.plan, self.sizes, self.rest, self.orders = plan, grid, plan.specs, orders
         self.x: dict[int, Any] = {}
         self.now: dict[int, Spec] = {}
         self.partial: dict[int, tuple[tuple[str, ...], str]] = {}
@@ -222,6 +224,7 @@ class Walk:
             self.put(out, x, spec)
             if plan.partial and plan.partial[k]:
                 self.partial[id(out)] = plan.partial[k], plan.kind
+                self.orders.product(op, xs, x)
             else:
                 self.finish(out)
 
@@ -248,6 +251,7 @@ class Walk:
             return
         xs = [self.literal(op, i) if v is None else self.at(v, self.rest[id(v)]) for i, v in enumerate(op.ins)]
         (x,) = run_elementwise(op, xs) if op.rule is None else run_local(op, plan.factor_axes or [], xs, self.sizes)
+        self.orders.passed(op, xs[0], x)
         self.put(out, x, plan.outs[0])
         self.partial[id(out)] = plan.partial[0], plan.kind
 
@@ -337,13 +341,9 @@ class Walk:
             return
         rest = self.rest[id(value)]
         ring = self.plan.rings.scatters.get(id(value))
-        if ring is None:
-            x, times = self.x[id(value)], 1.0
-        else:
-            x, times = scattered(self, ring, value.aval.dtype)
-        size = x.size * times
-        forms = self.plan.forms.get(id(value))
-        x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, forms, begun=ring is not None)
+        x, times = (self.x[id(value)], 1.0) if ring is None else scattered(self, ring, value.aval.dtype)
+        size, forms = x.size * times, self.plan.forms.get(id(value))
+        x, spec = self.orders.settle(x, self.now[id(value)], rest, axes, kind, forms, begun=ring is not None)
         if x.size < size and size * x.dtype.itemsize >= LARGE // 4:
             # where it is sent whole: cut here, not where it is read
             (x,) = lax.optimization_barrier([x])
