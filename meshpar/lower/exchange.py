@@ -126,6 +126,39 @@ def _scatter(x: Any, axes: Sequence[str], dim: int, form: Form, sizes: Sizes) ->
     return x
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extremum(x: Any, axes: tuple[str, ...], largest: bool) -> Any:
+    """The largest (smallest) of what devices have; its derivative, which JAX leaves out, is theirs who have it, in equal shares."""
+    return (lax.pmax if largest else lax.pmin)(x, axes)
+
+
+@_extremum.defjvp
+def _(axes: tuple[str, ...], largest: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    out = _extremum(x, axes, largest)
+    if t.dtype == jax.dtypes.float0:
+        return out, t
+    mine = (x == out).astype(x.dtype)
+    return out, lax.psum(mine * t, axes) / lax.psum(mine, axes)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def shared(found: Any, x: Any, dims: tuple[int, ...], axes: tuple[str, ...]) -> Any:
+    """An extremum over dims of ``x``, which ``axes`` split; its derivative goes to all elements that equal it, in equal shares."""
+    del x, dims, axes
+    return found
+
+
+@shared.defjvp
+def _(dims: tuple[int, ...], axes: tuple[str, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (found, x), (t, tx) = primals, tangents
+    if t.dtype == jax.dtypes.float0:
+        return shared(found, x, dims, axes), t
+    mine = (x == lax.expand_dims(found, dims)).astype(x.dtype)
+    whole, count = (lax.psum(y.sum(dims), axes) for y in (mine * tx, mine))
+    return shared(found, x, dims, axes), whole / count
+
+
 def settle(
     x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, sizes: Sizes, forms: Mapping[int, Form] | None = None,
     begun: bool = False,
@@ -151,7 +184,7 @@ def settle(
         x, begun = _scatter(x, got[begun:], i, form, sizes), False
     reduce = fine_names([a for a in reduce if sizes[a] > 1], sizes)
     if reduce and reduces(kind, dtype):
-        x = {"sum": lax.psum, "max": lax.pmax, "or": lax.pmax, "min": lax.pmin, "and": lax.pmin}[kind](x, reduce)
+        x = lax.psum(x, reduce) if kind == "sum" else _extremum(x, reduce, kind in ("max", "or"))
     elif reduce:
         every = lax.all_gather(x, reduce, axis=0)
         together = {"prod": jnp.multiply, "and": jnp.bitwise_and, "or": jnp.bitwise_or}[kind]

@@ -27,7 +27,7 @@ from ..plan.plan import Plan
 from ..plan.planner import stretched
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import Grid, cut, settle
+from .exchange import Grid, cut, fine_names, settle, shared
 from .local import run_elementwise, run_local
 from .moves import bring
 from .rings import gathered, run_ring, scattered
@@ -109,6 +109,7 @@ class Walk:
       done: ids of ops that ran ahead of their place, for a ring.
       waiting_for: operands of products that are made block by block when their sum is settled, by ``id(op)``.
       raw: what products wait for, as its op leaves it, by ``id(value)``.
+      extreme_of: what an extremum that is unsettled was taken of, over which dims, by ``id(value)``.
     """
 
     def __init__(self, plan: Plan, grid: Grid):
@@ -124,6 +125,7 @@ class Walk:
         self.done: set[int] = set()
         self.waiting_for: dict[int, tuple[Any, Any]] = {}
         self.raw: dict[int, Any] = {}
+        self.extreme_of: dict[int, tuple[Any, tuple[int, ...]]] = {}
 
     def run(self, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         program = self.plan.program
@@ -215,6 +217,8 @@ class Walk:
             self.put(out, x, spec)
             if plan.partial and plan.partial[k]:
                 self.partial[id(out)] = plan.partial[k], plan.kind
+                if op.name in ("reduce_max", "reduce_min"):
+                    self.extreme_of[id(out)] = xs[0], tuple(op.eqn.params["axes"])
             else:
                 self.finish(out)
 
@@ -337,6 +341,8 @@ class Walk:
         size = x.size * times
         forms = self.plan.forms.get(id(value))
         x, spec = settle(x, self.now[id(value)], rest, axes, kind, self.sizes, forms, begun=ring is not None)
+        if id(value) in self.extreme_of and (over := fine_names([a for a in axes if self.sizes[a] > 1], self.sizes)):
+            x = shared(x, *self.extreme_of.pop(id(value)), over)
         if x.size < size and size * x.dtype.itemsize >= LARGE // 4:
             # where it is sent whole: cut here, not where it is read
             (x,) = lax.optimization_barrier([x])

@@ -12,11 +12,12 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from .._compat import closed_parts, scan_counts, source_line
+from .._compat import closed_parts, new_var, scan_counts, source_line
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
 from .graph import Frame, Join, Op, Program, Value
 from .names import NONE, Nodes, Unifier
+from .primitives import name_dims_p
 from .rules import ELEMENTWISE, RULES, no_rule
 from .rules.rule import OpRule
 
@@ -330,11 +331,13 @@ class _Builder:
 # -- control flow: (builder, op) -> results
 
 
-def _call(get: Callable[[Any], Any]):
-    """A body that runs once, on the operands as they are."""
+def _call(get: Callable[[Any], Any], own: bool = False):
+    """A body that runs once, on the operands as they are; ``own``: with a derivative of its own, even where it does nothing."""
 
     def handler(b: _Builder, op: Op) -> list[Value]:
         jaxpr, _consts = closed_parts(get(op.eqn.params))
+        if own:
+            jaxpr = _with_own_results(jaxpr, op)
         frame = Frame(jaxpr, op)
         op.frames = [frame]
         _bind_consts(b, frame)
@@ -343,6 +346,21 @@ def _call(get: Callable[[Any], Any]):
         return [_result(b, frame, v, op) for v in jaxpr.outvars]
 
     return handler
+
+
+def _with_own_results(jaxpr: Any, op: Op) -> Any:
+    """A body none of whose results is an operand."""
+    eqns, outvars, ins = list(jaxpr.eqns), list(jaxpr.outvars), set(jaxpr.invars)
+    for k, var in enumerate(outvars):
+        if not isinstance(var, Literal) and var in ins:
+            outvars[k] = new_var(var.aval)
+            same = {
+                "primitive": name_dims_p,
+                "params": {"names": (None,) * len(var.aval.shape)},
+                "effects": frozenset(),
+            }
+            eqns.append(op.eqn.replace(**same, invars=[var], outvars=[outvars[k]]))
+    return jaxpr.replace(eqns=eqns, outvars=outvars) if len(eqns) > len(jaxpr.eqns) else jaxpr
 
 
 def _result(b: _Builder, frame: Frame, var: Any, op: Op) -> Value:
@@ -472,6 +490,6 @@ _CONTROL: dict[str, Callable[[_Builder, Op], list[Value]]] = {
     ),
     **dict.fromkeys(
         ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-        _call(lambda p: p.get("call_jaxpr", p.get("fun_jaxpr"))),
+        _call(lambda p: p.get("call_jaxpr", p.get("fun_jaxpr")), own=True),
     ),
 }
