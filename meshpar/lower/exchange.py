@@ -15,9 +15,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshpar_kernels.collectives import coloured, in_order
 
+from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec
 from ..plan.collectives import Form, reduces, settlement
 from ..plan.torus import Torus
+from ..program.graph import Value
 
 Sizes = Mapping[str, int]
 
@@ -83,6 +85,19 @@ def shape_in(shape: Sequence[int], have: Spec, need: Spec, sizes: Sizes) -> tupl
     """The shape of a shard in another spec."""
     before, after = ([math.prod(sizes[a] for a in entry) for entry in spec] for spec in (have, need))
     return tuple(n * b // a for n, b, a in zip(shape, before, after, strict=True))
+
+
+def check_blocks(value: Value, spec: Spec, sizes: Sizes) -> None:
+    """Raises UnsupportedError where a dim does not divide over the axes that split it."""
+    for i, (n, axes) in enumerate(zip(value.shape, spec, strict=True)):
+        parts = math.prod(sizes[a] for a in axes)
+        if n % parts:
+            raise UnsupportedError(
+                f"dim {i} of size {n} does not divide over {'+'.join(axes)} ({parts} parts)",
+                path=value.path,
+                shape=value.shape,
+                fixes=['use lowering="jit", which pads', f"or a size that is a multiple of {parts}"],
+            )
 
 
 def cut(x: Any, have: Spec, need: Spec, sizes: Sizes) -> Any:

@@ -27,7 +27,7 @@ from ..plan.plan import Plan
 from ..plan.planner import stretched
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import Grid, cut, fine_names, settle, shared
+from .exchange import Grid, check_blocks, cut, fine_names, settle, shared
 from .local import run_elementwise, run_local
 from .moves import bring
 from .rings import gathered, run_ring, scattered
@@ -53,7 +53,7 @@ def lower_to_shard_map(
         *((v, plan.specs[id(v)]) for v in program.inputs),
         *zip(program.outputs, plan.out_specs, strict=True),
     ]:
-        _check_blocks(value, spec, plan.sizes)
+        check_blocks(value, spec, plan.sizes)
     consts = list(program.closed.consts)
 
     def local(*xs: Any) -> tuple[Any, ...]:
@@ -80,18 +80,6 @@ def lower_to_shard_map(
         sys.setrecursionlimit(limit)
     ins, outs = ([NamedSharding(mesh, to_partition_spec(s)) for s in part] for part in (specs, plan.out_specs))
     return lambda *xs: call(*consts, *xs), ins, outs
-
-
-def _check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
-    for i, (n, axes) in enumerate(zip(value.shape, spec, strict=True)):
-        parts = math.prod(sizes[a] for a in axes)
-        if n % parts:
-            raise UnsupportedError(
-                f"dim {i} of size {n} does not divide over {'+'.join(axes)} ({parts} parts)",
-                path=value.path,
-                shape=value.shape,
-                fixes=['use lowering="jit", which pads', f"or a size that is a multiple of {parts}"],
-            )
 
 
 class Walk:

@@ -178,7 +178,7 @@ def call(w: Writer) -> None:
         expr = f"jax.checkpoint({name}, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)({x.name})"
     elif how == "custom_vjp":
         text = [*text, f"{name}_c = jax.custom_vjp(lambda x: jnp.tanh(x) + {name}_k(x))", f"{name}_k = lambda x: x * 0.5",
-                f"{name}_c.defvjp(lambda x: (jnp.tanh(x), x), lambda r, g: (g * (1 - jnp.tanh(r) ** 2) + 0.25 * g,))"]  # fmt: skip
+                f"{name}_c.defvjp(lambda x: (jnp.tanh(x) + 0.5 * x, x), lambda r, g: (g * (1 - jnp.tanh(r) ** 2) + 0.25 * g,))"]  # fmt: skip
         expr = f"{name}_c({name}({x.name}))"
     elif how == "custom_jvp":
         text = [*text, f"{name}_c = jax.custom_jvp(lambda x: x * jnp.tanh(x))",

@@ -445,6 +445,26 @@ def test_scatters_are_made_as_the_plan_says(form, first, monkeypatch):
     assert groups in (one + one[-2:], one[-2:] + one)
 
 
+def test_a_reduce_scatter_has_no_dim_of_size_one_before_the_one_that_is_scattered():
+    """An expert's gradient on the device that has this one alone: with that dim the TPU compiler makes an all-reduce of it."""
+
+    def step(w, x):
+        value, grad = jax.value_and_grad(lambda w: (jnp.einsum("bxe,xem->bxm", x, w) ** 2).sum())(w)
+        return w - 0.01 * grad, value
+
+    w, x = normal(2, 8, 16), normal(8, 2, 8)
+    kinds = {
+        "layout": "expert: model; batch: data; embed: data",
+        "dims": {"w": "expert embed mlp", "x": "batch expert embed"},
+    }
+    assert_sends_the_plan(step, w, x, **kinds)
+    _, jaxpr = lowered(step, w, x, **kinds)
+    (body,) = [p["jaxpr"] for p in (e.params for e in jaxpr.eqns) if "jaxpr" in p]
+    scatters = [e for e in body.eqns if e.primitive.name == "reduce_scatter"]
+    assert [(e.invars[0].aval.shape, e.params["scatter_dimension"]) for e in scatters] == [((8, 16), 0)]
+    same(step, w, x, meshes=["data=4, model=2"], **kinds)
+
+
 def test_what_a_loop_only_reads_is_gathered_once_before_it():
     def step(w, x):
         def loss(w):
