@@ -76,18 +76,23 @@ def sent_by(jaxpr, sizes, times=1, found=None):
     return found
 
 
-def scatter_groups(jaxpr, sizes):
-    """How many devices each reduce-scatter is over, in the order of the program."""
+def scatters(jaxpr):
+    """The reduce-scatters, in the order of the program."""
     found = []
     for eqn in jaxpr.eqns:
         if KINDS.get(eqn.primitive.name) == "reduce-scatter":
-            axes = eqn.params["axis_name"]
-            found.append(math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes)))
+            found.append(eqn)
         for param in eqn.params.values():
             body = getattr(param, "jaxpr", param)
             if hasattr(body, "eqns"):
-                found += scatter_groups(body, sizes)
+                found += scatters(body)
     return found
+
+
+def scatter_groups(jaxpr, sizes):
+    """How many devices each reduce-scatter is over, in the order of the program."""
+    axes = [eqn.params["axis_name"] for eqn in scatters(jaxpr)]
+    return [math.prod(sizes[a] for a in ((names,) if isinstance(names, str) else names)) for names in axes]
 
 
 def lowered(fn, *args, layout, dims, mesh="data=4, model=2"):
@@ -459,9 +464,8 @@ def test_a_reduce_scatter_has_no_dim_of_size_one_before_the_one_that_is_scattere
     }
     assert_sends_the_plan(step, w, x, **kinds)
     _, jaxpr = lowered(step, w, x, **kinds)
-    (body,) = [p["jaxpr"] for p in (e.params for e in jaxpr.eqns) if "jaxpr" in p]
-    scatters = [e for e in body.eqns if e.primitive.name == "reduce_scatter"]
-    assert [(e.invars[0].aval.shape, e.params["scatter_dimension"]) for e in scatters] == [((8, 16), 0)]
+    made = [(e.invars[0].aval.shape, e.params["scatter_dimension"]) for e in scatters(jaxpr)]
+    assert made == [((8, 16), 0)]
     same(step, w, x, meshes=["data=4, model=2"], **kinds)
 
 
