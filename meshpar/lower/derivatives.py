@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,17 +36,26 @@ OWN = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 def walk_body(walk: Walk, op: Op, frame: Frame) -> None:
     """The body of a function that has its own derivative: as it is, with that derivative."""
     ins = {id(v): v for v in op.ins if v is not None and _is_float(v)}
+    _settle(walk, ins.values())
+    if any(i in walk.plan.rings.pending and i not in walk.x for i in ins):
+        return walk.frame(frame)  # a term of a sum that is made on a ring later: what adds to it or turns it is linear
     before = {i: walk.x[i] for i in ins if i in walk.x and i not in walk.partial}
     held = [_Held.of(walk, v) for v in ins.values()]
     walk.x.update((i, lax.stop_gradient(x)) for i, x in before.items())
     walk.frame(frame)
     walk.x.update(before)
+    _settle(walk, op.outs)
     outs = {id(v): v for v in op.outs if _is_float(v) and id(v) in walk.x and id(v) not in ins}
-    for v in outs.values():
-        if id(v) in walk.partial and walk.partial[id(v)][1] != "sum":
+    results = _attached(walk, op, list(ins.values()), held, list(outs.values())) if ins and outs else []
+    walk.x.update(zip(outs, results, strict=False))
+    return None
+
+
+def _settle(walk: Walk, values: Iterable[Value]) -> None:
+    """Settle what is no sum of shards that are there."""
+    for v in values:
+        if id(v) in walk.partial and (walk.partial[id(v)][1] != "sum" or id(v) in walk.plan.rings.scatters):
             walk.settle(v)
-    for v, x in zip(outs.values(), _attached(walk, op, list(ins.values()), held, list(outs.values())), strict=True):
-        walk.x[id(v)] = x
 
 
 def _is_float(v: Value) -> bool:
@@ -92,65 +101,74 @@ def _size(axes: tuple[str, ...]) -> int:
     return math.prod(lax.axis_size(a) for a in axes)
 
 
-def _attached(walk: Walk, op: Op, ins: Sequence[Value], held: Sequence[_Held], outs: Sequence[Value]) -> list[Any]:
-    """The results of a body with the derivative of its function."""
-    ends = [_Held.of(walk, v) for v in outs]
-    at = {id(v): k for k, v in enumerate(ins)}
-    rest = [v for v in op.ins if v is not None and id(v) not in at]
-    others = [_Held.of(walk, v) for v in {id(v): v for v in rest}.values()]
-    where = at | {id(v): len(at) + k for k, v in enumerate({id(v): v for v in rest}.values())}
-    places = [next(k for k, out in enumerate(op.outs) if out is v) for v in outs]
-    n, shapes = len(ins), [h.spec for h in (*held, *others)]
-    avals = [v.aval for v in (*ins, *{id(v): v for v in rest}.values())]
+def _attached(walk: Walk, op: Op, floats: Sequence[Value], ins: list[_Held], outs: Sequence[Value]) -> list[Any]:
+    """The results of a body with the derivative of its function.
 
-    def function(floats: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, ...]:
-        xs = (*floats, *rest)
-        given = [
-            v.val if isinstance(v, Literal) else xs[where[id(x)]] for v, x in zip(op.eqn.invars, op.ins, strict=True)
-        ]
-        results = bind(op.eqn, given, op.eqn.params)
-        return tuple(results[k] for k in places)
+    Args:
+      floats: its operands that have one; ``ins``: how they lay before the body.
+      outs: its results that have one.
+    """
+    others = list({id(v): v for v in op.ins if v is not None and not _is_float(v)}.values())
+    values = [*floats, *others]
+    place = {id(v): k for k, v in enumerate(values)}
+    results = [next(k for k, out in enumerate(op.outs) if out is v) for v in outs]
+    held, ends = [*ins, *(_Held.of(walk, v) for v in others)], [_Held.of(walk, v) for v in outs]
+    n, like, specs = len(floats), [v.aval for v in values], [h.spec for h in held]
+
+    def at(rest: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+        """The function of its floats, as it is without any layout."""
+
+        def function(*xs: Any) -> tuple[Any, ...]:
+            every = (*xs, *rest)
+            operands = [
+                v.val if isinstance(v, Literal) else every[place[id(x)]]
+                for v, x in zip(op.eqn.invars, op.ins, strict=True)
+            ]
+            found = bind(op.eqn, operands, op.eqn.params)
+            return tuple(found[k] for k in results)
+
+        return function
 
     def forward(*xs: Any) -> Any:
-        tangents, floats, rest = xs[:n], xs[n : 2 * n], xs[2 * n :]
-        return jax.jvp(lambda *f: function(f, rest), floats, tangents)[1]
+        return jax.jvp(at(xs[2 * n :]), xs[n : 2 * n], xs[:n])[1]
 
     def backward(*xs: Any) -> Any:
-        floats, rest, cotangents = xs[:n], xs[n : len(shapes)], xs[len(shapes) :]
-        return jax.vjp(lambda *f: function(f, rest), *floats)[1](tuple(cotangents))
+        return jax.vjp(at(xs[n : len(values)]), *xs[:n])[1](xs[len(values) :])
 
+    def settled(xs: Sequence[Any]) -> list[Any]:
+        return [h.settled(x) for h, x in zip(held, xs, strict=False)]
+
+    given = [h.x for h in held[:n]], [h.x for h in ends], [h.x for h in held[n:]]
     if op.name == "custom_jvp_call":
 
         @jax.custom_jvp
-        def result(xs: Any, ys: Any, rest: Any) -> Any:
+        def with_jvp(xs: Any, ys: Any, rest: Any) -> Any:
+            del xs, rest
             return ys
 
-        @result.defjvp
+        @with_jvp.defjvp
         def _(primals: Any, tangents: Any) -> Any:
             xs, ys, rest = primals
-            whole = [h.settled(x) for h, x in zip((*held, *others), (*xs, *rest), strict=True)]
-            moving = [h.settled(t) for h, t in zip(held, tangents[0], strict=True)]
-            run = _lowered(walk, forward, [*avals[:n], *avals], [*shapes[:n], *shapes], [h.spec for h in ends])
-            found = [h.parted(t) for h, t in zip(ends, run(*moving, *whole), strict=True)]
-            return result(xs, ys, rest), found
+            run = _lowered(walk, forward, [*like[:n], *like], [*specs[:n], *specs], [h.spec for h in ends])
+            found = run(*settled(tangents[0]), *settled([*xs, *rest]))
+            return with_jvp(xs, ys, rest), [h.parted(t) for h, t in zip(ends, found, strict=True)]
 
-        return result([h.x for h in held], [h.x for h in ends], [h.x for h in others])
+        return with_jvp(*given)
 
     @jax.custom_vjp
-    def from_outside(xs: Any, ys: Any, rest: Any) -> Any:
+    def with_vjp(xs: Any, ys: Any, rest: Any) -> Any:
+        del xs, rest
         return ys
 
-    def bwd(kept: Any, cotangents: Any) -> Any:
+    def pulled_back(kept: Any, cotangents: Any) -> Any:
         xs, rest = kept
-        whole = [h.settled(x) for h, x in zip((*held, *others), (*xs, *rest), strict=True)]
-        moving = [h.gathered(t) for h, t in zip(ends, cotangents, strict=True)]
-        like = [*avals, *(v.aval for v in outs)]
-        run = _lowered(walk, backward, like, [*shapes, *(h.spec for h in ends)], shapes[:n])
-        found = [h.spread(t) for h, t in zip(held, run(*whole, *moving), strict=True)]
-        return found, [jnp.zeros_like(t) for t in cotangents], [None for _ in rest]
+        run = _lowered(walk, backward, [*like, *(v.aval for v in outs)], [*specs, *(h.spec for h in ends)], specs[:n])
+        found = run(*settled([*xs, *rest]), *(h.gathered(t) for h, t in zip(ends, cotangents, strict=True)))
+        mine = [h.spread(t) for h, t in zip(held, found, strict=False)]
+        return mine, [jnp.zeros_like(t) for t in cotangents], [None] * len(rest)
 
-    from_outside.defvjp(lambda xs, ys, rest: (ys, (xs, rest)), bwd)
-    return from_outside([h.x for h in held], [h.x for h in ends], [h.x for h in others])
+    with_vjp.defvjp(lambda xs, ys, rest: (ys, (xs, rest)), pulled_back)
+    return with_vjp(*given)
 
 
 def _lowered(
