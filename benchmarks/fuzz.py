@@ -1,9 +1,10 @@
 """Random programs × random layouts × random meshes, values and gradients against the unsharded run.
 
-    python benchmarks/fuzz.py --cases 5000 [--seed 0] [--lowering shard_map jit] [--log fuzz.jsonl] [--workers 1]
+    python benchmarks/fuzz.py --cases 5000 [--seed 0] [--lowering shard_map jit] [--log fuzz.jsonl] [--workers 1] [--outside 4]
 
-A case is a program on a mesh under a layout, run under every lowering asked for. Prints how many ran, how many differed, how many
-could not run, the primitives that they covered, and for every case that differs the smallest one found that still does.
+A case is a program on a mesh under a layout, run under every lowering asked for. Gradients are taken in the program that is
+lowered; in one case of four (``--outside``), of the function that the lowering returns. Prints how many ran, how many differed,
+how many could not run, the primitives that they covered, and for every case that differs the smallest one found that still does.
 With ``--log`` the outcome of each case is appended to a file, and cases that are in it are not run again.
 """
 
@@ -35,7 +36,7 @@ def outcome(case, lowering, reference):
     return ("differs", str(found[0])) if found else ("", "")
 
 
-def worker(seed, indices, lowerings, tries):
+def worker(seed, indices, lowerings, tries, every):
     """Run cases, print a line of JSON for each."""
     import jax
 
@@ -48,8 +49,8 @@ def worker(seed, indices, lowerings, tries):
     warnings.simplefilter("ignore")
     for n, index in enumerate(indices):
         print(json.dumps({"begun": index}), flush=True)
-        case = programs.make_case(random.Random(f"{seed}/{index}"))
-        line = {"case": index, "mesh": case.mesh, "failed": {}}
+        case = programs.make_case(random.Random(f"{seed}/{index}"), every=every)
+        line = {"case": index, "mesh": case.mesh, "outside": case.outside, "failed": {}}
         reference = run.unsharded(case)
         line["primitives"] = list(reference.primitives)
         for lowering in lowerings:
@@ -73,8 +74,8 @@ def run_chunk(args, indices, note):
     """Run cases in processes of their own; a case in which one dies is noted as crashed."""
     todo = list(indices)
     while todo:
-        command = [sys.executable, __file__, "--seed", str(args.seed), "--tries", str(args.tries), "--lowering", *args.lowering,
-                   "--worker", *map(str, todo)]  # fmt: skip
+        command = [sys.executable, __file__, "--seed", str(args.seed), "--tries", str(args.tries),
+                   "--outside", str(args.outside), "--lowering", *args.lowering, "--worker", *map(str, todo)]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
         assert process.stdout is not None
         begun = None
@@ -109,19 +110,22 @@ def main():
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no more cases after so long")
     parser.add_argument("--tries", type=int, default=80, help="runs spent on making a failing case small; 0: none")
+    parser.add_argument("--outside", type=int, default=4, metavar="N",
+                        help="of one program in N the lowered function is differentiated; 1: of all, 0: of none")  # fmt: skip
     parser.add_argument("--worker", nargs="+", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.seed, args.worker, args.lowering, args.tries)
+        worker(args.seed, args.worker, args.lowering, args.tries, args.outside)
         return
     lines = [json.loads(text) for text in args.log.read_text().splitlines()] if args.log and args.log.exists() else []
-    lines = [line for line in lines if line["seed"] == args.seed and set(line["lowerings"]) >= set(args.lowering)]
+    lines = [line for line in lines if line["seed"] == args.seed and set(line["lowerings"]) >= set(args.lowering)
+             and line.get("every") == args.outside]  # fmt: skip
     have = {line["case"] for line in lines}
     todo = [i for i in range(args.first, args.first + args.cases) if i not in have]
     start = time.time()
 
     def note(line):
-        line.update(seed=args.seed, lowerings=args.lowering)
+        line.update(seed=args.seed, lowerings=args.lowering, every=args.outside)
         lines.append(line)
         if args.log:
             with args.log.open("a") as f:
@@ -142,7 +146,9 @@ def main():
 def report(lines, lowerings, seconds):
     """Print what ran, what it covered, and what failed."""
     crashed = [x for x in lines if "process" in x["failed"]]
+    ways = Counter(x.get("outside") for x in lines)
     print(f"{len(lines)} cases, each under {' and '.join(lowerings)}; {seconds:.0f} s")
+    print(f"  {ways['vjp'] + ways['jvp']} differentiated from outside (vjp {ways['vjp']}, jvp {ways['jvp']})")
     for lowering in lowerings:
         kinds = Counter(x["failed"][lowering]["kind"] for x in lines if lowering in x["failed"])
         differ = kinds.pop("differs", 0)

@@ -15,6 +15,7 @@ from .._compat import body_consts, scan_counts
 from ..layout import Spec
 from ..plan.fusion import itemsize
 from ..program.graph import Frame, Op, Value
+from .derivatives import OWN, walk_body
 from .exchange import axis_index, cut, fine_names
 from .moves import through_integers
 
@@ -32,6 +33,8 @@ def call(walk: Walk, op: Op) -> None:
             walk.put(value, literal(var), whole(value))
     if op.name in ("checkpoint", "remat", "remat2"):
         _checkpoint(walk, op, frame)
+    elif op.name in OWN:
+        walk_body(walk, op, frame)
     else:
         walk.frame(frame)
     for var, out in zip(frame.jaxpr.outvars, op.outs, strict=True):

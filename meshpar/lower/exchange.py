@@ -15,9 +15,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshpar_kernels.collectives import coloured, in_order
 
+from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec
 from ..plan.collectives import Form, reduces, settlement
 from ..plan.torus import Torus
+from ..program.graph import Value
 
 Sizes = Mapping[str, int]
 
@@ -85,6 +87,19 @@ def shape_in(shape: Sequence[int], have: Spec, need: Spec, sizes: Sizes) -> tupl
     return tuple(n * b // a for n, b, a in zip(shape, before, after, strict=True))
 
 
+def check_blocks(value: Value, spec: Spec, sizes: Sizes) -> None:
+    """Raises UnsupportedError where a dim does not divide over the axes that split it."""
+    for i, (n, axes) in enumerate(zip(value.shape, spec, strict=True)):
+        parts = math.prod(sizes[a] for a in axes)
+        if n % parts:
+            raise UnsupportedError(
+                f"dim {i} of size {n} does not divide over {'+'.join(axes)} ({parts} parts)",
+                path=value.path,
+                shape=value.shape,
+                fixes=['use lowering="jit", which pads', f"or a size that is a multiple of {parts}"],
+            )
+
+
 def cut(x: Any, have: Spec, need: Spec, sizes: Sizes) -> Any:
     """Keep this device's part along the axes that come."""
     for i, (a, b) in enumerate(zip(have, need, strict=True)):
@@ -103,9 +118,15 @@ def on_words(x: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def _scatter(x: Any, axes: Sequence[str], dim: int, form: Form, sizes: Sizes) -> Any:
-    """Sum over axes of the factored mesh, and keep this device's block of a dim."""
+    """Sum over axes of the factored mesh, and keep this device's block of a dim.
+
+    Dims of size 1 before it are left out meanwhile: with one the TPU compiler makes an all-reduce, which sends twice the bytes.
+    """
     if not axes:
         return x
+    ones = tuple(i for i in range(dim) if x.shape[i] == 1)
+    if ones:
+        return lax.expand_dims(_scatter(lax.squeeze(x, ones), axes, dim - len(ones), form, sizes), ones)
     if form == "coloured":
         return coloured("reduce_scatter", x, axes, dim)
     if form == "hierarchical":
@@ -118,6 +139,39 @@ def _scatter(x: Any, axes: Sequence[str], dim: int, form: Form, sizes: Sizes) ->
     for a in axes:
         x = lax.psum_scatter(x, a, scatter_dimension=dim, tiled=True)
     return x
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extremum(x: Any, axes: tuple[str, ...], largest: bool) -> Any:
+    """The largest (smallest) of what devices have; its derivative, which JAX leaves out, is theirs who have it, in equal shares."""
+    return (lax.pmax if largest else lax.pmin)(x, axes)
+
+
+@_extremum.defjvp
+def _(axes: tuple[str, ...], largest: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    out = _extremum(x, axes, largest)
+    if t.dtype == jax.dtypes.float0:
+        return out, t
+    mine = (x == out).astype(x.dtype)
+    return out, lax.psum(mine * t, axes) / lax.psum(mine, axes)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def shared(found: Any, x: Any, dims: tuple[int, ...], axes: tuple[str, ...]) -> Any:
+    """An extremum over dims of ``x``, which ``axes`` split; its derivative goes to all elements that equal it, in equal shares."""
+    del x, dims, axes
+    return found
+
+
+@shared.defjvp
+def _(dims: tuple[int, ...], axes: tuple[str, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (found, x), (t, tx) = primals, tangents
+    if t.dtype == jax.dtypes.float0:
+        return shared(found, x, dims, axes), t
+    mine = (x == lax.expand_dims(found, dims)).astype(x.dtype)
+    whole, count = (lax.psum(y.sum(dims), axes) for y in (mine * tx, mine))
+    return shared(found, x, dims, axes), whole / count
 
 
 def settle(
@@ -145,7 +199,7 @@ def settle(
         x, begun = _scatter(x, got[begun:], i, form, sizes), False
     reduce = fine_names([a for a in reduce if sizes[a] > 1], sizes)
     if reduce and reduces(kind, dtype):
-        x = {"sum": lax.psum, "max": lax.pmax, "or": lax.pmax, "min": lax.pmin, "and": lax.pmin}[kind](x, reduce)
+        x = lax.psum(x, reduce) if kind == "sum" else _extremum(x, reduce, kind in ("max", "or"))
     elif reduce:
         every = lax.all_gather(x, reduce, axis=0)
         together = {"prod": jnp.multiply, "and": jnp.bitwise_and, "or": jnp.bitwise_or}[kind]

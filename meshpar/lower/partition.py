@@ -30,7 +30,7 @@ from ..plan.plan import Plan
 from ..plan.planner import stretched
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import Grid, cut
+from .exchange import Grid, check_blocks, cut, fine_names, shared
 from .local import run_elementwise, run_local
 from .moves import bring
 from .orders import Orders
@@ -57,7 +57,7 @@ def lower_to_shard_map(
         *((v, plan.specs[id(v)]) for v in program.inputs),
         *zip(program.outputs, plan.out_specs, strict=True),
     ]:
-        _check_blocks(value, spec, plan.sizes)
+        check_blocks(value, spec, plan.sizes)
     consts = list(program.closed.consts)
 
     def local(*xs: Any) -> tuple[Any, ...]:
@@ -86,18 +86,6 @@ def lower_to_shard_map(
     return lambda *xs: call(*consts, *xs), ins, outs
 
 
-def _check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
-    for i, (n, axes) in enumerate(zip(value.shape, spec, strict=True)):
-        parts = math.prod(sizes[a] for a in axes)
-        if n % parts:
-            raise UnsupportedError(
-                f"dim {i} of size {n} does not divide over {'+'.join(axes)} ({parts} parts)",
-                path=value.path,
-                shape=value.shape,
-                fixes=['use lowering="jit", which pads', f"or a size that is a multiple of {parts}"],
-            )
-
-
 class Walk:
     """The program on one device.
 
@@ -116,6 +104,7 @@ class Walk:
       replacing: ids of the results that take the place of donated arguments.
       replaced: the last of those that was gathered.
       orders: in which orders of their dims partial sums can be had.
+      extreme_of: what an extremum that is unsettled was taken of, over which dims, by ``id(value)``.
     """
 
     def __init__(self, plan: Plan, grid: Grid, orders: Orders):
@@ -133,6 +122,7 @@ class Walk:
         self.raw: dict[int, Any] = {}
         self.replacing = {id(plan.program.outputs[k]) for k in in_place(plan)}
         self.replaced: list[Any] = []
+        self.extreme_of: dict[int, tuple[Any, tuple[int, ...]]] = {}
 
     def run(self, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         program = self.plan.program
@@ -225,6 +215,8 @@ class Walk:
             if plan.partial and plan.partial[k]:
                 self.partial[id(out)] = plan.partial[k], plan.kind
                 self.orders.product(op, xs, x)
+                if op.name in ("reduce_max", "reduce_min"):
+                    self.extreme_of[id(out)] = xs[0], tuple(op.eqn.params["axes"])
             else:
                 self.finish(out)
 
@@ -344,6 +336,8 @@ class Walk:
         x, times = (self.x[id(value)], 1.0) if ring is None else scattered(self, ring, value.aval.dtype)
         size, forms = x.size * times, self.plan.forms.get(id(value))
         x, spec = self.orders.settle(x, self.now[id(value)], rest, axes, kind, forms, begun=ring is not None)
+        if id(value) in self.extreme_of and (over := fine_names([a for a in axes if self.sizes[a] > 1], self.sizes)):
+            x = shared(x, *self.extreme_of.pop(id(value)), over)
         if x.size < size and size * x.dtype.itemsize >= LARGE // 4:
             # where it is sent whole: cut here, not where it is read
             (x,) = lax.optimization_barrier([x])

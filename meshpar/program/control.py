@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .._compat import closed_parts, constraint_spec, scan_counts
+from jax.extend.core import Literal
+
+from .._compat import closed_parts, constraint_spec, new_var, scan_counts
 from .graph import Frame, Op, Value
 from .names import NONE
+from .primitives import name_dims_p
 
 if TYPE_CHECKING:
     from .infer import Builder
 
 
-def _call(get: Callable[[Any], Any]):
-    """A body that runs once, on the operands as they are."""
+def _call(get: Callable[[Any], Any], own: bool = False):
+    """A body that runs once, on the operands as they are; ``own``: with a derivative of its own, even where it does nothing."""
 
     def handler(b: Builder, op: Op) -> list[Value]:
         jaxpr, _consts = closed_parts(get(op.eqn.params))
+        if own:
+            jaxpr = _with_own_results(jaxpr, op)
         frame = Frame(jaxpr, op)
         op.frames = [frame]
         _bind_consts(b, frame)
@@ -26,6 +31,21 @@ def _call(get: Callable[[Any], Any]):
         return [_result(b, frame, v, op) for v in jaxpr.outvars]
 
     return handler
+
+
+def _with_own_results(jaxpr: Any, op: Op) -> Any:
+    """A body none of whose results is an operand."""
+    eqns, outvars, ins = list(jaxpr.eqns), list(jaxpr.outvars), set(jaxpr.invars)
+    for k, var in enumerate(outvars):
+        if not isinstance(var, Literal) and var in ins:
+            outvars[k] = new_var(var.aval)
+            same = {
+                "primitive": name_dims_p,
+                "params": {"names": (None,) * len(var.aval.shape)},
+                "effects": frozenset(),
+            }
+            eqns.append(op.eqn.replace(**same, invars=[var], outvars=[outvars[k]]))
+    return jaxpr.replace(eqns=eqns, outvars=outvars) if len(eqns) > len(jaxpr.eqns) else jaxpr
 
 
 def _result(b: Builder, frame: Frame, var: Any, op: Op) -> Value:
@@ -153,7 +173,7 @@ CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
     ),
     **dict.fromkeys(
         ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-        _call(lambda p: p.get("call_jaxpr", p.get("fun_jaxpr"))),
+        _call(lambda p: p.get("call_jaxpr", p.get("fun_jaxpr")), own=True),
     ),
 }
 """By primitive: (builder, op) → results."""

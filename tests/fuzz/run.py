@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,17 +72,53 @@ class Reference:
     primitives: Counter[str]
 
 
+def lowered(case: Case, real: Any = jnp.float32) -> Callable[..., Any]:
+    """The function that is lowered: with the gradients inside, or the one that is differentiated from outside."""
+    return case.program.function(real, "forward" if case.outside else "program")
+
+
+def compared(case: Case, fn: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """What is compared: the results of a function (lowered or not), or these and its derivative along random directions."""
+    at = [k for k, i in enumerate(case.program.inputs) if i.name in case.program.grads]
+    if not case.outside or not at:
+        return fn
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        def of(*xs: Any) -> Any:
+            given = dict(zip(at, xs, strict=True))
+            return fn(*(given.get(k, x) for k, x in enumerate(args)))
+
+        xs = [args[k] for k in at]
+        if case.outside == "jvp":
+            outs, found = jax.jvp(of, xs, [direction(x, case.program.seed, k) for k, x in enumerate(xs)])
+        else:
+            outs, back = jax.vjp(of, *xs)
+            found = back(tuple(direction(x, case.program.seed, k) for k, x in enumerate(outs)))
+        return *outs, *(t for t in found if t.dtype != jax.dtypes.float0)
+
+    return run
+
+
+def direction(x: Any, *seed: int) -> Any:
+    """A random cotangent or tangent of an array."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return np.zeros(x.shape, jax.dtypes.float0)
+    return jnp.asarray(np.random.default_rng(seed).integers(-8, 9, x.shape) / 4, x.dtype)
+
+
 def unsharded(case: Case, options: dict[str, Any] | None = None) -> Reference:
     args = case.program.values()
-    traced = jax.jit(case.program.function()).trace(*args)
+    traced = jax.jit(compared(case, lowered(case))).trace(*args)
     results = traced.lower().compile(compiler_options=quick() if options is None else options)(*args)
     return Reference([host(x) for x in results], primitives(traced.jaxpr.jaxpr))
 
 
 def sharded(case: Case, lowering: str, options: dict[str, Any]) -> list[Any]:
     program = case.program
-    run = mp.jit(program.function(), mesh=mp.mesh(case.mesh), layout=case.layout, dims=program.dims, lowering=lowering,
-                 compiler_options=options)  # fmt: skip
+    run = mp.jit(lowered(case), mesh=mp.mesh(case.mesh), layout=case.layout, dims=program.dims, lowering=lowering,
+                 compiler_options=None if case.outside else options)  # fmt: skip
+    if case.outside:
+        run = jax.jit(compared(case, run), compiler_options=options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mp.JoinWarning)
         return list(run(*program.values()))
@@ -91,7 +127,7 @@ def sharded(case: Case, lowering: str, options: dict[str, Any]) -> list[Any]:
 def in_f64(case: Case) -> list[np.ndarray]:
     """The results of the program in f64: what both runs approximate."""
     with jax.enable_x64(True):
-        run = jax.jit(case.program.function(jnp.float64))
+        run = jax.jit(compared(case, lowered(case, jnp.float64)))
         args = case.program.values(np.float64)
         return [host(x) for x in run.lower(*args).compile(compiler_options=quick())(*args)]
 

@@ -33,8 +33,10 @@ def pruned(p: Program) -> Program:
 def smaller(case: Case) -> Iterator[Case]:
     """Cases with one thing less, the larger cuts first."""
     p = case.program
+    if case.outside:
+        yield replace(case, outside="")
     if p.grads:
-        yield replace(case, program=replace(p, grads=[]))
+        yield replace(case, program=replace(p, grads=[]), outside="")
     for out in p.outs if len(p.outs) > 1 else []:
         yield replace(case, program=pruned(replace(p, outs=[out])))
     for k in range(len(p.outs) if len(p.outs) > 1 else 0):

@@ -93,10 +93,11 @@ class Program:
         ]
         return "\n".join(out)
 
-    def function(self, real: Any = jnp.float32) -> Callable[..., tuple[Any, ...]]:
+    def function(self, real: Any = jnp.float32, name: str = "program") -> Callable[..., tuple[Any, ...]]:
+        """``program``, or ``forward``, which returns the results alone."""
         scope = namespace(real)
         exec(compile(self.text, "<program>", "exec"), scope)
-        return scope["program"]
+        return scope[name]
 
     def values(self, real: Any = np.float32) -> list[Any]:
         return [i.value(self.seed, real) for i in self.inputs]

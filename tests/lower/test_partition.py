@@ -68,18 +68,23 @@ def sent_by(jaxpr, sizes, times=1, found=None):
     return found
 
 
-def scatter_groups(jaxpr, sizes):
-    """How many devices each reduce-scatter is over, in the order of the program."""
+def scatters(jaxpr):
+    """The reduce-scatters, in the order of the program."""
     found = []
     for eqn in jaxpr.eqns:
         if KINDS.get(eqn.primitive.name) == "reduce-scatter":
-            axes = eqn.params["axis_name"]
-            found.append(math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes)))
+            found.append(eqn)
         for param in eqn.params.values():
             body = getattr(param, "jaxpr", param)
             if hasattr(body, "eqns"):
-                found += scatter_groups(body, sizes)
+                found += scatters(body)
     return found
+
+
+def scatter_groups(jaxpr, sizes):
+    """How many devices each reduce-scatter is over, in the order of the program."""
+    axes = [eqn.params["axis_name"] for eqn in scatters(jaxpr)]
+    return [math.prod(sizes[a] for a in ((names,) if isinstance(names, str) else names)) for names in axes]
 
 
 def lowered(fn, *args, layout, dims, mesh="data=4, model=2"):
@@ -432,6 +437,25 @@ def test_what_replaces_donated_arguments_is_gathered_in_turn_and_put_there(monke
         # one to wait for the other; and `in`, gathered along its first dim, is put there as integers
         assert text.count("stablehlo.optimization_barrier") == barriers
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), fn(*args), step(*args))
+
+
+def test_a_reduce_scatter_has_no_dim_of_size_one_before_the_one_that_is_scattered():
+    """An expert's gradient on the device that has this one alone: with that dim the TPU compiler makes an all-reduce of it."""
+
+    def step(w, x):
+        value, grad = jax.value_and_grad(lambda w: (jnp.einsum("bxe,xem->bxm", x, w) ** 2).sum())(w)
+        return w - 0.01 * grad, value
+
+    w, x = normal(2, 8, 16), normal(8, 2, 8)
+    kinds = {
+        "layout": "expert: model; batch: data; embed: data",
+        "dims": {"w": "expert embed mlp", "x": "batch expert embed"},
+    }
+    assert_sends_the_plan(step, w, x, **kinds)
+    _, jaxpr = lowered(step, w, x, **kinds)
+    made = [(e.invars[0].aval.shape, e.params["scatter_dimension"]) for e in scatters(jaxpr)]
+    assert made == [((8, 16), 0)]
+    same(step, w, x, meshes=["data=4, model=2"], **kinds)
 
 
 def test_what_a_loop_only_reads_is_gathered_once_before_it():
