@@ -3,11 +3,14 @@
 With A devices on a ring, t the seconds of a hop (blocks go both ways at once), m those of the products of a block:
 
 - a collective of its own is exposed for as long as it takes; but the gather of what waits for nothing (a weight) is not: the
-  TPU compiler sends for it while the products before it run;
-- a ring takes ``(A-1)/2`` steps of ``max(t, 2·m)``, the first of ``max(t, m)``, and if A is even a last one of ``max(t/2, m)``;
-  what that is longer than the products themselves is exposed. Every block costs a start and the memory traffic of
-  :func:`between_hops`; sums that travel are added up before they go on, so that their hop is that much longer, while those of the
-  other way can be added during it. Rows that do not fill the matrix unit are paid for;
+  TPU compiler sends for it while the products before it run; nor is, on chips that can, as much of a gather as other products of
+  its body run meanwhile (:mod:`meshpar.plan.ahead`);
+- a ring takes the time of all it computes, and waits: ``(A-1)/2`` times for what of t is longer than what runs beside it, 2·m, the
+  first time m, and if A is even a last time for t/2; a product of no pair that can run meanwhile hides one of these. On devices of two cores the compiler orders one product beside a hop,
+  whatever there is (in every ring of the Llama layers on v5p). What that is longer than the products themselves is exposed.
+  Every block costs a start, and :func:`light_work` is computed apart; sums that travel are added up before they go on, so that
+  their hop is that much longer, while those of the other way can be added during it. Rows that do not fill the matrix unit are
+  paid for; a product takes the longer of its arithmetic and of its memory traffic;
 - a kernel takes ``max(T_matmul, T_comm)`` and one hop more, the first or the last, beside which there is nothing to multiply; and
   what is copied to bring its operands into the form that it takes.
 """
@@ -18,18 +21,18 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
 from .._compat import scan_counts, user_stacklevel
 from ..errors import TorusWarning
+from ..layout import Spec
 from ..program.graph import Op, Value
-from .collectives import Collective, duration, local_shape
+from .collectives import Collective, duration, local_bytes, local_shape
 from .flops import padded_flops
-from .fusion import FUSED, VIEWS
+from .fusion import FUSED, VIEWS, itemsize
 from .hardware import Chip, hop_seconds, seconds_of, volume_of
 from .pairs import GatherRing, ScatterRing, describe
 from .torus import Stage
@@ -39,8 +42,11 @@ if TYPE_CHECKING:
 
 BLOCK = 2e-6
 """Seconds that starting the products of one more block takes, or a kernel."""
+LANES = 64
+"""Elements that the vector units of a core compute in a cycle in an op that is not fused with a product: additions of two blocks of
+bfloat16, cuts, conversions alike come out at 57 to 70 in the compiler's own estimates for v5e and for v5p."""
 BETWEEN = 0.5
-"""Part of HBM's bandwidth at which what stands between hops runs: blocks are small, and rounded on the way."""
+"""Part of HBM's bandwidth at which such ops run where the chip's clock is not known."""
 
 
 def major_of(plan: Plan, axes: Sequence[str]) -> list[Stage]:
@@ -59,76 +65,114 @@ def is_line(stage: Stage) -> bool:
 
 
 def exposed_by(
-    plan: Plan, chip: Chip, sent: Sent, pair: GatherRing | ScatterRing, dots: Sequence[Op], hops: Sequence[Collective],
-    fused: FusedGather | FusedScatter | None,
+    plan: Plan, chip: Chip, sent: Sent, pair: GatherRing | ScatterRing, hops: Sequence[Collective],
+    fused: FusedGather | FusedScatter | None, others: Sequence[float] = (),
 ) -> dict[str, float]:  # fmt: skip
     """Seconds, once, in which nothing is multiplied, by choice; ``pallas`` where there is a kernel.
 
     Args:
-      dots: the products of the pair.
       hops: what a ring would send instead.
       fused: the kernel that takes the pair.
+      others: seconds of the products of no pair that can run while a gather is sent.
     """
+    dots = [op for op, _ in (pair.dots if isinstance(pair, GatherRing) else pair.leaves)]
     device = chip.per_device()
     stages = [s for a in pair.axes for s in plan.torus[a]]
     first = sent.collectives[0]
     alone = seconds_of(first.op, volume_of(first, plan.sizes), stages, chip, first.form)
-    total = 0.0
-    for op in dots:
-        rate = device.matmul_rate(str(op.eqn.invars[0].aval.dtype)) * chip.matmul_efficiency
-        total += padded_flops(op, plan, chip.lanes) / rate
     memory = device.hbm_bandwidth * chip.hbm_efficiency
+    products = [product_seconds(plan, chip, op) for op in dots]
+    total = sum(products)
     devices, (stage, *_) = devices_of(plan, pair.axes), major_of(plan, pair.axes) or [Stage(1)]
     rest = sum(c.seconds or 0.0 for c in hops if c.form != "ring")
     hop = hop_seconds(max((c.bytes for c in hops if c.form == "ring"), default=0.0), stage, chip)
     last = 0.0 if devices % 2 else hop / (1 if devices == 2 else 2)
     steps = (devices - 1) // 2
-    each, ends = (n / (BETWEEN * memory) for n in between_hops(plan, pair, devices))
+    each, once = light_work(plan, chip, pair, devices)
     block = total / devices + BLOCK * len(dots) + each
-    wait = (
-        each if isinstance(pair, ScatterRing) else 0.0
-    )  # sums go on when what came is in them; what is gathered goes on at once
-    took = block + ends
-    if steps:
-        took = max(hop + wait, block) + (steps - 1) * max(hop + wait, 2 * block) + 2 * block + ends
-    if devices % 2 == 0:
-        took += max(0.0, last + wait - 2 * block) + block
-    if isinstance(pair, GatherRing) and waits_for_nothing(pair.value, _carried(plan)):
-        alone = 0.0
-    out = {"xla": alone, "ring": rest + max(0.0, took - total)}
+    waits: list[float] = []
+    if chip.cores > 1:
+        one = total / devices / max(1, len(dots))
+        waits += [max(0.0, hop - one)] * steps + [max(0.0, last - one)]
+    else:
+        # sums go on when what came is in them; what is gathered goes on at once
+        added = each if isinstance(pair, ScatterRing) else 0.0
+        waits += [max(0.0, hop + added - block)] * (steps > 0) + [max(0.0, hop + added - 2 * block)] * (steps - 1)
+        waits += [max(0.0, last + added - (2 if steps else 1) * block)] * (last > 0)
+    waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
+    if isinstance(pair, GatherRing):
+        beside = sum(others) if chip.cores == 1 else 0.0
+        alone = 0.0 if waits_for_nothing(pair.value, _carried(plan)) else max(0.0, alone - beside)
+    if isinstance(pair, ScatterRing):  # whole sums of several products go through memory, blocks of them do not
+        summed = pair.leaves[0][0]
+        more = itemsize(pair.value.aval) * _local(plan, summed.outs[0], plan.ops[id(summed)].outs[0])
+        total += (len(dots) - 1) * more / memory
+    out = {"xla": alone, "ring": rest + max(0.0, block * devices + once - total) + sum(waits)}
     if fused is not None:
         sending = steps * hop + last
         out["pallas"] = rest + max(0.0, sending - total) + min(hop, sending) + BLOCK + fused.copied / memory
     return out
 
 
-def between_hops(plan: Plan, pair: GatherRing | ScatterRing, devices: int) -> tuple[float, float]:
-    """Bytes that a ring reads and writes beside what its products do at once: (for each block, once).
+def product_seconds(plan: Plan, chip: Chip, op: Op) -> float:
+    """A product on one device: the longer of its arithmetic, rounded up to the matrix unit, and of its traffic with HBM."""
+    device = chip.per_device()
+    rate = device.matmul_rate(str(op.eqn.invars[0].aval.dtype)) * chip.matmul_efficiency
+    planned = plan.ops[id(op)]
+    traffic = sum(
+        local_bytes(v.aval.shape, itemsize(v.aval), spec or ((),) * len(v.aval.shape), plan.sizes)
+        for v, spec in zip((*op.eqn.invars, *op.eqn.outvars), (*planned.ins, *planned.outs), strict=True)
+    )
+    return max(padded_flops(op, plan, chip.lanes) / rate, traffic / (device.hbm_bandwidth * chip.hbm_efficiency))
+
+
+def light_seconds(chip: Chip, elements: float, size: float) -> float:
+    """Seconds of elementwise work apart from products.
+
+    Args:
+      elements: that come out.
+      size: bytes of each, read and written together.
+    """
+    memory = elements * size / (chip.per_device().hbm_bandwidth * chip.hbm_efficiency)
+    return max(memory, elements / (LANES * chip.cores * chip.clock)) if chip.clock else memory / BETWEEN
+
+
+def light_work(plan: Plan, chip: Chip, pair: GatherRing | ScatterRing, devices: int) -> tuple[float, float]:
+    """Seconds of what a ring computes beside its products: (for each block, once).
 
     The TPU compiler (libtpu 0.0.42) does not fuse what stands between hops with the products. As the schedules of Llama-3-8B
-    layers have it (``benchmarks/overlap.py``; counted op by op on v5p, where this is three quarters of the time between
-    products; on v5e it is what compute as a whole grows by), in blocks of what is sent:
+    layers have it (``benchmarks/overlap.py``), in blocks of what is sent:
 
-    - a scatter: of every block that comes, the sums that came and this device's products are read, and their sum written: 3;
-      where there is a device opposite, its block is cut, rounded and added in halves: 4, once;
-    - a gather: the block of the device opposite is cut, joined and copied: 6, once; results are written in place by the
-      products. Over contracted blocks, the float32 sum of each product is read and written for each block.
+    - a scatter: of every block that comes but the first, the sum of what came and of this device's products; where there is a device
+      opposite, once, its block is added in halves and each half is joined to the rest: 3;
+    - a gather: the block of the device opposite is cut and joined: 2, once. Results are written in place by the products; over
+      contracted blocks, the float32 sum of each product is read and written for each block;
+
+    What a whole product computes as it reads it (a converted weight, an activation) is there before products in blocks; but these
+    are then so much shorter.
     """
     if devices == 1:
         return 0.0, 0.0
     opposite = devices % 2 == 0 and devices > 2
-    size = np.dtype(pair.value.aval.dtype).itemsize
+    size = itemsize(pair.value.aval)
     if isinstance(pair, ScatterRing):
         (op, _), *_ = pair.leaves
-        block = size * math.prod(local_shape(op.outs[0].shape, plan.ops[id(op)].outs[0], plan.sizes)) / devices
-        return 3.0 * block * (devices - 1) / devices, 4.0 * block * opposite
+        block = _local(plan, op.outs[0], plan.ops[id(op)].outs[0]) / devices
+        sums = devices - 1 - opposite
+        return sums / devices * light_seconds(chip, block, 3 * size), 3 * opposite * light_seconds(
+            chip, block, 3 * size
+        )
     each = 0.0
     for op, side in pair.dots:
         (lc, rc), _ = op.eqn.params["dimension_numbers"]
         if pair.dim in (lc, rc)[side]:
-            each += 8.0 * math.prod(local_shape(op.outs[0].shape, plan.ops[id(op)].outs[0], plan.sizes))
-    block = size * math.prod(local_shape(pair.value.shape, pair.need, plan.sizes)) / devices
-    return each, 6.0 * block * opposite
+            each += light_seconds(chip, _local(plan, op.outs[0], plan.ops[id(op)].outs[0]), 8.0)
+    block = _local(plan, pair.value, pair.need) / devices
+    return each, 2 * opposite * light_seconds(chip, block, 2 * size)
+
+
+def _local(plan: Plan, value: Value, spec: Spec) -> int:
+    return math.prod(local_shape(value.shape, spec, plan.sizes))
 
 
 def waits_for_nothing(value: Value, carried: set[int]) -> bool:

@@ -100,7 +100,7 @@ def scatter_of(plan: Plan, sent: Sent, uses: dict[int, int]) -> ScatterRing | No
     if not scatter:
         return None
     dim = next(iter(scatter))
-    leaves = _leaves(plan, value, dim, uses, _home(sent.frame), value)
+    leaves = _leaves(plan, value, dim, uses, home_of(sent.frame), value)
     return None if not leaves else ScatterRing(value, dim, scatter[dim], leaves)
 
 
@@ -108,7 +108,7 @@ def _leaves(
     plan: Plan, value: Value, dim: int, uses: dict[int, int], home: Frame, top: Value
 ) -> list[tuple[Op, int]] | None:
     op = value.op
-    if op is None or _home(op.frame) is not home or (value is not top and uses.get(id(value), 0) != 1):
+    if op is None or home_of(op.frame) is not home or (value is not top and uses.get(id(value), 0) != 1):
         return None
     if op.name == "dot_general" and id(op) in plan.ops:
         return None if id(op) in plan.rings.gathers else [(op, dim)]
@@ -128,7 +128,7 @@ def _leaves(
     return None
 
 
-def _home(frame: Frame) -> Frame:
+def home_of(frame: Frame) -> Frame:
     """The body that JAX traces a frame in: calls are walked in place."""
     while frame.parent is not None and frame.parent.name not in ("scan", "while", "cond"):
         parent = frame.parent

@@ -39,6 +39,7 @@ class Chip:
       latency: seconds a hop.
       matmul_efficiency, hbm_efficiency, link_efficiency: the part of the peak that is reached; 1 where nothing was measured.
       clock: cycles/s of the matrix units: peak FLOP/s by what their units of ``lanes``² do in a cycle; 0: not known.
+      cores: that one JAX device has.
       source: where the figures are from; ``~`` before those that are less certain.
     """
 
@@ -61,6 +62,7 @@ class Chip:
     hbm_efficiency: float = 1.0
     link_efficiency: float = 0.8
     clock: float = 0.0
+    cores: int = 1
     source: str = ""
 
     def per_device(self) -> Chip:
@@ -90,11 +92,11 @@ _BOOK = "JAX scaling book (tpus.md)"
 _GIB = 2.0**30
 # Less certain: DCN of all TPUs, ICI and the die-to-die link (six ICI links, says the vendor) of tpu7x, HBM of b200.
 _TABLE = (
-    Chip("v4", 2.75e14, None, 32 * _GIB, 1.23e12, 4.5e10, 6, (16, 16, 16), 6.2e9, 128 * 2**20, clock=1.05e9,
+    Chip("v4", 2.75e14, None, 32 * _GIB, 1.23e12, 4.5e10, 6, (16, 16, 16), 6.2e9, 128 * 2**20, clock=1.05e9, cores=2,
          source=f"{_BOOK}; ~dcn"),
     Chip("v5e", 1.97e14, 3.94e14, 15.75 * _GIB, 8.1e11, 4.5e10, 4, (16, 16), 3.1e9, 128 * 2**20, clock=1.5e9,
          source=f"{_BOOK}; hbm as the compiler reports it; ~dcn"),
-    Chip("v5p", 4.59e14, 9.18e14, 95 * _GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20, clock=1.75e9,
+    Chip("v5p", 4.59e14, 9.18e14, 95 * _GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20, clock=1.75e9, cores=2,
          source=f"{_BOOK}; ~dcn"),
     Chip("v6e", 9.18e14, 1.84e15, 32 * _GIB, 1.64e12, 9e10, 4, (16, 16), 1.25e10, 128 * 2**20, lanes=256,
          source="vendor page; ~dcn"),

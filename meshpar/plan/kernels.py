@@ -14,15 +14,12 @@ from ..layout import Spec
 from ..program.graph import Frame, Op, Value
 from .collectives import local_bytes
 from .fusion import FUSED, VIEWS, Item, Node, Region, fuse, itemsize
+from .pairs import BLOCKS
 from .relayout import relayout
 from .tiles import Tiles
 
 if TYPE_CHECKING:
     from .plan import Plan
-
-
-BLOCKS = 4
-"""Blocks of a sum on a ring that are there at once: two travel, the next two are made."""
 
 
 def kernels_of(plan: Plan) -> Region:
@@ -105,7 +102,10 @@ class _Walk:
             return self.hoisted[id(value), need]
         key = (id(op.frame), id(value), need)
         if key not in self.copies:
-            self.copies[key] = self.moved(item, value, have, need, op)
+            made = self.copies[key] = self.moved(item, value, have, need, op)
+            ring = self.plan.rings.gathers.get(id(op))
+            if ring is not None and ring.value is value and not ring.keep:
+                made.held = 0.0  # its blocks are gone when they are multiplied: memory.py counts those in flight
         return self.copies[key]
 
     def finish(self, op: Op, out: Value, item: Item, natural: Spec) -> None:

@@ -3,7 +3,8 @@
 Arguments are there from the beginning; donated ones give way to the results that take their place. A kernel's results are
 live from it to their last reader; a kernel may write over an operand that ends with it if both are as large. A loop holds
 what it reads, carries and stacks, and once what its body needs. What a kernel computes on the way to its result is not in
-memory: :mod:`meshpar.plan.fusion` has the rule. Only opaque kernels may say what they hold inside (``works=``).
+memory: :mod:`meshpar.plan.fusion` has the rule. Only opaque kernels may say what they hold inside (``works=``), and what is
+sent in blocks beside products has buffers (:func:`meshpar.plan.pairs.beside`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from .._compat import pass_of
 from ..program.graph import Value
+from .collectives import local_bytes
+from .exposed import devices_of
 from .flight import in_flight
 from .flops import local_work
-from .fusion import FUSED, Item, Node, Region
+from .fusion import FUSED, Item, Node, Region, itemsize
 from .kernels import kernels_of
 from .order import LARGE
+from .pairs import GatherRing, beside
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -136,7 +140,7 @@ class _Live:
                         free.remove(over)
                         self.drop(over)
                     self.add(out)
-                held = self.inside(node) or self.beside(node)
+                held = self.inside(node) or self.gathered(node)
                 if held is not None:
                     self.add(held)
                 self.sample(node, under_way[index])
@@ -149,17 +153,33 @@ class _Live:
                     self.drop(out)
 
     def inside(self, node: Node) -> Item | None:
-        """What an opaque kernel says that it holds while it runs, under the name of its first result."""
+        """What is held while a kernel runs, under the name of its first result: what an opaque one says, blocks in flight."""
         work = None if node.op is None else local_work(node.op, self.plan)
-        return None if work is None or not node.outs else Item(work.memory, node.outs[0].value, node)
+        size = self.blocks(node) if work is None else work.memory
+        return None if (work is None and not size) or not node.outs else Item(size, node.outs[0].value, node)
 
-    def beside(self, node: Node) -> Item | None:
+    def blocks(self, node: Node) -> float:
+        """Bytes of the blocks that travel while a kernel multiplies, or while a sum is settled."""
+        plan = self.plan
+        found = {id(r): r for op in node.products if (r := plan.rings.gathers.get(id(op))) is not None}
+        if node.name == "move!" and node.ins and node.outs:
+            ring = plan.rings.scatters.get(id(node.outs[0].value))
+            found.update({} if ring is None else {id(ring): ring})
+        total = 0.0
+        for pair in found.values():
+            spec = pair.need if isinstance(pair, GatherRing) else plan.specs[id(pair.value)]
+            devices = devices_of(plan, pair.axes)
+            block = local_bytes(pair.value.shape, itemsize(pair.value.aval), spec, plan.sizes)
+            total += beside(pair, block / devices if isinstance(pair, GatherRing) else block, devices)
+        return total
+
+    def gathered(self, node: Node) -> Item | None:
         """What is gathered for a result in the place of an argument: XLA for TPUs gathers into other memory, and copies."""
         if node.name != "move!" or id(node.writes[0]) not in self.in_place:
             return None
         (out,) = node.writes
-        gathered = out.bytes >= max(LARGE, 2 * sum(i.bytes for i in node.reads))
-        return Item(out.bytes, out.value, node) if gathered else None
+        grows = out.bytes >= max(LARGE, 2 * sum(i.bytes for i in node.reads))
+        return Item(out.bytes, out.value, node) if grows else None
 
     def loop(self, node: Node, ends: list[Item], kept: set[int]) -> None:
         """A loop or branch: its results from its start on (but stacks that nobody reads), and in turn what its bodies need."""

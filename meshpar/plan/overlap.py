@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
 from ..layout import Spec
+from .ahead import Free
 from .collectives import Collective, CollectiveOp, Form, local_shape, wire_bytes
-from .exposed import devices_of, exposed_by, is_line, major_of, warn_of_lines
+from .exposed import devices_of, exposed_by, is_line, major_of, product_seconds, warn_of_lines
 from .finding import gather_of, scatter_of, uses_of
 from .fused import fused_of
 from .hardware import hop_seconds, seconds_of
@@ -52,11 +53,12 @@ def decide(plan: Plan, mode: str) -> None:
     if mode == "off":
         return
     uses = uses_of(plan)
+    free = Free(plan, _paired(plan, uses))
     for sent in plan.sent:
         pair = gather_of(plan, sent) if sent.users else scatter_of(plan, sent, uses)
         if pair is None:
             continue
-        found = _decision(plan, sent, pair, mode)
+        found = _decision(plan, sent, pair, mode, free)
         plan.overlaps.append(found)
         if found.choice != "xla":
             _take(plan, sent, pair, found)
@@ -66,7 +68,19 @@ def decide(plan: Plan, mode: str) -> None:
 # -- deciding
 
 
-def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str) -> Overlap:
+def _paired(plan: Plan, uses: dict[int, int]) -> set[int]:
+    """Ids of the products that some pair has, but of gathers that the compiler sends for ahead."""
+    found: set[int] = set()
+    for sent in plan.sent:
+        pair = gather_of(plan, sent) if sent.users else scatter_of(plan, sent, uses)
+        if isinstance(pair, ScatterRing):
+            found.update(id(op) for op, _ in pair.leaves)
+        elif pair is not None:
+            found.update(id(op) for op, _ in pair.dots)
+    return found
+
+
+def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str, free: Free) -> Overlap:
     gather = isinstance(pair, GatherRing)
     dots = [op for op, _ in (pair.dots if isinstance(pair, GatherRing) else pair.leaves)]
     kind = "gather" if gather else "scatter"
@@ -74,10 +88,12 @@ def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str)
     idle = devices == 1 or 0 in pair.value.shape
     stages = [] if idle else major_of(plan, pair.axes)
     fused = fused_of(plan, pair, stages) if mode in ("auto", "pallas") else ""
-    exposed = None
+    exposed, others = None, []
     if plan.chip is not None:
         part = None if isinstance(fused, str) else fused
-        exposed = exposed_by(plan, plan.chip, sent, pair, dots, ring_collectives(plan, sent, pair), part)
+        others = free.beside(sent) if gather else []
+        seconds = [product_seconds(plan, plan.chip, op) for op in others]
+        exposed = exposed_by(plan, plan.chip, sent, pair, ring_collectives(plan, sent, pair), part, seconds)
     choice, reason = "xla", ""
     if idle:
         reason = "nothing is sent"
@@ -94,6 +110,8 @@ def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str)
             reason = f"no kernel: {fused}; {reason}"
         elif not isinstance(fused, str):
             reason += '; a fused kernel would run it too (overlap="pallas"), but none was timed yet'
+    if others:
+        free.take(sent, others)
     if exposed is not None and any(map(is_line, stages)):
         reason += f"; {plus(pair.axes)} is no ring of the torus, so that hops share links"
     return Overlap(kind, choice, reason, sent.collectives[0].tensor, pair.axes, len(dots), sent.count, exposed, dots[0])
@@ -106,7 +124,7 @@ def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool) -> tu
     if devices > MOST:
         return "xla", f"a ring of {devices} devices is longer than {MOST}"
     if exposed["xla"] == 0:
-        return "xla", "it waits for nothing: the compiler sends for it while other products run"
+        return "xla", "the compiler sends for it while other products run"
     if exposed["xla"] - exposed["ring"] < LEAST:
         few = "the products of a block are too short to hide a hop, and what stands between hops"
         return "xla", few if exposed["ring"] else "there is too little to gain"

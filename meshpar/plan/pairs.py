@@ -12,6 +12,8 @@ from ..layout import Spec
 from ..program.graph import Op, Value
 
 Choice = Literal["xla", "ring", "pallas"]
+BLOCKS = 4
+"""Blocks of a sum on a ring that are there at once: two leave, the next two are made."""
 
 
 @dataclass(eq=False, slots=True)
@@ -116,6 +118,23 @@ class Rings:
     pending: set[int] = field(default_factory=set)
     parts: dict[int, int] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
+
+
+def beside(pair: GatherRing | ScatterRing, block: float, devices: int) -> float:
+    """Bytes that a device holds while a pair runs, beside its operands, its results, and of a sum :data:`BLOCKS` blocks.
+
+    A kernel has two buffers each way, whatever the number of devices, and its copies of what it cannot take as it lies. Around a
+    ring two blocks of what is gathered leave while two arrive (the first that leave are the device's own); of a sum, the
+    blocks that leave and the next ones are in :data:`BLOCKS`, so that those which arrive are left.
+
+    Args:
+      block: bytes of a block of what is sent.
+      devices: of the ring.
+    """
+    gather = isinstance(pair, GatherRing)
+    if pair.fused is not None:
+        return (4 if gather else 4 - min(BLOCKS, devices)) * block + pair.fused.held
+    return (min(4, devices - 1) if gather else min(2, devices - 1)) * block
 
 
 def describe(axes: Sequence[str]) -> str:

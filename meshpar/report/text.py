@@ -170,10 +170,9 @@ def overlaps(plan: Plan) -> list[Text]:
     """Products beside collectives: how each kind is made, and why."""
     gains = [o.gain for o in plan.overlaps if o.gain is not None]
     rings, kernels = (sum(o.choice == c for o in plan.overlaps) for c in ("ring", "pallas"))
-    where = (
-        "on rings" if not kernels else "by fused kernels" if not rings else f"on rings, {kernels} more by fused kernels"
-    )
-    shown = rings or kernels
+    shown = rings + kernels
+    both = f"in blocks, {rings} on rings and {kernels} by fused kernels"
+    where = both if rings and kernels else "by fused kernels" if kernels else "on rings"
     head = f"{shown} of {len(plan.overlaps)} gathers and scatters beside products run {where} (overlap={plan.overlap})"
     out = [Text(head + (f", which saves {duration(sum(gains))}" if shown and gains else ""), style="bold")]
     for o, _, runs, gain in merge_overlaps(plan.overlaps)[:MOST]:

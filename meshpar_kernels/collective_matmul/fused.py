@@ -58,11 +58,12 @@ class _Fused:
     Attributes:
       reasons: why the kernel cannot take them; empty if it can.
       copied: bytes read and written to bring operands and results into its form.
+      held: bytes of the copies of operands. (Results are rather given another layout than copied, by their compiled peak.)
     """
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]], dots: Sequence[Dot], sides: Sequence[int], devices: int):
         self.dots, self.side, self.devices = list(dots), sides[0], devices
-        self.copied, self.transposed, self.join = 0.0, False, 0
+        self.copied, self.after, self.transposed, self.join = 0.0, 0.0, False, 0
         self.rows = self.k = self.n = 0
         reasons = []
         if any(dot.dimension_numbers[1][0] for dot in dots):
@@ -87,6 +88,10 @@ class _Fused:
         for p, w in zip(self.parts, self.others, strict=True):
             if len(self.parts) > 1 or not _sorted(self._order(p)):
                 self.copied += 2 * _bytes(w)
+
+    @property
+    def held(self) -> float:
+        return (self.copied - self.after) / 2
 
     def _order(self, p: _Sides) -> tuple[int, ...]:
         if self.transposed:
@@ -140,9 +145,10 @@ class FusedGather(_Fused):
         self.copied += 2 * _bytes(x) * (not _sorted((*first.free, *first.summed)))
         moved = _size(x.shape, first.free[: first.free.index(dim)]) > 1
         if moved or len(dots) > 1 or self.side == 1:
-            self.copied += 2.0 * devices * self.rows * self.n * self.dtypes[0].itemsize
+            self.after += 2.0 * devices * self.rows * self.n * self.dtypes[0].itemsize
         if keep and (moved or not _sorted((*first.free, *first.summed))):
-            self.copied += 2 * devices * _bytes(x)
+            self.after += 2 * devices * _bytes(x)
+        self.copied += self.after
 
     def __call__(self, x: jax.Array, others: Sequence[jax.Array], axis_name: Axes) -> list[jax.Array]:
         """As `meshpar_kernels.collective_matmul.gather_dots`; its gradient is that of the ring."""
@@ -234,7 +240,8 @@ class FusedScatter(_Fused):
         for p, a in zip(self.parts, self.mine, strict=True):
             self.copied += 2 * _bytes(a) * (moved or not _sorted((*p.free, *p.summed)))
         if self.side == 1:
-            self.copied += 2.0 * self.rows * self.n * self.dtype.itemsize
+            self.after = 2.0 * self.rows * self.n * self.dtype.itemsize
+        self.copied += self.after
 
     def __call__(self, operands: Sequence[tuple[jax.Array, jax.Array]], axis_name: Axes) -> jax.Array:
         """The products, added up and summed over the devices: this one's block. Its gradient is that of the ring."""
