@@ -91,6 +91,11 @@ class _Live:
         self.at: Node | None = None
         self.best: list[tuple[Item, float]] = []
         self.in_place: set[int] = set()
+        gathers = plan.rings.gathers
+        self.pieced = {
+            id(out) for pair in gathers.values() if pair.fused is None for op, _ in pair.dots for out in op.outs
+        }
+        self.pieced |= {id(pair.value) for pair in plan.rings.kept.values() if pair.fused is None}
 
     def add(self, item: Item, size: float | None = None) -> None:
         if id(item) not in self.live:
@@ -152,6 +157,15 @@ class _Live:
                 if out.last <= index and id(out) not in kept:
                     self.drop(out)
 
+    def from_the_start(self, region: Region) -> list[Item]:
+        """What rings put together block by block: in a loop body the TPU compiler (libtpu 0.0.42) allocates it before all else."""
+        return [
+            item
+            for node in region.kernels
+            for item in node.writes
+            if id(item.value) in self.pieced and (node.name == "move!" or node.products)
+        ]
+
     def inside(self, node: Node) -> Item | None:
         """What is held while a kernel runs, under the name of its first result: what an opaque one says, blocks in flight."""
         work = None if node.op is None else local_work(node.op, self.plan)
@@ -198,6 +212,8 @@ class _Live:
             before = self.total
             for item in region.inputs:  # the loop's own results stand for them outside
                 self.live[id(item)] = (item, 0.0)
+            for item in self.from_the_start(region):
+                self.add(item)
             outer = {id(i) for i in region.inputs}
             self.region(region, inside | outer)
             for k in region.kernels:
