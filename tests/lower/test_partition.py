@@ -430,7 +430,7 @@ def test_what_replaces_donated_arguments_is_gathered_in_turn_and_put_there(monke
     args = {"params": params, "opt": {"mu": jax.tree.map(np.zeros_like, params)}}, normal(8, 16)
     dims = {"state/*/in": "embed mlp", "state/*/out": "mlp embed", "x": "batch embed"}
     for donated, barriers in ((0, 2), (None, 0)):
-        fn = mp.jit(step, mesh="data=8", layout="batch: data; opt.embed: data", dims=dims, lowering="shard_map",
+        fn = mp.jit(step, mesh=mp.mesh("data=8"), layout="batch: data; opt.embed: data", dims=dims, lowering="shard_map",
                     donate_argnums=donated)  # fmt: skip
         text = fn.lower(*args).as_text()
         assert text.count('"stablehlo.all_gather"') == 2

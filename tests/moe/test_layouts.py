@@ -12,8 +12,9 @@ import meshpar as mp
 import meshpar_kernels
 from meshpar.errors import MeshparError
 from meshpar.moe import ROUTERS, moe
-from meshpar.moe.experts import run_experts
+from meshpar.moe.experts import _works, run_experts
 from meshpar.moe.strategy import find_ways
+from meshpar.program.kernels import Parts
 from meshpar_kernels._compat import race_detection
 
 B, S, H, E, M = 8, 4, 8, 8, 16
@@ -322,3 +323,30 @@ def test_bad_arguments(change, says):
     }
     with pytest.raises(MeshparError, match=says):
         moe(**given)
+
+
+def test_the_plan_counts_what_the_experts_hold_while_they_run():
+    tokens, k = 64, 2
+    shapes = [((tokens, H), "f"), ((tokens, k), "i"), ((tokens, k), "f"), *[((E, H, M), "f")] * 2, ((E, M, H), "f")]
+    avals = [jax.ShapeDtypeStruct(*s) for s in shapes]
+    how = {"token_dims": 1, "activation": "silu", "rate": k, "most_per_expert": None, "slack": 1.25, "strategy": None}
+    axes, sizes = {"t0": ("data",), "e0": ("data",)}, {"data": 4}
+    matrix = 4 * E * H * M
+
+    alone = _works(avals, Parts({}, sizes), **how)
+    row, hidden = (4 * tokens * k * n for n in (H, M))
+    assert alone.memory == row + 2 * hidden
+    # the last matrix's gradient with all that was made; or the others' gradients, with that matrix gone
+    assert alone.backward == max(4 * hidden + 2 * row - 2 * matrix, 2 * hidden + 3 * row - matrix)
+
+    there = _works(
+        avals, Parts(axes, sizes), **how
+    )  # 32 rows of a balanced load and a quarter more for each of 4 devices
+    row, hidden = (4 * 40 * 4 * n for n in (H, M))
+    assert there.memory == row + 2 * hidden
+    # further rounds add to float32 sums for the tokens and every matrix
+    assert there.backward == 4 * tokens * H + 3 * matrix + 4 * row + 5 * hidden
+
+    dense = _works(avals, Parts(axes, sizes), **{**how, "strategy": "dense"})
+    row, hidden = (4 * tokens * k * n for n in (H, M))
+    assert dense.memory == 4 * 3 * matrix + row + 2 * hidden

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
+from meshpar.plan import memory
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
 ALONE = AbstractMesh((1,), ("data",))
@@ -70,18 +71,19 @@ def test_a_donated_argument_gives_way_to_its_result():
 
 
 def test_what_is_gathered_to_where_a_donated_argument_was_is_there_twice(monkeypatch):
-    monkeypatch.setattr("meshpar.plan.memory.LARGE", 1)
+    monkeypatch.setattr(memory, "LARGE", 1)
 
-    def step(params, opt):
-        return params - opt
+    def step(state):
+        return {"params": state["params"] - state["opt"], "opt": state["opt"]}
 
     n = F32 * 64 * 32
-    options = {"mesh": AbstractMesh((4,), ("data",)), "layout": "opt.embed: data", "dims": {"*": "embed mlp"}}
-    args = array(64, 32), array(64, 32)
-    assert plan(step, *args, **options, donate_argnums=0).memory.peak == 2 * n + n // 4
-    assert plan(step, *args, **options).memory.peak == 2 * n + n // 4, "beside the argument, and once"
-    monkeypatch.setattr("meshpar.plan.memory.LARGE", 2 * n)
-    assert plan(step, *args, **options, donate_argnums=0).memory.peak < 2 * n
+    options = {"mesh": AbstractMesh((4,), ("data",)), "layout": "opt.embed: data", "dims": {"state/*": "embed mlp"}}
+    state = {"params": array(64, 32), "opt": array(64, 32)}
+    # its shard, whole, and in its place, beside the other input
+    assert plan(step, state, **options, donate_argnums=0).memory.peak == n // 4 + n + n + n // 4
+    assert plan(step, state, **options).memory.peak == n // 4 + n + n + n // 4, "beside the argument, and once"
+    monkeypatch.setattr(memory, "LARGE", 2 * n)
+    assert plan(step, state, **options, donate_argnums=0).memory.peak == n + n // 4 + n // 4
 
 
 def test_jit_tells_the_plan_what_is_donated():
