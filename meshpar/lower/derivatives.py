@@ -194,7 +194,7 @@ def _lowered(
         placed = [
             bring(x, spec, plan.specs[id(v)], walk.sizes) for x, spec, v in zip(xs, have, program.inputs, strict=True)
         ]
-        found = type(walk)(plan, walk.sizes).run(closed.consts, placed)
+        found = type(walk)(plan, walk.sizes, walk.orders).run(closed.consts, placed)
         return [bring(y, spec, need, walk.sizes) for y, spec, need in zip(found, plan.out_specs, want, strict=True)]
 
     return run

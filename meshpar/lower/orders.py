@@ -45,7 +45,7 @@ class Orders:
     def __init__(self, sizes: Sizes, mesh: AnyMesh):
         self.sizes = sizes
         self.several = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-        # by `id(array)`, with the array, so that it lives
+        # by `id(array)`, with the array, so that no other one gets its id
         self._products: dict[int, tuple[Any, Op, Sequence[Any]]] = {}
         self._turned: dict[int, _Turned] = {}
 
