@@ -6,8 +6,9 @@ With A devices on a ring, t the seconds of a hop (blocks go both ways at once), 
   TPU compiler sends for it while the products before it run; nor is, on chips that can, as much of a gather as other products of
   its body run meanwhile (:mod:`meshpar.plan.ahead`);
 - a ring takes the time of all it computes, and waits: ``(A-1)/2`` times for what of t is longer than what runs beside it, 2·m, the
-  first time m, and if A is even a last time for t/2; a product of no pair that can run meanwhile hides one of these. On devices of two cores the compiler orders one product beside a hop,
-  whatever there is (in every ring of the Llama layers on v5p). What that is longer than the products themselves is exposed.
+  first time m, and if A is even a last time for t/2; a product of no pair that can run meanwhile hides one of these. On devices
+  of two cores the compiler orders one product beside a hop, whatever there is (in every ring of the Llama layers on v5p). What
+  that is longer than the products themselves is exposed.
   Every block costs a start, and :func:`light_work` is computed apart; sums that travel are added up before they go on, so that
   their hop is that much longer, while those of the other way can be added during it. Rows that do not fill the matrix unit are
   paid for; a product takes the longer of its arithmetic and of its memory traffic;
@@ -143,8 +144,8 @@ def light_work(plan: Plan, chip: Chip, pair: GatherRing | ScatterRing, devices: 
     The TPU compiler (libtpu 0.0.42) does not fuse what stands between hops with the products. As the schedules of Llama-3-8B
     layers have it (``benchmarks/overlap.py``), in blocks of what is sent:
 
-    - a scatter: of every block that comes but the first, the sum of what came and of this device's products; where there is a device
-      opposite, once, its block is added in halves and each half is joined to the rest: 3;
+    - a scatter: of every block that comes but the first, the sum of what came and of this device's products; where there is a
+      device opposite, once, its block is added in halves and each half is joined to the rest: 3;
     - a gather: the block of the device opposite is cut and joined: 2, once. Results are written in place by the products; over
       contracted blocks, the float32 sum of each product is read and written for each block;
 

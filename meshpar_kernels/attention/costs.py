@@ -235,7 +235,10 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
     if c.devices == 1:
         return base + grads
     if strategy == "gathered":
-        return base + c.devices * (keys + grads)
+        # on rings, besides, two blocks that leave and two that arrive of one of the gradients
+        first = next(n for _, n in c.stages if n > 1)
+        moving = max(size(k, wide=True), size(v, wide=True)) * min(1.0, 4 / first)
+        return base + c.devices * (keys + grads + moving * (backward and c.ring_scatter))
     if strategy == "ulysses":
         rest = size(q) * (2 if backward else 1)  # with the gradients of the results
         return base + rest + ulysses.copies(k.shape[2], c.devices) * (keys + grads)
