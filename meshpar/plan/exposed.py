@@ -103,7 +103,7 @@ def exposed_by(
     waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
     if isinstance(pair, GatherRing):
         beside = sum(others) if chip.cores == 1 else 0.0
-        alone = 0.0 if waits_for_nothing(pair.value, _carried(plan)) else max(0.0, alone - beside)
+        alone = 0.0 if waits_for_nothing(pair.value, carried(plan)) else max(0.0, alone - beside)
     if isinstance(pair, ScatterRing):  # whole sums of several products go through memory, blocks of them do not
         summed = pair.leaves[0][0]
         more = itemsize(pair.value.aval) * _local(plan, summed.outs[0], plan.ops[id(summed)].outs[0])
@@ -193,7 +193,7 @@ def waits_for_nothing(value: Value, carried: set[int]) -> bool:
     return True
 
 
-def _carried(plan: Plan) -> set[int]:
+def carried(plan: Plan) -> set[int]:
     """Ids of what loops carry, as their bodies see it."""
     found: set[int] = set()
     for op in plan.program.root.walk():
