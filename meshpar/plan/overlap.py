@@ -91,7 +91,7 @@ def _together(plan: Plan, uses: dict[int, int]) -> tuple[set[int], dict[tuple[st
     """(ids of the products of all pairs; axes → seconds of a step that collectives of their own, and rings, leave exposed).
 
     What products of activations gather and scatter over the same axes is decided as a whole: between collectives of their own,
-    which are synchronous, the compiler (libtpu 0.0.42) puts hardly a product beside the hops of a ring. Four mixtures were
+    which are synchronous, the compiler (libtpu 0.0.42) puts hardly a product beside the hops of a ring. Five mixtures were
     compiled, chosen pair by pair: each was longer than one of the pure forms, two of them longer than both. Gathers of weights,
     and sums of gradients on axes where nothing else is gathered, are each on their own.
     """
