@@ -62,13 +62,16 @@ def decide(plan: Plan, mode: str) -> None:
     if mode == "off":
         return
     uses = uses_of(plan)
-    taken, together = _together(plan, uses) if mode in ("auto", "pallas") and plan.chip is not None else (set(), {})
+    inside = carried(plan)
+    taken, together = _together(plan, uses, inside)
     free = Free(plan, taken)
     for sent in plan.sent:
         pair = _pair(plan, sent, uses)
         if pair is None:
             continue
-        found = _decision(plan, sent, pair, mode, free, together)
+        chained = _chained(pair, inside)
+        found = _decision(plan, sent, pair, mode, free, together.get(pair.axes) if chained else None, chained)
+
         plan.overlaps.append(found)
         if found.choice != "xla":
             _take(plan, sent, pair, found)
@@ -82,12 +85,14 @@ def _pair(plan: Plan, sent: Sent, uses: dict[int, int]) -> GatherRing | ScatterR
     return gather_of(plan, sent) if sent.users else scatter_of(plan, sent, uses)
 
 
-def _waits(plan: Plan, pair: GatherRing | ScatterRing) -> bool:
-    """Whether a pair stands in a chain: all but gathers of weights do, on axes that have such pairs."""
-    return isinstance(pair, ScatterRing) or not waits_for_nothing(pair.value, carried(plan))
+def _chained(pair: GatherRing | ScatterRing, inside: set[int]) -> bool:
+    """Whether a pair waits for others or others for it: all but gathers of weights do."""
+    return isinstance(pair, ScatterRing) or not waits_for_nothing(pair.value, inside)
 
 
-def _together(plan: Plan, uses: dict[int, int]) -> tuple[set[int], dict[tuple[str, ...], tuple[float, float]]]:
+def _together(
+    plan: Plan, uses: dict[int, int], inside: set[int]
+) -> tuple[set[int], dict[tuple[str, ...], tuple[float, float]]]:
     """(ids of the products of all pairs; axes → seconds of a step that collectives of their own, and rings, leave exposed).
 
     What products of activations gather and scatter over the same axes is decided as a whole: between collectives of their own,
@@ -95,19 +100,20 @@ def _together(plan: Plan, uses: dict[int, int]) -> tuple[set[int], dict[tuple[st
     compiled, chosen pair by pair: each was longer than one of the pure forms, two of them longer than both. Gathers of weights,
     and sums of gradients on axes where nothing else is gathered, are each on their own.
     """
-    assert plan.chip is not None
+    if plan.chip is None:
+        return set(), {}
     pairs = [(sent, pair) for sent in plan.sent if (pair := _pair(plan, sent, uses)) is not None]
     taken = {id(op) for _, p in pairs for op, _ in (p.dots if isinstance(p, GatherRing) else p.leaves)}
     free = Free(plan, taken)
-    chained = {p.axes for _, p in pairs if isinstance(p, GatherRing) and _waits(plan, p)}
+    chained = {p.axes for _, p in pairs if isinstance(p, GatherRing) and _chained(p, inside)}
     found: dict[tuple[str, ...], tuple[float, float]] = {}
     for sent, pair in pairs:
         idle = devices_of(plan, pair.axes) == 1 or 0 in pair.value.shape
-        if idle or pair.axes not in chained or not _waits(plan, pair):
+        if idle or pair.axes not in chained or not _chained(pair, inside):
             continue
         others = free.beside(sent) if isinstance(pair, GatherRing) else []
         seconds = [product_seconds(plan, plan.chip, op) for op in others]
-        once = exposed_by(plan, plan.chip, sent, pair, ring_collectives(plan, sent, pair), None, seconds)
+        once = exposed_by(plan, plan.chip, sent, pair, ring_collectives(plan, sent, pair), None, True, seconds)
         free.take(sent, others)
         count, (xla, ring) = sent.count or 1, found.get(pair.axes, (0.0, 0.0))
         found[pair.axes] = xla + count * once["xla"], ring + count * once["ring"]
@@ -116,7 +122,7 @@ def _together(plan: Plan, uses: dict[int, int]) -> tuple[set[int], dict[tuple[st
 
 def _decision(
     plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str, free: Free,
-    together: dict[tuple[str, ...], tuple[float, float]],
+    whole: tuple[float, float] | None, chained: bool,
 ) -> Overlap:  # fmt: skip
     gather = isinstance(pair, GatherRing)
     dots = [op for op, _ in (pair.dots if isinstance(pair, GatherRing) else pair.leaves)]
@@ -130,7 +136,7 @@ def _decision(
         part = None if isinstance(fused, str) else fused
         others = free.beside(sent) if gather else []
         seconds = [product_seconds(plan, plan.chip, op) for op in others]
-        exposed = exposed_by(plan, plan.chip, sent, pair, ring_collectives(plan, sent, pair), part, seconds)
+        exposed = exposed_by(plan, plan.chip, sent, pair, ring_collectives(plan, sent, pair), part, chained, seconds)
     choice, reason = "xla", ""
     if idle:
         reason = "nothing is sent"
@@ -142,7 +148,6 @@ def _decision(
         choice, reason = "pallas", "as asked for: one kernel sends blocks while it multiplies others"
         pair.fused = fused  # type: ignore[assignment]
     else:
-        whole = together.get(pair.axes) if _waits(plan, pair) else None
         choice, reason = _by_cost(devices, exposed, gather, whole)
         if mode == "pallas":
             reason = f"no kernel: {fused}; {reason}"
