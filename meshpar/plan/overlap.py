@@ -71,7 +71,6 @@ def decide(plan: Plan, mode: str) -> None:
             continue
         chained = _chained(pair, inside)
         found = _decision(plan, sent, pair, mode, free, together.get(pair.axes) if chained else None, chained)
-
         plan.overlaps.append(found)
         if found.choice != "xla":
             _take(plan, sent, pair, found)
