@@ -61,7 +61,7 @@ def attention(
       strategy: see above; it concerns a split sequence alone.
       zigzag: the tokens are in the order of :func:`meshpar_kernels.zigzag` for so many devices: with a sequence that is split
         over as many, causal work balances. It says where tokens belong, so the result depends on it, and on no layout.
-      tuning: ``both_ways``, ``chunks`` as in ``ring_attention``.
+      tuning: ``both_ways``, ``chunks``, ``scatter`` as in ``ring_attention``.
 
     Returns:
       [batch, seq, heads, any], q's dtype. Differentiable in q, k and v.

@@ -109,14 +109,16 @@ def layers(q, k, v, ids, **options):
     return jax.grad(loss, (0, 1, 2))(q, k, v)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_plan_lists_what_is_sent(grid, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "layout"), [*((s, CONTEXT) for s in STRATEGIES), ("gathered", "seq: data+context")]
+)
+def test_the_plan_lists_what_is_sent(grid, strategy, layout):
     """Kinds and bytes of the compiled program, forward and backward pass, with segment ids."""
     q, k, v, ids = arrays()
     args = q, np.stack([k, v]), np.stack([v, k]), np.stack([ids, ids + 1])
     dims = {"q": DIMS["q"], "k": f"layers {DIMS['k']}", "v": f"layers {DIMS['v']}", "ids": "layers batch seq"}
     fn = functools.partial(layers, strategy=strategy, causal=True)
-    run = mp.jit(fn, mesh=grid, layout=CONTEXT, dims=dims, lowering="shard_map")
+    run = mp.jit(fn, mesh=grid, layout=layout, dims=dims, lowering="shard_map")
     expected, found = {}, {}
     for c in run.plan(*args).collectives:
         expected[c.op] = expected.get(c.op, 0) + c.total_bytes

@@ -67,13 +67,14 @@ def is_line(stage: Stage) -> bool:
 
 def exposed_by(
     plan: Plan, chip: Chip, sent: Sent, pair: GatherRing | ScatterRing, hops: Sequence[Collective],
-    fused: FusedGather | FusedScatter | None, others: Sequence[float] = (),
+    fused: FusedGather | FusedScatter | None, chained: bool, others: Sequence[float] = (),
 ) -> dict[str, float]:  # fmt: skip
     """Seconds, once, in which nothing is multiplied, by choice; ``pallas`` where there is a kernel.
 
     Args:
       hops: what a ring would send instead.
       fused: the kernel that takes the pair.
+      chained: it waits for something, or something for it: it is no gather of a weight.
       others: seconds of the products of no pair that can run while a gather is sent.
     """
     dots = [op for op, _ in (pair.dots if isinstance(pair, GatherRing) else pair.leaves)]
@@ -103,7 +104,7 @@ def exposed_by(
     waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
     if isinstance(pair, GatherRing):
         beside = sum(others) if chip.cores == 1 else 0.0
-        alone = 0.0 if waits_for_nothing(pair.value, _carried(plan)) else max(0.0, alone - beside)
+        alone = max(0.0, alone - beside) if chained else 0.0
     if isinstance(pair, ScatterRing):  # whole sums of several products go through memory, blocks of them do not
         summed = pair.leaves[0][0]
         more = itemsize(pair.value.aval) * _local(plan, summed.outs[0], plan.ops[id(summed)].outs[0])
@@ -193,7 +194,7 @@ def waits_for_nothing(value: Value, carried: set[int]) -> bool:
     return True
 
 
-def _carried(plan: Plan) -> set[int]:
+def carried(plan: Plan) -> set[int]:
     """Ids of what loops carry, as their bodies see it."""
     found: set[int] = set()
     for op in plan.program.root.walk():

@@ -15,7 +15,16 @@ from ..errors import UnsupportedError
 from ..layout import Spec
 from .ahead import Free
 from .collectives import Collective, CollectiveOp, Form, local_shape, wire_bytes
-from .exposed import devices_of, exposed_by, is_line, major_of, product_seconds, warn_of_lines
+from .exposed import (
+    carried,
+    devices_of,
+    exposed_by,
+    is_line,
+    major_of,
+    product_seconds,
+    waits_for_nothing,
+    warn_of_lines,
+)
 from .finding import gather_of, scatter_of, uses_of
 from .fused import fused_of
 from .hardware import hop_seconds, seconds_of
@@ -53,12 +62,15 @@ def decide(plan: Plan, mode: str) -> None:
     if mode == "off":
         return
     uses = uses_of(plan)
-    free = Free(plan, _paired(plan, uses))
+    inside = carried(plan)
+    taken, together = _together(plan, uses, inside)
+    free = Free(plan, taken)
     for sent in plan.sent:
-        pair = gather_of(plan, sent) if sent.users else scatter_of(plan, sent, uses)
+        pair = _pair(plan, sent, uses)
         if pair is None:
             continue
-        found = _decision(plan, sent, pair, mode, free)
+        chained = _chained(pair, inside)
+        found = _decision(plan, sent, pair, mode, free, together.get(pair.axes) if chained else None, chained)
         plan.overlaps.append(found)
         if found.choice != "xla":
             _take(plan, sent, pair, found)
@@ -68,19 +80,49 @@ def decide(plan: Plan, mode: str) -> None:
 # -- deciding
 
 
-def _paired(plan: Plan, uses: dict[int, int]) -> set[int]:
-    """Ids of the products that some pair has, but of gathers that the compiler sends for ahead."""
-    found: set[int] = set()
-    for sent in plan.sent:
-        pair = gather_of(plan, sent) if sent.users else scatter_of(plan, sent, uses)
-        if isinstance(pair, ScatterRing):
-            found.update(id(op) for op, _ in pair.leaves)
-        elif pair is not None:
-            found.update(id(op) for op, _ in pair.dots)
-    return found
+def _pair(plan: Plan, sent: Sent, uses: dict[int, int]) -> GatherRing | ScatterRing | None:
+    return gather_of(plan, sent) if sent.users else scatter_of(plan, sent, uses)
 
 
-def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str, free: Free) -> Overlap:
+def _chained(pair: GatherRing | ScatterRing, inside: set[int]) -> bool:
+    """Whether a pair waits for others or others for it: all but gathers of weights do."""
+    return isinstance(pair, ScatterRing) or not waits_for_nothing(pair.value, inside)
+
+
+def _together(
+    plan: Plan, uses: dict[int, int], inside: set[int]
+) -> tuple[set[int], dict[tuple[str, ...], tuple[float, float]]]:
+    """(ids of the products of all pairs; axes → seconds of a step that collectives of their own, and rings, leave exposed).
+
+    What products of activations gather and scatter over the same axes is decided as a whole: between collectives of their own,
+    which are synchronous, the compiler (libtpu 0.0.42) puts hardly a product beside the hops of a ring. Five mixtures were
+    compiled, chosen pair by pair: each was longer than one of the pure forms, two of them longer than both. Gathers of weights,
+    and sums of gradients on axes where nothing else is gathered, are each on their own.
+    """
+    if plan.chip is None:
+        return set(), {}
+    pairs = [(sent, pair) for sent in plan.sent if (pair := _pair(plan, sent, uses)) is not None]
+    taken = {id(op) for _, p in pairs for op, _ in (p.dots if isinstance(p, GatherRing) else p.leaves)}
+    free = Free(plan, taken)
+    chained = {p.axes for _, p in pairs if isinstance(p, GatherRing) and _chained(p, inside)}
+    found: dict[tuple[str, ...], tuple[float, float]] = {}
+    for sent, pair in pairs:
+        idle = devices_of(plan, pair.axes) == 1 or 0 in pair.value.shape
+        if idle or pair.axes not in chained or not _chained(pair, inside):
+            continue
+        others = free.beside(sent) if isinstance(pair, GatherRing) else []
+        seconds = [product_seconds(plan, plan.chip, op) for op in others]
+        once = exposed_by(plan, plan.chip, sent, pair, ring_collectives(plan, sent, pair), None, True, seconds)
+        free.take(sent, others)
+        count, (xla, ring) = sent.count or 1, found.get(pair.axes, (0.0, 0.0))
+        found[pair.axes] = xla + count * once["xla"], ring + count * once["ring"]
+    return taken, found
+
+
+def _decision(
+    plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str, free: Free,
+    whole: tuple[float, float] | None, chained: bool,
+) -> Overlap:  # fmt: skip
     gather = isinstance(pair, GatherRing)
     dots = [op for op, _ in (pair.dots if isinstance(pair, GatherRing) else pair.leaves)]
     kind = "gather" if gather else "scatter"
@@ -93,7 +135,7 @@ def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str,
         part = None if isinstance(fused, str) else fused
         others = free.beside(sent) if gather else []
         seconds = [product_seconds(plan, plan.chip, op) for op in others]
-        exposed = exposed_by(plan, plan.chip, sent, pair, ring_collectives(plan, sent, pair), part, seconds)
+        exposed = exposed_by(plan, plan.chip, sent, pair, ring_collectives(plan, sent, pair), part, chained, seconds)
     choice, reason = "xla", ""
     if idle:
         reason = "nothing is sent"
@@ -105,7 +147,7 @@ def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str,
         choice, reason = "pallas", "as asked for: one kernel sends blocks while it multiplies others"
         pair.fused = fused  # type: ignore[assignment]
     else:
-        choice, reason = _by_cost(devices, exposed, gather)
+        choice, reason = _by_cost(devices, exposed, gather, whole)
         if mode == "pallas":
             reason = f"no kernel: {fused}; {reason}"
         elif not isinstance(fused, str):
@@ -117,20 +159,27 @@ def _decision(plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str,
     return Overlap(kind, choice, reason, sent.collectives[0].tensor, pair.axes, len(dots), sent.count, exposed, dots[0])
 
 
-def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool) -> tuple[Choice, str]:
-    """A collective of its own, or a ring; and why."""
+def _by_cost(
+    devices: int, exposed: dict[str, float] | None, gather: bool, whole: tuple[float, float] | None
+) -> tuple[Choice, str]:
+    """A collective of its own, or a ring; and why.
+
+    Args:
+      whole: seconds of a step that these two leave exposed of all pairs that are decided together; None: it is on its own.
+    """
     if exposed is None:
         return "xla", "the chip is not known"
     if devices > MOST:
         return "xla", f"a ring of {devices} devices is longer than {MOST}"
-    if exposed["xla"] == 0:
-        return "xla", "the compiler sends for it while other products run"
-    if exposed["xla"] - exposed["ring"] < LEAST:
+    xla, ring = whole or (exposed["xla"], exposed["ring"])
+    if xla - ring < LEAST:
+        if exposed["xla"] == 0:
+            return "xla", "the compiler sends for it while other products run"
         few = "the products of a block are too short to hide a hop, and what stands between hops"
-        return "xla", few if exposed["ring"] else "there is too little to gain"
-    hidden = 1 - exposed["ring"] / exposed["xla"]
+        return "xla", few if ring else "there is too little to gain"
     while_what = "others are multiplied" if gather else "the next are made"
-    return "ring", f"blocks travel while {while_what}: {100 * hidden:.0f} % hidden"
+    of = "" if whole is None or xla == exposed["xla"] else " of all over these axes"
+    return "ring", f"blocks travel while {while_what}: {100 * (1 - ring / xla):.0f} % hidden{of}"
 
 
 # -- what is sent in blocks

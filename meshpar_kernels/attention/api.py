@@ -44,6 +44,7 @@ def ring_attention(
     both_ways: bool = True,
     implementation: str | None = None,
     chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK),
+    scatter: str | None = None,
 ) -> jax.Array:
     """Attention over a sequence that is split over devices (context parallelism); local to `jax.shard_map`.
 
@@ -78,6 +79,9 @@ def ring_attention(
         kernels can take the operands (D, Dv and the lengths on a device multiples of 128), else "xla", in chunks.
         "reference" has all scores of the device.
       chunks: queries and keys in one block of scores of "xla".
+      scatter: how "gathered" sums the gradients of keys and values, one axis after the other: "xla" by its reduce-scatters,
+        "ring" by rings of permutes; None: "ring" over several axes, where XLA for TPUs makes all-reduces of them, which send
+        twice as much.
 
     Returns:
       [B, Sq/A, H, Dv], q's dtype. A query that sees nothing gives 0, and gradients of 0. Differentiable in q, k and v.
@@ -95,7 +99,7 @@ def ring_attention(
     options = Options(
         causal=causal, window=window, scale=scale, softcap=softcap, strategy=strategy,
         zigzag=math.prod(sizes.values()) if order == "zigzag" else 1, both_ways=both_ways,
-        implementation=implementation, chunks=chunks,
+        implementation=implementation, chunks=chunks, scatter=scatter,
     )  # fmt: skip
     x = Operands(q, k, v, q_seg, k_seg)
     return _attention_jit(plan(x, sizes, options), *x)
@@ -127,6 +131,7 @@ def plan(x: Operands, axes: Mapping[str, int], options: Options) -> Plan:
         both_ways=options.both_ways,
         implementation=options.implementation,
         sizes=tuple(axes.values()),
+        scatter=options.scatter,
     )
     strategy = options.strategy
     if strategy == "ulysses" and (why := ulysses.refusal(x.q.shape[2], x.k.shape[2], devices)) is not None:
@@ -160,7 +165,7 @@ def attention_costs(
       devices: A.
       segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2. What they mask is not known here.
       machine: figures of a device, and the memory that attention may take; None: a TPU v5p, 2 GiB.
-      options: causal, window, scale, softcap, both_ways, chunks as in `ring_attention`; zigzag: the number of devices that
+      options: causal, window, scale, softcap, both_ways, chunks, scatter as in `ring_attention`; zigzag: the number of devices that
         the tokens are in zig-zag order for.
 
     Returns:

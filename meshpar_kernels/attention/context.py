@@ -13,6 +13,7 @@ from meshpar_kernels._choose import Unsupported, dispatch
 from meshpar_kernels.attention import flash, reference, tpu
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import positions
+from meshpar_kernels.collectives import reduce_scatter
 
 __all__ = ["Context"]
 
@@ -30,6 +31,7 @@ class Context:
       both_ways: the ring sends in both directions.
       implementation: of the attention on one device.
       sizes: of the axes; (): there is one, of all devices.
+      scatter: of the gradients of gathered keys and values: "xla", "ring", or None: rings where there are several axes.
     """
 
     axes: Axes
@@ -39,6 +41,7 @@ class Context:
     both_ways: bool = True
     implementation: str | None = None
     sizes: tuple[int, ...] = ()
+    scatter: str | None = None
 
     @property
     def stages(self) -> list[tuple[str, int]]:
@@ -64,14 +67,23 @@ class Context:
         pairs = [(i, (i + by) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axes, pairs), x)
 
-    def scatter(self, x: jax.Array, axis: int) -> jax.Array:
+    @property
+    def ring_scatter(self) -> bool:
+        """Whether gradients of gathered keys and values are summed on rings of permutes."""
+        return self.scatter == "ring" or (self.scatter is None and sum(n > 1 for _, n in self.stages) > 1)
+
+    def scattered(self, x: jax.Array, axis: int) -> jax.Array:
         """Sum over all devices and keep this one's block of the dimension.
 
         One mesh axis after the other, the major one first, which leaves the blocks in order: XLA compiles a reduce-scatter over
-        several torus dimensions to an all-reduce, which sends twice as much. (In larger programs it may do so with these as well.)
+        several torus dimensions to an all-reduce, which sends twice as much, and in the backward pass of attention it does so
+        with one for each dimension too. Rings of permutes stay what they are.
         """
         for name in self.axes:
-            x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+            if self.ring_scatter:
+                x = reduce_scatter(x, name, axis=axis, algorithm="ring")
+            else:
+                x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
         return x
 
     def forward(self, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:

@@ -80,6 +80,8 @@ class Sent:
             "all-to-all": whole * devices / 8,  # over the cut through the middle
             "collective-permute": whole * min(abs(self.step), devices - abs(self.step)),
         }[self.op]
+        if self.op == "collective-permute" and self.stage is not None and devices > 2:
+            carried /= 2  # blocks of a stage go both ways at once
         return self.times * (hops * machine.latency + carried / machine.link)
 
 
@@ -137,7 +139,12 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> t
         for axis, size in c.stages:
             for name, s, _ in keys:
                 whole, why = (s[0], s[1] * left, *s[2:]), f"gradients of {name}, summed"
-                back.append(Sent("reduce-scatter", whole, wide, why, stage=(axis, size)))
+                block = (s[0], s[1] * left // size, *s[2:])
+                back.append(
+                    Sent("collective-permute", block, wide, why, size - 1, stage=(axis, size))
+                    if c.ring_scatter
+                    else Sent("reduce-scatter", whole, wide, why, stage=(axis, size))
+                )
             left //= size
         return there, [*there, *back]
     if strategy == "ulysses":
@@ -235,7 +242,10 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
     if c.devices == 1:
         return base + grads
     if strategy == "gathered":
-        return base + c.devices * (keys + grads)
+        # on rings, besides, two blocks that leave and two that arrive of one of the gradients
+        first = next(n for _, n in c.stages if n > 1)
+        moving = max(size(k, wide=True), size(v, wide=True)) * min(1.0, 4 / first)
+        return base + c.devices * (keys + grads + moving * (backward and c.ring_scatter))
     if strategy == "ulysses":
         rest = size(q) * (2 if backward else 1)  # with the gradients of the results
         return base + rest + ulysses.copies(k.shape[2], c.devices) * (keys + grads)

@@ -34,4 +34,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Float32 gradients of q, k and v. K and V are gathered again, their gradients reduce-scattered in float32."""
     d_q, d_k, d_v = c.backward(_mine(c, x), _all_keys(c, x), grad, lse, dots)
-    return d_q, c.scatter(d_k, 1), c.scatter(d_v, 1)
+    d_k = c.scattered(d_k, 1)
+    if c.ring_scatter:  # one after the other: both at once take more memory
+        d_k, d_v = lax.optimization_barrier((d_k, d_v))
+    return d_q, d_k, c.scattered(d_v, 1)

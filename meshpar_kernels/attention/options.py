@@ -37,6 +37,7 @@ class Options:
     both_ways: bool = True
     implementation: str | None = None
     chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK)
+    scatter: str | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -45,6 +46,8 @@ class Options:
             raise ValueError(f"{OP}: softcap={self.softcap} must be above 0")
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise ValueError(f"{OP}: strategy must be one of {STRATEGIES} or None, got {self.strategy!r}")
+        if self.scatter not in (None, "xla", "ring"):
+            raise ValueError(f"{OP}: scatter must be 'xla', 'ring' or None, got {self.scatter!r}")
         if min(self.chunks) < 1:
             raise ValueError(f"{OP}: chunks={self.chunks} must be at least 1")
         if self.zigzag < 1:

@@ -105,6 +105,19 @@ def test_ring_attention_hides_its_sends_and_holds_no_scores(chip):
         assert facts["temp"] < 1.6 * most < each * each * s.heads * 4 / 8
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5p", "v5e"])
+def test_gradients_of_gathered_keys_are_sent_once(chip):
+    """Over two or three torus dimensions no all-reduce is left: 7/8 of K and V in float32, and K and V of bfloat16 before."""
+    from meshpar_kernels.shapes import ATTENTION
+
+    s = ATTENTION["llama3-8b-128k"]
+    keys = s.tokens * s.kv_heads * s.head_dim * 2
+    (facts,) = compiled(chip, "llama3-8b-128k", "gathered backward")
+    assert facts["ops"] == ["all-gather", "collective-permute"]
+    assert facts["sent"]["collective-permute"] == pytest.approx(7 / 8 * keys * 4, rel=1e-3)
+
+
 def scheduled(chip: str, shape: str, kernel: str) -> tuple[dict, list[str]]:
     """Facts of a kernel, and what its scheduled bundles do one after the other."""
     sys.path.insert(0, str(ROOT / "benchmarks"))

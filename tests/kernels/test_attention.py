@@ -208,6 +208,7 @@ def local(**options):
         ({"order": "zig-zag"}, "order must be one of"),
         ({"implementation": "cuda"}, "no implementation 'cuda'"),
         ({"chunks": (0, 4)}, "chunks="),
+        ({"scatter": "nccl"}, "scatter must be 'xla', 'ring' or None, got 'nccl'"),
         ({"segment_ids": np.zeros((2, 5), np.int32)}, r"segment ids of the queries must be int \[2, 6\]"),
         ({"segment_ids": (np.zeros((2, 6), np.int32), np.zeros((2, 6)))}, "segment ids of the keys must be int"),
         (
@@ -240,3 +241,28 @@ def test_an_array_that_is_sharded_outside_is_refused():
     x = jax.device_put(jnp.zeros((2, 16, 8, 4)), jax.NamedSharding(mesh(), SPLIT))
     with pytest.raises(ValueError, match=r"jax\.shard_map\(lambda q, k, v: ring_attention"):
         ring_attention(x, x, x, None)
+
+
+def test_gradients_of_gathered_keys_go_round_rings_over_several_axes():
+    """Where XLA for TPUs makes all-reduces of its reduce-scatters: permutes of half the bytes, and the same gradients."""
+    q, k, v, read = draw(2)
+
+    def gradients(axes, scatter):
+        def attend(q, k, v):
+            return ring_attention(q, k, v, axes, causal=True, strategy="gathered", scatter=scatter)
+
+        split = jax.shard_map(attend, mesh=mesh(), in_specs=P(None, axes), out_specs=P(None, axes))
+        return jax.jit(lambda *x: jax.vjp(split, *x[:3])[1](x[3])).lower(q, k, v, read)
+
+    both, one = ("a", "b"), ("a",)
+    lowered = {case: gradients(*case) for case in ((both, None), (both, "xla"), (one, None), (one, "ring"))}
+    rings = {
+        case: ("collective_permute" in text, "reduce_scatter" in text)
+        for case, text in ((case, x.as_text()) for case, x in lowered.items())
+    }
+    assert rings == {
+        (both, None): (True, False), (both, "xla"): (False, True), (one, None): (False, True), (one, "ring"): (True, False),
+    }  # fmt: skip
+    got, want = (lowered[both, s].compile(QUICK)(q, k, v, read) for s in (None, "xla"))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

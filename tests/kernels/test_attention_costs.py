@@ -12,7 +12,7 @@ import pytest
 from meshpar_kernels import attention_costs
 from meshpar_kernels.attention import Machine, api, masks, ring
 from meshpar_kernels.attention.context import Context
-from meshpar_kernels.attention.costs import sends
+from meshpar_kernels.attention.costs import costs, sends
 from meshpar_kernels.attention.flash import Softmax
 from meshpar_kernels.attention.masks import Mask
 
@@ -106,16 +106,41 @@ def test_bytes_and_flops_by_hand():
 
 
 def test_gathered_gradients_are_scattered_axis_by_axis():
-    """Over three axes in three steps, each on what is left; together the bytes of one over all."""
+    """Over three axes in three steps, each on what is left; together the bytes of one over all, on rings as well."""
     x = api.Operands(*shapes(65536, 8))
-    options = api.Options(strategy="gathered")
-    many, one = (
-        sends(api.plan(x, axes, options).context, "gathered", *x[:3], segments=0)[1]
-        for axes in ({"x": 2, "y": 1, "z": 4}, {"x": 8})
-    )
-    scattered = [(s.stage, s.shape[1]) for s in many if s.op == "reduce-scatter"]
+
+    def back(axes, scatter=None):
+        options = api.Options(strategy="gathered", scatter=scatter)
+        return sends(api.plan(x, axes, options).context, "gathered", *x[:3], segments=0)[1]
+
+    many, one = {"x": 2, "y": 1, "z": 4}, {"x": 8}
+    scattered = [(s.stage, s.shape[1]) for s in back(many, "xla") if s.op == "reduce-scatter"]
     assert scattered[::2] == scattered[1::2] == [(("x", 2), 65536), (("y", 1), 32768), (("z", 4), 32768)]
-    assert sum(s.bytes(8) for s in many) == sum(s.bytes(8) for s in one)
+    hops = [(s.stage, s.shape[1], s.times) for s in back(many) if s.op == "collective-permute"]
+    assert hops[::2] == hops[1::2] == [(("x", 2), 32768, 1), (("y", 1), 32768, 0), (("z", 4), 8192, 3)]
+    assert not [s for s in back(many) if s.op == "reduce-scatter"]
+    bytes_of = {
+        sum(s.bytes(8) for s in found) for found in (back(many), back(many, "xla"), back(one), back(one, "ring"))
+    }
+    assert len(bytes_of) == 1
+
+
+def test_rings_of_gradients_hold_blocks_in_flight():
+    """Two blocks that leave and two that arrive, of the first axis, of one gradient in float32."""
+    x = api.Operands(*shapes(65536, 8))
+    keys = 4 * 65536 * 8 * 128
+
+    def memory(axes, scatter=None):
+        return (
+            costs(api.plan(x, axes, api.Options(strategy="gathered", scatter=scatter)).context, *x[:3])
+            .of["gathered"]
+            .memory
+        )
+
+    one = memory({"x": 8})
+    assert memory({"x": 2, "y": 4}) - one == keys
+    assert memory({"x": 8}, "ring") - one == keys / 2
+    assert memory({"x": 2, "y": 4}, "xla") == one
 
 
 def test_copies_of_heads_cost_bytes():

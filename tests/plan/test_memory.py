@@ -245,3 +245,31 @@ def test_zero_1_keeps_whole_gradients_beside_sharded_state():
     )  # fmt: skip
     held = sum(h.bytes for h in made.inputs if h.path != "x")
     assert held / PARAMETERS == pytest.approx(4 + 12 / N)
+
+
+SLICE = {"mesh": "data=16, model=16", "topology": "v5e:16x16"}
+
+
+@pytest.mark.parametrize(
+    ("overlap", "blocks"),
+    [("xla", 16), ("ring", 4), ("pallas", 4 + 1)],  # the kernel takes the weight's block with its contracted dim last
+)
+def test_what_is_gathered_in_blocks_is_held_in_blocks(overlap, blocks):
+    """A weight of 16 blocks: two leave and two arrive, or lie in the kernel's buffers."""
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((32768, 1024), (1024, 4096))]
+    plan = mp.plan(lambda x, w: x @ w, *args, layout="rows: model; mlp: model",
+                   dims={"x": "rows embed", "w": "embed mlp"}, overlap=overlap, **SLICE)  # fmt: skip
+    assert [(o.kind, o.choice) for o in plan.overlaps] == [("gather", overlap)]
+    x, block, out = (2 * n // 16 for n in (32768 * 1024, 1024 * 4096, 32768 * 4096))
+    assert plan.memory.peak == x + block + out + blocks * block
+
+
+@pytest.mark.parametrize(("overlap", "blocks"), [("xla", 16), ("ring", 4 + 2), ("pallas", 4)])
+def test_a_sum_that_is_sent_in_blocks_is_held_in_blocks(overlap, blocks):
+    """Of 16 blocks, on a ring: two leave, two are made, two arrive; a kernel makes them on the chip, and has four buffers."""
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((32768, 4096), (4096, 1024))]
+    plan = mp.plan(lambda x, w: x @ w, *args, layout="mlp: model; rows: model",
+                   dims={"x": "rows mlp", "w": "mlp embed"}, overlap=overlap, **SLICE)  # fmt: skip
+    assert [(o.kind, o.choice) for o in plan.overlaps] == [("scatter", overlap)]
+    x, w, block = (2 * n // 16 for n in (32768 * 4096, 4096 * 1024, 32768 * 1024))
+    assert plan.memory.peak == x + w + block + blocks * block
