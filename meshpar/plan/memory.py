@@ -22,7 +22,7 @@ from .flops import local_work
 from .fusion import FUSED, Item, Node, Region, itemsize
 from .kernels import kernels_of
 from .order import LARGE
-from .pairs import GatherRing, beside
+from .pairs import GatherRing, ScatterRing, beside
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -175,10 +175,15 @@ class _Live:
     def blocks(self, node: Node) -> float:
         """Bytes of the blocks that travel while a kernel multiplies, or while a sum is settled."""
         plan = self.plan
-        found = {id(r): r for op in node.products if (r := plan.rings.gathers.get(id(op))) is not None}
+        found: dict[int, GatherRing | ScatterRing] = {}
+        for op in node.products:
+            if id(op) in plan.rings.gathers:
+                gathered = plan.rings.gathers[id(op)]
+                found[id(gathered)] = gathered
         if node.name == "move!" and node.ins and node.outs:
             ring = plan.rings.scatters.get(id(node.outs[0].value))
-            found.update({} if ring is None else {id(ring): ring})
+            if ring is not None:
+                found[id(ring)] = ring
         total = 0.0
         for pair in found.values():
             spec = pair.need if isinstance(pair, GatherRing) else plan.specs[id(pair.value)]

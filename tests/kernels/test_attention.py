@@ -263,6 +263,6 @@ def test_gradients_of_gathered_keys_go_round_rings_over_several_axes():
     assert rings == {
         (both, None): (True, False), (both, "xla"): (False, True), (one, None): (False, True), (one, "ring"): (True, False),
     }  # fmt: skip
-    got, want = (lowered[both, s].compile(QUICK)(q, k, v, read) for s in (None, "xla"))
+    got, want = (lowered[both, s].compile()(q, k, v, read) for s in (None, "xla"))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
