@@ -247,12 +247,12 @@ def is_tracer(x: Any) -> bool:
 
 
 @contextlib.contextmanager
-def at_line_of(eqn: Any) -> Iterator[None]:
-    """What is traced in this context comes from the user's line, and under the names, of an equation."""
+def at_line_of(eqn: Any, where: Any = None) -> Iterator[None]:
+    """What is traced in this context comes under the names of an equation, and from its line; or from that of ``where``."""
     from jax._src import source_info_util
 
-    info = eqn.source_info
-    with source_info_util.user_context(info.traceback, name_stack=info.name_stack):
+    traceback = (eqn if where is None else where).source_info.traceback
+    with source_info_util.user_context(traceback, name_stack=eqn.source_info.name_stack):
         yield
 
 

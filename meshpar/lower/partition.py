@@ -166,7 +166,7 @@ class Walk:
                 continue
             if op.outs and all(id(v) in self.plan.generated for v in op.outs) and not (op.frames or op.eqn.effects):
                 continue
-            with at_line_of(op.eqn):
+            with at_line_of(op.eqn, op.where):
                 self.op(op)
 
     def op(self, op: Op) -> None:
@@ -374,7 +374,7 @@ class Walk:
         key = (id(value), spec)
         if key not in self.made:
             assert value.op is not None
-            with at_line_of(value.op.eqn):
+            with at_line_of(value.op.eqn, value.op.where):
                 self.made[key] = self._generate(value, value.op, spec)
         return self.made[key]
 

@@ -29,7 +29,7 @@ def gathered(walk: Walk, ring: GatherRing, op: Op) -> Any:
 def run_ring(walk: Walk, ring: GatherRing) -> None:
     """All products of a gathered operand, and where others use it, the gathered operand itself."""
     for op in ring.before:
-        with at_line_of(op.eqn):
+        with at_line_of(op.eqn, op.where):
             walk.op(op)
         walk.done.add(id(op))
     walk.settle(ring.value)

@@ -69,15 +69,23 @@ class Op:
     def source(self) -> str:
         """The user's line, ``file.py:12 (function)``: of the op, or of the innermost call around it that has one; where
         there is none, a package's line, or ""."""
-        calls: list[Op] = []
+        eqn, calls = self._where()
+        return source_line(eqn, libraries=False) or next(filter(None, map(source_line, calls)), "")
+
+    @property
+    def where(self) -> Any:
+        """The equation that has the user's line: the op's, or that of the innermost call around it that has one."""
+        return self._where()[0]
+
+    def _where(self) -> tuple[Any, list[Any]]:
+        calls: list[Any] = []
         op: Op | None = self
         while op is not None:
-            line = source_line(op.eqn, libraries=False)
-            if line:
-                return line
-            calls.append(op)
+            calls.append(op.eqn)
+            if source_line(op.eqn, libraries=False):
+                return op.eqn, calls
             op = op.frame.parent
-        return next(filter(None, (source_line(c.eqn) for c in calls)), "")
+        return self.eqn, calls
 
 
 @dataclass(eq=False, slots=True)
