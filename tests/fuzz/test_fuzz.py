@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from writer import Input, Program
 
 import meshpar as mp
-import meshpar.lower.partition
+import meshpar.lower.orders
 
 CASES = 200
 
@@ -45,7 +45,7 @@ FAULTY = case_of(
 def test_a_planted_fault_is_found_and_made_small(monkeypatch):
     """A partitioner that forgets to settle partial sums is caught; what is left of the case is the sum."""
     assert not run.differences(FAULTY, "shard_map")
-    monkeypatch.setattr(meshpar.lower.partition, "settle", lambda x, have, *_, **__: (x, have))
+    monkeypatch.setattr(meshpar.lower.orders, "settle", lambda x, have, *_, **__: (x, have))
     assert [d.leaf for d in run.differences(FAULTY, "shard_map")] == [0]
     small = shrink.shrink(FAULTY, lambda c: bool(run.differences(c, "shard_map")))
     assert small.program.lines == [["v4 = v1.sum(0)"]]
