@@ -143,6 +143,8 @@ class Unifier:
             nx, ny = self.size[x], self.size[y]
             if nx == ny:
                 ok &= join(x, y)
+            elif not nx or not ny:  # an empty array has no sizes to match others with
+                return False
             elif nx < ny and ny % nx == 0:
                 a.append(x)
                 b.extend(reversed(self._divide(y, nx)))
