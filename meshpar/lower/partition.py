@@ -24,10 +24,9 @@ from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.claims import blocks_only, spec_of
 from ..plan.collectives import local_bytes
-from ..plan.memory import in_place
-from ..plan.order import LARGE as LARGE_RESULT
 from ..plan.plan import Plan
 from ..plan.planner import stretched
+from ..plan.results import gathered_apart, in_place
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
 from .exchange import Grid, check_blocks, cut, fine_names, shared
@@ -352,15 +351,10 @@ class Walk:
             self.put(out, self.rests(out, rest), rest)
 
     def rests(self, value: Value, spec: Spec) -> Any:
-        """A value where it stays.
-
-        XLA for TPUs (libtpu 0.0.42) does not gather into the memory of an argument: it would copy all arguments that such
-        results replace when the program begins, and gather all of them before the first is put into its place. So these are
-        put there from other memory, one after the other.
-        """
+        """A value where it stays; large results in place of arguments in turn (:mod:`meshpar.plan.results` says why)."""
         x, have = self.x[id(value)], self.now[id(value)]
         size = local_bytes(value.shape, x.dtype.itemsize, spec, self.sizes)
-        if id(value) not in self.replacing or size < max(LARGE_RESULT, 2 * x.nbytes):
+        if id(value) not in self.replacing or not gathered_apart(size, x.nbytes):
             return bring(x, have, spec, self.sizes)
         if self.replaced:
             x, _ = lax.optimization_barrier((x, self.replaced))

@@ -21,8 +21,8 @@ from .flight import in_flight
 from .flops import local_work
 from .fusion import FUSED, Item, Node, Region, itemsize
 from .kernels import kernels_of
-from .order import LARGE
 from .pairs import GatherRing, ScatterRing, beside
+from .results import gathered_apart, in_place
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -197,8 +197,8 @@ class _Live:
         if node.name != "move!" or id(node.writes[0]) not in self.in_place:
             return None
         (out,) = node.writes
-        grows = out.bytes >= max(LARGE, 2 * sum(i.bytes for i in node.reads))
-        return Item(out.bytes, out.value, node) if grows else None
+        apart = gathered_apart(out.bytes, sum(i.bytes for i in node.reads))
+        return Item(out.bytes, out.value, node) if apart else None
 
     def loop(self, node: Node, ends: list[Item], kept: set[int]) -> None:
         """A loop or branch: its results from its start on (but stacks that nobody reads), and in turn what its bodies need."""
@@ -244,20 +244,6 @@ def _name(plan: Plan, item: Item) -> str:
     made = value.op.name if value.op is not None else "slice"
     dims = " ".join(d or "_" for d in plan.program.dims(value))
     return f"{value.path or made} {value.aval.dtype}[{dims}]"
-
-
-def in_place(plan: Plan) -> dict[int, int]:
-    """Which results take the place of donated inputs, by position: the first input of the same shape, dtype and spec."""
-    free: dict[Any, list[int]] = {}
-    for i in sorted(plan.donated):
-        value = plan.program.inputs[i]
-        free.setdefault((value.shape, value.aval.dtype, plan.specs[id(value)]), []).append(i)
-    out: dict[int, int] = {}
-    for k, (value, spec) in enumerate(zip(plan.program.outputs, plan.out_specs, strict=True)):
-        match = free.get((value.shape, value.aval.dtype, spec))
-        if match:
-            out[k] = match.pop(0)
-    return out
 
 
 def kinds_of(plan: Plan) -> Callable[[Item], str]:

@@ -21,6 +21,7 @@ from meshpar.errors import UnsupportedError
 from meshpar.layout import to_partition_spec
 from meshpar.lower import LOWERINGS
 from meshpar.lower.moves import bring
+from meshpar.plan import results
 from meshpar.plan.torus import Stage
 
 MESHES = ["data=2, model=2, idle=2", "data=2, model=4"]
@@ -418,7 +419,7 @@ def test_scatters_are_made_as_the_plan_says(form, first, monkeypatch):
 
 
 def test_what_replaces_donated_arguments_is_gathered_in_turn_and_put_there(monkeypatch):
-    monkeypatch.setattr("meshpar.lower.partition.LARGE_RESULT", 1)
+    monkeypatch.setattr(results, "LARGE", 1)
 
     def step(state, x):
         grads = jax.grad(lambda p: jnp.square(jnp.tanh(x @ p["in"]) @ p["out"]).mean())(state["params"])

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
-from meshpar.plan import memory
+from meshpar.plan import results
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
 ALONE = AbstractMesh((1,), ("data",))
@@ -71,7 +71,7 @@ def test_a_donated_argument_gives_way_to_its_result():
 
 
 def test_what_is_gathered_to_where_a_donated_argument_was_is_there_twice(monkeypatch):
-    monkeypatch.setattr(memory, "LARGE", 1)
+    monkeypatch.setattr(results, "LARGE", 1)
 
     def step(state):
         return {"params": state["params"] - state["opt"], "opt": state["opt"]}
@@ -82,7 +82,7 @@ def test_what_is_gathered_to_where_a_donated_argument_was_is_there_twice(monkeyp
     # its shard, whole, and in its place, beside the other input
     assert plan(step, state, **options, donate_argnums=0).memory.peak == n // 4 + n + n + n // 4
     assert plan(step, state, **options).memory.peak == n // 4 + n + n + n // 4, "beside the argument, and once"
-    monkeypatch.setattr(memory, "LARGE", 2 * n)
+    monkeypatch.setattr(results, "LARGE", 2 * n)
     assert plan(step, state, **options, donate_argnums=0).memory.peak == n + n // 4 + n // 4
 
 
