@@ -45,7 +45,7 @@ class Case(NamedTuple):
     model: str
     topology: str
     mesh: str
-    layout: str
+    layout: str | mp.Layout
     sequences: int
     bytes_aim: float
     peak_aim: float | None = None
@@ -55,10 +55,16 @@ class Case(NamedTuple):
 WHOLE = {"loss_chunks": 1}
 """All logits in one array, as a plain loss makes them; otherwise the loss is computed in chunks of the vocabulary."""
 
+BY_COST = mp.Layout(llama.FSDP, resolve="cost")
+"""The embedding is looked up where it lies, instead of gathered."""
+
 CASES = [
     Case("fsdp", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9),
     Case("fsdp", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
     Case("fsdp", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9),
+    Case("fsdp, by cost", "llama3_8b", "v5p:4x4x8", "data=128", BY_COST, 256, 0.77, 0.9),
+    Case("fsdp, by cost", "llama3_8b", "v5e:16x16", "data=256", BY_COST, 512, 0.77, 0.9),
+    Case("fsdp, by cost", "llama3_8b", "v6e:16x16", "data=256", BY_COST, 512, 0.77, 0.9),
     Case("fsdp, whole logits", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9, WHOLE),
     Case("fsdp, whole logits", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9, WHOLE),
     Case("fsdp, whole logits", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9, WHOLE),

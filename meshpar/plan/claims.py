@@ -214,13 +214,19 @@ def own_groups(rule: OpRule) -> list[set[int]]:
 
 
 def blocks_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Drop axes of factors that would not cut their dim in blocks: a minor factor, unless all before it are cut to 1."""
+    """Drop axes of factors that would not cut their dim in blocks: a minor factor, unless all before it are cut to 1.
+
+    What is dropped in one array may be major to another factor in the next, so this goes on until nothing changes.
+    """
     axes = list(axes)
-    for dims in (*rule.ins, *rule.outs):
-        for factors in dims:
-            for major, minor in itertools.pairwise(factors):
-                if axes[minor] and math.prod(sizes[a] for a in axes[major]) != rule.sizes[major]:
-                    axes[minor] = ()
+    pairs = [pair for dims in (*rule.ins, *rule.outs) for factors in dims for pair in itertools.pairwise(factors)]
+
+    def cuts_no_block(major: int, minor: int) -> bool:
+        return bool(axes[minor]) and math.prod(sizes[a] for a in axes[major]) != rule.sizes[major]
+
+    while dropped := [minor for major, minor in pairs if cuts_no_block(major, minor)]:
+        for minor in dropped:
+            axes[minor] = ()
     return axes
 
 

@@ -1,8 +1,12 @@
-"""Which collectives of a region wait for nothing in it: they are sent while kernels run, and hold memory meanwhile."""
+"""What is under way beside the kernels of a region, or waits for its end, and holds memory meanwhile.
+
+Collectives that wait for nothing in a region are sent while its kernels run; products that nothing there waits for are
+kept for its end, to have something to run beside what is sent last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from .fusion import FUSED, VIEWS, Item, Node, Region
 
@@ -56,3 +60,13 @@ def in_flight(region: Region, kind_of: Callable[[Item], str]) -> list[list[Item]
             for i in range(j + 1, last + 1):
                 out[i] += node.reads
     return out
+
+
+def waits_for_the_end(region: Region, pending: Collection[int]) -> list[Item]:
+    """Operands of products that are made block by block when their sum is settled (ids in ``pending``), a body's last work.
+
+    Where the TPU compiler (libtpu 0.0.42, default effort) sends collectives asynchronously, it was seen to leave the blocks of
+    weights' gradients to the end of a loop's body, with the gathered activations and cotangents that they are made of in memory.
+    """
+    late = [n for n in region.kernels if any(id(out) in pending for op in n.products for out in op.outs)]
+    return [item for node in late for item in node.reads]

@@ -17,7 +17,7 @@ from .._compat import pass_of
 from ..program.graph import Value
 from .collectives import local_bytes
 from .exposed import devices_of
-from .flight import in_flight
+from .flight import in_flight, waits_for_the_end
 from .flops import local_work
 from .fusion import FUSED, Item, Node, Region, itemsize
 from .kernels import kernels_of
@@ -84,6 +84,7 @@ def memory_of(plan: Plan, region: Region | None = None) -> Memory:
 class _Live:
     def __init__(self, plan: Plan):
         self.plan, self.kind_of = plan, kinds_of(plan)
+        self.asynchronous = plan.chip is not None and plan.chip.asynchronous
         self.points: list[tuple[int, float, Node]] = []
         self.live: dict[int, tuple[Item, float]] = {}
         self.total = 0.0
@@ -213,7 +214,9 @@ class _Live:
                 self.add(out)
         self.sample(node)
         for region in node.regions:
-            inside = {id(i) for k in region.kernels if k.name in ("leave!",) for i in k.reads}
+            inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
+            if self.asynchronous:
+                inside |= {id(i) for i in waits_for_the_end(region, self.plan.rings.pending)}
             before = self.total
             for item in region.inputs:  # the loop's own results stand for them outside
                 self.live[id(item)] = (item, 0.0)

@@ -77,7 +77,7 @@ def scan(w: Writer) -> None:
         new = result(b, x.shape, carry.name)
         if over is not None and w.count[0] % 3 == 0 and _keeps_bf16(params[1]):  # a slice that the body rounds
             s = params[1].name
-            new = f"{new} + 0.125 * ({s} * lax.stop_gradient({s}.astype(jnp.bfloat16)).astype(F)).mean()"
+            new = f"{new} + 0.125 * ({s} * lax.stop_gradient({s}.astype(BF16)).astype(F)).mean()"
         name, text = w.define(b, params, f"{new}, ({''.join(y + ', ' for y in ys)})")
     w.used.update(ys)
     wrapped = w.of([name, name, f"jax.checkpoint({name})", f"jax.checkpoint({name}, prevent_cse=False)",

@@ -118,7 +118,7 @@ def to_float(w: Writer) -> None:
 def narrow(w: Writer) -> None:
     """Through another dtype and back, where that is exact."""
     x = w.pick(exact=True, such=lambda v: math.log2(max(v.top, 1)) + (v.bits or 0) < 7)
-    y = w.of(["jnp.bfloat16", "jnp.float16"])
+    y = w.of(["BF16", "F16"])
     w.emit(f"{x.name}.astype({y}).astype(F)", x.top, x.bits)
 
 

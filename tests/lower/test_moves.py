@@ -189,6 +189,17 @@ def reshape_pairs(shape, to, axes, most):
     return pairs if len(pairs) <= most else random.Random(4).sample(pairs, most)
 
 
+@pytest.mark.parametrize("resolve", ["order", "cost"])
+def test_a_reshape_that_splits_a_dim_between_its_neighbours(resolve):
+    """Of [4, 4, 4] as [8, 8] the middle dim lies in both; what contracts the second one wants its axis."""
+    rng = np.random.default_rng(3)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 4, 4), (8, 4)))
+    layout = mp.Layout("e: x+y; d: x", resolve=resolve)
+    fn = mp.jit(lambda x, w: x.reshape(8, 8) @ w, mesh=mp.mesh("x=2, y=2, idle=2"), layout=layout,
+                dims={"x": "_ e _", "w": "d _"}, lowering="shard_map")  # fmt: skip
+    np.testing.assert_allclose(fn(x, w), x.reshape(8, 8) @ w, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("shape", "to", "have", "need", "sent"),
     [

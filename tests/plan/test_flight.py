@@ -1,10 +1,13 @@
 """Collectives under way: weights that are sent for while the product before them runs, gradients while the one after them does."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 import meshpar as mp
-from meshpar.plan.flight import ahead_of, in_flight
+from meshpar.plan.flight import ahead_of, in_flight, waits_for_the_end
+from meshpar.plan.hardware import CHIPS
 from meshpar.plan.memory import kinds_of
 
 ROWS, EMBED, MLP = 16, 32, 64
@@ -60,3 +63,35 @@ def test_what_a_product_made_cannot_be_sent_for_ahead():
     (summed,) = [k for k in plan.kernels.kernels if k.name == "move!"]
     assert not ahead_of(plan.kernels)(summed)
     assert all(n == 0 for _, n in beside(plan))
+
+
+def scanned(params, x):
+    """Layers of four products."""
+
+    def layer(x, p):
+        for _ in range(2):
+            x = x + jnp.tanh(x @ p["up"]) @ p["down"]
+        return x, None
+
+    def loss(params):
+        return (jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).sum()
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def test_blocks_of_gradients_are_left_to_the_end_of_a_loop_where_collectives_run_beside_it(monkeypatch):
+    layers, rows = 3, 4096
+    params = {"up": array(layers, EMBED, MLP), "down": array(layers, MLP, EMBED)}
+    dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": "batch embed"}
+    how = {"mesh": "data=16", "topology": "v5e:16x1", "layout": "batch: data; embed: data", "dims": dims}
+    plan = mp.plan(scanned, params, array(rows, EMBED), overlap="ring", **how)
+    monkeypatch.setitem(CHIPS, "v5e", replace(CHIPS["v5e"], asynchronous=False))
+    other = mp.plan(scanned, params, array(rows, EMBED), overlap="ring", **how)
+
+    loops = [r for k in plan.kernels.kernels for r in k.regions]
+    (backward,) = [r for r in loops if waits_for_the_end(r, plan.rings.pending)]
+    late = {id(i): i.bytes for i in waits_for_the_end(backward, plan.rings.pending)}
+    assert F32 * (rows // 16) * MLP in late.values()  # what `down` multiplied
+    assert F32 * (rows // 16) * EMBED in late.values()  # the cotangent
+    held = plan.memory.peak - other.memory.peak
+    assert F32 * (rows // 16) * EMBED <= held <= sum(late.values())
