@@ -76,6 +76,9 @@ def _checkpointed(walk: Walk, op: Op, frame: Frame, ins: Sequence[Value]) -> Non
         with walk.own_trace():
             walk.x.update(zip((id(v) for v in ins), xs, strict=True))
             walk.frame(frame)
+            for v in outs:
+                if id(v) in walk.extrema:
+                    walk.settle(v)
             return [walk.x[id(v)] for v in outs]
 
     before = [walk.x[id(v)] for v in ins]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -157,21 +158,45 @@ def _(axes: tuple[str, ...], largest: bool, primals: Any, tangents: Any) -> tupl
     return out, lax.psum(mine * t, axes) / lax.psum(mine, axes)
 
 
+@dataclass(frozen=True)
+class Extremum:
+    """An extremum that is unsettled: of this device's shard of what it was taken, over which dims, and how it was turned since.
+
+    What is settled has a derivative of its own: to all elements that equal it, in equal shares.
+    """
+
+    x: Any
+    dims: tuple[int, ...]
+    largest: bool
+    views: tuple[Callable[[Any], Any], ...] = ()
+
+    def turned(self, view: Callable[[Any], Any]) -> Extremum:
+        return replace(self, views=(*self.views, view))
+
+    def settled(self, found: Any, axes: tuple[str, ...]) -> Any:
+        """What devices found together over axes."""
+        return _shared(found, self.x, replace(self, x=None), axes)
+
+    def seen(self, x: Any) -> Any:
+        return functools.reduce(lambda x, view: view(x), self.views, x)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def shared(found: Any, x: Any, dims: tuple[int, ...], axes: tuple[str, ...]) -> Any:
-    """An extremum over dims of ``x``, which ``axes`` split; its derivative goes to all elements that equal it, in equal shares."""
-    del x, dims, axes
+def _shared(found: Any, x: Any, of: Extremum, axes: tuple[str, ...]) -> Any:
+    del x, of, axes
     return found
 
 
-@shared.defjvp
-def _(dims: tuple[int, ...], axes: tuple[str, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
+@_shared.defjvp
+def _(of: Extremum, axes: tuple[str, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
     (found, x), (t, tx) = primals, tangents
     if t.dtype == jax.dtypes.float0:
-        return shared(found, x, dims, axes), t
-    mine = (x == lax.expand_dims(found, dims)).astype(x.dtype)
-    whole, count = (lax.psum(y.sum(dims), axes) for y in (mine * tx, mine))
-    return shared(found, x, dims, axes), whole / count
+        return _shared(found, x, of, axes), t
+    mine = (x.max if of.largest else x.min)(of.dims)
+    equal = (x == lax.expand_dims(mine, of.dims)).astype(x.dtype)
+    held = (of.seen(mine) == found).astype(x.dtype)
+    whole, count = (lax.psum(held * of.seen(y.sum(of.dims)), axes) for y in (equal * tx, equal))
+    return _shared(found, x, of, axes), whole / count
 
 
 def settle(

@@ -29,7 +29,7 @@ from ..plan.planner import stretched
 from ..plan.results import gathered_apart, in_place
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import Grid, check_blocks, cut, fine_names, shared
+from .exchange import Extremum, Grid, check_blocks, cut, fine_names
 from .local import run_elementwise, run_local
 from .moves import bring
 from .orders import Orders
@@ -103,7 +103,7 @@ class Walk:
       replacing: ids of the results that take the place of donated arguments.
       replaced: the last of those that was gathered.
       orders: in which orders of their dims partial sums can be had.
-      extreme_of: what an extremum that is unsettled was taken of, over which dims, by ``id(value)``.
+      extrema: those that are unsettled, by ``id(value)``.
     """
 
     def __init__(self, plan: Plan, grid: Grid, orders: Orders):
@@ -121,7 +121,7 @@ class Walk:
         self.raw: dict[int, Any] = {}
         self.replacing = {id(plan.program.outputs[k]) for k in in_place(plan)}
         self.replaced: list[Any] = []
-        self.extreme_of: dict[int, tuple[Any, tuple[int, ...]]] = {}
+        self.extrema: dict[int, Extremum] = {}
 
     def run(self, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         program = self.plan.program
@@ -215,7 +215,7 @@ class Walk:
                 self.partial[id(out)] = plan.partial[k], plan.kind
                 self.orders.product(op, xs, x)
                 if op.name in ("reduce_max", "reduce_min"):
-                    self.extreme_of[id(out)] = xs[0], tuple(op.eqn.params["axes"])
+                    self.extrema[id(out)] = Extremum(xs[0], tuple(op.eqn.params["axes"]), op.name == "reduce_max")
             else:
                 self.finish(out)
 
@@ -241,10 +241,16 @@ class Walk:
             self.now[id(out)], self.partial[id(out)] = plan.outs[0], (plan.partial[0], plan.kind)
             return
         xs = [self.literal(op, i) if v is None else self.at(v, self.rest[id(v)]) for i, v in enumerate(op.ins)]
-        (x,) = run_elementwise(op, xs) if op.rule is None else run_local(op, plan.factor_axes or [], xs, self.sizes)
+
+        def passed(xs: Sequence[Any]) -> Any:
+            (x,) = run_elementwise(op, xs) if op.rule is None else run_local(op, plan.factor_axes or [], xs, self.sizes)
+            return x
+
+        x = passed(xs)
         self.orders.passed(op, xs[0], x)
         self.put(out, x, plan.outs[0])
         self.partial[id(out)] = plan.partial[0], plan.kind
+        self.still_extreme(out, op.ins[0], lambda x: passed([x]))
 
     def identity(self, op: Op) -> None:
         (value,), (out,) = op.ins, op.outs
@@ -252,7 +258,7 @@ class Walk:
             self.put(out, self.literal(op, 0), whole(out))
         elif id(value) in self.partial:
             self.put(out, self.x[id(value)], self.now[id(value)])
-            self.partial[id(out)] = self.partial[id(value)]
+            self.still_partial(out, value)
         else:
             self.put(out, self.x[id(value)], self.now[id(value)])
             self.finish(out)
@@ -268,9 +274,19 @@ class Walk:
             xs.append(self.at(value, spec))
             self.now[id(out)] = spec
             if id(value) in self.partial:
-                self.partial[id(out)] = self.partial[id(value)]
+                self.still_partial(out, value)
         for out, x in zip(op.outs, bind(op.eqn, xs, op.eqn.params), strict=True):
             self.x[id(out)] = x
+
+    def still_partial(self, out: Value, value: Value) -> None:
+        self.partial[id(out)] = self.partial[id(value)]
+        self.still_extreme(out, value)
+
+    def still_extreme(self, out: Value, value: Value | None, view: Callable[[Any], Any] | None = None) -> None:
+        """A result is a view of what may be an extremum that is unsettled."""
+        of = self.extrema.get(id(value))
+        if of is not None:
+            self.extrema[id(out)] = of if view is None else of.turned(view)
 
     # -- the order of loops and of products
 
@@ -335,8 +351,8 @@ class Walk:
         x, times = (self.x[id(value)], 1.0) if ring is None else scattered(self, ring, value.aval.dtype)
         size, forms = x.size * times, self.plan.forms.get(id(value))
         x, spec = self.orders.settle(x, self.now[id(value)], rest, axes, kind, forms, begun=ring is not None)
-        if id(value) in self.extreme_of and (over := fine_names([a for a in axes if self.sizes[a] > 1], self.sizes)):
-            x = shared(x, *self.extreme_of.pop(id(value)), over)
+        if id(value) in self.extrema and (over := fine_names([a for a in axes if self.sizes[a] > 1], self.sizes)):
+            x = self.extrema.pop(id(value)).settled(x, over)
         if x.size < size and size * x.dtype.itemsize >= LARGE // 4:
             # where it is sent whole: cut here, not where it is read
             (x,) = lax.optimization_barrier([x])

@@ -169,6 +169,28 @@ def test_an_extremum_over_a_split_dim_shares_its_cotangent_among_ties(layout):
     assert_derivatives(f, W, X, layout=layout, dims={k: DIMS[k] for k in "wx"}, holds="pm")
 
 
+def test_an_extremum_that_is_settled_after_a_view_of_it():
+    def f(x):
+        y = x.max(0).reshape(2, 4)
+        z, w = lax.optimization_barrier((x.min(0), x[0]))
+        return mp.named(y, "rows _").T, jnp.stack([z, w]), jnp.tanh(y).sum()
+
+    x = exact(8, 8)
+    assert_derivatives(f, x, layout="batch: data", dims={"x": "batch _"}, holds="pmax")
+
+
+def test_an_extremum_that_leaves_a_rematerialised_body_is_settled_in_it():
+    def f(x):
+        def body(c, row):
+            return c * 0.5, (row.max(0), c)
+
+        _, (high, kept) = lax.scan(jax.checkpoint(body), x, x)
+        return high * kept.sum((1, 2)), jax.checkpoint(lambda x: x.min(1) * 2)(x)
+
+    x = exact(8, 8)
+    assert_derivatives(f, x, layout="embed: data+model", dims={"x": "rows embed"}, holds="remat")
+
+
 # -- functions with derivatives of their own
 
 
