@@ -77,7 +77,7 @@ def _checkpointed(walk: Walk, op: Op, frame: Frame, ins: Sequence[Value]) -> Non
             walk.x.update(zip((id(v) for v in ins), xs, strict=True))
             walk.frame(frame)
             for v in outs:
-                if id(v) in walk.extrema:
+                if id(v) in walk.here.extrema:
                     walk.settle(v)
             return [walk.x[id(v)] for v in outs]
 
@@ -170,7 +170,7 @@ def scan(walk: Walk, op: Op) -> None:
     options = {k: p[k] for k in ("_split_transpose",) if k in p}
     carry, xs = walk.after_what_came(carry, [x for x, _ in read[nc + nk :]])
     carry, ys = lax.scan(body, carry, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"], **options)
-    walk.came.extend(sorted([*carry, *ys], key=lambda y: y.size)[:1])
+    walk.here.came.extend(sorted([*carry, *ys], key=lambda y: y.size)[:1])
     for k, (out, x) in enumerate(zip(op.outs, [*carry, *ys], strict=True)):
         walk.put(out, x, found[k] if k < nk else ((), *found[k]))
         if id(out) in walk.plan.waiting:

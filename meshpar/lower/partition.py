@@ -8,9 +8,9 @@ Nothing is decided here, and nothing is sent that the plan does not list.
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,20 +22,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._compat import at_line_of, bind, close_over, make_jaxpr, source_line, with_weak_type
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
-from ..plan.claims import blocks_only, spec_of
 from ..plan.collectives import local_bytes
 from ..plan.plan import Plan
-from ..plan.planner import stretched
+from ..plan.planner import IDENTITIES
 from ..plan.results import gathered_apart, in_place
 from ..program.graph import Frame, Op, Value
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import Extremum, Grid, check_blocks, cut, fine_names
+from .exchange import Extremum, Grid, check_blocks, fine_names
+from .generated import generate
 from .local import run_elementwise, run_local
 from .moves import bring
 from .orders import Orders
 from .rings import gathered, run_ring, scattered
 
-IDENTITIES = frozenset({"name_dims", "rename_dims", "place", "sharding_constraint"})
 LARGE = 2**26
 """Bytes of a partial sum on a device from which on it is settled before the next loop begins."""
 NOT_INSIDE = frozenset({"shard_map", "custom_partitioning", "xla_pmap"})
@@ -85,6 +84,31 @@ def lower_to_shard_map(
     return lambda *xs: call(*consts, *xs), ins, outs
 
 
+@dataclass(eq=False, slots=True)
+class Here:
+    """What has been moved and made in a body that JAX traces by itself.
+
+    Attributes:
+      copies: (frame, value, spec) → the shard moved there, once for all ops of a frame.
+      made: (value, spec) → a shard of a value made from no data.
+      came: results that the next loop waits for.
+      ringed: results of products that a ring has made already, by ``id(op)``.
+      done: ids of ops that ran ahead of their place, for a ring.
+      waiting_for: operands of products that are made block by block when their sum is settled, by ``id(op)``.
+      raw: what products wait for, as its op leaves it, by ``id(value)``.
+      extrema: those that are unsettled, by ``id(value)``.
+    """
+
+    copies: dict[tuple[int, int, Spec], Any] = field(default_factory=dict)
+    made: dict[tuple[int, Spec], Any] = field(default_factory=dict)
+    came: list[Any] = field(default_factory=list)
+    ringed: dict[int, Any] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    waiting_for: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    raw: dict[int, Any] = field(default_factory=dict)
+    extrema: dict[int, Extremum] = field(default_factory=dict)
+
+
 class Walk:
     """The program on one device.
 
@@ -92,18 +116,11 @@ class Walk:
       x: the shard of every value, by ``id(value)``; values made from no data are made where they are used.
       now: where it lies.
       partial: (axes, kind) of the values that are unsettled.
-      copies: (frame, value, spec) → the shard moved there, once for all ops of a frame.
-      made: (value, spec) → a shard of a value made from no data.
-      came: results that the next loop waits for.
+      here: what has been moved and made in the body at hand.
       hoisted: (value of a loop body, spec) → the shard moved there before the loop.
-      ringed: results of products that a ring has made already, by ``id(op)``.
-      done: ids of ops that ran ahead of their place, for a ring.
-      waiting_for: operands of products that are made block by block when their sum is settled, by ``id(op)``.
-      raw: what products wait for, as its op leaves it, by ``id(value)``.
       replacing: ids of the results that take the place of donated arguments.
       replaced: the last of those that was gathered.
       orders: in which orders of their dims partial sums can be had.
-      extrema: those that are unsettled, by ``id(value)``.
     """
 
     def __init__(self, plan: Plan, grid: Grid, orders: Orders):
@@ -111,17 +128,10 @@ class Walk:
         self.x: dict[int, Any] = {}
         self.now: dict[int, Spec] = {}
         self.partial: dict[int, tuple[tuple[str, ...], str]] = {}
-        self.copies: dict[tuple[int, int, Spec], Any] = {}
-        self.made: dict[tuple[int, Spec], Any] = {}
-        self.came: list[Any] = []
+        self.here = Here()
         self.hoisted: dict[tuple[int, Spec], Any] = {}
-        self.ringed: dict[int, Any] = {}
-        self.done: set[int] = set()
-        self.waiting_for: dict[int, tuple[Any, Any]] = {}
-        self.raw: dict[int, Any] = {}
         self.replacing = {id(plan.program.outputs[k]) for k in in_place(plan)}
         self.replaced: list[Any] = []
-        self.extrema: dict[int, Extremum] = {}
 
     def run(self, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         program = self.plan.program
@@ -140,7 +150,7 @@ class Walk:
     def put(self, value: Value, x: Any, spec: Spec) -> None:
         self.x[id(value)], self.now[id(value)] = x, spec
         if id(value) in self.plan.order.awaited:
-            self.raw.setdefault(id(value), x)
+            self.here.raw.setdefault(id(value), x)
 
     def enter_consts(self, frame: Frame, consts: Sequence[Any]) -> None:
         for var, c in zip(frame.jaxpr.constvars, consts, strict=True):
@@ -149,19 +159,17 @@ class Walk:
     @contextlib.contextmanager
     def own_trace(self) -> Iterator[None]:
         """A body that JAX traces by itself: what is moved or made in it is not there outside."""
-        before = self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for, self.raw
-        self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for = {}, {}, [], {}, set(), {}
-        self.raw = {}
+        before, self.here = self.here, Here()
         try:
             yield
         finally:
-            self.copies, self.made, self.came, self.ringed, self.done, self.waiting_for, self.raw = before
+            self.here = before
 
     # -- ops
 
     def frame(self, frame: Frame) -> None:
         for op in self.plan.order.ops(frame):
-            if id(op) in self.done:
+            if id(op) in self.here.done:
                 continue
             if op.outs and all(id(v) in self.plan.generated for v in op.outs) and not (op.frames or op.eqn.effects):
                 continue
@@ -201,7 +209,7 @@ class Walk:
         if ring is not None:
             results = [gathered(self, ring, op)]
         elif id(op.outs[0]) in self.plan.rings.pending if op.outs else False:
-            self.waiting_for[id(op)] = (xs[0], xs[1])
+            self.here.waiting_for[id(op)] = (xs[0], xs[1])
             self.now[id(op.outs[0])] = plan.outs[0]
             self.partial[id(op.outs[0])] = plan.partial[0], plan.kind
             return
@@ -215,7 +223,7 @@ class Walk:
                 self.partial[id(out)] = plan.partial[k], plan.kind
                 self.orders.product(op, xs, x)
                 if op.name in ("reduce_max", "reduce_min"):
-                    self.extrema[id(out)] = Extremum(xs[0], tuple(op.eqn.params["axes"]), op.name == "reduce_max")
+                    self.here.extrema[id(out)] = Extremum(xs[0], tuple(op.eqn.params["axes"]), op.name == "reduce_max")
             else:
                 self.finish(out)
 
@@ -284,15 +292,15 @@ class Walk:
 
     def still_extreme(self, out: Value, value: Value | None, view: Callable[[Any], Any] | None = None) -> None:
         """A result is a view of what may be an extremum that is unsettled."""
-        of = self.extrema.get(id(value))
+        of = self.here.extrema.get(id(value))
         if of is not None:
-            self.extrema[id(out)] = of if view is None else of.turned(view)
+            self.here.extrema[id(out)] = of if view is None else of.turned(view)
 
     # -- the order of loops and of products
 
     def after_what_is_first(self, xs: list[Any], values: Sequence[Value]) -> list[Any]:
         """The operands of a product, made to wait for other values (:mod:`meshpar.plan.order` says why)."""
-        xs, _ = lax.optimization_barrier((xs, [self.raw[id(v)] for v in values]))
+        xs, _ = lax.optimization_barrier((xs, [self.here.raw[id(v)] for v in values]))
         return xs
 
     def after_what_came(self, carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -301,7 +309,7 @@ class Walk:
         The compiler may order what is independent as it likes, and likes to keep whole gradients and gathered weights
         waiting while it runs other loops first.
         """
-        came, self.came = self.came, []
+        came, self.here.came = self.here.came, []
         if not came:
             return carry, xs
         carry, xs, _ = lax.optimization_barrier((carry, xs, came))
@@ -321,26 +329,26 @@ class Walk:
 
     def operand(self, op: Op, value: Value, need: Spec) -> Any:
         if id(value) in self.plan.generated:
-            return self.generate(value, need)
+            return generate(self, value, need)
         if self.now[id(value)] == need:
             return self.x[id(value)]
         if (id(value), need) in self.hoisted:
             return self.hoisted[id(value), need]
         key = (id(op.frame), id(value), need)
-        if key not in self.copies and key in self.plan.rings.kept:
+        if key not in self.here.copies and key in self.plan.rings.kept:
             run_ring(self, self.plan.rings.kept[key])
-        if key not in self.copies:
-            self.copies[key] = self.moved(value, need)
-        return self.copies[key]
+        if key not in self.here.copies:
+            self.here.copies[key] = self.moved(value, need)
+        return self.here.copies[key]
 
     def moved(self, value: Value, need: Spec) -> Any:
         if id(value) in self.plan.generated:
-            return self.generate(value, need)
+            return generate(self, value, need)
         return bring(self.x[id(value)], self.now[id(value)], need, self.sizes)
 
     def at(self, value: Value, spec: Spec) -> Any:
         """A value where it lies."""
-        return self.generate(value, spec) if id(value) in self.plan.generated else self.x[id(value)]
+        return generate(self, value, spec) if id(value) in self.plan.generated else self.x[id(value)]
 
     def settle(self, value: Value) -> None:
         axes, kind = self.partial.pop(id(value), ((), "sum"))
@@ -351,13 +359,13 @@ class Walk:
         x, times = (self.x[id(value)], 1.0) if ring is None else scattered(self, ring, value.aval.dtype)
         size, forms = x.size * times, self.plan.forms.get(id(value))
         x, spec = self.orders.settle(x, self.now[id(value)], rest, axes, kind, forms, begun=ring is not None)
-        if id(value) in self.extrema and (over := fine_names([a for a in axes if self.sizes[a] > 1], self.sizes)):
-            x = self.extrema.pop(id(value)).settled(x, over)
+        if id(value) in self.here.extrema and (over := fine_names([a for a in axes if self.sizes[a] > 1], self.sizes)):
+            x = self.here.extrema.pop(id(value)).settled(x, over)
         if x.size < size and size * x.dtype.itemsize >= LARGE // 4:
             # where it is sent whole: cut here, not where it is read
             (x,) = lax.optimization_barrier([x])
         if x.size < size and size * x.dtype.itemsize >= LARGE:
-            self.came.append(x)
+            self.here.came.append(x)
         self.put(value, bring(x, spec, rest, self.sizes), rest)
 
     def finish(self, out: Value) -> None:
@@ -377,49 +385,3 @@ class Walk:
         x = bring(x, have, spec, self.sizes, apart=True)
         self.replaced = [x]
         return x
-
-    # -- values made from no data: every device makes the part that it needs
-
-    def generate(self, value: Value, spec: Spec) -> Any:
-        key = (id(value), spec)
-        if key not in self.made:
-            assert value.op is not None
-            with at_line_of(value.op.eqn, value.op.where):
-                self.made[key] = self._generate(value, value.op, spec)
-        return self.made[key]
-
-    def _generate(self, value: Value, op: Op, spec: Spec) -> Any:
-        if op.name in IDENTITIES or op.name == "optimization_barrier":
-            k = op.outs.index(value)
-            source = op.ins[k]
-            if source is None:
-                return cut(self.literal(op, k), whole(value), spec, self.sizes)
-            return self.generate(source, spec)
-        if op.rule is None:
-            needs = [None if v is None else stretched(spec, v.shape, value.shape) for v in op.ins]
-            return run_elementwise(op, self.operands(op, needs))[0]
-        k = op.outs.index(value)
-        axes = self._axes_for(op, k, spec)
-        if axes is None:
-            return cut(self.generate(value, whole(value)), whole(value), spec, self.sizes)
-        needs = [None if v is None else spec_of(d, axes) if d else whole(v)
-                 for v, d in zip(op.ins, op.rule.ins, strict=True)]  # fmt: skip
-        xs = self.operands(op, needs)
-        results = run_local(op, axes, xs, self.sizes) if op.rule.known else self.foreign(op, xs)
-        for out, dims, x in zip(op.outs, op.rule.outs, results, strict=True):
-            self.made.setdefault((id(out), spec_of(dims, axes)), x)
-        return results[k]
-
-    def _axes_for(self, op: Op, k: int, spec: Spec) -> list[tuple[str, ...]] | None:
-        """The axes of the factors with which a result comes out in a spec; None where only the whole can be made."""
-        rule = op.rule
-        assert rule is not None
-        axes: list[tuple[str, ...]] = [()] * len(rule.sizes)
-        for factors, entry in zip(rule.outs[k], spec, strict=True):
-            if not entry:
-                continue
-            f = factors[0] if factors else None
-            if f is None or rule.kinds[f] != "map" or rule.sizes[f] % math.prod(self.sizes[a] for a in entry):
-                return None
-            axes[f] = entry
-        return axes if blocks_only(rule, axes, self.sizes) == axes and spec_of(rule.outs[k], axes) == spec else None

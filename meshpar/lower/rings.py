@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 def gathered(walk: Walk, ring: GatherRing, op: Op) -> Any:
     """The result of a product whose operand is gathered on a ring, which serves all its products when the first is reached."""
-    if id(op) not in walk.ringed:
+    if id(op) not in walk.here.ringed:
         run_ring(walk, ring)
-    return walk.ringed.pop(id(op))
+    return walk.here.ringed.pop(id(op))
 
 
 def run_ring(walk: Walk, ring: GatherRing) -> None:
@@ -31,7 +31,7 @@ def run_ring(walk: Walk, ring: GatherRing) -> None:
     for op in ring.before:
         with at_line_of(op.eqn, op.where):
             walk.op(op)
-        walk.done.add(id(op))
+        walk.here.done.add(id(op))
     walk.settle(ring.value)
     x = walk.at(ring.value, walk.now[id(ring.value)])
     others: list[Any] = []
@@ -52,13 +52,13 @@ def run_ring(walk: Walk, ring: GatherRing) -> None:
     else:
         results = gather_dots(x, others, dots, major, ring.dim, keep=ring.keep)
     if ring.keep:
-        walk.copies[id(ring.dots[0][0].frame), id(ring.value), ring.need] = results.pop()
-    walk.ringed.update((id(op), y) for (op, _), y in zip(ring.dots, results, strict=True))
+        walk.here.copies[id(ring.dots[0][0].frame), id(ring.value), ring.need] = results.pop()
+    walk.here.ringed.update((id(op), y) for (op, _), y in zip(ring.dots, results, strict=True))
 
 
 def scattered(walk: Walk, ring: ScatterRing, dtype: Any) -> tuple[Any, float]:
     """(a partial sum of products, summed and scattered over the first of its axes; how many times larger it was before)."""
-    operands = [walk.waiting_for[id(op)] for op, _ in ring.leaves]
+    operands = [walk.here.waiting_for[id(op)] for op, _ in ring.leaves]
     major = _fine(walk, ring.axes)[0]
     if ring.fused is not None:
         x = ring.fused(operands, major)
