@@ -1,8 +1,7 @@
 """What a gather that is left to the compiler can hide behind: products of its body that neither make what it sends nor wait for it.
 
-The TPU compiler (libtpu 0.0.42) sends a gather asynchronously while other products run, but on chips of one core to a device only:
-of 103 programs compiled for devices of two cores none has an asynchronous gather, of 132 for others 39 do. Reduce-scatters are
-synchronous everywhere. In the schedule of a recomputed Llama layer on v5e the gather
+The TPU compiler (libtpu 0.0.42) sends a gather asynchronously while other products run, but on some chips only
+(``Chip.waits`` in :mod:`meshpar.plan.hardware`). In the schedule of a recomputed Llama layer on v5e the gather
 of the cotangent of the attention's output runs beside the gradients of the MLP's weights.
 """
 

@@ -103,7 +103,7 @@ def exposed_by(
         waits += [max(0.0, last + added - (2 if steps else 1) * block)] * (last > 0)
     waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
     if isinstance(pair, GatherRing):
-        beside = sum(others) if chip.cores == 1 else 0.0
+        beside = sum(others) if "all-gather" not in chip.waits else 0.0
         alone = max(0.0, alone - beside) if chained else 0.0
     if isinstance(pair, ScatterRing):  # whole sums of several products go through memory, blocks of them do not
         summed = pair.leaves[0][0]

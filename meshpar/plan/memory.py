@@ -84,7 +84,8 @@ def memory_of(plan: Plan, region: Region | None = None) -> Memory:
 class _Live:
     def __init__(self, plan: Plan):
         self.plan, self.kind_of = plan, kinds_of(plan)
-        self.asynchronous = plan.chip is not None and plan.chip.asynchronous
+        chip = plan.chip
+        self.postpones = chip is not None and bool(chip.torus) and "all-gather" not in chip.waits
         self.points: list[tuple[int, float, Node]] = []
         self.live: dict[int, tuple[Item, float]] = {}
         self.total = 0.0
@@ -215,7 +216,7 @@ class _Live:
         self.sample(node)
         for region in node.regions:
             inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
-            if self.asynchronous:
+            if self.postpones:
                 inside |= {id(i) for i in waits_for_the_end(region, self.plan.rings.pending)}
             before = self.total
             for item in region.inputs:  # the loop's own results stand for them outside

@@ -62,8 +62,8 @@ class Time:
       communication: all collectives, one after the other.
       seconds: the estimate: the kernels one after the other, each the longer of its products and its traffic; collectives of
         weights and gradients, which wait for nothing else in their loop, behind the kernels of that loop as far as those
-        last (reduce-scatters on TPUs do not: their final programs have them synchronous); the other collectives on top; of what
-        runs in blocks, what its products do not hide.
+        last, if programs for the chip go on beside them (``Chip.waits``); the other collectives on top; of what runs in blocks,
+        what its products do not hide.
       model_flops: of the products that the model asks for, on all devices together: without recomputation, without what
         devices do twice, nothing rounded up.
       ops: every kernel.
@@ -182,13 +182,13 @@ def _estimate(plan: Plan, region: Region, by_loop: dict[int, float]) -> float:
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     )
     where = hides(plan, region)
-    waits = plan.chip is not None and bool(plan.chip.torus)  # TPU programs do not go on while they reduce-scatter
+    waits = frozenset() if plan.chip is None else plan.chip.waits
     for c in plan.collectives:
         if id(c) in plan.rings.sent:
             continue
         seconds = (c.seconds or 0.0) * (c.count or 1)
         loop = where.get(c.place)
-        if loop is None or (c.op == "reduce-scatter" and waits):
+        if loop is None or c.op in waits:
             exposed += seconds
         else:
             hidden[loop] = hidden.get(loop, 0.0) + seconds

@@ -240,7 +240,7 @@ def _body(
             for key in ((k, item.value.shape) for item in kernel.outs for k in ops):
                 for c in sent.pop(key, ()):
                     seconds = c.seconds or 0.0
-                    waits = ahead.get(key) is None
+                    waits = ahead.get(key) is None or (plan.chip is not None and c.op in plan.chip.waits)
                     start = max(busy, linked) if waits else linked
                     linked = start + seconds
                     busy = linked if waits else busy

@@ -85,7 +85,7 @@ def test_blocks_of_gradients_are_left_to_the_end_of_a_loop_where_collectives_run
     dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": "batch embed"}
     how = {"mesh": "data=16", "topology": "v5e:16x1", "layout": "batch: data; embed: data", "dims": dims}
     plan = mp.plan(scanned, params, array(rows, EMBED), overlap="ring", **how)
-    monkeypatch.setitem(CHIPS, "v5e", replace(CHIPS["v5e"], asynchronous=False))
+    monkeypatch.setitem(CHIPS, "v5e", replace(CHIPS["v5e"], waits=CHIPS["v5p"].waits))
     other = mp.plan(scanned, params, array(rows, EMBED), overlap="ring", **how)
 
     loops = [r for k in plan.kernels.kernels for r in k.regions]
