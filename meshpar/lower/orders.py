@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 
 from .._compat import bind
-from ..layout import AnyMesh, Spec
+from ..layout import Spec
 from ..plan.collectives import Form, settlement
 from ..program.graph import Op
-from .exchange import Sizes, settle
+from .exchange import Grid, settle
 from .local import plain_params
 
 
@@ -38,13 +37,11 @@ class Orders:
     """Partial sums, and the orders of dims in which they can be had.
 
     Args:
-      sizes: of the axes.
-      mesh: what is lowered for. If its devices are no CPUs, or it has none, every sum is settled in the order that it has.
+      grid: what is lowered for. If not for CPUs, every sum is settled in the order that it has.
     """
 
-    def __init__(self, sizes: Sizes, mesh: AnyMesh):
-        self.sizes = sizes
-        self.several = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    def __init__(self, grid: Grid):
+        self.sizes, self.several = grid, grid.cpu
         # by `id(array)`, with the array, so that no other one gets its id
         self._products: dict[int, tuple[Any, Op, Sequence[Any]]] = {}
         self._turned: dict[int, _Turned] = {}

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._compat import at_line_of, bind, close_over, make_jaxpr, source_line, with_weak_type
 from ..errors import UnsupportedError
@@ -50,7 +50,8 @@ def lower_to_shard_map(
     """
     program = plan.program
     specs = [plan.specs[id(v)] for v in program.inputs]
-    grid = Grid(plan.sizes, plan.torus)
+    cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    grid = Grid(plan.sizes, plan.torus, cpu)
     for value, spec in [
         *((v, plan.specs[id(v)]) for v in program.inputs),
         *zip(program.outputs, plan.out_specs, strict=True),
@@ -59,7 +60,7 @@ def lower_to_shard_map(
     consts = list(program.closed.consts)
 
     def local(*xs: Any) -> tuple[Any, ...]:
-        return tuple(Walk(plan, grid, Orders(grid, mesh)).run(xs[: len(consts)], xs[len(consts) :]))
+        return tuple(Walk(plan, grid, Orders(grid)).run(xs[: len(consts)], xs[len(consts) :]))
 
     run = jax.shard_map(
         local,

@@ -95,9 +95,9 @@ def dynamic(w: Writer) -> None:
     starts = []
     for n, m in zip(x.shape, sizes, strict=True):
         if n == m and w.chance(0.7):
-            starts.append("0")
+            starts.append("np.int32(0)")
         elif w.chance(0.5):
-            starts.append(str(w.rng.randrange(-1, n + 1)))
+            starts.append(f"np.int32({w.rng.randrange(-1, n + 1)})")
         else:
             ids = indices(w, (1,))
             starts.append(f"{ids.name}[{w.rng.randrange(ids.shape[0])}]")

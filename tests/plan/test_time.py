@@ -142,8 +142,13 @@ def test_devices_that_do_the_same_work_do_not_make_the_model_larger():
 
 @pytest.mark.parametrize(
     ("topology", "waits"),
-    [("v5e:4x4", {"reduce-scatter"}), ("v5p:2x2x4", {"reduce-scatter", "all-gather"}), ("tpu7x:2x2x2", set()), ("2x h100:8", set())],
-)  # fmt: skip
+    [
+        ("v5e:4x4", {"reduce-scatter"}),
+        ("v5p:2x2x4", {"reduce-scatter", "all-gather"}),
+        ("tpu7x:2x2x2", set()),
+        ("2x h100:8", set()),
+    ],
+)
 def test_weights_hide_behind_the_kernels_of_their_loop_where_programs_go_on(topology, waits):
     made = plan(step, PARAMS, array(2**21, EMBED), layout=FSDP, dims=DIMS, mesh="data=16", topology=topology)
     fsdp = made.time
