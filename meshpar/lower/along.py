@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -26,11 +27,34 @@ _TOGETHER: dict[str, Callable[[Any, Any], Any]] = {
 
 def cumulative(at: Local, x: Any) -> list[Any]:
     """Run over the block, and combine in the total of the blocks before (after, in reverse)."""
-    axis, reverse = at.params["axis"], at.params["reverse"]
+    axis = at.params["axis"]
     axes = at.of(at.rule.ins[0][axis])
-    (mine,) = at.run(x)
     if not axes:
-        return [mine]
+        return at.run(x)
+    if at.op.name not in ("cummax", "cummin"):
+        return [_cumulative(at, axes, x)]
+
+    @jax.custom_jvp
+    def extrema(x: Any) -> Any:
+        return _cumulative(at, axes, x)
+
+    @extrema.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        # how equal elements share a cotangent follows from the order in which all of them are compared
+        if tangents[0].dtype == jax.dtypes.float0:
+            return extrema(*primals), tangents[0]
+        whole = (lax.all_gather(y, axes, axis=axis, tiled=True) for y in (*primals, *tangents))
+        x, t = ((y,) for y in whole)
+        _, t = jax.jvp(lambda x: at.run(x)[0], x, t)
+        n = primals[0].shape[axis]
+        return extrema(*primals), lax.dynamic_slice_in_dim(t, axis_index(axes) * n, n, axis)
+
+    return [extrema(x)]
+
+
+def _cumulative(at: Local, axes: tuple[str, ...], x: Any) -> Any:
+    axis, reverse = at.params["axis"], at.params["reverse"]
+    (mine,) = at.run(x)
     total = lax.slice_in_dim(mine, 0, 1, axis=axis) if reverse else lax.slice_in_dim(mine, -1, None, axis=axis)
     totals = lax.all_gather(total, axes, axis=axis, tiled=True)
     (running,) = at.run(totals)
@@ -38,7 +62,7 @@ def cumulative(at: Local, x: Any) -> list[Any]:
     before = jnp.clip(here + 1 if reverse else here - 1, 0, last)
     others = lax.dynamic_slice_in_dim(running, before, 1, axis)
     first = here == (last if reverse else 0)
-    return [jnp.where(first, mine, _TOGETHER[at.op.name](*jnp.broadcast_arrays(others, mine)))]
+    return jnp.where(first, mine, _TOGETHER[at.op.name](*jnp.broadcast_arrays(others, mine)))
 
 
 def top_k(at: Local, x: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from ..program.graph import Op, Value
 from ..program.rules import RULES
 from ..program.rules.rule import Factors
 from . import along, halo
-from .exchange import axis_index, fine_names
+from .exchange import Grid, axis_index, fine_names
 
 Axes = list[tuple[str, ...]]
 Sizes = Mapping[str, int]
@@ -131,10 +131,18 @@ def _bytes(x: Any) -> int:
 
 
 def _fft(at: Local, x):
-    # with a batch dim of size 1 XLA's CPU compiler lays the operand out in an order that it then refuses
+    """XLA's CPU compiler gives the operand of a transform, or of its derivative, an order of dims that it then refuses: where a
+    batch dim is 1, or what follows is scattered. One dim has one order."""
+    if not (isinstance(at.sizes, Grid) and at.sizes.cpu):
+        return at.run(x)
+
+    def flat(x):
+        return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
+
     batch = x.shape[: x.ndim - len(at.params["fft_lengths"])]
+    x = flat(x)
     (y,) = at.run(x.reshape(*([math.prod(batch)] * (math.prod(batch) != 1)), *x.shape[len(batch) :]))
-    return [y.reshape(*batch, *y.shape[y.ndim - x.ndim + len(batch) :])]
+    return [flat(y.reshape(*batch, *y.shape[y.ndim - x.ndim + len(batch) :]))]
 
 
 def _broadcast(at: Local, *xs):

@@ -191,6 +191,26 @@ def test_an_extremum_that_leaves_a_rematerialised_body_is_settled_in_it():
     assert_derivatives(f, x, layout="embed: data+model", dims={"x": "rows embed"}, holds="remat")
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_running_extremum_over_a_split_dim_shares_its_cotangent_as_the_whole_one_does(reverse):
+    def f(x):
+        y = jnp.concatenate([x, x])
+        return lax.cummax(y, 0, reverse=reverse), lax.cummin(y, 1)
+
+    assert_derivatives(f, exact(8, 8), layout="batch: data+model", dims={"x": "batch _"}, holds="cummax")
+
+
+def test_the_derivative_of_a_transform_that_is_scattered():
+    """XLA's CPU compiler refuses a transform that a reduce-scatter of the last dim follows."""
+
+    def f(x):
+        return (abs(jnp.fft.fft(x) + 1.5j) * jnp.arange(8.0),)
+
+    assert_derivatives(
+        f, exact(8, 8), layout="b: data+model", dims={"x": "_ b"}, mesh="data=2, model=4", forward=False, holds="fft"
+    )
+
+
 # -- functions with derivatives of their own
 
 
