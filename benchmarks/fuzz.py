@@ -4,8 +4,8 @@
 
 A case is a program on a mesh under a layout, run under every lowering asked for. Gradients are taken in the program that is
 lowered; in one case of four (``--outside``), of the function that the lowering returns. Prints how many ran, how many differed,
-how many could not run (those apart that JAX cannot run unsharded), the primitives that they covered, and for every case that differs
-the smallest one found that still does.
+how many could not run (those that JAX cannot run unsharded apart), the primitives that they covered, and for every case that
+differs the smallest one found that still does.
 With ``--log`` the outcome of each case is appended to a file, and cases that are in it are not run again.
 """
 
