@@ -132,12 +132,11 @@ def _bytes(x: Any) -> int:
 
 def _fft(at: Local, x):
     """XLA's CPU compiler gives the operand of a transform, or of its derivative, an order of dims that it then refuses: where a
-    batch dim is 1, or what follows is scattered. One dim has one order."""
-    if not (isinstance(at.sizes, Grid) and at.sizes.cpu):
-        return at.run(x)
+    batch dim is 1, and where what follows is scattered. One dim has one order."""
+    cpu = isinstance(at.sizes, Grid) and at.sizes.cpu
 
     def flat(x):
-        return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
+        return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape) if cpu else x
 
     batch = x.shape[: x.ndim - len(at.params["fft_lengths"])]
     x = flat(x)
