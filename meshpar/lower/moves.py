@@ -28,6 +28,7 @@ def bring(x: Any, have: Spec, need: Spec, sizes: Sizes, apart: bool = False) -> 
     if 0 in x.shape:
         return jnp.zeros(shape_in(x.shape, have, need, sizes), x.dtype)
     mesh = {a: sizes[a] for a in sizes.fine} if isinstance(sizes, Grid) else sizes
+    on_cpus = isinstance(sizes, Grid) and sizes.cpu
     for step in relayout(have, need, shape_in(x.shape, have, ((),) * len(have), sizes), mesh):
         at = _Devices(step, mesh, lambda axes: fine_names(axes, sizes))
         if step.op == "slice":
@@ -35,9 +36,7 @@ def bring(x: Any, have: Spec, need: Spec, sizes: Sizes, apart: bool = False) -> 
         elif step.op == "all-gather":
             x = on_words(x, functools.partial(_all_gather, at, apart=apart))
         else:
-            if (
-                isinstance(sizes, Grid) and sizes.cpu
-            ):  # whose compiler takes slices for its own though they lie otherwise
+            if on_cpus:  # else the program's slices of x are taken for those that XLA cuts, which may lie otherwise
                 x = on_words(x, lambda x: lax.optimization_barrier([x])[0])
             x = on_words(x, functools.partial(_SENDS[step.op], at))
     return x
