@@ -299,7 +299,7 @@ def _layers(plan: Plan, ink: Ink) -> str:
     about = (
         '<p class="dim">One iteration of each loop, as the estimate has it: kernels one after the other; collectives between them '
         "where something waits, beside them (paler) where nothing does: a weight that can be sent for ahead, a gradient that "
-        "only leaves.</p>"
+        "only leaves, if programs for the chip go on meanwhile.</p>"
     )
     return about + "".join(_layer(b, ink) for b in found)
 
