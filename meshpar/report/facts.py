@@ -9,7 +9,7 @@ from typing import Any
 
 from ..dims import format_dims
 from ..layout import SCOPES, Rule, Spec
-from ..plan.collectives import Collective
+from ..plan.collectives import Collective, duration
 from ..plan.fusion import Node, Region, line_of
 from ..plan.plan import Held, Plan
 from ..plan.time import OpTime, hides, made_by
@@ -201,6 +201,18 @@ class Body:
     def seconds(self) -> float:
         """Of one iteration."""
         return max((s.start + s.seconds for s in self.spans), default=0.0)
+
+
+def waited_for(plan: Plan) -> str:
+    """The collectives beside which programs for the chip do not go on, with their seconds of a step; "" if it has none."""
+    chip = plan.chip
+    if chip is None:
+        return ""
+    mine = [c for c in plan.collectives if c.op in chip.waits and id(c) not in plan.rings.sent]
+    if not mine:
+        return ""
+    kinds = " and ".join(f"{op}s" for op in sorted({c.op for c in mine}))
+    return f"programs for {chip.name} wait for {kinds}: {duration(sum(map(step_seconds, mine)))}"
 
 
 def bodies(plan: Plan, most: int = 2) -> list[Body]:

@@ -22,6 +22,7 @@ from .facts import (
     effects,
     largest_values,
     step_seconds,
+    waited_for,
     whole_bytes,
 )  # fmt: skip
 from .text import KINDS, notes, overlaps
@@ -141,7 +142,8 @@ def _cards(plan: Plan) -> str:
     cards = [("at the peak, on each device", human(memory.peak), meter, f"{of}, estimated")]
     if time is not None:
         cards.append(("a step, estimated", duration(time.seconds), "",
-                      f"{duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does"))  # fmt: skip
+                      f"{duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does"
+                      f"{escape(f'; {waits}' if (waits := waited_for(plan)) else '')}"))  # fmt: skip
         cards.append(
             (
                 "of the peak FLOP/s",

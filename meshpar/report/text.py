@@ -16,6 +16,7 @@ from rich.text import Text
 from ..plan.collectives import Collective, duration, human
 from ..plan.pairs import Overlap
 from ..plan.plan import Held, Plan
+from .facts import waited_for
 
 MOST = 8  # collectives, each with its cause; what is left is summed up
 ROWS = 7  # tensors of a kind
@@ -88,7 +89,7 @@ def _costs(plan: Plan) -> list[Text]:
             f" on {chip.name}: {duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does; "
             f"{100 * time.mfu:.0f} % of the peak FLOP/s",
         ))  # fmt: skip
-        out.append(Text(f"    {time.bottleneck}", style="dim"))
+        out += [Text(f"    {line}", style="dim") for line in (time.bottleneck, waited_for(plan)) if line]
     return out
 
 
