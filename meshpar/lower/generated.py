@@ -10,6 +10,7 @@ from ..layout import Spec
 from ..plan.claims import blocks_only, spec_of
 from ..plan.planner import IDENTITIES, stretched
 from ..program.graph import Op, Value
+from .bodies import whole
 from .exchange import cut
 from .local import run_elementwise, run_local
 
@@ -29,19 +30,18 @@ def generate(walk: Walk, value: Value, spec: Spec) -> Any:
 
 def _made(walk: Walk, value: Value, op: Op, spec: Spec) -> Any:
     k = op.outs.index(value)
-    whole: Spec = ((),) * len(value.shape)
     if op.name in IDENTITIES or op.name == "optimization_barrier":
         source = op.ins[k]
         if source is None:
-            return cut(walk.literal(op, k), whole, spec, walk.sizes)
+            return cut(walk.literal(op, k), whole(value), spec, walk.sizes)
         return generate(walk, source, spec)
     if op.rule is None:
         needs = [None if v is None else stretched(spec, v.shape, value.shape) for v in op.ins]
         return run_elementwise(op, walk.operands(op, needs))[0]
     axes = _axes_for(walk, op, k, spec)
     if axes is None:
-        return cut(generate(walk, value, whole), whole, spec, walk.sizes)
-    needs = [None if v is None else spec_of(d, axes) if d else ((),) * len(v.shape)
+        return cut(generate(walk, value, whole(value)), whole(value), spec, walk.sizes)
+    needs = [None if v is None else spec_of(d, axes) if d else whole(v)
              for v, d in zip(op.ins, op.rule.ins, strict=True)]  # fmt: skip
     xs = walk.operands(op, needs)
     results = run_local(op, axes, xs, walk.sizes) if op.rule.known else walk.foreign(op, xs)

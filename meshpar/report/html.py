@@ -141,9 +141,9 @@ def _cards(plan: Plan) -> str:
     of = f"of {human(room)} of a {chip.name}" if room and chip else "(no chip is named)"
     cards = [("at the peak, on each device", human(memory.peak), meter, f"{of}, estimated")]
     if time is not None:
-        cards.append(("a step, estimated", duration(time.seconds), "",
-                      f"{duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does"
-                      f"{escape(f'; {waits}' if (waits := waited_for(plan)) else '')}"))  # fmt: skip
+        bounds = f"{duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does"
+        below = "; ".join(filter(None, (bounds, waited_for(plan))))
+        cards.append(("a step, estimated", duration(time.seconds), "", escape(below)))
         cards.append(
             (
                 "of the peak FLOP/s",
