@@ -144,14 +144,8 @@ def _cards(plan: Plan) -> str:
         bounds = f"{duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does"
         below = "; ".join(filter(None, (bounds, waited_for(plan))))
         cards.append(("a step, estimated", duration(time.seconds), "", escape(below)))
-        cards.append(
-            (
-                "of the peak FLOP/s",
-                f"{100 * time.mfu:.0f} %",
-                "",
-                f"{escape(time.bottleneck.split(':')[0])} takes longest",
-            )
-        )
+        longest = f"{escape(time.bottleneck.split(':')[0])} takes longest"
+        cards.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", "", longest))
     else:
         cards.append(("time of a step", "–", "", NOT_ESTIMATED))
     took = f"in {duration(sum(map(step_seconds, plan.collectives)))}: " if plan.chip is not None else ""
