@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import meshpar as mp
-from meshpar.moe import moe
+from meshpar.layers.moe import moe
 from meshpar.verify.flops import flops
 from meshpar_kernels.shapes import MODELS
 

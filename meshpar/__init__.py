@@ -6,10 +6,11 @@
 >>> step = mp.jit(train_step, mesh=mesh, layout=layout, dims={"batch/tokens": "batch seq"})
 """
 
-from . import checkpoint_policies, errors, report  # noqa: F401 (plans learn from reports how they are shown)
-from .accumulate import accumulate
+from . import (
+    errors,
+    report,  # noqa: F401 (plans learn from reports how they are shown)
+)
 from .api import Jitted, init, jit, plan
-from .attention import attention
 from .errors import (
     AxisConflictError,
     CheckError,
@@ -29,11 +30,14 @@ from .errors import (
     UnknownDimError,
     UnsupportedError,
 )
+from .layers import checkpoint_policies
+from .layers.accumulate import accumulate
+from .layers.attention import attention
+from .layers.precision import Precision
 from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
 from .plan.collectives import Collective
 from .plan.plan import Plan
-from .precision import Precision
 from .program.declare import kernel_rule
 from .program.kernels import KernelSend, KernelWork
 from .program.primitives import named, rename

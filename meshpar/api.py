@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from .dims import DimsLike, PathDims, did_you_mean
 from .errors import UnsupportedError
+from .hardware.chips import planned_mesh
 from .jitted import Jitted
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
+from .passes.overlap import MODES
 from .plan import Plan
-from .plan.hardware import planned_mesh
-from .plan.overlap import MODES
 
 Lowering = Literal["jit", "shard_map"]
 Mode = Literal["auto", "xla", "ring", "pallas", "off"]

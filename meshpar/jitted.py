@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from ._compat import is_graph_node, is_tracer, without_gc
 from .arguments import (
     annotation_of,
     check_patterns,
@@ -27,6 +26,7 @@ from .arguments import (
     twins,
     with_statics,
 )
+from .compat.jax import is_graph_node, is_tracer, without_gc
 from .dims import Dims, PathDims
 from .errors import MeshError
 from .flax import Leaf, capture_names, flatten_named

@@ -167,7 +167,7 @@ def topology_devices(topology: str) -> tuple[Any, ...]:
     Raises:
       MeshError: an unknown topology, or a compiler that is not installed; it says the command that installs it.
     """
-    from ._compat_devices import gpu_topology, tpu_topology
+    from .compat.devices import gpu_topology, tpu_topology
 
     slices, kind, chips = parse_topology(topology)
     if kind in GPU_KINDS:
@@ -194,7 +194,7 @@ def _need_cuda_plugin() -> None:
 
 def topology_of(devices: Sequence[Any]) -> str | None:
     """The text of the topology that devices which are not here belong to, ``"2x v5e:16x16"``; None for devices that are here."""
-    from ._compat_devices import is_compile_only
+    from .compat.devices import is_compile_only
 
     first = devices[0]
     if not is_compile_only(first):
@@ -217,7 +217,7 @@ def topology_of(devices: Sequence[Any]) -> str | None:
 
 
 def _topology_mesh(text: str, sizes: dict[str, int], topology: str) -> Mesh:
-    from ._compat_devices import device_mesh
+    from .compat.devices import device_mesh
 
     slices, kind, chips = parse_topology(topology)
     total = slices * math.prod(chips) * (2 if kind == "tpu7x" else 1)

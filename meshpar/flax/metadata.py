@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._compat import patched_constraints
+from ..compat.jax import patched_constraints
 from ..dims import Dims, fit_dims, format_dims, parse_dims
 from ..errors import RankError
 from ..program.primitives import name_dims_p, place_p

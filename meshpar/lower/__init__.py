@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from .constraints import lower_to_jit
-from .partition import lower_to_shard_map
+from .jit import lower_to_jit
+from .shard_map import lower_to_shard_map
 
 LOWERINGS: dict[str, Callable[..., tuple[Callable[..., list[Any]], list[Any], list[Any]]]] = {
     "jit": lower_to_jit,

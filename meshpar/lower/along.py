@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..program.rules.reach import candidates
+from ..rules.reach import candidates
 from .exchange import axis_index
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from .._compat import body_consts, scan_counts
+from ..compat.jax import body_consts, scan_counts
+from ..cost.fusion import itemsize
 from ..layout import Spec
-from ..plan.fusion import itemsize
-from ..program.graph import Frame, Op, Value
+from ..program.ir import Frame, Op, Value
 from .derivatives import OWN, walk_body
 from .exchange import axis_index, cut, fine_names
 from .moves import through_integers
 
 if TYPE_CHECKING:
-    from .partition import Walk
+    from .shard_map import Walk
 
 
 def call(walk: Walk, op: Op) -> None:

@@ -17,18 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from .._compat import bind
+from ..compat.jax import bind
 from ..errors import JoinWarning
 from ..layout import Layout, Spec
 from ..plan.planner import make_plan
-from ..program.graph import Frame, Op, Value
 from ..program.infer import infer
+from ..program.ir import Frame, Op, Value
 from ..program.trace import trace
 from .exchange import fine_names
 from .moves import bring
 
 if TYPE_CHECKING:
-    from .partition import Walk
+    from .shard_map import Walk
 
 OWN = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 

@@ -17,10 +17,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from meshpar_kernels.collectives import coloured, in_order
 
 from ..errors import UnsupportedError
+from ..hardware.topology import Torus
 from ..layout import AnyMesh, Spec
 from ..plan.collectives import Form, reduces, settlement
-from ..plan.torus import Torus
-from ..program.graph import Value
+from ..program.ir import Value
 
 Sizes = Mapping[str, int]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from .._compat import at_line_of
+from ..compat.jax import at_line_of
 from ..layout import Spec
 from ..plan.claims import blocks_only, spec_of
 from ..plan.planner import IDENTITIES, stretched
-from ..program.graph import Op, Value
+from ..program.ir import Op, Value
 from .bodies import whole
 from .exchange import cut
 from .local import run_elementwise, run_local
 
 if TYPE_CHECKING:
-    from .partition import Walk
+    from .shard_map import Walk
 
 
 def generate(walk: Walk, value: Value, spec: Spec) -> Any:

@@ -1,6 +1,6 @@
 """Local forms of ops that read over the edge of a block: convolutions, pooling, slices, padding, concatenation.
 
-What each device reads and who sends it is worked out in :mod:`meshpar.program.rules.reach`; here it is sent, and the op is
+What each device reads and who sends it is worked out in :mod:`meshpar.rules.reach`; here it is sent, and the op is
 done on what came.
 """
 
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..program.rules.reach import Exchange, Hop, Reach
-from ..program.rules.shape import split_reaches
+from ..rules.reach import Exchange, Hop, Reach
+from ..rules.shape import split_reaches
 from .exchange import axis_index, permute
 
 if TYPE_CHECKING:

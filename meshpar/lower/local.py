@@ -1,6 +1,6 @@
 """The local form of every primitive: what one device does to its shards, once its operands lie as the plan asks.
 
-Beside the factor rules (:mod:`meshpar.program.rules`): a rule says which loops may be split, a local form does one
+Beside the factor rules (:mod:`meshpar.rules`): a rule says which loops may be split, a local form does one
 device's part of them. Most primitives do to shards what they do to arrays; the others are below.
 """
 
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._compat import bind, source_line
+from ..compat.jax import bind, source_line
 from ..errors import UnsupportedError
-from ..program.graph import Op, Value
-from ..program.rules import RULES
-from ..program.rules.rule import Factors
+from ..program.ir import Op, Value
+from ..rules import RULES
+from ..rules.rule import Factors
 from . import along, halo
 from .exchange import Grid, axis_index, fine_names
 

@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 
 from ..layout import Spec
-from ..plan.relayout import Step, axis_size, part_of, relayout, whole_axes
+from ..plan.resharding import Step, axis_size, part_of, relayout, whole_axes
 from .exchange import Grid, Sizes, axis_index, fine_names, on_words, shape_in
 
 
 def bring(x: Any, have: Spec, need: Spec, sizes: Sizes, apart: bool = False) -> Any:
-    """Move a shard to another spec, by the steps that :func:`meshpar.plan.relayout.relayout` lists.
+    """Move a shard to another spec, by the steps that :func:`meshpar.plan.resharding.relayout` lists.
 
     Args:
       apart: what is gathered is put into other memory than it was gathered in.

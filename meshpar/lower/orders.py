@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from .._compat import bind
+from ..compat.jax import bind
 from ..layout import Spec
 from ..plan.collectives import Form, settlement
-from ..program.graph import Op
+from ..program.ir import Op
 from .exchange import Grid, settle
 from .local import plain_params
 

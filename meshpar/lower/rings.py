@@ -9,14 +9,14 @@ from jax import lax
 
 from meshpar_kernels.collective_matmul import Dot, dots_scatter, gather_dots
 
-from .._compat import at_line_of
-from ..plan.fused import dot_of
-from ..plan.pairs import GatherRing, ScatterRing
-from ..program.graph import Op, Value
+from ..compat.jax import at_line_of
+from ..passes.fused import dot_of
+from ..passes.pairs import GatherRing, ScatterRing
+from ..program.ir import Op, Value
 from .exchange import fine_names
 
 if TYPE_CHECKING:
-    from .partition import Walk
+    from .shard_map import Walk
 
 
 def gathered(walk: Walk, ring: GatherRing, op: Op) -> Any:

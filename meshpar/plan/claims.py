@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ..layout import SCOPES, Layout, Spec, claim
-from ..program.graph import Op, Program, Value
-from ..program.rules import ELEMENTWISE, OpRule
+from ..program.ir import Op, Program, Value
+from ..rules import ELEMENTWISE, OpRule
 
 Names = tuple[str, ...]
 

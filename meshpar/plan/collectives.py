@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
+from ..hardware.chips import CollectiveOp
+from ..hardware.collective_time import Form
 from ..layout import Spec
-from ..program.graph import Op
-
-CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
-
-Form = Literal["native", "staged", "coloured", "hierarchical", "ring", "pallas"]
+from ..program.ir import Op
 
 
 @dataclass(slots=True)
@@ -92,6 +90,19 @@ def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
         return volume
     share = volume * (group - 1) / group
     return 2 * share if op == "all-reduce" else share
+
+
+def volume_of(collective: Collective, sizes: Mapping[str, int]) -> float:
+    """The V of :func:`seconds_of`, from the bytes on the wire."""
+    group = math.prod(sizes[a] for a in collective.axes)
+    if group == 1:
+        return 0.0
+    if collective.op == "collective-permute":
+        return collective.bytes
+    operand = collective.bytes * group / (group - 1)
+    if collective.op == "all-reduce":
+        return operand / 2
+    return operand * group if collective.op == "all-to-all" else operand
 
 
 def settlement(

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..cost.algorithm import form_for
 from ..dims import format_dims
 from ..layout import AnyMesh, Layout, Spec
-from ..program.graph import Frame, Op, Program, Value
-from ..program.rules.rule import REDUCTIONS, Kind, Send
+from ..program.ir import Frame, Op, Program, Value
+from ..rules.rule import REDUCTIONS, Kind, Send
 from .claims import Claims, Names
 from .collectives import (
     Collective,
@@ -20,12 +21,11 @@ from .collectives import (
     local_shape,
     reduces,
     settlement,
+    volume_of,
     wire_bytes,
 )
-from .forms import form_for
-from .hardware import volume_of
 from .plan import Plan, Sent
-from .relayout import relayout, relayout_bytes, whole_axes
+from .resharding import relayout, relayout_bytes, whole_axes
 
 
 class Moving:

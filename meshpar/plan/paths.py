@@ -1,4 +1,4 @@
-"""The cheapest path through the specs of one array: the search behind :mod:`meshpar.plan.relayout`, over axes that are numbers.
+"""The cheapest path through the specs of one array: the search behind :mod:`meshpar.plan.resharding`, over axes that are numbers.
 
 A* (Hart, Nilsson and Raphael, 1968). What a device lacks of its target shard it must receive, and in each of these collectives
 every device sends as much as the most that any receives; so the largest lack of any device is a lower bound. Extents of dims

@@ -12,20 +12,20 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from ..cost.fusion import Region
+from ..cost.kernels import kernels_of
+from ..cost.memory import Memory, memory_of
+from ..cost.time import Time, time_of
 from ..errors import JoinWarning, UnsupportedError
+from ..hardware.chips import CHIPS, Chip, chip_of
+from ..hardware.topology import Torus, torus_of, torus_of_slices
 from ..layout import AnyMesh, Layout, Spec
 from ..mesh import parse_topology
-from ..program.graph import Frame, Op, Program, Value
-from ..program.rules.rule import Kind
+from ..passes.pairs import Overlap, Rings
+from ..passes.schedule import Order
+from ..program.ir import Frame, Op, Program, Value
+from ..rules.rule import Kind
 from .collectives import Collective, Form
-from .fusion import Region
-from .hardware import CHIPS, Chip, chip_of
-from .kernels import kernels_of
-from .memory import Memory, memory_of
-from .order import Order
-from .pairs import Overlap, Rings
-from .time import Time, time_of
-from .torus import Torus, torus_of, torus_of_slices
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class Plan:
       forms: how the sum of a value is scattered, by ``id(value)`` and dim.
       sent: the gathers and settled sums that products stand beside.
       overlap: what was asked for of them; ``overlaps``: what was decided, each with its reason; ``rings``: how those run that
-        are sent on a ring (:mod:`meshpar.plan.overlap`).
+        are sent on a ring (:mod:`meshpar.passes.overlap`).
     """
 
     program: Program
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """The estimate of a step's seconds (:attr:`meshpar.plan.time.Time.seconds` says how); None: chip not known."""
+        """The estimate of a step's seconds (:attr:`meshpar.cost.time.Time.seconds` says how); None: chip not known."""
         return None if self.time is None else self.time.seconds
 
     def replan(

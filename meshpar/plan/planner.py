@@ -6,22 +6,22 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 
-from .._compat import user_stacklevel
+from ..compat.jax import user_stacklevel
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, UnknownDimError, UnsupportedError
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error, to_partition_spec
-from ..program.graph import Frame, Op, Program, Value
-from ..program.rules import LINEAR, SCALINGS
-from ..program.rules.rule import Kind
+from ..passes.overlap import decide
+from ..passes.price import price
+from ..program.ir import Frame, Op, Program, Value
+from ..rules import LINEAR, SCALINGS
+from ..rules.rule import Kind
 from .claims import blocks_only, spec_of
 from .collectives import (
     local_bytes,
     wire_bytes,
 )
-from .control import HANDLERS, Accumulation, accumulate, call
-from .hardware import price
+from .control_flow import HANDLERS, Accumulation, accumulate, call
 from .moving import Moving, itemsize, plus
-from .overlap import decide
 from .plan import Held, OpPlan, Plan
 from .reshape import reshape_axes
 
@@ -37,7 +37,7 @@ def make_plan(
       init: the program makes the state, so it need not have the dims of the batch.
       topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may take.
-      overlap: how gathers before products and scatters after them are made: :data:`meshpar.plan.overlap.MODES`.
+      overlap: how gathers before products and scatters after them are made: :data:`meshpar.passes.overlap.MODES`.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..layout import Spec
-from ..program.rules.rule import Factors, Kind, OpRule
+from ..rules.rule import Factors, Kind, OpRule
 from .claims import blocks_only, spec_of
-from .relayout import relayout_bytes
+from .resharding import relayout_bytes
 
 MOST_TRIED = 300  # splits of the factors of one reshape
 

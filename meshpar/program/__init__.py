@@ -1,8 +1,8 @@
 """Function → program: a jaxpr plus a name for every dim of every value."""
 
 from .declare import kernel_rule
-from .graph import Frame, Join, Op, Program, Value
 from .infer import infer
+from .ir import Frame, Join, Op, Program, Value
 from .trace import trace
 
 __all__ = ["Frame", "Join", "Op", "Program", "Value", "infer", "kernel_rule", "trace"]

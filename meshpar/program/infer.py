@@ -14,11 +14,11 @@ from jax.extend.core import Literal
 
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
-from .control import CONTROL
-from .graph import Frame, Join, Op, Program, Value
+from ..rules import ELEMENTWISE, RULES, no_rule
+from ..rules.rule import OpRule
+from .control_flow import CONTROL
+from .ir import Frame, Join, Op, Program, Value
 from .names import NONE, Nodes, Unifier
-from .rules import ELEMENTWISE, RULES, no_rule
-from .rules.rule import OpRule
 
 
 def infer(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._compat import equations, parts_by_result
+from ..compat.jax import equations, parts_by_result
 from ..errors import UnsupportedError
 from .kernels import Dims, Kernel, KernelSend, KernelWork, Notation, Parts, kernel_p
 

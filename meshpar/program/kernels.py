@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ..errors import LayoutSyntaxError, RankError, UnsupportedError
-from .rules.rule import Factors, Kind, OpRule, Send, rule
+from ..rules.rule import Factors, Kind, OpRule, Send, rule
 
 kernel_p = Primitive("kernel")
 kernel_p.multiple_results = True

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .._compat import make_jaxpr
+from ..compat.jax import make_jaxpr
 
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list[Any]]:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..cost.fusion import Node, Region, line_of
+from ..cost.time import OpTime, hides, made_by
 from ..dims import format_dims
 from ..layout import SCOPES, Rule, Spec
 from ..plan.collectives import Collective, duration
-from ..plan.fusion import Node, Region, line_of
 from ..plan.plan import Held, Plan
-from ..plan.time import OpTime, hides, made_by
-from ..program.graph import Value
+from ..program.ir import Value
 
 Chip = tuple[str, tuple[str, ...]]
 """A dim for display: its name, and the axes that split it."""

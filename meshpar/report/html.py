@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.text import Text
 
+from ..hardware.topology import Stage
 from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Held, Plan
-from ..plan.torus import Stage
 from .facts import (
     Body,
     Chip,

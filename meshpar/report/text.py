@@ -13,8 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..passes.pairs import Overlap
 from ..plan.collectives import Collective, duration, human
-from ..plan.pairs import Overlap
 from ..plan.plan import Held, Plan
 from .facts import waited_for
 

@@ -10,15 +10,15 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import Mesh
 
-from .._compat import without_gc
-from .._compat_devices import is_compile_only, lowered_parts
+from ..compat.devices import is_compile_only, lowered_parts
+from ..compat.jax import without_gc
 from ..errors import CompilerError, MeshError, UnsupportedError
+from ..hardware.chips import chip_of
 from ..jitted import Jitted
 from ..layout import AnyMesh
 from ..mesh import mesh as make_mesh
 from ..mesh import topology_devices, topology_of
 from ..plan import Plan
-from ..plan.hardware import chip_of
 from . import hlo
 from .compiler import FINAL, PARTITIONED
 from .exposed import Exposed, exposed, places_of

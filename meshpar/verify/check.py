@@ -26,7 +26,7 @@ from ..flax import capture_names
 from ..jitted import Jitted
 from ..layout import Layout
 from ..mesh import mesh as make_mesh
-from .again import Again
+from .localize import Again
 from .numbers import compiled, host, mesh_text, worst_of
 
 WHOLE = "(nothing split)"

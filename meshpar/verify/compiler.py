@@ -43,7 +43,7 @@ def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[st
     """(facts, texts); facts have ``error`` where the compiler refuses."""
     import jax
 
-    from .._compat_devices import compile_parts
+    from ..compat.devices import compile_parts
     from ..mesh import topology_devices
 
     if job["topology"].startswith("cpu:"):

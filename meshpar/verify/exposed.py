@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ..plan.collectives import CollectiveOp
-from ..plan.hardware import Chip, seconds_of
-from ..plan.torus import Places, Stage
+from ..hardware.chips import Chip, CollectiveOp
+from ..hardware.collective_time import seconds_of
+from ..hardware.topology import Places, Stage
 from .hlo import HloCollective, branches_of, collective_of, estimate, inside
 from .hlo_text import Instruction, Module, parse
 from .loops import Scope, trip_count

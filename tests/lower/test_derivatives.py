@@ -107,7 +107,7 @@ def test_through_loops_that_wait_for_each_other():
 
 
 def test_through_sums_that_are_cut_where_they_are_sent(monkeypatch):
-    monkeypatch.setattr(sys.modules["meshpar.lower.partition"], "LARGE", 1)
+    monkeypatch.setattr(sys.modules["meshpar.lower.shard_map"], "LARGE", 1)
 
     def f(w, x):
         g = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
@@ -118,7 +118,7 @@ def test_through_sums_that_are_cut_where_they_are_sent(monkeypatch):
 
 
 def test_through_products_in_order(monkeypatch):
-    monkeypatch.setattr(sys.modules["meshpar.plan.order"], "LARGE", 1)
+    monkeypatch.setattr(sys.modules["meshpar.passes.schedule"], "LARGE", 1)
 
     def f(w, v, x):
         return jax.grad(lambda p: (jnp.tanh(jnp.tanh(x @ p[0]) @ p[1]) ** 2).sum())((w, v))

@@ -12,11 +12,11 @@ import pytest
 from all_specs import specs_of
 
 import meshpar as mp
+from meshpar.hardware.topology import Stage
 from meshpar.layout import to_partition_spec
 from meshpar.lower.exchange import Grid
 from meshpar.lower.moves import bring, permutation
-from meshpar.plan.relayout import relayout
-from meshpar.plan.torus import Stage
+from meshpar.plan.resharding import relayout
 from meshpar.verify.hlo import collectives
 
 

@@ -1,7 +1,7 @@
 """Which of an op's factors may be split: only where every device has a block of every array."""
 
 from meshpar.plan.claims import blocks_only
-from meshpar.program.rules.rule import OpRule
+from meshpar.rules.rule import OpRule
 
 SIZES = {"x": 2, "y": 2}
 

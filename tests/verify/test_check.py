@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 import meshpar as mp
 from meshpar.errors import CheckError, DivisibilityError
 from meshpar.lower import LOWERINGS
-from meshpar.verify.again import flatten
 from meshpar.verify.check import _default_meshes, _each_layout, check
+from meshpar.verify.localize import flatten
 from meshpar.verify.numbers import compare, copies
 
 EMBED, MLP, BATCH = 16, 32, 8

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from meshpar.plan.hardware import CHIPS
-from meshpar.plan.torus import Places
+from meshpar.hardware.chips import CHIPS
+from meshpar.hardware.topology import Places
 from meshpar.verify.exposed import exposed, wire_seconds
 from meshpar.verify.hlo import collectives
 

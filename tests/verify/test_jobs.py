@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from meshpar._compat_devices import bare_kernels
+from meshpar.compat.devices import bare_kernels
 from meshpar.errors import CompilerError
 from meshpar.verify import jobs
 from meshpar.verify.jobs import Job, cache_folder, compile_job

@@ -1,0 +1,1 @@
+"""The one place that knows versions of JAX: what they call things, and where they keep them."""

@@ -1,0 +1,315 @@
+"""The one place (with `_compat_devices`) that knows JAX versions (0.10.2 to 0.12) and its private corners."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+
+def closed_parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """(jaxpr, consts) of a Jaxpr or ClosedJaxpr: primitives hold either."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+def make_jaxpr(fn: Any, *args: Any, **options: Any) -> Any:
+    """``jax.make_jaxpr(fn, **options)(*args)`` without JAX's (since 0.12) primitives that hold a definition (``searchsorted``):
+    they are spelled out, as an equation that is bound again later has no rule for them."""
+    traced = jax.make_jaxpr(fn, **options)(*args)
+    closed, *rest = traced if options.get("return_shape") else (traced,)
+    if getattr(closed.jaxpr, "is_high", False):
+        from jax._src.interpreters.partial_eval import lower_jaxpr2
+
+        closed = lower_jaxpr2(closed)
+    return (closed, *rest) if rest else closed
+
+
+PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OURS = tuple(_PACKAGE + end for end in (os.sep, f"_kernels{os.sep}"))
+
+
+def source_line(eqn: Any, libraries: bool = True) -> str:
+    """``file.py:12 (function)`` of the user's line that made an equation: the innermost one outside installed packages, else,
+    with ``libraries``, the innermost one of a package; "" where JAX knows none, as within a function that it compiles by
+    itself, whose call has the line."""
+    from jax._src import source_info_util
+
+    info = eqn.source_info
+    try:
+        frames = list(source_info_util.user_frames(info.traceback))
+    except Exception:  # another version's signature
+        with contextlib.suppress(Exception):
+            return source_info_util.summarize(info)
+        return ""
+    frames = [f for f in frames if not f.file_name.startswith(OURS)]
+    own = [f for f in frames if not any(p in f.file_name for p in PACKAGES)]
+    for f in (*own[:1], *frames[: int(libraries)]):
+        name = os.path.relpath(f.file_name) if f.file_name.startswith(os.getcwd()) else f.file_name
+        return f"{name}:{f.start_line} ({f.function_name.rsplit('.', 1)[-1]})"
+    return ""
+
+
+def user_stacklevel() -> int:
+    """The ``stacklevel`` with which the caller's warning points at the first line outside this package."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None and os.path.abspath(frame.f_code.co_filename).startswith((_PACKAGE, contextlib.__file__)):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """Pause the garbage collector while many small objects that all live on are made."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """(constants, carries) of a scan: numbers until JAX 0.11, a tree with three branches since."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def constraint_spec(eqn: Any) -> tuple[tuple[str, ...], ...] | None:
+    """The spec of a ``sharding_constraint`` equation; None where some dim is left open."""
+    sharding = eqn.params["sharding"]
+    spec = getattr(sharding, "spec", None)
+    if spec is None or eqn.params.get("unconstrained_dims"):
+        return None
+    rank = eqn.outvars[0].aval.ndim
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    return tuple(entries) + ((),) * (rank - len(entries))
+
+
+_tracing = threading.local()
+_patch_lock = threading.Lock()
+_patched = False
+
+
+def _install_constraint_hooks() -> None:
+    """Let sharding constraints made during our traces be seen; calls from elsewhere pass straight through."""
+    global _patched
+    with _patch_lock:
+        if _patched:
+            return
+        import flax.linen.spmd as linen_spmd
+
+        plain = jax.lax.with_sharding_constraint
+        one = linen_spmd._with_sharding_constraint_one_fallback
+
+        def with_sharding_constraint(x, shardings, *args, **kwargs):
+            hooks = getattr(_tracing, "hooks", None)
+            seen = hooks[1](x, shardings) if hooks else None
+            return plain(x, shardings, *args, **kwargs) if seen is None else seen
+
+        def one_fallback(axis_resources, x, *args, **kwargs):
+            hooks = getattr(_tracing, "hooks", None)
+            return hooks[0](axis_resources, x) if hooks else one(axis_resources, x, *args, **kwargs)
+
+        with_sharding_constraint.__doc__ = plain.__doc__
+        jax.lax.with_sharding_constraint = with_sharding_constraint
+        linen_spmd._with_sharding_constraint_one_fallback = one_fallback
+        _patched = True
+
+
+@contextlib.contextmanager
+def patched_constraints(logical: Any, constraint: Any) -> Iterator[None]:
+    """In this thread, hand linen's logical constraints and ``with_sharding_constraint`` to these functions."""
+    import flax.linen as nn
+
+    _install_constraint_hooks()
+    before = getattr(_tracing, "hooks", None)
+    _tracing.hooks = (logical, constraint)
+    # linen looks at a constraint only where some rule is set
+    rules = nn.get_logical_axis_rules() or (("_", None),)
+    try:
+        with nn.logical_axis_rules(rules):
+            yield
+    finally:
+        _tracing.hooks = before
+
+
+def new_var(aval: Any) -> Any:
+    """A new jaxpr variable."""
+    from jax.extend.core import Var
+
+    return Var(aval)
+
+
+def _primitive(name: str) -> Any:
+    from jax.extend.core import primitives
+
+    return getattr(primitives, name)
+
+
+sharding_constraint_p = _primitive("sharding_constraint_p")
+_constraint_template: dict[int, dict[str, Any]] = {}
+
+
+def constraint_params(sharding: Any, rank: int) -> dict[str, Any]:
+    """The parameters of a ``sharding_constraint`` equation, as this version of JAX writes them."""
+    shape = tuple(
+        int(np.prod([sharding.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())]))
+        for e in (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+    )
+    jaxpr = jax.make_jaxpr(lambda x: _plain_constraint(x, sharding))(jax.ShapeDtypeStruct(shape, np.float32))
+    return jaxpr.eqns[0].params
+
+
+def _plain_constraint(x: Any, sharding: Any) -> Any:
+    before, _tracing.hooks = getattr(_tracing, "hooks", None), None
+    try:
+        return jax.lax.with_sharding_constraint(x, sharding)
+    finally:
+        _tracing.hooks = before
+
+
+def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
+    """The equation with other bodies (jaxprs, in the order in which the program lists its frames)."""
+    params = dict(eqn.params)
+    if eqn.primitive.name == "cond":
+        params["branches"] = tuple(
+            ClosedJaxpr(b, old.consts) for b, old in zip(bodies, params["branches"], strict=True)
+        )
+    elif eqn.primitive.name == "while":
+        for key, body in zip(("cond_jaxpr", "body_jaxpr"), bodies, strict=True):
+            params[key] = ClosedJaxpr(body, params[key].consts)
+    else:
+        key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params)
+        old, (body,) = params[key], bodies
+        params[key] = ClosedJaxpr(body, old.consts) if isinstance(old, ClosedJaxpr) else body
+    return eqn.replace(params=params)
+
+
+def close_over(closed: Any) -> Any:
+    """A function that runs a closed jaxpr as one call, so that tracing it again costs nothing."""
+    jaxpr, consts = closed.jaxpr, list(closed.consts)
+    body = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=_no_debug(jaxpr))
+    template = jax.make_jaxpr(jax.jit(lambda x: x))(np.float32(0)).eqns[0]
+    n, m = len(body.invars), len(body.outvars)
+    params = dict(template.params)
+    params.update(
+        jaxpr=ClosedJaxpr(body, ()),
+        in_shardings=params["in_shardings"][:1] * n,
+        in_layouts=params["in_layouts"][:1] * n,
+        donated_invars=(False,) * n,
+        out_shardings=params["out_shardings"][:1] * m,
+        out_layouts=params["out_layouts"][:1] * m,
+        name="step",
+    )
+
+    def run(*args: Any) -> list[Any]:
+        return template.primitive.bind(*consts, *args, **params)
+
+    return run
+
+
+def _no_debug(jaxpr: Any) -> Any:
+    """Debug info names arguments one by one; with constants in front the names no longer fit."""
+    info = jaxpr.debug_info
+    if info is None or not jaxpr.constvars:
+        return info
+    names = getattr(info, "arg_names", None)
+    return info if names is None else info._replace(arg_names=("",) * len(jaxpr.constvars) + tuple(names))
+
+
+def is_graph_node(x: Any) -> bool:
+    """Whether flax.nnx treats a value as an object with identity (a module, an optimizer, a variable)."""
+    from flax import nnx
+    from flax.nnx import graphlib
+
+    return isinstance(x, nnx.Variable) or graphlib.is_graph_node(x)
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether a value is being traced (inside ``jax.jit``, ``jax.grad``)."""
+    from jax.core import Tracer
+
+    return isinstance(x, Tracer)
+
+
+@contextlib.contextmanager
+def at_line_of(eqn: Any, where: Any = None) -> Iterator[None]:
+    """What is traced in this context comes under the names of an equation, and from its line; or from that of ``where``."""
+    from jax._src import source_info_util
+
+    traceback = (eqn if where is None else where).source_info.traceback
+    with source_info_util.user_context(traceback, name_stack=eqn.source_info.name_stack):
+        yield
+
+
+def bind(eqn: Any, args: Sequence[Any], params: Any) -> list[Any]:
+    """Apply the primitive of an equation, with other parameters perhaps; always a list of results."""
+    got = eqn.primitive.get_bind_params(params)
+    subfuns, params = got if isinstance(got, tuple) else ((), got)
+    out = eqn.primitive.bind(*subfuns, *args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def body_consts(eqn: Any) -> list[Sequence[Any]]:
+    """The constants of an equation's bodies, in the order in which the program lists its frames."""
+    p = eqn.params
+    if eqn.primitive.name == "cond":
+        bodies = p["branches"]
+    elif eqn.primitive.name == "while":
+        bodies = (p["cond_jaxpr"], p["body_jaxpr"])
+    else:
+        bodies = (p[next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in p)],)
+    return [closed_parts(b)[1] for b in bodies]
+
+
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """The array with a weak type, or without."""
+    from jax._src.lax.lax import _convert_element_type
+
+    return x if x.aval.weak_type == weak else _convert_element_type(x, x.dtype, weak_type=weak)
+
+
+def pass_of(eqn: Any) -> str | None:
+    """``forward`` or ``backward`` for what ``jax.grad`` made of a function, from its name stack; None for the rest."""
+    stack = str(eqn.source_info.name_stack)
+    return "backward" if "transpose(" in stack else "forward" if "jvp(" in stack else None
+
+
+def in_recomputation(eqn: Any) -> bool:
+    """Whether an equation does again, for a backward pass, what a rematerialised body did in the forward pass."""
+    return "rematted_computation" in str(eqn.source_info.name_stack)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, those inside others too."""
+    for eqn in closed_parts(jaxpr)[0].eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(inner, "eqns") or isinstance(inner, ClosedJaxpr):
+                    yield from equations(inner)
+
+
+def parts_by_result(jaxpr: Any) -> list[tuple[Any, list[int]]]:
+    """Of every result of a jaxpr, (what computes it alone, the numbers of the inputs that this reads)."""
+    from jax._src.interpreters.partial_eval import dce_jaxpr
+
+    found = []
+    for k in range(len(jaxpr.outvars)):
+        part, used = dce_jaxpr(jaxpr, [i == k for i in range(len(jaxpr.outvars))])
+        found.append((part, [i for i, u in enumerate(used) if u]))
+    return found

@@ -1,0 +1,1 @@
+"""Functions of a plan: FLOPs, fusion, memory, seconds."""

@@ -1,0 +1,160 @@
+"""FLOPs of products: on one device with dims rounded up to its matrix unit, of the model, and inside opaque kernels."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ..compat.jax import closed_parts, in_recomputation, make_jaxpr
+from ..plan.collectives import local_shape
+from ..program.ir import Frame, Op
+from ..program.kernels import KernelWork
+from .fusion import PRODUCTS, itemsize
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+_opaque: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
+
+
+def padded_flops(op: Op, plan: Plan, lanes: int = 1) -> float:
+    """FLOPs of one device's part of a product, dims rounded up to the matrix unit.
+
+    Args:
+      lanes: side of the matrix unit: free and contracted dims round up to it, the other free dim to 8 (4 bytes) or 16 (2
+        bytes) rows; 1: nothing is rounded.
+    """
+    planned = plan.ops.get(id(op))
+    specs = planned.ins if planned is not None else [None, None]
+    shapes = []
+    for var, spec in zip(op.eqn.invars[:2], specs, strict=False):
+        parts = [math.prod(plan.sizes[a] for a in axes) for axes in spec] if spec else [1] * len(var.aval.shape)
+        shapes.append([-(-n // k) for n, k in zip(var.aval.shape, parts, strict=True)])
+    rows = 1 if lanes == 1 else max(8, int(32 // itemsize(op.eqn.invars[0].aval)))
+    batch, m, n, k = product_sizes(op.eqn, shapes[0], shapes[1])
+    if 0 in (batch, m, n, k):
+        return 0.0
+
+    def up(size: int, to: int) -> int:
+        return -(-size // to) * to
+
+    return 2.0 * batch * up(k, lanes) * min(up(m, rows) * up(n, lanes), up(n, rows) * up(m, lanes))
+
+
+def product_sizes(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+    """(batch, rows, columns, contracted) of a product with operands of these shapes."""
+    p = eqn.params
+    if eqn.primitive.name == "conv_general_dilated":
+        dn = p["dimension_numbers"]
+        kernel = math.prod(rhs) // max(1, rhs[dn.rhs_spec[0]])
+        out = eqn.outvars[0].aval.shape
+        kernel //= math.prod(p["lhs_dilation"])  # the gradient of a strided one: what lies between is zero
+        places = lhs[dn.lhs_spec[0]] * math.prod(out[i] for i in dn.out_spec[2:]) // p["batch_group_count"]
+        return 1, places, rhs[dn.rhs_spec[0]], kernel
+    if eqn.primitive.name == "ragged_dot_general":
+        dn = p["ragged_dot_dimension_numbers"]
+        (lc, rc), (lb, rb) = dn.dot_dimension_numbers
+        groups = set(dn.rhs_group_dimensions)
+    else:
+        ((lc, rc), (lb, rb)), groups = p["dimension_numbers"], set()
+    batch = math.prod(lhs[i] for i in lb)
+    k = math.prod(lhs[i] for i in lc)
+    m = math.prod(x for i, x in enumerate(lhs) if i not in lc and i not in lb)
+    n = math.prod(x for i, x in enumerate(rhs) if i not in rc and i not in rb and i not in groups)
+    return batch, m, n, k
+
+
+def model_flops(plan: Plan) -> float:
+    """FLOPs of the program's products on whole arrays, recomputation left out."""
+
+    def of(frame: Frame, count: int) -> float:
+        total = 0.0
+        for op in frame.ops:
+            for inner in op.frames:
+                total += of(inner, count * (1 if inner.trips is None else inner.trips))
+            if not in_recomputation(op.eqn):
+                total += count * (_product_flops(op.eqn) if op.name in PRODUCTS else opaque_flops(op))
+        return total
+
+    return of(plan.program.root, 1)
+
+
+def local_opaque_flops(op: Op, plan: Plan) -> float:
+    """FLOPs of one device's part of an opaque kernel: what it says itself, else its share of the factors that are split."""
+    work = local_work(op, plan)
+    if work is not None and work.flops is not None:
+        return work.flops
+    total = opaque_flops(op)
+    planned = plan.ops.get(id(op))
+    axes = {a for got in (planned.factor_axes or () if planned is not None else ()) for a in got}
+    return total / math.prod(plan.sizes[a] for a in axes)
+
+
+def local_work(op: Op, plan: Plan) -> KernelWork | None:
+    """What a kernel of :func:`meshpar.kernel_rule` says that one device computes and holds; None: it does not say."""
+    if op.name != "kernel" or op.eqn.params["kernel"].works is None:
+        return None
+    kernel, planned, rule = op.eqn.params["kernel"], plan.ops.get(id(op)), op.rule
+    avals, axes = [v.aval for v in op.eqn.invars], {}
+    if planned is not None and planned.factor_axes and rule is not None:
+        names = list(kernel.sizes([a.shape for a in avals], [v.aval.shape for v in op.eqn.outvars]))
+        axes = dict(zip(names, planned.factor_axes, strict=False))
+        avals = [
+            jax.ShapeDtypeStruct(a.shape if spec is None else local_shape(a.shape, spec, plan.sizes), a.dtype)
+            for a, spec in zip(avals, planned.ins, strict=True)
+        ]
+    return kernel.work(avals, axes, plan.sizes)
+
+
+def opaque_flops(op: Op) -> float:
+    """FLOPs of the products inside a kernel of :func:`meshpar.kernel_rule` or a ``pallas_call``; 0 for other ops.
+
+    Of a Pallas kernel, what its ``cost_estimate`` says, else its products at every step of its grid (the larger branch of a
+    condition; a block that it skips counts).
+    """
+    if op.name == "pallas_call":
+        return _eqn_flops(op.eqn)
+    if op.name != "kernel":
+        return 0.0
+    kernel, avals = op.eqn.params["kernel"], [v.aval for v in op.eqn.invars]
+    if (whole := kernel.work(avals, {}, {})) is not None and whole.flops is not None:
+        return whole.flops
+    memo = _opaque.setdefault(kernel, {})
+    key = tuple((a.shape, str(a.dtype)) for a in avals)
+    if key not in memo:
+        memo[key] = _flops_in(make_jaxpr(kernel.fn, *avals).jaxpr)
+    return memo[key]
+
+
+def _flops_in(jaxpr: Any) -> float:
+    return sum(map(_eqn_flops, jaxpr.eqns))
+
+
+def _eqn_flops(eqn: Any) -> float:
+    name, p = eqn.primitive.name, eqn.params
+    if name in PRODUCTS:
+        return _product_flops(eqn)
+    if name == "pallas_call":
+        estimate = p.get("cost_estimate")
+        if estimate is not None:
+            return float(estimate.flops)
+        return _flops_in(p["jaxpr"]) * math.prod(n for n in p["grid_mapping"].grid if isinstance(n, int))
+    if name == "cond":
+        return max(_flops_in(closed_parts(b)[0]) for b in p["branches"])
+    bodies = [
+        closed_parts(x)[0]
+        for v in p.values()
+        for x in (v if isinstance(v, tuple | list) else (v,))
+        if hasattr(closed_parts(x)[0], "eqns")
+    ]
+    return sum(map(_flops_in, bodies)) * (p["length"] if name == "scan" else 1)
+
+
+def _product_flops(eqn: Any) -> float:
+    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
+    batch, m, n, k = product_sizes(eqn, lhs, rhs)
+    return 2.0 * batch * m * n * k

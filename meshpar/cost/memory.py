@@ -1,0 +1,299 @@
+"""The memory of a plan: what is live on a device after every kernel, by kind, and the line at which it peaks.
+
+Arguments are there from the beginning; donated ones give way to the results that take their place. A kernel's results are
+live from it to their last reader; a kernel may write over an operand that ends with it if both are as large. A loop holds
+what it reads, carries and stacks, and once what its body needs. What a kernel computes on the way to its result is not in
+memory: :mod:`meshpar.cost.fusion` has the rule. Only opaque kernels may say what they hold inside (``works=``), and what is
+sent in blocks beside products has buffers (:func:`meshpar.passes.pairs.beside`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..compat.jax import pass_of
+from ..passes.donation import gathered_apart, in_place
+from ..passes.pairs import GatherRing, ScatterRing, beside
+from ..plan.collectives import local_bytes
+from ..program.ir import Value
+from .exposed import devices_of
+from .flight import in_flight, waits_for_the_end
+from .flops import local_work
+from .fusion import FUSED, Item, Node, Region, itemsize
+from .kernels import kernels_of
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
+KINDS = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs")
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes on one device over a step.
+
+    Attributes:
+      peak: the most that is live.
+      by_kind: what that consists of: parameters, optimizer state, gradients, saved activations, temporaries, other inputs;
+        without those that are zero.
+      points: (index of the op in program order, live bytes, the kernel) after every kernel; loop bodies once.
+    """
+
+    peak: float = 0.0
+    by_kind: dict[str, float] = field(default_factory=dict)
+    points: list[tuple[int, float, Node]] = field(default_factory=list)
+    largest: list[tuple[str, float, str]] = field(default_factory=list)
+    at: Node | None = None
+
+    @property
+    def peak_source(self) -> str:
+        """The user's line whose kernel the peak is at, ``file.py:12 (function)``."""
+        return "" if self.at is None else self.at.source
+
+    @property
+    def curve(self) -> list[tuple[int, float, str]]:
+        """(index of the op in program order, live bytes, primitive) after every kernel."""
+        return [(i, n, node.name.rstrip("!")) for i, n, node in self.points]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Peak, its line, bytes by kind, the largest arrays at the peak, the curve."""
+        return {
+            "peak": self.peak,
+            "peak_source": self.peak_source,
+            "by_kind": self.by_kind,
+            "largest": [list(x) for x in self.largest],
+            "curve": [list(x) for x in self.curve],
+        }
+
+
+def memory_of(plan: Plan, region: Region | None = None) -> Memory:
+    """What is live on a device over a step of the plan.
+
+    Args:
+      region: its kernels, where they are known already.
+    """
+    region = kernels_of(plan) if region is None else region
+    walk = _Live(plan)
+    walk.program(region)
+    return walk.memory()
+
+
+class _Live:
+    def __init__(self, plan: Plan):
+        self.plan, self.kind_of = plan, kinds_of(plan)
+        chip = plan.chip
+        self.postpones = chip is not None and bool(chip.torus) and "all-gather" not in chip.waits
+        self.points: list[tuple[int, float, Node]] = []
+        self.live: dict[int, tuple[Item, float]] = {}
+        self.total = 0.0
+        self.peak = -1.0
+        self.at: Node | None = None
+        self.best: list[tuple[Item, float]] = []
+        self.in_place: set[int] = set()
+        gathers = plan.rings.gathers
+        self.pieced = {
+            id(out) for pair in gathers.values() if pair.fused is None for op, _ in pair.dots for out in op.outs
+        }
+        self.pieced |= {id(pair.value) for pair in plan.rings.kept.values() if pair.fused is None}
+
+    def add(self, item: Item, size: float | None = None) -> None:
+        if id(item) not in self.live:
+            n = item.held if size is None else size
+            self.live[id(item)] = (item, n)
+            self.total += n
+
+    def drop(self, item: Item) -> None:
+        found = self.live.pop(id(item), None)
+        if found is not None:
+            self.total -= found[1]
+
+    def sample(self, node: Node, under_way: Sequence[Item] = ()) -> None:
+        more = {id(i): (i, i.held) for i in under_way if id(i) not in self.live}
+        total = self.total + sum(n for _, n in more.values())
+        self.points.append((node.position, total, node))
+        if total > self.peak:
+            self.peak, self.at = total, node
+            self.best = [*self.live.values(), *more.values()]
+
+    def program(self, region: Region) -> None:
+        for item in region.inputs:
+            self.add(item)
+        given_up = {id(region.inputs[i]) for i in in_place(self.plan).values()}
+        self.in_place = {id(region.outputs[k]) for k in in_place(self.plan)}
+        kept = {id(item) for item in region.inputs} - given_up
+        kept |= {id(item) for item in region.outputs}
+        self.region(region, kept)
+        if self.at is None and region.nodes:
+            self.sample(region.nodes[0])
+
+    def region(self, region: Region, kept: set[int]) -> None:
+        """Walk the kernels of a region; ``kept`` are live to its end."""
+        own = {id(item) for item in region.inputs}
+        under_way = in_flight(region, self.kind_of)
+        for index, node in enumerate(region.kernels):
+            own.update(map(id, node.writes))
+            ends = [i for i in node.reads if i.last == index and id(i) in own and id(i) not in kept]
+            if node.regions:
+                self.loop(node, ends, kept)
+            else:
+                # written over what ends here: elementwise, and sums over devices
+                free = list(ends) if node.name in FUSED or node.name == "move!" else []
+                for out in node.writes:
+                    over = next((i for i in free if i.bytes == out.bytes), None)
+                    if over is not None:
+                        free.remove(over)
+                        self.drop(over)
+                    self.add(out)
+                held = self.inside(node) or self.gathered(node)
+                if held is not None:
+                    self.add(held)
+                self.sample(node, under_way[index])
+                if held is not None:
+                    self.drop(held)
+            for item in ends:
+                self.drop(item)
+            for out in node.writes:
+                if out.last <= index and id(out) not in kept:
+                    self.drop(out)
+
+    def from_the_start(self, region: Region) -> list[Item]:
+        """What rings put together block by block: in a loop body the TPU compiler (libtpu 0.0.42) allocates it before all else."""
+        return [
+            item
+            for node in region.kernels
+            for item in node.writes
+            if id(item.value) in self.pieced and (node.name == "move!" or node.products)
+        ]
+
+    def inside(self, node: Node) -> Item | None:
+        """What is held while a kernel runs, under the name of its first result: what an opaque one says, blocks in flight."""
+        work = None if node.op is None else local_work(node.op, self.plan)
+        size = self.blocks(node) if work is None else work.memory
+        return None if (work is None and not size) or not node.outs else Item(size, node.outs[0].value, node)
+
+    def blocks(self, node: Node) -> float:
+        """Bytes of the blocks that travel while a kernel multiplies, or while a sum is settled."""
+        plan = self.plan
+        found: dict[int, GatherRing | ScatterRing] = {}
+        for op in node.products:
+            if id(op) in plan.rings.gathers:
+                gathered = plan.rings.gathers[id(op)]
+                found[id(gathered)] = gathered
+        if node.name == "move!" and node.ins and node.outs:
+            ring = plan.rings.scatters.get(id(node.outs[0].value))
+            if ring is not None:
+                found[id(ring)] = ring
+        total = 0.0
+        for pair in found.values():
+            spec = pair.need if isinstance(pair, GatherRing) else plan.specs[id(pair.value)]
+            devices = devices_of(plan, pair.axes)
+            block = local_bytes(pair.value.shape, itemsize(pair.value.aval), spec, plan.sizes)
+            total += beside(pair, block / devices if isinstance(pair, GatherRing) else block, devices)
+        return total
+
+    def gathered(self, node: Node) -> Item | None:
+        """What is gathered for a result in the place of an argument: XLA for TPUs gathers into other memory, and copies."""
+        if node.name != "move!" or id(node.writes[0]) not in self.in_place:
+            return None
+        (out,) = node.writes
+        apart = gathered_apart(out.bytes, sum(i.bytes for i in node.reads))
+        return Item(out.bytes, out.value, node) if apart else None
+
+    def loop(self, node: Node, ends: list[Item], kept: set[int]) -> None:
+        """A loop or branch: its results from its start on (but stacks that nobody reads), and in turn what its bodies need."""
+        ended = {id(i) for i in ends}
+        for first, out in node.carries:  # the place of its first value
+            if first is not None and id(first) in ended and first.bytes == out.bytes:
+                ended.discard(id(first))
+                self.drop(first)
+        carried = {id(out) for _, out in node.carries}
+        for out in node.writes:
+            if out.readers or id(out) in kept | carried:
+                self.add(out)
+        self.sample(node)
+        for region in node.regions:
+            inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
+            if self.postpones:
+                inside |= {id(i) for i in waits_for_the_end(region, self.plan.rings.pending)}
+            before = self.total
+            for item in region.inputs:  # the loop's own results stand for them outside
+                self.live[id(item)] = (item, 0.0)
+            for item in self.from_the_start(region):
+                self.add(item)
+            outer = {id(i) for i in region.inputs}
+            self.region(region, inside | outer)
+            for k in region.kernels:
+                for item in (*k.writes, *region.inputs):
+                    self.drop(item)
+            assert abs(self.total - before) < 1 + 1e-9 * before
+
+    def memory(self) -> Memory:
+        kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        largest = []
+        for item, size in self.best:
+            if size:
+                kind = self.kind_of(item)
+                kinds[kind] += size
+                largest.append((size, kind, item))
+        largest.sort(key=lambda x: -x[0])
+        top = [(_name(self.plan, item), size, kind) for size, kind, item in largest[:12]]
+        return Memory(max(self.peak, 0.0), {k: v for k, v in kinds.items() if v}, self.points, top, self.at)
+
+
+def _name(plan: Plan, item: Item) -> str:
+    value = item.value
+    made = value.op.name if value.op is not None else "slice"
+    dims = " ".join(d or "_" for d in plan.program.dims(value))
+    return f"{value.path or made} {value.aval.dtype}[{dims}]"
+
+
+def kinds_of(plan: Plan) -> Callable[[Item], str]:
+    """What an item is: by its path, else by the weight that it has the dims of, else by who reads it."""
+    find = plan.program.unifier.find
+
+    def nodes(value: Value, drop: int = 0) -> tuple[int, ...]:
+        return tuple(find(n) if n >= 0 else n for n in value.nodes[drop:])
+
+    weights = {nodes(v) for v in plan.program.inputs if v.kind == "params" and v.shape}
+    weights |= {nodes(v, 1) for v in plan.program.inputs if v.kind == "params" and len(v.shape) > 2}
+
+    def kind(item: Item) -> str:
+        value, made = item.value, item.node
+        if value.path is not None and (made is None or value.op is not None):  # an argument or a result
+            if value.kind in KIND_NAMES:
+                return KIND_NAMES[value.kind]
+            if made is None:
+                return "other inputs"
+        if made is None or _of_inputs(item):
+            return "temporaries"
+        when = _pass(made)
+        if nodes(value) in weights and when != "forward":
+            return "gradients"
+        if when != "backward" and any(_pass(r) == "backward" for r in item.readers):
+            return "saved activations"
+        return "temporaries"
+
+    return kind
+
+
+def _pass(node: Node) -> str | None:
+    """Whether a kernel belongs to a forward or a backward pass: its op does, or the loop it stands in."""
+    op, found = node.op, None
+    while op is not None and found != "backward":
+        found = pass_of(op.eqn) or found
+        op = op.frame.parent
+    return found
+
+
+def _of_inputs(item: Item) -> bool:
+    """Whether an item is an input converted or moved."""
+    for _ in range(100):
+        if item.node is None:
+            return True
+        if item.node.name not in FUSED | {"move!"} or len(item.node.ins) != 1:
+            return False
+        item = item.node.ins[0]
+    return False

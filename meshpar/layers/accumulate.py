@@ -1,0 +1,80 @@
+"""Gradient accumulation: a batch in pieces, one after the other, and one sum at the end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import DivisibilityError, LayoutSyntaxError
+
+
+def accumulate(fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequence[int] = 1) -> Callable[..., Any]:
+    """Run a function of a batch in microbatches, and average what it returns.
+
+    ``mp.accumulate(jax.value_and_grad(loss), 8)`` holds the activations of an eighth of the batch at a time. Under a layout the
+    gradients stay partial sums until the last microbatch, and are settled once. Only those that a loop over layers stacks
+    up into shards (FSDP) are reduce-scattered layer by layer, in every microbatch: they are never held whole.
+
+    Args:
+      fn: returns means over its batch (a loss, gradients of one): any tree of arrays.
+      microbatches: how many pieces; the leading dim of every array of the batch must be a multiple.
+      argnums: which positional arguments are batches; the others are passed whole to every piece.
+
+    Returns:
+      A function with the arguments and results of ``fn``. Floating results are averaged over the pieces (in float32 where they
+      are narrower), integers are summed. Row r of the batch is in piece ``r % microbatches``, so that a batch that is split over
+      devices is cut on each of them, and nothing moves.
+
+    Raises:
+      LayoutSyntaxError: ``microbatches`` below 1.
+      DivisibilityError: (when called) a batch that does not divide.
+    """
+    if microbatches < 1:
+        raise LayoutSyntaxError(f"mp.accumulate: microbatches={microbatches}, which must be at least 1")
+    where = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def pieces(x: Any) -> Any:
+        shape = np.shape(x)
+        if not shape or shape[0] % microbatches:
+            raise DivisibilityError(
+                f"mp.accumulate: a batch of shape {list(shape)} does not divide into {microbatches} microbatches",
+                shape=shape,
+                fixes=[f"make its leading dim a multiple of {microbatches}", "or list the batches in argnums="],
+            )
+        return jnp.moveaxis(jnp.reshape(x, (shape[0] // microbatches, microbatches, *shape[1:])), 1, 0)
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if microbatches == 1:
+            return fn(*args, **kwargs)
+        xs = [jax.tree.map(pieces, args[i]) for i in where]
+
+        def one(batches: Sequence[Any]) -> Any:
+            full = list(args)
+            for i, b in zip(where, batches, strict=True):
+                full[i] = b
+            return fn(*full, **kwargs)
+
+        shapes = jax.eval_shape(one, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _sum_dtype(s.dtype)), shapes)
+
+        def add(total: Any, batches: Any) -> tuple[Any, None]:
+            return jax.tree.map(lambda t, y: t + y.astype(t.dtype), total, one(batches)), None
+
+        total, _ = jax.lax.scan(add, zeros, xs)
+        return jax.tree.map(
+            lambda t, s: (t / microbatches).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.inexact) else t,
+            total,
+            shapes,
+        )
+
+    return run
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype

@@ -1,0 +1,115 @@
+"""A mixture of experts as an NNX module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .layer import MoEAux, moe
+from .routers import update_bias
+
+__all__ = ["MoE", "RouterBias"]
+
+
+class RouterBias(nnx.Variable):
+    """The bias that balances DeepSeek-V3's router: state without a gradient, moved by :meth:`MoE.rebalance`."""
+
+
+class MoE(nnx.Module):
+    """A mixture of SwiGLU experts; the dims of its weights carry the names below as Flax metadata.
+
+    ``gate``, ``up``: ``expert embed mlp``; ``down``: ``expert mlp embed``; ``router``: ``embed router``; ``shared_gate``,
+    ``shared_up``, ``shared_down``: ``embed mlp``, ``mlp embed``; ``bias``: ``router``. So a layout may say ``expert: data``,
+    ``mlp: model``, ``embed: data``, in any mixture, and the results stay the same.
+
+    Args:
+      embed: width of a token.
+      mlp: hidden width of one expert.
+      experts: E.
+      k: experts a token goes to.
+      router: "deepseek_v3" (with a balancing bias), "top_k", "switch", "gshard", "noisy_top_k", "expert_choice".
+      shared: number of experts that every token goes to (one MLP of so many times the width).
+      capacity, groups, strategy, slack, exchange: as in :func:`meshpar.layers.moe.moe`.
+      router_options: further arguments of the router, e.g. ``{"expert_groups": 8, "top_groups": 4, "scale": 2.5}``.
+      param_dtype: of the weights; the router's are float32.
+      rngs: ``params`` is used.
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        experts: int,
+        k: int,
+        *,
+        router: str = "deepseek_v3",
+        shared: int = 0,
+        capacity: float | None = None,
+        groups: int = 1,
+        strategy: str | None = None,
+        slack: float = 1.25,
+        exchange: str | None = None,
+        router_options: dict[str, Any] | None = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        each = nnx.initializers.lecun_normal(batch_axis=(0,))
+        plain = nnx.initializers.lecun_normal()
+
+        def weight(init: Any, dims: tuple[str, ...], *shape: int, dtype: Any = param_dtype) -> nnx.Param:
+            return nnx.Param(nnx.with_partitioning(init, dims)(rngs.params(), shape, dtype))
+
+        into, out = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+        self.gate = weight(each, into, experts, embed, mlp)
+        self.up = weight(each, into, experts, embed, mlp)
+        self.down = weight(each, out, experts, mlp, embed)
+        self.router = weight(plain, ("embed", "router"), embed, experts, dtype=jnp.float32)
+        if router == "noisy_top_k":
+            self.noise = weight(nnx.initializers.zeros, ("embed", "router"), embed, experts, dtype=jnp.float32)
+        if router == "deepseek_v3":
+            zeros = nnx.with_partitioning(nnx.initializers.zeros, ("router",))
+            self.bias = RouterBias(zeros(rngs.params(), (experts,), jnp.float32))
+        self.shared = shared
+        if shared:
+            self.shared_gate = weight(plain, into[1:], embed, shared * mlp)
+            self.shared_up = weight(plain, into[1:], embed, shared * mlp)
+            self.shared_down = weight(plain, out[1:], shared * mlp, embed)
+        self.kind = router
+        self.options = {"k": None if router == "expert_choice" else k, "capacity": capacity, "groups": groups,
+                        "strategy": strategy, "slack": slack, "exchange": exchange, **(router_options or {})}  # fmt: skip
+
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None, key: jax.Array | None = None
+    ) -> tuple[jax.Array, MoEAux]:
+        """([*tokens, embed], losses, load and drops).
+
+        Args:
+          x: [*tokens, embed].
+          mask: bool [*tokens], False for padding.
+          key: randomness for "noisy_top_k" and "gshard"; None: none (evaluation).
+        """
+        options = dict(self.options)
+        weights: Any = self.router[...]
+        if self.kind == "deepseek_v3":
+            options["bias"] = self.bias[...]
+        elif self.kind == "noisy_top_k":
+            weights = {"kernel": weights, "noise": self.noise[...]}
+        if key is not None and self.kind in ("noisy_top_k", "gshard"):
+            options["key"] = key
+        shared = None
+        if self.shared:
+            shared = {"gate": self.shared_gate[...], "up": self.shared_up[...], "down": self.shared_down[...]}
+        experts = {"gate": self.gate[...], "up": self.up[...], "down": self.down[...]}
+        return moe(x, weights, experts, router=self.kind, mask=mask, shared=shared, **options)
+
+    def rebalance(self, load: jax.Array, rate: float = 1e-3) -> None:
+        """Move the balancing bias after a step.
+
+        Args:
+          load: int [E], or [layers, E] for stacked layers, from :class:`MoEAux`.
+          rate: by how much (1e-3 in DeepSeek-V3).
+        """
+        self.bias[...] = update_bias(self.bias[...], load, rate)

@@ -1,0 +1,347 @@
+"""Routers: pure functions from logits to the experts of each token, their weights, and the losses that balance them.
+
+Each takes float logits [*tokens, E], computes in float32, and returns a :class:`Routing`. Shared arguments:
+
+  k: experts a token goes to.
+  capacity: None routes without drops; else an expert takes at most ceil(group size · k · capacity / E) choices of a group,
+    in the order of the tokens.
+  groups: the tokens, in row-major order, are cut into so many groups of one size, each with a capacity of its own.
+  mask: bool [*tokens]; padding is False: it is never routed, never counted, and in no loss.
+
+A token whose logits hold NaN or +inf, or are all -inf, goes nowhere and is counted as dropped; a logit of -inf bars one
+expert. Ties go to the lowest expert. Only weights and losses have gradients.
+
+Raises (all): MeshparError for arguments out of range.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...errors import MeshparError
+from .routing import (
+    Routing,
+    balance_loss,
+    before,
+    capacity_of,
+    cv_squared,
+    finish,
+    in_groups,
+    one_hots,
+    pick,
+    usable,
+    z_loss,
+)
+
+__all__ = [
+    "ROUTERS", "deepseek_v3", "expert_choice", "gshard", "hash_router", "noisy_top_k", "switch", "top_k", "two_level",
+    "update_bias",
+]  # fmt: skip
+
+
+def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(float32 logits, 0 where a token cannot be routed; which tokens are real; which can be routed)."""
+    experts = logits.shape[-1]
+    if logits.ndim < 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise MeshparError(f"router: logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}")
+    if not 1 <= k <= experts:
+        raise MeshparError(f"router: k={k} is not within 1…{experts}, the number of experts")
+    if mask is not None and mask.shape != logits.shape[:-1]:
+        raise MeshparError(f"router: mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}")
+    logits = logits.astype(jnp.float32)
+    real, which = usable(logits, mask)
+    return jnp.where(which[..., None], logits, 0.0), real, which
+
+
+def _best(key: jax.Array, k: int, which: jax.Array) -> jax.Array:
+    """The k largest: int32 [*tokens, k]; E where a key is -inf or the token is not to be routed."""
+    value, expert = lax.top_k(lax.stop_gradient(key), k)
+    made = (value > -jnp.inf) & which[..., None]
+    return jnp.where(made, expert, key.shape[-1]).astype(jnp.int32)
+
+
+def _normalised(weight: jax.Array) -> jax.Array:
+    total = weight.sum(-1, keepdims=True)
+    return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def top_k(logits, *, k, capacity=None, groups=1, mask=None, renormalize: bool = True) -> Routing:
+    """The k largest of a softmax (Shazeer et al. 2017 without noise; Mixtral).
+
+    Args:
+      renormalize: divide the weights of a token by their sum, which is the softmax over its choices alone.
+    """
+    logits, real, which = _read(logits, k, mask)
+    probability = jax.nn.softmax(logits, -1)
+    expert = _best(logits, k, which)
+    weight = pick(probability, one_hots(expert, logits.shape[-1]))
+    losses = {"balance": balance_loss(probability, expert, which), "z": z_loss(logits, which)}
+    return finish(expert, _normalised(weight) if renormalize else weight, losses, experts=logits.shape[-1], real=real,
+                  capacity=capacity, groups=groups)  # fmt: skip
+
+
+def switch(logits, *, k=1, capacity=None, groups=1, mask=None) -> Routing:
+    """The best expert, weighted by its probability (Switch Transformer, Fedus et al. 2021)."""
+    if k != 1:
+        raise MeshparError(f"switch: a token goes to one expert, not k={k}", fixes=['router="top_k" takes any k'])
+    return top_k(logits, k=1, capacity=capacity, groups=groups, mask=mask, renormalize=False)
+
+
+def gshard(logits, *, k=2, capacity=None, groups=1, mask=None, key: jax.Array | None = None) -> Routing:
+    """The best two, weights summing to one; all first choices come before all second ones (GShard, Lepikhin et al. 2020).
+
+    Args:
+      key: a random key: the second expert is used with probability min(1, 2·its weight). None: always.
+    """
+    if k != 2:
+        raise MeshparError(f"gshard: a token goes to two experts, not k={k}", fixes=['router="top_k" takes any k'])
+    logits, real, which = _read(logits, 2, mask)
+    experts = logits.shape[-1]
+    probability = jax.nn.softmax(logits, -1)
+    expert = _best(logits, 2, which)
+    losses = {"balance": balance_loss(probability, expert[..., :1], which), "z": z_loss(logits, which)}
+    weight = _normalised(pick(probability, one_hots(expert, experts)))
+    skipped = jnp.zeros((), jnp.int32)
+    if key is not None:
+        skip = (2 * lax.stop_gradient(weight[..., 1]) <= jax.random.uniform(key, which.shape)) & (
+            expert[..., 1] < experts
+        )
+        expert = jnp.stack([expert[..., 0], jnp.where(skip, experts, expert[..., 1])], -1)
+        skipped = skip.sum(dtype=jnp.int32)
+    routing = finish(expert, weight, losses, experts=experts, real=real, capacity=capacity, groups=groups,
+                     first_choices_first=True)  # fmt: skip
+    return Routing(routing.expert, routing.weight, losses, routing.load, routing.dropped - skipped)
+
+
+def noisy_top_k(
+    logits, *, k, capacity=None, groups=1, mask=None, noise: jax.Array | None = None, key: jax.Array | None = None
+) -> Routing:
+    """The k largest of the logits with learned noise, softmax over those (Shazeer et al. 2017, eq. 3–10).
+
+    Losses ``importance`` and ``load`` are the squared coefficients of variation of the summed weights, and of the smooth
+    estimate of how many tokens each expert gets.
+
+    Args:
+      noise: float [*tokens, E], a second projection of the tokens; its softplus is the noise's standard deviation.
+        None: no noise, and ``load`` is that of the choices themselves, without a gradient.
+      key: a random key; None (evaluation) adds no noise.
+    """
+    clean, real, which = _read(logits, k, mask)
+    experts = clean.shape[-1]
+    noisy, width = clean, None
+    if noise is not None:
+        width = jax.nn.softplus(jnp.where(which[..., None], noise.astype(jnp.float32), 0.0)) + 1e-2
+        if key is not None:
+            noisy = clean + width * jax.random.normal(key, clean.shape)
+    expert = _best(noisy, k, which)
+    chosen = one_hots(expert, experts)
+    taken = functools.reduce(jnp.logical_or, chosen)
+    weight = pick(jax.nn.softmax(jnp.where(taken | ~which[..., None], noisy, -jnp.inf), -1), chosen)
+    tokens = tuple(range(which.ndim))
+    gates = functools.reduce(jnp.add, [jnp.where(h, weight[..., j : j + 1], 0.0) for j, h in enumerate(chosen)])
+    if width is None or k == experts:
+        load = taken.sum(tokens).astype(jnp.float32)
+    else:
+        # the value to beat if the noise of this one expert were drawn anew: the k-th largest of the others
+        largest = lax.top_k(noisy, k + 1)[0]
+        beat = jnp.where(taken, largest[..., k : k + 1], largest[..., k - 1 : k])
+        far = 1e9  # stands for the infinities of barred experts, whose derivatives would be NaN
+        z = (jnp.maximum(clean, -far) - jnp.clip(beat, -far, far)) / width
+        chance = jnp.where(which[..., None] & (clean > -jnp.inf), jax.scipy.stats.norm.cdf(z), 0.0)
+        load = chance.sum(tokens)
+    losses = {"importance": cv_squared(gates.sum(tokens)), "load": cv_squared(load), "z": z_loss(clean, which)}
+    return finish(expert, weight, losses, experts=experts, real=real, capacity=capacity, groups=groups)
+
+
+def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) -> Routing:
+    """Each expert takes its best tokens (Zhou et al. 2022): ceil(group size · capacity / E) of a group; no imbalance.
+
+    A token is taken by any number of experts; the result has E places a token. Not causal: whether a token is taken
+    depends on later ones. The C-th largest score of an expert is found by its bits, a few at a time, so that devices
+    exchange counts and no scores; equal scores go to the first tokens.
+
+    Args:
+      k: multiplies the capacity, as in the other routers.
+    """
+    logits, real, which = _read(logits, 1, mask)
+    experts, tokens = logits.shape[-1], logits.shape[:-1]
+    shape = in_groups(tokens, groups)
+    most = capacity_of(math.prod(tokens) // groups, experts, k, capacity)
+    probability = jax.nn.softmax(logits, -1)
+    grouped = lax.stop_gradient(jnp.where(which[..., None] & (logits > -jnp.inf), probability, -1.0))
+    # the order of floats that are not negative is that of their bits
+    bits = lax.bitcast_convert_type(jnp.maximum(grouped, 0.0), jnp.int32) + 1
+    bits = jnp.where(grouped >= 0, bits, 0).reshape(*shape, experts)
+    over = tuple(range(1, len(shape)))
+
+    def count(which_ones: jax.Array) -> jax.Array:
+        return which_ones.sum(over, keepdims=True, dtype=jnp.int32)
+
+    def refine(bound: jax.Array, shift: jax.Array) -> tuple[jax.Array, None]:
+        steps = [count(bits >= bound + (d << shift)) >= most for d in (1, 2, 3)]
+        return bound + (sum(s.astype(jnp.int32) for s in steps) << shift), None
+
+    start = jnp.zeros((groups, *(1,) * len(over), experts), jnp.int32)
+    bound, _ = lax.scan(refine, start, jnp.arange(28, -1, -2, dtype=jnp.int32))
+    above, level = bits > bound, (bits == bound) & (bits > 0)
+    left = most - count(above)
+    taken = (above | (level & (before(level.astype(jnp.int32), len(over)) < left))).reshape(logits.shape)
+    expert = jnp.where(taken, jnp.arange(experts, dtype=jnp.int32), experts)
+    nobody = real & ~taken.any(-1)
+    return Routing(
+        expert=expert,
+        weight=jnp.where(taken, probability, 0.0),
+        losses={"z": z_loss(logits, which)},
+        load=taken.sum(tuple(range(len(tokens))), dtype=jnp.int32),
+        dropped=nobody.sum(dtype=jnp.int32),
+    )
+
+
+def deepseek_v3(
+    logits,
+    *,
+    k,
+    capacity=None,
+    groups=1,
+    mask=None,
+    bias: jax.Array | None = None,
+    expert_groups: int = 1,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+) -> Routing:
+    """Sigmoid scores, a bias that balances the load without a loss, choices from a few groups of experts (DeepSeek-V3).
+
+    A token first takes the ``top_groups`` groups of adjacent experts whose two best biased scores have the largest sum, then
+    its k best experts in them. Weights are the scores, without the bias, divided by their sum, times ``scale``. The loss
+    ``balance`` is the complementary one, of each sequence.
+
+    Args:
+      bias: [E], moved after each step by :func:`update_bias`; no gradient.
+      expert_groups: must divide E.
+      top_groups: groups a token may use; None: all.
+    """
+    logits, real, which = _read(logits, k, mask)
+    experts = logits.shape[-1]
+    top_groups = expert_groups if top_groups is None else top_groups
+    if experts % expert_groups or not 1 <= top_groups <= expert_groups:
+        raise MeshparError(f"deepseek_v3: {top_groups} of {expert_groups} groups of {experts} experts")
+    if top_groups * (experts // expert_groups) < k:
+        raise MeshparError(
+            f"deepseek_v3: {top_groups} groups of {experts // expert_groups} experts hold fewer than k={k}"
+        )
+    score = jax.nn.sigmoid(logits)
+    value = lax.stop_gradient(score)
+    if bias is not None:
+        value = value + lax.stop_gradient(bias.astype(jnp.float32))
+    value = jnp.where(jnp.isnan(value) | (logits == -jnp.inf), -jnp.inf, value)
+    if top_groups < expert_groups:
+        by_group = value.reshape(*value.shape[:-1], expert_groups, experts // expert_groups)
+        best = lax.top_k(by_group, min(2, experts // expert_groups))[0]
+        total = jnp.where(best > -jnp.inf, best, 0.0).sum(-1)
+        total = jnp.where(best[..., 0] > -jnp.inf, total, -jnp.inf)
+        group = _best(total, top_groups, which)
+        allowed = functools.reduce(jnp.logical_or, one_hots(group, expert_groups))
+        value = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(value.shape)
+    expert = _best(value, k, which)
+    weight = _normalised(pick(score, one_hots(expert, experts))) * scale
+    losses = {
+        "balance": balance_loss(_normalised(score), expert, which, by_row=True),
+        "z": z_loss(logits, which),
+    }
+    return finish(expert, weight, losses, experts=experts, real=real, capacity=capacity, groups=groups)
+
+
+def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
+    """The balancing bias after a step: up by ``rate`` for experts with less than the mean load, down for those with more.
+
+    Args:
+      bias: float [E], or [layers, E].
+      load: int, of the bias's shape, `Routing.load` of the step.
+    """
+    load = load.astype(jnp.float32)
+    return bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
+
+
+def hash_router(ids: jax.Array, *, experts: int, k=1, capacity=None, groups=1, mask=None) -> Routing:
+    """A fixed expert for each token id, with weight 1/k (Roller et al. 2021); nothing is learned.
+
+    Args:
+      ids: int [*tokens], such as the vocabulary index.
+      experts: E. The k experts of an id lie E//k apart.
+    """
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise MeshparError(f"hash: ids must be integers, got {ids.dtype}")
+    if not 1 <= k <= experts:
+        raise MeshparError(f"hash: k={k} is not within 1…{experts}, the number of experts")
+    real = jnp.ones(ids.shape, bool) if mask is None else mask.astype(bool)
+    h = ids.astype(jnp.uint32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a bijection of 32 bits that mixes them
+        h = (h ^ (h >> shift)) * jnp.uint32(factor)
+    first = ((h ^ (h >> 16)) % jnp.uint32(experts)).astype(jnp.int32)
+    expert = jnp.stack([(first + j * (experts // k)) % experts for j in range(k)], -1)
+    expert = jnp.where(real[..., None], expert, experts)
+    weight = jnp.where(expert < experts, jnp.float32(1 / k), 0.0)
+    return finish(expert, weight, {}, experts=experts, real=real, capacity=capacity, groups=groups)
+
+
+def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mask=None) -> Routing:
+    """Experts in two levels (Shazeer et al. 2017, appendix B): first groups of experts, then experts in each of them.
+
+    Args:
+      outer: float [*tokens, O], logits of the groups.
+      inner: float [*tokens, O, I], logits of the experts in each. Expert (o, i) is number o·I + i of E = O·I.
+      k: experts a token goes to in all, a multiple of ``outer_k``: k / outer_k in each of its groups.
+      outer_k: groups a token goes to. Weights are products of the two softmaxes over what was chosen.
+    """
+    if outer_k < 1 or k % outer_k:
+        raise MeshparError(f"two_level: outer_k={outer_k} does not divide k={k}")
+    if not 1 <= k // max(outer_k, 1) <= inner.shape[-1]:
+        raise MeshparError(
+            f"two_level: k={k} in {outer_k} groups is more than the {inner.shape[-1]} experts of a group"
+        )
+    if inner.shape[:-1] != outer.shape:
+        raise MeshparError(f"two_level: inner must be {[*outer.shape, 'I']}, got {list(inner.shape)}")
+    many, each = inner.shape[-2:]
+    flat = inner.reshape(*outer.shape[:-1], many * each)
+    joined, real, which = _read(jnp.concatenate([outer, flat], -1), 1, mask)
+    outer, flat = joined[..., :many], joined[..., many:]
+    inner = flat.reshape(inner.shape)
+    first = _read(outer, outer_k, None)[0]
+    group = _best(first, outer_k, which)
+    wide = jnp.broadcast_to(which[..., None], inner.shape[:-1])
+    best = _best(inner, k // outer_k, wide)
+    p_group = _normalised(pick(jax.nn.softmax(outer, -1), one_hots(group, many)))
+    p_inner = jax.nn.softmax(inner, -1)
+    p_best = _normalised(pick(p_inner, one_hots(best, each)))  # [*tokens, O, k/outer_k]
+    experts, weights = [], []
+    for j, mine in enumerate(one_hots(group, many)):
+        place = jnp.where(mine[..., None], best, 0).sum(-2)
+        made = (group[..., j : j + 1] < many) & (place < each)
+        experts.append(jnp.where(made, group[..., j : j + 1] * each + place, many * each))
+        weights.append(p_group[..., j : j + 1] * jnp.where(mine[..., None], p_best, 0.0).sum(-2))
+    expert = jnp.concatenate(experts, -1).astype(jnp.int32)
+    weight = jnp.where(expert < many * each, jnp.concatenate(weights, -1), 0.0)
+    probability = (jax.nn.softmax(outer, -1)[..., None] * p_inner).reshape(flat.shape)
+    losses = {
+        "balance": balance_loss(probability, expert, which),
+        "z": z_loss(outer, which) + z_loss(inner, wide),
+    }
+    return finish(expert, weight, losses, experts=many * each, real=real, capacity=capacity, groups=groups)
+
+
+ROUTERS = {
+    "top_k": top_k,
+    "noisy_top_k": noisy_top_k,
+    "gshard": gshard,
+    "switch": switch,
+    "expert_choice": expert_choice,
+    "deepseek_v3": deepseek_v3,
+    "hash": hash_router,
+    "two_level": two_level,
+}
+"""By name, as ``moe(router=…)`` takes them."""

@@ -1,0 +1,84 @@
+"""Mixed precision: in which dtype weights are kept, computed with, and their gradients summed over devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ..errors import LayoutSyntaxError
+from ..program.primitives import widen
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A policy of dtypes: ``loss = mp.Precision(compute="bfloat16")(loss_of)``, then ``jax.value_and_grad(loss)`` as ever.
+
+    The function sees its weights in ``compute``: so they are cast where they lie, and gathered in ``compute``. Their gradients
+    come in ``compute``, are summed over devices in ``reduce``, and handed to the optimizer in the dtype of the weights. Scalars and
+    integers stay as they are.
+
+    Attributes:
+      compute: of the weights that the function sees; bfloat16 halves what FSDP gathers.
+      reduce: in which partial gradients travel: None: ``compute``; ``"float32"`` sends twice the bytes, and rounds once.
+      keep: ends of tree paths whose weights the function sees as they are (``("scale", "bias")``).
+    """
+
+    compute: DTypeLike = jnp.bfloat16
+    reduce: DTypeLike | None = None
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "reduce"):
+            dtype = getattr(self, name)
+            if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+                raise LayoutSyntaxError(
+                    f"mp.Precision: {name}={dtype!r} is not a floating dtype", fixes=["bfloat16, float32"]
+                )
+
+    def cast(self, weights: Any) -> Any:
+        """The weights (a tree of arrays) in the compute dtype."""
+
+        def one(path: Any, x: Any) -> Any:
+            last = str(getattr(path[-1], "key", getattr(path[-1], "name", ""))) if path else ""
+            if not jnp.issubdtype(jnp.result_type(x), jnp.floating) or last in self.keep or not jnp.ndim(x):
+                return x
+            reduce = jnp.dtype(self.compute if self.reduce is None else self.reduce)
+            return _cast(jnp.dtype(self.compute), reduce, jnp.asarray(x))
+
+        return jax.tree_util.tree_map_with_path(one, weights)
+
+    def __call__(self, fn: Callable[..., Any], argnum: int = 0) -> Callable[..., Any]:
+        """The function, its argument ``argnum`` (a tree of weights) cast before it is used."""
+
+        @functools.wraps(fn)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            cast = [self.cast(a) if i == argnum else a for i, a in enumerate(args)]
+            return fn(*cast, **kwargs)
+
+        return run
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cast(compute: Any, reduce: Any, x: jax.Array) -> jax.Array:
+    return x.astype(compute)
+
+
+def _cast_forward(compute: Any, reduce: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x.astype(compute), jnp.zeros((), x.dtype)
+
+
+def _cast_backward(compute: Any, reduce: Any, like: jax.Array, ct: jax.Array) -> tuple[jax.Array]:
+    if jnp.promote_types(ct.dtype, reduce) == reduce:
+        ct = widen(ct, reduce)
+    else:
+        ct = ct.astype(reduce)
+    return (ct.astype(like.dtype),)
+
+
+_cast.defvjp(_cast_forward, _cast_backward)

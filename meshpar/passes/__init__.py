@@ -1,0 +1,1 @@
+"""Functions from plan to plan: collective algorithms, overlap with products, order of products."""

@@ -1,0 +1,193 @@
+"""A program: values and ops at every call site, and the names of their dims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..compat.jax import source_line
+from ..dims import Dims
+from ..rules.rule import OpRule
+from .names import Nodes, Part, Unifier
+
+
+class Value:
+    """One value at one call site.
+
+    Attributes:
+      aval: shape and dtype.
+      nodes: a node of the unifier for every dim (-1 where the size is 1).
+      annotation: names the user gave this very value, or None.
+      explicit: a spec the user put on it (``with_sharding_constraint`` over axes), or None.
+      path: the tree path of an input or output.
+      kind: ``params`` or ``opt`` for inputs and outputs of that kind.
+      op: the op that makes it; None for inputs.
+    """
+
+    __slots__ = ("__weakref__", "annotation", "aval", "explicit", "kind", "nodes", "op", "path")
+
+    def __init__(self, aval: Any, nodes: Nodes, annotation: Dims | None = None, op: Op | None = None):
+        self.aval, self.nodes, self.annotation, self.op = aval, nodes, annotation, op
+        self.explicit: tuple[tuple[str, ...], ...] | None = None
+        self.path: str | None = None
+        self.kind: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    def __repr__(self) -> str:
+        return f"Value({self.path or ''}{list(self.aval.shape)})"
+
+
+class Op:
+    """One equation at one call site.
+
+    Attributes:
+      eqn: the jaxpr equation.
+      ins: its operands (None for literals).
+      outs: its results.
+      rule: its factor rule; None for elementwise ops (factor i is dim i) and for control flow.
+      frames: its bodies, for control flow.
+      frame: the frame that it stands in.
+    """
+
+    __slots__ = ("__weakref__", "eqn", "frame", "frames", "ins", "outs", "rule")
+
+    def __init__(self, eqn: Any, frame: Frame, ins: list[Value | None]):
+        self.eqn, self.frame, self.ins = eqn, frame, ins
+        self.outs: list[Value] = []
+        self.rule: OpRule | None = None
+        self.frames: list[Frame] = []
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:
+        """The user's line, ``file.py:12 (function)``: of the op, or of the innermost call around it that has one; where
+        there is none, a package's line, or ""."""
+        eqn, calls = self._where()
+        return source_line(eqn, libraries=False) or next(filter(None, map(source_line, calls)), "")
+
+    @property
+    def where(self) -> Any:
+        """The equation that has the user's line: the op's, or that of the innermost call around it that has one."""
+        return self._where()[0]
+
+    def _where(self) -> tuple[Any, list[Any]]:
+        calls: list[Any] = []
+        op: Op | None = self
+        while op is not None:
+            calls.append(op.eqn)
+            if source_line(op.eqn, libraries=False):
+                return op.eqn, calls
+            op = op.frame.parent
+        return self.eqn, calls
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """One (sub-)jaxpr at one call site: the ops in order and the value of every variable.
+
+    ``trips`` is how often the body runs each time the op that holds it runs (None: not known).
+    """
+
+    jaxpr: Any
+    parent: Op | None = None
+    trips: int | None = 1
+    env: dict[Any, Value] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+
+    def ins(self) -> list[Value]:
+        return [self.env[v] for v in self.jaxpr.invars]
+
+    def walk(self) -> Iterator[Op]:
+        """All ops, those of the bodies before the op that holds them."""
+        for op in self.ops:
+            for frame in op.frames:
+                yield from frame.walk()
+            yield op
+
+
+@dataclass(eq=False, slots=True)
+class Join:
+    """Two names for one dim of the program, and where each came from."""
+
+    first: str
+    second: str
+    first_origin: str
+    second_origin: str
+    source: str | None = None
+
+    def __str__(self) -> str:
+        where = f" at {self.source}" if self.source else ""
+        return f"{self.first} = {self.second} ({self.first_origin}; {self.second_origin}){where}"
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """A traced function: a jaxpr, and a name for every dim of every value.
+
+    Attributes:
+      closed: the ClosedJaxpr.
+      root: its frame.
+      inputs, outputs: values in the order of the flat arguments and results, with their paths.
+      joins: pairs of names that turned out to be one dim.
+      in_tree, out_tree: the tree definitions of arguments and results.
+    """
+
+    closed: Any
+    root: Frame
+    inputs: list[Value]
+    outputs: list[Value]
+    unifier: Unifier
+    joins: list[Join] = field(default_factory=list)
+    in_tree: Any = None
+    out_tree: Any = None
+
+    def parts(self, value: Value, i: int) -> tuple[Part, ...]:
+        """The named parts (names, size) of dim i, major to minor: its annotation, else what inference found."""
+        if value.annotation is not None and value.annotation[i] is not None:
+            return (((value.annotation[i],), value.aval.shape[i]),)  # type: ignore[return-value]
+        return self.unifier.parts_of(value.nodes[i])
+
+    def dim_name(self, value: Value, i: int) -> str | None:
+        """One name for display: the annotation, the first name of the class, ``(a b)`` for merged dims."""
+        parts = self.parts(value, i)
+        if not parts or not any(names for names, _ in parts):
+            return None
+        if len(parts) == 1:
+            return parts[0][0][0]
+        return "(" + " ".join(names[0] if names else "_" for names, _ in parts) + ")"
+
+    def dims(self, value: Value) -> Dims:
+        """The names of a value's dims, for display."""
+        return tuple(self.dim_name(value, i) for i in range(len(value.shape)))
+
+    def all_names(self) -> set[str]:
+        """Every name that some value carries."""
+        return self.unifier.all_names()
+
+    def coverage(self) -> tuple[int, int, list[tuple[Op, Value, int]]]:
+        """(named, all, the others): how many dims larger than 1, over all values made by ops and inputs, are named."""
+        named = total = 0
+        missing: list[tuple[Op, Value, int]] = []
+        seen: set[int] = set()
+        values = [(None, v) for v in self.inputs]
+        values += [(op, v) for op in self.root.walk() for v in op.outs]  # type: ignore[misc]
+        for op, value in values:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            for i, n in enumerate(value.shape):
+                if n == 1:
+                    continue
+                total += 1
+                if self.dim_name(value, i) is not None:
+                    named += 1
+                elif op is not None:
+                    missing.append((op, value, i))
+        return named, total, missing

@@ -1,0 +1,255 @@
+"""Time of a plan: FLOPs and bytes by hand, bounds, what counts as the model's, the bottleneck in words, and the report."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+import meshpar as mp
+from meshpar.cost.time import time_of
+from meshpar.hardware.chips import CHIPS
+
+BF16 = 2
+
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def plan(fn, *args, layout="", mesh="data=16", topology="v5e:4x4", dims=None, **kwargs):
+    return mp.plan(fn, *args, mesh=mesh, topology=topology, layout=layout, dims=dims, **kwargs)
+
+
+def test_a_product_by_hand():
+    made = plan(lambda a, b: a @ b, array(1024, 512), array(512, 2048))
+    (op,) = made.time.ops
+    assert (op.name, op.count) == ("dot_general", 1)
+    assert op.flops == 2 * 1024 * 512 * 2048
+    assert op.bytes == BF16 * (1024 * 512 + 512 * 2048 + 1024 * 2048)
+    assert op.seconds == max(op.flops / 1.97e14, op.bytes / 8.1e11)
+    assert "test_time.py" in op.source
+    assert made.time.compute == op.flops / 1.97e14
+    assert made.time.memory == op.bytes / 8.1e11
+
+
+def test_a_device_does_its_part():
+    made = plan(
+        lambda a, b: a @ b, array(1024, 512), array(512, 2048), mesh="data=4, model=4",
+        layout="rows: data; columns: model", dims={"a": "rows inner", "b": "inner columns"},
+    )  # fmt: skip
+    (op,) = made.time.ops
+    assert op.flops == 2 * 1024 * 512 * 2048 / 16
+    assert op.bytes == BF16 * (1024 * 512 / 4 + 512 * 2048 / 4 + 1024 * 2048 / 16)
+
+
+@pytest.mark.parametrize(
+    ("topology", "m", "n", "k", "padded"),
+    [("v5e:4x4", 1, 100, 200, 16 * 128 * 256), ("v5e:4x4", 100, 1, 200, 16 * 128 * 256),
+     ("v6e:4x4", 16, 300, 256, 16 * 512 * 256), ("v5e:4x4", 16, 128, 128, 16 * 128 * 128)],
+)  # fmt: skip
+def test_dims_round_up_to_the_matrix_unit(topology, m, n, k, padded):
+    (op,) = plan(lambda a, b: a @ b, array(m, k), array(k, n), topology=topology).time.ops
+    assert op.flops == 2 * padded
+
+
+def test_a_convolution_by_hand():
+    def fn(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    made = plan(fn, array(8, 16, 16, 128), array(3, 3, 128, 256))
+    assert made.time.model_flops == 2 * (8 * 16 * 16) * 256 * (3 * 3 * 128)
+    assert made.time.ops[0].flops == made.time.model_flops
+
+
+def test_a_grouped_product_counts_each_row_once():
+    def fn(x, w, sizes):
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    made = plan(fn, array(256, 128), array(4, 128, 384), array(4, dtype=jnp.int32))
+    assert made.time.model_flops == 2 * 256 * 128 * 384
+
+
+def test_int8_and_float32_have_their_own_rates():
+    (fast,) = plan(
+        lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.int32),
+        array(4096, 4096, dtype=jnp.int8), array(4096, 4096, dtype=jnp.int8),
+    ).time.ops  # fmt: skip
+    assert fast.seconds == 2 * 4096**3 / 3.94e14
+    h100 = CHIPS["h100"]
+    assert h100.matmul_rate("float32") == h100.matmul_rate("bfloat16") / 2  # TF32
+    assert CHIPS["v5p"].matmul_rate("float32") == CHIPS["v5p"].matmul_rate("bfloat16")
+
+
+LAYERS, TOKENS, EMBED, MLP = 6, 4096, 512, 2048
+
+
+def loss(params, x, remat):
+    def layer(x, p):
+        return x + jax.nn.relu(x @ p["up"]) @ p["down"], None
+
+    body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+    return (jax.lax.scan(body, x, params)[0].astype(jnp.float32) ** 2).sum()
+
+
+def step(params, x, remat=False):
+    g = jax.grad(loss)(params, x, remat)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, g)
+
+
+PARAMS = {"up": array(LAYERS, EMBED, MLP), "down": array(LAYERS, MLP, EMBED)}
+DIMS = {"params/up": "layers embed mlp", "params/down": "layers mlp embed", "x": "tokens embed"}
+FSDP = "tokens: data; embed: data"
+
+
+def plan_step(layout=FSDP, remat=False, **kwargs):
+    return plan(
+        lambda params, x: step(params, x, remat), PARAMS, array(TOKENS, EMBED), layout=layout, dims=DIMS, **kwargs
+    )
+
+
+FORWARD = 2 * 2 * TOKENS * EMBED * MLP * LAYERS
+FIRST = 2 * TOKENS * EMBED * MLP  # the cotangent of x is not asked for, but the loop makes it all the same
+
+
+def test_loops_multiply_and_a_backward_pass_is_twice_the_forward_one():
+    assert plan_step().time.model_flops == 3 * FORWARD
+
+
+def test_recomputation_is_work_but_not_the_models():
+    plain, remat = plan_step().time, plan_step(remat=True).time
+    assert remat.model_flops == plain.model_flops
+    # relu(x @ up) again; the second product is not needed
+    assert remat.compute - plain.compute == pytest.approx(FORWARD / 2 / 16 / 1.97e14)
+
+
+def test_bounds_and_utilisation():
+    time = plan_step().time
+    assert time.overlapped == max(time.compute, time.memory, time.communication)
+    assert time.serial == time.compute + time.memory + time.communication
+    assert time.overlapped <= time.seconds <= time.serial
+    assert time.mfu == pytest.approx(time.model_flops / (time.seconds * 16 * 1.97e14))
+    assert 0 < time.mfu < 1
+
+
+def test_devices_that_do_the_same_work_do_not_make_the_model_larger():
+    whole, split = plan_step(layout="").time, plan_step(layout="tokens: data").time
+    assert whole.model_flops == split.model_flops
+    assert whole.compute == pytest.approx(16 * split.compute)
+    assert whole.mfu < split.mfu
+
+
+@pytest.mark.parametrize(
+    ("topology", "waits"),
+    [
+        ("v5e:4x4", {"reduce-scatter"}),
+        ("v5p:2x2x4", {"reduce-scatter", "all-gather"}),
+        ("tpu7x:2x2x2", set()),
+        ("2x h100:8", set()),
+    ],
+)
+def test_weights_hide_behind_the_kernels_of_their_loop_where_programs_go_on(topology, waits):
+    made = plan(step, PARAMS, array(2**21, EMBED), layout=FSDP, dims=DIMS, mesh="data=16", topology=topology)
+    fsdp = made.time
+    roofline = sum(o.seconds * o.count for o in fsdp.ops)
+    on_top = sum(c.seconds * c.count for c in made.collectives if c.op in waits)
+    assert fsdp.communication >= on_top
+    assert (on_top > 0) == bool(waits)
+    assert fsdp.seconds == pytest.approx(roofline + on_top, rel=0.02)
+
+
+def test_activations_do_not_hide():
+    made = plan(step, PARAMS, array(2**17, EMBED), layout="mlp: model", dims=DIMS, mesh="model=16").time
+    roofline = sum(o.seconds * o.count for o in made.ops)
+    assert made.seconds == pytest.approx(roofline + made.communication)
+
+
+def test_the_bottleneck_names_the_largest_collective_and_its_cause():
+    made = plan(step, PARAMS, array(TOKENS, EMBED), layout="mlp: model", dims=DIMS, mesh="model=16")
+    text = made.time.bottleneck
+    assert text.startswith("communication: ")
+    assert "is all-reduce over model: `mlp: model` splits `mlp`, which dot_general contracts" in text
+
+
+def test_the_bottleneck_names_the_largest_product_or_the_largest_reader():
+    text = plan(lambda a, b: a @ b, array(4096, 4096), array(4096, 4096)).time.bottleneck
+    assert text.startswith("compute: ")
+    assert "dot_general" in text
+    assert "test_time.py" in text
+    text = plan(lambda a: (a + 1) * 2, array(4096, 4096)).time.bottleneck
+    assert text.startswith("memory traffic: ")
+    assert f"{2 * BF16 * 4096**2 / 1e6:.3g} MB, by mul" in text
+
+
+def test_seconds_of_a_plan_are_those_of_its_collectives():
+    made = plan_step()
+    assert all(c.seconds > 0 for c in made.collectives)
+    assert made.time.communication == pytest.approx(sum(c.seconds * c.count for c in made.collectives))
+    assert made.seconds == made.time.seconds
+    faster = time_of(made, made.chip.ideal(), made.kernels)
+    assert faster.compute == made.time.compute  # nothing was measured there: the peak
+
+
+def test_replanning_is_planning():
+    made = plan_step(layout="tokens: data", donate_argnums=0)
+    again = made.replan(layout=FSDP)
+    fresh = plan_step(layout=FSDP, donate_argnums=0)
+    assert again.to_json() == fresh.to_json()
+    assert again.program is made.program
+    assert made.layout != again.layout
+    other = made.replan(mesh=AbstractMesh((8,), ("data",)), topology="v5e:2x4")
+    assert other.sizes == {"data": 8}
+    assert other.time.compute == pytest.approx(2 * made.time.compute)
+    with pytest.raises(mp.UnknownAxisError, match="model"):
+        made.replan(layout="mlp: model")
+
+
+def test_json_has_it_all():
+    made = plan_step(donate_argnums=0)
+    data = json.loads(made.to_json())
+    assert data["chip"] == "v5e"
+    assert data["topology"] == "v5e:4x4"
+    assert data["time"]["seconds"] == made.seconds
+    assert data["time"]["ops"][0]["name"] == "dot_general"
+    assert data["memory"]["by_kind"] == made.memory.by_kind
+    assert all(c["seconds"] > 0 for c in data["collectives"])
+
+
+def test_the_report_is_one_screen():
+    text = str(plan_step(donate_argnums=0))
+    lines = text.splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 120
+    assert "of the 16.9 GB of a v5e at the peak, at " in text
+    assert "a step takes about " in text
+    assert "% of the peak FLOP/s" in text
+    assert "programs for v5e wait for reduce-scatters: " in text
+    seconds = [line for line in lines if line.startswith("all-gather") and (" µs " in line or " ms " in line)]
+    assert seconds
+
+
+def test_what_a_loop_reads_is_in_memory_and_not_what_that_was_made_from():
+    """The second loop reads what the first one stacks up: not the weights that the first one read."""
+
+    def fn(w, x):
+        _, stack = jax.lax.scan(lambda c, p: (c, jax.nn.relu(x @ p)), 0.0, w)
+        return jax.lax.scan(lambda c, y: (c + (y * 2.0).astype(jnp.float32).sum(), None), 0.0, stack)[0]
+
+    wide = 64  # weights are 64 times what a step of the second loop reads
+    made = plan(fn, array(LAYERS, wide * 128, 128), array(128, wide * 128))
+    sums = [o for o in made.time.ops if o.name == "reduce_sum"]
+    assert [o.count for o in sums] == [LAYERS]
+    assert sums[0].bytes == pytest.approx(BF16 * 128 * 128, rel=1e-3)
+
+
+def test_moving_the_operands_of_a_kernel_is_none_of_its_flops():
+    @mp.kernel_rule("rows inner!, inner! columns -> rows columns")
+    def product(x, w):
+        return x @ w
+
+    made = plan(product, array(1024, 512), array(512, 256), layout="rows: data; inner: data",
+                dims={"x": "rows _", "w": "inner columns"})  # fmt: skip
+    assert [c.op for c in made.collectives] == ["all-gather"]
+    assert [o.name for o in made.time.ops if o.flops] == ["kernel"]
+    assert sum(o.flops * o.count for o in made.time.ops) == 2 * 1024 * 512 * 256 / 16

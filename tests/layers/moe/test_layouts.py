@@ -1,0 +1,352 @@
+"""No layout changes a number: outputs, losses, loads, drops and gradients of every router, under both lowerings."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import moe_oracle as oracle
+import numpy as np
+import pytest
+
+import meshpar as mp
+import meshpar_kernels
+from meshpar.errors import MeshparError
+from meshpar.layers.moe import ROUTERS, moe
+from meshpar.layers.moe.experts import _works, run_experts
+from meshpar.layers.moe.strategy import find_ways
+from meshpar.program.kernels import Parts
+from meshpar_kernels._compat import race_detection
+
+B, S, H, E, M = 8, 4, 8, 8, 16
+R = np.random.default_rng(0)
+
+
+def normal(*shape, scale=1.0):
+    return (scale * R.normal(size=shape) / np.sqrt(shape[-2])).astype("f")
+
+
+X = R.normal(size=(B, S, H)).astype("f")
+MASK = R.random((B, S)) > 0.15
+IDS = R.integers(0, 40, (B, S)).astype(np.int32)
+P = {
+    "kernel": normal(H, E, scale=3.0),
+    "noise": normal(H, E),
+    "outer": normal(H, 2, scale=3.0),
+    "inner": normal(2, H, 4, scale=3.0).swapaxes(0, 1),
+    "gate": normal(E, H, M),
+    "up": normal(E, H, M),
+    "down": normal(E, M, H),
+}
+DIMS = {
+    "p/kernel": "embed router", "p/noise": "embed router", "p/outer": "embed _", "p/inner": "embed _ _",
+    "p/gate": "expert embed mlp", "p/up": "expert embed mlp", "p/down": "expert mlp embed",
+    "x": "batch seq embed", "mask": "batch seq", "ids": "batch seq",
+}  # fmt: skip
+LAYOUTS = {
+    "expert on data": ("data=4, model=2", "batch: data; expert: data"),
+    "expert on model": ("data=2, model=4", "batch: data; expert: model; embed: data"),
+    "expert on a mesh axis of its own": ("data=2, expert=2, model=2", "batch: data+expert; expert: expert; mlp: model"),
+    "expert by tensor, FSDP": ("data=4, model=2", "batch: data; expert: data; mlp: model; embed: data"),
+    "sequence split, expert on both": ("data=2, model=2", "batch: data; seq: model; expert: data+model"),
+}
+
+
+# -- every router in one program, on the experts they share
+
+
+def routed(p, x, mask, ids, key):
+    """The routings of all routers on the same tokens."""
+    logits = {
+        n: jnp.einsum("bsh,h...->bs...", x, p[n], precision="highest") for n in ("kernel", "noise", "outer", "inner")
+    }
+    one = functools.partial(dict, mask=mask)
+    every, bias = logits["kernel"], 0.1 * jnp.cos(jnp.arange(8.0))
+    return {
+        "noisy_top_k": ROUTERS["noisy_top_k"](every, **one(k=2, noise=logits["noise"], key=key, capacity=1.0)),
+        "gshard": ROUTERS["gshard"](every, **one(capacity=0.8, groups=2)),
+        "switch": ROUTERS["switch"](every, **one(capacity=1.0, groups=4)),
+        "expert_choice": ROUTERS["expert_choice"](every, **one(capacity=1.5)),
+        "deepseek_v3": ROUTERS["deepseek_v3"](every, **one(k=3, bias=bias, expert_groups=4, top_groups=2)),
+        "hash": ROUTERS["hash"](ids, **one(experts=E, k=2, capacity=1.0)),
+        "two_level": ROUTERS["two_level"](logits["outer"], logits["inner"], **one(k=2, capacity=1.0)),
+        # all tokens to two experts: five times what a buffer holds, and six experts without a token
+        "single": ROUTERS["top_k"](every - 1e3 * (jnp.arange(E) > 1), **one(k=2)),
+    }  # fmt: skip
+
+
+def step(p, x, mask, ids, key):
+    def loss(p, x):
+        routings = routed(p, x, mask, ids, key)
+        wide = [(0, 0)] * 2
+        expert = jnp.stack(
+            [jnp.pad(r.expert, [*wide, (0, E - r.expert.shape[-1])], constant_values=E) for r in routings.values()]
+        )
+        weight = jnp.stack([jnp.pad(r.weight, [*wide, (0, E - r.weight.shape[-1])]) for r in routings.values()])
+        xs = jnp.broadcast_to(x, (len(routings), *x.shape))
+        y = run_experts(xs, expert, weight, [p["gate"], p["up"], p["down"]], activation="silu", rate=1.5,
+                        most_per_expert=None, slack=1.0, strategy=None)  # fmt: skip
+        losses = {n: r.losses for n, r in routings.items()}
+        total = (y * jnp.sin(jnp.arange(y.size).reshape(y.shape))).sum() / 30 + sum(jax.tree.leaves(losses))
+        return total, (y, losses, {n: (r.load, r.dropped) for n, r in routings.items()})
+
+    (_, results), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)
+    return *results, grads
+
+
+@pytest.fixture(scope="module")
+def unsharded():
+    return jax.jit(step)(P, X, MASK, IDS, jax.random.key(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_router_under_every_layout(unsharded, name, lowering):
+    mesh, layout = LAYOUTS[name]
+    run = mp.jit(step, mesh=mp.mesh(mesh), layout=layout, dims=DIMS, lowering=lowering)
+    same(run(P, X, MASK, IDS, jax.random.key(3)), unsharded)
+
+
+def same(got, want):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        where = jax.tree_util.keystr(path)
+        if a.dtype.kind == "i":
+            np.testing.assert_array_equal(a, b, err_msg=where)
+        else:
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(abs(b).max(), 1e-6), err_msg=where)
+
+
+def test_what_the_unsharded_run_does(unsharded):
+    """Every router serves real tokens, padding gets nothing, and the drops are there."""
+    y, losses, counts, _ = unsharded
+    for i, name in enumerate(counts):
+        assert (np.asarray(y[i])[~MASK] == 0).all(), name
+        assert abs(np.asarray(y[i])[MASK]).max() > 0.1, name
+    assert all(np.isfinite(v) for v in jax.tree.leaves(losses))
+    dropped = {n: int(d) for n, (_, d) in counts.items()}
+    assert dropped["deepseek_v3"] == dropped["single"] == 0
+    assert all(dropped[n] > 0 for n in ("noisy_top_k", "gshard", "switch", "hash", "two_level"))
+    assert (np.asarray(counts["single"][0]) == [MASK.sum()] * 2 + [0] * 6).all()
+
+
+# -- the layer
+
+
+def one_layer(p, x, strategy=None):
+    def loss(p, x):
+        y, aux = moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, router="deepseek_v3", k=2,
+                     slack=1.0, strategy=strategy)  # fmt: skip
+        return (y * y).sum() + aux.losses["balance"], (y, aux)
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)
+
+
+@pytest.fixture(scope="module")
+def one_layer_unsharded():
+    return jax.jit(one_layer)({n: P[n] for n in ("kernel", "gate", "up", "down")}, X)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lowering"), [("a2a", "shard_map"), ("ring", "jit"), ("ring", "shard_map"), ("dense", "jit")]
+)
+def test_strategies(one_layer_unsharded, strategy, lowering):
+    p = {n: P[n] for n in ("kernel", "gate", "up", "down")}
+    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in p}
+    layout = "batch: data; expert: model+data" if strategy != "dense" else "batch: data; expert: data; mlp: model"
+    run = functools.partial(one_layer, strategy=strategy)
+    sharded = mp.jit(run, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=dims, lowering=lowering)
+    same(sharded(p, X), one_layer_unsharded)
+    sent = [c.op for c in sharded.plan(p, X).collectives if c.tensor.startswith("moe_experts: ") and c.bytes > 500]
+    first = {"a2a": "all-to-all", "ring": "all-gather", "dense": "all-gather"}[strategy]
+    assert first in sent
+
+
+def test_the_layer_is_the_oracles():
+    shared = {"gate": normal(H, M), "up": normal(H, M), "down": normal(M, H)}
+    weights = {n: P[n] for n in ("gate", "up", "down")}
+    y, aux = jax.jit(
+        lambda x, mask: moe(x, P["kernel"], weights, router="top_k", k=2, capacity=1.0, mask=mask, shared=shared)
+    )(X, MASK)
+    flat = X.reshape(-1, H).astype(float)
+    want = oracle.top_k(flat @ P["kernel"].astype(float), MASK.reshape(-1), k=2, capacity=1.0)
+    wide = {n: w.astype(float) for n, w in weights.items()}
+    expected = oracle.experts(flat, want.weight, **wide)
+    a = flat @ shared["gate"]
+    expected += (a / (1 + np.exp(-a)) * (flat @ shared["up"])) @ shared["down"]
+    np.testing.assert_allclose(np.asarray(y).reshape(-1, H), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(aux.load, want.load)
+    assert int(aux.dropped) == want.dropped > 0
+
+
+def test_two_dims_of_experts_are_one_in_order():
+    wide = {n: P[n] for n in ("gate", "up", "down")}
+    two = {n: w.reshape(2, 4, *w.shape[1:]) for n, w in wide.items()}
+    weights = {"outer": P["outer"], "inner": P["inner"]}
+
+    def run(experts, weights, x):
+        return moe(x, weights, experts, router="two_level", k=2, slack=1.0)
+
+    want = jax.jit(run)(wide, weights, X)
+    dims = {"experts/down": "outer_expert inner_expert mlp embed", "experts/*": "outer_expert inner_expert embed mlp",
+            "weights/outer": "embed _", "weights/inner": "embed _ _", "x": "batch seq embed"}  # fmt: skip
+    layout = "batch: data; inner_expert: data; outer_expert: model"
+    sharded = mp.jit(run, mesh=mp.mesh("data=2, model=2"), layout=layout, dims=dims, lowering="shard_map")
+    same(sharded(two, weights, X), want)
+
+
+def test_the_plan_knows_what_is_sent():
+    def run(p, x):
+        return moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, strategy="a2a", slack=1.0)[0]
+
+    p = {n: P[n] for n in ("kernel", "gate", "up", "down")}
+    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in p}
+    plan = mp.jit(run, mesh=mp.mesh("data=4, model=2"), layout="batch: data; expert: data", dims=dims).plan(p, X)
+    exchanges = [c for c in plan.collectives if c.op == "all-to-all"]
+    rows = 4 * 8  # a device's 8 tokens make 16 choices: 4 for each of 4 devices, rounded up to 8
+    assert [c.bytes for c in exchanges] == [
+        rows * H * 4 * 3 / 4,
+        rows * 4 * 3 / 4,
+        rows * 4 * 3 / 4,
+        rows * H * 4 * 3 / 4,
+    ]
+    assert (
+        "tokens to the devices of their experts; a load that fills a buffer of 8 rows takes another round, 2 at"
+        in exchanges[0].cause
+    )
+    assert not any("expert" in c.dims.split() and c.op == "all-gather" for c in plan.collectives)
+
+
+WIDE = {
+    n: normal(*s) for n, s in {"kernel": (128, 4), "gate": (4, 128, M), "up": (4, 128, M), "down": (4, M, 128)}.items()
+}
+
+
+def wide_layer(p, x, **options):
+    return moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, strategy="a2a", **options)[0]
+
+
+def test_a_kernels_exchange_is_planned_with_the_rows_in_use():
+    """Of the 8 tokens of a device, with 2 choices each, 4 rows go to each of 4 devices, in buffers of 8."""
+    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in WIDE}
+    x = np.zeros((8, 4, 128), "f")
+    sent = {}
+    for exchange in (None, "pallas"):
+        run = functools.partial(wide_layer, exchange=exchange)
+        plan = mp.plan(run, WIDE, x, mesh=mp.mesh("data=4"), layout="batch: data; expert: data", dims=dims)
+        sent[exchange] = [c for c in plan.collectives if c.op == "all-to-all"]
+    whole, used = ([c.bytes for c in sent[e]] for e in (None, "pallas"))
+    assert whole == [8 * 4 * 128 * 4 * 3 / 4, 8 * 4 * 4 * 3 / 4, 8 * 4 * 4 * 3 / 4, 8 * 4 * 128 * 4 * 3 / 4]
+    assert used[0] == used[3] == whole[0] / 2
+    assert "only rows in use are sent" in sent["pallas"][0].cause
+
+
+@pytest.mark.slow
+def test_a_kernels_exchange_changes_no_number(monkeypatch):
+    """In the TPU interpreter with race detection: there, back, and in the gradients. Everything beside the exchange is XLA's."""
+    for name in ("expert_dispatch", "expert_combine"):
+        plain = functools.partial(getattr(meshpar_kernels, name), implementation="reference")
+        monkeypatch.setattr(f"meshpar.layers.moe.experts.{name}", plain)
+    x = R.normal(size=(4, 4, 128)).astype("f")
+    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in WIDE}
+
+    def step(p, x, exchange):
+        layer = functools.partial(wide_layer, exchange=exchange, implementation="xla")
+        return jax.value_and_grad(lambda p, x: (layer(p, x) ** 2).sum(), (0, 1))(p, x)
+
+    want = jax.jit(functools.partial(step, exchange=None))(WIDE, x)
+    run = mp.jit(functools.partial(step, exchange="pallas"), mesh=mp.mesh("data=2"), layout="batch: data; expert: data",
+                 dims=dims, lowering="shard_map")  # fmt: skip
+    with race_detection():
+        got = jax.block_until_ready(run(WIDE, x))
+    same(got, want)
+
+
+def ways(**changed):
+    given = {"token_axes": ["data"], "expert_axes": [["data"]], "sizes": {"data": 8, "model": 4},
+             "tokens": 4096, "k": 2, "embed": 4096,
+             "local_experts": 1, "weights": 3 * 4096 * 14336, "rate": 2.0,
+             "most_per_expert": None, "slack": 1.25, "strategy": None}  # fmt: skip
+    return find_ways(**{**given, **changed})
+
+
+def test_the_cheapest_way():
+    assert ways().strategy == "a2a"
+    assert ways().rows == 1280
+    assert ways().rounds == 4
+    assert ways(k=8, rate=8.0, local_experts=8).strategy == "ring"  # nearly every token goes to every device anyhow
+    assert ways(weights=4096 * 64).strategy == "dense"
+    assert ways(token_axes=[], expert_axes=[["model"]]).strategy == "local"
+    assert ways(expert_axes=[["model", "data"]]).rest == ("model",)
+    assert ways(most_per_expert=1000).rounds == 1
+    assert (ways().sends, ways(exchange="pallas").sends) == (1280, 1024)
+    assert ways(k=8, rate=8.0, local_experts=8, exchange="pallas").rows == 5120
+    assert ways(distinct=False).rounds == 7  # both choices of all tokens at one expert
+    whole = ways(token_axes=["data"], expert_axes=[[]], local_experts=8)
+    assert (whole.rows, whole.rounds) == (8192, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"strategy": "sparse"}, "strategy must be one of a2a, ring, dense"),
+        ({"exchange": "xla"}, "exchange must be one of padded, pallas, pallas_tpu, pallas_gpu or None, got 'xla'"),
+        ({"slack": 0.5}, "slack=0.5 must be at least 1"),
+        ({"strategy": "dense", "expert_axes": [["data", "model"]]}, "cannot gather experts"),
+    ],
+)
+def test_ways_that_are_none(changed, says):
+    with pytest.raises(MeshparError, match=says):
+        ways(**changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"experts": {"up": P["up"]}}, "experts must be `up`, `down`"),
+        ({"experts": {"up": P["up"], "down": P["up"]}}, r"up \[8, 8, 16\], down \[8, 8, 16\] do not fit"),
+        ({"router": "swich"}, "did you mean `switch`"),
+        ({"activation": "swiglu"}, "no activation 'swiglu'"),
+        ({"router_weights": None}, "needs ids="),
+        ({"router_weights": P["kernel"][:, :4]}, "router weights for 4 experts, of which there are 8"),
+        ({"router_weights": {"gate": P["kernel"]}}, "router_weights must be"),
+        ({"x": X[..., :4]}, "do not fit"),
+    ],
+)
+def test_bad_arguments(change, says):
+    given = {
+        "x": X,
+        "router_weights": P["kernel"],
+        "experts": {n: P[n] for n in ("gate", "up", "down")},
+        "k": 2,
+        **change,
+    }
+    with pytest.raises(MeshparError, match=says):
+        moe(**given)
+
+
+def test_the_plan_counts_what_the_experts_hold_while_they_run():
+    tokens, k = 64, 2
+    shapes = [((tokens, H), "f"), ((tokens, k), "i"), ((tokens, k), "f"), *[((E, H, M), "f")] * 2, ((E, M, H), "f")]
+    avals = [jax.ShapeDtypeStruct(*s) for s in shapes]
+    how = {"token_dims": 1, "activation": "silu", "rate": k, "most_per_expert": None, "slack": 1.25, "strategy": None}
+    axes, sizes = {"t0": ("data",), "e0": ("data",)}, {"data": 4}
+    matrix = 4 * E * H * M
+
+    alone = _works(avals, Parts({}, sizes), **how)
+    row, hidden = (4 * tokens * k * n for n in (H, M))
+    assert alone.memory == row + 2 * hidden
+    # the last matrix's gradient with all that was made; or the others' gradients, with that matrix gone
+    assert alone.backward == max(4 * hidden + 2 * row - 2 * matrix, 2 * hidden + 3 * row - matrix)
+
+    there = _works(
+        avals, Parts(axes, sizes), **how
+    )  # 32 rows of a balanced load and a quarter more for each of 4 devices
+    row, hidden = (4 * 40 * 4 * n for n in (H, M))
+    assert there.memory == row + 2 * hidden
+    # further rounds add to float32 sums for the tokens and every matrix
+    assert there.backward == 4 * tokens * H + 3 * matrix + 4 * row + 5 * hidden
+
+    dense = _works(avals, Parts(axes, sizes), **{**how, "strategy": "dense"})
+    row, hidden = (4 * tokens * k * n for n in (H, M))
+    assert dense.memory == 4 * 3 * matrix + row + 2 * hidden

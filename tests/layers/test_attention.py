@@ -1,0 +1,213 @@
+"""``mp.attention``: no layout changes a number, and the plan lists what the compiled program sends."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshpar as mp
+from meshpar.verify.hlo import collectives
+from meshpar_kernels import zigzag
+
+RNG = np.random.default_rng(0)
+DIMS = {
+    "q": "batch seq heads head_dim",
+    "k": "batch seq kv_heads head_dim",
+    "v": "batch seq kv_heads head_dim",
+    "ids": "batch seq",
+}
+STRATEGIES = ("ring", "ulysses", "gathered")
+CONTEXT = "batch: data; seq: context"
+
+
+@pytest.fixture(scope="module")
+def grid():
+    return mp.mesh("data=2, context=4")
+
+
+def arrays(batch=2, seq=32, heads=8, kv_heads=4):
+    shapes = ((batch, seq, heads, 4), (batch, seq, kv_heads, 4), (batch, seq, kv_heads, 4))
+    ids = np.sort(RNG.integers(0, 3, (batch, seq)), -1).astype(np.int32)
+    return *(RNG.normal(size=s).astype(np.float32) for s in shapes), ids
+
+
+def step(q, k, v, ids, *, segments=False, **options):
+    """The loss and the gradients of q, k and v."""
+
+    def loss(q, k, v):
+        y = mp.attention(q, k, v, segment_ids=ids if segments else None, **options)
+        return (jnp.sin(y) * y).mean()
+
+    return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+
+def plain(q, k, v, ids, *, segments=False, causal=False, window=None, **_):
+    """The same with all scores, by JAX's own op."""
+    n = q.shape[1]
+    i, j = jnp.arange(n)[:, None], jnp.arange(n)[None, :]
+    seen = jnp.ones((1, n, n), bool)
+    seen &= (j <= i) | (not causal)
+    seen &= (abs(i - j) < window) if window else True
+    seen = seen & (ids[:, :, None] == ids[:, None, :]) if segments else seen
+
+    def loss(q, k, v):
+        with jax.default_matmul_precision("float32"):
+            y = jax.nn.dot_product_attention(q, k, v, mask=seen[:, None])
+        return (jnp.sin(y) * y).mean()
+
+    return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+
+def close(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+CASES = [
+    ("ring", CONTEXT, "jit", {"causal": True}),
+    ("ring", "heads, kv_heads: data; seq: context", "shard_map", {"causal": True, "segments": True}),
+    ("ulysses", CONTEXT, "shard_map", {"window": 6}),
+    ("ulysses", "heads, kv_heads: data; seq: context", "jit", {"segments": True}),
+    ("gathered", "seq: data+context", "shard_map", {"causal": True, "window": 9}),
+    (None, "seq: context; heads: data", "jit", {"causal": True}),  # kv_heads have no rule: heads are gathered or follow
+    ("ring", "batch: data; head_dim: context", "shard_map", {}),  # nothing of the sequence is split
+]
+
+
+@pytest.mark.parametrize(("strategy", "layout", "lowering", "mask"), CASES)
+def test_no_layout_changes_a_number(grid, strategy, layout, lowering, mask):
+    args = arrays()
+    fn = functools.partial(step, strategy=strategy, chunks=(6, 5), **mask)
+    close(mp.jit(fn, mesh=grid, layout=layout, dims=DIMS, lowering=lowering)(*args), plain(*args, **mask))
+
+
+def test_zigzag_says_where_tokens_belong(grid):
+    """Tokens in zig-zag order for 4 devices: the same numbers as in order, put there, on 4 devices, 2, or 1."""
+    args = arrays()
+    shuffled = [zigzag(jnp.asarray(x), 4) for x in args]
+    loss, grads = plain(*args, causal=True)
+    want = loss, [zigzag(g, 4) for g in grads]
+    fn = functools.partial(step, causal=True, zigzag=4, strategy="ring")
+    for layout in ("seq: context", "seq: data"):
+        run = mp.jit(fn, mesh=grid, layout=layout, dims=DIMS, lowering="shard_map")
+        close(run(*shuffled), want)
+
+
+def layers(q, k, v, ids, **options):
+    """Two layers as one loop, there and back: two loops, so that XLA cannot share what both passes send."""
+
+    def loss(q, k, v):
+        def layer(q, xs):
+            k, v, ids = xs
+            return q + mp.attention(q, k, v, segment_ids=ids, **options), None
+
+        y, _ = jax.lax.scan(layer, q, (k, v, ids))
+        return jnp.sin(y).mean()
+
+    return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout"), [*((s, CONTEXT) for s in STRATEGIES), ("gathered", "seq: data+context")]
+)
+def test_the_plan_lists_what_is_sent(grid, strategy, layout):
+    """Kinds and bytes of the compiled program, forward and backward pass, with segment ids."""
+    q, k, v, ids = arrays()
+    args = q, np.stack([k, v]), np.stack([v, k]), np.stack([ids, ids + 1])
+    dims = {"q": DIMS["q"], "k": f"layers {DIMS['k']}", "v": f"layers {DIMS['v']}", "ids": "layers batch seq"}
+    fn = functools.partial(layers, strategy=strategy, causal=True)
+    run = mp.jit(fn, mesh=grid, layout=layout, dims=dims, lowering="shard_map")
+    expected, found = {}, {}
+    for c in run.plan(*args).collectives:
+        expected[c.op] = expected.get(c.op, 0) + c.total_bytes
+    for c in collectives(run.lower(*args).compile().as_text()):
+        found[c.op] = found.get(c.op, 0) + c.total_bytes
+    assert found == pytest.approx(expected)
+    assert expected[{"ring": "collective-permute", "ulysses": "all-to-all", "gathered": "all-gather"}[strategy]] > 0
+
+
+def test_the_plan_says_why_and_counts_the_backward_pass(grid):
+    args = arrays()
+    fn = functools.partial(step, strategy="ring", causal=True)
+    plan = mp.plan(fn, *args, mesh=grid, layout=CONTEXT, dims=DIMS)
+    mine = [c for c in plan.collectives if c.op == "collective-permute"]
+    # each device: 8 of 32 tokens of one of 2 rows; half goes up and half down, 3 hops each
+    half = 1 * 4 * 4 * 4 * 4
+    assert [(c.bytes, c.count) for c in mine[:4]] == [(half, 3)] * 4
+    assert mine[0].cause == "`context` splits a dim that attention works along: keys go up the ring"
+    # keys and values, up and down, there and back; float32 gradients two hops on and one home
+    assert sum(c.total_bytes for c in mine) == 2 * (4 * 3 * half) + 4 * (2 + 1) * half
+
+
+def test_a_window_sends_to_neighbours_only(grid):
+    args = arrays()
+    plan = mp.plan(functools.partial(step, strategy="ring", causal=True, window=9), *args, mesh=grid, layout=CONTEXT,
+                   dims=DIMS)  # fmt: skip
+    mine = [c for c in plan.collectives if c.op == "collective-permute"]
+    assert {c.count for c in mine} == {1}  # 8 tokens a device: nobody sees farther back than the one before
+    assert len(mine) == 2 + 2 + 2
+
+
+def test_memory_and_flops_are_those_of_the_strategy():
+    """Gathered K/V grows with the whole sequence, the ring with a device's share; causal work is uneven unless zig-zag."""
+    mesh = jax.sharding.AbstractMesh((16,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+    half = jnp.bfloat16
+
+    def planned(seq, **options):
+        shapes = ((1, seq, 32, 128), (1, seq, 8, 128), (1, seq, 8, 128))
+        args = [jax.ShapeDtypeStruct(s, half) for s in shapes]
+        ids = jax.ShapeDtypeStruct((1, seq), jnp.int32)
+        return mp.plan(
+            functools.partial(step, causal=True, **options), *args, ids, mesh=mesh, layout="seq: context", dims=DIMS
+        )
+
+    seq = 256 * 1024
+    peaks = {s: planned(seq, strategy=s).memory.peak for s in ("ring", "gathered")}
+    whole = seq * 8 * 128 * 2 * (2 + 4)  # K and V in bfloat16, and their gradients in float32
+    assert peaks["gathered"] > whole > peaks["ring"]
+    from meshpar.cost.flops import local_opaque_flops
+
+    def flops(plan):
+        def of(frame):
+            return sum(local_opaque_flops(op, plan) + sum(map(of, op.frames)) for op in frame.ops)
+
+        return of(plan.program.root)
+
+    every = 4 * seq * (seq + 1) / 2 * 32 * 128 * 3.5
+    assert flops(planned(seq, strategy="ring", zigzag=16)) == pytest.approx(every / 16, rel=1e-3)
+    assert flops(planned(seq, strategy="ring")) == pytest.approx(every / 16 * (2 - 1 / 16), rel=1e-3)
+
+
+def test_other_lengths_gather_the_sequence(grid):
+    q, k, v, _ = arrays()
+    k, v = k[:, :20], v[:, :20]
+    keys = "batch kv kv_heads head_dim"
+    run = mp.jit(functools.partial(mp.attention, causal=True), mesh=grid, layout=CONTEXT,
+                 dims={"q": DIMS["q"], "k": keys, "v": keys}, lowering="shard_map")  # fmt: skip
+    np.testing.assert_allclose(run(q, k, v), mp.attention(q, k, v, causal=True), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"window": 0}, "attention: window=0 must be at least 1"),
+        ({"strategy": "rnig"}, "attention: strategy must be one of"),
+        ({"zigzag": 3}, "zig-zag order is made of 2·3 blocks, but there are 32 queries"),
+        ({"segment_ids": np.zeros((2, 31), np.int32)}, "segment ids of the queries must be int"),
+    ],
+)
+def test_bad_input(options, says):
+    q, k, v, _ = arrays()
+    with pytest.raises(mp.MeshparError, match=says):
+        mp.attention(q, k, v, **options)
+
+
+def test_ranks_and_heads_that_do_not_fit(grid):
+    q, k, v, ids = arrays(heads=6, kv_heads=2)
+    with pytest.raises(mp.RankError, match=r"q must be .* rank 3"):
+        mp.attention(q[0], k, v)
+    fn = functools.partial(step, strategy="ulysses")
+    with pytest.raises(mp.MeshparError, match=r"6 heads do not divide over 4 devices; .*take any heads"):
+        mp.plan(fn, q, k, v, ids, mesh=grid, layout=CONTEXT, dims=DIMS)

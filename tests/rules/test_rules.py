@@ -1,0 +1,651 @@
+"""Factor rules: every primitive has one that fits its shapes and tells the truth about the op.
+
+The truth is found by running: for a factor that a rule says may be split, every operand is cut in
+two along it, the op is done on each half, and the halves are put together again (side by side along
+a dim of the result, or by the reduction that the factor's kind names). That must be what the op
+does on the whole.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from meshpar.rules import ELEMENTWISE, RULES, no_rule
+
+KEY = jax.random.key(0)
+
+
+def numbers(*shape: int, dtype=np.float32, seed: int = 0) -> jax.Array:
+    rng = np.random.default_rng([seed, *shape])
+    if np.issubdtype(dtype, np.integer):
+        return jnp.asarray(rng.integers(0, 5, shape), dtype)
+    if dtype is bool or dtype == np.dtype(bool):
+        return jnp.asarray(rng.random(shape) < 0.7)
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def spd(n: int, batch: int = 4) -> jax.Array:
+    x = numbers(batch, n, n)
+    return x @ jnp.swapaxes(x, -1, -2) + 4 * jnp.eye(n)
+
+
+def equations(jaxpr: Jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for x in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(x, ClosedJaxpr | Jaxpr):
+                    yield from equations(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
+
+
+def traced(fn, *args):
+    return list(equations(jax.make_jaxpr(fn)(*args).jaxpr))
+
+
+def shapes_of(eqn):
+    return [v.aval.shape for v in eqn.invars], [v.aval.shape for v in eqn.outvars]
+
+
+# -- every registered primitive: the rule fits the shapes
+
+X = numbers(4, 6)
+WINDOW = {"window_dimensions": (1, 2), "window_strides": (1, 2), "padding": ((0, 0), (0, 0))}
+
+
+def conv(x, w, *, padding="SAME", **kw):
+    return lax.conv_general_dilated(x, w, (1, 1), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), **kw)
+
+
+def conv_gradient(x, w, **kw):
+    return jax.grad(lambda x, w: jnp.sum(conv(x, w, **kw) ** 2), argnums=(0, 1))(x, w)
+
+
+def max_pool_gradient(x):
+    return jax.grad(lambda x: jnp.sum(lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID") ** 2))(x)
+
+
+@functools.partial(jax.jit)
+def general_reduce(x, y):
+    return lax.reduce((x, y), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (1,))
+
+
+def tridiagonal_solve(x):
+    return lax.linalg.tridiagonal_solve(x, x + 4, x, x[..., None])
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    # name: (function, *arguments)
+    "matmul": (jnp.matmul, numbers(4, 6), numbers(6, 8)),
+    "batched matmul": (jnp.matmul, numbers(2, 4, 6), numbers(2, 6, 8)),
+    "attention": (
+        lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),
+        numbers(2, 4, 6, 8),
+        numbers(2, 10, 6, 8),
+    ),
+    "two contractions": (
+        lambda a, b: jnp.einsum("abcd,cdbe->bae", a, b),
+        numbers(2, 4, 6, 8),
+        numbers(6, 8, 4, 2),
+    ),
+    "outer product": (lambda a, b: jnp.einsum("i,j->ij", a, b), numbers(4), numbers(6)),
+    "inner product": (jnp.vdot, numbers(4), numbers(4)),
+    "all batch": (
+        lambda a, b: lax.dot_general(a, b, (((), ()), ((0, 1), (1, 0)))),
+        numbers(4, 6),
+        numbers(6, 4),
+    ),
+    "conv": (conv, numbers(2, 8, 8, 4), numbers(3, 3, 4, 6)),
+    "conv 1x1": (conv, numbers(2, 8, 8, 4), numbers(1, 1, 4, 6)),
+    "conv over all": (
+        functools.partial(conv, padding="VALID"),
+        numbers(2, 8, 8, 4),
+        numbers(8, 8, 4, 6),
+    ),
+    "conv grouped": (
+        functools.partial(conv, feature_group_count=2),
+        numbers(2, 8, 8, 8),
+        numbers(3, 3, 4, 6),
+    ),
+    "conv depthwise": (
+        functools.partial(conv, feature_group_count=4),
+        numbers(2, 8, 8, 4),
+        numbers(3, 3, 1, 8),
+    ),
+    "conv gradients": (conv_gradient, numbers(2, 8, 8, 4), numbers(3, 3, 4, 6)),
+    "conv grouped gradients": (
+        functools.partial(conv_gradient, feature_group_count=2),
+        numbers(4, 8, 8, 8),
+        numbers(3, 3, 4, 6),
+    ),
+    "conv strided": (
+        lambda x, w: lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        numbers(2, 8, 8, 4),
+        numbers(3, 3, 4, 6),
+    ),
+    "take": (lambda x, i: jnp.take(x, i, axis=0), numbers(8, 6), numbers(4, 2, dtype=np.int32)),
+    "take along axis": (
+        lambda x, i: jnp.take_along_axis(x, i, axis=1),
+        X,
+        numbers(4, 2, dtype=np.int32),
+    ),
+    "index": (lambda x, i: x[:, i, 2:4], numbers(2, 6, 8), numbers(4, dtype=np.int32)),
+    "index two": (lambda x, i: x[i, i + 1], numbers(6, 8, 4), numbers(4, dtype=np.int32)),
+    "embedding gradient": (
+        lambda x, i: jax.grad(lambda x: jnp.sum(jnp.take(x, i, axis=0) ** 2))(x),
+        numbers(8, 6),
+        numbers(4, 2, dtype=np.int32),
+    ),
+    "at set": (lambda x, i: x.at[i].set(1.0), numbers(8, 6), numbers(4, dtype=np.int32)),
+    "at set window": (
+        lambda x, i: x.at[i, 2:4].set(1.0),
+        numbers(8, 6),
+        numbers(4, dtype=np.int32),
+    ),
+    "at mul": (lambda x, i: x.at[i].mul(2.0), numbers(8, 6), numbers(4, dtype=np.int32)),
+    "at min": (lambda x, i: x.at[i].min(0.0), numbers(8, 6), numbers(4, dtype=np.int32)),
+    "at max": (lambda x, i: x.at[i].max(0.0), numbers(8, 6), numbers(4, dtype=np.int32)),
+    "at subtract": (
+        lambda x, i, u: x.at[i].subtract(u),
+        numbers(8, 6),
+        numbers(4, dtype=np.int32),
+        numbers(4, 6),
+    ),
+    "batched scatter": (
+        lambda x, i, u: jax.vmap(lambda x, i, u: x.at[i].add(u))(x, i, u),
+        numbers(4, 8, 6),
+        numbers(4, 2, dtype=np.int32),
+        numbers(4, 2, 6),
+    ),
+    "batched gather": (
+        lambda x, i: jax.vmap(lambda x, i: x[i])(x, i),
+        numbers(4, 8, 6),
+        numbers(4, 2, dtype=np.int32),
+    ),
+    "sum": (lambda x: x.sum(1), X),
+    "sum all": (jnp.sum, X),
+    "sum keepdims": (lambda x: x.sum(1, keepdims=True), X),
+    "max": (lambda x: x.max(1), X),
+    "min": (lambda x: x.min(0), X),
+    "prod": (lambda x: x.prod(1), X),
+    "all": (lambda x: x.all(1), numbers(4, 6, dtype=bool)),
+    "any": (lambda x: x.any(0), numbers(4, 6, dtype=bool)),
+    "xor": (lambda x: lax.reduce_xor(x, [1]), numbers(4, 6, dtype=np.int32)),
+    "argmax": (lambda x: jnp.argmax(x, 1), X),
+    "argmin": (lambda x: jnp.argmin(x, 0), X),
+    "reduce": (general_reduce, X, X + 1),
+    "cumsum": (lambda x: jnp.cumsum(x, 1), X),
+    "cumprod": (lambda x: jnp.cumprod(x, 0), X),
+    "cummax": (lambda x: lax.cummax(x, 1), X),
+    "cummin": (lambda x: lax.cummin(x, 1), X),
+    "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 1), X),
+    "sort": (lambda x: jnp.sort(x, 1), X),
+    "sort pairs": (lambda x, y: lax.sort((x, y), dimension=0, num_keys=1), X, X + 1),
+    "top_k": (lambda x: lax.top_k(x, 2), X),
+    "approx_top_k": (lambda x: lax.approx_max_k(x, 2), X),
+    "windowed sum": (lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"), X),
+    "windowed max": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID"), X),
+    "windowed min": (lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2), (1, 2), "VALID"), X),
+    "windowed": (lambda x: lax.reduce_window(x, 1.0, lax.mul, (1, 2), (1, 2), "VALID"), X),
+    "max pool gradient": (max_pool_gradient, X),
+    "max pool second": (lambda x: jax.jvp(max_pool_gradient, (x,), (x,)), X),
+    "fft": (lambda x: jnp.fft.fft(x), X),
+    "fft 2": (lambda x: jnp.fft.rfft2(x), numbers(2, 4, 6)),
+    "cholesky": (jnp.linalg.cholesky, spd(4)),
+    "eigh": (lambda x: jnp.linalg.eigh(x), spd(4)),
+    "eig": (lambda x: jnp.linalg.eig(x), spd(4)),
+    "lu": (lambda x: lax.linalg.lu(x), spd(4)),
+    "qr": (lambda x: jnp.linalg.qr(x), spd(4)),
+    "svd": (lambda x: jnp.linalg.svd(x), numbers(2, 4, 6)),
+    "solve": (lambda a, b: jnp.linalg.solve(a, b), spd(4), numbers(4, 4, 2)),
+    "triangular solve": (
+        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
+        spd(4),
+        numbers(4, 4, 6),
+    ),
+    "triangular solve transposed": (
+        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True, transpose_a=True),
+        spd(4),
+        numbers(4, 4, 6),
+    ),
+    "triangular solve from the right": (
+        lambda a, b: lax.linalg.triangular_solve(a, b, lower=True),
+        spd(4),
+        numbers(4, 6, 4),
+    ),
+    "random bits of the backend": (lambda k: lax.rng_bit_generator(k, (4, 6)), np.arange(4, dtype=np.uint32)),
+    "pure callback": (lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X),
+    "io callback": (lambda x: io_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x), X),
+    "debug callbacks": (lambda x: (jax.debug.callback(np.sin, x), jax.debug.print("{}", x)), X),
+    "schur": (lambda x: lax.linalg.schur(x), spd(4)[0]),
+    "hessenberg": (lambda x: lax.linalg.hessenberg(x), spd(4)),
+    "tridiagonal": (lambda x: lax.linalg.tridiagonal(x, lower=True), spd(4)),
+    "tridiagonal solve": (tridiagonal_solve, numbers(2, 6)),
+    "householder": (lambda a: lax.linalg.householder_product(a, a[..., 0, :2]), numbers(2, 4, 2)),
+    "broadcast": (lambda x: jnp.broadcast_to(x, (8, 4, 6)), X),
+    "broadcast a size of 1": (lambda x: jnp.broadcast_to(x, (4, 6)), numbers(4, 1)),
+    "transpose": (lambda x: jnp.transpose(x, (2, 0, 1)), numbers(2, 4, 6)),
+    "reshape split": (lambda x: x.reshape(4, 2, 3), X),
+    "reshape merge": (lambda x: x.reshape(8, 3), numbers(4, 2, 3)),
+    "reshape both": (lambda x: x.reshape(8, 6), numbers(2, 4, 2, 3)),
+    "reshape crosswise": (lambda x: x.reshape(4, 6), numbers(6, 4)),
+    "reshape ones": (lambda x: x.reshape(4, 1, 6), X),
+    "reshape uneven": (lambda x: x.reshape(2, 9), numbers(3, 6)),
+    "reshape uneven after a prefix": (lambda x: x.reshape(4, 2, 9), numbers(4, 3, 6)),
+    "reshape uneven before a suffix": (lambda x: x.reshape(2, 9, 4), numbers(3, 6, 4)),
+    "reshape empty": (lambda x: x.reshape(0, 6), numbers(4, 0)),
+    "squeeze": (lambda x: lax.squeeze(x, (1,)), numbers(4, 1, 6)),
+    "expand dims": (lambda x: lax.expand_dims(x, (1,)), X),
+    "slice": (lambda x: x[:, 1:3], X),
+    "strided slice": (lambda x: x[:, ::2], X),
+    "dynamic slice": (lambda x, i: lax.dynamic_slice(x, (0, i), (4, 2)), X, jnp.int32(1)),
+    "dynamic update slice": (lambda x, u: lax.dynamic_update_slice(x, u, (0, 1)), X, numbers(4, 2)),
+    "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2))), X),
+    "pad to the same size": (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, -1, 0))), X),
+    "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), X, numbers(4, 2)),
+    "concatenate equal": (lambda x, y: jnp.concatenate([x, y], 0), X, X),
+    "split": (lambda x: jnp.split(x, 2, 1), X),
+    "reverse": (lambda x: x[:, ::-1], X),
+    "iota": (lambda x: x + lax.broadcasted_iota(jnp.float32, (4, 6), 1), X),
+    "random": (lambda k: jax.random.bits(k, (4, 6)), KEY),
+    "stack": (lambda x, y: jnp.stack([x, y], 1), X, X + 1),
+    "unstack": (lambda x: jnp.unstack(x, axis=1), X),
+    "tile": (lambda x: jnp.tile(x, (2, 1, 3)), numbers(2, 4, 6)),
+    "device put": (lambda x, y: jax.device_put((x, y)), X, numbers(2, 3)),
+    "split keys": (
+        lambda k: jax.random.key_data(jax.vmap(lambda k: jax.random.split(k, 3))(k)),
+        jax.random.split(KEY, 4),
+    ),
+    "wrap keys": (jax.random.wrap_key_data, jnp.zeros((4, 2), jnp.uint32)),
+    "ragged dot": (lambda x, y: lax.ragged_dot(x, y, jnp.array([3, 1])), X, numbers(2, 6, 4)),
+    "ragged dot gradients": (
+        jax.grad(lambda x, y: jnp.sum(lax.ragged_dot(x, y, jnp.array([3, 1])) ** 2), argnums=(0, 1)),
+        X,
+        numbers(2, 6, 4),
+    ),
+    "inverse": (jnp.linalg.inv, spd(4)[0]),
+    "bitcast": (lambda x: lax.bitcast_convert_type(x, jnp.int32), X),
+    "bitcast narrower": (lambda x: lax.bitcast_convert_type(x, jnp.int16), X),
+    "bitcast wider": (
+        lambda x: lax.bitcast_convert_type(x, jnp.int32),
+        numbers(4, 2, dtype=np.int16),
+    ),
+}
+
+ABSENT = {  # spellings of other JAX versions, and what no function of JAX makes
+    "empty",
+    "expand_dims",
+    "geqrf",
+    "kernel",  # tests/program/test_kernels.py
+    "lu_pivots_to_permutation",
+    "scatter_add",
+    "scatter_sub",
+    "scatter_mul",
+    "scatter_min",
+    "scatter_max",
+}
+
+
+def ruled(name: str):
+    """(equation, rule) of every equation of a case that has a factor rule."""
+    fn, *args = CASES[name]
+    for eqn in traced(fn, *args):
+        if eqn.primitive.name in RULES:
+            ins, outs = shapes_of(eqn)
+            yield eqn, RULES[eqn.primitive.name](eqn, ins, outs)
+
+
+def fits(shapes, dims, rule) -> None:
+    assert len(shapes) == len(dims)
+    for shape, mine in zip(shapes, dims, strict=True):
+        if not mine:
+            continue  # every device has all of it
+        assert len(shape) == len(mine)
+        for size, factors in zip(shape, mine, strict=True):
+            assert size == np.prod([rule.sizes[f] for f in factors], dtype=int)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule_fits_the_shapes(name):
+    found = False
+    for eqn, rule in ruled(name):
+        found = True
+        ins, outs = shapes_of(eqn)
+        assert rule.known
+        assert len(rule.sizes) == len(rule.kinds)
+        fits(ins, rule.ins, rule)
+        fits(outs, rule.outs, rule)
+        read = {f for dims in rule.ins for factors in dims for f in factors}
+        made = {f for dims in rule.outs for factors in dims for f in factors}
+        assert read | made == {f for f in range(len(rule.sizes)) if f in read | made}
+        for f, kind in enumerate(rule.kinds):
+            if kind not in ("map", "whole", "own"):  # contracted: in operands only
+                assert f in read
+                assert f not in made
+        for dims in (*rule.ins, *rule.outs):  # a factor is one dim of a value, at most
+            flat = [f for factors in dims for f in factors]
+            assert len(flat) == len(set(flat))
+        for dims, shape in zip(rule.outs, outs, strict=True):
+            assert len(dims) == len(shape)  # results are spelt out in full
+        for x, y in rule.kin:
+            assert max(x, y) < len(rule.sizes)
+            assert rule.kinds[x] == rule.kinds[y]
+            assert rule.kinds[x] in ("whole", "own")
+        for leader, follower in rule.links:
+            assert rule.kinds[leader] == "own"
+            assert rule.kinds[follower] in ("own", "sum")
+    assert found
+
+
+def test_every_rule_is_tried():
+    tried = {eqn.primitive.name for name in CASES for eqn, _ in ruled(name)}
+    assert set(RULES) - tried == ABSENT
+
+
+def test_no_rule_means_all_of_everything():
+    rule = no_rule([(2, 3)], [(4,)])
+    assert not rule.known
+    assert set(rule.kinds) == {"whole"}
+    fits([(2, 3)], rule.ins, rule)
+
+
+def test_elementwise_ops_have_no_factor_rule():
+    assert not ELEMENTWISE & set(RULES)
+
+
+# -- splitting: the halves make the whole
+
+
+@dataclass
+class Half:
+    """An op as a function whose shape parameters follow its operands: it can be done on halves."""
+
+    eqn: Any
+    rule: Any
+    run: Any
+
+
+REDUCTIONS = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+    "and": np.logical_and,
+    "or": np.logical_or,
+}
+
+
+def cut(array: np.ndarray, dims, rule, f: int) -> list[np.ndarray] | None:
+    """The two halves of an operand along a factor; all of it, twice, where it lacks the factor."""
+    for axis, factors in enumerate(dims):
+        if f in factors:
+            k = factors.index(f)
+            sizes = [rule.sizes[g] for g in factors]
+            shape = array.shape[:axis] + tuple(sizes) + array.shape[axis + 1 :]
+            parts = np.split(array.reshape(shape), 2, axis + k)
+            flat = (*array.shape[:axis], -1, *array.shape[axis + 1 :])
+            return [p.reshape(flat) for p in parts]
+    return [array, array]
+
+
+def paste(parts, dims, rule, f: int, shape) -> np.ndarray:
+    for axis, factors in enumerate(dims):
+        if f in factors:
+            k = factors.index(f)
+            sizes = [rule.sizes[g] // (1 + (g == f)) for g in factors]
+            split = [p.reshape(p.shape[:axis] + tuple(sizes) + p.shape[axis + 1 :]) for p in parts]
+            return np.concatenate(split, axis + k).reshape(shape)
+    return parts[0]
+
+
+def splittable(rule) -> list[int]:
+    """Factors that are split without an exchange (those with one: tests/lower/test_halo.py, test_scans.py)."""
+    exchanged = {f for f, kind in enumerate(rule.kinds) if kind in ("whole", "own")} | {f for _, f in rule.links}
+    return [f for f, n in enumerate(rule.sizes) if f not in exchanged and n > 1 and n % 2 == 0]
+
+
+SPLIT = [
+    "matmul",
+    "batched matmul",
+    "attention",
+    "two contractions",
+    "outer product",
+    "inner product",
+    "all batch",
+    "conv",
+    "conv 1x1",
+    "conv over all",
+    "conv grouped",
+    "conv depthwise",
+    "conv gradients",
+    "conv grouped gradients",
+    "conv strided",
+    "take",
+    "take along axis",
+    "index",
+    "index two",
+    "embedding gradient",
+    "at set",
+    "at set window",
+    "at mul",
+    "at min",
+    "at max",
+    "at subtract",
+    "batched scatter",
+    "batched gather",
+    "sum",
+    "sum all",
+    "max",
+    "min",
+    "prod",
+    "all",
+    "any",
+    "xor",
+    "argmax",
+    "argmin",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "cumlogsumexp",
+    "sort",
+    "sort pairs",
+    "top_k",
+    "windowed sum",
+    "windowed max",
+    "max pool gradient",
+    "fft",
+    "cholesky",
+    "eigh",
+    "lu",
+    "triangular solve",
+    "triangular solve transposed",
+    "triangular solve from the right",
+    "solve",
+    "broadcast",
+    "broadcast a size of 1",
+    "transpose",
+    "reshape split",
+    "reshape merge",
+    "reshape both",
+    "reshape crosswise",
+    "reshape ones",
+    "reshape uneven",
+    "reshape uneven after a prefix",
+    "squeeze",
+    "slice",
+    "dynamic slice",
+    "dynamic update slice",
+    "pad",
+    "pad to the same size",
+    "concatenate",
+    "concatenate equal",
+    "split",
+    "reverse",
+    "bitcast",
+    "bitcast narrower",
+    "stack",
+    "unstack",
+    "tile",
+    "device put",
+    "ragged dot",
+    "ragged dot gradients",
+]
+
+
+def local_params(eqn, rule, f: int) -> dict[str, Any]:
+    """The parameters of the op that one device does: those that are shapes follow the operands."""
+    p = dict(eqn.params)
+    name = eqn.primitive.name
+
+    def halved(shape, dims):
+        return tuple(n // 2 if f in factors else n for n, factors in zip(shape, dims, strict=True))
+
+    if name == "broadcast_in_dim":
+        p["shape"] = halved(p["shape"], rule.outs[0])
+    elif name == "tile":
+        dims = zip(p["reps"], rule.outs[0], strict=True)
+        p["reps"] = tuple(n // 2 if len(factors) > 1 and factors[0] == f else n for n, factors in dims)
+    elif name == "reshape":
+        p["new_sizes"] = halved(p["new_sizes"], rule.outs[0])
+    elif name in ("gather", "dynamic_slice"):
+        p["slice_sizes"] = (
+            halved(p["slice_sizes"], rule.ins[0])
+            if name == "dynamic_slice"
+            else tuple(
+                n // 2 if f in factors and rule.kinds[f] == "map" and n > 1 else n
+                for n, factors in zip(p["slice_sizes"], rule.ins[0], strict=True)
+            )
+        )
+    elif name == "slice":
+        p["limit_indices"] = halved(p["limit_indices"], rule.ins[0])
+    elif name == "conv_general_dilated":
+        dn = p["dimension_numbers"]
+        for key, dim in (
+            ("feature_group_count", dn.lhs_spec[1]),
+            ("batch_group_count", dn.lhs_spec[0]),
+        ):
+            if p[key] > 1 and rule.ins[0][dim][0] == f:
+                p[key] //= 2
+    return p
+
+
+def masked_index(eqn, rule, f: int) -> bool:
+    """Whether indices point into the factor: a device then shifts them, and leaves out others."""
+    if f < 0:
+        return False
+    if eqn.primitive.name == "gather":
+        return rule.kinds[f] == "sum"
+    if eqn.primitive.name in ("scatter-add", "scatter_add", "scatter-sub", "scatter_sub"):
+        dn = eqn.params["dimension_numbers"]
+        return any(f in rule.ins[0][d] for d in dn.inserted_window_dims)
+    return False
+
+
+def run_half(eqn, params, operands, rule, f: int, which: int):
+    operands = list(operands)
+    name = eqn.primitive.name
+    if masked_index(eqn, rule, f):
+        dn = params["dimension_numbers"]
+        into = dn.start_index_map if name == "gather" else dn.scatter_dims_to_operand_dims
+        d = next(d for d in range(operands[0].ndim) if f in rule.ins[0][d])
+        size = rule.sizes[f] // 2
+        indices = np.asarray(operands[1]).copy()
+        indices[..., into.index(d)] -= which * size
+        mine = (indices[..., into.index(d)] >= 0) & (indices[..., into.index(d)] < size)
+        operands[1] = indices
+        params = params | {"mode": lax.GatherScatterMode.FILL_OR_DROP}
+        if name == "gather":
+            params["fill_value"] = 0
+        else:
+            indices[..., into.index(d)] = np.where(mine, indices[..., into.index(d)], size)
+    if name.startswith("scatter") and f >= 0 and rule.kinds[f] == "sum" and which == 1:
+        operands[0] = np.zeros_like(operands[0])  # the operand is added once
+    if name == "gather" and masked_index(eqn, rule, f):
+        out = eqn.primitive.bind(*map(jnp.asarray, operands), **params)
+        keep = jnp.asarray(mine)
+        dn = params["dimension_numbers"]
+        for o in sorted(dn.offset_dims):
+            keep = jnp.expand_dims(keep, o)
+        return [np.asarray(jnp.where(keep, out, 0))]
+    out = eqn.primitive.bind(*map(jnp.asarray, operands), **params)
+    return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
+
+
+def interesting(eqn) -> bool:
+    return all(np.issubdtype(v.aval.dtype, np.number) or v.aval.dtype == bool for v in (*eqn.invars, *eqn.outvars))
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_halves_make_the_whole(name):
+    tried = 0
+    for eqn, rule in ruled(name):
+        if not eqn.invars or not interesting(eqn):
+            continue
+        operands = [example(eqn, i) for i in range(len(eqn.invars))]
+        whole = run_half(eqn, eqn.params, operands, rule, -1, 0) if rule.kinds else []
+        for f in splittable(rule):
+            halves = [cut(x, dims, rule, f) for x, dims in zip(operands, rule.ins, strict=True)]
+            params = local_params(eqn, rule, f)
+            parts = [run_half(eqn, params, [h[k] for h in halves], rule, f, k) for k in (0, 1)]
+            for o, (want, dims) in enumerate(zip(whole, rule.outs, strict=True)):
+                a, b = parts[0][o], parts[1][o]
+                kind = rule.kinds[f]
+                if kind == "map":
+                    got = paste([a, b], dims, rule, f, want.shape)
+                else:
+                    got = REDUCTIONS[kind](a, b)
+                np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4, err_msg=f"{eqn} factor {f} ({kind})")
+            tried += 1
+    assert tried or name in ("reshape uneven", "reshape crosswise")
+
+
+def example(eqn, i: int) -> np.ndarray:
+    """An operand for an equation: indices in range, matrices with factors, else anything."""
+    aval = eqn.invars[i].aval
+    if hasattr(eqn.invars[i], "val"):
+        return np.broadcast_to(np.asarray(eqn.invars[i].val), aval.shape)
+    name = eqn.primitive.name
+    if name in ("cholesky", "eigh", "lu", "triangular_solve") and i == 0:
+        return np.asarray(spd(aval.shape[-1], aval.shape[0]))
+    if (name.startswith("scatter") or name == "gather") and i == 1:
+        dn, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+        if name == "gather":
+            room = [operand[d] - eqn.params["slice_sizes"][d] + 1 for d in dn.start_index_map]
+        else:
+            room = [operand[d] if d in dn.inserted_window_dims else 1 for d in dn.scatter_dims_to_operand_dims]
+        return np.asarray(numbers(*aval.shape, dtype=np.int32, seed=3)) % np.asarray(room, np.int32)
+    if name in ("dynamic_slice", "dynamic_update_slice") and aval.shape == ():
+        return np.zeros((), aval.dtype)
+    return np.asarray(numbers(*aval.shape, dtype=aval.dtype, seed=i))
+
+
+def test_elementwise_ops_split_anywhere():
+    """An elementwise op has one factor a dim: along any dim, the halves make the whole."""
+    x, y = numbers(4, 6), numbers(4, 6, seed=1)
+    fns = [
+        jnp.add,
+        jnp.multiply,
+        jnp.maximum,
+        jnp.arctan2,
+        lambda a, b: jnp.where(a > 0, a, b),
+        lambda a, b: jax.nn.gelu(a) - b,
+    ]
+    for fn, axis in itertools.product(fns, (0, 1)):
+        for eqn in traced(fn, x, y):
+            assert eqn.primitive.name in ELEMENTWISE | {
+                "jit",
+                "pjit",
+                "broadcast_in_dim",
+                "custom_jvp_call",
+            }
+        halves = [fn(a, b) for a, b in zip(jnp.split(x, 2, axis), jnp.split(y, 2, axis), strict=True)]
+        np.testing.assert_allclose(jnp.concatenate(halves, axis), fn(x, y), rtol=1e-6)
