@@ -37,7 +37,7 @@ from .layers.precision import Precision
 from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
 from .plan.collectives import Collective
-from .plan.plan import Plan
+from .planned import Plan
 from .program.declare import kernel_rule
 from .program.kernels import KernelSend, KernelWork
 from .program.primitives import named, rename

@@ -13,7 +13,7 @@ from .jitted import Jitted
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
 from .passes.overlap import MODES
-from .plan import Plan
+from .planned import Plan
 
 Lowering = Literal["jit", "shard_map"]
 Mode = Literal["auto", "xla", "ring", "pallas", "off"]

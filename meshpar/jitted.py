@@ -32,7 +32,8 @@ from .errors import MeshError
 from .flax import Leaf, capture_names, flatten_named
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
-from .plan import Plan, make_plan
+from .passes import make_plan
+from .planned import Plan
 from .program import Program, infer, trace
 
 
@@ -328,11 +329,12 @@ class Jitted:
         plan = self._plans.get(key)
         if plan is None:
             with without_gc():
-                plan = make_plan(
+                made = make_plan(
                     traced.program, self.layout, self.mesh, strict=self.strict, init=self.is_init,
                     topology=self.topology, donated=donated_leaves(self.split(args, kwargs)[0], self.donated, self.signature),
                     overlap=self.overlap,
                 )  # fmt: skip
+            plan = Plan.of(made)
             self._plans[key] = plan
         return plan, traced, key, tree, statics
 

@@ -313,3 +313,10 @@ def parts_by_result(jaxpr: Any) -> list[tuple[Any, list[int]]]:
         part, used = dce_jaxpr(jaxpr, [i == k for i in range(len(jaxpr.outvars))])
         found.append((part, [i for i, u in enumerate(used) if u]))
     return found
+
+
+def may_be_differentiated(closed: Any) -> bool:
+    """Whether a function of this jaxpr may be given a derivative of its own: JAX gives none to what has most effects."""
+    from jax._src import effects
+
+    return not effects.custom_derivatives_allowed_effects.filter_not_in(closed.effects)

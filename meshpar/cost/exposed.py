@@ -4,7 +4,7 @@ With A devices on a ring, t the seconds of a hop (blocks go both ways at once), 
 
 - a collective of its own is exposed for as long as it takes; but the gather of what waits for nothing (a weight) is not: the
   TPU compiler sends for it while the products before it run; nor is, on chips that can, as much of a gather as other products of
-  its body run meanwhile (:mod:`meshpar.passes.ahead`);
+  its body run meanwhile (:class:`meshpar.passes.overlap.Free`);
 - a ring takes the time of all it computes, and waits: ``(A-1)/2`` times for what of t is longer than what runs beside it, 2·m, the
   first time m, and if A is even a last time for t/2; a product of no pair that can run meanwhile hides one of these. On devices
   of two cores the compiler orders one product beside a hop, whatever there is (in every ring of the Llama layers on v5p). What
@@ -21,26 +21,23 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
-from ..compat.jax import scan_counts, user_stacklevel
+from ..compat.jax import user_stacklevel
 from ..errors import TorusWarning
 from ..hardware.chips import Chip
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage
-from ..layout import Spec
-from ..passes.pairs import GatherRing, ScatterRing, describe
-from ..plan.collectives import Collective, duration, local_bytes, local_shape, volume_of
-from ..program.ir import Op, Value
+from ..plan.collectives import Collective, duration, volume_of
+from ..plan.plan import Plan
+from ..plan.spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
+from ..plan.steps import Reduce, Reshard, Run, Shard
+from ..program.ir import Value
 from .flops import padded_flops
-from .fusion import FUSED, VIEWS, itemsize
-
-if TYPE_CHECKING:
-    from ..plan.plan import Plan, Sent
+from .memory import devices_of, major_of
 
 BLOCK = 2e-6
 """Seconds that starting the products of one more block takes, or a kernel."""
@@ -51,14 +48,30 @@ BETWEEN = 0.5
 """Part of HBM's bandwidth at which such ops run where the chip's clock is not known."""
 
 
-def major_of(plan: Plan, axes: Sequence[str]) -> list[Stage]:
-    """The stage that the ring runs over: the major one of the torus."""
-    return [s for a in axes for s in plan.torus[a] if s.size > 1][:1]
+@dataclass(frozen=True, eq=False, slots=True)
+class Pair:
+    """Products beside a collective: they multiply what it gathers, or it reduce-scatters what they add up to.
 
+    Attributes:
+      step: the resharding that gathers, or the reduction.
+      dim, axes: the dim that is gathered or scattered, over these axes.
+      dots: the products, each with which operand is gathered, or the dim of its result that is scattered.
+      keep: others read the gathered value too.
+    """
 
-def devices_of(plan: Plan, axes: Sequence[str]) -> int:
-    """How many devices the ring has."""
-    return math.prod(s.size for s in major_of(plan, axes))
+    step: Reshard | Reduce
+    dim: int
+    axes: tuple[str, ...]
+    dots: tuple[tuple[Run, int], ...]
+    keep: bool = False
+
+    @property
+    def gather(self) -> bool:
+        return isinstance(self.step, Reshard)
+
+    @property
+    def value(self) -> Value:
+        return self.step.result.value
 
 
 def is_line(stage: Stage) -> bool:
@@ -67,8 +80,8 @@ def is_line(stage: Stage) -> bool:
 
 
 def exposed_by(
-    plan: Plan, chip: Chip, sent: Sent, pair: GatherRing | ScatterRing, hops: Sequence[Collective],
-    fused: FusedGather | FusedScatter | None, chained: bool, others: Sequence[float] = (),
+    plan: Plan, chip: Chip, pair: Pair, hops: Sequence[Collective], fused: FusedGather | FusedScatter | None, chained: bool,
+    others: Sequence[float] = (),
 ) -> dict[str, float]:  # fmt: skip
     """Seconds, once, in which nothing is multiplied, by choice; ``pallas`` where there is a kernel.
 
@@ -78,38 +91,39 @@ def exposed_by(
       chained: it waits for something, or something for it: it is no gather of a weight.
       others: seconds of the products of no pair that can run while a gather is sent.
     """
-    dots = [op for op, _ in (pair.dots if isinstance(pair, GatherRing) else pair.leaves)]
+    runs = [run for run, _ in pair.dots]
     device = chip.per_device()
     stages = [s for a in pair.axes for s in plan.torus[a]]
-    first = sent.collectives[0]
-    alone = seconds_of(first.op, volume_of(first, plan.sizes), stages, chip, first.form)
+    first = pair.step.collectives[0]
+    alone = seconds_of(
+        first.op, volume_of(first.op, first.bytes, parts_of(first.axes, plan.sizes)), stages, chip, first.form
+    )
     memory = device.hbm_bandwidth * chip.hbm_efficiency
-    products = [product_seconds(plan, chip, op) for op in dots]
+    products = [product_seconds(plan, chip, run) for run in runs]
     total = sum(products)
-    devices, (stage, *_) = devices_of(plan, pair.axes), major_of(plan, pair.axes) or [Stage(1)]
+    devices, (stage, *_) = devices_of(plan.torus, pair.axes), major_of(plan.torus, pair.axes) or [Stage(1)]
     rest = sum(c.seconds or 0.0 for c in hops if c.form != "ring")
     hop = hop_seconds(max((c.bytes for c in hops if c.form == "ring"), default=0.0), stage, chip)
     last = 0.0 if devices % 2 else hop / (1 if devices == 2 else 2)
     steps = (devices - 1) // 2
     each, once = light_work(plan, chip, pair, devices)
-    block = total / devices + BLOCK * len(dots) + each
+    block = total / devices + BLOCK * len(runs) + each
     waits: list[float] = []
     if chip.cores > 1:
-        one = total / devices / max(1, len(dots))
+        one = total / devices / max(1, len(runs))
         waits += [max(0.0, hop - one)] * steps + [max(0.0, last - one)]
     else:
         # sums go on when what came is in them; what is gathered goes on at once
-        added = each if isinstance(pair, ScatterRing) else 0.0
+        added = each if not pair.gather else 0.0
         waits += [max(0.0, hop + added - block)] * (steps > 0) + [max(0.0, hop + added - 2 * block)] * (steps - 1)
         waits += [max(0.0, last + added - (2 if steps else 1) * block)] * (last > 0)
     waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
-    if isinstance(pair, GatherRing):
+    if pair.gather:
         beside = sum(others) if "all-gather" not in chip.waits else 0.0
         alone = max(0.0, alone - beside) if chained else 0.0
-    if isinstance(pair, ScatterRing):  # whole sums of several products go through memory, blocks of them do not
-        summed = pair.leaves[0][0]
-        more = itemsize(pair.value.aval) * _local(plan, summed.outs[0], plan.ops[id(summed)].outs[0])
-        total += (len(dots) - 1) * more / memory
+    if not pair.gather:  # whole sums of several products go through memory, blocks of them do not
+        more = itemsize(pair.value.aval) * _elements(plan, runs[0].results[0])
+        total += (len(runs) - 1) * more / memory
     out = {"xla": alone, "ring": rest + max(0.0, block * devices + once - total) + sum(waits)}
     if fused is not None:
         sending = steps * hop + last
@@ -117,16 +131,16 @@ def exposed_by(
     return out
 
 
-def product_seconds(plan: Plan, chip: Chip, op: Op) -> float:
+def product_seconds(plan: Plan, chip: Chip, run: Run) -> float:
     """A product on one device: the longer of its arithmetic, rounded up to the matrix unit, and of its traffic with HBM."""
-    device = chip.per_device()
+    device, op = chip.per_device(), run.op
     rate = device.matmul_rate(str(op.eqn.invars[0].aval.dtype)) * chip.matmul_efficiency
-    planned = plan.ops[id(op)]
+    shards = zip((*op.eqn.invars, *op.eqn.outvars), (*run.operands, *run.results), strict=True)
     traffic = sum(
-        local_bytes(v.aval.shape, itemsize(v.aval), spec or ((),) * len(v.aval.shape), plan.sizes)
-        for v, spec in zip((*op.eqn.invars, *op.eqn.outvars), (*planned.ins, *planned.outs), strict=True)
+        local_bytes(v.aval.shape, itemsize(v.aval), unsplit(v.aval.ndim) if s is None else s.spec, plan.sizes)
+        for v, s in shards
     )
-    return max(padded_flops(op, plan, chip.lanes) / rate, traffic / (device.hbm_bandwidth * chip.hbm_efficiency))
+    return max(padded_flops(run, plan.sizes, chip.lanes) / rate, traffic / (device.hbm_bandwidth * chip.hbm_efficiency))
 
 
 def light_seconds(chip: Chip, elements: float, size: float) -> float:
@@ -140,7 +154,7 @@ def light_seconds(chip: Chip, elements: float, size: float) -> float:
     return max(memory, elements / (LANES * chip.cores * chip.clock)) if chip.clock else memory / BETWEEN
 
 
-def light_work(plan: Plan, chip: Chip, pair: GatherRing | ScatterRing, devices: int) -> tuple[float, float]:
+def light_work(plan: Plan, chip: Chip, pair: Pair, devices: int) -> tuple[float, float]:
     """Seconds of what a ring computes beside its products: (for each block, once).
 
     The TPU compiler (libtpu 0.0.42) does not fuse what stands between hops with the products. As the schedules of Llama-3-8B
@@ -158,53 +172,23 @@ def light_work(plan: Plan, chip: Chip, pair: GatherRing | ScatterRing, devices: 
         return 0.0, 0.0
     opposite = devices % 2 == 0 and devices > 2
     size = itemsize(pair.value.aval)
-    if isinstance(pair, ScatterRing):
-        (op, _), *_ = pair.leaves
-        block = _local(plan, op.outs[0], plan.ops[id(op)].outs[0]) / devices
+    if not pair.gather:
+        block = _elements(plan, pair.dots[0][0].results[0]) / devices
         sums = devices - 1 - opposite
         return sums / devices * light_seconds(chip, block, 3 * size), 3 * opposite * light_seconds(
             chip, block, 3 * size
         )
     each = 0.0
-    for op, side in pair.dots:
-        (lc, rc), _ = op.eqn.params["dimension_numbers"]
+    for run, side in pair.dots:
+        (lc, rc), _ = run.op.eqn.params["dimension_numbers"]
         if pair.dim in (lc, rc)[side]:
-            each += light_seconds(chip, _local(plan, op.outs[0], plan.ops[id(op)].outs[0]), 8.0)
-    block = _local(plan, pair.value, pair.need) / devices
+            each += light_seconds(chip, _elements(plan, run.results[0]), 8.0)
+    block = _elements(plan, pair.step.result) / devices
     return each, 2 * opposite * light_seconds(chip, block, 2 * size)
 
 
-def _local(plan: Plan, value: Value, spec: Spec) -> int:
-    return math.prod(local_shape(value.shape, spec, plan.sizes))
-
-
-def waits_for_nothing(value: Value, carried: set[int]) -> bool:
-    """Whether a value follows from what its body is given for reading (a weight), not from what it carries or makes."""
-    todo, seen = [value], set[int]()
-    while todo:
-        v = todo.pop()
-        if id(v) in seen:
-            continue
-        seen.add(id(v))
-        if v.op is not None:
-            if v.op.name not in FUSED | VIEWS:
-                return False
-            todo += [x for x in v.op.ins if x is not None]
-        elif id(v) in carried:
-            return False
-    return True
-
-
-def carried(plan: Plan) -> set[int]:
-    """Ids of what loops carry, as their bodies see it."""
-    found: set[int] = set()
-    for op in plan.program.root.walk():
-        if op.name == "scan":
-            nc, nk = scan_counts(op.eqn.params)
-            found.update(map(id, op.frames[0].ins()[nc : nc + nk]))
-        elif op.name == "while":
-            found.update(id(v) for f in op.frames for v in f.ins())
-    return found
+def _elements(plan: Plan, shard: Shard) -> int:
+    return math.prod(local_shape(shard.value.shape, shard.spec, plan.sizes))
 
 
 def warn_of_lines(plan: Plan) -> None:
@@ -213,11 +197,11 @@ def warn_of_lines(plan: Plan) -> None:
         return
     lines: dict[tuple[str, ...], list[Collective]] = {}
     for c in plan.collectives:
-        if c.form in ("ring", "pallas") and any(map(is_line, major_of(plan, c.axes))):
+        if c.form in ("ring", "pallas") and any(map(is_line, major_of(plan.torus, c.axes))):
             lines.setdefault(c.axes, []).append(c)
     parts = []
     for axes, hops in lines.items():
-        (stage,) = major_of(plan, axes)
+        (stage,) = major_of(plan.torus, axes)
         lie = (
             f"{stage.size} devices in a line along {stage.dim}"
             if stage.dim
@@ -230,7 +214,7 @@ def warn_of_lines(plan: Plan) -> None:
             took += runs * hop_seconds(c.bytes, stage, plan.chip) / both
             round_ += runs * hop_seconds(c.bytes, replace(stage, wraps=True), plan.chip) / both
         parts.append(
-            f"{describe(axes)} is no ring of the torus ({lie}): what goes around it in blocks comes back over the same links, "
+            f"{names_of(axes)} is no ring of the torus ({lie}): what goes around it in blocks comes back over the same links, "
             f"and takes {duration(took)} a step, around a ring {duration(round_)}"
         )
     if parts:

@@ -6,7 +6,7 @@ kept for its end, to have something to run beside what is sent last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from .fusion import FUSED, VIEWS, Item, Node, Region
 
@@ -62,11 +62,11 @@ def in_flight(region: Region, kind_of: Callable[[Item], str]) -> list[list[Item]
     return out
 
 
-def waits_for_the_end(region: Region, pending: Collection[int]) -> list[Item]:
-    """Operands of products that are made block by block when their sum is settled (ids in ``pending``), a body's last work.
+def waits_for_the_end(region: Region) -> list[Item]:
+    """Operands of products that are made block by block when their sum is reduced, a body's last work.
 
     Where the TPU compiler (libtpu 0.0.42, default effort) sends collectives asynchronously, it was seen to leave the blocks of
     weights' gradients to the end of a loop's body, with the gathered activations and cotangents that they are made of in memory.
     """
-    late = [n for n in region.kernels if any(id(out) in pending for op in n.products for out in op.outs)]
+    late = [n for n in region.kernels if any(run.in_ring == "reduce" for run in n.products)]
     return [item for node in late for item in node.reads]

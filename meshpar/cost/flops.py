@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
 from ..compat.jax import closed_parts, in_recomputation, make_jaxpr
-from ..plan.collectives import local_shape
+from ..plan.plan import Plan
+from ..plan.spec import itemsize, local_shape, parts_of
+from ..plan.steps import Run
 from ..program.ir import Frame, Op
 from ..program.kernels import KernelWork
-from .fusion import PRODUCTS, itemsize
-
-if TYPE_CHECKING:
-    from ..plan.plan import Plan
+from .fusion import PRODUCTS
+from .memo import once_per_plan
 
 _opaque: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 
 
-def padded_flops(op: Op, plan: Plan, lanes: int = 1) -> float:
+def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
     """FLOPs of one device's part of a product, dims rounded up to the matrix unit.
 
     Args:
+      sizes: axis → size of the mesh.
       lanes: side of the matrix unit: free and contracted dims round up to it, the other free dim to 8 (4 bytes) or 16 (2
         bytes) rows; 1: nothing is rounded.
     """
-    planned = plan.ops.get(id(op))
-    specs = planned.ins if planned is not None else [None, None]
-    shapes = []
-    for var, spec in zip(op.eqn.invars[:2], specs, strict=False):
-        parts = [math.prod(plan.sizes[a] for a in axes) for axes in spec] if spec else [1] * len(var.aval.shape)
-        shapes.append([-(-n // k) for n, k in zip(var.aval.shape, parts, strict=True)])
+    op = run.op
+    shapes = [
+        list(local_shape(var.aval.shape, None if shard is None else shard.spec, sizes))
+        for var, shard in zip(op.eqn.invars[:2], run.operands, strict=False)
+    ]
     rows = 1 if lanes == 1 else max(8, int(32 // itemsize(op.eqn.invars[0].aval)))
     batch, m, n, k = product_sizes(op.eqn, shapes[0], shapes[1])
     if 0 in (batch, m, n, k):
@@ -68,6 +68,7 @@ def product_sizes(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int
     return batch, m, n, k
 
 
+@once_per_plan
 def model_flops(plan: Plan) -> float:
     """FLOPs of the program's products on whole arrays, recomputation left out."""
 
@@ -83,31 +84,29 @@ def model_flops(plan: Plan) -> float:
     return of(plan.program.root, 1)
 
 
-def local_opaque_flops(op: Op, plan: Plan) -> float:
+def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
     """FLOPs of one device's part of an opaque kernel: what it says itself, else its share of the factors that are split."""
-    work = local_work(op, plan)
+    work = local_work(run, sizes)
     if work is not None and work.flops is not None:
         return work.flops
-    total = opaque_flops(op)
-    planned = plan.ops.get(id(op))
-    axes = {a for got in (planned.factor_axes or () if planned is not None else ()) for a in got}
-    return total / math.prod(plan.sizes[a] for a in axes)
+    return opaque_flops(run.op) / parts_of(sorted({a for got in run.axes or () for a in got}), sizes)
 
 
-def local_work(op: Op, plan: Plan) -> KernelWork | None:
+def local_work(run: Run, sizes: Mapping[str, int]) -> KernelWork | None:
     """What a kernel of :func:`meshpar.kernel_rule` says that one device computes and holds; None: it does not say."""
+    op = run.op
     if op.name != "kernel" or op.eqn.params["kernel"].works is None:
         return None
-    kernel, planned, rule = op.eqn.params["kernel"], plan.ops.get(id(op)), op.rule
+    kernel = op.eqn.params["kernel"]
     avals, axes = [v.aval for v in op.eqn.invars], {}
-    if planned is not None and planned.factor_axes and rule is not None:
+    if run.axes and op.rule is not None:
         names = list(kernel.sizes([a.shape for a in avals], [v.aval.shape for v in op.eqn.outvars]))
-        axes = dict(zip(names, planned.factor_axes, strict=False))
+        axes = dict(zip(names, run.axes, strict=False))
         avals = [
-            jax.ShapeDtypeStruct(a.shape if spec is None else local_shape(a.shape, spec, plan.sizes), a.dtype)
-            for a, spec in zip(avals, planned.ins, strict=True)
+            jax.ShapeDtypeStruct(a.shape if shard is None else local_shape(a.shape, shard.spec, sizes), a.dtype)
+            for a, shard in zip(avals, run.operands, strict=True)
         ]
-    return kernel.work(avals, axes, plan.sizes)
+    return kernel.work(avals, axes, dict(sizes))
 
 
 def opaque_flops(op: Op) -> float:

@@ -16,10 +16,8 @@ than stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
+from ..plan.steps import Run, Step
 from ..program.ir import Op, Value
 from ..rules import ELEMENTWISE
 
@@ -97,6 +95,7 @@ class Node:
 
     Attributes:
       name: of the primitive; ``move!``, ``stack!`` (a loop writes a slice), ``leave!`` (a result or carry).
+      step: the step of the plan that it stands for; None: the ends of bodies.
       op: the op of the program it belongs to.
       reads, writes: of a kernel: what it takes from memory and puts there.
       regions: the bodies of a loop.
@@ -117,11 +116,12 @@ class Node:
         "reads",
         "regions",
         "root",
+        "step",
         "writes",
     )
 
-    def __init__(self, name: str, op: Op | None, ins: list[Item], position: int):
-        self.name, self.op, self.ins, self.position = name, op, ins, position
+    def __init__(self, name: str, step: Step | None, op: Op | None, ins: list[Item], position: int):
+        self.name, self.step, self.op, self.ins, self.position = name, step, op, ins, position
         self.outs: list[Item] = []
         self.root = False
         self.joins = False
@@ -129,7 +129,7 @@ class Node:
         self.writes: list[Item] = []
         self.regions: list[Region] = []
         self.carries: list[tuple[Item | None, Item]] = []
-        self.products: list[Op] = []
+        self.products: list[Run] = []
 
     @property
     def source(self) -> str:
@@ -170,17 +170,17 @@ def fuse(region: Region) -> None:
                     if (
                         (reader.name in FUSED or reader.name == "stack!")
                         and not reader.products
-                        and node.op is not None
+                        and isinstance(node.step, Run)
                     ):
-                        reader.products.append(node.op)
+                        reader.products.append(node.step)
                         node.root = False
                         for item in node.ins:
                             item.roots.pop(id(node), None)
                             item.roots[id(reader)] = reader
                     elif not out.roots:
                         node.root = False
-            if node.root and node.name in PRODUCTS and node.op is not None:
-                node.products.append(node.op)
+            if node.root and node.name in PRODUCTS and isinstance(node.step, Run):
+                node.products.append(node.step)
             continue
         readers: dict[int, Node] = {}
         must = False
@@ -231,12 +231,3 @@ def _sources(items: Sequence[Item], found: dict[int, Item], seen: set[int], take
 def line_of(op: Op | None) -> str:
     """The user's line of an op, if there is one."""
     return "" if op is None else op.source
-
-
-def itemsize(aval: Any) -> float:
-    """Bytes of an element; 4-bit types half of one, keys of threefry 8."""
-    try:
-        dtype = np.dtype(aval.dtype)
-    except TypeError:
-        return 8
-    return 0.5 if dtype.name in ("int4", "uint4") else dtype.itemsize

@@ -4,28 +4,28 @@ Arguments are there from the beginning; donated ones give way to the results tha
 live from it to their last reader; a kernel may write over an operand that ends with it if both are as large. A loop holds
 what it reads, carries and stacks, and once what its body needs. What a kernel computes on the way to its result is not in
 memory: :mod:`meshpar.cost.fusion` has the rule. Only opaque kernels may say what they hold inside (``works=``), and what is
-sent in blocks beside products has buffers (:func:`meshpar.passes.pairs.beside`).
+sent in blocks beside products has buffers (:func:`beside`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..compat.jax import pass_of
-from ..passes.donation import gathered_apart, in_place
-from ..passes.pairs import GatherRing, ScatterRing, beside
-from ..plan.collectives import local_bytes
+from ..hardware.topology import Stage, Torus
+from ..plan.plan import Plan
+from ..plan.spec import itemsize, local_bytes
+from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
 from ..program.ir import Value
-from .exposed import devices_of
+from .donation import gathered_apart, in_place
 from .flight import in_flight, waits_for_the_end
 from .flops import local_work
-from .fusion import FUSED, Item, Node, Region, itemsize
-from .kernels import kernels_of
-
-if TYPE_CHECKING:
-    from ..plan.plan import Plan
+from .fusion import FUSED, Item, Node, Region
+from .kernels import BLOCKS, kernels_of
+from .memo import once_per_plan
 
 KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
 KINDS = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs")
@@ -69,15 +69,11 @@ class Memory:
         }
 
 
-def memory_of(plan: Plan, region: Region | None = None) -> Memory:
-    """What is live on a device over a step of the plan.
-
-    Args:
-      region: its kernels, where they are known already.
-    """
-    region = kernels_of(plan) if region is None else region
+@once_per_plan
+def memory_of(plan: Plan) -> Memory:
+    """What is live on a device over a step of the plan."""
     walk = _Live(plan)
-    walk.program(region)
+    walk.program(kernels_of(plan))
     return walk.memory()
 
 
@@ -93,11 +89,14 @@ class _Live:
         self.at: Node | None = None
         self.best: list[tuple[Item, float]] = []
         self.in_place: set[int] = set()
-        gathers = plan.rings.gathers
-        self.pieced = {
-            id(out) for pair in gathers.values() if pair.fused is None for op, _ in pair.dots for out in op.outs
-        }
-        self.pieced |= {id(pair.value) for pair in plan.rings.kept.values() if pair.fused is None}
+        self.pieced: set[Value] = set()
+        self.served: dict[Value, tuple[Step, GatherRing]] = {}
+        for step in plan.body.walk():
+            if isinstance(step, Reshard) and step.ring is not None:
+                made = [out for dot in step.ring.dots for out in dot.op.outs]
+                self.served.update((v, (step, step.ring)) for v in made)
+                if step.ring.fused is None:
+                    self.pieced.update([*made, *([step.result.value] if step.ring.keep else [])])
 
     def add(self, item: Item, size: float | None = None) -> None:
         if id(item) not in self.live:
@@ -165,33 +164,34 @@ class _Live:
             item
             for node in region.kernels
             for item in node.writes
-            if id(item.value) in self.pieced and (node.name == "move!" or node.products)
+            if item.value in self.pieced and (node.name == "move!" or node.products)
         ]
 
     def inside(self, node: Node) -> Item | None:
         """What is held while a kernel runs, under the name of its first result: what an opaque one says, blocks in flight."""
-        work = None if node.op is None else local_work(node.op, self.plan)
+        work = (
+            local_work(node.step, self.plan.sizes)
+            if isinstance(node.step, Run) and node.name == node.step.op.name
+            else None
+        )
         size = self.blocks(node) if work is None else work.memory
         return None if (work is None and not size) or not node.outs else Item(size, node.outs[0].value, node)
 
     def blocks(self, node: Node) -> float:
-        """Bytes of the blocks that travel while a kernel multiplies, or while a sum is settled."""
-        plan = self.plan
-        found: dict[int, GatherRing | ScatterRing] = {}
-        for op in node.products:
-            if id(op) in plan.rings.gathers:
-                gathered = plan.rings.gathers[id(op)]
-                found[id(gathered)] = gathered
-        if node.name == "move!" and node.ins and node.outs:
-            ring = plan.rings.scatters.get(id(node.outs[0].value))
-            if ring is not None:
-                found[id(ring)] = ring
-        total = 0.0
-        for pair in found.values():
-            spec = pair.need if isinstance(pair, GatherRing) else plan.specs[id(pair.value)]
-            devices = devices_of(plan, pair.axes)
-            block = local_bytes(pair.value.shape, itemsize(pair.value.aval), spec, plan.sizes)
-            total += beside(pair, block / devices if isinstance(pair, GatherRing) else block, devices)
+        """Bytes of the blocks that travel while a kernel multiplies, or while a sum is reduced."""
+        total, sizes = 0.0, self.plan.sizes
+        for step, ring in dict(
+            self.served[run.results[0].value] for run in node.products if run.in_ring == "gather"
+        ).items():
+            assert isinstance(step, Reshard)
+            value = step.result.value
+            devices = devices_of(self.plan.torus, ring.axes)
+            size = local_bytes(value.shape, itemsize(value.aval), step.result.spec, sizes)
+            total += beside(ring, size / devices, devices)
+        if isinstance(node.step, Reduce) and node.step.ring is not None:
+            value, ring = node.step.result.value, node.step.ring
+            size = local_bytes(value.shape, itemsize(value.aval), node.step.result.spec, sizes)
+            total += beside(ring, size, ring.parts)
         return total
 
     def gathered(self, node: Node) -> Item | None:
@@ -217,7 +217,7 @@ class _Live:
         for region in node.regions:
             inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
             if self.postpones:
-                inside |= {id(i) for i in waits_for_the_end(region, self.plan.rings.pending)}
+                inside |= {id(i) for i in waits_for_the_end(region)}
             before = self.total
             for item in region.inputs:  # the loop's own results stand for them outside
                 self.live[id(item)] = (item, 0.0)
@@ -241,6 +241,33 @@ class _Live:
         largest.sort(key=lambda x: -x[0])
         top = [(_name(self.plan, item), size, kind) for size, kind, item in largest[:12]]
         return Memory(max(self.peak, 0.0), {k: v for k, v in kinds.items() if v}, self.points, top, self.at)
+
+
+def devices_of(torus: Torus, axes: Sequence[str]) -> int:
+    """How many devices a ring over axes has: those of the major stage."""
+    return math.prod(s.size for s in major_of(torus, axes))
+
+
+def major_of(torus: Torus, axes: Sequence[str]) -> list[Stage]:
+    """The stage that a ring over axes runs over: the major one of the torus."""
+    return [s for a in axes for s in torus[a] if s.size > 1][:1]
+
+
+def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:
+    """Bytes that a device holds while a ring runs, beside its operands, its results, and of a sum :data:`BLOCKS` blocks.
+
+    A kernel has two buffers each way, whatever the number of devices, and its copies of what it cannot take as it lies. Around a
+    ring two blocks of what is gathered leave while two arrive (the first that leave are the device's own); of a sum, the
+    blocks that leave and the next ones are in :data:`BLOCKS`, so that those which arrive are left.
+
+    Args:
+      block: bytes of a block of what is sent.
+      devices: of the ring.
+    """
+    gather = isinstance(ring, GatherRing)
+    if ring.fused is not None:
+        return (4 if gather else 4 - min(BLOCKS, devices)) * block + ring.fused.held
+    return (min(4, devices - 1) if gather else min(2, devices - 1)) * block
 
 
 def _name(plan: Plan, item: Item) -> str:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..layout import Spec
-from ..plan.collectives import local_shape
+from ..plan.plan import Plan
+from ..plan.spec import local_shape
 from ..program.ir import Value
-
-if TYPE_CHECKING:
-    from ..plan.plan import Plan
 
 SUBLANES, LANES = 8, 128
 

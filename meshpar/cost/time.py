@@ -6,20 +6,20 @@ counted, it hides behind the traffic. Traffic is what :mod:`meshpar.cost.fusion`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..hardware.chips import Chip
 from ..plan.collectives import Collective, duration, human
+from ..plan.plan import Plan
+from ..plan.steps import Reduce, Reshard, Run
 from ..program.ir import Op
 from .flight import ahead_of, behind
 from .flops import local_opaque_flops, model_flops, padded_flops
-from .fusion import FUSED, PRODUCTS, VIEWS, Item, Node, Region, line_of
+from .fusion import Item, Node, Region, line_of
+from .kernels import kernels_of
+from .memo import once_per_plan
 from .memory import kinds_of
-
-if TYPE_CHECKING:
-    from ..plan.plan import Plan
 
 
 @dataclass(slots=True)
@@ -103,13 +103,12 @@ class Time:
         }  # fmt: skip
 
 
-def time_of(plan: Plan, chip: Chip, region: Region) -> Time:
-    """The time of a step.
-
-    Args:
-      chip: what it runs on, per chip; efficiencies as it has them.
-      region: the plan's kernels.
-    """
+@once_per_plan
+def time_of(plan: Plan) -> Time | None:
+    """The time of a step on the plan's chip; None: it is not known."""
+    if plan.chip is None:
+        return None
+    chip, region = plan.chip, kernels_of(plan)
     device = chip.per_device()
     ops: list[OpTime] = []
     compute = memory = model = 0.0
@@ -117,26 +116,24 @@ def time_of(plan: Plan, chip: Chip, region: Region) -> Time:
     for node, loop, count in kernels_with_counts(region):
         if node.regions:
             continue
-        flops = sum(padded_flops(op, plan, chip.lanes) for op in node.products)
-        if (
-            node.op is not None and node.name == node.op.name
-        ):  # the kernel itself, and no move of what it takes or gives
-            flops += local_opaque_flops(node.op, plan)
+        flops = sum(padded_flops(run, plan.sizes, chip.lanes) for run in node.products)
+        if isinstance(node.step, Run) and node.name == node.step.op.name:
+            flops += local_opaque_flops(node.step, plan.sizes)
         traffic = 0.0
         if node.name not in ("move!", "leave!"):
             traffic = sum(item.bytes for item in node.writes) + sum(read_bytes(node, item) for item in node.reads)
             traffic += sum(i.bytes for i in node.ins) if node.name == "stack!" else 0.0
         rate = device.flops
         if node.products:
-            rate = device.matmul_rate(str(node.products[0].eqn.invars[0].aval.dtype))
+            rate = device.matmul_rate(str(node.products[0].op.eqn.invars[0].aval.dtype))
         busy, moved = flops / (rate * chip.matmul_efficiency), traffic / (device.hbm_bandwidth * chip.hbm_efficiency)
         if not busy and not moved:
             continue
         compute += busy * count
         memory += moved * count
         by_loop[loop] = by_loop.get(loop, 0.0) + max(busy, moved) * count
-        name = node.products[0].name if node.products else node.name.rstrip("!")
-        origin = node.products[0] if node.products else node.op
+        name = node.products[0].op.name if node.products else node.name.rstrip("!")
+        origin = node.products[0].op if node.products else node.op
         ops.append(OpTime(name, flops, traffic, max(busy, moved), count, origin))
     model = model_flops(plan)
     communication = sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives)
@@ -181,59 +178,47 @@ def _estimate(plan: Plan, region: Region, by_loop: dict[int, float]) -> float:
     exposed = sum(
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     )
-    where = hides(plan, region)
-    waits = frozenset() if plan.chip is None else plan.chip.waits
-    for c in plan.collectives:
-        if id(c) in plan.rings.sent:
-            continue
-        seconds = (c.seconds or 0.0) * (c.count or 1)
-        loop = where.get(c.place)
-        if loop is None or c.op in waits:
-            exposed += seconds
+    where = hides(plan)
+    for step in plan.body.walk():
+        if isinstance(step, Reshard | Reduce) and step.ring is not None:  # their time is in the decisions
+            rest = [c for c in step.sends if c.form not in ("ring", "pallas") and not c.first]
         else:
-            hidden[loop] = hidden.get(loop, 0.0) + seconds
+            rest = step.sends
+        for c in rest:
+            seconds = (c.seconds or 0.0) * (c.count or 1)
+            loop = where.get(c)
+            if loop is None:
+                exposed += seconds
+            else:
+                hidden[loop] = hidden.get(loop, 0.0) + seconds
     loops = {**dict.fromkeys(hidden, 0.0), **by_loop}
     return exposed + sum(max(seconds, hidden.get(loop, 0.0)) for loop, seconds in loops.items())
 
 
-def hides(plan: Plan, region: Region) -> dict[tuple[int, tuple[int, ...]], int | None]:
-    """(equation, shape) → the loop behind whose kernels a collective hides, or None: it waits for them, or they for it.
+@once_per_plan
+def hides(plan: Plan) -> dict[Collective, int]:
+    """The collectives that hide behind kernels, and the loop (the id of its region) whose kernels they are.
 
     One that moves what its loop reads but does not make (a weight) can be sent for ahead; one whose result only leaves its
-    loop, or is a gradient, can be sent while the next kernels run.
+    loop, or is a gradient, can be sent while the next kernels run; unless programs for the chip wait for it (``Chip.waits``).
     """
-    out: dict[tuple[int, tuple[int, ...]], int | None] = {}
+    out: dict[Collective, int] = {}
     kind_of = kinds_of(plan)
+    waits = frozenset() if plan.chip is None else plan.chip.waits
 
-    def walk(r: Region) -> None:
-        ahead = ahead_of(r)
-        for node in r.nodes:
+    def walk(region: Region) -> None:
+        ahead = ahead_of(region)
+        for node in region.nodes:
             for body in node.regions:
                 walk(body)
-            if node.name != "move!" or node.op is None:
-                continue
-            made = made_by(node)
-            found = id(r) if ahead(node) or behind(node, kind_of) else None
-            for op in (node.op, made if made is not None else node.op):
-                for o in node.outs:
-                    key = (id(op.eqn), o.value.shape)
-                    out[key] = found if key not in out or out[key] == found else None
+            if node.name == "move!" and node.step is not None and (ahead(node) or behind(node, kind_of)):
+                out.update((c, id(region)) for c in node.step.sends if c.op not in waits)
 
-    walk(region)
+    walk(kernels_of(plan))
     return out
 
 
-def made_by(move: Node) -> Op | None:
-    """The op that made the partial sum that a move settles: before the views through which it passed unsettled."""
-    node = move
-    while len(node.ins) == 1 and node.name not in PRODUCTS and (node is move or node.name in FUSED | VIEWS):
-        if node.ins[0].node is None:
-            break
-        node = node.ins[0].node
-    return node.op
-
-
-def _bottleneck(time: Time, collectives: list[Collective]) -> str:
+def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:
     """What limits, in words, with the largest collective and its cause, or the largest kernel."""
     parts = {"communication": time.communication, "compute": time.compute, "memory traffic": time.memory}
     name, most = max(parts.items(), key=lambda x: x[1])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 
@@ -23,11 +24,11 @@ from ..compat.jax import (
     sharding_constraint_p,
 )
 from ..layout import Spec, to_partition_spec
-from ..plan.collectives import settlement
-from ..plan.plan import OpPlan, Plan
+from ..plan.plan import Plan
+from ..plan.spec import unsplit
+from ..plan.steps import Reduce, Run
 from ..program.ir import Frame, Op, Value
-from .bodies import literal
-from .exchange import settle
+from .collectives import combined
 from .local import run_local
 
 # Of integers: XLA has no all-reduce for them on every backend.
@@ -55,8 +56,9 @@ def lower_to_jit(plan: Plan, mesh: Mesh) -> tuple[Callable[..., list[Any]], list
     closed = plan.program.closed
     jaxpr = _Rewriter(plan, mesh).frame(plan.program.root)
     run = close_over(ClosedJaxpr(jaxpr, closed.consts))
-    ins = [NamedSharding(mesh, to_partition_spec(plan.specs[id(v)])) for v in plan.program.inputs]
-    outs = [NamedSharding(mesh, to_partition_spec(s)) for s in plan.out_specs]
+    arguments = plan.body.inputs[len(closed.consts) :]
+    ins = [NamedSharding(mesh, to_partition_spec(s.spec)) for s in arguments]
+    outs = [NamedSharding(mesh, to_partition_spec(s.spec)) for s in plan.body.outputs if s is not None]
     return run, ins, outs
 
 
@@ -65,6 +67,21 @@ class _Rewriter:
         self.plan, self.mesh = plan, mesh
         self.sizes = plan.sizes
         self.params: dict[Spec, dict[str, Any]] = {}
+        steps = list(plan.body.walk())
+        self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].data_free)}
+        self.reduces = {s.source.value: s for s in steps if isinstance(s, Reduce)}
+        made = [s for step in steps for s in (*step.makes, *(s for body in step.bodies for s in body.inputs))]
+        self.unreduced = {s.value for s in made if s.partial}
+
+    def rest(self, value: Value | None) -> Spec | None:
+        """The spec in which a value rests; None: a literal."""
+        placed = None if value is None else self.plan.placements.get(value)
+        return None if placed is None else placed.rest.spec
+
+    def is_free(self, value: Value) -> bool:
+        """Whether a value is made from no data."""
+        placed = self.plan.placements.get(value)
+        return placed is not None and placed.rest.data_free
 
     def constrain(self, var: Any, spec: Spec, eqns: list[Any], like: Any) -> Var:
         params = self.params.get(spec)
@@ -92,7 +109,7 @@ class _Rewriter:
             """The variable in the spec that an op needs."""
             nonlocal changed
             now = read(var)
-            if value is None or need is None or not need or self.plan.specs.get(id(value)) == need:
+            if value is None or need is None or not need or self.rest(value) == need:
                 return now
             key = (now, need)
             if key not in placed:
@@ -108,26 +125,28 @@ class _Rewriter:
                 first, carries = scan_counts(p)
                 last = first + carries
             for var in frame.jaxpr.invars[first:last]:
-                spec = self.plan.specs[id(frame.env[var])]
-                if any(spec) and frame.ops:
+                spec = self.rest(frame.env[var])
+                if spec and any(spec) and frame.ops:
                     names[var] = self.constrain(var, spec, eqns, frame.ops[0].eqn)
                     changed = True
         for op in frame.ops:
-            eqn, plan = op.eqn, self.plan.ops.get(id(op))
+            eqn, run = op.eqn, self.runs.get(op)
             if op.name in ("name_dims", "rename_dims", "place", "sharding_constraint"):
                 (value,), (out,) = op.ins, op.outs
-                spec = self.plan.specs[id(out)]
+                spec = self.rest(out)
+                assert spec is not None
                 now = read(eqn.invars[0])
-                if id(out) in self.plan.settled:
+                if out in self.reduces:
                     now = self.constrain(now, spec, eqns, eqn)
-                elif (
-                    value is not None and id(out) not in self.plan.unsettled and self.plan.specs.get(id(value)) != spec
-                ):
+                elif value is not None and out not in self.unreduced and self.rest(value) != spec:
                     now = at(eqn.invars[0], value, spec, op)
                 names[eqn.outvars[0]] = now
                 changed = True
                 continue
-            needs = plan.ins if plan is not None else self.boundary(op)
+            if run is not None:
+                needs = [None if s is None else s.spec for s in run.operands]
+            else:
+                needs = self.boundary(op)
             invars = [at(v, x, need, op) for v, x, need in zip(eqn.invars, op.ins, needs, strict=True)]
             if any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
                 changed = True
@@ -137,27 +156,22 @@ class _Rewriter:
                 if any(b is not f.jaxpr for b, f in zip(bodies, op.frames, strict=True)):
                     new = replace_body(new, bodies)
                     changed = True
-            manual = self.is_manual(op, plan)
+            manual = self.is_manual(run)
             if op.name == "reshard":  # jax.random makes them; without explicit axes they say nothing
                 names[eqn.outvars[0]] = invars[0]
                 changed = True
             elif manual:
-                names.update(self.manual(op, invars, eqns))
+                assert run is not None
+                names.update(self.manual(run, invars, eqns))
                 changed = True
             else:
                 eqns.append(new)
             for k, (var, out) in enumerate(zip(eqn.outvars, op.outs, strict=True)):
                 spec = self.result(op, out, manual)
-                if (
-                    op.name in PINNED
-                    and plan is not None
-                    and not manual
-                    and out.shape
-                    and id(out) not in self.plan.settled
-                ):
-                    names[var] = self.constrain(read(var), plan.outs[k], eqns, eqn)
+                if op.name in PINNED and run is not None and not manual and out.shape and out not in self.reduces:
+                    names[var] = self.constrain(read(var), run.results[k].spec, eqns, eqn)
                     changed = True
-                    spec = None if spec == plan.outs[k] else spec
+                    spec = None if spec == run.results[k].spec else spec
                 if spec is not None:
                     names[var] = self.constrain(read(var), spec, eqns, eqn)
                     changed = True
@@ -176,11 +190,11 @@ class _Rewriter:
             inner = op.frames[0].ins()
             consts, carries = scan_counts(p)
             for i in range(consts, consts + carries):
-                needs[i] = self.plan.specs[id(inner[i])]
+                needs[i] = self.rest(inner[i])
         elif op.name == "while":
             inner = op.frames[1].ins()
             n = len(op.outs)
-            needs[len(needs) - n :] = [self.plan.specs[id(v)] for v in inner[len(inner) - n :]]
+            needs[len(needs) - n :] = [self.rest(v) for v in inner[len(inner) - n :]]
         return needs
 
     def leave(self, frame: Frame, outvars: list[Any], eqns: list[Any]) -> list[Any]:
@@ -192,93 +206,94 @@ class _Rewriter:
             inner = frame.ins()
             consts, carries = scan_counts(p)
             for k in range(carries):
-                targets[k] = self.plan.specs[id(inner[consts + k])]
+                targets[k] = self.rest(inner[consts + k])
         elif parent.name == "while" and frame is parent.frames[1]:
             inner = frame.ins()
-            targets = [self.plan.specs[id(v)] for v in inner[len(inner) - len(outvars) :]]
+            targets = [self.rest(v) for v in inner[len(inner) - len(outvars) :]]
         elif parent.name == "cond":
-            targets = [self.plan.specs[id(v)] for v in parent.outs]
+            targets = [self.rest(v) for v in parent.outs]
         out = list(outvars)
         for k, (var, spec) in enumerate(zip(frame.jaxpr.outvars, targets, strict=True)):
             if spec is None or isinstance(var, Literal) or not frame.ops:
                 continue
-            if self.plan.specs.get(id(frame.env[var])) != spec:
+            if self.rest(frame.env[var]) != spec:
                 out[k] = self.constrain(out[k], spec, eqns, frame.ops[-1].eqn)
         return out
 
     def result(self, op: Op, out: Value, manual: bool) -> Spec | None:
         """The constraint that a result needs: none where it follows from the operands, or stays a partial sum."""
-        plan = self.plan.ops.get(id(op))
-        if id(out) in self.plan.unsettled and id(out) not in self.plan.settled:
+        run = self.runs.get(op)
+        if out in self.unreduced and out not in self.reduces:
             return None
-        spec = self.plan.specs.get(id(out))
+        spec = self.rest(out)
         if spec is None or not spec:
             return None
-        if id(out) in self.plan.settled:
+        if out in self.reduces:
             return spec
         if op.frames:
             if op.name not in ("scan", "while", "cond"):
                 return None
             return spec if any(spec) else None
-        if plan is None or op.name in FREE or id(out) in self.plan.generated:
+        if run is None or op.name in FREE or self.is_free(out):
             return None
-        natural = plan.outs[op.outs.index(out)]
+        made = run.results[op.outs.index(out)].spec
         if op.rule is None or manual:
-            return spec if natural != spec else None
-        return spec if any(spec) or any(any(n) for n in plan.ins if n) else None
+            return spec if made != spec else None
+        return spec if any(spec) or any(any(s.spec) for s in run.reads) else None
 
-    def is_manual(self, op: Op, plan: OpPlan | None) -> bool:
+    def is_manual(self, run: Run | None) -> bool:
         """Whether an op is partitioned here: XLA's partitioner must not touch it, or cannot.
 
         So are ops that work along a split dim, and those around which such a dim rests split though they get it whole.
         """
-        if plan is None or plan.factor_axes is None or op.rule is None:
+        if run is None or run.axes is None or run.op.rule is None:
             return False
+        op, rule = run.op, run.op.rule
         bits = op.name in BITWISE and op.outs[0].aval.dtype != bool
-        if op.name in MANUAL or (bits and any(plan.factor_axes)):
+        if op.name in MANUAL or (bits and any(run.axes)):
             return True
-        if any(axes and kind == "own" for axes, kind in zip(plan.factor_axes, op.rule.kinds, strict=False)):
+        if any(axes and kind == "own" for axes, kind in zip(run.axes, rule.kinds, strict=False)):
             return True
         return any(
-            entry and any(op.rule.kinds[f] == "own" for f in factors)
-            for value, dims in [*zip(op.ins, op.rule.ins, strict=True), *zip(op.outs, op.rule.outs, strict=True)]
+            entry and any(rule.kinds[f] == "own" for f in factors)
+            for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]
             if value is not None and dims
-            for entry, factors in zip(self.plan.specs.get(id(value), ()), dims, strict=False)
+            for entry, factors in zip(self.rest(value) or (), dims, strict=False)
         )
 
-    def manual(self, op: Op, invars: list[Any], eqns: list[Any]) -> dict[Any, Any]:
-        """The op under ``shard_map``: its local form, partial results settled."""
-        plan, eqn = self.plan.ops[id(op)], op.eqn
-        axes = plan.factor_axes or []
-        rests = [
-            self.plan.specs[id(v)] if id(v) in self.plan.settled else natural
-            for v, natural in zip(op.outs, plan.outs, strict=True)
-        ]
-        partials = plan.partial or [()] * len(op.outs)
+    def manual(self, run: Run, invars: list[Any], eqns: list[Any]) -> dict[Any, Any]:
+        """The op under ``shard_map``: its local form, unreduced results reduced."""
+        op, eqn, axes = run.op, run.op.eqn, list(run.axes or ())
         after: list[Spec] = []
-        for natural, rest, partial in zip(plan.outs, rests, partials, strict=True):
-            scatter, _ = settlement(natural, rest, partial, plan.kind)
-            after.append(tuple((*entry, *scatter.get(i, ())) for i, entry in enumerate(natural)))
+        reduced: list[tuple[tuple[Any, ...], tuple[str, ...]]] = []
+        for shard in run.results:
+            step = self.reduces.get(shard.value)
+            if step is not None and shard.partial:
+                after.append(step.scattered)
+                reduced.append((step.scatters, step.over))
+            else:
+                after.append(shard.spec)
+                reduced.append(((), shard.partial))
         arrays = [(i, v) for i, v in enumerate(invars) if not isinstance(v, Literal)]
 
         def local(*xs):
             given = {i: x for (i, _), x in zip(arrays, xs, strict=True)}
-            operands = [given[i] if i in given else literal(v) for i, v in enumerate(invars)]
+            operands = [given[i] if i in given else np.asarray(v.val, v.aval.dtype) for i, v in enumerate(invars)]
             results = run_local(op, axes, operands, self.sizes)
             return tuple(
-                settle(y, natural, rest, partial, plan.kind, self.sizes)[0]
-                for y, natural, rest, partial in zip(results, plan.outs, rests, partials, strict=True)
+                combined(y, shard.spec, scatters, over, shard.kind, self.sizes)
+                for y, shard, (scatters, over) in zip(results, run.results, reduced, strict=True)
             )
 
-        needs = [need if need is not None else whole_shape(v) for need, v in zip(plan.ins, invars, strict=True)]
-        run = jax.shard_map(
+        needs = [unsplit(len(v.aval.shape)) if s is None else s.spec for s, v in zip(run.operands, invars, strict=True)]
+        mapped = jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=tuple(to_partition_spec(needs[i]) for i, _ in arrays),
             out_specs=tuple(map(to_partition_spec, after)),
             check_vma=False,
         )
-        traced = make_jaxpr(run, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
+        traced = make_jaxpr(mapped, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
         inner: dict[Any, Any] = dict(zip(traced.jaxpr.invars, (v for _, v in arrays), strict=True))
         for var, const in zip(traced.jaxpr.constvars, traced.consts, strict=True):  # tables that a kernel is made with
             inner[var] = Literal(const, var.aval)
@@ -286,7 +301,3 @@ class _Rewriter:
             eqns.append(e.replace(invars=[v if isinstance(v, Literal) else inner.get(v, v) for v in e.invars],
                                   source_info=eqn.source_info))  # fmt: skip
         return dict(zip(eqn.outvars, traced.jaxpr.outvars, strict=True))
-
-
-def whole_shape(var: Any) -> Spec:
-    return ((),) * len(var.aval.shape)

@@ -1,1 +1,62 @@
-"""Functions from plan to plan: collective algorithms, overlap with products, order of products."""
+"""Functions from plan to plan; :data:`PASSES` has them in the order in which they run."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from ..errors import JoinWarning
+from ..layout import AnyMesh, Layout
+from ..plan.plan import Plan
+from ..plan.planner import planned
+from ..program.ir import Program
+from .barriers import loops_in_turn, results_in_turn, slices_apart
+from .overlap import overlap
+from .schedule import schedule
+
+PASSES: tuple[Callable[[Plan], Plan], ...] = (overlap, schedule, loops_in_turn, results_in_turn, slices_apart)
+
+
+def make_plan(
+    program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
+    topology: str | None = None, donated: Iterable[int] = (), overlap: str = "off",
+) -> Plan:  # fmt: skip
+    """Plan a program under a layout on a mesh, through every pass.
+
+    Args:
+      strict: two names for one dim are an error instead of a warning.
+      init: the program makes the state, so it need not have the dims of the batch.
+      topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
+      donated: positions of the flat inputs whose memory the results may take.
+      overlap: how gathers before products and reduce-scatters after them are made: :data:`meshpar.passes.overlap.MODES`.
+
+    Raises:
+      UnsupportedError: an ``overlap`` that does not exist.
+      UnknownAxisError, UnknownDimError, DivisibilityError, JoinError.
+    """
+    plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated))
+    plan = replace(plan, overlap=overlap)
+    for run in PASSES:
+        plan = run(plan)
+    return plan
+
+
+def replan(
+    plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
+    strict: bool = False, overlap: str | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of the same program under another layout or on another mesh; what is not given is as in ``plan``.
+
+    Raises:
+      UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", JoinWarning)  # the first plan has told
+        return make_plan(
+            plan.program,
+            plan.asked if layout is None else layout,
+            plan.mesh if mesh is None else mesh,
+            strict=strict,
+            topology=plan.topology if mesh is None and topology is None else topology,
+            donated=plan.donated,
+            overlap=plan.overlap if overlap is None else overlap,
+        )

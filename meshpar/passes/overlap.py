@@ -1,39 +1,52 @@
 """Products beside collectives: which gathers and which reduce-scatters are sent in blocks while products run.
 
-A pass over a plan. For the gathers whose values products take, and the sums of products that are settled as reduce-scatters
-(:mod:`meshpar.passes.finding`), it decides by what is expected to be left exposed (:mod:`meshpar.cost.exposed`), and lists what a
-ring or a kernel sends instead.
+A pass over a plan. For the gathers whose values products take, and the sums of products that are reduce-scattered, it decides by
+what is expected to be left exposed (:mod:`meshpar.cost.exposed`), and has a ring or a kernel send them instead.
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from meshpar_kernels.collective_matmul import Dot, FusedGather, FusedScatter, interpreting
+from meshpar_kernels.collective_matmul.schedule import gather_hops
 
 from ..cost.exposed import (
-    carried,
-    devices_of,
+    Pair,
     exposed_by,
     is_line,
-    major_of,
     product_seconds,
-    waits_for_nothing,
     warn_of_lines,
 )
+from ..cost.fusion import FUSED, PRODUCTS, VIEWS
+from ..cost.memory import devices_of, major_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
-from ..hardware.collective_time import hop_seconds, seconds_of
-from ..layout import Spec
-from ..plan.collectives import Collective, CollectiveOp, Form, local_shape, wire_bytes
-from .ahead import Free
-from .finding import gather_of, scatter_of, uses_of
-from .fused import fused_of
-from .pairs import Choice, GatherRing, Overlap, ScatterRing
-from .pairs import describe as plus
-
-if TYPE_CHECKING:
-    from ..plan.plan import Plan, Sent
-    from ..program.ir import Value
+from ..hardware.collective_time import Form, hop_seconds, seconds_of
+from ..hardware.topology import Stage
+from ..plan.collectives import Collective, CollectiveOp
+from ..plan.plan import Choice, Overlap, Plan
+from ..plan.spec import local_shape, names_of, parts_of, wire_bytes
+from ..plan.steps import (
+    Body,
+    Call,
+    GatherRing,
+    Loop,
+    Reduce,
+    ReduceRing,
+    Reshard,
+    RingDot,
+    Run,
+    Shard,
+    Step,
+    in_order,
+    rewritten,
+)
+from ..program.ir import Frame, Op, Value
 
 MODES = ("auto", "xla", "ring", "pallas", "off")
 """``auto``: by cost, of ``xla`` and ``ring``; ``xla``, ``ring``: that way wherever it is possible; ``pallas``: by the fused TPU
@@ -44,99 +57,385 @@ MOST = 64
 """Devices of the longest ring."""
 
 
-def decide(plan: Plan, mode: str) -> None:
-    """Decide for every pair of a plan, and list what is sent accordingly; before seconds are filled in.
+def overlap(plan: Plan) -> Plan:
+    """Decide for every pair of a plan in the mode that ``plan.overlap`` names, and have it sent accordingly.
 
     ``auto`` never takes the kernel: none that talks to other devices is a default before it was timed. Its reasons say where one
     would run.
 
-    Args:
-      mode: of :data:`MODES`.
-
     Raises:
-      UnsupportedError: another mode.
+      UnsupportedError: a mode that is not of :data:`MODES`.
     """
+    mode = plan.overlap
     if mode not in MODES:
         raise UnsupportedError(f"there is no overlap {mode!r}", fixes=did_you_mean(mode, MODES, "modes"))
-    plan.overlap = mode
     if mode == "off":
-        return
-    uses = uses_of(plan)
-    inside = carried(plan)
-    taken, together = _together(plan, uses, inside)
+        return plan
+    found = _Pairs(plan)
+    carried = _carried(plan.body)
+    pairs = [pair for step in found.candidates if (pair := found.pair(step)) is not None]
+    together = _together(plan, pairs, found, carried)
+    taken = {run for pair in pairs for run, _ in pair.dots}
     free = Free(plan, taken)
-    for sent in plan.sent:
-        pair = _pair(plan, sent, uses)
+    changes: dict[Step, Step] = {}
+    overlaps: list[Overlap] = []
+    for step in found.candidates:
+        pair = found.pair(step)
         if pair is None:
             continue
-        chained = _chained(pair, inside)
-        found = _decision(plan, sent, pair, mode, free, together.get(pair.axes) if chained else None, chained)
-        plan.overlaps.append(found)
-        if found.choice != "xla":
-            _take(plan, sent, pair, found)
+        chained = _chained(pair, carried)
+        decision, fused = _decision(plan, pair, free, found, together.get(pair.axes) if chained else None, chained)
+        overlaps.append(decision)
+        if decision.choice != "xla":
+            changes.update(_in_blocks(plan, pair, decision.choice, fused, found))
+
+    def change(body: Body) -> Body:
+        steps = [changes.get(step, step) for step in body.steps]
+        if all(a is b for a, b in zip(steps, body.steps, strict=True)):
+            return body
+        rings = any(isinstance(s, Reshard) and s.ring is not None for s in steps)
+        return replace(body, steps=in_order(steps, body.outputs) if rings else tuple(steps))
+
+    plan = replace(plan, body=rewritten(plan.body, change) if changes else plan.body, overlaps=tuple(overlaps))
     warn_of_lines(plan)
+    return plan
+
+
+# -- finding
+
+
+class _Pairs:
+    """The products of a plan that stand beside collectives.
+
+    Attributes:
+      candidates: gathers for steps of their own body, and reductions that begin with a reduce-scatter, in order.
+      users: the steps that read what such a gather gives.
+      taken: products that are in a ring already.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.taken: set[Op] = set()
+        self.candidates: list[Reshard | Reduce] = []
+        self.users: dict[Shard, list[Step]] = {}
+        self.maker: dict[Shard, Run] = {}
+        self.reads: dict[Shard, int] = {}
+        self.home: dict[Step, Frame] = {}
+        self.frame: dict[Step, Frame] = {}
+        hoisted = {s for step in plan.body.walk() if isinstance(step, Loop) for s in step.hoisted}
+        self._read(plan.body, hoisted, plan.program.root)
+        self._positions: dict[Frame, dict[Op, int]] = {}
+
+    def _read(self, body: Body, hoisted: set[Shard], home: Frame) -> None:
+        for step in body.steps:
+            for inner in step.bodies:
+                self._read(inner, hoisted, home if isinstance(step, Call) else inner.frame)
+            if isinstance(step, Call):
+                continue
+            for shard in step.reads:
+                self.reads[shard] = self.reads.get(shard, 0) + 1
+                if shard in self.users:
+                    self.users[shard].append(step)
+            if isinstance(step, Run):
+                self.maker.update((s, step) for s in step.results)
+            if isinstance(step, Reshard) and step.copy and step.collectives and step.result not in hoisted:
+                self.candidates.append(step)
+                self.users[step.result] = []
+            elif isinstance(step, Reduce) and [c.op for c in step.collectives[:1]] == ["reduce-scatter"]:
+                self.candidates.append(step)
+            self.home[step], self.frame[step] = home, body.frame
+        for shard in body.outputs:
+            if shard is not None:
+                self.reads[shard] = self.reads.get(shard, 0) + 1
+
+    def pair(self, step: Reshard | Reduce) -> Pair | None:
+        return self._gather(step) if isinstance(step, Reshard) else self._scatter(step)
+
+    def ops_of_users(self, step: Reshard | Reduce) -> list[Op]:
+        return [user.op for user in self.users.get(step.result, ()) if user.op is not None]
+
+    def _gather(self, step: Reshard) -> Pair | None:
+        """The products that one gathered value goes into, where some of them can run block by block."""
+        if len(step.path) != 1 or step.path[0].op != "all-gather":
+            return None
+        (move,) = step.path
+        (dim,) = move.dims
+        frame = self.frame[step]
+        position = self._position(frame)
+        users = self.users[step.result]
+        free: list[tuple[Run, int]] = []
+        contracted: list[tuple[Run, int]] = []
+        for run in users:
+            if (
+                not isinstance(run, Run)
+                or run.op.name != "dot_general"
+                or run.op in self.taken
+                or run.op not in position
+            ):
+                continue
+            sides = [s for s in (0, 1) if run.operands[s] is step.result]
+            if len(sides) == 1:
+                (lc, rc), _ = run.op.eqn.params["dimension_numbers"]
+                (contracted if dim in (lc, rc)[sides[0]] else free).append((run, sides[0]))
+        first = min((position.get(op, -1) for op in self.ops_of_users(step)), default=-1)
+        dots = [
+            (run, side)
+            for run, side in sorted(free or contracted, key=lambda x: position[x[0].op])
+            if _can_stand_before(run.op.ins[1 - side], frame, first, position)
+        ]
+        if not dots:
+            return None
+        mine = {run for run, _ in dots}
+        return Pair(step, dim, move.axes, tuple(dots), any(user not in mine for user in users))
+
+    def _position(self, frame: Frame) -> dict[Op, int]:
+        if frame not in self._positions:
+            self._positions[frame] = {op: k for k, op in enumerate(frame.ops)}
+        return self._positions[frame]
+
+    def _scatter(self, step: Reduce) -> Pair | None:
+        """The products whose sum is reduce-scattered, where all that is between is linear and used once."""
+        made = self.maker.get(step.source)
+        if made is None or self.reads[step.source] != 1 or len(made.results) > 1 or step.source.kind != "sum":
+            return None
+        scatter = step.scatters[0]
+        leaves = self._leaves(step.source, scatter.dim, self.home[step], step.source)
+        return None if not leaves else Pair(step, scatter.dim, scatter.axes, tuple(leaves))
+
+    def _leaves(self, shard: Shard, dim: int, home: Frame, top: Shard) -> list[tuple[Run, int]] | None:
+        run = self.maker.get(shard)
+        if run is None or self.home[run] is not home or (shard is not top and self.reads[shard] != 1):
+            return None
+        name = run.op.name
+        if name == "dot_general" and run.axes is not None and not any(s.partial for s in run.reads):
+            return None if run.op in self.taken else [(run, dim)]
+        if not any(s.partial for s in run.reads):
+            return None
+        if name == "transpose":
+            return self._leaves(run.reads[0], run.op.eqn.params["permutation"][dim], home, top)
+        if name in ("add", "add_any"):
+            found: list[tuple[Run, int]] = []
+            for operand in run.operands:
+                mine = None if operand is None else self._leaves(operand, dim, home, top)
+                if mine is None:
+                    return None
+                found += mine
+            return found
+        return None
+
+
+def _can_stand_before(value: Value | None, frame: Frame, first: int, position: Mapping[Op, int]) -> bool:
+    """Whether a value of a frame can be made before the op at a place: only light ops from there on make it."""
+    found: set[Op] = set()
+    todo = [value]
+    while todo:
+        v = todo.pop()
+        if v is None or v.op is None:
+            continue
+        if v.op not in position:
+            around = _around(v.op, frame)  # a call whose body makes it
+            if around is None and not _outside(v.op.frame, frame):
+                return False
+            if around is not None and position[around] >= first:
+                return False
+            continue
+        if position[v.op] < first or v.op in found:
+            continue
+        if v.op.frames or v.op.name not in FUSED | VIEWS or v.op.eqn.effects:
+            return False
+        found.add(v.op)
+        todo += v.op.ins
+    return True
+
+
+def _around(op: Op, frame: Frame) -> Op | None:
+    """The op of a frame that an op stands inside of."""
+    while op.frame is not frame:
+        if op.frame.parent is None:
+            return None
+        op = op.frame.parent
+    return op
+
+
+def _outside(frame: Frame, inner: Frame) -> bool:
+    """Whether a frame is around another."""
+    now = inner.parent
+    while now is not None:
+        if now.frame is frame:
+            return True
+        now = now.frame.parent
+    return False
+
+
+def _carried(body: Body) -> set[Value]:
+    """What loops carry, as their bodies see it; of a ``while``, all that they see."""
+    found: set[Value] = set()
+    for step in body.walk():
+        if isinstance(step, Loop):
+            found.update(s.value for b in step.bodies for s in b.inputs[: len(step.inits)])
+            if step.op.name == "while":
+                found.update(v for f in step.op.frames for v in f.ins())
+    return found
+
+
+def _chained(pair: Pair, carried: set[Value]) -> bool:
+    """Whether a pair waits for others or others for it: all but gathers of weights do."""
+    return not pair.gather or not _follows_from_inputs(pair.value, carried)
+
+
+def _follows_from_inputs(value: Value, carried: set[Value]) -> bool:
+    """Whether a value follows from what its body is given for reading (a weight), not from what it carries or makes."""
+    todo, seen = [value], set[Value]()
+    while todo:
+        v = todo.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        if v.op is not None:
+            if v.op.name not in FUSED | VIEWS:
+                return False
+            todo += [x for x in v.op.ins if x is not None]
+        elif v in carried:
+            return False
+    return True
+
+
+class Free:
+    """Products that no pair has, body by body: each hides one gather that is left to the compiler.
+
+    The TPU compiler (libtpu 0.0.42) sends a gather asynchronously while other products of its body run, which neither make what it
+    sends nor wait for it, but on some chips only (``Chip.waits``). In the schedule of a recomputed Llama layer on v5e the
+    gather of the cotangent of the attention's output runs beside the gradients of the MLP's weights.
+
+    Args:
+      taken: the products of all pairs. They have hops of their own to hide, if they run on rings.
+    """
+
+    def __init__(self, plan: Plan, taken: set[Run]):
+        self.runs = plan.runs
+        self.taken = {run.op for run in taken}
+        self.bodies: dict[Frame, _Reach] = {}
+        ops: dict[Frame, list[Op]] = {}
+        for op in plan.program.root.walk():
+            ops.setdefault(home_of(op.frame), []).append(op)
+        self.ops = ops
+
+    def _body(self, home: Frame) -> _Reach:
+        if home not in self.bodies:
+            ops = self.ops.get(home, [])
+            mine = [op.name in PRODUCTS and op in self.runs and op not in self.taken for op in ops]
+            self.bodies[home] = _Reach(ops, mine)
+        return self.bodies[home]
+
+    def beside(self, pair: Pair, home: Frame, users: Sequence[Op]) -> list[Run]:
+        """The products that can run while a value is gathered for some ops."""
+        body = self._body(home)
+        return [self.runs[op] for op in body.neither(pair.value.op, users)]
+
+    def take(self, home: Frame, runs: Iterable[Run]) -> None:
+        """Let products hide a gather: they hide no other."""
+        self._body(home).remove(run.op for run in runs)
+
+
+class _Reach:
+    """Which ops of a body come before which, as bits of integers.
+
+    Args:
+      ops: of the body, in order; wanted: those that are asked for.
+    """
+
+    def __init__(self, ops: Sequence[Op], wanted: Sequence[bool]):
+        self.ops = ops
+        self.place = {op: k for k, op in enumerate(ops)}
+        self.left = sum(1 << k for k, yes in enumerate(wanted) if yes)
+        makers = [
+            {self.place[v.op] for v in op.ins if v is not None and v.op in self.place} - {k} for k, op in enumerate(ops)
+        ]
+        self.before = [0] * len(ops)
+        for k, mine in enumerate(makers):
+            for i in mine:
+                self.before[k] |= self.before[i] | (1 << i)
+        self.after = [0] * len(ops)
+        for k in reversed(range(len(ops))):
+            for i in makers[k]:
+                self.after[i] |= self.after[k] | (1 << k)
+
+    def neither(self, made_by: Op | None, users: Sequence[Op]) -> Iterator[Op]:
+        """The wanted ops that neither lead to an op nor follow from some others."""
+        gone = 0
+        if made_by in self.place:
+            k = self.place[made_by]
+            gone |= self.before[k] | (1 << k)
+        for op in users:
+            if op in self.place:
+                gone |= self.after[self.place[op]] | (1 << self.place[op])
+        left = self.left & ~gone
+        while left:
+            low = left & -left
+            yield self.ops[low.bit_length() - 1]
+            left ^= low
+
+    def remove(self, ops: Iterable[Op]) -> None:
+        for op in ops:
+            self.left &= ~(1 << self.place[op])
+
+
+def home_of(frame: Frame) -> Frame:
+    """The body that JAX traces a frame in: calls are in place."""
+    while frame.parent is not None and frame.parent.name not in ("scan", "while", "cond"):
+        frame = frame.parent.frame
+    return frame
 
 
 # -- deciding
 
 
-def _pair(plan: Plan, sent: Sent, uses: dict[int, int]) -> GatherRing | ScatterRing | None:
-    return gather_of(plan, sent) if sent.users else scatter_of(plan, sent, uses)
-
-
-def _chained(pair: GatherRing | ScatterRing, inside: set[int]) -> bool:
-    """Whether a pair waits for others or others for it: all but gathers of weights do."""
-    return isinstance(pair, ScatterRing) or not waits_for_nothing(pair.value, inside)
-
-
 def _together(
-    plan: Plan, uses: dict[int, int], inside: set[int]
-) -> tuple[set[int], dict[tuple[str, ...], tuple[float, float]]]:
-    """(ids of the products of all pairs; axes → seconds of a step that collectives of their own, and rings, leave exposed).
+    plan: Plan, pairs: Sequence[Pair], found: _Pairs, carried: set[Value]
+) -> dict[tuple[str, ...], tuple[float, float]]:
+    """Axes → seconds of a step that collectives of their own, and rings, leave exposed.
 
     What products of activations gather and scatter over the same axes is decided as a whole: between collectives of their own,
     which are synchronous, the compiler (libtpu 0.0.42) puts hardly a product beside the hops of a ring. Five mixtures were
     compiled, chosen pair by pair: each was longer than one of the pure forms, two of them longer than both. Gathers of weights,
     and sums of gradients on axes where nothing else is gathered, are each on their own.
     """
-    if plan.chip is None:
-        return set(), {}
-    pairs = [(sent, pair) for sent in plan.sent if (pair := _pair(plan, sent, uses)) is not None]
-    taken = {id(op) for _, p in pairs for op, _ in (p.dots if isinstance(p, GatherRing) else p.leaves)}
-    free = Free(plan, taken)
-    chained = {p.axes for _, p in pairs if isinstance(p, GatherRing) and _chained(p, inside)}
-    found: dict[tuple[str, ...], tuple[float, float]] = {}
-    for sent, pair in pairs:
-        idle = devices_of(plan, pair.axes) == 1 or 0 in pair.value.shape
-        if idle or pair.axes not in chained or not _chained(pair, inside):
+    chip = plan.chip
+    if chip is None:
+        return {}
+    free = Free(plan, {run for pair in pairs for run, _ in pair.dots})
+    chained = {p.axes for p in pairs if p.gather and _chained(p, carried)}
+    out: dict[tuple[str, ...], tuple[float, float]] = {}
+    for pair in pairs:
+        idle = devices_of(plan.torus, pair.axes) == 1 or 0 in pair.value.shape
+        if idle or pair.axes not in chained or not _chained(pair, carried):
             continue
-        others = free.beside(sent) if isinstance(pair, GatherRing) else []
-        seconds = [product_seconds(plan, plan.chip, op) for op in others]
-        once = exposed_by(plan, plan.chip, sent, pair, ring_collectives(plan, sent, pair), None, True, seconds)
-        free.take(sent, others)
-        count, (xla, ring) = sent.count or 1, found.get(pair.axes, (0.0, 0.0))
-        found[pair.axes] = xla + count * once["xla"], ring + count * once["ring"]
-    return taken, found
+        home = found.home[pair.step]
+        others = free.beside(pair, home, found.ops_of_users(pair.step)) if pair.gather else []
+        seconds = [product_seconds(plan, chip, run) for run in others]
+        once = exposed_by(plan, chip, pair, ring_collectives(plan, pair), None, True, seconds)
+        free.take(home, others)
+        count, (xla, ring) = pair.step.collectives[0].count or 1, out.get(pair.axes, (0.0, 0.0))
+        out[pair.axes] = xla + count * once["xla"], ring + count * once["ring"]
+    return out
 
 
 def _decision(
-    plan: Plan, sent: Sent, pair: GatherRing | ScatterRing, mode: str, free: Free,
-    whole: tuple[float, float] | None, chained: bool,
-) -> Overlap:  # fmt: skip
-    gather = isinstance(pair, GatherRing)
-    dots = [op for op, _ in (pair.dots if isinstance(pair, GatherRing) else pair.leaves)]
-    kind = "gather" if gather else "scatter"
-    devices = devices_of(plan, pair.axes)
+    plan: Plan, pair: Pair, free: Free, found: _Pairs, whole: tuple[float, float] | None, chained: bool
+) -> tuple[Overlap, FusedGather | FusedScatter | None]:
+    mode, first = plan.overlap, pair.step.collectives[0]
+    devices = devices_of(plan.torus, pair.axes)
     idle = devices == 1 or 0 in pair.value.shape
-    stages = [] if idle else major_of(plan, pair.axes)
+    stages = [] if idle else major_of(plan.torus, pair.axes)
     fused = fused_of(plan, pair, stages) if mode in ("auto", "pallas") else ""
-    exposed, others = None, []
+    exposed, others, home = None, [], found.home[pair.step]
     if plan.chip is not None:
         part = None if isinstance(fused, str) else fused
-        others = free.beside(sent) if gather else []
-        seconds = [product_seconds(plan, plan.chip, op) for op in others]
-        exposed = exposed_by(plan, plan.chip, sent, pair, ring_collectives(plan, sent, pair), part, chained, seconds)
-    choice, reason = "xla", ""
+        others = free.beside(pair, home, found.ops_of_users(pair.step)) if pair.gather else []
+        seconds = [product_seconds(plan, plan.chip, run) for run in others]
+        exposed = exposed_by(plan, plan.chip, pair, ring_collectives(plan, pair), part, chained, seconds)
+    choice: Choice = "xla"
+    reason = ""
     if idle:
         reason = "nothing is sent"
     elif mode == "xla":
@@ -145,18 +444,19 @@ def _decision(
         choice, reason = "ring", "as asked for"
     elif mode == "pallas" and not isinstance(fused, str):
         choice, reason = "pallas", "as asked for: one kernel sends blocks while it multiplies others"
-        pair.fused = fused  # type: ignore[assignment]
     else:
-        choice, reason = _by_cost(devices, exposed, gather, whole)
+        choice, reason = _by_cost(devices, exposed, pair.gather, whole)
         if mode == "pallas":
             reason = f"no kernel: {fused}; {reason}"
         elif not isinstance(fused, str):
             reason += '; a fused kernel would run it too (overlap="pallas"), but none was timed yet'
-    if others:
-        free.take(sent, others)
+    free.take(home, others)
     if exposed is not None and any(map(is_line, stages)):
-        reason += f"; {plus(pair.axes)} is no ring of the torus, so that hops share links"
-    return Overlap(kind, choice, reason, sent.collectives[0].tensor, pair.axes, len(dots), sent.count, exposed, dots[0])
+        reason += f"; {names_of(pair.axes)} is no ring of the torus, so that hops share links"
+    kind = "gather" if pair.gather else "scatter"
+    origin = pair.dots[0][0].op
+    decision = Overlap(kind, choice, reason, first.tensor, pair.axes, len(pair.dots), first.count, exposed, origin)
+    return decision, fused if choice == "pallas" and not isinstance(fused, str) else None
 
 
 def _by_cost(
@@ -185,65 +485,136 @@ def _by_cost(
 # -- what is sent in blocks
 
 
-def _take(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing, found: Overlap) -> None:
-    """Run a pair on a ring or by a kernel: note how, and list what it sends."""
-    if isinstance(ring, GatherRing):
-        plan.rings.gathers.update((id(op), ring) for op, _ in ring.dots)
-        if ring.keep:
-            plan.rings.kept[id(sent.frame), id(ring.value), ring.need] = ring
-    else:
-        plan.rings.scatters[id(ring.value)] = ring
-        _pend(plan, ring.value, {id(op) for op, _ in ring.leaves}, devices_of(plan, ring.axes))
-    old = sent.collectives[0]
-    at = next(i for i, c in enumerate(plan.collectives) if c is old)
-    new = ring_collectives(plan, sent, ring)
-    for c in new:
-        c.form = "pallas" if c.form == "ring" and found.choice == "pallas" else c.form
-    plan.collectives[at : at + 1] = new
-    plan.rings.sent.update(map(id, new))
+def _in_blocks(
+    plan: Plan, pair: Pair, choice: Choice, fused: FusedGather | FusedScatter | None, found: _Pairs
+) -> dict[Step, Step]:
+    """The steps of a pair, as they are where a ring or a kernel runs it."""
+    step = pair.step
+    new = [
+        replace(c, form="pallas") if c.form == "ring" and choice == "pallas" else c
+        for c in ring_collectives(plan, pair)
+    ]
+    collectives = (*new, *step.collectives[1:])
+    if isinstance(step, Reshard):
+        dots = tuple(RingDot(run.op, side, run.operands[1 - side], run.results[0]) for run, side in pair.dots)
+        assert not isinstance(fused, FusedScatter)
+        ring = GatherRing(pair.dim, pair.axes, dots, pair.keep, fused)
+        found.taken.update(run.op for run, _ in pair.dots)
+        changes: dict[Step, Step] = {run: replace(run, in_ring="gather") for run, _ in pair.dots}
+        return {**changes, step: replace(step, collectives=collectives, ring=ring)}
+    leaves = {run.results[0]: d for run, d in pair.dots}
+    assert not isinstance(fused, FusedGather)
+    terms = ReduceRing(pair.dim, pair.axes, tuple(leaves.items()), devices_of(plan.torus, pair.axes), fused)
+    changes = {step: replace(step, collectives=collectives, ring=terms)}
+    todo = [step.source]
+    while todo:
+        shard = todo.pop()
+        run = found.maker[shard]
+        changes[run] = replace(run, in_ring="reduce")
+        if shard not in leaves:
+            todo += run.reads
+    return changes
 
 
-def _pend(plan: Plan, value: Value, leaves: set[int], parts: int) -> None:
-    plan.rings.pending.add(id(value))
-    plan.rings.parts[id(value)] = parts
-    if value.op is not None and id(value.op) not in leaves:
-        for v in value.op.ins:
-            if v is not None:
-                _pend(plan, v, leaves, parts)
-
-
-def ring_collectives(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing) -> list[Collective]:
-    """What is sent instead of one collective: its minor stages as before, the major one hop by hop."""
-    from meshpar_kernels.collective_matmul.schedule import gather_hops
-
-    old = sent.collectives[0]
-    devices = devices_of(plan, ring.axes)
-    minor = math.prod(plan.sizes[a] for a in ring.axes) // devices
-    gather = isinstance(ring, GatherRing)
-    spec: Spec = sent.need if gather else sent.have
-    shape = local_shape(ring.value.shape, spec, plan.sizes)
+def ring_collectives(plan: Plan, pair: Pair) -> list[Collective]:
+    """What is sent instead of the one collective: its minor stages as before, the major one hop by hop."""
+    old = pair.step.collectives[0]
+    devices = devices_of(plan.torus, pair.axes)
+    minor = parts_of(pair.axes, plan.sizes) // devices
+    spec = pair.step.result.spec if pair.gather else pair.step.source.spec
+    shape = local_shape(pair.value.shape, spec, plan.sizes)
     size = old.bytes * (devices * minor) / (devices * minor - 1)  # of the whole array on a device
-    rows = shape[ring.dim] // devices
+    rows = shape[pair.dim] // devices
     out = []
     for h in gather_hops(devices, rows):
-        hop = _like(old, "collective-permute", size * h.rows / shape[ring.dim], "ring")
-        hop.count = None if sent.count is None else sent.count * h.count
+        sent, seconds = size * h.rows / shape[pair.dim], None
         if plan.chip is not None:
-            both = hop_seconds(hop.bytes, major_of(plan, ring.axes)[0], plan.chip)
-            hop.seconds = both / min(2, devices - 1)
-        out.append(hop)
+            seconds = hop_seconds(sent, major_of(plan.torus, pair.axes)[0], plan.chip) / min(2, devices - 1)
+        count = None if old.count is None else old.count * h.count
+        out.append(_like(old, "collective-permute", sent, "ring", seconds, count=count))
     if minor > 1:
-        inner = [s for a in ring.axes for s in plan.torus[a] if s.size > 1][1:]
+        inner = [s for a in pair.axes for s in plan.torus[a] if s.size > 1][1:]
         form: Form = "staged" if old.op == "reduce-scatter" else "native"
-        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), form)
-        part.first = 1
-        if plan.chip is not None:
-            part.seconds = seconds_of(old.op, size / devices, inner, plan.chip, part.form)
-        out = [part, *out] if gather else [*out, part]
+        seconds = None if plan.chip is None else seconds_of(old.op, size / devices, inner, plan.chip, form)
+        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), form, seconds, first=1)
+        out = [part, *out] if pair.gather else [*out, part]
     return out
 
 
-def _like(old: Collective, op: CollectiveOp, size: float, form: Form) -> Collective:
-    return Collective(
-        op, old.axes, old.tensor, old.dims, old.shape, old.dtype, size, old.count, old.cause, old.origin, form=form
-    )
+def _like(
+    old: Collective, op: CollectiveOp, size: float, form: Form, seconds: float | None, **other: Any
+) -> Collective:
+    return replace(old, op=op, bytes=size, form=form, why="", seconds=seconds, **other)
+
+
+def fused_of(plan: Plan, pair: Pair, stages: Sequence[Stage]) -> FusedGather | FusedScatter | str:
+    """The call of the fused kernel (TPU: remote DMA while the matrix unit runs) for a pair, or why there is none.
+
+    Args:
+      stages: of the torus, over which its ring goes: one, or none where nothing is sent.
+    """
+    if not stages:
+        return "nothing is sent"
+    if not interpreting():
+        if plan.chip is None:
+            return "it is for TPUs, and the mesh names none"
+        if not plan.chip.torus:
+            return f"it is for TPUs, and {plan.chip.name} is none"
+    if stages[0].dim == "slice":
+        return "remote DMA does not leave a slice"
+    devices = stages[0].size
+    made = _fused_gather(plan, pair, devices) if pair.gather else _fused_scatter(plan, pair, devices)
+    return "; ".join(made.reasons) if not isinstance(made, str) and made.reasons else made
+
+
+def dot_of(op: Op, side: int) -> Dot:
+    """A product as the kernels take it."""
+    p = op.eqn.params
+    (lc, rc), (lb, rb) = p["dimension_numbers"]
+    numbers = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
+    return Dot(numbers, side, p["precision"], p["preferred_element_type"])
+
+
+def _operand(plan: Plan, run: Run, side: int) -> jax.ShapeDtypeStruct | None:
+    """An operand as a device has it for the product; None: it is a constant."""
+    value, shard = run.op.ins[side], run.operands[side]
+    if value is None or shard is None:
+        return None
+    return jax.ShapeDtypeStruct(local_shape(value.shape, shard.spec, plan.sizes), value.aval.dtype)
+
+
+def _fused_gather(plan: Plan, pair: Pair, devices: int) -> FusedGather | str:
+    others = [_operand(plan, run, 1 - side) for run, side in pair.dots]
+    found = [x for x in others if x is not None]
+    shape = list(local_shape(pair.value.shape, pair.step.result.spec, plan.sizes))
+    if len(found) < len(others) or shape[pair.dim] % devices:
+        return "an operand is a constant, or a block is not whole"
+    shape[pair.dim] //= devices
+    x = jax.ShapeDtypeStruct(tuple(shape), pair.value.aval.dtype)
+    return FusedGather(x, found, [dot_of(run.op, side) for run, side in pair.dots], pair.dim, devices, pair.keep)
+
+
+def _fused_scatter(plan: Plan, pair: Pair, devices: int) -> FusedScatter | str:
+    operands = [(_operand(plan, run, 0), _operand(plan, run, 1)) for run, _ in pair.dots]
+    found = [(a, b) for a, b in operands if a is not None and b is not None]
+    if len(found) < len(operands):
+        return "an operand is a constant"
+    if len(operands) > 1 and _transposed(pair):
+        return "the products of the sum are transposed before they are added"
+    dots, dims = [dot_of(run.op, 0) for run, _ in pair.dots], [d for _, d in pair.dots]
+    dtype: Any = pair.value.aval.dtype
+    return FusedScatter(found, dots, dims, devices, dtype, dtype)
+
+
+def _transposed(pair: Pair) -> bool:
+    """Whether a transpose stands between the products and their sum."""
+    leaves = {run.op for run, _ in pair.dots}
+    todo: list[Op | None] = [pair.value.op]
+    while todo:
+        op = todo.pop()
+        if op is None or op in leaves:
+            continue
+        if op.name == "transpose":
+            return True
+        todo += [v.op for v in op.ins if v is not None]
+    return False

@@ -13,70 +13,120 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from ..cost.fusion import PRODUCTS, itemsize
-from ..plan.collectives import local_bytes
+from ..compat.quirks import LARGE
+from ..cost.fusion import PRODUCTS
+from ..plan.plan import Plan
+from ..plan.spec import itemsize, local_bytes
+from ..plan.steps import (
+    Barrier,
+    Body,
+    Reduce,
+    Reshard,
+    Run,
+    Shard,
+    Step,
+    in_order,
+    is_floating,
+    rewritten,
+)
 from ..program.ir import Frame, Op, Value
-
-if TYPE_CHECKING:
-    from ..plan.plan import Plan
 
 ADDS = frozenset({"add", "add_any"})
 HEAVY = PRODUCTS | {"kernel", "pallas_call"}
-LARGE = 2**24
-"""Bytes of operands on a device from which on it matters how long they are held."""
 
 
-class Order:
-    """Which products wait for what, and the order of ops that follows.
+def schedule(plan: Plan) -> Plan:
+    """Put the products of every body in an order in which nothing large waits for long; barriers hold it."""
+    found = _Schedule(plan)
+    if not found.after:
+        return plan
+    orders = {frame: body.in_order(found.after) for frame, body in found.bodies.items()}
+
+    def change(body: Body) -> Body:
+        waits = [op for op in body.frame.ops if op in found.after]
+        if not waits or body.frame not in orders:
+            return body
+        steps: list[Step] = []
+        for step in body.steps:
+            if isinstance(step, Run) and step.op in found.after and step.in_ring != "gather" and not is_floating(step):
+                sources = tuple(dict.fromkeys(step.reads))
+                results = {s: Shard(s.value, s.spec, s.partial, s.kind) for s in sources}
+                after = tuple(plan.placements[v].made for v in found.after[step.op])
+                steps.append(Barrier(step.op, sources, tuple(results.values()), after))
+                step = replace(step, operands=tuple(None if s is None else results[s] for s in step.operands))
+            steps.append(step)
+        place = {op: k for k, op in enumerate(orders[body.frame])}
+        return replace(body, steps=in_order(_by_op(steps, place), body.outputs))
+
+    return replace(plan, body=rewritten(plan.body, change))
+
+
+def _by_op(steps: Sequence[Step], place: Mapping[Op, int]) -> list[Step]:
+    """Steps in the order of their ops; what follows from an op behind it."""
+    of: dict[Shard, int] = {}
+    keys: list[int] = []
+    now = -1
+    for step in steps:
+        if isinstance(step, Reshard | Reduce) and not is_floating(step):
+            now = of.get(step.source, now)
+        elif step.op in place:
+            now = place[step.op]
+        keys.append(now)
+        of.update((s, now) for s in step.makes)
+    return [steps[k] for k in sorted(range(len(steps)), key=lambda k: keys[k])]
+
+
+class _Schedule:
+    """Which products wait for what.
 
     Attributes:
-      after: by ``id`` of a product: the values that must be there before it is made, as their ops leave them (a partial sum
-        unsettled).
-      awaited: ids of these values.
+      after: for a product, the values that must be there before it is made, as their ops leave them (a sum unreduced).
+      bodies: the frames that have products.
     """
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.after: dict[int, list[Value]] = {}
-        frames = {id(op.frame): op.frame for op in plan.program.root.walk() if op.name in PRODUCTS}
-        bodies = {i: _Body(frame) for i, frame in frames.items()}
-        self._scatters_wait(bodies)
-        for body in bodies.values():
+        self.after: dict[Op, list[Value]] = {}
+        frames = dict.fromkeys(op.frame for op in plan.program.root.walk() if op.name in PRODUCTS)
+        self.bodies = {frame: _Body(frame) for frame in frames}
+        self.pending = {
+            s.value
+            for step in plan.body.walk()
+            if isinstance(step, Run) and step.in_ring == "reduce"
+            for s in step.results
+        }
+        self._scatters_wait()
+        for body in self.bodies.values():
             self._none_is_left_behind(body)
-        waiting = [f for i, f in frames.items() if any(id(op) in self.after for op in f.ops)]
-        self._ordered = {id(f): bodies[id(f)].in_order(self.after) for f in waiting}
-        self.awaited = {id(v) for values in self.after.values() for v in values}
 
-    def ops(self, frame: Frame) -> list[Op]:
-        """The ops of a body, each after what it waits for."""
-        return self._ordered.get(id(frame), frame.ops)
-
-    def _scatters_wait(self, bodies: Mapping[int, _Body]) -> None:
-        readers: dict[tuple[int, int], list[Op]] = {}  # (frame, value) → products of it with a large gathered operand
-        for sent in self.plan.sent:
-            if sent.collectives[0].op != "all-gather" or self._bytes(sent.value, sent.need) < LARGE:
+    def _scatters_wait(self) -> None:
+        readers: dict[tuple[Frame, Value], list[Op]] = {}  # products of a value with a large gathered operand
+        for step, users in _gathers(self.plan.body):
+            value = step.source.value
+            if self._bytes(step.result) < LARGE:
                 continue
-            for op in sent.users:
-                if op.name in PRODUCTS and op.frame is sent.frame:
-                    for v in op.ins:
-                        if v is not None and v is not sent.value:
-                            readers.setdefault((id(sent.frame), id(v)), []).append(op)
-        for sent in self.plan.sent:
-            if sent.users or sent.collectives[0].op != "reduce-scatter":
+            for op in users:
+                for v in op.ins:
+                    if v is not None and v is not value:
+                        readers.setdefault((op.frame, v), []).append(op)
+        for step in self.plan.body.walk():
+            if not isinstance(step, Reduce) or not step.scatters or not step.collectives:
                 continue
-            for op in self._products(sent.value):
-                body = bodies[id(op.frame)]
-                found = [r for v in op.ins if v is not None for r in readers.get((id(op.frame), id(v)), ())]
-                found = [r for r in found if body.position[id(r)] > body.operands_at(op)]
+            for op in self._products(step.source.value):
+                body = self.bodies[op.frame]
+                found = [r for v in op.ins if v is not None for r in readers.get((op.frame, v), ())]
+                found = [r for r in found if body.position[r] > body.operands_at(op)]
                 ends = [body.sum_of(r.outs[0]) for r in found]
-                mine = body.follows(op, waits=True) if ends else set()
-                free = [v for v in ends if v.op is not None and id(v.op) not in mine and self._is_made(v)]
-                if free and not body.heavy_after(op):
-                    last = max(free, key=lambda v: body.position[id(v.op)])
-                    self._wait(body, op, last)
+                ends = [v for v in ends if v.op is not None and self._is_made(v)]
+                if not ends or body.heavy_after(op):
+                    continue
+                mine = body.follows(op)
+                free = [v for v in ends if v.op not in mine]
+                if free:
+                    self._wait(body, op, max(free, key=lambda v: body.position[v.op]))  # type: ignore[index]
 
     def _none_is_left_behind(self, body: _Body) -> None:
         left: list[tuple[Op, int]] = []  # products from which no other follows, and how many have come since
@@ -93,33 +143,55 @@ class Order:
             left = [(o, n) for o, n in left if n <= 1]
 
     def _wait(self, body: _Body, op: Op, value: Value) -> None:
-        self.after.setdefault(id(op), []).append(value)
-        body.waiting.setdefault(id(value), []).append(op)
+        self.after.setdefault(op, []).append(value)
+        body.waiting.setdefault(value, []).append(op)
 
     def _is_made(self, value: Value) -> bool:
-        """Whether a value is there as its op leaves it: not what is made block by block when it is settled."""
-        return id(value) not in self.plan.rings.pending and id(value) not in self.plan.generated
+        """Whether a value is there as its op leaves it: not what is made block by block when it is reduced."""
+        placed = self.plan.placements.get(value)
+        return placed is not None and not placed.made.data_free and value not in self.pending
 
     def _products(self, value: Value) -> list[Op]:
-        """The products that a partial sum consists of."""
+        """The products that an unreduced sum consists of."""
         op = value.op
         if op is None:
             return []
         if op.name in PRODUCTS:
             return [op]
-        if id(value) not in self.plan.passed:
+        run = self.plan.runs.get(op)
+        if run is None or not any(s.partial for s in run.reads):
             return []
         return [found for v in op.ins if v is not None for found in self._products(v)]
 
-    def _bytes(self, value: Value, spec: tuple[tuple[str, ...], ...]) -> float:
-        return local_bytes(value.shape, itemsize(value.aval), spec, self.plan.sizes)
+    def _bytes(self, shard: Shard) -> float:
+        return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, self.plan.sizes)
 
     def _operands(self, op: Op) -> float:
-        planned = self.plan.ops.get(id(op))
-        if planned is None:
-            return 0.0
-        pairs = zip(op.ins, planned.ins, strict=True)
-        return math.fsum(self._bytes(v, spec) for v, spec in pairs if v is not None and spec is not None)
+        run = self.plan.runs.get(op)
+        return 0.0 if run is None else math.fsum(map(self._bytes, run.reads))
+
+
+def _gathers(body: Body) -> Iterator[tuple[Reshard, list[Op]]]:
+    """The gathers of every body that products of the same frame read, with these products."""
+    users: dict[Shard, list[Op]] = {}
+    found: list[Reshard] = []
+    for step in body.steps:
+        for inner in step.bodies:
+            yield from _gathers(inner)
+        if (
+            isinstance(step, Reshard)
+            and step.copy
+            and next((m.op for m in step.path if m.op != "slice"), "") == "all-gather"
+        ):
+            found.append(step)
+            users[step.result] = []
+            if step.ring is not None:
+                users[step.result] += [dot.op for dot in step.ring.dots if dot.op.frame is body.frame]
+        elif isinstance(step, Run) and step.op.name in PRODUCTS and step.in_ring != "gather":
+            for shard in step.reads:
+                if shard in users:
+                    users[shard].append(step.op)
+    yield from ((step, users[step.result]) for step in found)
 
 
 class _Body:
@@ -127,52 +199,53 @@ class _Body:
 
     def __init__(self, frame: Frame):
         self.frame = frame
-        self.ops = {id(op): op for op in frame.ops}
-        self.position = {id(op): k for k, op in enumerate(frame.ops)}
-        self.maker = {id(v): op for op in frame.ops for v in _makes(op)}
-        self.users: dict[int, list[Op]] = {}
-        self.waiting: dict[int, list[Op]] = {}
-        for op in frame.ops:
-            for v in _reads(op):
-                self.users.setdefault(id(v), []).append(op)
+        self.position = {op: k for k, op in enumerate(frame.ops)}
+        self.maker = {v: op for op in frame.ops for v in _makes(op)}
+        self.reads = {op: _reads(op) for op in frame.ops}
+        self.users: dict[Value, list[Op]] = {}
+        self.waiting: dict[Value, list[Op]] = {}
+        for op, values in self.reads.items():
+            for v in values:
+                self.users.setdefault(v, []).append(op)
+        self._heavy: dict[Op, bool] = {}
+        for op in reversed(frame.ops):
+            users = [u for v in _makes(op) for u in self.users.get(v, ()) if u is not op]
+            self._heavy[op] = any(u.name in HEAVY or u.frames or self._heavy[u] for u in users)
 
-    def follows(self, op: Op, waits: bool = False) -> set[int]:
-        """Ids of the ops that follow from an op, itself among them; ``waits``: those that wait for one of these too."""
-        found, todo = {id(op)}, [op]
+    def follows(self, op: Op) -> set[Op]:
+        """The ops that follow from an op, or wait for one of these, itself among them."""
+        found, todo = {op}, [op]
         while todo:
             for out in _makes(todo.pop()):
-                for user in (*self.users.get(id(out), ()), *(self.waiting.get(id(out), ()) if waits else ())):
-                    if id(user) not in found:
-                        found.add(id(user))
+                for user in (*self.users.get(out, ()), *self.waiting.get(out, ())):
+                    if user not in found:
+                        found.add(user)
                         todo.append(user)
         return found
 
     def operands_at(self, op: Op) -> int:
         """The place of the last op that makes an operand of an op."""
-        makers = (self.maker.get(id(v)) for v in op.ins if v is not None)
-        return max((self.position[id(m)] for m in makers if m is not None), default=-1)
+        makers = (self.maker.get(v) for v in op.ins if v is not None)
+        return max((self.position[m] for m in makers if m is not None), default=-1)
 
     def heavy_after(self, op: Op) -> bool:
         """Whether a product, an opaque kernel or a loop follows from an op."""
-        others = (self.ops[k] for k in self.follows(op) if k != id(op))
-        return any(o.name in HEAVY or o.frames for o in others)
+        return self._heavy[op]
 
     def sum_of(self, value: Value) -> Value:
         """The sum that a value is only a term of."""
-        while len(users := self.users.get(id(value), ())) == 1 and users[0].name in ADDS:
+        while len(users := self.users.get(value, ())) == 1 and users[0].name in ADDS:
             value = users[0].outs[0]
         return value
 
-    def in_order(self, after: Mapping[int, list[Value]]) -> list[Op]:
+    def in_order(self, after: Mapping[Op, list[Value]]) -> list[Op]:
         """The ops: those that wait, and what follows from them, behind what they wait for, else in their order."""
-        if not any(i in after for i in self.ops):
-            return self.frame.ops
+        ops = self.frame.ops
+        if not any(op in after for op in ops):
+            return ops
         made = self.maker
-        needed = [
-            {id(made[id(v)]) for v in (*_reads(op), *after.get(id(op), ())) if id(v) in made} - {id(op)}
-            for op in self.frame.ops
-        ]
-        followers: dict[int, list[int]] = {}
+        needed = [{made[v] for v in (*self.reads[op], *after.get(op, ())) if v in made} - {op} for op in ops]
+        followers: dict[Op, list[int]] = {}
         for k, makers in enumerate(needed):
             for i in makers:
                 followers.setdefault(i, []).append(k)
@@ -180,13 +253,13 @@ class _Body:
         free = [k for k, n in enumerate(left) if not n]
         out: list[Op] = []
         while free:  # the first one of those that can
-            op = self.frame.ops[heapq.heappop(free)]
+            op = ops[heapq.heappop(free)]
             out.append(op)
-            for k in followers.get(id(op), ()):
+            for k in followers.get(op, ()):
                 left[k] -= 1
                 if not left[k]:
                     heapq.heappush(free, k)
-        assert len(out) == len(self.frame.ops), "products that wait for each other"
+        assert len(out) == len(ops), "products that wait for each other"
         return out
 
 
@@ -197,11 +270,11 @@ def _makes(op: Op) -> list[Value]:
 
 def _reads(op: Op) -> list[Value]:
     """What an op reads from its frame; the bodies of calls, that of values outside."""
-    found = {id(v): v for v in op.ins if v is not None}
+    found = {v: None for v in op.ins if v is not None}
     for frame in op.frames:
         for inner in frame.walk():
-            found.update((id(v), v) for v in inner.ins if v is not None)
+            found.update((v, None) for v in inner.ins if v is not None)
         for var in frame.jaxpr.outvars:
             if not hasattr(var, "val"):
-                found[id(frame.env[var])] = frame.env[var]
-    return list(found.values())
+                found[frame.env[var]] = None
+    return list(found)

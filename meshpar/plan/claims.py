@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..layout import SCOPES, Layout, Spec, claim
 from ..program.ir import Op, Program, Value
 from ..rules import ELEMENTWISE, OpRule
 
 Names = tuple[str, ...]
+MOST_TRIED = 512
 
 
 class Claims:
@@ -20,12 +21,13 @@ class Claims:
         self.program, self.layout, self.sizes = program, layout, sizes
         self.scoped = any(r.scope is not None for r in layout.rules)
         self.scopes = _scopes(program, layout) if self.scoped else {}
-        self.refused: dict[int, tuple[Value, int, int]] = {}
+        self.refused: dict[Value, tuple[Value, int, int]] = {}
+        self.notes: list[str] = []
         self._by_nodes: dict[object, Spec] = {}
         self._memo: dict[object, tuple[tuple[tuple[str, ...], ...], dict[int, int]]] = {}
 
     def scopes_of(self, value: Value) -> tuple[str, ...]:
-        return self.scopes.get(id(value), ())
+        return self.scopes.get(value, ())
 
     def items(self, items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]):
         """Memoised :func:`meshpar.layout.claim`."""
@@ -53,7 +55,7 @@ class Claims:
             return found
         axes, refused = self.items(self.value_items(value), self.scopes_of(value))
         for i, rule in refused.items():
-            self.refused.setdefault(id(value), (value, i, rule))
+            self.refused.setdefault(value, (value, i, rule))
         if plain:
             self._by_nodes[value.nodes, value.shape] = axes
         return axes
@@ -140,7 +142,7 @@ class Claims:
 
         axes = self._claimed(rule, items, scopes)
         if cost is not None and self.layout.resolve == "cost":
-            axes = self._cheapest(items, scopes, axes, lambda choice: cost(linked(choice)))
+            axes = self._cheapest(op, items, scopes, axes, lambda choice: cost(linked(choice)))
         return blocks_only(rule, linked(axes), self.sizes)
 
     def _claimed(
@@ -165,8 +167,14 @@ class Claims:
                 axes[f] = got[f]
         return axes
 
-    def _cheapest(self, items, scopes, first: list[tuple[str, ...]], cost) -> list[tuple[str, ...]]:
-        """Try every choice of one factor (or none) for every axis that several want; keep the first claims on a tie."""
+    def _cheapest(
+        self, op: Op, items: Sequence[tuple[Names, int]], scopes: tuple[str, ...], first: list[tuple[str, ...]],
+        cost: Callable[[list[tuple[str, ...]]], float],
+    ) -> list[tuple[str, ...]]:  # fmt: skip
+        """Try every choice of one factor (or none) for every axis that several want; keep the first claims on a tie.
+
+        Where there are more than :data:`MOST_TRIED` choices, axes are tried one after the other instead, and a note says so.
+        """
         wants: dict[str, list[int]] = {}
         for i, (names, size) in enumerate(items):
             if size == 1:
@@ -176,10 +184,21 @@ class Claims:
                     if i not in wants.setdefault(a, []):
                         wants[a].append(i)
         contested = {a: who for a, who in wants.items() if self.sizes.get(a, 1) > 1}
-        if all(len(who) == 1 for who in contested.values()) or math.prod(len(w) + 1 for w in contested.values()) > 512:
+        if all(len(who) == 1 for who in contested.values()):
             return first
+        choices: Iterable[tuple[int | None, ...]]
+        choices = itertools.product(*([*who, None] for who in contested.values()))
+        every = math.prod(len(w) + 1 for w in contested.values())
+        if every > MOST_TRIED:
+            start = tuple(next((i for i, ax in enumerate(first) if a in ax), None) for a in contested)
+            choices = (
+                (*start[:k], i, *start[k + 1 :]) for k, who in enumerate(contested.values()) for i in (*who, None)
+            )
+            note = f"{op.name} at {op.source}: of {every} ways to split it only those in which one axis goes elsewhere were tried"
+            if note not in self.notes:
+                self.notes.append(note)
         best, least = first, cost(first)
-        for choice in itertools.product(*([*who, None] for who in contested.values())):
+        for choice in choices:
             axes: list[tuple[str, ...]] = [()] * len(items)
             for a, i in zip(contested, choice, strict=True):
                 if i is not None:
@@ -235,22 +254,22 @@ def spec_of(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> S
     return tuple(tuple(a for f in factors for a in axes[f]) for factors in dims)
 
 
-def _scopes(program: Program, layout: Layout) -> dict[int, tuple[str, ...]]:
+def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
     """The scopes of every value: those of the inputs and outputs, spread over elementwise ops to values without any.
 
     Optimizer state spreads through any op all of whose arrays are in its scope (factored moments, Newton-Schulz).
     """
-    seeds: dict[int, tuple[str, ...]] = {}
+    seeds: dict[Value, tuple[str, ...]] = {}
     for value in (*program.inputs, *program.outputs):
         if value.path is not None and value.shape:
-            seeds[id(value)] = tuple({*seeds.get(id(value), ()), *layout.scopes_of(value.path, value.kind)})
-    links: dict[int, list[int]] = {}
-    through: list[tuple[list[int], list[int]]] = []
+            seeds[value] = tuple({*seeds.get(value, ()), *layout.scopes_of(value.path, value.kind)})
+    links: dict[Value, list[Value]] = {}
+    through: list[tuple[list[Value], list[Value]]] = []
 
     def link(a: Value | None, b: Value | None) -> None:
         if a is not None and b is not None and a is not b and a.shape and b.shape:
-            links.setdefault(id(a), []).append(id(b))
-            links.setdefault(id(b), []).append(id(a))
+            links.setdefault(a, []).append(b)
+            links.setdefault(b, []).append(a)
 
     for op in program.root.walk():
         if op.frames:
@@ -261,11 +280,11 @@ def _scopes(program: Program, layout: Layout) -> dict[int, tuple[str, ...]]:
                     if v is not None and (op.rule is not None or v.shape == out.shape):
                         link(v, out)
         else:
-            ins = [id(v) for v in op.ins if v is not None and v.shape]
+            ins = [v for v in op.ins if v is not None and v.shape]
             if ins:
-                through.append((ins, [id(v) for v in op.outs if v.shape]))
-    owned = {id(v) for v in (*program.inputs, *program.outputs) if v.kind is not None or seeds.get(id(v))}
-    found: dict[int, set[str]] = {i: set(s) for i, s in seeds.items() if s}
+                through.append((ins, [v for v in op.outs if v.shape]))
+    owned = {v for v in (*program.inputs, *program.outputs) if v.kind is not None or seeds.get(v)}
+    found: dict[Value, set[str]] = {i: set(s) for i, s in seeds.items() if s}
     changed = True
     while changed:
         changed = False

@@ -1,9 +1,8 @@
-"""Collectives: what a plan records of each, what they send, and what settling a partial sum sends."""
+"""Collectives: what a plan records of each, and how an unreduced value is reduced."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..layout import Spec
 from ..program.ir import Op
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Collective:
     """One collective of a plan.
 
@@ -62,55 +61,33 @@ class Collective:
         """The user's line, ``file.py:12 (function)``; looked up when asked for, since that takes longer than planning."""
         return self.origin.source if self.origin is not None else ""
 
-    @property
-    def place(self) -> tuple[int, tuple[int, ...]]:
-        """Where in the program: (the equation's identity, the shape)."""
-        return (0 if self.origin is None else id(self.origin.eqn)), self.shape
-
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("origin", "first")}
         return {**values, "source": self.source}
 
 
-def local_bytes(shape: Sequence[int], itemsize: float, spec: Spec, sizes: Mapping[str, int]) -> float:
-    """Bytes of one shard; uneven shards rounded up."""
-    return itemsize * math.prod(local_shape(shape, spec, sizes))
-
-
-def local_shape(shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of one shard; uneven shards rounded up."""
-    if spec is None:
-        return tuple(shape)
-    return tuple(-(-n // math.prod(sizes[a] for a in axes)) for n, axes in zip(shape, spec, strict=True))
-
-
-def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
-    """Bytes a device sends: ``volume`` is the gathered array (all-gather), else the local operand."""
-    if op == "collective-permute":
-        return volume
-    share = volume * (group - 1) / group
-    return 2 * share if op == "all-reduce" else share
-
-
-def volume_of(collective: Collective, sizes: Mapping[str, int]) -> float:
-    """The V of :func:`seconds_of`, from the bytes on the wire."""
-    group = math.prod(sizes[a] for a in collective.axes)
+def volume_of(op: CollectiveOp, sent: float, group: int) -> float:
+    """The V of :func:`meshpar.hardware.collective_time.seconds_of`, from the bytes that each device of a group sends."""
     if group == 1:
         return 0.0
-    if collective.op == "collective-permute":
-        return collective.bytes
-    operand = collective.bytes * group / (group - 1)
-    if collective.op == "all-reduce":
+    if op == "collective-permute":
+        return sent
+    operand = sent * group / (group - 1)
+    if op == "all-reduce":
         return operand / 2
-    return operand * group if collective.op == "all-to-all" else operand
+    return operand * group if op == "all-to-all" else operand
 
 
-def settlement(
+def scatters_of(
     have: Spec, rest: Spec, axes: Sequence[str], kind: str
 ) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
-    """How a partial value is settled: (dim → axes over which it is reduce-scattered, axes over which it is all-reduced).
+    """How an unreduced value is reduced: (dim → axes over which it is reduce-scattered, axes over which it is all-reduced).
 
     A sum is scattered over the axes that its layout puts next on a dim.
+
+    Args:
+      have, rest: the spec in which it is unreduced, and the one in which it rests.
+      axes: over which it is unreduced; kind: how its terms combine.
     """
     held = [list(entry) for entry in have]
     place = {a: i for i, entry in enumerate(rest) for a in entry}

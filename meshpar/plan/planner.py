@@ -1,59 +1,67 @@
-"""Making a plan: one walk over the program, op by op, that brings values into place and notes what that sends."""
+"""Making a plan: one walk over the program, op by op, that writes down the steps of every device."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-from ..compat.jax import user_stacklevel
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from ..compat.jax import body_consts, scan_counts, user_stacklevel
+from ..cost.algorithm import form_for
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, UnknownDimError, UnsupportedError
+from ..hardware.chips import CHIPS, Chip, CollectiveOp, chip_of
+from ..hardware.collective_time import seconds_of
+from ..hardware.topology import Torus, torus_of, torus_of_slices
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error, to_partition_spec
-from ..passes.overlap import decide
-from ..passes.price import price
+from ..mesh import parse_topology
 from ..program.ir import Frame, Op, Program, Value
 from ..rules import LINEAR, SCALINGS
-from ..rules.rule import Kind
-from .claims import blocks_only, spec_of
-from .collectives import (
-    local_bytes,
-    wire_bytes,
-)
-from .control_flow import HANDLERS, Accumulation, accumulate, call
-from .moving import Moving, itemsize, plus
-from .plan import Held, OpPlan, Plan
+from ..rules.rule import REDUCTIONS, Kind, Send
+from .claims import Claims, Names, blocks_only, spec_of
+from .collectives import Collective, reduces, scatters_of, volume_of
+from .plan import Held, Placement, Plan
 from .reshape import reshape_axes
+from .resharding import Move, reshard, reshard_bytes
+from .spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit, wire_bytes
+from .steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Scatter, Shard, Step, in_order
+
+OPAQUE = frozenset({"pallas_call", "ffi_call", "custom_call", "tpu_custom_call", "mosaic_gpu_call"})
+IDENTITIES = frozenset({"name_dims", "rename_dims", "place", "sharding_constraint"})
+
+Axes = list[tuple[str, ...]]
+"""Of every factor of an op, the axes that split it."""
 
 
-def make_plan(
+def planned(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
-    topology: str | None = None, donated: Iterable[int] = (), overlap: str = "off",
+    topology: str | None = None, donated: frozenset[int] = frozenset(),
 ) -> Plan:  # fmt: skip
-    """Plan a program under a layout on a mesh.
+    """Plan a program under a layout on a mesh, before any pass.
 
     Args:
       strict: two names for one dim are an error instead of a warning.
       init: the program makes the state, so it need not have the dims of the batch.
       topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may take.
-      overlap: how gathers before products and scatters after them are made: :data:`meshpar.passes.overlap.MODES`.
 
     Raises:
-      UnsupportedError: an ``overlap`` that does not exist.
-      UnknownAxisError, UnknownDimError, DivisibilityError, JoinError.
+      UnknownAxisError, UnknownDimError, DivisibilityError, JoinError, UnsupportedError.
     """
     layout.check_axes(mesh)
     _check_dims(program, layout, init)
     _check_joins(program, strict)
     axes = sorted((program.all_names() & set(mesh.shape)) - set(layout.dims))
-    plan = Planner(program, layout.with_first([Rule(a, (a,)) for a in axes]), mesh, topology).run()
-    plan.asked, plan.donated = layout, frozenset(donated)
-    decide(plan, overlap)
-    price(plan)
-    for a in axes:  # models that name axes in their metadata, as Flax allows
-        plan.notes.insert(0, f"`{a}` is called after an axis of the mesh and has no rule: it is taken as `{a}: {a}`")
-    return plan
+    named = layout.with_first([Rule(a, (a,)) for a in axes])  # models that name axes in their metadata, as Flax allows
+    notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is taken as `{a}: {a}`" for a in axes]
+    return _Planner(program, layout, named, mesh, topology, donated, notes).plan()
 
 
 def _check_dims(program: Program, layout: Layout, init: bool) -> None:
@@ -96,153 +104,306 @@ def _check_joins(program: Program, strict: bool) -> None:
     warnings.warn(text, JoinWarning, stacklevel=user_stacklevel())
 
 
-OPAQUE = frozenset({"pallas_call", "ffi_call", "custom_call", "tpu_custom_call", "mosaic_gpu_call"})
+@dataclass(eq=False, slots=True)
+class _Building:
+    """A body while it is planned.
+
+    Attributes:
+      groups: for every op, in order, its steps and those that follow from it; a step with bodies is made in the end.
+      floating: steps that stand where they are first read.
+      made: (value, spec) → its copy, or its shard where it is made from no data.
+    """
+
+    frame: Frame
+    groups: list[list[Step | Callable[[], Step]]] = field(default_factory=list)
+    floating: list[Step] = field(default_factory=list)
+    made: dict[tuple[Value, Spec], Shard] = field(default_factory=dict)
+
+    def body(self, inputs: Sequence[Shard], outputs: Sequence[Shard | None]) -> Body:
+        fixed = [s if isinstance(s, Step) else s() for group in self.groups for s in group]
+        return Body(
+            self.frame, tuple(inputs), in_order([*fixed, *self.floating], outputs), tuple(outputs), self.frame.trips
+        )
 
 
-class Planner(Moving):
-    """The walk: every op says where it needs its operands and where it leaves its results."""
+@dataclass(slots=True)
+class _LoopConst:
+    """What a loop only reads: the loop, the value outside, how often the loop runs, and the body that the loop stands in."""
 
-    def __init__(self, program: Program, layout: Layout, mesh: AnyMesh, topology: str | None = None):
-        super().__init__(program, layout, mesh, topology)
-        self.accumulating: dict[int, Accumulation] = {}  # carries that a loop only adds to
-        self.depth = 0  # of the loops around
+    loop: Op
+    outer: Value
+    count: int | None
+    around: _Building
+
+
+@dataclass(slots=True)
+class _Accumulation:
+    """A carry that a loop only adds to: ``carry + addend``, and nothing else reads either.
+
+    Attributes:
+      carry: the carry as the body sees it.
+      addend: what is added.
+      widened: the narrower value that ``addend`` was converted from, if it was.
+    """
+
+    carry: Value
+    addend: Value
+    widened: Value | None
+
+
+class _Planner:
+    """The walk.
+
+    Attributes:
+      at: the shard in which every value lies: unreduced as it was made, or where it rests. Of a value made from no data only the
+        spec counts.
+      free: values made from no data.
+      reduced_from: (op, names of its factors) whose split left a value unreduced.
+      groups: the group of the step that made a shard.
+      count: how often what is planned now runs; None: not known.
+      here: the body that is planned now.
+      depth: of the loops around.
+    """
+
+    def __init__(
+        self, program: Program, asked: Layout, layout: Layout, mesh: AnyMesh, topology: str | None,
+        donated: frozenset[int], notes: list[str],
+    ):  # fmt: skip
+        self.program, self.asked, self.layout, self.mesh, self.topology = program, asked, layout, mesh, topology
+        self.donated, self.notes = donated, notes
+        self.sizes = dict(mesh.shape)
+        self.torus: Torus
+        if topology is not None:
+            slices, kind, chips = parse_topology(topology)
+            self.torus = torus_of_slices(self.sizes, slices, kind, chips, CHIPS[kind].devices)
+        else:
+            self.torus = torus_of(mesh)
+        self.chip: Chip | None = chip_of(topology or mesh)
+        self.claims = Claims(program, layout, self.sizes)
+        self.at: dict[Value, Shard] = {}
+        self.free: set[Value] = set()
+        self.placements: dict[Value, Placement] = {}
+        self.reduced_from: dict[Value, tuple[Op, list[Names]]] = {}
+        self.groups: dict[Shard, list[Step | Callable[[], Step]]] = {}
+        self.group: list[Step | Callable[[], Step]] = []
+        self.factor_axes: dict[Op, Axes] = {}
+        self.consts: dict[Value, _LoopConst] = {}
+        self.hoisted: dict[Op, dict[Shard, None]] = {}
+        self.accumulating: dict[Value, _Accumulation] = {}
+        self.count: int | None = 1
+        self.depth = 0
+        self.here = _Building(program.root)
+        self.weights = {
+            tuple(map(program.unifier.find, v.nodes)): v.path for v in reversed(program.inputs) if v.kind == "params"
+        }
+        self._algorithms: dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[Any, str, float | None]] = {}
 
     # -- the walk
 
-    def run(self) -> Plan:
-        plan = self.plan
-        for value in self.program.inputs:
+    def plan(self) -> Plan:
+        program = self.program
+        inputs = [
+            self.made(Shard(program.root.env[v], unsplit(len(v.aval.shape)))) for v in program.closed.jaxpr.constvars
+        ]
+        held, kept = [], []
+        for value in program.inputs:
             spec = self.rest(value)
             self.check_divides(value)
-            self.now[id(value)] = spec
-            plan.inputs.append(self.held(value, spec, value.path or "", value.kind))
-        for var in self.program.closed.jaxpr.constvars:
-            self.whole(self.program.root.env[var])
-        self.frame(self.program.root)
-        for value in self.program.outputs:
-            if id(value) not in self.now and id(value) not in self.partial:
-                self.whole(value)
-            self.settle(value, None)
+            inputs.append(self.made(Shard(value, spec)))
+            held.append(self.held(value, spec))
+        here = self.here
+        self.ops(program.root)
+        outputs = []
+        for var, value in zip(program.root.jaxpr.outvars, program.outputs, strict=True):
+            if isinstance(var, Literal):
+                self.literal(value, var)
+            self.reduce(value)
             spec = self.rest(value)
             self.check_divides(value)
-            self.move(value, spec, None, f"the result {value.path} is kept so")
-            plan.out_specs.append(spec)
-            plan.outputs.append(self.held(value, spec, value.path or "", value.kind))
-        plan.specs, plan.generated = self.now, self.generated
+            if value in self.free:
+                shard = self.make(value, spec)
+            else:
+                self.group = []
+                here.groups.append(self.group)
+                shard = self.moved(value, spec, None, f"the result {value.path} is kept so")
+            outputs.append(shard)
+            kept.append(self.held(value, spec))
         for value, i, rule in self.claims.refused.values():
-            text = str(plan.layout.rules[rule])
-            dims = format_dims(self.program.dims(value))
-            note = f"`{text}` does not divide dim {i} of {list(value.shape)} ({dims}), which is left whole"
-            if note not in plan.notes:
-                plan.notes.append(note)
-        return plan
+            dims = format_dims(program.dims(value))
+            note = f"`{self.layout.rules[rule]}` does not divide dim {i} of {list(value.shape)} ({dims}), which is left whole"
+            if note not in self.notes:
+                self.notes.append(note)
+        self.notes += [n for n in self.claims.notes if n not in self.notes]
+        return Plan(
+            program, self.layout, self.asked, self.mesh, self.topology, self.torus, self.chip, self.donated,
+            here.body(inputs, outputs), self.placements, tuple(held), tuple(kept), tuple(self.notes),
+        )  # fmt: skip
 
-    def held(self, value: Value, spec: Spec, path: str, kind: str | None) -> Held:
-        return Held(path, format_dims(self.program.dims(value)), value.shape, str(value.aval.dtype),
-                    to_partition_spec(spec), local_bytes(value.shape, itemsize(value.aval), spec, self.sizes), kind)  # fmt: skip
+    def held(self, value: Value, spec: Spec) -> Held:
+        size = local_bytes(value.shape, itemsize(value.aval), spec, self.sizes)
+        return Held(value.path or "", self.program.dims(value), value.shape, str(value.aval.dtype),
+                    to_partition_spec(spec), size, value.kind)  # fmt: skip
 
     def check_divides(self, value: Value) -> None:
-        refused = self.claims.refused.get(id(value))
+        refused = self.claims.refused.get(value)
         if refused is None or value.annotation is None or value.annotation[refused[1]] is None:
             return
         _, i, rule = refused
         raise divisibility_error(
             path=value.path or "an input", shape=value.shape, dims=format_dims(value.annotation),
-            dim=str(value.annotation[i]), size=value.shape[i], rule=self.plan.layout.rules[rule], sizes=self.sizes,
+            dim=str(value.annotation[i]), size=value.shape[i], rule=self.layout.rules[rule], sizes=self.sizes,
             dtype=value.aval.dtype,
         )  # fmt: skip
 
-    def frame(self, frame: Frame) -> None:
-        before = self.count
-        if frame.trips is None:
-            self.count = None
-        elif self.count is not None:
-            self.count *= frame.trips
-        loop = frame.parent is not None and frame.parent.name == "scan"
+    def rest(self, value: Value) -> Spec:
+        return self.claims.value(value)
+
+    def made(self, shard: Shard) -> Shard:
+        """A value lies in a shard now."""
+        self.at[shard.value] = shard
+        self.groups[shard] = self.group
+        found = self.placements.get(shard.value)
+        if found is None or found.made.partial or found.made.spec != shard.spec:
+            self.placements[shard.value] = Placement(shard if found is None else found.made, shard)
+        return shard
+
+    @contextmanager
+    def inside(self, frame: Frame, around: Op | None = None) -> Iterator[_Building]:
+        """What is planned in this context belongs to the body of a frame."""
+        outer, count = self.here, self.count
+        self.here = _Building(frame)
+        self.count = None if frame.trips is None or count is None else count * frame.trips
+        loop = around is not None and around.name == "scan"
         self.depth += loop
-        for var in frame.jaxpr.constvars:
-            if id(frame.env[var]) not in self.now:
-                self.whole(frame.env[var])
+        try:
+            yield self.here
+        finally:
+            self.depth -= loop
+            self.here, self.count = outer, count
+
+    def ops(self, frame: Frame, consts: Sequence[Any] = ()) -> None:
+        """Plan the ops of a frame, in order."""
+        for var, const in zip(frame.jaxpr.constvars, consts, strict=False):
+            self.constant(frame.env[var], unsplit(len(var.aval.shape)), const)
         for op in frame.ops:
+            self.group = []
+            self.here.groups.append(self.group)
             if op.frames:
-                HANDLERS.get(op.name, call)(self, op)
+                group = self.group
+                step = _CONTROL.get(op.name, _Planner.call)(self, op, group)
+                group.insert(0, step)
+            elif op.name == "optimization_barrier":
+                self.barrier(op)
             elif op.name in IDENTITIES:
-                self.named(op)
+                self.identity(op)
             elif op.rule is None:
                 self.elementwise(op)
             else:
                 self.by_rule(op)
-            if (
-                not op.frames
-                and op.name != "random_bits"
-                and all(v is None or id(v) in self.generated for v in op.ins)
-                and not any(id(v) in self.partial for v in op.outs)
-            ):
-                self.generated.update(map(id, op.outs))
-        self.count = before
-        self.depth -= loop
+
+    def is_free(self, op: Op) -> bool:
+        """Whether an op follows from no data, so that each device makes the part of its results that it needs."""
+        free = all(v is None or v in self.free for v in op.ins)
+        return free and bool(op.outs) and op.name != "random_bits" and not op.eqn.effects
+
+    def made_from_no_data(self, value: Value, spec: Spec) -> None:
+        self.free.add(value)
+        self.made(Shard(value, spec, data_free=True))
 
     # -- ops
 
-    def elementwise(self, op: Op) -> None:
-        if op.name == "optimization_barrier":
+    def run(
+        self, op: Op, operands: Sequence[Shard | None], results: Sequence[Shard], axes: Sequence[tuple[str, ...]] | None = None,
+        collectives: Sequence[Collective] = (),
+    ) -> None:  # fmt: skip
+        self.group.append(
+            Run(op, tuple(operands), tuple(results), None if axes is None else tuple(axes), tuple(collectives))
+        )
+        for shard in results:
+            self.made(shard)
+
+    def lies(self, value: Value | None) -> Shard | None:
+        """A value where it lies; None for a literal."""
+        if value is None:
+            return None
+        return self.make(value, self.at[value].spec) if value in self.free else self.at[value]
+
+    def barrier(self, op: Op) -> None:
+        if self.is_free(op):
             for value, out in zip(op.ins, op.outs, strict=True):
-                if value is None:
-                    self.whole(out)
-                elif id(value) in self.partial:
-                    self.pass_on(op, value, out, self.now[id(value)])
-                else:
-                    self.now[id(out)] = self.now[id(value)]
+                self.made_from_no_data(out, unsplit(len(out.shape)) if value is None else self.at[value].spec)
             return
-        (out,) = op.outs
-        acc = next((self.accumulating[id(v)] for v in op.ins if v is not None and id(v) in self.accumulating), None)
-        if acc is not None and accumulate(self, op, acc):
+        operands = [self.lies(v) for v in op.ins]
+        results = []
+        for value, shard, out in zip(op.ins, operands, op.outs, strict=True):
+            if shard is None or value is None:
+                results.append(Shard(out, unsplit(len(out.shape))))
+            else:
+                results.append(Shard(out, shard.spec, shard.partial, shard.kind))
+                self.follows(out, value)
+        self.run(op, operands, results)
+
+    def identity(self, op: Op) -> None:
+        """The value lies where its own names put it."""
+        (value,), (out,) = op.ins, op.outs
+        if self.is_free(op):
+            self.made_from_no_data(out, unsplit(len(out.shape)) if value is None else self.rest(out))
             return
-        waiting = [v for v in op.ins if v is not None and id(v) in self.partial]
-        if waiting and self.stays_partial(op, out):
+        assert value is not None
+        if self.at[value].partial:
+            self.pass_on(op, value, out, self.at[value].spec)
             return
-        for v in waiting:
-            self.settle(v, op)
-        spec = self.claims.elementwise(op, out)
-        needs = [None if v is None else stretched(spec, v.shape, out.shape) for v in op.ins]
-        self.plan.ops[id(op)] = OpPlan(needs, [spec])
-        for v, need in zip(op.ins, needs, strict=True):
-            if v is not None and need is not None:
-                self.operand(op, v, need)
-        self.now[id(out)] = spec
+        self.run(op, [self.at[value]], [Shard(out, self.at[value].spec)])
         self.finish(op, out)
 
-    def stays_partial(self, op: Op, out: Value) -> bool:
-        """Whether an elementwise op is linear in partial sums over the same axes, so that its result is one too."""
-        arrays = [v for v in op.ins if v is not None]
-        waiting = [v for v in arrays if id(v) in self.partial]
-        if not waiting or any(v.shape != out.shape for v in waiting):
+    def elementwise(self, op: Op) -> None:
+        (out,) = op.outs
+        acc = next((self.accumulating[v] for v in op.ins if v is not None and v in self.accumulating), None)
+        if acc is not None and self.accumulate(op, acc):
+            return
+        waiting = [v for v in op.ins if v is not None and self.at[v].partial]
+        if waiting and self.stays_partial(op, out, waiting):
+            return
+        for v in waiting:
+            self.reduce(v)
+        spec = self.claims.elementwise(op, out)
+        if self.is_free(op):
+            self.made_from_no_data(out, self.rest(out))
+            return
+        operands = [None if v is None else self.operand(op, v, stretched(spec, v.shape, out.shape)) for v in op.ins]
+        self.run(op, operands, [Shard(out, spec)])
+        self.finish(op, out)
+
+    def stays_partial(self, op: Op, out: Value, waiting: Sequence[Value]) -> bool:
+        """Whether an elementwise op is linear in unreduced sums over the same axes, so that its result is one too."""
+        shards = [self.at[v] for v in waiting]
+        first = shards[0]
+        if any(v.shape != out.shape for v in waiting) or first.kind != "sum":
             return False
-        if len({(self.partial[id(v)], self.now[id(v)], self.kind_of[id(v)]) for v in waiting}) > 1:
-            return False
-        if self.kind_of[id(waiting[0])] != "sum":
+        if any((s.partial, s.spec, s.kind) != (first.partial, first.spec, first.kind) for s in shards):
             return False
         if any(a.widened is waiting[0] and a.addend is out for a in self.accumulating.values()):
-            self.pass_on(op, waiting[0], out, self.now[id(waiting[0])])
+            self.pass_on(op, waiting[0], out, first.spec)
             return True
         linear = op.name in LINEAR and len(waiting) == len(op.ins)
-        others = [v for v in op.ins if v is None or id(v) not in self.partial]
+        others = [v for v in op.ins if v is None or not self.at[v].partial]
         scaled = op.name in SCALINGS and len(waiting) == 1 and all(v is None or not v.shape for v in others)
         if op.name == "div":
             scaled = scaled and op.ins[0] is waiting[0]
         if linear or scaled:
-            self.pass_on(op, waiting[0], out, self.now[id(waiting[0])])
+            self.pass_on(op, waiting[0], out, first.spec)
         return linear or scaled
 
-    def pass_on(self, op: Op, value: Value, out: Value, spec: Spec, axes: list[tuple[str, ...]] | None = None) -> None:
-        """A linear op on a partial sum makes a partial sum."""
-        partial, kind = self.partial[id(value)], self.kind_of[id(value)]
-        self.plan.passed[id(out)] = OpPlan([self.now[id(value)]], [spec], [partial], axes, kind)
-        self.partial[id(out)] = self.partial[id(value)]
-        self.plan.unsettled[id(value)] = self.partial[id(value)]
-        self.kind_of[id(out)] = self.kind_of[id(value)]
-        self.made_by[id(out)] = self.made_by[id(value)]
-        self.now[id(out)] = spec
+    def pass_on(self, op: Op, value: Value, out: Value, spec: Spec, axes: Axes | None = None) -> None:
+        """A linear op on an unreduced sum makes an unreduced sum."""
+        shard = self.at[value]
+        self.run(op, [self.lies(v) for v in op.ins], [Shard(out, spec, shard.partial, shard.kind)], axes)
+        self.follows(out, value)
+
+    def follows(self, out: Value, value: Value) -> None:
+        """A value is unreduced because another one is."""
+        if value in self.reduced_from:
+            self.reduced_from[out] = self.reduced_from[value]
 
     def by_rule(self, op: Op) -> None:
         rule = op.rule
@@ -254,38 +415,40 @@ class Planner(Moving):
             rule.strong
             and 0 in rule.linear
             and first is not None
-            and id(first) in self.partial
+            and self.at[first].partial
             and not op.eqn.outvars[1:]
-        ) and self.carry_partial(op, first):
+            and self.carry_partial(op, first)
+        ):
             return
         for v in op.ins:
-            if v is not None and id(v) in self.partial:
-                self.settle(v, op)
+            if v is not None:
+                self.reduce(v)
         names = self.claims.factor_names(op)
         scopes = self.claims.op_scopes(op, op.outs)
-        costed = self.plan.layout.resolve == "cost"
+        costed = self.layout.resolve == "cost"
         axes = self.claims.op(op, names, scopes, (lambda a: self.cost(op, a)) if costed else None)
-        if (
-            op.name == "reshape"
-            and first is not None
-            and not (id(first) in self.generated or id(first) in self.loop_consts)
-        ):
-            axes = list(reshape_axes(rule, axes, self.now[id(first)], self.rest(op.outs[0]), self.sizes))
+        if op.name == "reshape" and first is not None and not (first in self.free or first in self.consts):
+            axes = list(reshape_axes(rule, axes, self.at[first].spec, self.rest(op.outs[0]), self.sizes))
         partial, kind = self.partial_axes(op, axes)
-        needs = [None if v is None else spec_of(d, axes) if d else ((),) * len(v.shape)
+        self.factor_axes[op] = axes
+        if self.is_free(op) and not any(partial):
+            for out in op.outs:
+                self.made_from_no_data(out, self.rest(out))
+            return
+        needs = [None if v is None else spec_of(d, axes) if d else unsplit(len(v.shape))
                  for v, d in zip(op.ins, rule.ins, strict=True)]  # fmt: skip
-        outs = [spec_of(d, axes) for d in rule.outs]
-        self.plan.ops[id(op)] = OpPlan(needs, outs, partial, axes, kind)
-        for v, need in zip(op.ins, needs, strict=True):
-            if v is not None and need is not None:
-                self.operand(op, v, need, names)
-        self.sends(op, needs, axes)
-        for out, spec, waiting in zip(op.outs, outs, partial, strict=True):
-            self.now[id(out)] = spec
-            if waiting:
-                self.partial[id(out)] = waiting
-                self.kind_of[id(out)] = kind
-                self.made_by[id(out)] = (op, names)
+        operands = [
+            None if v is None or need is None else self.operand(op, v, need, names)
+            for v, need in zip(op.ins, needs, strict=True)
+        ]
+        results = [
+            Shard(out, spec_of(d, axes), over, kind if over else "sum")
+            for out, d, over in zip(op.outs, rule.outs, partial, strict=True)
+        ]
+        self.run(op, operands, results, axes, self.sends(op, needs, axes))
+        for out, over in zip(op.outs, partial, strict=True):
+            if over:
+                self.reduced_from[out] = (op, names)
             else:
                 self.finish(op, out)
 
@@ -294,14 +457,13 @@ class Planner(Moving):
         for value in op.ins:
             if value is None:
                 continue
-            lies = self.now[id(value)]
-            for i, axes in enumerate(lies):
+            for i, axes in enumerate(self.at[value].spec):
                 if not any(self.sizes[a] > 1 for a in axes):
                     continue
                 dim = self.program.dim_name(value, i) or f"dim {i}"
                 names = [x for ns, _ in self.program.parts(value, i) for x in ns]
                 raise UnsupportedError(
-                    f"{op.name} has no factor rule, and `{dim}` of its operand is split over {plus(axes)}",
+                    f"{op.name} has no factor rule, and `{dim}` of its operand is split over {names_of(axes)}",
                     shape=value.shape,
                     dims=format_dims(self.program.dims(value)),
                     dim=dim,
@@ -315,8 +477,8 @@ class Planner(Moving):
                     ],
                 )
 
-    def partial_axes(self, op: Op, axes: list[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], Kind]:
-        """(the axes over which every result is partial, how partial results combine)."""
+    def partial_axes(self, op: Op, axes: Axes) -> tuple[list[tuple[str, ...]], Kind]:
+        """(the axes over which every result is unreduced, how its terms combine)."""
         rule = op.rule
         assert rule is not None
         order = list(self.sizes)
@@ -332,14 +494,14 @@ class Planner(Moving):
         return partial, kind
 
     def carry_partial(self, op: Op, value: Value) -> bool:
-        """Pass a partial sum through a transpose or reshape."""
+        """Pass an unreduced sum through a transpose or reshape."""
         rule = op.rule
         assert rule is not None
-        axes: list[tuple[str, ...]] = [()] * len(rule.sizes)
-        for entry, factors in zip(self.now[id(value)], rule.ins[0], strict=True):
+        axes: Axes = [()] * len(rule.sizes)
+        for entry, factors in zip(self.at[value].spec, rule.ins[0], strict=True):
             if entry and factors:
                 f = factors[0]
-                if rule.kinds[f] != "map" or rule.sizes[f] % math.prod(self.sizes[a] for a in entry):
+                if rule.kinds[f] != "map" or rule.sizes[f] % parts_of(entry, self.sizes):
                     return False
                 axes[f] = entry
         if blocks_only(rule, axes, self.sizes) != axes:
@@ -347,8 +509,8 @@ class Planner(Moving):
         self.pass_on(op, value, op.outs[0], spec_of(rule.outs[0], axes), axes)
         return True
 
-    def cost(self, op: Op, axes: list[tuple[str, ...]]) -> float:
-        """Bytes that a choice of claims moves: operands, what the op sends itself, partial sums, results."""
+    def cost(self, op: Op, axes: Axes) -> float:
+        """Bytes that a choice of claims moves: operands, what the op sends itself, unreduced sums, results."""
         rule = op.rule
         assert rule is not None
         axes = blocks_only(rule, axes, self.sizes)
@@ -356,35 +518,585 @@ class Planner(Moving):
         total = sum(self.send_bytes(send, got) * send.times for send, got in self.sent_by(op, needs, axes))
         for v, d in zip(op.ins, rule.ins, strict=True):
             if v is not None and d:
-                total += self.bytes_between(v, self.now[id(v)], spec_of(d, axes))
+                total += self.bytes_between(v, self.at[v].spec, spec_of(d, axes))
         partials, kind = self.partial_axes(op, axes)
         for v, d, partial in zip(op.outs, rule.outs, partials, strict=True):
             spec, rest = spec_of(d, axes), self.rest(v)
             if partial:
-                group = math.prod(self.sizes[a] for a in partial)
                 volume = local_bytes(v.shape, itemsize(v.aval), spec, self.sizes)
                 scattered = kind == "sum" and all(any(a in entry for entry in rest) for a in partial)
-                total += wire_bytes("reduce-scatter" if scattered else "all-reduce", volume, group)
+                total += wire_bytes(
+                    "reduce-scatter" if scattered else "all-reduce", volume, parts_of(partial, self.sizes)
+                )
             else:
                 total += self.bytes_between(v, spec, rest)
         return total
 
-    def named(self, op: Op) -> None:
-        """An identity: the value lies where its own names put it."""
-        (value,), (out,) = op.ins, op.outs
-        if value is None:
-            self.whole(out)
+    def bytes_between(self, value: Value, have: Spec, need: Spec) -> float:
+        return reshard_bytes(have, need, value.shape, itemsize(value.aval), self.sizes)
+
+    # -- what the local forms of ops send themselves
+
+    def sends(self, op: Op, needs: Sequence[Spec | None], axes: Axes) -> list[Collective]:
+        """The collectives of an op's local form; what is made from no data is made whole instead."""
+        if all(v is None or v in self.free for v in op.ins):
+            return []
+        name = op.eqn.params["kernel"].name if op.name == "kernel" else op.name
+        return [
+            Collective(
+                cast(CollectiveOp, send.op), got, f"{name}: {send.why}", " × ".join(map(str, send.shape)), send.shape,
+                str(np.dtype(send.dtype)), self.send_bytes(send, got), None if self.count is None else self.count * send.times,
+                f"{names_of(got)} splits a dim that {name} works along: {send.why}", op,
+                self.seconds(cast(CollectiveOp, send.op), got, self.send_bytes(send, got), "native"),
+            )
+            for send, got in self.sent_by(op, needs, axes)
+        ]  # fmt: skip
+
+    def sent_by(self, op: Op, needs: Sequence[Spec | None], axes: Axes) -> list[tuple[Send, tuple[str, ...]]]:
+        rule = op.rule
+        assert rule is not None
+        if not any(got and kind == "own" for got, kind in zip(axes, rule.kinds, strict=True)):
+            return []
+        avals = [v.aval for v in op.eqn.invars]
+        shapes = [local_shape(a.shape, need, self.sizes) for a, need in zip(avals, needs, strict=True)]
+        if rule.sends_over is not None:
+            found = rule.sends_over(shapes, axes, self.sizes)
+        elif rule.sends is not None:
+            parts = [parts_of(got, self.sizes) for got in axes]
+            found = [(send, tuple(a for f in send.factors for a in axes[f])) for send in rule.sends(shapes, parts)]
+        else:
+            return []
+        live = [(send, tuple(a for a in got if self.sizes[a] > 1)) for send, got in found]
+        return [(send, got) for send, got in live if got]
+
+    def send_bytes(self, send: Send, axes: Sequence[str]) -> float:
+        group = parts_of(axes, self.sizes)
+        volume = math.prod(send.shape) * itemsize(send) * (group if send.op == "all-gather" else 1)
+        return wire_bytes(cast(CollectiveOp, send.op), volume, group)
+
+    # -- collectives
+
+    def collective(
+        self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op | None, sent: float, cause: str
+    ) -> list[Collective]:
+        """The record of a collective that moves a value; none where nothing is to be sent."""
+        if 0 in value.shape or not axes:
+            return []
+        key = (kind, axes, sent)
+        if key not in self._algorithms:
+            volume = volume_of(kind, sent, parts_of(axes, self.sizes))
+            algorithm, why = form_for(kind, volume, [s for a in axes for s in self.torus[a]], self.chip)
+            self._algorithms[key] = algorithm, why, self.seconds(kind, axes, sent, algorithm)
+        algorithm, why, seconds = self._algorithms[key]
+        return [
+            Collective(
+                kind, axes, value.path or self.called(value), format_dims(self.program.dims(value)), value.shape,
+                str(value.aval.dtype), sent, self.count, cause, op, seconds, algorithm, why,
+            )
+        ]  # fmt: skip
+
+    def seconds(self, kind: CollectiveOp, axes: tuple[str, ...], sent: float, algorithm: Any) -> float | None:
+        """Seconds of a collective that sends so many bytes; None: the chip is not known."""
+        if self.chip is None:
+            return None
+        volume = volume_of(kind, sent, parts_of(axes, self.sizes))
+        return seconds_of(kind, volume, [s for a in axes for s in self.torus[a]], self.chip, algorithm)
+
+    def called(self, value: Value) -> str:
+        """How reports call a value without a path: after the weight that it is as, else after the op that made it."""
+        made = value.op.name if value.op is not None else "value"
+        nodes = value.nodes
+        weight = self.weights.get(tuple(map(self.program.unifier.find, nodes))) if len(nodes) > 1 else None
+        return f"{made} ~ {weight}" if weight else made
+
+    # -- moving and reducing
+
+    def reduce(self, value: Value) -> None:
+        """Reduce a value that is unreduced: reduce-scatters where its layout splits it over those axes, else an all-reduce.
+
+        The step stands right behind the one that made the value, for all that read it reduced.
+        """
+        source = self.at[value]
+        if not source.partial:
             return
-        if id(value) in self.partial:
-            self.pass_on(op, value, out, self.now[id(value)])
-            return
-        self.now[id(out)] = self.now[id(value)]
-        rest = self.rest(out)
-        self.plan.ops[id(op)] = OpPlan([rest], [rest])
-        self.finish(op, out)
+        made, names = self.reduced_from[value]
+        rest, size = self.rest(value), itemsize(value.aval)
+        scatter, reduced = scatters_of(source.spec, rest, source.partial, source.kind)
+        spec = source.spec
+        scatters, collectives = [], []
+        for i, axes in scatter.items():  # first, so that the smaller piece is all-reduced
+            dim = self.program.dim_name(value, i) or f"dim {i}"
+            cause = f"{self.contracted(made, names, axes)}; the result is split over {names_of(axes)} on `{dim}`"
+            new = self.combine("reduce-scatter", axes, value, made, spec, size, cause)
+            scatters.append(Scatter(i, axes, new[0].form if new else "staged"))
+            collectives += new
+            spec = tuple((*entry, *axes) if k == i else entry for k, entry in enumerate(spec))
+        if reduced:
+            cause = f"{self.contracted(made, names, reduced)}; no dim of the result is split over {names_of(reduced)}"
+            if reduces(source.kind, value.aval.dtype):
+                collectives += self.combine("all-reduce", reduced, value, made, spec, size, cause)
+            else:
+                size *= parts_of(reduced, self.sizes)
+                collectives += self.combine("all-gather", reduced, value, made, spec, size, cause)
+        path, moves = self.path(value, spec, rest, made, "the layout keeps it so")
+        result = Shard(value, rest)
+        group = self.groups[source]
+        group.append(Reduce(made, source, result, tuple(scatters), reduced, path, (*collectives, *moves)))
+        before, self.group = self.group, group
+        self.made(result)
+        self.group = before
+
+    def combine(
+        self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op, spec: Spec, size: float, cause: str
+    ) -> list[Collective]:
+        axes = tuple(a for a in axes if self.sizes[a] > 1)
+        volume = local_bytes(value.shape, size, spec, self.sizes)
+        return self.collective(kind, axes, value, op, wire_bytes(kind, volume, parts_of(axes, self.sizes)), cause)
+
+    def contracted(self, op: Op, names: list[Names], axes: Sequence[str]) -> str:
+        parts = []
+        for f, got in enumerate(self.factor_axes.get(op, ())):
+            mine = [a for a in got if a in axes]
+            if mine and op.rule is not None and op.rule.kinds[f] in (*REDUCTIONS, "map", "own"):
+                rule = self.claims.rule_text(names[f], mine[0])
+                dim = names[f][0] if names[f] else "a factor"
+                parts.append(f"`{rule or names_of(mine)}` splits `{dim}`, which {op.name} contracts")
+        return " and ".join(parts) or f"partial sums over {names_of(axes)}"
+
+    def path(
+        self, value: Value, have: Spec, need: Spec, op: Op | None, cause: str
+    ) -> tuple[tuple[Move, ...], list[Collective]]:
+        """The moves that bring a value from one spec to another, and what they send."""
+        moves = reshard(have, need, self.sizes)
+        sent = [m for m in moves if m.op != "slice"]
+        size = itemsize(value.aval)
+        return moves, [
+            c
+            for m in sent
+            for c in self.collective(
+                cast(CollectiveOp, m.op), m.axes, value, op, m.bytes(value.shape, size, self.sizes), cause
+            )
+        ]
+
+    def finish(self, op: Op, out: Value) -> None:
+        """Bring a result to the spec in which it rests."""
+        self.moved(out, self.rest(out), op, f"the layout keeps this result of {op.name} so")
+
+    def moved(self, value: Value, need: Spec, op: Op | None, cause: str) -> Shard:
+        """Bring a value to a spec in which it rests from now on."""
+        source = self.at[value]
+        if source.spec == need:
+            return source
+        path, collectives = self.path(value, source.spec, need, op, cause)
+        result = Shard(value, need)
+        self.group.append(Reshard(op, source, result, path, tuple(collectives), copy=False))
+        return self.made(result)
+
+    def operand(self, op: Op, value: Value, need: Spec, names: Sequence[Names] | None = None) -> Shard:
+        """A value in the spec that an op needs it in, and why it had to move; what a loop only reads is moved before the loop."""
+        if value in self.free:
+            return self.make(value, need)
+        source = self.at[value]
+        if source.spec == need:
+            return source
+        here, origin, count = self.here, op, self.count
+        loops = []
+        while value in self.consts:
+            const = self.consts[value]
+            loops.append(const.loop)
+            value, here, origin, self.count = const.outer, const.around, const.loop, const.count
+        try:
+            found = here.made.get((value, need))
+            if found is None and value in self.free:
+                found = self.make(value, need, here)
+            if found is None:
+                source = self.at[value]
+                cause = self.why_moved(op, value, source.spec, need, names)
+                path, collectives = self.path(value, source.spec, need, origin, cause)
+                found = here.made[value, need] = Shard(source.value, need)
+                here.floating.append(Reshard(origin, source, found, path, tuple(collectives), copy=True))
+        finally:
+            self.count = count
+        for loop in loops:
+            self.hoisted.setdefault(loop, {})[found] = None
+        return found
+
+    def why_moved(self, op: Op, value: Value, have: Spec, need: Spec, names: Sequence[Names] | None) -> str:
+        reasons = []
+        for i, (h, n) in enumerate(zip(have, need, strict=True)):
+            for a in h:
+                if a in n:
+                    continue
+                dim = self.program.dim_name(value, i) or f"dim {i}"
+                rule = (
+                    self.claims.rule_text([x for ns, _ in self.program.parts(value, i) for x in ns], a) or f"{dim}: {a}"
+                )
+                winner = None
+                if names is not None:
+                    winner = next(
+                        (names[f][0] for f, got in enumerate(self.factor_axes.get(op, ())) if a in got and names[f]),
+                        None,
+                    )
+                if winner is not None:
+                    reasons.append(f"`{rule}` lost `{a}` to `{winner}` in this {op.name}, so `{dim}` is gathered")
+                elif any(a in entry for entry in need):
+                    reasons.append(f"`{a}` moves from `{dim}` to another dim in this {op.name}")
+                elif op.rule is not None and not op.rule.known:
+                    reasons.append(f"{op.name} has no factor rule, so `{dim}` is gathered")
+                else:
+                    reasons.append(f"{op.name} needs all of `{dim}`, which `{rule}` splits")
+        return "; ".join(reasons) or f"this {op.name} needs it so"
+
+    # -- what is made from no data
+
+    def constant(self, value: Value, spec: Spec, array: Any, op: Op | None = None) -> Shard:
+        shard = Shard(value, spec, data_free=True)
+        self.here.floating.append(Constant(op, shard, array))
+        return self.made(shard)
+
+    def literal(self, value: Value, var: Any) -> Shard:
+        return self.constant(value, unsplit(len(value.shape)), np.asarray(var.val, var.aval.dtype))
+
+    def make(self, value: Value, spec: Spec, here: _Building | None = None) -> Shard:
+        """The part of a value made from no data that a spec asks for, made once for each body."""
+        here = here or self.here
+        todo = [(value, spec)]
+        while todo:
+            v, s = todo[-1]
+            if (v, s) in here.made:
+                todo.pop()
+                continue
+            needs, build = self._recipe(here, v, s)
+            missing = [need for need in needs if need not in here.made]
+            if missing:
+                todo += missing
+            else:
+                build([here.made[need] for need in needs])
+                todo.pop()
+        return here.made[value, spec]
+
+    def _recipe(
+        self, here: _Building, value: Value, spec: Spec
+    ) -> tuple[list[tuple[Value, Spec]], Callable[[list[Shard]], None]]:
+        """(the values, in their specs, of which a part of a value is made; how)."""
+        op, made = value.op, here.made
+        assert op is not None
+        k = op.outs.index(value)
+        if op.name in IDENTITIES or op.name == "optimization_barrier":
+            source = op.ins[k]
+            if source is not None:
+                return [(source, spec)], lambda found: made.update({(value, spec): found[0]})
+
+            def literal(found: list[Shard]) -> None:
+                made[value, spec] = Shard(value, spec, data_free=True)
+                var = op.eqn.invars[k]
+                here.floating.append(Constant(op, made[value, spec], np.asarray(var.val, var.aval.dtype)))
+
+            return [], literal
+        if op.rule is None:
+            needs = [None if v is None else stretched(spec, v.shape, value.shape) for v in op.ins]
+            axes, specs = None, [spec]
+        else:
+            found = self._axes_for(op, k, spec)
+            if found is None:
+                whole = unsplit(len(spec))
+
+                def sliced(found: list[Shard]) -> None:
+                    made[value, spec] = Shard(value, spec, data_free=True)
+                    path = reshard(whole, spec, self.sizes)
+                    here.floating.append(Reshard(op, found[0], made[value, spec], path, (), copy=True))
+
+                return [(value, whole)], sliced
+            axes = found
+            needs = [None if v is None else spec_of(d, axes) if d else unsplit(len(v.shape))
+                     for v, d in zip(op.ins, op.rule.ins, strict=True)]  # fmt: skip
+            specs = [spec_of(d, axes) for d in op.rule.outs]
+        wanted = [(v, need) for v, need in zip(op.ins, needs, strict=True) if v is not None and need is not None]
+
+        def ran(found: list[Shard]) -> None:
+            rest = iter(found)
+            operands = tuple(None if v is None else next(rest) for v in op.ins)
+            results = tuple(Shard(out, s, data_free=True) for out, s in zip(op.outs, specs, strict=True))
+            here.floating.append(Run(op, operands, results, None if axes is None else tuple(axes)))
+            for shard in results:
+                made.setdefault((shard.value, shard.spec), shard)
+
+        return wanted, ran
+
+    def _axes_for(self, op: Op, k: int, spec: Spec) -> Axes | None:
+        """The axes of the factors with which a result comes out in a spec; None where only the whole can be made."""
+        rule = op.rule
+        assert rule is not None
+        axes: Axes = [()] * len(rule.sizes)
+        if not any(spec):
+            return axes
+        for factors, entry in zip(rule.outs[k], spec, strict=True):
+            if not entry:
+                continue
+            f = factors[0] if factors else None
+            if f is None or rule.kinds[f] != "map" or rule.sizes[f] % parts_of(entry, self.sizes):
+                return None
+            axes[f] = entry
+        return axes if blocks_only(rule, axes, self.sizes) == axes and spec_of(rule.outs[k], axes) == spec else None
+
+    # -- calls, loops and branches
+
+    def call(self, op: Op, group: list[Step | Callable[[], Step]]) -> Callable[[], Step]:
+        (frame,) = op.frames
+        (consts,) = body_consts(op.eqn)
+        invars = op.eqn.invars[len(op.eqn.invars) - len(frame.jaxpr.invars) :]
+        before: dict[Value, Shard] = {}
+        with self.inside(frame, op) as here:
+            for var, value in zip(invars, frame.ins(), strict=True):
+                if isinstance(var, Literal):
+                    self.literal(value, var)
+            if _recomputes(op):
+                # what the forward pass did is done again, so that its results (and gathered weights) need not be kept
+                ins = {v: self.at[v] for v in frame.ins() if v not in self.free and not self.at[v].partial}
+                before = {v: s for v, s in ins.items() if not s.data_free}
+                self.group = []
+                here.groups.append(self.group)
+                again = {v: Shard(s.value, s.spec) for v, s in before.items()}
+                self.group.append(Barrier(op, tuple(before.values()), tuple(again.values())))
+                for v, s in again.items():
+                    self.at[v], self.groups[s] = s, self.group
+            self.ops(frame, consts)
+        self.at.update(before)
+        for var, out in zip(frame.jaxpr.outvars, op.outs, strict=True):
+            if isinstance(var, Literal):
+                self.literal(out, var)
+        return lambda: Call(op, here.body((), ()))
+
+    def scan(self, op: Op, group: list[Step | Callable[[], Step]]) -> Callable[[], Step]:
+        nc, nk = scan_counts(op.eqn.params)
+        (frame,), (consts,) = op.frames, body_consts(op.eqn)
+        inner = frame.ins()
+        for v in op.ins:
+            if v is not None:
+                self.reduce(v)
+        read = [self.read(op, i, v, w) for i, (v, w) in enumerate(zip(op.ins[:nc], inner[:nc], strict=True))]
+        adding = self.accumulations(op, frame, nc, nk)
+        inits: list[Shard | None] = []
+        for k, (v, w) in enumerate(zip(op.ins[nc : nc + nk], inner[nc : nc + nk], strict=True)):
+            if k not in adding:
+                inits.append(self.enters(op, nc + k, v, self.rest(w)))
+                self.made(Shard(w, self.rest(w)))
+            else:
+                inits.append(None)
+        stacks = []
+        for i, (v, w) in enumerate(zip(op.ins[nc + nk :], inner[nc + nk :], strict=True), nc + nk):
+            spec = unsplit(len(w.shape)) if v is None else self.at[v].spec[1:]
+            stacks.append(self.enters(op, i, v, ((), *spec)))
+            self.made(Shard(w, spec))
+        self.accumulating.update((a.carry, a) for a in adding.values())
+        with self.inside(frame, op) as here:
+            slices = [self.at[w] for w in inner[nc + nk :]]
+            self.ops(frame, consts)
+            carried = [self.placements[w].made for w in inner[nc : nc + nk]]
+            waiting: set[int] = set()
+            for k, var in enumerate(frame.jaxpr.outvars):
+                value = None if isinstance(var, Literal) else frame.env[var]
+                if value is None or value in self.free or not self.at[value].partial:
+                    continue
+                if k in adding or (k >= nk and self.depth > 1 and not self.scatters(value)):
+                    waiting.add(k)  # may wait for the end of the loop around
+            needs: list[Spec | None] = [s.spec for s in carried]
+            needs += [None] * (len(frame.jaxpr.outvars) - nk)
+            outputs = self.leaves(op, frame, needs, waiting)
+        for k in adding:
+            inits[k] = self.enters(op, nc + k, op.ins[nc + k], carried[k].spec)
+        self.group = group
+        results = []
+        for k, (out, shard) in enumerate(zip(op.outs, outputs, strict=True)):
+            spec = shard.spec if k < nk else ((), *shard.spec)
+            results.append(self.made(Shard(out, spec, shard.partial, shard.kind)))
+            if k in waiting:
+                self.follows(out, shard.value)
+            else:
+                self.finish(op, out)
+        return self._loop(op, read, inits, stacks, [(here, [*carried, *slices], outputs)], results)
+
+    def while_(self, op: Op, group: list[Step | Callable[[], Step]]) -> Callable[[], Step]:
+        params = op.eqn.params
+        nc, nb = params["cond_nconsts"], params["body_nconsts"]
+        for v in op.ins:
+            if v is not None:
+                self.reduce(v)
+        cond, body = op.frames
+        carry = body.ins()[nb:]
+        rests = [self.rest(w) for w in carry]
+        inits = [
+            self.enters(op, i, v, rest)
+            for i, (v, rest) in enumerate(zip(op.ins[nc + nb :], rests, strict=True), nc + nb)
+        ]
+        carried = [self.made(Shard(w, rest)) for w, rest in zip(carry, rests, strict=True)]
+        read = []
+        for frame, first, n in ((cond, 0, nc), (body, nc, nb)):
+            read += [self.read(op, first + i, op.ins[first + i], frame.ins()[i], hoist=False) for i in range(n)]
+        bodies = []
+        for frame, needs, consts in zip((cond, body), ([()], rests), body_consts(op.eqn), strict=True):
+            for shard in carried:
+                self.at[shard.value] = shard
+            with self.inside(frame, op) as here:
+                self.ops(frame, consts)
+                bodies.append((here, carried, self.leaves(op, frame, needs)))
+        self.group = group
+        results = []
+        for out, shard in zip(op.outs, bodies[1][2], strict=True):
+            results.append(self.made(Shard(out, shard.spec)))
+            self.finish(op, out)
+        return self._loop(op, read, inits, [], bodies, results)
+
+    def _loop(
+        self, op: Op, read: Sequence[Shard], inits: Sequence[Shard | None], stacks: Sequence[Shard],
+        bodies: Sequence[tuple[_Building, Sequence[Shard], Sequence[Shard]]], results: Sequence[Shard],
+    ) -> Callable[[], Step]:  # fmt: skip
+        first = tuple(s for s in inits if s is not None)
+        assert len(first) == len(inits)
+        return lambda: Loop(
+            op, tuple(dict.fromkeys(read)), tuple(self.hoisted.get(op, ())), first, tuple(stacks),
+            tuple(here.body(inputs, outputs) for here, inputs, outputs in bodies), tuple(results),
+        )  # fmt: skip
+
+    def cond(self, op: Op, group: list[Step | Callable[[], Step]]) -> Callable[[], Step]:
+        for v in op.ins:
+            if v is not None:
+                self.reduce(v)
+        index = self.lies(op.ins[0])
+        rests = [self.rest(out) for out in op.outs]
+        bodies, read = [], []
+        for frame, consts in zip(op.frames, body_consts(op.eqn), strict=True):
+            read += [
+                self.read(op, i, v, w, hoist=False)
+                for i, (v, w) in enumerate(zip(op.ins[1:], frame.ins(), strict=True), 1)
+            ]
+            with self.inside(frame, op) as here:
+                self.ops(frame, consts)
+                bodies.append((here, self.leaves(op, frame, rests)))
+        self.group = group
+        results = [self.made(Shard(out, rest)) for out, rest in zip(op.outs, rests, strict=True)]
+        return lambda: Branch(
+            op,
+            index,
+            tuple(dict.fromkeys(read)),
+            tuple(here.body((), outputs) for here, outputs in bodies),
+            tuple(results),
+        )
+
+    def read(self, op: Op, i: int, outer: Value | None, inner: Value, hoist: bool = True) -> Shard:
+        """What bodies only read is there as it lies outside; the body of a scan may have it moved before the loop."""
+        if outer is None:
+            return self.literal(inner, op.eqn.invars[i])
+        shard = self.lies(outer)
+        assert shard is not None
+        self.at[inner] = shard
+        self.placements[inner] = Placement(shard, shard)
+        if hoist and outer is not inner:
+            self.consts[inner] = _LoopConst(op, outer, self.count, self.here)
+        return shard
+
+    def enters(self, op: Op, i: int, outer: Value | None, need: Spec) -> Shard:
+        """What a loop takes, in the spec in which its body has it."""
+        if outer is not None:
+            return self.operand(op, outer, need)
+        var = op.eqn.invars[i]
+        shard = Shard(self._nameless(var.aval), need, data_free=True)
+        self.here.floating.append(Constant(op, shard, np.asarray(var.val, var.aval.dtype)))
+        return shard
+
+    def leaves(
+        self, op: Op, frame: Frame, needs: Sequence[Spec | None], waiting: frozenset[int] | set[int] = frozenset()
+    ) -> list[Shard]:
+        """What a body returns, reduced but for ``waiting``, in the specs that are asked for (None: as it lies)."""
+        out = []
+        for k, (var, need) in enumerate(zip(frame.jaxpr.outvars, needs, strict=True)):
+            if isinstance(var, Literal):
+                shard = Shard(
+                    self._nameless(var.aval), need if need is not None else unsplit(len(var.aval.shape)), data_free=True
+                )
+                self.here.floating.append(Constant(op, shard, np.asarray(var.val, var.aval.dtype)))
+                out.append(shard)
+                continue
+            value = frame.env[var]
+            if k not in waiting:
+                self.reduce(value)
+            out.append(self.operand(op, value, self.at[value].spec if need is None or k in waiting else need))
+        return out
+
+    @staticmethod
+    def _nameless(aval: Any) -> Value:
+        return Value(aval, (-1,) * len(aval.shape))
+
+    def scatters(self, value: Value) -> bool:
+        """Whether reducing a value would split it further."""
+        s = self.at[value]
+        scatter, _ = scatters_of(s.spec, self.rest(value), s.partial, s.kind)
+        return bool(scatter) or s.kind != "sum"
+
+    def accumulations(self, op: Op, frame: Frame, nc: int, nk: int) -> dict[int, _Accumulation]:
+        """The carries that a loop only adds to, by their place among the carries, where they start from no data."""
+        uses: dict[Value, int] = {}
+        for v in (v for o in frame.ops for v in o.ins if v is not None):
+            uses[v] = uses.get(v, 0) + 1
+        outs = [None if isinstance(v, Literal) else frame.env[v] for v in frame.jaxpr.outvars]
+        for v in outs:
+            if v is not None:
+                uses[v] = uses.get(v, 0) + 1
+        found = {}
+        for k, (start, carry) in enumerate(zip(op.ins[nc : nc + nk], frame.ins()[nc : nc + nk], strict=True)):
+            total = outs[k]
+            if (
+                total is None
+                or total.op is None
+                or total.op.name not in ("add", "add_any")
+                or total.op.frame is not frame
+            ):
+                continue
+            a, b = total.op.ins
+            addend = b if a is carry else a if b is carry else None
+            if addend is None or addend is carry or addend.shape != carry.shape:
+                continue
+            if uses[carry] != 1 or uses[total] != 1 or not (start is None or start in self.free):
+                continue
+            widened, made = None, addend.op
+            if (
+                made is not None
+                and made.name == "convert_element_type"
+                and uses[addend] == 1
+                and made.ins[0] is not None
+            ):
+                narrow, wide = made.ins[0].aval.dtype, addend.aval.dtype
+                if jnp.issubdtype(narrow, jnp.floating) and jnp.promote_types(narrow, wide) == wide:
+                    widened = made.ins[0]
+            found[k] = _Accumulation(carry, addend, widened)
+        return found
+
+    def accumulate(self, op: Op, acc: _Accumulation) -> bool:
+        """Plan ``carry + addend``: where the addend is an unreduced sum, so is the carry, from its first value on."""
+        added = self.at[acc.addend]
+        if not added.partial or added.kind != "sum":
+            self.made(Shard(acc.carry, self.rest(acc.carry)))
+            return False
+        self.made(Shard(acc.carry, added.spec, added.partial))
+        self.pass_on(op, acc.addend, op.outs[0], added.spec)
+        return True
 
 
-IDENTITIES = frozenset({"name_dims", "rename_dims", "place", "sharding_constraint"})
+_CONTROL: Mapping[str, Callable[[_Planner, Op, list[Step | Callable[[], Step]]], Callable[[], Step]]] = {
+    "scan": _Planner.scan,
+    "while": _Planner.while_,
+    "cond": _Planner.cond,
+}
+"""By primitive; what is not here is a call, whose body is planned in place."""
+
+
+def _recomputes(op: Op) -> bool:
+    """Whether a call does again, behind a barrier, what the forward pass did."""
+    p = op.eqn.params
+    if op.name not in ("checkpoint", "remat", "remat2") or not p["differentiated"]:
+        return False
+    guarded = p["prevent_cse"]
+    return any(guarded) if isinstance(guarded, tuple) else bool(guarded)
 
 
 def stretched(spec: Spec, shape: Sequence[int], out: Sequence[int]) -> Spec:
@@ -392,5 +1104,5 @@ def stretched(spec: Spec, shape: Sequence[int], out: Sequence[int]) -> Spec:
     if shape == out:
         return spec
     if len(shape) != len(out):
-        return ((),) * len(shape)
+        return unsplit(len(shape))
     return tuple(axes if n == m else () for axes, n, m in zip(spec, shape, out, strict=True))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..layout import Spec
 from ..rules.rule import Factors, Kind, OpRule
 from .claims import blocks_only, spec_of
-from .resharding import relayout_bytes
+from .resharding import reshard_bytes
 
 MOST_TRIED = 300  # splits of the factors of one reshape
 
@@ -62,7 +62,7 @@ def _cheapest(
     shapes = [[math.prod(extents[f] for f in factors) for factors in dims] for dims in (operand, result)]
 
     def sent(axes: Axes) -> float:
-        return relayout_bytes(have, spec_of(operand, axes), shapes[0], 1, sizes) + relayout_bytes(
+        return reshard_bytes(have, spec_of(operand, axes), shapes[0], 1, sizes) + reshard_bytes(
             spec_of(result, axes), rest, shapes[1], 1, sizes
         )
 

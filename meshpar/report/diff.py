@@ -14,10 +14,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from ..cost.memory import memory_of
+from ..cost.time import time_of
 from ..plan.collectives import duration, human
-from ..plan.plan import Held, Plan, save
+from ..plan.plan import Held, Plan
 from .facts import chips_of
 from .html import Ink, number, page, style, table
+from .save import save
 
 MOST = 12
 
@@ -124,12 +127,12 @@ def _figures(a: Plan, b: Plan) -> Iterator[Figure]:
     def figure(name: str, unit: str, of: Callable[[Plan], float | None]) -> Figure:
         return Figure(name, of(a), of(b), unit)
 
-    yield figure("peak memory of a device", "bytes", lambda p: p.memory.peak)
-    yield figure("step", "seconds", lambda p: p.seconds)
-    yield figure("compute", "seconds", lambda p: p.time and p.time.compute)
-    yield figure("memory traffic", "seconds", lambda p: p.time and p.time.memory)
-    yield figure("communication", "seconds", lambda p: p.time and p.time.communication)
-    yield figure("part of the peak FLOP/s", "share", lambda p: p.time and p.time.mfu)
+    yield figure("peak memory of a device", "bytes", lambda p: memory_of(p).peak)
+    yield figure("step", "seconds", lambda p: (t := time_of(p)) and t.seconds)
+    yield figure("compute", "seconds", lambda p: (t := time_of(p)) and t.compute)
+    yield figure("memory traffic", "seconds", lambda p: (t := time_of(p)) and t.memory)
+    yield figure("communication", "seconds", lambda p: (t := time_of(p)) and t.communication)
+    yield figure("part of the peak FLOP/s", "share", lambda p: (t := time_of(p)) and t.mfu)
     yield figure("sent by a device in a step", "bytes", lambda p: p.bytes_sent)
     for op in dict.fromkeys(c.op for c in (*a.collectives, *b.collectives)):
         yield figure(f"  {op}", "bytes", lambda p, op=op: sum(c.total_bytes for c in p.collectives if c.op == op))

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..cost.fusion import Node, Region, line_of
-from ..cost.time import OpTime, hides, made_by
+from ..cost.kernels import kernels_of
+from ..cost.time import OpTime, hides, time_of
 from ..dims import format_dims
 from ..layout import SCOPES, Rule, Spec
 from ..plan.collectives import Collective, duration
 from ..plan.plan import Held, Plan
-from ..program.ir import Value
+from ..plan.steps import Reduce, Reshard
+from ..program.ir import Op, Value
 
 Chip = tuple[str, tuple[str, ...]]
 """A dim for display: its name, and the axes that split it."""
@@ -98,28 +100,18 @@ def _values(plan: Plan) -> Iterator[Value]:
 
 def value_chips(plan: Plan, value: Value) -> list[Chip]:
     """The dims of a value, with the axes that split them where it rests."""
-    spec: Spec = plan.specs.get(id(value)) or ((),) * len(value.shape)
+    placed = plan.placements.get(value)
+    spec: Spec = ((),) * len(value.shape) if placed is None else placed.rest.spec
     return [(plan.program.dim_name(value, i) or "_", tuple(axes)) for i, axes in enumerate(spec)]
 
 
 def chips_of(h: Held) -> list[Chip]:
     """The dims of an argument or result, with the axes that split them."""
-    names = h.dims.replace("(", " (").split() if "(" not in h.dims else _grouped(h.dims)
-    names = names if len(names) == len(h.shape) else ["_"] * len(h.shape)
+    names = [d or "_" for d in h.dims]
     entries = [*h.spec, *(None,) * (len(h.shape) - len(h.spec))]
     return [
         (n, () if e is None else (e,) if isinstance(e, str) else tuple(e)) for n, e in zip(names, entries, strict=True)
     ]
-
-
-def _grouped(dims: str) -> list[str]:
-    out: list[str] = []
-    for part in dims.split():
-        if out and out[-1].startswith("(") and not out[-1].endswith(")"):
-            out[-1] += f" {part}"
-        else:
-            out.append(part)
-    return out
 
 
 def whole_bytes(plan: Plan, h: Held) -> float:
@@ -149,7 +141,7 @@ class Largest:
 def largest_values(plan: Plan, most: int = 12) -> list[Largest]:
     """The largest values between the arguments and the results that a device writes to its memory."""
     found: dict[Any, Largest] = {}
-    for node in _kernels(plan.kernels):
+    for node in _kernels(kernels_of(plan)):
         for item in node.writes:
             v = item.value
             if v.path is not None:
@@ -208,7 +200,8 @@ def waited_for(plan: Plan) -> str:
     chip = plan.chip
     if chip is None:
         return ""
-    mine = [c for c in plan.collectives if c.op in chip.waits and id(c) not in plan.rings.sent]
+    ringed = {c for step in plan.body.walk() if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends}
+    mine = [c for c in plan.collectives if c.op in chip.waits and c not in ringed]
     if not mine:
         return ""
     kinds = " and ".join(f"{op}s" for op in sorted({c.op for c in mine}))
@@ -217,16 +210,13 @@ def waited_for(plan: Plan) -> str:
 
 def bodies(plan: Plan, most: int = 2) -> list[Body]:
     """The loops that take longest, in program order, each as one iteration; none where no time is estimated."""
-    if plan.time is None:
+    time = time_of(plan)
+    if time is None:
         return []
-    took: dict[int, list[OpTime]] = {}
-    for op in plan.time.ops:
-        took.setdefault(id(op.origin), []).append(op)
-    sent: dict[Any, list[Collective]] = {}
-    for c in plan.collectives:
-        sent.setdefault(c.place, []).append(c)
-    ahead = hides(plan, plan.kernels)
-    found = [_body(plan, node, body, took, sent, ahead) for node, body in _loops(plan.kernels)]
+    took: dict[Op | None, list[OpTime]] = {}
+    for op in time.ops:
+        took.setdefault(op.origin, []).append(op)
+    found = [_body(plan, node, body, took) for node, body in _loops(kernels_of(plan))]
     ranked = sorted((b for b in found if b.seconds), key=lambda b: -b.seconds * b.trips)[:most]
     return [b for b in found if any(b is r for r in ranked)]
 
@@ -239,26 +229,21 @@ def _loops(region: Region) -> Iterator[tuple[Node, Region]]:
             yield from _loops(body)
 
 
-def _body(
-    plan: Plan, node: Node, region: Region, took: dict[int, list[OpTime]], sent: dict[Any, list[Collective]], ahead: Any
-) -> Body:
+def _body(plan: Plan, node: Node, region: Region, took: dict[Op | None, list[OpTime]]) -> Body:
     out = Body(region.trips or 1, node.source)
+    hidden = hides(plan)
     busy = linked = 0.0
     for kernel in region.kernels:
-        origin = kernel.products[0] if kernel.products else kernel.op
+        origin = kernel.products[0].op if kernel.products else kernel.op
         if kernel.name == "move!":
-            made = made_by(kernel)
-            ops = {id(op.eqn): None for op in (kernel.op, made) if op is not None}
-            for key in ((k, item.value.shape) for item in kernel.outs for k in ops):
-                for c in sent.pop(key, ()):
-                    seconds = c.seconds or 0.0
-                    waits = ahead.get(key) is None or (plan.chip is not None and c.op in plan.chip.waits)
-                    start = max(busy, linked) if waits else linked
-                    linked = start + seconds
-                    busy = linked if waits else busy
-                    out.spans.append(Span("links", c.op, start, seconds, c.axes, c.dims, c.source, waits))
+            for c in () if kernel.step is None else kernel.step.sends:
+                seconds, waits = c.seconds or 0.0, c not in hidden
+                start = max(busy, linked) if waits else linked
+                linked = start + seconds
+                busy = linked if waits else busy
+                out.spans.append(Span("links", c.op, start, seconds, c.axes, c.dims, c.source, waits))
             continue
-        here = took.get(id(origin))
+        here = took.get(origin)
         if here:
             op = here.pop(0)
             dims = " | ".join(dict.fromkeys(format_dims(plan.program.dims(item.value)) for item in kernel.writes))

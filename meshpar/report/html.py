@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.text import Text
 
+from ..cost.memory import memory_of
+from ..cost.time import time_of
 from ..hardware.topology import Stage
 from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Held, Plan
@@ -132,7 +134,7 @@ def _head(plan: Plan, ink: Ink) -> str:
 
 
 def _cards(plan: Plan) -> str:
-    memory, time, chip = plan.memory, plan.time, plan.chip
+    memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     room = chip.per_device().hbm if chip is not None else None
     meter = ""
     if room:
@@ -232,7 +234,7 @@ def _stage(stage: Stage) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    memory, chip = plan.memory, plan.chip
+    memory, chip = memory_of(plan), plan.chip
     curve = memory.curve
     if not curve:
         return ""
@@ -287,7 +289,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _layers(plan: Plan, ink: Ink) -> str:
-    if plan.time is None:
+    if time_of(plan) is None:
         return f'<p class="dim">{NOT_ESTIMATED}</p>'
     found = bodies(plan)
     if not found:

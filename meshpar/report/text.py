@@ -13,9 +13,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..passes.pairs import Overlap
+from ..cost.memory import memory_of
+from ..cost.time import time_of
 from ..plan.collectives import Collective, duration, human
-from ..plan.plan import Held, Plan
+from ..plan.plan import Held, Overlap, Plan
 from .facts import waited_for
 
 MOST = 8  # collectives, each with its cause; what is left is summed up
@@ -77,7 +78,7 @@ def _held(plan: Plan) -> Table:
 
 def _costs(plan: Plan) -> list[Text]:
     """Memory at its peak by kind; time by what takes it, and the bottleneck."""
-    memory, time, chip = plan.memory, plan.time, plan.chip
+    memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     of = f" of the {human(chip.per_device().hbm)} of a {chip.name}" if chip is not None else ""
     at = f", at {memory.peak_source}" if memory.peak_source else ""
     kinds = ", ".join(f"{kind} {human(n)}" for kind, n in sorted(memory.by_kind.items(), key=lambda x: -x[1]))
@@ -110,16 +111,11 @@ def _dims_and_axes(h: Held) -> str:
     if not h.shape:
         return "(scalars)"
     axes = [*h.spec, *(None,) * (len(h.shape) - len(h.spec))]
-    names = _names(h.dims, len(h.shape))
+    names = [d or "_" for d in h.dims]
     cells = []
     for name, a in zip(names, axes, strict=True):
         cells.append(name if a is None else f"{name}:{a if isinstance(a, str) else '+'.join(a)}")
     return " ".join(cells)
-
-
-def _names(dims: str, rank: int) -> list[str]:
-    names = re.findall(r"\([^)]*\)|\S+", dims)
-    return names if len(names) == rank else ["_"] * rank
 
 
 def _sent(plan: Plan) -> Any:

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..plan import Plan
-from ..plan.collectives import Collective, wire_bytes
+from ..cost.memory import memory_of
+from ..plan.collectives import Collective
+from ..plan.plan import Plan
+from ..plan.spec import wire_bytes
 from .hlo import HloCollective
 
 if TYPE_CHECKING:
@@ -157,7 +159,7 @@ def figures(compiled: Compiled) -> Figures:
     plan = compiled.plan
     if plan is None:
         raise ValueError(f"{compiled.name} was compiled without a plan")
-    return Figures(plan.memory.peak, compiled.memory.peak, kernel_seconds(plan), compiled.cycles)
+    return Figures(memory_of(plan).peak, compiled.memory.peak, kernel_seconds(plan), compiled.cycles)
 
 
 def kernel_seconds(plan: Plan) -> float | None:

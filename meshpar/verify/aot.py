@@ -18,7 +18,7 @@ from ..jitted import Jitted
 from ..layout import AnyMesh
 from ..mesh import mesh as make_mesh
 from ..mesh import topology_devices, topology_of
-from ..plan import Plan
+from ..planned import Plan
 from . import hlo
 from .compiler import FINAL, PARTITIONED
 from .exposed import Exposed, exposed, places_of

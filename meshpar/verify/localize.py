@@ -15,7 +15,8 @@ from ..dims import format_dims
 from ..errors import CheckError, JoinWarning
 from ..jitted import put
 from ..lower import LOWERINGS
-from ..plan import Plan, make_plan
+from ..passes import make_plan
+from ..plan.plan import Plan
 from ..program import Program, infer
 from ..rules import ELEMENTWISE
 from .numbers import Difference, compare, compiled, host, mesh_text, spread_of, worst_of

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+from ..cost.memory import memory_of
 from ..errors import MeshparError, OutOfMemoryError
 from ..layout import Layout
 from ..mesh import GPU_KINDS, gpu_target, parse_topology
-from ..plan import Plan
-from ..plan.plan import Held
+from ..passes import replan
+from ..plan.plan import Held, Plan
 
 GIB = 2.0**30
 HBM = {"v4": 30.75 * GIB, "v5e": 15.75 * GIB, "v5p": 95.74 * GIB, "v6e": 31.25 * GIB, "tpu7x": 94.75 * GIB}
@@ -53,7 +54,7 @@ def out_of_memory(
     if plan is not None:
         lines += _table(plan)
         fixes += _suggestions(plan, capacity)
-        if plan.held() < 0.4 * plan.memory.peak:
+        if plan.held() < 0.4 * memory_of(plan).peak:
             fixes.append("what the step makes is most of it: jax.checkpoint the layers, or take smaller microbatches")
     elif message:
         lines += [f"  | {line}" for line in message.strip().splitlines()[:12]]
@@ -71,7 +72,7 @@ def gib(n: float | None) -> str:
 
 def _table(plan: Plan) -> list[str]:
     """What each device holds at the peak, by kind; the largest arguments with their axes, and what the step makes."""
-    memory = plan.memory
+    memory = memory_of(plan)
     kinds = sorted(memory.by_kind.items(), key=lambda k: -k[1])
     lines = [
         f"  by meshpar's estimate a device holds {gib(memory.peak)} at the peak{_at(memory.peak_source)}: "
@@ -117,7 +118,7 @@ def _candidates(plan: Plan) -> list[tuple[str, str]]:
 
     for h in plan.inputs:
         count([d for d, axes in _dims(h) if not axes], {a for _, axes in _dims(h) for a in axes}, h.bytes)
-    for name, size, _ in plan.memory.largest:
+    for name, size, _ in memory_of(plan).largest:
         m = re.search(r"\[([^\]]*)\]\Z", name)
         count(m[1].split() if m else [], set(), size)
     return sorted(gains, key=lambda k: -gains[k])
@@ -125,17 +126,16 @@ def _candidates(plan: Plan) -> list[tuple[str, str]]:
 
 def _suggestions(plan: Plan, capacity: float | None) -> list[str]:
     """Rules that, added at the end of the layout, leave each device less to hold; best first. Each is planned anew."""
-    before = plan.memory.peak
-    layout = plan.asked or plan.layout
+    before = memory_of(plan).peak
     found: list[tuple[float, float, str]] = []
     for dim, axis in _candidates(plan)[:TRIES]:
-        rule = Layout(f"{dim}?: {axis}").with_first(layout.rules)
+        rule = Layout(f"{dim}?: {axis}").with_first(plan.asked.rules)
         try:
-            after = plan.replan(layout=rule)
+            after = replan(plan, layout=rule)
         except MeshparError:  # this rule clashes with the program; others may not
             continue
-        if after.memory.peak < 0.99 * before:
-            found.append((after.memory.peak, after.held(), f"{dim}: {axis}"))
+        if memory_of(after).peak < 0.99 * before:
+            found.append((memory_of(after).peak, after.held(), f"{dim}: {axis}"))
     found.sort()
     lines = []
     for peak, held, rule in found[:SHOWN]:

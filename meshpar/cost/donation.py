@@ -1,24 +1,26 @@
-"""Results that take the place of donated arguments: which they are, and which are put there from other memory."""
+"""Results that take the place of donated arguments: which they are, and which are gathered into other memory first."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .schedule import LARGE
+from ..compat.quirks import LARGE
+from ..plan.plan import Plan
+from .memo import once_per_plan
 
-if TYPE_CHECKING:
-    from ..plan.plan import Plan
 
-
+@once_per_plan
 def in_place(plan: Plan) -> dict[int, int]:
     """Which results take the place of donated inputs, by position: the first input of the same shape, dtype and spec."""
+    arguments = plan.body.inputs[len(plan.body.inputs) - len(plan.program.inputs) :]
     free: dict[Any, list[int]] = {}
     for i in sorted(plan.donated):
-        value = plan.program.inputs[i]
-        free.setdefault((value.shape, value.aval.dtype, plan.specs[id(value)]), []).append(i)
+        value = arguments[i].value
+        free.setdefault((value.shape, value.aval.dtype, arguments[i].spec), []).append(i)
     out: dict[int, int] = {}
-    for k, (value, spec) in enumerate(zip(plan.program.outputs, plan.out_specs, strict=True)):
-        match = free.get((value.shape, value.aval.dtype, spec))
+    for k, shard in enumerate(plan.body.outputs):
+        assert shard is not None
+        match = free.get((shard.value.shape, shard.value.aval.dtype, shard.spec))
         if match:
             out[k] = match.pop(0)
     return out
@@ -28,6 +30,6 @@ def gathered_apart(whole: float, shard: float) -> bool:
     """Whether what is gathered for such a result lies beside its place first: bytes on a device of all of it, and before.
 
     XLA for TPUs (libtpu 0.0.42) does not gather into the memory of an argument. So that it does not copy all of these arguments
-    when the program begins, the lowering puts large results there itself, one after the other.
+    when the program begins, large results are put there one after the other.
     """
     return whole >= max(LARGE, 2 * shard)

@@ -1,0 +1,135 @@
+"""How reshardings and reductions are sent, on local arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..layout import Spec
+from ..plan.collectives import reduces
+from ..plan.resharding import Move
+from ..plan.spec import parts_of
+from ..plan.steps import Reduce
+from .exchange import Grid, _scatter, axis_index, fine_names, on_words, shape_in
+from .quirks import before_exchange, gathered_apart
+
+
+def follow(x: Any, path: Sequence[Move], grid: Grid, apart: bool = False) -> Any:
+    """Bring a shard into another spec, move by move.
+
+    Args:
+      apart: what is gathered is put into other memory than it was gathered in.
+    """
+    if path and 0 in x.shape:
+        return jnp.zeros(shape_in(x.shape, path[0].before, path[-1].after, grid), x.dtype)
+    for move in path:
+        if move.op == "slice":
+            x = _slice(x, move, grid)
+        elif move.op == "all-gather":
+            x = on_words(x, functools.partial(_all_gather, move=move, grid=grid, apart=apart))
+        else:
+            x = on_words(x, functools.partial(before_exchange, cpu=grid.cpu))
+            x = on_words(x, functools.partial(_EXCHANGES[move.op], move=move, grid=grid))
+    return x
+
+
+def _slice(x: Any, move: Move, grid: Grid) -> Any:
+    for i, (before, after) in enumerate(zip(move.before, move.after, strict=True)):
+        axes = after[len(before) :]
+        if axes:
+            n = x.shape[i] // parts_of(axes, grid)
+            x = lax.dynamic_slice_in_dim(x, axis_index(fine_names(axes, grid)) * n, n, i)
+    return x
+
+
+def _all_gather(x: Any, move: Move, grid: Grid, apart: bool) -> Any:
+    (dim,) = move.dims
+    axes = fine_names(move.axes, grid)
+    return gathered_apart(x, axes, dim) if apart else lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def _all_to_all(x: Any, move: Move, grid: Grid) -> Any:
+    pairs = list(enumerate(zip(move.before, move.after, strict=True)))
+    (gains,), (loses,) = ([i for i, (a, b) in pairs if len(b) > len(a)], [i for i, (a, b) in pairs if len(a) > len(b)])
+    return lax.all_to_all(x, fine_names(move.axes, grid), split_axis=gains, concat_axis=loses, tiled=True)
+
+
+def _permute(x: Any, move: Move, grid: Grid) -> Any:
+    return lax.ppermute(x, fine_names(move.axes, grid), permutation(move, grid))
+
+
+_EXCHANGES: dict[str, Callable[..., Any]] = {"all-to-all": _all_to_all, "collective-permute": _permute}
+
+
+def permutation(move: Move, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+    """(source, target) for every device of a permute, numbered along its axes, the first one major.
+
+    A device that holds its target shard keeps it; of several others that hold a shard, each sends it to one device.
+    """
+    shape = [sizes[a] for a in move.axes]
+    place = dict(zip(move.axes, np.indices(shape).reshape(len(shape), -1), strict=True))
+
+    def shards(spec: Spec) -> list[tuple[int, ...]]:
+        numbers = []
+        for entry in spec:
+            number = np.zeros(int(np.prod(shape)), int)
+            for axis in entry:
+                number = number * sizes[axis] + place[axis]
+            numbers.append(number.tolist())
+        return list(zip(*numbers, strict=True))
+
+    pairs: list[tuple[int, int]] = []
+    free: dict[tuple[int, ...], list[int]] = {}
+    holds, wants = shards(move.before), shards(move.after)
+    for k, (held, wanted) in enumerate(zip(holds, wants, strict=True)):
+        if held == wanted:
+            pairs.append((k, k))
+        else:
+            free.setdefault(held, []).append(k)
+    pairs += [(free[w].pop(0), k) for k, (h, w) in enumerate(zip(holds, wants, strict=True)) if h != w]
+    return sorted(pairs)
+
+
+def reduced(x: Any, step: Reduce, grid: Grid, begun: bool = False) -> Any:
+    """An unreduced shard with its terms combined: reduce-scattered, then all-reduced, as the step says.
+
+    Args:
+      begun: a ring has scattered it over the first axis (of the factored mesh) already.
+    """
+    return combined(x, step.source.spec, step.scatters, step.over, step.source.kind, grid, begun)
+
+
+def combined(
+    x: Any,
+    have: Spec,
+    scatters: Sequence[Any],
+    over: Sequence[str],
+    kind: str,
+    grid: Mapping[str, int],
+    begun: bool = False,
+) -> Any:
+    """Combine the terms of an unreduced shard: (dim, axes, algorithm) of its reduce-scatters, then over axes."""
+    dtype = x.dtype
+    if 0 in x.shape:
+        spec = have
+        for s in scatters:
+            spec = tuple((*entry, *s.axes) if i == s.dim else entry for i, entry in enumerate(spec))
+        return jnp.zeros(shape_in(x.shape, have, spec, grid), dtype)
+    if dtype == np.bool_:  # a sum of booleans is a lookup, in which one device has the value
+        x = x.astype(np.uint8)
+    for s in scatters:
+        axes = fine_names([a for a in s.axes if grid[a] > 1], grid)
+        x, begun = _scatter(x, axes[begun:], s.dim, "staged" if begun else s.algorithm, grid), False
+    axes = fine_names([a for a in over if grid[a] > 1], grid)
+    if axes and reduces(kind, dtype):
+        x = (lax.psum if kind == "sum" else lax.pmax if kind in ("max", "or") else lax.pmin)(x, axes)
+    elif axes:
+        every = lax.all_gather(x, axes, axis=0)
+        together = {"prod": jnp.multiply, "and": jnp.bitwise_and, "or": jnp.bitwise_or}[kind]
+        x = functools.reduce(together, [every[k] for k in range(every.shape[0])])
+    return x.astype(dtype)

@@ -1,0 +1,98 @@
+"""The order of dims in which an unreduced sum is reduced, for XLA's CPU compiler.
+
+The gradient of a weight is a product, whose dims come out in the order of its operands, and a transpose. A compiler is free to
+fold one into the other, and XLA's does so where nothing stands between: into a form of the product for which, on CPUs, it has
+no fast kernel. And its reduce-scatter wants the scattered dim first, else all of the sum is copied. So here a sum is reduced
+before it is transposed, and a product made with its operands exchanged if that leaves nothing to transpose, or puts the
+scattered dim first.
+
+Compilers for TPUs and GPUs lay arrays out as they like, and are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from ..compat.jax import bind
+from ..plan.steps import Reduce, Run, Scatter
+from ..program.ir import Op
+from .collectives import combined, reduced
+from .exchange import Grid
+from .local import plain_params
+
+
+class _Turned(NamedTuple):
+    """A transposed partial sum, and it as it was before, with the permutation that makes the one of the other: in each order
+    in which that can be had."""
+
+    array: Any
+    before: list[tuple[Any, tuple[int, ...]]]
+
+
+class CpuLayouts:
+    """Unreduced sums, and the orders of dims in which they can be had.
+
+    Args:
+      grid: what is lowered for. If not for CPUs, every sum is reduced in the order that it has.
+    """
+
+    def __init__(self, grid: Grid):
+        self.grid = grid
+        # by `id(array)`, with the array, so that no other one gets its id
+        self._products: dict[int, tuple[Any, Op, Sequence[Any]]] = {}
+        self._turned: dict[int, _Turned] = {}
+
+    def ran(self, step: Run, xs: Sequence[Any], results: Sequence[Any]) -> None:
+        """A step made results of shards ``xs``."""
+        if not self.grid.cpu or not step.results or not step.results[0].partial:
+            return
+        (out,) = results
+        if step.op.name == "dot_general":
+            self._products[id(out)] = out, step.op, xs
+        elif step.op.name == "transpose":
+            permutation = tuple(step.op.eqn.params["permutation"])
+            before = [(xs[0], permutation)]
+            if id(xs[0]) in self._products:
+                _, product, operands = self._products[id(xs[0])]
+                place = _exchange(product)
+                before.append((_exchanged(product, operands), tuple(place.index(i) for i in permutation)))
+            self._turned[id(out)] = _Turned(out, before)
+
+    def reduced(self, x: Any, step: Reduce) -> Any:
+        """:func:`meshpar.lower.collectives.reduced`, in the best order that there is."""
+        turned = self._turned.get(id(x))
+        if turned is None:
+            return reduced(x, step, self.grid)
+        first = step.scatters[0].dim if step.scatters else 0
+
+        def cost(way: tuple[Any, tuple[int, ...]]) -> tuple[bool, bool]:
+            return bool(step.scatters) and way[1][first] != 0, way[1] != tuple(sorted(way[1]))
+
+        x, permutation = min(turned.before, key=cost)
+        back = np.argsort(permutation)
+        have = tuple(step.source.spec[i] for i in back)
+        scatters = [Scatter(permutation[s.dim], s.axes, s.algorithm) for s in step.scatters]
+        y = combined(x, have, scatters, step.over, step.source.kind, self.grid)
+        return lax.transpose(y, permutation)
+
+
+def _exchange(op: Op) -> tuple[int, ...]:
+    """What exchanging its operands does to the dims of a product's result."""
+    (contracted, _), (batch, _) = op.eqn.params["dimension_numbers"]
+    dims = range(op.eqn.outvars[0].aval.ndim)
+    end = op.eqn.invars[0].aval.ndim - len(contracted)  # of the dims that the left operand brings
+    return (*dims[: len(batch)], *dims[end:], *dims[len(batch) : end])
+
+
+def _exchanged(op: Op, xs: Sequence[Any]) -> Any:
+    params = plain_params(op.eqn.params)
+    contract, batch = params["dimension_numbers"]
+    precision = params["precision"]
+    params["dimension_numbers"] = tuple(contract[::-1]), tuple(batch[::-1])
+    params["precision"] = precision[::-1] if isinstance(precision, tuple) else precision
+    (out,) = bind(op.eqn, xs[::-1], params)
+    return out

@@ -1,0 +1,60 @@
+"""Shapes and bytes of shards, and bytes on the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..hardware.chips import CollectiveOp
+from ..layout import Spec
+
+
+def unsplit(rank: int) -> Spec:
+    """The spec of an array of this rank that every device holds whole."""
+    return ((),) * rank
+
+
+def parts_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """Into how many parts some axes split a dim."""
+    return math.prod(sizes[a] for a in axes)
+
+
+def local_shape(shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of one shard; uneven shards rounded up."""
+    if spec is None:
+        return tuple(shape)
+    return tuple(-(-n // parts_of(axes, sizes)) for n, axes in zip(shape, spec, strict=True))
+
+
+def local_bytes(shape: Sequence[int], itemsize: float, spec: Spec, sizes: Mapping[str, int]) -> float:
+    """Bytes of one shard; uneven shards rounded up."""
+    return itemsize * math.prod(local_shape(shape, spec, sizes))
+
+
+def itemsize(aval: Any) -> float:
+    """Bytes of an element, in memory and on the wire: 4-bit types half of one, keys of threefry 8."""
+    try:
+        dtype = np.dtype(aval.dtype)
+    except TypeError:
+        return 8
+    return 0.5 if dtype.name in ("int4", "uint4") else dtype.itemsize
+
+
+def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
+    """Bytes that each device of a group sends.
+
+    Args:
+      volume: bytes of the gathered array for an all-gather, else of the local operand.
+    """
+    if op == "collective-permute":
+        return volume
+    share = volume * (group - 1) / group
+    return 2 * share if op == "all-reduce" else share
+
+
+def names_of(axes: Sequence[str]) -> str:
+    """Axes for people: ``\\`data\\`+\\`model\\```."""
+    return "+".join(f"`{a}`" for a in axes)

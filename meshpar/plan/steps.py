@@ -1,0 +1,495 @@
+"""The steps of a plan: what every device runs, in order, in SSA form and nested by body.
+
+Every step reads shards and makes shards, each of them once. Nothing is left to whoever reads the steps: what is sent, by which
+algorithm, where, in which order and behind which barrier stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
+
+from ..layout import Spec
+from ..program.ir import Frame, Op, Value
+from ..rules.rule import Kind
+from .collectives import Collective
+from .resharding import Move
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shard:
+    """One value as every device holds it between two steps.
+
+    Attributes:
+      value: the value of the program.
+      spec: of every dim, the axes that split it.
+      partial: the axes over which it is unreduced: devices along them hold terms, not copies.
+      kind: how these terms combine.
+      data_free: it follows from no data (iotas, masks, zeros): each device makes the part that it needs.
+    """
+
+    value: Value
+    spec: Spec
+    partial: tuple[str, ...] = ()
+    kind: Kind = "sum"
+    data_free: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """What all steps have.
+
+    Attributes:
+      op: the op of the program that the step is for.
+    """
+
+    op: Op | None
+
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        """The shards that it reads."""
+        return ()
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        """The shards that it makes."""
+        return ()
+
+    @property
+    def sends(self) -> tuple[Collective, ...]:
+        """The collectives of the step itself, in order; those of its bodies are in their steps."""
+        return ()
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        return ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Body:
+    """The steps of the program, of a loop's body, of a branch or of a call.
+
+    Attributes:
+      frame: the jaxpr at this call site.
+      inputs: what it is given: arguments of the program; what a loop carries, then slices of what it runs over. All else that its
+        steps read is made by steps before the body.
+      steps: in order.
+      outputs: what it returns; None: nothing that a later step reads.
+      trips: how often it runs each time the step that holds it runs; None: not known.
+    """
+
+    frame: Frame
+    inputs: tuple[Shard, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Shard | None, ...]
+    trips: int | None = 1
+
+    def walk(self) -> Iterator[Step]:
+        """All steps in order, those of bodies after the step that holds them."""
+        for step in self.steps:
+            yield step
+            for body in step.bodies:
+                yield from body.walk()
+
+    def with_calls(self) -> Iterator[Step]:
+        """The steps in order, those of calls in place of the call: what JAX traces into one body."""
+        for step in self.steps:
+            if isinstance(step, Call):
+                yield from step.body.with_calls()
+            else:
+                yield step
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Constant(Step):
+    """This device's part of a literal or of a constant of a jaxpr."""
+
+    result: Shard
+    array: Any
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return (self.result,)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RingDot:
+    """A product of a gather that is sent block by block.
+
+    Attributes:
+      op: the product.
+      side: which of its operands is gathered.
+      other: the other one, as the product takes it; None: a literal.
+      result: what it makes.
+    """
+
+    op: Op
+    side: int
+    other: Shard | None
+    result: Shard
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GatherRing:
+    """An all-gather that is sent block by block, each multiplied as it arrives.
+
+    Attributes:
+      dim, axes: the dim that is gathered, over these axes.
+      dots: the products.
+      keep: others read the gathered value too.
+      fused: the kernel that runs it; None: a ring of permutes.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+    dots: tuple[RingDot, ...]
+    keep: bool
+    fused: FusedGather | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ReduceRing:
+    """A sum of products that is reduce-scattered block by block, each sent while the next is made.
+
+    Attributes:
+      dim, axes: the dim over which it is scattered, and over what.
+      leaves: the results of the products, each with its dim that is scattered.
+      parts: the number of blocks.
+      fused: the kernel that runs it; None: a ring of permutes.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+    leaves: tuple[tuple[Shard, int], ...]
+    parts: int
+    fused: FusedScatter | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reshard(Step):
+    """A value is brought into another spec.
+
+    Attributes:
+      path: the moves, in order.
+      collectives: what they send.
+      copy: for the steps that read it; otherwise it is where the value rests from then on.
+      ring: it is sent block by block, beside products.
+      apart: what is gathered is put into other memory than it was gathered in.
+    """
+
+    source: Shard
+    result: Shard
+    path: tuple[Move, ...]
+    collectives: tuple[Collective, ...]
+    copy: bool
+    ring: GatherRing | None = None
+    apart: bool = False
+
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        if self.ring is None:
+            return (self.source,)
+        return (self.source, *(dot.other for dot in self.ring.dots if dot.other is not None))
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return (self.result,)
+
+    @property
+    def sends(self) -> tuple[Collective, ...]:
+        return self.collectives
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Scatter:
+    """One reduce-scatter: of a dim, over axes, by an algorithm."""
+
+    dim: int
+    axes: tuple[str, ...]
+    algorithm: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reduce(Step):
+    """Terms are combined over the axes over which a value is unreduced.
+
+    Attributes:
+      source: unreduced; result: where the value rests.
+      scatters: reduce-scatters, the first ones; over: axes over which it is all-reduced then (or gathered, and combined).
+      path: moves after that.
+      collectives: what is sent, in that order.
+      ring: the first reduce-scatter is sent block by block, beside the products that it sums.
+    """
+
+    source: Shard
+    result: Shard
+    scatters: tuple[Scatter, ...]
+    over: tuple[str, ...]
+    path: tuple[Move, ...]
+    collectives: tuple[Collective, ...]
+    ring: ReduceRing | None = None
+
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        return (self.source,)
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return (self.result,)
+
+    @property
+    def sends(self) -> tuple[Collective, ...]:
+        return self.collectives
+
+    @property
+    def scattered(self) -> Spec:
+        """The spec after the reduce-scatters."""
+        spec = self.source.spec
+        for s in self.scatters:
+            spec = tuple((*entry, *s.axes) if i == s.dim else entry for i, entry in enumerate(spec))
+        return spec
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Run(Step):
+    """One device's part of an op.
+
+    Attributes:
+      operands: None: a literal of the equation.
+      axes: of every factor of the op's rule; None: an elementwise op.
+      collectives: what its local form sends itself.
+      in_ring: ``"gather"``: made by the ring that gathers one of its operands; ``"reduce"``: made block by block when the sum that
+        it is a term of is reduced.
+    """
+
+    op: Op
+    operands: tuple[Shard | None, ...]
+    results: tuple[Shard, ...]
+    axes: tuple[tuple[str, ...], ...] | None = None
+    collectives: tuple[Collective, ...] = ()
+    in_ring: str | None = None
+
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        return tuple(s for s in self.operands if s is not None)
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return self.results
+
+    @property
+    def sends(self) -> tuple[Collective, ...]:
+        return self.collectives
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Loop(Step):
+    """A ``scan`` or ``while``.
+
+    Attributes:
+      consts: what its bodies only read, and which copies of that are made before it (``hoisted``).
+      inits: the first values of what it carries. Where the body's input is unreduced and this is not, the devices along the first
+        of those axes bring it, the others zeros.
+      stacks: of a scan, what it runs over.
+      bodies: of a scan the body; of a while the condition and the body.
+      results: last values of what it carries, then what it stacks up.
+    """
+
+    op: Op
+    consts: tuple[Shard, ...]
+    hoisted: tuple[Shard, ...]
+    inits: tuple[Shard, ...]
+    stacks: tuple[Shard, ...]
+    inner: tuple[Body, ...]
+    results: tuple[Shard, ...]
+
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        return (*self.consts, *self.hoisted, *self.inits, *self.stacks)
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return self.results
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        return self.inner
+
+    @property
+    def body(self) -> Body:
+        """The body proper."""
+        return self.inner[-1]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Branch(Step):
+    """A ``cond``: one of its bodies runs.
+
+    Attributes:
+      index: which one; None: a literal of the equation.
+      operands: what the branches read.
+    """
+
+    op: Op
+    index: Shard | None
+    operands: tuple[Shard, ...]
+    branches: tuple[Body, ...]
+    results: tuple[Shard, ...]
+
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        return (*(() if self.index is None else (self.index,)), *self.operands)
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return self.results
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        return self.branches
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Call(Step):
+    """A function that the program calls (``jit``, ``checkpoint``, ``custom_jvp``, …): its steps run in place.
+
+    Its body's outputs are the shards of the function's results, as later steps read them.
+    """
+
+    op: Op
+    body: Body
+
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        return free_shards(self.body)
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return tuple(s for step in self.body.steps for s in step.makes)
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        return (self.body,)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Barrier(Step):
+    """The results are the sources, to be had only once ``after`` are there too.
+
+    Attributes:
+      opaque: no cast, place or copy of the sources can be read through it either.
+    """
+
+    sources: tuple[Shard, ...]
+    results: tuple[Shard, ...]
+    after: tuple[Shard, ...] = ()
+    opaque: bool = False
+
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        return (*self.sources, *self.after)
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return self.results
+
+
+def free_shards(body: Body) -> tuple[Shard, ...]:
+    """What the steps of a body read and do not make, its inputs aside."""
+    made: set[Shard] = set(body.inputs)
+    found: dict[Shard, None] = {}
+
+    def walk(steps: Iterable[Step]) -> None:
+        for step in steps:
+            for body in step.bodies:
+                made.update(body.inputs)
+                walk(body.steps)
+            if not isinstance(step, Call):
+                found.update((s, None) for s in step.reads if s not in made)
+            made.update(step.makes)
+
+    walk(body.steps)
+    return tuple(found)
+
+
+def is_floating(step: Step) -> bool:
+    """Whether a step stands wherever its result is first read: copies, constants, and what is made from no data."""
+    return (
+        isinstance(step, Constant)
+        or (isinstance(step, Reshard) and step.copy)
+        or (isinstance(step, Run) and bool(step.results) and step.results[0].data_free)
+    )
+
+
+def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tuple[Step, ...]:
+    """The steps in an order in which each comes after those whose results it reads: theirs, as far as that allows.
+
+    Steps that are :func:`is_floating` come just before the first that reads them, or not at all.
+
+    Args:
+      outputs: what is read after them.
+    """
+    maker: dict[Shard, Step] = {}
+    for step in steps:
+        for shard in step.makes:
+            maker.setdefault(shard, step)
+    out: list[Step] = []
+    done: set[Step] = set()
+
+    def place(first: Step) -> None:
+        todo: list[tuple[Step, Iterator[Shard]]] = [(first, iter(first.reads))]
+        done.add(first)
+        while todo:
+            step, reads = todo[-1]
+            for shard in reads:
+                needed = maker.get(shard)
+                if needed is not None and needed not in done:
+                    done.add(needed)
+                    todo.append((needed, iter(needed.reads)))
+                    break
+            else:
+                out.append(step)
+                todo.pop()
+
+    for step in steps:
+        if step not in done and not is_floating(step):
+            place(step)
+    for shard in outputs:
+        needed = None if shard is None else maker.get(shard)
+        if needed is not None and needed not in done:
+            place(needed)
+    return tuple(out)
+
+
+def rewritten(body: Body, change: Callable[[Body], Body]) -> Body:
+    """A body with every body inside it, then itself, changed; the same object where nothing is."""
+    steps: list[Step] = []
+    for step in body.steps:
+        new = [rewritten(b, change) for b in step.bodies]
+        if any(a is not b for a, b in zip(new, step.bodies, strict=True)):
+            step = _with_bodies(step, tuple(new))
+        steps.append(step)
+    if any(a is not b for a, b in zip(steps, body.steps, strict=True)):
+        body = replace(body, steps=tuple(steps))
+    return change(body)
+
+
+def _with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
+    if isinstance(step, Loop):
+        return replace(step, inner=bodies)
+    if isinstance(step, Branch):
+        return replace(step, branches=bodies)
+    assert isinstance(step, Call)
+    return replace(step, body=bodies[0])
+
+
+def readers_of(body: Body) -> Mapping[Shard, list[Step]]:
+    """The steps that read every shard, those in bodies too; a call reads nothing, what it holds does."""
+    found: dict[Shard, list[Step]] = {}
+    for step in body.walk():
+        for shard in () if isinstance(step, Call) else step.reads:
+            found.setdefault(shard, []).append(step)
+    return found

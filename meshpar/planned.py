@@ -1,0 +1,103 @@
+"""The plan that users hold: the record of :mod:`meshpar.plan`, with its costs and reports at hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from . import report
+from .cost.memory import Memory, memory_of
+from .cost.time import Time, time_of
+from .layout import AnyMesh, Layout
+from .passes import replan
+from .plan import plan as record
+
+
+class Plan(record.Plan):
+    """What a layout makes each device hold, send and compute, and why. Made without devices, and without compiling.
+
+    ``print(plan)`` shows it as a table, ``plan.save("plan.html")`` as a page.
+    """
+
+    @classmethod
+    def of(cls, plan: record.Plan) -> Plan:
+        """A record with its costs and reports."""
+        return cls(**{f.name: getattr(plan, f.name) for f in fields(record.Plan)})
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes on a device over a step: the peak, its line, by kind."""
+        return memory_of(self)
+
+    @property
+    def time(self) -> Time | None:
+        """Seconds of a step by what takes them; None where the chip is not known."""
+        return time_of(self)
+
+    @property
+    def seconds(self) -> float | None:
+        """The estimate of a step's seconds (:attr:`meshpar.cost.time.Time.seconds` says how); None: chip not known."""
+        return None if self.time is None else self.time.seconds
+
+    def replan(
+        self, *, layout: Any = None, mesh: AnyMesh | None = None, topology: str | None = None, strict: bool = False,
+        overlap: str | None = None,
+    ) -> Plan:  # fmt: skip
+        """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
+
+        Args:
+          layout: as in :func:`meshpar.plan`; default: this plan's.
+          mesh: a mesh; default: this plan's, with its topology.
+          topology: the slice that ``mesh`` lies on, if it is abstract.
+          overlap: as in :func:`meshpar.plan`; default: this plan's.
+
+        Raises:
+          UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
+        """
+        other = None if layout is None else Layout(layout)
+        return Plan.of(replan(self, layout=other, mesh=mesh, topology=topology, strict=strict, overlap=overlap))
+
+    def to_json(self) -> str:
+        """The plan as JSON: mesh, layout, inputs, outputs, collectives, memory, time, joins, notes, unnamed dims."""
+        named, total, _ = self.program.coverage()
+        return json.dumps(
+            {
+                "mesh": self.sizes,
+                "topology": self.topology,
+                "chip": None if self.chip is None else self.chip.name,
+                "layout": str(self.layout),
+                "inputs": [h.to_dict() for h in self.inputs],
+                "outputs": [h.to_dict() for h in self.outputs],
+                "collectives": [c.to_dict() for c in self.collectives],
+                "memory": self.memory.to_dict(),
+                "time": None if self.time is None else self.time.to_dict(),
+                "overlap": [o.to_dict() for o in self.overlaps],
+                "joins": [str(j) for j in self.joins],
+                "notes": list(self.notes),
+                "dims": {"named": named, "all": total, "unnamed": self.unnamed},
+            }
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file: ``.html``, a page of its own (nothing from the network); ``.json``; ``.txt``.
+
+        Raises:
+          UnsupportedError: another suffix.
+        """
+        writers = {".html": report.plan_page, ".json": lambda plan: plan.to_json(), ".txt": report.plan_text}
+        report.save(self, path, writers)
+
+    def diff(self, other: record.Plan) -> report.PlanDiff:
+        """The two plans side by side: print it, ``save("diff.html")`` it."""
+        return report.PlanDiff(self, other)
+
+    def __str__(self) -> str:
+        return report.plan_text(self)
+
+    def __rich__(self) -> Any:
+        return report.plan_renderable(self)
+
+    def _repr_html_(self) -> str:
+        return report.plan_cell(self)
