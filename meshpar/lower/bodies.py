@@ -15,8 +15,8 @@ from ..compat.jax import body_consts, scan_counts
 from ..cost.fusion import itemsize
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
+from ..rules.spmd import axis_index, cut, fine_names
 from .derivatives import OWN, walk_body
-from .exchange import axis_index, cut, fine_names
 from .moves import through_integers
 
 if TYPE_CHECKING:

@@ -24,13 +24,14 @@ from ..plan.planner import make_plan
 from ..program.infer import infer
 from ..program.ir import Frame, Op, Value
 from ..program.trace import trace
-from .exchange import fine_names
+from ..rules import having
+from ..rules.spmd import fine_names
 from .moves import bring
 
 if TYPE_CHECKING:
     from .shard_map import Walk
 
-OWN = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+OWN = having(lambda p: p.own_derivative)
 
 
 def walk_body(walk: Walk, op: Op, frame: Frame) -> None:

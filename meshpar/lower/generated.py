@@ -10,9 +10,9 @@ from ..layout import Spec
 from ..plan.claims import blocks_only, spec_of
 from ..plan.planner import IDENTITIES, stretched
 from ..program.ir import Op, Value
+from ..rules import run_elementwise, run_local
+from ..rules.spmd import cut
 from .bodies import whole
-from .exchange import cut
-from .local import run_elementwise, run_local
 
 if TYPE_CHECKING:
     from .shard_map import Walk
@@ -59,7 +59,7 @@ def _axes_for(walk: Walk, op: Op, k: int, spec: Spec) -> list[tuple[str, ...]] |
         if not entry:
             continue
         f = factors[0] if factors else None
-        if f is None or rule.kinds[f] != "map" or rule.sizes[f] % math.prod(sizes[a] for a in entry):
+        if f is None or rule.kinds[f] != "pass_through" or rule.sizes[f] % math.prod(sizes[a] for a in entry):
             return None
         axes[f] = entry
     return axes if blocks_only(rule, axes, sizes) == axes and spec_of(rule.outs[k], axes) == spec else None

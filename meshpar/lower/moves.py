@@ -14,7 +14,7 @@ from jax import lax
 
 from ..layout import Spec
 from ..plan.resharding import Step, axis_size, part_of, relayout, whole_axes
-from .exchange import Grid, Sizes, axis_index, fine_names, on_words, shape_in
+from ..rules.spmd import Grid, Sizes, axis_index, fine_names, on_words, shape_in
 
 
 def bring(x: Any, have: Spec, need: Spec, sizes: Sizes, apart: bool = False) -> Any:

@@ -21,8 +21,9 @@ from ..compat.jax import bind
 from ..layout import Spec
 from ..plan.collectives import Form, settlement
 from ..program.ir import Op
-from .exchange import Grid, settle
-from .local import plain_params
+from ..rules.local import plain_params
+from ..rules.spmd import Grid
+from .exchange import settle
 
 
 class _Turned(NamedTuple):

@@ -13,7 +13,7 @@ from ..compat.jax import at_line_of
 from ..passes.fused import dot_of
 from ..passes.pairs import GatherRing, ScatterRing
 from ..program.ir import Op, Value
-from .exchange import fine_names
+from ..rules.spmd import fine_names
 
 if TYPE_CHECKING:
     from .shard_map import Walk

@@ -27,17 +27,18 @@ from ..plan.collectives import local_bytes
 from ..plan.plan import Plan
 from ..plan.planner import IDENTITIES
 from ..program.ir import Frame, Op, Value
+from ..rules import having, run_elementwise, run_local
+from ..rules.spmd import Grid, fine_names
 from .bodies import HANDLERS, call, literal, whole
-from .exchange import Extremum, Grid, check_blocks, fine_names
+from .exchange import Extremum, check_blocks
 from .generated import generate
-from .local import run_elementwise, run_local
 from .moves import bring
 from .orders import Orders
 from .rings import gathered, run_ring, scattered
 
 LARGE = 2**26
 """Bytes of a partial sum on a device from which on it is settled before the next loop begins."""
-NOT_INSIDE = frozenset({"shard_map", "custom_partitioning", "xla_pmap"})
+NOT_INSIDE = having(lambda p: p.own_mesh)
 
 
 def lower_to_shard_map(

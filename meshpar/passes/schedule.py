@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 from ..cost.fusion import PRODUCTS, itemsize
 from ..plan.collectives import local_bytes
 from ..program.ir import Frame, Op, Value
+from ..rules import having
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
 
-ADDS = frozenset({"add", "add_any"})
-HEAVY = PRODUCTS | {"kernel", "pallas_call"}
+ADDS = having(lambda p: p.addition)
+HEAVY = having(lambda p: p.product or p.opaque) | {"kernel"}
 LARGE = 2**24
 """Bytes of operands on a device from which on it matters how long they are held."""
 

@@ -86,7 +86,7 @@ class Moving:
     ) -> list[tuple[Send, tuple[str, ...]]]:
         rule = op.rule
         assert rule is not None
-        if not any(got and kind == "own" for got, kind in zip(axes, rule.kinds, strict=True)):
+        if not any(got and kind == "permutation" for got, kind in zip(axes, rule.kinds, strict=True)):
             return []
         avals = [v.aval for v in op.eqn.invars]
         shapes = [local_shape(a.shape, need, self.sizes) for a, need in zip(avals, needs, strict=True)]
@@ -173,7 +173,7 @@ class Moving:
         parts = []
         for f, got in enumerate(plan.factor_axes or ()) if plan else ():
             mine = [a for a in got if a in axes]
-            if mine and op.rule is not None and op.rule.kinds[f] in (*REDUCTIONS, "map", "own"):
+            if mine and op.rule is not None and op.rule.kinds[f] in (*REDUCTIONS, "pass_through", "permutation"):
                 rule = self.claims.rule_text(names[f], mine[0])
                 dim = names[f][0] if names[f] else "a factor"
                 parts.append(f"`{rule or plus(mine)}` splits `{dim}`, which {op.name} contracts")

@@ -13,7 +13,7 @@ from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error, to_partiti
 from ..passes.overlap import decide
 from ..passes.price import price
 from ..program.ir import Frame, Op, Program, Value
-from ..rules import LINEAR, SCALINGS
+from ..rules import LINEAR, SCALINGS, having
 from ..rules.rule import Kind
 from .claims import blocks_only, spec_of
 from .collectives import (
@@ -96,7 +96,7 @@ def _check_joins(program: Program, strict: bool) -> None:
     warnings.warn(text, JoinWarning, stacklevel=user_stacklevel())
 
 
-OPAQUE = frozenset({"pallas_call", "ffi_call", "custom_call", "tpu_custom_call", "mosaic_gpu_call"})
+OPAQUE = having(lambda p: p.opaque)
 
 
 class Planner(Moving):
@@ -325,7 +325,7 @@ class Planner(Moving):
         for k in range(len(op.outs)):
             factors = [f for f in rule.partial_factors(k) if axes[f]]
             for f in factors:
-                if rule.kinds[f] not in ("map", "own"):
+                if rule.kinds[f] not in ("pass_through", "permutation"):
                     kind = rule.kinds[f]
             kept = {a for dim in rule.outs[k] for f in dim for a in axes[f]}
             partial.append(tuple(sorted({a for f in factors for a in axes[f]} - kept, key=order.index)))
@@ -339,7 +339,7 @@ class Planner(Moving):
         for entry, factors in zip(self.now[id(value)], rule.ins[0], strict=True):
             if entry and factors:
                 f = factors[0]
-                if rule.kinds[f] != "map" or rule.sizes[f] % math.prod(self.sizes[a] for a in entry):
+                if rule.kinds[f] != "pass_through" or rule.sizes[f] % math.prod(self.sizes[a] for a in entry):
                     return False
                 axes[f] = entry
         if blocks_only(rule, axes, self.sizes) != axes:
@@ -384,7 +384,7 @@ class Planner(Moving):
         self.finish(op, out)
 
 
-IDENTITIES = frozenset({"name_dims", "rename_dims", "place", "sharding_constraint"})
+IDENTITIES = having(lambda p: p.identity)
 
 
 def stretched(spec: Spec, shape: Sequence[int], out: Sequence[int]) -> Spec:

@@ -17,7 +17,7 @@ from ..jitted import put
 from ..lower import LOWERINGS
 from ..plan import Plan, make_plan
 from ..program import Program, infer
-from ..rules import ELEMENTWISE
+from ..rules import ELEMENTWISE, having
 from .numbers import Difference, compare, compiled, host, mesh_text, spread_of, worst_of
 
 SLACK = 8.0
@@ -25,8 +25,7 @@ SLACK = 8.0
 BATCH = 256
 """How many ops are looked at in one compilation."""
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_lin")
-INLINED = frozenset({*_CALLS, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+INLINED = having(lambda p: p.call)
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 

@@ -325,7 +325,7 @@ def test_what_cannot_run_inside_shard_map_says_so():
 
     with pytest.raises(UnsupportedError, match="shard_map has no factor rule") as caught:
         LOWERINGS["shard_map"](mp.plan(step, X, mesh=mesh, layout="batch: data", dims={"x": DIMS["x"]}), mesh)
-    assert "test_partition.py" in caught.value.source
+    assert "test_shard_map.py" in caught.value.source
     assert 'lowering="jit"' in caught.value.fixes[0]
 
 
