@@ -407,7 +407,7 @@ def paste(parts, dims, rule, f: int, shape) -> np.ndarray:
 
 
 def splittable(rule) -> list[int]:
-    """Factors that are split without an exchange (those with one: tests/lower/test_halo.py, test_scans.py)."""
+    """Factors that are split without an exchange (those with one: test_halo.py, test_scan_like.py, test_sort.py)."""
     exchanged = {f for f, kind in enumerate(rule.kinds) if kind in ("need_replication", "permutation")} | {
         f for _, f in rule.sharded_like
     }
