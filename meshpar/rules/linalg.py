@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from .local import LocalOp, on_shards
 from .registry import register
 from .rule import OpRule
-from .spmd import Grid
+from .spmd import Grid, axis_index
 
 
 def _batched(ins, outs, core: int) -> OpRule:
@@ -35,9 +36,28 @@ def matrix(eqn, ins, outs) -> OpRule:
 
 register(
     "cholesky", "eigh", "eig", "lu", "qr", "svd", "householder_product", "geqrf", "schur", "hessenberg",
-    "tridiagonal", "tridiagonal_solve", "lu_pivots_to_permutation",
+    "tridiagonal", "tridiagonal_solve", "lu_pivots_to_permutation", "geqp3", "ormqr", "cholesky_update",
     rule=matrix, local=on_shards,
 )  # fmt: skip
+
+
+def symmetric_product(eqn, ins, outs) -> OpRule:
+    """``alpha a aᵀ + beta c``: batch dims pass through, columns of ``a`` are contracted, the others need replication."""
+    *batch, n, k = ins[0]
+    r = OpRule([], [])
+    lead, (rows, columns) = r.factors(batch), r.factors((n, n), "need_replication")
+    r.ins = [(*lead, rows, (r.factor(k, "sum"),)), (*lead, rows, columns)]
+    r.outs = [r.ins[1]]
+    return r
+
+
+def _local_symmetric_product(at: LocalOp, a: Any, c: Any) -> list[Any]:
+    """A partial product includes ``c`` on one device only."""
+    axes = at.of(at.rule.ins[0][-1])
+    return at.run(a, jnp.where(axis_index(axes) == 0, c, jnp.zeros((), c.dtype)) if axes else c)
+
+
+register("symmetric_product", rule=symmetric_product, local=_local_symmetric_product)
 
 
 def triangular_solve(eqn, ins, outs) -> OpRule:

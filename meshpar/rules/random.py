@@ -17,7 +17,7 @@ from .rule import OpRule
 
 
 def keys(eqn, ins, outs) -> OpRule:
-    """Dims of arrays of keys pass through; the keys that a key is split into, and its words, need replication."""
+    """Dims of arrays of seeds and keys pass through; the keys that a key is split into, and its words, need replication."""
     r = OpRule([], [])
     lead = r.factors(ins[0][: len(outs[0])])
     lead = lead[: len(ins[0]) - (eqn.primitive.name == "random_wrap")]
@@ -26,7 +26,7 @@ def keys(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("random_split", rule=keys, local=on_shards, random=True)
+register("random_seed", "random_split", rule=keys, local=on_shards, random=True)
 register("random_wrap", "random_unwrap", rule=keys, local=on_shards, view=True)
 
 

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
 from jax.sharding import Mesh
 
-from ..compat.jax import closed_parts, new_var, source_line
+from ..compat.jax import body_of, closed_parts, new_var, source_line
 from ..dims import format_dims
 from ..errors import CheckError, JoinWarning
 from ..jitted import put
@@ -26,7 +26,6 @@ BATCH = 256
 """How many ops are looked at in one compilation."""
 
 INLINED = having(lambda p: p.call)
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -48,7 +47,7 @@ def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
             if eqn.primitive.name in INLINED:
-                body, values = closed_parts(next(eqn.params[k] for k in _BODIES if k in eqn.params))
+                body, values = closed_parts(body_of(eqn))
                 scope = bind(body, values)
                 scope.update(zip(body.invars, ins[len(ins) - len(body.invars) :], strict=True))
                 outs = inline(body, scope)

@@ -229,6 +229,17 @@ CASES: dict[str, tuple[Any, ...]] = {
     "hessenberg": (lambda x: lax.linalg.hessenberg(x), spd(4)),
     "tridiagonal": (lambda x: lax.linalg.tridiagonal(x, lower=True), spd(4)),
     "tridiagonal solve": (tridiagonal_solve, numbers(2, 6)),
+    "symmetric product": (
+        lambda a, c: lax.linalg.symmetric_product(a, c, alpha=2.0, beta=0.0),
+        numbers(2, 4, 6),
+        spd(4, 2),
+    ),
+    "cholesky update": (lambda r, w: lax.linalg.cholesky_update(r, w), spd(4)[0], numbers(4)),
+    "product with an orthogonal matrix": (
+        lambda a, b: jax.scipy.linalg.qr_multiply(a, b),
+        numbers(6, 4),
+        numbers(4, 6),
+    ),
     "householder": (lambda a: lax.linalg.householder_product(a, a[..., 0, :2]), numbers(2, 4, 2)),
     "broadcast": (lambda x: jnp.broadcast_to(x, (8, 4, 6)), X),
     "broadcast a size of 1": (lambda x: jnp.broadcast_to(x, (4, 6)), numbers(4, 1)),
@@ -264,6 +275,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda k: jax.random.key_data(jax.vmap(lambda k: jax.random.split(k, 3))(k)),
         jax.random.split(KEY, 4),
     ),
+    "seeds": (jax.vmap(lambda s: jax.random.key_data(jax.random.key(s))), jnp.arange(4)),
     "wrap keys": (jax.random.wrap_key_data, jnp.zeros((4, 2), jnp.uint32)),
     "ragged dot": (lambda x, y: lax.ragged_dot(x, y, jnp.array([3, 1])), X, numbers(2, 6, 4)),
     "ragged dot gradients": (
@@ -283,7 +295,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 ABSENT = {  # spellings of other JAX versions, and what no function of JAX makes
     "empty",
     "expand_dims",
-    "geqrf",
+    "geqp3",
     "kernel",  # tests/program/test_kernels.py
     "lu_pivots_to_permutation",
     "scatter_add",
@@ -471,6 +483,7 @@ SPLIT = [
     "triangular solve",
     "triangular solve transposed",
     "triangular solve from the right",
+    "symmetric product",
     "solve",
     "broadcast",
     "broadcast a size of 1",
