@@ -162,7 +162,7 @@ class Builder:
     def join_strong(self, op: Op, outs: list[Value]) -> None:
         rule = op.rule
         assert rule is not None
-        if op.name in ("reshape", "squeeze", "expand_dims"):
+        if op.name in ("reshape", "squeeze"):
             if op.ins[0] is not None:
                 nodes = op.ins[0].nodes
                 if op.name == "reshape" and op.eqn.params["dimensions"] is not None:  # it transposes first
@@ -252,7 +252,7 @@ class Builder:
                 if any(n != NONE for n in indices.nodes):
                     groups.setdefault((indices.nodes, u.size[node]), []).append((node, op))
                 made = indices.op
-                if made is None or made.name not in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
+                if made is None or made.name not in ("broadcast_in_dim", "reshape", "squeeze"):
                     break
                 indices = made.ins[0]
         for found in groups.values():

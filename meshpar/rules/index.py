@@ -102,9 +102,8 @@ register("gather", rule=gather, local=_local_gather, under_jit="pinned")
 
 
 _SCATTER: dict[str, Kind] = {
-    **dict.fromkeys(("scatter-add", "scatter_add", "scatter-sub", "scatter_sub"), "sum"),
-    **dict.fromkeys(("scatter", "scatter-mul", "scatter_mul", "scatter-min", "scatter_min"), "need_replication"),
-    **dict.fromkeys(("scatter-max", "scatter_max"), "need_replication"),
+    **dict.fromkeys(("scatter-add", "scatter-sub"), "sum"),
+    **dict.fromkeys(("scatter", "scatter-mul", "scatter-min", "scatter-max"), "need_replication"),
 }
 """Kind of the factors of the updates. Of order-dependent or idempotent scatters every device needs all updates."""
 

@@ -79,7 +79,7 @@ def _local_reshape(at: LocalOp, *xs: Any) -> list[Any]:
 
 
 register("reshape", rule=reshape, local=_local_reshape, view=True)
-register("squeeze", "expand_dims", rule=reshape, local=on_shards, view=True, under_jit="free")
+register("squeeze", rule=reshape, local=on_shards, view=True, under_jit="free")
 
 
 def _runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
