@@ -50,15 +50,20 @@ def test_triangular_solve(mesh, lowering):
     np.testing.assert_allclose(got["gradients"][0], -np.tril(back @ np.swapaxes(x, 1, 2)), rtol=2e-4, atol=2e-4)
 
 
-def test_triangular_solve_gathers_the_matrix_and_nothing_else():
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_triangular_solve_gathers_matrices_that_are_split(lowering):
     a, b = np.tril(normal(8, 6, 6)) + 4 * np.eye(6, dtype=np.float32), normal(8, 6, 4)
-    plan = mp.plan(
+    run = mp.jit(
         lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
-        a, b, mesh=mp.mesh("data=4, model=2"), layout="batch: data; sides: model; rows: model",
-        dims={"a": "batch rows columns", "b": "batch rows sides"},
-    )  # fmt: skip
-    (gather,) = plan.collectives
-    assert (gather.op, gather.axes, gather.bytes) == ("all-gather", ("model",), 2 * 6 * 6 * 4 / 2)
+        mesh=mp.mesh("data=4, model=2"),
+        layout="batch: data; rows: model",
+        dims={"a": "batch rows _", "b": "batch rows _"},
+        lowering=lowering,
+    )
+    np.testing.assert_allclose(run(a, b), np.linalg.solve(a, b), rtol=2e-5, atol=2e-5)
+    gathers = run.plan(a, b).collectives
+    assert {(c.op, c.axes) for c in gathers} == {("all-gather", ("model",))}
+    assert sorted(c.bytes for c in gathers) == [2 * 6 * n * 4 / 2 for n in (4, 6)]
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
