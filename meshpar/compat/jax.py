@@ -182,6 +182,14 @@ def _plain_constraint(x: Any, sharding: Any) -> Any:
         _tracing.hooks = before
 
 
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def body_of(eqn: Any) -> Any:
+    """The body of a call: a Jaxpr or ClosedJaxpr."""
+    return eqn.params[next(k for k in _BODIES if k in eqn.params)]
+
+
 def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
     """The equation with other bodies (jaxprs, in the order in which the program lists its frames)."""
     params = dict(eqn.params)
@@ -193,7 +201,7 @@ def replace_body(eqn: Any, bodies: Sequence[Any]) -> Any:
         for key, body in zip(("cond_jaxpr", "body_jaxpr"), bodies, strict=True):
             params[key] = ClosedJaxpr(body, params[key].consts)
     else:
-        key = next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params)
+        key = next(k for k in _BODIES if k in params)
         old, (body,) = params[key], bodies
         params[key] = ClosedJaxpr(body, old.consts) if isinstance(old, ClosedJaxpr) else body
     return eqn.replace(params=params)
@@ -272,7 +280,7 @@ def body_consts(eqn: Any) -> list[Sequence[Any]]:
     elif eqn.primitive.name == "while":
         bodies = (p["cond_jaxpr"], p["body_jaxpr"])
     else:
-        bodies = (p[next(k for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in p)],)
+        bodies = (body_of(eqn),)
     return [closed_parts(b)[1] for b in bodies]
 
 

@@ -19,31 +19,14 @@ from collections.abc import Sequence
 
 from ..plan.steps import Run, Step
 from ..program.ir import Op, Value
-from ..rules import ELEMENTWISE
+from ..rules import having
 
-VIEWS = frozenset(
-    {"reshape", "squeeze", "expand_dims", "transpose", "name_dims", "rename_dims", "place", "sharding_constraint",
-     "copy", "copy_p", "name", "reshard", "pvary", "stop_gradient", "device_put", "random_wrap", "random_unwrap"}
-)  # fmt: skip
-FUSED = ELEMENTWISE | {
-    "broadcast_in_dim", "iota", "slice", "dynamic_slice", "pad", "concatenate", "rev", "split", "tile", "stack", "unstack",
-    "bitcast_convert_type", "empty", "one_hot!",
-}  # fmt: skip
-REDUCTIONS = frozenset(
-    {
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_and",
-        "reduce_or",
-        "reduce_xor",
-        "argmax",
-        "argmin",
-    }
-)
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-_TAKES = REDUCTIONS | PRODUCTS | {"stack!"}  # kernels that compute their operands as they read them
+VIEWS = having(lambda p: p.view)
+FUSED = having(lambda p: p.fusible) | {"one_hot!"}
+PRODUCTS = having(lambda p: p.product)
+_TAKES = having(lambda p: p.reduction or p.product) | {
+    "stack!"
+}  # kernels that compute their operands as they read them
 
 
 class Item:

@@ -15,7 +15,8 @@ from ..plan.collectives import reduces
 from ..plan.resharding import Move
 from ..plan.spec import parts_of
 from ..plan.steps import Reduce
-from .exchange import Grid, _scatter, axis_index, fine_names, on_words, shape_in
+from ..rules.spmd import Grid, axis_index, fine_names, on_words, shape_in
+from .exchange import _scatter
 from .quirks import before_exchange, gathered_apart
 
 

@@ -20,9 +20,9 @@ from jax import lax
 from ..compat.jax import bind
 from ..plan.steps import Reduce, Run, Scatter
 from ..program.ir import Op
+from ..rules.local import plain_params
+from ..rules.spmd import Grid
 from .collectives import combined, reduced
-from .exchange import Grid
-from .local import plain_params
 
 
 class _Turned(NamedTuple):

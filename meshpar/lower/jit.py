@@ -28,24 +28,13 @@ from ..plan.plan import Plan
 from ..plan.spec import unsplit
 from ..plan.steps import Reduce, Run
 from ..program.ir import Frame, Op, Value
+from ..rules import having, run_local
 from .collectives import combined
-from .local import run_local
 
-# Of integers: XLA has no all-reduce for them on every backend.
-BITWISE = frozenset({"reduce_or", "reduce_and", "reduce_xor"})
-# Convolutions and slices also where the plan splits nothing: XLA would, as their neighbours are split, and then crashes.
-MANUAL = frozenset({"kernel", "conv_general_dilated", "dynamic_slice", "fft"})
-# XLA's partitioner gets these wrong along dims that are split, or fails (starts out of bounds, windows, uneven shards): their
-# results are held to where the plan makes them, so that the split of a neighbour does not spread into them.
-PINNED = frozenset(
-    """
-    dynamic_update_slice pad slice concatenate rev reduce_window_sum reduce_window_max reduce_window_min reduce_window
-    select_and_gather_add select_and_scatter_add gather scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max cumsum
-    cumprod cummax cummin cumlogsumexp sort top_k split argmax argmin
-    """.split()
-)
-# Made where they are used, or moved at no cost: XLA lays these out as their neighbours need them.
-FREE = frozenset({"iota", "broadcast_in_dim", "squeeze", "expand_dims", "transpose"})
+BITWISE = having(lambda p: p.under_jit == "manual of integers")
+MANUAL = having(lambda p: p.under_jit == "manual")
+PINNED = having(lambda p: p.under_jit == "pinned")
+FREE = having(lambda p: p.under_jit == "free")
 
 
 def lower_to_jit(plan: Plan, mesh: Mesh) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
@@ -252,10 +241,10 @@ class _Rewriter:
         bits = op.name in BITWISE and op.outs[0].aval.dtype != bool
         if op.name in MANUAL or (bits and any(run.axes)):
             return True
-        if any(axes and kind == "own" for axes, kind in zip(run.axes, rule.kinds, strict=False)):
+        if any(axes and kind == "permutation" for axes, kind in zip(run.axes, rule.kinds, strict=False)):
             return True
         return any(
-            entry and any(rule.kinds[f] == "own" for f in factors)
+            entry and any(rule.kinds[f] == "permutation" for f in factors)
             for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]
             if value is not None and dims
             for entry, factors in zip(self.rest(value) or (), dims, strict=False)

@@ -12,7 +12,7 @@ from meshpar_kernels.collective_matmul import dots_scatter, gather_dots
 from ..passes.overlap import dot_of
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard
 from ..program.ir import Op, Value
-from .exchange import Grid, fine_names
+from ..rules.spmd import Grid, fine_names
 
 
 def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: Grid) -> None:

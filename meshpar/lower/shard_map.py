@@ -23,15 +23,15 @@ from ..plan.planner import IDENTITIES
 from ..plan.spec import parts_of, unsplit
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
+from ..rules import having, run_elementwise, run_local
+from ..rules.spmd import Grid, axis_index, cut, fine_names
 from .collectives import follow, reduced
 from .cpu_layouts import CpuLayouts
-from .exchange import Grid, axis_index, cut, fine_names
 from .jit import lower_to_jit
-from .local import run_elementwise, run_local
 from .quirks import opaque
 from .rings import run_gather_ring, run_reduce_ring
 
-NOT_INSIDE = frozenset({"shard_map", "custom_partitioning", "xla_pmap"})
+NOT_INSIDE = having(lambda p: p.own_mesh)
 
 
 def lower_to_shard_map(

@@ -33,9 +33,10 @@ from ..plan.steps import (
     rewritten,
 )
 from ..program.ir import Frame, Op, Value
+from ..rules import having
 
-ADDS = frozenset({"add", "add_any"})
-HEAVY = PRODUCTS | {"kernel", "pallas_call"}
+ADDS = having(lambda p: p.addition)
+HEAVY = having(lambda p: p.product or p.opaque) | {"kernel"}
 
 
 def schedule(plan: Plan) -> Plan:

@@ -126,14 +126,14 @@ class Claims:
         """
         rule = op.rule
         assert rule is not None
-        follows = {b: a for a, b in rule.links}
+        follows = {b: a for a, b in rule.sharded_like}
         fit = list(rule.sizes)
         names = list(names)
         for follower, leader in follows.items():
             fit[leader] = math.gcd(fit[leader], rule.sizes[follower])
             names[leader] = names[leader] or names[follower]
         items = tuple(
-            (() if kind == "whole" or f in follows else n, size)
+            (() if kind == "need_replication" or f in follows else n, size)
             for f, (n, size, kind) in enumerate(zip(names, fit, rule.kinds, strict=True))
         )
 
@@ -224,8 +224,8 @@ def own_groups(rule: OpRule) -> list[set[int]]:
     """The own factors of a rule, those that stand in one array together, or are split alike."""
     groups: list[set[int]] = []
     arrays = [{f for dim in dims for f in dim} for dims in (*rule.ins, *rule.outs)]
-    for together in (*arrays, *map(set, rule.links)):
-        mine = {f for f in together if rule.kinds[f] == "own"}
+    for together in (*arrays, *map(set, rule.sharded_like)):
+        mine = {f for f in together if rule.kinds[f] == "permutation"}
         if mine:
             touched = [g for g in groups if g & mine]
             groups = [g for g in groups if not g & mine] + [mine.union(*touched)]

@@ -23,8 +23,9 @@ from ..hardware.topology import Torus, torus_of, torus_of_slices
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error, to_partition_spec
 from ..mesh import parse_topology
 from ..program.ir import Frame, Op, Program, Value
-from ..rules import LINEAR, SCALINGS
-from ..rules.rule import REDUCTIONS, Kind, Send
+from ..rules import LINEAR, SCALINGS, having
+from ..rules.rule import REDUCTIONS, Kind
+from ..rules.spmd import Send
 from .claims import Claims, Names, blocks_only, spec_of
 from .collectives import Collective, reduces, scatters_of, volume_of
 from .plan import Held, Placement, Plan
@@ -33,8 +34,8 @@ from .resharding import Move, reshard, reshard_bytes
 from .spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit, wire_bytes
 from .steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Scatter, Shard, Step, in_order
 
-OPAQUE = frozenset({"pallas_call", "ffi_call", "custom_call", "tpu_custom_call", "mosaic_gpu_call"})
-IDENTITIES = frozenset({"name_dims", "rename_dims", "place", "sharding_constraint"})
+OPAQUE = having(lambda p: p.opaque)
+IDENTITIES = having(lambda p: p.identity)
 
 Axes = list[tuple[str, ...]]
 """Of every factor of an op, the axes that split it."""
@@ -487,7 +488,7 @@ class _Planner:
         for k in range(len(op.outs)):
             factors = [f for f in rule.partial_factors(k) if axes[f]]
             for f in factors:
-                if rule.kinds[f] not in ("map", "own"):
+                if rule.kinds[f] not in ("pass_through", "permutation"):
                     kind = rule.kinds[f]
             kept = {a for dim in rule.outs[k] for f in dim for a in axes[f]}
             partial.append(tuple(sorted({a for f in factors for a in axes[f]} - kept, key=order.index)))
@@ -501,7 +502,7 @@ class _Planner:
         for entry, factors in zip(self.at[value].spec, rule.ins[0], strict=True):
             if entry and factors:
                 f = factors[0]
-                if rule.kinds[f] != "map" or rule.sizes[f] % parts_of(entry, self.sizes):
+                if rule.kinds[f] != "pass_through" or rule.sizes[f] % parts_of(entry, self.sizes):
                     return False
                 axes[f] = entry
         if blocks_only(rule, axes, self.sizes) != axes:
@@ -555,7 +556,7 @@ class _Planner:
     def sent_by(self, op: Op, needs: Sequence[Spec | None], axes: Axes) -> list[tuple[Send, tuple[str, ...]]]:
         rule = op.rule
         assert rule is not None
-        if not any(got and kind == "own" for got, kind in zip(axes, rule.kinds, strict=True)):
+        if not any(got and kind == "permutation" for got, kind in zip(axes, rule.kinds, strict=True)):
             return []
         avals = [v.aval for v in op.eqn.invars]
         shapes = [local_shape(a.shape, need, self.sizes) for a, need in zip(avals, needs, strict=True)]
@@ -657,7 +658,7 @@ class _Planner:
         parts = []
         for f, got in enumerate(self.factor_axes.get(op, ())):
             mine = [a for a in got if a in axes]
-            if mine and op.rule is not None and op.rule.kinds[f] in (*REDUCTIONS, "map", "own"):
+            if mine and op.rule is not None and op.rule.kinds[f] in (*REDUCTIONS, "pass_through", "permutation"):
                 rule = self.claims.rule_text(names[f], mine[0])
                 dim = names[f][0] if names[f] else "a factor"
                 parts.append(f"`{rule or names_of(mine)}` splits `{dim}`, which {op.name} contracts")
@@ -834,7 +835,7 @@ class _Planner:
             if not entry:
                 continue
             f = factors[0] if factors else None
-            if f is None or rule.kinds[f] != "map" or rule.sizes[f] % parts_of(entry, self.sizes):
+            if f is None or rule.kinds[f] != "pass_through" or rule.sizes[f] % parts_of(entry, self.sizes):
                 return None
             axes[f] = entry
         return axes if blocks_only(rule, axes, self.sizes) == axes and spec_of(rule.outs[k], axes) == spec else None

@@ -44,7 +44,7 @@ def axes_from(
         left = list(entry)
         for f in factors:
             parts = 1
-            while kinds[f] == "map" and left and rule_sizes[f] % (parts * sizes[left[0]]) == 0:
+            while kinds[f] == "pass_through" and left and rule_sizes[f] % (parts * sizes[left[0]]) == 0:
                 parts *= sizes[left[0]]
                 axes[f] += (left.pop(0),)
             if parts != rule_sizes[f]:
@@ -83,7 +83,7 @@ def _splits(
     used: Sequence[str], extents: Sequence[int], kinds: Sequence[Kind], sizes: Mapping[str, int]
 ) -> Iterator[list[tuple[str, ...]]]:
     """Every way to give axes to factors that they divide, in every order."""
-    where = [None, *(f for f, kind in enumerate(kinds) if kind == "map" and extents[f] > 1)]
+    where = [None, *(f for f, kind in enumerate(kinds) if kind == "pass_through" and extents[f] > 1)]
     for homes in itertools.product(where, repeat=len(used)):
         groups = [tuple(a for a, home in zip(used, homes, strict=True) if home == f) for f in range(len(extents))]
         if all(n % math.prod(sizes[a] for a in got) == 0 for n, got in zip(extents, groups, strict=True)):

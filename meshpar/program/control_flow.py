@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import Literal
 
-from ..compat.jax import closed_parts, constraint_spec, new_var, scan_counts
+from ..compat.jax import body_of, closed_parts, constraint_spec, new_var, scan_counts
+from ..rules import having
 from .ir import Frame, Op, Value
 from .names import NONE
 from .primitives import name_dims_p
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from .infer import Builder
 
 
-def _call(get: Callable[[Any], Any], own: bool = False):
+def _call(own: bool = False):
     """A body that runs once, on the operands as they are; ``own``: with a derivative of its own, even where it does nothing."""
 
     def handler(b: Builder, op: Op) -> list[Value]:
-        jaxpr, _consts = closed_parts(get(op.eqn.params))
+        jaxpr, _ = closed_parts(body_of(op.eqn))
         if own:
             jaxpr = _with_own_results(jaxpr, op)
         frame = Frame(jaxpr, op)
@@ -167,13 +168,7 @@ CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
     "rename_dims": _rename,
     "place": _place,
     "sharding_constraint": _place,
-    **dict.fromkeys(
-        ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_lin"),
-        _call(lambda p: p.get("jaxpr", p.get("call_jaxpr"))),
-    ),
-    **dict.fromkeys(
-        ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-        _call(lambda p: p.get("call_jaxpr", p.get("fun_jaxpr")), own=True),
-    ),
+    **dict.fromkeys(having(lambda p: p.call), _call()),
+    **dict.fromkeys(having(lambda p: p.own_derivative), _call(own=True)),
 }
 """By primitive: (builder, op) → results."""

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
-from ..rules import ELEMENTWISE, RULES, no_rule
+from ..rules import ELEMENTWISE, no_rule, primitive
 from ..rules.rule import OpRule
 from .control_flow import CONTROL
 from .ir import Frame, Join, Op, Program, Value
@@ -150,7 +150,7 @@ class Builder:
         eqn = op.eqn
         in_shapes = [v.aval.shape for v in eqn.invars]
         out_shapes = [v.aval.shape for v in eqn.outvars]
-        fn = RULES.get(eqn.primitive.name)
+        fn = primitive(eqn.primitive.name).rule
         op.rule = no_rule(in_shapes, out_shapes) if fn is None else fn(eqn, in_shapes, out_shapes)
         outs = [self.value(v.aval, op=op) for v in eqn.outvars]
         if op.rule.strong:
@@ -162,7 +162,7 @@ class Builder:
     def join_strong(self, op: Op, outs: list[Value]) -> None:
         rule = op.rule
         assert rule is not None
-        if op.name in ("reshape", "squeeze", "expand_dims"):
+        if op.name in ("reshape", "squeeze"):
             if op.ins[0] is not None:
                 nodes = op.ins[0].nodes
                 if op.name == "reshape" and op.eqn.params["dimensions"] is not None:  # it transposes first
@@ -252,7 +252,7 @@ class Builder:
                 if any(n != NONE for n in indices.nodes):
                     groups.setdefault((indices.nodes, u.size[node]), []).append((node, op))
                 made = indices.op
-                if made is None or made.name not in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
+                if made is None or made.name not in ("broadcast_in_dim", "reshape", "squeeze"):
                     break
                 indices = made.ins[0]
         for found in groups.values():
@@ -263,7 +263,7 @@ class Builder:
                         u.tie([named[0], node], op)
 
     def tie(self, op: Op) -> None:
-        """Tie the dims that share a factor of an op; pass names between kin."""
+        """Tie the dims that share a factor of an op; pass names along its links."""
         rule = op.rule
         assert rule is not None
         groups: list[list[int]] = [[] for _ in rule.sizes]
@@ -282,9 +282,9 @@ class Builder:
         if not rule.strong:
             for group in (*groups, *composites.values()):
                 self.unifier.tie(group, op)
-        for x, y in rule.kin:
+        for x, y in rule.name_links:
             if groups[x] and groups[y]:
-                self.unifier.kin(groups[x][0], groups[y][0], op)
+                self.unifier.link_names(groups[x][0], groups[y][0], op)
 
     def composite(self, node: int, factors: tuple[int, ...], groups: list[list[int]], rule: OpRule) -> None:
         """A dim that an op sees as several factors (grouped convolutions): split it, and tie its parts."""

@@ -22,17 +22,14 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ..compat.jax import equations, parts_by_result
 from ..errors import UnsupportedError
+from ..rules import having
 from .kernels import Dims, Kernel, KernelSend, KernelWork, Notation, Parts, kernel_p
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Sizes that tell which factors a dim is made of."""
 
-COSTLY = frozenset(
-    "argsort cond conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum custom_call dot_general gather kernel"
-    " pallas_call pure_callback ragged_dot_general reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
-    " reduce_window scan scatter scatter-add sort top_k while".split()
-)
-"""What is kept rather than made from the operands again; a function of one element, or another shape, is not."""
+CHEAP = having(lambda p: p.cheap)
+"""What is made from the operands again rather than kept."""
 
 Source = tuple[str, int]
 """Where an array of a pullback is found: ``("operand", i)``, ``("result", j)``, ``("kept", k)``, or ``("made", n)``: the n-th is
@@ -233,7 +230,7 @@ def _pull_traced(kernel: Kernel, avals: Sequence[jax.ShapeDtypeStruct]) -> _Pull
     count = 0
     for k, (which, _) in enumerate(sources):
         if which == "kept":
-            made = not any(e.primitive.name in COSTLY for e in equations(parts[k][0]))
+            made = not any(e.primitive.name not in CHEAP for e in equations(parts[k][0]))
             sources[k] = ("made", k) if made else ("kept", count)
             count += not made
     return _Pulled(trees[0], tuple(sources), [v.aval.shape for v in closed.jaxpr.outvars], closed, parts)
@@ -255,7 +252,7 @@ def _dims_of_kept(kernel: Kernel, avals: Sequence[Any]) -> tuple[_Pulled, tuple[
     """
     notation = kernel.notation
     sizes = kernel.sizes([x.shape for x in avals])
-    split = [f for f in sizes if notation.kind(f) != "whole"]
+    split = [f for f in sizes if notation.kind(f) != "need_replication"]
     if len(split) > len(PRIMES):
         return None
     primes = dict(zip(split, PRIMES, strict=False))
@@ -295,7 +292,7 @@ def again(kernel: Kernel, floats: tuple[bool, ...], float_outs: tuple[bool, ...]
     """
     notation, n = kernel.notation, len(kernel.notation.ins)
     cotangents = tuple(dims for dims, f in zip(notation.outs, float_outs, strict=True) if f)
-    own = [f for f in notation.marks if notation.kind(f) == "own"]
+    own = [f for f in notation.marks if notation.kind(f) == "permutation"]
 
     def local(*args: Any, axes: Mapping[str, tuple[str, ...]]) -> list[Any]:
         cts = list(args[n:])
@@ -326,7 +323,7 @@ def again(kernel: Kernel, floats: tuple[bool, ...], float_outs: tuple[bool, ...]
             tuple(dims for dims, f in zip(notation.ins, floats, strict=True) if f),
             notation.marks,
         ),
-        local, None if kernel.sends is None else sends, f"{kernel.name} backward", own_partial=True,
+        local, None if kernel.sends is None else sends, f"{kernel.name} backward", permutation_partial=True,
         works=None if kernel.works is None else works,
     )  # fmt: skip
 

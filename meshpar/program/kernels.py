@@ -19,7 +19,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ..errors import LayoutSyntaxError, RankError, UnsupportedError
-from ..rules.rule import Factors, Kind, OpRule, Send, rule
+from ..rules.rule import Kind, OpRule
+from ..rules.spmd import Factors, Send
 
 kernel_p = Primitive("kernel")
 kernel_p.multiple_results = True
@@ -107,8 +108,8 @@ class Notation:
     def kind(self, name: str) -> Kind:
         mark = self.marks[name]
         if mark:
-            return "whole" if mark == "!" else "own"
-        return "map" if any(name in dim for dims in self.outs for dim in dims) else "sum"
+            return "need_replication" if mark == "!" else "permutation"
+        return "pass_through" if any(name in dim for dims in self.outs for dim in dims) else "sum"
 
 
 def parse_rule(text: str) -> Notation:
@@ -166,7 +167,7 @@ class Kernel:
     local: Local | None
     sends: KernelSends | None
     name: str
-    own_partial: bool = False
+    permutation_partial: bool = False
     works: KernelWorks | None = None
 
     def sizes(self, shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]] = ()) -> dict[str, int]:
@@ -214,11 +215,17 @@ class Kernel:
         """The factor rule for operands of these shapes."""
         sizes = self.sizes(shapes, out_shapes)
         index = {f: i for i, f in enumerate(sizes)}
-        r = OpRule([], [], list(sizes.values()), [self.notation.kind(f) for f in sizes], own_partial=self.own_partial)
+        r = OpRule(
+            [],
+            [],
+            list(sizes.values()),
+            [self.notation.kind(f) for f in sizes],
+            permutation_partial=self.permutation_partial,
+        )
 
         def dims(array: Dims, shape: Sequence[int]) -> tuple[Factors, ...]:
             return tuple(
-                tuple(index[f] for f in factors) if factors else (r.factor(n, "whole"),)
+                tuple(index[f] for f in factors) if factors else (r.factor(n, "need_replication"),)
                 for factors, n in zip(array, shape, strict=True)
             )
 
@@ -293,13 +300,8 @@ class Kernel:
             return KernelWork(flops, size * each.memory, back)
 
         return Kernel(
-            fn, notation, inner and local, plain and sends, self.name, self.own_partial, works if work else None
+            fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None
         )
-
-
-@rule("kernel")
-def _kernel_rule(eqn, ins, outs) -> OpRule:
-    return eqn.params["kernel"].op_rule(ins, outs, [v.aval.dtype for v in eqn.invars])
 
 
 def _flat(*xs: Any, kernel: Kernel) -> list[Any]:

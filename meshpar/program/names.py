@@ -253,7 +253,7 @@ class Unifier:
                     return self.unify_weak(base, b, where)
         return self.unify_weak(rx, ry, where)
 
-    def kin(self, a: int, b: int, where: object = None) -> None:
+    def link_names(self, a: int, b: int, where: object = None) -> None:
         """Let a name pass between dims of different sizes (a slice and the whole)."""
         if a != NONE and b != NONE:
             aa, bb = self.atoms(a), self.atoms(b)

@@ -1,8 +1,40 @@
-"""One factor rule per primitive, by family; read by inference, plan and lowering alike."""
+"""One entry per primitive, by family: factor rule, local form, traits; read by inference, planner, lowerings and fusion alike."""
 
-from . import contract, host, index, reduce, shape
-from .elementwise import ELEMENTWISE, LINEAR, SCALINGS
-from .rule import RULES, OpRule, no_rule, rule
+from . import (
+    contract,
+    control_flow,
+    elementwise,
+    host,
+    index,
+    kernel,
+    linalg,
+    random,
+    reduce,
+    scan_like,
+    shape,
+    sort,
+    window,
+)
+from .local import run_elementwise, run_local
+from .registry import PRIMITIVES, Primitive, having, primitive
+from .rule import OpRule, no_rule
 
-__all__ = ["ELEMENTWISE", "LINEAR", "RULES", "SCALINGS", "OpRule", "no_rule", "rule"]
-del contract, host, index, reduce, shape
+del contract, control_flow, elementwise, host, index, kernel, linalg, random, reduce, scan_like, shape, sort, window
+
+ELEMENTWISE = having(lambda p: p.elementwise)
+LINEAR = having(lambda p: p.linear)
+SCALINGS = having(lambda p: p.scaling)
+
+__all__ = [
+    "ELEMENTWISE",
+    "LINEAR",
+    "PRIMITIVES",
+    "SCALINGS",
+    "OpRule",
+    "Primitive",
+    "having",
+    "no_rule",
+    "primitive",
+    "run_elementwise",
+    "run_local",
+]

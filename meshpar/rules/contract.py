@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from .reach import Reach, exchanged, own_kind, sliding
-from .rule import Kind, OpRule, rule
+from .halo import ShardWindow, dilate, fetch_window, sliding_window
+from .local import LocalOp, on_shards
+from .registry import register
+from .rule import Kind, OpRule, exchange_kind, with_halo_sends
 
 
-@rule("dot_general")
 def dot_general(eqn, ins, outs) -> OpRule:
-    """Batch dims and free dims run through, contracted dims leave partial sums."""
+    """Batch dims and free dims pass through, contracted dims leave partial sums."""
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     r = OpRule([], [])
@@ -33,9 +35,11 @@ def dot_general(eqn, ins, outs) -> OpRule:
     return r
 
 
-@rule("ragged_dot_general")
+register("dot_general", rule=dot_general, local=on_shards, product=True)
+
+
 def ragged_dot_general(eqn, ins, outs) -> OpRule:
-    """Groups, and the dim that is cut into groups, are whole; else as a matrix product."""
+    """Groups, and the dim that is cut into groups, need replication; the others are as in a matrix product."""
     dn = eqn.params["ragged_dot_dimension_numbers"]
     (lc, rc), (lb, rb) = dn.dot_dimension_numbers
     lhs, rhs = ins[0], ins[1]
@@ -43,8 +47,8 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
     left: dict[int, int] = {}
     right: dict[int, int] = {}
 
-    def factor(i: int, kind: Kind = "map") -> int:
-        return r.factor(lhs[i], "whole" if i in dn.lhs_ragged_dimensions else kind)
+    def factor(i: int, kind: Kind = "pass_through") -> int:
+        return r.factor(lhs[i], "need_replication" if i in dn.lhs_ragged_dimensions else kind)
 
     for i, j in zip(lb, rb, strict=True):
         left[i] = right[j] = factor(i)
@@ -57,13 +61,13 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
             free.append(left[i])
     for j in range(len(rhs)):
         if j in dn.rhs_group_dimensions:
-            right[j] = r.factor(rhs[j], "whole")
+            right[j] = r.factor(rhs[j], "need_replication")
         elif j not in right:
             right[j] = r.factor(rhs[j])
             free.append(right[j])
     result = tuple((f,) for f in free)
     if len(outs[0]) > len(result):  # a contracted or batched dim was cut: one result a group
-        result = ((r.factor(outs[0][0], "whole"),), *result)
+        result = ((r.factor(outs[0][0], "need_replication"),), *result)
     r.ins = [
         tuple((left[i],) for i in range(len(lhs))),
         tuple((right[j],) for j in range(len(rhs))),
@@ -73,20 +77,22 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
     return r
 
 
-@rule("conv_general_dilated")
-def conv_general_dilated(eqn, ins, outs) -> OpRule:
-    """Batch and output features run through, input features are contracted, groups run through.
+register("ragged_dot_general", rule=ragged_dot_general, local=on_shards, product=True)
 
-    A spatial dim whose window is 1 (and that is neither strided, padded nor dilated) runs through too. Along another one
-    devices exchange what their windows reach over the edge of their block. In a kernel's gradient the cotangent is the
-    window, and contracted: each device slides its block of it over the part of the input that it meets, and finds a partial sum.
+
+def conv_general_dilated(eqn, ins, outs) -> OpRule:
+    """Batch, output features and groups pass through, input features are contracted.
+
+    A spatial dim whose window is 1 (and that is neither strided, padded nor dilated) passes through too. Along another one
+    devices exchange halos: what their windows read beyond the edge of their block. In a kernel's gradient the cotangent is the
+    window, and contracted: each device slides its block of it over the part of the input that it meets, which gives a partial sum.
     """
     p = eqn.params
     dn = p["dimension_numbers"]
     lhs, rhs = ins
     (out,) = outs
     ls, rs, os = dn.lhs_spec, dn.rhs_spec, dn.out_spec  # (batch, feature, *spatial), (out, in, *spatial)
-    groups, batch_groups, own = p["feature_group_count"], p["batch_group_count"], own_kind(eqn)
+    groups, batch_groups, moves = p["feature_group_count"], p["batch_group_count"], exchange_kind(eqn)
     r = OpRule([()], [()])
     left: dict[int, tuple[int, ...]] = {}
     right: dict[int, tuple[int, ...]] = {}
@@ -117,19 +123,19 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
             left[i] = right[j] = (r.factor(lhs[i], "sum"),)
             result[o] = (r.factor(1),)
         else:
-            moved = r.factor(lhs[i], own)
+            moved = r.factor(lhs[i], moves)
             left[i] = (moved,)
             if is_kernel_gradient(p, k, window, out[o]):
-                right[j], result[o] = (r.factor(window, "sum"),), (r.factor(out[o], "whole"),)
-                r.links.append((moved, right[j][0]))
+                right[j], result[o] = (r.factor(window, "sum"),), (r.factor(out[o], "need_replication"),)
+                r.sharded_like.append((moved, right[j][0]))
             else:
-                right[j], result[o] = (r.factor(window, "whole"),), (r.factor(out[o], own),)
-                r.links.append((moved, result[o][0]))
-                r.kin.append((moved, result[o][0]))
-            r.reaches[0, i] = functools.partial(_conv_reach, p, k, lhs[i], window, out[o])
+                right[j], result[o] = (r.factor(window, "need_replication"),), (r.factor(out[o], moves),)
+                r.sharded_like.append((moved, result[o][0]))
+                r.name_links.append((moved, result[o][0]))
+            r.windows[0, i] = functools.partial(_conv_window, p, k, lhs[i], window, out[o])
     r.ins = [tuple(left[i] for i in range(len(lhs))), tuple(right[j] for j in range(len(rhs)))]
     r.outs = [tuple(result[i] for i in range(len(out)))]
-    return exchanged(r, eqn, "what the windows reach over the edge of a block")
+    return with_halo_sends(r, eqn, "what the windows reach over the edge of a block")
 
 
 def is_kernel_gradient(params, k: int, window: int, count: int) -> bool:
@@ -141,11 +147,33 @@ def is_kernel_gradient(params, k: int, window: int, count: int) -> bool:
     return spanned[0] > spanned[1] or (spanned[0] == spanned[1] and params["rhs_dilation"][k] > 1)
 
 
-def _conv_reach(params, k: int, size: int, window: int, count: int, parts: int) -> Reach:
+def _conv_window(params, k: int, size: int, window: int, count: int, parts: int) -> ShardWindow:
     """What each device reads of spatial dim k: along the results, or along the window in a kernel's gradient."""
     slides = (count, params["window_strides"][k]), (window, params["rhs_dilation"][k])
     if is_kernel_gradient(params, k, window, count):
         slides = slides[1], slides[0]
     (n, every), (taps, apart) = slides
     low, dilation = params["padding"][k][0], params["lhs_dilation"][k]
-    return sliding(size // parts, parts, n // parts, every, taps, apart, low, dilation)
+    return sliding_window(size // parts, parts, n // parts, every, taps, apart, low, dilation)
+
+
+def _local_conv(at: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
+    """A convolution: halos of the input; group counts are divided where groups are split."""
+    p, spec = at.params, at.params["dimension_numbers"].lhs_spec
+    changed: dict[str, Any] = {}
+    for key, d in (("feature_group_count", spec[1]), ("batch_group_count", spec[0])):
+        if p[key] > 1:
+            changed[key] = p[key] // at.parts(at.rule.ins[0][d][:1])
+    padding, dilation = list(p["padding"]), list(p["lhs_dilation"])
+    for dim, axes, by in at.windows(0):
+        k = spec[2:].index(dim)
+        lhs = fetch_window(lhs, dim, axes, by.exchange)
+        if len(set(by.before)) == 1:  # the convolution itself dilates
+            low = by.before[0]
+            padding[k] = (low, by.extent - low - (lhs.shape[dim] - 1) * by.dilation - 1)
+        else:
+            lhs, padding[k], dilation[k] = dilate(lhs, dim, axes, by, 0), (0, 0), 1
+    return at.run(lhs, rhs, padding=tuple(padding), lhs_dilation=tuple(dilation), **changed)
+
+
+register("conv_general_dilated", rule=conv_general_dilated, local=_local_conv, product=True, under_jit="manual")

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj
-    complex convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
-    mulhi name ne neg nextafter not or polygamma population_count pow random_gamma_grad real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
-    sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
-    pvary optimization_barrier reshard log2 one_minus_square polynomial random_fold_in random_gamma random_clone widen
-    """.split()
-)
+from typing import Any
 
-# Ops in which a partial sum may stay one: linear in every operand that has the full shape.
-LINEAR = frozenset(
-    {"add", "add_any", "sub", "neg", "copy", "copy_p", "name", "optimization_barrier", "reshard", "widen"}
+from .local import same
+from .registry import register
+
+
+def _elementwise(names: str, **traits: Any) -> None:
+    register(*names.split(), elementwise=True, fusible=True, **traits)
+
+
+_elementwise(
+    """
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj complex
+    convert_element_type cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+    igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mulhi ne nextafter not
+    one_minus_square or polygamma polynomial population_count pow random_fold_in random_gamma
+    random_clone real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh threefry2x32 xor zeta
+    """
 )
-# Linear in the first operand, when the others are scalars.
-SCALINGS = frozenset({"mul", "div"})
+_elementwise("add add_any", linear=True, addition=True)
+_elementwise("sub neg optimization_barrier widen", linear=True)
+_elementwise("copy name", linear=True, view=True)
+_elementwise("reshard", linear=True, view=True, local=same)
+_elementwise("pvary", view=True, local=same)
+_elementwise("stop_gradient", view=True)
+_elementwise("mul div", scaling=True)

@@ -1,18 +1,23 @@
-"""Ops that move dims about: broadcasts, transposes, reshapes, slices, concatenations."""
+"""Ops that move dims about: broadcasts, transposes, reshapes, slices, concatenations; and arrays made from no data."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from .reach import Reach, exchange, exchanged, own_kind, reach
-from .rule import Factors, Kind, OpRule, Send, einsum, rule
+from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
+from .local import LocalOp, on_shards, same
+from .registry import register
+from .rule import Kind, OpRule, einsum, exchange_kind, with_halo_sends
+from .spmd import Factors, Send, axis_index
 
 
-@rule("broadcast_in_dim")
 def broadcast_in_dim(eqn, ins, outs) -> OpRule:
     (out,) = outs
     r = OpRule([], [], linear=())
@@ -24,7 +29,13 @@ def broadcast_in_dim(eqn, ins, outs) -> OpRule:
     return r
 
 
-@rule("transpose")
+def _local_broadcast(at: LocalOp, *xs: Any) -> list[Any]:
+    return at.run(*xs, shape=at.out)
+
+
+register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_broadcast, fusible=True, under_jit="free")
+
+
 def transpose(eqn, ins, outs) -> OpRule:
     r = OpRule([], [], strong=True, linear=(0,))
     dims = r.factors(ins[0])
@@ -32,9 +43,11 @@ def transpose(eqn, ins, outs) -> OpRule:
     return r
 
 
-@rule("reshape", "squeeze", "expand_dims")
+register("transpose", rule=transpose, local=on_shards, view=True, under_jit="free")
+
+
 def reshape(eqn, ins, outs) -> OpRule:
-    """The coarsest factors that both shapes are products of; a run that has none (``[6, 4] → [4, 6]``) is whole."""
+    """The coarsest factors that both shapes are products of; a run that has none (``[6, 4] → [4, 6]``) needs replication."""
     order = eqn.params["dimensions"] if eqn.primitive.name == "reshape" else None
     order = range(len(ins[0])) if order is None else order  # a reshape may transpose its operand first
     a, b = [ins[0][d] for d in order], outs[0]
@@ -45,9 +58,9 @@ def reshape(eqn, ins, outs) -> OpRule:
         found = _common_factors([a[x] for x in xs], [b[y] for y in ys])
         if found is None:
             for x in xs:
-                left[x] = (r.factor(a[x], "whole"),)
+                left[x] = (r.factor(a[x], "need_replication"),)
             for y in ys:
-                right[y] = (r.factor(b[y], "whole"),)
+                right[y] = (r.factor(b[y], "need_replication"),)
             continue
         for size, x, y in found:
             f = r.factor(size)
@@ -59,6 +72,14 @@ def reshape(eqn, ins, outs) -> OpRule:
     r.ins = [tuple(operand), *((),) * (len(ins) - 1)]
     r.outs = [tuple(right)]
     return r
+
+
+def _local_reshape(at: LocalOp, *xs: Any) -> list[Any]:
+    return at.run(*xs, new_sizes=at.out)
+
+
+register("reshape", rule=reshape, local=_local_reshape, view=True)
+register("squeeze", rule=reshape, local=on_shards, view=True, under_jit="free")
 
 
 def _runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -100,35 +121,68 @@ def _common_factors(a: list[int], b: list[int]) -> list[tuple[int, int, int]] | 
     return out
 
 
-@rule("slice")
 def slice_(eqn, ins, outs) -> OpRule:
-    """Dims that are taken whole run through; of another one devices exchange what their blocks of the part are made of.
+    """Dims that are not cut pass through; along the others devices exchange what their blocks of the slice are made of.
 
-    One element of a dim (the last token) is a partial sum: who has it brings it, the others zeros.
+    One element of a dim (the last token) is a partial sum: the device that has it contributes it, the others zeros.
     """
-    r = _window(ins[0], outs[0], own_kind(eqn))
+    r = _part(ins[0], outs[0], exchange_kind(eqn))
     p = eqn.params
-    r.own_partial = True
+    r.permutation_partial = True
     for d, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)):
         if n != m and m > 1:
             every = p["strides"][d] if p["strides"] else 1
-            r.reaches[0, d] = functools.partial(_slice_reach, p["start_indices"][d], every, n, m)
-    return exchanged(r, eqn, "what lies in another block")
+            r.windows[0, d] = functools.partial(_slice_window, p["start_indices"][d], every, n, m)
+    return with_halo_sends(r, eqn, "what lies in another block")
 
 
-def _slice_reach(start: int, every: int, size: int, count: int, parts: int) -> Reach:
+def _slice_window(start: int, every: int, size: int, count: int, parts: int) -> ShardWindow:
     n = count // parts
-    return reach(size // parts, parts, n * every, (n - 1) * every + 1, -start)
+    return shard_window(size // parts, parts, n * every, (n - 1) * every + 1, -start)
 
 
-@rule("dynamic_slice")
+def _local_slice(at: LocalOp, x: Any) -> list[Any]:
+    p = at.params
+    strides = p["strides"] or (1,) * x.ndim
+    starts, ends = list(p["start_indices"]), list(p["limit_indices"])
+    exchanged = [dim for dim, _, _ in at.windows(0)]
+    x, mine = at.with_halo(0, x), None
+    for d, (mine_in, mine_out) in enumerate(zip(at.rule.ins[0], at.rule.outs[0], strict=True)):
+        if d in exchanged or (mine_in == mine_out and at.of(mine_in)):  # all that is here
+            starts[d] = 0 if d in exchanged else starts[d]
+            ends[d] = x.shape[d]
+        elif at.of(mine_in):  # one element, which one device has
+            place = starts[d] - at.offset(mine_in, x.shape[d])
+            x = lax.dynamic_slice_in_dim(x, jnp.clip(place, 0, x.shape[d] - 1), 1, d)
+            here = (place >= 0) & (place < at.rule.sizes[mine_in[0]] // at.parts(mine_in))
+            mine = here if mine is None else mine & here
+            starts[d], ends[d] = 0, 1
+    (out,) = at.run(x, start_indices=tuple(starts), limit_indices=tuple(ends), strides=p["strides"] and strides)
+    return [out if mine is None else jnp.where(mine, out, jnp.zeros((), out.dtype))]
+
+
+register("slice", rule=slice_, local=_local_slice, fusible=True, under_jit="pinned")
+
+
 def dynamic_slice(eqn, ins, outs) -> OpRule:
-    r = _window(ins[0], outs[0], "whole")
+    r = _part(ins[0], outs[0], "need_replication")
     r.ins += [()] * (len(ins) - 1)
     return r
 
 
-def _window(whole, part, kind: Kind, moved: Sequence[bool] = ()) -> OpRule:
+def _local_dynamic_slice(at: LocalOp, x: Any, *starts: Any) -> list[Any]:
+    """Starts are clamped here: of a slice of a slice XLA clamps the first start with the size of the second."""
+    sizes = at.out
+    ends = [min(n - m, np.iinfo(i.dtype).max) for n, m, i in zip(x.shape, sizes, starts, strict=True)]
+    clamped = [lax.clamp(np.zeros((), i.dtype), i, np.asarray(e, i.dtype)) for i, e in zip(starts, ends, strict=True)]
+    return at.run(x, *clamped, slice_sizes=sizes)
+
+
+register("dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, under_jit="manual")
+
+
+def _part(whole, part, kind: Kind, moved: Sequence[bool] = ()) -> OpRule:
+    """Dims of equal sizes pass through; where sizes differ, or elements are `moved`, the factors are of `kind` and share a name."""
     r = OpRule([], [], linear=(0,))
     left, right = [], []
     for n, m, apart in zip(whole, part, moved or (False,) * len(whole), strict=True):
@@ -137,107 +191,153 @@ def _window(whole, part, kind: Kind, moved: Sequence[bool] = ()) -> OpRule:
             left.append((f,))
             right.append((f,))
         else:
-            left.append((r.factor(n, "whole" if apart and m == 1 else kind),))
-            right.append((r.factor(m, kind if m > 1 else "whole"),))
+            left.append((r.factor(n, "need_replication" if apart and m == 1 else kind),))
+            right.append((r.factor(m, kind if m > 1 else "need_replication"),))
             if n > 1 and m > 1:
-                r.kin.append((left[-1][0], right[-1][0]))
-                if kind == "own":
-                    r.links.append(r.kin[-1])
+                r.name_links.append((left[-1][0], right[-1][0]))
+                if kind == "permutation":
+                    r.sharded_like.append(r.name_links[-1])
     r.ins, r.outs = [tuple(left)], [tuple(right)]
     return r
 
 
-@rule("pad")
 def pad(eqn, ins, outs) -> OpRule:
-    """Dims that are not padded run through; of another one devices exchange what their blocks of the result are made of.
+    """Dims that are not padded pass through; along the others devices exchange what their blocks of the result are made of.
 
-    One element that is padded to a dim is put by every device where it belongs in its block.
+    An operand dim of size 1 needs replication: the device in whose block its element belongs puts it there.
     """
     config = eqn.params["padding_config"]
-    r = _window(ins[0], outs[0], own_kind(eqn), [tuple(c) != (0, 0, 0) for c in config])
+    r = _part(ins[0], outs[0], exchange_kind(eqn), [tuple(c) != (0, 0, 0) for c in config])
     r.linear = ()
     r.ins.append(())
     for d, (low, high, inner) in enumerate(config):
         if (low, high, inner) != (0, 0, 0) and ins[0][d] > 1 and outs[0][d] > 1:
-            r.reaches[0, d] = functools.partial(_pad_reach, low, inner + 1, ins[0][d], outs[0][d])
-    return exchanged(r, eqn, "what lies in another block")
+            r.windows[0, d] = functools.partial(_pad_window, low, inner + 1, ins[0][d], outs[0][d])
+    return with_halo_sends(r, eqn, "what lies in another block")
 
 
-def _pad_reach(low: int, dilation: int, size: int, count: int, parts: int) -> Reach:
+def _pad_window(low: int, dilation: int, size: int, count: int, parts: int) -> ShardWindow:
     n = count // parts
-    return reach(size // parts, parts, n, n, low, dilation)
+    return shard_window(size // parts, parts, n, n, low, dilation)
 
 
-@rule("dynamic_update_slice")
+def _local_pad(at: LocalOp, x: Any, fill: Any) -> list[Any]:
+    config = list(at.params["padding_config"])
+    exchanged = [dim for dim, _, _ in at.windows(0)]
+    x = at.with_halo(0, x, fill)
+    for d, (mine_in, mine_out) in enumerate(zip(at.rule.ins[0], at.rule.outs[0], strict=True)):
+        if d in exchanged:
+            config[d] = (0, 0, 0)
+        elif mine_in != mine_out and at.of(mine_out):  # one element becomes a block
+            count = at.out[d]
+            shape = (*x.shape[:d], count, *x.shape[d + 1 :])
+            place = lax.broadcasted_iota(np.int32, shape, d) + at.offset(mine_out, count)
+            x, config[d] = jnp.where(place == config[d][0], x, jnp.asarray(fill, x.dtype)), (0, 0, 0)
+    return at.run(x, fill, padding_config=tuple(config))
+
+
+register("pad", rule=pad, local=_local_pad, fusible=True, under_jit="pinned")
+
+
 def dynamic_update_slice(eqn, ins, outs) -> OpRule:
-    """Dims that the update fills run through; in the others the window is whole."""
+    """Dims that the update fills pass through; the others need replication."""
     whole, part = ins[0], ins[1]
     r = OpRule([], [])
     left, update = [], []
     for n, m in zip(whole, part, strict=True):
-        f = r.factor(n, "map" if n == m else "whole")
+        f = r.factor(n, "pass_through" if n == m else "need_replication")
         left.append((f,))
-        update.append((f,) if n == m else (r.factor(m, "whole"),))
+        update.append((f,) if n == m else (r.factor(m, "need_replication"),))
         if n != m:
-            r.kin.append((f, update[-1][0]))
+            r.name_links.append((f, update[-1][0]))
     r.ins = [tuple(left), tuple(update), *((),) * (len(ins) - 2)]
     r.outs = [tuple(left)]
     return r
 
 
-@rule("concatenate")
+register("dynamic_update_slice", rule=dynamic_update_slice, local=on_shards, under_jit="pinned")
+
+
 def concatenate(eqn, ins, outs) -> OpRule:
-    """Along the dim that is joined devices exchange what their blocks of the result are made of."""
-    axis, kind = eqn.params["dimension"], own_kind(eqn)
+    """Along the concatenated dim devices exchange what their blocks of the result are made of."""
+    axis, kind = eqn.params["dimension"], exchange_kind(eqn)
     r = OpRule([], [])
-    out = tuple((r.factor(n, kind if i == axis else "map"),) for i, n in enumerate(outs[0]))
+    out = tuple((r.factor(n, kind if i == axis else "pass_through"),) for i, n in enumerate(outs[0]))
     starts = itertools.accumulate((shape[axis] for shape in ins), initial=0)
     for i, (shape, start) in enumerate(zip(ins, starts, strict=False)):
         mine = list(out)
         mine[axis] = (r.factor(shape[axis], kind),)
-        r.kin.append((mine[axis][0], out[axis][0]))
+        r.name_links.append((mine[axis][0], out[axis][0]))
         r.ins.append(tuple(mine))
-        r.reaches[i, axis] = functools.partial(_pad_reach, start, 1, shape[axis], outs[0][axis])
-        if kind == "own":
-            r.links.append((out[axis][0], mine[axis][0]))
+        r.windows[i, axis] = functools.partial(_pad_window, start, 1, shape[axis], outs[0][axis])
+        if kind == "permutation":
+            r.sharded_like.append((out[axis][0], mine[axis][0]))
     r.outs = [out]
-    return exchanged(r, eqn, "what lies in another block")
+    return with_halo_sends(r, eqn, "what lies in another block")
 
 
-@rule("split")
+def _local_concatenate(at: LocalOp, *xs: Any) -> list[Any]:
+    """Along a sharded dim, a device's block of the result is selected from one window of each operand."""
+    axis = at.params["dimension"]
+    axes = at.of(at.rule.outs[0][axis])
+    if not axes:
+        return at.run(*xs)
+    count = at.out[axis]
+    out, start, here = None, 0, axis_index(axes) * count
+    place = lax.broadcasted_iota(np.int32, at.out, axis) + here
+    for i, x in enumerate(xs):
+        part = at.with_halo(i, x)
+        out = part if out is None else jnp.where(place < start, out, part)
+        start += at.eqn.invars[i].aval.shape[axis]
+    return [out]
+
+
+register("concatenate", rule=concatenate, local=_local_concatenate, fusible=True, under_jit="pinned")
+
+
 def split(eqn, ins, outs) -> OpRule:
-    """Along the dim that is cut devices exchange what their blocks of the pieces are made of."""
-    axis, kind = eqn.params["axis"], own_kind(eqn)
+    """Along the dim that is split devices exchange what their blocks of the pieces are made of."""
+    axis, kind = eqn.params["axis"], exchange_kind(eqn)
     r = OpRule([], [], linear=(0,))
-    operand = tuple((r.factor(n, kind if i == axis else "map"),) for i, n in enumerate(ins[0]))
+    operand = tuple((r.factor(n, kind if i == axis else "pass_through"),) for i, n in enumerate(ins[0]))
     (whole,) = operand[axis]
     for shape in outs:
         mine = list(operand)
         mine[axis] = (r.factor(shape[axis], kind),)
-        r.kin.append((whole, mine[axis][0]))
+        r.name_links.append((whole, mine[axis][0]))
         r.outs.append(tuple(mine))
-        if kind == "own":
-            r.links.append((whole, mine[axis][0]))
+        if kind == "permutation":
+            r.sharded_like.append((whole, mine[axis][0]))
     r.ins = [operand]
     dtype = eqn.invars[0].aval.dtype
 
     def sends(shapes: Sequence[tuple[int, ...]], parts: Sequence[int]) -> list[Send]:
-        reaches = split_reaches(eqn.params["sizes"], parts[whole])
-        return [
-            s for at in reaches for s in at.window.sends(shapes[0], axis, whole, np.dtype(dtype), "what lies in another block")
-        ]  # fmt: skip
+        why = "what lies in another block"
+        windows = _split_windows(eqn.params["sizes"], parts[whole])
+        return [s for w in windows for s in w.exchange.sends(shapes[0], axis, whole, np.dtype(dtype), why)]
 
     r.sends = sends
     return r
 
 
-def split_reaches(sizes: Sequence[int], parts: int) -> list[Reach]:
+def _split_windows(sizes: Sequence[int], parts: int) -> list[ShardWindow]:
     """What each device reads for its block of every piece."""
     starts = itertools.accumulate(sizes, initial=0)
-    return [_slice_reach(start, 1, sum(sizes), n, parts) for start, n in zip(starts, sizes, strict=False)]
+    return [_slice_window(start, 1, sum(sizes), n, parts) for start, n in zip(starts, sizes, strict=False)]
 
 
-@rule("tile")
+def _local_split(at: LocalOp, x: Any) -> list[Any]:
+    axis = at.params["axis"]
+    axes = at.of(at.rule.ins[0][axis])
+    if not axes:
+        return at.run(x)
+    by = _split_windows(at.params["sizes"], at.parts(at.rule.ins[0][axis]))
+    return [fetch_window(x, axis, axes, r.exchange) for r in by]
+
+
+register("split", rule=split, local=_local_split, fusible=True, under_jit="pinned")
+
+
 def tile(eqn, ins, outs) -> OpRule:
     """A dim that is repeated is made of the repeats (major) and of the operand's dim."""
     r = OpRule([], [])
@@ -249,26 +349,37 @@ def tile(eqn, ins, outs) -> OpRule:
     return r
 
 
-@rule("stack")
+def _local_tile(at: LocalOp, x: Any) -> list[Any]:
+    reps = tuple(n // max(m, 1) for n, m in zip(at.out, x.shape, strict=True))
+    return at.run(x, reps=reps)
+
+
+register("tile", rule=tile, local=_local_tile, fusible=True)
+
+
 def stack(eqn, ins, outs) -> OpRule:
     r = OpRule([], [])
     dims = r.factors(ins[0])
     axis = eqn.params["axis"]
     r.ins = [dims] * len(ins)
-    r.outs = [(*dims[:axis], (r.factor(len(ins), "whole"),), *dims[axis:])]
+    r.outs = [(*dims[:axis], (r.factor(len(ins), "need_replication"),), *dims[axis:])]
     return r
 
 
-@rule("unstack")
+register("stack", rule=stack, local=on_shards, fusible=True)
+
+
 def unstack(eqn, ins, outs) -> OpRule:
     r = OpRule([], [])
     axis = eqn.params["axis"]
-    dims = tuple((r.factor(n, "whole" if i == axis else "map"),) for i, n in enumerate(ins[0]))
+    dims = tuple((r.factor(n, "need_replication" if i == axis else "pass_through"),) for i, n in enumerate(ins[0]))
     r.ins, r.outs = [dims], [(*dims[:axis], *dims[axis + 1 :])] * len(outs)
     return r
 
 
-@rule("device_put")
+register("unstack", rule=unstack, local=on_shards, fusible=True)
+
+
 def device_put(eqn, ins, outs) -> OpRule:
     r = OpRule([], [], strong=True)
     r.ins = [r.factors(s) for s in ins]
@@ -276,53 +387,55 @@ def device_put(eqn, ins, outs) -> OpRule:
     return r
 
 
-@rule("random_split", "random_wrap", "random_unwrap")
-def keys(eqn, ins, outs) -> OpRule:
-    """Arrays of keys run through; the keys that a key is split into, and the words that it has, are whole."""
-    r = OpRule([], [])
-    lead = r.factors(ins[0][: len(outs[0])])
-    lead = lead[: len(ins[0]) - (eqn.primitive.name == "random_wrap")]
-    r.ins = [lead + r.factors(ins[0][len(lead) :], "whole")]
-    r.outs = [lead + r.factors(outs[0][len(lead) :], "whole")]
-    return r
+register("device_put", rule=device_put, local=same, view=True)
 
 
-@rule("rev")
 def rev(eqn, ins, outs) -> OpRule:
     """Along a dim that is reversed devices exchange their blocks."""
     r = OpRule([], [], strong=True)
-    moved, kind = eqn.params["dimensions"], own_kind(eqn)
-    dims = tuple((r.factor(n, kind if i in moved else "map"),) for i, n in enumerate(ins[0]))
+    moved, kind = eqn.params["dimensions"], exchange_kind(eqn)
+    dims = tuple((r.factor(n, kind if i in moved else "pass_through"),) for i, n in enumerate(ins[0]))
     r.ins, r.outs = [dims], [dims]
     for d in moved:
-        r.reaches[0, d] = functools.partial(_rev_reach, ins[0][d])
-    return exchanged(r, eqn, "the block at the other end")
+        r.windows[0, d] = functools.partial(_rev_window, ins[0][d])
+    return with_halo_sends(r, eqn, "the block at the other end")
 
 
-def _rev_reach(size: int, parts: int) -> Reach:
+def _rev_window(size: int, parts: int) -> ShardWindow:
     n = size // parts
-    return Reach(exchange(n, tuple((parts - 1 - p) * n for p in range(parts)), n), (0,) * parts, n, 1)
+    return ShardWindow(halo_exchange(n, tuple((parts - 1 - p) * n for p in range(parts)), n), (0,) * parts, n, 1)
 
 
-@rule("iota", "random_bits", "empty")
-def generate(eqn, ins, outs) -> OpRule:
-    """Made where it is needed: every device makes its part (random bits from the global index)."""
+def _local_rev(at: LocalOp, x: Any) -> list[Any]:
+    return at.run(at.with_halo(0, x))
+
+
+register("rev", rule=rev, local=_local_rev, fusible=True, under_jit="pinned")
+
+
+def from_no_data(eqn, ins, outs) -> OpRule:
+    """All dims pass through: every device makes its part."""
     r = OpRule([], [])
-    r.ins = [r.factors(s, "whole") for s in ins]
+    r.ins = [r.factors(s, "need_replication") for s in ins]
     r.outs = [r.factors(s) for s in outs]
     return r
 
 
-@rule("rng_bit_generator")
-def rng_bit_generator(eqn, ins, outs) -> OpRule:
-    """Whole: which bits an element gets depends on how the backend lays out the array that it is asked for."""
-    r = OpRule([], [])
-    key = r.factors(ins[0], "whole")
-    r.ins, r.outs = [key], [key, r.factors(outs[1], "whole")]
-    return r
+def _local_iota(at: LocalOp, *xs: Any) -> list[Any]:
+    d, shape = at.params["dimension"], at.out
+    (x,) = at.run(*xs, shape=shape)
+    factors = at.rule.outs[0][d]
+    return [x + lax.convert_element_type(at.offset(factors, shape[d]), x.dtype)] if at.of(factors) else [x]
 
 
-@rule("bitcast_convert_type")
+def _local_empty(at: LocalOp, *xs: Any) -> list[Any]:
+    return at.run(*xs, shape=at.out)
+
+
+register("iota", rule=from_no_data, local=_local_iota, fusible=True, under_jit="free")
+register("empty", rule=from_no_data, local=_local_empty, fusible=True)
+
+
 def bitcast_convert_type(eqn, ins, outs) -> OpRule:
     rank = min(len(ins[0]), len(outs[0]))
     letters = "abcdefghijklm"[:rank]
@@ -331,7 +444,10 @@ def bitcast_convert_type(eqn, ins, outs) -> OpRule:
     r = einsum([a], [b], ins, outs, strong=len(ins[0]) == len(outs[0]))
     for extra in "yz":
         if extra in a:
-            r.kinds[r.ins[0][-1][0]] = "whole"
+            r.kinds[r.ins[0][-1][0]] = "need_replication"
         if extra in b:
-            r.kinds[r.outs[0][-1][0]] = "whole"
+            r.kinds[r.outs[0][-1][0]] = "need_replication"
     return r
+
+
+register("bitcast_convert_type", rule=bitcast_convert_type, local=on_shards, fusible=True)

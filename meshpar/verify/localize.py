@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
 from jax.sharding import Mesh
 
-from ..compat.jax import closed_parts, new_var, source_line
+from ..compat.jax import body_of, closed_parts, new_var, source_line
 from ..dims import format_dims
 from ..errors import CheckError, JoinWarning
 from ..jitted import put
@@ -18,7 +18,7 @@ from ..lower import LOWERINGS
 from ..passes import make_plan
 from ..plan.plan import Plan
 from ..program import Program, infer
-from ..rules import ELEMENTWISE
+from ..rules import ELEMENTWISE, having
 from .numbers import Difference, compare, compiled, host, mesh_text, spread_of, worst_of
 
 SLACK = 8.0
@@ -26,9 +26,7 @@ SLACK = 8.0
 BATCH = 256
 """How many ops are looked at in one compilation."""
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_lin")
-INLINED = frozenset({*_CALLS, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+INLINED = having(lambda p: p.call)
 
 
 def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -50,7 +48,7 @@ def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
             if eqn.primitive.name in INLINED:
-                body, values = closed_parts(next(eqn.params[k] for k in _BODIES if k in eqn.params))
+                body, values = closed_parts(body_of(eqn))
                 scope = bind(body, values)
                 scope.update(zip(body.invars, ins[len(ins) - len(body.invars) :], strict=True))
                 outs = inline(body, scope)

@@ -14,9 +14,9 @@ from all_specs import specs_of
 import meshpar as mp
 from meshpar.hardware.topology import Stage
 from meshpar.layout import to_partition_spec
-from meshpar.lower.exchange import Grid
 from meshpar.lower.moves import bring, permutation
 from meshpar.plan.resharding import relayout
+from meshpar.rules.spmd import Grid
 from meshpar.verify.hlo import collectives
 
 

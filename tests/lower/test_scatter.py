@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.lower.exchange import Grid, scattered_as, settle
+from meshpar.lower.exchange import scattered_as, settle
+from meshpar.rules.spmd import Grid
 
 BF16, F32 = 2, 4
 

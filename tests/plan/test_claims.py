@@ -7,7 +7,7 @@ SIZES = {"x": 2, "y": 2}
 
 
 def reshape(ins, outs, *extents):
-    return OpRule([ins], [outs], list(extents), ["map"] * len(extents))
+    return OpRule([ins], [outs], list(extents), ["pass_through"] * len(extents))
 
 
 def test_a_minor_factor_is_split_where_all_before_it_are_cut_to_one():

@@ -135,6 +135,20 @@ def test_a_linear_kernel_keeps_its_operands_alone():
     assert len(kept.forward.notation.outs) == 1
 
 
+@pytest.mark.parametrize(
+    ("fn", "saved"),
+    [
+        (lambda x: jnp.sin(jnp.fft.fft(x).real), "kept"),
+        (lambda x: x * jnp.sin(jnp.argmax(x, 1).astype(x.dtype))[:, None], "kept"),
+        (lambda x: jnp.sin(jnp.cos(x)), "operand"),
+    ],
+    ids=["transform", "search", "elementwise"],
+)
+def test_what_is_dear_is_kept_and_what_is_cheap_is_made_again(fn, saved):
+    kept = keeping(kernel(fn, "rows cols! -> rows cols!"), [np.ones((4, 6), np.float32)])
+    assert [which for which, _ in kept.saved] == [saved]
+
+
 def of_all(x):
     """Keeps a number of all rows."""
     return jnp.tanh(x / jnp.max(jnp.abs(x)))

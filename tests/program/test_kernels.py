@@ -17,9 +17,9 @@ def test_notation():
         (("batch",), ("kv_heads", "group"), ("seq",), ("d",)),
         (("batch",), ("kv_heads",), ("seq",), ("d",)),
     )
-    assert [rule.kind(f) for f in ("batch", "group", "seq")] == ["map", "map", "whole"]
+    assert [rule.kind(f) for f in ("batch", "group", "seq")] == ["pass_through", "pass_through", "need_replication"]
     assert parse_rule("m k, k n -> m n").kind("k") == "sum"
-    assert parse_rule("tokens~ e -> tokens e").kind("tokens") == "own"
+    assert parse_rule("tokens~ e -> tokens e").kind("tokens") == "permutation"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collectives_of import planned_and_compiled
 from jax import lax
 
 import meshpar as mp
-from meshpar.verify.hlo import collectives
 
 RNG = np.random.default_rng(0)
 MESHES = {"data=4, model=2": "rows: data; columns: model", "data=2, model=2, idle=2": "rows: data+model"}
@@ -174,16 +174,8 @@ def test_integers_and_booleans():
         assert np.array_equal(a, b)
 
 
-def sent(fn, x, layout="rows: data", mesh="data=4, model=2", dims="batch rows in"):
-    """(plan, {(kind, bytes): count} of the plan, the same of the compiled program)."""
-    run = mp.jit(fn, mesh=mp.mesh(mesh), layout=layout, dims={"x": dims}, lowering="shard_map")
-    plan = run.plan(x)
-    planned, found = Counter(), Counter()
-    for c in plan.collectives:
-        planned[c.op, c.bytes] += c.count
-    for c in collectives(run.lower(x).compile().as_text()):
-        found[c.op, c.bytes] += c.count
-    return plan, planned, found
+def sent(fn, x, layout="rows: data"):
+    return planned_and_compiled(fn, x, layout=layout, dims={"x": "batch rows in"})
 
 
 ROW = 2 * 2 * 4  # bytes of a row of float32[2, 24, 2]

@@ -1,0 +1,15 @@
+"""Primitives without a factor rule: calls, loops, branches, identities that say names or specs, and code that nobody sees into.
+
+What is in their bodies has rules of its own.
+"""
+
+from __future__ import annotations
+
+from .registry import register
+
+register("scan", "while", "cond")
+register("jit", "closed_call", "call", "remat2", "custom_lin", "composite", call=True)
+register("custom_jvp_call", "custom_vjp_call", call=True, own_derivative=True)
+register("name_dims", "rename_dims", "place", "sharding_constraint", identity=True, view=True)
+register("pallas_call", "ffi_call", "tpu_custom_call", opaque=True)
+register("shard_map", "custom_partitioning", own_mesh=True)

@@ -1,0 +1,112 @@
+"""The registry of primitives: one entry each, with its factor rule, its local form and its traits.
+
+Inference, planner, both lowerings, fusion and the gradients of kernels read it. An entry stands beside its rule and local form,
+in the file of its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from .rule import RuleFn
+
+LocalForm = Callable[..., list[Any]]
+"""(:class:`~meshpar.rules.local.LocalOp`, *shards of the operands) → shards of the results."""
+
+UnderJit = Literal["", "pinned", "manual", "manual of integers", "free"]
+"""What the ``"jit"`` lowering does about XLA's partitioner.
+
+``""``: nothing; its choice is as good as the plan's.
+``pinned``: the partitioner gets the op wrong along dims that are split, or fails (starts out of bounds, windows, uneven shards):
+results are constrained to where the plan makes them, so that the split of a neighbour does not spread into them.
+``manual``: the op is partitioned by its local form under a ``shard_map``, also where the plan splits nothing: XLA would, as the
+neighbours are split, and then crashes.
+``manual of integers``: so are its reductions of integers: XLA has no all-reduce for them on every backend.
+``free``: made where it is used, or moved at no cost: XLA lays it out as its neighbours need it.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Primitive:
+    """What is known of a JAX primitive. The default of every trait is what holds for a primitive without an entry.
+
+    Attributes:
+      name: of the primitive.
+      rule: (equation, shapes of operands, shapes of results) → factor rule; None for elementwise ops, control flow and identities.
+      local: what one device does to its shards; None: nothing is known, and no factor may be split.
+      elementwise: every operand has the result's shape (factor i is dim i), stretches to it along dims of size 1, or is a scalar.
+      linear: elementwise, and linear in all operands together: it passes partial sums through.
+      scaling: linear in the first operand (a product: in either) where the others are scalars.
+      addition: the sum of its operands.
+      view: an identity or a relabelling of dims; moves no data.
+      fusible: computed inside the kernels that read its result.
+      reduction: a reduction that computes its operands as it reads them.
+      product: a matrix product or convolution: takes FLOPs, and computes its operands as it reads them.
+      random: makes random bits or keys from a key: cheaper made again than kept.
+      identity: an identity that says names or a spec.
+      call: runs one body once, on its operands as they are.
+      own_derivative: a call with a derivative rule of its own.
+      opaque: code that nobody sees into; it needs a rule from the user where something is split.
+      own_mesh: contains a partitioning of its own, which cannot stand in a ``shard_map``.
+      under_jit: how the ``"jit"`` lowering treats it.
+    """
+
+    name: str
+    rule: RuleFn | None = None
+    local: LocalForm | None = None
+    elementwise: bool = False
+    linear: bool = False
+    scaling: bool = False
+    addition: bool = False
+    view: bool = False
+    fusible: bool = False
+    reduction: bool = False
+    product: bool = False
+    random: bool = False
+    identity: bool = False
+    call: bool = False
+    own_derivative: bool = False
+    opaque: bool = False
+    own_mesh: bool = False
+    under_jit: UnderJit = ""
+
+    @property
+    def cheap(self) -> bool:
+        """Made again from its operands rather than kept for a backward pass (for a call: as cheap as its body)."""
+        return self.fusible or self.view or self.random or self.call
+
+
+_entries: dict[str, Primitive] = {}
+
+PRIMITIVES: Mapping[str, Primitive] = MappingProxyType(_entries)
+"""The entries, by name."""
+
+
+def register(*names: str, **entry: Any) -> None:
+    """Add an entry for each of some primitives.
+
+    Args:
+      *names: of the primitives, as in ``eqn.primitive.name``.
+      **entry: the attributes of :class:`Primitive`.
+
+    Raises:
+      ValueError: a primitive has an entry already.
+    """
+    for name in names:
+        if name in _entries:
+            raise ValueError(f"primitive {name!r} has two entries")
+        _entries[name] = Primitive(name=name, **entry)
+
+
+def primitive(name: str) -> Primitive:
+    """The entry of a primitive; one without rule, local form and traits if it has none."""
+    found = _entries.get(name)
+    return Primitive(name=name) if found is None else found
+
+
+def having(trait: Callable[[Primitive], object]) -> frozenset[str]:
+    """The names of the primitives with a trait: ``having(lambda p: p.fusible)``."""
+    return frozenset(name for name, entry in _entries.items() if trait(entry))

@@ -1,0 +1,89 @@
+"""The registry: what a primitive without an entry is, and what entries must have."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import meshpar as mp
+from meshpar.program.control_flow import CONTROL
+from meshpar.rules import PRIMITIVES, having, primitive
+from meshpar.rules.registry import register
+
+
+def test_a_primitive_without_an_entry_is_costly_and_has_no_rule():
+    entry = primitive("no_such_primitive")
+    assert entry.rule is None
+    assert entry.local is None
+    assert not any((entry.elementwise, entry.view, entry.fusible, entry.cheap))
+    assert "no_such_primitive" not in PRIMITIVES
+
+
+def test_a_primitive_has_one_entry():
+    with pytest.raises(ValueError, match="'cumsum' has two entries"):
+        register("cumsum")
+
+
+def test_traits_of_some():
+    assert {"add", "sub", "neg"} < having(lambda p: p.linear)
+    assert not {"mul", "exp", "max"} & having(lambda p: p.linear)
+    assert {"transpose", "reshape", "copy", "name_dims"} < having(lambda p: p.view)
+    assert not {"add", "broadcast_in_dim", "pad"} & having(lambda p: p.view)
+    assert having(lambda p: p.product) == {"dot_general", "ragged_dot_general", "conv_general_dilated"}
+    assert primitive("cumsum").under_jit == "pinned"
+
+
+def test_what_is_dear_is_kept_for_a_backward_pass():
+    cheap = having(lambda p: p.cheap)
+    assert {"mul", "exp", "reshape", "slice", "iota", "random_bits", "jit"} < cheap
+    dear = {
+        "dot_general",
+        "reduce_sum",
+        "argmax",
+        "cumsum",
+        "sort",
+        "gather",
+        "scatter-add",
+        "fft",
+        "cholesky",
+        "scan",
+        "kernel",
+    }
+    assert not dear & cheap
+
+
+@pytest.mark.parametrize("name", sorted(PRIMITIVES))
+def test_entries_are_complete(name):
+    entry = primitive(name)
+    # infer, the planner and the lowerings each take one of these ways
+    ways = [entry.elementwise, entry.rule is not None, name in CONTROL, entry.opaque or entry.own_mesh]
+    assert sum(ways) == 1
+    if entry.under_jit.startswith("manual"):
+        assert entry.local is not None
+    if entry.linear or entry.scaling or entry.addition:
+        assert entry.elementwise
+    if entry.elementwise:
+        assert entry.fusible
+    if entry.identity:
+        assert entry.view
+    if entry.own_derivative:
+        assert entry.call
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_a_composite_is_a_call(lowering):
+    """An entry with one trait is all that inference, planner and both lowerings need of a call."""
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+
+    def step(x):
+        return lax.composite(lambda x: jnp.sin(x).sum(1) * 2, name="test.rows")(x)
+
+    run = mp.jit(
+        step,
+        mesh=mp.mesh("data=4, model=2"),
+        layout="rows: data; columns: model",
+        dims={"x": "rows columns"},
+        lowering=lowering,
+    )
+    np.testing.assert_allclose(run(x), np.sin(x).sum(1) * 2, rtol=1e-6, atol=1e-6)
+    assert [c.op for c in run.plan(x).collectives] == ["all-reduce"]

@@ -1,0 +1,98 @@
+"""Sorting and selection along a dim that is split: results of the unsharded run to the last bit, and only candidates are sent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from collectives_of import planned_and_compiled
+from jax import lax
+
+import meshpar as mp
+
+RNG = np.random.default_rng(1)
+MESHES = {"data=4, model=2": "seq: data", "data=2, model=2, idle=2": "seq: data+model"}
+LOWERINGS = ["shard_map", "jit"]
+
+
+def normal(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def choices(x, bits):
+    """Integer results, which must be equal to the last bit."""
+    return {
+        "top 3": lax.top_k(x, 3),
+        "top 8, more than a block has": lax.top_k(x, 8),
+        "all": lax.top_k(x, 32),
+        "of few values": lax.top_k(jnp.round(x), 3),
+        "of bytes": lax.top_k(bits, 3),
+        "along the first dim": lax.top_k(x.T, 2),
+        "argmax": jnp.argmax(x, 1),
+        "argmin": jnp.argmin(x, 1),
+        "argmax of few values": jnp.argmax(jnp.round(x), 1),
+        "argmin of booleans": jnp.argmin(x > 0, 1),
+        "argmax of bytes": jnp.argmax(bits, 1, keepdims=True),
+        "xor": lax.reduce_xor_p.bind(bits, axes=(1,)),
+        "or": lax.reduce_or_p.bind(bits, axes=(1,)),
+        "sorted": jnp.sort(x, 1),
+        "order": jnp.argsort(jnp.round(x), 1, descending=True),
+        "two keys": lax.sort((jnp.round(x), bits), dimension=1, num_keys=2),
+    }
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_top_k_and_places_are_those_of_the_whole(lowering):
+    x = normal(6, 32)
+    x[1, 7], x[1, 20], x[2] = np.nan, np.nan, 1.0
+    x[3, ::2], x[3, 1::2], x[4, 9] = 0.0, -0.0, -np.inf
+    bits = RNG.integers(-128, 127, (6, 32)).astype(np.int8)
+    dims = {"x": "batch seq", "bits": "batch seq"}
+    want = jax.jit(choices)(x, bits)
+    for mesh, layout in MESHES.items():
+        got = mp.jit(choices, mesh=mp.mesh(mesh), layout=layout, dims=dims, lowering=lowering)(x, bits)
+        for name in want:
+            for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
+                assert np.array_equal(a, b, equal_nan=a.dtype.kind == "f"), name
+
+
+def test_gradient_of_top_k():
+    x = normal(4, 32)
+
+    def step(x):
+        return jax.grad(lambda x: (lax.top_k(x, 5)[0] ** 2).sum())(x)
+
+    for lowering in LOWERINGS:
+        run = mp.jit(
+            step, mesh=mp.mesh("data=4, model=2"), layout="seq: data", dims={"x": "batch seq"}, lowering=lowering
+        )
+        np.testing.assert_allclose(run(x), step(x), rtol=1e-6)
+
+
+def sent(fn, x):
+    plan, planned, compiled = planned_and_compiled(fn, x, layout="seq: data", dims={"x": "batch seq"})
+    assert planned == compiled
+    return plan, compiled
+
+
+GATHER = 6 * 4 * 3  # bytes that a device sends when the others get one float32[6] from it, or four bytes a row
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x: lax.top_k(x, 3), {("all-gather", 3 * GATHER): 2}),  # values, and places
+        (lambda x: lax.top_k(x, 4), {("all-gather", 8 * GATHER): 1}),  # candidates would be as much as all values
+        (lambda x: jnp.argmax(x, 1), {("all-gather", GATHER): 2}),
+        (lambda x: jnp.argmax(x > 0, 1), {("all-gather", GATHER / 4): 1, ("all-gather", GATHER): 1}),
+        (lambda x: jnp.sort(x, 1), {("all-gather", 8 * GATHER): 1}),
+    ],
+)
+def test_sends_candidates(fn, expected):
+    _, found = sent(fn, normal(6, 32))
+    assert found == expected
+
+
+def test_what_is_gathered_is_named():
+    plan, _ = sent(lambda x: jnp.sort(x, 1), normal(6, 32))
+    (gather,) = plan.collectives
+    assert gather.cause == "sort needs all of `seq`, which `seq: data` splits"
