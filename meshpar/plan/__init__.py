@@ -2,7 +2,8 @@
 
 from ..cost.memory import Memory
 from ..cost.time import OpTime, Time
-from ..hardware.chips import CHIPS, Chip, chip_of
+from ..hardware.chips import CHIPS, Chip
+from ..hardware.topology import chip_of
 from .collectives import Collective
 from .plan import Held, OpPlan, Plan
 from .planner import make_plan

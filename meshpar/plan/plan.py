@@ -17,10 +17,9 @@ from ..cost.kernels import kernels_of
 from ..cost.memory import Memory, memory_of
 from ..cost.time import Time, time_of
 from ..errors import JoinWarning, UnsupportedError
-from ..hardware.chips import CHIPS, Chip, chip_of
-from ..hardware.topology import Torus, torus_of, torus_of_slices
+from ..hardware.chips import Chip
+from ..hardware.topology import Torus, chip_of, torus_of, torus_of_slices
 from ..layout import AnyMesh, Layout, Spec
-from ..mesh import parse_topology
 from ..passes.pairs import Overlap, Rings
 from ..passes.schedule import Order
 from ..program.ir import Frame, Op, Program, Value
@@ -147,8 +146,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.topology is not None:
-            slices, kind, chips = parse_topology(self.topology)
-            self.torus = torus_of_slices(self.sizes, slices, kind, chips, CHIPS[kind].devices)
+            self.torus = torus_of_slices(self.sizes, self.topology)
         else:
             self.torus = self.torus or torus_of(self.mesh)
 
