@@ -148,7 +148,7 @@ TRIPLES = [
 
 def summary(plan: mp.Plan) -> dict[str, Any]:
     """What a golden plan keeps: collectives by kind, axes, bytes and count (with how many are alike), memory, seconds."""
-    alike = Counter((c.op, "+".join(c.axes), c.bytes, c.count, c.form) for c in plan.collectives)
+    alike = Counter((c.op, "+".join(c.axes), c.bytes, c.count, c.algorithm) for c in plan.collectives)
     assert plan.time is not None
     return {
         "collectives": sorted([*key, n] for key, n in alike.items()),

@@ -82,13 +82,13 @@ def exposed_by(
     device = chip.per_device()
     stages = [s for a in pair.axes for s in plan.torus[a]]
     first = sent.collectives[0]
-    alone = seconds_of(first.op, volume_of(first, plan.sizes), stages, chip, first.form)
+    alone = seconds_of(first.op, volume_of(first, plan.sizes), stages, chip, first.algorithm)
     memory = device.hbm_bandwidth * chip.hbm_efficiency
     products = [product_seconds(plan, chip, op) for op in dots]
     total = sum(products)
     devices, (stage, *_) = devices_of(plan, pair.axes), major_of(plan, pair.axes) or [Stage(1)]
-    rest = sum(c.seconds or 0.0 for c in hops if c.form != "ring")
-    hop = hop_seconds(max((c.bytes for c in hops if c.form == "ring"), default=0.0), stage, chip)
+    rest = sum(c.seconds or 0.0 for c in hops if c.algorithm != "ring")
+    hop = hop_seconds(max((c.bytes for c in hops if c.algorithm == "ring"), default=0.0), stage, chip)
     last = 0.0 if devices % 2 else hop / (1 if devices == 2 else 2)
     steps = (devices - 1) // 2
     each, once = light_work(plan, chip, pair, devices)
@@ -213,7 +213,7 @@ def warn_of_lines(plan: Plan) -> None:
         return
     lines: dict[tuple[str, ...], list[Collective]] = {}
     for c in plan.collectives:
-        if c.form in ("ring", "pallas") and any(map(is_line, major_of(plan, c.axes))):
+        if c.algorithm in ("ring", "pallas") and any(map(is_line, major_of(plan, c.axes))):
             lines.setdefault(c.axes, []).append(c)
     parts = []
     for axes, hops in lines.items():

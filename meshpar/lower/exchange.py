@@ -14,13 +14,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshpar_kernels.collectives import coloured, in_order
-
 from ..errors import UnsupportedError
+from ..hardware.algorithms import ALGORITHMS, AlgorithmName
 from ..hardware.topology import Torus
 from ..layout import AnyMesh, Spec
-from ..plan.collectives import Form, reduces, settlement
+from ..plan.collectives import reduces, settlement
 from ..program.ir import Value
+from .quirks import psum_scatter
 
 Sizes = Mapping[str, int]
 
@@ -120,45 +120,19 @@ def on_words(x: Any, move: Callable[[Any], Any]) -> Any:
     return jax.random.wrap_key_data(move(jax.random.key_data(x)), impl=jax.random.key_impl(x))
 
 
-def _scatter(x: Any, axes: Sequence[str], dim: int, form: Form, sizes: Sizes) -> Any:
+def _scatter(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, sizes: Sizes) -> Any:
     """Sum over axes of the factored mesh, and keep this device's block of a dim.
 
-    Dims of size 1 before it are left out meanwhile: with one the TPU compiler makes an all-reduce, which sends twice the bytes.
+    Dims of size 1 before it are left out meanwhile (:data:`meshpar.lower.quirks.SCATTER_SHAPES`).
     """
     if not axes:
         return x
     ones = tuple(i for i in range(dim) if x.shape[i] == 1)
     if ones:
-        return lax.expand_dims(_scatter(lax.squeeze(x, ones), axes, dim - len(ones), form, sizes), ones)
-    if form == "coloured":
-        return coloured("reduce_scatter", x, axes, dim)
-    if form == "hierarchical":
-        assert isinstance(sizes, Grid)
-        between = sizes.between_slices
-        order = sorted(range(len(axes)), key=lambda k: axes[k] in between)  # what crosses slices is the smallest
-        return in_order("reduce_scatter", x, axes, dim, order)
-    stages = [tuple(axes)] if form == "native" or not isinstance(sizes, Grid) else axes
-    for stage in stages:
-        parts = lax.axis_size(stage)
-        shape, at = scattered_as(x.shape, dim, parts, x.dtype.itemsize)
-        kept = tuple(n // parts if i == dim else n for i, n in enumerate(x.shape))
-        x = lax.psum_scatter(lax.reshape(x, shape), stage, scatter_dimension=at, tiled=True)
-        x = lax.reshape(x, kept)
-    return x
-
-
-def scattered_as(shape: tuple[int, ...], dim: int, parts: int, itemsize: int) -> tuple[tuple[int, ...], int]:
-    """In which shape an array is reduce-scattered over a dim, and which dim that is then: as it is, where that will do.
-
-    Two more cases in which the TPU compiler (libtpu 0.0.42) makes an all-reduce: a dim before the last that is padded to 8, and
-    a last dim of which an odd number of 128 lanes of two bytes is kept. So the dims behind are made one, or the last is split.
-    """
-    n, after = shape[dim], shape[dim + 1 :]
-    if len(after) > 1 and after[-2] % 8:
-        return (*shape[: dim + 1], math.prod(after)), dim
-    if dim and not after and itemsize == 2 and n % (parts * 128) == 0 and n // (parts * 128) % 2:
-        return (math.prod(shape[:dim]), parts, n // parts), 1
-    return shape, dim
+        return lax.expand_dims(_scatter(lax.squeeze(x, ones), axes, dim - len(ones), algorithm, sizes), ones)
+    factored = isinstance(sizes, Grid)
+    chosen = ALGORITHMS[algorithm if factored else "native"]
+    return chosen.reduce_scatter(x, axes, dim, sizes.between_slices if factored else (), psum_scatter)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -219,13 +193,13 @@ def _(of: Extremum, axes: tuple[str, ...], primals: Any, tangents: Any) -> tuple
 
 
 def settle(
-    x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, sizes: Sizes, forms: Mapping[int, Form] | None = None,
-    begun: bool = False,
+    x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, sizes: Sizes,
+    algorithms: Mapping[int, AlgorithmName] | None = None, begun: bool = False,
 ) -> tuple[Any, Spec]:  # fmt: skip
     """Make a partial value whole, as :func:`meshpar.plan.collectives.settlement` says: (the shard, its spec).
 
     Args:
-      forms: dim → how it is scattered, as the plan says; one torus dimension after the other where it says nothing.
+      algorithms: dim → how it is scattered, as the plan says; one torus dimension after the other where it says nothing.
       begun: a ring has scattered it over the first axis (of the factored mesh) already: the others follow one after the other.
     """
     scatter, reduce = settlement(have, rest, axes, kind)
@@ -239,8 +213,8 @@ def settle(
     for i, got in scatter.items():
         spec = tuple((*s, *got) if k == i else s for k, s in enumerate(spec))
         got = fine_names([a for a in got if sizes[a] > 1], sizes)
-        form = "staged" if begun else (forms or {}).get(i, "staged")
-        x, begun = _scatter(x, got[begun:], i, form, sizes), False
+        algorithm = "staged" if begun else (algorithms or {}).get(i, "staged")
+        x, begun = _scatter(x, got[begun:], i, algorithm, sizes), False
     reduce = fine_names([a for a in reduce if sizes[a] > 1], sizes)
     if reduce and reduces(kind, dtype):
         x = lax.psum(x, reduce) if kind == "sum" else _extremum(x, reduce, kind in ("max", "or"))

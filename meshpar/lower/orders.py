@@ -18,8 +18,9 @@ import numpy as np
 from jax import lax
 
 from ..compat.jax import bind
+from ..hardware.algorithms import AlgorithmName
 from ..layout import Spec
-from ..plan.collectives import Form, settlement
+from ..plan.collectives import settlement
 from ..program.ir import Op
 from .exchange import Grid, settle
 from .local import plain_params
@@ -64,13 +65,13 @@ class Orders:
         self._turned[id(out)] = _Turned(out, before)
 
     def settle(
-        self, x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, forms: Mapping[int, Form] | None = None,
+        self, x: Any, have: Spec, rest: Spec, axes: Sequence[str], kind: str, algorithms: Mapping[int, AlgorithmName] | None = None,
         begun: bool = False,
     ) -> tuple[Any, Spec]:  # fmt: skip
         """:func:`meshpar.lower.exchange.settle`, in the best order that there is."""
         turned = self._turned.get(id(x))
         if turned is None:
-            return settle(x, have, rest, axes, kind, self.sizes, forms, begun)
+            return settle(x, have, rest, axes, kind, self.sizes, algorithms, begun)
         scatter, _ = settlement(have, rest, axes, kind)
         first = next(iter(scatter), 0)
 
@@ -80,8 +81,8 @@ class Orders:
         x, permutation = min(turned.before, key=cost)
         back = np.argsort(permutation)
         had, wanted = (tuple(spec[i] for i in back) for spec in (have, rest))
-        forms = {permutation[i]: form for i, form in (forms or {}).items()}
-        y, spec = settle(x, had, wanted, axes, kind, self.sizes, forms)
+        algorithms = {permutation[i]: algorithm for i, algorithm in (algorithms or {}).items()}
+        y, spec = settle(x, had, wanted, axes, kind, self.sizes, algorithms)
         return lax.transpose(y, permutation), tuple(spec[i] for i in permutation)
 
 

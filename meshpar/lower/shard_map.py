@@ -358,8 +358,8 @@ class Walk:
         rest = self.rest[id(value)]
         ring = self.plan.rings.scatters.get(id(value))
         x, times = (self.x[id(value)], 1.0) if ring is None else scattered(self, ring, value.aval.dtype)
-        size, forms = x.size * times, self.plan.forms.get(id(value))
-        x, spec = self.orders.settle(x, self.now[id(value)], rest, axes, kind, forms, begun=ring is not None)
+        size, algorithms = x.size * times, self.plan.algorithms.get(id(value))
+        x, spec = self.orders.settle(x, self.now[id(value)], rest, axes, kind, algorithms, begun=ring is not None)
         if id(value) in self.here.extrema and (over := fine_names([a for a in axes if self.sizes[a] > 1], self.sizes)):
             x = self.here.extrema.pop(id(value)).settled(x, over)
         if x.size < size and size * x.dtype.itemsize >= LARGE // 4:

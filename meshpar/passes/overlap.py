@@ -22,9 +22,11 @@ from ..cost.exposed import (
 )
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
+from ..hardware.algorithms import AlgorithmName, wire_bytes
+from ..hardware.chips import CollectiveOp
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..layout import Spec
-from ..plan.collectives import Collective, CollectiveOp, Form, local_shape, wire_bytes
+from ..plan.collectives import Collective, local_shape
 from .ahead import Free
 from .finding import gather_of, scatter_of, uses_of
 from .fused import fused_of
@@ -198,7 +200,7 @@ def _take(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing, found: Overlap
     at = next(i for i, c in enumerate(plan.collectives) if c is old)
     new = ring_collectives(plan, sent, ring)
     for c in new:
-        c.form = "pallas" if c.form == "ring" and found.choice == "pallas" else c.form
+        c.algorithm = "pallas" if c.algorithm == "ring" and found.choice == "pallas" else c.algorithm
     plan.collectives[at : at + 1] = new
     plan.rings.sent.update(map(id, new))
 
@@ -234,16 +236,26 @@ def ring_collectives(plan: Plan, sent: Sent, ring: GatherRing | ScatterRing) -> 
         out.append(hop)
     if minor > 1:
         inner = [s for a in ring.axes for s in plan.torus[a] if s.size > 1][1:]
-        form: Form = "staged" if old.op == "reduce-scatter" else "native"
-        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), form)
+        algorithm: AlgorithmName = "staged" if old.op == "reduce-scatter" else "native"
+        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), algorithm)
         part.first = 1
         if plan.chip is not None:
-            part.seconds = seconds_of(old.op, size / devices, inner, plan.chip, part.form)
+            part.seconds = seconds_of(old.op, size / devices, inner, plan.chip, part.algorithm)
         out = [part, *out] if gather else [*out, part]
     return out
 
 
-def _like(old: Collective, op: CollectiveOp, size: float, form: Form) -> Collective:
+def _like(old: Collective, op: CollectiveOp, size: float, algorithm: AlgorithmName) -> Collective:
     return Collective(
-        op, old.axes, old.tensor, old.dims, old.shape, old.dtype, size, old.count, old.cause, old.origin, form=form
+        op,
+        old.axes,
+        old.tensor,
+        old.dims,
+        old.shape,
+        old.dtype,
+        size,
+        old.count,
+        old.cause,
+        old.origin,
+        algorithm=algorithm,
     )

@@ -20,8 +20,8 @@ def price(plan: Plan) -> None:
     for c in plan.collectives:
         if c.seconds is not None:  # of a ring
             continue
-        key = (c.op, c.axes, c.bytes, c.form)
+        key = (c.op, c.axes, c.bytes, c.algorithm)
         if key not in memo:
             stages = [s for a in c.axes for s in plan.torus[a]]
-            memo[key] = seconds_of(c.op, volume_of(c, plan.sizes), stages, chip, c.form)
+            memo[key] = seconds_of(c.op, volume_of(c, plan.sizes), stages, chip, c.algorithm)
         c.seconds = memo[key]

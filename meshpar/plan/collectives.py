@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..hardware.algorithms import AlgorithmName
+from ..hardware.algorithms import wire_bytes as wire_bytes
 from ..hardware.chips import CollectiveOp
-from ..hardware.collective_time import Form
 from ..layout import Spec
 from ..program.ir import Op
 
@@ -29,10 +30,10 @@ class Collective:
       count: how often it runs in a step; None where a loop's trips are not known.
       cause: the rule that brought it about, in words.
       origin: the op that needs it.
-      form: ``native``: one collective over all axes; ``staged``: one a torus dimension, one after the other; ``coloured``: as many
-        shares as torus dimensions, each staged in another order; ``hierarchical``: staged, between slices last; ``ring``: a
-        hop of a ring, beside products, of which half go each way; ``pallas``: one that a kernel sends.
-      why: why it takes that form; empty where there is no other.
+      algorithm: one of :data:`meshpar.hardware.algorithms.ALGORITHMS`: ``native``: one collective over all axes; ``staged``: one
+        a torus dimension, one after the other; ``hierarchical``: staged, between slices last; ``ring``: a hop of a ring, beside
+        products, of which half go each way; ``pallas``: one that a kernel sends.
+      why: why it takes that algorithm; empty where there is no other.
       seconds: None: not estimated.
       first: it runs over the torus dimensions of its axes from this one on (a ring has those before it).
     """
@@ -48,7 +49,7 @@ class Collective:
     cause: str
     origin: Op | None = None
     seconds: float | None = None
-    form: Form = "native"
+    algorithm: AlgorithmName = "native"
     why: str = ""
     first: int = 0
 
@@ -82,14 +83,6 @@ def local_shape(shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int
     if spec is None:
         return tuple(shape)
     return tuple(-(-n // math.prod(sizes[a] for a in axes)) for n, axes in zip(shape, spec, strict=True))
-
-
-def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
-    """Bytes a device sends: ``volume`` is the gathered array (all-gather), else the local operand."""
-    if op == "collective-permute":
-        return volume
-    share = volume * (group - 1) / group
-    return 2 * share if op == "all-reduce" else share
 
 
 def volume_of(collective: Collective, sizes: Mapping[str, int]) -> float:

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..cost.algorithm import form_for
 from ..dims import format_dims
+from ..hardware.algorithms import choose_algorithm
 from ..layout import AnyMesh, Layout, Spec
 from ..program.ir import Frame, Op, Program, Value
 from ..rules.rule import REDUCTIONS, Kind, Send
@@ -150,7 +150,7 @@ class Moving:
             self.record("reduce-scatter", tuple(scattered), value, made, spec,
                         f"{why}; the result is split over {plus(scattered)} on `{dim}`")  # fmt: skip
             if len(self.plan.collectives) > before:
-                self.plan.forms.setdefault(id(value), {})[i] = self.plan.collectives[-1].form
+                self.plan.algorithms.setdefault(id(value), {})[i] = self.plan.collectives[-1].algorithm
             spec = target
         new = self.plan.collectives[before:]
         if new:
@@ -209,7 +209,7 @@ class Moving:
             str(value.aval.dtype), sent, self.count, cause, op,
         )  # fmt: skip
         stages = [s for a in axes for s in self.plan.torus[a]]
-        c.form, c.why = form_for(kind, volume_of(c, self.sizes), stages, self.plan.chip)
+        c.algorithm, c.why = choose_algorithm(kind, volume_of(c, self.sizes), stages, self.plan.chip)
         self.plan.collectives.append(c)
 
     def called(self, value: Value) -> str:

@@ -17,6 +17,7 @@ from ..cost.kernels import kernels_of
 from ..cost.memory import Memory, memory_of
 from ..cost.time import Time, time_of
 from ..errors import JoinWarning, UnsupportedError
+from ..hardware.algorithms import AlgorithmName
 from ..hardware.chips import Chip
 from ..hardware.topology import Torus, chip_of, torus_of, torus_of_slices
 from ..layout import AnyMesh, Layout, Spec
@@ -24,7 +25,7 @@ from ..passes.pairs import Overlap, Rings
 from ..passes.schedule import Order
 from ..program.ir import Frame, Op, Program, Value
 from ..rules.rule import Kind
-from .collectives import Collective, Form
+from .collectives import Collective
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ class Plan:
       topology: the slices that the mesh lies on, as text, where its devices do not say.
       donated: positions of the flat inputs whose memory the results may take.
       asked: the layout as it was asked for; ``layout`` has rules before it for dims that are called after axes.
-      forms: how the sum of a value is scattered, by ``id(value)`` and dim.
+      algorithms: how the sum of a value is scattered, by ``id(value)`` and dim.
       sent: the gathers and settled sums that products stand beside.
       overlap: what was asked for of them; ``overlaps``: what was decided, each with its reason; ``rings``: how those run that
         are sent on a ring (:mod:`meshpar.passes.overlap`).
@@ -138,7 +139,7 @@ class Plan:
     topology: str | None = None
     donated: frozenset[int] = frozenset()
     asked: Layout | None = None
-    forms: dict[int, dict[int, Form]] = field(default_factory=dict)
+    algorithms: dict[int, dict[int, AlgorithmName]] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
     overlap: str = "off"
     overlaps: list[Overlap] = field(default_factory=list)

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..hardware.algorithms import ALGORITHMS
 from ..plan import Plan
-from ..plan.collectives import Collective, wire_bytes
+from ..plan.collectives import Collective
 from .hlo import HloCollective
 
 if TYPE_CHECKING:
@@ -89,9 +90,9 @@ def planned_sends(plan: Plan) -> Counter[Sent]:
     """How often each collective of a plan runs, in the stages in which it is lowered."""
     out: Counter[Sent] = Counter()
     for c in plan.collectives:
-        if c.form == "pallas":  # the compiler does not see into kernels
+        if not ALGORITHMS[c.algorithm].compiled:
             continue
-        whole = c.op != "collective-permute" and c.form == "native" and not c.first
+        whole = c.op != "collective-permute" and c.algorithm == "native" and not c.first
         axes = tuple(a for a in plan.sizes if a in c.axes) if whole else ()
         for size in stage_bytes(c, plan):
             out[c.op, axes, round(size, 1), c.count is None] += 1 if c.count is None else c.count
@@ -99,22 +100,12 @@ def planned_sends(plan: Plan) -> Counter[Sent]:
 
 
 def stage_bytes(c: Collective, plan: Plan) -> list[float]:
-    """Bytes of the stages of a collective: one for each torus dimension, if it is staged (of every colour); else its own."""
-    if c.form not in ("staged", "coloured", "hierarchical"):
-        return [c.bytes]
+    """Bytes of the phases of a collective, as its algorithm has them: one for each torus dimension if it is staged."""
     stages = [s for a in c.axes for s in plan.torus[a] if s.size > 1][c.first :]
+    if c.algorithm == "native" or c.op == "collective-permute":
+        return [c.bytes]
     group = math.prod(s.size for s in stages)
-    whole = c.bytes * group / (group - 1)
-    if c.form == "hierarchical":
-        stages.sort(key=lambda s: s.dim == "slice")
-    colours = len(stages) if c.form == "coloured" else 1
-    out = []
-    for k in range(colours):
-        volume = whole / colours
-        for stage in [*stages[k:], *stages[:k]]:
-            out.append(wire_bytes(c.op, volume, stage.size))
-            volume /= stage.size
-    return out
+    return ALGORITHMS[c.algorithm].bytes(c.op, c.bytes * group / (group - 1), stages)
 
 
 def compiled_sends(found: Iterable[HloCollective], sizes: Mapping[str, int]) -> Counter[Sent]:

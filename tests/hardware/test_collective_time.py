@@ -40,9 +40,9 @@ def test_axes_together_add_their_links():
 
 def test_an_all_reduce_is_two_reduce_scatters():
     stages = [ring(4, "x"), ring(16, "y")]
-    for form in ("native", "staged"):
-        scatter = seconds_of("reduce-scatter", BIG, stages, V5P, form)
-        assert seconds_of("all-reduce", BIG, stages, V5P, form) == 2 * scatter
+    for algorithm in ("native", "staged"):
+        scatter = seconds_of("reduce-scatter", BIG, stages, V5P, algorithm)
+        assert seconds_of("all-reduce", BIG, stages, V5P, algorithm) == 2 * scatter
 
 
 def test_an_all_to_all_is_a_quarter_of_an_all_gather_on_a_ring_and_half_of_one_on_a_line():
@@ -131,7 +131,8 @@ def parts(plan):
     """(seconds of products, seconds of collectives) at peak rates."""
     chip = plan.chip.ideal()
     sent = sum(
-        seconds_of(c.op, volume_of(c, plan.sizes), [s for a in c.axes for s in plan.torus[a]], chip, c.form) * c.count
+        seconds_of(c.op, volume_of(c, plan.sizes), [s for a in c.axes for s in plan.torus[a]], chip, c.algorithm)
+        * c.count
         for c in plan.collectives
     )
     return time_of(plan, chip, plan.kernels).compute, sent

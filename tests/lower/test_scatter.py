@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.lower.exchange import Grid, scattered_as, settle
+from meshpar.lower.exchange import Grid, settle
+from meshpar.lower.quirks import scattered_as
 
 BF16, F32 = 2, 4
 
@@ -39,8 +40,8 @@ def test_in_which_shape_an_array_is_scattered_over_16_devices(shape, dim, itemsi
     ("shape", "dim"),
     [((8, 2, 3), 0), ((2, 8, 1, 4), 1), ((3, 256), 1), ((2, 3, 768), 2), ((1, 8, 3, 2), 1), ((8, 8, 2), 0)],
 )
-@pytest.mark.parametrize("form", ["staged", "native"])
-def test_it_changes_no_number(shape, dim, form):
+@pytest.mark.parametrize("algorithm", ["staged", "native", "hierarchical"])
+def test_it_changes_no_number(shape, dim, algorithm):
     mesh = mp.mesh("a=2, b=2, c=2")
     grid = Grid(dict(mesh.shape), {})
     # small whole numbers, so that their sums are exact in bfloat16
@@ -48,7 +49,7 @@ def test_it_changes_no_number(shape, dim, form):
     rest = tuple(("a", "b") if i == dim else () for i in range(len(shape)))
 
     def local(x):
-        return settle(x[0], ((),) * len(shape), rest, ("a", "b"), "sum", grid, {dim: form})[0]
+        return settle(x[0], ((),) * len(shape), rest, ("a", "b"), "sum", grid, {dim: algorithm})[0]
 
     spec = P(*[("a", "b") if i == dim else None for i in range(len(shape))])
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(("a", "b", "c")), out_specs=spec, check_vma=False))
