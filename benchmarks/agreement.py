@@ -35,7 +35,7 @@ from rich.table import Table
 
 import meshpar as mp
 from meshpar.hardware.topology import parse_topology
-from meshpar.verify.agreement import Difference, by_kind, differences, figures, kernel_seconds, rank_correlation
+from plan_vs_compiler import Difference, by_kind, differences, figures, kernel_seconds, rank_correlation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import deepseek

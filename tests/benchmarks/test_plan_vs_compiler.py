@@ -8,7 +8,8 @@ import pytest
 
 import meshpar as mp
 from meshpar.plan import Collective
-from meshpar.verify.agreement import (
+from meshpar.verify.hlo import HloCollective
+from plan_vs_compiler import (
     Difference,
     by_kind,
     compiled_sends,
@@ -20,7 +21,6 @@ from meshpar.verify.agreement import (
     ranks,
     stage_bytes,
 )
-from meshpar.verify.hlo import HloCollective
 
 
 def array(*shape):

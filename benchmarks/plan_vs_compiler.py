@@ -6,15 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..hardware.algorithms import ALGORITHMS
-from ..plan import Plan
-from ..plan.collectives import Collective
-from .hlo import HloCollective
-
-if TYPE_CHECKING:
-    from .aot import Compiled
+from meshpar.hardware.algorithms import ALGORITHMS
+from meshpar.plan import Plan
+from meshpar.plan.collectives import Collective
+from meshpar.verify.aot import Compiled
+from meshpar.verify.hlo import HloCollective
 
 Sent = tuple[str, tuple[str, ...], float, bool]
 """(kind, axes, bytes, in a loop of unknown length)."""
