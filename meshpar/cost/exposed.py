@@ -63,7 +63,7 @@ def devices_of(plan: Plan, axes: Sequence[str]) -> int:
 
 def is_line(stage: Stage) -> bool:
     """Whether blocks that go around come back over the links on which they went: two devices have nothing to come back from."""
-    return stage.dim not in ("switch", "slice", "core") and not stage.wraps and stage.size > 2
+    return stage.line
 
 
 def exposed_by(

@@ -32,7 +32,8 @@ class Chip:
       torus: sides of the largest torus; ``()``: the chips hang on a switch.
       dcn: bytes/s of one chip to other slices or nodes.
       vmem: bytes of on-chip memory (None: caches).
-      devices: JAX devices of one chip; they share all of the above.
+      devices: JAX devices of one chip; they share all of the above. JAX lays a mesh over chips of several devices only where it
+        knows their kind (``jax.experimental.mesh_utils``).
       lanes: side of the matrix unit: the dims of a product round up to it.
       switch: GPUs of one host, on one NVSwitch (0: a torus).
       slices: shapes of the slices that exist below a cube, or all of them where there are no cubes.

@@ -76,8 +76,7 @@ def hop_seconds(size: float, stage: Stage, chip: Chip) -> float:
     hops share the device's.
     """
     rate = chip.rate(stage.dim, stage.stride)
-    line = stage.dim not in ("slice", "switch", "core") and not stage.wraps and stage.size > 2
-    if stage.dim in ("slice", "switch") or line:
+    if stage.dim in ("slice", "switch") or stage.line:
         rate /= 2
     return max(chip.latency, size / rate)
 

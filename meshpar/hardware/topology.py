@@ -269,6 +269,11 @@ class Stage:
     wraps: bool = False
     stride: int = 1
 
+    @property
+    def line(self) -> bool:
+        """Whether what goes around comes back over the links on which it went: two devices have nothing to come back from."""
+        return self.dim not in ("switch", "slice", "core") and not self.wraps and self.size > 2
+
 
 Torus = dict[str, tuple[Stage, ...]]
 """axis → its stages, major to minor; their sizes multiply to the axis' size."""
