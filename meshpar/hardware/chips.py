@@ -179,7 +179,7 @@ _TABLE = (
          devices=2, lanes=256, slices=_SMALL, cube=4, accelerators=("tpu7x",), counted=2, target="tpu7x",
          core_link=6 * 9.5e10, source=f"vendor page; {_USABLE}; ~link, ~core_link, ~dcn, ~torus"),
     Chip("a100", ("NVIDIA A100-SXM4-80GB",), 3.12e14, 6.24e14, 85100068864, 2.039e12, 3e11, 1, (), 2.5e10, None, switch=8,
-         link_efficiency=0.83, source="datasheet (SXM, 80 GB); 8-bit: int8 alone; hbm as CUDA reports it; "
+         target="a100", link_efficiency=0.83, source="datasheet (SXM, 80 GB); 8-bit: int8 alone; hbm as CUDA reports it; "
          "dcn of a DGX A100 (200 Gb/s); link efficiency as of an H200"),
     Chip("h100", ("NVIDIA H100", "NVIDIA H100 80GB HBM3"), 9.89e14, 1.98e15, 84942979072, 3.35e12, 4.5e11, 1, (), 5e10,
          None, switch=8, target="h100", matmul_efficiency=0.79, hbm_efficiency=0.9, link_efficiency=0.83,

@@ -196,7 +196,7 @@ def _described(topology: Topology) -> tuple[Any, ...]:
     if not chip.target:
         compiled = [c.name for c in CHIPS.values() if c.target]
         raise MeshError(
-            f"topology {topology}: no compiler's description of a {kind} is at hand, so it is for plans alone",
+            f"topology {topology}: nothing here compiles for {kind} chips, they are for plans alone",
             fixes=[
                 'plan without devices: mp.plan(…, mesh="data=8", topology=…)',
                 f"chips to compile for: {', '.join(compiled)}",
