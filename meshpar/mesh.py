@@ -42,7 +42,8 @@ def mesh(text: str, *, topology: str | None = None, devices: Sequence[Any] | Non
     Args:
       text: axes and sizes, ``"data=4, model=2"``; -1 takes what is left of the devices.
       topology: devices that are not here: a TPU slice, ``"v5e:16x16"``, or several, ``"2x v5e:16x16"`` (joined by DCN: the first
-        axes), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"`` (TensorCores). It needs the compiler's package (``libtpu``, or JAX's CUDA plugin), no hardware.
+        axes), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"`` (TensorCores). It needs the compiler's
+        package (``libtpu``, or JAX's CUDA plugin), no hardware.
       devices: default: all local devices, of which the first ``prod(sizes)`` are used.
 
     Raises:
