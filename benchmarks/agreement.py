@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 import meshpar as mp
-from meshpar.mesh import parse_topology
-from meshpar.verify.agreement import Difference, by_kind, differences, figures, kernel_seconds, rank_correlation
+from meshpar.hardware.topology import parse_topology
+from plan_vs_compiler import Difference, by_kind, differences, figures, kernel_seconds, rank_correlation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import deepseek
@@ -148,7 +148,7 @@ TRIPLES = [
 
 def summary(plan: mp.Plan) -> dict[str, Any]:
     """What a golden plan keeps: collectives by kind, axes, bytes and count (with how many are alike), memory, seconds."""
-    alike = Counter((c.op, "+".join(c.axes), c.bytes, c.count, c.form) for c in plan.collectives)
+    alike = Counter((c.op, "+".join(c.axes), c.bytes, c.count, c.algorithm) for c in plan.collectives)
     assert plan.time is not None
     return {
         "collectives": sorted([*key, n] for key, n in alike.items()),

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from .dims import DimsLike, PathDims, did_you_mean
 from .errors import UnsupportedError
-from .hardware.chips import planned_mesh
 from .jitted import Jitted
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
+from .mesh import planned_mesh
 from .passes.overlap import MODES
 from .planned import Plan
 

@@ -19,7 +19,7 @@ import meshpar as mp
 
 from .api import plan as plan_of
 from .errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
-from .hardware.chips import device_count
+from .hardware.topology import device_count
 from .passes.overlap import MODES
 from .planned import Plan
 from .target import Target, concrete, failing_as_target, load_target, parse_options

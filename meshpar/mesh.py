@@ -1,34 +1,22 @@
-"""Meshes: local devices, CPU stand-ins, and TPU slices and GPU hosts that are not here."""
+"""Meshes: over local devices, CPU stand-ins, and TPU slices and GPU hosts that are not here."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from .compat.devices import device_mesh
 from .errors import LayoutSyntaxError, MeshError
+from .hardware.topology import check_fills, parse_topology, topology_devices
+from .layout import AnyMesh
 
 _AXIS = re.compile(r"\s*([A-Za-z_][\w\-]*)\s*=\s*(-?\d+)\s*\Z")
-_TOPOLOGY = re.compile(r"\s*(?:(\d+)\s*x\s+)?([A-Za-z]\w*):(\d+(?:x\d+)*)\s*\Z")
-TPU_KINDS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-GPU_KINDS = ("h100", "h200", "b200")
-GPUS_PER_HOST = 8
-_FLAT = ("v5e", "v6e")
-_KIND_OF = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
-_SLICES = [
-    "v5e and v6e: 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
-    "v4, v5p and tpu7x: 2x2x1, 2x2x2, 2x2x4, 2x4x4, and all whose sides are multiples of 4, 4x4x4 and up",
-    f"{', '.join(GPU_KINDS)}: a number of GPUs, up to {GPUS_PER_HOST} in a host, or a multiple of {GPUS_PER_HOST}: h200:8, h200:16",
-    'several slices or hosts: "2x v6e:16x16", "2x h200:8"',
-]
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -54,7 +42,8 @@ def mesh(text: str, *, topology: str | None = None, devices: Sequence[Any] | Non
     Args:
       text: axes and sizes, ``"data=4, model=2"``; -1 takes what is left of the devices.
       topology: devices that are not here: a TPU slice, ``"v5e:16x16"``, or several, ``"2x v5e:16x16"`` (joined by DCN: the first
-        axes), or GPUs, ``"h200:8"``. It needs the compiler's package (``libtpu``, or JAX's CUDA plugin), no hardware.
+        axes), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"`` (TensorCores). It needs the compiler's
+        package (``libtpu``, or JAX's CUDA plugin), no hardware.
       devices: default: all local devices, of which the first ``prod(sizes)`` are used.
 
     Raises:
@@ -120,117 +109,39 @@ def virtual_devices(count: int) -> None:
             ) from None
 
 
-def parse_topology(text: str) -> tuple[int, str, tuple[int, ...]]:
-    """``"2x v5e:16x16"`` → ``(2, "v5e", (16, 16))``: slices, kind, chips along each torus dimension.
-
-    Of GPUs, ``"2x h200:8"`` → ``(2, "h200", (8,))``: hosts, kind, GPUs.
+def planned_mesh(mesh: AnyMesh | str, topology: str | None) -> AnyMesh:
+    """The mesh to plan on: text becomes an abstract mesh, of which one size may be -1 where a topology says how many.
 
     Raises:
-      MeshError: no such kind, or no such slice of it; the error lists those that exist.
+      LayoutSyntaxError: text that is no mesh.
+      MeshError: a mesh that does not fill the topology, or a topology beside devices.
     """
-    m = _TOPOLOGY.match(text)
-    if m is None or m[2] not in TPU_KINDS + GPU_KINDS:
-        raise MeshError(f"topology {text!r} is not known", fixes=_SLICES)
-    slices, kind, chips = int(m[1] or 1), m[2], tuple(int(n) for n in m[3].split("x"))
-    if kind in GPU_KINDS:
-        good = len(chips) == 1 and chips[0] > 0 and (chips[0] <= GPUS_PER_HOST or chips[0] % GPUS_PER_HOST == 0)
-        if not good:
-            raise MeshError(f"topology {text!r} is not one that exists", fixes=_SLICES)
-        return slices, kind, chips
-    want = 2 if kind in _FLAT else 3
-    if len(chips) != want:
+    if isinstance(mesh, Mesh) and topology is not None:
         raise MeshError(
-            f"topology {text!r}: a {kind} slice has {want} torus dimensions, not {len(chips)}", fixes=_SLICES
+            f"topology {topology!r} beside a mesh of devices, which know where they are",
+            fixes=["leave it out, or give the mesh as text"],
         )
-    if min(*chips, slices) < 1 or (kind in _FLAT and max(chips) > 16):
-        raise MeshError(f"topology {text!r} is not one that exists", fixes=_SLICES)
-    return slices, kind, chips
-
-
-def wraps(kind: str, chips: Sequence[int]) -> tuple[bool, bool, bool]:
-    """Which torus dimensions of a slice close to a ring (the compiler must be told, or it takes rings for lines)."""
-    if kind in _FLAT:
-        return (*(n == 16 for n in chips), False)  # type: ignore[return-value]
-    full = all(n % 4 == 0 for n in chips)
-    return (full, full, full)
-
-
-def gpu_target(kind: str) -> str:
-    """XLA's description of a GPU, as protobuf text."""
-    return (Path(__file__).parent / "verify" / "targets" / f"{kind}.txtpb").read_text()
-
-
-@functools.cache
-def topology_devices(topology: str) -> tuple[Any, ...]:
-    """The devices of a topology that is not here, as its compiler describes them; the same ones for every call.
-
-    Raises:
-      MeshError: an unknown topology, or a compiler that is not installed; it says the command that installs it.
-    """
-    from .compat.devices import gpu_topology, tpu_topology
-
-    slices, kind, chips = parse_topology(topology)
-    if kind in GPU_KINDS:
-        _need_cuda_plugin()
-        hosts, each = slices * max(1, chips[0] // GPUS_PER_HOST), min(chips[0], GPUS_PER_HOST)
-        return tuple(gpu_topology(gpu_target(kind), hosts, each))
-    try:
-        return tuple(tpu_topology(kind, chips, slices, wraps(kind, chips)))
-    except jax.errors.JaxRuntimeError as error:
-        raise MeshError(
-            f"topology {topology!r} is not one that exists: {str(error).splitlines()[0]}", fixes=_SLICES
-        ) from None
-
-
-def _need_cuda_plugin() -> None:
-    if any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-        return
-    version = jax.__version__
-    raise MeshError(
-        "a GPU topology needs JAX's CUDA plugin, which is not installed",
-        fixes=[f"pip install jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}   # no GPU is needed"],
-    )
-
-
-def topology_of(devices: Sequence[Any]) -> str | None:
-    """The text of the topology that devices which are not here belong to, ``"2x v5e:16x16"``; None for devices that are here."""
-    from .compat.devices import is_compile_only
-
-    first = devices[0]
-    if not is_compile_only(first):
-        return None
-    devices = first.client.devices()  # all of them, of which a mesh may use some
-    if first.platform != "tpu":
-        kind = next((k for k in GPU_KINDS if k.upper() in first.device_kind), None)
-        hosts = len({d.process_index for d in devices})
-        each = len(devices) // hosts
-        if kind is None:
-            return None
-        return f"{hosts}x {kind}:{each}" if hosts > 1 and each < GPUS_PER_HOST else f"{kind}:{len(devices)}"
-    kind = _KIND_OF.get(first.device_kind)
-    if kind is None:
-        return None
-    sides = [max(c) + 1 for c in zip(*(d.coords for d in devices), strict=True)]
-    slices = len({getattr(d, "slice_index", None) for d in devices})
-    chips = "x".join(map(str, sides[:2] if kind in _FLAT else sides))
-    return f"{slices}x {kind}:{chips}" if slices > 1 else f"{kind}:{chips}"
+    where = None if topology is None else parse_topology(topology)
+    if isinstance(mesh, str):
+        sizes = parse_mesh(mesh)
+        if -1 in sizes.values():
+            if where is None:
+                raise MeshError(f"mesh ({mesh}): -1 needs a topology to fill")
+            fill_mesh(sizes, where.devices)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    if where is not None:
+        check_fills(dict(mesh.shape), where)
+    return mesh
 
 
 def _topology_mesh(text: str, sizes: dict[str, int], topology: str) -> Mesh:
-    from .compat.devices import device_mesh
-
-    slices, kind, chips = parse_topology(topology)
-    total = slices * math.prod(chips) * (2 if kind == "tpu7x" else 1)
-    fill_mesh(sizes, total)
-    if math.prod(sizes.values()) != total:
-        raise MeshError(
-            f"mesh ({text}) has {math.prod(sizes.values())} devices, but {topology} has {total}",
-            fixes=["make the sizes multiply to that number, or write -1 for one of them"],
-        )
+    where = parse_topology(topology)
+    fill_mesh(sizes, where.devices)
+    check_fills(sizes, where)
     devices = list(topology_devices(topology))
     shape = tuple(sizes.values())
-    if kind in GPU_KINDS:
+    if where.chip.switch:
         array = np.asarray(devices, dtype=object).reshape(shape)  # hosts first: the last axes share one host's NVLink
     else:
-        array = device_mesh(shape, devices, slices, text)
+        array = device_mesh(shape, devices, where.slices, text)
     return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -93,7 +93,7 @@ def test_a_model_of_70_billion_weights_by_its_defaults_alone(run):
     status, out, err = run("plan", f"{llama}:llama3_70b", "--topology", "v5p:8x8x8")
     assert (status, "data=512 (default" in err) == (0, True)
     lines = out.splitlines()
-    assert any(line.startswith("each device needs") and "of the 102 GB of a v5p" in line for line in lines)
+    assert any(line.startswith("each device needs") and "of the 103 GB of a v5p" in line for line in lines)
     assert any(line.startswith("    compute: ") and "the largest is" in line for line in lines)
     assert sum("lost `data` to `batch`" in line for line in lines) == 1
     assert len(lines) < 50, "one screen"

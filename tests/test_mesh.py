@@ -1,12 +1,13 @@
-"""Meshes: the notation, filling, and TPU slices that are not here."""
+"""Meshes: the notation, filling, and the meshes that plans are made on."""
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
 import meshpar as mp
 from meshpar.errors import LayoutSyntaxError, MeshError
-from meshpar.mesh import parse_mesh, parse_topology, wraps
+from meshpar.mesh import parse_mesh, planned_mesh
 
 
 def test_parse():
@@ -61,48 +62,15 @@ def test_virtual_devices_that_are_there_already_are_no_error():
     assert len(jax.devices()) == 8
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        ("v5e:16x16", (1, "v5e", (16, 16))),
-        ("2x v5e:16x16", (2, "v5e", (16, 16))),
-        ("v5p:4x4x8", (1, "v5p", (4, 4, 8))),
-        ("4x tpu7x:4x4x4", (4, "tpu7x", (4, 4, 4))),
-        ("h200:8", (1, "h200", (8,))),
-        ("2x b200:8", (2, "b200", (8,))),
-        ("h100:16", (1, "h100", (16,))),
-    ],
-)
-def test_topology(text, want):
-    assert parse_topology(text) == want
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("v5e", "is not known"),
-        ("v9:4x4", "is not known"),
-        ("v5e:4x4x4", "a v5e slice has 2 torus dimensions, not 3"),
-        ("v5p:4x4", "a v5p slice has 3 torus dimensions, not 2"),
-        ("v5e:32x32", "is not one that exists"),
-        ("v5p:0x4x4", "is not one that exists"),
-        ("0x v5e:4x4", "is not one that exists"),
-        ("h200:12", "is not one that exists"),
-        ("h200:0", "is not one that exists"),
-        ("h200:2x4", "is not one that exists"),
-    ],
-)
-def test_topology_that_is_none(text, says):
-    with pytest.raises(MeshError) as error:
-        parse_topology(text)
-    assert says in str(error.value)
-    assert "v5e and v6e: 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16" in str(error.value)  # those that exist
-    assert "h200:8, h200:16" in str(error.value)
-
-
-def test_rings_of_a_slice():
-    assert wraps("v5e", (16, 16)) == (True, True, False)
-    assert wraps("v6e", (8, 16)) == (False, True, False)
-    assert wraps("v5e", (4, 4)) == (False, False, False)
-    assert wraps("v5p", (4, 4, 8)) == (True, True, True)
-    assert wraps("v4", (2, 2, 4)) == (False, False, False)
+def test_the_mesh_to_plan_on():
+    assert dict(planned_mesh("data=-1, model=2", "v5e:4x4").shape) == {"data": 8, "model": 2}
+    with pytest.raises(MeshError, match=r"mesh \(data=3\) has 3 devices, but v5e:4x4 has 16"):
+        planned_mesh("data=3", "v5e:4x4")
+    with pytest.raises(MeshError, match=r"cannot be filled: 16 devices do not divide by 3"):
+        planned_mesh("data=-1, model=3", "v5e:4x4")
+    with pytest.raises(MeshError, match="-1 needs a topology"):
+        planned_mesh("data=-1", None)
+    with pytest.raises(MeshError, match="has 2 torus dimensions, not 4x4x4"):
+        planned_mesh("data=-1", "v5e:4x4x4")
+    with pytest.raises(MeshError, match="beside a mesh of devices, which know where they are"):
+        planned_mesh(Mesh(np.array(jax.devices()[:2]), ("data",)), "v5e:4x4")

@@ -34,8 +34,16 @@ def device_mesh(shape: Sequence[int], devices: Sequence[Any], slices: int, text:
     return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
 
 
-def tpu_topology(kind: str, chips: Sequence[int], slices: int, wrap: tuple[bool, ...]) -> list[Any]:
-    """The devices of a TPU slice that is not here, from the compiler's description of it."""
+def tpu_topology(target: str, chips: Sequence[int], slices: int, wrap: tuple[bool, ...], config: str = "") -> list[Any]:
+    """The devices of a TPU slice that is not here, from the compiler's description of it.
+
+    Args:
+      target: the chip, as libtpu's topology names have it.
+      chips: along each dim of the torus.
+      slices: how many such slices.
+      wrap: which dims close to a ring.
+      config: libtpu's ``chip_config_name``; empty: its default.
+    """
     if importlib.util.find_spec("libtpu") is None:
         raise MeshError(
             "a TPU topology needs the TPU compiler, which is not installed",
@@ -48,13 +56,13 @@ def tpu_topology(kind: str, chips: Sequence[int], slices: int, wrap: tuple[bool,
     options: dict[str, Any] = {"wrap": wrap}
     if slices > 1:
         options["num_slices"] = slices
-    if kind == "v4":
-        options["chip_config_name"] = "megacore"
+    if config:
+        options["chip_config_name"] = config
     if max(chips) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     return list(
         topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, chips))}", **options
+            platform="tpu", topology_name=f"{target}:{'x'.join(map(str, chips))}", **options
         ).devices
     )
 

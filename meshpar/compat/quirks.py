@@ -1,23 +1,142 @@
-"""Workarounds for compilers: what was seen, where, what goes wrong, which test shows it, and when it can go."""
+"""Workarounds for compilers: each with where it was seen, what goes wrong, the test that shows it, and when it can go."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclass(frozen=True, slots=True)
+class Quirk:
+    """What a compiler does that the lowering works around.
+
+    Attributes:
+      compiler: the compiler and the version in which it was seen.
+      wrong: what goes wrong without the workaround.
+      test: the test that shows it, as pytest names it; it fails once the compiler is mended.
+      remove: when the workaround can go.
+    """
+
+    compiler: str
+    wrong: str
+    test: str
+    remove: str
+
+
+SCATTER_SHAPES = Quirk(
+    compiler="libtpu 0.0.42",
+    wrong="Some reduce-scatters are compiled to an all-reduce and a slice, which sends twice the bytes: over a dim before a "
+    "second-to-last dim that is no multiple of 8 (it is padded), over a last dim of 2-byte elements of which an odd number of 128 "
+    "lanes is kept, and over a dim behind one of size 1.",
+    test="tests/lower/test_quirks.py::test_scatters_that_the_tpu_compiler_makes_all_reduces",
+    remove="when libtpu compiles the plain reduce-scatters of that test as reduce-scatters",
+)
+
+LONG_HELD = Quirk(
+    compiler="libtpu 0.0.42, default effort",
+    wrong="All weights' gradients of a network are made last, with all that was gathered for them in memory; in a loop gathered "
+    "weights are held until the gradients are on their way.",
+    test="tests/passes/test_schedule.py::test_gradients_of_layers_are_not_left_to_the_end",
+    remove="when the scheduler bounds live memory by itself",
+)
 LARGE = 2**24
-"""Bytes of operands or results on a device from which on it matters how long they are held.
+"""Bytes of operands or results on a device from which on it matters how long they are held (:data:`LONG_HELD`)."""
 
-Seen: libtpu 0.0.42, default effort: all gradients of a network were made last, with all that was gathered for them in memory; in a
-loop gathered weights were held until the gradients were on their way; and nothing is gathered into the memory of an argument.
-Tests: tests/passes/test_schedule.py, tests/lower/test_shard_map.py. Remove when the scheduler bounds live memory by itself.
-"""
-
+LOOPS_FIRST = Quirk(
+    compiler="libtpu 0.0.42, default effort",
+    wrong="Whole gradients, and what was gathered, are kept in memory while independent loops run first.",
+    test="tests/lower/test_shard_map.py::test_a_loop_waits_for_what_was_large_before_it",
+    remove="with LONG_HELD",
+)
 LARGE_SUM = 2**26
-"""Bytes of a reduce-scattered sum on a device for which the next loop waits.
+"""Bytes of a reduce-scattered sum on a device for which the next loop waits (:data:`LOOPS_FIRST`)."""
 
-Seen: libtpu 0.0.42, default effort: whole gradients were kept while independent loops ran first.
-Test: tests/passes/test_schedule.py. Remove with :data:`LARGE`.
-"""
-
+CUT_LATE = Quirk(
+    compiler="libtpu 0.0.42",
+    wrong="A reduce-scatter that is compiled to an all-reduce is cut where its result is read; the whole sum is held until then.",
+    test="tests/passes/test_schedule.py::test_a_large_scattered_sum_is_cut_where_it_is_made",
+    remove="when reduce-scatters stay what they are",
+)
 CUT_HERE = LARGE_SUM // 4
-"""Bytes of a sum on a device from which on its scattered part is cut out behind a barrier.
+"""Bytes of a sum on a device from which on its scattered part stands behind a barrier (:data:`CUT_LATE`)."""
 
-Seen: libtpu 0.0.42: a reduce-scatter that is compiled to an all-reduce was cut where its result is read, the whole sum held until
-then. Test: tests/passes/test_schedule.py. Remove when reduce-scatters stay what they are.
-"""
+ROUNDED_STACK = Quirk(
+    compiler="libtpu 0.0.42",
+    wrong="A stack of floats that a loop rounds slice by slice is rounded whole before the loop, and both are held; casts and "
+    "copies pass an optimization barrier.",
+    test="tests/lower/test_shard_map.py::test_slices_that_a_loop_rounds_are_apart",
+    remove="when a plain barrier around the slice is enough",
+)
+
+NOT_IN_PLACE = Quirk(
+    compiler="libtpu 0.0.42",
+    wrong="Nothing is gathered into the memory of an argument: all donated arguments whose results are gathered are copied when "
+    "the program begins.",
+    test="tests/lower/test_shard_map.py::test_results_in_place_of_arguments_are_gathered_one_after_the_other",
+    remove="when a gather is written into a donated buffer",
+)
+
+EXCHANGED_SLICE = Quirk(
+    compiler="XLA for CPUs, jax 0.10.2",
+    wrong="A slice of the program's own before an all-to-all is taken for one that the all-to-all cuts, which may lie otherwise: "
+    "wrong numbers.",
+    test="tests/lower/test_collectives.py::test_a_slice_before_an_all_to_all",
+    remove="when the fuzzer finds nothing without it",
+)
+
+QUIRKS = (SCATTER_SHAPES, LONG_HELD, LOOPS_FIRST, CUT_LATE, ROUNDED_STACK, NOT_IN_PLACE, EXCHANGED_SLICE)
+"""Every workaround of passes and lowerings. What XLA's partitioner gets wrong of a primitive stands in :mod:`meshpar.rules`."""
+
+
+def psum_scatter(x: Any, axes: str | tuple[str, ...], dim: int) -> Any:
+    """``lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)`` in a shape that stays one (:data:`SCATTER_SHAPES`)."""
+    parts = lax.axis_size(axes)
+    shape, at = scattered_as(x.shape, dim, parts, x.dtype.itemsize)
+    kept = tuple(n // parts if i == dim else n for i, n in enumerate(x.shape))
+    return lax.reshape(lax.psum_scatter(lax.reshape(x, shape), axes, scatter_dimension=at, tiled=True), kept)
+
+
+def scattered_as(shape: tuple[int, ...], dim: int, parts: int, itemsize: int) -> tuple[tuple[int, ...], int]:
+    """In which shape an array is reduce-scattered over a dim, and which dim that is then: as it is, where that will do.
+
+    The dims behind are made one where the second to last would be padded; a last dim of which an odd number of lanes is kept is
+    split by parts (:data:`SCATTER_SHAPES`). The caller leaves out dims of size 1 before it.
+
+    Args:
+      shape: of the local array.
+      dim: that is scattered.
+      parts: devices that it is scattered over.
+      itemsize: bytes of an element.
+    """
+    n, after = shape[dim], shape[dim + 1 :]
+    if len(after) > 1 and after[-2] % 8:
+        return (*shape[: dim + 1], math.prod(after)), dim
+    if dim and not after and itemsize == 2 and n % (parts * 128) == 0 and n // (parts * 128) % 2:
+        return (math.prod(shape[:dim]), parts, n // parts), 1
+    return shape, dim
+
+
+def opaque(x: Any) -> Any:
+    """An array of floats as it is, behind an optimization barrier through integers of the same width (:data:`ROUNDED_STACK`)."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    (bits,) = lax.optimization_barrier([lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))])
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+def gathered_apart(x: Any, axes: Sequence[str], dim: int) -> Any:
+    """An all-gather into other memory than that of the result (:data:`NOT_IN_PLACE`)."""
+    pieces = lax.all_gather(x, tuple(axes), axis=0, tiled=False)
+    y = jnp.moveaxis(pieces, 0, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return y if dim else opaque(y)  # there is nothing to move in front
+
+
+def before_exchange(x: Any, cpu: bool) -> Any:
+    """What is sent in an all-to-all or a permute (:data:`EXCHANGED_SLICE`)."""
+    return lax.optimization_barrier([x])[0] if cpu else x

@@ -76,7 +76,7 @@ class Pair:
 
 def is_line(stage: Stage) -> bool:
     """Whether blocks that go around come back over the links on which they went: two devices have nothing to come back from."""
-    return stage.dim not in ("switch", "slice", "core") and not stage.wraps and stage.size > 2
+    return stage.line
 
 
 def exposed_by(
@@ -96,14 +96,14 @@ def exposed_by(
     stages = [s for a in pair.axes for s in plan.torus[a]]
     first = pair.step.collectives[0]
     alone = seconds_of(
-        first.op, volume_of(first.op, first.bytes, parts_of(first.axes, plan.sizes)), stages, chip, first.form
+        first.op, volume_of(first.op, first.bytes, parts_of(first.axes, plan.sizes)), stages, chip, first.algorithm
     )
     memory = device.hbm_bandwidth * chip.hbm_efficiency
     products = [product_seconds(plan, chip, run) for run in runs]
     total = sum(products)
     devices, (stage, *_) = devices_of(plan.torus, pair.axes), major_of(plan.torus, pair.axes) or [Stage(1)]
-    rest = sum(c.seconds or 0.0 for c in hops if c.form != "ring")
-    hop = hop_seconds(max((c.bytes for c in hops if c.form == "ring"), default=0.0), stage, chip)
+    rest = sum(c.seconds or 0.0 for c in hops if c.algorithm != "ring")
+    hop = hop_seconds(max((c.bytes for c in hops if c.algorithm == "ring"), default=0.0), stage, chip)
     last = 0.0 if devices % 2 else hop / (1 if devices == 2 else 2)
     steps = (devices - 1) // 2
     each, once = light_work(plan, chip, pair, devices)
@@ -197,7 +197,7 @@ def warn_of_lines(plan: Plan) -> None:
         return
     lines: dict[tuple[str, ...], list[Collective]] = {}
     for c in plan.collectives:
-        if c.form in ("ring", "pallas") and any(map(is_line, major_of(plan.torus, c.axes))):
+        if c.algorithm in ("ring", "pallas") and any(map(is_line, major_of(plan.torus, c.axes))):
             lines.setdefault(c.axes, []).append(c)
     parts = []
     for axes, hops in lines.items():

@@ -181,7 +181,7 @@ def _estimate(plan: Plan, region: Region, by_loop: dict[int, float]) -> float:
     where = hides(plan)
     for step in plan.body.walk():
         if isinstance(step, Reshard | Reduce) and step.ring is not None:  # their time is in the decisions
-            rest = [c for c in step.sends if c.form not in ("ring", "pallas") and not c.first]
+            rest = [c for c in step.sends if c.algorithm not in ("ring", "pallas") and not c.first]
         else:
             rest = step.sends
         for c in rest:

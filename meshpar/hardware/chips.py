@@ -1,19 +1,21 @@
-"""The machines that plans are for: what a chip computes, holds and sends."""
+"""The chip table: what each chip computes, holds and sends, what its devices and slices are called.
+
+To add a chip is to add one entry to ``_TABLE``: device kinds, topology texts, rings, memory, costs and the compiler's name for it
+are read from there.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-from jax.sharding import AbstractMesh, AxisType, Mesh
-
-from ..errors import MeshError
-from ..layout import AnyMesh
-from ..mesh import fill_mesh, parse_mesh, parse_topology
+from typing import Literal
 
 CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
+
+GIB = 2.0**30
+"""Bytes of a GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,28 +24,39 @@ class Chip:
 
     Attributes:
       name: ``v5p``, ``h100``; what a topology text calls it.
+      kinds: what ``jax.Device.device_kind`` says of it, in any case of letters.
       flops, flops_8bit: FLOP/s of dense bf16 and of int8 or fp8 products (None: no such unit).
-      hbm: bytes that a program may use.
+      hbm: bytes that a program may use: of all its devices, each as the compiler reports it.
       hbm_bandwidth: bytes/s, read and write together.
       link, links: bytes/s one way over one ICI link, and their number; of a GPU, over all its NVLinks to the switch.
-      torus: the longest sides of a slice; ``()``: the chips hang on a switch.
+      torus: sides of the largest torus; ``()``: the chips hang on a switch.
       dcn: bytes/s of one chip to other slices or nodes.
       vmem: bytes of on-chip memory (None: caches).
-      devices: JAX devices of one chip; they share all of the above.
+      devices: JAX devices of one chip; they share all of the above. JAX lays a mesh over chips of several devices only where it
+        knows their kind (``jax.experimental.mesh_utils``).
       lanes: side of the matrix unit: the dims of a product round up to it.
-      switch: chips on one NVSwitch (0: a torus).
+      switch: GPUs of one host, on one NVSwitch (0: a torus).
+      slices: shapes of the slices that exist below a cube, or all of them where there are no cubes.
+      cube: side of the cubes of which larger slices are built (0: none). Optical switches join the ends of a slice of whole
+        cubes, so that all its dims are rings. Without cubes a dim is a ring where it is as long as the torus.
+      accelerators: what cloud accelerator types call it, before the number: ``v5litepod`` of ``v5litepod-8``.
+      counted: how many that number counts for a chip: 1: chips; 2: TensorCores.
+      target: what its compiler calls it: libtpu's topology name, or the file of ``targets/`` that describes a GPU; empty: it is
+        for plans alone, and nothing compiles for it.
+      target_config: libtpu's ``chip_config_name``; empty: its default.
       core_link: bytes/s one way between the devices of one chip.
       latency: seconds a hop.
       matmul_efficiency, hbm_efficiency, link_efficiency: the part of the peak that is reached; 1 where nothing was measured.
       clock: cycles/s of the matrix units: peak FLOP/s by what their units of ``lanes``² do in a cycle; 0: not known.
       cores: that one JAX device has.
-      waits: collectives beside which a compiled program does not go on, with the compiler's default options. libtpu 0.0.42: of
-        103 programs compiled for devices of two cores none has an asynchronous gather, of 132 for others 39 do; reduce-scatters
-        are synchronous but on tpu7x, where collectives run on cores of their own.
+      waits: collectives that XLA schedules synchronously on this chip, with its default options. libtpu 0.0.42: of 103 programs
+        compiled for devices of two cores none has an asynchronous gather, of 132 for others 39 do; reduce-scatters are
+        synchronous but on tpu7x, where collectives run on cores of their own.
       source: where the figures are from; ``~`` before those that are less certain.
     """
 
     name: str
+    kinds: tuple[str, ...]
     flops: float
     flops_8bit: float | None
     hbm: float
@@ -56,6 +69,12 @@ class Chip:
     devices: int = 1
     lanes: int = 128
     switch: int = 0
+    slices: tuple[tuple[int, ...], ...] = ()
+    cube: int = 0
+    accelerators: tuple[str, ...] = ()
+    counted: int = 1
+    target: str = ""
+    target_config: str = ""
     core_link: float = 0.0
     latency: float = 1e-6
     matmul_efficiency: float = 1.0
@@ -88,85 +107,95 @@ class Chip:
             return self.flops_8bit
         return self.flops / 2 if self.switch and dtype == "float32" else self.flops
 
+    def rate(self, dim: str, stride: int = 1) -> float:
+        """Bytes/s one way that one JAX device reaches over the links of a dim.
+
+        Args:
+          dim: of a :class:`meshpar.hardware.topology.Stage`: ``slice``, ``switch``, ``core``, else a link of the torus.
+          stride: how many groups share each link of the torus.
+        """
+        if dim == "core":
+            return self.core_link * self.link_efficiency
+        device = self.per_device()
+        link = {"slice": device.dcn, "switch": device.link}.get(dim, device.link / stride)
+        return link * self.link_efficiency
+
+    def rings(self, shape: Sequence[int]) -> tuple[bool, ...]:
+        """Which dims of a slice close to a ring; the others are lines. A compiler must be told, or it takes rings for lines.
+
+        Args:
+          shape: chips along each dim of the torus.
+        """
+        if self.cube:
+            return (all(n % self.cube == 0 for n in shape),) * len(shape)
+        return tuple(n == side for n, side in zip(shape, self.torus, strict=True))
+
+    def exists(self, shape: Sequence[int]) -> bool:
+        """Whether there are slices of this shape, in any order of its dims; of GPUs, hosts for this number."""
+        if min(shape) < 1:
+            return False
+        if self.switch:
+            return len(shape) == 1 and (shape[0] <= self.switch or shape[0] % self.switch == 0)
+        if len(shape) != len(self.torus):
+            return False
+        cubes = self.cube > 0 and all(n % self.cube == 0 for n in shape) and math.prod(shape) <= math.prod(self.torus)
+        return cubes or any(sorted(shape) == sorted(s) for s in self.slices)
+
+    def shapes(self, chips: int | None = None) -> list[tuple[int, ...]]:
+        """The shapes of its slices on a torus, each in one order of its dims, the smallest and then the squarest first.
+
+        Args:
+          chips: of slices with so many chips alone.
+        """
+        found = list(self.slices)
+        if self.cube:
+            sides = range(self.cube, max(self.torus) + 1, self.cube)
+            found += [s for s in itertools.combinations_with_replacement(sides, len(self.torus)) if self.exists(s)]
+        found = [s for s in dict.fromkeys(found) if chips is None or math.prod(s) == chips]
+        return sorted(found, key=lambda s: (math.prod(s), sum(s)))
+
 
 _BOOK = "JAX scaling book (tpus.md)"
-_GIB = 2.0**30
+_USABLE = "hbm as libtpu 0.0.42 reports it for a device"
 _SCATTERS: frozenset[CollectiveOp] = frozenset({"reduce-scatter"})
 _BOTH: frozenset[CollectiveOp] = frozenset({"reduce-scatter", "all-gather"})
-# Less certain: DCN of all TPUs, ICI and the die-to-die link (six ICI links, says the vendor) of tpu7x, HBM of b200.
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+# Less certain: DCN of all TPUs, ICI and the die-to-die link (six ICI links, says the vendor) of tpu7x.
 _TABLE = (
-    Chip("v4", 2.75e14, None, 32 * _GIB, 1.23e12, 4.5e10, 6, (16, 16, 16), 6.2e9, 128 * 2**20, clock=1.05e9, cores=2,
-         waits=_BOTH, source=f"{_BOOK}; ~dcn"),
-    Chip("v5e", 1.97e14, 3.94e14, 15.75 * _GIB, 8.1e11, 4.5e10, 4, (16, 16), 3.1e9, 128 * 2**20, clock=1.5e9,
-         waits=_SCATTERS, source=f"{_BOOK}; hbm as the compiler reports it; ~dcn"),
-    Chip("v5p", 4.59e14, 9.18e14, 95 * _GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20, clock=1.75e9, cores=2,
-         waits=_BOTH, source=f"{_BOOK}; ~dcn"),
-    Chip("v6e", 9.18e14, 1.84e15, 32 * _GIB, 1.64e12, 9e10, 4, (16, 16), 1.25e10, 128 * 2**20, lanes=256,
-         waits=_SCATTERS, source="vendor page; ~dcn"),
-    Chip("tpu7x", 2.31e15, 4.61e15, 192 * _GIB, 7.38e12, 9.5e10, 6, (16, 16, 36), 1.25e10, 64 * 2**20, devices=2,
-         lanes=256, core_link=6 * 9.5e10, source="vendor page; ~link, ~core_link, ~dcn, ~torus"),
-    Chip("h100", 9.89e14, 1.98e15, 80e9, 3.35e12, 4.5e11, 1, (), 5e10, None, switch=8, matmul_efficiency=0.79,
-         hbm_efficiency=0.9, link_efficiency=0.83, source="datasheet (SXM); efficiencies as measured on an H200"),
-    Chip("h200", 9.89e14, 1.98e15, 141e9, 4.8e12, 4.5e11, 1, (), 5e10, None, switch=8, matmul_efficiency=0.79,
-         hbm_efficiency=0.9, link_efficiency=0.83, source="datasheet; efficiencies measured (8192³ bf16, copies)"),
-    Chip("b200", 2.25e15, 4.5e15, 180e9, 8e12, 9e11, 1, (), 5e10, None, switch=8, link_efficiency=0.83,
-         source="datasheet; ~hbm, ~dcn (5e10 to 1e11), switch of 72 in an NVL72"),
+    Chip("v4", ("TPU v4",), 2.75e14, None, 30.75 * GIB, 1.23e12, 4.5e10, 6, (16, 16, 16), 6.2e9, 128 * 2**20,
+         slices=_SMALL, cube=4, accelerators=("v4",), counted=2, target="v4", target_config="megacore",
+         clock=1.05e9, cores=2, waits=_BOTH, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+    Chip("v5e", ("TPU v5 lite", "TPU v5e"), 1.97e14, 3.94e14, 15.75 * GIB, 8.1e11, 4.5e10, 4, (16, 16), 3.1e9, 128 * 2**20,
+         slices=_FLAT, accelerators=("v5litepod", "v5e"), target="v5e",
+         clock=1.5e9, waits=_SCATTERS, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+    Chip("v5p", ("TPU v5", "TPU v5p"), 4.59e14, 9.18e14, 95.74 * GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20,
+         slices=_SMALL, cube=4, accelerators=("v5p",), counted=2, target="v5p",
+         clock=1.75e9, cores=2, waits=_BOTH, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+    Chip("v6e", ("TPU v6 lite", "TPU v6e"), 9.18e14, 1.84e15, 31.25 * GIB, 1.64e12, 9e10, 4, (16, 16), 1.25e10, 128 * 2**20,
+         lanes=256, slices=_FLAT, accelerators=("v6e",), target="v6e",
+         waits=_SCATTERS, source=f"vendor page; {_USABLE}; ~dcn"),
+    Chip("tpu7x", ("TPU7x",), 2.31e15, 4.61e15, 2 * 94.75 * GIB, 7.38e12, 9.5e10, 6, (16, 16, 36), 1.25e10, 64 * 2**20,
+         devices=2, lanes=256, slices=_SMALL, cube=4, accelerators=("tpu7x",), counted=2, target="tpu7x",
+         core_link=6 * 9.5e10, source=f"vendor page; {_USABLE}; ~link, ~core_link, ~dcn, ~torus"),
+    Chip("a100", ("NVIDIA A100-SXM4-80GB",), 3.12e14, 6.24e14, 85100068864, 2.039e12, 3e11, 1, (), 2.5e10, None, switch=8,
+         target="a100", link_efficiency=0.83, source="datasheet (SXM, 80 GB); 8-bit: int8 alone; hbm as CUDA reports it; "
+         "dcn of a DGX A100 (200 Gb/s); link efficiency as of an H200"),
+    Chip("h100", ("NVIDIA H100", "NVIDIA H100 80GB HBM3"), 9.89e14, 1.98e15, 84942979072, 3.35e12, 4.5e11, 1, (), 5e10,
+         None, switch=8, target="h100", matmul_efficiency=0.79, hbm_efficiency=0.9, link_efficiency=0.83,
+         source="datasheet (SXM); hbm as CUDA reports it; efficiencies as measured on an H200"),
+    Chip("h200", ("NVIDIA H200",), 9.89e14, 1.98e15, 151397597184, 4.8e12, 4.5e11, 1, (), 5e10, None, switch=8,
+         target="h200", matmul_efficiency=0.79, hbm_efficiency=0.9, link_efficiency=0.83,
+         source="datasheet; hbm as CUDA reports it; efficiencies measured (8192³ bf16, copies)"),
+    Chip("b200", ("NVIDIA B200",), 2.25e15, 4.5e15, 191514411008, 8e12, 9e11, 1, (), 5e10, None, switch=8, target="b200",
+         link_efficiency=0.83,
+         source="datasheet; hbm as CUDA reports it; ~dcn (5e10 to 1e11), switch of 72 in an NVL72"),
 )  # fmt: skip
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _TABLE}
 """Every chip that plans can be made for, by name."""
 
-_DEVICE_KINDS = (
-    ("tpu v4", "v4"), ("tpu v5 lite", "v5e"), ("tpu v5e", "v5e"), ("tpu v5", "v5p"), ("tpu v6", "v6e"), ("tpu7x", "tpu7x"),
-    ("h100", "h100"), ("h200", "h200"), ("b200", "b200"),
-)  # fmt: skip
 
-
-def chip_of(where: AnyMesh | Sequence[Any] | str) -> Chip | None:
-    """The chip of a topology text (``"v5p:8x8x8"``, ``"4x h100:8"``), a mesh or a list of devices; None: not known (CPUs).
-
-    Raises:
-      MeshError: a text that is no topology.
-    """
-    if isinstance(where, str):
-        return CHIPS[parse_topology(where)[1]]
-    if isinstance(where, Mesh):
-        where = list(where.devices.flat)
-    elif not isinstance(where, Sequence):
-        return None
-    kind = str(getattr(where[0], "device_kind", "")).lower() if len(where) else ""
-    return next((CHIPS[name] for text, name in _DEVICE_KINDS if text in kind), None)
-
-
-def device_count(text: str) -> int:
-    """How many JAX devices a topology has."""
-    slices, kind, chips = parse_topology(text)
-    return slices * math.prod(chips) * CHIPS[kind].devices
-
-
-def planned_mesh(mesh: AnyMesh | str, topology: str | None) -> AnyMesh:
-    """The mesh to plan on: text becomes an abstract mesh, of which one size may be -1 where a topology says how many.
-
-    Raises:
-      LayoutSyntaxError: text that is no mesh.
-      MeshError: a mesh that does not fill the topology, or a topology beside devices.
-    """
-    if isinstance(mesh, Mesh) and topology is not None:
-        raise MeshError(
-            f"topology {topology!r} beside a mesh of devices, which know where they are",
-            fixes=["leave it out, or give the mesh as text"],
-        )
-    total = None if topology is None else device_count(topology)
-    if isinstance(mesh, str):
-        sizes = parse_mesh(mesh)
-        if -1 in sizes.values():
-            if total is None:
-                raise MeshError(f"mesh ({mesh}): -1 needs a topology to fill")
-            fill_mesh(sizes, total)
-        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    if total is not None and math.prod(mesh.shape.values()) != total:
-        text = ", ".join(f"{a}={n}" for a, n in mesh.shape.items())
-        raise MeshError(
-            f"mesh ({text}) has {math.prod(mesh.shape.values())} devices, but {topology} has {total}",
-            fixes=["make the sizes multiply to that number, or write -1 for one of them"],
-        )
-    return mesh
+def chip_of_kind(device_kind: str) -> Chip | None:
+    """The chip that ``jax.Device.device_kind`` names; None: not in the table."""
+    kind = device_kind.lower()
+    return next((c for c in CHIPS.values() if any(kind == k.lower() for k in c.kinds)), None)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from .algorithms import ALGORITHMS, AlgorithmName
 from .chips import Chip, CollectiveOp
 from .topology import Stage
-
-Form = Literal["native", "staged", "coloured", "hierarchical", "ring", "pallas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,9 @@ class _Level:
 _INWARD = ("slice", "torus", "switch", "core")
 
 
-def seconds_of(kind: CollectiveOp, volume: float, stages: Sequence[Stage], chip: Chip, form: Form = "native") -> float:
+def seconds_of(
+    kind: CollectiveOp, volume: float, stages: Sequence[Stage], chip: Chip, algorithm: AlgorithmName = "native"
+) -> float:
     """How long one collective takes.
 
     α-β: a level takes the longer of its latency, ``latency · hops``, and its traffic. With A devices, W bytes/s both ways over
@@ -40,8 +40,8 @@ def seconds_of(kind: CollectiveOp, volume: float, stages: Sequence[Stage], chip:
     - several levels (slices, torus, cores of a chip): each in turn, the outer ones on what the inner ones have cut:
       an all-reduce over slices is a reduce-scatter inside, an all-reduce of ``V/inner`` across, an all-gather inside.
 
-    ``staged`` takes the torus dimensions in turn, the major one on all of V. Groups that are interleaved along a dimension
-    share its links.
+    An algorithm says which torus dimensions work together: ``native`` has all of them at once, ``staged`` one after the other, the
+    major one on all of V. Groups that are interleaved along a dimension share its links.
 
     Args:
       kind: the collective.
@@ -49,12 +49,12 @@ def seconds_of(kind: CollectiveOp, volume: float, stages: Sequence[Stage], chip:
         (all-reduce), the operands of all its devices together (all-to-all), one device's operand (permute).
       stages: the stages of the axes it runs over, major to minor (:func:`meshpar.hardware.topology.torus_of`).
       chip: of the table, per chip; efficiencies as it has them.
-      form: how it uses the torus.
+      algorithm: how it uses the torus.
 
     Returns:
       Seconds. 0 for a group of one.
     """
-    levels = _levels(stages, chip, form if kind != "collective-permute" else "staged")
+    levels = _levels(stages, chip, algorithm if kind != "collective-permute" else "ring")
     if not levels:
         return 0.0
     if kind == "collective-permute":  # to a neighbour, one way, over the slowest links there are
@@ -75,43 +75,38 @@ def hop_seconds(size: float, stage: Stage, chip: Chip) -> float:
     Over a line the way back from its end shares the links of one direction (two devices have no way back); over a switch both
     hops share the device's.
     """
-    device = chip.per_device()
-    if stage.dim == "switch":
-        rate = device.link / 2
-    elif stage.dim == "slice":
-        rate = device.dcn / 2
-    elif stage.dim == "core":
-        rate = chip.core_link
-    else:
-        rate = device.link / (stage.stride * (1 if stage.wraps or stage.size <= 2 else 2))
-    return max(chip.latency, size / (rate * chip.link_efficiency))
+    rate = chip.rate(stage.dim, stage.stride)
+    if stage.dim in ("slice", "switch") or stage.line:
+        rate /= 2
+    return max(chip.latency, size / rate)
 
 
-def _levels(stages: Sequence[Stage], chip: Chip, form: Form) -> list[_Level]:
+def _levels(stages: Sequence[Stage], chip: Chip, algorithm: AlgorithmName) -> list[_Level]:
     """The levels of a group, outermost first."""
-    device = chip.per_device()
     found: dict[str, list[_Level]] = {name: [] for name in _INWARD}
     for stage in merged(stages):
-        n = stage.size
+        n, rate = stage.size, chip.rate(stage.dim, stage.stride)
         if stage.dim in ("slice", "switch", "core"):
-            rate = {"slice": device.dcn, "switch": device.link, "core": chip.core_link}[
-                stage.dim
-            ] * chip.link_efficiency
             # a switch takes from all sources at once: no middle to squeeze through
             found[stage.dim].append(_Level(n, rate, 1, 4 * (n - 1) / n / rate))
         else:
-            rate = (2 if stage.wraps else 1) * device.link * chip.link_efficiency / stage.stride
+            rate *= 2 if stage.wraps else 1
             hops = -(-n // 2) if stage.wraps else n - 1
             found["torus"].append(_Level(n, rate, hops * stage.stride, n / rate, stage.wraps))
-    out: list[_Level] = []
-    for name in _INWARD:
-        levels = found[name]
-        if name == "torus" and form == "native" and len(levels) > 1:
-            size, rate = math.prod(x.size for x in levels), sum(x.rate for x in levels)
-            levels = [_Level(size, rate, sum(x.hops for x in levels), max(x.longest for x in levels))]
-        # the major dimension comes last when gathering, so it stands innermost: it has all of V
-        out += reversed(levels)
-    return out
+    torus = found["torus"]
+    found["torus"] = [
+        _together([torus[k] for k in phase]) for phase in ALGORITHMS[algorithm].phases([False] * len(torus))
+    ]
+    # the major dimension comes last when gathering, so it stands innermost: it has all of V
+    return [level for name in _INWARD for level in reversed(found[name])]
+
+
+def _together(levels: Sequence[_Level]) -> _Level:
+    """Torus dimensions of which the links are used at once."""
+    if len(levels) == 1:
+        return levels[0]
+    size, rate = math.prod(x.size for x in levels), sum(x.rate for x in levels)
+    return _Level(size, rate, sum(x.hops for x in levels), max(x.longest for x in levels))
 
 
 def merged(stages: Sequence[Stage]) -> list[Stage]:

@@ -1,30 +1,255 @@
-"""How the axes of a mesh lie on the torus of a slice: read from the coordinates of its devices, or worked out for a slice
-that is only named."""
+"""Slices: the text that names one, its devices, and how the axes of a mesh lie on its torus: read from the coordinates of devices,
+or worked out for a slice that is only named."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..compat.devices import device_mesh
-from ..errors import MeshError
+from ..compat.devices import device_mesh, gpu_topology, is_compile_only, tpu_topology
+from ..compat.jax import user_stacklevel
+from ..errors import MeshError, TorusWarning
 from ..layout import AnyMesh
-from ..mesh import GPUS_PER_HOST, TPU_KINDS, wraps
+from .chips import CHIPS, Chip, chip_of_kind
 
-_KINDS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU7x": "tpu7x",
-}
+_TOPOLOGY = re.compile(r"\s*(?:(\d+)\s*x\s+)?([A-Za-z]\w*):(\d+(?:x\d+)*)\s*\Z")
+_ACCELERATOR = re.compile(r"\s*(?:(\d+)\s*x\s+)?([A-Za-z]\w*)-(\d+)\s*\Z")
 _PLACES = ("x", "y", "z", "core", "slice")
+
+
+# -- text and slices
+
+
+class Topology(NamedTuple):
+    """Slices of one shape, joined by DCN; of GPUs, hosts.
+
+    Attributes:
+      slices: how many.
+      kind: the chip, a name of the chip table.
+      chips: of one slice, along each dim of its torus; of GPUs, their number.
+    """
+
+    slices: int
+    kind: str
+    chips: tuple[int, ...]
+
+    @property
+    def chip(self) -> Chip:
+        """The figures of its chips."""
+        return CHIPS[self.kind]
+
+    @property
+    def devices(self) -> int:
+        """How many JAX devices it has."""
+        return self.slices * math.prod(self.chips) * self.chip.devices
+
+    def __str__(self) -> str:
+        text = f"{self.kind}:{_times(self.chips)}"
+        return text if self.slices == 1 else f"{self.slices}x {text}"
+
+
+def parse_topology(text: str) -> Topology:
+    """``"2x v5e:16x16"`` → ``Topology(2, "v5e", (16, 16))``: slices, kind, chips along each dim of the torus.
+
+    Of GPUs, ``"2x h200:8"`` → ``Topology(2, "h200", (8,))``: hosts, kind, GPUs. A cloud's accelerator type stands for the squarest
+    slice of that size: ``"v5litepod-8"`` is ``v5e:2x4``, and ``"v5p-128"``, which counts TensorCores, ``v5p:4x4x4``.
+
+    Raises:
+      MeshError: no such kind, or no such slice of it; the error says which exist, the nearest ones first.
+    """
+    m = _ACCELERATOR.match(text)
+    if m is not None:
+        chip = next((c for c in CHIPS.values() if m[2].lower() in c.accelerators), None)
+        if chip is None:
+            raise _unknown_chip(text, m[2])
+        return _accelerator(text, int(m[1] or 1), chip, m[2], int(m[3]))
+    m = _TOPOLOGY.match(text)
+    if m is None or m[2] not in CHIPS:
+        raise _unknown_chip(text, "" if m is None else m[2])
+    slices, chip, chips = int(m[1] or 1), CHIPS[m[2]], tuple(int(n) for n in m[3].split("x"))
+    if slices and chip.exists(chips):
+        return Topology(slices, chip.name, chips)
+    want = len(chip.torus) or 1
+    if len(chips) != want:
+        why = (
+            f"of {chip.name} GPUs there is a number"
+            if chip.switch
+            else f"a {chip.name} slice has {want} torus dimensions"
+        )
+        why += f", not {_times(chips)}"
+    elif not slices:
+        why = "it has no slice"
+    elif chip.switch:
+        why = f"hosts are filled: beyond {chip.switch} GPUs there are multiples of {chip.switch}"
+    else:
+        why = f"there is no {chip.name} slice of {_times(chips)} chips"
+    near = [str(Topology(max(1, slices), chip.name, s)) for s in _nearest(chip, chips)]
+    raise MeshError(
+        f"topology {text!r} is not one that exists: {why}", fixes=[f"the nearest: {', '.join(near)}", *_known(chip)]
+    )
+
+
+def device_count(topology: str) -> int:
+    """How many JAX devices a topology has.
+
+    Raises:
+      MeshError: a text that is no topology.
+    """
+    return parse_topology(topology).devices
+
+
+def chip_of(where: AnyMesh | Sequence[Any] | str) -> Chip | None:
+    """The chip of a topology text (``"v5p:8x8x8"``, ``"4x h100:8"``), a mesh or a list of devices; None: not known (CPUs).
+
+    Raises:
+      MeshError: a text that is no topology.
+    """
+    if isinstance(where, str):
+        return parse_topology(where).chip
+    if isinstance(where, Mesh):
+        where = list(where.devices.flat)
+    elif not isinstance(where, Sequence):
+        return None
+    return chip_of_kind(str(getattr(where[0], "device_kind", ""))) if len(where) else None
+
+
+def _accelerator(text: str, slices: int, chip: Chip, name: str, number: int) -> Topology:
+    """The slice that a cloud's accelerator type names."""
+    chips, left = divmod(number, chip.counted)
+    found = chip.shapes(chips) if slices and not left else []
+    if found:
+        return Topology(slices, chip.name, found[0])
+    what = "TensorCores" if chip.counted == 2 else "chips"
+    sizes = sorted({math.prod(s) * chip.counted for s in chip.shapes()}, key=lambda n: (abs(n - number), n))[:3]
+    raise MeshError(
+        f"topology {text!r} is not one that exists: there is no {chip.name} slice of {number} {what}",
+        fixes=[f"the nearest: {', '.join(f'{name}-{n}' for n in sorted(sizes))}", *_known(chip)],
+    )
+
+
+def _nearest(chip: Chip, chips: Sequence[int]) -> list[tuple[int, ...]]:
+    """Shapes that exist and have about so many chips, along about such dims; at most three."""
+    number = max(1, math.prod(chips))
+    if chip.switch:
+        less = number // chip.switch * chip.switch
+        return [(n,) for n in (less, less + chip.switch) if n]
+
+    def far(shape: tuple[int, ...]) -> tuple[float, float]:
+        sides = zip(sorted(shape, reverse=True), sorted(chips, reverse=True), strict=False)
+        return abs(math.log(math.prod(shape) / number)), sum(abs(math.log(a / max(1, b))) for a, b in sides)
+
+    return sorted(chip.shapes(), key=far)[:3]
+
+
+def _unknown_chip(text: str, name: str) -> MeshError:
+    said = f": there is no chip {name!r}" if name and name not in CHIPS else ""
+    return MeshError(f"topology {text!r} is not known{said}", fixes=_known())
+
+
+def _known(only: Chip | None = None) -> list[str]:
+    """What can be written, by the chip table: of one chip, or of all."""
+    chips = list(CHIPS.values()) if only is None else [only]
+    groups: dict[str, list[str]] = {}
+    for c in chips:
+        cubes = f", and larger ones whose sides are multiples of {c.cube}" if c.cube else ""
+        hosts = f"up to {c.switch} GPUs in a host, or a multiple of {c.switch}" if c.switch else ""
+        groups.setdefault(hosts or ", ".join(map(_times, c.slices)) + cubes, []).append(c.name)
+    out = [f"{', '.join(names)}: {shapes}" for shapes, names in groups.items()]
+    if only is None:
+        clouds = [f"{c.accelerators[0]}-{math.prod(c.slices[-1]) * c.counted}" for c in chips if c.accelerators]
+        out += [f"as clouds name them: {', '.join(clouds)}", 'several slices or hosts: "2x v6e:16x16", "2x h200:8"']
+    return out
+
+
+def _times(sides: Sequence[int]) -> str:
+    return "x".join(map(str, sides))
+
+
+# -- devices that are not here
+
+
+def topology_devices(topology: str) -> tuple[Any, ...]:
+    """The devices of a topology that is not here, as its compiler describes them; the same ones for every call.
+
+    Raises:
+      MeshError: an unknown topology, a chip that no compiler is known for, or a compiler that is not installed; it says the
+        command that installs it.
+    """
+    return _described(parse_topology(topology))
+
+
+@functools.cache
+def _described(topology: Topology) -> tuple[Any, ...]:
+    slices, kind, chips = topology
+    chip = topology.chip
+    if not chip.target:
+        compiled = [c.name for c in CHIPS.values() if c.target]
+        raise MeshError(
+            f"topology {topology}: nothing here compiles for {kind} chips, they are for plans alone",
+            fixes=[
+                'plan without devices: mp.plan(…, mesh="data=8", topology=…)',
+                f"chips to compile for: {', '.join(compiled)}",
+            ],
+        )
+    if chip.switch:
+        _need_cuda_plugin()
+        hosts, each = slices * max(1, chips[0] // chip.switch), min(chips[0], chip.switch)
+        return tuple(gpu_topology(_gpu_target(chip), hosts, each))
+    rings = (*chip.rings(chips), False, False)[:3]
+    try:
+        return tuple(tpu_topology(chip.target, chips, slices, rings, chip.target_config))
+    except jax.errors.JaxRuntimeError as error:
+        raise MeshError(
+            f"topology {str(topology)!r} is not one that exists: {str(error).splitlines()[0]}", fixes=_known(chip)
+        ) from None
+
+
+def _gpu_target(chip: Chip) -> str:
+    """XLA's description of a GPU, as protobuf text."""
+    return (Path(__file__).parent / "targets" / f"{chip.target}.txtpb").read_text()
+
+
+def _need_cuda_plugin() -> None:
+    if any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+        return
+    version = jax.__version__
+    raise MeshError(
+        "a GPU topology needs JAX's CUDA plugin, which is not installed",
+        fixes=[f"pip install jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}   # no GPU is needed"],
+    )
+
+
+def topology_of(devices: Sequence[Any]) -> str | None:
+    """The text of the topology that devices which are not here belong to, ``"2x v5e:16x16"``; None for devices that are here."""
+    first = devices[0]
+    if not is_compile_only(first):
+        return None
+    devices = first.client.devices()  # all of them, of which a mesh may use some
+    chip = chip_of_kind(first.device_kind)
+    if chip is None:
+        return None
+    if chip.switch:
+        hosts = len({d.process_index for d in devices})
+        each = len(devices) // hosts
+        several = hosts > 1 and each < chip.switch
+        return str(Topology(hosts, chip.name, (each,)) if several else Topology(1, chip.name, (len(devices),)))
+    sides = [max(c) + 1 for c in zip(*(d.coords for d in devices), strict=True)]
+    slices = len({getattr(d, "slice_index", None) for d in devices})
+    return str(Topology(slices, chip.name, tuple(sides[: len(chip.torus)])))
+
+
+# -- axes on the torus
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +268,11 @@ class Stage:
     dim: str = ""
     wraps: bool = False
     stride: int = 1
+
+    @property
+    def line(self) -> bool:
+        """Whether what goes around comes back over the links on which it went: two devices have nothing to come back from."""
+        return self.dim not in ("switch", "slice", "core") and not self.wraps and self.size > 2
 
 
 Torus = dict[str, tuple[Stage, ...]]
@@ -66,29 +296,33 @@ def torus_of(mesh: AnyMesh) -> Torus:
     return _stages(devices, mesh.axis_names)
 
 
-def torus_of_slices(sizes: Mapping[str, int], slices: int, kind: str, chips: Sequence[int], devices: int = 1) -> Torus:
+def torus_of_slices(sizes: Mapping[str, int], topology: Topology | str) -> Torus:
     """The stages of every axis of a mesh over slices that are only named, assigned as :func:`meshpar.mesh` would.
 
     Args:
       sizes: axis → size.
-      slices, kind, chips: of the topology.
-      devices: JAX devices of a chip.
+      topology: the slices, or their text.
 
     Raises:
-      MeshError: the axes do not multiply to the number of devices.
+      MeshError: a text that is no topology, or axes that do not multiply to its number of devices.
     """
+    topology = parse_topology(topology) if isinstance(topology, str) else topology
+    check_fills(sizes, topology)
+    if topology.chip.switch:
+        return switched(sizes, min(math.prod(topology.chips), topology.chip.switch))
     text = ", ".join(f"{a}={n}" for a, n in sizes.items())
-    total = slices * math.prod(chips) * devices
-    if math.prod(sizes.values()) != total:
+    return _stages(device_mesh(tuple(sizes.values()), _places(topology), topology.slices, text), tuple(sizes))
+
+
+def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
+    """Raises MeshError where the axes of a mesh do not multiply to the number of devices of a topology."""
+    have = math.prod(sizes.values())
+    if have != topology.devices:
+        text = ", ".join(f"{a}={n}" for a, n in sizes.items())
         raise MeshError(
-            f"mesh ({text}) has {math.prod(sizes.values())} devices, but the topology has {total}",
+            f"mesh ({text}) has {have} devices, but {topology} has {topology.devices}",
             fixes=["make the sizes multiply to that number, or write -1 for one of them"],
         )
-    if kind not in TPU_KINDS:
-        return switched(sizes, min(math.prod(chips), GPUS_PER_HOST))
-    return _stages(
-        device_mesh(tuple(sizes.values()), _places(slices, kind, chips, devices), slices, text), tuple(sizes)
-    )
 
 
 def switched(sizes: Mapping[str, int], domain: int) -> Torus:
@@ -106,7 +340,7 @@ def switched(sizes: Mapping[str, int], domain: int) -> Torus:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chip:
+class _Device:
     """Stands for a device of a slice that is not here: what the assignment of mesh axes looks at."""
 
     coords: tuple[int, int, int]
@@ -118,12 +352,18 @@ class _Chip:
     process_index: int = 0
 
 
-def _places(slices: int, kind: str, chips: Sequence[int], devices: int) -> list[_Chip]:
-    name = next(text for text, k in _KINDS.items() if k == kind)
-    x, y, z = (*chips, 1)[:3]
-    at = [(s, k, j, i, c) for s in range(slices) for k in range(z) for j in range(y) for i in range(x)
-          for c in range(devices)]  # fmt: skip
-    return [_Chip((i, j, k), c, s, name, n) for n, (s, k, j, i, c) in enumerate(at)]
+def _places(topology: Topology) -> list[_Device]:
+    chip = topology.chip
+    x, y, z = (*topology.chips, 1)[:3]
+    at = [(s, k, j, i, c) for s in range(topology.slices) for k in range(z) for j in range(y) for i in range(x)
+          for c in range(chip.devices)]  # fmt: skip
+    return [_Device((i, j, k), c, s, chip.kinds[0], n) for n, (s, k, j, i, c) in enumerate(at)]
+
+
+def _rings(chip: Chip, extent: Sequence[int]) -> tuple[bool, ...]:
+    """Which of :data:`_PLACES` close to a ring, by the sides that devices take up."""
+    rings = chip.rings([int(n) for n in extent[: len(chip.torus)]])
+    return (*rings, *(False,) * (len(_PLACES) - len(rings)))
 
 
 def _unknown(sizes: Mapping[str, int]) -> Torus:
@@ -134,9 +374,15 @@ def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
     first = devices.flat[0]
     places = np.array([_place(d) for d in devices.flat]).reshape(*devices.shape, len(_PLACES))
     extent = places.reshape(-1, len(_PLACES)).max(0) + 1
-    kind = _KINDS.get(first.device_kind)
-    rings = wraps(kind, [int(n) for n in extent[: 2 if kind in ("v5e", "v6e") else 3]]) if kind else (False,) * 3
-    rings = (*rings, False, False)
+    chip = chip_of_kind(first.device_kind)
+    if chip is None:
+        warnings.warn(
+            f"devices of kind {first.device_kind!r} are not in the chip table (meshpar/hardware/chips.py): every axis is taken "
+            "for a line, none for a ring, and nothing is timed",
+            TorusWarning,
+            stacklevel=user_stacklevel(),
+        )
+    rings = (False,) * len(_PLACES) if chip is None else _rings(chip, extent)
     out: Torus = {}
     for k, axis in enumerate(axes):
         line = places[tuple(slice(None) if i == k else 0 for i in range(devices.ndim))]
@@ -198,13 +444,11 @@ class Places:
           MeshError: these have none.
         """
         first = devices.flat[0]
-        kind = _KINDS.get(getattr(first, "device_kind", ""))
-        if kind is None or getattr(first, "coords", None) is None:
+        chip = chip_of_kind(getattr(first, "device_kind", ""))
+        if chip is None or getattr(first, "coords", None) is None:
             raise MeshError(f"devices of kind {getattr(first, 'device_kind', '?')!r} have no places on a torus")
         at = np.array([_place(d) for d in devices.flat])
-        extent = at.max(0) + 1
-        rings = wraps(kind, [int(n) for n in extent[: 2 if kind in ("v5e", "v6e") else 3]])
-        return cls(at, (*rings, *(False,) * (len(_PLACES) - len(rings))))
+        return cls(at, _rings(chip, at.max(0) + 1))
 
     def stages(self, members: Sequence[int]) -> list[Stage]:
         """The stages of a group of devices: one for each dimension along which they differ."""

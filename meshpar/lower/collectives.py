@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..compat.quirks import before_exchange, gathered_apart, psum_scatter
+from ..hardware.algorithms import ALGORITHMS, AlgorithmName
 from ..layout import Spec
 from ..plan.collectives import reduces
 from ..plan.resharding import Move
 from ..plan.spec import parts_of
 from ..plan.steps import Reduce
 from ..rules.spmd import Grid, axis_index, fine_names, on_words, shape_in
-from .exchange import _scatter
-from .quirks import before_exchange, gathered_apart
 
 
 def follow(x: Any, path: Sequence[Move], grid: Grid, apart: bool = False) -> Any:
@@ -96,6 +96,21 @@ def permutation(move: Move, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
+def scattered(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, sizes: Mapping[str, int]) -> Any:
+    """Sum over axes of the factored mesh, and keep this device's block of a dim.
+
+    Dims of size 1 before it are left out meanwhile (:data:`meshpar.compat.quirks.SCATTER_SHAPES`).
+    """
+    if not axes:
+        return x
+    ones = tuple(i for i in range(dim) if x.shape[i] == 1)
+    if ones:
+        return lax.expand_dims(scattered(lax.squeeze(x, ones), axes, dim - len(ones), algorithm, sizes), ones)
+    factored = isinstance(sizes, Grid)
+    chosen = ALGORITHMS[algorithm if factored else "native"]
+    return chosen.reduce_scatter(x, axes, dim, sizes.between_slices if factored else (), psum_scatter)
+
+
 def reduced(x: Any, step: Reduce, grid: Grid, begun: bool = False) -> Any:
     """An unreduced shard with its terms combined: reduce-scattered, then all-reduced, as the step says.
 
@@ -125,7 +140,7 @@ def combined(
         x = x.astype(np.uint8)
     for s in scatters:
         axes = fine_names([a for a in s.axes if grid[a] > 1], grid)
-        x, begun = _scatter(x, axes[begun:], s.dim, "staged" if begun else s.algorithm, grid), False
+        x, begun = scattered(x, axes[begun:], s.dim, "staged" if begun else s.algorithm, grid), False
     axes = fine_names([a for a in over if grid[a] > 1], grid)
     if axes and reduces(kind, dtype):
         x = (lax.psum if kind == "sum" else lax.pmax if kind in ("max", "or") else lax.pmin)(x, axes)

@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding
 
 from ..compat.jax import at_line_of, bind, close_over, make_jaxpr, may_be_differentiated, source_line, with_weak_type
+from ..compat.quirks import opaque
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
@@ -28,7 +29,6 @@ from ..rules.spmd import Grid, axis_index, cut, fine_names
 from .collectives import follow, reduced
 from .cpu_layouts import CpuLayouts
 from .jit import lower_to_jit
-from .quirks import opaque
 from .rings import run_gather_ring, run_reduce_ring
 
 NOT_INSIDE = having(lambda p: p.own_mesh)

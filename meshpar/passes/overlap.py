@@ -26,11 +26,13 @@ from ..cost.fusion import FUSED, PRODUCTS, VIEWS
 from ..cost.memory import devices_of, major_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
-from ..hardware.collective_time import Form, hop_seconds, seconds_of
+from ..hardware.algorithms import AlgorithmName, wire_bytes
+from ..hardware.chips import CollectiveOp
+from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage
-from ..plan.collectives import Collective, CollectiveOp
+from ..plan.collectives import Collective
 from ..plan.plan import Choice, Overlap, Plan
-from ..plan.spec import local_shape, names_of, parts_of, wire_bytes
+from ..plan.spec import local_shape, names_of, parts_of
 from ..plan.steps import (
     Body,
     Call,
@@ -491,7 +493,7 @@ def _in_blocks(
     """The steps of a pair, as they are where a ring or a kernel runs it."""
     step = pair.step
     new = [
-        replace(c, form="pallas") if c.form == "ring" and choice == "pallas" else c
+        replace(c, algorithm="pallas") if c.algorithm == "ring" and choice == "pallas" else c
         for c in ring_collectives(plan, pair)
     ]
     collectives = (*new, *step.collectives[1:])
@@ -534,17 +536,17 @@ def ring_collectives(plan: Plan, pair: Pair) -> list[Collective]:
         out.append(_like(old, "collective-permute", sent, "ring", seconds, count=count))
     if minor > 1:
         inner = [s for a in pair.axes for s in plan.torus[a] if s.size > 1][1:]
-        form: Form = "staged" if old.op == "reduce-scatter" else "native"
-        seconds = None if plan.chip is None else seconds_of(old.op, size / devices, inner, plan.chip, form)
-        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), form, seconds, first=1)
+        algorithm: AlgorithmName = "staged" if old.op == "reduce-scatter" else "native"
+        seconds = None if plan.chip is None else seconds_of(old.op, size / devices, inner, plan.chip, algorithm)
+        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), algorithm, seconds, first=1)
         out = [part, *out] if pair.gather else [*out, part]
     return out
 
 
 def _like(
-    old: Collective, op: CollectiveOp, size: float, form: Form, seconds: float | None, **other: Any
+    old: Collective, op: CollectiveOp, size: float, algorithm: AlgorithmName, seconds: float | None, **other: Any
 ) -> Collective:
-    return replace(old, op=op, bytes=size, form=form, why="", seconds=seconds, **other)
+    return replace(old, op=op, bytes=size, algorithm=algorithm, why="", seconds=seconds, **other)
 
 
 def fused_of(plan: Plan, pair: Pair, stages: Sequence[Stage]) -> FusedGather | FusedScatter | str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..hardware.algorithms import AlgorithmName
 from ..hardware.chips import CollectiveOp
-from ..hardware.collective_time import Form
 from ..layout import Spec
 from ..program.ir import Op
 
@@ -28,10 +28,10 @@ class Collective:
       count: how often it runs in a step; None where a loop's trips are not known.
       cause: the rule that brought it about, in words.
       origin: the op that needs it.
-      form: ``native``: one collective over all axes; ``staged``: one a torus dimension, one after the other; ``coloured``: as many
-        shares as torus dimensions, each staged in another order; ``hierarchical``: staged, between slices last; ``ring``: a
-        hop of a ring, beside products, of which half go each way; ``pallas``: one that a kernel sends.
-      why: why it takes that form; empty where there is no other.
+      algorithm: one of :data:`meshpar.hardware.algorithms.ALGORITHMS`: ``native``: one collective over all axes; ``staged``: one
+        a torus dimension, one after the other; ``hierarchical``: staged, between slices last; ``ring``: a hop of a ring, beside
+        products, of which half go each way; ``pallas``: one that a kernel sends.
+      why: why it takes that algorithm; empty where there is no other.
       seconds: None: not estimated.
       first: it runs over the torus dimensions of its axes from this one on (a ring has those before it).
     """
@@ -47,7 +47,7 @@ class Collective:
     cause: str
     origin: Op | None = None
     seconds: float | None = None
-    form: Form = "native"
+    algorithm: AlgorithmName = "native"
     why: str = ""
     first: int = 0
 

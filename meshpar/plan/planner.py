@@ -14,14 +14,13 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ..compat.jax import body_consts, scan_counts, user_stacklevel
-from ..cost.algorithm import form_for
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, UnknownDimError, UnsupportedError
-from ..hardware.chips import CHIPS, Chip, CollectiveOp, chip_of
+from ..hardware.algorithms import AlgorithmName, choose_algorithm, wire_bytes
+from ..hardware.chips import Chip, CollectiveOp
 from ..hardware.collective_time import seconds_of
-from ..hardware.topology import Torus, torus_of, torus_of_slices
+from ..hardware.topology import chip_of, torus_of, torus_of_slices
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error, to_partition_spec
-from ..mesh import parse_topology
 from ..program.ir import Frame, Op, Program, Value
 from ..rules import LINEAR, SCALINGS, having
 from ..rules.rule import REDUCTIONS, Kind
@@ -31,7 +30,7 @@ from .collectives import Collective, reduces, scatters_of, volume_of
 from .plan import Held, Placement, Plan
 from .reshape import reshape_axes
 from .resharding import Move, reshard, reshard_bytes
-from .spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit, wire_bytes
+from .spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
 from .steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Scatter, Shard, Step, in_order
 
 OPAQUE = having(lambda p: p.opaque)
@@ -173,12 +172,7 @@ class _Planner:
         self.program, self.asked, self.layout, self.mesh, self.topology = program, asked, layout, mesh, topology
         self.donated, self.notes = donated, notes
         self.sizes = dict(mesh.shape)
-        self.torus: Torus
-        if topology is not None:
-            slices, kind, chips = parse_topology(topology)
-            self.torus = torus_of_slices(self.sizes, slices, kind, chips, CHIPS[kind].devices)
-        else:
-            self.torus = torus_of(mesh)
+        self.torus = torus_of(mesh) if topology is None else torus_of_slices(self.sizes, topology)
         self.chip: Chip | None = chip_of(topology or mesh)
         self.claims = Claims(program, layout, self.sizes)
         self.at: dict[Value, Shard] = {}
@@ -197,7 +191,9 @@ class _Planner:
         self.weights = {
             tuple(map(program.unifier.find, v.nodes)): v.path for v in reversed(program.inputs) if v.kind == "params"
         }
-        self._algorithms: dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[Any, str, float | None]] = {}
+        self._algorithms: dict[
+            tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]
+        ] = {}
 
     # -- the walk
 
@@ -586,7 +582,7 @@ class _Planner:
         key = (kind, axes, sent)
         if key not in self._algorithms:
             volume = volume_of(kind, sent, parts_of(axes, self.sizes))
-            algorithm, why = form_for(kind, volume, [s for a in axes for s in self.torus[a]], self.chip)
+            algorithm, why = choose_algorithm(kind, volume, [s for a in axes for s in self.torus[a]], self.chip)
             self._algorithms[key] = algorithm, why, self.seconds(kind, axes, sent, algorithm)
         algorithm, why, seconds = self._algorithms[key]
         return [
@@ -596,7 +592,7 @@ class _Planner:
             )
         ]  # fmt: skip
 
-    def seconds(self, kind: CollectiveOp, axes: tuple[str, ...], sent: float, algorithm: Any) -> float | None:
+    def seconds(self, kind: CollectiveOp, axes: tuple[str, ...], sent: float, algorithm: AlgorithmName) -> float | None:
         """Seconds of a collective that sends so many bytes; None: the chip is not known."""
         if self.chip is None:
             return None
@@ -629,7 +625,7 @@ class _Planner:
             dim = self.program.dim_name(value, i) or f"dim {i}"
             cause = f"{self.contracted(made, names, axes)}; the result is split over {names_of(axes)} on `{dim}`"
             new = self.combine("reduce-scatter", axes, value, made, spec, size, cause)
-            scatters.append(Scatter(i, axes, new[0].form if new else "staged"))
+            scatters.append(Scatter(i, axes, new[0].algorithm if new else "staged"))
             collectives += new
             spec = tuple((*entry, *axes) if k == i else entry for k, entry in enumerate(spec))
         if reduced:

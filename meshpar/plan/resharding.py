@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from ..hardware.algorithms import wire_bytes
 from ..layout import Spec
-from .spec import local_shape, parts_of, wire_bytes
+from .spec import local_shape, parts_of
 
 MoveOp = Literal["slice", "all-gather", "all-to-all", "collective-permute"]
 

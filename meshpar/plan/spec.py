@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..hardware.chips import CollectiveOp
 from ..layout import Spec
 
 
@@ -41,18 +40,6 @@ def itemsize(aval: Any) -> float:
     except TypeError:
         return 8
     return 0.5 if dtype.name in ("int4", "uint4") else dtype.itemsize
-
-
-def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
-    """Bytes that each device of a group sends.
-
-    Args:
-      volume: bytes of the gathered array for an all-gather, else of the local operand.
-    """
-    if op == "collective-permute":
-        return volume
-    share = volume * (group - 1) / group
-    return 2 * share if op == "all-reduce" else share
 
 
 def names_of(axes: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
+from ..hardware.algorithms import AlgorithmName
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from ..rules.rule import Kind
@@ -209,7 +210,7 @@ class Scatter:
 
     dim: int
     axes: tuple[str, ...]
-    algorithm: str
+    algorithm: AlgorithmName
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -13,11 +13,10 @@ from jax.sharding import Mesh
 from ..compat.devices import is_compile_only, lowered_parts
 from ..compat.jax import without_gc
 from ..errors import CompilerError, MeshError, UnsupportedError
-from ..hardware.chips import chip_of
+from ..hardware.topology import chip_of, topology_devices, topology_of
 from ..jitted import Jitted
 from ..layout import AnyMesh
 from ..mesh import mesh as make_mesh
-from ..mesh import topology_devices, topology_of
 from ..planned import Plan
 from . import hlo
 from .compiler import FINAL, PARTITIONED

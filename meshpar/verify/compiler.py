@@ -44,7 +44,7 @@ def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[st
     import jax
 
     from ..compat.devices import compile_parts
-    from ..mesh import topology_devices
+    from ..hardware.topology import topology_devices
 
     if job["topology"].startswith("cpu:"):
         jax.config.update("jax_num_cpu_devices", int(job["topology"][4:]))

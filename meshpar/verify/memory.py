@@ -6,14 +6,12 @@ import re
 
 from ..cost.memory import memory_of
 from ..errors import MeshparError, OutOfMemoryError
+from ..hardware.chips import GIB
+from ..hardware.topology import parse_topology
 from ..layout import Layout
-from ..mesh import GPU_KINDS, gpu_target, parse_topology
 from ..passes import replan
 from ..plan.plan import Held, Plan
 
-GIB = 2.0**30
-HBM = {"v4": 30.75 * GIB, "v5e": 15.75 * GIB, "v5p": 95.74 * GIB, "v6e": 31.25 * GIB, "tpu7x": 94.75 * GIB}
-"""Bytes of one JAX device that a program may use, as the TPU compiler (libtpu 0.0.42) reports them when they do not suffice."""
 ARGUMENTS, MADE, TRIES, SHOWN = 6, 4, 8, 4
 _UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": GIB, "T": 2.0**40}
 _FIGURES = (
@@ -26,11 +24,7 @@ def capacity_of(topology: str) -> float | None:
     """Bytes that a program may use on one device of a topology; None where nobody says (CPUs)."""
     if topology.startswith("cpu:"):
         return None
-    kind = parse_topology(topology)[1]
-    if kind in GPU_KINDS:
-        m = re.search(r"device_memory_size: (\d+)", gpu_target(kind))
-        return float(m[1]) if m else None
-    return HBM[kind]
+    return parse_topology(topology).chip.per_device().hbm
 
 
 def out_of_memory(

@@ -83,7 +83,7 @@ def test_blocks_of_gradients_are_left_to_the_end_of_a_loop_where_collectives_run
     layers, rows = 3, 4096
     params = {"up": array(layers, EMBED, MLP), "down": array(layers, MLP, EMBED)}
     dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": "batch embed"}
-    how = {"mesh": "data=16", "topology": "v5e:16x1", "layout": "batch: data; embed: data", "dims": dims}
+    how = {"mesh": "data=16, model=16", "topology": "v5e:16x16", "layout": "batch: data; embed: data", "dims": dims}
     plan = mp.plan(scanned, params, array(rows, EMBED), overlap="ring", **how)
     monkeypatch.setitem(CHIPS, "v5e", replace(CHIPS["v5e"], waits=CHIPS["v5p"].waits))
     other = mp.plan(scanned, params, array(rows, EMBED), overlap="ring", **how)

@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.lower.exchange import scattered_as, settle
+from meshpar.compat.quirks import scattered_as
+from meshpar.lower.collectives import combined
+from meshpar.plan.steps import Scatter
 from meshpar.rules.spmd import Grid
 
 BF16, F32 = 2, 4
@@ -40,16 +42,15 @@ def test_in_which_shape_an_array_is_scattered_over_16_devices(shape, dim, itemsi
     ("shape", "dim"),
     [((8, 2, 3), 0), ((2, 8, 1, 4), 1), ((3, 256), 1), ((2, 3, 768), 2), ((1, 8, 3, 2), 1), ((8, 8, 2), 0)],
 )
-@pytest.mark.parametrize("form", ["staged", "native"])
-def test_it_changes_no_number(shape, dim, form):
+@pytest.mark.parametrize("algorithm", ["staged", "native", "hierarchical"])
+def test_it_changes_no_number(shape, dim, algorithm):
     mesh = mp.mesh("a=2, b=2, c=2")
     grid = Grid(dict(mesh.shape), {})
     # small whole numbers, so that their sums are exact in bfloat16
     x = np.random.default_rng(0).integers(-8, 9, (8, *shape)).astype(jnp.bfloat16)
-    rest = tuple(("a", "b") if i == dim else () for i in range(len(shape)))
 
     def local(x):
-        return settle(x[0], ((),) * len(shape), rest, ("a", "b"), "sum", grid, {dim: form})[0]
+        return combined(x[0], ((),) * len(shape), [Scatter(dim, ("a", "b"), algorithm)], (), "sum", grid)
 
     spec = P(*[("a", "b") if i == dim else None for i in range(len(shape))])
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(("a", "b", "c")), out_specs=spec, check_vma=False))

@@ -178,7 +178,7 @@ def test_what_waits_for_nothing_is_left_to_the_compiler():
 def test_an_axis_over_two_torus_dimensions_is_gathered_over_the_minor_one_and_sent_around_the_major_one():
     plan = mlp_plan("ring", mesh="data=256", layout="batch: data; embed: data", batch=256)
     first = [c for c in plan.collectives if c.shape == (4096, 14336)]
-    assert [(c.op, c.form) for c in first] == [("all-gather", "native")] + [("collective-permute", "ring")] * 2
+    assert [(c.op, c.algorithm) for c in first] == [("all-gather", "native")] + [("collective-permute", "ring")] * 2
     assert sum(c.total_bytes for c in first) == pytest.approx(4096 * 14336 * 2 * 255 / 256)
 
 
@@ -280,7 +280,7 @@ def test_the_fused_kernel_takes_what_it_can_and_sends_what_a_ring_would():
     plan, ring = mlp_plan("pallas"), mlp_plan("ring")
     assert found(plan) == [("gather", "pallas", ("model",), 1), ("scatter", "pallas", ("model",), 1)]
     assert {o.reason for o in plan.overlaps} == {KERNEL}
-    assert {c.form for c in plan.collectives} == {"pallas"}
+    assert {c.algorithm for c in plan.collectives} == {"pallas"}
     assert [(c.op, c.bytes, c.count) for c in plan.collectives] == [(c.op, c.bytes, c.count) for c in ring.collectives]
     gather, scatter = plan.overlaps
     whole = 64 // 16 * 2048 * 4096 * 2  # what is gathered

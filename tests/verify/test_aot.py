@@ -119,7 +119,7 @@ def test_what_is_not_there(mesh, monkeypatch):
         mp.compile(step, state(), X, mesh=abstract, **HOW)
     with pytest.raises(MeshError, match="topology 'v9:4x4' is not known") as unknown:
         mp.compile(step, state(), X, mesh="data=8, model=2", topology="v9:4x4", **HOW)
-    assert "v5e and v6e: 1x1, 2x2, 2x4, 4x4" in str(unknown.value)
+    assert "v5e, v6e: 1x1, 2x2, 2x4, 4x4" in str(unknown.value)
     with pytest.raises(MeshError, match=r"mesh \(data=4, model=2\) has 8 devices, but v5e:4x4 has 16"):
         mp.compile(step, state(), X, mesh=mesh, topology="v5e:4x4", **HOW)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)

@@ -7,7 +7,7 @@ import pytest
 import quick
 
 import meshpar as mp
-from meshpar.verify.agreement import differences
+from plan_vs_compiler import differences
 
 FEW = f"{model.MEGATRON}; embed: data; seq: model", "batch: data; opt.embed: data"
 

@@ -8,7 +8,8 @@ import pytest
 
 import meshpar as mp
 from meshpar.plan import Collective
-from meshpar.verify.agreement import (
+from meshpar.verify.hlo import HloCollective
+from plan_vs_compiler import (
     Difference,
     by_kind,
     compiled_sends,
@@ -20,7 +21,6 @@ from meshpar.verify.agreement import (
     ranks,
     stage_bytes,
 )
-from meshpar.verify.hlo import HloCollective
 
 
 def array(*shape):
@@ -87,7 +87,7 @@ def test_a_staged_reduce_scatter_is_one_for_each_torus_dimension():
     plan = planned("columns: data", mesh="data=16", topology="v5p:2x2x4")
     assert sorted(s.size for s in plan.torus["data"]) == [2, 2, 4]
     sent = 4 * 64 * 16 * 15 / 16  # V = 4096 bytes
-    staged = Collective("reduce-scatter", ("data",), "x", "rows", (64, 16), "float32", sent, 1, "", form="staged")
+    staged = Collective("reduce-scatter", ("data",), "x", "rows", (64, 16), "float32", sent, 1, "", algorithm="staged")
     volume, expected = 4096.0, []
     for stage in plan.torus["data"]:  # each has what the ones before it left
         expected.append(volume * (stage.size - 1) / stage.size)
@@ -104,9 +104,9 @@ def test_what_a_ring_leaves_runs_over_the_other_torus_dimensions():
         expected.append(volume * (size - 1) / size)
         volume /= size
     like = ("data",), "x", "rows", (64, 16), "float32"
-    rest = Collective("reduce-scatter", *like, sum(expected), 1, "", form="staged", first=1)
+    rest = Collective("reduce-scatter", *like, sum(expected), 1, "", algorithm="staged", first=1)
     assert stage_bytes(rest, plan) == pytest.approx(expected)
-    hop = Collective("collective-permute", *like, 512.0, 6, "", form="ring")
+    hop = Collective("collective-permute", *like, 512.0, 6, "", algorithm="ring")
     gather = Collective("all-gather", *like, sum(expected), 1, "", first=1)
     plan.collectives[:] = [hop, rest, gather]
     sent = planned_sends(plan)

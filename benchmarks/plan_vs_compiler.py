@@ -6,16 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..cost.memory import memory_of
-from ..plan.collectives import Collective
-from ..plan.plan import Plan
-from ..plan.spec import wire_bytes
-from .hlo import HloCollective
-
-if TYPE_CHECKING:
-    from .aot import Compiled
+from meshpar.cost.memory import memory_of
+from meshpar.hardware.algorithms import ALGORITHMS
+from meshpar.plan.collectives import Collective
+from meshpar.plan.plan import Plan
+from meshpar.verify.aot import Compiled
+from meshpar.verify.hlo import HloCollective
 
 Sent = tuple[str, tuple[str, ...], float, bool]
 """(kind, axes, bytes, in a loop of unknown length)."""
@@ -91,9 +89,9 @@ def planned_sends(plan: Plan) -> Counter[Sent]:
     """How often each collective of a plan runs, in the stages in which it is lowered."""
     out: Counter[Sent] = Counter()
     for c in plan.collectives:
-        if c.form == "pallas":  # the compiler does not see into kernels
+        if not ALGORITHMS[c.algorithm].compiled:
             continue
-        whole = c.op != "collective-permute" and c.form == "native" and not c.first
+        whole = c.op != "collective-permute" and c.algorithm == "native" and not c.first
         axes = tuple(a for a in plan.sizes if a in c.axes) if whole else ()
         for size in stage_bytes(c, plan):
             out[c.op, axes, round(size, 1), c.count is None] += 1 if c.count is None else c.count
@@ -101,22 +99,12 @@ def planned_sends(plan: Plan) -> Counter[Sent]:
 
 
 def stage_bytes(c: Collective, plan: Plan) -> list[float]:
-    """Bytes of the stages of a collective: one for each torus dimension, if it is staged (of every colour); else its own."""
-    if c.form not in ("staged", "coloured", "hierarchical"):
-        return [c.bytes]
+    """Bytes of the phases of a collective, as its algorithm has them: one for each torus dimension if it is staged."""
     stages = [s for a in c.axes for s in plan.torus[a] if s.size > 1][c.first :]
+    if c.algorithm == "native" or c.op == "collective-permute":
+        return [c.bytes]
     group = math.prod(s.size for s in stages)
-    whole = c.bytes * group / (group - 1)
-    if c.form == "hierarchical":
-        stages.sort(key=lambda s: s.dim == "slice")
-    colours = len(stages) if c.form == "coloured" else 1
-    out = []
-    for k in range(colours):
-        volume = whole / colours
-        for stage in [*stages[k:], *stages[:k]]:
-            out.append(wire_bytes(c.op, volume, stage.size))
-            volume /= stage.size
-    return out
+    return ALGORITHMS[c.algorithm].bytes(c.op, c.bytes * group / (group - 1), stages)
 
 
 def compiled_sends(found: Iterable[HloCollective], sizes: Mapping[str, int]) -> Counter[Sent]:

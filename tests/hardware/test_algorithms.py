@@ -1,0 +1,140 @@
+"""Collective algorithms: which one a collective takes (fewest bytes, then least time), the bytes of its phases, what is emitted."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import ShapeDtypeStruct
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.hardware.algorithms import ALGORITHMS, choose_algorithm, wire_bytes
+from meshpar.hardware.chips import CHIPS
+from meshpar.hardware.collective_time import seconds_of
+from meshpar.hardware.topology import Stage
+
+X, Y, Z = Stage(16, "x", True), Stage(16, "y", True), Stage(8, "z", True)
+BIG = 2.0**27
+
+
+def test_a_scatter_over_several_torus_dimensions_is_staged_and_the_plan_says_why():
+    name, why = choose_algorithm("reduce-scatter", BIG, [X, Y], CHIPS["v5e"])
+    assert name == "staged"
+    assert why.startswith("reduce_scatter of 128 MiB over 16×16: staged ")
+    assert why.endswith("native is compiled to an all-reduce, of twice the bytes")
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+@pytest.mark.parametrize("volume", [1e3, 1e6, 1e9])
+def test_no_scatter_sends_more_than_it_must(chip, volume):
+    """As an all-reduce, native would send twice as much: also where it has the links of all dimensions, and few bytes."""
+    stages = [X, Y, Z, Stage(4, "x"), Stage(8, "y", False, 2), *[Stage(2, "core")] * (chip == "tpu7x")]
+    for pair in itertools.combinations(stages, 2):
+        assert choose_algorithm("reduce-scatter", volume, pair, CHIPS[chip])[0] == "staged"
+
+
+def test_where_there_is_nothing_to_choose():
+    for op in ("all-gather", "all-reduce", "all-to-all"):
+        assert choose_algorithm(op, BIG, [X, Y], CHIPS["v5e"]) == ("native", "")
+    assert choose_algorithm("reduce-scatter", BIG, [X], CHIPS["v5e"]) == ("native", "")
+    assert choose_algorithm("reduce-scatter", BIG, [X, Stage(1)], CHIPS["v5e"]) == ("native", "")
+    assert choose_algorithm("reduce-scatter", 0.0, [X, Y], CHIPS["v5e"]) == ("native", "")
+    assert choose_algorithm("reduce-scatter", BIG, [Stage(2), Stage(4)], None)[0] == "staged"  # CPUs, two axes
+
+
+def plan_of(mesh, topology, layout):
+    def loss(w, x):
+        return jnp.tanh(x @ w).sum()
+
+    args = ShapeDtypeStruct((1024, 4096), "bfloat16"), ShapeDtypeStruct((4096, 1024), "bfloat16")
+    return mp.plan(jax.grad(loss), *args, mesh=mesh, topology=topology, layout=layout,
+                   dims={"w": "embed mlp", "x": "batch embed"})  # fmt: skip
+
+
+def test_between_slices_what_is_sent_is_the_smallest():
+    plan = plan_of("slice=2, data=4, model=4", "2x v5e:4x4", "batch: slice+data; embed: slice+data")
+    (c,) = [c for c in plan.collectives if c.op == "reduce-scatter"]
+    assert c.algorithm == "hierarchical"
+    assert "; staged " in c.why
+    stages = [s for a in c.axes for s in plan.torus[a]]
+    assert [s.dim for s in stages] == ["slice", "y"]
+    inside = seconds_of("reduce-scatter", 2.0**23, stages[1:], plan.chip)
+    across = 2.0**23 / 4 / 2 / (plan.chip.dcn * plan.chip.link_efficiency)
+    assert c.seconds == pytest.approx(inside + across)
+    assert c.to_dict()["why"] == c.why
+
+
+def test_the_default_of_fsdp_is_staged():
+    plan = plan_of("data=128", "v5p:4x4x8", "batch: data; embed: data")
+    assert [(c.op, c.algorithm) for c in plan.collectives if len(c.shape) == 2] == [
+        ("all-gather", "native"),
+        ("reduce-scatter", "staged"),
+    ]
+
+
+def test_phases_send_together_what_one_collective_over_all_stages_would():
+    stages = [Stage(2, "slice"), X, Z]
+    for op in ("reduce-scatter", "all-gather"):
+        least = wire_bytes(op, BIG, 2 * 16 * 8)
+        for algorithm in ALGORITHMS.values():
+            assert sum(algorithm.bytes(op, BIG, stages)) == pytest.approx(least)
+
+
+def test_the_bytes_of_each_phase_by_hand():
+    stages = [Stage(2, "slice"), X, Z]
+    assert ALGORITHMS["native"].bytes("reduce-scatter", 256.0, stages) == [255.0]
+    assert ALGORITHMS["staged"].bytes("reduce-scatter", 256.0, stages) == [128.0, 128 * 15 / 16, 7.0]
+    assert ALGORITHMS["hierarchical"].bytes("reduce-scatter", 256.0, stages) == [240.0, 14.0, 1.0]
+    assert ALGORITHMS["native"].bytes("all-reduce", 256.0, []) == []
+
+
+def test_the_fewest_bytes_cross_slices_under_hierarchical():
+    stages = [Stage(4, "slice"), X, Stage(2, "slice"), Z]
+    phases = ALGORITHMS["hierarchical"].phases([s.dim == "slice" for s in stages])
+    assert [stages[k].dim for (k,) in phases] == ["x", "z", "slice", "slice"]
+    assert min(ALGORITHMS["staged"].bytes("reduce-scatter", BIG, stages)) > 0
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "groups"), [("native", [8]), ("staged", [2, 2, 2]), ("hierarchical", [2, 2, 2]), ("ring", [2, 2, 2])]
+)
+def test_every_algorithm_emits_the_blocks_of_one_psum_scatter(name, groups, dim):
+    mesh = mp.mesh("a=2, b=2, c=2")
+    x = jax.random.randint(jax.random.key(0), (8, 16, 24), -9, 9).astype(jnp.float32)
+
+    def run(emit):
+        spec = P(*[("a", "b", "c") if i == dim else None for i in range(2)])
+        return jax.shard_map(
+            lambda x: emit(x[0]), mesh=mesh, in_specs=P(("a", "b", "c")), out_specs=spec, check_vma=False
+        )
+
+    def by_algorithm(x):
+        return ALGORITHMS[name].reduce_scatter(x, ("a", "b", "c"), dim, between=("a",))
+
+    np.testing.assert_array_equal(run(by_algorithm)(x), np.asarray(x).sum(0))
+    sent = [e for e in jaxpr_of(run(by_algorithm), x) if e.primitive.name == "reduce_scatter"]
+    axes = [e.params["axis_name"] for e in sent]
+    sizes = [math.prod(mesh.shape[n] for n in ((a,) if isinstance(a, str) else a)) for a in axes]
+    assert sizes == groups
+    if name == "hierarchical":
+        assert "a" in str(axes[-1])
+
+
+def jaxpr_of(fn, *args):
+    """The equations of the body of a shard_map."""
+    (outer,) = jax.make_jaxpr(fn)(*args).jaxpr.eqns
+    inner = outer.params["jaxpr"]
+    return getattr(inner, "jaxpr", inner).eqns
+
+
+def test_rates_reach_the_kernels_in_gigabytes_a_second():
+    """Over two slices the model that kernels share has the same seconds as hand arithmetic in bytes/s."""
+    name, why = choose_algorithm("reduce-scatter", 2.0**30, [Stage(2, "slice"), Stage(16, "x", True)], CHIPS["v5e"])
+    inside = 2.0**30 * 15 / 16 / (2 * 4.5e10 * 0.8) + 8e-6
+    between = 2.0**30 / 16 / 2 / (3.1e9 * 0.8) + 1e-6
+    assert name == "hierarchical"
+    assert f"hierarchical {(inside + between) * 1e6:.0f} µs" in why

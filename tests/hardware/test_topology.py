@@ -1,0 +1,199 @@
+"""Slices: texts and cloud names, shapes that exist, and where the axes of a mesh lie on their torus."""
+
+import dataclasses
+import importlib.util
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import meshpar as mp
+from meshpar.errors import MeshError, TorusWarning
+from meshpar.hardware.chips import CHIPS
+from meshpar.hardware.topology import (
+    Places,
+    Stage,
+    Topology,
+    device_count,
+    parse_topology,
+    topology_devices,
+    torus_of,
+    torus_of_slices,
+)
+from meshpar.mesh import planned_mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("v5e:16x16", (1, "v5e", (16, 16))),
+        ("2x v5e:16x16", (2, "v5e", (16, 16))),
+        ("v5p:4x4x8", (1, "v5p", (4, 4, 8))),
+        ("4x tpu7x:4x4x4", (4, "tpu7x", (4, 4, 4))),
+        ("h200:8", (1, "h200", (8,))),
+        ("2x b200:8", (2, "b200", (8,))),
+        ("h100:16", (1, "h100", (16,))),
+        ("a100:8", (1, "a100", (8,))),
+    ],
+)
+def test_a_text_and_back(text, want):
+    found = parse_topology(text)
+    assert found == want
+    assert str(found) == text
+    assert found.chip is CHIPS[want[1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "slice_", "devices"),
+    [
+        ("v5litepod-1", "v5e:1x1", 1),
+        ("v5litepod-8", "v5e:2x4", 8),
+        ("v5e-256", "v5e:16x16", 256),
+        ("v6e-16", "v6e:4x4", 16),
+        ("v4-8", "v4:2x2x1", 4),  # TensorCores: two a chip, which is one device
+        ("v5p-128", "v5p:4x4x4", 64),
+        ("v5p-768", "v5p:4x8x12", 384),
+        ("v5p-1024", "v5p:8x8x8", 512),
+        ("tpu7x-128", "tpu7x:4x4x4", 128),  # two devices a chip
+        ("2x v5p-256", "2x v5p:4x4x8", 256),
+    ],
+)
+def test_what_clouds_call_slices(name, slice_, devices):
+    assert str(parse_topology(name)) == slice_
+    assert device_count(name) == device_count(slice_) == devices
+
+
+def test_a_plan_by_a_clouds_name_is_the_plan_of_that_slice():
+    plans = [
+        mp.plan(lambda x, w: x @ w, np.zeros((64, 32), "f"), np.zeros((32, 16), "f"), mesh="data=-1", topology=t,
+                layout="batch: data; embed: data", dims={"x": "batch embed", "w": "embed out"})
+        for t in ("v5litepod-16", "v5e:4x4")
+    ]  # fmt: skip
+    assert plans[0].torus == plans[1].torus
+    assert plans[0].seconds == plans[1].seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("v5e:3x5", ["v5e:4x4", "v5e:2x4"]),
+        ("v5e:32x32", ["v5e:16x16"]),
+        ("v5e:16", ["v5e:4x4"]),
+        ("v5e:4x4x4", ["v5e:8x8"]),
+        ("2x v5e:3x3", ["2x v5e:2x4"]),
+        ("0x v5e:4x4", ["v5e:4x4"]),
+        ("v5p:4x4x5", ["v5p:4x4x4"]),
+        ("v5p:4x4", ["v5p:2x2x4"]),
+        ("v5p:0x4x4", ["v5p:2x2x1"]),
+        ("v4:16x16x32", ["v4:16x16x16"]),
+        ("v5litepod-12", ["v5litepod-8", "v5litepod-16"]),
+        ("v5p-129", ["v5p-128"]),
+        ("h200:12", ["h200:8", "h200:16"]),
+        ("h200:0", ["h200:8"]),
+        ("h200:2x4", ["h200:8"]),
+    ],
+)
+def test_slices_that_do_not_exist_are_refused_with_the_nearest_that_do(text, near):
+    with pytest.raises(MeshError, match="is not one that exists") as error:
+        parse_topology(text)
+    nearest = error.value.fixes[0].removeprefix("the nearest: ").split(", ")
+    assert set(near) <= set(nearest)
+    for other in nearest:
+        parse_topology(other)
+
+
+@pytest.mark.parametrize("text", ["v9:4x4", "v3-8", "a6000:8", "v5e", "", "v5e:4 x4", "v5e:-4x4"])
+def test_chips_that_are_not_known_are_refused_with_those_that_are(text):
+    with pytest.raises(MeshError, match="is not known") as error:
+        parse_topology(text)
+    assert all(any(name in fix for fix in error.value.fixes) for name in CHIPS)
+    assert any("16x16" in fix for fix in error.value.fixes)
+    assert any("v5litepod-" in fix for fix in error.value.fixes)
+
+
+def test_every_shape_of_a_chip_exists_and_its_text_is_read_back():
+    for chip in CHIPS.values():
+        for shape in chip.shapes():
+            assert parse_topology(str(Topology(1, chip.name, shape))).chips == shape
+    assert len(CHIPS["v5p"].shapes()) > len(CHIPS["v5e"].shapes()) == 8
+
+
+def test_a_chip_without_a_compiler_is_for_plans_alone(monkeypatch):
+    monkeypatch.setitem(CHIPS, "a100", dataclasses.replace(CHIPS["a100"], target=""))
+    with pytest.raises(MeshError, match="topology a100:8: nothing here compiles for a100") as error:
+        topology_devices("a100:8")
+    assert "h100" in error.value.fixes[1]
+    assert mp.plan(lambda x: x * 2, np.zeros((16, 4), "f"), mesh="data=-1", topology="a100:8", layout="batch: data",
+                   dims={"x": "batch embed"}).seconds > 0  # fmt: skip
+
+
+# -- where axes lie
+
+# as mesh_utils.create_device_mesh(allow_split_physical_axes=True) lays them on the slices that libtpu describes
+LAID = {
+    ("v5e:16x16", "data=256"): {"data": [(16, "x", True, 1), (16, "y", True, 1)]},
+    ("v5e:16x16", "data=16, model=16"): {"data": [(16, "y", True, 1)], "model": [(16, "x", True, 1)]},
+    ("v5e:16x16", "data=64, model=4"): {"data": [(4, "x", True, 4), (16, "y", True, 1)], "model": [(4, "x", False, 1)]},
+    ("v5p:4x4x8", "data=16, model=8"): {"data": [(4, "x", True, 1), (4, "y", True, 1)], "model": [(8, "z", True, 1)]},
+    ("v5p:8x8x8", "data=64, model=8"): {"data": [(8, "y", True, 1), (8, "z", True, 1)], "model": [(8, "x", True, 1)]},
+    ("v5p:8x8x8", "data=16, seq=4, model=8"): {
+        "data": [(2, "y", True, 4), (8, "z", True, 1)], "seq": [(4, "y", False, 1)], "model": [(8, "x", True, 1)],
+    },
+    ("tpu7x:4x4x4", "data=64, model=2"): {
+        "data": [(4, "x", True, 1), (4, "y", True, 1), (4, "z", True, 1)], "model": [(2, "core", False, 1)],
+    },
+    ("v5e:4x4", "data=4, model=4"): {"data": [(4, "y", False, 1)], "model": [(4, "x", False, 1)]},
+    ("2x v5e:4x4", "data=8, model=4"): {"data": [(2, "slice", False, 1), (4, "y", False, 1)], "model": [(4, "x", False, 1)]},
+}  # fmt: skip
+
+
+def laid(topology, text):
+    return torus_of_slices(dict(planned_mesh(text, topology).shape), topology)
+
+
+@pytest.mark.parametrize(("topology", "text"), LAID)
+def test_axes_of_a_named_slice(topology, text):
+    assert laid(topology, text) == {a: tuple(Stage(*s) for s in stages) for a, stages in LAID[topology, text].items()}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler's description of slices")
+@pytest.mark.parametrize(("topology", "text"), [*LAID, ("v5p:8x8x8", "data=128, model=4"), ("v5e:4x4", "data=16")])
+def test_axes_lie_as_on_the_slice_that_the_compiler_describes(topology, text):
+    assert laid(topology, text) == torus_of(mp.mesh(text, topology=topology))
+
+
+def test_gpus_fill_a_node_with_the_minor_axes():
+    assert laid("4x h100:8", "data=8, model=4") == {
+        "data": (Stage(4, "slice"), Stage(2, "switch")), "model": (Stage(4, "switch"),),
+    }  # fmt: skip
+    assert laid("h100:32", "data=32") == {"data": (Stage(4, "slice"), Stage(8, "switch"))}
+    assert laid("h100:8", "data=8") == {"data": (Stage(8, "switch"),)}
+
+
+def devices_of(kind):
+    """A 2x2 square of devices of some kind, as JAX describes them."""
+    return np.array([
+        SimpleNamespace(device_kind=kind, platform="tpu", coords=(i, j, 0), core_on_chip=0, slice_index=0, id=2 * i + j)
+        for i in range(2) for j in range(2)
+    ], dtype=object).reshape(2, 2)  # fmt: skip
+
+
+class FakeMesh(Mesh):
+    """A mesh of devices that are only described."""
+
+    def __new__(cls, devices, names):
+        self = object.__new__(cls)
+        return self
+
+    def __init__(self, devices, names):
+        self.__dict__.update(devices=devices, axis_names=names)
+
+
+def test_a_kind_of_device_that_is_not_known_is_said_before_its_rings_become_lines():
+    with pytest.warns(TorusWarning, match="kind 'TPU v9' are not in the chip table"):
+        torus_of(FakeMesh(devices_of("TPU v9"), ("a", "b")))
+    with pytest.raises(MeshError, match="'TPU v9' have no places on a torus"):
+        Places.of(devices_of("TPU v9"))
+    known = torus_of(FakeMesh(devices_of("TPU v6e"), ("a", "b")))
+    assert known == {"a": (Stage(2, "x", False, 1),), "b": (Stage(2, "y", False, 1),)}

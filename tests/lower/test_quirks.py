@@ -1,0 +1,42 @@
+"""Workarounds: each is recorded whole, and the compiler still does what it works around."""
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.compat.quirks import QUIRKS
+from meshpar.lower.collectives import scattered
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
+
+
+@pytest.mark.parametrize("quirk", QUIRKS)
+def test_a_workaround_says_where_it_was_seen_and_which_test_shows_it(quirk):
+    assert all(dataclasses.astuple(quirk))
+    assert re.search(r"\d+\.\d+", quirk.compiler)
+    path, _, name = quirk.test.partition("::")
+    assert f"def {name}(" in (Path(__file__).parents[2] / path).read_text()
+
+
+def compiled_to(shape, dim, scatter):
+    """The collectives of a TPU program that reduce-scatters a bfloat16 array over 4 devices."""
+    spec = P(*["a" if i == dim else None for i in range(len(shape))])
+    mesh = mp.mesh("b=4, a=4", topology="v5e:4x4")  # over one torus dim
+    run = jax.shard_map(lambda x: scatter(2 * x), mesh=mesh, in_specs=P(), out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.sharding.NamedSharding(mesh, P()))
+    return [c.op for c in mp.compile_lowered(jax.jit(run), x, mesh=mesh).final_collectives]
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("shape", "dim"), [((2048, 4, 128), 0), ((1792, 512), 1), ((1, 2048, 256), 1)])
+def test_scatters_that_the_tpu_compiler_makes_all_reduces(shape, dim):
+    plain = compiled_to(shape, dim, lambda x: lax.psum_scatter(x, "a", scatter_dimension=dim, tiled=True))
+    assert plain == ["all-reduce"], "the compiler is mended: meshpar.compat.quirks says what can go"
+    assert compiled_to(shape, dim, lambda x: scattered(x, ("a",), dim, "native", {"a": 4})) == ["reduce-scatter"]
