@@ -16,6 +16,7 @@ from ..cost.fusion import Region
 from ..cost.kernels import kernels_of
 from ..cost.memory import Memory, memory_of
 from ..cost.time import Time, time_of
+from ..dims import Dims, format_dims
 from ..errors import JoinWarning, UnsupportedError
 from ..hardware.chips import CHIPS, Chip, chip_of
 from ..hardware.topology import Torus, torus_of, torus_of_slices
@@ -30,19 +31,34 @@ from .collectives import Collective, Form
 
 @dataclass(slots=True)
 class Held:
-    """An input or output of the program, as each device holds it."""
+    """An input or output of the program, as each device holds it.
+
+    Attributes:
+      path: its tree path.
+      dims: the name of every dim; None: unnamed; ``"(heads head_dim)"``: two names in one dim.
+      shape, dtype: of all of it.
+      spec: how it is split; bytes: of a device's part.
+      kind: ``"params"``, ``"opt"`` or None.
+    """
 
     path: str
-    dims: str
+    dims: Dims
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec
     bytes: float
     kind: str | None
 
+    @property
+    def split(self) -> list[tuple[str | None, tuple[str, ...]]]:
+        """(name, axes) of every dim."""
+        entries = [*self.spec, *(None,) * (len(self.shape) - len(self.spec))]
+        axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+        return list(zip(self.dims, axes, strict=True))
+
     def to_dict(self) -> dict[str, Any]:
         spec = [list(e) if isinstance(e, tuple) else e for e in self.spec]
-        return {"path": self.path, "dims": self.dims, "shape": list(self.shape), "dtype": self.dtype,
+        return {"path": self.path, "dims": format_dims(self.dims), "shape": list(self.shape), "dtype": self.dtype,
                 "spec": spec, "bytes": self.bytes, "kind": self.kind}  # fmt: skip
 
 

@@ -138,7 +138,7 @@ class Planner(Moving):
         return plan
 
     def held(self, value: Value, spec: Spec, path: str, kind: str | None) -> Held:
-        return Held(path, format_dims(self.program.dims(value)), value.shape, str(value.aval.dtype),
+        return Held(path, tuple(self.program.dims(value)), value.shape, str(value.aval.dtype),
                     to_partition_spec(spec), local_bytes(value.shape, itemsize(value.aval), spec, self.sizes), kind)  # fmt: skip
 
     def check_divides(self, value: Value) -> None:

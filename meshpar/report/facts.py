@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..cost.fusion import Node, Region, line_of
 from ..cost.time import OpTime, hides, made_by
-from ..dims import format_dims
+from ..dims import format_dims, path_matches
 from ..layout import SCOPES, Rule, Spec
 from ..plan.collectives import Collective, duration
 from ..plan.plan import Held, Plan
@@ -75,7 +74,7 @@ def step_seconds(c: Collective) -> float:
 
 def _rule_of(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:
     """The first rule that gives these axes to a dim of this name."""
-    names = name.strip("()").split()
+    names = name.strip("()").split()  # a merged dim: (heads head_dim)
     for k, rule in enumerate(plan.layout.rules):
         if rule.dim in names and set(rule.axes) & set(axes) and _in_scope(rule, path, kind):
             return k
@@ -85,7 +84,7 @@ def _rule_of(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str 
 def _in_scope(rule: Rule, path: str, kind: str | None) -> bool:
     if rule.scope is None:
         return True
-    return rule.scope == kind if rule.scope in SCOPES else fnmatch.fnmatchcase(path, rule.scope)
+    return rule.scope == kind if rule.scope in SCOPES else path_matches(rule.scope, path)
 
 
 def _values(plan: Plan) -> Iterator[Value]:
@@ -104,22 +103,7 @@ def value_chips(plan: Plan, value: Value) -> list[Chip]:
 
 def chips_of(h: Held) -> list[Chip]:
     """The dims of an argument or result, with the axes that split them."""
-    names = h.dims.replace("(", " (").split() if "(" not in h.dims else _grouped(h.dims)
-    names = names if len(names) == len(h.shape) else ["_"] * len(h.shape)
-    entries = [*h.spec, *(None,) * (len(h.shape) - len(h.spec))]
-    return [
-        (n, () if e is None else (e,) if isinstance(e, str) else tuple(e)) for n, e in zip(names, entries, strict=True)
-    ]
-
-
-def _grouped(dims: str) -> list[str]:
-    out: list[str] = []
-    for part in dims.split():
-        if out and out[-1].startswith("(") and not out[-1].endswith(")"):
-            out[-1] += f" {part}"
-        else:
-            out.append(part)
-    return out
+    return [(name or "_", axes) for name, axes in h.split]
 
 
 def whole_bytes(plan: Plan, h: Held) -> float:
