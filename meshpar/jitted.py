@@ -228,18 +228,19 @@ class _Entry:
     def on_arrays(self, arrays: list[Any]) -> list[Any]:
         """Flat results for flat arguments; those that lie elsewhere are brought into place first."""
         return self.run(*(
-            x if type(x) is not DeviceArray or x.sharding is s else _put(x, s)
+            x if type(x) is not DeviceArray or x.sharding == s else _put(x, s)
             for x, s in zip(arrays, self.in_shardings, strict=True)
         ))  # fmt: skip
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:
     """An array where jit wants it; what no one put anywhere is left to jit."""
-    if not x.committed:
-        return x
-    mine = x.sharding
-    same = isinstance(mine, NamedSharding) and mine.mesh == sharding.mesh
-    return x if same and mine.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
+    return x if not x.committed or _same_place(x.sharding, sharding, x.ndim) else jax.device_put(x, sharding)
+
+
+@functools.lru_cache(4096)
+def _same_place(mine: Any, sharding: NamedSharding, ndim: int) -> bool:
+    return isinstance(mine, NamedSharding) and mine.mesh == sharding.mesh and mine.is_equivalent_to(sharding, ndim)
 
 
 class Jitted(Generic[P, R]):
