@@ -1,9 +1,10 @@
-"""What mp.jit costs next to hand-written PartitionSpecs: step time, and trace + lower time.
+"""What mp.jit costs next to hand-written PartitionSpecs: step time, dispatch, and trace + lower time.
 
     python benchmarks/overhead.py [--rounds 30] [--layers 96]
 
 The step is the language model of examples/train_lm.py (FSDP + Megatron, 8 virtual CPU devices); both programs take the same
-batch in turn, and the medians are compared. Trace + lower is timed on a transformer of 96 layers that are not scanned.
+batch in turn, and the medians are compared. Trace + lower is timed on a transformer of 96 layers that are not scanned. Dispatch is timed on steps that compute next to nothing, called again and again; each row names what both
+programs get.
 """
 
 import argparse
@@ -101,6 +102,52 @@ def step_times(rounds: int) -> tuple[float, float, float]:
                 times[k].append(time.perf_counter() - began)
         apart = max(apart, abs(losses[0] - losses[1]))
     return statistics.median(times[0]), statistics.median(times[1]), apart
+
+
+# -- dispatch
+
+
+def dispatch_times(rounds: int) -> list[tuple[str, float, float]]:
+    """(what, median seconds of a call of ours, by hand): tiny steps, of which next to nothing but the dispatch takes time."""
+    mesh = mp.mesh("data=4, model=2")
+    batch, weight = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "model"))
+    layout, dims = "batch: data; mlp: model", {"state/*": "embed mlp", "x": "batch embed"}
+
+    def step(state, x):
+        return jax.tree.map(lambda w: w + 1, state), x * 2
+
+    def pair(leaves: int):
+        state = {f"w{i}": jax.device_put(jnp.ones((8, 8)), weight) for i in range(leaves)}
+        of_state = dict.fromkeys(state, weight)
+        hand = jax.jit(step, in_shardings=(of_state, batch), out_shardings=(of_state, batch))
+        return mp.jit(step, mesh=mesh, layout=layout, dims=dims), hand, state
+
+    def medians(ours, hand) -> tuple[float, float]:
+        times: list[list[float]] = [[], []]
+        for number in range(50 * rounds):
+            for k, run in enumerate((ours, hand)):
+                began = time.perf_counter()
+                jax.block_until_ready(run(number))
+                if number >= rounds:
+                    times[k].append(time.perf_counter() - began)
+        return statistics.median(times[0]), statistics.median(times[1])
+
+    xs = [jax.device_put(jnp.ones((n, 8)), batch) for n in (8, 16)]
+    host = [np.ones((n, 8), np.float32) for n in (8, 16)]
+    elsewhere = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("model")))
+    rows = []
+    for leaves in (2, 100):
+        ours, hand, state = pair(leaves)
+        both = [run for run in (ours, hand)]
+        what = f"{leaves} weights"
+        rows.append((f"dispatch, {what}", *medians(*[lambda n, f=f: f(state, xs[0]) for f in both])))
+        rows.append((f"  two shapes in turn, {what}", *medians(*[lambda n, f=f: f(state, xs[n % 2]) for f in both])))
+        rows.append((f"  a batch from the host, {what}", *medians(*[lambda n, f=f: f(state, host[0]) for f in both])))
+        rows.append((
+            f"  a batch that lies elsewhere (by hand: device_put), {what}",
+            *medians(lambda n: ours(state, elsewhere), lambda n: hand(state, jax.device_put(elsewhere, batch))),
+        ))  # fmt: skip
+    return rows
 
 
 # -- a deep model without a loop
@@ -206,11 +253,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--layers", type=int, default=96)
+    parser.add_argument("--only", choices=["dispatch"], help="leave out the rest")
     args = parser.parse_args()
     mp.virtual_devices(8)
     table = Table(title=f"mp.jit next to hand-written PartitionSpecs (jax {jax.__version__})")
     for column in ("", "mp.jit", "jax.jit by hand", "ratio", "aim"):
         table.add_column(column, justify="right" if column else "left")
+    for what, ours, hand in dispatch_times(args.rounds):
+        table.add_row(what, f"{1e6 * ours:.0f} µs", f"{1e6 * hand:.0f} µs", f"{ours / hand:.2f}", "≤ 1.2")
+    if args.only == "dispatch":
+        Console().print(table)
+        return
     infer_s, plan_s, ops = inference_time()
     table.add_row(f"inference, {ops} ops of train_lm's step", f"{1e3 * infer_s:.0f} ms", "", "", "≤ 100 ms")
     table.add_row("  and its plan", f"{1e3 * plan_s:.0f} ms", "", "", "")

@@ -10,7 +10,7 @@ from . import (
     errors,
     report,  # noqa: F401 (plans learn from reports how they are shown)
 )
-from .api import Jitted, init, jit, plan
+from .api import check, compile, init, jit, plan
 from .errors import (
     AxisConflictError,
     CheckError,
@@ -30,6 +30,7 @@ from .errors import (
     UnknownDimError,
     UnsupportedError,
 )
+from .jitted import Jitted
 from .layers import checkpoint_policies
 from .layers.accumulate import accumulate
 from .layers.attention import attention
@@ -41,8 +42,7 @@ from .planned import Plan
 from .program.declare import kernel_rule
 from .program.kernels import KernelSend, KernelWork
 from .program.primitives import named, rename
-from .verify.aot import Compiled, compile, compile_lowered
-from .verify.check import check
+from .verify.aot import Compiled, compile_lowered
 
 __version__ = "0.1.0"
 

@@ -1,30 +1,57 @@
-"""``mp.jit``, ``mp.plan`` and ``mp.init``: a function, a mesh and a layout in, a sharded function or a plan out."""
+"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check`` and ``mp.compile``: a function, a mesh and a layout in."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, TypedDict, Unpack, overload
+
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .dims import DimsLike, PathDims, did_you_mean
-from .errors import UnsupportedError
-from .jitted import Jitted
+from .errors import MeshError, UnsupportedError
+from .jitted import KEEP, Jitted, Lowering, Mode, P, R, options_apart
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
+from .mesh import mesh as make_mesh
 from .mesh import planned_mesh
 from .passes.overlap import MODES
 from .planned import Plan
+from .verify.aot import Compiled, Effort, mesh_to_compile_for
+from .verify.check import Report, check_layouts
+from .verify.jobs import Progress
 
-Lowering = Literal["jit", "shard_map"]
-Mode = Literal["auto", "xla", "ring", "pallas", "off"]
 LayoutLike = Layout | str | Mapping[str, Any] | Sequence[Any]
 DimsPatterns = Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | PathDims | None
 
 
+class _JitOptions(TypedDict, total=False):
+    """The options of :func:`jit` that may be left out."""
+
+    dims: DimsPatterns
+    lowering: Lowering
+    overlap: Mode | None
+    strict: bool
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    keep_unused: bool
+    compiler_options: Mapping[str, Any] | None
+
+
+@overload
+def jit(
+    fn: Callable[P, R], *, mesh: AnyMesh | str, layout: LayoutLike, **options: Unpack[_JitOptions]
+) -> Jitted[P, R]: ...
+@overload
+def jit(
+    fn: None = None, *, mesh: AnyMesh | str, layout: LayoutLike, **options: Unpack[_JitOptions]
+) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
 def jit(
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: AnyMesh,
+    mesh: AnyMesh | str,
     layout: LayoutLike,
     dims: DimsPatterns = None,
     lowering: Lowering = "jit",
@@ -42,38 +69,30 @@ def jit(
     Args:
       fn: an ordinary function of arrays, trees of arrays, and nnx modules or optimizers (updated in place, as
         ``nnx.jit`` does). Used as a decorator if left out.
-      mesh: from :func:`meshpar.mesh`, or any ``jax.sharding.Mesh`` with Auto axes.
+      mesh: from :func:`meshpar.mesh`, its text, or any ``jax.sharding.Mesh`` (of which Explicit axes are taken as Auto ones).
       layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
       dims: tree-path patterns → dims, for what carries no Flax metadata: ``{"batch/tokens": "batch seq"}``.
       lowering: ``"jit"``: XLA partitions, held to the plan by sharding constraints. ``"shard_map"``: meshpar partitions, and
         what the plan lists is what is sent.
-      overlap: of the ``"shard_map"`` lowering: how gathers before products, and reduce-scatters after them, are made. ``"ring"``:
-        in blocks, each sent while another is multiplied; ``"xla"``, ``"off"``: by collectives of their own; ``"auto"`` (the
-        default): whichever leaves less exposed by the plan's estimate, so ``"xla"`` where the chip is not known. The plan's
-        ``overlaps`` have every decision, its reason and gain. ``"pallas"``: by one TPU kernel that sends while it multiplies,
-        where it takes the pair (the reasons say why not), as ``"auto"`` elsewhere; never a default, since it was not timed.
+      overlap: collective-matmul mode of the ``"shard_map"`` lowering, for all-gather → matmul and matmul → reduce-scatter pairs.
+        ``"ring"``: in blocks, each sent while another is multiplied. ``"xla"``, ``"off"``: by collectives of their own.
+        ``"auto"`` (the default): whichever leaves less communication exposed by the plan's estimate, so ``"xla"`` where the
+        chip is not known. ``"pallas"``: by one TPU kernel that sends while it multiplies, where it takes the pair, as ``"auto"``
+        elsewhere; never a default, since it was not timed. The plan's ``overlaps`` have every decision, its reason and gain.
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, compiler_options: as in ``jax.jit``.
 
     Returns:
-      A :class:`Jitted`: call it; ``.plan(*args)``, ``.check(*args)``, ``.lower(*args)``, ``.trace(*args)``. Arguments that lie
-      elsewhere are brought into place.
+      A :class:`Jitted` with the signature of ``fn``: call it; ``.plan(*args)``, ``.check(*args)``, ``.lower(*args)``,
+      ``.trace(*args)``, ``.compile(*args)``, ``.eval_shape(*args)``. Arguments that lie elsewhere are brought into place.
 
     Raises:
-      MeshparError: at the first call or plan; see :mod:`meshpar.errors`.
-      UnsupportedError: a lowering or an ``overlap`` that does not exist, or one that the ``"jit"`` lowering leaves to XLA.
+      UnsupportedError: no function; a lowering or an ``overlap`` that does not exist, or one that the ``"jit"`` lowering leaves
+        to XLA; a static or donated argument that the function does not have.
+      MeshError: text that is no mesh of the devices here, or a mesh with Manual axes.
+      LayoutSyntaxError, AxisConflictError: a layout that cannot be read.
+      MeshparError: the rest at the first call or plan; see :mod:`meshpar.errors`.
     """
-    if overlap is not None and overlap not in MODES:
-        raise UnsupportedError(f"there is no overlap {overlap!r}", fixes=did_you_mean(str(overlap), MODES, "modes"))
-    if lowering == "jit" and overlap in ("ring", "pallas"):
-        raise UnsupportedError(
-            f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and overlaps as it likes',
-            fixes=['add lowering="shard_map"', "or leave overlap out"],
-        )
-    if lowering not in LOWERINGS:
-        raise UnsupportedError(
-            f"there is no lowering {lowering!r}", fixes=did_you_mean(str(lowering), LOWERINGS, "lowerings")
-        )
     if fn is None:
         return functools.partial(
             jit, mesh=mesh, layout=layout, dims=dims, lowering=lowering, overlap=overlap, strict=strict,
@@ -81,33 +100,37 @@ def jit(
             donate_argnames=donate_argnames,
             keep_unused=keep_unused, compiler_options=compiler_options,
         )  # fmt: skip
+    _check_function(fn, "jit")
+    _check_lowering(lowering, overlap)
     return Jitted(
-        fn, mesh, Layout(layout), _patterns(dims), lowering=lowering, strict=strict, static_argnums=static_argnums,
-        static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames,
-        keep_unused=keep_unused, compiler_options=compiler_options, overlap=None if lowering == "jit" else overlap,
+        fn, _device_mesh(mesh), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
+        static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames, keep_unused=keep_unused, compiler_options=compiler_options,
+        overlap=None if lowering == "jit" else overlap,
     )  # fmt: skip
 
 
-def _patterns(dims: DimsPatterns) -> PathDims:
-    return dims if isinstance(dims, PathDims) else PathDims(dims)
-
-
+@options_apart
 def plan(
     fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str, layout: LayoutLike, dims: DimsPatterns = None,
-    topology: str | None = None, strict: bool = False, donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Iterable[str] | None = None, overlap: Mode = "off", **kwargs: Any,
+    lowering: Lowering | None = None, overlap: Mode | None = None, topology: str | None = None, strict: bool = False,
+    static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
+    kwargs: Mapping[str, Any] | None = None, **keywords: Any,
 ) -> Plan:  # fmt: skip
     """What a layout makes each device hold and send, without devices and without compiling.
 
     Args:
       fn: a function, e.g. a train step.
-      *args, **kwargs: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      *args, **keywords: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``plan`` is. (Where ``fn`` has an argument
+        of that name, a bare keyword is refused unless the argument is given by position or ``kwargs`` is given.)
       mesh: a mesh, a ``jax.sharding.AbstractMesh``, or text, ``"data=64, model=8"`` (-1 fills the topology).
+      layout, dims, strict, static_argnums, static_argnames: as in :func:`meshpar.jit`.
+      lowering, overlap: as in :func:`meshpar.jit`, and with the same defaults; ``overlap`` alone means ``"shard_map"``.
       topology: what an abstract mesh lies on, for times: ``"v5p:8x8x8"``, ``"2x v5e:16x16"``, ``"4x h100:8"`` (nodes of GPUs).
         Neither devices nor a compiler are needed. A mesh over devices knows its own.
-      layout, dims, strict: as in :func:`meshpar.jit`.
       donate_argnums, donate_argnames: arguments whose memory the results may take; as in ``jax.jit``.
-      overlap: as in :func:`meshpar.jit`; ``"auto"`` is what its ``"shard_map"`` lowering does if it is left out there.
 
     Returns:
       A :class:`meshpar.Plan`: print it, or read ``inputs``, ``outputs``, ``collectives``, ``memory``, ``time``, ``notes``,
@@ -115,16 +138,21 @@ def plan(
 
     Raises:
       MeshError: a topology that is not known, that the mesh does not fill, or beside a mesh of devices.
+      MeshparError: as :func:`meshpar.jit`; and what does not fit the arguments; see :mod:`meshpar.errors`.
     """
+    _check_function(fn, "plan")
+    lowering = lowering or ("jit" if overlap in (None, "off") else "shard_map")
+    _check_lowering(lowering, overlap)
     return Jitted(
-        fn, planned_mesh(mesh, topology), Layout(layout), _patterns(dims), strict=strict, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames, topology=topology, overlap=overlap,
-    ).plan(*args, **kwargs)  # fmt: skip
+        fn, _auto(planned_mesh(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
+        static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames, topology=topology, overlap=None if lowering == "jit" else overlap,
+    ).plan(*args, **keywords, **(kwargs or {}))  # fmt: skip
 
 
 def init(
-    create: Callable[..., Any], *, mesh: AnyMesh, layout: LayoutLike, dims: DimsPatterns = None, strict: bool = False
-) -> Jitted:
+    create: Callable[P, R], *, mesh: AnyMesh | str, layout: LayoutLike, dims: DimsPatterns = None, strict: bool = False
+) -> Jitted[P, R]:
     """Make parameters and optimizer state born sharded: no device ever holds them whole.
 
     Args:
@@ -134,5 +162,191 @@ def init(
 
     Returns:
       A function with the arguments of ``create``, whose results are sharded as the layout says.
+
+    Raises:
+      as :func:`meshpar.jit`.
     """
-    return Jitted(create, mesh, Layout(layout), _patterns(dims), strict=strict, init=True)
+    _check_function(create, "init")
+    return Jitted(create, _device_mesh(mesh), Layout(layout), _patterns(dims), strict=strict, init=True)
+
+
+@options_apart
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    layouts: Any,
+    meshes: Iterable[Mesh | str] | None = None,
+    mesh: Mesh | str | None = None,
+    dims: DimsPatterns = None,
+    lowerings: Sequence[Lowering] = ("jit",),
+    overlap: Mode | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    tolerance: float = 1e-5,
+    raises: bool = True,
+    kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Report:
+    """Run a function sharded in every way asked for; compare every leaf of its results with the run on one device.
+
+    The arguments are copied: nothing of the caller's is donated or updated. State that the function updates in place
+    (nnx modules, optimizers) is compared as well.
+
+    Args:
+      fn: a function as :func:`meshpar.jit` takes it, e.g. a train step, or what ``mp.jit`` returned.
+      *args, **keywords: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
+      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``check`` is.
+      layouts: a layout or several; each a :class:`meshpar.Layout`, its text, or a Flax rule list.
+      meshes, mesh: the meshes, as ``mp.mesh`` makes them or as text for it. The default: all n devices as 1×n, 2×n/2
+        and 2×2×n/4 over the layout's axes in the order of its rules, with an idle axis for the sizes that are left;
+        those over which a size does not divide are skipped, and the report says so.
+      dims, static_argnums, static_argnames: as in :func:`meshpar.jit`; those of ``fn`` where ``mp.jit`` returned it.
+      lowerings: as in :func:`meshpar.jit`, one or several.
+      overlap: as in :func:`meshpar.jit`, for the lowerings that take it.
+      tolerance: the largest difference allowed, as a part of the largest value of the leaf, for f32 and wider; narrower
+        floats get more by their precision, at most 16 of their ulps. Integers, booleans and keys must be equal, NaNs
+        and infinities at the same places.
+      raises: raise at the first difference; else only note it in the report.
+
+    Returns:
+      A :class:`meshpar.verify.check.Report`: print it, or read ``ok`` and ``rows``.
+
+    Raises:
+      CheckError: a leaf differs, and rounding does not explain it: its path, by how much, the first op that goes wrong.
+      MeshError: fewer devices than a mesh needs.
+      DivisibilityError: a size that does not divide over a mesh that was given, or over each of the default ones.
+    """
+    _check_function(fn, "check")
+    given = {**keywords, **(kwargs or {})}
+    steps = fn._other if isinstance(fn, Jitted) else functools.partial(Jitted, fn)
+    options: dict[str, Any] = KEEP if dims is None and isinstance(fn, Jitted) else {**KEEP, "dims": _patterns(dims)}
+    if static_argnums is not None or static_argnames is not None:
+        options = {**options, "static_argnums": static_argnums, "static_argnames": static_argnames}
+
+    def subject(m: Mesh, layout: Layout, lowering: Lowering) -> Any:
+        step: Jitted[..., Any] = steps(
+            mesh=_auto(m), layout=layout, lowering=lowering, overlap=None if lowering == "jit" else overlap, **options
+        )
+        return step._subject(args, given)
+
+    for lowering in lowerings:
+        _check_lowering(lowering, None)
+    return check_layouts(
+        subject, layouts=layouts, meshes=[mesh] if mesh is not None else meshes, lowerings=lowerings, tolerance=tolerance,
+        raises=raises,
+    )  # fmt: skip
+
+
+@options_apart
+def compile(
+    fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str | None = None, layout: LayoutLike | None = None,
+    dims: DimsPatterns = None, lowering: Lowering = "jit", overlap: Mode | None = None, topology: str | None = None,
+    effort: Effort = "fast", timeout: float | None = None, cache: bool = True, progress: Progress = None,
+    compiler_options: Mapping[str, Any] | None = None, strict: bool = False, keep_unused: bool = False,
+    static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
+    kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+) -> Compiled:  # fmt: skip
+    """Compile a function under a layout with the real compiler, ahead of time and without the hardware.
+
+    The compiler runs in a process of its own, so that its crash is an error here; one at a time on a small machine
+    (``MESHPAR_COMPILES`` at once, else one for every four cores). Results are kept by content in ``MESHPAR_CACHE``, else in the
+    user's cache folder: source lines do not count as content, so that those of a cached result are of the first compilation.
+
+    Args:
+      fn: a function, or what :func:`meshpar.jit` returned (then layout, dims, lowering, static and donated arguments are its own).
+      *args, **keywords: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``compile`` is.
+      mesh: a mesh, an abstract mesh, or text (``"data=16, model=16"``) with ``topology``.
+      layout, dims, lowering, overlap, strict, keep_unused, static_argnums, static_argnames, donate_argnums, donate_argnames: as in
+        :func:`meshpar.jit`; what is donated matters to the peak memory.
+      topology: ``"v5e:16x16"``, ``"v5p:8x8x8"``, ``"tpu7x:4x4x4"``, ``"2x v6e:16x16"``, ``"h200:8"``, ``"b200:8"``. Left out, the
+        mesh says it. A mesh of CPU devices without ``topology`` is compiled for CPUs.
+      effort: ``"fast"``, or ``"full"``: the compiler's default.
+      timeout: seconds the compiler may take.
+      cache: whether to look on disk, and to write there.
+      progress: a line on stderr; None: on a terminal only; or a function of its text.
+      compiler_options: XLA options.
+
+    Returns:
+      A :class:`Compiled`.
+
+    Raises:
+      OutOfMemoryError: it does not fit; with what is held, and the rules that would hold less.
+      CompilerError: the compiler refuses, crashed, or took too long.
+      MeshError: an unknown topology, a mesh that does not fill it, or a compiler that is not installed.
+    """
+    _check_function(fn, "compile")
+    if not isinstance(fn, Jitted):
+        if layout is None or mesh is None:
+            raise UnsupportedError(
+                f"mp.compile needs {'a layout' if layout is None else 'a mesh'}",
+                fixes=['mp.compile(step, state, batch, mesh="data=16, model=16", topology="v5e:16x16", layout=…)'],
+            )
+        _check_lowering(lowering, overlap)
+        fn = Jitted(
+            fn, _auto(mesh_to_compile_for(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering,
+            strict=strict, keep_unused=keep_unused, overlap=None if lowering == "jit" else overlap,
+            static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+        )  # fmt: skip
+        mesh = topology = None
+    return fn.compile(
+        *args, mesh=mesh, topology=topology, effort=effort, timeout=timeout, cache=cache, progress=progress,
+        compiler_options=compiler_options, kwargs={**keywords, **(kwargs or {})},
+    )  # fmt: skip
+
+
+# -- what users hand in
+
+
+def _check_function(fn: Any, name: str) -> None:
+    if not callable(fn):
+        raise UnsupportedError(f"mp.{name} takes a function, not {fn!r}", fixes=[f"mp.{name}(step, mesh=…, layout=…)"])
+
+
+def _check_lowering(lowering: Any, overlap: Any) -> None:
+    if lowering not in LOWERINGS:
+        raise UnsupportedError(
+            f"there is no lowering {lowering!r}", fixes=did_you_mean(str(lowering), LOWERINGS, "lowerings")
+        )
+    if overlap is not None and overlap not in MODES:
+        raise UnsupportedError(f"there is no overlap {overlap!r}", fixes=did_you_mean(str(overlap), MODES, "modes"))
+    if lowering == "jit" and overlap in ("ring", "pallas"):
+        raise UnsupportedError(
+            f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and overlaps as it likes',
+            fixes=['add lowering="shard_map"', "or leave overlap out"],
+        )
+
+
+def _patterns(dims: DimsPatterns) -> PathDims:
+    return dims if isinstance(dims, PathDims) else PathDims(dims)
+
+
+def _device_mesh(mesh: AnyMesh | str) -> AnyMesh:
+    """A mesh as users give it; text is one over the devices that are here."""
+    return make_mesh(mesh) if isinstance(mesh, str) else _auto(mesh)
+
+
+def _auto(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with Auto axes; those of ``jax.make_mesh``, Explicit by default, are the same devices.
+
+    Raises:
+      MeshError: no mesh, or one with Manual axes.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(
+            f"mesh={mesh!r} is no mesh", fixes=['mp.mesh("data=4, model=2"), or the text alone: "data=4, model=2"']
+        )
+    kinds = getattr(mesh, "axis_types", ())
+    if AxisType.Manual in kinds:
+        raise MeshError(
+            "a mesh with Manual axes is one inside a shard_map, where everything is placed by hand",
+            fixes=["call mp.jit's function outside of the shard_map"],
+        )
+    if AxisType.Explicit not in kinds:
+        return mesh
+    auto = (AxisType.Auto,) * len(kinds)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)

@@ -3,116 +3,312 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from .arguments import (
-    annotation_of,
-    check_patterns,
-    donated_leaves,
-    name_state,
-    prefix_donation,
-    selected_arguments,
-    shape_key,
-    twins,
-    with_statics,
-)
-from .compat.jax import is_graph_node, is_tracer, without_gc
-from .dims import Dims, PathDims
-from .errors import MeshError
+from .compat.jax import DeviceArray, is_graph_node, jit_disabled, without_gc
+from .dims import Dims, PathDims, did_you_mean, fit_dims, near, path_matches
+from .errors import MeshError, PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
 from .passes import make_plan
 from .planned import Plan
 from .program import Program, infer, trace
+from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
+from .verify.check import Report, Subject, check_layouts
+from .verify.jobs import Progress
+
+KEEP: dict[str, Any] = {"donate_argnums": None, "donate_argnames": None}
+"""Options of a step that leaves its arguments alone."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+Lowering = Literal["jit", "shard_map"]
+Mode = Literal["auto", "xla", "ring", "pallas", "off"]
 
 
-class _Stale(Exception):
-    """The arguments no longer have the shapes that a compiled entry was made for."""
+# -- the arguments of one call
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """The arguments of one call, taken apart once; all that names, plans, lowers or runs them reads this.
+
+    Attributes:
+      tree: of (args, kwargs) without the static ones, in whose places positional ones leave a None.
+      leaves: of that tree; arrays, numbers, ``ShapeDtypeStruct``, and the static leaves of modules.
+      statics: (position or keyword, value) of the static arguments.
+      key: tells programs apart: tree, statics, and :func:`_leaf_key` of every leaf.
+    """
+
+    tree: Any
+    leaves: list[Any]
+    statics: tuple[tuple[int | str, Any], ...]
+    key: tuple[Any, ...]
+
+    @property
+    def fixed(self) -> dict[int, Any]:
+        """The leaves that are no arrays, by position."""
+        return {i: k.value for i, k in enumerate(self.key[2]) if isinstance(k, _Fixed)}
+
+    @property
+    def dynamic(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as the tree has them."""
+        return jax.tree.unflatten(self.tree, self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """A leaf that is no array: part of the program."""
+
+    value: Any
+
+
+def _joined(arrays: Sequence[Any], fixed: Mapping[int, Any]) -> list[Any]:
+    """All leaves of a tree: the arrays, with those that are none in their positions."""
+    rest = iter(arrays)
+    return [fixed[i] if i in fixed else next(rest) for i in range(len(arrays) + len(fixed))]
+
+
+def _with_statics(
+    args: Sequence[Any], kwargs: Mapping[str, Any], statics: Sequence[tuple[int | str, Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) with the static arguments in their places."""
+    places = {k: v for k, v in statics if isinstance(k, int)}
+    names = {k: v for k, v in statics if isinstance(k, str)}
+    return tuple(places.get(i, x) for i, x in enumerate(args)), {**kwargs, **names}
+
+
+def _leaf_key(x: Any) -> Hashable:
+    """What a program depends on of a leaf: (shape, dtype, weak type); the type of a Python number; anything else whole."""
+    aval = getattr(x, "aval", None)
+    if aval is not None:
+        return aval.shape, aval.dtype, aval.weak_type
+    if isinstance(x, bool | int | float | complex):
+        return type(x), jax.dtypes.canonicalize_dtype(type(x))
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or np.dtype(object) == dtype or not hasattr(x, "shape"):
+        return _Fixed(x)
+    return (
+        tuple(x.shape),
+        jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True),
+        getattr(x, "weak_type", False),
+    )
+
+
+def _abstract(x: Any, key: Any) -> Any:
+    """What a leaf is traced as: its shape and dtype, and nothing of where it lies."""
+    return x if isinstance(key[0], type) else jax.ShapeDtypeStruct(key[0], key[1], weak_type=key[2])
+
+
+def _selected_arguments(nums: Any, names: Any, params: list[str], what: str, variadic: bool) -> frozenset[int | str]:
+    """The positions and the names of the arguments that ``<what>_argnums`` and ``<what>_argnames`` choose.
+
+    Raises:
+      UnsupportedError: an argument that the function does not have.
+    """
+    nums = () if nums is None else (nums,) if isinstance(nums, int) else tuple(nums)
+    names = () if names is None else (names,) if isinstance(names, str) else tuple(names)
+    for n in names:
+        if params and n not in params:
+            raise UnsupportedError(
+                f"{what}_argnames: the function has no argument `{n}`",
+                fixes=did_you_mean(n, params, "arguments"),
+            )
+    out: set[int | str] = set(names)
+    for n in nums:
+        if params and not variadic and not -len(params) <= n < len(params):
+            raise UnsupportedError(
+                f"{what}_argnums: the function has {len(params)} arguments, so there is no argument {n}",
+                fixes=[f"arguments are {', '.join(f'{i}: {p}' for i, p in enumerate(params))}"],
+            )
+        n = n % len(params) if params and n < 0 else n
+        out.add(n)
+        if n < len(params):
+            out.add(params[n])
+    return frozenset(out | {params.index(n) for n in names if n in params})
+
+
+def options_apart(api: F) -> F:
+    """Refuse a keyword that is an option of ``api`` and an argument of the function at once, unless it is clear which is meant.
+
+    ``api(fn, *args, <options>, kwargs=…, **keywords)``: the option is meant where the function's argument of that name is
+    given by position or in ``kwargs``, or where ``kwargs={}`` says that it keeps its default.
+    """
+    named = inspect.signature(api).parameters.values()
+    options = {p.name for p in named if p.kind is p.KEYWORD_ONLY} - {"kwargs"}
+
+    @functools.wraps(api)
+    def checked(fn: Any, *args: Any, **keywords: Any) -> Any:
+        shared = options & keywords.keys()
+        if shared and "kwargs" not in keywords:
+            try:
+                signature = inspect.signature(getattr(fn, "__wrapped__", fn))
+                given = signature.bind_partial(*args).arguments
+            except (TypeError, ValueError):  # no signature, or arguments that do not fit: the call will say so
+                return api(fn, *args, **keywords)
+            for name in sorted(shared & signature.parameters.keys() - given.keys()):
+                called = getattr(fn, "__name__", "the function")
+                raise UnsupportedError(
+                    f"`{name}` is an option of {api.__name__} and an argument of {called}: `{name}=` does not say which",
+                    fixes=[
+                        f"give the argument by position, or in kwargs={{{name!r}: …}}; `{name}=` is then the option",
+                        f"kwargs={{}} leaves the argument of {called} at its default",
+                    ],
+                )
+        return api(fn, *args, **keywords)
+
+    return cast(F, checked)
+
+
+def _has_graph_nodes(tree: Any) -> bool:
+    """Whether nnx objects with identity, modules and optimizers, are in a tree."""
+    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))
+
+
+# -- what is kept of a call
 
 
 @dataclass(eq=False, slots=True)
 class _Traced:
-    """A program with its trees, before any layout."""
+    """A program with its trees, before any layout.
+
+    Attributes:
+      out_tree: of the results.
+      fixed: the static leaves of the results, by position; the program has the others.
+      avals: of the program's arguments.
+    """
 
     program: Program
     out_tree: Any
+    fixed: dict[int, Any]
     avals: tuple[Any, ...]
+
+    def result(self, outs: Sequence[Any]) -> Any:
+        """The results as the function returns them."""
+        return jax.tree.unflatten(self.out_tree, _joined(outs, self.fixed) if self.fixed else outs)
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A program lowered for one structure and one set of shapes of the arguments."""
+    """A program lowered for one structure and one set of shapes of the arguments.
 
-    in_tree: Any
-    statics: tuple[Any, ...]
+    Attributes:
+      flat: flat arguments → flat results, to be traced.
+      run: the same, compiled.
+      arrays: positions of the call's leaves that are arguments of the program; None: all are.
+      donated: positions of the donated ones among these.
+    """
+
     plan: Plan
-    run: Any
+    traced: _Traced
     flat: Callable[..., list[Any]]
-    in_shardings: list[Any]
-    out_shardings: list[Any]
-    donate: tuple[int, ...]
-    out_tree: Any
+    run: Any
+    arrays: list[int] | None
+    in_shardings: list[NamedSharding]
+    out_shardings: list[NamedSharding]
+    donated: tuple[int, ...]
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        """The function's result for the leaves of a call."""
+        return self.traced.result(self.on_arrays(leaves if self.arrays is None else [leaves[i] for i in self.arrays]))
+
+    def on_arrays(self, arrays: list[Any]) -> list[Any]:
+        """Flat results for flat arguments; those that lie elsewhere are brought into place first."""
+        return self.run(*(
+            x if type(x) is not DeviceArray or x.sharding == s else _put(x, s)
+            for x, s in zip(arrays, self.in_shardings, strict=True)
+        ))  # fmt: skip
 
 
-class Jitted:
-    """What :func:`meshpar.jit` returns: it is called, lowered and traced as the result of ``jax.jit`` is.
+def _put(x: Any, sharding: NamedSharding) -> Any:
+    """An array where jit wants it; what no one put anywhere is left to jit."""
+    return x if not x.committed or _same_place(x.sharding, sharding, x.ndim) else jax.device_put(x, sharding)
+
+
+@functools.lru_cache(4096)
+def _same_place(mine: Any, sharding: NamedSharding, ndim: int) -> bool:
+    return isinstance(mine, NamedSharding) and mine.mesh == sharding.mesh and mine.is_equivalent_to(sharding, ndim)
+
+
+class Jitted(Generic[P, R]):
+    """What :func:`meshpar.jit` returns: call it; it behaves as what ``jax.jit`` returns does.
 
     Attributes:
       mesh, layout: what it was made with.
+      lowering: ``"jit"`` or ``"shard_map"``.
+      overlap: as in :func:`meshpar.jit`, the default filled in.
+      topology: the slice that an abstract mesh lies on, as text, or None.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], mesh: AnyMesh, layout: Layout, dims: PathDims, *, lowering: str = "jit", strict: bool = False,
+        self, fn: Callable[P, R], mesh: AnyMesh, layout: Layout, dims: PathDims, *, lowering: Lowering = "jit",
+        overlap: Mode | None = None, strict: bool = False, topology: str | None = None, init: bool = False,
         static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
         donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
-        keep_unused: bool = False, compiler_options: Mapping[str, Any] | None = None, init: bool = False,
-        topology: str | None = None, overlap: str | None = None,
+        keep_unused: bool = False, compiler_options: Mapping[str, Any] | None = None,
     ):  # fmt: skip
-        functools.update_wrapper(self, fn)
-        self.fn, self.mesh, self.layout, self.dims = fn, mesh, layout, dims
-        self.lowering, self.strict, self.is_init = lowering, strict, init
-        self.keep_unused, self.compiler_options, self.topology = keep_unused, compiler_options, topology
-        self.overlap = overlap or ("auto" if lowering == "shard_map" else "off")
+        functools.update_wrapper(self, fn, updated=())
+        self._options = {
+            "mesh": mesh, "layout": layout, "dims": dims, "lowering": lowering, "overlap": overlap, "strict": strict,
+            "topology": topology, "init": init, "static_argnums": static_argnums, "static_argnames": static_argnames,
+            "donate_argnums": donate_argnums, "donate_argnames": donate_argnames, "keep_unused": keep_unused,
+            "compiler_options": compiler_options,
+        }  # fmt: skip
+        self.mesh, self.layout, self.topology = mesh, layout, topology
+        self.lowering: Lowering = lowering
+        self.overlap: Mode = overlap or ("auto" if lowering == "shard_map" else "off")
+        self._fn: Callable[..., Any] = fn
+        self._dims, self._strict, self._init = dims, strict, init
+        self._keep_unused, self._compiler_options = keep_unused, dict(compiler_options or {})
         try:
-            self.signature: inspect.Signature | None = inspect.signature(fn)
+            self._signature: inspect.Signature | None = inspect.signature(fn)
         except (TypeError, ValueError):
-            self.signature = None
-        names = list(self.signature.parameters) if self.signature else []
-        kinds = {p.kind for p in self.signature.parameters.values()} if self.signature else set()
-        variadic = bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
-        self.static = selected_arguments(static_argnums, static_argnames, names, "static", variadic)
-        self.donated = selected_arguments(donate_argnums, donate_argnames, names, "donate", variadic)
-        self._entries: dict[Any, _Entry] = {}
-        self._plans: dict[Any, Plan] = {}
-        self._traced: dict[Any, _Traced] = {}
-        self._last: _Entry | None = None
-        self._graph: bool | None = None
+            self._signature = None
+        params = self._signature.parameters if self._signature else {}
+        variadic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in params.values())
+        self._static = _selected_arguments(static_argnums, static_argnames, list(params), "static", variadic)
+        self._donated = _selected_arguments(donate_argnums, donate_argnames, list(params), "donate", variadic)
+        self._graph = False
+        self.clear_cache()
 
     # -- what users call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._uses_graph(args, kwargs):
-            with self.pure(args, kwargs) as pure:
-                out = self.run(*pure)
-                _, _, result = nnx.from_tree(out, ctxtag=self, is_inner=False)
-            return result
-        return self.run(args, kwargs)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if jit_disabled():
+            with self._no_names():
+                return self._fn(*args, **kwargs)
+        if not (self._graph or self._init):
+            call = self._call(args, kwargs)
+            try:
+                entry = self._entries.get(call.key)
+            except TypeError:  # a value without a hash, which the slow path names
+                entry = None
+            if entry is not None:
+                return entry(call.leaves)
+        return self._first_call(args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments (arrays or ``ShapeDtypeStruct``); nothing runs, nothing is compiled."""
-        with self.pure(args, kwargs) as (pure, pure_kwargs):
-            return self._plan(pure, pure_kwargs)[0]
+        """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``); nothing runs, nothing is compiled.
+
+        Raises:
+          MeshparError: names, sizes or rules that do not fit; see :mod:`meshpar.errors`.
+        """
+        with self._pure(args, kwargs) as pure:
+            return self._plan(self._call(*pure))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower for these arguments, as ``jax.jit(f).lower`` does."""
@@ -122,191 +318,235 @@ class Jitted:
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace for these arguments, as ``jax.jit(f).trace`` does."""
-        with self.pure(args, kwargs) as (pure, pure_kwargs):
-            entry = self.entry(pure, pure_kwargs)
+        with self._pure(args, kwargs) as pure:
+            call = self._call(*pure)
+            entry = self._entry(call)
+        arrays = range(len(call.leaves)) if entry.arrays is None else entry.arrays
+        placed: list[Any] = [None] * len(call.leaves)
+        for i, aval, s in zip(arrays, entry.traced.avals, entry.in_shardings, strict=True):
+            placed[i] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=s, weak_type=aval.weak_type)
+        call_args, call_kwargs = jax.tree.unflatten(call.tree, placed)
+        statics = {k for k, _ in call.statics}
+        call_args = tuple(x for i, x in enumerate(call_args) if i not in statics)  # as jax.jit: statics are gone
+
+        def step(*a: Any, **k: Any) -> Any:
+            return entry.traced.result(entry.flat(*jax.tree.leaves((a, k))))
+
+        step.__name__ = getattr(self, "__name__", "step")
+        nums, names = _prefix_donation(call_args, call_kwargs, set(entry.donated))
+        jitted = jax.jit(
+            step, out_shardings=None if entry.traced.fixed else jax.tree.unflatten(entry.traced.out_tree, entry.out_shardings),
+            donate_argnums=nums, donate_argnames=names, keep_unused=self._keep_unused, **self._jit_options(),
+        )  # fmt: skip
         with without_gc():
-            dynamic, statics = self.split(pure, pure_kwargs)
-            leaves, _ = jax.tree.flatten(dynamic)
-            placed = iter(
-                jax.ShapeDtypeStruct(
-                    np.shape(x), jax.dtypes.result_type(x) if not hasattr(x, "dtype") else x.dtype, sharding=s
-                )
-                for x, s in zip(leaves, entry.in_shardings, strict=True)
-            )
-            (call_args, call_kwargs) = jax.tree.map(lambda _: next(placed), dynamic)
-            positions = {k for k, _ in statics}
-            call_args = tuple(x for i, x in enumerate(call_args) if i not in positions)  # as jax.jit: statics are gone
-
-            def step(*a: Any, **k: Any) -> Any:
-                return jax.tree.unflatten(entry.out_tree, entry.flat(*jax.tree.leaves((a, k))))
-
-            step.__name__ = getattr(self.fn, "__name__", "step")
-            flat = set(entry.donate)
-            tree_donate = prefix_donation((call_args, call_kwargs), flat)
-            jitted = jax.jit(
-                step,
-                out_shardings=jax.tree.unflatten(entry.out_tree, entry.out_shardings),
-                donate_argnums=tree_donate[0],
-                donate_argnames=tree_donate[1],
-                keep_unused=self.keep_unused,
-            )
             return jitted.trace(*call_args, **call_kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Shapes and dtypes of the results."""
-        (dynamic, rest), statics = self.split(args, kwargs)
+        """The results as ``jax.ShapeDtypeStruct``, nnx objects as objects of these; nothing runs, nothing is updated."""
+        call = self._call(args, kwargs)
+        if self._init or _has_graph_nodes((args, kwargs)):
+            with capture_names(self.mesh.axis_names):
 
-        def fn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            args, kwargs = with_statics(args, kwargs, statics)
-            return self.fn(*args, **kwargs)
+                def plain(args: Any, kwargs: Any) -> Any:
+                    args, kwargs = _with_statics(args, kwargs, call.statics)
+                    return self._fn(*args, **kwargs)
 
-        return jax.eval_shape(fn, dynamic, rest)
+                return nnx.eval_shape(plain, *call.dynamic)
+        traced = self._trace(call)
+        return traced.result([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in traced.program.outputs])
 
-    def check(self, *args: Any, **kwargs: Any) -> Any:
-        """Compare this layout with the unsharded run on these arguments; see :func:`meshpar.check`."""
-        from .verify.check import check
+    def check(self, *args: Any, **kwargs: Any) -> Report:
+        """Compare this layout with the unsharded run on these arguments; see :func:`meshpar.check`.
 
-        assert isinstance(self.mesh, Mesh)
-        return check(self, *args, kwargs=kwargs, meshes=[self.mesh], layouts=[self.layout], lowerings=[self.lowering],
-                     overlap=self.overlap)  # fmt: skip
+        Returns:
+          A :class:`meshpar.verify.check.Report`: print it.
 
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        Raises:
+          CheckError: a result differs, and rounding does not explain it.
+          MeshError: an abstract mesh, which has no devices to run on.
+        """
+        if not isinstance(self.mesh, Mesh):
+            raise _no_devices("a check runs the step")
+        return check_layouts(
+            lambda mesh, *_: self._other(mesh=mesh, **KEEP)._subject(args, kwargs),
+            layouts=[self.layout], meshes=[self.mesh], lowerings=[self.lowering],
+        )  # fmt: skip
+
+    @options_apart
+    def compile(
+        self, *args: Any, mesh: AnyMesh | str | None = None, topology: str | None = None, effort: Effort = "fast",
+        timeout: float | None = None, cache: bool = True, progress: Progress = None,
+        compiler_options: Mapping[str, Any] | None = None, kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+    ) -> Compiled:  # fmt: skip
         """Compile ahead of time with the real compiler, for devices that need not be here; see :func:`meshpar.compile`.
 
-        Its own options (``topology=``, ``mesh=``, ``effort=``, ``timeout=``, ``cache=``, ``progress=``,
-        ``compiler_options=``) stand beside the arguments of the function.
+        Args:
+          *args, **keywords: of the function; arrays or ``jax.ShapeDtypeStruct``. ``kwargs``: those called as an option is.
+          mesh, topology: what to compile for, if not for its own mesh.
+          effort, timeout, cache, progress, compiler_options: as in :func:`meshpar.compile`.
         """
-        from .verify.aot import compile
+        given = {**keywords, **(kwargs or {})}
+        if mesh is None:
+            mesh, topology = self.mesh, topology or self.topology
+        where = mesh_to_compile_for(mesh, topology)
+        step = self if where is self.mesh else self.on(where)
+        return compile_lowered(
+            step.lower(*args, **given), effort=effort, timeout=timeout, cache=cache, progress=progress,
+            compiler_options={**self._compiler_options, **(compiler_options or {})}, name=getattr(self, "__name__", "step"),
+            plan=step.plan(*args, **given), mesh=step.mesh,
+        )  # fmt: skip
 
-        return compile(self, *args, **kwargs)
+    def on(
+        self, mesh: AnyMesh | None = None, *, layout: Layout | None = None, lowering: Lowering | None = None,
+    ) -> Jitted[P, R]:  # fmt: skip
+        """The same function on another mesh, under another layout, or by another lowering; what is left out stays."""
+        lowering = lowering or self.lowering
+        return self._other(
+            mesh=self.mesh if mesh is None else mesh, layout=self.layout if layout is None else layout, lowering=lowering,
+            overlap=self.overlap if lowering == self.lowering else None, topology=self.topology if mesh is None else None,
+        )  # fmt: skip
 
-    def on(self, mesh: AnyMesh) -> Jitted:
-        """The same function under the same layout on another mesh."""
-        other = copy.copy(self)
-        other.mesh, other.topology = mesh, None
-        other.clear_cache()
+    def _other(self, **changed: Any) -> Jitted[P, R]:
+        """The same function with other options of ``__init__``; it shares the programs where these are the same."""
+        other = Jitted(self._fn, **{**self._options, **changed})
+        axes = set(other.mesh.axis_names)
+        if (other._dims, other._static, axes) == (self._dims, self._static, set(self.mesh.axis_names)):
+            other._traced = self._traced
         return other
 
     def clear_cache(self) -> None:
-        """Forget compiled programs."""
-        self._entries, self._plans, self._traced = {}, {}, {}
-        self._last = None
+        """Forget programs, plans and compiled code."""
+        self._entries: dict[Any, _Entry] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._traced: dict[Any, _Traced] = {}
 
-    # -- arguments
+    # -- arguments and results
 
-    def _uses_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if self._graph is None or not self._graph:
-            found = (
-                any(is_graph_node(x) for x in jax.tree.leaves((args, kwargs), is_leaf=is_graph_node))
-                if (self._graph is None)
-                else any(map(is_graph_node, args))
-            )
-            self._graph = found
-        return self._graph or self.is_init
+    def _first_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
+        """A call for which nothing is compiled yet, or of nnx objects, which are taken apart and updated."""
+        with self._pure(args, kwargs) as pure:
+            call = self._call(*pure)
+            return self._returned(self._entry(call)(call.leaves))
+
+    def _returned(self, out: Any) -> Any:
+        """The function's result, of what the program returns; nnx objects are updated."""
+        if self._graph or self._init:
+            _, _, out = nnx.from_tree(out, ctxtag=self, is_inner=False)
+        return out
 
     @contextlib.contextmanager
-    def pure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments as trees of arrays, while in this context: nnx objects are taken apart."""
-        if self._uses_graph(args, kwargs):
+    def _pure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """(args, kwargs) as trees of arrays, while in this context: nnx objects are taken apart."""
+        if not self._graph:
+            self._graph = _has_graph_nodes((args, dict(kwargs)))
+        if self._graph or self._init:
             with nnx.update_context(self):
-                yield nnx.to_tree((args, kwargs), ctxtag=self)
+                yield nnx.to_tree((args, dict(kwargs)), ctxtag=self)
         else:
-            yield args, kwargs
+            yield args, dict(kwargs)
 
-    def function(self, tree: Any, statics: tuple[Any, ...]) -> Callable[..., Any]:
-        """The function over flat arrays: it puts its arguments together, and takes apart what it updates and returns."""
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
+        statics: tuple[tuple[int | str, Any], ...] = ()
+        if self._static:
+            statics = (
+                *((i, x) for i, x in enumerate(args) if i in self._static),
+                *((k, x) for k, x in kwargs.items() if k in self._static),
+            )
+            args = [None if i in self._static else x for i, x in enumerate(args)]
+            kwargs = {k: x for k, x in kwargs.items() if k not in self._static}
+        leaves, tree = jax.tree.flatten((tuple(args), kwargs))
+        return _Call(tree, leaves, statics, (tree, statics, tuple(map(_leaf_key, leaves))))
+
+    def _named(self, call: _Call) -> list[Leaf]:
+        """The leaves with their tree paths, names and kinds."""
+        return self._named_arguments(*call.dynamic)
+
+    def _named_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+        out: list[Leaf] = []
+        for i, x in enumerate(args):
+            out += flatten_named(x, self._argument_path(i))
+        for k in sorted(kwargs):
+            out += flatten_named(kwargs[k], (k,))
+        return out
+
+    def _argument_path(self, i: int) -> tuple[str, ...]:
+        """The path of positional argument ``i``: its name, or (name, number) within ``*args``."""
+        params = list(self._signature.parameters.values()) if self._signature else []
+        for k, p in enumerate(params):
+            if p.kind is p.VAR_POSITIONAL and i >= k:
+                return p.name, str(i - k)
+        return (params[i].name if i < len(params) else str(i),)
+
+    def _donated_leaves(self, call: _Call) -> frozenset[int]:
+        """Positions, among the arrays of a call, of those that belong to donated arguments."""
+        if not self._donated:
+            return frozenset()
+        args, kwargs = call.dynamic
+        out: list[int] = []
+        n = 0
+        for ident, x in [*enumerate(args), *sorted(kwargs.items())]:
+            size = len(jax.tree.leaves(x))
+            out += range(n, n + size) if ident in self._donated else ()
+            n += size
+        place = {i: k for k, i in enumerate(i for i in range(n) if i not in call.fixed)}
+        return frozenset(place[i] for i in out if i in place)
+
+    def _function(self, call: _Call) -> Callable[..., Any]:
+        """The function over the arrays of a call: it puts its arguments together, and takes apart what it updates and returns."""
+        tree, statics = call.tree, call.statics
+        fixed = call.fixed
 
         def flat(*xs: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(tree, xs)
-            args, kwargs = with_statics(args, kwargs, statics)
-            if not (self._graph or self.is_init):
-                return self.fn(*args, **kwargs)
+            args, kwargs = jax.tree.unflatten(tree, _joined(xs, fixed))
+            args, kwargs = _with_statics(args, kwargs, statics)
+            if not (self._graph or self._init):
+                return self._fn(*args, **kwargs)
             args, kwargs = nnx.from_tree((args, kwargs), ctxtag=self, is_inner=True)
-            out = self.fn(*args, **kwargs)
+            out = self._fn(*args, **kwargs)
             kept = jax.tree.map(lambda x: x if is_graph_node(x) else None, (args, kwargs), is_leaf=is_graph_node)
             return nnx.to_tree((*kept, out), ctxtag=self)
 
         return flat
 
-    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-        """((dynamic args, dynamic kwargs), static ones)."""
-        if not self.static:
-            return (tuple(args), dict(kwargs)), ()
-        names = list(self.signature.parameters) if self.signature else []
-        statics: list[Any] = []
-        dynamic: list[Any] = []
-        for i, x in enumerate(args):
-            if i in self.static or (i < len(names) and names[i] in self.static):
-                statics.append((i, x))
-                dynamic.append(None)
-            else:
-                dynamic.append(x)
-        rest = {}
-        for k, x in kwargs.items():
-            if k in self.static:
-                statics.append((k, x))
-            else:
-                rest[k] = x
-        return (tuple(dynamic), rest), tuple(statics)
-
-    def _arg_name(self, i: int, count: int) -> str:
-        if self.signature is None:
-            return str(i)
-        params = list(self.signature.parameters.values())
-        for k, p in enumerate(params):
-            if p.kind is inspect.Parameter.VAR_POSITIONAL and i >= k:
-                return f"{p.name}/{i - k}"
-        return params[i].name if i < len(params) else str(i)
-
-    def _leaves(self, dynamic: tuple[Any, Any]) -> list[Leaf]:
-        args, kwargs = dynamic
-        out: list[Leaf] = []
-        for i, x in enumerate(args):
-            out += flatten_named(x, tuple(self._arg_name(i, len(args)).split("/")))
-        for k in sorted(kwargs):
-            out += flatten_named(kwargs[k], (k,))
-        return out
-
     # -- programs, plans, entries
 
-    def _key(self, dynamic: Any, statics: tuple[Any, ...]) -> tuple[Any, list[Any], Any]:
-        leaves, tree = jax.tree.flatten(dynamic)
-        return (tree, statics, tuple(map(shape_key, leaves))), leaves, tree
-
-    def _trace(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[_Traced, Any, list[Any], Any, tuple[Any, ...]]:
-        dynamic, statics = self.split(args, kwargs)
-        key, leaves, tree = self._key(dynamic, statics)
-        found = self._traced.get(key)
+    def _trace(self, call: _Call) -> _Traced:
+        found = self._traced.get(call.key)
         if found is None:
-            found = self._traced[key] = self._make_program(dynamic, statics, leaves, tree)
-        return found, key, leaves, tree, statics
+            found = self._traced[call.key] = self._make_program(call)
+        return found
 
-    def _make_program(self, dynamic: Any, statics: tuple[Any, ...], leaves: list[Any], tree: Any) -> _Traced:
-        named = self._leaves(dynamic)
-        if len(named) != len(leaves):
+    def _make_program(self, call: _Call) -> _Traced:
+        keys = call.key[2]
+        named = self._named(call)
+        if len(named) != len(keys):
             raise AssertionError("paths and leaves do not match")
+        arrays = [
+            (_abstract(leaf.value, key), leaf)
+            for leaf, key in zip(named, keys, strict=True)
+            if not isinstance(key, _Fixed)
+        ]
+        named = [leaf for _, leaf in arrays]
         used: set[str] = set()
-        annotations = [annotation_of(leaf, self.dims, used) for leaf in named]
+        annotations = [_annotation_of(leaf, self._dims, used) for leaf in named]
 
         with capture_names(self.mesh.axis_names):
-            closed, shapes, out_leaves = trace(self.function(tree, statics), leaves)
+            closed, shapes, out_leaves = trace(self._function(call), [x for x, _ in arrays])
         results = self._results(shapes)
         if len(results) != len(out_leaves):
             raise AssertionError("paths and results do not match")
-        twin_of = twins(named, annotations)
+        twin_of = _twins(named, annotations)
         out_annotations: list[Dims | None] = []
         for leaf in results:
-            mine = annotation_of(leaf, self.dims, used) if self.is_init else leaf.dims
+            mine = _annotation_of(leaf, self._dims, used) if self._init else leaf.dims
             twin = twin_of(leaf)
             if twin is not None:
                 mine = mine or twin[1]
                 leaf.kind = leaf.kind or twin[0].kind
             out_annotations.append(mine)
-        if self.is_init:
-            name_state(results, out_annotations)
-        check_patterns(self.dims, used, [leaf.path for leaf in (*named, *(results if self.is_init else ()))])
+        if self._init:
+            _name_state(results, out_annotations)
+        _check_patterns(self._dims, used, [leaf.path for leaf in (*named, *(results if self._init else ()))])
         with without_gc():
             program = infer(
                 closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results]
@@ -315,84 +555,190 @@ class Jitted:
             value.kind = leaf.kind
         for value, leaf in zip(program.outputs, results, strict=True):
             value.kind = value.kind or leaf.kind
-        return _Traced(program, jax.tree.structure(shapes), tuple(closed.in_avals))
+        return _Traced(program, jax.tree.structure(shapes), {}, tuple(closed.in_avals))
 
     def _results(self, shapes: Any) -> list[Leaf]:
         """The leaves of the results; updated arguments keep their own paths."""
-        if not (self._graph or self.is_init):
+        if not (self._graph or self._init):
             return flatten_named(shapes)
         args, kwargs, out = shapes
-        return [*self._leaves((args, kwargs)), *flatten_named(out)]
+        return [*self._named_arguments(args, kwargs), *flatten_named(out)]
 
-    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Plan, _Traced, Any, Any, tuple[Any, ...]]:
-        traced, key, _, tree, statics = self._trace(args, kwargs)
-        plan = self._plans.get(key)
+    def _plan(self, call: _Call) -> Plan:
+        plan = self._plans.get(call.key)
         if plan is None:
+            program = self._trace(call).program
             with without_gc():
                 made = make_plan(
-                    traced.program, self.layout, self.mesh, strict=self.strict, init=self.is_init,
-                    topology=self.topology, donated=donated_leaves(self.split(args, kwargs)[0], self.donated, self.signature),
-                    overlap=self.overlap,
+                    program, self.layout, self.mesh, strict=self._strict, init=self._init, topology=self.topology,
+                    donated=self._donated_leaves(call), overlap=self.overlap,
                 )  # fmt: skip
-            plan = Plan.of(made)
-            self._plans[key] = plan
-        return plan, traced, key, tree, statics
+            plan = self._plans[call.key] = Plan.of(made)
+        return plan
 
-    def entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Entry:
-        dynamic, statics = self.split(args, kwargs)
-        key, _, _ = self._key(dynamic, statics)
-        entry = self._entries.get(key)
+    def _entry(self, call: _Call) -> _Entry:
+        entry = self._entries.get(call.key)
         if entry is None:
-            entry = self._entries[key] = self._lower(dynamic, *self._plan(args, kwargs))
+            entry = self._entries[call.key] = self._lower(call, self._plan(call))
         return entry
 
-    def _lower(
-        self, dynamic: Any, plan: Plan, traced: _Traced, key: Any, tree: Any, statics: tuple[Any, ...]
-    ) -> _Entry:
+    def _lower(self, call: _Call, plan: Plan) -> _Entry:
         if not isinstance(self.mesh, Mesh):
-            raise MeshError("an abstract mesh has no devices to run on", fixes=["plan with it, or give mp.mesh(…)"])
-        del key
+            raise _no_devices()
         with without_gc():
             flat, ins, outs = LOWERINGS[self.lowering](plan, self.mesh)
-        donate = donated_leaves(dynamic, self.donated, self.signature)
-        avals = traced.avals
+        same: dict[NamedSharding, NamedSharding] = {}  # one object for equal ones: results go in again, told by `is`
+        ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
+        donated = tuple(sorted(plan.donated))
 
-        def checked(*xs: Any) -> list[Any]:
-            for x, aval in zip(xs, avals, strict=True):
-                if x.aval.shape != aval.shape or x.aval.dtype != aval.dtype or x.aval.weak_type != aval.weak_type:
-                    raise _Stale
+        def step(*xs: Any) -> list[Any]:
             return flat(*xs)
 
-        checked.__name__ = getattr(self.fn, "__name__", "step")
-        options: dict[str, Any] = {"compiler_options": dict(self.compiler_options)} if self.compiler_options else {}
+        step.__name__ = getattr(self, "__name__", "step")
         run = jax.jit(
-            checked, in_shardings=tuple(ins), out_shardings=list(outs), donate_argnums=donate,
-            keep_unused=self.keep_unused, **options,
+            step, in_shardings=tuple(ins), out_shardings=list(outs), donate_argnums=donated,
+            keep_unused=self._keep_unused, **self._jit_options(),
         )  # fmt: skip
-        return _Entry(tree, statics, plan, run, flat, ins, outs, donate, traced.out_tree)
+        fixed = call.fixed
+        arrays = [i for i in range(len(call.leaves)) if i not in fixed] if fixed else None
+        return _Entry(plan, self._trace(call), flat, run, arrays, ins, outs, donated)
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        dynamic, statics = self.split(args, kwargs)
-        leaves, tree = jax.tree.flatten(dynamic)
-        last = self._last
-        if last is not None and last.in_tree == tree and last.statics == statics:
-            try:
-                return jax.tree.unflatten(last.out_tree, last.run(*leaves))
-            except (_Stale, ValueError):
-                pass  # other shapes, or arrays that lie elsewhere: find or make the entry, and bring them into place
-        entry = self.entry(args, kwargs)
-        self._last = entry
-        placed = [put(x, s) for x, s in zip(leaves, entry.in_shardings, strict=True)]
-        return jax.tree.unflatten(entry.out_tree, entry.run(*placed))
+    def _jit_options(self) -> dict[str, Any]:
+        return {"compiler_options": self._compiler_options} if self._compiler_options else {}
+
+    def _no_names(self) -> AbstractContextManager[None]:
+        """A context in which constraints over names and axes mean nothing, as on one device."""
+        return capture_names({*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)})
+
+    @contextlib.contextmanager
+    def _subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Subject]:
+        """What a check runs and compares, for these arguments."""
+        with self._pure(args, kwargs) as pure:
+            call = self._call(*pure)
+            entry = self._entry(call)
+            function = self._function(call)
+            arrays = call.leaves if entry.arrays is None else [call.leaves[i] for i in entry.arrays]
+
+            def alone(*xs: Any) -> list[Any]:
+                with self._no_names():
+                    return jax.tree.leaves(function(*xs))
+
+            yield Subject(entry.plan, arrays, alone, entry.on_arrays)
 
 
-def put(x: Any, sharding: Any) -> Any:
-    """Bring an array that lies elsewhere into place; what is not yet on a device is left to jit."""
-    if (
-        isinstance(x, jax.Array)
-        and not is_tracer(x)
-        and x.committed
-        and not x.sharding.is_equivalent_to(sharding, x.ndim)
-    ):
-        return jax.device_put(x, sharding)
-    return x
+def _no_devices(what: str = "") -> MeshError:
+    return MeshError(
+        f"an abstract mesh has no devices to run on{what and f', and {what}'}",
+        fixes=["plan with it, or give mp.mesh(…)"],
+    )
+
+
+# -- what arguments and results are called
+
+
+def _twins(named: list[Leaf], annotations: list[Dims | None]) -> Callable[[Leaf], tuple[Leaf, Dims | None] | None]:
+    """Finds the input that a result continues: ``0/params/w`` of a returned state is ``state/params/w`` of the argument."""
+    exact = {leaf.path: (leaf, dims) for leaf, dims in zip(named, annotations, strict=True)}
+    tails: dict[str, list[str]] = {}
+    for path in exact:
+        tails.setdefault(path.partition("/")[2], []).append(path)
+
+    def find(result: Leaf) -> tuple[Leaf, Dims | None] | None:
+        twin = exact.get(result.path)
+        for tail in (result.path, result.path.partition("/")[2]):
+            if twin is None and tail and len(tails.get(tail, ())) == 1:
+                twin = exact[tails[tail][0]]
+        return twin if twin is not None and np.shape(twin[0].value) == np.shape(result.value) else None
+
+    return find
+
+
+def _name_state(results: list[Leaf], annotations: list[Dims | None]) -> None:
+    """Give fresh optimizer state the names of its parameter: the one whose path ends alike.
+
+    A moment has the parameter's shape; factored ones (Adafactor, SM3) have some of its dims, if the sizes leave no doubt.
+    """
+    params = [(leaf, dims) for leaf, dims in zip(results, annotations, strict=True) if leaf.kind == "params" and dims]
+    by_end: dict[str, list[tuple[Leaf, Dims]]] = {}
+    for leaf, dims in params:
+        by_end.setdefault(leaf.path.rsplit("/", 1)[-1], []).append((leaf, dims))
+    for k, leaf in enumerate(results):
+        if leaf.kind != "opt" or annotations[k] is not None:
+            continue
+        mine = leaf.path.split("/")[::-1]
+        best, length = None, 0
+        for other, dims in by_end.get(mine[0], ()):
+            theirs = other.path.split("/")[::-1]
+            same = next(
+                (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
+            )
+            if same > length:
+                best, length = (other, dims), same
+        if best is not None:
+            annotations[k] = _dims_like(leaf.value.shape, best[0].value.shape, best[1])
+
+
+def _dims_like(shape: Sequence[int], whole: Sequence[int], dims: Dims) -> Dims | None:
+    """The names of an array whose dims are some of a parameter's; None where the sizes do not tell which."""
+    if len(shape) == len(whole) and all(n in (1, m) for n, m in zip(shape, whole, strict=True)):
+        return tuple(None if n == 1 else d for n, d in zip(shape, dims, strict=True))
+    found = {
+        picks
+        for picks in itertools.combinations(range(len(whole)), len(shape))
+        if tuple(whole[i] for i in picks) == tuple(shape)
+    }
+    if len(found) == 1 and shape:
+        return tuple(dims[i] for i in found.pop())
+    return None
+
+
+def _annotation_of(leaf: Leaf, patterns: PathDims, used: set[str]) -> Dims | None:
+    """The dims that a pattern gives a leaf, else its own; the pattern goes among those used."""
+    found = patterns.match(leaf.path)
+    if found is None:
+        return leaf.dims
+    pattern, dims = found
+    used.add(pattern)
+    return fit_dims(dims, np.shape(leaf.value), path=leaf.path, origin=f"the pattern {pattern!r}")
+
+
+def _check_patterns(patterns: PathDims, used: set[str], paths: list[str]) -> None:
+    """Every pattern is used.
+
+    Raises:
+      PatternError: one matches nothing, or only what an earlier one matches.
+    """
+    for pattern, _ in patterns.items:
+        if pattern in used:
+            continue
+        shadow = next((p for p in paths if path_matches(pattern, p)), None)
+        if shadow is not None:
+            earlier = patterns.match(shadow)
+            assert earlier is not None
+            raise PatternError(
+                f"the dims= pattern {pattern!r} is never used: {earlier[0]!r} stands before it and matches the same tensors",
+                path=shadow,
+                fixes=["the first pattern that matches wins: put the narrower one first"],
+            )
+        raise PatternError(
+            f"the dims= pattern {pattern!r} matches no tensor",
+            path=pattern,
+            fixes=[f"did you mean {' or '.join(map(repr, near(pattern, paths)))}?"] * bool(near(pattern, paths))
+            + [f"paths are: {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"],
+        )
+
+
+def _prefix_donation(args: Sequence[Any], kwargs: Mapping[str, Any], donated: set[int]) -> tuple[list[int], list[str]]:
+    """(positions, keywords) of the arguments all of whose leaves are among these."""
+    nums: list[int] = []
+    names: list[str] = []
+    n = 0
+    for ident, x in [*enumerate(args), *sorted(kwargs.items())]:
+        size = len(jax.tree.leaves(x))
+        if size and donated.issuperset(range(n, n + size)):
+            if isinstance(ident, int):
+                nums.append(ident)
+            else:
+                names.append(ident)
+        n += size
+    return nums, names

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.dims import format_dims
 
 DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
 LAYOUT = "batch: data; mlp: model; embed: data"
@@ -95,7 +96,7 @@ def test_dtypes_and_weak_types_stay(jit):
     def fn(x, s):
         return x * s, s + 1, x.astype(jnp.bfloat16), (x > 0).sum(), s
 
-    got, want = fn(batch(), 2.0), jax.jit(fn.fn)(batch(), 2.0)
+    got, want = fn(batch(), 2.0), jax.jit(fn.__wrapped__)(batch(), 2.0)
     for a, b in zip(got, want, strict=True):
         assert (a.dtype, a.shape, a.weak_type) == (b.dtype, b.shape, b.weak_type)
         np.testing.assert_array_equal(a, b)
@@ -389,6 +390,100 @@ def test_plans_need_no_devices():
     assert plan.held("params") == 2 * 8192 * 32768 * 2 / (512 * 16)
 
 
+def test_compiler_options_reach_every_way_of_compiling(jit):
+    step = jit(train, compiler_options={"xla_no_such_option": True})
+    for compiling in (lambda: step(params(), batch()), lambda: step.lower(params(), batch()).compile(),
+                      lambda: step.trace(params(), batch()).lower().compile()):  # fmt: skip
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+            compiling()
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_plan_of_the_function_is_that_of_its_jit(jit, mesh, lowering):
+    """`mp.plan` and `mp.jit(…).plan` agree on what is left out."""
+    step = jit(train, lowering=lowering)
+    here = mp.plan(train, params(), batch(), mesh=mesh, layout=LAYOUT, dims=DIMS, lowering=lowering)
+    assert here.overlap == step.plan(params(), batch()).overlap == {"jit": "off", "shard_map": "auto"}[lowering]
+    assert here.to_json() == step.plan(params(), batch()).to_json()
+
+
+def test_asking_for_overlap_alone_asks_for_the_lowering_that_has_it(mesh):
+    def planned(**how):
+        return mp.plan(train, params(), batch(), mesh=mesh, layout=LAYOUT, dims=DIMS, **how)
+
+    assert planned(overlap="ring").overlap == "ring"
+    with pytest.raises(mp.UnsupportedError, match='belongs to lowering="shard_map"'):
+        planned(overlap="ring", lowering="jit")
+    with pytest.raises(mp.UnsupportedError, match="did you mean `shard_map`"):
+        planned(lowering="shardmap")
+
+
+def test_without_jit_the_function_runs_as_written(jit):
+    """Once, line by line, on concrete values; constraints over names mean nothing then."""
+    runs = []
+
+    def fn(x, fails=False):
+        x = jax.lax.with_sharding_constraint(mp.named(x, "batch embed"), P("batch", "embed"))
+        runs.append(isinstance(x, jax.core.Tracer))
+        if fails:
+            raise ValueError("not today")
+        return x * 2
+
+    step = jit(fn, dims={"x": "batch embed"}, layout="batch: data", static_argnames="fails")
+    step(batch())
+    runs.clear()
+    with jax.disable_jit():
+        np.testing.assert_array_equal(step(batch()), batch() * 2)
+        with pytest.raises(ValueError, match="not today"):
+            step(batch(), fails=True)
+    assert runs == [False] * 2
+
+
+def test_doubles_and_singles_of_one_number_are_told_apart(jit):
+    step = jit(lambda x, s: x * s, dims={"x": "batch embed"}, layout="batch: data; embed: model")
+    x = batch().astype(np.float64)
+    assert step(x, 2.0).dtype == np.float32
+    with jax.enable_x64(True):
+        assert step(x, 2.0).dtype == np.float64
+    assert step(x, 2.0).dtype == np.float32
+
+
+# -- keywords that are options too
+
+
+def clash(x, mesh=1.0, layout=0.0, timeout=0.0):
+    return x * mesh + layout + timeout
+
+
+HOW = {"mesh": "data=4", "layout": "batch: data", "dims": {"x": "batch _"}}
+
+
+def test_a_keyword_that_is_an_option_and_an_argument_is_refused():
+    with pytest.raises(mp.UnsupportedError) as error:
+        mp.plan(clash, batch(), **HOW)
+    assert "`layout` is an option of plan and an argument of clash" in str(error.value)
+    assert "kwargs={'layout': …}" in str(error.value)
+
+
+def test_kwargs_and_positions_say_which_is_meant():
+    def inputs(*args, **more):
+        return [h.path for h in mp.plan(clash, *args, **HOW, **more).inputs]
+
+    assert inputs(batch(), kwargs={}) == ["x"]
+    assert inputs(batch(), kwargs={"mesh": 2.0, "layout": 1.0}) == ["x", "layout", "mesh"]
+    assert inputs(batch(), 2.0, 3.0) == ["x", "mesh", "layout"]
+    assert inputs(batch(), 2.0, 3.0, timeout=1.0) == ["x", "mesh", "layout", "timeout"]  # no option of plan's
+    assert mp.check(clash, batch(), layouts="batch: data", mesh="data=4", dims=HOW["dims"], kwargs={"mesh": 3.0}).ok
+
+
+def test_a_jitted_step_takes_any_keyword():
+    step = mp.jit(clash, **{**HOW, "mesh": mp.mesh("data=4")})
+    np.testing.assert_allclose(step(batch(), mesh=2.0, layout=1.0), batch() * 2 + 1, rtol=1e-6)
+    assert [h.path for h in step.plan(batch(), mesh=2.0).inputs] == ["x", "mesh"]
+    with pytest.raises(mp.UnsupportedError, match="`timeout` is an option of compile and an argument of clash"):
+        step.compile(batch(), timeout=3.0)
+
+
 # -- nnx
 
 
@@ -465,7 +560,7 @@ def test_nnx_caches(mesh):
     plan = run.plan(model, batch())
     assert len(traces) == 1
     assert model.calls[...] == 3
-    assert {h.path: h.dims for h in plan.inputs}["model/up/kernel"] == "embed mlp"
+    assert {h.path: format_dims(h.dims) for h in plan.inputs}["model/up/kernel"] == "embed mlp"
 
 
 def test_nnx_modules_are_born_sharded(mesh):

@@ -72,7 +72,7 @@ def test_unknown_dim_in_init_is_a_misspelling_only_where_a_name_is_near():
     def init(layout):
         return mp.init(create, mesh=mesh, layout=layout, dims={"up": "embed mlp"}).plan()
 
-    assert init("batch: data; embed: data").outputs[0].dims == "embed mlp"  # the batch's rule
+    assert init("batch: data; embed: data").outputs[0].dims == ("embed", "mlp")  # the batch's rule
     assert "did you mean `embed`?" in text(mp.UnknownDimError, init, "embd: data")
 
 
@@ -348,6 +348,14 @@ def test_an_abstract_mesh_plans_but_does_not_run():
     assert step.plan(params, x).collectives
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape), (params, x))
     assert "an abstract mesh has no devices to run on" in text(mp.MeshError, step, *zeros)
+
+
+def test_an_abstract_mesh_cannot_be_checked_on():
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    step = mp.jit(loss, mesh=mesh, layout="batch: data", dims=DIMS)
+    assert "an abstract mesh has no devices to run on, and a check runs the step" in text(
+        mp.MeshError, step.check, *arguments()
+    )
 
 
 # -- arguments of mp.jit

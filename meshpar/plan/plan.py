@@ -39,6 +39,13 @@ class Held:
     bytes: float
     kind: str | None
 
+    @property
+    def split(self) -> list[tuple[str | None, tuple[str, ...]]]:
+        """(name, axes) of every dim."""
+        entries = [*self.spec, *(None,) * (len(self.shape) - len(self.spec))]
+        axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+        return list(zip(self.dims, axes, strict=True))
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; dims as text."""
         spec = [list(e) if isinstance(e, tuple) else e for e in self.spec]

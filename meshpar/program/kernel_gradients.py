@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,10 +35,12 @@ Source = tuple[str, int]
 made from operands again."""
 
 
-@functools.cache
 def differentiable(kernel: Kernel) -> Callable[..., Any]:
     """The kernel as a function that can be differentiated in reverse mode."""
+    return kernel.remembered("differentiable", lambda: _with_gradient(kernel))
 
+
+def _with_gradient(kernel: Kernel) -> Callable[..., Any]:
     @jax.custom_vjp
     def run(*xs: Any) -> list[Any]:
         return kernel_p.bind(*xs, kernel=kernel)
@@ -100,19 +101,13 @@ class Kept:
     avals: tuple[jax.ShapeDtypeStruct, ...]
 
 
-_kept: weakref.WeakKeyDictionary[Kernel, dict[Any, Kept | None]] = weakref.WeakKeyDictionary()
-
-
 def keeping(kernel: Kernel, xs: Sequence[Any]) -> Kept | None:
     """The two halves of a kernel for operands like these; None where what it keeps cannot be split as the operands are."""
     if kernel.local is not None:
         return None
     avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
     key = tuple((x.shape, str(x.dtype)) for x in avals)
-    memo = _kept.setdefault(kernel, {})
-    if key not in memo:
-        memo[key] = _halves(kernel, avals)
-    return memo[key]
+    return kernel.remembered(("kept", key), lambda: _halves(kernel, avals))
 
 
 def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> Kept | None:
@@ -260,7 +255,8 @@ def _dims_of_kept(kernel: Kernel, avals: Sequence[Any]) -> tuple[_Pulled, tuple[
     try:
         small = _pull_traced(kernel, _operands(kernel, avals, {**sizes, **dict.fromkeys(primes, 1)}))
         large = _pull_traced(kernel, _operands(kernel, avals, {**sizes, **primes}))
-    except Exception:  # any: a function without a gradient, or not for such sizes, says so when it is differentiated
+    except Exception:  # any: functions refuse sizes in ways of their own
+        _pull_traced(kernel, avals)  # what cannot be differentiated at its own sizes either says so here
         return None
     if small.sources != large.sources:
         return None
@@ -283,13 +279,16 @@ def _dims_of_kept(kernel: Kernel, avals: Sequence[Any]) -> tuple[_Pulled, tuple[
 # -- run again
 
 
-@functools.cache
 def again(kernel: Kernel, floats: tuple[bool, ...], float_outs: tuple[bool, ...]) -> Kernel:
     """From operands and floating cotangents to the cotangents of the floating operands; the kernel is run again.
 
     A cotangent of what several devices computed alike is shared out among them; what each finds for an operand that
     lies whole along axes over which the kernel exchanges is a partial sum over these.
     """
+    return kernel.remembered(("again", floats, float_outs), lambda: _backward_again(kernel, floats, float_outs))
+
+
+def _backward_again(kernel: Kernel, floats: tuple[bool, ...], float_outs: tuple[bool, ...]) -> Kernel:
     notation, n = kernel.notation, len(kernel.notation.ins)
     cotangents = tuple(dims for dims, f in zip(notation.outs, float_outs, strict=True) if f)
     own = [f for f in notation.marks if notation.kind(f) == "permutation"]

@@ -160,7 +160,11 @@ def parse_rule(text: str) -> Notation:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A function on whole arrays, its rule, and what one device does."""
+    """A function on whole arrays, its rule, and what one device does.
+
+    Attributes:
+      memo: what was found out about it, or made of it; it lives as long as the kernel.
+    """
 
     fn: Callable[..., Any]
     notation: Notation
@@ -169,6 +173,17 @@ class Kernel:
     name: str
     permutation_partial: bool = False
     works: KernelWorks | None = None
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def remembered(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, made once for this kernel and this key."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+    def __call__(self, *xs: Any) -> list[Any]:
+        """The function on whole arrays, compiled once for their shapes."""
+        return self.remembered("compiled", lambda: jax.jit(functools.partial(_flat, kernel=self)))(*xs)
 
     def sizes(self, shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]] = ()) -> dict[str, int]:
         """The size of every factor.
@@ -313,7 +328,7 @@ def _batch(args: Sequence[Any], where: Sequence[Any], *, kernel: Kernel) -> tupl
     return out, [0] * len(out)
 
 
-kernel_p.def_impl(lambda *xs, kernel: jax.jit(functools.partial(_flat, kernel=kernel))(*xs))
+kernel_p.def_impl(lambda *xs, kernel: kernel(*xs))
 kernel_p.def_abstract_eval(
     lambda *avals, kernel: [
         ShapedArray(o.shape, o.dtype) for o in jax.eval_shape(functools.partial(_flat, kernel=kernel), *avals)

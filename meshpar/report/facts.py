@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ..cost.fusion import Node, Region, line_of
 from ..cost.kernels import kernels_of
 from ..cost.time import OpTime, hides, time_of
-from ..dims import format_dims
+from ..dims import format_dims, path_matches
 from ..layout import SCOPES, Rule, Spec
 from ..plan.collectives import Collective, duration
 from ..plan.plan import Held, Plan
@@ -77,7 +76,7 @@ def step_seconds(c: Collective) -> float:
 
 def _rule_of(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:
     """The first rule that gives these axes to a dim of this name."""
-    names = name.strip("()").split()
+    names = name.strip("()").split()  # a merged dim: (heads head_dim)
     for k, rule in enumerate(plan.layout.rules):
         if rule.dim in names and set(rule.axes) & set(axes) and _in_scope(rule, path, kind):
             return k
@@ -87,7 +86,7 @@ def _rule_of(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str 
 def _in_scope(rule: Rule, path: str, kind: str | None) -> bool:
     if rule.scope is None:
         return True
-    return rule.scope == kind if rule.scope in SCOPES else fnmatch.fnmatchcase(path, rule.scope)
+    return rule.scope == kind if rule.scope in SCOPES else path_matches(rule.scope, path)
 
 
 def _values(plan: Plan) -> Iterator[Value]:
@@ -107,11 +106,7 @@ def value_chips(plan: Plan, value: Value) -> list[Chip]:
 
 def chips_of(h: Held) -> list[Chip]:
     """The dims of an argument or result, with the axes that split them."""
-    names = [d or "_" for d in h.dims]
-    entries = [*h.spec, *(None,) * (len(h.shape) - len(h.spec))]
-    return [
-        (n, () if e is None else (e,) if isinstance(e, str) else tuple(e)) for n, e in zip(names, entries, strict=True)
-    ]
+    return [(name or "_", axes) for name, axes in h.split]
 
 
 def whole_bytes(plan: Plan, h: Held) -> float:

@@ -17,7 +17,7 @@ from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Held, Overlap, Plan
-from .facts import waited_for
+from .facts import chips_of, waited_for
 
 MOST = 8  # collectives, each with its cause; what is left is summed up
 ROWS = 7  # tensors of a kind
@@ -108,14 +108,7 @@ def _width(dtype: str) -> float:
 
 def _dims_and_axes(h: Held) -> str:
     """``embed:data mlp:model`` — each dim, with its axes where it is split."""
-    if not h.shape:
-        return "(scalars)"
-    axes = [*h.spec, *(None,) * (len(h.shape) - len(h.spec))]
-    names = [d or "_" for d in h.dims]
-    cells = []
-    for name, a in zip(names, axes, strict=True):
-        cells.append(name if a is None else f"{name}:{a if isinstance(a, str) else '+'.join(a)}")
-    return " ".join(cells)
+    return " ".join(name + (f":{'+'.join(axes)}" if axes else "") for name, axes in chips_of(h)) or "(scalars)"
 
 
 def _sent(plan: Plan) -> Any:

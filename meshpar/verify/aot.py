@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import io
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from jax.sharding import Mesh
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
 from ..compat.devices import is_compile_only, lowered_parts
 from ..compat.jax import without_gc
+from ..cost.memory import memory_of
 from ..errors import CompilerError, MeshError, UnsupportedError
 from ..hardware.topology import chip_of, topology_devices, topology_of
-from ..jitted import Jitted
 from ..layout import AnyMesh
 from ..mesh import mesh as make_mesh
-from ..planned import Plan
+from ..plan.collectives import human
+from ..plan.plan import Plan
 from . import hlo
 from .compiler import FINAL, PARTITIONED
 from .exposed import Exposed, exposed, places_of
 from .flops import flops
 from .hlo import HloCollective
 from .jobs import Archive, Job, Progress, compile_job
-from .memory import capacity_of, out_of_memory
+from .memory import capacity_of, gib, out_of_memory
 
 Effort = Literal["fast", "full"]
 
@@ -121,75 +127,10 @@ class Compiled:
         return sum(c.total_bytes for c in self.final_collectives)
 
     def __str__(self) -> str:
-        from ..report.compiled import compiled_text
-
         return compiled_text(self)
 
     def __rich__(self) -> Any:
-        from ..report.compiled import compiled_renderable
-
         return compiled_renderable(self)
-
-
-def compile(
-    fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str | None = None, layout: Any = None, dims: Any = None,
-    lowering: Literal["jit", "shard_map"] = "jit", overlap: Any = None, topology: str | None = None, effort: Effort = "fast",
-    timeout: float | None = None, cache: bool = True, progress: Progress = None,
-    compiler_options: Mapping[str, Any] | None = None, strict: bool = False, keep_unused: bool = False,
-    static_argnums: Any = None, static_argnames: Any = None, donate_argnums: Any = None, donate_argnames: Any = None,
-    **kwargs: Any,
-) -> Compiled:  # fmt: skip
-    """Compile a function under a layout with the real compiler, ahead of time and without the hardware.
-
-    The compiler runs in a process of its own, so that its crash is an error here; one at a time on a small machine
-    (``MESHPAR_COMPILES`` at once, else one for every four cores). Results are kept by content in ``MESHPAR_CACHE``, else in the
-    user's cache folder: source lines do not count as content, so that those of a cached result are of the first compilation.
-
-    Args:
-      fn: a function, or what :func:`meshpar.jit` returned (then layout, dims, lowering, static and donated arguments are its own).
-      *args, **kwargs: its arguments; arrays or ``jax.ShapeDtypeStruct``.
-      mesh: a mesh, an abstract mesh, or text (``"data=16, model=16"``) with ``topology``.
-      layout, dims, lowering, overlap, strict, keep_unused, static_argnums, static_argnames, donate_argnums, donate_argnames: as in
-        :func:`meshpar.jit`; what is donated matters to the peak memory.
-      topology: ``"v5e:16x16"``, ``"v5p:8x8x8"``, ``"tpu7x:4x4x4"``, ``"2x v6e:16x16"``, ``"h200:8"``, ``"b200:8"``. Left out, the
-        mesh says it. A mesh of CPU devices without ``topology`` is compiled for CPUs.
-      effort: ``"fast"``, or ``"full"``: the compiler's default.
-      timeout: seconds the compiler may take.
-      cache: whether to look on disk, and to write there.
-      progress: a line on stderr; None: on a terminal only; or a function of its text.
-      compiler_options: XLA options.
-
-    Returns:
-      A :class:`Compiled`.
-
-    Raises:
-      OutOfMemoryError: it does not fit; with what is held, and the rules that would hold less.
-      CompilerError: the compiler refuses, crashed, or took too long.
-      MeshError: an unknown topology, a mesh that does not fill it, or a compiler that is not installed.
-    """
-    if isinstance(fn, Jitted):
-        if mesh is None:
-            mesh, topology = fn.mesh, topology or fn.topology
-        jitted = fn if mesh is fn.mesh and topology is None and isinstance(mesh, Mesh) else fn.on(_mesh(mesh, topology))
-    else:
-        if layout is None or mesh is None:
-            raise UnsupportedError(
-                f"mp.compile needs {'a layout' if layout is None else 'a mesh'}",
-                fixes=['mp.compile(step, state, batch, mesh="data=16, model=16", topology="v5e:16x16", layout=…)'],
-            )
-        from ..api import jit
-
-        jitted = jit(
-            fn, mesh=_mesh(mesh, topology), layout=layout, dims=dims, lowering=lowering, overlap=overlap, strict=strict,
-            keep_unused=keep_unused, static_argnums=static_argnums, static_argnames=static_argnames,
-            donate_argnums=donate_argnums, donate_argnames=donate_argnames,
-        )  # fmt: skip
-    options = {**(jitted.compiler_options or {}), **(compiler_options or {})}
-    plan = jitted.plan(*args, **kwargs)
-    return compile_lowered(
-        jitted.lower(*args, **kwargs), effort=effort, timeout=timeout, cache=cache, progress=progress,
-        compiler_options=options, name=getattr(jitted.fn, "__name__", "step"), plan=plan, mesh=jitted.mesh,
-    )  # fmt: skip
 
 
 def compile_lowered(
@@ -197,17 +138,17 @@ def compile_lowered(
     progress: Progress = None, compiler_options: Mapping[str, Any] | None = None, name: str | None = None,
     plan: Plan | None = None, mesh: AnyMesh | None = None, **kwargs: Any,
 ) -> Compiled:  # fmt: skip
-    """Compile any JAX program as :func:`compile` does: a hand-written ``jax.jit`` or ``shard_map`` one, for instance.
+    """Compile any JAX program as :func:`meshpar.compile` does: a hand-written ``jax.jit`` or ``shard_map`` one, for instance.
 
     Args:
       program: a ``jax.stages.Lowered``, or something with ``.lower``, which gets the arguments. Its shardings say the devices:
         those of a mesh made by :func:`meshpar.mesh` with ``topology``, or CPU devices.
       *args, **kwargs: arguments for ``.lower``.
       name, plan, mesh: for the report; the mesh names the axes of collectives.
-      effort, timeout, cache, progress, compiler_options: as in :func:`compile`.
+      effort, timeout, cache, progress, compiler_options: as in :func:`meshpar.compile`.
 
     Raises:
-      as :func:`compile`.
+      as :func:`meshpar.compile`.
     """
     if effort not in ("fast", "full"):
         raise UnsupportedError(f"there is no effort {effort!r}", fixes=['effort="fast" or effort="full"'])
@@ -264,7 +205,12 @@ def _topology(devices: list[Any]) -> str:
     )
 
 
-def _mesh(mesh: AnyMesh | str, topology: str | None) -> AnyMesh:
+def mesh_to_compile_for(mesh: AnyMesh | str, topology: str | None) -> Mesh:
+    """A mesh over the devices of a topology, or over those it has.
+
+    Raises:
+      MeshError: neither says any devices, or they are different ones.
+    """
     if isinstance(mesh, str):
         return make_mesh(mesh, topology=topology)
     if topology is None:
@@ -279,3 +225,87 @@ def _mesh(mesh: AnyMesh | str, topology: str | None) -> AnyMesh:
             )
         return mesh
     return make_mesh(", ".join(f"{a}={n}" for a, n in dict(mesh.shape).items()), topology=topology)
+
+
+# -- in the terminal: does it fit, and what is really sent
+
+ROWS = 16
+"""Collectives that a report lists one by one."""
+
+
+def compiled_text(compiled: Compiled, width: int = 120) -> str:
+    """The report as plain text of at most ``width`` columns."""
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True, force_terminal=False).print(compiled_renderable(compiled))
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
+
+
+def compiled_renderable(c: Compiled) -> Any:
+    """The report for rich: memory, cycles, and the collectives of the final program beside those of the partitioner."""
+    m = c.memory
+    fits = f" of {gib(c.capacity)}" if c.capacity else ""
+    when = "from the cache; it took" if c.cached else "in"
+    head = Text.assemble(
+        ("compiled", "bold"), f"  {c.name} for {c.topology}, {c.effort} effort, {when} {c.compile_seconds:.1f} s\n",
+        ("memory", "bold"), f"    peak {gib(m.peak)}{fits} a device: arguments {gib(m.arguments)}, outputs {gib(m.outputs)} "
+        f"({gib(m.aliased)} in place of arguments), temporaries {gib(m.temporaries)}, code {gib(m.code)}",
+    )  # fmt: skip
+    if c.effort == "fast":
+        head.append(
+            "\n          (full effort may give another peak: 0 to 16 % higher for models of 7B to 50B)", style="dim"
+        )
+    if c.cycles:
+        head.append("\ncycles", style="bold")
+        head.append(f"    {c.cycles:.4g} a step, by the compiler's estimate, communication left out")
+    parts: list[Any] = [head, Text(), _sent_table(c, c.final_collectives, "sent by each device, in the final program")]
+    if c.collectives:
+        kinds: dict[str, float] = {}
+        for x in c.collectives:
+            kinds[x.op] = kinds.get(x.op, 0.0) + x.total_bytes
+        text = ", ".join(f"{op} {human(n)}" for op, n in sorted(kinds.items(), key=lambda k: -k[1]))
+        parts.append(Text(f"right after partitioning: {text}", style="dim"))
+    if c.plan is not None:
+        text = f"planned: {human(c.plan.bytes_sent)} sent, peak {gib(memory_of(c.plan).peak)}"
+        parts.append(Text(text, style="dim"))
+    return Group(*parts)
+
+
+def _sent_table(c: Compiled, found: list[HloCollective], title: str) -> Any:
+    rows: dict[tuple[Any, ...], list[HloCollective]] = {}
+    sizes = dict(c.mesh.shape) if c.mesh is not None else {}
+    for x in found:
+        axes = "+".join(x.axes(sizes)) if sizes else f"{x.group} devices" if x.group else "pairs"
+        axes += " (DCN)" if x.dcn else ""
+        rows.setdefault((x.op, axes, x.shape, x.source), []).append(x)
+    total = sum(x.total_bytes for x in found)
+    if not found:
+        return Text("each device sends nothing", style="bold")
+    table = Table(title=f"{human(total)} {title}", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name, justify in (
+        ("", "left"),
+        ("axes", "left"),
+        ("times", "right"),
+        ("bytes", "right"),
+        ("", "left"),
+        ("", "left"),
+    ):
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    ranked = sorted(rows.items(), key=lambda r: -sum(x.total_bytes for x in r[1]))
+    for (op, axes, shape, source), group in ranked[:ROWS]:
+        table.add_row(op, axes, _times(group), human(sum(x.total_bytes for x in group)), shape, _short(source))
+    rest = [x for _, group in ranked[ROWS:] for x in group]
+    if rest:
+        table.add_row("smaller ones", "", _times(rest), human(sum(x.total_bytes for x in rest)), "", "", style="dim")
+    return table
+
+
+def _short(source: str) -> str:
+    """A line of a file without the folder that is the current one, or that of installed packages."""
+    here = os.getcwd() + os.sep
+    return source.removeprefix(here).rpartition(f"{os.sep}site-packages{os.sep}")[2]
+
+
+def _times(group: list[HloCollective]) -> str:
+    if any(x.count is None for x in group):
+        return "?"
+    return f"{sum(x.count or 0 for x in group)} ×"

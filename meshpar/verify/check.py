@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..dims import PathDims
 from ..errors import CheckError, DivisibilityError
-from ..flax import capture_names
-from ..jitted import Jitted
 from ..layout import Layout
 from ..mesh import mesh as make_mesh
+from ..plan.plan import Plan
 from .localize import Again
 from .numbers import compiled, host, mesh_text, worst_of
+
+Lowering = Literal["jit", "shard_map"]
 
 WHOLE = "(nothing split)"
 IDLE = "idle"
@@ -59,7 +60,7 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """What :func:`check` found; print it.
+    """What :func:`meshpar.check` found; print it.
 
     Attributes:
       rows: one for every mesh, layout and lowering.
@@ -95,74 +96,44 @@ class Report:
         return "\n".join([head, *lines, *notes, *errors])
 
 
-# -- the call
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A step under one layout, with its arguments.
+
+    Attributes:
+      plan: for the mesh that it runs on.
+      arrays: its flat arguments.
+      alone: flat arguments → flat results, to be traced: the step as written, for one device.
+      sharded: the same, compiled under the layout.
+    """
+
+    plan: Plan
+    arrays: list[Any]
+    alone: Callable[..., list[Any]]
+    sharded: Callable[[list[Any]], list[Any]]
 
 
-def check(
-    fn: Callable[..., Any],
-    *args: Any,
+def check_layouts(
+    subject: Callable[[Mesh, Layout, Lowering], AbstractContextManager[Subject]],
+    *,
     layouts: Any,
-    meshes: Iterable[Mesh | str] | None = None,
-    mesh: Mesh | str | None = None,
-    dims: Any = None,
-    lowerings: Sequence[str] = ("jit",),
-    overlap: str | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Iterable[str] | None = None,
+    meshes: Iterable[Mesh | str] | None,
+    lowerings: Sequence[Lowering],
     tolerance: float = 1e-5,
     raises: bool = True,
 ) -> Report:
-    """Run a function sharded in every way asked for; compare every leaf of its results with the run on one device.
-
-    The arguments are copied: nothing of the caller's is donated or updated. State that the function updates in place
-    (nnx modules, optimizers) is compared as well.
-
-    Args:
-      fn: a function as :func:`meshpar.jit` takes it, e.g. a train step, or what ``mp.jit`` returned.
-      *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
-      layouts: a layout or several; each a :class:`meshpar.Layout`, its text, or a Flax rule list.
-      meshes, mesh: the meshes, as ``mp.mesh`` makes them or as text for it. The default: all n devices as 1×n, 2×n/2
-        and 2×2×n/4 over the layout's axes in the order of its rules, with an idle axis for the sizes that are left;
-        those over which a size does not divide are skipped, and the report says so.
-      dims, static_argnums, static_argnames: as in :func:`meshpar.jit`.
-      lowerings: as in :func:`meshpar.jit`, one or several.
-      overlap: as in :func:`meshpar.jit`, for the lowerings that take it.
-      kwargs: keyword arguments of ``fn``.
-      tolerance: the largest difference allowed, as a part of the largest value of the leaf, for f32 and wider; narrower
-        floats get more by their precision, at most 16 of their ulps. Integers, booleans and keys must be equal, NaNs
-        and infinities at the same places.
-      raises: raise at the first difference; else only note it in the report.
-
-    Returns:
-      A :class:`Report`: print it, or read ``ok`` and ``rows``.
-
-    Raises:
-      CheckError: a leaf differs, and rounding does not explain it: its path, by how much, the first op that goes wrong.
-      MeshError: fewer devices than a mesh needs.
-      DivisibilityError: a size that does not divide over a mesh that was given, or over each of the default ones.
-    """
-    init = isinstance(fn, Jitted) and fn.is_init
-    if isinstance(fn, Jitted):
-        given, fn = fn, fn.fn
-        dims = given.dims if dims is None else dims
-        if static_argnums is None and static_argnames is None:
-            static_argnums = tuple(n for n in given.static if isinstance(n, int))
-    patterns = dims if isinstance(dims, PathDims) else PathDims(dims)
-    asked = [mesh] if mesh is not None else None if meshes is None else list(meshes)
-    case = _Case(fn, args, kwargs or {}, tolerance)
+    """:func:`meshpar.check`, for a step that ``subject`` lowers for a mesh, a layout and a lowering."""
+    asked = None if meshes is None else list(meshes)
+    case = _Case(tolerance)
     report = Report(tolerance=tolerance)
     refused: DivisibilityError | None = None
     for layout in _each_layout(layouts):
         for m in _default_meshes(layout) if asked is None else asked:
             m = make_mesh(m) if isinstance(m, str) else m
             for lowering in lowerings:
-                jitted = Jitted(
-                    fn, m, layout, patterns, lowering=lowering, static_argnums=static_argnums,
-                    static_argnames=static_argnames, init=init, overlap=None if lowering == "jit" else overlap,
-                )  # fmt: skip
                 try:
-                    row = case.run(jitted, lowering)
+                    with subject(m, layout, lowering) as it:
+                        row = case.run(it, lowering)
                 except DivisibilityError as e:
                     if asked is not None:
                         raise
@@ -222,36 +193,32 @@ class _Reference:
 
 
 class _Case:
-    """A function and its arguments; the unsharded run is made once."""
+    """A step and its arguments; the unsharded run is made once."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], tolerance: float):
-        self.fn, self.args, self.kwargs, self.tolerance = fn, args, dict(kwargs), tolerance
+    def __init__(self, tolerance: float):
+        self.tolerance = tolerance
         self.device = jax.devices()[0]
         self.reference: _Reference | None = None
         self.between: tuple[object, list[Any]] | None = None  # (which program, all values of it on one device)
 
-    def fresh(self, tree: Any) -> Any:
-        """Copies of the arrays of a tree on one device."""
-        copy = lambda x: jax.device_put(x, self.device, may_alias=False) if isinstance(x, jax.Array) else x  # noqa: E731
-        return jax.tree.map(copy, tree)
+    def fresh(self, xs: Sequence[Any]) -> list[Any]:
+        """Copies of arrays, on one device."""
+        return [jax.device_put(x, self.device, may_alias=False) if isinstance(x, jax.Array) else x for x in xs]
 
-    def run(self, jitted: Jitted, lowering: str) -> Row:
-        with jitted.pure(self.args, self.kwargs) as pure:
-            reference = self.reference or self.unsharded(jitted, self.fresh(pure))
-            self.reference = reference
-            args, kwargs = self.fresh(pure)
-            plan = jitted.entry(args, kwargs).plan
-            outs = jax.tree.leaves(jitted.run(args, kwargs))
-            found = [worst_of(a, b, self.tolerance) for a, b in zip(outs, reference.results, strict=True)]
-            failed = [k for k, d in enumerate(found) if not d.ok]
-            explained: list[int] = []
-            error = None
+    def run(self, subject: Subject, lowering: str) -> Row:
+        reference = self.reference or self.unsharded(subject)
+        self.reference, plan = reference, subject.plan
+        outs = subject.sharded(self.fresh(subject.arrays))
+        found = [worst_of(a, b, self.tolerance) for a, b in zip(outs, reference.results, strict=True)]
+        failed = [k for k, d in enumerate(found) if not d.ok]
+        explained: list[int] = []
+        error = None
+        if failed:
+            again = Again(self, plan, reference, lowering, self.device)
+            explained = [k for k in failed if again.explains(k, found[k])]
+            failed = [k for k in failed if k not in explained]
             if failed:
-                again = Again(self, plan, reference, lowering, self.device)
-                explained = [k for k in failed if again.explains(k, found[k])]
-                failed = [k for k in failed if k not in explained]
-                if failed:
-                    error = again.error(failed, found)
+                error = again.error(failed, found)
         paths = [h.path for h in plan.outputs]
         rest = [k for k in range(len(found)) if k not in explained]
         worst = failed[0] if failed else max(rest, key=lambda k: found[k].relative, default=None)
@@ -260,12 +227,8 @@ class _Case:
             0.0 if worst is None else found[worst].relative, len(found), tuple(paths[k] for k in explained), error,
         )  # fmt: skip
 
-    def unsharded(self, jitted: Jitted, pure: tuple[Any, Any]) -> _Reference:
+    def unsharded(self, subject: Subject) -> _Reference:
         """The run on one device, under ``jax.jit`` alone."""
-        dynamic, statics = jitted.split(*pure)
-        leaves, tree = jax.tree.flatten(dynamic)
-        function = jitted.function(tree, statics)
-        axes = {*jitted.mesh.axis_names, *(a for r in jitted.layout.rules for a in r.axes)}
-        with capture_names(axes):  # constraints over names and axes mean nothing on one device
-            run = compiled(lambda *xs: jax.tree.leaves(function(*xs)), leaves)
+        leaves = self.fresh(subject.arrays)
+        run = compiled(subject.alone, leaves)
         return _Reference(leaves, [host(x) for x in run(*leaves)], lambda xs: run(*xs))

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from ..compat.jax import body_of, closed_parts, new_var, source_line
 from ..dims import format_dims
 from ..errors import CheckError, JoinWarning
-from ..jitted import put
 from ..lower import LOWERINGS
 from ..passes import make_plan
 from ..plan.plan import Plan
@@ -114,7 +113,9 @@ class Again:
             warnings.simplefilter("ignore", JoinWarning)  # said once already
             again = make_plan(self.program, plan.layout, plan.mesh, overlap=plan.overlap)
             run, ins, outs = LOWERINGS[lowering](again, plan.mesh)
-        placed = [put(x, s) for x, s in zip(reference.leaves, ins, strict=True)]
+        placed = [
+            jax.device_put(x, s) if isinstance(x, jax.Array) else x for x, s in zip(reference.leaves, ins, strict=True)
+        ]
         sharded = compiled(run, placed, in_shardings=tuple(ins), out_shardings=list(outs))(*placed)
         self.outs = sharded[:count]
         self.values.update(zip(made, sharded[count:], strict=True))

@@ -87,17 +87,7 @@ def _at(source: str) -> str:
 
 def _split(held: Held) -> str:
     """``embed:data mlp``: the dims, each with its axes."""
-    return " ".join(f"{dim}:{'+'.join(axes)}" if axes else dim for dim, axes in _dims(held))
-
-
-def _dims(held: Held) -> list[tuple[str, tuple[str, ...]]]:
-    names = re.findall(r"\([^)]*\)|\S+", held.dims)
-    if len(names) != len(held.shape):
-        names = ["_"] * len(held.shape)
-    entries = [*held.spec, *(None,) * (len(held.shape) - len(held.spec))]
-    return [
-        (n, () if e is None else (e,) if isinstance(e, str) else tuple(e)) for n, e in zip(names, entries, strict=True)
-    ]
+    return " ".join((dim or "_") + (f":{'+'.join(axes)}" if axes else "") for dim, axes in held.split)
 
 
 def _candidates(plan: Plan) -> list[tuple[str, str]]:
@@ -111,7 +101,7 @@ def _candidates(plan: Plan) -> list[tuple[str, str]]:
                     gains[dim, axis] = gains.get((dim, axis), 0.0) + size * (1 - 1 / n)
 
     for h in plan.inputs:
-        count([d for d, axes in _dims(h) if not axes], {a for _, axes in _dims(h) for a in axes}, h.bytes)
+        count([d for d, axes in h.split if d and not axes], {a for _, axes in h.split for a in axes}, h.bytes)
     for name, size, _ in memory_of(plan).largest:
         m = re.search(r"\[([^\]]*)\]\Z", name)
         count(m[1].split() if m else [], set(), size)

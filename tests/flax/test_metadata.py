@@ -1,5 +1,7 @@
 """Names from Flax metadata, as people write it: linen and NNX, optimizers, stacked layers."""
 
+import threading
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.dims import format_dims
 from meshpar.flax import flatten_named
 
 LAYOUT = "batch: data; mlp: model; embed: data"
@@ -23,7 +26,7 @@ def x() -> np.ndarray:
 
 
 def dims_of(held) -> dict[str, str]:
-    return {h.path: h.dims for h in held}
+    return {h.path: format_dims(h.dims) for h in held}
 
 
 def found(tree, *path: str) -> dict[str, tuple]:
@@ -322,10 +325,10 @@ def test_nnx_optimizer(mesh, optimizer):
     plan = mp.plan(step, model, opt, x(), mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
     state = {h.path: h for h in plan.inputs if h.path.startswith("opt/")}
     assert {h.kind for h in state.values()} == {"opt"}
-    kernels = {p: h.dims for p, h in state.items() if p.endswith("up/kernel") and h.shape == (16, 32)}
+    kernels = {p: format_dims(h.dims) for p, h in state.items() if p.endswith("up/kernel") and h.shape == (16, 32)}
     assert kernels
     assert set(kernels.values()) == {"embed mlp"}
-    assert {h.dims for p, h in state.items() if h.shape == (32,) and p.endswith("bias")} <= {"mlp"}
+    assert {format_dims(h.dims) for p, h in state.items() if h.shape == (32,) and p.endswith("bias")} <= {"mlp"}
     assert {h.path for h in plan.outputs} >= set(state)
 
 
@@ -369,7 +372,7 @@ def test_nnx_scan_over_layers(mesh):
     plan = run.plan(model, opt, x())
     for held in (*plan.inputs, *plan.outputs):
         if held.shape == (3, 16, 32):
-            assert held.dims == "layers embed mlp", held.path
+            assert held.dims == ("layers", "embed", "mlp"), held.path
     assert sum(h.shape == (3, 16, 32) for h in plan.outputs) == 4  # weight, two moments, gradient
     loss, _ = run(model, opt, x())
     assert np.isfinite(loss)
@@ -414,3 +417,31 @@ def test_metadata_over_axes_of_the_mesh_is_taken_as_it_stands(mesh):
     held = next(h for h in plan.inputs if h.path.endswith("kernel"))
     assert held.spec == jax.sharding.PartitionSpec(None, "model")
     assert any("`model: model`" in note for note in plan.notes)
+
+
+def test_constraints_are_ours_only_while_tracing(mesh):
+    """Nothing stays patched, and a trace in one thread leaves another's constraints alone."""
+    plain = jax.lax.with_sharding_constraint
+    inside, done = threading.Event(), threading.Event()
+    seen = []
+
+    def fn(x):
+        seen.append(jax.lax.with_sharding_constraint is plain)
+        inside.set()
+        assert done.wait(30)
+        return jax.lax.with_sharding_constraint(x, jax.P("batch", None))
+
+    def trace():
+        plan = mp.plan(fn, np.ones((8, 4), np.float32), mesh=mesh, layout="batch: data", dims={"x": "_ _"})
+        seen.append(plan.outputs[0].spec)
+
+    other = threading.Thread(target=trace)
+    other.start()
+    assert inside.wait(30)
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    here = jax.jit(lambda x: jax.lax.with_sharding_constraint(x, sharding))(np.ones((8, 4), np.float32))
+    done.set()
+    other.join()
+    assert here.sharding.is_equivalent_to(sharding, 2)
+    assert seen == [False, jax.P("data")]
+    assert jax.lax.with_sharding_constraint is plain

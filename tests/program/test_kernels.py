@@ -1,5 +1,8 @@
 """Kernels with a declared rule: the notation, and equal numbers under every layout and both lowerings."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,3 +189,41 @@ def test_a_kernel_made_with_a_table(lowering, mesh):
     x = np.ones((4, 8), np.float32)
     run = mp.jit(lambda x: scaled(x) + 1, mesh=mesh, layout="batch: data", dims={"x": "batch d"}, lowering=lowering)
     np.testing.assert_array_equal(run(x), x * table + 1)
+
+
+# -- outside of jit
+
+
+def counted(traces):
+    @mp.kernel_rule("m k, k n -> m n")
+    def product(x, w):
+        traces.append(x.shape)
+        return x @ w
+
+    return product
+
+
+def test_an_eager_kernel_is_compiled_once():
+    traces: list[tuple[int, ...]] = []
+    product = counted(traces)
+    x = jnp.ones((4, 4))
+    for call in (product, jax.grad(lambda x, w: product(x, w).sum())):
+        call(x, x)
+        before = len(traces)
+        for _ in range(3):
+            call(x, x)
+        assert len(traces) == before
+
+
+def test_a_kernel_dies_with_its_function():
+    product = counted([])
+    arrays = np.ones((4, 4), np.float32)
+    kernel = weakref.ref(jax.make_jaxpr(product)(arrays, arrays).eqns[0].params["call_jaxpr"].eqns[0].params["kernel"])
+    product(arrays, arrays)
+    jax.grad(lambda x, product=product: product(x, arrays).sum())(arrays)
+    mp.plan(product, arrays, arrays, mesh="data=2", layout="", dims={"x": "m k"})
+    assert kernel() is not None
+    del product
+    jax.clear_caches()  # what JAX itself has traced
+    gc.collect()
+    assert kernel() is None

@@ -55,6 +55,18 @@ def test_a_rule_without_effect_and_one_in_a_scope():
     assert (scoped.rule, scoped.tensors, scoped.sent) == ("opt.embed: data", 0, 0)
 
 
+def test_a_rule_for_paths_splits_what_the_layout_splits():
+    """A leading `*/` stands for nothing too, as everywhere."""
+    dims = {"embedding": "vocab embed", "x": "batch seq"}
+    args = jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((4, 6), jnp.int32)
+    plan = mp.plan(
+        lambda embedding, x: embedding[x], *args, mesh="model=2", layout='"*/embedding".vocab: model', dims=dims
+    )
+    (effect,) = effects(plan)
+    assert plan.inputs[0].split == [("vocab", ("model",)), ("embed", ())]
+    assert (effect.tensors, effect.whole, effect.local) == (1, 64 * 8 * 4, 32 * 8 * 4)
+
+
 def test_seconds_of_rules_are_those_of_their_collectives():
     plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4")
     assert sum(e.seconds for e in effects(plan)) == pytest.approx(sum(map(step_seconds, plan.collectives)))

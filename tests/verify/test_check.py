@@ -15,9 +15,10 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import Mesh
 
 import meshpar as mp
+from meshpar.api import check
 from meshpar.errors import CheckError, DivisibilityError
 from meshpar.lower import LOWERINGS
-from meshpar.verify.check import _default_meshes, _each_layout, check
+from meshpar.verify.check import _default_meshes, _each_layout
 from meshpar.verify.localize import flatten
 from meshpar.verify.numbers import compare, copies
 

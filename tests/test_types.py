@@ -1,0 +1,47 @@
+"""What a type checker knows of the functions that ``mp.jit`` and its kin return: pyright reads this file, and it runs too."""
+
+import inspect
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+from meshpar.verify.check import Report
+
+DIMS = {"x": "batch _"}
+
+
+def scaled(x: jax.Array, by: float) -> jax.Array:
+    """Times a number."""
+    return x * by
+
+
+def test_a_step_has_the_types_of_its_function(mesh: jax.sharding.Mesh) -> None:
+    step = mp.jit(scaled, mesh=mesh, layout="batch: data", dims=DIMS)
+    x = jnp.ones((8, 4))
+    assert_type(step(x, 2.0), jax.Array)
+    assert_type(step(x, by=2.0), jax.Array)
+    with pytest.raises(TypeError):
+        step(x, times=2.0)  # pyright: ignore[reportCallIssue]
+    assert_type(step.plan(x, 2.0), mp.Plan)
+    assert_type(mp.check(scaled, x, 2.0, layouts="batch: data", mesh=mesh, dims=DIMS), Report)
+    assert inspect.signature(step) == inspect.signature(scaled)
+    assert step.__doc__ == "Times a number."
+
+
+def test_as_a_decorator_too(mesh: jax.sharding.Mesh) -> None:
+    @mp.jit(mesh=mesh, layout="batch: data", dims=DIMS)
+    def decorated(x: jax.Array, by: float) -> jax.Array:
+        return x * by
+
+    assert_type(decorated(jnp.ones((8, 4)), by=2.0), jax.Array)
+
+
+def test_what_init_returns_is_what_create_returns(mesh: jax.sharding.Mesh) -> None:
+    def create(size: int) -> dict[str, jax.Array]:
+        return {"w": jnp.ones((8, 4))}
+
+    init = mp.init(create, mesh=mesh, layout="", dims={"w": "_ _"})
+    assert_type(init(3), dict[str, jax.Array])
