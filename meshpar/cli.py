@@ -22,6 +22,7 @@ from .errors import CheckError, CompilerError, JoinWarning, MeshparError, Target
 from .hardware.topology import device_count
 from .passes.overlap import MODES
 from .planned import Plan
+from .report import plan_steps
 from .target import Target, concrete, failing_as_target, load_target, parse_options
 
 DESCRIPTION = """\
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--overlap", choices=MODES, default="off", help=overlap + " (%(default)s)")
     add("--strict", action="store_true", help="two names for one dim are an error")
     add("--html", metavar="FILE", help="write the plan as a page of its own")
+    add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
 
     add = command("compile", _compile, "the real compiler's memory and collectives, for devices that are not here")
     add("--mesh", help=mesh)
@@ -124,7 +126,10 @@ def _plan(args: argparse.Namespace) -> int:
     plan = _planned(args, target, args.mesh, args.topology, args.layout, strict=args.strict)
     if args.html:
         _save(plan, args.html)
-    _show(args, plan, plan.to_json)
+    if args.steps and not args.json:
+        print(plan_steps(plan))
+    else:
+        _show(args, plan, plan.to_json)
     return 0
 
 

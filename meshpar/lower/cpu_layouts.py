@@ -50,7 +50,7 @@ class CpuLayouts:
         """A step made results of shards ``xs``."""
         if not self.grid.cpu or not step.results or not step.results[0].partial:
             return
-        (out,) = results
+        out = results[0]
         if step.op.name == "dot_general":
             self._products[id(out)] = out, step.op, xs
         elif step.op.name == "transpose":

@@ -1,0 +1,115 @@
+"""A plan as the SPMD program that it is: one line a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..plan.collectives import human
+from ..plan.plan import Plan
+from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
+
+
+def plan_steps(plan: Plan) -> str:
+    """The steps of a plan, as text: what each makes of what, dims with the axes that split them, the user's line.
+
+    Below a step stands what it sends: bytes of a device each time, and the cause.
+    """
+    return "\n".join(_Printer(plan).lines())
+
+
+class _Printer:
+    """Attributes: names: what every shard is called."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.names: dict[Shard, str] = {}
+
+    def lines(self) -> Iterator[str]:
+        body = self.plan.body
+        axes = ", ".join(f"{a}={n}" for a, n in self.plan.sizes.items())
+        yield f"every device of {axes} runs:"
+        for shard in body.inputs:
+            self.names[shard] = shard.value.path or self.name(shard)
+            yield f"{self.names[shard]}: {self.shard(shard)}"
+        yield from self.body(body, 0)
+        yield f"return {self.list(body.outputs)}"
+
+    def name(self, shard: Shard) -> str:
+        if shard not in self.names:
+            self.names[shard] = f"%{len(self.names)}"
+        return self.names[shard]
+
+    def list(self, shards: tuple[Shard | None, ...]) -> str:
+        return ", ".join("_" if s is None else self.name(s) for s in shards)
+
+    def shard(self, shard: Shard) -> str:
+        """``bfloat16[batch:data seq mlp:model]``, and over which axes it is unreduced."""
+        value = shard.value
+        names = [None] * len(value.shape) if -1 in value.nodes and value.op is None else self.plan.program.dims(value)
+        dims = (
+            (name or str(n)) + (f":{'+'.join(axes)}" if axes else "")
+            for name, n, axes in zip(names, value.shape, shard.spec, strict=False)
+        )
+        over = f", unreduced ({shard.kind}) over {'+'.join(shard.partial)}" if shard.partial else ""
+        return f"{value.aval.dtype}[{' '.join(dims)}]{over}"
+
+    def body(self, body: Body, depth: int) -> Iterator[str]:
+        for step in body.steps:
+            yield from self.step(step, depth)
+
+    def step(self, step: Step, depth: int) -> Iterator[str]:
+        pad = "  " * depth
+        source = "" if step.op is None or isinstance(step, Constant | Barrier) else step.op.source
+        made = f"{self.list(step.makes)} = " if step.makes and not isinstance(step, Call) else ""
+        text, of = self.said(step)
+        end = f": {of}" if of else ""
+        yield f"{pad}{made}{text}{end}" + (f"    # {source}" if source else "")
+        for c in step.sends:
+            yield f"{pad}    sends {human(c.bytes)} {'' if c.algorithm == 'native' else f'({c.algorithm}) '}each time: {c.cause}"
+        for body in step.bodies:
+            if isinstance(step, Loop):
+                yield f"{pad}  given {self.list(body.inputs)}:"
+            elif isinstance(step, Branch):
+                yield f"{pad}  branch {step.branches.index(body)}:"
+            yield from self.body(body, depth + 1 + (not isinstance(step, Call)))
+            if not isinstance(step, Call):
+                yield f"{pad}    yield {self.list(body.outputs)}"
+
+    def said(self, step: Step) -> tuple[str, str]:
+        """(what a step does, to what end)."""
+        if isinstance(step, Constant):
+            size = getattr(step.array, "size", 1)
+            return f"constant {step.array if size == 1 else ''}".rstrip(), self.shard(step.result)
+        if isinstance(step, Reshard):
+            moves = " then ".join(f"{m.op} over {'+'.join(m.axes)}" for m in step.path) or "identity"
+            ring = f", in blocks beside {len(step.ring.dots)} products" if step.ring else ""
+            apart = ", into memory of its own" if step.apart else ""
+            return f"{moves} of {self.name(step.source)}{ring}{apart}", self.shard(step.result)
+        if isinstance(step, Reduce):
+            parts = [f"reduce-scatter over {'+'.join(s.axes)}" for s in step.scatters]
+            parts += [f"all-reduce ({step.source.kind}) over {'+'.join(step.over)}"] * bool(step.over)
+            parts += [f"{m.op} over {'+'.join(m.axes)}" for m in step.path]
+            ring = f", in blocks beside {len(step.ring.leaves)} products" if step.ring else ""
+            return f"{' then '.join(parts) or 'identity'} of {self.name(step.source)}{ring}", self.shard(step.result)
+        if isinstance(step, Run):
+            ring = {"gather": ", in blocks as they arrive", "reduce": ", in blocks as they are sent"}.get(
+                step.in_ring or "", ""
+            )
+            name = step.op.eqn.params["kernel"].name if step.op.name == "kernel" else step.op.name
+            operands = ", ".join(
+                f"{var.val}" if s is None else self.name(s)
+                for var, s in zip(step.op.eqn.invars, step.operands, strict=True)
+            )
+            return f"{name} {operands}".rstrip() + ring, " | ".join(map(self.shard, step.results))
+        if isinstance(step, Barrier):
+            after = f", once {self.list(step.after)} are there" if step.after else ""
+            return f"barrier{' through integers' if step.opaque else ''} {self.list(step.sources)}{after}", ""
+        if isinstance(step, Loop):
+            trips = "while" if step.op.name == "while" else f"scan × {step.body.trips}"
+            over = f" over {self.list(step.stacks)}" if step.stacks else ""
+            read = f" reading {self.list(step.hoisted)}, moved before it" if step.hoisted else ""
+            return f"{trips} from {self.list(step.inits) or 'nothing'}{over}{read}", ""
+        if isinstance(step, Branch):
+            return f"branch on {'a literal' if step.index is None else self.name(step.index)}", ""
+        assert isinstance(step, Call)
+        return f"{step.op.name} {step.op.eqn.params.get('name', '')}".rstrip() + ":", ""
