@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..layout import Spec
 from ..plan.plan import Plan
@@ -33,6 +34,7 @@ class _Reader:
         self.items: dict[Shard, Item] = {}
         self.region = Region(1)
         self.position = 0
+        self._bytes: dict[Any, float] = {}
         self.parts = parts_of_sums(plan)
 
     def run(self) -> Region:
@@ -53,7 +55,10 @@ class _Reader:
     # -- items and nodes
 
     def bytes(self, value: Value, spec: Spec) -> float:
-        return local_bytes(value.shape, itemsize(value.aval), spec, self.sizes) * self.tiles.padding(value, spec)
+        key = value.aval.shape, value.aval.dtype, spec
+        if key not in self._bytes:
+            self._bytes[key] = local_bytes(value.shape, itemsize(value.aval), spec, self.sizes)
+        return self._bytes[key] * self.tiles.padding(value, spec)
 
     def enter(self, shard: Shard) -> Item:
         item = self.items[shard] = Item(self.bytes(shard.value, shard.spec), shard.value, None)
@@ -205,8 +210,8 @@ _READ: dict[type[Step], Callable[[_Reader, Step], None]] = {
 def parts_of_sums(plan: Plan) -> dict[Shard, int]:
     """The unreduced sums that are made and sent block by block, and what they are sums of: how many blocks each has."""
     found: dict[Shard, int] = {}
-    maker = {s: step for step in plan.body.walk() if isinstance(step, Run) for s in step.results}
-    for step in plan.body.walk():
+    maker = {s: step for step in plan.body.every if isinstance(step, Run) for s in step.results}
+    for step in plan.body.every:
         todo = [step.source] if isinstance(step, Reduce) and step.ring is not None else []
         leaves = {s for s, _ in step.ring.leaves} if isinstance(step, Reduce) and step.ring is not None else set()
         while todo:

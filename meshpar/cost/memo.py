@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..compat.jax import without_gc
 from ..plan.plan import Plan
 
 T = TypeVar("T")
@@ -19,7 +20,8 @@ def once_per_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
     @functools.wraps(fn)
     def once(plan: Plan) -> T:
         if plan not in found:
-            found[plan] = fn(plan)
+            with without_gc():
+                found[plan] = fn(plan)
         return found[plan]
 
     return once

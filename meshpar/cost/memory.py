@@ -91,7 +91,7 @@ class _Live:
         self.in_place: set[int] = set()
         self.pieced: set[Value] = set()
         self.served: dict[Value, tuple[Step, GatherRing]] = {}
-        for step in plan.body.walk():
+        for step in plan.body.every:
             if isinstance(step, Reshard) and step.ring is not None:
                 made = [out for dot in step.ring.dots for out in dot.op.outs]
                 self.served.update((v, (step, step.ring)) for v in made)

@@ -179,7 +179,7 @@ def _estimate(plan: Plan, region: Region, by_loop: dict[int, float]) -> float:
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     )
     where = hides(plan)
-    for step in plan.body.walk():
+    for step in plan.body.every:
         if isinstance(step, Reshard | Reduce) and step.ring is not None:  # their time is in the decisions
             rest = [c for c in step.sends if c.algorithm not in ("ring", "pallas") and not c.first]
         else:

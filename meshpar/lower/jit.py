@@ -56,7 +56,7 @@ class _Rewriter:
         self.plan, self.mesh = plan, mesh
         self.sizes = plan.sizes
         self.params: dict[Spec, dict[str, Any]] = {}
-        steps = list(plan.body.walk())
+        steps = list(plan.body.every)
         self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].data_free)}
         self.reduces = {s.source.value: s for s in steps if isinstance(s, Reduce)}
         made = [s for step in steps for s in (*step.makes, *(s for body in step.bodies for s in body.inputs))]

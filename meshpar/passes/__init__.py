@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from ..compat.jax import without_gc
 from ..errors import JoinWarning
 from ..layout import AnyMesh, Layout
 from ..plan.plan import Plan
@@ -33,10 +34,11 @@ def make_plan(
       UnsupportedError: an ``overlap`` that does not exist.
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError.
     """
-    plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated))
-    plan = replace(plan, overlap=overlap)
-    for run in PASSES:
-        plan = run(plan)
+    with without_gc():
+        plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated))
+        plan = replace(plan, overlap=overlap)
+        for run in PASSES:
+            plan = run(plan)
     return plan
 
 

@@ -124,7 +124,7 @@ class _Pairs:
         self.reads: dict[Shard, int] = {}
         self.home: dict[Step, Frame] = {}
         self.frame: dict[Step, Frame] = {}
-        hoisted = {s for step in plan.body.walk() if isinstance(step, Loop) for s in step.hoisted}
+        hoisted = {s for step in plan.body.every if isinstance(step, Loop) for s in step.hoisted}
         self._read(plan.body, hoisted, plan.program.root)
         self._positions: dict[Frame, dict[Op, int]] = {}
 
@@ -272,7 +272,7 @@ def _outside(frame: Frame, inner: Frame) -> bool:
 def _carried(body: Body) -> set[Value]:
     """What loops carry, as their bodies see it; of a ``while``, all that they see."""
     found: set[Value] = set()
-    for step in body.walk():
+    for step in body.every:
         if isinstance(step, Loop):
             found.update(s.value for b in step.bodies for s in b.inputs[: len(step.inits)])
             if step.op.name == "while":

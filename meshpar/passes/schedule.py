@@ -95,7 +95,7 @@ class _Schedule:
         self.bodies = {frame: _Body(frame) for frame in frames}
         self.pending = {
             s.value
-            for step in plan.body.walk()
+            for step in plan.body.every
             if isinstance(step, Run) and step.in_ring == "reduce"
             for s in step.results
         }
@@ -113,7 +113,7 @@ class _Schedule:
                 for v in op.ins:
                     if v is not None and v is not value:
                         readers.setdefault((op.frame, v), []).append(op)
-        for step in self.plan.body.walk():
+        for step in self.plan.body.every:
             if not isinstance(step, Reduce) or not step.scatters or not step.collectives:
                 continue
             for op in self._products(step.source.value):

@@ -40,11 +40,11 @@ class Claims:
 
     def value_items(self, value: Value) -> tuple[tuple[Names, int], ...]:
         """(names, size) of every dim: the leading part stands for merged dims, since only it can be split in blocks."""
-        out = []
-        for i in range(len(value.shape)):
-            parts = self.program.parts(value, i)
-            out.append(parts[0] if parts else ((), 1))
-        return tuple(out)
+        found = self.program.memo.get(value)
+        if found is None:
+            parts = [self.program.parts(value, i) for i in range(len(value.shape))]
+            found = self.program.memo[value] = tuple(p[0] if p else ((), 1) for p in parts)
+        return found
 
     def value(self, value: Value) -> Spec:
         """The spec of a value at rest."""
@@ -87,6 +87,12 @@ class Claims:
 
         A factor that is primed in one of the values stays so in the op: of two factors called ``seq`` the query's keeps the axis.
         """
+        found = self.program.memo.get(op)
+        if found is None:
+            found = self.program.memo[op] = self._factor_names(op)
+        return found
+
+    def _factor_names(self, op: Op) -> list[Names]:
         rule = op.rule
         assert rule is not None
         given: list[dict[str, None]] = [{} for _ in rule.sizes]

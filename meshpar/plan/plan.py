@@ -140,7 +140,7 @@ class Plan:
     overlap: str = "off"
     overlaps: tuple[Overlap, ...] = ()
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """axis → size of the mesh."""
         return dict(self.mesh.shape)
@@ -148,13 +148,13 @@ class Plan:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of the step, with dims, axes, bytes, count, source line and cause, in the order of the steps."""
-        return tuple(c for step in self.body.walk() for c in step.sends)
+        return tuple(c for step in self.body.every for c in step.sends)
 
     @cached_property
     def runs(self) -> dict[Op, Run]:
         """The step that runs an op; ops on values made from no data have one for every use, of which the first is here."""
         found: dict[Op, Run] = {}
-        for step in self.body.walk():
+        for step in self.body.every:
             if isinstance(step, Run):
                 found.setdefault(step.op, step)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,14 +19,14 @@ def unsplit(rank: int) -> Spec:
 
 def parts_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """Into how many parts some axes split a dim."""
-    return math.prod(sizes[a] for a in axes)
+    return sizes[axes[0]] if len(axes) == 1 else math.prod(sizes[a] for a in axes)
 
 
 def local_shape(shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of one shard; uneven shards rounded up."""
-    if spec is None:
+    if spec is None or not any(spec):
         return tuple(shape)
-    return tuple(-(-n // parts_of(axes, sizes)) for n, axes in zip(shape, spec, strict=True))
+    return tuple(-(-n // parts_of(axes, sizes)) if axes else n for n, axes in zip(shape, spec, strict=True))
 
 
 def local_bytes(shape: Sequence[int], itemsize: float, spec: Spec, sizes: Mapping[str, int]) -> float:
@@ -35,8 +36,13 @@ def local_bytes(shape: Sequence[int], itemsize: float, spec: Spec, sizes: Mappin
 
 def itemsize(aval: Any) -> float:
     """Bytes of an element, in memory and on the wire: 4-bit types half of one, keys of threefry 8."""
+    return _itemsize(aval.dtype)
+
+
+@functools.cache
+def _itemsize(dtype: Any) -> float:
     try:
-        dtype = np.dtype(aval.dtype)
+        dtype = np.dtype(dtype)
     except TypeError:
         return 8
     return 0.5 if dtype.name in ("int4", "uint4") else dtype.itemsize

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
@@ -69,7 +70,7 @@ class Step:
         return ()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Body:
     """The steps of the program, of a loop's body, of a branch or of a call.
 
@@ -88,12 +89,15 @@ class Body:
     outputs: tuple[Shard | None, ...]
     trips: int | None = 1
 
-    def walk(self) -> Iterator[Step]:
+    @cached_property
+    def every(self) -> tuple[Step, ...]:
         """All steps in order, those of bodies after the step that holds them."""
+        out: list[Step] = []
         for step in self.steps:
-            yield step
+            out.append(step)
             for body in step.bodies:
-                yield from body.walk()
+                out += body.every
+        return tuple(out)
 
     def with_calls(self) -> Iterator[Step]:
         """The steps in order, those of calls in place of the call: what JAX traces into one body."""
@@ -469,9 +473,10 @@ def rewritten(body: Body, change: Callable[[Body], Body]) -> Body:
     """A body with every body inside it, then itself, changed; the same object where nothing is."""
     steps: list[Step] = []
     for step in body.steps:
-        new = [rewritten(b, change) for b in step.bodies]
-        if any(a is not b for a, b in zip(new, step.bodies, strict=True)):
-            step = _with_bodies(step, tuple(new))
+        if step.bodies:
+            new = [rewritten(b, change) for b in step.bodies]
+            if any(a is not b for a, b in zip(new, step.bodies, strict=True)):
+                step = _with_bodies(step, tuple(new))
         steps.append(step)
     if any(a is not b for a, b in zip(steps, body.steps, strict=True)):
         body = replace(body, steps=tuple(steps))
@@ -490,7 +495,7 @@ def _with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
 def readers_of(body: Body) -> Mapping[Shard, list[Step]]:
     """The steps that read every shard, those in bodies too; a call reads nothing, what it holds does."""
     found: dict[Shard, list[Step]] = {}
-    for step in body.walk():
+    for step in body.every:
         for shard in () if isinstance(step, Call) else step.reads:
             found.setdefault(shard, []).append(step)
     return found

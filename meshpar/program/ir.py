@@ -137,6 +137,7 @@ class Program:
       inputs, outputs: values in the order of the flat arguments and results, with their paths.
       joins: pairs of names that turned out to be one dim.
       in_tree, out_tree: the tree definitions of arguments and results.
+      memo: what was worked out from the program alone, for every layout that it is planned under.
     """
 
     closed: Any
@@ -147,6 +148,7 @@ class Program:
     joins: list[Join] = field(default_factory=list)
     in_tree: Any = None
     out_tree: Any = None
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     def parts(self, value: Value, i: int) -> tuple[Part, ...]:
         """The named parts (names, size) of dim i, major to minor: its annotation, else what inference found."""

@@ -195,7 +195,7 @@ def waited_for(plan: Plan) -> str:
     chip = plan.chip
     if chip is None:
         return ""
-    ringed = {c for step in plan.body.walk() if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends}
+    ringed = {c for step in plan.body.every if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends}
     mine = [c for c in plan.collectives if c.op in chip.waits and c not in ringed]
     if not mine:
         return ""
