@@ -91,12 +91,10 @@ def _split(held: Held) -> str:
 
 
 def _dims(held: Held) -> list[tuple[str, tuple[str, ...]]]:
-    names = re.findall(r"\([^)]*\)|\S+", held.dims)
-    if len(names) != len(held.shape):
-        names = ["_"] * len(held.shape)
     entries = [*held.spec, *(None,) * (len(held.shape) - len(held.spec))]
     return [
-        (n, () if e is None else (e,) if isinstance(e, str) else tuple(e)) for n, e in zip(names, entries, strict=True)
+        (d or "_", () if e is None else (e,) if isinstance(e, str) else tuple(e))
+        for d, e in zip(held.dims, entries, strict=True)
     ]
 
 
