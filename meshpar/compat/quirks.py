@@ -51,7 +51,7 @@ LARGE = 2**24
 LOOPS_FIRST = Quirk(
     compiler="libtpu 0.0.42, default effort",
     wrong="Whole gradients, and what was gathered, are kept in memory while independent loops run first.",
-    test="tests/lower/test_shard_map.py::test_a_loop_waits_for_what_was_large_before_it",
+    test="tests/passes/test_barriers.py::test_a_loop_waits_for_what_was_large_before_it",
     remove="with LONG_HELD",
 )
 LARGE_SUM = 2**26
@@ -60,7 +60,7 @@ LARGE_SUM = 2**26
 CUT_LATE = Quirk(
     compiler="libtpu 0.0.42",
     wrong="A reduce-scatter that is compiled to an all-reduce is cut where its result is read; the whole sum is held until then.",
-    test="tests/passes/test_schedule.py::test_a_large_scattered_sum_is_cut_where_it_is_made",
+    test="tests/passes/test_barriers.py::test_a_large_scattered_sum_is_cut_where_it_is_made",
     remove="when reduce-scatters stay what they are",
 )
 CUT_HERE = LARGE_SUM // 4
@@ -70,7 +70,7 @@ ROUNDED_STACK = Quirk(
     compiler="libtpu 0.0.42",
     wrong="A stack of floats that a loop rounds slice by slice is rounded whole before the loop, and both are held; casts and "
     "copies pass an optimization barrier.",
-    test="tests/lower/test_shard_map.py::test_slices_that_a_loop_rounds_are_apart",
+    test="tests/passes/test_barriers.py::test_slices_that_a_loop_rounds_are_apart",
     remove="when a plain barrier around the slice is enough",
 )
 
@@ -78,7 +78,7 @@ NOT_IN_PLACE = Quirk(
     compiler="libtpu 0.0.42",
     wrong="Nothing is gathered into the memory of an argument: all donated arguments whose results are gathered are copied when "
     "the program begins.",
-    test="tests/lower/test_shard_map.py::test_results_in_place_of_arguments_are_gathered_one_after_the_other",
+    test="tests/passes/test_barriers.py::test_results_in_place_of_arguments_are_gathered_one_after_the_other",
     remove="when a gather is written into a donated buffer",
 )
 

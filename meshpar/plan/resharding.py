@@ -91,6 +91,9 @@ def _straight(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, .
         moves.append(Move("all-to-all", axes, parts_of(axes, sizes), now, after))
         now = after
     kept = tuple(h[: _alike(h, n)] for h, n in zip(now, need, strict=True))
+    lost, gained = ({a for e, k in zip(spec, kept, strict=True) for a in e[len(k) :]} for spec in (now, need))
+    if not lost & gained and all(k in (h, n) for h, n, k in zip(now, need, kept, strict=True)):
+        return (*moves, *_along(now, need, sizes))
     return (*moves, *_along(now, kept, sizes), *_along(kept, need, sizes))
 
 

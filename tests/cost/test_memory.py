@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
-from meshpar.passes import donation as results
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
 ALONE = AbstractMesh((1,), ("data",))
@@ -70,20 +69,19 @@ def test_a_donated_argument_gives_way_to_its_result():
     assert other.memory.peak == n + F32 * 64
 
 
-def test_what_is_gathered_to_where_a_donated_argument_was_is_there_twice(monkeypatch):
-    monkeypatch.setattr(results, "LARGE", 1)
+@pytest.mark.parametrize("large", [True, False])
+def test_what_is_gathered_to_where_a_donated_argument_was_is_there_twice(large):
+    """Where it is of 16 MiB: its shard, whole, and in its place, beside the other input; else it is gathered to its place."""
 
     def step(state):
         return {"params": state["params"] - state["opt"], "opt": state["opt"]}
 
-    n = F32 * 64 * 32
+    rows = 2048 if large else 1024
+    n = F32 * rows * 2048
     options = {"mesh": AbstractMesh((4,), ("data",)), "layout": "opt.embed: data", "dims": {"state/*": "embed mlp"}}
-    state = {"params": array(64, 32), "opt": array(64, 32)}
-    # its shard, whole, and in its place, beside the other input
-    assert plan(step, state, **options, donate_argnums=0).memory.peak == n // 4 + n + n + n // 4
+    state = {"params": array(rows, 2048), "opt": array(rows, 2048)}
+    assert plan(step, state, **options, donate_argnums=0).memory.peak == n // 4 + n + n // 4 + (n if large else 0)
     assert plan(step, state, **options).memory.peak == n // 4 + n + n + n // 4, "beside the argument, and once"
-    monkeypatch.setattr(results, "LARGE", 2 * n)
-    assert plan(step, state, **options, donate_argnums=0).memory.peak == n + n // 4 + n // 4
 
 
 def test_jit_tells_the_plan_what_is_donated():

@@ -1,9 +1,6 @@
 """The shard_map lowering: the same numbers as the unsharded run, and exactly the collectives that the plan lists."""
 
 import functools
-import math
-import sys
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -12,97 +9,22 @@ import optax
 import planned_transformer
 import pytest
 import small_transformer
-from all_specs import specs_of
+from arrays import weights
 from jax import lax
 from jax.experimental import io_callback
+from lowered import MESHES, assert_sends_the_plan, group_of, jaxpr_of, lowered, of_kind, same, sent_by
 
 import meshpar as mp
 from meshpar.errors import UnsupportedError
-from meshpar.hardware.topology import Stage
-from meshpar.layout import to_partition_spec
 from meshpar.lower import LOWERINGS
-from meshpar.lower.moves import bring
-from meshpar.passes import donation as results
 
-MESHES = ["data=2, model=2, idle=2", "data=2, model=4"]
 RNG = np.random.default_rng(0)
 
 
-def normal(*shape):
-    return (RNG.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
-
-
-def same(fn, *args, layout, dims, meshes=MESHES, **kwargs):
-    report = mp.check(fn, *args, layouts=[layout], meshes=meshes, dims=dims, lowerings=("shard_map",), **kwargs)
-    assert report.ok
-    assert len(report.rows) == len(meshes)
+normal = functools.partial(weights, RNG)
 
 
 # -- what is sent
-
-
-KINDS = {
-    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
-    "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}  # fmt: skip
-
-
-def sent_by(jaxpr, sizes, times=1, found=None):
-    """(collective, bytes on the wire of each device) → how often, over a jaxpr and its bodies."""
-    found = Counter() if found is None else found
-    for eqn in jaxpr.eqns:
-        kind = KINDS.get(eqn.primitive.name)
-        if kind is not None:
-            axes = eqn.params.get("axes") or eqn.params["axis_name"]
-            group = math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
-            moved = eqn.outvars if kind == "all-gather" else eqn.invars
-            volume = sum(v.aval.size * v.aval.dtype.itemsize for v in moved)
-            share = 1 if kind == "collective-permute" else (group - 1) / group
-            found[kind, (2 if kind == "all-reduce" else 1) * volume * share] += times
-        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for param in eqn.params.values():
-            for body in param if isinstance(param, tuple | list) else (param,):
-                body = getattr(body, "jaxpr", body)
-                if hasattr(body, "eqns"):
-                    sent_by(body, sizes, times * trips, found)
-    return found
-
-
-def scatters(jaxpr):
-    """The reduce-scatters, in the order of the program."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if KINDS.get(eqn.primitive.name) == "reduce-scatter":
-            found.append(eqn)
-        for param in eqn.params.values():
-            body = getattr(param, "jaxpr", param)
-            if hasattr(body, "eqns"):
-                found += scatters(body)
-    return found
-
-
-def scatter_groups(jaxpr, sizes):
-    """How many devices each reduce-scatter is over, in the order of the program."""
-    axes = [eqn.params["axis_name"] for eqn in scatters(jaxpr)]
-    return [math.prod(sizes[a] for a in ((names,) if isinstance(names, str) else names)) for names in axes]
-
-
-def lowered(fn, *args, layout, dims, mesh="data=4, model=2"):
-    mesh = mp.mesh(mesh)
-    plan = mp.plan(fn, *args, mesh=mesh, layout=layout, dims=dims)
-    run, _, _ = LOWERINGS["shard_map"](plan, mesh)
-    inputs = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in plan.program.inputs]
-    return plan, jax.make_jaxpr(run)(*inputs).jaxpr
-
-
-def assert_sends_the_plan(fn, *args, **kwargs):
-    plan, jaxpr = lowered(fn, *args, **kwargs)
-    planned = Counter()
-    for c in plan.collectives:
-        planned[c.op, c.bytes] += c.count
-    assert sent_by(jaxpr, plan.sizes) == planned
-    return plan
 
 
 @pytest.mark.parametrize("layout", planned_transformer.LAYOUTS)
@@ -329,109 +251,40 @@ def test_what_cannot_run_inside_shard_map_says_so():
     assert 'lowering="jit"' in caught.value.fixes[0]
 
 
-# -- moving values
-
-
-def test_every_relayout_keeps_the_array():
-    mesh = mp.mesh("a=2, b=2, c=2")
-    sizes = dict(mesh.shape)
-    specs = specs_of(2, "abc")
-    rng = np.random.default_rng(1)
-    pairs = [(specs[i], specs[j]) for i, j in rng.integers(0, len(specs), (120, 2))]
-    x = np.arange(16 * 8).reshape(16, 8)
-
-    def moved(x, have, need):
-        return jax.shard_map(lambda s: bring(s, have, need, sizes), mesh=mesh, in_specs=to_partition_spec(have),
-                             out_specs=to_partition_spec(need), check_vma=False)(x)  # fmt: skip
-
-    for (have, need), y in zip(pairs, jax.jit(lambda x: [moved(x, *p) for p in pairs])(x), strict=True):
-        assert np.array_equal(x, y), (have, need)
-
-
-def test_gradients_pass_through_a_lowered_function():
-    def loss(w, x):
-        return (jax.checkpoint(lambda w: jnp.tanh(x @ w))(w) ** 2).mean()
-
-    dims = {"w": DIMS["w"], "x": DIMS["x"]}
-    run = mp.jit(loss, mesh=mp.mesh(MESHES[0]), layout="batch: data; mlp: model; embed: data", dims=dims,
-                 lowering="shard_map")  # fmt: skip
-    np.testing.assert_allclose(jax.grad(run)(W, X), jax.grad(loss)(W, X), rtol=1e-5, atol=1e-7)
-    assert run(W, X).weak_type == jax.jit(loss)(W, X).weak_type
-
-
-def test_gradients_pass_through_a_loop_that_rounds_its_slices():
-    def loss(w, x):
-        def layer(y, w):
-            return jnp.tanh(y @ w.astype(jnp.bfloat16)).astype(y.dtype), None
-
-        return (lax.scan(layer, x, w)[0] ** 2).sum()
-
-    w, x = normal(3, 8, 8), normal(8, 8)
-    run = mp.jit(loss, mesh=mp.mesh("data=8"), layout="batch: data", dims={"x": "batch _"}, lowering="shard_map")
-    found, expected = jax.grad(run)(w, x), jax.grad(loss)(w, x)
-    assert np.abs(expected).max() > 0.1
-    np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())  # bfloat16 sums
-
-
 # -- an axis that runs along several torus dimensions
 
 
-@pytest.mark.parametrize(("algorithm", "first"), [("staged", "x"), ("hierarchical", "slice")])
-def test_scatters_are_made_as_the_plan_says(algorithm, first, monkeypatch):
-    """The user's mesh stays; inside it is factored, and a reduce-scatter goes over one dimension after the other; or inside slices
-    before it crosses them."""
-    module = sys.modules["meshpar.plan.plan"]
-    plain = module.torus_of
-    monkeypatch.setattr(module, "torus_of", lambda mesh: {**plain(mesh), "data": (Stage(2, first), Stage(4, "y"))})
+@pytest.mark.parametrize(
+    ("algorithm", "topology"), [("staged", "v5p:2x2x2"), ("hierarchical", "2x v5p:2x2x1")]
+)
+def test_scatters_are_made_as_the_plan_says(algorithm, topology):
+    """A reduce-scatter goes over one torus dimension after the other, inside slices before it crosses them; the user's mesh stays."""
 
     def step(p, x):
         loss, grads = jax.value_and_grad(lambda p: (jnp.tanh(x @ p["w"]) @ p["v"]).sum())(p)
         return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), loss
 
-    p, x = {"w": normal(24, 32), "v": normal(32, 8)}, normal(16, 24)
-    mesh = mp.mesh("data=8")
+    args = {"w": normal(64, 2048), "v": normal(2048, 64)}, normal(16, 64)
     dims = {"p/w": "embed mlp", "p/v": "mlp embed", "x": "batch embed"}
-    f = mp.jit(step, mesh=mesh, layout="batch: data; embed: data", dims=dims, lowering="shard_map")
-    got, want = f(p, x), jax.jit(step)(p, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    assert got[0]["w"].sharding == jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-
-    plan = f.plan(p, x)
+    plan = mp.plan(step, *args, mesh="data=8", topology=topology, layout="batch: data; embed: data", dims=dims, overlap="off")
     assert {c.algorithm for c in plan.collectives if c.op == "reduce-scatter"} == {algorithm}
     assert {c.algorithm for c in plan.collectives if c.op != "reduce-scatter"} == {"native"}
-    run, _, _ = LOWERINGS["shard_map"](plan, mesh)
-    jaxpr = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in plan.program.inputs]).jaxpr
-    sizes = {"data": 8, "data.0": 2, "data.1": 4}
-    sent = sent_by(jaxpr, sizes)
-    staged = sum(b * n for (kind, b), n in sent.items() if kind == "reduce-scatter")
-    assert staged == sum(c.total_bytes for c in plan.collectives if c.op == "reduce-scatter")
-    assert sum(n for (kind, _), n in sent.items() if kind == "reduce-scatter") == 4
-    groups = "".join(str(n) for n in scatter_groups(jaxpr, sizes))
-    # by size: of two slices or rows, and of four columns
-    assert groups == {"staged": "24", "hierarchical": "42"}[algorithm] * 2
 
+    mesh = mp.mesh("data=8")  # of CPUs, which have no torus
+    run, ins, outs = LOWERINGS["shard_map"](plan, mesh)
+    got = jax.jit(run, in_shardings=ins, out_shardings=outs)(*jax.tree.leaves(args))
+    for a, b in zip(got, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert {s.mesh for s in outs} == {mesh}
 
-def test_what_replaces_donated_arguments_is_gathered_in_turn_and_put_there(monkeypatch):
-    monkeypatch.setattr(results, "LARGE", 1)
-
-    def step(state, x):
-        grads = jax.grad(lambda p: jnp.square(jnp.tanh(x @ p["in"]) @ p["out"]).mean())(state["params"])
-        mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["opt"]["mu"], grads)
-        params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu)
-        return {"params": params, "opt": {"mu": mu}}
-
-    params = {"in": normal(16, 32), "out": normal(32, 16)}
-    args = {"params": params, "opt": {"mu": jax.tree.map(np.zeros_like, params)}}, normal(8, 16)
-    dims = {"state/*/in": "embed mlp", "state/*/out": "mlp embed", "x": "batch embed"}
-    for donated, barriers in ((0, 2), (None, 0)):
-        fn = mp.jit(step, mesh=mp.mesh("data=8"), layout="batch: data; opt.embed: data", dims=dims, lowering="shard_map",
-                    donate_argnums=donated)  # fmt: skip
-        text = fn.lower(*args).as_text()
-        assert text.count('"stablehlo.all_gather"') == 2
-        # one to wait for the other; and `in`, gathered along its first dim, is put there as integers
-        assert text.count("stablehlo.optimization_barrier") == barriers
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), fn(*args), step(*args))
+    sizes = {"data": 8, **{f"data.{k}": s.size for k, s in enumerate(plan.torus["data"])}}
+    jaxpr = jaxpr_of(plan, mesh)
+    scatters = of_kind(jaxpr, "reduce_scatter")
+    assert [group_of(eqn, sizes) for eqn in scatters] == [2, 2, 2] * 2
+    sent = sum(b * n for (kind, b), n in sent_by(jaxpr, sizes).items() if kind == "reduce-scatter")
+    assert sent == sum(c.total_bytes for c in plan.collectives if c.op == "reduce-scatter")
+    order = {"staged": ["data.0", "data.1", "data.2"], "hierarchical": ["data.1", "data.2", "data.0"]}[algorithm]
+    assert [eqn.params["axis_name"] for eqn in scatters] in ([*order] * 2, [(a,) for a in order] * 2)
 
 
 def test_a_reduce_scatter_has_no_dim_of_size_one_before_the_one_that_is_scattered():
@@ -448,7 +301,7 @@ def test_a_reduce_scatter_has_no_dim_of_size_one_before_the_one_that_is_scattere
     }
     assert_sends_the_plan(step, w, x, **kinds)
     _, jaxpr = lowered(step, w, x, **kinds)
-    made = [(e.invars[0].aval.shape, e.params["scatter_dimension"]) for e in scatters(jaxpr)]
+    made = [(e.invars[0].aval.shape, e.params["scatter_dimension"]) for e in of_kind(jaxpr, "reduce_scatter")]
     assert made == [((8, 16), 0)]
     same(step, w, x, meshes=["data=4, model=2"], **kinds)
 
@@ -539,7 +392,7 @@ def test_generator_bits_and_triangular_systems():
     same(step, X, W, layout=LAYOUTS[1], dims=dims, meshes=MESHES[:1])
     plan = assert_sends_the_plan(step, X, W, layout="batch: data", dims=dims)
     solves = [op for op in plan.program.root.walk() if op.name == "triangular_solve"]
-    assert {plan.ops[id(op)].outs[0] for op in solves} == {((), ("data",))}  # the right-hand sides stay split
+    assert {plan.placements[op.outs[0]].made.spec for op in solves} == {((), ("data",))}  # the right-hand sides stay split
 
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])

@@ -231,7 +231,9 @@ def test_the_plan_says_what_is_sent_and_what_was_not_split():
     plan, _, _ = sent(lambda x: x[:, 1:], x)
     (gather,) = plan.collectives
     assert gather.cause == "slice needs all of `rows`, which `rows: data` splits"
-    assert plan.notes == ["`rows: data` does not divide dim 1 of [2, 23, 2] (batch rows in), which is left whole"]
+    (note,) = plan.notes
+    assert "`rows: data`" in note
+    assert "[2, 23, 2]" in note
 
 
 def test_cost_counts_the_halos():

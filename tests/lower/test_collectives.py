@@ -1,0 +1,167 @@
+"""Reshardings on devices: what ``jax.device_put`` makes of the same array, and on the wire what the moves say."""
+
+import functools
+import itertools
+import math
+import random
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from all_specs import specs_of
+from jax.sharding import NamedSharding
+
+import meshpar as mp
+from meshpar.hardware.topology import Stage
+from meshpar.layout import to_partition_spec
+from meshpar.lower.collectives import combined, follow
+from meshpar.plan.resharding import reshard
+from meshpar.rules.spmd import Grid
+from meshpar.verify.hlo import collectives
+
+
+def assert_reshards(mesh, pairs, shape, dtype=np.int32):
+    """Every pair in one program: each device's part is the one it should have, and the compiled text sends the bytes of the moves."""
+    mesh = mp.mesh(mesh)
+    sizes = dict(mesh.shape)
+    arrays = [np.arange(math.prod(shape), dtype=dtype).reshape(shape) + k for k in range(len(pairs))]
+    paths = [reshard(*pair, sizes) for pair in pairs]
+    grid = Grid(sizes, {}, cpu=True)
+
+    def local(*shards):
+        return [follow(x, path, grid) for x, path in zip(shards, paths, strict=True)]
+
+    ins, outs = ([to_partition_spec(spec) for spec in specs] for specs in zip(*pairs, strict=True))
+    run = jax.shard_map(local, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
+    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, ins, strict=True)]
+    compiled = jax.jit(run).lower(*placed).compile()
+    for pair, x, y, spec in zip(pairs, arrays, compiled(*placed), outs, strict=True):
+        expected = jax.device_put(x, NamedSharding(mesh, spec))
+        for a, b in zip(y.addressable_shards, expected.addressable_shards, strict=True):
+            assert a.device == b.device
+            assert np.array_equal(a.data, b.data), pair
+    planned = Counter(
+        (m.op, m.bytes(shape, np.dtype(dtype).itemsize, sizes)) for path in paths for m in path if m.op != "slice"
+    )
+    assert Counter((c.op, c.bytes) for c in collectives(compiled.as_text())) == planned
+    return planned
+
+
+def one_of_each(pairs, seed):
+    """Of the pairs that are one another's with axes of equal size renamed, one."""
+    classes = {}
+    for pair in pairs:
+        names = list(dict.fromkeys(a for spec in pair for entry in spec for a in entry))
+        like = tuple(tuple(tuple(names.index(a) for a in entry) for entry in spec) for spec in pair)
+        classes.setdefault(like, []).append(pair)
+    return [random.Random(seed).choice(some) for some in classes.values()]
+
+
+def all_pairs(rank, axes):
+    return list(itertools.product(specs_of(rank, axes), repeat=2))
+
+
+def test_every_resharding_of_a_matrix_on_2x2():
+    planned = assert_reshards("a=2, b=2", all_pairs(2, "ab"), (8, 16))
+    assert {op for op, _ in planned} == {"all-gather", "all-to-all", "collective-permute"}
+
+
+def test_every_resharding_of_a_matrix_with_an_idle_axis_and_with_axes_of_two_sizes():
+    assert_reshards("a=2, idle=2, b=2", all_pairs(2, "ab")[::2], (8, 16))
+    assert_reshards("b=2, a=4", all_pairs(2, "ab"), (8, 16))
+
+
+def test_every_kind_of_resharding_of_a_matrix_on_2x2x2():
+    assert_reshards("a=2, b=2, c=2", one_of_each(all_pairs(2, "abc"), 0), (8, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_every_resharding_of_a_matrix_on_2x2x2(part):
+    assert_reshards("a=2, b=2, c=2", all_pairs(2, "abc")[part::8], (8, 16))
+
+
+@pytest.mark.slow
+def test_reshardings_of_three_dims():
+    assert_reshards("a=2, b=2", random.Random(1).sample(all_pairs(3, "ab"), 60), (4, 8, 4))
+    assert_reshards("a=2, b=2, c=2", random.Random(2).sample(all_pairs(3, "abc"), 60), (8, 8, 8))
+
+
+def test_a_dim_that_goes_from_one_axis_to_another_keeps_its_order():
+    """Mesh-TensorFlow returns ``[0, 2, 1, 3]``."""
+    assert_reshards("rows=2, columns=2", [((("rows",),), (("columns",),))], (4,))
+
+
+def test_keys_and_empty_arrays():
+    mesh = mp.mesh("a=2, b=2")
+    grid = Grid(mesh.shape, {}, cpu=True)
+    have, need = (("a",), ("b",)), (("b",), ("a",))
+    keys = jax.random.split(jax.random.key(3), (4, 8))
+    for x in (keys, np.zeros((4, 0), np.float32)):
+        run = jax.shard_map(
+            lambda s: follow(s, reshard(have, need, grid), grid), mesh=mesh, in_specs=to_partition_spec(have),
+            out_specs=to_partition_spec(need), check_vma=False,
+        )  # fmt: skip
+        y = jax.jit(run)(x)
+        assert y.shape == x.shape
+        if x is keys:
+            assert np.array_equal(jax.random.key_data(x), jax.random.key_data(y))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_mesh_that_is_factored_over_the_torus(apart):
+    """Axes that have other names, and are several, inside the ``shard_map``; gathered into other memory first, or not."""
+    mesh = mp.mesh("a=4, b=2")
+    grid = Grid(mesh.shape, {"a": (Stage(2, "x"), Stage(2, "y")), "b": (Stage(2, "z"),)})
+    pairs = all_pairs(2, "ab")[::3]
+    x = np.arange(8 * 16).reshape(8, 16).astype(np.float32)
+
+    def local(*shards):
+        return [follow(x, reshard(*pair, dict(mesh.shape)), grid, apart) for x, pair in zip(shards, pairs, strict=True)]
+
+    ins, outs = ([to_partition_spec(grid.spec(spec)) for spec in specs] for specs in zip(*pairs, strict=True))
+    run = jax.shard_map(local, mesh=grid.mesh(mesh), in_specs=tuple(ins), out_specs=outs, check_vma=False)
+    for pair, y in zip(pairs, jax.jit(run)(*[x] * len(pairs)), strict=True):
+        assert np.array_equal(x, y), pair
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "together"),
+    [
+        ("sum", np.float32, np.add), ("max", np.float32, np.maximum), ("min", np.int32, np.minimum),
+        ("prod", np.float32, np.multiply), ("and", np.bool_, np.logical_and), ("or", np.bool_, np.logical_or),
+        ("and", np.int32, np.bitwise_and), ("or", np.uint8, np.bitwise_or),
+    ],
+)  # fmt: skip
+def test_terms_are_combined(kind, dtype, together):
+    """What no collective combines (products, bits) is gathered first."""
+    mesh = mp.mesh("a=2, b=2, c=2")
+    terms = np.random.default_rng(0).integers(0 if dtype == np.bool_ else 1, 2 if dtype == np.bool_ else 6, (4, 6)).astype(dtype)
+    run = jax.shard_map(
+        lambda x: combined(x[0], ((),), [], ("a", "c"), kind, Grid(mesh.shape, {})), mesh=mesh,
+        in_specs=jax.P(("a", "c")), out_specs=jax.P(), check_vma=False,
+    )  # fmt: skip
+    found = jax.jit(run)(terms)
+    assert found.dtype == dtype
+    expected = functools.reduce(together, terms)
+    assert all(np.array_equal(s.data, expected) for s in found.addressable_shards)
+
+
+def test_a_slice_before_an_all_to_all():
+    """XLA's CPU compiler cuts what is exchanged into slices; one of them was taken for the program's own, which lay otherwise."""
+    rng = np.random.default_rng(3)
+    x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 8, 6), (2, 8, 8)))
+
+    def f(x, y):
+        z, u = jnp.einsum("abc,kab->kca", x, y), jnp.einsum("abc,kcb->back", y, y)
+        last, every = jax.lax.scan(lambda v, w: (v + w.mean(), v @ jnp.ones((8, 5))), y, u)
+        return z[1:2], z.reshape(2, 6, 4, 2), last, every
+
+    layout = mp.Layout("f, d, a, b?: x", resolve="cost")
+    fn = mp.jit(
+        f, mesh=mp.mesh("x=2, y=2, idle=2"), layout=layout, dims={"x": "_ _ b", "y": "a f d"}, lowering="shard_map"
+    )
+    for found, expected in zip(fn(x, y), f(x, y), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
