@@ -18,7 +18,7 @@ from ..cost.memory import Memory, memory_of
 from ..cost.time import Time, time_of
 from ..dims import Dims, format_dims
 from ..errors import JoinWarning, UnsupportedError
-from ..hardware.chips import CHIPS, Chip, chip_of
+from ..hardware.chips import CHIPS, Chip, chip_of, planned_mesh
 from ..hardware.topology import Torus, torus_of, torus_of_slices
 from ..layout import AnyMesh, Layout, Spec
 from ..mesh import parse_topology
@@ -199,14 +199,14 @@ class Plan:
         return None if self.time is None else self.time.seconds
 
     def replan(
-        self, *, layout: Any = None, mesh: AnyMesh | None = None, topology: str | None = None, strict: bool = False,
+        self, *, layout: Any = None, mesh: AnyMesh | str | None = None, topology: str | None = None, strict: bool = False,
         overlap: str | None = None,
     ) -> Plan:  # fmt: skip
         """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
 
         Args:
           layout: as in :func:`meshpar.plan`; default: this plan's.
-          mesh: a mesh; default: this plan's, with its topology.
+          mesh: a mesh, or text; default: this plan's, with its topology.
           topology: the slice that ``mesh`` lies on, if it is abstract.
           overlap: as in :func:`meshpar.plan`; default: this plan's.
 
@@ -220,7 +220,7 @@ class Plan:
             return make_plan(
                 self.program,
                 (self.asked or self.layout) if layout is None else Layout(layout),
-                self.mesh if mesh is None else mesh,
+                self.mesh if mesh is None else planned_mesh(mesh, topology) if isinstance(mesh, str) else mesh,
                 strict=strict,
                 topology=self.topology if mesh is None and topology is None else topology,
                 donated=self.donated,
