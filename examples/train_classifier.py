@@ -37,7 +37,7 @@ class Result:
 
 class ConvNet(nn.Module):
     @nn.compact
-    def __call__(self, images: jax.Array) -> jax.Array:
+    def __call__(self, images: jax.Array | np.ndarray) -> jax.Array:
         """Logits [batch, class] of images [batch, 8, 8]."""
         x = images[..., None]
         x = nn.relu(conv(32, ("kernel_height", "kernel_width", "gray", "narrow"))(x))
@@ -68,7 +68,9 @@ def create_state(key: jax.Array) -> TrainState:
     return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(2e-3))
 
 
-def train_step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[TrainState, jax.Array]:
+def train_step(
+    state: TrainState, images: jax.Array | np.ndarray, labels: jax.Array | np.ndarray
+) -> tuple[TrainState, jax.Array]:
     def loss_of(params):
         logits = state.apply_fn({"params": params}, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -77,7 +79,7 @@ def train_step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple
     return state.apply_gradients(grads=gradients), loss
 
 
-def count_right(state: TrainState, images: jax.Array, labels: jax.Array) -> jax.Array:
+def count_right(state: TrainState, images: jax.Array | np.ndarray, labels: jax.Array | np.ndarray) -> jax.Array:
     return (state.apply_fn({"params": state.params}, images).argmax(-1) == labels).sum()
 
 

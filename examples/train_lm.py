@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from rich.console import Console
@@ -42,6 +44,8 @@ LAYOUTS = {
 }
 DIMS = {"inputs": "batch seq", "targets": "batch seq"}  # the weights say theirs in lm/model.py
 
+Tokens = jax.Array | np.ndarray
+
 
 @dataclass(frozen=True)
 class Result:
@@ -50,16 +54,16 @@ class Result:
     held_out_bits_per_byte: float
 
 
-def loss_of(model: Transformer, inputs: jax.Array, targets: jax.Array, key: jax.Array | None = None) -> jax.Array:
-    logits = model(inputs, key)
+def loss_of(model: Transformer, inputs: Tokens, targets: Tokens, key: jax.Array | None = None) -> jax.Array:
+    logits = model(jnp.asarray(inputs), key)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def train_step(
     model: Transformer,
     optimizer: nnx.Optimizer,
-    inputs: jax.Array,
-    targets: jax.Array,
+    inputs: Tokens,
+    targets: Tokens,
     key: jax.Array,
 ) -> jax.Array:
     key = jax.random.fold_in(key, optimizer.step[...])  # other dropout at every step

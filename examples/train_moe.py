@@ -40,6 +40,8 @@ LOSSES = {"balance": 1e-3, "z": 1e-4, "importance": 1e-2, "load": 1e-2}  # weigh
 SHADES = " ▁▂▃▄▅▆▇█"
 CHOICES = {"switch": 1, "gshard": 2}  # experts a token takes, where the router says so
 
+Tokens = jax.Array | np.ndarray
+
 
 @dataclass(frozen=True)
 class Result:
@@ -49,15 +51,15 @@ class Result:
     held_out_bits_per_byte: float
 
 
-def loss_of(model: MoETransformer, inputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, tuple[jax.Array, MoEAux]]:
-    logits, aux = model(inputs)
+def loss_of(model: MoETransformer, inputs: Tokens, targets: Tokens) -> tuple[jax.Array, tuple[jax.Array, MoEAux]]:
+    logits, aux = model(jnp.asarray(inputs))
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
     added = sum(LOSSES[name] * value.mean() for name, value in aux.losses.items())
     return loss + added, (loss, aux)
 
 
 def train_step(
-    model: MoETransformer, optimizer: nnx.Optimizer, inputs: jax.Array, targets: jax.Array
+    model: MoETransformer, optimizer: nnx.Optimizer, inputs: Tokens, targets: Tokens
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     (_, (loss, aux)), gradients = nnx.value_and_grad(loss_of, has_aux=True)(model, inputs, targets)
     optimizer.update(model, gradients)

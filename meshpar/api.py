@@ -6,22 +6,19 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 
-from .dims import DimsLike, PathDims, did_you_mean
-from .errors import MeshError, UnsupportedError
-from .jitted import KEEP, Jitted, Lowering, Mode, P, R, options_apart
+from .dims import DimsLike, PathDims
+from .errors import UnsupportedError
+from .jitted import KEEP, Jitted, LayoutLike, Lowering, Mode, P, R, auto_mesh, check_lowering, device_mesh
+from .keywords import options_apart
 from .layout import AnyMesh, Layout
-from .lower import LOWERINGS
-from .mesh import mesh as make_mesh
 from .mesh import planned_mesh
-from .passes.overlap import MODES
 from .planned import Plan
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts
 from .verify.jobs import Progress
 
-LayoutLike = Layout | str | Mapping[str, Any] | Sequence[Any]
 DimsPatterns = Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | PathDims | None
 
 
@@ -101,9 +98,9 @@ def jit(
             keep_unused=keep_unused, compiler_options=compiler_options,
         )  # fmt: skip
     _check_function(fn, "jit")
-    _check_lowering(lowering, overlap)
+    check_lowering(lowering, overlap)
     return Jitted(
-        fn, _device_mesh(mesh), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
+        fn, device_mesh(mesh), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames, keep_unused=keep_unused, compiler_options=compiler_options,
         overlap=None if lowering == "jit" else overlap,
@@ -142,9 +139,9 @@ def plan(
     """
     _check_function(fn, "plan")
     lowering = lowering or ("jit" if overlap in (None, "off") else "shard_map")
-    _check_lowering(lowering, overlap)
+    check_lowering(lowering, overlap)
     return Jitted(
-        fn, _auto(planned_mesh(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
+        fn, auto_mesh(planned_mesh(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames, topology=topology, overlap=None if lowering == "jit" else overlap,
     ).plan(*args, **keywords, **(kwargs or {}))  # fmt: skip
@@ -167,7 +164,7 @@ def init(
       as :func:`meshpar.jit`.
     """
     _check_function(create, "init")
-    return Jitted(create, _device_mesh(mesh), Layout(layout), _patterns(dims), strict=strict, init=True)
+    return Jitted(create, device_mesh(mesh), Layout(layout), _patterns(dims), strict=strict, init=True)
 
 
 @options_apart
@@ -225,12 +222,16 @@ def check(
 
     def subject(m: Mesh, layout: Layout, lowering: Lowering) -> Any:
         step: Jitted[..., Any] = steps(
-            mesh=_auto(m), layout=layout, lowering=lowering, overlap=None if lowering == "jit" else overlap, **options
+            mesh=auto_mesh(m),
+            layout=layout,
+            lowering=lowering,
+            overlap=None if lowering == "jit" else overlap,
+            **options,
         )
         return step._subject(args, given)
 
     for lowering in lowerings:
-        _check_lowering(lowering, None)
+        check_lowering(lowering, None)
     return check_layouts(
         subject, layouts=layouts, meshes=[mesh] if mesh is not None else meshes, lowerings=lowerings, tolerance=tolerance,
         raises=raises,
@@ -283,9 +284,9 @@ def compile(
                 f"mp.compile needs {'a layout' if layout is None else 'a mesh'}",
                 fixes=['mp.compile(step, state, batch, mesh="data=16, model=16", topology="v5e:16x16", layout=…)'],
             )
-        _check_lowering(lowering, overlap)
+        check_lowering(lowering, overlap)
         fn = Jitted(
-            fn, _auto(mesh_to_compile_for(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering,
+            fn, auto_mesh(mesh_to_compile_for(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering,
             strict=strict, keep_unused=keep_unused, overlap=None if lowering == "jit" else overlap,
             static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
@@ -305,48 +306,5 @@ def _check_function(fn: Any, name: str) -> None:
         raise UnsupportedError(f"mp.{name} takes a function, not {fn!r}", fixes=[f"mp.{name}(step, mesh=…, layout=…)"])
 
 
-def _check_lowering(lowering: Any, overlap: Any) -> None:
-    if lowering not in LOWERINGS:
-        raise UnsupportedError(
-            f"there is no lowering {lowering!r}", fixes=did_you_mean(str(lowering), LOWERINGS, "lowerings")
-        )
-    if overlap is not None and overlap not in MODES:
-        raise UnsupportedError(f"there is no overlap {overlap!r}", fixes=did_you_mean(str(overlap), MODES, "modes"))
-    if lowering == "jit" and overlap in ("ring", "pallas"):
-        raise UnsupportedError(
-            f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and overlaps as it likes',
-            fixes=['add lowering="shard_map"', "or leave overlap out"],
-        )
-
-
 def _patterns(dims: DimsPatterns) -> PathDims:
     return dims if isinstance(dims, PathDims) else PathDims(dims)
-
-
-def _device_mesh(mesh: AnyMesh | str) -> AnyMesh:
-    """A mesh as users give it; text is one over the devices that are here."""
-    return make_mesh(mesh) if isinstance(mesh, str) else _auto(mesh)
-
-
-def _auto(mesh: AnyMesh) -> AnyMesh:
-    """The mesh with Auto axes; those of ``jax.make_mesh``, Explicit by default, are the same devices.
-
-    Raises:
-      MeshError: no mesh, or one with Manual axes.
-    """
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise MeshError(
-            f"mesh={mesh!r} is no mesh", fixes=['mp.mesh("data=4, model=2"), or the text alone: "data=4, model=2"']
-        )
-    kinds = getattr(mesh, "axis_types", ())
-    if AxisType.Manual in kinds:
-        raise MeshError(
-            "a mesh with Manual axes is one inside a shard_map, where everything is placed by hand",
-            fixes=["call mp.jit's function outside of the shard_map"],
-        )
-    if AxisType.Explicit not in kinds:
-        return mesh
-    auto = (AxisType.Auto,) * len(kinds)
-    if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)

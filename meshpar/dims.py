@@ -26,6 +26,8 @@ def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | EllipsisTyp
     Raises:
       LayoutSyntaxError: a name that is no identifier, or one that stands twice.
     """
+    if not isinstance(text, str | Sequence):
+        raise LayoutSyntaxError(f"{what} {text!r} are no dims", fixes=['a text or a tuple of names: "batch seq embed"'])
     parts = text.split() if isinstance(text, str) else list(text)
     out: list[str | EllipsisType | None] = []
     for part in parts:
@@ -115,6 +117,16 @@ class PathDims:
 
     def __init__(self, patterns: Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | None):
         items = patterns.items() if isinstance(patterns, Mapping) else (patterns or ())
+        if isinstance(patterns, str) or not isinstance(items, Iterable):
+            dims = patterns if isinstance(patterns, str) else "batch seq"
+            raise LayoutSyntaxError(
+                f"dims={patterns!r} are no tree-path patterns → dims",
+                fixes=[f'say what has these dims: dims={{"batch/tokens": {dims!r}}}'],
+            )
+        items = list(items)
+        for item in items:
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                raise LayoutSyntaxError(f"dims={patterns!r}: {item!r} is not a pair (pattern, dims)")
         self.items = tuple((str(p), parse_dims(d, what=f"dims of pattern {p!r}")) for p, d in items)
 
     def match(self, path: str) -> tuple[str, tuple[str | EllipsisType | None, ...]] | None:

@@ -8,21 +8,24 @@ import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from .compat.jax import DeviceArray, is_graph_node, jit_disabled, without_gc
+from .compat.jax import DeviceArray, in_explicit_mesh, is_graph_node, is_tracer, jit_disabled, user_line, without_gc
 from .dims import Dims, PathDims, did_you_mean, fit_dims, near, path_matches
 from .errors import MeshError, PatternError, UnsupportedError
-from .flax import Leaf, capture_names, flatten_named
+from .flax import Leaf, capture_names, flatten_named, key_text, pure_states, with_states
+from .keywords import options_apart
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
+from .mesh import mesh as make_mesh
 from .passes import make_plan
+from .passes.overlap import MODES
 from .planned import Plan
 from .program import Program, infer, trace
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
@@ -34,10 +37,56 @@ KEEP: dict[str, Any] = {"donate_argnums": None, "donate_argnames": None}
 
 P = ParamSpec("P")
 R = TypeVar("R")
-F = TypeVar("F", bound=Callable[..., Any])
 
 Lowering = Literal["jit", "shard_map"]
 Mode = Literal["auto", "xla", "ring", "pallas", "off"]
+LayoutLike = Layout | str | Mapping[str, Any] | Sequence[Any]
+
+
+# -- what users hand in
+
+
+def check_lowering(lowering: Any, overlap: Any) -> None:
+    if lowering not in LOWERINGS:
+        raise UnsupportedError(
+            f"there is no lowering {lowering!r}", fixes=did_you_mean(str(lowering), LOWERINGS, "lowerings")
+        )
+    if overlap is not None and overlap not in MODES:
+        raise UnsupportedError(f"there is no overlap {overlap!r}", fixes=did_you_mean(str(overlap), MODES, "modes"))
+    if lowering == "jit" and overlap in ("ring", "pallas"):
+        raise UnsupportedError(
+            f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and overlaps as it likes',
+            fixes=['add lowering="shard_map"', "or leave overlap out"],
+        )
+
+
+def device_mesh(mesh: AnyMesh | str) -> AnyMesh:
+    """A mesh as users give it; text is one over the devices that are here."""
+    return make_mesh(mesh) if isinstance(mesh, str) else auto_mesh(mesh)
+
+
+def auto_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with Auto axes; those of ``jax.make_mesh``, Explicit by default, are the same devices.
+
+    Raises:
+      MeshError: no mesh, or one with Manual axes.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(
+            f"mesh={mesh!r} is no mesh", fixes=['mp.mesh("data=4, model=2"), or the text alone: "data=4, model=2"']
+        )
+    kinds = getattr(mesh, "axis_types", ())
+    if AxisType.Manual in kinds:
+        raise MeshError(
+            "a mesh with Manual axes is one inside a shard_map, where everything is placed by hand",
+            fixes=["call mp.jit's function outside of the shard_map"],
+        )
+    if AxisType.Explicit not in kinds:
+        return mesh
+    auto = (AxisType.Auto,) * len(kinds)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
 
 
 # -- the arguments of one call
@@ -142,41 +191,70 @@ def _selected_arguments(nums: Any, names: Any, params: list[str], what: str, var
     return frozenset(out | {params.index(n) for n in names if n in params})
 
 
-def options_apart(api: F) -> F:
-    """Refuse a keyword that is an option of ``api`` and an argument of the function at once, unless it is clear which is meant.
+def _hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
-    ``api(fn, *args, <options>, kwargs=…, **keywords)``: the option is meant where the function's argument of that name is
-    given by position or in ``kwargs``, or where ``kwargs={}`` says that it keeps its default.
+
+def _described(x: Any) -> str:
+    if isinstance(x, str):
+        return f"the text {x!r}"
+    if isinstance(x, np.ndarray):
+        return f"an array of {x.dtype}"
+    return f"a {type(x).__name__}"
+
+
+def _no_array(path: str, value: Any) -> UnsupportedError:
+    name, _, rest = path.partition("/")
+    fix = (
+        f"make `{name}` static: static_argnames={name!r}"
+        if not rest
+        else "take it out of the tree, and pass it as a static argument"
+    )
+    return UnsupportedError(f"{path}: {_described(value)} is no array", path=path, fixes=[fix])
+
+
+def _check_fixed(tree: Any, argument_path: Callable[[int], tuple[str, ...]] | None = None) -> None:
+    """Leaves that are no arrays belong to modules (nodes with attributes), of which they are a part as static ones are.
+
+    Raises:
+      UnsupportedError: one in a plain container.
     """
-    named = inspect.signature(api).parameters.values()
-    options = {p.name for p in named if p.kind is p.KEYWORD_ONLY} - {"kwargs"}
+    for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(_leaf_key(x), _Fixed) and not any(isinstance(k, jax.tree_util.GetAttrKey) for k in keys):
+            names = [key_text(k) for k in keys]
+            if argument_path is not None:
+                names = [*(argument_path(int(names[1])) if names[0] == "0" else names[1:2]), *names[2:]]
+            path = "/".join(names) or "the result"
+            if argument_path is None:
+                raise UnsupportedError(f"{path}: a function returns arrays, and {_described(x)} is none", path=path)
+            raise _no_array(path, x)
 
-    @functools.wraps(api)
-    def checked(fn: Any, *args: Any, **keywords: Any) -> Any:
-        shared = options & keywords.keys()
-        if shared and "kwargs" not in keywords:
-            try:
-                signature = inspect.signature(getattr(fn, "__wrapped__", fn))
-                given = signature.bind_partial(*args).arguments
-            except (TypeError, ValueError):  # no signature, or arguments that do not fit: the call will say so
-                return api(fn, *args, **keywords)
-            for name in sorted(shared & signature.parameters.keys() - given.keys()):
-                called = getattr(fn, "__name__", "the function")
-                raise UnsupportedError(
-                    f"`{name}` is an option of {api.__name__} and an argument of {called}: `{name}=` does not say which",
-                    fixes=[
-                        f"give the argument by position, or in kwargs={{{name!r}: …}}; `{name}=` is then the option",
-                        f"kwargs={{}} leaves the argument of {called} at its default",
-                    ],
-                )
-        return api(fn, *args, **keywords)
 
-    return cast(F, checked)
+@contextlib.contextmanager
+def _axis_names_refused() -> Iterator[None]:
+    """Say what a ``pmean`` over an axis means here: nothing, since sums over devices are the layout's."""
+    try:
+        yield
+    except NameError as e:
+        if "unbound axis name" not in str(e):
+            raise
+        axis = str(e).partition("unbound axis name:")[2].split(".")[0].split()[0]
+        raise UnsupportedError(
+            f"`{axis}` is no axis inside a step: it is written for whole arrays, and a mean over the batch is one over all devices",
+            axis=axis,
+            source=user_line(e),
+            fixes=["delete the pmean, psum, axis_index, …: what crosses devices follows from the layout"],
+        ) from e
 
 
 def _has_graph_nodes(tree: Any) -> bool:
-    """Whether nnx objects with identity, modules and optimizers, are in a tree."""
-    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))
+    """Whether nnx objects with identity, modules and optimizers, are in a tree; an ``nnx.State`` is a tree of arrays."""
+    stop = lambda x: is_graph_node(x) or isinstance(x, nnx.State)  # noqa: E731
+    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=stop)))
 
 
 # -- what is kept of a call
@@ -227,15 +305,40 @@ class _Entry:
         return self.traced.result(self.on_arrays(leaves if self.arrays is None else [leaves[i] for i in self.arrays]))
 
     def on_arrays(self, arrays: list[Any]) -> list[Any]:
-        """Flat results for flat arguments; those that lie elsewhere are brought into place first."""
-        return self.run(*(
-            x if type(x) is not DeviceArray or x.sharding == s else _put(x, s)
-            for x, s in zip(arrays, self.in_shardings, strict=True)
-        ))  # fmt: skip
+        """Flat results for flat arguments; those that lie elsewhere are brought into place first.
+
+        Raises:
+          UnsupportedError: an array whose memory an earlier call took.
+        """
+        try:
+            placed = [
+                x if type(x) is not DeviceArray or (x.sharding == s and not x.is_deleted()) else _put(x, s)
+                for x, s in zip(arrays, self.in_shardings, strict=True)
+            ]
+        except _Deleted as deleted:
+            path = next(h.path for h, x in zip(self.plan.inputs, arrays, strict=True) if x is deleted.array)
+            raise UnsupportedError(
+                f"{path}: this array was donated to an earlier call, which took its memory, or was deleted",
+                path=path,
+                shape=deleted.array.shape,
+                dtype=deleted.array.dtype,
+                fixes=[
+                    "go on with what that call returned: state, loss = step(state, batch)",
+                    "or donate nothing that is needed again: leave it out of donate_argnames, or give a copy",
+                ],
+            ) from None
+        return self.run(*placed)
+
+
+class _Deleted(Exception):
+    def __init__(self, array: Any):
+        self.array = array
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:
     """An array where jit wants it; what no one put anywhere is left to jit."""
+    if x.is_deleted():
+        raise _Deleted(x)
     return x if not x.committed or _same_place(x.sharding, sharding, x.ndim) else jax.device_put(x, sharding)
 
 
@@ -288,10 +391,7 @@ class Jitted(Generic[P, R]):
     # -- what users call
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if jit_disabled():
-            with self._no_names():
-                return self._fn(*args, **kwargs)
-        if not (self._graph or self._init):
+        if not (self._graph or self._init or jit_disabled() or in_explicit_mesh()):
             call = self._call(args, kwargs)
             try:
                 entry = self._entries.get(call.key)
@@ -299,7 +399,7 @@ class Jitted(Generic[P, R]):
                 entry = None
             if entry is not None:
                 return entry(call.leaves)
-        return self._first_call(args, kwargs)
+        return self._slow_call(args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``); nothing runs, nothing is compiled.
@@ -307,8 +407,8 @@ class Jitted(Generic[P, R]):
         Raises:
           MeshparError: names, sizes or rules that do not fit; see :mod:`meshpar.errors`.
         """
-        with self._pure(args, kwargs) as pure:
-            return self._plan(self._call(*pure))
+        with self._opened(args, kwargs) as call:
+            return self._plan(call)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower for these arguments, as ``jax.jit(f).lower`` does."""
@@ -318,8 +418,7 @@ class Jitted(Generic[P, R]):
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace for these arguments, as ``jax.jit(f).trace`` does."""
-        with self._pure(args, kwargs) as pure:
-            call = self._call(*pure)
+        with self._opened(args, kwargs) as call:
             entry = self._entry(call)
         arrays = range(len(call.leaves)) if entry.arrays is None else entry.arrays
         placed: list[Any] = [None] * len(call.leaves)
@@ -329,14 +428,16 @@ class Jitted(Generic[P, R]):
         statics = {k for k, _ in call.statics}
         call_args = tuple(x for i, x in enumerate(call_args) if i not in statics)  # as jax.jit: statics are gone
 
+        of = replace(entry.traced, fixed=dict.fromkeys(entry.traced.fixed))  # only arrays leave a program
+
         def step(*a: Any, **k: Any) -> Any:
-            return entry.traced.result(entry.flat(*jax.tree.leaves((a, k))))
+            return of.result(entry.flat(*jax.tree.leaves((a, k))))
 
         step.__name__ = getattr(self, "__name__", "step")
         nums, names = _prefix_donation(call_args, call_kwargs, set(entry.donated))
         jitted = jax.jit(
-            step, out_shardings=None if entry.traced.fixed else jax.tree.unflatten(entry.traced.out_tree, entry.out_shardings),
-            donate_argnums=nums, donate_argnames=names, keep_unused=self._keep_unused, **self._jit_options(),
+            step, out_shardings=of.result(entry.out_shardings), donate_argnums=nums, donate_argnames=names,
+            keep_unused=self._keep_unused, **self._jit_options(),
         )  # fmt: skip
         with without_gc():
             return jitted.trace(*call_args, **call_kwargs)
@@ -397,17 +498,25 @@ class Jitted(Generic[P, R]):
         )  # fmt: skip
 
     def on(
-        self, mesh: AnyMesh | None = None, *, layout: Layout | None = None, lowering: Lowering | None = None,
+        self, mesh: AnyMesh | str | None = None, *, layout: LayoutLike | None = None, lowering: Lowering | None = None,
     ) -> Jitted[P, R]:  # fmt: skip
-        """The same function on another mesh, under another layout, or by another lowering; what is left out stays."""
+        """The same function on another mesh, under another layout, or by another lowering; what is left out stays.
+
+        What was traced is not traced again where the mesh has axes of the same names.
+
+        Raises:
+          MeshError, LayoutSyntaxError, UnsupportedError: as :func:`meshpar.jit`.
+        """
         lowering = lowering or self.lowering
         return self._other(
-            mesh=self.mesh if mesh is None else mesh, layout=self.layout if layout is None else layout, lowering=lowering,
+            mesh=self.mesh if mesh is None else device_mesh(mesh), lowering=lowering,
+            layout=self.layout if layout is None else Layout(layout),
             overlap=self.overlap if lowering == self.lowering else None, topology=self.topology if mesh is None else None,
         )  # fmt: skip
 
     def _other(self, **changed: Any) -> Jitted[P, R]:
         """The same function with other options of ``__init__``; it shares the programs where these are the same."""
+        check_lowering(changed.get("lowering", self.lowering), None)
         other = Jitted(self._fn, **{**self._options, **changed})
         axes = set(other.mesh.axis_names)
         if (other._dims, other._static, axes) == (self._dims, self._static, set(self.mesh.axis_names)):
@@ -422,28 +531,56 @@ class Jitted(Generic[P, R]):
 
     # -- arguments and results
 
-    def _first_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
-        """A call for which nothing is compiled yet, or of nnx objects, which are taken apart and updated."""
-        with self._pure(args, kwargs) as pure:
-            call = self._call(*pure)
-            return self._returned(self._entry(call)(call.leaves))
-
-    def _returned(self, out: Any) -> Any:
-        """The function's result, of what the program returns; nnx objects are updated."""
-        if self._graph or self._init:
-            _, _, out = nnx.from_tree(out, ctxtag=self, is_inner=False)
-        return out
+    def _slow_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
+        """A call for which nothing is compiled yet; of nnx objects, which are taken apart and updated; or without jit."""
+        if jit_disabled():
+            with self._no_names():
+                return self._fn(*args, **kwargs)
+        with self._opened(args, kwargs) as call:
+            out = self._entry(call)(call.leaves)
+            if self._graph or self._init:
+                _, _, out = nnx.from_tree(out, ctxtag=self, is_inner=False)
+            return out
 
     @contextlib.contextmanager
-    def _pure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """(args, kwargs) as trees of arrays, while in this context: nnx objects are taken apart."""
-        if not self._graph:
-            self._graph = _has_graph_nodes((args, dict(kwargs)))
-        if self._graph or self._init:
-            with nnx.update_context(self):
-                yield nnx.to_tree((args, dict(kwargs)), ctxtag=self)
-        else:
-            yield args, dict(kwargs)
+    def _opened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[_Call]:
+        """The call, while in this context: nnx objects are taken apart.
+
+        Raises:
+          UnsupportedError: a static argument, or a leaf that is no array, that cannot be told from others by a hash.
+        """
+        self._graph = self._graph or _has_graph_nodes((args, dict(kwargs)))
+        with contextlib.ExitStack() as stack:
+            if in_explicit_mesh():
+                mesh = self.mesh
+                stack.enter_context(
+                    jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+                )
+            if self._graph or self._init:
+                stack.enter_context(nnx.update_context(self))
+                args, kwargs = nnx.to_tree(pure_states((args, dict(kwargs))), ctxtag=self)
+            call = self._call(args, kwargs)
+            try:
+                hash(call.key)
+            except TypeError:
+                raise self._unhashable(call) from None
+            yield call
+
+    def _unhashable(self, call: _Call) -> UnsupportedError:
+        for ident, value in call.statics:
+            if not _hashable(value):
+                name = ident if isinstance(ident, str) else "/".join(self._argument_path(ident))
+                return UnsupportedError(
+                    f"{name}: a static argument must have a hash, and {_described(value)} has none",
+                    path=name,
+                    fixes=[
+                        "a tuple, a frozenset or a frozen dataclass has one",
+                        "or pass arrays, and leave it out of static_argnames",
+                    ],
+                )
+        leaves = zip(self._named(call), call.key[2], strict=True)
+        leaf = next(leaf for leaf, key in leaves if not _hashable(key))
+        return _no_array(leaf.path, leaf.value)
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
         statics: tuple[tuple[int | str, Any], ...] = ()
@@ -491,20 +628,30 @@ class Jitted(Generic[P, R]):
         place = {i: k for k, i in enumerate(i for i in range(n) if i not in call.fixed)}
         return frozenset(place[i] for i in out if i in place)
 
-    def _function(self, call: _Call) -> Callable[..., Any]:
-        """The function over the arrays of a call: it puts its arguments together, and takes apart what it updates and returns."""
-        tree, statics = call.tree, call.statics
-        fixed = call.fixed
+    def _function(self, call: _Call, told: dict[str, Any]) -> Callable[..., Any]:
+        """The function over the arrays of a call: it puts its arguments together, and takes apart what it updates and returns.
+
+        Its result has None for the leaves that are no arrays. ``told`` gets the ``tree`` of all, and these leaves, ``fixed``.
+        """
+        tree, statics, fixed = call.tree, call.statics, call.fixed
 
         def flat(*xs: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, _joined(xs, fixed))
             args, kwargs = _with_statics(args, kwargs, statics)
-            if not (self._graph or self._init):
-                return self._fn(*args, **kwargs)
-            args, kwargs = nnx.from_tree((args, kwargs), ctxtag=self, is_inner=True)
-            out = self._fn(*args, **kwargs)
-            kept = jax.tree.map(lambda x: x if is_graph_node(x) else None, (args, kwargs), is_leaf=is_graph_node)
-            return nnx.to_tree((*kept, out), ctxtag=self)
+            if self._graph or self._init:
+                opened = nnx.from_tree((args, kwargs), ctxtag=self, is_inner=True)
+                args, kwargs = with_states(opened)
+                out = self._fn(*args, **kwargs)
+                kept = jax.tree.map(lambda x: x if is_graph_node(x) else None, opened, is_leaf=is_graph_node)
+                out = nnx.to_tree((*kept, out), ctxtag=self)
+            else:
+                out = self._fn(*args, **kwargs)
+            leaves, out_tree = jax.tree.flatten(out)
+            told.update(tree=out_tree, fixed={i: x for i, x in enumerate(leaves) if isinstance(_leaf_key(x), _Fixed)})
+            if not told["fixed"]:
+                return out
+            _check_fixed(out)
+            return jax.tree.unflatten(out_tree, [None if i in told["fixed"] else x for i, x in enumerate(leaves)])
 
         return flat
 
@@ -530,8 +677,11 @@ class Jitted(Generic[P, R]):
         used: set[str] = set()
         annotations = [_annotation_of(leaf, self._dims, used) for leaf in named]
 
-        with capture_names(self.mesh.axis_names):
-            closed, shapes, out_leaves = trace(self._function(call), [x for x, _ in arrays])
+        if call.fixed:
+            _check_fixed(call.dynamic, self._argument_path)
+        told: dict[str, Any] = {}
+        with capture_names(self.mesh.axis_names), _axis_names_refused():
+            closed, shapes, out_leaves = trace(self._function(call, told), [x for x, _ in arrays])
         results = self._results(shapes)
         if len(results) != len(out_leaves):
             raise AssertionError("paths and results do not match")
@@ -555,7 +705,7 @@ class Jitted(Generic[P, R]):
             value.kind = leaf.kind
         for value, leaf in zip(program.outputs, results, strict=True):
             value.kind = value.kind or leaf.kind
-        return _Traced(program, jax.tree.structure(shapes), {}, tuple(closed.in_avals))
+        return _Traced(program, told["tree"], told["fixed"], tuple(closed.in_avals))
 
     def _results(self, shapes: Any) -> list[Leaf]:
         """The leaves of the results; updated arguments keep their own paths."""
@@ -591,7 +741,12 @@ class Jitted(Generic[P, R]):
         ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
         donated = tuple(sorted(plan.donated))
 
+        function = self._function(call, {})
+
         def step(*xs: Any) -> list[Any]:
+            if xs and not any(map(is_tracer, xs)):  # jax.debug_nans runs it op by op: as it is written, for its lines
+                with self._no_names():
+                    return jax.tree.leaves(function(*xs))
             return flat(*xs)
 
         step.__name__ = getattr(self, "__name__", "step")
@@ -613,10 +768,9 @@ class Jitted(Generic[P, R]):
     @contextlib.contextmanager
     def _subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Subject]:
         """What a check runs and compares, for these arguments."""
-        with self._pure(args, kwargs) as pure:
-            call = self._call(*pure)
+        with self._opened(args, kwargs) as call:
             entry = self._entry(call)
-            function = self._function(call)
+            function = self._function(call, {})
             arrays = call.leaves if entry.arrays is None else [call.leaves[i] for i in entry.arrays]
 
             def alone(*xs: Any) -> list[Any]:

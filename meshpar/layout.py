@@ -87,6 +87,10 @@ class Layout:
             resolve = resolve or rules.resolve
         elif isinstance(rules, str):
             self.rules = tuple(_parse(rules))
+        elif not isinstance(rules, Iterable):
+            raise LayoutSyntaxError(
+                f"Layout({rules!r}) is neither text nor a list of rules", fixes=['mp.Layout("batch: data; mlp: model")']
+            )
         else:
             pairs = rules.items() if isinstance(rules, Mapping) else rules
             self.rules = tuple(_rule_of_pair(pair) for pair in pairs)

@@ -22,6 +22,8 @@ _AXIS = re.compile(r"\s*([A-Za-z_][\w\-]*)\s*=\s*(-?\d+)\s*\Z")
 def parse_mesh(text: str) -> dict[str, int]:
     """``"data=4, model=2"`` → ``{"data": 4, "model": 2}``; one size may be -1."""
     sizes: dict[str, int] = {}
+    if not isinstance(text, str):
+        raise LayoutSyntaxError(f"mesh {text!r} is no text", fixes=['name the axes: mp.mesh("data=4, model=2")'])
     for part in text.split(","):
         m = _AXIS.match(part)
         if m is None or m[1] in sizes or int(m[2]) == 0 or int(m[2]) < -1:

@@ -11,6 +11,7 @@ from . import report
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
 from .layout import AnyMesh, Layout
+from .mesh import planned_mesh
 from .passes import replan
 from .plan import plan as record
 
@@ -42,14 +43,14 @@ class Plan(record.Plan):
         return None if self.time is None else self.time.seconds
 
     def replan(
-        self, *, layout: Any = None, mesh: AnyMesh | None = None, topology: str | None = None, strict: bool = False,
+        self, *, layout: Any = None, mesh: AnyMesh | str | None = None, topology: str | None = None, strict: bool = False,
         overlap: str | None = None,
     ) -> Plan:  # fmt: skip
         """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
 
         Args:
           layout: as in :func:`meshpar.plan`; default: this plan's.
-          mesh: a mesh; default: this plan's, with its topology.
+          mesh: a mesh, or text; default: this plan's, with its topology.
           topology: the slice that ``mesh`` lies on, if it is abstract.
           overlap: as in :func:`meshpar.plan`; default: this plan's.
 
@@ -57,7 +58,8 @@ class Plan(record.Plan):
           UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
         """
         other = None if layout is None else Layout(layout)
-        return Plan.of(replan(self, layout=other, mesh=mesh, topology=topology, strict=strict, overlap=overlap))
+        where = planned_mesh(mesh, topology) if isinstance(mesh, str) else mesh
+        return Plan.of(replan(self, layout=other, mesh=where, topology=topology, strict=strict, overlap=overlap))
 
     def to_json(self) -> str:
         """The plan as JSON: mesh, layout, inputs, outputs, collectives, memory, time, joins, notes, unnamed dims."""

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import checkify
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -597,3 +598,142 @@ def test_init_makes_what_create_makes(mesh):
     for tree in (state["params"], adam.mu, adam.nu):
         assert tree["up"].sharding.spec == P("data", "model")
         assert tree["down"].sharding.spec == P("model", "data")
+
+
+# -- modes of JAX
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_debug_nans_finds_the_op(jit, lowering, kind):
+    step = jit(lambda x: jnp.log(x - 9).sum(), dims={"x": "batch _"}, layout="batch: data", lowering=lowering)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match="encountered in log"):
+            step(kind(batch()))
+        step(kind(batch() + 100))
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_checkify_inside_and_outside(jit, lowering):
+    def positive(x):
+        checkify.check(jnp.all(x > 0), "not all are positive")
+        return jnp.log(x)
+
+    how = {"layout": "batch: data", "lowering": lowering}
+    outside = checkify.checkify(jit(positive, dims={"x": "batch _"}, **how))
+    inside = jit(checkify.checkify(positive), dims={"args/0": "batch _"}, **how)
+    for checked in (outside, inside):
+        error, y = checked(np.ones((8, 4), np.float32))
+        error.throw()
+        np.testing.assert_array_equal(y, np.zeros((8, 4)))
+        with pytest.raises(checkify.JaxRuntimeError, match="not all are positive"):
+            checked(-np.ones((8, 4), np.float32))[0].throw()
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_a_mesh_of_jax_with_explicit_axes(jit, lowering):
+    explicit = jax.make_mesh((4, 2), ("data", "model"))
+    assert jax.sharding.AxisType.Explicit in explicit.axis_types
+    step = jit(train, mesh=explicit, lowering=lowering)
+    placed = jax.device_put(params(), NamedSharding(explicit, P()))
+    want = train(params(), batch())
+    close(step(placed, jax.device_put(batch(), NamedSharding(explicit, P("data")))), want)
+    with jax.set_mesh(explicit):
+        close(step(placed, batch()), want)
+        close(step(params(), batch()), want)
+        assert step.plan(params(), batch()).sizes == {"data": 4, "model": 2}
+
+
+def test_a_mesh_within_a_shard_map_is_refused():
+    manual = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Manual,))
+    with pytest.raises(mp.MeshError, match="Manual"):
+        mp.jit(train, mesh=manual, layout=LAYOUT)
+
+
+def test_a_mesh_as_text_wherever_one_is_taken():
+    step = mp.jit(train, mesh="data=4, model=2", layout=LAYOUT, dims=DIMS)
+    close(step(params(), batch()), train(params(), batch()))
+    assert dict(step.on("data=2, model=4").mesh.shape) == {"data": 2, "model": 4}
+    assert step.plan(params(), batch()).replan(mesh="data=8, model=1").sizes == {"data": 8, "model": 1}
+    init = mp.init(params, mesh="data=8, model=1", layout="embed: data", dims={"up": "embed _"})
+    assert init()["up"].sharding.spec == P("data")
+
+
+# -- what holds for nnx.State, and shapes of modules
+
+
+def test_a_state_is_a_tree_of_arrays(mesh):
+    """`nnx.State` is updated no more than a dict is, also beside modules, which are."""
+    with nnx.use_eager_sharding(False):
+        model = Net(nnx.Rngs(0))
+    state = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    before = np.asarray(state["up"]["kernel"][...])
+
+    def average(state, x):
+        state["up"]["kernel"][...] *= 0.5
+        return state
+
+    def both(model, state, x):
+        model(x)
+        return average(state, x)
+
+    for step, args in ((average, (state, batch())), (both, (model, state, batch()))):
+        run = mp.jit(step, mesh=mesh, layout="mlp: model; embed: data", dims={"x": "batch embed"})
+        got = run(*args)
+        assert isinstance(got, nnx.State)
+        np.testing.assert_array_equal(got["up"]["kernel"][...], before * 0.5)
+        np.testing.assert_array_equal(state["up"]["kernel"][...], before)
+        spec = {h.path: h.spec for h in run.plan(*args).inputs}
+        assert spec["state/up/kernel"] == P("data", "model")
+    assert model.calls[...] == 1
+
+
+def test_eval_shape_of_annotated_modules(mesh):
+    init = mp.init(lambda key: Net(nnx.Rngs(key)), mesh=mesh, layout="embed: data; mlp: model")
+    abstract = init.eval_shape(jax.random.key(0))
+    assert isinstance(abstract, Net)
+    assert abstract.up.kernel.get_value() == jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    model = init(jax.random.key(0))
+    step = mp.jit(lambda model, x: model(x), mesh=mesh, layout="batch: data", dims={"x": "batch _"})
+    assert step.eval_shape(model, batch()).shape == (8, 16)
+    assert model.calls[...] == 0
+    assert isinstance(model.up.kernel[...], jax.Array)
+
+
+# -- leaves that are no arrays
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Dense:
+    """A module as Equinox has them: a node with attributes, some of which are functions."""
+
+    def __init__(self, w, act):
+        self.w, self.act = w, act
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey(k), getattr(self, k)) for k in ("w", "act")], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_functions_in_modules_are_static(mesh):
+    traces = []
+
+    def step(module, x):
+        traces.append(module.act)
+        return Dense(module.w * 2, module.act), module.act(x @ module.w)
+
+    run = mp.jit(step, mesh=mesh, layout="batch: data; mlp: model", dims={"module/w": "embed mlp", "x": "batch embed"},
+                 donate_argnames="module")  # fmt: skip
+    w = np.ones((16, 32), np.float32)
+    for act in (jnp.tanh, jax.nn.relu, jnp.tanh):
+        module, y = run(Dense(jnp.asarray(w), act), batch())
+        assert module.act is act
+        np.testing.assert_array_equal(module.w, 2 * w)
+        np.testing.assert_allclose(y, act(batch() @ w), rtol=1e-5, atol=1e-6)
+    assert traces == [jnp.tanh, jax.nn.relu]
+    assert [h.path for h in run.plan(module, batch()).inputs] == ["module/w", "x"]
+    assert run.lower(module, batch()).compile() is not None
+    assert mp.check(run, Dense(w, jnp.tanh), batch(), layouts="batch: data; mlp: model", mesh=mesh).ok

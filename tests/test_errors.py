@@ -9,6 +9,7 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import meshpar as mp
@@ -388,3 +389,83 @@ def test_nothing_is_silently_replicated():
     """A rule whose dim nothing has is an error even where the other rules work."""
     for misspelt in ("btch: data", "batch: data; mpl: model", "opt.embd: data"):
         text(mp.UnknownDimError, plan, misspelt)
+
+
+# -- what is no array, no mesh, no layout
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "says"),
+    [
+        ("abc", "extra", "the text 'abc' is no array"),
+        ({"a": ["abc"]}, "extra/a/0", "the text 'abc' is no array"),
+        (np.array([None, "q"], object), "extra", "an array of object is no array"),
+        ({"b": object()}, "extra/b", "a object is no array"),
+    ],
+)
+def test_arguments_that_are_no_arrays(value, path, says):
+    step = mp.jit(lambda x, extra: x, mesh=mp.mesh("data=8"), layout="", dims={"x": "batch _"})
+    for call in (step, step.plan, step.lower):
+        error = text(mp.UnsupportedError, call, np.ones((8, 2)), value)
+        assert error.startswith(f"{path}: {says}")
+    assert ("static_argnames='extra'" in error) == (path == "extra")
+
+
+def test_results_that_are_no_arrays():
+    step = mp.jit(lambda x: {"x": x, "name": "abc"}, mesh=mp.mesh("data=8"), layout="")
+    assert text(mp.UnsupportedError, step, np.ones((8, 2))).startswith(
+        "name: a function returns arrays, and the text 'abc'"
+    )
+
+
+def test_a_static_argument_without_a_hash():
+    step = mp.jit(lambda x, sizes: x, mesh=mp.mesh("data=8"), layout="", static_argnames="sizes")
+    for call in (lambda: step(np.ones(8), [1]), lambda: step.plan(np.ones(8), sizes=[1])):
+        assert text(mp.UnsupportedError, call).startswith(
+            "sizes: a static argument must have a hash, and a list has none"
+        )
+
+
+def test_a_donated_array_is_not_used_again():
+    mesh = mp.mesh("data=8")
+    step = mp.jit(lambda state, x: ({"w": state["w"] + x}, x), mesh=mesh, layout="batch: data",
+                  dims={"state/w": "batch _", "x": "batch _"}, donate_argnames="state")  # fmt: skip
+    state = jax.device_put({"w": np.ones((8, 2), np.float32)}, jax.NamedSharding(mesh, jax.P("data")))
+    step(state, np.ones((8, 2), np.float32))
+    error = text(mp.UnsupportedError, step, state, np.ones((8, 2), np.float32))
+    assert error.startswith("state/w: this array was donated to an earlier call")
+
+
+def test_a_mean_over_devices_is_to_be_deleted():
+    def fn(x):
+        return jax.lax.pmean(x.sum(), "data")  # that line
+
+    error = text(mp.UnsupportedError, plan, "batch: data", dims={"x": "batch _"}, fn=fn, args=(shape(8, 16),))
+    assert error.startswith("`data` is no axis inside a step")
+    assert "delete the pmean" in error
+    code = Path(__file__).read_text().splitlines()
+    assert f"test_errors.py:{next(n for n, t in enumerate(code, 1) if t.endswith('# that line'))}" in error
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "says"),
+    [
+        (
+            lambda: mp.jit(loss, mesh="data=8", layout="", dims="batch embed"),
+            mp.LayoutSyntaxError,
+            "dims='batch embed'",
+        ),
+        (lambda: mp.jit(loss, mesh="data=8", layout="", dims=["batch"]), mp.LayoutSyntaxError, "'batch' is not a pair"),
+        (
+            lambda: mp.jit(loss, mesh="data=8", layout="", dims={"x": 3}),
+            mp.LayoutSyntaxError,
+            "pattern 'x' 3 are no dims",
+        ),
+        (lambda: mp.jit(loss, mesh=(4, 2), layout=""), mp.MeshError, "mesh=(4, 2) is no mesh"),
+        (lambda: mp.jit(42, mesh="data=8", layout=""), mp.UnsupportedError, "mp.jit takes a function, not 42"),
+        (lambda: mp.Layout(42), mp.LayoutSyntaxError, "Layout(42) is neither text nor a list of rules"),
+        (lambda: mp.mesh((4, 2)), mp.LayoutSyntaxError, 'mp.mesh("data=4, model=2")'),
+    ],
+)
+def test_things_of_another_kind(call, kind, says):
+    assert says in text(kind, call)

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..compat.jax import patched_constraints
+from ..compat.jax import is_graph_node, patched_constraints
 from ..dims import Dims, fit_dims, format_dims, parse_dims
 from ..errors import RankError
 from ..program.primitives import name_dims_p, place_p
@@ -59,14 +59,57 @@ def _is_node_states(x: Any) -> bool:
     return type(x).__name__ == "NodeStates" and type(x).__module__.startswith("flax.nnx")
 
 
+@jax.tree_util.register_pytree_node_class
+class _PureState:
+    """An ``nnx.State`` that stands beside modules: its variables are arrays of a tree, and are not updated."""
+
+    def __init__(self, leaves: Any, tree: Any):
+        self.leaves, self.tree = leaves, tree
+
+    @property
+    def state(self) -> nnx.State:
+        return jax.tree.unflatten(self.tree, self.leaves)
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return tuple(self.leaves), self.tree
+
+    @classmethod
+    def tree_unflatten(cls, tree: Any, leaves: Any) -> _PureState:
+        return cls(leaves, tree)
+
+
+def pure_states(tree: Any) -> Any:
+    """The tree with every ``nnx.State`` as a node without identity; modules stay as they are."""
+    return jax.tree.map(
+        lambda x: _PureState(*jax.tree.flatten(x)) if isinstance(x, nnx.State) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, nnx.State) or is_graph_node(x),
+    )
+
+
+def with_states(tree: Any) -> Any:
+    """The inverse of :func:`pure_states`."""
+    return jax.tree.map(
+        lambda x: x.state if isinstance(x, _PureState) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, _PureState) or is_graph_node(x),
+    )
+
+
 def _special(x: Any) -> bool:
-    return isinstance(x, flax.core.meta.AxisMetadata | nnx.Variable) or _is_optax_state(x) or _is_node_states(x)
+    return (
+        isinstance(x, flax.core.meta.AxisMetadata | nnx.Variable | _PureState)
+        or _is_optax_state(x)
+        or _is_node_states(x)
+    )
 
 
 def _walk(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -> None:
     if isinstance(tree, flax.core.meta.AxisMetadata | nnx.Variable):
         _open(tree, path, kind, out)
         return
+    if isinstance(tree, _PureState):
+        tree = tree.state
     if _is_node_states(tree):
         for state in tree.states:
             _walk(state, path, kind, out)
@@ -75,7 +118,7 @@ def _walk(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) -
         kind = "opt"
     entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree and _special(x))
     for keys, x in entries:
-        here = path + tuple(map(_key, keys))
+        here = path + tuple(map(key_text, keys))
         found = kind or _kind_of_path(here)
         if x is not tree and _special(x):
             _walk(x, here, found, out)
@@ -96,7 +139,7 @@ def _open(box: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf]) ->
     names = _as_names(names)
     text = "/".join(path)
     for keys, value in jax.tree_util.tree_flatten_with_path(box)[0]:
-        extra = tuple(map(_key, keys[1:]))
+        extra = tuple(map(key_text, keys[1:]))
         shape = getattr(value, "shape", ())
         dims: Dims | None = None
         if names is not None:
@@ -124,7 +167,8 @@ def _as_names(names: Any) -> Dims | None:
     return tuple(n if isinstance(n, str) else n[0] if isinstance(n, tuple) and len(n) == 1 else None for n in names)
 
 
-def _key(key: Any) -> str:
+def key_text(key: Any) -> str:
+    """A component of a tree path as text."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

@@ -20,6 +20,7 @@ from ..compat.jax import without_gc
 from ..cost.memory import memory_of
 from ..errors import CompilerError, MeshError, UnsupportedError
 from ..hardware.topology import chip_of, topology_devices, topology_of
+from ..keywords import options_apart
 from ..layout import AnyMesh
 from ..mesh import mesh as make_mesh
 from ..plan.collectives import human
@@ -133,17 +134,18 @@ class Compiled:
         return compiled_renderable(self)
 
 
+@options_apart
 def compile_lowered(
     program: Any, *args: Any, effort: Effort = "fast", timeout: float | None = None, cache: bool = True,
     progress: Progress = None, compiler_options: Mapping[str, Any] | None = None, name: str | None = None,
-    plan: Plan | None = None, mesh: AnyMesh | None = None, **kwargs: Any,
+    plan: Plan | None = None, mesh: AnyMesh | None = None, kwargs: Mapping[str, Any] | None = None, **keywords: Any,
 ) -> Compiled:  # fmt: skip
     """Compile any JAX program as :func:`meshpar.compile` does: a hand-written ``jax.jit`` or ``shard_map`` one, for instance.
 
     Args:
       program: a ``jax.stages.Lowered``, or something with ``.lower``, which gets the arguments. Its shardings say the devices:
         those of a mesh made by :func:`meshpar.mesh` with ``topology``, or CPU devices.
-      *args, **kwargs: arguments for ``.lower``.
+      *args, **keywords: arguments for ``.lower``. ``kwargs``: those called as an option is.
       name, plan, mesh: for the report; the mesh names the axes of collectives.
       effort, timeout, cache, progress, compiler_options: as in :func:`meshpar.compile`.
 
@@ -154,7 +156,7 @@ def compile_lowered(
         raise UnsupportedError(f"there is no effort {effort!r}", fixes=['effort="fast" or effort="full"'])
     if hasattr(program, "lower"):
         with without_gc():
-            program = program.lower(*args, **kwargs)
+            program = program.lower(*args, **keywords, **(kwargs or {}))
     module, content, devices, facts = lowered_parts(program)
     job = Job(
         name or "step", module, content, _topology(devices), tuple(d.id for d in devices), facts,

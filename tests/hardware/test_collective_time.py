@@ -134,7 +134,13 @@ def parts(plan):
     """(seconds of products, seconds of collectives) at peak rates."""
     chip = plan.chip.ideal()
     sent = sum(
-        seconds_of(c.op, volume_of(c.op, c.bytes, math.prod(plan.sizes[a] for a in c.axes)), [s for a in c.axes for s in plan.torus[a]], chip, c.algorithm)
+        seconds_of(
+            c.op,
+            volume_of(c.op, c.bytes, math.prod(plan.sizes[a] for a in c.axes)),
+            [s for a in c.axes for s in plan.torus[a]],
+            chip,
+            c.algorithm,
+        )
         * c.count
         for c in plan.collectives
     )
