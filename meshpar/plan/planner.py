@@ -191,6 +191,7 @@ class _Planner:
         self.weights = {
             tuple(map(program.unifier.find, v.nodes)): v.path for v in reversed(program.inputs) if v.kind == "params"
         }
+        self.readers = program.memo.get("readers") or program.memo.setdefault("readers", _readers(program))
         self._algorithms: dict[
             tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]
         ] = {}
@@ -330,6 +331,8 @@ class _Planner:
             for value, out in zip(op.ins, op.outs, strict=True):
                 self.made_from_no_data(out, unsplit(len(out.shape)) if value is None else self.at[value].spec)
             return
+        for v in op.ins:
+            self.reduce_if_shared(v)
         operands = [self.lies(v) for v in op.ins]
         results = []
         for value, shard, out in zip(op.ins, operands, op.outs, strict=True):
@@ -347,6 +350,7 @@ class _Planner:
             self.made_from_no_data(out, unsplit(len(out.shape)) if value is None else self.rest(out))
             return
         assert value is not None
+        self.reduce_if_shared(value)
         if self.at[value].partial:
             self.pass_on(op, value, out, self.at[value].spec)
             return
@@ -355,6 +359,9 @@ class _Planner:
 
     def elementwise(self, op: Op) -> None:
         (out,) = op.outs
+        for v in op.ins:
+            if v is not None and v in self.at:
+                self.reduce_if_shared(v)
         acc = next((self.accumulating[v] for v in op.ins if v is not None and v in self.accumulating), None)
         if acc is not None and self.accumulate(op, acc):
             return
@@ -397,6 +404,11 @@ class _Planner:
         self.run(op, [self.lies(v) for v in op.ins], [Shard(out, spec, shard.partial, shard.kind)], axes)
         self.follows(out, value)
 
+    def reduce_if_shared(self, value: Value | None) -> None:
+        """Reduce an unreduced value that several read before the first of them: what they make of it is not reduced again each."""
+        if value is not None and self.at[value].partial and self.readers.get(value, 0) > 1:
+            self.reduce(value)
+
     def follows(self, out: Value, value: Value) -> None:
         """A value is unreduced because another one is."""
         if value in self.reduced_from:
@@ -408,6 +420,7 @@ class _Planner:
         if op.name in OPAQUE:
             self.refuse_opaque(op)
         first = op.ins[0] if op.ins else None
+        self.reduce_if_shared(first)
         if (
             rule.strong
             and 0 in rule.linear
@@ -1085,6 +1098,25 @@ _CONTROL: Mapping[str, Callable[[_Planner, Op, list[Step | Callable[[], Step]]],
     "cond": _Planner.cond,
 }
 """By primitive; what is not here is a call, whose body is planned in place."""
+
+
+def _readers(program: Program) -> dict[Value, int]:
+    """How often each value is read; calls read nothing, what they hold does."""
+    found: dict[Value, int] = {}
+    frames = [program.root]
+    for op in program.root.walk():
+        if op.frames and op.name not in _CONTROL:
+            continue
+        frames += op.frames
+        for v in op.ins:
+            if v is not None:
+                found[v] = found.get(v, 0) + 1
+    for frame in frames:
+        for var in frame.jaxpr.outvars:
+            if not isinstance(var, Literal):
+                value = frame.env[var]
+                found[value] = found.get(value, 0) + 1
+    return found
 
 
 def _recomputes(op: Op) -> bool:

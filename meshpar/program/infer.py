@@ -399,6 +399,7 @@ def _scan(b: Builder, op: Op) -> list[Value]:
     for v in op.ins[nc + nk :]:
         if v is not None:
             b.unifier.unify(layers, v.nodes[0], op)
+    b.unifier.looped.add(layers)
     for var, y in zip(op.eqn.outvars[nk:], results[nk:], strict=True):
         inner = y.nodes if y is not None else b.unifier.fresh(var.aval.shape[1:])
         outs.append(b.value(var.aval, b.unifier.register((layers, *inner)), op))

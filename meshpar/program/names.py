@@ -42,6 +42,7 @@ class Unifier:
         self.weak_members: dict[int, list[int]] = {}
         self.weak_occurs: dict[int, set[int]] = {}
         self.prime_of: dict[int, int] = {}
+        self.looped: set[int] = set()  # nodes that a loop runs over
         self._cache: dict[int, tuple[Part, ...]] | None = None
 
     # -- nodes
@@ -274,6 +275,7 @@ class Unifier:
 
     def freeze(self) -> None:
         """Fix all names; :meth:`parts_of` may be asked from here on."""
+        self._name_inner_parts()
         self._cache = {NONE: ()}
         self._weak_names: dict[int, tuple[str, ...]] = {}
         self._weak_inherited: dict[int, tuple[str, ...]] = {}
@@ -283,6 +285,19 @@ class Unifier:
                 for m in members:
                     found.update(dict.fromkeys(table.get(self.find(m), ())))
                 out[root] = tuple(found)
+
+    def _name_inner_parts(self) -> None:
+        """Where a loop runs over the major part of a dim (microbatches), the dim's name goes to the rest of it.
+
+        Devices that had the major part split among them would each do all of every iteration.
+        """
+        looped = {self.find(n) for n in self.looped if n != NONE}
+        for n, parts in self.split.items():
+            major, rest = parts[0], parts[-1]
+            names = self.names.get(n) or self.inherited.get(n)
+            if names and self.find(major) in looped:
+                self.inherited[major] = {f"{name}-outer": origin for name, origin in names.items()}
+                self.inherited[rest] = dict(names)
 
     def parts_of(self, n: int) -> tuple[Part, ...]:
         """The named parts of a node, major to minor; ``()`` for a dim of size 1."""
