@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from writer import Input, Program
 
 import meshpar as mp
-import meshpar.lower.orders
+from meshpar.lower.shard_map import _Device
 
 CASES = 200
 
