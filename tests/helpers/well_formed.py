@@ -22,8 +22,9 @@ def assert_well_formed(plan):
     sent = [c for step in plan.body.walk() for c in step.sends]
     assert list(plan.collectives) == sent
     for value, placed in plan.placements.items():
-        assert placed.made.value is value
-        assert placed.rest.value is value
+        for shard in (placed.made, placed.rest):
+            assert shard.value.shape == value.shape  # what a body reads goes by the value outside
+            assert len(shard.spec) == len(value.shape)
         assert not placed.rest.partial or placed.rest is placed.made
 
 
@@ -86,7 +87,10 @@ def _reduce(step, plan):
 def _run(step, plan):
     del plan
     op = step.op
-    assert [None if s is None else s.value for s in step.operands] == list(op.ins)
+    for shard, value in zip(step.operands, op.ins, strict=True):
+        assert (shard is None) == (value is None)
+        # what a body reads goes by the value outside, what has no data by what it was before it was named
+        assert shard is None or (shard.value.shape, shard.value.aval.dtype) == (value.shape, value.aval.dtype)
     assert [s.value for s in step.results] == op.outs
     if op.rule is None and len({s.shape for s in (*op.outs, *(v for v in op.ins if v is not None))}) == 1:
         specs = {s.spec for s in (*step.results, *step.reads)}  # an elementwise op
