@@ -17,6 +17,7 @@ def lies_as(a, b):
 def assert_well_formed(plan):
     """SSA: every shard that is read was made before, once, where the reader can see it; specs lead from step to step."""
     made = set()
+    made |= set(plan.body.inputs)
     _body(plan.body, set(), made, plan)
     assert all(shard is not None for shard in plan.body.outputs)
     sent = [c for step in plan.body.walk() for c in step.sends]
@@ -31,8 +32,6 @@ def assert_well_formed(plan):
 def _body(body, outside, made, plan):
     """``outside``: what the steps may read that is not their own; ``made``: all that was made so far, anywhere."""
     assert len(set(body.inputs)) == len(body.inputs)
-    assert not made & set(body.inputs)
-    made |= set(body.inputs)
     seen = outside | set(body.inputs)
     _steps(body, seen, made, plan)
     assert all(shard is None or shard in seen for shard in body.outputs)
@@ -48,6 +47,9 @@ def _steps(body, seen, made, plan):
         missing = [s for s in step.reads if s not in seen]
         assert not missing, (step, missing)
         _CHECKS.get(type(step), lambda *_: None)(step, plan)
+        inputs = {s for inner in step.bodies for s in inner.inputs}  # one for both bodies of a while
+        assert not made & inputs
+        made |= inputs
         for inner in step.bodies:
             allowed = (
                 {*step.consts, *step.hoisted} if isinstance(step, Loop) else set(step.operands)
