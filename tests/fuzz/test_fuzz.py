@@ -1,6 +1,8 @@
 """Random programs under random layouts on random meshes are what they are unsharded: values and gradients, both lowerings."""
 
 import random
+import warnings
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,10 +12,12 @@ import run
 import shrink
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from well_formed import assert_well_formed
 from writer import Input, Program
 
 import meshpar as mp
-import meshpar.lower.orders
+from meshpar.lower import LOWERINGS
+from meshpar.plan.steps import Reduce, rewritten
 
 CASES = 200
 
@@ -43,9 +47,17 @@ FAULTY = case_of(
 
 
 def test_a_planted_fault_is_found_and_made_small(monkeypatch):
-    """A partitioner that forgets to settle partial sums is caught; what is left of the case is the sum."""
+    """A lowering that forgets to all-reduce is caught; what is left of the case is the sum."""
+
+    def forgetful(plan, mesh, lower=LOWERINGS["shard_map"]):
+        def change(body):
+            steps = (replace(s, over=()) if isinstance(s, Reduce) else s for s in body.steps)
+            return replace(body, steps=tuple(steps))
+
+        return lower(replace(plan, body=rewritten(plan.body, change)), mesh)
+
     assert not run.differences(FAULTY, "shard_map")
-    monkeypatch.setattr(meshpar.lower.orders, "settle", lambda x, have, *_, **__: (x, have))
+    monkeypatch.setitem(LOWERINGS, "shard_map", forgetful)
     assert [d.leaf for d in run.differences(FAULTY, "shard_map")] == [0]
     small = shrink.shrink(FAULTY, lambda c: bool(run.differences(c, "shard_map")))
     assert small.program.lines == [["v4 = v1.sum(0)"]]
@@ -76,6 +88,17 @@ def test_rounding_is_told_from_faults():
     assert abs(exact - rounded) > run.FEW * abs(exact)
     for lowering in ("shard_map", "jit"):
         assert not run.differences(case, lowering)
+
+
+@pytest.mark.parametrize("overlap", ["off", "ring"])
+def test_plans_of_random_programs_are_well_formed(overlap):
+    for seed in range(12):
+        case = programs.make_case(random.Random(seed))
+        fn, args, dims = run.lowered(case), case.program.values(), case.program.dims
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", mp.JoinWarning)
+            plan = mp.plan(fn, *args, mesh=mp.mesh(case.mesh), layout=case.layout, dims=dims, overlap=overlap)
+        assert_well_formed(plan)
 
 
 def test_programs_are_written_alike_from_alike_generators():

@@ -1,0 +1,181 @@
+"""The walk that makes a plan: what is made where it is needed, moved before loops, added up in them, and reduced in branches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import F32, f32
+from jax import lax
+from lowered import assert_sends_the_plan, lowered, same
+from planned_transformer import MESH
+
+import meshpar as mp
+from meshpar.plan.steps import Branch, Loop, Reduce, Reshard, Run
+
+
+def plan_of(fn, *args, layout, dims, mesh=MESH, **kwargs):
+    return mp.plan(fn, *args, mesh=mesh, layout=layout, dims=dims, **{"overlap": "off", **kwargs})
+
+
+def steps_of(body, kind):
+    return [s for s in body.walk() if isinstance(s, kind)]
+
+
+def sent(plan):
+    return [(c.op, c.axes, c.count) for c in plan.collectives]
+
+
+# -- values made from no data
+
+
+def test_what_follows_from_no_data_is_made_in_parts_and_not_sent():
+    def fn(x):
+        mask = jnp.tril(jnp.ones((8, 16), bool))
+        return jnp.where(mask, x, 0) + jnp.arange(16.0)
+
+    plan = plan_of(fn, f32(8, 16), layout="rows: data; columns: model", dims={"x": "rows columns"})
+    assert not plan.collectives
+    made = [s for s in steps_of(plan.body, Run) if s.results[0].data_free and s.op.name == "iota"]
+    assert made
+    assert all(any(s.results[0].spec) for s in made)
+    assert_sends_the_plan(fn, f32(8, 16), layout="rows: data; columns: model", dims={"x": "rows columns"})
+
+
+def test_in_two_layouts_it_is_made_twice():
+    def fn(x, y):
+        mask = jnp.cos(jnp.arange(8.0))
+        return x * mask, y * mp.rename(mask, rows="lines")
+
+    layout, dims = "rows: data; lines: model", {"x": "rows", "y": "lines"}
+    plan = plan_of(fn, f32(8), f32(8), layout=layout, dims=dims)
+    assert {s.results[0].spec for s in steps_of(plan.body, Run) if s.op.name == "cos"} == {(("data",),), (("model",),)}
+    assert not plan.collectives
+
+
+# -- loops
+
+
+def test_a_weight_that_a_loop_only_reads_is_gathered_before_it():
+    def fn(x, w):
+        return lax.scan(lambda y, _: (jnp.tanh(y @ w), None), x, None, length=5)[0]
+
+    layout, dims = "batch: data; in: data", {"x": "batch _", "w": "in _"}
+    plan = plan_of(fn, f32(8, 16), f32(16, 16), layout=layout, dims=dims)
+    assert sent(plan) == [("all-gather", ("data",), 1)]
+    (loop,) = steps_of(plan.body, Loop)
+    (gather,) = [s for s in plan.body.steps if isinstance(s, Reshard)]
+    assert gather.result in loop.hoisted
+    assert not steps_of(loop.body, Reshard)
+    same(fn, np.ones((8, 16), np.float32), np.eye(16, dtype=np.float32) / 2, layout=layout, dims=dims)
+
+
+def test_one_that_it_runs_over_is_gathered_slice_by_slice():
+    def fn(x, w):
+        return lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, w)[0]
+
+    plan = plan_of(
+        fn, f32(8, 16), f32(5, 16, 16), layout="batch: data; in: data", dims={"x": "batch _", "w": "layers in _"}
+    )
+    assert sent(plan) == [("all-gather", ("data",), 5)]
+    (c,) = plan.collectives
+    assert c.bytes == F32 * 16 * 16 * 3 / 4
+    (loop,) = steps_of(plan.body, Loop)
+    assert not loop.hoisted
+
+
+def test_a_while_loop_whose_length_nobody_knows_counts_as_one():
+    def fn(x, w):
+        return lax.while_loop(lambda s: s[0] < s[1].sum(), lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0.0, x))[1]
+
+    plan = plan_of(fn, f32(8, 16), f32(16, 16), layout="batch: data; in: model", dims={"x": "batch _", "w": "in _"})
+    (loop,) = steps_of(plan.body, Loop)
+    cond, body = loop.bodies
+    assert {c.count for s in body.walk() for c in s.sends} == {None}
+    assert any(isinstance(s, Reduce) for s in cond.steps)  # every device must know whether to go on
+    assert all(s.partial == () for s in cond.outputs)
+
+
+def accumulate(x, w):
+    """Gradients of microbatches, added up."""
+
+    def microbatch(total, part):
+        return total + jax.grad(lambda w: (jnp.tanh(part @ w) ** 2).sum())(w), None
+
+    return lax.scan(microbatch, jnp.zeros_like(w), x)[0]
+
+
+@pytest.mark.parametrize(("layout", "op"), [("batch: data", "all-reduce"), ("batch: data; in: data", "reduce-scatter")])
+def test_a_carry_that_is_only_added_to_is_reduced_once_after_its_loop(layout, op):
+    dims = {"x": "_ batch _", "w": "in _"}
+    plan = plan_of(accumulate, f32(4, 8, 16), f32(16, 8), layout=layout, dims=dims)
+    (loop,) = steps_of(plan.body, Loop)
+    assert loop.results[0].partial == ("data",)
+    assert loop.inits[0].partial == ()
+    assert [(o, n) for o, _, n in sent(plan) if o != "all-gather"] == [(op, 1)]
+    x, w = (np.random.default_rng(0).normal(size=s).astype(np.float32) for s in ((4, 8, 16), (16, 8)))
+    same(accumulate, x, w, layout=layout, dims=dims)
+
+
+def test_what_a_carry_begins_with_counts_once():
+    """Not once on every device that adds up."""
+
+    def fn(x):
+        return lax.scan(lambda total, part: (total + part.sum(0), None), jnp.arange(2.0) + 100, x)[0]
+
+    x = np.arange(64.0, dtype=np.float32).reshape(4, 8, 2)
+    layout, dims = "batch: data", {"x": "_ batch _"}
+    plan = plan_of(fn, x, layout=layout, dims=dims)
+    (loop,) = steps_of(plan.body, Loop)
+    assert loop.body.inputs[0].partial == ("data",)
+    assert sent(plan) == [("all-reduce", ("data",), 1)]
+    same(fn, x, layout=layout, dims=dims)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: lax.scan(lambda total, part: (total + part.sum(0), jnp.sin(total)), jnp.zeros(2), x),
+        lambda x: lax.scan(lambda total, part: (jnp.maximum(total, 0) + part.sum(0), None), jnp.zeros(2), x),
+        lambda x: lax.scan(lambda total, part: (total + part.sum(0), None), x[0, 0], x)[0],  # begins with data
+    ],
+)
+def test_any_other_carry_is_reduced_in_the_loop(fn):
+    plan = plan_of(fn, f32(4, 8, 2), layout="batch: data", dims={"x": "_ batch _"})
+    assert [s for s in sent(plan) if s[0] == "all-reduce" and s[2] != 1] == [("all-reduce", ("data",), 4)]
+
+
+# -- rematerialised bodies
+
+
+def test_what_is_computed_again_is_gathered_again():
+    """A weight is gathered for the forward and for the backward pass, which waits for it behind a barrier of the program."""
+
+    def fn(x, w, v):
+        block = jax.checkpoint(lambda x, w, v: jnp.tanh(x @ w) @ v)
+        return jax.grad(lambda p: (block(x, *p) ** 2).sum())((w, v))
+
+    layout, dims = "batch: data; in: data", {"x": "batch in", "w": "in out", "v": "out in"}
+    plan, jaxpr = lowered(fn, f32(8, 16), f32(16, 8), f32(8, 16), layout=layout, dims=dims)
+    gathered = [c.tensor for c in plan.collectives if c.op == "all-gather"]
+    assert sorted(gathered) == ["v", "v", "w", "w"] or sorted(gathered) == ["v", "v", "w"]
+    assert "optimization_barrier" in str(jaxpr)
+
+
+# -- branches
+
+
+def branches(x, flag):
+    return lax.cond(flag, lambda x: (x.sum(0), 1.0), lambda x: (x[0] * 2, 0.0), x)
+
+
+def test_a_branch_reduces_what_it_leaves_and_both_agree():
+    layout, dims = "batch: data; in: model", {"x": "batch in"}
+    plan = plan_of(branches, f32(8, 16), jax.ShapeDtypeStruct((), bool), layout=layout, dims=dims)
+    (branch,) = steps_of(plan.body, Branch)
+    for body in branch.branches:
+        assert [(s.spec, s.partial) for s in body.outputs] == [(s.spec, s.partial) for s in branch.results]
+        assert not any(s.partial for s in body.outputs)
+    assert "all-reduce" in {c.op for body in branch.branches for s in body.walk() for c in s.sends}
+    x = np.arange(128.0, dtype=np.float32).reshape(8, 16)
+    for flag in (True, False):
+        same(branches, x, np.array(flag), layout=layout, dims=dims, meshes=["data=4, model=2"])

@@ -1,0 +1,185 @@
+"""The steps of plans: in SSA form and in order, for every model, layout and way to overlap."""
+
+import functools
+import warnings
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import planned_transformer as model
+import pytest
+import small_transformer
+from agreement import TRIPLES
+from arrays import f32
+from jax import lax
+from well_formed import assert_well_formed
+
+import meshpar as mp
+from meshpar.passes.overlap import MODES
+from meshpar.plan.planner import planned
+from meshpar.plan.steps import (
+    Barrier, Call, Constant, Loop, Reshard, Run, Shard, Step, free_shards, in_order, readers_of, rewritten,
+)  # fmt: skip
+
+# -- every plan
+
+
+@pytest.mark.parametrize("layout", model.LAYOUTS)
+def test_plans_of_a_transformer_are_well_formed(layout):
+    step = functools.partial(model.train_step, rename=layout == "seq: data")
+    plan = mp.plan(step, model.STATE, model.TOKENS, mesh=model.MESH, layout=layout, dims=model.DIMS, donate_argnums=0)
+    assert_well_formed(planned(plan.program, mp.Layout(layout), plan.mesh))  # before any pass
+    for overlap in MODES:
+        assert_well_formed(plan.replan(overlap=overlap))
+
+
+@pytest.mark.parametrize("scheme", small_transformer.LAYOUTS)
+def test_plans_with_dropout_and_rematerialised_layers_are_well_formed(scheme):
+    step = small_transformer.step_of(rename=scheme == "context parallel")
+    how = {"layout": small_transformer.LAYOUTS[scheme], "dims": small_transformer.DIMS}
+    plan = mp.plan(step, *small_transformer.create(), mesh=mp.mesh("data=4, model=2"), **how)
+    for overlap in ("off", "ring"):
+        assert_well_formed(plan.replan(overlap=overlap))
+
+
+EXAMPLES = {t.model.split("_")[0] + " " + t.layout: t for t in TRIPLES}
+"""Of every family of models under every layout that it has, one."""
+QUICK = ["llama3 fsdp+tensor+sequence", "mixtral fsdp+expert", "resnet50 data"]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES if n not in QUICK)])
+def test_plans_of_examples_are_well_formed(name):
+    plan = EXAMPLES[name].plan()
+    assert_well_formed(plan)
+    for overlap in ("off", "ring") if name in QUICK else MODES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", mp.TorusWarning)
+            assert_well_formed(plan.replan(overlap=overlap))
+
+
+# -- order
+
+
+def shard(name):
+    return Shard(SimpleNamespace(name=name), ())  # type: ignore[arg-type]
+
+
+A, B, C, D = map(shard, "abcd")
+
+
+def step(reads, makes, op=None):
+    return Barrier(op, tuple(reads), tuple(makes))
+
+
+def constant(made):
+    return Constant(None, made, 0)
+
+
+def test_steps_that_are_in_order_stay_as_they_are():
+    steps = (step([A], [B]), step([A], [C]), step([B, C], [D]))
+    assert in_order(steps) == steps
+
+
+def test_a_step_comes_after_those_whose_results_it_reads():
+    first, second, third = step([A], [B]), step([B], [C]), step([C], [D])
+    assert in_order([third, second, first]) == (first, second, third)
+
+
+def test_what_floats_comes_just_before_what_reads_it_first_or_not_at_all():
+    floats, unread = constant(B), constant(C)
+    first, second, third = step([A], [shard("x")]), step([B], [D]), step([B], [shard("y")])
+    assert in_order([floats, unread, first, second, third]) == (first, floats, second, third)
+    assert in_order([floats, first]) == (first,)
+    assert in_order([floats, first], [None, B]) == (first, floats)
+
+
+def test_copies_float_and_where_a_value_rests_does_not():
+    copy, rest = (Reshard(None, A, made, (), (), copy) for made, copy in ((B, True), (C, False)))
+    reader = step([B, C], [D])
+    assert in_order([copy, rest, step([A], [shard("x")]), reader])[0] is rest
+    assert in_order([copy, rest]) == (rest,)
+
+
+def test_ten_thousand_steps_in_a_row():
+    """No recursion: programs are as long as they like."""
+    shards = [shard(k) for k in range(10_000)]
+    steps = [step([a], [b]) for a, b in zip(shards, shards[1:], strict=False)]
+    assert in_order(steps[::-1]) == tuple(steps)
+
+
+# -- walks
+
+
+def nested():
+    """A call in a loop in a call."""
+
+    def layer(x, w):
+        return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x), None
+
+    def fn(x, w):
+        return jax.jit(lambda x: lax.scan(layer, x, w)[0])(x) * 2
+
+    return mp.plan(
+        fn, f32(8, 4), f32(3, 4, 4), mesh=model.MESH, layout="batch: data; in: model", overlap="off",
+        dims={"x": "batch in", "w": "layers in _"},
+    )  # fmt: skip
+
+
+def test_a_walk_goes_into_bodies_after_the_step_that_holds_them():
+    plan = nested()
+    steps = list(plan.body.walk())
+    assert len(steps) == len(set(steps))
+    place = {s: k for k, s in enumerate(steps)}
+    for outer in steps:
+        for body in outer.bodies:
+            assert all(place[inner] > place[outer] for inner in body.steps)
+    (loop,) = [s for s in steps if isinstance(s, Loop)]
+    assert loop.body.trips == 3
+    assert {s.op.name for s in loop.body.walk() if isinstance(s, Run)} >= {"dot_general", "tanh"}
+
+
+def test_with_calls_has_the_steps_of_calls_in_their_place_and_no_loops_steps():
+    plan = nested()
+    flat = list(plan.body.with_calls())
+    assert any(isinstance(s, Call) for s in plan.body.steps)
+    assert not any(isinstance(s, Call) for s in flat)
+    (loop,) = [s for s in flat if isinstance(s, Loop)]
+    assert not any(isinstance(s, Run) and s.op.name == "tanh" for s in flat)
+    assert any(isinstance(s, Run) and s.op.name == "tanh" for s in loop.body.with_calls())
+
+
+def test_what_a_loop_reads_from_outside_is_what_it_says():
+    plan = mp.plan(
+        lambda x, w, n: lax.scan(lambda c, y: (jnp.tanh(c @ w) + n, c @ y), x, jnp.ones((3, 4, 2)))[0],
+        f32(8, 4), f32(4, 4), f32(), mesh=model.MESH, layout="batch: data; in: data", dims={"x": "batch _", "w": "in _"},
+    )  # fmt: skip
+    (loop,) = [s for s in plan.body.walk() if isinstance(s, Loop)]
+    free = {s.value.path or s.value.op.name for s in free_shards(loop.body)}
+    assert free == {"w", "n"}
+    assert set(free_shards(loop.body)) <= {*loop.consts, *loop.hoisted}
+
+
+def test_who_reads_a_shard_is_found_in_bodies_too():
+    plan = nested()
+    readers = readers_of(plan.body)
+    weights = next(s for s in plan.body.inputs if s.value.path == "w")
+    assert any(isinstance(s, Loop | Reshard) for s in readers[weights])
+    assert not any(isinstance(s, Call) for steps in readers.values() for s in steps)
+    for read, steps in readers.items():
+        assert all(read in s.reads for s in steps)
+
+
+def test_rewriting_nothing_gives_the_very_body():
+    plan = nested()
+    seen = []
+    assert rewritten(plan.body, lambda body: seen.append(body) or body) is plan.body
+    assert seen[-1] is plan.body
+    assert len(seen) == 1 + sum(len(s.bodies) for s in plan.body.walk())
+
+
+def test_a_step_says_what_it_reads_makes_and_sends():
+    plan = nested()
+    sends = [c for s in plan.body.walk() for c in s.sends]
+    assert sends == list(plan.collectives)
+    assert isinstance(plan.body.steps[0], Step)
+    assert all(s.makes or s.sends or isinstance(s, Run) for s in plan.body.walk())
