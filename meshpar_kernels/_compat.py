@@ -20,8 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend import backend
 
 __all__ = [
+    "device_kind",
     "gpu_architecture",
-    "gpu_kind",
     "gpu_race_detection",
     "has_gpu_interpreter",
     "interpreting",
@@ -34,6 +34,7 @@ __all__ = [
     "same_varying",
     "sharded_axes",
     "store_smem",
+    "tpu_vmem",
     "transpose_ref",
     "varying_over",
 ]
@@ -140,13 +141,19 @@ def _mesh_kind() -> str:
     return getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
 
 
-def gpu_kind() -> str:
-    """What the GPU that kernels traced now are for is called, found as in `gpu_architecture`; "" where that is none."""
+def device_kind() -> str:
+    """What the device that kernels traced now are for is called, found as in `gpu_architecture`; "" where nothing says it."""
     kind = _mesh_kind()
     device: Any = _config.default_device.value
     if not kind and device is None and xla_bridge.backends_are_initialized():
         device = backend.get_default_device()
     return kind or getattr(device, "device_kind", "")
+
+
+def tpu_vmem() -> int:
+    """Bytes of on-chip memory of the TPU core that kernels traced now are for: 16 MiB up to v4; else 64 MiB, which is the least
+    that newer ones have (v5p, tpu7x; v5e and v6e: 128 MiB)."""
+    return (16 if re.match(r"TPU v[234]\b", device_kind()) else 64) << 20
 
 
 def gpu_architecture() -> tuple[int, int]:

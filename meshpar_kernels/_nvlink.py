@@ -66,7 +66,7 @@ def machine_reasons(devices: int) -> list[str]:
     if major not in ARCHITECTURES:
         known = " and ".join(f"sm_{number}0a" for number in ARCHITECTURES)
         reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {known}")
-    kind = _compat.gpu_kind()
+    kind = _compat.device_kind()
     if "PCIe" in kind or kind.endswith("NVL"):
         reasons.append(f"{kind} has no NVLink switch, and fewer multiprocessors than the kernel needs at once")
     try:

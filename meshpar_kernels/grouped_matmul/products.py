@@ -121,13 +121,13 @@ def _on_tpu(options: Options, lhs, rhs, indices, n: int, halves: int, kwargs):
 
     if indices is not None and options.gather != "first":
         tile = tile_of(True)
-        reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves)
+        reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves, transpose_rhs=options.transpose_rhs)
         if tile is not None and not reasons and (options.gather == "fused" or tile.n == n):
             return functools.partial(tpu.grouped_matmul, tile=tile, **kwargs)
         if options.gather == "fused":
             return reasons
     tile = tile_of(False)
-    reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves)
+    reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves, transpose_rhs=options.transpose_rhs)
     if indices is not None:
         reasons = Unsupported((*reasons, *tpu_gather.gather_sum_unsupported(lhs, indices[:, None])))
     if tile is None:

@@ -187,3 +187,23 @@ def test_all_rows_are_under_way_before_any_is_waited_for(chip):
     """The first wait is for the sizes, in scalar memory."""
     _, order = scheduled(chip, "mixtral-8x7b", "ragged_all_to_all")
     assert order == ["wait", "send", "wait"]
+
+
+@pytest.mark.parametrize("topology", ["v4:2x2x1", pytest.param("v5e:2x2", marks=pytest.mark.slow)])
+def test_what_is_not_refused_compiles(topology):
+    """Odd M, K, N, H and experts; on v4, whose on-chip memory is a quarter. Some of them must be refused."""
+    environment = os.environ | {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    command = [sys.executable, str(Path(__file__).with_name("compile_odd.py")), topology]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [f"{name}: {problem}" for name, _, problem in found if problem] == []
+    refused = {name for name, reasons, _ in found if reasons}
+    assert {"gather_sum 100 float32", "gather_sum 2880 bfloat16"} < refused
+    assert not refused & {
+        "gather_sum 384 bfloat16",
+        "grouped_matmul (512, 2048, 1408, 2) bfloat16 False",
+        "route (40, 60, 6)",
+    }

@@ -261,7 +261,7 @@ def test_machines_without_nvlink_are_refused(monkeypatch):
     assert not reasons()
     assert "9 devices: NVLink joins at most 8 in one machine" in reasons(9)
     for kind in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL"):
-        monkeypatch.setattr(_compat, "gpu_kind", lambda kind=kind: kind)
+        monkeypatch.setattr(_compat, "device_kind", lambda kind=kind: kind)
         assert f"{kind} has no NVLink switch" in reasons()
     monkeypatch.setattr(_compat, "gpu_architecture", lambda: (8, 0))
     assert "the GPU is sm_80; there is a kernel for sm_90a and sm_100a" in reasons()

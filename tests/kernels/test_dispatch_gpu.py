@@ -89,7 +89,7 @@ def test_what_it_refuses():
 @needs_mosaic_gpu
 @pytest.mark.parametrize("kind", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL"])
 def test_gpus_without_an_nvlink_switch_are_refused(kind, monkeypatch):
-    monkeypatch.setattr(_compat, "gpu_kind", lambda: kind)
+    monkeypatch.setattr(_compat, "device_kind", lambda: kind)
     (reason,) = unsupported(jnp.bfloat16, 7168, 2)
     assert f"{kind} has no NVLink switch" in reason
 
