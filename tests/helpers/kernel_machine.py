@@ -417,10 +417,11 @@ class Machine:
     # -- sites
 
     def site(self) -> bool:
-        """Whether the kernel's call of what calls this is to be left out. Its name is "function: line of code"."""
+        """Whether the kernel's call of what calls this is to be left out. Its name is "module.function: line of code"."""
         frame = sys._getframe(2)
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        name = f"{frame.f_code.co_qualname.split('.')[0]}: {line}"
+        module = ".".join(frame.f_globals["__name__"].split(".")[-2:])
+        name = f"{module}.{frame.f_code.co_qualname.split('.')[0]}: {line}"
         self.sites[name] = self.sites.get(name, 0) + 1
         return name == self.dropped
 

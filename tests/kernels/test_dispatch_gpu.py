@@ -1,5 +1,5 @@
-"""The ragged exchange on GPUs: what it refuses, and what the CUDA compiler makes of it. It cannot be simulated: JAX's GPU
-interpreter has no memory of other devices."""
+"""The ragged exchange on GPUs: what it refuses, and what the CUDA compiler makes of it. Its values and its protocol are in
+`test_gpu_protocols` and `test_gpu_copies`."""
 
 import importlib.util
 import json
