@@ -57,6 +57,9 @@ def interpreting_gpu() -> bool:
     return bool(value) and "GPU" in type(value).__name__
 
 
+RACE = "the TPU interpreter found a race between two memory accesses"
+
+
 def _races_found() -> bool:
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpret
 
@@ -86,10 +89,17 @@ def race_detection(
         uninitialized_memory="nan",
     )
     try:
-        with pltpu.force_tpu_interpret_mode(params):
-            yield
+        try:
+            with pltpu.force_tpu_interpret_mode(params):
+                yield
+        except Exception as error:
+            if "RACE DETECTED" not in str(error):
+                raise
+            with contextlib.suppress(Exception):  # or the next program, and the end of the process, raise it again
+                jax.effects_barrier()
+            raise RuntimeError(f"{RACE}: {error}") from error
         if _races_found():
-            raise RuntimeError("the TPU interpreter found a race between two memory accesses")
+            raise RuntimeError(RACE)
     finally:
         pltpu.reset_tpu_interpret_mode_state()
 

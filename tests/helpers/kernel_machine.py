@@ -26,7 +26,7 @@ import dataclasses
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -246,10 +246,11 @@ class Task:
 
 
 class Machine:
-    """Runs tasks under a schedule; `dropped` names a call of the kernel that does nothing (see `site`)."""
+    """Runs tasks under a schedule; `dropped` names calls of the kernel that do nothing (see `site`)."""
 
-    def __init__(self, schedule: Schedule = PLAIN, dropped: str | None = None):
-        self.schedule, self.dropped = schedule, dropped
+    def __init__(self, schedule: Schedule = PLAIN, dropped: str | Collection[str] | None = None):
+        self.schedule = schedule
+        self.dropped = {dropped} if isinstance(dropped, str) else set(dropped or ())
         self.random = np.random.default_rng(schedule.seed)
         self.tasks: list[Task] = []
         self.flying: list[Op] = []
@@ -423,7 +424,7 @@ class Machine:
         module = ".".join(frame.f_globals["__name__"].split(".")[-2:])
         name = f"{module}.{frame.f_code.co_qualname.split('.')[0]}: {line}"
         self.sites[name] = self.sites.get(name, 0) + 1
-        return name == self.dropped
+        return name in self.dropped
 
 
 @contextlib.contextmanager
