@@ -35,10 +35,6 @@ STAGING_BYTES = hopper.CONSUMERS * 2 * PART * 128 + 1024
 KERNELS = {9: hopper, 10: blackwell}
 """By the major number of the compute capability."""
 
-MULTIPROCESSORS = {9: 132, 10: 148}
-"""Blocks of the grid, each of which walks over tiles: the multiprocessors of an H100 or H200 with SXM and of a B200.
-On a GPU with fewer, the last blocks come after the others."""
-
 ROWS = hopper.CONSUMERS * PART
 INNER = 64
 """Contracted elements of a stage: 128 bytes of bfloat16, the widest swizzle."""
@@ -61,14 +57,17 @@ def grouped_matmul(
     group_sizes: jax.Array,
     group_offset: jax.Array | None,
     row_scale: jax.Array | None,
+    *,
+    num_sms: int | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`grouped_matmul` of the kernel for the GPU that is traced for, on all multiprocessors."""
+    """`grouped_matmul` of the kernel for the GPU that is traced for, on so many multiprocessors; None: all."""
     major = _compat.gpu_architecture()[0]
     rows = lhs.shape[0]
     operands = lhs, rhs, group_sizes, group_offset, row_scale
     lhs, row_scale = _whole_tiles(rows, lhs, row_scale)
-    kernel = functools.partial(KERNELS[major].grouped_matmul, num_sms=MULTIPROCESSORS[major], **options)
+    blocks = _compat.multiprocessors() if num_sms is None else num_sms
+    kernel = functools.partial(KERNELS[major].grouped_matmul, num_sms=blocks, **options)
     out = kernel(lhs, rhs, group_sizes, group_offset, row_scale)
     return _compat.same_varying(out, *operands)[0][:rows]  # Mosaic GPU forgets what its results vary over
 
@@ -79,13 +78,16 @@ def grouped_matmul_transpose(
     group_sizes: jax.Array,
     group_offset: jax.Array | None,
     row_scale: jax.Array | None,
+    *,
+    num_sms: int | None = None,
     **options: Any,
 ) -> jax.Array:
     """`grouped_matmul_transpose` in the same way."""
     major = _compat.gpu_architecture()[0]
     operands = lhs, rhs, group_sizes, group_offset, row_scale
     lhs, rhs, row_scale = _whole_tiles(lhs.shape[0], lhs, rhs, row_scale)
-    kernel = functools.partial(KERNELS[major].grouped_matmul_transpose, num_sms=MULTIPROCESSORS[major], **options)
+    blocks = _compat.multiprocessors() if num_sms is None else num_sms
+    kernel = functools.partial(KERNELS[major].grouped_matmul_transpose, num_sms=blocks, **options)
     out = kernel(lhs, rhs, group_sizes, group_offset, row_scale)
     return _compat.same_varying(out, *operands)[0]
 

@@ -28,6 +28,7 @@ class Options:
     implementation: str | None
     tile: tuple[int, int, int] | None
     gather: str | None = None
+    num_sms: int | None = None
 
 
 def _dispatch(options: Options, op: str, functions: Mapping[str, Any], *args: Any) -> jax.Array:
@@ -77,7 +78,7 @@ def product(options: Options, lhs, rhs, group_sizes, group_offset, row_scale, in
 
         return call
 
-    by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, **kwargs)
+    by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, num_sms=options.num_sms, **kwargs)
     cannot = gpu.matmul_unsupported(
         lhs, options.out_dtype, gpu_tile, halves, k=k, n=n, transpose_rhs=options.transpose_rhs
     )
@@ -154,7 +155,7 @@ def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, grou
         "pallas_tpu": tpu_tiles.unsupported(lhs, rhs, n, tile)
         or functools.partial(tpu_transpose.grouped_matmul_transpose, tile=tile, **kwargs),
         "pallas_gpu": gpu.transpose_unsupported(lhs, options.out_dtype, gpu_tile, k=k, n=n)
-        or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, **kwargs),
+        or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, num_sms=options.num_sms, **kwargs),
         "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
         "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),
     }

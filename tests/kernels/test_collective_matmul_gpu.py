@@ -252,6 +252,10 @@ def test_machines_without_nvlink_are_refused(monkeypatch):
     for kind in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL"):
         monkeypatch.setattr(_compat, "device_kind", lambda kind=kind: kind)
         assert f"{kind} has no NVLink switch" in reasons()
+    monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H20")
+    monkeypatch.setattr(_compat, "multiprocessors", lambda: 78)
+    assert "NVIDIA H20 has 78 multiprocessors, and 100 blocks wait for each other" in reasons()
+    assert not gpu.unsupported(x, w, "a", gpu.gather_order(8, 64, 64, 8, 2), num_sms=46)
     monkeypatch.setattr(_compat, "gpu_architecture", lambda: (8, 0))
     assert "the GPU is sm_80; there is a kernel for sm_90a and sm_100a" in reasons()
 

@@ -14,6 +14,7 @@ import pytest
 from gpu_machine import Gpus, copy_map
 from kernel_machine import SCHEDULES, Fault
 
+from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul import gpu as fused
 from meshpar_kernels.grouped_matmul import gpu, schedule
 
@@ -87,7 +88,7 @@ def test_where_copies_may_begin_is_what_the_model_is_about(monkeypatch):
 @pytest.mark.parametrize("rows", [3, 50, 255])
 def test_any_number_of_rows(rows, monkeypatch):
     """Those that the engine cannot cut into tiles are brought to the next multiple."""
-    monkeypatch.setattr(gpu, "MULTIPROCESSORS", {9: 2})
+    monkeypatch.setattr(_compat, "multiprocessors", lambda: 2)
     sizes = [rows // 3, 0, rows - rows // 3 - 1]
     lhs, rhs, grad = gpu_runs.draw(0, rows, 64), gpu_runs.draw(1, 3, 64, 64), gpu_runs.draw(2, rows, 64)
     tile = gpu.pick_tile(64, 2)
