@@ -26,7 +26,7 @@ With two GPUs or more the kernels over NVLink are checked and timed too, on at m
 against XLA's collectives.
 
 Compile-only columns. `regs`, `spills`: registers of a thread and bytes spilled, as ptxas reports them (for the Triton kernels only
-where a ptxas is installed). `temp`: KiB beyond inputs and outputs of the whole program.
+where a ptxas is installed); a line says so where it serializes `wgmma`s. `temp`: KiB beyond inputs and outputs of the program.
 """
 
 from __future__ import annotations
@@ -86,10 +86,14 @@ def assemble_triton(folder: Path, target: str) -> None:
 
 
 def ptxas_facts(text: str) -> dict[str, int]:
-    """Registers and spilled bytes of our kernels: the most of any."""
+    """Registers and spilled bytes of our kernels: the most of any; and how many of them have `wgmma`s that wait for each other,
+    which the assembler says where it cannot tell who touches the sums meanwhile."""
     found: dict[str, int] = {}
     name = ""
     for line in text.splitlines():
+        serial = re.search(r"wgmma\.mma_async instructions are serialized.*'(meshpar\w*)'", line)
+        if serial:
+            found["serialized"] = found.get("serialized", 0) + 1
         entry = re.search(r"Compiling entry function '(\w+)'", line)
         name = entry[1] if entry else name
         if not name.startswith("meshpar"):
@@ -162,7 +166,7 @@ def compile_table(only: str, targets: list[str]) -> list[dict[str, Any]]:
                 print(line, facts["error"], flush=True)
                 continue
             line += f"{facts.get('registers', '?'):>6}{facts.get('spills', '?'):>8}{facts['temp'] / 1024:>10.0f}"
-            print(line, flush=True)
+            print(line + ("   wgmma serialized" if facts.get("serialized") else ""), flush=True)
     return rows
 
 

@@ -72,7 +72,6 @@ def test_it_compiles_for_8_gpus_and_spills_nothing(gpu, target, what):
     assert json.loads(done.stdout.splitlines()[-1])["calls"] >= 1
     facts = gpu.ptxas_facts(done.stdout + done.stderr)
     assert facts["spills"] == 0
-    assert facts["registers"] < 255
 
 
 @needs_mosaic_gpu

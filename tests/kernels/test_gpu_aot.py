@@ -55,7 +55,7 @@ def test_grouped_matmul_spills_nothing_and_needs_no_memory(gpu, shape, target):
         facts = gpu.compile_facts(kernel, shape, target)
         assert facts["temp"] < 1 << 20, facts
         assert facts["spills"] == 0, facts
-        assert facts["registers"] <= (168 if target == "sm_90a" else 255), facts  # at the start, for all warpgroups
+        assert not facts.get("serialized"), facts
 
 
 @needs_cuda
@@ -72,7 +72,7 @@ def test_fused_products_over_nvlink_spill_nothing_and_hold_what_comes_once(gpu, 
     facts = gpu.compile_facts(kernel, shape, target)
     assert facts["temp"] < 7 * s.rows * (s.k if s.gathers else s.n) * 2 + (1 << 20), facts
     assert facts["spills"] == 0, facts
-    assert facts["registers"] <= (168 if target == "sm_90a" else 255), facts
+    assert not facts.get("serialized"), facts
 
 
 @needs_cuda
@@ -102,7 +102,10 @@ ptxas info    : Compiling entry function 'meshpar_b' for 'sm_90a'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 40 registers
 """
-    assert gpu.ptxas_facts(text) == {"spills": 16, "registers": 168}
+    warning = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to {} '{}'\n"
+    text += warning.format("insufficient register resources for the wgmma pipeline in function", "meshpar_b")
+    text += warning.format("non wgmma instructions defining accumulator registers in the function", "fusion")
+    assert gpu.ptxas_facts(text) == {"spills": 16, "registers": 168, "serialized": 1}
     assert gpu.ptxas_facts("nothing") == {}
 
 
