@@ -1,13 +1,19 @@
-"""The kernels on an NVIDIA GPU: values, times, and what else is installed there, in one table.
+"""The kernels on an NVIDIA GPU, in ten minutes: values, then times, then the tuner, in one table.
 
     python benchmarks/gpu.py                       # everything; needs a GPU
     python benchmarks/gpu.py --only g64            # a part of it
     python benchmarks/gpu.py --compile-only        # no GPU needed: registers, spills, temporaries
-    python benchmarks/gpu.py --json gpu.json
+    python benchmarks/gpu.py --json gpu.json       # where the table is written too (gpu.json)
+
+1. Values over random loads and odd shapes, against NumPy in float64. **At the first wrong one it stops**, with exit status 1:
+   times of wrong results mean nothing.
+2. Times, against everything that does the same and is installed: XLA, jax's own kernels, tokamax, PyTorch. A result whose error
+   is above 0.02 stops it too.
+3. The tuner: other tiles than the kernels pick, each checked against the result of the one they pick.
 
 Each (kernel, shape) is a process of its own with a time limit, and so is PyTorch: what crashes loses its own rows.
 Our kernel runs last in its process. Without a GPU (and without `--compile-only`) the compile-only table is
-printed, and says so.
+printed, and says so. `benchmarks/tpu.py` is the same for a TPU.
 
 Measured columns. `ms`: one call inside of one compiled loop, from the difference of a long and a short loop, the median of
 five. `TFLOP/s`: of the operations that the result needs, 2·M·K·N. `GB/s`: of the bytes that must be moved once. `% peak`: of
@@ -20,7 +26,7 @@ With two GPUs or more the kernels over NVLink are checked and timed too, on at m
 against XLA's collectives.
 
 Compile-only columns. `regs`, `spills`: registers of a thread and bytes spilled, as ptxas reports them (for the Triton kernels only
-where a ptxas is installed). `temp`: KiB beyond inputs and outputs of the whole program.
+where a ptxas is installed); a line says so where it serializes `wgmma`s. `temp`: KiB beyond inputs and outputs of the program.
 """
 
 from __future__ import annotations
@@ -80,10 +86,14 @@ def assemble_triton(folder: Path, target: str) -> None:
 
 
 def ptxas_facts(text: str) -> dict[str, int]:
-    """Registers and spilled bytes of our kernels: the most of any."""
+    """Registers and spilled bytes of our kernels: the most of any; and how many of them have `wgmma`s that wait for each other,
+    which the assembler says where it cannot tell who touches the sums meanwhile."""
     found: dict[str, int] = {}
     name = ""
     for line in text.splitlines():
+        serial = re.search(r"wgmma\.mma_async instructions are serialized.*'(meshpar\w*)'", line)
+        if serial:
+            found["serialized"] = found.get("serialized", 0) + 1
         entry = re.search(r"Compiling entry function '(\w+)'", line)
         name = entry[1] if entry else name
         if not name.startswith("meshpar"):
@@ -156,12 +166,65 @@ def compile_table(only: str, targets: list[str]) -> list[dict[str, Any]]:
                 print(line, facts["error"], flush=True)
                 continue
             line += f"{facts.get('registers', '?'):>6}{facts.get('spills', '?'):>8}{facts['temp'] / 1024:>10.0f}"
-            print(line, flush=True)
+            print(line + ("   wgmma serialized" if facts.get("serialized") else ""), flush=True)
     return rows
 
 
-def measured_table(only: str, facts: dict[str, Any], loads: list[str], limit: float, budget: float) -> list[dict]:
-    """Print what each implementation takes; stop starting processes when the budget is spent."""
+WRONG = 2e-2
+"""Error of a bfloat16 result, over its largest value, above which no time is taken for one."""
+
+
+def stop(result: dict[str, Any], path: Path, why: str) -> None:
+    """Write what there is, and end."""
+    path.write_text(json.dumps(result | {"stopped": why}, indent=1))
+    raise SystemExit(f"\nSTOPPED: {why}")
+
+
+def values(limit: float) -> tuple[list[dict[str, Any]], str]:
+    """Print the values, and what is wrong with them ("" if nothing is)."""
+    rows, text = run_process(["--values"], dict(os.environ), limit)
+    print("Values, against NumPy in float64 (largest error over largest value):")
+    for row in rows:
+        said = row.get("failed") or row.get("refused") or format(row["error"], ".1e")
+        print(f"  {row['name']:<46}{said}{'   WRONG' if row['wrong'] else ''}")
+    print()
+    wrong = [row for row in rows if row["wrong"]]
+    if wrong:
+        return rows, f"{wrong[0]['name']} is wrong"
+    return rows, f"the values: {reason(text)}" if "exit" in text[-40:] or "took longer" in text[
+        -60:
+    ] or not rows else ""
+
+
+def tuned_table(only: str, limit: float, ends: float) -> list[dict[str, Any]]:
+    """Print the best tile of each product, and how much faster it is than the one that the kernel picks."""
+    import gpu_cases
+
+    print(f"\n{'kernel':<9}{'shape':<19}{'best tile':<20}{'ms':>9}{'× picked':>10}   (random loads)")
+    found = []
+    for kernel, shape in gpu_cases.names():
+        if kernel not in gpu_cases.MATMUL_KERNELS[:3] or only not in f"{kernel} {shape}":
+            continue
+        if time.monotonic() > ends:
+            print(f"{kernel:<9}{shape:<19}not run: the time is spent (--budget)")
+            continue
+        rows, text = run_process(
+            ["--tune", kernel, shape, "random"], dict(os.environ), min(limit, ends + 20 - time.monotonic())
+        )
+        timed = [row for row in rows if "seconds" in row and row.get("error", 0.0) <= WRONG]
+        found.append({"kernel": kernel, "shape": shape, "tiles": rows})
+        if not timed or timed[0]["tile"] is not None:
+            print(f"{kernel:<9}{shape:<19}{reason(text)}")
+            continue
+        best = min(timed, key=lambda row: row["seconds"])
+        name = "as picked" if best["tile"] is None else str(tuple(best["tile"]))
+        speed = timed[0]["seconds"] / best["seconds"]
+        print(f"{kernel:<9}{shape:<19}{name:<20}{best['seconds'] * 1e3:>9.3f}{speed:>10.2f}", flush=True)
+    return found
+
+
+def measured_table(only: str, facts: dict[str, Any], loads: list[str], limit: float, ends: float) -> list[dict]:
+    """Print what each implementation takes; start no process after `ends`, and none after a wrong result of ours."""
     import gpu_cases
 
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -173,18 +236,19 @@ def measured_table(only: str, facts: dict[str, Any], loads: list[str], limit: fl
     )
     print(head + f"{'× ours':>8}{'error':>10}")
     table: list[dict[str, Any]] = []
-    began = time.monotonic()
     for kernel, shape in gpu_cases.names():
         for load in loads if kernel in gpu_cases.MATMUL_KERNELS else loads[:1]:
             if only not in f"{kernel} {shape}":
                 continue
-            if time.monotonic() - began > budget:
-                print(f"{kernel:<9}{shape:<19}{load:<8}not run: {budget:g} s are spent (--budget)")
+            if time.monotonic() > ends:
+                print(f"{kernel:<9}{shape:<19}{load:<8}not run: the time is spent (--budget)")
                 continue
             rows, text = run_process(["--measure", kernel, shape, load], environment, limit)
             if not any(row["name"] == "meshpar" for row in rows):
                 rows.append({"name": "meshpar", "failed": reason(text)})
-            torch_rows, text = run_process(["--measure-torch", kernel, shape, load], environment, limit)
+            torch_rows, text = [], "No module named 'torch'"
+            if facts["platform"] == "gpu":
+                torch_rows, text = run_process(["--measure-torch", kernel, shape, load], environment, limit)
             rows += torch_rows if torch_rows or "No module named 'torch'" in text else []
             if not torch_rows and "No module named 'torch'" not in text and "exit" in text:
                 rows.append({"name": "torch", "failed": reason(text)})
@@ -194,6 +258,8 @@ def measured_table(only: str, facts: dict[str, Any], loads: list[str], limit: fl
                 row |= {"kernel": kernel, "shape": shape, "load": load, "flops": case.flops, "bytes": case.bytes}
                 print(measured_line(row, facts, ours), flush=True)
             table += rows
+            if any(row["name"] == "meshpar" and row.get("error", 0.0) > WRONG for row in rows):
+                return table
     return table
 
 
@@ -217,19 +283,23 @@ def measured_line(row: dict[str, Any], facts: dict[str, Any], ours: float | None
     return line + (f"{row['error']:>10.1e}" if "error" in row else "")
 
 
-def main() -> None:
+def main(platform: str = "gpu") -> None:
+    """The command of `gpu.py` or, with "tpu", of `tpu.py`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="part of 'kernel shape'")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--loads", default="even,random")
-    parser.add_argument("--limit", type=float, default=240, help="seconds for one process")
-    parser.add_argument("--budget", type=float, default=1500, help="seconds after which no process is started")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--limit", type=float, default=200, help="seconds for one process")
+    parser.add_argument("--budget", type=float, default=570, help="seconds in all")
+    parser.add_argument(
+        "--json", type=Path, help=f"where what was found is written; on a device {platform}.json if not said"
+    )
     parser.add_argument("--compile-one", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--measure-shared", help=argparse.SUPPRESS)
     parser.add_argument("--measure-torch", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--tune", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--values", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -252,34 +322,43 @@ def main() -> None:
         import gpu_values
 
         gpu_values.main()
+    elif options.tune:
+        import gpu_measure
+
+        gpu_measure.tune(*options.tune)
     else:
-        tables(options)
+        tables(options, platform)
 
 
-def tables(options: argparse.Namespace) -> None:
+def tables(options: argparse.Namespace, platform: str = "gpu") -> None:
     """Print the tables that the options ask for, and write them."""
     result: dict[str, Any] = {}
-    facts, text = ([], "") if options.compile_only else run_process(["--machine"], dict(os.environ), 240)
-    if not facts:
+    began = time.monotonic()
+    facts, text = ([], "") if options.compile_only else run_process(["--machine"], dict(os.environ), options.limit)
+    if not facts or facts[-1]["platform"] != platform:
         if not options.compile_only:
-            print(f"There is no GPU that JAX can use here ({reason(text)}).")
+            print(f"There is no {platform.upper()} that JAX can use here ({reason(text)}).")
+        if platform == "tpu":
+            print("benchmarks/kernels_aot.py compiles for TPUs that are not here.")
+            return
         result["compiled"] = compile_table(options.only, options.targets.split(","))
     else:
+        options.json = options.json or Path(f"{platform}.json")
         result["machine"] = facts[-1]
-        result["values"], text = run_process(["--values"], dict(os.environ), options.limit)
-        print("Values at small and odd shapes, against NumPy in float64 (largest error over largest value):")
-        for row in result["values"]:
-            print(f"  {row['name']:<46}{row.get('failed') or format(row['error'], '.1e')}")
-        if "exit" in text[-40:]:
-            print(f"  then: {reason(text)}")
-        print()
-        loads = options.loads.split(",")
-        result["measured"] = measured_table(options.only, facts[-1], loads, options.limit, options.budget)
-        if facts[-1]["devices"] > 1:
+        result["values"], wrong = values(options.limit)
+        if wrong:
+            stop(result, options.json, wrong)
+        loads, limit = options.loads.split(","), options.limit
+        result["measured"] = measured_table(options.only, facts[-1], loads, limit, began + 0.7 * options.budget)
+        for row in result["measured"]:
+            if row["name"] == "meshpar" and row.get("error", 0.0) > WRONG:
+                stop(result, options.json, f"{row['kernel']} {row['shape']} with {row['load']} groups is wrong")
+        if facts[-1]["devices"] > 1 and platform == "gpu":
             import gpu_shared
 
-            run = functools.partial(run_process, environment=dict(os.environ), limit=options.limit)
+            run = functools.partial(run_process, environment=dict(os.environ), limit=limit)
             result["shared"] = gpu_shared.table(options.only, facts[-1], run, reason, measured_line)
+        result["tuned"] = tuned_table(options.only, limit, began + options.budget - 20)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
 

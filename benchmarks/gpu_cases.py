@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` compiles and runs: kernels, their arguments, and what does the same elsewhere."""
+"""What `benchmarks/gpu.py` and `tpu.py` compile and run: kernels, their arguments, and what does the same elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from meshpar_kernels import grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.routing import gpu as routing_gpu
-from meshpar_kernels.routing import reference
+from meshpar_kernels.routing import reference, tpu_gather
+from meshpar_kernels.routing import tpu as routing_tpu
 from meshpar_kernels.shapes import MATMULS, MODELS
 
 TOKENS = 8192
@@ -144,9 +145,37 @@ def _swapped(function):
     return lambda rhs, grad, sizes: function(grad, rhs, sizes)
 
 
+def with_tile(kernel: str, shape: str, tile: tuple[int, int, int]) -> Callable[..., Any]:
+    """Our kernel of a case with another tile than it picks."""
+    how: dict[str, Any] = {"implementation": "pallas", "tile": tile}
+    if kernel == "forward":
+        return lambda lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes, **how)
+    if kernel == "d lhs":
+        return lambda rhs, grad, sizes: grouped_matmul(grad, rhs, sizes, transpose_rhs=True, **how)
+    return lambda lhs, grad, sizes: grouped_matmul_transpose(lhs, grad, sizes, **how)
+
+
+def tiles(kernel: str, shape: str) -> list[tuple[int, int, int]]:
+    """(rows, K, N) that the tuner tries on this device."""
+    s = MATMULS[shape]
+    k, n = (s.n, s.k) if kernel == "d lhs" else (s.k, s.n)
+    if jax.default_backend() != "tpu":
+        columns = [w for w in (64, 128, 192, 256) if w <= n]
+        return [(rows, 128, w) if kernel == "d rhs" else (128, rows, w) for rows in (64, 128) for w in columns]
+    columns = [w for w in (256, 512, 1024, 2048) if n % w == 0]
+    inner = [w for w in (256, 512, 1024, 2048) if k % w == 0] if kernel == "d rhs" else [k]
+    return [(rows, i, w) for rows in (128, 256, 512) for i in inner for w in columns]
+
+
 def _optional_forward(transpose_rhs: bool) -> dict[str, Callable[..., Any]]:
     """Kernels that are there only with some installations."""
     found: dict[str, Callable[..., Any]] = {}
+    if jax.default_backend() == "tpu":
+        try:
+            from jax.experimental.pallas.ops.tpu.megablox import gmm
+        except ImportError:
+            return found
+        return {"jax's megablox": lambda lhs, rhs, sizes: gmm(lhs, rhs, sizes, lhs.dtype, transpose_rhs=transpose_rhs)}
     try:
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
     except ImportError:
@@ -172,6 +201,10 @@ def _optional_forward(transpose_rhs: bool) -> dict[str, Callable[..., Any]]:
 
 def _routing(kernel: str, model: str) -> Case:
     m = MODELS[model]
+    on_tpu = jax.default_backend() == "tpu"
+    route, gather_sum = (
+        (routing_tpu.route, tpu_gather.gather_sum) if on_tpu else (routing_gpu.route, routing_gpu.gather_sum)
+    )
     rows = TOKENS * m.k
     if kernel == "route":
         options = {
@@ -187,7 +220,7 @@ def _routing(kernel: str, model: str) -> Case:
         moved = _nbytes([logits]) + 12 * rows
         return Case(
             [logits, bias],
-            lambda logits, bias: routing_gpu.route(logits, bias if m.bias else None, **options),
+            lambda logits, bias: route(logits, bias if m.bias else None, **options),
             {"reference": lambda logits, bias: reference.route(logits, bias if m.bias else None, **options)},
             None,
             moved,
@@ -196,14 +229,14 @@ def _routing(kernel: str, model: str) -> Case:
     if kernel == "permute":
         return Case(
             [((TOKENS, m.embed), BF16), ((rows,), I32)],
-            lambda x, token: routing_gpu.gather_sum(x, token[:, None], None),
+            lambda x, token: gather_sum(x, token[:, None], None),
             {"reference": lambda x, token: reference.gather_sum(x, token[:, None], None), "take": lambda x, t: x[t]},
             None,
             (TOKENS + rows) * row_bytes,
         )
     return Case(
         [((rows, m.embed), BF16), ((TOKENS, m.k), I32), ((TOKENS, m.k), F32)],
-        routing_gpu.gather_sum,
+        gather_sum,
         {"reference": reference.gather_sum},
         None,
         (TOKENS + rows) * row_bytes,

@@ -47,13 +47,13 @@ def seconds_per_call(function, arguments, rough_limit: float = 0.4, inside=lambd
 
 
 def machine() -> dict[str, Any]:
-    """The GPU's name, its copy bandwidth in GB/s, and its TFLOP/s in a large dense bfloat16 product."""
+    """The device's name, its copy bandwidth in GB/s, and its TFLOP/s in a large dense bfloat16 product."""
     import jax
     import jax.numpy as jnp
 
     device = jax.devices()[0]
-    if device.platform != "gpu":
-        raise SystemExit("no GPU")
+    if device.platform not in ("gpu", "tpu"):
+        raise SystemExit("no GPU and no TPU")
     x = jnp.ones((1 << 29,), jnp.bfloat16)
     copy = seconds_per_call(lambda x: x + 1, [x])
     del x
@@ -61,7 +61,12 @@ def machine() -> dict[str, Any]:
     for size in (4096, 8192):
         a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
         best = max(best, 2 * size**3 / seconds_per_call(lambda a: a @ a, [a]) / 1e12)
-    facts = {"device": device.device_kind, "devices": jax.device_count(), "jax": jax.__version__}
+    facts = {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "jax": jax.__version__,
+    }
     return facts | {"copy": 2 * 2 * (1 << 29) / copy / 1e9, "peak": best}
 
 
@@ -99,6 +104,27 @@ def measure(kernel: str, shape: str, load: str) -> None:
         if name != "reference" or routing:  # the reference of a product multiplies all by all
             row(name, function)
     row("meshpar", case.ours)
+
+
+def tune(kernel: str, shape: str, load: str) -> None:
+    """Print a row for each tile that runs: its seconds, and its error against the tile that the kernel picks."""
+    import gpu_cases
+    import jax
+    import numpy as np
+
+    case = gpu_cases.make(kernel, shape)
+    arguments = gpu_cases.draw(case, kernel, shape, load)
+    want = [np.asarray(jax.jit(case.ours)(*arguments), np.float32)]
+    print("ROW " + json.dumps({"tile": None, "seconds": seconds_per_call(case.ours, arguments, 0.1)}), flush=True)
+    for tile in gpu_cases.tiles(kernel, shape):
+        row: dict[str, Any] = {"tile": list(tile)}
+        function = gpu_cases.with_tile(kernel, shape, tile)
+        try:
+            row["error"] = difference(jax.jit(function)(*arguments), want)
+            row["seconds"] = seconds_per_call(function, arguments, 0.1)
+        except Exception as error:  # tiles that do not fit
+            row["failed"] = f"{type(error).__name__}: {error}"[:200]
+        print("ROW " + json.dumps(row), flush=True)
 
 
 def difference(got: Any, want: list[Any]) -> float:

@@ -323,7 +323,7 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
     split = P(None, axes)
 
     def local(q, k, v):
-        return ring_attention(q, k, v, axes, causal=True, strategy=strategy)
+        return ring_attention(q, k, v, axes, causal=True, strategy=strategy, implementation="pallas")
 
     attention = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +12,18 @@ from jax import lax
 
 from meshpar_kernels import _compat
 
-__all__ = ["Unsupported", "dispatch", "refuse_sharded"]
+__all__ = ["DEFAULT_KERNELS", "VARIABLE", "Unsupported", "dispatch", "refuse_sharded"]
+
+VARIABLE = "MESHPAR_KERNELS"
+"""Environment variable: "pallas" or "reference", see `dispatch`. It is read when a program is traced."""
+
+_INSTEAD_OF_RAGGED_DOT = (
+    "lax.ragged_dot makes dense products or copies of all weights; no device has timed the kernel yet"
+)
+
+DEFAULT_KERNELS: dict[str, str] = dict.fromkeys(("grouped_matmul", "grouped_matmul_transpose"), _INSTEAD_OF_RAGGED_DOT)
+"""Op → why its Pallas kernel is the default. It is one where a table measured on a device says so, or where the alternative is
+clearly broken; no such table exists yet."""
 
 PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 
@@ -30,20 +44,20 @@ def dispatch(
 
     - `"pallas_tpu"`, `"pallas_gpu"`, `"xla"`, `"reference"`: that one.
     - `"pallas"`: the Pallas kernel of the platform that the program is lowered for.
-    - `None`: the Pallas kernel of that platform where there is one for these arguments, else
-      `fallback`.
+    - `None`: with `MESHPAR_KERNELS=pallas` the Pallas kernel of that platform where there is one for these arguments, else
+      `fallback`; with `MESHPAR_KERNELS=reference` always `fallback`; without the variable the kernel for the ops of
+      `DEFAULT_KERNELS` alone, which is logged once.
 
-    The platform is the one that JAX lowers for, not that of the machine which traces: a program
-      compiled here
+    The platform is the one that JAX lowers for, not that of the machine which traces: a program compiled here
     for a TPU elsewhere gets the TPU kernel. Inside the TPU interpreter (`_compat.interpreting`)
     `"pallas"` means the TPU kernel, inside the GPU interpreter the GPU kernel.
 
     Args:
       functions: name → function, or the reasons why it cannot run.
-      fallback: the name that None takes on a platform without a kernel.
+      fallback: the name that None takes where it takes no kernel.
 
     Raises:
-      ValueError: no implementation has this name.
+      ValueError: no implementation has this name, or the variable no such value.
       NotImplementedError: what was asked for cannot take these arguments; carries every reason.
     """
     usable = {name: f for name, f in functions.items() if not isinstance(f, Unsupported)}
@@ -53,7 +67,7 @@ def dispatch(
         return usable[implementation](*args)
     kernels = {PLATFORM_OF[name]: f for name, f in usable.items() if name in PLATFORM_OF}
     if implementation is None:
-        if not kernels:
+        if not kernels or not _by_default(op):
             return usable[fallback](*args)
         return lax.platform_dependent(*args, default=usable[fallback], **kernels)
     if implementation == "pallas":
@@ -67,6 +81,24 @@ def dispatch(
         return lax.platform_dependent(*args, **kernels)
     names = ", ".join(repr(n) for n in (None, "pallas", *functions))
     raise ValueError(f"{op}: no implementation {implementation!r}; there are {names}")
+
+
+def _by_default(op: str) -> bool:
+    """Whether None takes the kernel."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "pallas", "reference"):
+        raise ValueError(f"{VARIABLE}={wanted!r}: it may be 'pallas' or 'reference', or not set")
+    if wanted or op not in DEFAULT_KERNELS:
+        return wanted == "pallas"
+    if _compat.backend_platform() in PLATFORM_OF.values():
+        _say_once(op)
+    return True
+
+
+@functools.cache
+def _say_once(op: str) -> None:
+    text = "%s: the Pallas kernel is the default, since %s. %s=reference or implementation= takes another"
+    logging.getLogger(__name__).warning(text, op, DEFAULT_KERNELS[op], VARIABLE)
 
 
 def _refusal(op: str, functions: Mapping[str, Callable[..., Any] | Unsupported], names: Sequence[str]) -> str:

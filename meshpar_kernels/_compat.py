@@ -7,33 +7,40 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax import lax
 from jax._src import config as _config
+from jax._src import mesh as _mesh
 from jax._src import xla_bridge
 from jax.core import Tracer
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import backend
 
 __all__ = [
+    "backend_platform",
+    "device_kind",
     "gpu_architecture",
-    "gpu_kind",
     "gpu_race_detection",
     "has_gpu_interpreter",
+    "host_reasons",
     "interpreting",
     "interpreting_gpu",
     "load_gmem",
     "mosaic_gpu",
+    "multiprocessors",
     "out_struct",
     "pallas_triton",
     "race_detection",
     "same_varying",
     "sharded_axes",
     "store_smem",
+    "tpu_vmem",
     "transpose_ref",
     "varying_over",
 ]
@@ -54,6 +61,9 @@ def interpreting_gpu() -> bool:
     JAX's own `force_gpu_interpret_mode` (from jax 0.11 on)."""
     value = _config.pallas_tpu_interpret_mode_context_manager.value
     return bool(value) and "GPU" in type(value).__name__
+
+
+RACE = "the TPU interpreter found a race between two memory accesses"
 
 
 def _races_found() -> bool:
@@ -85,10 +95,17 @@ def race_detection(
         uninitialized_memory="nan",
     )
     try:
-        with pltpu.force_tpu_interpret_mode(params):
-            yield
+        try:
+            with pltpu.force_tpu_interpret_mode(params):
+                yield
+        except Exception as error:
+            if "RACE DETECTED" not in str(error):
+                raise
+            with contextlib.suppress(Exception):  # or the next program, and the end of the process, raise it again
+                jax.effects_barrier()
+            raise RuntimeError(f"{RACE}: {error}") from error
         if _races_found():
-            raise RuntimeError("the TPU interpreter found a race between two memory accesses")
+            raise RuntimeError(RACE)
     finally:
         pltpu.reset_tpu_interpret_mode_state()
 
@@ -140,13 +157,68 @@ def _mesh_kind() -> str:
     return getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
 
 
-def gpu_kind() -> str:
-    """What the GPU that kernels traced now are for is called, found as in `gpu_architecture`; "" where that is none."""
+def device_kind() -> str:
+    """What the device that kernels traced now are for is called, found as in `gpu_architecture`; "" where nothing says it."""
     kind = _mesh_kind()
     device: Any = _config.default_device.value
     if not kind and device is None and xla_bridge.backends_are_initialized():
         device = backend.get_default_device()
     return kind or getattr(device, "device_kind", "")
+
+
+def backend_platform() -> str:
+    """ "cpu", "tpu" or "cuda" of the devices that JAX has found; "" where it has not looked for any yet."""
+    if not xla_bridge.backends_are_initialized():
+        return ""
+    platform = jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
+
+
+def multiprocessors() -> int:
+    """How many the GPU has that kernels traced now are for: the device's own number where it is one that JAX has found, else
+    what is known of its kind, else those of an H100 or H200 with SXM (132) or a B200 (148)."""
+    kind, device = _mesh_kind(), _config.default_device.value
+    if device is None and xla_bridge.backends_are_initialized():
+        device = backend.get_default_device()
+    if not kind or kind == getattr(device, "device_kind", ""):
+        kind, count = getattr(device, "device_kind", ""), getattr(device, "core_count", None)
+        if getattr(device, "platform", "") == "gpu" and isinstance(count, int):
+            return count
+    known = {r"\bH20\b": 78, r"\bH100 PCIe\b": 114}
+    found = [n for pattern, n in known.items() if re.search(pattern, kind)]
+    return found[0] if found else {10: 148}.get(gpu_architecture()[0], 132)
+
+
+def host_reasons(axes: Sequence[str]) -> list[str]:
+    """Why the devices along these mesh axes are not known to be in one process and in the order of their ids, as kernels that
+    write to other GPUs need it. Empty where JAX has found no GPU."""
+    if backend_platform() != "cuda":
+        return []
+    mesh = _mesh.get_concrete_mesh()
+    if mesh.empty or not set(axes) <= set(mesh.axis_names):
+        if jax.process_count() == 1:
+            return []
+        return [f"there are {jax.process_count()} processes, and no jax.set_mesh(mesh) says which devices {axes} joins"]
+    ids = [d.id for d in mesh.devices.flat]
+    reasons = (
+        []
+        if ids == sorted(ids)
+        else [f"the mesh has its devices in the order {ids}; the kernel needs that of their ids"]
+    )
+    rest = [d for d, name in enumerate(mesh.axis_names) if name not in axes]
+    groups = np.moveaxis(mesh.devices, rest, range(len(rest))).reshape(-1, math.prod(mesh.shape[a] for a in axes))
+    across = [sorted({d.process_index for d in group}) for group in groups if len({d.process_index for d in group}) > 1]
+    if across:
+        reasons.append(
+            f"{', '.join(map(repr, axes))} joins devices of the processes {across[0]}; NVLink joins those of one"
+        )
+    return reasons
+
+
+def tpu_vmem() -> int:
+    """Bytes of on-chip memory of the TPU core that kernels traced now are for: 16 MiB up to v4; else 64 MiB, which is the least
+    that newer ones have (v5p, tpu7x; v5e and v6e: 128 MiB)."""
+    return (16 if re.match(r"TPU v[234]\b", device_kind()) else 64) << 20
 
 
 def gpu_architecture() -> tuple[int, int]:

@@ -57,18 +57,28 @@ class Peers(NamedTuple):
         return {**found, self.axes[0]: rank}
 
 
-def machine_reasons(devices: int) -> list[str]:
-    """Why so many GPUs of the kind that is traced for cannot run a kernel that writes to its peers."""
-    reasons = []
+def machine_reasons(devices: int, axes: Sequence[str] = (), blocks: int = 0) -> list[str]:
+    """Why so many GPUs of the kind that is traced for cannot run a kernel that writes to its peers.
+
+    Args:
+      axes: of the mesh, which join them.
+      blocks: of threads that wait for each other, each of which takes a multiprocessor for itself.
+    """
+    reasons = _compat.host_reasons(axes)
     if devices > MOST_DEVICES:
         reasons.append(f"{devices} devices: NVLink joins at most {MOST_DEVICES} in one machine")
     major, minor = _compat.gpu_architecture()
     if major not in ARCHITECTURES:
         known = " and ".join(f"sm_{number}0a" for number in ARCHITECTURES)
         reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {known}")
-    kind = _compat.gpu_kind()
+    kind = _compat.device_kind()
     if "PCIe" in kind or kind.endswith("NVL"):
-        reasons.append(f"{kind} has no NVLink switch, and fewer multiprocessors than the kernel needs at once")
+        reasons.append(f"{kind} has no NVLink switch")
+    if blocks > _compat.multiprocessors():
+        reasons.append(
+            f"{kind or 'the GPU'} has {_compat.multiprocessors()} multiprocessors, and {blocks} blocks wait for each other: those "
+            "that do not run would be waited for without end (num_sms= takes fewer)"
+        )
     try:
         _compat.mosaic_gpu()
     except ImportError as error:

@@ -75,9 +75,9 @@ def ring_attention(
       order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, where each device
         holds an early and a late block, so that causal work balances. Masks are by a token's true position.
       both_ways: whether the ring sends in both directions, which uses both directions of its links.
-      implementation: of the attention on a device. None takes "pallas_tpu" where the program is lowered for a TPU and the
-        kernels can take the operands (D, Dv and the lengths on a device multiples of 128), else "xla", in chunks.
-        "reference" has all scores of the device.
+      implementation: of the attention on a device. "pallas" and "pallas_tpu": kernels, for D, Dv and lengths on a device that
+        are multiples of 128. "xla": in chunks. "reference" has all scores of the device. None: "xla", unless
+        `MESHPAR_KERNELS=pallas`.
       chunks: queries and keys in one block of scores of "xla".
       scatter: how "gathered" sums the gradients of keys and values, one axis after the other: "xla" by its reduce-scatters,
         "ring" by rings of permutes; None: "ring" over several axes, where XLA for TPUs makes all-reduces of them, which send

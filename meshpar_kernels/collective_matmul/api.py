@@ -32,6 +32,7 @@ class _How:
     dtype: Any
     wire: Any
     tile: int
+    num_sms: int | None = None
 
 
 def all_gather_matmul(
@@ -43,14 +44,15 @@ def all_gather_matmul(
     precision: Any = None,
     preferred_element_type: Any = None,
     tile: int = ring.TILE,
+    num_sms: int | None = None,
 ) -> jax.Array:
     """Gather the rows of x from all devices and multiply them with w: `lax.all_gather(x, axis_name, tiled=True) @ w`.
 
     Implementations: "xla" gathers, then multiplies. "ring" sends blocks of rows around a ring, both ways at once, and multiplies
     each while the next is on its way (Wang et al., ASPLOS 2023): `lax.ppermute`s, runs everywhere. "pallas" does that in one
     kernel: by remote DMA on TPU; over NVLink on GPUs (sm_90a and sm_100a, at most 8, one mesh axis), where every device writes its
-    rows to all others at once, into a buffer of all rows. Gradients with respect to w stay with "ring". None: "ring", since no
-    kernel was timed yet.
+    rows to all others at once, into a buffer of all rows. Gradients with respect to w stay with "ring". None: "ring",
+    unless `MESHPAR_KERNELS=pallas`.
 
     Args:
       x: [m, K], this device's rows; any float or integer dtype.
@@ -59,6 +61,9 @@ def all_gather_matmul(
       implementation: None, "xla", "ring", "pallas" or "reference".
       precision, preferred_element_type: as in `lax.dot_general`.
       tile: rows ("ring"): blocks of fewer rows are multiplied several at a time.
+      num_sms: multiprocessors that the GPU kernel takes, each for itself until it ends; all of them must be free, on every device,
+        or will be without waiting for this one. None: all but 32 of an H100, H200 or B200, which leaves room for a
+        collective of NCCL that runs meanwhile.
 
     Returns:
       [m·A, n]: the rows of device 0 first. Differentiable: x's gradient is a `matmul_reduce_scatter` (sums of blocks in
@@ -70,9 +75,11 @@ def all_gather_matmul(
       NotImplementedError: an implementation that cannot take these arguments.
     """
     op = "all_gather_matmul"
-    _check(op, x, w, axis_name, tile)
+    _check(op, x, w, axis_name, tile, num_sms)
     x, w = _compat.same_varying(x, w)
-    return _gather(x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, None, tile))
+    return _gather(
+        x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, None, tile, num_sms)
+    )
 
 
 def matmul_reduce_scatter(
@@ -85,6 +92,7 @@ def matmul_reduce_scatter(
     preferred_element_type: Any = None,
     wire_dtype: Any = None,
     tile: int = ring.TILE,
+    num_sms: int | None = None,
 ) -> jax.Array:
     """Multiply, sum the products of all devices, and keep a block of rows: `lax.psum_scatter(x @ w, axis_name, tiled=True)`.
 
@@ -93,7 +101,7 @@ def matmul_reduce_scatter(
     Args:
       x: [M, k], M a multiple of the number A of devices of `axis_name`.
       w: [k, N].
-      axis_name, implementation, precision, preferred_element_type, tile: as in `all_gather_matmul`.
+      axis_name, implementation, precision, preferred_element_type, tile, num_sms: as in `all_gather_matmul`.
       wire_dtype: what sums are sent as. None: float32, which doubles the bytes of bfloat16 products; bfloat16 rounds at every
         hop, as a reduce-scatter of bfloat16 does.
 
@@ -105,24 +113,28 @@ def matmul_reduce_scatter(
       as `all_gather_matmul`; ValueError as well where M does not divide over the devices.
     """
     op = "matmul_reduce_scatter"
-    devices = _check(op, x, w, axis_name, tile)
+    devices = _check(op, x, w, axis_name, tile, num_sms)
     if x.shape[0] % devices:
         raise ValueError(f"{op}: the {x.shape[0]} rows of x{list(x.shape)} do not divide over {devices} devices")
     x, w = _compat.same_varying(x, w)
     wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
-    return _scatter(x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, wire, tile))
+    return _scatter(
+        x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, wire, tile, num_sms)
+    )
 
 
 def _plain(axis_name: Axes) -> Axes:
     return axis_name if isinstance(axis_name, str) else tuple(axis_name)
 
 
-def _check(op: str, x: jax.Array, w: jax.Array, axis_name: Axes, tile: int) -> int:
+def _check(op: str, x: jax.Array, w: jax.Array, axis_name: Axes, tile: int, num_sms: int | None) -> int:
     """The number of devices; refuses what does not fit."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"{op}: x must be [rows, K] and w [K, columns], got {list(x.shape)} and {list(w.shape)}")
     if tile < 1:
         raise ValueError(f"{op}: tile={tile} must be at least 1")
+    if num_sms is not None and num_sms < 1:
+        raise ValueError(f"{op}: num_sms={num_sms} must be at least 1")
     if not isinstance(axis_name, str) and not axis_name:
         raise ValueError(f"{op}: axis_name has no axis")
     refuse_sharded(op, x=x, w=w)
@@ -209,10 +221,10 @@ def _gather_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[...
 def _gather_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
     devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
     order = gpu.gather_order(rows, k, _columns(w, dot), devices, x.dtype.itemsize)
-    reasons = gpu.unsupported(x, w, how.axis, order, out_dtype=out)
+    reasons = gpu.unsupported(x, w, how.axis, order, transposed=_transposed(dot), num_sms=how.num_sms, out_dtype=out)
     if reasons:
         return reasons
-    options = {"out_dtype": out, "transposed": _transposed(dot)}
+    options = {"out_dtype": out, "transposed": _transposed(dot), "num_sms": how.num_sms}
     return lambda x, w: gpu.all_gather_matmul(x, w, how.axis, order, **options)
 
 
@@ -237,10 +249,10 @@ def _scatter_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..
     devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
     dtypes = {"out_dtype": out, "wire_dtype": _wire(how)}
     order = gpu.scatter_order(rows // devices, k, _columns(w, dot), devices, x.dtype.itemsize, **dtypes)
-    reasons = gpu.unsupported(x, w, how.axis, order, **dtypes)
+    reasons = gpu.unsupported(x, w, how.axis, order, transposed=_transposed(dot), num_sms=how.num_sms, **dtypes)
     if reasons:
         return reasons
-    options = {"transposed": _transposed(dot), **dtypes}
+    options = {"transposed": _transposed(dot), "num_sms": how.num_sms, **dtypes}
     return lambda x, w: gpu.matmul_reduce_scatter(x, w, how.axis, order, **options)
 
 
@@ -257,8 +269,7 @@ def _run(op: str, how: _How, functions: Implementations, *args: Any) -> Any:
         return call
 
     named = {k: f if isinstance(f, Unsupported) else bound(f) for k, f in functions.items()}
-    name = FALLBACK if how.implementation is None else how.implementation
-    return dispatch(op, name, named, FALLBACK, *(a for k, a in enumerate(arrays) if k not in static))
+    return dispatch(op, how.implementation, named, FALLBACK, *(a for k, a in enumerate(arrays) if k not in static))
 
 
 def _gathered(op: str, how: _How, x: jax.Array, others: list[jax.Array], dots: list[Dot]) -> list[jax.Array]:

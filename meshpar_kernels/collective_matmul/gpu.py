@@ -14,8 +14,9 @@ from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
 from meshpar_kernels.collective_matmul.gpu_peers import COLUMNS, SLOTS
-from meshpar_kernels.grouped_matmul.gpu import ALIGNMENT, DTYPES, INNER, MOST_STAGES, MULTIPROCESSORS, SMEM_BYTES
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile
+from meshpar_kernels.grouped_matmul.gpu import DTYPES, INNER, MOST_STAGES, ROW_BYTES, SMEM_BYTES
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, tile_columns, untiled
+from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
 __all__ = ["all_gather_matmul", "gather_order", "matmul_reduce_scatter", "scatter_order", "unsupported"]
 
@@ -24,6 +25,11 @@ KERNELS = {9: gpu_hopper, 10: gpu_blackwell}
 
 HEIGHT = 2 * ROWS
 """Rows of a tile."""
+
+RESERVED = 32
+"""Multiprocessors that the kernels leave free if not told otherwise: as many blocks as a collective of NCCL has at most. If both
+needed all of them, the kernel on one GPU could wait for blocks that NCCL keeps from starting on another, and NCCL there for its
+blocks here, which the kernel keeps from starting."""
 
 SPARE = 1024
 """Bytes of shared memory for barriers."""
@@ -48,26 +54,33 @@ def scatter_order(rows: int, k: int, n: int, devices: int, itemsize: int, *, wir
     return Order(devices, rows, k, n, _tile(n, itemsize, taken if devices > 1 else 2 * HEIGHT * 128), own_first=False)
 
 
+def blocks_of(num_sms: int | None) -> int:
+    """Blocks of the grid: as many as asked for, else all multiprocessors of an H100, H200 or B200 but `RESERVED`."""
+    return num_sms or {10: 148}.get(_compat.gpu_architecture()[0], 132) - RESERVED
+
+
 def all_gather_matmul(
-    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, out_dtype: Any, transposed: bool
-) -> jax.Array:
-    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n], on all multiprocessors."""
+    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, out_dtype: Any, transposed: bool,
+    num_sms: int | None = None,
+) -> jax.Array:  # fmt: skip
+    """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n], by `blocks_of(num_sms)`."""
     major = _compat.gpu_architecture()[0]
-    options = {"out_dtype": out_dtype, "transposed": transposed, "num_sms": MULTIPROCESSORS[major]}
+    options = {"out_dtype": out_dtype, "transposed": transposed, "num_sms": blocks_of(num_sms)}
     out = KERNELS[major].all_gather_matmul(x, w, order, _axis(axis_name), **options)
     out = _compat.same_varying(out, x, w)[0]  # Mosaic GPU forgets what its results vary over
     return out.reshape(order.devices * order.rows, order.n)
 
 
 def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, out_dtype: Any, wire_dtype: Any, transposed: bool
-) -> jax.Array:
+    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, out_dtype: Any, wire_dtype: Any, transposed: bool,
+    num_sms: int | None = None,
+) -> jax.Array:  # fmt: skip
     """x[M, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
     major = _compat.gpu_architecture()[0]
     options = {"out_dtype": out_dtype, "wire_dtype": wire_dtype, "transposed": transposed}
     blocks = x.reshape(order.devices, order.rows, order.k)
     out = KERNELS[major].matmul_reduce_scatter(
-        blocks, w, order, _axis(axis_name), num_sms=MULTIPROCESSORS[major], **options
+        blocks, w, order, _axis(axis_name), num_sms=blocks_of(num_sms), **options
     )
     return _compat.same_varying(out, x, w)[0]
 
@@ -76,11 +89,16 @@ def _axis(axis_name: Axes) -> str:
     return axis_name if isinstance(axis_name, str) else axis_name[0]
 
 
-def unsupported(x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, **dtypes: Any) -> Unsupported:
+def unsupported(
+    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, transposed: bool = False,
+    num_sms: int | None = None, **dtypes: Any,
+) -> Unsupported:  # fmt: skip
     """Why the GPU kernels cannot take these operands.
 
     Args:
       order: of the tiles.
+      transposed: w is [columns, K].
+      num_sms: blocks asked for.
       dtypes: of the result and of what travels, by name.
     """
     reasons = []
@@ -92,10 +110,14 @@ def unsupported(x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, **dty
         if dtype not in (*DTYPES, jnp.float32):
             reasons.append(f"{name} is {jnp.dtype(dtype)}; the kernel takes bfloat16, float16 and float32")
     for name, size in (("K", order.k), ("columns", order.n)):
-        if size * x.dtype.itemsize % ALIGNMENT:
-            reasons.append(f"{name}={size}: rows of {size * x.dtype.itemsize} bytes are no multiple of {ALIGNMENT}")
+        if size * x.dtype.itemsize % ROW_BYTES:
+            reasons.append(f"{name}={size}: rows of {size * x.dtype.itemsize} bytes are no multiple of {ROW_BYTES}")
+    columns = tile_columns(x.dtype.itemsize)
+    narrow = [tile_columns(jnp.dtype(dtype).itemsize) for dtype in dtypes.values()]  # of what is written
+    cuts = ALIGNMENT if transposed else columns, *narrow
+    reasons += untiled(rows=(order.rows, ALIGNMENT), K=(order.k, columns, ALIGNMENT), columns=(order.n, *cuts))
     if order.rows < 1 or order.k < 1 or order.n < 1:
         reasons.append("an operand is empty")
     if not isinstance(axis_name, str) and len(axis_name) > 1:
         reasons.append(f"axes {', '.join(map(repr, axis_name))}: the kernel works over one mesh axis")
-    return Unsupported([*reasons, *machine_reasons(order.devices)])
+    return Unsupported([*reasons, *machine_reasons(order.devices, (_axis(axis_name),), blocks_of(num_sms))])

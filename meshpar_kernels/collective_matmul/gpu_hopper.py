@@ -6,7 +6,7 @@ have multiplied it. In a gather another warp of the loading warpgroup sends this
 loading one waits for the pieces of a tile's rows before it loads them. A scatter's multiplying warpgroups send their sums
 instead of writing them, and add up what came in the last turn.
 
-All multiprocessors must be free: a block that waits for what others send would keep their last blocks from starting.
+All blocks must be able to run at once: one that waits for what a peer's block sends would keep others from starting, without end.
 """
 
 from __future__ import annotations

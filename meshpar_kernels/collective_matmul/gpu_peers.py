@@ -193,7 +193,6 @@ def add_up(
             came.at[number - group * others, pl.ds(row, height), there], arriving.at[slot], landed(slot)
         )
 
-    gpu.commit_smem()  # all of the warpgroup is done with the memory
     fetch(jnp.int32(0))
     for c, left in enumerate(range(0, order.tile.n, step)):
 

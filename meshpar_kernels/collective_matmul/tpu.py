@@ -24,6 +24,7 @@ from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collectives.ppermute import rank_of
 from meshpar_kernels.collectives.tpu import coordinates, meet
+from meshpar_kernels.grouped_matmul.tpu_tiles import vmem_limit, vmem_to_plan_with
 
 __all__ = [
     "DOWN",
@@ -40,9 +41,6 @@ __all__ = [
     "unsupported",
     "weights_spec",
 ]
-
-VMEM_BYTES = 48 << 20
-"""On-chip memory to plan with: three quarters of the 64 MiB of a v5p or tpu7x core."""
 
 BLOCK = (512, 2048, 512)
 """Most rows, contracted columns and columns of one product that the compiler schedules as a whole."""
@@ -65,7 +63,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def pick_tile(
-    rows: int, k: int, n: int, devices: int, itemsize: int, vmem: int = VMEM_BYTES, keep: bool = False
+    rows: int, k: int, n: int, devices: int, itemsize: int, vmem: int | None = None, keep: bool = False
 ) -> Tile | None:
     """The tile that moves the fewest bytes between HBM and VMEM and fits; None if none does.
 
@@ -77,9 +75,10 @@ def pick_tile(
       k, n: contracted and resulting columns.
       devices: of the ring.
       itemsize: bytes of an element of the operands.
-      vmem: bytes to plan with.
+      vmem: bytes to plan with; None: `vmem_to_plan_with`.
       keep: the rows are written too.
     """
+    vmem = vmem_to_plan_with() if vmem is None else vmem
     pack = 32 // itemsize
     heights = [t for t in range(pack, min(rows, 2048) + 1, pack) if rows % t == 0 and rows // t <= TILES]
     widths = [t for t in range(128, min(n, 4096) + 1, 128) if n % t == 0]
@@ -122,7 +121,7 @@ def unsupported(
         reasons.append(f"K={k} and the {n} resulting columns must be multiples of 128")
     elif tile is None:
         reasons.append(
-            f"no tile of a block of {rows} rows, K={k} and {n} columns fits {VMEM_BYTES >> 20} MiB of VMEM (tiles "
+            f"no tile of a block of {rows} rows, K={k} and {n} columns fits {vmem_to_plan_with() >> 20} MiB of VMEM (tiles "
             f"divide the rows, in multiples of {32 // x.dtype.itemsize}, at most {TILES} of them, and the columns)"
         )
     return Unsupported(reasons)
@@ -241,7 +240,7 @@ def run(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             collective_id=collective_id(name, axes),
-            vmem_limit_bytes=VMEM_BYTES + (8 << 20),
+            vmem_limit_bytes=vmem_limit(),
         ),
         cost_estimate=cost,
         name=f"meshpar_{name}",

@@ -154,7 +154,7 @@ def all_reduce_small(x: jax.Array, axis_name: str | Sequence[str], *, implementa
       axis_name: the mesh axis, or several, major first.
       implementation: "pallas": a kernel. "pallas_tpu": its remote copies go from chip memory to chip memory. "pallas_gpu": at most
         8 GPUs (sm_90a, sm_100a), which write to each other over NVLink. "gather": XLA's all-gather, and the same sum. None:
-        "gather", since no kernel was timed yet.
+        "gather", unless `MESHPAR_KERNELS=pallas`.
 
     Returns:
       x's shape and dtype. Differentiable: the transpose is an `all_reduce_small` too.
@@ -172,11 +172,11 @@ def _small_now(implementation, axes, sizes, x):
     functions = {
         "pallas_tpu": tpu.small_unsupported(x.shape, x.dtype, math.prod(sizes))
         or (lambda v: tpu.all_reduce_small(v, axes, sizes)),
-        "pallas_gpu": gpu.small_unsupported(x.shape, x.dtype, math.prod(sizes))
+        "pallas_gpu": gpu.small_unsupported(x.shape, x.dtype, math.prod(sizes), axes)
         or (lambda v: gpu.all_reduce_small(v, axes, sizes)),
         "gather": functools.partial(native.gather_sum, axes=axes),
     }
-    return dispatch("all_reduce_small", implementation or "gather", functions, "gather", x)
+    return dispatch("all_reduce_small", implementation, functions, "gather", x)
 
 
 def _check(

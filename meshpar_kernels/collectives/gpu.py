@@ -32,7 +32,7 @@ BLOCKS = 64
 """Blocks of threads, all of which must run at the same time; fewer where there are fewer pieces."""
 
 
-def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int) -> Unsupported:
+def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int, axes: Sequence[str] = ()) -> Unsupported:
     """Why the one-shot kernel cannot sum an array."""
     reasons = []
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32):
@@ -40,7 +40,7 @@ def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int) -> Uns
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
     if nbytes > SMALL_BYTES:
         reasons.append(f"x has {nbytes} bytes, more than {SMALL_BYTES >> 20} MiB: use all_reduce")
-    return Unsupported([*reasons, *machine_reasons(group)])
+    return Unsupported([*reasons, *machine_reasons(group, axes)])
 
 
 def _kernel(x, out, came, *, gpu: Any, axes, sizes, piece: int, vector: int, blocks: int):

@@ -24,8 +24,8 @@ from meshpar_kernels.collectives.tpu import coordinates, meet
 __all__ = ["all_gather", "reduce_scatter", "unsupported"]
 
 DEPTH = 2
-"""Messages of a lane that may be under way: before a sender uses a semaphore (and a buffer) again, it waits for the
-receiver's word that what came with it before has been taken."""
+"""Buffers, and pairs of semaphores, of a lane. Nobody tells a sender that one is free again: in a ring both ways a device is
+never more than a step ahead of its neighbours, since each step waits for what they send in it (`never_overtakes`)."""
 
 SEMAPHORES = 256
 """Most DMA semaphores that a kernel asks for."""
@@ -39,6 +39,8 @@ def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype) -> Unsupp
     reasons = []
     if any((t.to < 0).any() for step in table.steps for t in step):
         reasons.append("an axis does not wrap around, and on a line not every device sends in every step")
+    elif not never_overtakes(table):
+        reasons.append("a device could send more than its receiver has room for")
     if 2 * DEPTH * table.lanes > SEMAPHORES:
         reasons.append(f"{table.lanes} lanes need more than {SEMAPHORES} semaphores")
     if dtype not in (jnp.float32, jnp.bfloat16):
@@ -47,6 +49,25 @@ def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype) -> Unsupp
     if len(part) != 2 or part[0] % pack or part[1] % 128:
         reasons.append(f"a slot is {list(part)}, and must be [rows, columns] in multiples of {pack} and 128")
     return Unsupported(reasons)
+
+
+def never_overtakes(table: Table) -> bool:
+    """Whether every receiver has taken a message before the sender uses its buffer again, `DEPTH` messages of the lane later, by
+    what all devices wait for anyway."""
+    ranks = np.arange(table.ranks)
+    over = np.full((table.ranks, table.ranks), -1)  # [r, q]: the last step that r knows q to be through with
+    used: dict[int, list[int]] = {}
+    for n, step in enumerate(table.steps):
+        known = over.copy()
+        for t in step:
+            steps = used.setdefault(t.lane, [])
+            if len(steps) >= DEPTH and (over[ranks, t.to] < steps[-DEPTH]).any():
+                return False
+            steps.append(n)
+            known[t.to] = np.maximum(known[t.to], over)
+        known[ranks, ranks] = n
+        over = known
+    return True
 
 
 class _Plan:
@@ -90,8 +111,8 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
     An all-gather's messages go to their place in `buffer`. Those of a reduce-scatter go to a receive buffer of their lane,
     and are added to `buffer`, which begins as the device's own array.
     """
-    *came, keep_sem, sent_sem, came_sem, credit = rest[: table.lanes * (table.kind != "all_gather") + 4]
-    adding = rest[len(came) + 4 :]
+    *came, keep_sem, sent_sem, came_sem = rest[: table.lanes * (table.kind != "all_gather") + 3]
+    adding = rest[len(came) + 3 :]
     gathers = table.kind == "all_gather"
     dims, shape = plan.dims, (*table.sizes, table.colours)
 
@@ -133,17 +154,12 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
             lane, use = plan.transfers[n].lane, plan.uses[n]
             if use >= DEPTH:
                 copy_of(plan.of(lane, use - DEPTH), False).wait_send()
-                pl.semaphore_wait(credit.at[lane], 1)
             copy_of(n, False).start()
         for n in here:
             lane, use = plan.transfers[n].lane, plan.uses[n]
             copy_of(n, True).wait_recv()
             if not gathers:
                 _add(place(n, True), came[lane].at[use % DEPTH], *adding)
-            if use + DEPTH < plan.total[lane]:
-                pl.semaphore_signal(
-                    credit.at[lane], 1, device_id=device(n, True)
-                )  # fmt: skip
     for lane, total in plan.total.items():
         for use in range(max(0, total - DEPTH), total):
             copy_of(plan.of(lane, use), False).wait_send()
@@ -235,7 +251,6 @@ def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
                 pltpu.SemaphoreType.DMA,
                 pltpu.SemaphoreType.DMA((table.lanes, DEPTH)),
                 pltpu.SemaphoreType.DMA((table.lanes, DEPTH)),
-                pltpu.SemaphoreType.REGULAR((table.lanes,)),
                 *adding,
             ],
         ),

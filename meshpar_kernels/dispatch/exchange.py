@@ -67,7 +67,9 @@ def _move(
     functions = {
         "pallas_tpu": _tpu_unsupported(operand, how.axes)
         or (lambda operand, output, runs: tpu.send(operand, output, how.receives, runs, how.axes, how.sizes)),
-        "pallas_gpu": gpu.unsupported(operand.dtype, math.prod(operand.shape[1:]) // how.rows, math.prod(how.sizes))
+        "pallas_gpu": gpu.unsupported(
+            operand.dtype, math.prod(operand.shape[1:]) // how.rows, math.prod(how.sizes), how.axes
+        )
         or functools.partial(_by_gpu, how),
     }
     return dispatch(how.op, how.implementation, functions, "pallas_tpu", operand, output, runs)

@@ -41,7 +41,7 @@ BOX = 256
 """Most elements of a copy in one dimension."""
 
 
-def unsupported(dtype: Any, width: int, devices: int) -> Unsupported:
+def unsupported(dtype: Any, width: int, devices: int, axes: tuple[str, ...] = ()) -> Unsupported:
     """Why the kernel cannot move rows of `width` elements between so many devices."""
     reasons = []
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32):
@@ -50,7 +50,7 @@ def unsupported(dtype: Any, width: int, devices: int) -> Unsupported:
         reasons.append(f"{SLOTS} rows of {width} elements are more than {SMEM_BYTES >> 10} KiB of shared memory")
     if width % 128:
         reasons.append(f"a row has {width} elements, which must be a multiple of 128")
-    return Unsupported([*reasons, *machine_reasons(devices)])
+    return Unsupported([*reasons, *machine_reasons(devices, axes)])
 
 
 def _kernel(

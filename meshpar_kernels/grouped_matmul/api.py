@@ -32,6 +32,7 @@ def grouped_matmul(
     implementation: str | None = None,
     tile: tuple[int, int, int] | None = None,
     gather: str | None = None,
+    num_sms: int | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """Multiply the rows of each group by that group's matrix.
@@ -60,15 +61,16 @@ def grouped_matmul(
       row_scale: [M], factor on each row of the result (after the activation), in float32.
       out_dtype: dtype of the result; None: lhs's.
       implementation: None takes "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" where for
-        an NVIDIA GPU, and the kernel can take these arguments, else "xla", a loop over tiles. "reference"
-        multiplies all rows by all groups. "pallas" is the kernel of the platform, or an error: what it cannot
-        take (float32 on a GPU, a GPU before Hopper) is said there and not hidden.
+        an NVIDIA GPU, and the kernel can take these arguments, else "xla", a loop over tiles (and always with
+        `MESHPAR_KERNELS=reference`). "reference" multiplies all rows by all groups. "pallas" is the kernel of the
+        platform, or an error: what it cannot take (float32 on a GPU, a GPU before Hopper) is said there and not hidden.
       tile: (rows, K, N) of one step of the Pallas kernel; None: the one that moves the fewest
         bytes.
       gather: with `lhs_indices`: "fused" lets the TPU kernel copy the rows into the tiles it multiplies, so that
         lhs[lhs_indices] never exists, once for each stretch of `tile` columns; "first" gathers by a kernel of its own.
         None takes "fused" where one stretch holds all columns, else "first", which then does less. The backward pass,
         which needs the rows more than once, and all other implementations gather first.
+      num_sms: blocks of the GPU kernel's grid, each on a multiprocessor for itself. None: as many as the GPU has.
       debug: warn at run time about group sizes that are negative or go past M.
 
     Returns:
@@ -100,6 +102,7 @@ def grouped_matmul(
         raise ValueError(f"{op}: gather must be one of {GATHERS}, got {gather!r}")
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
     _check_scale(op, row_scale, rows)
+    _check_blocks(op, num_sms)
     refuse_sharded(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, lhs_indices=lhs_indices, row_scale=row_scale)
     if debug:
         _check_sizes_at_run_time(group_sizes, rows)
@@ -110,6 +113,7 @@ def grouped_matmul(
         implementation=implementation,
         tile=tile,
         gather=gather,
+        num_sms=num_sms,
     )
     return matmul_with_gradient(options, lhs, rhs, group_sizes, _as_offset(group_offset), lhs_indices, row_scale)
 
@@ -125,6 +129,7 @@ def grouped_matmul_transpose(
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
     tile: tuple[int, int, int] | None = None,
+    num_sms: int | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """Sum lhs[i]ᵀ · rhs[i] over the rows i of each group: the transpose of `grouped_matmul` in its
@@ -138,7 +143,7 @@ def grouped_matmul_transpose(
       group_offset: first group.
       row_scale: [M], factor on each row's product, in float32.
       out_dtype: dtype of the result; None: lhs's.
-      implementation, tile, debug: as in `grouped_matmul`.
+      implementation, tile, num_sms, debug: as in `grouped_matmul`.
 
     Returns:
       [G, K, N], summed in float32; zero for an empty group. Differentiable with respect to lhs and
@@ -158,6 +163,7 @@ def grouped_matmul_transpose(
         raise ValueError(f"{op}: groups={groups} must be at least 1")
     _check_groups(op, lhs, rhs, group_sizes, groups, group_offset)
     _check_scale(op, row_scale, lhs.shape[0])
+    _check_blocks(op, num_sms)
     refuse_sharded(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, row_scale=row_scale)
     if debug:
         _check_sizes_at_run_time(group_sizes, lhs.shape[0])
@@ -167,6 +173,7 @@ def grouped_matmul_transpose(
         out_dtype=jnp.dtype(lhs.dtype if out_dtype is None else out_dtype),
         implementation=implementation,
         tile=tile,
+        num_sms=num_sms,
     )
     return transpose_with_gradient(options, groups, lhs, rhs, group_sizes, _as_offset(group_offset), row_scale)
 
@@ -186,6 +193,11 @@ def _check_groups(op, lhs, rhs, group_sizes, groups, group_offset) -> None:
 def _check_scale(op: str, row_scale: jax.Array | None, rows: int) -> None:
     if row_scale is not None and row_scale.shape != (rows,):
         raise ValueError(f"{op}: row_scale must be [M]=[{rows}], got shape {row_scale.shape}")
+
+
+def _check_blocks(op: str, num_sms: int | None) -> None:
+    if num_sms is not None and num_sms < 1:
+        raise ValueError(f"{op}: num_sms={num_sms} must be at least 1")
 
 
 def _check_sizes_at_run_time(group_sizes: jax.Array, rows: int) -> None:

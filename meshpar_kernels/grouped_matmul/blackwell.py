@@ -12,7 +12,7 @@ multiplied while the one before is written.
 - `read[a]`: the writing warpgroup has the sums in registers (`wait_load_tmem`); the multiplying warp waits
   for it from a slot's second use on. Tiles of no group use no slot, on either side.
 
-The transpose has a third warpgroup, which zeroes the next group's rows in a group's last stage: it too waits for
+The transpose has a third warpgroup, which zeroes other groups' rows in a group's first and last stage: it too waits for
 `full` and arrives at `empty` for every stage, and the multiplying warp waits for its `masked` where there is
 something to zero. `commit_smem` makes the zeros visible to the tensor core before that.
 
@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul.gpu_parts import Tile, copy_rows, mask_rows, place, ring, smem
+from meshpar_kernels.grouped_matmul.gpu_parts import GroupRows, Tile, copy_rows, mask_rows, place, ring, smem
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.schedule import visit_spans
 
@@ -249,38 +249,40 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         slot = lax.rem(used, jnp.int32(2))
         return slot, sums.at[:, pl.ds(slot * tile.n, tile.n)]
 
-    def multiply(strip, column, first, size, steps, step, used):
+    def multiply(strip, column, rows, step, used):
         def copies(i, stage, barrier):
-            here = pl.ds(first + i * tile.k, tile.k)
+            here = pl.ds(rows.first + i * tile.k, tile.k)
             gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
             gpu.copy_gmem_to_smem(rhs.at[here, pl.ds(column * tile.n, tile.n)], rhs_smem.at[stage], barrier)
 
         def products(i, stage, total):
-            @pl.when(size - i * tile.k < tile.k)
+            low, high = rows.span(i, tile.k)
+
+            @pl.when((low > 0) | (high < tile.k))
             def _():
-                gpu.barrier_wait(masked)
+                gpu.barrier_wait(masked.at[stage])
 
             left = _compat.transpose_ref(lhs_smem.at[stage])
             gpu.tcgen05_mma(total, left, rhs_smem.at[stage], accumulate=i > 0)
 
-        _multiply(gpu, stages, steps, step, used, slot_of, (full, empty, done, read), copies, products)
+        _multiply(gpu, stages, rows.steps, step, used, slot_of, (full, empty, done, read), copies, products)
 
-    def mask(size, steps, step):
+    def mask(rows, step):
         def one(i, _):
             stage = ring(stages, step + i)
-            valid = size - i * tile.k
+            low, high = rows.span(i, tile.k)
             gpu.barrier_wait(full.at[stage])
 
-            @pl.when(valid < tile.k)
+            @pl.when((low > 0) | (high < tile.k))
             def _():
-                mask_rows(gpu, lhs_smem.at[stage], valid)
-                mask_rows(gpu, rhs_smem.at[stage], valid)
+                mask_rows(gpu, lhs_smem.at[stage], low, high)
+                mask_rows(gpu, rhs_smem.at[stage], low, high)
                 gpu.commit_smem()
-                gpu.barrier_arrive(masked)
+                gpu.barrier_arrive(masked.at[stage])
 
             gpu.barrier_arrive(empty.at[stage])
 
-        lax.fori_loop(0, steps, one, None)
+        lax.fori_loop(0, rows.steps, one, None)
 
     def write(target, column, values):
         width = staging.shape[2]
@@ -311,15 +313,13 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         number = multiprocessor + i * num_sms
         group = lax.div(number, jnp.int32(high * wide))
         strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
-        first = bounds[group]
-        size = bounds[group + 1] - first
-        steps = lax.div(size + (tile.k - 1), jnp.int32(tile.k))
-        alive = size > 0
+        rows = GroupRows.of(bounds, group, tile.k)
+        alive = rows.steps > 0
         target = out.at[group, pl.ds(strip * tile.m, tile.m)]
 
         @pl.when((warpgroup == 0) & alive)
         def _():
-            multiply(strip, column, first, size, steps, step, used)
+            multiply(strip, column, rows, step, used)
 
         @pl.when((warpgroup == 1) & alive)
         def _():
@@ -331,9 +331,9 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
 
         @pl.when((warpgroup == 2) & alive)
         def _():
-            mask(size, steps, step)
+            mask(rows, step)
 
-        return step + steps, used + alive.astype(jnp.int32)
+        return step + rows.steps, used + alive.astype(jnp.int32)
 
     lax.fori_loop(0, mine, each_tile, (jnp.int32(0), jnp.int32(0)))
 
@@ -372,7 +372,7 @@ def grouped_matmul_transpose(
             gpu.Barrier(num_arrivals=2, num_barriers=tile.stages, orders_tensor_core=True),
             gpu.Barrier(num_arrivals=1, num_barriers=2, orders_tensor_core=True),
             gpu.Barrier(num_arrivals=1, num_barriers=2, orders_tensor_core=True),
-            gpu.Barrier(num_arrivals=1),
+            gpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
         ],
         grid=(num_sms,),
         grid_names=("multiprocessor",),

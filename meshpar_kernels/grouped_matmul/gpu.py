@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.grouped_matmul import blackwell, hopper
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS as PART
-from meshpar_kernels.grouped_matmul.gpu_parts import Tile
+from meshpar_kernels.grouped_matmul.gpu_parts import Tile, tile_columns, untiled
+from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
 __all__ = [
     "Tile",
@@ -19,8 +21,9 @@ __all__ = [
     "grouped_matmul_transpose",
     "make_tile",
     "make_transpose_tile",
+    "matmul_unsupported",
     "pick_tile",
-    "unsupported",
+    "transpose_unsupported",
 ]
 
 SMEM_BYTES = 232_448
@@ -32,32 +35,61 @@ STAGING_BYTES = hopper.CONSUMERS * 2 * PART * 128 + 1024
 KERNELS = {9: hopper, 10: blackwell}
 """By the major number of the compute capability."""
 
-MULTIPROCESSORS = {9: 132, 10: 148}
-"""Blocks of the grid, each of which walks over tiles: the multiprocessors of an H100 or H200 with SXM and of a B200.
-On a GPU with fewer, the last blocks come after the others."""
-
 ROWS = hopper.CONSUMERS * PART
 INNER = 64
 """Contracted elements of a stage: 128 bytes of bfloat16, the widest swizzle."""
 
 MOST_STAGES = 6
 DTYPES = (jnp.bfloat16, jnp.float16)
-ALIGNMENT = 16
-"""Bytes: the copy engine's rows begin at multiples of this."""
+ROW_BYTES = 16
+"""The copy engine's rows begin at multiples of this."""
 
 
-def grouped_matmul(*args: Any, **options: Any) -> jax.Array:
-    """`grouped_matmul` of the kernel for the GPU that is traced for, on all multiprocessors."""
+def _whole_tiles(rows: int, *arrays: jax.Array | None) -> list[Any]:
+    """The arrays with zero rows at the end, so that the copy engine can cut them into tiles. Copies, unless nothing is added."""
+    more = -rows % ALIGNMENT
+    return [x if x is None or not more else jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) for x in arrays]
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    row_scale: jax.Array | None,
+    *,
+    num_sms: int | None = None,
+    **options: Any,
+) -> jax.Array:
+    """`grouped_matmul` of the kernel for the GPU that is traced for, on so many multiprocessors; None: all."""
     major = _compat.gpu_architecture()[0]
-    out = KERNELS[major].grouped_matmul(*args, num_sms=MULTIPROCESSORS[major], **options)
-    return _compat.same_varying(out, *args)[0]  # Mosaic GPU forgets what its results vary over
+    rows = lhs.shape[0]
+    operands = lhs, rhs, group_sizes, group_offset, row_scale
+    lhs, row_scale = _whole_tiles(rows, lhs, row_scale)
+    blocks = _compat.multiprocessors() if num_sms is None else num_sms
+    kernel = functools.partial(KERNELS[major].grouped_matmul, num_sms=blocks, **options)
+    out = kernel(lhs, rhs, group_sizes, group_offset, row_scale)
+    return _compat.same_varying(out, *operands)[0][:rows]  # Mosaic GPU forgets what its results vary over
 
 
-def grouped_matmul_transpose(*args: Any, **options: Any) -> jax.Array:
+def grouped_matmul_transpose(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    group_offset: jax.Array | None,
+    row_scale: jax.Array | None,
+    *,
+    num_sms: int | None = None,
+    **options: Any,
+) -> jax.Array:
     """`grouped_matmul_transpose` in the same way."""
     major = _compat.gpu_architecture()[0]
-    out = KERNELS[major].grouped_matmul_transpose(*args, num_sms=MULTIPROCESSORS[major], **options)
-    return _compat.same_varying(out, *args)[0]
+    operands = lhs, rhs, group_sizes, group_offset, row_scale
+    lhs, rhs, row_scale = _whole_tiles(lhs.shape[0], lhs, rhs, row_scale)
+    blocks = _compat.multiprocessors() if num_sms is None else num_sms
+    kernel = functools.partial(KERNELS[major].grouped_matmul_transpose, num_sms=blocks, **options)
+    out = kernel(lhs, rhs, group_sizes, group_offset, row_scale)
+    return _compat.same_varying(out, *operands)[0]
 
 
 def pick_tile(n: int, itemsize: int, halves: int = 1) -> Tile:
@@ -85,21 +117,48 @@ def make_transpose_tile(tile: tuple[int, int, int], itemsize: int) -> Tile:
     return make_tile(k, rows, n, itemsize)
 
 
-def unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, halves: int = 1, **sizes: int) -> Unsupported:
-    """Why the GPU kernels cannot take these operands.
+def matmul_unsupported(
+    lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, halves: int, *, k: int, n: int, transpose_rhs: bool
+) -> Unsupported:
+    """Why the GPU kernels cannot multiply these operands.
 
     Args:
-      lhs: one operand; the other has its dtype.
-      sizes: lengths of the rows of the operands and of the result, by name.
+      lhs: one operand, whose rows are brought to what the kernel takes; the other has its dtype.
+      halves: 2 for SwiGLU, else 1.
+      k, n: contracted elements, and columns of the result.
     """
-    reasons = []
+    columns = tile_columns(lhs.dtype.itemsize)
+    cut = ALIGNMENT if transpose_rhs else columns  # of the weights' dim of N
+    reasons = untiled(K=(k, columns, ALIGNMENT), N=(halves * n, cut), columns=(n, tile_columns(out_dtype.itemsize)))
+    if halves == 2 and 2 * n > cut and n % cut and not reasons:
+        reasons = [f"columns={n} is no multiple of {cut}, at which the copy of the second half of N may begin"]
+    row = k if transpose_rhs else halves * n
+    return _unsupported(lhs, out_dtype, tile, halves, reasons, k=k, row=row, columns=n)
+
+
+def transpose_unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, *, k: int, n: int) -> Unsupported:
+    """The same of the transpose, whose result is [G, k, n]."""
+    columns = tile_columns(lhs.dtype.itemsize)
+    reasons = untiled(K=(k, columns, ALIGNMENT), N=(n, columns, tile_columns(out_dtype.itemsize)))
+    return _unsupported(lhs, out_dtype, tile, 1, reasons, k=k, row=n, columns=n)
+
+
+def _unsupported(
+    lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, halves: int, reasons: list[str], *, k: int, row: int, columns: int
+) -> Unsupported:
+    """`reasons`, and what both products refuse.
+
+    Args:
+      k, row, columns: lengths of the rows of lhs, of the other operand, and of the result.
+    """
     if lhs.dtype not in DTYPES:
         reasons.append(f"operands are {lhs.dtype}; the tensor cores take bfloat16 and float16 (TF32 is not float32)")
     if out_dtype not in (*DTYPES, jnp.float32):
         reasons.append(f"the result is {out_dtype}; the kernel writes bfloat16, float16 and float32")
-    for name, size in sizes.items():
-        if size * lhs.dtype.itemsize % ALIGNMENT:
-            reasons.append(f"{name}={size}: rows of {size * lhs.dtype.itemsize} bytes are no multiple of {ALIGNMENT}")
+    rows = {"K": k * lhs.dtype.itemsize, "rhs": row * lhs.dtype.itemsize, "the result": columns * out_dtype.itemsize}
+    reasons += [
+        f"{name}: rows of {n} bytes are no multiple of {ROW_BYTES}" for name, n in rows.items() if n % ROW_BYTES
+    ]
     if tile.m != ROWS or tile.k % INNER or tile.n % 64 or not 0 < tile.n * halves <= 256:
         reasons.append(
             f"tile ({tile.m}, {tile.k}, {tile.n}): the kernel takes {ROWS} rows, multiples of {INNER} contracted "

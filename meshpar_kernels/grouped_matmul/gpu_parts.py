@@ -9,7 +9,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-__all__ = ["BAND", "ROWS", "Tile", "chunks", "copy_rows", "mask_rows", "place", "ring", "smem"]
+from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
+
+__all__ = [
+    "BAND",
+    "ROWS",
+    "GroupRows",
+    "Tile",
+    "chunks",
+    "copy_rows",
+    "mask_rows",
+    "place",
+    "ring",
+    "smem",
+    "tile_columns",
+    "untiled",
+]
 
 ROWS = 64
 """Rows of one `wgmma`, and of what one warpgroup masks at a time."""
@@ -28,10 +43,33 @@ class Tile(NamedTuple):
 
 
 def smem(gpu: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory laid out in swizzled tiles, as `wgmma` reads and TMA writes without bank conflicts."""
+    """Shared memory laid out in swizzled tiles, as `wgmma` reads and TMA writes without bank conflicts.
+
+    A copy to or from it must begin at a multiple of the tile, in rows and columns, in global memory too (`ALIGNMENT`): else the
+    engine brings zeros, and drops, what the compiler and JAX's interpreter do not say.
+    """
     swizzle = gpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
-    tiling = (8, swizzle // jnp.dtype(dtype).itemsize)
+    tiling = (ALIGNMENT, swizzle // jnp.dtype(dtype).itemsize)
     return gpu.SMEM(shape, dtype, transforms=(gpu.TilingTransform(tiling), gpu.SwizzleTransform(swizzle)))
+
+
+def tile_columns(itemsize: int) -> int:
+    """Columns of a tile of shared memory: 128 bytes, the widest swizzle."""
+    return 128 // itemsize
+
+
+def untiled(**sizes: tuple[int, ...]) -> list[str]:
+    """Why the copy engine cannot cut arrays into the tiles of shared memory: it cuts what is longer than a tile.
+
+    Args:
+      sizes: by name, elements of a dim, and of the tiles that it is cut into in one array or another.
+    """
+    found = []
+    for name, (size, *tiles) in sizes.items():
+        bad = [tile for tile in tiles if size > tile and size % tile]
+        if bad:
+            found.append(f"{name}={size} is no multiple of {max(bad)}, by which the copy engine cuts it")
+    return found
 
 
 def copy_rows(gpu: Any, source: Any, target: Any, low: jax.Array, high: jax.Array, columns: Any, rows: int) -> None:
@@ -69,11 +107,38 @@ def chunks(value: jax.Array, column: jax.Array, width: int) -> list[tuple[jax.Ar
     return [(value[:, c : c + width], pl.ds(column * total + c, width)) for c in range(0, total, width)]
 
 
-def mask_rows(gpu: Any, values: Any, valid: jax.Array) -> None:
-    """Zero the rows from `valid` on of a stage [rows, columns] in shared memory."""
+def mask_rows(gpu: Any, values: Any, low: jax.Array, high: jax.Array) -> None:
+    """Zero the rows outside [low, high) of a stage [rows, columns] in shared memory."""
     rows, columns = values.shape
     row = gpu.broadcasted_iota(jnp.int32, (rows, ROWS), 0, layout=gpu.Layout.WGMMA)
     for left in range(0, columns, ROWS):
         part = values.at[:, pl.ds(left, ROWS)]
         there = gpu.layout_cast(part[...], gpu.Layout.WGMMA)
-        part[...] = jnp.where(row < valid, there, jnp.zeros_like(there))
+        part[...] = jnp.where((row >= low) & (row < high), there, jnp.zeros_like(there))
+
+
+class GroupRows(NamedTuple):
+    """The rows of a group, as the steps of the transpose go through them.
+
+    Attributes:
+      first: row where the first step begins: the group's, rounded down to where a copy may begin.
+      low, end: the group's rows are [first + low, first + end).
+      steps: 0 for an empty group.
+    """
+
+    first: jax.Array
+    low: jax.Array
+    end: jax.Array
+    steps: jax.Array
+
+    @classmethod
+    def of(cls, bounds: Any, group: jax.Array, step: int) -> GroupRows:
+        """From the bounds in memory, in steps of so many rows."""
+        start, stop = bounds[group], bounds[group + 1]
+        first = lax.div(start, jnp.int32(ALIGNMENT)) * ALIGNMENT
+        steps = lax.div(stop - first + (step - 1), jnp.int32(step))
+        return cls(first, start - first, stop - first, jnp.where(stop > start, steps, 0))
+
+    def span(self, i: jax.Array, step: int) -> tuple[jax.Array, jax.Array]:
+        """The group's rows [low, high) among those of step i; `low > 0` or `high < step` if others are there too."""
+        return jnp.maximum(self.low - i * step, 0), jnp.minimum(self.end - i * step, step)

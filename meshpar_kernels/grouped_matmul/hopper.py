@@ -31,7 +31,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, chunks, copy_rows, mask_rows, place, ring, smem
+from meshpar_kernels.grouped_matmul.gpu_parts import (
+    ROWS,
+    GroupRows,
+    Tile,
+    chunks,
+    copy_rows,
+    mask_rows,
+    place,
+    ring,
+    smem,
+)
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.schedule import visit_spans
 
@@ -228,8 +238,8 @@ def grouped_matmul(
 ) -> jax.Array:
     """As `reference.grouped_matmul`, without indices.
 
-    Tiles begin at a group's first row (`visit_spans`), so none holds rows of two groups; a warpgroup whose
-    half of a tile has no row of the group does not multiply.
+    Tiles begin with a group, where a copy may begin (`visit_spans`); a warpgroup whose half of a tile has no row of the
+    group does not multiply. What other groups' rows in a tile make is not written.
     """
     gpu = _compat.mosaic_gpu()
     problem = matmul_problem(
@@ -273,10 +283,10 @@ def grouped_matmul(
 def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     """Tiles of [G, K, N]; the rows of a group are its steps.
 
-    Rows of the next group that the last stage holds are zeroed in both operands (0 · NaN is NaN): each
-    warpgroup zeroes its own columns of lhs and half of the columns of rhs (of 64 columns the first zeroes
-    all), makes that visible to the tensor cores (`commit_smem`), and waits at `masked` for the other. The
-    stage then goes back to the loading warpgroup as any other.
+    Rows of other groups that the first and the last stage hold are zeroed in both operands (0 · NaN is NaN): each
+    warpgroup zeroes its own columns of lhs and every other 64 columns of rhs, makes that visible to the tensor
+    cores (`commit_smem`), and waits at `masked` for the other. The stage then goes back to the loading warpgroup as
+    any other.
     """
     k, n, groups = shape
     bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, full, empty, masked = refs
@@ -290,9 +300,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
             number = multiprocessor + i * num_sms
             group = lax.div(number, jnp.int32(high * wide))
             strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
-            first = bounds[group]
-            size = bounds[group + 1] - first
-            return work(group, strip, column, first, size, lax.div(size + (tile.k - 1), jnp.int32(tile.k)), step)
+            return work(group, strip, column, GroupRows.of(bounds, group, tile.k), step)
 
         lax.fori_loop(0, mine, one, jnp.int32(0))
 
@@ -300,13 +308,13 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     def _():
         gpu.set_max_registers(40, action="decrease")
 
-        def load(group, strip, column, first, size, steps, step):
+        def load(group, strip, column, rows, step):
             def copies(i, slot, barrier):
-                here = pl.ds(first + i * tile.k, tile.k)
+                here = pl.ds(rows.first + i * tile.k, tile.k)
                 gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[slot], barrier)
                 gpu.copy_gmem_to_smem(rhs.at[here, pl.ds(column * tile.n, tile.n)], rhs_smem.at[slot], barrier)
 
-            return _load(gpu, step, steps, tile.stages, full, empty, copies)
+            return _load(gpu, step, rows.steps, tile.stages, full, empty, copies)
 
         each_tile(load)
 
@@ -314,20 +322,21 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     def _():
         gpu.set_max_registers(232, action="increase")
 
-        def compute(group, strip, column, first, size, steps, step):
+        def compute(group, strip, column, rows, step):
             def with_sums(total):
                 def start(i, slot):
                     left = lhs_smem.at[slot, :, pl.ds(warpgroup * ROWS, ROWS)]
-                    valid = size - i * tile.k
+                    low, high = rows.span(i, tile.k)
 
-                    @pl.when(valid < tile.k)
+                    @pl.when((low > 0) | (high < tile.k))
                     def _():
-                        mask_rows(gpu, left, valid)
-                        share = max(tile.n // CONSUMERS, ROWS)
+                        mask_rows(gpu, left, low, high)
+                        for pair in range(0, tile.n, CONSUMERS * ROWS):
+                            column = pair + warpgroup * ROWS
 
-                        @pl.when(warpgroup * share < tile.n)
-                        def _():
-                            mask_rows(gpu, rhs_smem.at[slot, :, pl.ds(warpgroup * share, share)], valid)
+                            @pl.when(column < tile.n)
+                            def _(column=column):
+                                mask_rows(gpu, rhs_smem.at[slot, :, pl.ds(column, ROWS)], low, high)
 
                         gpu.commit_smem()
                         gpu.barrier_arrive(masked)
@@ -335,12 +344,12 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
 
                     gpu.wgmma(total, _compat.transpose_ref(left), rhs_smem.at[slot])
 
-                _multiply(gpu, step, steps, tile.stages, full, empty, start)
+                _multiply(gpu, step, rows.steps, tile.stages, full, empty, start)
                 target = out.at[group, pl.ds(strip * tile.m + warpgroup * ROWS, ROWS)]
                 _store_whole(gpu, total[...].astype(out.dtype), target, column, staging.at[warpgroup])
 
             pl.run_scoped(with_sums, gpu.ACC((ROWS, tile.n), jnp.float32))
-            return step + steps
+            return step + rows.steps
 
         each_tile(compute)
         gpu.wait_smem_to_gmem(0)

@@ -28,6 +28,7 @@ class Options:
     implementation: str | None
     tile: tuple[int, int, int] | None
     gather: str | None = None
+    num_sms: int | None = None
 
 
 def _dispatch(options: Options, op: str, functions: Mapping[str, Any], *args: Any) -> jax.Array:
@@ -77,8 +78,10 @@ def product(options: Options, lhs, rhs, group_sizes, group_offset, row_scale, in
 
         return call
 
-    by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, **kwargs)
-    cannot = gpu.unsupported(lhs, options.out_dtype, gpu_tile, halves, K=k, N=halves * n, columns=n)
+    by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, num_sms=options.num_sms, **kwargs)
+    cannot = gpu.matmul_unsupported(
+        lhs, options.out_dtype, gpu_tile, halves, k=k, n=n, transpose_rhs=options.transpose_rhs
+    )
     if indices is not None:
         cannot = Unsupported((*cannot, *routing_gpu.gather_sum_unsupported(lhs, indices[:, None])))
     functions = {
@@ -119,13 +122,13 @@ def _on_tpu(options: Options, lhs, rhs, indices, n: int, halves: int, kwargs):
 
     if indices is not None and options.gather != "first":
         tile = tile_of(True)
-        reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves)
+        reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves, transpose_rhs=options.transpose_rhs)
         if tile is not None and not reasons and (options.gather == "fused" or tile.n == n):
             return functools.partial(tpu.grouped_matmul, tile=tile, **kwargs)
         if options.gather == "fused":
             return reasons
     tile = tile_of(False)
-    reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves)
+    reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves, transpose_rhs=options.transpose_rhs)
     if indices is not None:
         reasons = Unsupported((*reasons, *tpu_gather.gather_sum_unsupported(lhs, indices[:, None])))
     if tile is None:
@@ -151,8 +154,8 @@ def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, grou
     functions = {
         "pallas_tpu": tpu_tiles.unsupported(lhs, rhs, n, tile)
         or functools.partial(tpu_transpose.grouped_matmul_transpose, tile=tile, **kwargs),
-        "pallas_gpu": gpu.unsupported(lhs, options.out_dtype, gpu_tile, K=k, N=n)
-        or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, **kwargs),
+        "pallas_gpu": gpu.transpose_unsupported(lhs, options.out_dtype, gpu_tile, k=k, n=n)
+        or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, num_sms=options.num_sms, **kwargs),
         "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
         "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),
     }

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 __all__ = [
+    "ALIGNMENT",
     "Spans",
     "Visits",
     "executed_rows",
@@ -121,9 +122,13 @@ def visit_groups(bounds: jax.Array, rows: int, tile: int) -> Visits:
     return Visits(tile_of, group, begin, stop, (stop > begin).astype(jnp.int32), number)
 
 
+ALIGNMENT = 8
+"""Rows of a tile of shared memory. The GPU's copy engine sees the array in global memory cut into such tiles too, and takes or
+gives only whole ones from where a window begins: so windows begin at multiples of it."""
+
+
 class Spans(NamedTuple):
-    """Visits whose tiles begin anywhere: no two groups share one. All int32, [V]; only the first `number` mean
-    something.
+    """Visits whose tiles begin at any multiple of `ALIGNMENT` rows. All int32, [V]; only the first `number` mean something.
 
     Attributes:
       first: first row of the tile, which lies within the array if that has `tile` rows.
@@ -142,32 +147,33 @@ class Spans(NamedTuple):
 
 
 def visit_spans(bounds: jax.Array, rows: int, tile: int) -> Spans:
-    """Visits that meet every row of the result once, for kernels whose loads may begin at any row.
+    """Visits that meet every row of the result once, for kernels whose loads begin at any multiple of `ALIGNMENT` rows.
 
-    A group's tiles begin at its first row, or where the array ends a tile later, so only its last tile is
-    incomplete. Segments as in `visit_rows`; at most ⌈rows / tile⌉ + groups + 1 visits.
+    A group's tiles begin at the last such row before it, or where the array ends a tile later, so at most its first and its last
+    tile are incomplete. Segments as in `visit_rows`; at most ⌈(rows + (`ALIGNMENT` - 1) · (groups + 1)) / tile⌉ + groups + 1
+    visits.
 
     Args:
       bounds: from `group_bounds`.
-      rows: M, at least 1.
-      tile: rows of a tile.
+      rows: M, at least 1; a multiple of `ALIGNMENT` if there is more than one tile.
+      tile: rows of a tile, a multiple of `ALIGNMENT`.
     """
     groups = bounds.shape[0] - 1
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), bounds])
     end = jnp.concatenate([bounds, jnp.full(1, rows, jnp.int32)])
-    length = -(-rows // tile) + groups + 1
-    until = jnp.cumsum(-(-(end - start) // tile), dtype=jnp.int32)
+    length = -(-(rows + (ALIGNMENT - 1) * (groups + 1)) // tile) + groups + 1
+    aligned = start // ALIGNMENT * ALIGNMENT
+    until = jnp.cumsum(jnp.where(end > start, -(-(end - aligned) // tile), 0), dtype=jnp.int32)
     visit = jnp.minimum(jnp.arange(length, dtype=jnp.int32), until[-1] - 1)
     segment = (visit[:, None] >= until[None, :]).sum(1, dtype=jnp.int32)
-    begin, stop = start[segment], end[segment]
     place = visit - jnp.where(segment > 0, until[jnp.maximum(segment - 1, 0)], 0)
-    begin = begin + place * tile
+    begin = aligned[segment] + place * tile
     row = jnp.minimum(begin, max(rows - tile, 0))
     live = (segment > 0) & (segment <= groups)
     return Spans(
         first=row,
-        low=begin - row,
-        high=jnp.minimum(stop, begin + tile) - row,
+        low=jnp.maximum(start[segment], begin) - row,
+        high=jnp.minimum(end[segment], begin + tile) - row,
         group=jnp.clip(segment - 1, 0, groups - 1),
         live=live.astype(jnp.int32),
         number=until[-1:],
@@ -180,9 +186,9 @@ def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int
     total, start = 0, 0
     for size in sizes:
         end = min(start + size, rows)
-        for begin in range(start, end, tile):
-            low = begin - min(begin, max(rows - tile, 0))
-            high = low + min(end - begin, tile)
+        for begin in range(start // ALIGNMENT * ALIGNMENT, end, tile) if end > start else ():
+            first = min(begin, max(rows - tile, 0))
+            low, high = max(start, begin) - first, min(end, begin + tile) - first
             total += (-(-high // part) - low // part) * part
         start = end
     return total

@@ -167,7 +167,7 @@ def grouped_matmul(
         out_shape=_compat.out_struct((rows, n), out_dtype, lhs, rhs),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=tpu_tiles.VMEM_BYTES + (8 << 20),
+            vmem_limit_bytes=tpu_tiles.vmem_limit(),
             disable_bounds_checks=gathered,  # 14 of 25 bundles a row; `tpu_gather` keeps its rows within bounds itself
         ),
         cost_estimate=pl.CostEstimate(

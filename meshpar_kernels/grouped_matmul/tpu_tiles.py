@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 
 __all__ = [
@@ -14,7 +15,6 @@ __all__ = [
     "GATHERED_ROW",
     "PIECES",
     "TRANSPOSE_BLOCK",
-    "VMEM_BYTES",
     "Tile",
     "cdiv",
     "fitting",
@@ -22,11 +22,20 @@ __all__ = [
     "pick_tile",
     "pick_transpose_tile",
     "unsupported",
+    "vmem_limit",
+    "vmem_to_plan_with",
 ]
 
-VMEM_BYTES = 48 << 20
-"""On-chip memory that a kernel may plan with: three quarters of the 64 MiB of a v5p or tpu7x
-core."""
+
+def vmem_to_plan_with() -> int:
+    """Bytes of on-chip memory that tiles may take: three quarters of a core's."""
+    return _compat.tpu_vmem() * 3 // 4
+
+
+def vmem_limit() -> int:
+    """Bytes that the compiler may use: what it needs beside the tiles is not known before."""
+    return _compat.tpu_vmem() * 7 // 8
+
 
 PIECES = (16, 32, 64, 96, 128, 144, 160, 192, 256)
 """Numbers of rows that are multiplied at once in a tile which several groups share.
@@ -93,7 +102,7 @@ def pick_tile(
     groups: int,
     itemsize: int,
     halves: int,
-    vmem: int = VMEM_BYTES,
+    vmem: int | None = None,
     *,
     gathered: bool = False,
 ) -> Tile | None:
@@ -107,17 +116,21 @@ def pick_tile(
       rows, k, n, groups: sizes; n is the width of the result.
       itemsize: bytes of an element of lhs, rhs and out.
       halves: 2 for a result that needs two products (SwiGLU), else 1.
-      vmem: bytes to plan with.
+      vmem: bytes to plan with; None: `vmem_to_plan_with`.
       gathered: whether the kernel gathers the rows of lhs: words of 4 bytes in two buffers, and put in order in a
         third.
     """
     best = None
+    vmem = vmem_to_plan_with() if vmem is None else vmem
     held_element, moved_element = (8 + itemsize, 4) if gathered else (2 * itemsize, itemsize)
     for tm in _row_tiles(rows):
         visits = cdiv(rows, tm) + groups - 1
         for tn in _divisors(n, 4096):
             held = held_element * tm * k + 2 * itemsize * (halves * k * tn + tm * tn)
             held += 4 * halves * min(tm, BLOCK[0]) * min(tn, BLOCK[2]) * (2 if k > BLOCK[1] else 1)
+            if itemsize == 4:  # each float32 block becomes three of bfloat16
+                height, inner, width = min(tm, BLOCK[0]), min(k, BLOCK[1]), min(tn, BLOCK[2])
+                held += 6 * halves * cdiv(tn, width) * inner * (height + width)
             if held > vmem:
                 continue
             moved = moved_element * rows * k * (n // tn) + itemsize * groups * k * n * halves
@@ -127,9 +140,10 @@ def pick_tile(
     return None if best is None else best[1]
 
 
-def pick_transpose_tile(rows: int, k: int, n: int, groups: int, itemsize: int, vmem: int = VMEM_BYTES) -> Tile | None:
+def pick_transpose_tile(rows: int, k: int, n: int, groups: int, itemsize: int, vmem: int | None = None) -> Tile | None:
     """As `pick_tile`, for [M, K]ᵀ[M, N] → [G, K, N]: the sums of a [k, n] tile stay in VMEM."""
     best = None
+    vmem = vmem_to_plan_with() if vmem is None else vmem
     for tm in _row_tiles(rows):
         visits = cdiv(rows, tm) + groups
         for tk in _divisors(k, 4096):
@@ -146,9 +160,13 @@ def pick_transpose_tile(rows: int, k: int, n: int, groups: int, itemsize: int, v
     return None if best is None else best[1]
 
 
-def unsupported(lhs: jax.Array, rhs: jax.Array, n: int, tile: Tile | None, halves: int = 1) -> Unsupported:
+def unsupported(
+    lhs: jax.Array, rhs: jax.Array, n: int, tile: Tile | None, halves: int = 1, *, transpose_rhs: bool = False
+) -> Unsupported:
     """Why the TPU kernels cannot take these operands; `tile` is what `pick_…` found."""
     reasons = []
+    if transpose_rhs and halves * n == 1:
+        reasons.append("rhs has one column and comes transposed, which the compiler cannot multiply by")
     if lhs.dtype not in (jnp.float32, jnp.bfloat16):
         reasons.append(f"operands are {lhs.dtype}; the kernel takes float32 and bfloat16")
     if halves == 2 and n % 128:
@@ -158,6 +176,6 @@ def unsupported(lhs: jax.Array, rhs: jax.Array, n: int, tile: Tile | None, halve
     if tile is None:
         reasons.append(
             f"no tile of lhs{list(lhs.shape)} and rhs{list(rhs.shape)} fits "
-            f"{VMEM_BYTES >> 20} MiB of VMEM (a size that is no multiple of 128 is not split)"
+            f"{vmem_to_plan_with() >> 20} MiB of VMEM (a size that is no multiple of 128 is not split)"
         )
     return Unsupported(reasons)

@@ -109,7 +109,7 @@ def grouped_matmul_transpose(
         out_shape=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=tpu_tiles.VMEM_BYTES + (8 << 20),
+            vmem_limit_bytes=tpu_tiles.vmem_limit(),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * k * n,

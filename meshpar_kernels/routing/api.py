@@ -64,9 +64,8 @@ def route(
       scale: factor on the weights, after that.
       capacity: most rows of an expert; the later choices beyond it are dropped and counted. None:
         no limit, nothing is dropped.
-      implementation: None takes "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" where for
-        an NVIDIA GPU, and the kernel can take these arguments, else "reference"; see
-        `meshpar_kernels._choose.dispatch`.
+      implementation: "pallas_tpu", "pallas_gpu", "pallas" (that of the platform) or "reference". None: "reference", unless
+        `MESHPAR_KERNELS=pallas`; see `meshpar_kernels._choose.dispatch`.
 
     Returns:
       A `RoutePlan`. Its `weight` is differentiable with respect to the logits; the choice itself
@@ -194,8 +193,8 @@ def permute(
       x: [T, H], float32 or bfloat16 (other dtypes: implementation "reference").
       plan: from `route`.
       weight: float32 [T, k], or None for ones; differentiable.
-      implementation: None takes "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" where for
-        an NVIDIA GPU, and the kernel can take these arguments, else "reference".
+      implementation: "pallas_tpu", "pallas_gpu", "pallas" (that of the platform) or "reference". None: "reference", unless
+        `MESHPAR_KERNELS=pallas`.
 
     Returns:
       [R, H] in x's dtype, R = `plan.buffer_rows`.

@@ -27,6 +27,8 @@ def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
         reasons.append(f"rows are {x.dtype}; the kernel takes float32 and bfloat16")
     if index.shape[1] > 32:
         reasons.append(f"k={index.shape[1]} rows to sum are more than 32, which VMEM has no room for")
+    if x.shape[1] % 128:
+        reasons.append(f"H={x.shape[1]} is no multiple of 128: a row is copied in whole registers")
     if x.shape[1] > 32768:
         reasons.append(f"H={x.shape[1]} is above 32768, where a block of rows leaves no room in VMEM")
     return Unsupported(reasons)

@@ -1,12 +1,10 @@
-"""The fused TPU products in the TPU interpreter, with race detection, against NumPy in float64; and variants that must be
-caught."""
+"""The fused TPU products in the TPU interpreter, with race detection, against NumPy in float64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from kernel_mutants import caught, without, without_word
 
 from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu, tpu_gather, tpu_scatter
@@ -137,34 +135,6 @@ def test_gradients(function):
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
-BROKEN = [
-    (all_gather_matmul, "wait_recv", 4),
-    (matmul_reduce_scatter, "wait_recv", 4),
-    (matmul_reduce_scatter, "wait_send", 4),
-    # with few hops no buffer of a gather is used twice
-    pytest.param(all_gather_matmul, "wait_send", 8, marks=slow),
-    pytest.param(all_gather_matmul, "word", 8, marks=slow),
-    pytest.param(matmul_reduce_scatter, "word", 8, marks=slow),
-]
-
-
-@pytest.mark.parametrize(("function", "broken", "devices"), BROKEN)
-def test_without_a_wait_it_is_caught(function, broken, devices, monkeypatch):
-    """For what comes, for what is sent, and for the receiver's word that a buffer is free."""
-    narrow(monkeypatch, 8)
-    x, w = draw(devices, 16 if function is all_gather_matmul else 16 * devices, K), draw(devices, K, N, seed=1)
-    want = gathered(x, w) if function is all_gather_matmul else scattered(x, w)
-
-    def run():
-        return simulated(lambda x, w, a: function(x, w, a, implementation="pallas", precision="highest"), x, w)
-
-    if broken == "word":
-        without_word(monkeypatch)
-    else:
-        without(monkeypatch, broken)
-    assert caught(run, want)
-
-
 @pytest.mark.parametrize("devices", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("tiles", [1, 2, 3])
 def test_orders_of_visits(devices, tiles):
@@ -222,4 +192,4 @@ def test_tiles_fit(itemsize):
         tile = tpu.pick_tile(rows, k, n, 8, itemsize)
         assert tile is not None
         assert tile.m >= 128
-        assert itemsize * 2 * (tile.m * k + k * tile.n) < tpu.VMEM_BYTES
+        assert itemsize * 2 * (tile.m * k + k * tile.n) < 48 << 20

@@ -175,7 +175,7 @@ def test_a_fused_gather_that_does_not_wait_is_flagged(monkeypatch):
     lhs, rhs, indices = jnp.ones((16, 128)), jnp.ones((1, 128, 128)), jnp.zeros(16, jnp.int32)
     options = {"lhs_indices": indices, "implementation": "pallas_tpu", "gather": "fused"}
     with (
-        pytest.raises(Exception, match=r"(?i)race|semaphore"),
+        pytest.raises(RuntimeError, match="found a race between two memory accesses"),
         _compat.race_detection(dma_execution_mode="eager"),
     ):
         jax.block_until_ready(grouped_matmul(lhs, rhs, jnp.asarray([16]), **options))
@@ -261,7 +261,7 @@ def test_tiles_fit_and_read_the_weights_once(name):
         assert tile.k == shape.k
         back = tpu_tiles.pick_transpose_tile(shape.m, shape.k, shape.n, shape.groups, itemsize)
         assert back is not None
-        assert 2 * itemsize * (tile.m * tile.k + tile.k * tile.n) < tpu_tiles.VMEM_BYTES
+        assert 2 * itemsize * (tile.m * tile.k + tile.k * tile.n) < 48 << 20
 
 
 def test_no_tile_is_a_reason():

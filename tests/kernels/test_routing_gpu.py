@@ -69,7 +69,9 @@ def test_gather_sum(dtype, k, width):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_lowered_for_a_gpu_the_kernels_are_taken():
+def test_lowered_for_a_gpu_the_kernels_are_taken(monkeypatch):
+    monkeypatch.setenv("MESHPAR_KERNELS", "pallas")
+
     def layer(x, logits):
         plan = route(logits, 2)
         return combine(permute(x, plan), plan, weight=plan.weight)

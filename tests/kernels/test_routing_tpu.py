@@ -32,7 +32,7 @@ def test_route(name, tokens, experts):
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
 @pytest.mark.parametrize(
     ("dtype", "rows", "width", "k"),
-    [(jnp.bfloat16, 21, 128, 2), (jnp.float32, 18, 136, 1)],
+    [(jnp.bfloat16, 21, 128, 2), (jnp.float32, 18, 256, 1)],
 )
 def test_gather_sum(dtype, rows, width, k, mode):
     x = jnp.asarray(RNG.normal(size=(rows, width)), dtype).at[3].set(jnp.nan)
@@ -78,7 +78,7 @@ def test_a_missing_wait_is_flagged(monkeypatch):
     x = jnp.ones((16, 128), jnp.float32)
     index = jnp.zeros((16, 1), jnp.int32)
     with (
-        pytest.raises(Exception, match=r"(?i)race|semaphore"),
+        pytest.raises(RuntimeError, match="found a race between two memory accesses"),
         _compat.race_detection(dma_execution_mode="eager"),
     ):
         jax.block_until_ready(tpu_gather.gather_sum(x, index, None))

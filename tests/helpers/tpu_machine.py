@@ -1,0 +1,392 @@
+"""TPUs as Pallas kernels that talk to each other see them, on NumPy arrays: DMA, semaphores, and who is in the kernel.
+
+A copy is in flight from its start until its semaphores count its bytes. One to another device has two ends: its sender's semaphore
+counts when the source has been read, its receiver's, later, when the target has been written. In between nobody may write the one
+or touch the other. A device whose turn comes late may not be written to before it is in the kernel (the entry barrier's purpose),
+and when it leaves, its semaphores must be at zero and nothing of it in flight.
+
+Blocks that a grid brings and takes are copied at once, before and after a step: that part of Pallas is not under test.
+
+    tpus = Tpus((4,), ("a",))
+    results = tpus.run(lambda rank: some_kernel(x[rank], ...))   # of every device
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from kernel_machine import PLAIN, Buffer, Fault, Machine, Op, Ref, Schedule, Task, patched
+
+from meshpar_kernels import _compat
+from meshpar_kernels.collective_matmul import tpu as fused
+from meshpar_kernels.collective_matmul import tpu_gather, tpu_scatter
+from meshpar_kernels.collectives import ppermute, ring_tpu
+from meshpar_kernels.collectives import tpu as small
+from meshpar_kernels.dispatch import tpu as exchange
+
+__all__ = ["Tpus"]
+
+KERNEL_MODULES = [small, ring_tpu, exchange, fused, tpu_gather, tpu_scatter, ppermute]
+
+
+class _Semaphores:
+    """Semaphores of one name on all devices."""
+
+    def __init__(self, shape: tuple[int, ...], devices: int, name: str):
+        self.value = np.zeros((devices, *shape), int)
+        self.name = name
+
+
+class _Semaphore:
+    """One of them, or several before they are indexed, as a device sees its own."""
+
+    def __init__(self, of: _Semaphores, rank: int, index: tuple[int, ...] = ()):
+        self.of, self.rank, self.index = of, rank, index
+
+    @property
+    def at(self) -> _Semaphore:
+        return self
+
+    def __getitem__(self, index: Any) -> _Semaphore:
+        more = index if isinstance(index, tuple) else (index,)
+        return _Semaphore(self.of, self.rank, (*self.index, *(int(i) for i in more)))
+
+    def on(self, rank: int) -> _Semaphore:
+        return _Semaphore(self.of, rank, self.index)
+
+    @property
+    def value(self) -> int:
+        return int(self.of.value[(self.rank, *self.index)])
+
+    def add(self, n: int) -> None:
+        self.of.value[(self.rank, *self.index)] += n
+
+    def __repr__(self) -> str:
+        return f"{self.of.name}{list(self.index)}@{self.rank}"
+
+
+class _Copy:
+    """`make_async_copy`, or `make_async_remote_copy` where it has a receiver."""
+
+    def __init__(
+        self, tpus: Tpus, source: Ref, target: Ref, sent: _Semaphore | None, came: _Semaphore, receiver: int | None
+    ):
+        self.tpus, self.source, self.target = tpus, source, target
+        self.sent, self.came, self.receiver = sent, came, receiver
+
+    def _bytes(self, ref: Ref) -> int:
+        return math.prod(ref.shape) * ref.dtype.itemsize
+
+    def start(self) -> None:
+        machine = self.tpus.machine
+        if machine.site():
+            return
+        target, came = self.target, self.came
+        if self.receiver is not None:
+            target, came = self.tpus.there(target, self.receiver), came.on(self.receiver)
+        what = f"the copy of {self.source} to {target}"
+        queue = object()
+        assert self.source.shape == target.shape, what
+
+        def write(value: np.ndarray) -> Op:
+            def land() -> None:
+                if self.receiver is not None:
+                    self.tpus.must_be_in(self.receiver, what)
+                target.store(value)
+                came.add(self._bytes(target))
+
+            return Op("copy", what, queue, [], [target], land)
+
+        def read() -> Op:
+            value = self.source.load()
+            if self.sent is not None:
+                self.sent.add(self._bytes(self.source))
+            return write(value)
+
+        machine.start(Op("copy", what, queue, [self.source], [target], read))
+
+    def wait(self) -> None:
+        machine = self.tpus.machine
+        if machine.site():
+            return
+        if self.sent is not None:
+            self.tpus.wait_for(self.sent, self._bytes(self.source))
+        self.tpus.wait_for(self.came, self._bytes(self.target))
+
+    def wait_send(self) -> None:
+        if self.tpus.machine.site():
+            return
+        assert self.sent is not None
+        self.tpus.wait_for(self.sent, self._bytes(self.source))
+
+    def wait_recv(self) -> None:
+        if self.tpus.machine.site():
+            return
+        self.tpus.wait_for(self.came, self._bytes(self.target))
+
+
+class Tpus:
+    """TPUs on a mesh, and the names under which kernels use one of them.
+
+    Args:
+      sizes, axes: of the mesh.
+      schedule, dropped: see `kernel_machine.Machine`.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], axes: Sequence[str], schedule: Schedule = PLAIN, dropped: str | None = None
+    ):  # fmt: skip
+        self.sizes, self.axes = tuple(sizes), tuple(axes)
+        self.devices = math.prod(sizes)
+        self.machine = Machine(schedule, dropped)
+        self.launched: list[dict[str, Any]] = []
+        self.semaphores: dict[int, _Semaphores] = {}
+        self.barrier = _Semaphores((), self.devices, "the barrier")
+        self.inside = ["before"] * self.devices
+        self.rank = 0
+
+    # -- launching
+
+    def run(self, function: Callable[[int], Any]) -> list[list[np.ndarray]]:
+        """The kernel's results on every device, when `function(rank)` launches it there.
+
+        Raises:
+          Fault: what the kernel does wrong.
+        """
+        with self._instead_of_jax():
+            for rank in range(self.devices):
+                self.rank = rank
+                function(rank)
+            for launch in self.launched:
+                self._start(launch)
+            self.machine.run()
+        return [[ref.buffer.array for ref in launch["results"]] for launch in self.launched]
+
+    def pallas_call(
+        self, kernel: Any, *, out_shape: Any, grid_spec: Any = None, in_specs: Any = None, out_specs: Any = None,
+        scratch_shapes: Any = (), input_output_aliases: Any = None, **_: Any,
+    ) -> Any:  # fmt: skip
+        spec = grid_spec or types.SimpleNamespace(
+            num_scalar_prefetch=0, grid=(), in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch_shapes
+        )
+
+        def call(*operands: Any) -> Any:
+            rank = self.rank
+            several = isinstance(out_shape, (list, tuple))
+            shapes = list(out_shape) if several else [out_shape]
+            specs = list(spec.out_specs) if isinstance(spec.out_specs, (list, tuple)) else [spec.out_specs]
+            inputs = [self._buffer(np.array(x), f"input {i}", rank) for i, x in enumerate(operands)]
+            results = []
+            aliases = {out: given for given, out in (input_output_aliases or {}).items()}
+            for i, s in enumerate(shapes):
+                found = inputs[aliases[i]] if i in aliases else self._buffer(self._unknown(s), f"result {i}", rank)
+                results.append(found)
+            self.launched.append({
+                "kernel": kernel, "prefetch": inputs[: spec.num_scalar_prefetch], "grid": tuple(spec.grid),
+                "inputs": list(zip(inputs[spec.num_scalar_prefetch :], spec.in_specs, strict=True)),
+                "outputs": list(zip(results, specs, strict=True)), "results": results,
+                "scratch": spec.scratch_shapes, "rank": rank, "refs": [],
+            })  # fmt: skip
+            arrays = [r.buffer.array for r in results]
+            return arrays if several else arrays[0]
+
+        return call
+
+    def _buffer(self, array: np.ndarray, name: str, rank: int) -> Ref:
+        return Ref(self.machine, Buffer(array, "hbm", name, device=rank))
+
+    @staticmethod
+    def _unknown(like: Any) -> np.ndarray:
+        dtype = np.dtype(like.dtype)
+        return np.full(tuple(like.shape), np.nan if dtype.kind == "f" else np.iinfo(dtype).min, dtype)
+
+    def _start(self, launch: dict[str, Any]) -> None:
+        rank = launch["rank"]
+
+        def scratch(i: int, kind: Any) -> Any:
+            if kind.semaphore:
+                sems = self.semaphores.setdefault(i, _Semaphores(kind.shape, self.devices, f"semaphore {i}"))
+                return _Semaphore(sems, rank)
+            return self._buffer(self._unknown(kind), f"scratch {i}", rank)
+
+        kept = [scratch(i, kind) for i, kind in enumerate(launch["scratch"])]
+
+        def block(ref: Ref, spec: Any) -> Ref:
+            if spec.memory_space == "any" or spec.index_map is None:
+                return ref
+            shape = spec.block_shape
+            return self._buffer(np.full(shape, np.nan, ref.dtype), f"block of {ref.buffer.name}", rank)
+
+        inputs = [(block(ref, spec), ref, spec) for ref, spec in launch["inputs"]]
+        outputs = [(block(ref, spec), ref, spec) for ref, spec in launch["outputs"]]
+        refs = [*launch["prefetch"], *(b for b, *_ in inputs), *(b for b, *_ in outputs), *kept]
+        launch["refs"] = refs
+
+        def place(ref: Ref, spec: Any, at: tuple[Any, ...]) -> Ref:
+            index = spec.index_map(*at, *launch["prefetch"])
+            starts = [(int(i) * n, n) for i, n in zip(index, spec.block_shape, strict=True)]
+            return Ref(self.machine, ref.buffer, starts)
+
+        def work() -> None:
+            task = self.machine.current
+            self.inside[rank] = "in"
+            self.machine.pause()
+            before: list[Any] = [None] * len(outputs)
+            for at in itertools.product(*map(range, launch["grid"])):
+                at = tuple(np.int32(i) for i in at)
+                task.state["step"] = (at, launch["grid"])
+                for here, ref, spec in inputs:
+                    if here is not ref:
+                        here.store(place(ref, spec, at).load())
+                for i, (here, ref, spec) in enumerate(outputs):
+                    if here is not ref:
+                        now = place(ref, spec, at)
+                        if before[i] is not None and before[i].index != now.index:
+                            before[i].store(here.load())
+                        before[i] = now
+                launch["kernel"](*refs)
+            for was, (here, *_) in zip(before, outputs, strict=True):
+                if was is not None:
+                    was.store(here.load())
+            self.inside[rank] = "left"
+            for sems in (*self.semaphores.values(), self.barrier):
+                if sems.value[rank].any():
+                    raise Fault("leftover", f"device {rank} leaves {sems.name} at {sems.value[rank].tolist()}")
+            for op in self.machine.flying:
+                if any(ref.buffer.device == rank for ref in op.reads + op.writes):
+                    raise Fault("late", f"device {rank} has left the kernel while {op.what} is in flight")
+
+        self.machine.spawn(Task(f"device {rank}", {"device": rank}, work))
+
+    # -- other devices
+
+    def number(self, device: dict[str, Any]) -> int:
+        """Rank of a device that a kernel names by its coordinates."""
+        assert set(device) == set(self.axes), device
+        return int(np.ravel_multi_index([int(device[a]) for a in self.axes], self.sizes))
+
+    def there(self, ref: Ref, rank: int) -> Ref:
+        """The same window of another device's memory."""
+        mine = self.launched[ref.buffer.device]["refs"]
+        at = next(i for i, r in enumerate(mine) if isinstance(r, Ref) and r.buffer is ref.buffer)
+        return Ref(self.machine, self.launched[rank]["refs"][at].buffer, ref.index)
+
+    def must_be_in(self, rank: int, what: str) -> None:
+        if self.inside[rank] == "before":
+            raise Fault("early", f"{what} reaches device {rank}, which is not in the kernel yet")
+        if self.inside[rank] == "left":
+            raise Fault("late", f"{what} reaches device {rank}, which has left the kernel")
+
+    def wait_for(self, semaphore: _Semaphore, n: int) -> None:
+        self.machine.wait(lambda: semaphore.value >= n, f"{n} of {semaphore}, which is {semaphore.value}")
+        semaphore.add(-n)
+
+    def semaphore_signal(self, semaphore: _Semaphore, n: int = 1, *, device_id: Any = None) -> None:
+        if self.machine.site():
+            return
+        rank = self.machine.current.at["device"] if device_id is None else self.number(device_id)
+        if semaphore.of is not self.barrier or self.inside[rank] == "left":
+            self.must_be_in(rank, f"a signal of {semaphore.of.name}")
+        semaphore.on(rank).add(int(n))
+        self.machine.pause()
+
+    def semaphore_wait(self, semaphore: _Semaphore, n: int = 1) -> None:
+        if self.machine.site():
+            return
+        self.wait_for(semaphore, int(n))
+
+    # -- instead of jax
+
+    def axis_index(self, name: str) -> np.int32:
+        task = getattr(self.machine.here, "task", None)
+        rank = self.rank if task is None else task.at["device"]
+        return np.int32(np.unravel_index(rank, self.sizes)[self.axes.index(name)])
+
+    @contextlib.contextmanager
+    def _instead_of_jax(self) -> Iterator[None]:
+        def fori_loop(first: Any, last: Any, body: Callable[..., Any], state: Any) -> Any:
+            for i in range(int(first), int(last)):
+                state = body(np.int32(i), state)
+            return state
+
+        def loop(first: Any, last: Any) -> Callable[[Callable[[Any], Any]], None]:
+            def run(body: Callable[[Any], Any]) -> None:
+                for i in range(int(first), int(last)):
+                    body(np.int32(i))
+
+            return run
+
+        def dot_general(a: Any, b: Any, dims: Any, **_: Any) -> np.ndarray:
+            ((_, right), _) = dims
+            a, b = a.astype(np.float32), b.astype(np.float32)
+            return a @ (b if right == (0,) else b.T)
+
+        def semaphores(shape: Any = ()) -> Any:
+            return types.SimpleNamespace(semaphore=True, shape=tuple(shape))
+
+        def memory(shape: Any, dtype: Any) -> Any:
+            return types.SimpleNamespace(semaphore=False, shape=tuple(shape), dtype=dtype)
+
+        semaphores.semaphore, semaphores.shape = True, ()  # pyright: ignore[reportFunctionMemberAccess]
+
+        def spec(block_shape: Any = None, index_map: Any = None, *, memory_space: Any = None) -> Any:
+            return types.SimpleNamespace(block_shape=block_shape, index_map=index_map, memory_space=memory_space)
+
+        lax = types.SimpleNamespace(
+            div=lambda a, b: np.int32(int(a) // int(b)),  # of what is never negative
+            rem=lambda a, b: np.int32(int(a) % int(b)),
+            axis_index=self.axis_index,
+            axis_size=lambda name: self.sizes[self.axes.index(name)],
+            fori_loop=fori_loop,
+            dot_general=dot_general,
+        )
+        pl = types.SimpleNamespace(
+            when=lambda condition: lambda function: function() if condition else None,
+            ds=lambda start, size: types.SimpleNamespace(start=start, size=size),
+            multiple_of=lambda value, _: value,
+            loop=loop,
+            program_id=lambda d: self.machine.current.state["step"][0][d],
+            num_programs=lambda d: self.machine.current.state["step"][1][d],
+            semaphore_signal=self.semaphore_signal,
+            semaphore_wait=self.semaphore_wait,
+            pallas_call=self.pallas_call,
+            BlockSpec=spec,
+            ANY="any",
+            CostEstimate=lambda **_: None,
+        )
+        pltpu = types.SimpleNamespace(
+            make_async_copy=lambda a, b, sem: _Copy(self, a, b, None, sem, None),
+            make_async_remote_copy=lambda a, b, sent, came, device_id: _Copy(
+                self, a, b, sent, came, self.number(device_id)
+            ),
+            get_barrier_semaphore=lambda: _Semaphore(self.barrier, self.machine.current.at["device"]),
+            VMEM=memory,
+            SemaphoreType=types.SimpleNamespace(DMA=semaphores, REGULAR=semaphores),
+            CompilerParams=lambda **_: None,
+            PrefetchScalarGridSpec=types.SimpleNamespace,
+        )
+        pairs = [
+            (module, name, value)
+            for module in KERNEL_MODULES
+            for name, value in (
+                ("lax", lax),
+                ("jnp", np),
+                ("pl", pl),
+                ("pltpu", pltpu),
+                ("collective_id", lambda *_: 0),
+            )
+            if hasattr(module, name)
+        ]
+        pairs += [
+            (_compat, "out_struct", lambda shape, dtype, *_: types.SimpleNamespace(shape=tuple(shape), dtype=dtype)),
+            (_compat, "same_varying", lambda *arrays: arrays),
+            (_compat, "varying_over", lambda axes, *arrays: arrays),
+        ]
+        with patched(pairs):
+            yield

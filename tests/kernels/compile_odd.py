@@ -1,0 +1,88 @@
+"""Odd shapes for the TPU compiler, as a process of its own: for each, what `unsupported` says and what the compiler does.
+
+    python tests/kernels/compile_odd.py v4:2x2x1
+
+prints a line of JSON: a list of [name, reasons, what the compiler says or null].
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from meshpar_kernels import grouped_matmul, grouped_matmul_transpose, route
+from meshpar_kernels.routing import tpu_gather
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def cases(struct):
+    """(name, function, arguments)."""
+    for m, k, n, groups, dtype in [
+        (1, 128, 128, 1, BF16),
+        (100, 72, 40, 3, F32),
+        (7, 8, 1, 2, BF16),
+        (64, 130, 257, 5, BF16),
+        (512, 2048, 1408, 2, BF16),
+        (512, 2048, 1408, 2, F32),
+        (512, 2880, 2880, 2, BF16),
+    ]:
+        sizes = struct((groups,), jnp.int32)
+        for transposed in (False, True):
+            rhs = struct((groups, n, k) if transposed else (groups, k, n), dtype)
+
+            def product(lhs, rhs, sizes, transposed=transposed):
+                return grouped_matmul(lhs, rhs, sizes, transpose_rhs=transposed, implementation="pallas_tpu")
+
+            yield (
+                f"grouped_matmul {m, k, n, groups} {dtype.__name__} {transposed}",
+                product,
+                (struct((m, k), dtype), rhs, sizes),
+            )
+
+        def sums(lhs, rhs, sizes):
+            return grouped_matmul_transpose(lhs, rhs, sizes, implementation="pallas_tpu")
+
+        operands = struct((m, k), dtype), struct((m, n), dtype), sizes
+        yield f"grouped_matmul_transpose {m, k, n, groups} {dtype.__name__}", sums, operands
+    for width in (64, 100, 128, 192, 384, 2880):
+        for dtype in (BF16, F32):
+            x, index = struct((301, width), dtype), struct((100, 2), jnp.int32)
+
+            def gather(x, index):
+                refused = tpu_gather.gather_sum_unsupported(x, index)
+                if refused:
+                    raise NotImplementedError(str(refused))
+                return tpu_gather.gather_sum(x, index, None)
+
+            yield f"gather_sum {width} {dtype.__name__}", gather, (x, index)
+    for tokens, experts, k in [(1, 8, 2), (40, 60, 6), (13, 7, 7)]:
+        yield (
+            f"route {tokens, experts, k}",
+            lambda x, k=k: route(x, k, implementation="pallas_tpu"),
+            (struct((tokens, experts), F32),),
+        )
+
+
+def main(topology: str) -> None:
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    found = []
+    for name, function, arguments in cases(lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)):
+        reasons, problem = None, None
+        try:
+            with jax.default_device(device):
+                traced = jax.jit(function).trace(*arguments)
+                traced.lower(lowering_platforms=("tpu",)).compile()
+        except NotImplementedError as error:
+            reasons = str(error)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"[:300]
+        found.append([name, reasons, problem])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

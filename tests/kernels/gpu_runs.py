@@ -1,0 +1,183 @@
+"""Every Mosaic GPU kernel on `gpu_machine`, with numbers that float32 adds exactly: a result is right, or it is not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import numpy as np
+from gpu_machine import Gpus
+from kernel_machine import PLAIN, Fault, Machine, Schedule
+
+from meshpar_kernels.collective_matmul import gpu as fused
+from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper
+from meshpar_kernels.collectives import gpu as small
+from meshpar_kernels.dispatch import gpu as exchange
+from meshpar_kernels.dispatch.runs import Runs
+from meshpar_kernels.grouped_matmul import blackwell, hopper
+from meshpar_kernels.grouped_matmul.gpu_parts import Tile
+
+F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
+GROUPED = {"hopper": hopper, "blackwell": blackwell}
+TILE = Tile(128, 64, 64, 3)
+FUSED = {"hopper": gpu_hopper, "blackwell": gpu_blackwell}
+
+
+def draw(seed: int, *shape: int, dtype: Any = F16) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype)
+
+
+def same(found: Any, wanted: Any, what: str) -> None:
+    """A fault of kind "value" if any element differs; NaN is a difference."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    wrong = ~np.isclose(found, wanted, rtol=2**-9, atol=0)  # of float16, where a function of a sum is rounded
+    if wrong.any():
+        raise Fault("value", f"{what}: {wrong.sum()} of {wrong.size} elements, the first at {np.argwhere(wrong)[0]}")
+
+
+def product(
+    module: Any, sizes: list[int], schedule: Schedule = PLAIN, dropped: str | None = None, *,
+    rows: int = 256, k: int = 128, n: int = 128, num_sms: int = 2, tile: Tile = TILE, activation: Any = None,
+    transpose_rhs: bool = False, scaled: bool = False, group_offset: int | None = None, out: Any = F16,
+) -> Machine:  # fmt: skip
+    """`grouped_matmul`, with NaN in the rows of no group."""
+    groups = len(sizes) - (group_offset or 0)
+    wide = 2 * n if activation else n
+    lhs = draw(0, rows, k)
+    lhs[min(max(sum(np.maximum(sizes, 0)), 0), rows) :] = np.nan
+    rhs = draw(1, groups, wide, k) if transpose_rhs else draw(1, groups, k, wide)
+    scale = 2.0 ** draw(2, rows, dtype=F32) if scaled else None
+    gpus = Gpus(1, schedule, dropped)
+    offset = None if group_offset is None else jnp.int32(group_offset)
+    options = {"transpose_rhs": transpose_rhs, "activation": activation, "out_dtype": out}
+    ((found,),) = gpus.run(
+        lambda _: module.grouped_matmul(
+            lhs, rhs, jnp.asarray(sizes), offset, scale, tile=tile, num_sms=num_sms, **options
+        )
+    )
+    del options["out_dtype"]
+    want = oracle.grouped_matmul(lhs, rhs, sizes, **options, row_scale=scale, group_offset=group_offset or 0)
+    same(found, want.astype(out), "grouped_matmul")
+    return gpus.machine
+
+
+def transpose(
+    module: Any, sizes: list[int], schedule: Schedule = PLAIN, dropped: str | None = None, *,
+    rows: int = 256, k: int = 128, n: int = 128, num_sms: int = 2, tile: Tile = TILE,
+) -> Machine:  # fmt: skip
+    """`grouped_matmul_transpose`, with NaN in the rows of no group."""
+    lhs, rhs = draw(0, rows, k), draw(1, rows, n)
+    used = min(sum(np.maximum(sizes, 0)), rows)
+    lhs[used:], rhs[used:] = np.nan, np.nan
+    gpus = Gpus(1, schedule, dropped)
+    ((out,),) = gpus.run(
+        lambda _: module.grouped_matmul_transpose(
+            lhs, rhs, jnp.asarray(sizes), None, None, groups=len(sizes), out_dtype=F16, tile=tile, num_sms=num_sms
+        )
+    )
+    same(out, oracle.grouped_matmul_transpose(lhs, rhs, sizes), "grouped_matmul_transpose")
+    return gpus.machine
+
+
+def gather(
+    module: Any, schedule: Schedule = PLAIN, dropped: str | None = None, *,
+    devices: int = 3, rows: int = 72, k: int = 128, n: int = 64, num_sms: int = 2, transposed: bool = False,
+    multiprocessors: Any = None, tile: Tile | None = None,
+) -> Machine:  # fmt: skip
+    """`all_gather_matmul` on all devices."""
+    x, w = draw(0, devices, rows, k), draw(1, devices, *((n, k) if transposed else (k, n)))
+    order = fused.gather_order(rows, k, n, devices, 2)
+    order = order if tile is None else order._replace(tile=tile)
+    gpus = Gpus(devices, schedule, dropped, multiprocessors)
+    options = {"transposed": transposed, "out_dtype": F16, "num_sms": num_sms}
+    found = gpus.run(lambda r: module.all_gather_matmul(x[r], w[r], order, "a", **options))
+    for rank, (out, *_) in enumerate(found):
+        weights = w[rank].astype(float)
+        want = x.reshape(-1, k).astype(float) @ (weights.T if transposed else weights)
+        same(out.reshape(devices * rows, n), want, f"all_gather_matmul on device {rank}")
+    return gpus.machine
+
+
+def scatter(
+    module: Any, schedule: Schedule = PLAIN, dropped: str | None = None, *,
+    devices: int = 3, rows: int = 72, k: int = 128, n: int = 128, num_sms: int = 2, wire: Any = F16,
+    transposed: bool = False, tile: Tile | None = None,
+) -> Machine:  # fmt: skip
+    """`matmul_reduce_scatter` on all devices, with `rows` rows for each."""
+    x, w = draw(0, devices, devices, rows, k), draw(1, devices, *((n, k) if transposed else (k, n)))
+    dtypes = {"wire_dtype": wire, "out_dtype": F32}
+    order = fused.scatter_order(rows, k, n, devices, 2, **dtypes)
+    order = order if tile is None else order._replace(tile=tile)
+    gpus = Gpus(devices, schedule, dropped)
+    options = {"transposed": transposed, "num_sms": num_sms, **dtypes}
+    found = gpus.run(lambda r: module.matmul_reduce_scatter(x[r], w[r], order, "a", **options))
+    wide = w.astype(float).swapaxes(1, 2) if transposed else w.astype(float)
+    total = sum(x[r].astype(float) @ wide[r] for r in range(devices))
+    for rank, (out, *_) in enumerate(found):
+        same(out, total[rank], f"matmul_reduce_scatter on device {rank}")
+    return gpus.machine
+
+
+def all_reduce(
+    schedule: Schedule = PLAIN,
+    dropped: str | None = None,
+    *,
+    devices: int = 3,
+    blocks: int = 2,
+) -> Machine:
+    """`all_reduce_small` on all devices: three pieces for two blocks."""
+    x = draw(0, devices, 3 * 2048 - 100, dtype=F32)
+    gpus = Gpus(devices, schedule, dropped)
+    before, small.BLOCKS = small.BLOCKS, blocks
+    try:
+        found = gpus.run(lambda r: small.all_reduce_small(x[r], ("a",), (devices,)))
+    finally:
+        small.BLOCKS = before
+    for rank, (out, *_) in enumerate(found):
+        same(out[: x.shape[1]], x.sum(0), f"all_reduce_small on device {rank}")
+    return gpus.machine
+
+
+def ragged(
+    schedule: Schedule = PLAIN, dropped: str | None = None, *, devices: int = 3, blocks: int = 2, seed: int = 0,
+    most: int = 15,
+) -> Machine:  # fmt: skip
+    """The exchange of runs of random length, some of them empty."""
+    sizes = np.random.default_rng(seed).integers(0, most, (devices, devices))  # by sender and receiver
+    sizes[0, 1] = 0
+    x = draw(1, devices, int(sizes.sum(1).max()) + 1, 1, 128, dtype=F32)
+    start = np.cumsum(sizes, 1) - sizes
+    target = np.cumsum(sizes, 0) - sizes
+    room = int(sizes.sum(0).max()) + 2
+    gpus = Gpus(devices, schedule, dropped)
+
+    def send(r: int) -> Any:
+        runs = Runs(start[r], sizes[r], target[r], target[:, r], sizes[:, r], start[:, r])  # pyright: ignore[reportArgumentType]
+        return exchange.send(x[r], room, 1, runs, ("a",), (devices,), blocks)  # pyright: ignore[reportArgumentType]
+
+    for rank, (out, *_) in enumerate(gpus.run(send, once=False)):
+        came = [x[s, start[s, rank] : start[s, rank] + sizes[s, rank], 0] for s in range(devices)]
+        want = np.full((room, 128), np.nan)
+        want[: sizes[:, rank].sum()] = np.concatenate(came)
+        if not np.array_equal(out.reshape(room, 128), want, equal_nan=True):
+            raise Fault("value", f"ragged_all_to_all on device {rank}")
+    return gpus.machine
+
+
+def kernels() -> dict[str, Callable[..., Machine]]:
+    """Name → a run that goes through every line of the kernel, as (schedule, dropped)."""
+    found: dict[str, Callable[..., Machine]] = {}
+    tile = Tile(128, 192, 64, 2)  # results leave in three chunks, through two slots; as few stages as there may be
+    for name, module in GROUPED.items():
+        options = {"k": 192, "n": 256, "tile": tile}
+        found[f"grouped_matmul, {name}"] = functools.partial(product, module, [128, 9, 0, 100], **options)
+        found[f"grouped_matmul_transpose, {name}"] = functools.partial(
+            transpose, module, [70, 0, 60, 77], n=256, tile=tile
+        )
+    for name, module in FUSED.items():
+        found[f"all_gather_matmul, {name}"] = functools.partial(gather, module, k=192, n=384, tile=tile)
+        found[f"matmul_reduce_scatter, {name}"] = functools.partial(scatter, module, k=192, n=384, tile=tile)
+    return found | {"all_reduce_small": all_reduce, "ragged_all_to_all": ragged}

@@ -1,0 +1,212 @@
+"""The schedules of the GPU kernels through a model of the copy engine, which clips by tiles where arrays index; and what the
+kernels refuse against what the compiler does."""
+
+import contextlib
+import functools
+import itertools
+
+import gpu_runs
+import jax
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import numpy as np
+import pytest
+from gpu_machine import Gpus, copy_map
+from kernel_machine import SCHEDULES, Fault
+
+from meshpar_kernels import _compat
+from meshpar_kernels.collective_matmul import gpu as fused
+from meshpar_kernels.grouped_matmul import gpu, schedule
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+both = pytest.mark.parametrize("module", gpu_runs.GROUPED.values(), ids=gpu_runs.GROUPED)
+both_fused = pytest.mark.parametrize("module", gpu_runs.FUSED.values(), ids=gpu_runs.FUSED)
+
+
+def test_a_window_that_begins_within_a_tile_loses_the_rest_of_every_tile():
+    """Of 16 rows from row 3 on the engine knows 5 of each 8: the coordinate row % 8 leaves its dim of extent 8."""
+    assert copy_map(3, 16, 64, 8).tolist() == [3, 4, 5, 6, 7, -1, -1, -1, 11, 12, 13, 14, 15, -1, -1, -1]
+    assert copy_map(8, 16, 64, 8).tolist() == [*range(8, 24)]
+    assert copy_map(56, 16, 64, 8).tolist() == [*range(56, 64), *[-1] * 8]
+    assert copy_map(3, 4, 6, None).tolist() == [3, 4, 5, -1]
+    assert copy_map(0, 16, 5, 8).tolist() == [*range(5), *[-1] * 11]  # an array of less than a tile is one
+    with pytest.raises(Fault, match="20 elements are no multiple of the tile of 8"):
+        copy_map(0, 8, 20, 8)
+
+
+LOADS = {
+    "even": [64, 64, 64, 64],
+    "one row each": [1, 1, 1, 1],
+    "across tiles": [125, 6, 61, 64],
+    "empty ones": [0, 131, 0, 0, 125],
+    "from the last row": [255, 1],
+    "negative and too many": [9, -3, 300, 4],
+    **{f"random {seed}": np.random.default_rng(seed).multinomial(250, [1 / 7] * 7).tolist() for seed in range(3)},
+}  # fmt: skip
+loads = pytest.mark.parametrize("sizes", LOADS.values(), ids=LOADS)
+
+
+@both
+@loads
+def test_grouped_matmul_reads_each_row_as_itself_and_writes_each_once(module, sizes):
+    for order in SCHEDULES[::12]:
+        gpu_runs.product(module, sizes, order)
+
+
+@both
+@loads
+def test_the_transpose_sums_each_groups_rows_and_no_others(module, sizes):
+    for order in SCHEDULES[::12]:
+        gpu_runs.transpose(module, sizes, order)
+
+
+@both
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "swiglu", "scaled": True},
+        {"activation": "swiglu", "transpose_rhs": True},
+        {"transpose_rhs": True, "group_offset": 1, "n": 192},
+        {"rows": 40, "k": 64, "n": 64},
+        {"rows": 264, "k": 40, "n": 40},
+    ],
+    ids=str,
+)
+def test_grouped_matmul_with_its_options(module, options):
+    gpu_runs.product(module, [3, 70, 0, 21], **options)
+
+
+def test_where_copies_may_begin_is_what_the_model_is_about(monkeypatch):
+    """With tiles that begin at a group's first row, whatever it is, rows are lost that arrays would index."""
+    monkeypatch.setattr(schedule, "ALIGNMENT", 1)
+    for module in gpu_runs.GROUPED.values():
+        gpu_runs.product(module, [128, 128])
+        with pytest.raises(Fault, match=r"value|written"):
+            gpu_runs.product(module, LOADS["random 0"])
+
+
+@pytest.mark.parametrize("rows", [3, 50, 255])
+def test_any_number_of_rows(rows, monkeypatch):
+    """Those that the engine cannot cut into tiles are brought to the next multiple."""
+    monkeypatch.setattr(_compat, "multiprocessors", lambda: 2)
+    sizes = [rows // 3, 0, rows - rows // 3 - 1]
+    lhs, rhs, grad = gpu_runs.draw(0, rows, 64), gpu_runs.draw(1, 3, 64, 64), gpu_runs.draw(2, rows, 64)
+    tile = gpu.pick_tile(64, 2)
+    options = {"transpose_rhs": False, "activation": None, "out_dtype": gpu_runs.F16, "tile": tile}
+    found = []
+    gpus = Gpus()
+    gpus.run(lambda _: found.append(gpu.grouped_matmul(lhs, rhs, jnp.asarray(sizes), None, None, **options)))
+    gpu_runs.same(found[0], oracle.grouped_matmul(lhs, rhs, sizes), "grouped_matmul")
+    options = {"groups": 3, "out_dtype": gpu_runs.F16, "tile": tile}
+    ((out,),) = Gpus().run(lambda _: gpu.grouped_matmul_transpose(lhs, grad, jnp.asarray(sizes), None, None, **options))
+    gpu_runs.same(out, oracle.grouped_matmul_transpose(lhs, grad, sizes), "grouped_matmul_transpose")
+
+
+@both_fused
+@pytest.mark.parametrize(("devices", "rows", "n"), [(2, 8, 64), (3, 136, 128)])
+def test_fused_products_over_nvlink(module, devices, rows, n):
+    for order in SCHEDULES[::25]:
+        gpu_runs.gather(module, order, devices=devices, rows=rows, n=n, transposed=devices == 3)
+        gpu_runs.scatter(module, order, devices=devices, rows=rows, n=n, transposed=devices == 3, wire=gpu_runs.F32)
+
+
+@pytest.mark.parametrize("devices", [2, 5])
+def test_exchanges_over_nvlink(devices):
+    for seed, order in enumerate(SCHEDULES[::8]):
+        gpu_runs.ragged(order, devices=devices, seed=seed)
+        gpu_runs.all_reduce(order, devices=devices)
+
+
+# -- what the kernels refuse is what the compiler refuses
+
+
+def refusal(function, *shapes) -> str | None:
+    """Why the function cannot be lowered for a GPU."""
+    try:
+        jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+    except Exception as error:  # of many kinds
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def check(said, function, *shapes):
+    """Both say yes, or both say no."""
+    found = refusal(function, *shapes)
+    assert bool(said) == (found is not None), f"we say {list(said)}, the compiler {found}"
+
+
+def struct(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+ODD = [
+    {"m": 1}, {"m": 2046}, {"k": 12}, {"k": 40}, {"k": 72}, {"k": 2880}, {"n": 4}, {"n": 48}, {"n": 72}, {"n": 96}, {"g": 7},
+    {"k": 40, "n": 40, "m": 5},
+]  # fmt: skip
+majors = pytest.mark.parametrize("major", [9, pytest.param(10, marks=pytest.mark.slow)])
+
+
+@majors
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_grouped_matmul_takes_what_compiles(odd, major, monkeypatch):
+    monkeypatch.setattr(gpu._compat, "gpu_architecture", lambda: (major, 0))
+    m, k, n, g = ({"m": 128, "k": 128, "n": 128, "g": 2} | odd).values()
+    narrow = "n" in odd
+    for transposed, out in itertools.product((False, True) if narrow else (False,), (BF16, F32) if narrow else (BF16,)):
+        lhs, rhs, sizes = struct(m, k), struct(g, *((n, k) if transposed else (k, n))), struct(g, dtype=jnp.int32)
+        tile = gpu.pick_tile(n, 2)
+        options = {"tile": tile, "out_dtype": out}
+        said = gpu.matmul_unsupported(lhs, out, tile, 1, k=k, n=n, transpose_rhs=transposed)
+        product = functools.partial(gpu.grouped_matmul, transpose_rhs=transposed, activation=None, **options)
+        check(said, lambda lhs, rhs, sizes, product=product: product(lhs, rhs, sizes, None, None), lhs, rhs, sizes)
+        if transposed:
+            continue
+        said = gpu.transpose_unsupported(lhs, out, tile, k=k, n=n)
+        sums = functools.partial(gpu.grouped_matmul_transpose, groups=g, **options)
+        check(said, lambda lhs, rhs, sizes, sums=sums: sums(lhs, rhs, sizes, None, None), lhs, struct(m, n), sizes)
+
+
+@pytest.mark.parametrize(
+    ("n", "transposed", "right"), [(32, False, True), (96, False, False), (12, True, False), (64, True, True)]
+)
+def test_the_halves_of_swiglu_begin_where_a_copy_may(n, transposed, right):
+    """All of these compile: the compiler does not know where the second half begins."""
+    tile = gpu.pick_tile(n, 2, 2)
+    assert bool(gpu.matmul_unsupported(struct(64, 64), F32, tile, 2, k=64, n=n, transpose_rhs=transposed)) != right
+    for module in gpu_runs.GROUPED.values():
+        with contextlib.nullcontext() if right else pytest.raises(Fault, match="value"):
+            gpu_runs.product(
+                module,
+                [30, 34],
+                rows=64,
+                k=64,
+                n=n,
+                activation="swiglu",
+                transpose_rhs=transposed,
+                tile=tile,
+                out=gpu_runs.F32,
+            )
+
+
+@majors
+def test_fused_products_take_what_compiles(major, monkeypatch):
+    monkeypatch.setattr(fused._compat, "gpu_architecture", lambda: (major, 0))
+    mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+    dtypes = {"out_dtype": BF16, "wire_dtype": F32}
+    for odd in [{"rows": 4}, {"rows": 20}, {"k": 72}, {"k": 40}, {"n": 72}, {"n": 48}]:
+        rows, k, n = ({"rows": 64, "k": 64, "n": 64} | odd).values()
+        for transposed in (False, True) if "n" in odd else (False,):
+            x, w = struct(rows, k), struct(*((n, k) if transposed else (k, n)))
+            order = fused.gather_order(rows, k, n, 4, 2)
+            gather = functools.partial(
+                fused.all_gather_matmul, axis_name="a", order=order, out_dtype=BF16, transposed=transposed
+            )
+            mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+            check(fused.unsupported(x, w, "a", order, transposed=transposed, out_dtype=BF16), mapped(gather), x, w)
+            order = fused.scatter_order(rows, k, n, 4, 2, **dtypes)
+            scatter = functools.partial(
+                fused.matmul_reduce_scatter, axis_name="a", order=order, transposed=transposed, **dtypes
+            )
+            said = fused.unsupported(x, w, "a", order, transposed=transposed, **dtypes)
+            check(said, mapped(scatter), struct(4 * rows, k), w)

@@ -1,0 +1,173 @@
+"""The waits and signals of the GPU kernels as a table: what each orders, and how its absence shows. Each is left out in turn."""
+
+import functools
+
+import gpu_runs
+import pytest
+from kernel_machine import SCHEDULES, Fault
+
+from meshpar_kernels.collective_matmul import gpu_peers
+
+EARLY = "race barrier value late"
+"""A wait that is missing lets someone run ahead."""
+
+PROTOCOLS = {
+    "grouped_matmul.hopper": {
+        "_load: gpu.barrier_wait(empty.at[slot])": (EARLY, "a stage is loaded when both warpgroups have multiplied it"),
+        "_multiply: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage is multiplied when both operands are there"),
+        "_multiply: gpu.wgmma_wait(1)": (EARLY, "the products of the step before have read their stage"),
+        "_multiply: gpu.barrier_arrive(empty.at[ring(stages, step - 1)])": ("hang", "a stage is free"),
+        "_multiply: gpu.wgmma_wait(0)": (EARLY, "the sums of a tile are complete"),
+        "_skip: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage that this warpgroup has no rows in is there"),
+        "_skip: gpu.barrier_arrive(empty.at[slot])": ("hang", "and is free"),
+        "_store: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
+        "_store: gpu.commit_smem()": (EARLY, "the copy engine sees the staged rows"),
+        "_store_whole: gpu.wait_smem_to_gmem(0 if c == 0 and len(parts) % slots else slots - 1, wait_read_only=True)":
+            (EARLY, "this slot of the staging memory was read"),
+        "_store_whole: gpu.commit_smem()": (EARLY, "the copy engine sees the staged columns"),
+        "_matmul_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
+        "_transpose_kernel: gpu.commit_smem()": (EARLY, "the tensor cores see the zeros of a stage"),
+        "_transpose_kernel: gpu.barrier_arrive(masked)": ("hang", "this warpgroup has zeroed its columns"),
+        "_transpose_kernel: gpu.barrier_wait(masked)": (EARLY, "both have"),
+        "_transpose_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
+    },
+    "grouped_matmul.blackwell": {
+        "_multiply: gpu.barrier_wait(empty.at[stage])": (EARLY, "a stage is loaded when its products are done"),
+        "_multiply: gpu.barrier_wait(full.at[stage])": (EARLY, "a stage is multiplied when both operands are there"),
+        "_multiply: gpu.barrier_wait(read.at[slot])": (EARLY, "a slot of sums is begun anew when it was read"),
+        "_multiply: gpu.tcgen05_commit_arrive(empty.at[stage])": ("hang", "a stage is free"),
+        "_multiply: gpu.tcgen05_commit_arrive(done.at[slot])": ("hang", "the sums of a tile are complete"),
+        "_matmul_kernel: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
+        "_matmul_kernel: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
+        "_matmul_kernel: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
+        "_matmul_kernel: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
+        "_matmul_kernel: gpu.wait_smem_to_gmem(1, wait_read_only=True)": (EARLY, "this slot of it was read"),
+        "_matmul_kernel: gpu.commit_smem()": (EARLY, "the copy engine sees what was staged"),
+        "_matmul_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
+        "_transpose_kernel: gpu.barrier_wait(full.at[stage])": (EARLY, "a stage is masked when both operands are there"),
+        "_transpose_kernel: gpu.commit_smem()": (EARLY, "the tensor cores see the zeros of a stage"),
+        "_transpose_kernel: gpu.barrier_arrive(masked.at[stage])": ("hang", "a stage's other rows are zero"),
+        "_transpose_kernel: gpu.barrier_wait(masked.at[stage])": (EARLY, "a stage is multiplied when they are"),
+        "_transpose_kernel: gpu.barrier_arrive(empty.at[stage])": ("hang", "a stage is masked, for all that masks it"),
+        "_transpose_kernel: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
+        "_transpose_kernel: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
+        "_transpose_kernel: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
+        "_transpose_kernel: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
+        "_transpose_kernel: gpu.wait_smem_to_gmem(1, wait_read_only=True)": (EARLY, "this slot of it was read"),
+        "_transpose_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
+    },
+    "collective_matmul.gpu_hopper": {
+        "_walk: gpu.barrier_wait(empty.at[slot])": (EARLY, "a stage is loaded when both warpgroups have multiplied it"),
+        "_walk: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage is multiplied when both operands are there"),
+        "_walk: gpu.wgmma_wait(1)": (EARLY, "the products of the step before have read their stage"),
+        "_walk: gpu.barrier_arrive(empty.at[ring(order.tile.stages, step + i - 1)])": ("hang", "that stage is free"),
+        "_walk: gpu.wgmma_wait(0)": (EARLY, "the sums of a tile are complete"),
+        "_walk: gpu.barrier_arrive(empty.at[ring(order.tile.stages, step + order.steps - 1)])":
+            ("hang", "its last stage is free"),
+        "_gather_kernel: pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)":
+            (EARLY, "a tile's rows are loaded when all pieces of them came from the peer"),
+        "_gather_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
+        "_scatter_kernel: pl.semaphore_wait(summed.at[part, column], order.devices - 1, decrement=False)":
+            (EARLY, "sums are added when they came from all peers"),
+        "_scatter_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
+    },
+    "collective_matmul.gpu_blackwell": {
+        "_walk: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
+        "_walk: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
+        "_walk: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
+        "_multiply_tile: gpu.barrier_wait(empty.at[stage])": (EARLY, "a stage is loaded when its products are done"),
+        "_multiply_tile: gpu.barrier_wait(full.at[stage])": (EARLY, "a stage is multiplied when both operands are there"),
+        "_multiply_tile: gpu.barrier_wait(read.at[slot])": (EARLY, "a slot of sums is begun anew when it was read"),
+        "_multiply_tile: gpu.tcgen05_commit_arrive(empty.at[stage])": ("hang", "a stage is free"),
+        "_multiply_tile: gpu.tcgen05_commit_arrive(done.at[slot])": ("hang", "the sums of a tile are complete"),
+        "_gather_kernel: pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)":
+            (EARLY, "a tile's rows are loaded when all pieces of them came from the peer"),
+        "_gather_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
+        "_scatter_kernel: pl.semaphore_wait(summed.at[row, column], order.devices - 1, decrement=False)":
+            (EARLY, "sums are added when they came from all peers"),
+        "_scatter_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
+    },
+    "collective_matmul.gpu_peers": {
+        "push: gpu.barrier_wait(loaded.at[slot])": (EARLY, "a piece is sent when it is in its slot"),
+        "push: gpu.wait_smem_to_gmem(LAG)": (EARLY, "the piece that the peer is told of has been written there"),
+        "push: gpu.wait_smem_to_gmem(0)": (EARLY, "and so the last ones"),
+        "push: pl.semaphore_signal(count, 1, device_id=peers.device(order.receiver(hop, peers.rank)))":
+            ("hang", "one more piece is in the peer's memory"),
+        "write: gpu.wait_smem_to_gmem(0 if fresh else 1, wait_read_only=True)": (EARLY, "this slot of the staging was read"),
+        "write: gpu.commit_smem()": (EARLY, "the copy engine sees what was staged"),
+        "send: gpu.wait_smem_to_gmem(1, wait_read_only=True)": (EARLY, "this slot of sums was read"),
+        "send: gpu.commit_smem()": (EARLY, "the copy engine sees the sums"),
+        "tell: gpu.wait_smem_to_gmem(0)": (EARLY, "the sums that the peer is told of have been written there"),
+        "tell: pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=peers.device(receiver))":
+            ("hang", "one more sender's sums are in the peer's memory"),
+        "add_up: gpu.commit_smem()": (EARLY, "the copy engine sees the result; all threads have read what came"),
+        "add_up: gpu.barrier_wait(landed(slot))": (EARLY, "a peer's sums are in their slot"),
+        "add_up: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
+    },
+    "collectives.gpu": {
+        "_kernel: pl.semaphore_signal(told.at[block], 1, device_id=peers.device(r))": ("hang", "this block's pieces are there"),
+        "_kernel: pl.semaphore_wait(told.at[block], devices, decrement=False)": (EARLY, "those of all devices are"),
+    },
+    "dispatch.gpu": {
+        "_kernel: gpu.barrier_wait(loaded.at[slot])": (EARLY, "a row is sent when it is in its slot"),
+        "_kernel: gpu.wait_smem_to_gmem(LAG)": (EARLY, "the row before has left the slot that is fetched into next"),
+        "_kernel: gpu.wait_smem_to_gmem(0)": (EARLY, "the peer has all rows that it is told of"),
+        "_kernel: pl.semaphore_signal(arrived, 1, device_id=device)": ("hang", "this block's rows are there"),
+        "_kernel: pl.semaphore_wait(arrived, (devices - 1) * blocks, decrement=False)": (EARLY, "all peers' rows came"),
+    },
+}  # fmt: skip
+"""Module → the call in the kernel → by what its absence is noticed, and what it says or waits for."""
+
+TABLE = {f"{module}.{call}": row for module, rows in PROTOCOLS.items() for call, row in rows.items()}
+KERNELS = gpu_runs.kernels()
+kernels = pytest.mark.parametrize("name", KERNELS)
+
+
+@functools.cache
+def sites_of(name):
+    return frozenset(KERNELS[name](SCHEDULES[0]).sites)
+
+
+def noticed(run, site) -> Fault | None:
+    """What is found in some order of events when a call is left out."""
+    for order in SCHEDULES:
+        try:
+            run(order, site)
+        except Fault as fault:
+            return fault
+    return None
+
+
+@kernels
+def test_every_wait_and_signal_is_in_the_table_and_missed_by_name(name):
+    assert sites_of(name) <= set(TABLE)
+    for site in sites_of(name):
+        kinds, meaning = TABLE[site]
+        fault = noticed(KERNELS[name], site)
+        assert fault is not None, f"{name} without {site} ({meaning}) is noticed by nobody"
+        assert fault.kind in kinds.split(), f"{name} without {site} ({meaning}): {fault}"
+
+
+def test_the_table_has_no_call_that_is_gone():
+    assert set(TABLE) == frozenset().union(*map(sites_of, KERNELS))
+
+
+@kernels
+def test_in_every_order_of_events_the_result_is_right(name):
+    for order in SCHEDULES[:: 16 if "blackwell" in name else 6]:
+        KERNELS[name](order)
+
+
+def test_a_sender_with_too_few_slots_is_noticed(monkeypatch):
+    monkeypatch.setattr(gpu_peers, "SLOTS", 2)
+    with pytest.raises(Fault, match="race"):
+        KERNELS["all_gather_matmul, hopper"](SCHEDULES[0])
+
+
+@pytest.mark.parametrize("module", gpu_runs.FUSED.values(), ids=gpu_runs.FUSED)
+def test_blocks_that_do_not_all_run_at_once_deadlock(module):
+    """A device some of whose multiprocessors are taken, by another collective that waits for a peer, say: the blocks that run
+    wait for pieces which the peer's other blocks are to send, and the other way round."""
+    gpu_runs.gather(module, num_sms=2, multiprocessors=2, rows=8, n=64)
+    with pytest.raises(Fault, match="hang"):
+        gpu_runs.gather(module, num_sms=4, multiprocessors=2, rows=136, n=64, k=256)

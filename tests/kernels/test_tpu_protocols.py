@@ -1,0 +1,157 @@
+"""The waits and signals of the TPU kernels that talk to other devices, as a table: what each orders, and how its absence shows."""
+
+import functools
+
+import pytest
+import tpu_runs
+from kernel_machine import SCHEDULES, Fault
+
+from meshpar_kernels.collectives import ring_tpu
+from meshpar_kernels.collectives.table import table_of
+
+EARLY = "race value late leftover"
+"""A wait that is missing lets its device run ahead, and leaves a count behind."""
+
+PROTOCOLS = {
+    "collectives.tpu": {
+        "meet: pl.semaphore_signal(barrier, 1, device_id=device)": ("hang", "to all that send here: this device is in the kernel"),
+        "meet: pl.semaphore_wait(barrier, len(devices))": (EARLY, "all that are sent to are in the kernel"),
+        "_small_kernel: copy.start()": ("hang", "this device's array, to a peer"),
+        "_small_kernel: copy.wait()": (EARLY, "a peer has it, and another's came"),
+    },
+    "collectives.ring_tpu": {
+        "_kernel: keep.start()": ("hang", "the device's own part, to its place"),
+        "_kernel: keep.wait()": (EARLY, "it is there, and may be sent"),
+        "_kernel: copy_of(n, False).start()": ("hang", "a message of this step, to the neighbour"),
+        "_kernel: copy_of(n, True).wait_recv()": (EARLY, "what comes in this step is there"),
+        "_kernel: copy_of(plan.of(lane, use - DEPTH), False).wait_send()": (EARLY, "the semaphore counts one message at a time"),
+        "_kernel: copy_of(plan.of(lane, use), False).wait_send()": (EARLY, "the last messages have left"),
+        "_add: copy.start()": ("hang", "a block of both operands, to chip memory"),
+        "_add: copy.wait()": (EARLY, "it is there"),
+        "_add: write(i).start()": ("hang", "the sum, to its place"),
+        "_add: write(i - 2).wait()": (EARLY, "the sum before last has left its slot"),
+        "_add: write(jnp.int32(i)).wait()": (EARLY, "the last two have left, and may be sent"),
+    },
+    "dispatch.tpu": {
+        "_kernel: pl.semaphore_signal(barrier, 1, device_id=coordinates(peer(k), axes, sizes))":
+            ("hang", "to all peers: this device is in the kernel"),
+        "_kernel: pl.semaphore_wait(barrier, devices - 1)": (EARLY, "all peers are"),
+        "_kernel: ).start()  # fmt: skip": ("hang", "a block of rows, to a peer"),
+        "_kernel: pltpu.make_async_copy(*part(rank, ahead, length), kept_sem).start()": ("hang", "the rows that stay"),
+        "_kernel: whole(total(3), lambda ahead, length: like(ahead, length).wait_recv())": (EARLY, "all rows came"),
+        "_kernel: whole(total(1), lambda ahead, length: like(ahead, length).wait_send())": (EARLY, "all rows have left"),
+        "_kernel: pltpu.make_async_copy(piece, piece, kept_sem).wait()": (EARLY, "the rows that stay are there"),
+    },
+    "collective_matmul.tpu": {
+        "Ring: pl.semaphore_signal(": ("hang", "to a lane's sender: this buffer of the lane is free"),
+    },
+    "collective_matmul.tpu_gather": {
+        "_gather_kernel: copy.start()": ("hang", "a message of this phase, or a row tile to chip memory"),
+        "_gather_kernel: load(way, i, phase, turn, lambda copy: copy.wait())": (EARLY, "the row tile is there"),
+        "_gather_kernel: each_message(phase - 1, lambda copy: copy.wait_recv())": (EARLY, "the blocks of this phase came"),
+        "_gather_kernel: each_message(phase, lambda copy: copy.wait_send())": (EARLY, "they were sent on"),
+        "_gather_kernel: pl.semaphore_wait(credit.at[one], 1)": (EARLY, "the receiver's buffer is free"),
+    },
+    "collective_matmul.tpu_scatter": {
+        "_scatter_kernel: out_copy(lane, lax.rem(number, 2), turn).start()": ("hang", "a tile's sums, to the neighbour"),
+        "_scatter_kernel: out_copy(UP, 0, turn).wait_send()": (EARLY, "the tile before last has left its slot"),
+        "_scatter_kernel: ).wait_recv()  # fmt: skip": (EARLY, "the sums for a row tile came"),
+        "_scatter_kernel: in_copy(lane).start()": ("hang", "a tile of them, to chip memory"),
+        "_scatter_kernel: in_copy(lane).wait()": (EARLY, "it is there"),
+        "_scatter_kernel: pl.semaphore_wait(credit.at[lane], 1)": (EARLY, "the receiver's buffer is free"),
+    },
+}  # fmt: skip
+"""Module → the call in the kernel → how its absence is noticed, and what it says or waits for."""
+
+TABLE = {f"{module}.{call}": row for module, rows in PROTOCOLS.items() for call, row in rows.items()}
+KERNELS = tpu_runs.kernels()
+kernels = pytest.mark.parametrize("name", KERNELS)
+
+
+@functools.cache
+def sites_of(name):
+    return frozenset(KERNELS[name](SCHEDULES[0]).sites)
+
+
+def noticed(run, dropped) -> Fault | None:
+    """What is found in some order of events when calls are left out."""
+    for order in SCHEDULES:
+        try:
+            run(order, dropped)
+        except Fault as fault:
+            return fault
+    return None
+
+
+@kernels
+def test_every_wait_and_signal_is_in_the_table_and_missed_by_name(name):
+    assert sites_of(name) <= set(TABLE)
+    for site in sites_of(name):
+        kinds, meaning = TABLE[site]
+        fault = noticed(KERNELS[name], site)
+        assert fault is not None, f"{name} without {site} ({meaning}) is noticed by nobody"
+        assert fault.kind in kinds.split(), f"{name} without {site} ({meaning}): {fault}"
+
+
+def test_the_table_has_no_call_that_is_gone():
+    assert set(TABLE) == frozenset().union(*map(sites_of, KERNELS))
+
+
+@kernels
+def test_without_its_entry_barrier_a_kernel_writes_to_devices_that_are_not_there(name):
+    """Neither a signal nor a wait, so that nothing is left over."""
+    meeting = {site for site in sites_of(name) if "barrier" in site}
+    assert len(meeting) == 2
+    fault = noticed(KERNELS[name], meeting)
+    assert fault is not None
+    assert fault.kind == "early"
+
+
+@pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_without_the_receivers_credit_its_buffers_are_overwritten(name):
+    credit = {site for site in sites_of(name) if "credit" in site or "Ring: pl.semaphore_signal" in site}
+    assert len(credit) == 2
+    fault = noticed(KERNELS[name], credit)
+    assert fault is not None
+    assert fault.kind in ("race", "value")
+
+
+@kernels
+def test_in_every_order_of_events_the_result_is_right(name):
+    for order in SCHEDULES[::8]:
+        KERNELS[name](order)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_rings_over_other_meshes(kind, sizes):
+    for order in SCHEDULES[::20]:
+        tpu_runs.ring(kind, order, sizes=sizes)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 5])
+def test_products_on_rings_of_other_sizes(devices):
+    for order in SCHEDULES[::30]:
+        tpu_runs.gather(order, sizes=(devices,), keep=devices == 3)
+        tpu_runs.scatter(order, sizes=(devices,), wire=tpu_runs.F16 if devices == 4 else tpu_runs.F32)
+
+
+def test_a_ring_both_ways_never_overtakes_its_receivers(monkeypatch):
+    """Which is why the ring kernels have no word for a free buffer; with one buffer for a lane, or one way round, they would need
+    it."""
+
+    def enough(algorithm, *sizes):
+        tables = (table_of(kind, algorithm, sizes, (True,) * len(sizes)) for kind in ("all_gather", "reduce_scatter"))
+        return all(map(ring_tpu.never_overtakes, tables))
+
+    for sizes in [(2,), (5,), (16,), (2, 4), (4, 4), (8, 6), (2, 2, 3), (4, 4, 4)]:
+        assert enough("ring", *sizes)
+    assert not enough("one-way", 8)
+    monkeypatch.setattr(ring_tpu, "DEPTH", 1)
+    assert not enough("ring", 8)
+    assert "could send more than its receiver has room for" in str(
+        ring_tpu.unsupported(table_of("all_gather", "ring", (8,), (True,)), (8, 128), ring_tpu.jnp.dtype("float32"))
+    )
+    fault = noticed(functools.partial(tpu_runs.ring, "reduce_scatter", sizes=(8,)), None)
+    assert fault is not None
+    assert fault.kind in ("race", "value")
