@@ -455,6 +455,76 @@ class Jitted(Generic[P, R]):
         traced = self._trace(call)
         return traced.result([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in traced.program.outputs])
 
+    def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Where the arguments belong: for each, in the order given, a tree like it of ``jax.sharding.NamedSharding``.
+
+        An nnx module's is a tree like its ``nnx.state``. Nothing runs; arguments may be ``jax.ShapeDtypeStruct``.
+
+            state_at, batch_at = step.shardings(state, batch)
+
+        Raises:
+          MeshError: an abstract mesh.
+          MeshparError: as :meth:`plan`.
+        """
+        mesh = self._device_mesh("a sharding is one over devices")
+        held = {h.path: h.spec for h in self.plan(*args, **kwargs).inputs}
+        return tuple(
+            _map_paths(lambda leaf: NamedSharding(mesh, held[leaf.path]), x, path)
+            for path, x in self._arguments(args, kwargs)
+        )
+
+    def put(self, *args: Any, **kwargs: Any) -> Any:
+        """Bring arguments to where the step wants them: the batch of the next step, weights that were read from a file.
+
+            batch = step.put(batch=batch)
+
+        All of the function's arguments may be given, as in a call; or some, each by its name. Of these, arrays go to where
+        they were at the last call or plan, else to where their own names (``dims=``, Flax metadata) put them. Modules are
+        updated, and returned.
+
+        Returns:
+          The arguments, on devices: one alone as it is, several as a tuple.
+
+        Raises:
+          UnsupportedError: an array of which neither an earlier plan nor a name says where it belongs.
+          MeshError: an abstract mesh.
+          MeshparError: as :meth:`plan`.
+        """
+        mesh = self._device_mesh("arrays are put on devices")
+        try:
+            if self._signature is not None:
+                self._signature.bind(*args, **kwargs)
+            held = {h.path: h for h in self.plan(*args, **kwargs).inputs}
+        except TypeError:  # some of the arguments
+            plans = list(self._plans.values())
+            held = {h.path: h for h in plans[-1].inputs} if plans else {}
+
+        def placed(leaf: Leaf) -> Any:
+            known = held.get(leaf.path)
+            if known is not None and known.shape == np.shape(leaf.value):
+                return jax.device_put(leaf.value, NamedSharding(mesh, known.spec))
+            dims = _annotation_of(leaf, self._dims, set())
+            if dims is None:
+                raise UnsupportedError(
+                    f"{leaf.path}: nothing says yet where it belongs",
+                    path=leaf.path,
+                    shape=np.shape(leaf.value),
+                    fixes=[
+                        "name its dims, dims={…}",
+                        "or plan or call the step first, or give step.put all of its arguments",
+                    ],
+                )
+            spec = self.layout.spec(dims, mesh, np.shape(leaf.value), scope=leaf.kind, path=leaf.path)
+            return jax.device_put(leaf.value, NamedSharding(mesh, spec))
+
+        out = []
+        for path, x in self._arguments(args, kwargs):
+            y = _map_paths(placed, x, path)
+            if is_graph_node(x):
+                nnx.update(x, y)
+            out.append(x if is_graph_node(x) else y)
+        return out[0] if len(out) == 1 else tuple(out)
+
     def check(self, *args: Any, **kwargs: Any) -> Report:
         """Compare this layout with the unsharded run on these arguments; see :func:`meshpar.check`.
 
@@ -465,11 +535,10 @@ class Jitted(Generic[P, R]):
           CheckError: a result differs, and rounding does not explain it.
           MeshError: an abstract mesh, which has no devices to run on.
         """
-        if not isinstance(self.mesh, Mesh):
-            raise _no_devices("a check runs the step")
+        here = self._device_mesh("a check runs the step")
         return check_layouts(
             lambda mesh, *_: self._other(mesh=mesh, **KEEP)._subject(args, kwargs),
-            layouts=[self.layout], meshes=[self.mesh], lowerings=[self.lowering],
+            layouts=[self.layout], meshes=[here], lowerings=[self.lowering],
         )  # fmt: skip
 
     @options_apart
@@ -613,6 +682,10 @@ class Jitted(Generic[P, R]):
                 return p.name, str(i - k)
         return (params[i].name if i < len(params) else str(i),)
 
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+        """(path, argument) of every one, as they are given."""
+        return [*((self._argument_path(i), x) for i, x in enumerate(args)), *(((k,), x) for k, x in kwargs.items())]
+
     def _donated_leaves(self, call: _Call) -> frozenset[int]:
         """Positions, among the arrays of a call, of those that belong to donated arguments."""
         if not self._donated:
@@ -731,10 +804,9 @@ class Jitted(Generic[P, R]):
         return entry
 
     def _lower(self, call: _Call, plan: Plan) -> _Entry:
-        if not isinstance(self.mesh, Mesh):
-            raise _no_devices()
+        mesh = self._device_mesh()
         with without_gc():
-            flat, ins, outs = LOWERINGS[self.lowering](plan, self.mesh)
+            flat, ins, outs = LOWERINGS[self.lowering](plan, mesh)
         same: dict[NamedSharding, NamedSharding] = {}  # one object for equal ones: results go in again, told by `is`
         ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
         donated = tuple(sorted(plan.donated))
@@ -759,6 +831,14 @@ class Jitted(Generic[P, R]):
     def _jit_options(self) -> dict[str, Any]:
         return {"compiler_options": self._compiler_options} if self._compiler_options else {}
 
+    def _device_mesh(self, why: str = "") -> Mesh:
+        if not isinstance(self.mesh, Mesh):
+            raise MeshError(
+                f"an abstract mesh has no devices to run on{why and f', and {why}'}",
+                fixes=["plan with it, or give mp.mesh(…)"],
+            )
+        return self.mesh
+
     def _no_names(self) -> AbstractContextManager[None]:
         """A context in which constraints over names and axes mean nothing, as on one device."""
         return capture_names({*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)})
@@ -776,13 +856,6 @@ class Jitted(Generic[P, R]):
                     return jax.tree.leaves(function(*xs))
 
             yield Subject(entry.plan, arrays, alone, entry.on_arrays)
-
-
-def _no_devices(what: str = "") -> MeshError:
-    return MeshError(
-        f"an abstract mesh has no devices to run on{what and f', and {what}'}",
-        fixes=["plan with it, or give mp.mesh(…)"],
-    )
 
 
 # -- what arguments and results are called
@@ -878,6 +951,14 @@ def _check_patterns(patterns: PathDims, used: set[str], paths: list[str]) -> Non
             fixes=[f"did you mean {' or '.join(map(repr, near(pattern, paths)))}?"] * bool(near(pattern, paths))
             + [f"paths are: {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"],
         )
+
+
+def _map_paths(f: Callable[[Leaf], Any], tree: Any, path: tuple[str, ...]) -> Any:
+    """A tree, or the ``nnx.state`` of a module, with ``f`` of every array; what is no array becomes None."""
+    tree = nnx.state(tree) if is_graph_node(tree) else tree
+    leaves = flatten_named(tree, path)
+    found = [None if isinstance(_leaf_key(leaf.value), _Fixed) else f(leaf) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
 
 
 def _prefix_donation(args: Sequence[Any], kwargs: Mapping[str, Any], donated: set[int]) -> tuple[list[int], list[str]]:
