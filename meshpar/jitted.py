@@ -400,6 +400,12 @@ class Jitted(Generic[P, R]):
                 return entry(call.leaves)
         return self._slow_call(args, kwargs)
 
+    def __repr__(self) -> str:
+        mesh = ", ".join(f"{a}={n}" for a, n in self.mesh.shape.items())
+        made = "init" if self._init else "jit"
+        name = getattr(self, "__name__", "step")
+        return f'mp.{made}({name}, mesh="{mesh}", layout="{self.layout}", lowering="{self.lowering}")'
+
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``); nothing runs, nothing is compiled.
 

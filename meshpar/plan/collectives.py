@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..hardware.chips import CollectiveOp
@@ -46,7 +46,7 @@ class Collective:
     bytes: float
     count: int | None
     cause: str
-    origin: Op | None = None
+    origin: Op | None = field(default=None, repr=False)
     seconds: float | None = None
     form: Form = "native"
     why: str = ""

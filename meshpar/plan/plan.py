@@ -107,7 +107,7 @@ class Accumulator:
     axes: tuple[str, ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Plan:
     """What a layout makes each device hold and send, and why. Made without devices, and without compiling.
 
@@ -284,6 +284,9 @@ class Plan:
     def diff(self, other: Plan) -> Any:
         """The two plans side by side: a :class:`meshpar.report.diff.PlanDiff`; print it, ``save("diff.html")`` it."""
         return REPORTS["diff"](self, other)
+
+    def __repr__(self) -> str:
+        return REPORTS["line"](self)
 
     def __str__(self) -> str:
         return REPORTS["text"](self)

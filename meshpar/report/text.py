@@ -30,6 +30,14 @@ def plan_text(plan: Plan, width: int = 120) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
 
 
+def plan_line(plan: Plan) -> str:
+    """The plan in one line, for a REPL; nothing that takes long is worked out for it."""
+    mesh = ", ".join(f"{a}={n}" for a, n in plan.sizes.items())
+    layout = str(plan.asked or plan.layout)
+    layout = layout if len(layout) <= 60 else f"{layout[:59]}…"
+    return f"<Plan on {mesh}: {layout or '(nothing split)'}; sends {human(plan.bytes_sent)} a step>"
+
+
 def fits(plan: Plan) -> bool | None:
     """Whether a device has the memory that the plan needs at its peak; None: the chip is not known."""
     return None if plan.chip is None else plan.memory.peak <= plan.chip.per_device().hbm

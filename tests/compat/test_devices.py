@@ -15,7 +15,11 @@ def test_what_libtpu_writes_as_it_starts_is_kept_back(capfd):
 
 
 def test_it_is_shown_where_it_fails(capfd):
-    with pytest.raises(RuntimeError), _stderr_kept():
-        os.write(2, b"no such slice\n")
-        raise RuntimeError
+    def fails():
+        with _stderr_kept():
+            os.write(2, b"no such slice\n")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fails()
     assert capfd.readouterr().err == "no such slice\n"
