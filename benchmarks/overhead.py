@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import meshpar as mp
-from meshpar.plan import make_plan
+from meshpar.passes import make_plan
 from meshpar.program import infer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

@@ -8,6 +8,7 @@
 
 from . import (
     errors,
+    layouts,
     report,  # noqa: F401 (plans learn from reports how they are shown)
 )
 from .api import check, compile, init, jit, plan
@@ -83,6 +84,7 @@ __all__ = [
     "init",
     "jit",
     "kernel_rule",
+    "layouts",
     "mesh",
     "named",
     "plan",

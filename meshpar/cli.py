@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,9 +21,11 @@ import meshpar as mp
 from .api import plan as plan_of
 from .errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
 from .hardware.topology import device_count
+from .layouts import PRESETS
 from .passes.overlap import MODES
 from .planned import Plan
 from .report import plan_steps
+from .report.text import fits
 from .target import Target, concrete, failing_as_target, load_target, parse_options
 
 DESCRIPTION = """\
@@ -75,9 +78,17 @@ def _parser() -> argparse.ArgumentParser:
         return sub.add_argument
 
     mesh = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the whole topology)'
-    layout = 'rules, "batch: data; embed: data", or a name from the target\'s LAYOUTS (default: FSDP, as far as its dims exist)'
+    layout = (
+        'rules, "batch: data; embed: data", or a name: of the target\'s LAYOUTS, or fsdp, megatron, … '
+        "(default: FSDP, as far as its dims exist)"
+    )
     topology = 'what it runs on: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
-    overlap = "how gathers before products and scatters after them are made by the shard_map lowering"
+    overlap = "collective-matmul mode of the shard_map lowering"
+    partitioner = {
+        "choices": ("jit", "shard_map"),
+        "default": "jit",
+        "help": "who partitions: XLA, or meshpar (%(default)s)",
+    }
     donate = "arguments that the step may overwrite (default: `state`, if there is one)"
 
     add = command("plan", _plan, "what each device holds and sends, how long it takes, and why; nothing is compiled")
@@ -85,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", help=layout)
     add("--topology", help=topology)
     add("--donate", metavar="NAME", action="append", help=donate)
-    add("--overlap", choices=MODES, default="off", help=overlap + " (%(default)s)")
+    add("--lowering", **partitioner)
+    add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
     add("--strict", action="store_true", help="two names for one dim are an error")
     add("--html", metavar="FILE", help="write the plan as a page of its own")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
@@ -95,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", help=layout)
     add("--topology", help=topology + "; without one, for as many CPUs as the mesh has")
     add("--donate", metavar="NAME", action="append", help=donate)
-    add("--lowering", choices=("jit", "shard_map"), default="jit", help="(%(default)s)")
+    add("--lowering", **partitioner)
     add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
 
@@ -130,7 +142,7 @@ def _plan(args: argparse.Namespace) -> int:
         print(plan_steps(plan))
     else:
         _show(args, plan, plan.to_json)
-    return 0
+    return 0 if fits(plan) is not False else 1
 
 
 def _compile(args: argparse.Namespace) -> int:
@@ -139,10 +151,12 @@ def _compile(args: argparse.Namespace) -> int:
     mesh = ", ".join(f"{a}={n}" for a, n in planned.sizes.items())
     if args.topology is None:
         mp.virtual_devices(planned.mesh.size)
+    else:
+        print(f"devices  {args.topology}, as its compiler describes them", file=sys.stderr)
     compiled = mp.compile(
         target.step, *target.args, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
         layout=planned.asked or planned.layout, dims=target.dims, lowering=args.lowering, overlap=args.overlap, effort=args.effort,
-        donate_argnames=_donated(args, target),
+        donate_argnames=_donated(args, target), progress=True,
     )  # fmt: skip
     facts = {
         "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
@@ -217,7 +231,8 @@ def _plan_of(
         target.name,
         lambda: plan_of(
             target.step, *target.args, mesh=mesh, topology=topology, layout=layout, dims=target.dims, strict=strict,
-            donate_argnames=_donated(args, target), overlap=getattr(args, "overlap", None) or "off",
+            donate_argnames=_donated(args, target), lowering=getattr(args, "lowering", None),
+            overlap=getattr(args, "overlap", None),
         ),
     )  # fmt: skip
 
@@ -229,9 +244,14 @@ def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: st
             return text
         if text in target.layouts:
             return target.layouts[text]
+        preset = PRESETS.get(re.sub(r"\W+", "_", text))
+        if preset is not None:
+            _say(args, f"layout   {preset()} ({text})")
+            return str(preset())
         known = ", ".join(target.layouts) or "none"
         raise TargetError(
-            f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}"
+            f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
+            fixes=[f"those for every model are {', '.join(PRESETS)}"],
         )
     bare = _plan_of(args, target, mesh, topology, "")
     axis = next(iter(bare.sizes))

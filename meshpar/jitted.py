@@ -141,6 +141,10 @@ def _with_statics(
     return tuple(places.get(i, x) for i, x in enumerate(args)), {**kwargs, **names}
 
 
+_NOT_NUMBERS = tuple("OUSMm")
+"""NumPy's kinds of dtypes for objects, texts and dates."""
+
+
 def _leaf_key(x: Any) -> Hashable:
     """What a program depends on of a leaf: (shape, dtype, weak type); the type of a Python number; anything else whole."""
     aval = getattr(x, "aval", None)
@@ -214,7 +218,7 @@ def _no_array(path: str, value: Any) -> UnsupportedError:
         if not rest
         else "take it out of the tree, and pass it as a static argument"
     )
-    return UnsupportedError(f"{path}: {_described(value)} is no array", path=path, fixes=[fix])
+    return UnsupportedError(f"{path}: {_described(value)} is no JAX array", path=path, fixes=[fix])
 
 
 def _check_fixed(tree: Any, argument_path: Callable[[int], tuple[str, ...]] | None = None) -> None:
@@ -230,7 +234,7 @@ def _check_fixed(tree: Any, argument_path: Callable[[int], tuple[str, ...]] | No
                 names = [*(argument_path(int(names[1])) if names[0] == "0" else names[1:2]), *names[2:]]
             path = "/".join(names) or "the result"
             if argument_path is None:
-                raise UnsupportedError(f"{path}: a function returns arrays, and {_described(x)} is none", path=path)
+                raise UnsupportedError(f"{path}: a function returns JAX arrays, and {_described(x)} is none", path=path)
             raise _no_array(path, x)
 
 
@@ -391,7 +395,7 @@ class Jitted(Generic[P, R]):
     # -- what users call
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not (self._graph or self._init or jit_disabled() or in_explicit_mesh()):
+        if self._entries and not (self._graph or self._init or jit_disabled() or in_explicit_mesh()):
             call = self._call(args, kwargs)
             try:
                 entry = self._entries.get(call.key)
@@ -400,6 +404,12 @@ class Jitted(Generic[P, R]):
             if entry is not None:
                 return entry(call.leaves)
         return self._slow_call(args, kwargs)
+
+    def __repr__(self) -> str:
+        mesh = ", ".join(f"{a}={n}" for a, n in self.mesh.shape.items())
+        made = "init" if self._init else "jit"
+        name = getattr(self, "__name__", "step")
+        return f'mp.{made}({name}, mesh="{mesh}", layout="{self.layout}", lowering="{self.lowering}")'
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``); nothing runs, nothing is compiled.
@@ -456,6 +466,76 @@ class Jitted(Generic[P, R]):
         traced = self._trace(call)
         return traced.result([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in traced.program.outputs])
 
+    def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Where the arguments belong: for each, in the order given, a tree like it of ``jax.sharding.NamedSharding``.
+
+        An nnx module's is a tree like its ``nnx.state``. Nothing runs; arguments may be ``jax.ShapeDtypeStruct``.
+
+            state_at, batch_at = step.shardings(state, batch)
+
+        Raises:
+          MeshError: an abstract mesh.
+          MeshparError: as :meth:`plan`.
+        """
+        mesh = self._device_mesh("a sharding is one over devices")
+        held = {h.path: h.spec for h in self.plan(*args, **kwargs).inputs}
+        return tuple(
+            _map_paths(lambda leaf: NamedSharding(mesh, held[leaf.path]), x, path)
+            for path, x in self._arguments(args, kwargs)
+        )
+
+    def put(self, *args: Any, **kwargs: Any) -> Any:
+        """Bring arguments to where the step wants them: the batch of the next step, weights that were read from a file.
+
+            batch = step.put(batch=batch)
+
+        All of the function's arguments may be given, as in a call; or some, each by its name. Of these, arrays go to where
+        they were at the last call or plan, else to where their own names (``dims=``, Flax metadata) put them. Modules are
+        updated, and returned.
+
+        Returns:
+          The arguments, on devices: one alone as it is, several as a tuple.
+
+        Raises:
+          UnsupportedError: an array of which neither an earlier plan nor a name says where it belongs.
+          MeshError: an abstract mesh.
+          MeshparError: as :meth:`plan`.
+        """
+        mesh = self._device_mesh("arrays are put on devices")
+        try:
+            if self._signature is not None:
+                self._signature.bind(*args, **kwargs)
+            held = {h.path: h for h in self.plan(*args, **kwargs).inputs}
+        except TypeError:  # some of the arguments
+            plans = list(self._plans.values())
+            held = {h.path: h for h in plans[-1].inputs} if plans else {}
+
+        def placed(leaf: Leaf) -> Any:
+            known = held.get(leaf.path)
+            if known is not None and known.shape == np.shape(leaf.value):
+                return jax.device_put(leaf.value, NamedSharding(mesh, known.spec))
+            dims = _annotation_of(leaf, self._dims, set())
+            if dims is None:
+                raise UnsupportedError(
+                    f"{leaf.path}: nothing says yet where it belongs",
+                    path=leaf.path,
+                    shape=np.shape(leaf.value),
+                    fixes=[
+                        "name its dims, dims={…}",
+                        "or plan or call the step first, or give step.put all of its arguments",
+                    ],
+                )
+            spec = self.layout.spec(dims, mesh, np.shape(leaf.value), scope=leaf.kind, path=leaf.path)
+            return jax.device_put(leaf.value, NamedSharding(mesh, spec))
+
+        out = []
+        for path, x in self._arguments(args, kwargs):
+            y = _map_paths(placed, x, path)
+            if is_graph_node(x):
+                nnx.update(x, y)
+            out.append(x if is_graph_node(x) else y)
+        return out[0] if len(out) == 1 else tuple(out)
+
     def check(self, *args: Any, **kwargs: Any) -> Report:
         """Compare this layout with the unsharded run on these arguments; see :func:`meshpar.check`.
 
@@ -466,11 +546,10 @@ class Jitted(Generic[P, R]):
           CheckError: a result differs, and rounding does not explain it.
           MeshError: an abstract mesh, which has no devices to run on.
         """
-        if not isinstance(self.mesh, Mesh):
-            raise _no_devices("a check runs the step")
+        here = self._device_mesh("a check runs the step")
         return check_layouts(
             lambda mesh, *_: self._other(mesh=mesh, **KEEP)._subject(args, kwargs),
-            layouts=[self.layout], meshes=[self.mesh], lowerings=[self.lowering],
+            layouts=[self.layout], meshes=[here], lowerings=[self.lowering],
         )  # fmt: skip
 
     @options_apart
@@ -614,6 +693,10 @@ class Jitted(Generic[P, R]):
                 return p.name, str(i - k)
         return (params[i].name if i < len(params) else str(i),)
 
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+        """(path, argument) of every one, as they are given."""
+        return [*((self._argument_path(i), x) for i, x in enumerate(args)), *(((k,), x) for k, x in kwargs.items())]
+
     def _donated_leaves(self, call: _Call) -> frozenset[int]:
         """Positions, among the arrays of a call, of those that belong to donated arguments."""
         if not self._donated:
@@ -733,10 +816,9 @@ class Jitted(Generic[P, R]):
         return entry
 
     def _lower(self, call: _Call, plan: Plan) -> _Entry:
-        if not isinstance(self.mesh, Mesh):
-            raise _no_devices()
+        mesh = self._device_mesh()
         with without_gc():
-            flat, ins, outs = LOWERINGS[self.lowering](plan, self.mesh)
+            flat, ins, outs = LOWERINGS[self.lowering](plan, mesh)
         same: dict[NamedSharding, NamedSharding] = {}  # one object for equal ones: results go in again, told by `is`
         ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
         donated = tuple(sorted(plan.donated))
@@ -761,6 +843,14 @@ class Jitted(Generic[P, R]):
     def _jit_options(self) -> dict[str, Any]:
         return {"compiler_options": self._compiler_options} if self._compiler_options else {}
 
+    def _device_mesh(self, why: str = "") -> Mesh:
+        if not isinstance(self.mesh, Mesh):
+            raise MeshError(
+                f"an abstract mesh has no devices to run on{why and f', and {why}'}",
+                fixes=["plan with it, or give mp.mesh(…)"],
+            )
+        return self.mesh
+
     def _no_names(self) -> AbstractContextManager[None]:
         """A context in which constraints over names and axes mean nothing, as on one device."""
         return capture_names({*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)})
@@ -778,13 +868,6 @@ class Jitted(Generic[P, R]):
                     return jax.tree.leaves(function(*xs))
 
             yield Subject(entry.plan, arrays, alone, entry.on_arrays)
-
-
-def _no_devices(what: str = "") -> MeshError:
-    return MeshError(
-        f"an abstract mesh has no devices to run on{what and f', and {what}'}",
-        fixes=["plan with it, or give mp.mesh(…)"],
-    )
 
 
 # -- what arguments and results are called
@@ -880,6 +963,14 @@ def _check_patterns(patterns: PathDims, used: set[str], paths: list[str]) -> Non
             fixes=[f"did you mean {' or '.join(map(repr, near(pattern, paths)))}?"] * bool(near(pattern, paths))
             + [f"paths are: {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"],
         )
+
+
+def _map_paths(f: Callable[[Leaf], Any], tree: Any, path: tuple[str, ...]) -> Any:
+    """A tree, or the ``nnx.state`` of a module, with ``f`` of every array; what is no array becomes None."""
+    tree = nnx.state(tree) if is_graph_node(tree) else tree
+    leaves = flatten_named(tree, path)
+    found = [None if isinstance(_leaf_key(leaf.value), _Fixed) else f(leaf) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
 
 
 def _prefix_donation(args: Sequence[Any], kwargs: Mapping[str, Any], donated: set[int]) -> tuple[list[int], list[str]]:

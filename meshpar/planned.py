@@ -95,6 +95,9 @@ class Plan(record.Plan):
         """The two plans side by side: print it, ``save("diff.html")`` it."""
         return report.PlanDiff(self, other)
 
+    def __repr__(self) -> str:
+        return report.plan_line(self)
+
     def __str__(self) -> str:
         return report.plan_text(self)
 

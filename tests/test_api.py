@@ -737,3 +737,59 @@ def test_functions_in_modules_are_static(mesh):
     assert [h.path for h in run.plan(module, batch()).inputs] == ["module/w", "x"]
     assert run.lower(module, batch()).compile() is not None
     assert mp.check(run, Dense(w, jnp.tanh), batch(), layouts="batch: data; mlp: model", mesh=mesh).ok
+
+
+# -- where arguments belong
+
+
+def test_shardings_and_put(jit, mesh):
+    step = jit(train, lowering="shard_map")
+    of_params, of_x = step.shardings(params(), jax.ShapeDtypeStruct((8, 16), np.float32))
+    assert of_x == NamedSharding(mesh, P("data"))
+    assert of_params == {"up": NamedSharding(mesh, P("data", "model")), "down": NamedSharding(mesh, P("model", "data"))}
+    assert step.shardings(x=batch(), params=params()) == (of_x, of_params)
+
+    everything = step.put(params(), batch())
+    assert jax.tree.map(lambda x: x.sharding, everything) == (of_params, of_x)
+    x = step.put(x=batch())
+    assert x.sharding == of_x
+    np.testing.assert_array_equal(x, batch())
+    close(step(*everything), train(params(), batch()))
+
+
+def test_put_by_names_alone_before_the_first_call(jit, mesh):
+    step = jit(train)
+    assert step.put(x=batch()).sharding == NamedSharding(mesh, P("data"))
+    fresh = jit(lambda x, shift: x + shift, dims={"x": "batch embed"}, layout="batch: data; embed: model")
+    with pytest.raises(mp.UnsupportedError, match="shift: nothing says yet where it belongs"):
+        fresh.put(shift=np.ones(16, np.float32))
+    fresh.plan(batch(), np.ones(16, np.float32))
+    assert fresh.put(shift=np.ones(16, np.float32)).sharding == NamedSharding(mesh, P("model"))
+
+
+def test_shardings_and_put_of_modules(mesh):
+    with nnx.use_eager_sharding(False):
+        model, optimizer = make()
+    step = mp.jit(nnx_step, mesh=mesh, layout=LAYOUT, dims={"x": "batch embed"})
+    of_model, of_optimizer, _ = step.shardings(model, optimizer, batch())
+    assert of_model["up"]["kernel"].get_value() == NamedSharding(mesh, P("data", "model"))
+    assert jax.tree.structure(of_optimizer) == jax.tree.structure(nnx.state(optimizer))
+    assert step.put(model=model) is model
+    assert model.up.kernel[...].sharding == NamedSharding(mesh, P("data", "model"))
+
+
+def test_the_same_step_under_another_layout(jit, mesh):
+    traces = []
+
+    def fn(x):
+        traces.append(1)
+        return x * 2
+
+    step = jit(fn, dims={"x": "batch embed"}, layout="batch: data")
+    other = step.on(layout="embed: model")
+    assert step(batch()).sharding.spec == P("data")
+    assert other(batch()).sharding.spec == P(None, "model")
+    assert len(traces) == 1
+    assert other.on(lowering="shard_map").plan(batch()).overlap == "auto"
+    with pytest.raises(mp.UnsupportedError, match="no lowering"):
+        step.on(lowering="shard")

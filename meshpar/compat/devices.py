@@ -8,7 +8,9 @@ import glob
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -60,11 +62,30 @@ def tpu_topology(target: str, chips: Sequence[int], slices: int, wrap: tuple[boo
         options["chip_config_name"] = config
     if max(chips) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
-    return list(
-        topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{target}:{'x'.join(map(str, chips))}", **options
-        ).devices
-    )
+    with _stderr_kept():
+        return list(
+            topologies.get_topology_desc(
+                platform="tpu", topology_name=f"{target}:{'x'.join(map(str, chips))}", **options
+            ).devices
+        )
+
+
+@contextlib.contextmanager
+def _stderr_kept() -> Iterator[None]:
+    """Keep back what native code writes to stderr (libtpu, as it starts: that there is no TPU here); it is shown if it fails."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            log.seek(0)
+            os.write(before, log.read())
+            raise
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
 
 
 def gpu_topology(target: str, hosts: int, per_host: int) -> list[Any]:

@@ -44,9 +44,9 @@ class Memory:
 
     peak: float = 0.0
     by_kind: dict[str, float] = field(default_factory=dict)
-    points: list[tuple[int, float, Node]] = field(default_factory=list)
-    largest: list[tuple[str, float, str]] = field(default_factory=list)
-    at: Node | None = None
+    points: list[tuple[int, float, Node]] = field(default_factory=list, repr=False)
+    largest: list[tuple[str, float, str]] = field(default_factory=list, repr=False)
+    at: Node | None = field(default=None, repr=False)
 
     @property
     def peak_source(self) -> str:

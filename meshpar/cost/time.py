@@ -75,7 +75,7 @@ class Time:
     seconds: float
     model_flops: float
     peak_flops: float
-    ops: list[OpTime] = field(default_factory=list)
+    ops: list[OpTime] = field(default_factory=list, repr=False)
     bottleneck: str = ""
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..hardware.algorithms import AlgorithmName
@@ -45,7 +45,7 @@ class Collective:
     bytes: float
     count: int | None
     cause: str
-    origin: Op | None = None
+    origin: Op | None = field(default=None, repr=False)
     seconds: float | None = None
     algorithm: AlgorithmName = "native"
     why: str = ""

@@ -106,7 +106,7 @@ class Overlap:
         }  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """What a layout makes each device hold and send, and why. Made without devices, and without compiling.
 

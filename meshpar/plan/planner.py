@@ -71,7 +71,7 @@ def _check_dims(program: Program, layout: Layout, init: bool) -> None:
     for rule in layout.rules:
         if rule.dim in names:
             continue
-        if init and not (set(near(rule.dim, names)) - set(layout.dims)):
+        if (init or rule.optional) and not (set(near(rule.dim, names)) - set(layout.dims)):
             continue
         raise UnknownDimError(
             f"rule `{rule}` names dim `{rule.dim}`, which no value of the program has",

@@ -4,6 +4,6 @@ from .diff import PlanDiff
 from .html import plan_cell, plan_page
 from .save import save
 from .steps import plan_steps
-from .text import plan_renderable, plan_text
+from .text import plan_line, plan_renderable, plan_text
 
-__all__ = ["PlanDiff", "plan_cell", "plan_page", "plan_renderable", "plan_steps", "plan_text", "save"]
+__all__ = ["PlanDiff", "plan_cell", "plan_line", "plan_page", "plan_renderable", "plan_steps", "plan_text", "save"]

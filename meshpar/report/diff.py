@@ -47,13 +47,13 @@ class Figure:
 
     @property
     def change(self) -> str:
-        """``−25 %``, ``× 3.1``; empty where there is nothing to compare."""
+        """``−25 %``, ``× 3.1``; empty where there is nothing to compare, or ``a`` is next to nothing beside ``b``."""
         r = self.ratio
         if r is None or self.unit == "share" or abs(r - 1) < 5e-4:
             return "=" if r is not None and abs(r - 1) < 5e-4 else ""
-        return (
-            f"× {r:.2g}" if 2 <= r < 100 else f"× {r:,.0f}" if r >= 100 else f"{100 * (r - 1):+.1f} %".replace("-", "−")
-        )
+        if r >= 100:
+            return ""
+        return f"× {r:.2g}" if r >= 2 else f"{100 * (r - 1):+.1f} %".replace("-", "−")
 
 
 @dataclass(eq=False)

@@ -31,13 +31,33 @@ def plan_text(plan: Plan, width: int = 120) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
 
 
+def plan_line(plan: Plan) -> str:
+    """The plan in one line, for a REPL; nothing that takes long is worked out for it."""
+    mesh = ", ".join(f"{a}={n}" for a, n in plan.sizes.items())
+    layout = str(plan.asked or plan.layout)
+    layout = layout if len(layout) <= 60 else f"{layout[:59]}…"
+    return f"<Plan on {mesh}: {layout or '(nothing split)'}; sends {human(plan.bytes_sent)} a step>"
+
+
+def fits(plan: Plan) -> bool | None:
+    """Whether a device has the memory that the plan needs at its peak; None: the chip is not known."""
+    return None if plan.chip is None else memory_of(plan).peak <= plan.chip.per_device().hbm
+
+
 def plan_renderable(plan: Plan) -> Any:
-    """The plan for rich: a headline, what each device holds, what it sends, and what to know."""
+    """The plan for rich: a headline, what each device holds, what it sends, and what to know.
+
+    The first line says DOES NOT FIT where it does not.
+    """
     mesh = " × ".join(f"{a} {n}" for a, n in plan.sizes.items())
     devices = math.prod(plan.sizes.values())
     head = Text.assemble(
         ("plan", "bold"), f"  {devices} devices ({mesh})\n", ("layout", "bold"), f"  {plan.layout or '(nothing split)'}"
     )
+    if fits(plan) is False and plan.chip is not None:
+        has, needs = human(plan.chip.per_device().hbm), human(memory_of(plan).peak)
+        line = Text(f"DOES NOT FIT  each device needs {needs}, and a {plan.chip.name} has {has}\n", style="bold red")
+        head = Text.assemble(line, head)
     parts: list[Any] = [head, Text(), _held(plan), Text(), *_costs(plan), Text(), _sent(plan)]
     if plan.overlaps:
         parts += [Text(), *overlaps(plan)]

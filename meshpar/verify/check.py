@@ -91,6 +91,11 @@ class Report:
             f"{len(self.rows) - bad} of {len(self.rows)} runs equal to the unsharded one, "
             f"to {self.tolerance:g} of each leaf's largest value"
         )
+        if any(r.explained for r in self.rows):
+            lines.append(
+                "explained: leaves that differ by more, since the program blows its own rounding up; each op on the way to them "
+                "was run on the sharded run's operands on one device, and does the same"
+            )
         notes = [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
         errors = [str(r.error) for r in self.rows if r.error is not None]
         return "\n".join([head, *lines, *notes, *errors])

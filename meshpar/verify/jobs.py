@@ -250,9 +250,20 @@ def _line(what: str, progress: Progress) -> Iterator[Callable[[str], None]]:
         with console.status(what) as status:
             yield lambda text: status.update(f"{what}  {text}")
     else:
-        began = time.monotonic()
+        began = shown = time.monotonic()
+        told = ""
         console.print(what)
-        yield lambda text: None
+
+        def say(text: str) -> None:
+            """News at once; seconds every half a minute."""
+            nonlocal told, shown
+            news = text.rstrip("0123456789 s")
+            if news != told or time.monotonic() - shown > 30:
+                told, shown = news, time.monotonic()
+                if news or time.monotonic() - began > 30:
+                    console.print(f"{what}  {text}")
+
+        yield say
         console.print(f"{what}: {time.monotonic() - began:.1f} s")
 
 

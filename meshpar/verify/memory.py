@@ -43,7 +43,9 @@ def out_of_memory(
             break
     what = "the program's temporaries alone need" if "temporaries" in message else "the program needs"
     figure = f"{what} {gib(needed)}" if needed else "the program does not fit"
-    lines = [f"out of memory on {topology}: {figure}{f', but a device has {gib(capacity)}' if capacity else ''}"]
+    lines = [
+        f"DOES NOT FIT: out of memory on {topology}: {figure}{f', but a device has {gib(capacity)}' if capacity else ''}"
+    ]
     fixes: list[str] = []
     if plan is not None:
         lines += _table(plan)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.plan import Collective
+from meshpar.plan.collectives import Collective
 from meshpar.verify.hlo import HloCollective
 from plan_vs_compiler import (
     Difference,

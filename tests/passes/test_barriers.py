@@ -1,4 +1,4 @@
-"""What a compiler must not choose: of the lowered program, what waits for what, which the program as it was written does not say."""
+"""What a compiler must not choose: of the lowered program, what waits for what, which the program itself does not say."""
 
 import functools
 
@@ -21,7 +21,7 @@ DATA = "data=8"
 
 
 def steps_of(plan, kind):
-    return [step for step in plan.body.walk() if isinstance(step, kind)]
+    return [step for step in plan.body.every if isinstance(step, kind)]
 
 
 # -- loops

@@ -37,7 +37,7 @@ def found(plan):
 
 def rings_of(plan):
     """What is sent block by block beside products, in the order of the steps."""
-    return [s.ring for s in plan.body.walk() if isinstance(s, Reshard | Reduce) and s.ring is not None]
+    return [s.ring for s in plan.body.every if isinstance(s, Reshard | Reduce) and s.ring is not None]
 
 
 def test_a_gather_before_products_and_a_scatter_after_them_are_found():

@@ -42,8 +42,9 @@ class Devices:
         return sorted(mine, key=lambda k: self.number(axes, self.places[k]))
 
     def make(self, move):
-        (gains, loses) = ([i for i in move.dims if longer[i] > shorter[i]] for longer, shorter in (
-            (list(map(len, move.after)), list(map(len, move.before))), (list(map(len, move.before)), list(map(len, move.after)))))  # fmt: skip
+        after, before = ([len(entry) for entry in spec] for spec in (move.after, move.before))
+        gains = [i for i in move.dims if after[i] > before[i]]
+        loses = [i for i in move.dims if after[i] < before[i]]
         new = []
         for k, place in enumerate(self.places):
             group, x = self.group(move.axes, place), self.parts[k]

@@ -1,6 +1,7 @@
 """The steps of plans: in SSA form and in order, for every model, layout and way to overlap."""
 
 import functools
+import itertools
 import warnings
 from types import SimpleNamespace
 
@@ -18,7 +19,18 @@ import meshpar as mp
 from meshpar.passes.overlap import MODES
 from meshpar.plan.planner import planned
 from meshpar.plan.steps import (
-    Barrier, Call, Constant, Loop, Reshard, Run, Shard, Step, free_shards, in_order, readers_of, rewritten,
+    Barrier,
+    Call,
+    Constant,
+    Loop,
+    Reshard,
+    Run,
+    Shard,
+    Step,
+    free_shards,
+    in_order,
+    readers_of,
+    rewritten,
 )  # fmt: skip
 
 # -- every plan
@@ -47,7 +59,9 @@ EXAMPLES = {t.model.split("_")[0] + " " + t.layout: t for t in TRIPLES}
 QUICK = ["llama3 fsdp+tensor+sequence", "mixtral fsdp+expert", "resnet50 data"]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES if n not in QUICK)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES if n not in QUICK)]
+)
 def test_plans_of_examples_are_well_formed(name):
     plan = EXAMPLES[name].plan()
     assert_well_formed(plan)
@@ -103,7 +117,7 @@ def test_copies_float_and_where_a_value_rests_does_not():
 def test_ten_thousand_steps_in_a_row():
     """No recursion: programs are as long as they like."""
     shards = [shard(k) for k in range(10_000)]
-    steps = [step([a], [b]) for a, b in zip(shards, shards[1:], strict=False)]
+    steps = [step([a], [b]) for a, b in itertools.pairwise(shards)]
     assert in_order(steps[::-1]) == tuple(steps)
 
 
@@ -127,7 +141,7 @@ def nested():
 
 def test_a_walk_goes_into_bodies_after_the_step_that_holds_them():
     plan = nested()
-    steps = list(plan.body.walk())
+    steps = list(plan.body.every)
     assert len(steps) == len(set(steps))
     place = {s: k for k, s in enumerate(steps)}
     for outer in steps:
@@ -135,7 +149,7 @@ def test_a_walk_goes_into_bodies_after_the_step_that_holds_them():
             assert all(place[inner] > place[outer] for inner in body.steps)
     (loop,) = [s for s in steps if isinstance(s, Loop)]
     assert loop.body.trips == 3
-    assert {s.op.name for s in loop.body.walk() if isinstance(s, Run)} >= {"dot_general", "tanh"}
+    assert {s.op.name for s in loop.body.every if isinstance(s, Run)} >= {"dot_general", "tanh"}
 
 
 def test_with_calls_has_the_steps_of_calls_in_their_place_and_no_loops_steps():
@@ -153,7 +167,7 @@ def test_what_a_loop_reads_from_outside_is_what_it_says():
         lambda x, w, n: lax.scan(lambda c, y: (jnp.tanh(c @ w) + n, c @ y), x, jnp.ones((3, 4, 2)))[0],
         f32(8, 4), f32(4, 4), f32(), mesh=model.MESH, layout="batch: data; in: data", dims={"x": "batch _", "w": "in _"},
     )  # fmt: skip
-    (loop,) = [s for s in plan.body.walk() if isinstance(s, Loop)]
+    (loop,) = [s for s in plan.body.every if isinstance(s, Loop)]
     free = {s.value.path or s.value.op.name for s in free_shards(loop.body)}
     assert free == {"w", "n"}
     assert set(free_shards(loop.body)) <= {*loop.consts, *loop.hoisted}
@@ -174,12 +188,12 @@ def test_rewriting_nothing_gives_the_very_body():
     seen = []
     assert rewritten(plan.body, lambda body: seen.append(body) or body) is plan.body
     assert seen[-1] is plan.body
-    assert len(seen) == 1 + sum(len(s.bodies) for s in plan.body.walk())
+    assert len(seen) == 1 + sum(len(s.bodies) for s in plan.body.every)
 
 
 def test_a_step_says_what_it_reads_makes_and_sends():
     plan = nested()
-    sends = [c for s in plan.body.walk() for c in s.sends]
+    sends = [c for s in plan.body.every for c in s.sends]
     assert sends == list(plan.collectives)
     assert isinstance(plan.body.steps[0], Step)
-    assert all(s.makes or s.sends or isinstance(s, Run) for s in plan.body.walk())
+    assert all(s.makes or s.sends or isinstance(s, Run) for s in plan.body.every)

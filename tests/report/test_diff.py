@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
+from meshpar.report.diff import Figure
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))
@@ -87,3 +88,9 @@ def test_files(found, tmp_path):
     assert json.loads((tmp_path / "diff.json").read_text()) == json.loads(found.to_json())
     with pytest.raises(mp.UnsupportedError, match=r"\.html, \.json, \.txt"):
         found.save(tmp_path / "diff.png")
+
+
+def test_a_change_from_next_to_nothing_is_no_ratio():
+    assert Figure("sent", 103.0, 1.62e6, "bytes").change == ""
+    assert Figure("sent", 1e6, 3.1e6, "bytes").change == "× 3.1"
+    assert Figure("sent", 1e6, 1.5e6, "bytes").change == "+50.0 %"

@@ -118,3 +118,16 @@ def test_the_largest_values_in_between():
     hidden = next(v for v in largest if v.shape == (LAYERS, BATCH, MLP))
     assert hidden.chips == [("layers", ()), ("batch", ("data",)), ("mlp", ("model",))]
     assert hidden.bytes == LAYERS * BATCH * MLP * 4 / 8
+
+
+def test_what_a_repl_shows_fits_a_screen():
+    """Lines of a REPL's width, and no object's address."""
+    plan = planned("batch: data; mlp: model; embed: data", "data=4, model=2", topology="v5e:2x4")
+    step = mp.jit(globals()["step"], mesh="data=1, model=1", layout="batch: data", dims=DIMS)
+    for thing, most in ((plan, 160), (step, 160), (plan.time, 600), (plan.memory, 600), (plan.collectives[0], 600)):
+        text = repr(thing)
+        assert len(text) <= most, text
+        assert "\n" not in text
+        assert " at 0x" not in text
+    assert "data=4, model=2" in repr(plan)
+    assert "batch: data" in repr(plan)

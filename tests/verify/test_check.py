@@ -260,6 +260,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch: pyte
     assert report.ok
     explained = report.rows[0].explained
     assert explained
+    assert "\nexplained: " in str(report)
     assert all(path.endswith("key_bias") for path in explained)
 
     def wrong_update(eqn: Any, outs: list[Any]) -> list[Any]:

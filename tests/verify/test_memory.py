@@ -36,7 +36,7 @@ def test_figures_of_the_compiler(plan):
     error = out_of_memory(TPU, "v5e:4x4", plan, None)
     assert (error.needed, error.capacity) == (37.29 * GIB, 15.75 * GIB)
     assert error.headline.splitlines()[0] == (
-        "out of memory on v5e:4x4: the program's temporaries alone need 37.29 GiB, but a device has 15.75 GiB"
+        "DOES NOT FIT: out of memory on v5e:4x4: the program's temporaries alone need 37.29 GiB, but a device has 15.75 GiB"
     )
     old = out_of_memory(OLD_TPU, "v5e:4x4", plan, None)
     assert (old.needed, old.capacity) == (18.31 * GIB, 15.75 * GIB)

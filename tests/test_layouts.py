@@ -1,0 +1,61 @@
+"""The known schemes, by name: what they split, on models that have all of their dims and on such as do not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+from meshpar.layouts import PRESETS
+from meshpar.planned import Plan
+
+f32 = jnp.float32
+DIMS = {"w/q": "embed heads head_dim", "w/up": "embed mlp", "w/down": "mlp embed", "x": "batch seq embed"}
+
+
+def step(w, x):
+    def loss(w):
+        y = x + jnp.tanh(x @ w["up"]) @ w["down"]
+        return (y if "q" not in w else jnp.einsum("bse,ehd->bshd", y, w["q"])).var()
+
+    return jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(loss)(w))
+
+
+def planned(layout, mesh: str, heads: bool = True) -> Plan:
+    shapes = {"up": (32, 64), "down": (64, 32)} | ({"q": (32, 8, 4)} if heads else {})
+    w = {k: jax.ShapeDtypeStruct(s, f32) for k, s in shapes.items()}
+    dims = {k: v for k, v in DIMS.items() if heads or k != "w/q"}
+    return mp.plan(step, w, jax.ShapeDtypeStruct((8, 16, 32), f32), mesh=mesh, layout=layout, dims=dims)
+
+
+def test_fsdp_gathers_weights_and_scatters_gradients():
+    plan = planned(mp.layouts.fsdp(), "data=4")
+    assert {h.path: h.spec for h in plan.inputs}["w/up"] == jax.P("data")
+    assert {c.op for c in plan.collectives if "embed" in c.dims} == {"all-gather", "reduce-scatter"}
+
+
+def test_megatron_splits_heads_and_mlp_over_the_axis_it_is_given():
+    specs = {h.path: h.spec for h in planned(mp.layouts.megatron(model="tensor"), "data=2, tensor=4").inputs}
+    assert specs == {
+        "w/q": jax.P(None, "tensor"), "w/up": jax.P(None, "tensor"), "w/down": jax.P("tensor"), "x": jax.P("data"),
+    }  # fmt: skip
+
+
+def test_hsdp_splits_the_batch_over_both_axes_and_weights_over_one():
+    specs = {h.path: h.spec for h in planned(mp.layouts.hsdp(), "replica=2, data=4").inputs}
+    assert specs["x"] == jax.P(("replica", "data"))
+    assert specs["w/up"] == jax.P("data")
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("heads", [True, False])
+def test_each_plans_a_model_that_lacks_some_of_its_dims(name, heads):
+    plan = planned(PRESETS[name](), "replica=1, data=2, model=2, context=2, expert=1", heads)
+    assert plan.inputs[-1].spec[0] is not None, "the batch is split"
+
+
+def test_an_optional_dim_that_is_misspelt_is_an_error():
+    with pytest.raises(mp.UnknownDimError, match="did you mean `embed`"):
+        planned("batch: data; embd?: data", "data=4")
+    with pytest.raises(mp.UnknownDimError):
+        planned("batch: data; kv_heads: data", "data=4")
+    assert planned("batch: data; kv_heads?: data", "data=4", heads=False).inputs
