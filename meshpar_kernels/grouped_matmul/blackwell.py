@@ -39,41 +39,55 @@ LOADER, MULTIPLIER = 0, 1
 """Warps of the first warpgroup."""
 
 
-def _multiply(gpu, stages, steps, step, used, slot_of, barriers, copies, products):
-    """The loads and the products of one tile, each in a warp. `copies(i, stage, barrier)` starts the loads of step i,
-    `products(i, stage, total)` its products; steps count from `step`, slots from `used`."""
+def _multiply(gpu, stages, slot_of, barriers, each_tile, copies, products):
+    """The loads and the products of all tiles, each in a warp that goes through them by itself: so the next tile's operands
+    are on their way while the products of one are still to be started.
+
+    Args:
+      slot_of: number of a slot's use → the slot, and its sums.
+      each_tile: calls a function with what makes up each tile, its steps, and the steps and tiles before it.
+      copies: (tile, i, stage, barrier): starts the loads of step i.
+      products: (tile, i, stage, total): starts its products.
+    """
     full, empty, done, read = barriers
-    slot, total = slot_of(used)
+
+    def load_tile(tile, steps, step, used):
+        del used
+
+        def load(i, _):
+            stage = ring(stages, step + i)
+
+            @pl.when(step + i >= stages)
+            def _():
+                gpu.barrier_wait(empty.at[stage])
+
+            copies(tile, i, stage, full.at[stage])
+
+        lax.fori_loop(0, steps, load, None)
+
+    def multiply_tile(tile, steps, step, used):
+        slot, total = slot_of(used)
+
+        @pl.when((used >= 2) & (steps > 0))
+        def _():
+            gpu.barrier_wait(read.at[slot])
+
+        def product(i, _):
+            stage = ring(stages, step + i)
+            gpu.barrier_wait(full.at[stage])
+            products(tile, i, stage, total)
+            gpu.tcgen05_commit_arrive(empty.at[stage])
+
+        lax.fori_loop(0, steps, product, None)
+
+        @pl.when(steps > 0)
+        def _():
+            gpu.tcgen05_commit_arrive(done.at[slot])
 
     @gpu.warp_map
     def _(warp):
-        @pl.when(warp == LOADER)
-        def _():
-            def load(i, _):
-                stage = ring(stages, step + i)
-
-                @pl.when(step + i >= stages)
-                def _():
-                    gpu.barrier_wait(empty.at[stage])
-
-                copies(i, stage, full.at[stage])
-
-            lax.fori_loop(0, steps, load, None)
-
-        @pl.when(warp == MULTIPLIER)
-        def _():
-            @pl.when(used >= 2)
-            def _():
-                gpu.barrier_wait(read.at[slot])
-
-            def product(i, _):
-                stage = ring(stages, step + i)
-                gpu.barrier_wait(full.at[stage])
-                products(i, stage, total)
-                gpu.tcgen05_commit_arrive(empty.at[stage])
-
-            lax.fori_loop(0, steps, product, None)
-            gpu.tcgen05_commit_arrive(done.at[slot])
+        pl.when(warp == LOADER)(lambda: each_tile(load_tile))
+        pl.when(warp == MULTIPLIER)(lambda: each_tile(multiply_tile))
 
 
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_sms):
@@ -91,23 +105,33 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_s
         slot = lax.rem(used, jnp.int32(2))
         return slot, sums.at[:, pl.ds(slot * (halves * tile.n), halves * tile.n)]
 
-    def multiply(row, g, column, step, used):
-        def copies(i, stage, barrier):
-            inner = pl.ds(i * tile.k, tile.k)
-            gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[stage], barrier)
-            for half in range(halves):
-                outer = pl.ds(half * n + column * tile.n, tile.n)
-                here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
-                gpu.copy_gmem_to_smem(rhs.at[here], rhs_smem.at[stage, half], barrier)
+    def each_tile(work):
+        """`work` on (visit, column) of each tile, its steps (0 for one of no group), and the steps and live tiles before."""
 
-        def products(i, stage, total):
-            for half in range(halves):
-                weights = rhs_smem.at[stage, half]
-                weights = _compat.transpose_ref(weights) if transpose_rhs else weights
-                there = total.at[:, pl.ds(half * tile.n, tile.n)]
-                gpu.tcgen05_mma(there, lhs_smem.at[stage], weights, accumulate=i > 0)
+        def one(i, before):
+            step, used = before
+            visit, column = place(multiprocessor + i * num_sms, visits, columns)
+            steps = live[visit] * pl.cdiv(k, tile.k)
+            work((visit, column), steps, step, used)
+            return step + steps, used + live[visit]
 
-        _multiply(gpu, stages, pl.cdiv(k, tile.k), step, used, slot_of, (full, empty, done, read), copies, products)
+        lax.fori_loop(0, mine, one, (jnp.int32(0), jnp.int32(0)))
+
+    def copies(tile_at, i, stage, barrier):
+        visit, column = tile_at
+        inner, g = pl.ds(i * tile.k, tile.k), group[visit]
+        gpu.copy_gmem_to_smem(lhs.at[pl.ds(first[visit], tile.m), inner], lhs_smem.at[stage], barrier)
+        for half in range(halves):
+            outer = pl.ds(half * n + column * tile.n, tile.n)
+            here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
+            gpu.copy_gmem_to_smem(rhs.at[here], rhs_smem.at[stage, half], barrier)
+
+    def products(_, i, stage, total):
+        for half in range(halves):
+            weights = rhs_smem.at[stage, half]
+            weights = _compat.transpose_ref(weights) if transpose_rhs else weights
+            there = total.at[:, pl.ds(half * tile.n, tile.n)]
+            gpu.tcgen05_mma(there, lhs_smem.at[stage], weights, accumulate=i > 0)
 
     def sums_of(row, total, left, width):
         """Columns of the result, from tensor memory."""
@@ -155,29 +179,26 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_s
     def zeros(_, width):
         return gpu.layout_cast(jnp.zeros((tile.m, width), out.dtype), gpu.Layout.TCGEN05)
 
-    def each_tile(i, carry):
-        step, used = carry
-        visit, column = place(multiprocessor + i * num_sms, visits, columns)
+    def write_tile(tile_at, steps, step, used):
+        del steps, step
+        visit, column = tile_at
         row, alive = first[visit], live[visit] > 0
 
-        @pl.when((warpgroup == 0) & alive)
-        def _():
-            multiply(row, group[visit], column, step, used)
-
-        @pl.when((warpgroup == 1) & alive)
+        @pl.when(alive)
         def _():
             write_sums(row, column, low[visit], high[visit], used)
 
-        @pl.when((warpgroup == 1) & ~alive)
+        @pl.when(~alive)
         def _():
             write(row, column, low[visit], high[visit], zeros)
 
-        return step + live[visit] * pl.cdiv(k, tile.k), used + live[visit]
-
-    lax.fori_loop(0, mine, each_tile, (jnp.int32(0), jnp.int32(0)))
+    @pl.when(warpgroup == 0)
+    def _():
+        _multiply(gpu, stages, slot_of, (full, empty, done, read), each_tile, copies, products)
 
     @pl.when(warpgroup == 1)
     def _():
+        each_tile(write_tile)
         gpu.wait_smem_to_gmem(0)
 
 
@@ -249,25 +270,40 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         slot = lax.rem(used, jnp.int32(2))
         return slot, sums.at[:, pl.ds(slot * tile.n, tile.n)]
 
-    def multiply(strip, column, rows, step, used):
-        def copies(i, stage, barrier):
-            here = pl.ds(rows.first + i * tile.k, tile.k)
-            gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
-            gpu.copy_gmem_to_smem(rhs.at[here, pl.ds(column * tile.n, tile.n)], rhs_smem.at[stage], barrier)
+    def each_tile(work):
+        """`work` on (group, strip, column, its rows) of each tile, its steps, and the steps and live tiles before."""
 
-        def products(i, stage, total):
-            low, high = rows.span(i, tile.k)
+        def one(i, before):
+            step, used = before
+            number = multiprocessor + i * num_sms
+            group = lax.div(number, jnp.int32(high * wide))
+            strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
+            rows = GroupRows.of(bounds, group, tile.k)
+            work((group, strip, column, rows), rows.steps, step, used)
+            return step + rows.steps, used + (rows.steps > 0).astype(jnp.int32)
 
-            @pl.when((low > 0) | (high < tile.k))
-            def _():
-                gpu.barrier_wait(masked.at[stage])
+        lax.fori_loop(0, mine, one, (jnp.int32(0), jnp.int32(0)))
 
-            left = _compat.transpose_ref(lhs_smem.at[stage])
-            gpu.tcgen05_mma(total, left, rhs_smem.at[stage], accumulate=i > 0)
+    def copies(tile_at, i, stage, barrier):
+        _, strip, column, rows = tile_at
+        here = pl.ds(rows.first + i * tile.k, tile.k)
+        gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
+        gpu.copy_gmem_to_smem(rhs.at[here, pl.ds(column * tile.n, tile.n)], rhs_smem.at[stage], barrier)
 
-        _multiply(gpu, stages, rows.steps, step, used, slot_of, (full, empty, done, read), copies, products)
+    def products(tile_at, i, stage, total):
+        low, high = tile_at[-1].span(i, tile.k)
 
-    def mask(rows, step):
+        @pl.when((low > 0) | (high < tile.k))
+        def _():
+            gpu.barrier_wait(masked.at[stage])
+
+        left = _compat.transpose_ref(lhs_smem.at[stage])
+        gpu.tcgen05_mma(total, left, rhs_smem.at[stage], accumulate=i > 0)
+
+    def mask_tile(tile_at, steps, step, used):
+        del steps, used
+        rows = tile_at[-1]
+
         def one(i, _):
             stage = ring(stages, step + i)
             low, high = rows.span(i, tile.k)
@@ -308,38 +344,31 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     def zeros(_, width):
         return gpu.layout_cast(jnp.zeros((tile.m, width), out.dtype), gpu.Layout.TCGEN05)
 
-    def each_tile(i, carry):
-        step, used = carry
-        number = multiprocessor + i * num_sms
-        group = lax.div(number, jnp.int32(high * wide))
-        strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
-        rows = GroupRows.of(bounds, group, tile.k)
-        alive = rows.steps > 0
+    def write_tile(tile_at, steps, step, used):
+        del step
+        group, strip, column, _ = tile_at
         target = out.at[group, pl.ds(strip * tile.m, tile.m)]
 
-        @pl.when((warpgroup == 0) & alive)
-        def _():
-            multiply(strip, column, rows, step, used)
-
-        @pl.when((warpgroup == 1) & alive)
+        @pl.when(steps > 0)
         def _():
             write_sums(target, column, used)
 
-        @pl.when((warpgroup == 1) & ~alive)
+        @pl.when(steps == 0)
         def _():
             write(target, column, zeros)
 
-        @pl.when((warpgroup == 2) & alive)
-        def _():
-            mask(rows, step)
-
-        return step + rows.steps, used + alive.astype(jnp.int32)
-
-    lax.fori_loop(0, mine, each_tile, (jnp.int32(0), jnp.int32(0)))
+    @pl.when(warpgroup == 0)
+    def _():
+        _multiply(gpu, stages, slot_of, (full, empty, done, read), each_tile, copies, products)
 
     @pl.when(warpgroup == 1)
     def _():
+        each_tile(write_tile)
         gpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == 2)
+    def _():
+        each_tile(mask_tile)
 
 
 def grouped_matmul_transpose(
