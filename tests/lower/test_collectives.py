@@ -23,7 +23,7 @@ from meshpar.verify.hlo import collectives
 
 
 def assert_reshards(mesh, pairs, shape, dtype=np.int32):
-    """Every pair in one program: each device's part is the one it should have, and the compiled text sends the bytes of the moves."""
+    """Every pair in one program: every shard arrives, and the compiled text sends the bytes of the moves."""
     mesh = mp.mesh(mesh)
     sizes = dict(mesh.shape)
     arrays = [np.arange(math.prod(shape), dtype=dtype).reshape(shape) + k for k in range(len(pairs))]
@@ -138,7 +138,11 @@ def test_a_mesh_that_is_factored_over_the_torus(apart):
 def test_terms_are_combined(kind, dtype, together):
     """What no collective combines (products, bits) is gathered first."""
     mesh = mp.mesh("a=2, b=2, c=2")
-    terms = np.random.default_rng(0).integers(0 if dtype == np.bool_ else 1, 2 if dtype == np.bool_ else 6, (4, 6)).astype(dtype)
+    terms = (
+        np.random.default_rng(0)
+        .integers(0 if dtype == np.bool_ else 1, 2 if dtype == np.bool_ else 6, (4, 6))
+        .astype(dtype)
+    )
     run = jax.shard_map(
         lambda x: combined(x[0], ((),), [], ("a", "c"), kind, Grid(mesh.shape, {})), mesh=mesh,
         in_specs=jax.P(("a", "c")), out_specs=jax.P(), check_vma=False,

@@ -59,7 +59,6 @@ def sharded(fn, **options):
     return mp.jit(fn, mesh=mp.mesh(MESH), lowering="shard_map", **{**LOSS, **options})
 
 
-
 def over_weights(fn):
     """Of several weights, as an ensemble has them."""
     return jax.vmap(jax.grad(fn), (0, None))
@@ -186,8 +185,11 @@ def test_through_large_products_in_order():
 
     run = mp.jit(f, mesh=mp.mesh("data=8"), layout="batch: data; embed: data", dims=DIMS, lowering="shard_map")
     assert any(isinstance(s, Barrier) and s.after for s in run.plan(w, v, x).body.walk())
-    found, expected = (jax.grad(lambda *a: sum((y**2).sum() for y in g(*a)))(w, v, x) for g in (run, f))
-    assert_same(found, expected)
+
+    def gradient(fn):
+        return jax.grad(lambda *args: sum((y**2).sum() for y in fn(*args)))(w, v, x)
+
+    assert_same(gradient(run), gradient(f))
 
 
 def test_through_rings():
@@ -269,9 +271,7 @@ def test_the_derivative_of_a_transform_that_is_scattered():
     def f(x):
         return (abs(jnp.fft.fft(x) + 1.5j) * jnp.arange(8.0),)
 
-    assert_derivatives(
-        f, exact(8, 8), layout="b: data+model", dims={"x": "_ b"}, mesh="data=2, model=4", forward=False
-    )
+    assert_derivatives(f, exact(8, 8), layout="b: data+model", dims={"x": "_ b"}, mesh="data=2, model=4", forward=False)
 
 
 # -- functions with derivatives of their own

@@ -1,6 +1,7 @@
 """The shard_map lowering: the same numbers as the unsharded run, and exactly the collectives that the plan lists."""
 
 import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -253,11 +254,9 @@ def test_what_cannot_run_inside_shard_map_says_so():
 # -- an axis that runs along several torus dimensions
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "topology"), [("staged", "v5p:2x2x2"), ("hierarchical", "2x v5p:2x2x1")]
-)
+@pytest.mark.parametrize(("algorithm", "topology"), [("staged", "v5p:2x2x2"), ("hierarchical", "2x v5p:2x2x1")])
 def test_scatters_are_made_as_the_plan_says(algorithm, topology):
-    """A reduce-scatter goes over one torus dimension after the other, inside slices before it crosses them; the user's mesh stays."""
+    """Over one torus dimension after the other, inside slices before it crosses them; the user's mesh stays."""
 
     def step(p, x):
         loss, grads = jax.value_and_grad(lambda p: (jnp.tanh(x @ p["w"]) @ p["v"]).sum())(p)
@@ -265,7 +264,9 @@ def test_scatters_are_made_as_the_plan_says(algorithm, topology):
 
     args = {"w": normal(64, 2048), "v": normal(2048, 64)}, normal(16, 64)
     dims = {"p/w": "embed mlp", "p/v": "mlp embed", "x": "batch embed"}
-    plan = mp.plan(step, *args, mesh="data=8", topology=topology, layout="batch: data; embed: data", dims=dims, overlap="off")
+    plan = mp.plan(
+        step, *args, mesh="data=8", topology=topology, layout="batch: data; embed: data", dims=dims, overlap="off"
+    )
     assert {c.algorithm for c in plan.collectives if c.op == "reduce-scatter"} == {algorithm}
     assert {c.algorithm for c in plan.collectives if c.op != "reduce-scatter"} == {"native"}
 
@@ -391,7 +392,9 @@ def test_generator_bits_and_triangular_systems():
     same(step, X, W, layout=LAYOUTS[1], dims=dims, meshes=MESHES[:1])
     plan = assert_sends_the_plan(step, X, W, layout="batch: data", dims=dims)
     solves = [op for op in plan.program.root.walk() if op.name == "triangular_solve"]
-    assert {plan.placements[op.outs[0]].made.spec for op in solves} == {((), ("data",))}  # the right-hand sides stay split
+    assert {plan.placements[op.outs[0]].made.spec for op in solves} == {
+        ((), ("data",))
+    }  # the right-hand sides stay split
 
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])

@@ -1,4 +1,4 @@
-"""What a compiler must not choose: of the lowered program, what waits for what, which the program as it was written does not say."""
+"""What a compiler must not choose: what waits for what in the lowered program, and did not in the program as it was written."""
 
 import functools
 
@@ -63,7 +63,11 @@ def sum_then_loop(w, x, y):
     return w - 0.1 * g, lax.scan(lambda c, _: (jnp.tanh(c), None), y, None, length=2)[0]
 
 
-SUM = {"layout": "batch: data; embed: data", "dims": {"w": "embed mlp", "x": "batch embed", "y": "batch _"}, "mesh": DATA}
+SUM = {
+    "layout": "batch: data; embed: data",
+    "dims": {"w": "embed mlp", "x": "batch embed", "y": "batch _"},
+    "mesh": DATA,
+}
 
 
 @pytest.mark.parametrize(("width", "waited"), [(4096, 1), (2048, 0)])

@@ -42,8 +42,8 @@ class Devices:
         return sorted(mine, key=lambda k: self.number(axes, self.places[k]))
 
     def make(self, move):
-        (gains, loses) = ([i for i in move.dims if longer[i] > shorter[i]] for longer, shorter in (
-            (list(map(len, move.after)), list(map(len, move.before))), (list(map(len, move.before)), list(map(len, move.after)))))  # fmt: skip
+        gains = [i for i in move.dims if len(move.after[i]) > len(move.before[i])]
+        loses = [i for i in move.dims if len(move.after[i]) < len(move.before[i])]
         new = []
         for k, place in enumerate(self.places):
             group, x = self.group(move.axes, place), self.parts[k]

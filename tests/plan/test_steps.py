@@ -1,6 +1,7 @@
 """The steps of plans: in SSA form and in order, for every model, layout and way to overlap."""
 
 import functools
+import itertools
 import warnings
 from types import SimpleNamespace
 
@@ -18,7 +19,18 @@ import meshpar as mp
 from meshpar.passes.overlap import MODES
 from meshpar.plan.planner import planned
 from meshpar.plan.steps import (
-    Barrier, Call, Constant, Loop, Reshard, Run, Shard, Step, free_shards, in_order, readers_of, rewritten,
+    Barrier,
+    Call,
+    Constant,
+    Loop,
+    Reshard,
+    Run,
+    Shard,
+    Step,
+    free_shards,
+    in_order,
+    readers_of,
+    rewritten,
 )  # fmt: skip
 
 # -- every plan
@@ -47,7 +59,9 @@ EXAMPLES = {t.model.split("_")[0] + " " + t.layout: t for t in TRIPLES}
 QUICK = ["llama3 fsdp+tensor+sequence", "mixtral fsdp+expert", "resnet50 data"]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES if n not in QUICK)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLES if n not in QUICK)]
+)
 def test_plans_of_examples_are_well_formed(name):
     plan = EXAMPLES[name].plan()
     assert_well_formed(plan)
@@ -103,7 +117,7 @@ def test_copies_float_and_where_a_value_rests_does_not():
 def test_ten_thousand_steps_in_a_row():
     """No recursion: programs are as long as they like."""
     shards = [shard(k) for k in range(10_000)]
-    steps = [step([a], [b]) for a, b in zip(shards, shards[1:], strict=False)]
+    steps = [step([a], [b]) for a, b in itertools.pairwise(shards)]
     assert in_order(steps[::-1]) == tuple(steps)
 
 
