@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from arrays import F32, f32
 
 import meshpar as mp
 from meshpar.cost.flight import ahead_of, in_flight, waits_for_the_end
@@ -12,11 +13,6 @@ from meshpar.cost.memory import kinds_of
 from meshpar.hardware.chips import CHIPS
 
 ROWS, EMBED, MLP = 16, 32, 64
-F32 = 4
-
-
-def array(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def loss(params, x):
@@ -27,12 +23,12 @@ def step(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
 
 
-PARAMS = {"up": array(EMBED, MLP), "down": array(MLP, EMBED)}
+PARAMS = {"up": f32(EMBED, MLP), "down": f32(MLP, EMBED)}
 DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
 
 
 def planned(fn, layout="batch: data; embed: data"):
-    return mp.plan(fn, PARAMS, array(ROWS, EMBED), mesh="data=4", topology="v5e:2x2", layout=layout, dims=DIMS)
+    return mp.plan(fn, PARAMS, f32(ROWS, EMBED), mesh="data=4", topology="v5e:2x2", layout=layout, dims=DIMS)
 
 
 def beside(plan):
@@ -82,10 +78,10 @@ def scanned(params, x):
 
 def test_blocks_of_gradients_are_left_to_the_end_of_a_loop_where_collectives_run_beside_it():
     layers, rows = 3, 4096
-    params = {"up": array(layers, EMBED, MLP), "down": array(layers, MLP, EMBED)}
+    params = {"up": f32(layers, EMBED, MLP), "down": f32(layers, MLP, EMBED)}
     dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": "batch embed"}
     how = {"mesh": "data=16, model=16", "topology": "v5e:16x16", "layout": "batch: data; embed: data", "dims": dims}
-    plan = mp.plan(scanned, params, array(rows, EMBED), overlap="ring", **how)
+    plan = mp.plan(scanned, params, f32(rows, EMBED), overlap="ring", **how)
     other = replace(plan, chip=replace(plan.chip, waits=CHIPS["v5p"].waits))
 
     loops = [r for k in kernels_of(plan).kernels for r in k.regions]

@@ -130,18 +130,15 @@ def plan_of(fn, *shapes, **kwargs):
     return mp.plan(fn, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes), **kwargs)
 
 
+def volume(plan, c):
+    return volume_of(c.op, c.bytes, math.prod(plan.sizes[a] for a in c.axes))
+
+
 def parts(plan):
     """(seconds of products, seconds of collectives) at peak rates."""
     chip = plan.chip.ideal()
     sent = sum(
-        seconds_of(
-            c.op,
-            volume_of(c.op, c.bytes, math.prod(plan.sizes[a] for a in c.axes)),
-            [s for a in c.axes for s in plan.torus[a]],
-            chip,
-            c.algorithm,
-        )
-        * c.count
+        seconds_of(c.op, volume(plan, c), [s for a in c.axes for s in plan.torus[a]], chip, c.algorithm) * c.count
         for c in plan.collectives
     )
     return time_of(dataclasses.replace(plan, chip=chip)).compute, sent

@@ -1,4 +1,4 @@
-"""Programs under the "shard_map" lowering: what they compute, and which collectives are in them, beside those of the plan."""
+"""Programs as they are lowered: what they compute, and which collectives are in them, beside those of the plan."""
 
 import math
 from collections import Counter
@@ -16,11 +16,11 @@ KINDS = {
 }  # fmt: skip
 
 
-def same(fn, *args, layout, dims, meshes=MESHES, **kwargs):
-    """The numbers of the unsharded run, on all of these meshes."""
-    report = mp.check(fn, *args, layouts=[layout], meshes=meshes, dims=dims, lowerings=("shard_map",), **kwargs)
+def same(fn, *args, layout, dims, meshes=MESHES, lowerings=("shard_map",), **kwargs):
+    """The numbers of the unsharded run, on all of these meshes, under these lowerings."""
+    report = mp.check(fn, *args, layouts=[layout], meshes=meshes, dims=dims, lowerings=lowerings, **kwargs)
     assert report.ok
-    assert len(report.rows) == len(meshes)
+    assert len(report.rows) == len(meshes) * len(lowerings)
 
 
 def equations(jaxpr, times=1):

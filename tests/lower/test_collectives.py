@@ -23,7 +23,7 @@ from meshpar.verify.hlo import collectives
 
 
 def assert_reshards(mesh, pairs, shape, dtype=np.int32):
-    """Every pair in one program: each device's part is the one it should have, and the compiled text sends the moves' bytes."""
+    """Every pair in one program: every shard arrives, and the compiled text sends the bytes of the moves."""
     mesh = mp.mesh(mesh)
     sizes = dict(mesh.shape)
     arrays = [np.arange(math.prod(shape), dtype=dtype).reshape(shape) + k for k in range(len(pairs))]

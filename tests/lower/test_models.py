@@ -1,16 +1,15 @@
 """Train steps of the families of models that people run: the numbers of the unsharded run, under both lowerings."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import lowered
 import numpy as np
 import optax
 import pytest
 from jax import lax
 
-import meshpar as mp
-
-MESHES = ["data=2, model=4", "data=2, model=2, idle=2"]
-LOWERINGS = ("shard_map", "jit")
 RNG = np.random.default_rng(0)
 
 
@@ -23,10 +22,9 @@ def normal(*shape, scale=None):
     return (RNG.normal(size=shape) * scale).astype(np.float32)
 
 
-def same(fn, *args, layout, dims, meshes=MESHES, lowerings=LOWERINGS, **kwargs):
-    report = mp.check(fn, *args, layouts=[layout], meshes=meshes, dims=dims, lowerings=lowerings, **kwargs)
-    assert report.ok
-    assert len(report.rows) == len(meshes) * len(lowerings)
+same = functools.partial(
+    lowered.same, meshes=["data=2, model=4", "data=2, model=2, idle=2"], lowerings=("shard_map", "jit")
+)
 
 
 def conv(x, w, stride=1, groups=1):

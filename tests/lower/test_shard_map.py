@@ -256,7 +256,7 @@ def test_what_cannot_run_inside_shard_map_says_so():
 
 @pytest.mark.parametrize(("algorithm", "topology"), [("staged", "v5p:2x2x2"), ("hierarchical", "2x v5p:2x2x1")])
 def test_scatters_are_made_as_the_plan_says(algorithm, topology):
-    """A reduce-scatter goes over one torus dimension after the other, inside slices before it crosses them."""
+    """Over one torus dimension after the other, inside slices before it crosses them; the user's mesh stays."""
 
     def step(p, x):
         loss, grads = jax.value_and_grad(lambda p: (jnp.tanh(x @ p["w"]) @ p["v"]).sum())(p)

@@ -1,4 +1,4 @@
-"""What a compiler must not choose: of the lowered program, what waits for what, which the program itself does not say."""
+"""What a compiler must not choose: what waits for what in the lowered program, and did not in the program as it was written."""
 
 import functools
 

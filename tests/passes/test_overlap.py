@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import planned_transformer as model
 import pytest
+from arrays import bf16
 
 import meshpar as mp
 from meshpar.plan.steps import GatherRing, Reduce, Reshard
@@ -18,16 +19,12 @@ MLP_DIMS = {"x": "batch seq embed", "up": "embed mlp", "down": "mlp embed"}
 SLICE = {"mesh": "data=16, model=16", "topology": "v5e:16x16"}
 
 
-def weight(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def mlp(x, up, down):
     return jax.nn.relu((x - x.mean(-1, keepdims=True)) @ up) @ down
 
 
 def mlp_plan(overlap, width=14336, batch=64, seq=2048, embed=4096, layout=MLP, **where):
-    args = weight(batch, seq, embed), weight(embed, width), weight(width, embed)
+    args = bf16(batch, seq, embed), bf16(embed, width), bf16(width, embed)
     return mp.plan(mlp, *args, layout=layout, dims=MLP_DIMS, overlap=overlap, **{**SLICE, **where})
 
 
@@ -113,7 +110,7 @@ def test_sums_of_gradients_are_each_on_their_own():
     def step(x, w):
         return jax.grad(lambda w: ((x @ w) ** 2).sum().astype(jnp.float32))(w)
 
-    args = weight(64, 2048, 4096), weight(4096, 14336)
+    args = bf16(64, 2048, 4096), bf16(4096, 14336)
     plan = mp.plan(step, *args, layout="batch: data; embed: data", dims={"x": "batch seq embed", "w": "embed mlp"}, overlap="auto",
                    **SLICE)  # fmt: skip
     assert [(o.kind, o.choice) for o in plan.overlaps if o.exposed["xla"] == 0] == [("gather", "xla")]
@@ -233,7 +230,7 @@ def test_beside_a_hop_a_device_of_two_cores_runs_one_product():
         x = x - x.mean(-1, keepdims=True)
         return x @ up, x @ gate
 
-    args = weight(256, 2048, 4096), *[weight(4096, 14336)] * 2
+    args = bf16(256, 2048, 4096), *[bf16(4096, 14336)] * 2
     dims = {"x": "batch seq embed", "up": "embed mlp", "gate": "embed mlp"}
     where = {k: v for k, v in MEGACORE.items() if k != "batch"}
     (o,) = mp.plan(two, *args, layout=MLP, dims=dims, overlap="ring", **where).overlaps
@@ -253,7 +250,7 @@ APART = {"x": "batch seq embed", "up": "embed mlp", "y": "batch lines embed", "v
 
 
 def apart(deep, batch=64, **where):
-    args = weight(batch, 2048, 4096), weight(4096, 14336), weight(batch, 2048, 4096), weight(4096, deep)
+    args = bf16(batch, 2048, 4096), bf16(4096, 14336), bf16(batch, 2048, 4096), bf16(4096, deep)
     (found,) = mp.plan(one_apart, *args, layout=MLP, dims=APART, overlap="auto", **where).overlaps
     return found
 
@@ -346,7 +343,7 @@ def test_kernels_of_one_kind_run_over_different_axes():
     def two(x, w, y, v):
         return x @ w, y @ v
 
-    args = [weight(8192, 1024), weight(1024, 4096)] * 2
+    args = [bf16(8192, 1024), bf16(1024, 4096)] * 2
     dims = {"x": "rows embed", "w": "embed mlp", "y": "lines width", "v": "width deep"}
     plan = mp.plan(two, *args, layout="rows: model; mlp: model; lines: data; deep: data", dims=dims,
                    overlap="pallas", **SLICE)  # fmt: skip

@@ -42,9 +42,8 @@ class Devices:
         return sorted(mine, key=lambda k: self.number(axes, self.places[k]))
 
     def make(self, move):
-        after, before = ([len(entry) for entry in spec] for spec in (move.after, move.before))
-        gains = [i for i in move.dims if after[i] > before[i]]
-        loses = [i for i in move.dims if after[i] < before[i]]
+        gains = [i for i in move.dims if len(move.after[i]) > len(move.before[i])]
+        loses = [i for i in move.dims if len(move.after[i]) < len(move.before[i])]
         new = []
         for k, place in enumerate(self.places):
             group, x = self.group(move.axes, place), self.parts[k]

@@ -8,16 +8,13 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from arrays import f32
 from jax import export, lax
 
 import meshpar as mp
 from meshpar.dims import format_dims
 
 MESH = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def f32(*sizes: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
 def i32(*sizes: int) -> jax.ShapeDtypeStruct:

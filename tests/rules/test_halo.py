@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +17,7 @@ RNG = np.random.default_rng(0)
 MESHES = {"data=4, model=2": "rows: data; columns: model", "data=2, model=2, idle=2": "rows: data+model"}
 
 
-def normal(*shape):
-    return RNG.normal(size=shape).astype(np.float32)
+normal = functools.partial(arrays.normal, RNG)
 
 
 def conv(taps, stride=1, padding="SAME", **kw):

@@ -1,7 +1,9 @@
 """Lookups along a dim that is split: an embedding, the logits of the targets."""
 
+import functools
 from collections import Counter
 
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,7 @@ RNG = np.random.default_rng(1)
 LOWERINGS = ["shard_map", "jit"]
 
 
-def normal(*shape):
-    return RNG.normal(size=shape).astype(np.float32)
+normal = functools.partial(arrays.normal, RNG)
 
 
 def loss(p, tokens):

@@ -1,5 +1,8 @@
 """Linear algebra on matrices, batches and right-hand sides that are split: numbers of NumPy."""
 
+import functools
+
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +19,7 @@ MESHES = {
 }
 
 
-def normal(*shape):
-    return RNG.normal(size=shape).astype(np.float32)
+normal = functools.partial(arrays.normal, RNG)
 
 
 def run(step, *args, mesh, layout, dims, lowering):

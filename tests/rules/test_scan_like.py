@@ -1,5 +1,8 @@
 """Running sums along a dim that is split: numbers of the unsharded run, and only totals of blocks are sent."""
 
+import functools
+
+import arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +17,7 @@ MESHES = {"data=4, model=2": "seq: data", "data=2, model=2, idle=2": "seq: data+
 LOWERINGS = ["shard_map", "jit"]
 
 
-def normal(*shape):
-    return RNG.normal(size=shape).astype(np.float32)
+normal = functools.partial(arrays.normal, RNG)
 
 
 def with_gradient(fn):
