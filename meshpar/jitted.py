@@ -140,6 +140,10 @@ def _with_statics(
     return tuple(places.get(i, x) for i, x in enumerate(args)), {**kwargs, **names}
 
 
+_NOT_NUMBERS = tuple("OUSMm")
+"""NumPy's kinds of dtypes for objects, texts and dates."""
+
+
 def _leaf_key(x: Any) -> Hashable:
     """What a program depends on of a leaf: (shape, dtype, weak type); the type of a Python number; anything else whole."""
     aval = getattr(x, "aval", None)
@@ -148,7 +152,7 @@ def _leaf_key(x: Any) -> Hashable:
     if isinstance(x, bool | int | float | complex):
         return type(x), jax.dtypes.canonicalize_dtype(type(x))
     dtype = getattr(x, "dtype", None)
-    if dtype is None or np.dtype(object) == dtype or not hasattr(x, "shape"):
+    if dtype is None or not hasattr(x, "shape") or getattr(dtype, "kind", None) in _NOT_NUMBERS:
         return _Fixed(x)
     return (
         tuple(x.shape),
@@ -213,7 +217,7 @@ def _no_array(path: str, value: Any) -> UnsupportedError:
         if not rest
         else "take it out of the tree, and pass it as a static argument"
     )
-    return UnsupportedError(f"{path}: {_described(value)} is no array", path=path, fixes=[fix])
+    return UnsupportedError(f"{path}: {_described(value)} is no JAX array", path=path, fixes=[fix])
 
 
 def _check_fixed(tree: Any, argument_path: Callable[[int], tuple[str, ...]] | None = None) -> None:
@@ -229,7 +233,7 @@ def _check_fixed(tree: Any, argument_path: Callable[[int], tuple[str, ...]] | No
                 names = [*(argument_path(int(names[1])) if names[0] == "0" else names[1:2]), *names[2:]]
             path = "/".join(names) or "the result"
             if argument_path is None:
-                raise UnsupportedError(f"{path}: a function returns arrays, and {_described(x)} is none", path=path)
+                raise UnsupportedError(f"{path}: a function returns JAX arrays, and {_described(x)} is none", path=path)
             raise _no_array(path, x)
 
 
@@ -390,7 +394,7 @@ class Jitted(Generic[P, R]):
     # -- what users call
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not (self._graph or self._init or jit_disabled() or in_explicit_mesh()):
+        if self._entries and not (self._graph or self._init or jit_disabled() or in_explicit_mesh()):
             call = self._call(args, kwargs)
             try:
                 entry = self._entries.get(call.key)

@@ -397,10 +397,11 @@ def test_nothing_is_silently_replicated():
 @pytest.mark.parametrize(
     ("value", "path", "says"),
     [
-        ("abc", "extra", "the text 'abc' is no array"),
-        ({"a": ["abc"]}, "extra/a/0", "the text 'abc' is no array"),
-        (np.array([None, "q"], object), "extra", "an array of object is no array"),
-        ({"b": object()}, "extra/b", "a object is no array"),
+        ("abc", "extra", "the text 'abc' is no JAX array"),
+        ({"a": ["abc"]}, "extra/a/0", "the text 'abc' is no JAX array"),
+        (np.array([None, "q"], object), "extra", "an array of object is no JAX array"),
+        (np.array(["abc"]), "extra", "an array of <U3 is no JAX array"),
+        ({"b": object()}, "extra/b", "a object is no JAX array"),
     ],
 )
 def test_arguments_that_are_no_arrays(value, path, says):
@@ -414,7 +415,7 @@ def test_arguments_that_are_no_arrays(value, path, says):
 def test_results_that_are_no_arrays():
     step = mp.jit(lambda x: {"x": x, "name": "abc"}, mesh=mp.mesh("data=8"), layout="")
     assert text(mp.UnsupportedError, step, np.ones((8, 2))).startswith(
-        "name: a function returns arrays, and the text 'abc'"
+        "name: a function returns JAX arrays, and the text 'abc'"
     )
 
 
