@@ -153,7 +153,7 @@ def _leaf_key(x: Any) -> Hashable:
     if isinstance(x, bool | int | float | complex):
         return type(x), jax.dtypes.canonicalize_dtype(type(x))
     dtype = getattr(x, "dtype", None)
-    if dtype is None or np.dtype(object) == dtype or not hasattr(x, "shape"):
+    if dtype is None or not hasattr(x, "shape") or getattr(dtype, "kind", None) in _NOT_NUMBERS:
         return _Fixed(x)
     return (
         tuple(x.shape),
