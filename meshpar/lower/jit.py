@@ -1,4 +1,4 @@
-"""The ``"jit"`` lowering: the program with sharding constraints where the plan moves or settles something; XLA partitions.
+"""The ``"jit"`` lowering: the program with sharding constraints where the plan reshards or reduces something; XLA partitions.
 
 Convolutions that are split are partitioned here, by a ``shard_map`` around the op: XLA's partitioner multiplies some of
 their gradients by the size of an idle mesh axis.
