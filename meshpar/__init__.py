@@ -11,6 +11,7 @@ from .accumulate import accumulate
 from .api import Jitted, init, jit, plan
 from .attention import attention
 from .errors import (
+    AgreementError,
     AxisConflictError,
     CheckError,
     CompilerError,
@@ -18,11 +19,13 @@ from .errors import (
     JoinError,
     JoinWarning,
     LayoutSyntaxError,
+    LostProcessError,
     MeshError,
     MeshparError,
     OutOfMemoryError,
     PatternError,
     RankError,
+    StuckProcessError,
     TargetError,
     TorusWarning,
     UnknownAxisError,
@@ -33,6 +36,7 @@ from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
 from .plan.collectives import Collective
 from .plan.plan import Plan
+from .pods.start import distributed
 from .precision import Precision
 from .program.declare import kernel_rule
 from .program.kernels import KernelSend, KernelWork
@@ -43,6 +47,7 @@ from .verify.check import check
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgreementError",
     "AxisConflictError",
     "CheckError",
     "Collective",
@@ -56,6 +61,7 @@ __all__ = [
     "KernelWork",
     "Layout",
     "LayoutSyntaxError",
+    "LostProcessError",
     "MeshError",
     "MeshparError",
     "OutOfMemoryError",
@@ -64,6 +70,7 @@ __all__ = [
     "Precision",
     "RankError",
     "Rule",
+    "StuckProcessError",
     "TargetError",
     "TorusWarning",
     "UnknownAxisError",
@@ -75,6 +82,7 @@ __all__ = [
     "checkpoint_policies",
     "compile",
     "compile_lowered",
+    "distributed",
     "errors",
     "init",
     "jit",

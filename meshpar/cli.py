@@ -1,4 +1,4 @@
-"""The command line: ``meshpar plan|compile|check|diff TARGET``."""
+"""The command line: ``meshpar plan|compile|check|diff TARGET``, ``meshpar launch SCRIPT``, ``meshpar checkpoint …``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from .errors import CheckError, CompilerError, JoinWarning, MeshparError, Target
 from .plan import Plan
 from .plan.hardware import device_count
 from .plan.overlap import MODES
+from .pods.cli import add_commands
 from .target import Target, concrete, failing_as_target, load_target, parse_options
 
 DESCRIPTION = """\
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
-    commands = parser.add_subparsers(metavar="plan|compile|check|diff", required=True)
+    commands = parser.add_subparsers(metavar="plan|compile|check|diff|launch|checkpoint", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., Any]:
         sub = commands.add_parser(
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--topology", action="append", help="once or twice; " + topology)
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--html", metavar="FILE", help="write it as a page of its own")
+    add_commands(commands)
     return parser
 
 

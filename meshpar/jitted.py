@@ -33,6 +33,8 @@ from .flax import Leaf, capture_names, flatten_named
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
 from .plan import Plan, make_plan
+from .pods.agree import before_call
+from .pods.arrays import global_array
 from .program import Program, infer, trace
 
 
@@ -62,6 +64,8 @@ class _Entry:
     out_shardings: list[Any]
     donate: tuple[int, ...]
     out_tree: Any
+    spans: bool  # several processes
+    agreed: bool = False  # they have compared what they are about to run
 
 
 class Jitted:
@@ -160,6 +164,20 @@ class Jitted:
             return self.fn(*args, **kwargs)
 
         return jax.eval_shape(fn, dynamic, rest)
+
+    def abstract(self, *args: Any, **kwargs: Any) -> Any:
+        """The results as ``jax.ShapeDtypeStruct`` with their shardings, in the trees, boxes and modules that a call returns.
+
+        Nothing is computed or compiled: what ``mp.init(create, …).abstract(key)`` gives is what a checkpoint is restored into.
+        """
+        with self.pure(args, kwargs) as pure:
+            entry = self.entry(*pure)
+            shapes = [
+                jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s)
+                for v, s in zip(entry.plan.program.outputs, entry.out_shardings, strict=True)
+            ]
+            out = jax.tree.unflatten(entry.out_tree, shapes)
+            return nnx.from_tree(out, ctxtag=self, is_inner=False)[2] if self._graph or self.is_init else out
 
     def check(self, *args: Any, **kwargs: Any) -> Any:
         """Compare this layout with the unsharded run on these arguments; see :func:`meshpar.check`."""
@@ -367,25 +385,30 @@ class Jitted:
             checked, in_shardings=tuple(ins), out_shardings=list(outs), donate_argnums=donate,
             keep_unused=self.keep_unused, **options,
         )  # fmt: skip
-        return _Entry(tree, statics, plan, run, flat, ins, outs, donate, traced.out_tree)
+        spans = len({d.process_index for d in self.mesh.devices.flat}) > 1
+        return _Entry(tree, statics, plan, run, flat, ins, outs, donate, traced.out_tree, spans)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         dynamic, statics = self.split(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
         last = self._last
-        if last is not None and last.in_tree == tree and last.statics == statics:
+        if last is not None and not last.spans and last.in_tree == tree and last.statics == statics:
             try:
                 return jax.tree.unflatten(last.out_tree, last.run(*leaves))
             except (_Stale, ValueError):
                 pass  # other shapes, or arrays that lie elsewhere: find or make the entry, and bring them into place
         entry = self.entry(args, kwargs)
         self._last = entry
+        if entry.spans:
+            before_call(self, entry, leaves)
         placed = [put(x, s) for x, s in zip(leaves, entry.in_shardings, strict=True)]
         return jax.tree.unflatten(entry.out_tree, entry.run(*placed))
 
 
 def put(x: Any, sharding: Any) -> Any:
     """Bring an array that lies elsewhere into place; what is not yet on a device is left to jit."""
+    if not sharding.is_fully_addressable and not is_tracer(x):
+        return global_array(x, sharding)
     if (
         isinstance(x, jax.Array)
         and not is_tracer(x)

@@ -1,12 +1,16 @@
 """Meshes: the notation, filling, and TPU slices that are not here."""
 
+import importlib.util
+import os
+import random
+
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
 import meshpar as mp
 from meshpar.errors import LayoutSyntaxError, MeshError
-from meshpar.mesh import parse_mesh, parse_topology, wraps
+from meshpar.mesh import parse_mesh, parse_topology, topology_devices, wraps
 
 
 def test_parse():
@@ -106,3 +110,35 @@ def test_rings_of_a_slice():
     assert wraps("v5e", (4, 4)) == (False, False, False)
     assert wraps("v5p", (4, 4, 8)) == (True, True, True)
     assert wraps("v4", (2, 2, 4)) == (False, False, False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="describes TPU slices by their compiler")
+@pytest.mark.parametrize(
+    ("topology", "text"),
+    [
+        ("v5e:4x4", "data=4, model=4"),
+        ("v6e:8x8", "data=64"),
+        ("v4:2x2x4", "data=8, model=2"),
+        ("v5p:4x4x8", "data=16, model=8"),
+        ("v5p:16x16x16", "data=512, model=8"),
+        ("tpu7x:2x2x2", "data=4, model=4"),
+        ("2x v5e:4x4", "slice=2, data=8, model=2"),
+        ("2x v5e:4x4", "data=-1, model=2"),
+        ("2x tpu7x:2x2x2", "data=16, model=2"),
+    ],
+)
+def test_a_live_mesh_is_the_planned_mesh(topology, text):
+    devices = list(topology_devices(topology))
+    random.Random(0).shuffle(devices)
+    planned, live = mp.mesh(text, topology=topology), mp.mesh(text, devices=devices)
+    assert (planned.devices == live.devices).all()
+
+
+def test_describing_a_slice_leaves_the_cluster_to_be_found(monkeypatch):
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    if importlib.util.find_spec("libtpu") is None:
+        with pytest.raises(MeshError, match="needs the TPU compiler"):
+            mp.mesh("data=4", topology="v5e:2x2")
+    else:
+        assert mp.mesh("data=8", topology="v6e:2x4").size == 8
+    assert "TPU_SKIP_MDS_QUERY" not in os.environ

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
 from jax.sharding import Mesh
 
@@ -18,7 +17,7 @@ from ..lower import LOWERINGS
 from ..plan import Plan, make_plan
 from ..program import Program, infer
 from ..program.rules import ELEMENTWISE
-from .numbers import Difference, compare, compiled, host, mesh_text, spread_of, worst_of
+from .numbers import Difference, compare, compiled, host, mesh_text, on_device, spread_of, worst_of
 
 SLACK = 8.0
 """How many times the differences that moved operands make are allowed."""
@@ -200,7 +199,7 @@ class Again:
         one = self.plan.program.closed.jaxpr.replace(
             constvars=[], invars=ins, eqns=[eqn], outvars=eqn.outvars, effects=eqn.effects
         )
-        return jaxpr_as_fun(ClosedJaxpr(one, ())), [jax.device_put(self.values[v], self.device) for v in ins]
+        return jaxpr_as_fun(ClosedJaxpr(one, ())), [on_device(self.values[v], self.device) for v in ins]
 
     # -- the error
 

@@ -27,7 +27,7 @@ from ..jitted import Jitted
 from ..layout import Layout
 from ..mesh import mesh as make_mesh
 from .again import Again
-from .numbers import compiled, host, mesh_text, worst_of
+from .numbers import compiled, host, mesh_text, on_device, worst_of
 
 WHOLE = "(nothing split)"
 IDLE = "idle"
@@ -226,14 +226,13 @@ class _Case:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], tolerance: float):
         self.fn, self.args, self.kwargs, self.tolerance = fn, args, dict(kwargs), tolerance
-        self.device = jax.devices()[0]
+        self.device = jax.local_devices()[0]  # every process makes the unsharded run for itself
         self.reference: _Reference | None = None
         self.between: tuple[object, list[Any]] | None = None  # (which program, all values of it on one device)
 
     def fresh(self, tree: Any) -> Any:
         """Copies of the arrays of a tree on one device."""
-        copy = lambda x: jax.device_put(x, self.device, may_alias=False) if isinstance(x, jax.Array) else x  # noqa: E731
-        return jax.tree.map(copy, tree)
+        return jax.tree.map(lambda x: on_device(x, self.device) if isinstance(x, jax.Array) else x, tree)
 
     def run(self, jitted: Jitted, lowering: str) -> Row:
         with jitted.pure(self.args, self.kwargs) as pure:
