@@ -14,7 +14,11 @@ from .errors import (
     AgreementError,
     AxisConflictError,
     CheckError,
+    CheckpointError,
+    CheckpointWarning,
     CompilerError,
+    DataPositionError,
+    DigestError,
     DivisibilityError,
     JoinError,
     JoinWarning,
@@ -36,6 +40,9 @@ from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
 from .plan.collectives import Collective
 from .plan.plan import Plan
+from .pods.arrays import fetch
+from .pods.checkpoint import Checkpoints
+from .pods.data import batches, put
 from .pods.start import distributed
 from .precision import Precision
 from .program.declare import kernel_rule
@@ -50,9 +57,14 @@ __all__ = [
     "AgreementError",
     "AxisConflictError",
     "CheckError",
+    "CheckpointError",
+    "CheckpointWarning",
+    "Checkpoints",
     "Collective",
     "Compiled",
     "CompilerError",
+    "DataPositionError",
+    "DigestError",
     "DivisibilityError",
     "Jitted",
     "JoinError",
@@ -78,18 +90,21 @@ __all__ = [
     "UnsupportedError",
     "accumulate",
     "attention",
+    "batches",
     "check",
     "checkpoint_policies",
     "compile",
     "compile_lowered",
     "distributed",
     "errors",
+    "fetch",
     "init",
     "jit",
     "kernel_rule",
     "mesh",
     "named",
     "plan",
+    "put",
     "rename",
     "virtual_devices",
 ]  # fmt: skip

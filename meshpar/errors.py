@@ -135,6 +135,22 @@ class StuckProcessError(MeshparError):
     """A process that is alive but does not come to the call in which the others wait (printed; exit status 75)."""
 
 
+class CheckpointError(MeshparError):
+    """A checkpoint that is not there, is damaged, or does not have what is to be restored from it."""
+
+
+class DigestError(CheckpointError):
+    """A restored array that is not the one that was saved."""
+
+
+class DataPositionError(MeshparError):
+    """A position in data that was read in another order, or in other batches."""
+
+
+class CheckpointWarning(UserWarning):
+    """A damaged checkpoint that was put aside for an older one."""
+
+
 class JoinWarning(UserWarning):
     """Two names turned out to be the same dim of the program; listed once per plan."""
 

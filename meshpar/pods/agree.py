@@ -253,6 +253,23 @@ def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] |
     raise error
 
 
+def gather(text: str) -> list[str]:
+    """One text of every process, in all of them; all must call it."""
+    global _round
+    if not connected() or process_count() == 1:
+        return [text]
+    _round += 1
+    store, me, root = Store(), process_index(), f"meshpar/agree/{_round}"
+    store.put(f"{root}/sheet/{me}", text)
+    what = "did not come to an exchange"
+    if me == 0:
+        texts = [_wait(store, f"{root}/sheet/{p}", f"process {p} {what}", p) for p in range(process_count())]
+        store.put(f"{root}/verdict", json.dumps(texts))
+        if _round > 2:
+            store.drop(f"meshpar/agree/{_round - 2}")
+    return json.loads(_wait(store, f"{root}/verdict", f"process 0 {what}", 0))
+
+
 def _brief(lines: Sequence[str]) -> str:
     text = "\n".join(lines)
     return text if len(text) <= SHORT else f"#{_hash(lines)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,11 @@ def is_key(x: Any) -> bool:
 def is_global(x: Any) -> bool:
     """Whether it is an array with parts on other processes."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def of_parts(shape: tuple[int, ...], sharding: Any, part: Callable[[tuple[slice, ...]], Any]) -> jax.Array:
+    """An array made of host parts: ``part`` gives the one at an index, once for every index of this process's devices."""
+    return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ()))
 
 
 def global_array(x: Any, sharding: Any) -> Any:
@@ -39,7 +45,7 @@ def global_array(x: Any, sharding: Any) -> Any:
         return x
     whole = np.asarray(x)
     whole = whole.astype(jax.dtypes.canonicalize_dtype(whole.dtype), copy=False)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    return of_parts(whole.shape, sharding, lambda index: whole[index])
 
 
 def fetch(x: Any) -> np.ndarray:

@@ -8,13 +8,14 @@ Sums of shards add up to the sum of the whole, whatever the layout, and a device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import is_key
 
@@ -64,11 +65,29 @@ def as_text(pair: Any) -> str:
     return f"{high:08x}{low:08x}"
 
 
-def _all_sums(xs: list[jax.Array]) -> jax.Array:
+@jax.jit
+def _sums_here(xs: list[jax.Array]) -> jax.Array:
     return jnp.stack([sums(x) for x in xs])
 
 
-_all_sums_here = jax.jit(_all_sums)
+@functools.lru_cache(maxsize=64)
+def _sums_over(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[list[jax.Array]], jax.Array]:
+    """The sums of arrays that lie so, uint32 [n, 2]: every device adds up its shards and those that complete its copy."""
+
+    def local(xs: list[jax.Array]) -> jax.Array:
+        out = []
+        for x, spec in zip(xs, specs, strict=True):
+            axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+            axes += [()] * (x.ndim - len(axes))
+            starts = [
+                jax.lax.axis_index(a).astype(jnp.uint32) * n if a else 0 for a, n in zip(axes, x.shape, strict=True)
+            ]
+            pair = sums(x, starts)
+            used = tuple(a for entry in axes for a in entry)
+            out.append(jax.lax.psum(pair, used) if used else pair)
+        return jnp.stack(out)
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(), check_vma=False))
 
 
 @jax.jit
@@ -84,17 +103,21 @@ class Digests:
     """
 
     def __init__(self, arrays: Sequence[jax.Array]):
-        groups: dict[Any, list[int]] = {}
-        for i, x in enumerate(arrays):
-            groups.setdefault((frozenset(x.sharding.device_set), getattr(x.sharding, "mesh", None)), []).append(i)
         self._parts: list[tuple[list[int], jax.Array]] = []
         self._count = len(arrays)
-        for (_, mesh), members in groups.items():
-            xs = [arrays[i] for i in members]
-            if mesh is not None and xs[0].sharding.num_devices > 1:
-                run = jax.jit(_all_sums, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        groups: dict[Any, list[int]] = {}
+        specs: list[PartitionSpec] = []
+        for i, x in enumerate(arrays):
+            s = x.sharding
+            if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) and s.num_devices > 1:
+                specs.append(s.spec)
+                groups.setdefault(s.mesh, []).append(i)
             else:
-                run = _all_sums_here
+                specs.append(PartitionSpec())
+                groups.setdefault(frozenset(s.device_set), []).append(i)
+        for where, members in groups.items():
+            xs = [jax.random.key_data(arrays[i]) if is_key(arrays[i]) else arrays[i] for i in members]
+            run = _sums_over(where, tuple(specs[i] for i in members)) if isinstance(where, Mesh) else _sums_here
             self._parts.append((members, run(xs)))
 
     def texts(self) -> list[str]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..pods.arrays import fetch
+from ..pods.arrays import fetch, is_global
 
 QUICK: tuple[dict[str, Any], ...] = (
     {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
@@ -103,7 +103,7 @@ def data_of(x: Any) -> Any:
 
 def on_device(x: Any, device: Any) -> Any:
     """A copy of an array on one device of this process."""
-    if x.is_fully_addressable:
+    if not is_global(x):
         return jax.device_put(x, device, may_alias=False)
     whole = jax.device_put(host(x), device)
     return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(x)) if is_key(x) else whole

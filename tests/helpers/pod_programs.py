@@ -175,3 +175,72 @@ def arguments() -> Any:
     first = run(x, key, 2.0)
     others = [run(local, jax.device_put(key, jax.local_devices()[0]), 2.0), run(jnp.asarray(x), key, 2.0)]
     return [whole(y)[0] for y in (first, *others, run(first, key, 1.0))]
+
+
+# -- checkpoints and data
+
+
+def save_for_ever(folder: str, processes_state: int = 64) -> None:
+    """Save states that are full of their step's number, one after the other, until killed."""
+    mesh = mp.mesh("data=-1")
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    run = mp.Checkpoints(folder, keep=3)
+    for n in range(10_000):
+        value = np.full((processes_state, 64), n, np.float32)
+        state = {"w": jax.make_array_from_callback(value.shape, sharding, lambda i, v=value: v[i]), "n": jnp.int32(n)}
+        run.save(n, state)
+        print(f"saving {n};", flush=True)
+
+
+def save_and_restore(folder: str, scheme: str, steps: int) -> Any:
+    """Go on from what there is, if anything, for some steps; the first batch, the losses, the digests on disk."""
+    from meshpar.pods.checkpoint import facts_of
+
+    init, step, _, _ = functions(scheme)
+    with mp.Checkpoints(folder, keep=3) as run:
+        state, at = run.restore_or(init, jax.random.key(0))
+        losses = []
+        for n in range(at, at + steps):
+            state, loss = step(state, batch(n))
+            losses.append(float(loss))
+            run.save(n, state)
+        run.wait()
+        facts = facts_of(folder, run.steps()[-1])
+    return at, losses, {p: leaf["digest"] for p, leaf in facts["leaves"].items()}, whole(state)
+
+
+def read_rows(folder: str, last: int, kill_at: int = -1, odd: int = 0) -> Any:
+    """Go over data in batches with checkpoints, noting which rows this process's devices had."""
+    mesh = mp.mesh("data=-1")
+    rows = [{"x": np.full(3, i, np.float32), "row": i} for i in range(60)]
+    data = mp.batches(rows, batch=12, mesh=mesh, layout="batch: data", seed=7)
+    step = mp.jit(lambda w, x: (w + x.sum(), x.mean()), mesh=mesh, layout="batch: data", dims={"x": "batch _"})
+    with mp.Checkpoints(folder, keep=2, every=2) as run:
+        init = mp.init(lambda: jnp.zeros(()), mesh=mesh, layout=mp.Layout("batch: data", optional=True))
+        w, at = run.restore_or(init, data=data)
+        had = {}
+        for n, b in data.from_(at):
+            if n == kill_at and jax.process_index() == odd:
+                run.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+            w, _ = step(w, b["x"])
+            had[n] = sorted({int(r) for s in b["row"].addressable_shards for r in np.asarray(s.data)})
+            with open(f"{folder}-{at}-{jax.process_index()}.txt", "a") as f:
+                print(n, *had[n], file=f, flush=True)
+            if run.save(n, w, data=data) or n == last:
+                break
+    return at, data.position, data.rows_read, float(w)
+
+
+def until_told_to_stop(folder: str) -> Any:
+    init, step, _, _ = functions("fsdp")
+    with mp.Checkpoints(folder, every=1000) as run:
+        state, at = run.restore_or(init, jax.random.key(0))
+        for n in range(at, 100_000):
+            state, loss = step(state, batch(n % 7))
+            float(loss)
+            if n == 5:
+                print("under way", flush=True)
+            if run.save(n, state):
+                return n, run.steps()
+    raise AssertionError("never told")
