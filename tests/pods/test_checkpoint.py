@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, restored anywhere, and nothing damaged goes unseen."""
 
+import gc
 import random
 import shutil
 import signal
@@ -20,6 +21,9 @@ from meshpar.cli import main
 from meshpar.pods.checkpoint import facts_of, steps_of, verify
 from meshpar.pods.foreign import from_safetensors
 
+pytestmark = pytest.mark.filterwarnings(  # orbax leaves its other reads unawaited when one fails
+    "ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 LAYOUT = "embed: data; mlp: model"
 SHARDINGS = [
     ("data=4, model=2", LAYOUT),
@@ -41,6 +45,12 @@ def create(key):
     half = jax.random.normal(key, (16, 8)).astype(jnp.bfloat16)
     rest = {"half": half, "flags": jnp.arange(5) > 2, "key": jax.random.split(key, 3), "n": jnp.int8(-3)}
     return net, nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param), rest
+
+
+@pytest.fixture(autouse=True)
+def unawaited_reads_go_with_their_test():
+    yield
+    gc.collect()
 
 
 def make(where=SHARDINGS[0]):
@@ -203,7 +213,7 @@ def test_damage_is_found_and_the_older_one_restored(saved, tmp_path, how):
 
 def test_a_checkpoint_of_others_stays_where_it_is(run):
     shutil.rmtree(Path(run.path) / "1" / "meshpar")
-    with pytest.raises(mp.CheckpointError, match="mp.Checkpoints did not write it"):
+    with pytest.raises(mp.CheckpointError, match=r"mp\.Checkpoints did not write it"):
         run.restore(make().abstract(jax.random.key(0)))
     assert (Path(run.path) / "1").exists()
 
