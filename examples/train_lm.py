@@ -50,6 +50,7 @@ class Result:
     losses: list[float]  # nats per byte, one a step of this run
     tokens_per_s: float  # median step; the first, which compiles, left out
     held_out_bits_per_byte: float
+    stopped: bool = False  # told to, and saved
 
 
 def loss_of(model: Transformer, inputs: jax.Array, targets: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
             run.close()
         if stopped:
             console.print(f"told to stop after step {at + len(losses)}: saved in {args.checkpoint}")
-            return Result(losses, typical(rates), math.nan)
+            return Result(losses, typical(rates), math.nan, stopped=True)
         with console.status("reading the held-out text"):
             nats = statistics.fmean(float(evaluate(model, *batch)) for batch in held_out)
         bits = nats / math.log(2)
@@ -258,8 +259,9 @@ def writable(text: str) -> str:
 
 if __name__ == "__main__":
     try:
-        main()
+        result = main()
     except mp.MeshparError as error:
         if jax.process_count() > 1:
             raise  # the other processes are told
         sys.exit(f"\n{error}")
+    sys.exit(75 if result.stopped else 0)  # 75: start it again
