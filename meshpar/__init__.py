@@ -43,6 +43,7 @@ from .plan.plan import Plan
 from .pods.arrays import fetch
 from .pods.checkpoint import Checkpoints
 from .pods.data import batches, put
+from .pods.local_sgd import LocalSgd, local_sgd
 from .pods.start import distributed
 from .precision import Precision
 from .program.declare import kernel_rule
@@ -73,6 +74,7 @@ __all__ = [
     "KernelWork",
     "Layout",
     "LayoutSyntaxError",
+    "LocalSgd",
     "LostProcessError",
     "MeshError",
     "MeshparError",
@@ -101,6 +103,7 @@ __all__ = [
     "init",
     "jit",
     "kernel_rule",
+    "local_sgd",
     "mesh",
     "named",
     "plan",

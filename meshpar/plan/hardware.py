@@ -324,3 +324,40 @@ def volume_of(collective: Collective, sizes: Mapping[str, int]) -> float:
     if collective.op == "all-reduce":
         return operand / 2
     return operand * group if collective.op == "all-to-all" else operand
+
+
+def dcn_bytes_of(collective: Collective, plan: Plan) -> float:
+    """Bytes that a device sends to other slices (or nodes) in one run of a collective; 0 where its axes stay within a slice.
+
+    As in :func:`seconds_of`, what crosses has been cut by the levels within a slice: V/inner, of which a part (S-1)/S leaves,
+    twice for an all-reduce; of an all-to-all a device's own V/group. A permute counts whole, as for the devices at the edge.
+    """
+    stages = [s for a in collective.axes for s in plan.torus.get(a, ())]
+    slices = math.prod(s.size for s in stages if s.dim == "slice")
+    if slices == 1:
+        return 0.0
+    if collective.op == "collective-permute":
+        return collective.bytes
+    group, volume = math.prod(plan.sizes[a] for a in collective.axes), volume_of(collective, plan.sizes)
+    own = volume / group if collective.op == "all-to-all" else volume * slices / group
+    return own * (slices - 1) / slices * (2 if collective.op == "all-reduce" else 1)
+
+
+def note_crossings(plan: Plan) -> None:
+    """Note what crosses slices in every layer: gathered weights, and activations; sums of gradients are what slices are for."""
+    if plan.chip is None or not plan.chip.torus:
+        return  # nodes of GPUs have a link to others for every GPU
+    weights = {d for h in plan.inputs if h.kind in ("params", "opt") for d in h.dims.split()}
+    crossing = [
+        (dcn_bytes_of(c, plan) * (c.count or 1), c)
+        for c in plan.collectives
+        if c.count != 1 and (c.op not in ("all-reduce", "reduce-scatter") or set(c.dims.split()) - weights)
+    ]
+    crossing = [(sent, c) for sent, c in crossing if sent]
+    if crossing:
+        total, (_, worst) = sum(sent for sent, _ in crossing), max(crossing, key=lambda x: x[0])
+        plan.notes.append(
+            f"each layer waits for other slices: {total / 1e9:.3g} GB a device in a step, most of it {worst.op} over "
+            f"{'+'.join(worst.axes)} of `{worst.dims}` ({worst.cause}); keep weights within a slice, and split only the batch "
+            "over slices: `batch: slice+data; embed: data`"
+        )

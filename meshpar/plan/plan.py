@@ -19,7 +19,7 @@ from ..program.graph import Frame, Op, Program, Value
 from ..program.rules.rule import Kind
 from .collectives import Collective, Form
 from .fusion import Region
-from .hardware import CHIPS, Chip, chip_of
+from .hardware import CHIPS, Chip, chip_of, dcn_bytes_of
 from .kernels import kernels_of
 from .memory import Memory, memory_of
 from .order import Order
@@ -220,6 +220,11 @@ class Plan:
     def bytes_sent(self) -> float:
         """Bytes that each device sends in one step; loops of unknown length count once."""
         return sum(c.total_bytes for c in self.collectives)
+
+    @property
+    def dcn_bytes(self) -> float:
+        """Of :attr:`bytes_sent`, what crosses to other slices (or nodes of GPUs)."""
+        return sum(dcn_bytes_of(c, self) * (1 if c.count is None else c.count) for c in self.collectives)
 
     def held(self, kind: str | None = None) -> float:
         """Bytes of the inputs on each device, all or of one kind (``params``, ``opt``, ``other``)."""

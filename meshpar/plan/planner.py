@@ -19,7 +19,7 @@ from .collectives import (
     wire_bytes,
 )
 from .control import HANDLERS, Accumulation, accumulate, call
-from .hardware import price
+from .hardware import note_crossings, price
 from .moving import Moving, itemsize, plus
 from .overlap import decide
 from .plan import Held, OpPlan, Plan
@@ -51,6 +51,7 @@ def make_plan(
     plan.asked, plan.donated = layout, frozenset(donated)
     decide(plan, overlap)
     price(plan)
+    note_crossings(plan)
     for a in axes:  # models that name axes in their metadata, as Flax allows
         plan.notes.insert(0, f"`{a}` is called after an axis of the mesh and has no rule: it is taken as `{a}: {a}`")
     return plan
