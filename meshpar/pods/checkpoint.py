@@ -225,7 +225,12 @@ class Checkpoints:
         """
         self.describe(init, *args)
         if not self.steps():
-            return init(*args), 0
+            state = init(*args)
+            self._open()
+            Digests(
+                list(_plain(by_name(state)[0]).values())
+            )  # compiled now, and not while the first save holds up a step
+            return state, 0
         return self.restore(init.abstract(*args), data=data)
 
     def _put_aside(self, number: int) -> None:

@@ -93,7 +93,8 @@ def _sums_over(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[list[j
             out.update((k, total[i]) for i, (k, _) in enumerate(members))
         return jnp.stack([out[k] for k in range(len(xs))])
 
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(), check_vma=False))
+    run = jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(), check_vma=False)
+    return jax.jit(run, in_shardings=([NamedSharding(mesh, spec) for spec in specs],))
 
 
 _sums_of_one = jax.jit(sums)
@@ -114,7 +115,10 @@ class Digests:
         for i, x in enumerate(arrays):
             s = x.sharding
             if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) and s.num_devices > 1:
-                specs.append(s.spec)
+                entries = list(s.spec)
+                while entries and entries[-1] is None:  # another way to write the same, which is not to be compiled anew
+                    entries.pop()
+                specs.append(PartitionSpec(*entries))
                 groups.setdefault(s.mesh, []).append(i)
             else:
                 specs.append(PartitionSpec())

@@ -145,6 +145,11 @@ def go_wrong(what: str, odd: int) -> None:
             time.sleep(0.2)
 
 
+def wait_here() -> None:
+    print("here", flush=True)
+    time.sleep(60)
+
+
 def check_and_compile() -> Any:
     init, step, *_ = functions("fsdp+tensor")
     state = init(jax.random.key(0))

@@ -1,6 +1,9 @@
 """A process that is lost, stopped, stuck, or fails, in every rank: the others end, with its cause, in time."""
 
+import os
+import shutil
 import signal
+import subprocess
 import time
 
 import pod_programs as programs
@@ -45,6 +48,50 @@ def test_a_killed_coordinator_ends_the_others(pods):
     end = group.end()  # JAX itself ends them, before the watch can speak; the launcher says the cause
     assert end.codes[0] == -signal.SIGKILL
     assert end.codes[1] != 0
+
+
+@pytest.fixture
+def cable():
+    """Two networks with a cable between them: (their names, the address of the first, a function that pulls the cable)."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs `ip netns`, and the right to use it")
+    names = [f"meshpar-{os.getpid()}-{k}" for k in range(2)]
+    ends = [f"mp{os.getpid() % 100000}{k}" for k in "ab"]
+
+    def ip(*words: str) -> int:
+        return subprocess.run(["ip", *words], capture_output=True).returncode
+
+    try:
+        if any(ip("netns", "add", name) for name in names) or ip(
+            "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]
+        ):
+            pytest.skip("`ip netns` does not work here")
+        for k, (name, end) in enumerate(zip(names, ends, strict=True)):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"10.213.7.{k + 1}/24", "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names, "10.213.7.1", lambda: ip("-n", names[1], "link", "set", ends[1], "down")
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def test_one_that_is_cut_off_the_network(pods, cable):
+    networks, address, pull = cable
+    group = pods.start(
+        2, programs.wait_here, timeout=TIMEOUT, networks=networks, env={"MESHPAR_COORDINATOR": f"{address}:12321"}
+    )
+    for p in range(2):
+        group.wait_for("here", p)
+    time.sleep(1.5)
+    pull()
+    group.signalled = time.monotonic()
+    end = group.end()
+    assert end.codes == [75, 75], end.texts
+    assert "process 1 is lost: no sign of life" in end.texts[0]
+    assert "process 0, the coordinator at 10.213.7.1:12321, has not answered" in end.texts[1]
+    assert end.after_signal <= TIMEOUT + 2
 
 
 def test_one_that_does_not_call_is_stuck(pods):
