@@ -7,7 +7,7 @@
 """
 
 from . import checkpoint_policies, errors, report  # noqa: F401 (plans learn from reports how they are shown)
-from .accumulate import accumulate
+from .accumulate import accumulate, microbatches
 from .api import Jitted, init, jit, plan
 from .attention import attention
 from .errors import (
@@ -105,6 +105,7 @@ __all__ = [
     "kernel_rule",
     "local_sgd",
     "mesh",
+    "microbatches",
     "named",
     "plan",
     "put",

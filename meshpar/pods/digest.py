@@ -116,7 +116,9 @@ class Digests:
             s = x.sharding
             if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) and s.num_devices > 1:
                 entries = list(s.spec)
-                while entries and entries[-1] is None:  # another way to write the same, which is not to be compiled anew
+                while (
+                    entries and entries[-1] is None
+                ):  # another way to write the same, which is not to be compiled anew
                     entries.pop()
                 specs.append(PartitionSpec(*entries))
                 groups.setdefault(s.mesh, []).append(i)
