@@ -243,6 +243,15 @@ def test_one_number_changed_is_a_digest_error(saved, tmp_path):
     assert steps_of(str(tmp_path / "a")) == [0, 1]
 
 
+def test_facts_that_were_edited(run):
+    path = Path(run.path) / "1" / "meshpar" / "metadata"
+    text = path.read_text()
+    assert '"next": 2' in text
+    path.write_text(text.replace('"next": 2', '"next": 3'))
+    with pytest.raises(mp.CheckpointError, match="its checksum differs"):
+        run.restore(make().abstract(jax.random.key(0)), step=1)
+
+
 def test_the_command_line(saved, tmp_path, capsys):
     folder = str(saved[0])
     assert main(["checkpoint", "ls", folder]) == 0
