@@ -37,7 +37,7 @@ def test_arguments_of_every_kind(pods):
 
 
 def test_check_and_compile(pods):
-    one, two = pods.run(1, programs.check_and_compile), pods.run(2, programs.check_and_compile)
+    one, two = (pods.run(n, programs.check_and_compile, env={"MESHPAR_COMPILES": "8"}) for n in (1, 2))
     assert (one.codes, two.codes) == ([0], [0, 0]), two.texts
     assert one.results[0][:2] == [True, 1]
     assert two.results == [one.results[0]] * 2
