@@ -4,6 +4,7 @@ import gc
 import random
 import shutil
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -411,3 +412,14 @@ def test_every_row_once_over_four_two_and_three_processes(pods, tmp_path):
     assert last.results[0][3] == sum(3 * i for i in range(60)) * 2  # and each was used once
     read = [r[2] for r in last.results]
     assert all(n <= 4 * (4 + 3) for n in read)  # 4 of 12 rows of 4 batches, and of those that were read ahead
+
+
+@pytest.mark.parametrize(("package", "use"), [
+    ("orbax.checkpoint", lambda tmp: mp.Checkpoints(tmp / "a").save(0, {"w": jnp.ones(3)})),
+    ("safetensors", lambda tmp: from_safetensors(tmp / "w.safetensors", None, rules={})),
+])  # fmt: skip
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, tmp_path, package, use):
+    (tmp_path / "w.safetensors").touch()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(mp.CheckpointError, match=r'pip install "meshpar\[checkpoint\]"'):
+        use(tmp_path)
