@@ -19,16 +19,16 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from .api import init, jit
-from .dims import Dims, DimsLike, PathDims, format_dims
-from .errors import AxisConflictError, DivisibilityError, MeshError, UnsupportedError
-from .flax import flatten_named
-from .jitted import Lowering
-from .layout import Layout, Rule
-from .pods.arrays import is_key
-from .pods.names import by_name, nested
+from ..dims import Dims, DimsLike, PathDims, format_dims
+from ..errors import AxisConflictError, DivisibilityError, MeshError, UnsupportedError
+from ..flax import flatten_named
+from ..layout import Layout, Rule
+from .arrays import is_key
+from .names import by_name, nested
 
 REPLICA = "replica"
+
+Jit = Callable[..., Any]
 
 
 class LocalSgd:
@@ -42,7 +42,7 @@ class LocalSgd:
 
     def __init__(
         self, step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh,
-        layout: Layout, dims: PathDims, lowering: Lowering,
+        layout: Layout, dims: PathDims, lowering: str, jit: Jit, init: Jit,
     ):  # fmt: skip
         if over not in mesh.shape:
             raise MeshError(f"local_sgd: the mesh has no axis `{over}`", axis=over)
@@ -194,7 +194,7 @@ class LocalSgd:
 
 def local_sgd(
     step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh, layout: Any,
-    dims: Any = None, lowering: Lowering = "jit",
+    dims: Any = None, lowering: str = "jit",
 ) -> LocalSgd:  # fmt: skip
     """Train replicas apart on each part of an axis, and average them every so many steps (DiLoCo).
 
@@ -211,7 +211,9 @@ def local_sgd(
     Raises:
       MeshError, AxisConflictError: the mesh lacks the axis, or the layout uses it.
     """
+    from ..api import init, jit
+
     return LocalSgd(
         step, over=over, every=every, outer=outer, mesh=mesh, layout=Layout(layout),
-        dims=dims if isinstance(dims, PathDims) else PathDims(dims), lowering=lowering,
+        dims=dims if isinstance(dims, PathDims) else PathDims(dims), lowering=lowering, jit=jit, init=init,
     )  # fmt: skip
