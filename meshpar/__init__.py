@@ -8,7 +8,7 @@
 
 from . import checkpoint_policies, errors, report  # noqa: F401 (plans learn from reports how they are shown)
 from .accumulate import accumulate, microbatches
-from .api import Jitted, init, jit, plan
+from .api import Jitted, init, jit, local_sgd, plan
 from .attention import attention
 from .errors import (
     AgreementError,
@@ -36,14 +36,14 @@ from .errors import (
     UnknownDimError,
     UnsupportedError,
 )
+from .global_arrays import fetch
 from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
 from .plan.collectives import Collective
 from .plan.plan import Plan
-from .pods.arrays import fetch
 from .pods.checkpoint import Checkpoints
 from .pods.data import batches, put
-from .pods.local_sgd import LocalSgd, local_sgd
+from .pods.local_sgd import LocalSgd
 from .pods.start import distributed
 from .precision import Precision
 from .program.declare import kernel_rule

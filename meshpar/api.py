@@ -1,10 +1,13 @@
-"""``mp.jit``, ``mp.plan`` and ``mp.init``: a function, a mesh and a layout in, a sharded function or a plan out."""
+"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.local_sgd``: a function, a mesh and a layout in, a sharded function or a plan out."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
+
+import optax
+from jax.sharding import Mesh
 
 from .dims import DimsLike, PathDims, did_you_mean
 from .errors import UnsupportedError
@@ -14,6 +17,7 @@ from .lower import LOWERINGS
 from .plan import Plan
 from .plan.hardware import planned_mesh
 from .plan.overlap import MODES
+from .pods.local_sgd import LocalSgd
 
 Lowering = Literal["jit", "shard_map"]
 Mode = Literal["auto", "xla", "ring", "pallas", "off"]
@@ -136,3 +140,28 @@ def init(
       A function with the arguments of ``create``, whose results are sharded as the layout says.
     """
     return Jitted(create, mesh, Layout(layout), _patterns(dims), strict=strict, init=True)
+
+
+def local_sgd(
+    step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh, layout: LayoutLike,
+    dims: DimsPatterns = None, lowering: Lowering = "jit",
+) -> LocalSgd:  # fmt: skip
+    """Train replicas apart on each part of an axis, and average them every so many steps (DiLoCo).
+
+    Args:
+      step: ``state, … → state, anything``: a train step of plain trees, its weights under ``params``.
+      over: the mesh axis of the replicas: the slow one, ``slice``. No rule of the layout may have it.
+      every: inner steps between outer ones (DiLoCo: 500).
+      outer: the outer optimizer; DiLoCo's is ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
+      mesh, layout, dims, lowering: as in :func:`meshpar.jit`, for one replica; dims name the arguments of ``step``.
+
+    Returns:
+      :class:`LocalSgd`: ``state = run.init(create)(key)``; ``state, loss = run(n, state, batch)``.
+
+    Raises:
+      MeshError, AxisConflictError: the mesh lacks the axis, or the layout uses it.
+    """
+    return LocalSgd(
+        step, over=over, every=every, outer=outer, mesh=mesh, layout=Layout(layout),
+        dims=_patterns(dims), lowering=lowering, jit=jit, init=init,
+    )  # fmt: skip

@@ -30,11 +30,11 @@ from .arguments import (
 from .dims import Dims, PathDims
 from .errors import MeshError
 from .flax import Leaf, capture_names, flatten_named
+from .global_arrays import global_array
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
 from .plan import Plan, make_plan
 from .pods.agree import before_call
-from .pods.arrays import global_array
 from .program import Program, infer, trace
 
 

@@ -15,9 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ._compat_pods import process_count
+from ._compat_pods import DEVICES, process_count
 from .errors import LayoutSyntaxError, MeshError
-from .pods.start import DEVICES
 
 _AXIS = re.compile(r"\s*([A-Za-z_][\w\-]*)\s*=\s*(-?\d+)\s*\Z")
 _TOPOLOGY = re.compile(r"\s*(?:(\d+)\s*x\s+)?([A-Za-z]\w*):(\d+(?:x\d+)*)\s*\Z")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -23,7 +24,7 @@ import numpy as np
 
 from .._compat_pods import Store, connected, process_count, process_index
 from ..errors import AgreementError
-from .arrays import is_global, is_key
+from ..global_arrays import is_global, is_key
 from .digest import digests_of_parts
 from .watch import CALLS
 
@@ -121,11 +122,14 @@ def sheet(jitted: Any, entry: Any, leaves: Sequence[Any]) -> tuple[dict[str, _Li
 
 
 def versions() -> str:
-    import jaxlib
+    return ", ".join(f"{name} {_version(name)}" for name in ("meshpar", "jax", "jaxlib", "numpy"))
 
-    from .. import __version__
 
-    return f"meshpar {__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, numpy {np.__version__}"
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def settings() -> list[str]:

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .._compat_pods import ADDRESS, COUNT, DEVICES, PROCESS, STUCK, TIMEOUT
 from ..errors import TargetError
-from .start import ADDRESS, COUNT, DEVICES, PROCESS, STUCK, TIMEOUT
 from .watch import PROGRAM, RESTARTABLE, USAGE
 
 LOOK_SECONDS = 0.03

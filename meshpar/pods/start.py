@@ -12,13 +12,9 @@ from dataclasses import dataclass
 import jax
 
 from .. import _compat_pods as jax_pods
+from .._compat_pods import ADDRESS, COUNT, DEVICES, PROCESS, STUCK, TIMEOUT
 from ..errors import LostProcessError, MeshError
 from .watch import Watch
-
-PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK = (
-    f"MESHPAR_{x}" for x in ("PROCESS", "PROCESSES", "COORDINATOR", "DEVICES", "TIMEOUT", "STUCK")
-)
-"""What ``meshpar launch`` tells its processes; DEVICES are those of one process."""
 
 
 @dataclass

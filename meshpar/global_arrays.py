@@ -48,11 +48,15 @@ def global_array(x: Any, sharding: Any) -> Any:
     return of_parts(whole.shape, sharding, lambda index: whole[index])
 
 
+def _same(x: jax.Array) -> jax.Array:
+    return x  # of the module, so that it is compiled once
+
+
 def fetch(x: Any) -> np.ndarray:
     """The whole array on the host of every process; all processes must call it. Bytes moved: the array's, to each process."""
     if is_global(x) and not x.is_fully_replicated:
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
-        x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
+        x = jax.jit(_same, out_shardings=everywhere)(x)
     if is_global(x):
         x = x.addressable_data(0)
     return np.asarray(x)
