@@ -130,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
     with open((args.metrics if first else "") or os.devnull, "a" if at else "w") as metrics:
         with progress_bar(console, args.steps) as progress:
             began = time.perf_counter()
-            for n, batch in itertools.takewhile(lambda item: item[0] < args.steps, data.from_(at)):
-                losses.append(float(step(model, optimizer, *batch, dropout_key)))
+            for n, (inputs, targets) in itertools.takewhile(lambda item: item[0] < args.steps, data.from_(at)):
+                losses.append(float(step(model, optimizer, inputs, targets, dropout_key)))
                 rates.append(args.batch * args.seq / (time.perf_counter() - began))
                 show(progress, n + 1, losses, rates)
                 if n + 1 < args.steps:

@@ -11,7 +11,7 @@ from . import (
     layouts,
     report,  # noqa: F401 (plans learn from reports how they are shown)
 )
-from .api import check, compile, init, jit, plan
+from .api import check, compile, init, jit, local_sgd, plan
 from .errors import (
     AgreementError,
     AxisConflictError,
@@ -38,19 +38,19 @@ from .errors import (
     UnknownDimError,
     UnsupportedError,
 )
+from .global_arrays import fetch
 from .jitted import Jitted
 from .layers import checkpoint_policies
 from .layers.accumulate import accumulate, microbatches
 from .layers.attention import attention
 from .layers.precision import Precision
 from .layout import Layout, Rule
-from .local_sgd import LocalSgd, local_sgd
 from .mesh import mesh, virtual_devices
 from .plan.collectives import Collective
 from .planned import Plan
-from .pods.arrays import fetch
 from .pods.checkpoint import Checkpoints
 from .pods.data import batches, put
+from .pods.local_sgd import LocalSgd
 from .pods.start import distributed
 from .program.declare import kernel_rule
 from .program.kernels import KernelSend, KernelWork

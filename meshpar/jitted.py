@@ -20,6 +20,7 @@ from .compat.jax import DeviceArray, in_explicit_mesh, is_graph_node, is_tracer,
 from .dims import Dims, PathDims, did_you_mean, fit_dims, near, path_matches
 from .errors import MeshError, PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, key_text, pure_states, with_states
+from .global_arrays import global_array, place
 from .keywords import options_apart
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
@@ -28,7 +29,6 @@ from .passes import make_plan
 from .passes.overlap import MODES
 from .planned import Plan
 from .pods.agree import Sheet, before_call
-from .pods.arrays import global_array, place
 from .program import Program, infer, trace
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, Subject, check_layouts

@@ -13,15 +13,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .compat.devices import device_mesh
-from .compat.processes import process_count
+from .compat.processes import DEVICES, process_count
 from .errors import LayoutSyntaxError, MeshError
 from .hardware.topology import check_fills, parse_topology, topology_devices
 from .layout import AnyMesh
 
 _AXIS = re.compile(r"\s*([A-Za-z_][\w\-]*)\s*=\s*(-?\d+)\s*\Z")
-
-DEVICES = "MESHPAR_DEVICES"
-"""The variable in which ``meshpar launch`` says how many devices each process has."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -8,6 +8,11 @@ from typing import Any
 import jax
 from jax._src import clusters, distributed, xla_bridge
 
+PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK = (
+    f"MESHPAR_{x}" for x in ("PROCESS", "PROCESSES", "COORDINATOR", "DEVICES", "TIMEOUT", "STUCK")
+)
+"""What ``meshpar launch`` tells its processes; DEVICES are those of one process."""
+
 
 def connected() -> bool:
     """Whether this process belongs to a group that has a coordinator."""

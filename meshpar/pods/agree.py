@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
 import signal
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +27,8 @@ from jax.sharding import Mesh
 from ..compat.processes import Store, connected, process_count, process_index
 from ..dims import PathDims
 from ..errors import AgreementError
+from ..global_arrays import is_global, is_key
 from ..plan.plan import Plan
-from .arrays import is_global, is_key
 from .digest import digests_of_parts
 from .watch import CALLS
 
@@ -151,10 +151,14 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
 
 
 def versions() -> str:
-    import jaxlib
+    return ", ".join(f"{name} {_version(name)}" for name in ("meshpar", "jax", "jaxlib", "numpy"))
 
-    ours = sys.modules[__name__.partition(".")[0]].__version__  # of the package, which stands above this room
-    return f"meshpar {ours}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, numpy {np.__version__}"
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def settings() -> list[str]:

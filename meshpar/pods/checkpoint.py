@@ -30,8 +30,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from ..compat.processes import connected, preemption_sync_point, process_count
 from ..dims import did_you_mean, format_dims
 from ..errors import CheckpointError, CheckpointWarning, DigestError, MeshparError
+from ..global_arrays import is_global, is_key, of_parts
 from .agree import agree, gather, versions
-from .arrays import is_global, is_key, of_parts
 from .digest import Digests
 from .names import by_name, flat, nested
 

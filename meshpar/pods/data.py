@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..dims import PathDims, did_you_mean, parse_dims
 from ..errors import DataPositionError, MeshError, PatternError
+from ..global_arrays import of_parts
 from ..layout import Layout
-from .arrays import of_parts
 from .names import by_name
 
 ROWS = "batch ..."

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arrays import is_key
+from ..global_arrays import is_key
 
 SEEDS = (0x9E3779B9, 0x7F4A7C15)
 _STEP = 0x61C88647

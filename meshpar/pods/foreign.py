@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from ..dims import format_dims, near, path_matches
 from ..errors import CheckpointError, LayoutSyntaxError, RankError
-from .arrays import of_parts
+from ..global_arrays import of_parts
 from .checkpoint import facts_of, read_leaves
 from .names import by_name
 

@@ -21,9 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..compat.processes import ADDRESS, COUNT, DEVICES, PROCESS, STUCK, TIMEOUT
 from ..errors import TargetError
-from ..mesh import DEVICES
-from .start import ADDRESS, COUNT, PROCESS, STUCK, TIMEOUT
 from .watch import PROGRAM, RESTARTABLE, USAGE
 
 LOOK_SECONDS = 0.03

@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 from ..dims import Dims, DimsLike, PathDims, format_dims
 from ..errors import AxisConflictError, DivisibilityError, MeshError, UnsupportedError
 from ..flax import flatten_named
+from ..global_arrays import is_key
 from ..layout import Layout, Rule
-from .arrays import is_key
 from .names import by_name, nested
 
 REPLICA = "replica"
@@ -32,7 +32,7 @@ Jit = Callable[..., Any]
 
 
 class LocalSgd:
-    """What :func:`local_sgd` returns.
+    """What :func:`meshpar.local_sgd` returns.
 
     Attributes:
       inner: the compiled inner step, of stacked states and batches; ``inner.plan(…)`` shows that it sends nothing over the axis.
@@ -160,7 +160,7 @@ class LocalSgd:
         dims = [d for d in format_dims(self._batch_dims(name, len(x.shape))).split() if d != "..."]
         dims += ["_"] * (x.ndim - len(dims))
         spec = self.layout.spec((REPLICA, *dims), self.mesh, shape, path=name)
-        return jax.jit(lambda x: x.reshape(shape), out_shardings=NamedSharding(self.mesh, spec))(x)
+        return jax.jit(_reshaped, static_argnums=1, out_shardings=NamedSharding(self.mesh, spec))(x, shape)
 
     def _batch_dims(self, name: str, rank: int) -> tuple[Any, ...]:
         found = self.dims.match(name)
@@ -192,28 +192,5 @@ class LocalSgd:
         )
 
 
-def local_sgd(
-    step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh, layout: Any,
-    dims: Any = None, lowering: str = "jit",
-) -> LocalSgd:  # fmt: skip
-    """Train replicas apart on each part of an axis, and average them every so many steps (DiLoCo).
-
-    Args:
-      step: ``state, … → state, anything``: a train step of plain trees, its weights under ``params``.
-      over: the mesh axis of the replicas: the slow one, ``slice``. No rule of the layout may have it.
-      every: inner steps between outer ones (DiLoCo: 500).
-      outer: the outer optimizer; DiLoCo's is ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
-      mesh, layout, dims, lowering: as in :func:`meshpar.jit`, for one replica; dims name the arguments of ``step``.
-
-    Returns:
-      :class:`LocalSgd`: ``state = run.init(create)(key)``; ``state, loss = run(n, state, batch)``.
-
-    Raises:
-      MeshError, AxisConflictError: the mesh lacks the axis, or the layout uses it.
-    """
-    from ..api import init, jit
-
-    return LocalSgd(
-        step, over=over, every=every, outer=outer, mesh=mesh, layout=Layout(layout),
-        dims=dims if isinstance(dims, PathDims) else PathDims(dims), lowering=lowering, jit=jit, init=init,
-    )  # fmt: skip
+def _reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x.reshape(shape)  # of the module, so that it is compiled once

@@ -12,14 +12,9 @@ from dataclasses import dataclass
 import jax
 
 from ..compat import processes as jax_pods
+from ..compat.processes import ADDRESS, COUNT, DEVICES, PROCESS, STUCK, TIMEOUT
 from ..errors import LostProcessError, MeshError
-from ..mesh import DEVICES
 from .watch import Watch
-
-PROCESS, COUNT, ADDRESS, TIMEOUT, STUCK = (
-    f"MESHPAR_{x}" for x in ("PROCESS", "PROCESSES", "COORDINATOR", "TIMEOUT", "STUCK")
-)
-"""What ``meshpar launch`` tells its processes, beside :data:`meshpar.mesh.DEVICES`."""
 
 
 @dataclass

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from ..compat.jax import body_of, closed_parts, new_var, source_line
 from ..dims import format_dims
 from ..errors import CheckError, JoinWarning
+from ..global_arrays import place
 from ..lower import LOWERINGS
 from ..passes import make_plan
 from ..plan.plan import Plan
-from ..pods.arrays import place
 from ..program import Program, infer
 from ..rules import ELEMENTWISE, having
 from .numbers import Difference, compare, compiled, host, mesh_text, on_device, spread_of, worst_of

@@ -67,7 +67,7 @@ def functions(scheme: str, lowering: str = "jit"):
 
 def whole(tree: Any) -> Any:
     """The arrays of a tree, as lists of numbers."""
-    from meshpar.pods.arrays import fetch
+    from meshpar.global_arrays import fetch
 
     return [fetch(x).tolist() for x in jax.tree.leaves(tree)]
 

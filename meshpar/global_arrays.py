@@ -53,11 +53,15 @@ def place(x: Any, sharding: Any) -> Any:
     return jax.device_put(x if sharding.is_fully_addressable else global_array(x, sharding), sharding)
 
 
+def _same(x: jax.Array) -> jax.Array:
+    return x  # of the module, so that it is compiled once
+
+
 def fetch(x: Any) -> np.ndarray:
     """The whole array on the host of every process; all processes must call it. Bytes moved: the array's, to each process."""
     if is_global(x) and not x.is_fully_replicated:
         everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
-        x = jax.jit(lambda x: x, out_shardings=everywhere)(x)
+        x = jax.jit(_same, out_shardings=everywhere)(x)
     if is_global(x):
         x = x.addressable_data(0)
     return np.asarray(x)
