@@ -32,6 +32,7 @@ FSDP_TENSOR_SEQUENCE = f"{TENSOR}; embed: data; seq: model"
 LAYOUTS = {
     "data": DATA,
     "fsdp": FSDP,
+    "hsdp": "batch: slice+data; embed: data",  # of several slices: FSDP within each, data parallel across
     "zero1": ZERO1,
     "tensor": TENSOR,
     "fsdp+tensor": FSDP_TENSOR,

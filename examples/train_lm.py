@@ -3,6 +3,7 @@
     python examples/train_lm.py                  # a few minutes on 8 virtual CPU devices
     python examples/train_lm.py --layout megatron --mesh "data=2, model=4"
     python examples/train_lm.py --layout "batch: data; mlp, vocab: model"
+    meshpar launch -n 2 examples/train_lm.py --checkpoint runs/a     # two processes; start it again, and it goes on
 
 The model (lm/model.py) names the dims of its weights and knows of no device. The layout says over
 which mesh axis each name is split. Another layout gives another plan and the same losses.
@@ -10,6 +11,7 @@ which mesh axis each name is split. Another layout gives another plan and the sa
 
 import argparse
 import difflib
+import itertools
 import json
 import math
 import os
@@ -30,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import meshpar as mp
-from lm.data import held_out_batches, read_stdlib, training_batches
+from lm.data import Windows, held_out_batches, read_stdlib
 from lm.model import Config, Transformer
 from lm.picture import draw_losses
 
@@ -49,9 +51,10 @@ Tokens = jax.Array | np.ndarray
 
 @dataclass(frozen=True)
 class Result:
-    losses: list[float]  # nats per byte, one a step
+    losses: list[float]  # nats per byte, one a step of this run
     tokens_per_s: float  # median step; the first, which compiles, left out
     held_out_bits_per_byte: float
+    stopped: bool = False  # told to, and saved
 
 
 def loss_of(model: Transformer, inputs: Tokens, targets: Tokens, key: jax.Array | None = None) -> jax.Array:
@@ -81,7 +84,9 @@ def adamw(peak_rate: float, steps: int) -> optax.GradientTransformation:
 
 def main(argv: Sequence[str] | None = None) -> Result:
     args = parse(argv)
+    mp.distributed()  # one process of many, where it was started so
     mp.virtual_devices(8)  # concerns the CPU alone: GPUs and TPUs are used as they are
+    first = jax.process_index() == 0  # writes what all know
     preset = args.layout in LAYOUTS
     rules = LAYOUTS[args.layout] if preset else args.layout
     mesh = mp.mesh(args.mesh or default_mesh(rules))
@@ -102,33 +107,53 @@ def main(argv: Sequence[str] | None = None) -> Result:
         return model, nnx.Optimizer(model, adamw(args.lr, args.steps), wrt=nnx.Param)
 
     init_key, dropout_key = jax.random.split(jax.random.key(args.seed))
-    model, optimizer = mp.init(create, mesh=mesh, layout=layout)(init_key)  # born sharded
+    data = mp.batches(
+        Windows(text.train, args.seq), batch=args.batch, seed=args.seed, mesh=mesh, layout=layout, dims="batch seq"
+    )
+    init = mp.init(create, mesh=mesh, layout=layout)
+    run = mp.Checkpoints(args.checkpoint, every=args.every, data=data) if args.checkpoint else None
+    if run is None:
+        (model, optimizer), at = init(init_key), 0  # born sharded
+    else:
+        (model, optimizer), at = run.restore_or(init, init_key)
+        console.print(f"step     {at} of {args.steps}, from {args.checkpoint}\n" if at else "")
     how = {"mesh": mesh, "layout": layout, "dims": DIMS, "lowering": args.lowering}
     step = mp.jit(train_step, donate_argnames=("model", "optimizer"), **how)
     evaluate = mp.jit(loss_of, **how)
-    batches = training_batches(text.train, args.batch, args.seq, args.seed)
     held_out = held_out_batches(text.held_out, args.batch, args.seq, args.eval_batches)
 
     print(step.plan(model, optimizer, *held_out[0], dropout_key))
 
     losses: list[float] = []
     rates: list[float] = []
-    with open(args.metrics or os.devnull, "w") as metrics:
+    stopped = False
+    with open((args.metrics if first else "") or os.devnull, "a" if at else "w") as metrics:
         with progress_bar(console, args.steps) as progress:
-            for number in range(1, args.steps + 1):
-                began = time.perf_counter()
-                losses.append(float(step(model, optimizer, *next(batches), dropout_key)))
+            began = time.perf_counter()
+            for n, (inputs, targets) in itertools.takewhile(lambda item: item[0] < args.steps, data.from_(at)):
+                losses.append(float(step(model, optimizer, inputs, targets, dropout_key)))
                 rates.append(args.batch * args.seq / (time.perf_counter() - began))
-                show(progress, losses, rates)
-                if number < args.steps:
-                    print(metrics_line(losses, rates), file=metrics, flush=True)
+                show(progress, n + 1, losses, rates)
+                if n + 1 < args.steps:
+                    print(metrics_line(n + 1, losses, rates), file=metrics, flush=True)
+                began = time.perf_counter()
+                if run is not None:
+                    stopped = run.save(n, (model, optimizer), force=n + 1 == args.steps)
+                if stopped:
+                    break
+        if run is not None:
+            run.close()
+        if stopped:
+            console.print(f"told to stop after step {at + len(losses)}: saved in {args.checkpoint}")
+            return Result(losses, typical(rates), math.nan, stopped=True)
         with console.status("reading the held-out text"):
             nats = statistics.fmean(float(evaluate(model, *batch)) for batch in held_out)
         bits = nats / math.log(2)
-        print(metrics_line(losses, rates, held_out_bits_per_byte=bits), file=metrics)
+        if losses:
+            print(metrics_line(args.steps, losses, rates, held_out_bits_per_byte=bits), file=metrics)
 
     console.print(f"\n[bold]{bits:.3f} bits per byte[/] on the held-out text")
-    if args.picture:
+    if args.picture and losses and first:
         draw_losses(
             losses,
             bits,
@@ -166,11 +191,11 @@ def progress_bar(console: Console, steps: int) -> Progress:
     return progress
 
 
-def show(progress: Progress, losses: list[float], rates: list[float]) -> None:
+def show(progress: Progress, number: int, losses: list[float], rates: list[float]) -> None:
     """Bring the bar to the last step; where there is no terminal to draw in, print some lines."""
     task = progress.tasks[0]
-    number, total = len(losses), int(task.total or 0)
-    if number == 1:
+    total = int(task.total or 0)
+    if len(losses) == 1:
         progress.start_task(task.id)  # only now, so that compiling does not count as time a step
     now = f"loss {losses[-1]:.3f}  {typical(rates):,.0f} tokens/s"
     progress.update(task.id, completed=number, description="training", now=now)
@@ -180,11 +205,11 @@ def show(progress: Progress, losses: list[float], rates: list[float]) -> None:
 
 def typical(rates: list[float]) -> float:
     """The median, without the first step, which compiles."""
-    return statistics.median(rates[1:] or rates)
+    return statistics.median(rates[1:] or rates or [0.0])
 
 
-def metrics_line(losses: list[float], rates: list[float], **more: float) -> str:
-    last = {"step": len(losses), "loss": losses[-1], "tokens_per_s": rates[-1]}
+def metrics_line(number: int, losses: list[float], rates: list[float], **more: float) -> str:
+    last = {"step": number, "loss": losses[-1], "tokens_per_s": rates[-1]}
     return json.dumps(last | more)
 
 
@@ -207,6 +232,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=6e-3, help="highest learning rate (%(default)s)")
     add("--seed", type=int, default=0)
     add("--eval-batches", type=positive, default=32)
+    add("--checkpoint", metavar="DIR", help="save there, and go on from what is there (needs meshpar[checkpoint])")
+    add("--every", type=positive, default=100, help="steps between checkpoints (%(default)s)")
     add("--metrics", type=writable, metavar="FILE", help="a JSON line for every step")
     add("--picture", type=writable, metavar="FILE", default="train_lm.png", help="(%(default)s)")
     return parser.parse_args(argv)
@@ -236,6 +263,9 @@ def writable(text: str) -> str:
 
 if __name__ == "__main__":
     try:
-        main()
+        result = main()
     except mp.MeshparError as error:
+        if jax.process_count() > 1:
+            raise  # the other processes are told
         sys.exit(f"\n{error}")
+    sys.exit(75 if result.stopped else 0)  # 75: start it again

@@ -11,35 +11,47 @@ from . import (
     layouts,
     report,  # noqa: F401 (plans learn from reports how they are shown)
 )
-from .api import check, compile, init, jit, plan
+from .api import check, compile, init, jit, local_sgd, plan
 from .errors import (
+    AgreementError,
     AxisConflictError,
     CheckError,
+    CheckpointError,
+    CheckpointWarning,
     CompilerError,
+    DataPositionError,
+    DigestError,
     DivisibilityError,
     JoinError,
     JoinWarning,
     LayoutSyntaxError,
+    LostProcessError,
     MeshError,
     MeshparError,
     OutOfMemoryError,
     PatternError,
     RankError,
+    StuckProcessError,
     TargetError,
     TorusWarning,
     UnknownAxisError,
     UnknownDimError,
     UnsupportedError,
 )
+from .global_arrays import fetch
 from .jitted import Jitted
 from .layers import checkpoint_policies
-from .layers.accumulate import accumulate
+from .layers.accumulate import accumulate, microbatches
 from .layers.attention import attention
 from .layers.precision import Precision
 from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
 from .plan.collectives import Collective
 from .planned import Plan
+from .pods.checkpoint import Checkpoints
+from .pods.data import batches, put
+from .pods.local_sgd import LocalSgd
+from .pods.start import distributed
 from .program.declare import kernel_rule
 from .program.kernels import KernelSend, KernelWork
 from .program.primitives import named, rename
@@ -48,11 +60,17 @@ from .verify.aot import Compiled, compile_lowered
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgreementError",
     "AxisConflictError",
     "CheckError",
+    "CheckpointError",
+    "CheckpointWarning",
+    "Checkpoints",
     "Collective",
     "Compiled",
     "CompilerError",
+    "DataPositionError",
+    "DigestError",
     "DivisibilityError",
     "Jitted",
     "JoinError",
@@ -61,6 +79,8 @@ __all__ = [
     "KernelWork",
     "Layout",
     "LayoutSyntaxError",
+    "LocalSgd",
+    "LostProcessError",
     "MeshError",
     "MeshparError",
     "OutOfMemoryError",
@@ -69,6 +89,7 @@ __all__ = [
     "Precision",
     "RankError",
     "Rule",
+    "StuckProcessError",
     "TargetError",
     "TorusWarning",
     "UnknownAxisError",
@@ -76,18 +97,24 @@ __all__ = [
     "UnsupportedError",
     "accumulate",
     "attention",
+    "batches",
     "check",
     "checkpoint_policies",
     "compile",
     "compile_lowered",
+    "distributed",
     "errors",
+    "fetch",
     "init",
     "jit",
     "kernel_rule",
     "layouts",
+    "local_sgd",
     "mesh",
+    "microbatches",
     "named",
     "plan",
+    "put",
     "rename",
     "virtual_devices",
 ]  # fmt: skip

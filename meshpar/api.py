@@ -1,4 +1,4 @@
-"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check`` and ``mp.compile``: a function, a mesh and a layout in."""
+"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check``, ``mp.compile``, ``mp.local_sgd``: a function, a mesh and a layout in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
+import optax
 from jax.sharding import Mesh
 
 from .dims import DimsLike, PathDims
@@ -15,6 +16,7 @@ from .keywords import options_apart
 from .layout import AnyMesh, Layout
 from .mesh import planned_mesh
 from .planned import Plan
+from .pods.local_sgd import LocalSgd
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts
 from .verify.jobs import Progress
@@ -307,6 +309,31 @@ def compile(
     return fn.compile(
         *args, mesh=mesh, topology=topology, effort=effort, timeout=timeout, cache=cache, progress=progress,
         compiler_options=compiler_options, kwargs={**keywords, **(kwargs or {})},
+    )  # fmt: skip
+
+
+def local_sgd(
+    step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh, layout: LayoutLike,
+    dims: DimsPatterns = None, lowering: Lowering = "jit",
+) -> LocalSgd:  # fmt: skip
+    """Train replicas apart on each part of an axis, and average them every so many steps (DiLoCo).
+
+    Args:
+      step: ``state, … → state, anything``: a train step of plain trees, its weights under ``params``.
+      over: the mesh axis of the replicas: the slow one, ``slice``. No rule of the layout may have it.
+      every: inner steps between outer ones (DiLoCo: 500).
+      outer: the outer optimizer; DiLoCo's is ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
+      mesh, layout, dims, lowering: as in :func:`meshpar.jit`, for one replica; dims name the arguments of ``step``.
+
+    Returns:
+      :class:`LocalSgd`: ``state = run.init(create)(key)``; ``state, loss = run(n, state, batch)``.
+
+    Raises:
+      MeshError, AxisConflictError: the mesh lacks the axis, or the layout uses it.
+    """
+    return LocalSgd(
+        step, over=over, every=every, outer=outer, mesh=mesh, layout=Layout(layout),
+        dims=_patterns(dims), lowering=lowering, jit=jit, init=init,
     )  # fmt: skip
 
 

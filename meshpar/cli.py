@@ -1,4 +1,4 @@
-"""The command line: ``meshpar plan|compile|check|diff TARGET``."""
+"""The command line: ``meshpar plan|compile|check|diff TARGET``, ``meshpar launch SCRIPT``, ``meshpar checkpoint …``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from .hardware.topology import device_count
 from .layouts import PRESETS
 from .passes.overlap import MODES
 from .planned import Plan
+from .pods.cli import add_commands
 from .report import plan_steps
 from .report.text import fits
 from .target import Target, concrete, failing_as_target, load_target, parse_options
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
-    commands = parser.add_subparsers(metavar="plan|compile|check|diff", required=True)
+    commands = parser.add_subparsers(metavar="plan|compile|check|diff|launch|checkpoint", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., Any]:
         sub = commands.add_parser(
@@ -127,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--topology", action="append", help="once or twice; " + topology)
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--html", metavar="FILE", help="write it as a page of its own")
+    add_commands(commands)
     return parser
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class MeshparError(ValueError):
@@ -111,6 +111,44 @@ class TargetError(MeshparError):
 
 class CheckError(MeshparError):
     """A layout that changes a number (raised by :func:`meshpar.check`)."""
+
+
+class AgreementError(MeshparError):
+    """Processes that are to run one program differ in a fact of it.
+
+    Attributes:
+      process: the process that differs from the first one (or the one that never came).
+      field: what differs: ``"layout"``, ``"shapes"``, ``"program"``, …
+      values: process → its value, of both.
+    """
+
+    process: int | None = None
+    field: str = ""
+    values: Mapping[int, str] = {}
+
+
+class LostProcessError(MeshparError):
+    """A process that died, was stopped or cannot be reached (printed by those that end because of it; exit status 75)."""
+
+
+class StuckProcessError(MeshparError):
+    """A process that is alive but does not come to the call in which the others wait (printed; exit status 75)."""
+
+
+class CheckpointError(MeshparError):
+    """A checkpoint that is not there, is damaged, or does not have what is to be restored from it."""
+
+
+class DigestError(CheckpointError):
+    """A restored array that is not the one that was saved."""
+
+
+class DataPositionError(MeshparError):
+    """A position in data that was read in another order, or in other batches."""
+
+
+class CheckpointWarning(UserWarning):
+    """A damaged checkpoint that was put aside for an older one."""
 
 
 class JoinWarning(UserWarning):

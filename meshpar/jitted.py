@@ -20,6 +20,7 @@ from .compat.jax import DeviceArray, in_explicit_mesh, is_graph_node, is_tracer,
 from .dims import Dims, PathDims, did_you_mean, fit_dims, near, path_matches
 from .errors import MeshError, PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, key_text, pure_states, with_states
+from .global_arrays import global_array, place
 from .keywords import options_apart
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
@@ -27,6 +28,7 @@ from .mesh import mesh as make_mesh
 from .passes import make_plan
 from .passes.overlap import MODES
 from .planned import Plan
+from .pods.agree import Sheet, before_call
 from .program import Program, infer, trace
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, Subject, check_layouts
@@ -334,6 +336,19 @@ class _Entry:
         return self.run(*placed)
 
 
+@dataclass(eq=False, slots=True)
+class _SpanningEntry(_Entry):
+    """One over several processes, which compare what they are about to run before they run it the first time."""
+
+    sheet: Sheet
+
+    def on_arrays(self, arrays: list[Any]) -> list[Any]:
+        if not any(is_tracer(x) or (isinstance(x, jax.Array) and x.is_deleted()) for x in arrays):
+            before_call(self.sheet, arrays)
+            arrays = [global_array(x, s) for x, s in zip(arrays, self.in_shardings, strict=True)]
+        return _Entry.on_arrays(self, arrays)
+
+
 class _Deleted(Exception):
     def __init__(self, array: Any):
         self.array = array
@@ -466,6 +481,29 @@ class Jitted(Generic[P, R]):
         traced = self._trace(call)
         return traced.result([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in traced.program.outputs])
 
+    def abstract(self, *args: Any, **kwargs: Any) -> Any:
+        """The results as ``jax.ShapeDtypeStruct`` with their shardings, in the trees, boxes and modules that a call returns.
+
+        Nothing is computed or compiled: what ``mp.init(create, …).abstract(key)`` gives is what a checkpoint is restored into.
+
+        Raises:
+          MeshError: an abstract mesh.
+          MeshparError: as :meth:`plan`.
+        """
+        if _has_graph_nodes((args, kwargs)):  # which the results update
+            args, kwargs = nnx.clone((args, kwargs))
+        with self._opened(args, kwargs) as call:
+            entry = self._entry(call)
+            out = entry.traced.result(
+                [
+                    jax.ShapeDtypeStruct(v.shape, v.aval.dtype, sharding=s)
+                    for v, s in zip(entry.plan.program.outputs, entry.out_shardings, strict=True)
+                ]
+            )
+            if self._graph or self._init:
+                _, _, out = nnx.from_tree(out, ctxtag=self, is_inner=False)
+            return out
+
     def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Where the arguments belong: for each, in the order given, a tree like it of ``jax.sharding.NamedSharding``.
 
@@ -513,7 +551,7 @@ class Jitted(Generic[P, R]):
         def placed(leaf: Leaf) -> Any:
             known = held.get(leaf.path)
             if known is not None and known.shape == np.shape(leaf.value):
-                return jax.device_put(leaf.value, NamedSharding(mesh, known.spec))
+                return place(leaf.value, NamedSharding(mesh, known.spec))
             dims = _annotation_of(leaf, self._dims, set())
             if dims is None:
                 raise UnsupportedError(
@@ -526,7 +564,7 @@ class Jitted(Generic[P, R]):
                     ],
                 )
             spec = self.layout.spec(dims, mesh, np.shape(leaf.value), scope=leaf.kind, path=leaf.path)
-            return jax.device_put(leaf.value, NamedSharding(mesh, spec))
+            return place(leaf.value, NamedSharding(mesh, spec))
 
         out = []
         for path, x in self._arguments(args, kwargs):
@@ -838,7 +876,19 @@ class Jitted(Generic[P, R]):
         )  # fmt: skip
         fixed = call.fixed
         arrays = [i for i in range(len(call.leaves)) if i not in fixed] if fixed else None
-        return _Entry(plan, self._trace(call), flat, run, arrays, ins, outs, donated)
+        made = plan, self._trace(call), flat, run, arrays, ins, outs, donated
+        if len({d.process_index for d in mesh.devices.flat}) == 1:
+            return _Entry(*made)
+        sheet = Sheet(
+            self._fn,
+            plan,
+            self.lowering,
+            self._strict,
+            self._dims,
+            [x for _, x in call.statics],
+            self._compiler_options,
+        )
+        return _SpanningEntry(*made, sheet)
 
     def _jit_options(self) -> dict[str, Any]:
         return {"compiler_options": self._compiler_options} if self._compiler_options else {}

@@ -11,7 +11,7 @@ from typing import Literal
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .dims import DimsLike, did_you_mean, fit_dims, format_dims, parse_dims, path_matches
-from .errors import AxisConflictError, DivisibilityError, LayoutSyntaxError, UnknownAxisError
+from .errors import AxisConflictError, DivisibilityError, LayoutSyntaxError, UnknownAxisError, UnknownDimError
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -65,25 +65,32 @@ class Layout:
         or another layout.
       resolve: ``"order"``: the order of the rules decides; ``"cost"``: each op picks the claims that move the
         fewest bytes. The default is ``"order"``, and ``"cost"`` for a list of pairs, whose order means less.
+      optional: dims that a function need not have, ``"batch seq"``, or True: any of them. So one layout serves several
+        functions: an update without a batch beside a train step. A rule whose dim is missing and spelt nearly as one
+        that is there stays an error.
 
     Raises:
       LayoutSyntaxError: text that is no layout.
       AxisConflictError: an axis twice in one rule.
+      UnknownDimError: ``optional`` names a dim that no rule has.
     """
 
     rules: tuple[Rule, ...]
     resolve: Literal["order", "cost"]
     from_pairs: bool
+    optional: frozenset[str]
 
     def __init__(
         self,
         rules: str | Layout | Mapping[str, object] | Iterable[object] = "",
         *,
         resolve: Literal["order", "cost"] | None = None,
+        optional: bool | str | Iterable[str] = (),
     ):
         self.from_pairs = False
+        before: frozenset[str] = frozenset()
         if isinstance(rules, Layout):
-            self.rules, self.from_pairs = rules.rules, rules.from_pairs
+            self.rules, self.from_pairs, before = rules.rules, rules.from_pairs, rules.optional
             resolve = resolve or rules.resolve
         elif isinstance(rules, str):
             self.rules = tuple(_parse(rules))
@@ -108,6 +115,18 @@ class Layout:
                         rule=str(rule),
                         fixes=[f"name each axis once: `{rule.dim}: {'+'.join(dict.fromkeys(rule.axes))}`"],
                     )
+        named = {r.dim for r in self.rules}
+        if isinstance(optional, bool):
+            absent = named if optional else set()
+        else:
+            absent = set(optional.split() if isinstance(optional, str) else optional)
+        for dim in sorted(absent - named):
+            raise UnknownDimError(
+                f"optional={optional!r}: the layout has no rule for `{dim}`",
+                dim=dim,
+                fixes=did_you_mean(dim, named, "dims"),
+            )
+        self.optional = before | absent
         self._set(self.rules)
 
     def _set(self, rules: tuple[Rule, ...]) -> None:
@@ -115,7 +134,7 @@ class Layout:
         self._by_dim: dict[str, list[int]] = {}
         for i, rule in enumerate(rules):
             self._by_dim.setdefault(rule.dim, []).append(i)
-        self._key = (rules, self.resolve, self.from_pairs)
+        self._key = (rules, self.resolve, self.from_pairs, self.optional)
 
     def __str__(self) -> str:
         groups: list[tuple[str, list[str]]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .compat.devices import device_mesh
+from .compat.processes import DEVICES, process_count
 from .errors import LayoutSyntaxError, MeshError
 from .hardware.topology import check_fills, parse_topology, topology_devices
 from .layout import AnyMesh
@@ -46,15 +48,18 @@ def mesh(text: str, *, topology: str | None = None, devices: Sequence[Any] | Non
       topology: devices that are not here: a TPU slice, ``"v5e:16x16"``, or several, ``"2x v5e:16x16"`` (joined by DCN: the first
         axes), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"`` (TensorCores). It needs the compiler's
         package (``libtpu``, or JAX's CUDA plugin), no hardware.
-      devices: default: all local devices, of which the first ``prod(sizes)`` are used.
+      devices: default: all devices, of every process, of which the first ``prod(sizes)`` are used. Live TPU slices are laid
+        out as ``topology`` lays out the same slices.
 
     Raises:
       LayoutSyntaxError: text that is no mesh.
-      MeshError: more devices asked for than there are, or a slice that the mesh does not fill.
+      MeshError: more devices asked for than there are, a slice that the mesh does not fill, or a process none of whose
+        devices would be in it.
     """
     sizes = parse_mesh(text)
     if topology is not None:
         return _topology_mesh(text, sizes, topology)
+    every = devices is None
     devices = list(jax.devices() if devices is None else devices)
     fill_mesh(sizes, len(devices))
     need = math.prod(sizes.values())
@@ -68,8 +73,19 @@ def mesh(text: str, *, topology: str | None = None, devices: Sequence[Any] | Non
             ],
         )
     shape = tuple(sizes.values())
+    idle = sorted({d.process_index for d in devices} - {d.process_index for d in devices[:need]})
+    if every and idle:
+        raise MeshError(
+            f"mesh ({text}) has {need} of {len(devices)} devices, and none of process{'es' * (len(idle) > 1)} "
+            f"{', '.join(map(str, idle))}, which would have nothing to run",
+            fixes=[
+                "use all of them: write -1 for one size",
+                f"or start fewer processes: {need} devices are those of {len({d.process_index for d in devices[:need]})}",
+            ],
+        )
     if need == len(devices) and devices[0].platform == "tpu":
-        array = jax.make_mesh(shape, tuple(sizes), devices=devices).devices
+        devices.sort(key=lambda d: d.id)  # as a described slice lists them: both cores of a chip side by side
+        array = device_mesh(shape, devices, len({getattr(d, "slice_index", 0) for d in devices}), text)
     else:
         array = np.asarray(devices[:need], dtype=object).reshape(shape)
     return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -95,11 +111,20 @@ def fill_mesh(sizes: dict[str, int], total: int) -> None:
 def virtual_devices(count: int) -> None:
     """Give JAX this many CPU devices, to run sharded programs on one machine.
 
-    It concerns only the CPU: GPUs and TPUs stay as they are. Call it before the first use of a device.
+    It concerns only the CPU: GPUs and TPUs stay as they are. Call it before the first use of a device. In several processes
+    (after :func:`meshpar.distributed`) it is the number of all of them together; where the launcher has given each its devices,
+    those stay.
 
     Raises:
-      MeshError: JAX has already made its devices, and there are fewer CPU devices than that.
+      MeshError: JAX has already made its devices, and there are fewer CPU devices than that; or the processes do not divide it.
     """
+    processes = process_count()
+    if processes > 1:
+        if os.environ.get(DEVICES):
+            return
+        if count % processes:
+            raise MeshError(f"virtual_devices({count}): {processes} processes do not divide it")
+        count //= processes
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:

@@ -803,3 +803,40 @@ def test_the_same_step_under_another_layout(jit, mesh):
     assert other.on(lowering="shard_map").plan(batch()).overlap == "auto"
     with pytest.raises(mp.UnsupportedError, match="no lowering"):
         step.on(lowering="shard")
+
+
+def test_abstract_is_the_state_without_numbers(mesh):
+    import flax.linen as nn
+
+    class Linear(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+            self.w = nnx.Param(init(rngs.params(), (16, 32)))
+
+    def module(key):
+        model = Linear(nnx.Rngs(key))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    def linen(key):
+        init = nn.with_logical_partitioning(nn.initializers.normal(), ("embed", "mlp"))
+        return nn.Dense(32, kernel_init=init, use_bias=False).init(key, jnp.ones((1, 16)))
+
+    def plain(key):
+        return {"params": {"w": jax.random.normal(key, (16, 32))}, "key": key}
+
+    for create, dims in ((module, None), (linen, None), (plain, {"params/w": "embed mlp"})):
+        init = mp.init(create, mesh=mesh, layout=LAYOUT, dims=dims)
+        shapes, state = init.abstract(jax.random.key(0)), init(jax.random.key(0))
+        assert type(shapes) is type(state)
+        assert jax.tree.structure(shapes) == jax.tree.structure(state)
+        assert any(x.sharding.spec == P("data", "model") for x in jax.tree.leaves(shapes))
+        for shape, x in zip(jax.tree.leaves(shapes), jax.tree.leaves(state), strict=True):
+            assert isinstance(shape, jax.ShapeDtypeStruct)
+            assert (shape.shape, shape.dtype, shape.sharding) == (x.shape, x.dtype, x.sharding)
+
+
+def test_abstract_of_a_step(jit):
+    step = jit(train)
+    (new, value), got = step.abstract(params(), batch()), step(params(), batch())
+    assert new["up"].sharding == got[0]["up"].sharding
+    assert (value.shape, value.dtype) == ((), jnp.float32)

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from meshpar.errors import (
     LayoutSyntaxError,
     RankError,
     UnknownAxisError,
+    UnknownDimError,
 )
 from meshpar.layout import claim
 
@@ -343,3 +345,19 @@ def test_an_appended_rule_changes_no_earlier_claim(rules, dims):
 def test_public_names():
     assert mp.Layout is Layout
     assert mp.Rule is Rule
+
+
+def test_dims_that_a_function_need_not_have(mesh):
+    layout = Layout("batch: data; embed: data; mlp: model", optional="batch mlp")
+    assert layout.optional == {"batch", "mlp"}
+    assert Layout(layout) == layout != Layout(str(layout))
+    assert Layout(layout, optional=True).optional == {"batch", "embed", "mlp"}
+    w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    plan = mp.plan(lambda w: w * 2, w, mesh=mesh, layout=layout, dims={"w": "embed _"})
+    assert plan.outputs[0].spec == P("data")
+    with pytest.raises(UnknownDimError, match="`embed`"):
+        mp.plan(lambda w: w * 2, w, mesh=mesh, layout=layout, dims={"w": "mlp _"})
+    with pytest.raises(UnknownDimError, match=r"batch.*which no value"):  # spelt nearly as one that is there
+        mp.plan(lambda w: w * 2, w, mesh=mesh, layout=layout, dims={"w": "embed batches"})
+    with pytest.raises(UnknownDimError, match=r"no rule for `sequence`"):
+        Layout("batch: data", optional="sequence")

@@ -1,5 +1,9 @@
 """Meshes: the notation, filling, and the meshes that plans are made on."""
 
+import importlib.util
+import os
+import random
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 import meshpar as mp
 from meshpar.errors import LayoutSyntaxError, MeshError
+from meshpar.hardware.topology import topology_devices
 from meshpar.mesh import parse_mesh, planned_mesh
 
 
@@ -74,3 +79,35 @@ def test_the_mesh_to_plan_on():
         planned_mesh("data=-1", "v5e:4x4x4")
     with pytest.raises(MeshError, match="beside a mesh of devices, which know where they are"):
         planned_mesh(Mesh(np.array(jax.devices()[:2]), ("data",)), "v5e:4x4")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="describes TPU slices by their compiler")
+@pytest.mark.parametrize(
+    ("topology", "text"),
+    [
+        ("v5e:4x4", "data=4, model=4"),
+        ("v6e:8x8", "data=64"),
+        ("v4:2x2x4", "data=8, model=2"),
+        ("v5p:4x4x8", "data=16, model=8"),
+        ("v5p:16x16x16", "data=512, model=8"),
+        ("tpu7x:2x2x2", "data=4, model=4"),
+        ("2x v5e:4x4", "slice=2, data=8, model=2"),
+        ("2x v5e:4x4", "data=-1, model=2"),
+        ("2x tpu7x:2x2x2", "data=16, model=2"),
+    ],
+)
+def test_a_live_mesh_is_the_planned_mesh(topology, text):
+    devices = list(topology_devices(topology))
+    random.Random(0).shuffle(devices)
+    planned, live = mp.mesh(text, topology=topology), mp.mesh(text, devices=devices)
+    assert (planned.devices == live.devices).all()
+
+
+def test_describing_a_slice_leaves_the_cluster_to_be_found(monkeypatch):
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    if importlib.util.find_spec("libtpu") is None:
+        with pytest.raises(MeshError, match="needs the TPU compiler"):
+            mp.mesh("data=4", topology="v5e:2x2")
+    else:
+        assert mp.mesh("data=8", topology="v6e:2x4").size == 8
+    assert "TPU_SKIP_MDS_QUERY" not in os.environ

@@ -39,6 +39,20 @@ def read_stdlib(root: Path | None = None) -> Corpus:
     return Corpus(np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), len(names))
 
 
+class Windows:
+    """All windows of a text by their place, for `mp.batches`: (inputs, targets), each int32 [seq]."""
+
+    def __init__(self, text: np.ndarray, seq: int):
+        self.text, self.seq = text, seq
+
+    def __len__(self) -> int:
+        return len(self.text) - self.seq
+
+    def __getitem__(self, start: int) -> tuple[np.ndarray, np.ndarray]:
+        window = self.text[start : start + self.seq + 1].astype(np.int32)
+        return window[:-1], window[1:]
+
+
 def training_batches(text: np.ndarray, batch: int, seq: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Windows at random places, without end: (inputs, targets), each int32 [batch, seq]."""
     rng = np.random.default_rng(seed)

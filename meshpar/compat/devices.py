@@ -51,7 +51,7 @@ def tpu_topology(target: str, chips: Sequence[int], slices: int, wrap: tuple[boo
             "a TPU topology needs the TPU compiler, which is not installed",
             fixes=['pip install "jax[tpu]"   # installs libtpu; no TPU is needed'],
         )
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # JAX sets TPU_SKIP_MDS_QUERY by itself where there is no TPU; on a TPU host it must stay unset, or JAX finds no cluster
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import DivisibilityError, LayoutSyntaxError
+from ..layout import AnyMesh, Layout
 
 
 def accumulate(fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequence[int] = 1) -> Callable[..., Any]:
@@ -74,6 +76,32 @@ def accumulate(fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequ
         )
 
     return run
+
+
+def microbatches(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: str = "batch") -> int:
+    """How many microbatches let a device hold at most so many rows at a time: for :func:`accumulate`.
+
+    The batch stays what it is on any number of devices, and so do the losses; on fewer devices it is taken in more pieces.
+
+    Args:
+      batch: rows of the whole batch.
+      rows: the most that a device takes at once.
+      mesh, layout: as in :func:`meshpar.jit`; the axes that ``dim`` claims share the rows out.
+
+    Returns:
+      The smallest number of pieces, each of which divides over the devices.
+
+    Raises:
+      DivisibilityError: the batch does not divide over the devices.
+      LayoutSyntaxError: ``rows`` below 1.
+    """
+    if rows < 1:
+        raise LayoutSyntaxError(f"mp.microbatches: rows={rows}, which must be at least 1")
+    spec = Layout(layout).spec((dim,), mesh, (batch,), path="the batch")
+    axes = spec[0] if len(spec) else None
+    parts = math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
+    each = batch // parts
+    return next(n for n in range(1, each + 1) if each % n == 0 and each // n <= rows)
 
 
 def _sum_dtype(dtype: Any) -> Any:

@@ -11,10 +11,18 @@ from ..plan.plan import Plan
 from ..plan.planner import planned
 from ..program.ir import Program
 from .barriers import loops_in_turn, results_in_turn, slices_apart
+from .crossings import note_crossings
 from .overlap import overlap
 from .schedule import schedule
 
-PASSES: tuple[Callable[[Plan], Plan], ...] = (overlap, schedule, loops_in_turn, results_in_turn, slices_apart)
+PASSES: tuple[Callable[[Plan], Plan], ...] = (
+    overlap,
+    schedule,
+    loops_in_turn,
+    results_in_turn,
+    slices_apart,
+    note_crossings,
+)
 
 
 def make_plan(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..hardware.algorithms import AlgorithmName
 from ..hardware.chips import CollectiveOp
+from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op
 
@@ -76,6 +78,27 @@ def volume_of(op: CollectiveOp, sent: float, group: int) -> float:
     if op == "all-reduce":
         return operand / 2
     return operand * group if op == "all-to-all" else operand
+
+
+def dcn_bytes_of(collective: Collective, torus: Torus) -> float:
+    """Bytes that a device sends to other slices (or nodes) in one run of a collective; 0 where it stays within a slice.
+
+    As in :func:`meshpar.hardware.collective_time.seconds_of`, what crosses has been cut by the levels within a slice: V/inner, of
+    which a part (S-1)/S leaves, twice for an all-reduce; of an all-to-all a device's own V/group. A permute counts whole, as for
+    the devices at the edge.
+    """
+    stages = [s for a in collective.axes for s in torus.get(a, ()) if s.size > 1][collective.first :]
+    if collective.algorithm in ("ring", "pallas"):
+        stages = stages[:1]  # around which it goes hop by hop
+    slices = math.prod(s.size for s in stages if s.dim == "slice")
+    if slices == 1:
+        return 0.0
+    if collective.op == "collective-permute":
+        return collective.bytes
+    group = math.prod(s.size for s in stages)
+    volume = volume_of(collective.op, collective.bytes, group)
+    own = volume / group if collective.op == "all-to-all" else volume * slices / group
+    return own * (slices - 1) / slices * (2 if collective.op == "all-reduce" else 1)
 
 
 def scatters_of(

@@ -13,7 +13,7 @@ from ..hardware.chips import Chip
 from ..hardware.topology import Torus
 from ..layout import AnyMesh, Layout
 from ..program.ir import Join, Op, Program, Value
-from .collectives import Collective
+from .collectives import Collective, dcn_bytes_of
 from .steps import Body, Run, Shard
 
 
@@ -163,6 +163,11 @@ class Plan:
     def bytes_sent(self) -> float:
         """Bytes that each device sends in one step; loops of unknown length count once."""
         return sum(c.total_bytes for c in self.collectives)
+
+    @property
+    def dcn_bytes(self) -> float:
+        """Of :attr:`bytes_sent`, what crosses to other slices (or nodes of GPUs)."""
+        return sum(dcn_bytes_of(c, self.torus) * (1 if c.count is None else c.count) for c in self.collectives)
 
     def held(self, kind: str | None = None) -> float:
         """Bytes of the inputs on each device, all or of one kind (``params``, ``opt``, ``other``)."""

@@ -71,7 +71,9 @@ def _check_dims(program: Program, layout: Layout, init: bool) -> None:
     for rule in layout.rules:
         if rule.dim in names:
             continue
-        if (init or rule.optional) and not (set(near(rule.dim, names)) - set(layout.dims)):
+        if (init or rule.optional or rule.dim in layout.optional) and not (
+            set(near(rule.dim, names)) - set(layout.dims)
+        ):
             continue
         raise UnknownDimError(
             f"rule `{rule}` names dim `{rule.dim}`, which no value of the program has",
@@ -80,6 +82,11 @@ def _check_dims(program: Program, layout: Layout, init: bool) -> None:
             fixes=[
                 *did_you_mean(rule.dim, names, "dims"),
                 "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
+                *(
+                    []
+                    if near(rule.dim, names)
+                    else [f'or share the layout with it: mp.Layout(…, optional="{rule.dim}")']
+                ),
             ],
         )
 

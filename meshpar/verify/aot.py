@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console, Group
@@ -158,8 +159,11 @@ def compile_lowered(
         with without_gc():
             program = program.lower(*args, **keywords, **(kwargs or {}))
     module, content, devices, facts = lowered_parts(program)
+    topology, ids = _topology(devices), {d.id: d.id for d in devices}
+    if topology.startswith("cpu:"):  # the devices of other processes have ids far from these
+        ids = {d.id: i for i, d in enumerate(sorted(jax.devices("cpu"), key=lambda d: d.id))}
     job = Job(
-        name or "step", module, content, _topology(devices), tuple(d.id for d in devices), facts,
+        name or "step", module, content, topology, tuple(ids[d.id] for d in devices), facts,
         dict(compiler_options or {}), effort == "fast",
     )  # fmt: skip
     archive = compile_job(job, timeout=timeout, cache=cache, progress=progress)
@@ -197,7 +201,8 @@ def _topology(devices: list[Any]) -> str:
     if is_compile_only(devices[0]):
         raise MeshError(f"devices of kind {devices[0].device_kind!r} belong to no topology that mp.mesh knows")
     if devices[0].platform == "cpu":
-        return f"cpu:{max(d.id for d in devices) + 1}"
+        ids = [d.id for d in sorted(jax.devices("cpu"), key=lambda d: d.id)]
+        return f"cpu:{max(ids.index(d.id) for d in devices) + 1}"
     raise MeshError(
         f"mp.compile compiles for devices that are described, or for CPUs; these are {devices[0].device_kind} devices in use",
         fixes=[

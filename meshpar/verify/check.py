@@ -26,7 +26,7 @@ from ..layout import Layout
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
 from .localize import Localizer
-from .numbers import compiled, host, mesh_text, worst_of
+from .numbers import compiled, host, mesh_text, on_device, worst_of
 
 Lowering = Literal["jit", "shard_map"]
 
@@ -202,13 +202,13 @@ class _Case:
 
     def __init__(self, tolerance: float):
         self.tolerance = tolerance
-        self.device = jax.devices()[0]
+        self.device = jax.local_devices()[0]  # every process makes the unsharded run for itself
         self.reference: _Reference | None = None
         self.between: tuple[object, list[Any]] | None = None  # (which program, all values of it on one device)
 
     def fresh(self, xs: Sequence[Any]) -> list[Any]:
         """Copies of arrays, on one device."""
-        return [jax.device_put(x, self.device, may_alias=False) if isinstance(x, jax.Array) else x for x in xs]
+        return [on_device(x, self.device) if isinstance(x, jax.Array) else x for x in xs]
 
     def run(self, subject: Subject, lowering: str) -> Row:
         reference = self.reference or self.unsharded(subject)

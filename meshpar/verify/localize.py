@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
 from jax.sharding import Mesh
 
 from ..compat.jax import body_of, closed_parts, new_var, source_line
 from ..dims import format_dims
 from ..errors import CheckError, JoinWarning
+from ..global_arrays import place
 from ..lower import LOWERINGS
 from ..passes import make_plan
 from ..plan.plan import Plan
 from ..program import Program, infer
 from ..rules import ELEMENTWISE, having
-from .numbers import Difference, compare, compiled, host, mesh_text, spread_of, worst_of
+from .numbers import Difference, compare, compiled, host, mesh_text, on_device, spread_of, worst_of
 
 SLACK = 8.0
 """How many times the differences that moved operands make are allowed."""
@@ -114,7 +116,8 @@ class Localizer:
             again = make_plan(self.program, plan.layout, plan.mesh, overlap=plan.overlap)
             run, ins, outs = LOWERINGS[lowering](again, plan.mesh)
         placed = [
-            jax.device_put(x, s) if isinstance(x, jax.Array) else x for x, s in zip(reference.leaves, ins, strict=True)
+            place(x, s) if isinstance(x, jax.Array | np.ndarray) else x
+            for x, s in zip(reference.leaves, ins, strict=True)
         ]
         sharded = compiled(run, placed, in_shardings=tuple(ins), out_shardings=list(outs))(*placed)
         self.outs = sharded[:count]
@@ -200,7 +203,7 @@ class Localizer:
         one = self.plan.program.closed.jaxpr.replace(
             constvars=[], invars=ins, eqns=[eqn], outvars=eqn.outvars, effects=eqn.effects
         )
-        return jaxpr_as_fun(ClosedJaxpr(one, ())), [jax.device_put(self.values[v], self.device) for v in ins]
+        return jaxpr_as_fun(ClosedJaxpr(one, ())), [on_device(self.values[v], self.device) for v in ins]
 
     # -- the error
 

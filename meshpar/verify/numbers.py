@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..global_arrays import fetch, is_global
+
 QUICK: tuple[dict[str, Any], ...] = (
     {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
     {"xla_backend_optimization_level": 0},  # since 0.12 there is no choice of emitters
@@ -91,12 +93,20 @@ def wide(x: np.ndarray) -> np.ndarray:
 
 
 def host(x: Any) -> np.ndarray:
-    """The array on the host; keys as their data."""
-    return np.asarray(data_of(x))
+    """The array on the host, of all processes; keys as their data."""
+    return fetch(data_of(x))
 
 
 def data_of(x: Any) -> Any:
     return jax.random.key_data(x) if is_key(x) else x
+
+
+def on_device(x: Any, device: Any) -> Any:
+    """A copy of an array on one device of this process."""
+    if not is_global(x):
+        return jax.device_put(x, device, may_alias=False)
+    whole = jax.device_put(host(x), device)
+    return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(x)) if is_key(x) else whole
 
 
 def is_key(x: Any) -> bool:
@@ -106,7 +116,7 @@ def is_key(x: Any) -> bool:
 def copies(x: Any) -> Iterator[np.ndarray]:
     """The array, and once more for every device whose copy of its part differs."""
     x = data_of(x)
-    whole = np.asarray(x)
+    whole = fetch(x)
     yield whole
     for shard in getattr(x, "addressable_shards", ()):
         if shard.replica_id:

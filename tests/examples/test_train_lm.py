@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
@@ -10,7 +11,9 @@ import train_lm
 
 import meshpar as mp
 from lm.data import held_out_batches, read_stdlib, training_batches
+from meshpar.cli import main
 
+ROOT = Path(__file__).parents[2]
 TINY = "--layers=2 --embed=32 --steps=8 --batch=8 --seq=32 --lr=0.02 --eval-batches=2".split()
 
 
@@ -58,6 +61,36 @@ def test_another_layout_gives_the_same_losses(run):
     other = train_lm.main([*TINY, "--layout", "dp", "--picture", ""])
     np.testing.assert_allclose(other.losses, result.losses, rtol=1e-4)
     np.testing.assert_allclose(other.held_out_bits_per_byte, result.held_out_bits_per_byte, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_it_survives_a_loss_and_goes_on_with_fewer(run, tmp_path, monkeypatch, capfd):
+    """Two processes, of which one is killed at its fifth step; the other goes on from step 3, with the same losses."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    metrics = tmp_path / "metrics.jsonl"
+    launch = "launch -n 2 --timeout 10 --slices 2 --lose 1@5 --restarts 1 --min 1".split()
+    flags = [
+        "--layout",
+        "dp",
+        "--checkpoint",
+        str(tmp_path / "a"),
+        "--every",
+        "3",
+        "--metrics",
+        str(metrics),
+        "--picture",
+        "",
+    ]
+    assert main([*launch, str(ROOT / "examples" / "train_lm.py"), *TINY, *flags]) == 0
+    said = capfd.readouterr()
+    assert "first cause: process 1 was killed (SIGKILL); starting again with 1 process" in said.err
+    assert "step     3 of 8" in said.out
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines}
+    assert len(lines) > len(losses) or lines[3]["step"] == 4
+    np.testing.assert_allclose([losses[n] for n in range(1, 9)], run[0].losses, rtol=1e-4)
+    assert main(["checkpoint", "verify", str(tmp_path / "a")]) == 0
 
 
 @pytest.mark.parametrize(

@@ -120,3 +120,24 @@ def test_a_carry_that_is_read_is_settled_each_time(case):
     for a, b in zip(f(w, x), jax.jit(running)(w, x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert [c.count for c in f.plan(w, x).collectives if c.op == "all-reduce"] == [4]
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "want"),
+    [
+        ("data=8", 8, 1),
+        ("data=4, model=2", 8, 2),
+        ("data=2, model=4", 8, 4),
+        ("data=2, model=4", 5, 8),
+        ("data=1", 8, 8),
+    ],
+)
+def test_microbatches_keep_the_batch_on_fewer_devices(text, rows, want):
+    assert mp.microbatches(64, rows=rows, mesh=mp.mesh(text), layout="batch: data") == want
+
+
+def test_microbatches_of_what_does_not_divide():
+    with pytest.raises(mp.DivisibilityError):
+        mp.microbatches(60, rows=4, mesh=mp.mesh("data=8"), layout="batch: data")
+    with pytest.raises(mp.LayoutSyntaxError, match="rows=0"):
+        mp.microbatches(64, rows=0, mesh=mp.mesh("data=8"), layout="batch: data")

@@ -1,0 +1,67 @@
+"""Arrays of several processes: made of host values, and brought to every host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(x, "dtype", np.dtype(object)), jax.dtypes.prng_key)
+
+
+def is_global(x: Any) -> bool:
+    """Whether it is an array with parts on other processes."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def of_parts(shape: tuple[int, ...], sharding: Any, part: Callable[[tuple[slice, ...]], Any]) -> jax.Array:
+    """An array made of host parts: ``part`` gives the one at an index, once for every index of this process's devices."""
+    return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ()))
+
+
+def global_array(x: Any, sharding: Any) -> Any:
+    """An argument as an array over the devices of several processes.
+
+    What one process holds (numpy, or an array on its own devices) counts as the whole value, the same in every process, as it
+    does where there is one process alone: each takes the parts of it that its devices need. Python numbers and what JAX has
+    not committed to a device are left to ``jax.jit``, which treats them so itself.
+    """
+    if isinstance(x, jax.Array):
+        if is_global(x):
+            return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
+        if not x.committed:
+            return x
+        if is_key(x):
+            return jax.random.wrap_key_data(
+                jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x)
+            )
+    elif not isinstance(x, np.ndarray) or x.ndim == 0:
+        return x
+    whole = np.asarray(x)
+    whole = whole.astype(jax.dtypes.canonicalize_dtype(whole.dtype), copy=False)
+    return of_parts(whole.shape, sharding, lambda index: whole[index])
+
+
+def place(x: Any, sharding: Any) -> Any:
+    """An array where a sharding says, on devices of this process or of several; arguments as for :func:`global_array`."""
+    return jax.device_put(x if sharding.is_fully_addressable else global_array(x, sharding), sharding)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x  # of the module, so that it is compiled once
+
+
+def fetch(x: Any) -> np.ndarray:
+    """The whole array on the host of every process; all processes must call it. Bytes moved: the array's, to each process."""
+    if is_global(x) and not x.is_fully_replicated:
+        everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
+        x = jax.jit(_same, out_shardings=everywhere)(x)
+    if is_global(x):
+        x = x.addressable_data(0)
+    return np.asarray(x)

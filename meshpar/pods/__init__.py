@@ -1,0 +1,1 @@
+"""Several processes: how they start, agree, watch each other, read data and keep checkpoints."""

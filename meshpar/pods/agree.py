@@ -1,0 +1,344 @@
+"""Agreement: before the first run of a compiled function, its processes compare what they are about to run.
+
+Every process writes a sheet of facts into the coordinator's table, short ones as they are, long ones as hashes; process 0
+compares them and writes one verdict, which the others read: the work of a process does not grow with their number, but for
+process 0. Where a long fact differs, the two processes hand in its lines, and the first that differs is shown.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ..compat.processes import Store, connected, process_count, process_index
+from ..dims import PathDims
+from ..errors import AgreementError
+from ..global_arrays import is_global, is_key
+from ..plan.plan import Plan
+from .digest import digests_of_parts
+from .watch import CALLS
+
+SHORT = 200
+SECONDS = 600.0
+"""How long a process waits for the others, where no watch would tell it that they are gone."""
+
+_ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
+             "jax_numpy_dtype_promotion", "jax_use_shardy_partitioner", "jax_debug_nans")  # fmt: skip
+_FIXES = {
+    "values": ["host arrays count as whole values, the same in every process",
+               "mp.put(batch, rows=\"mine\") takes each process's own rows",
+               "use one seed, and read the same data, everywhere"],
+    "replicas": ["make the state by mp.init, from one seed everywhere, or restore it from one checkpoint"],
+    "versions": ["install the same versions everywhere"],
+    "settings": ["start all processes with the same environment and flags"],
+    "devices": ["make the mesh from all devices, in the order of jax.devices(): mp.mesh(…)"],
+}  # fmt: skip
+_ANY_FIX = ["run one script, with the same arguments, in every process"]
+
+_Lines = Callable[[], Sequence[str]]
+
+
+@dataclass(eq=False, slots=True)
+class Sheet:
+    """What the processes compare of a compiled function.
+
+    Attributes:
+      fn: the function as it is written.
+      plan: has its program, mesh and layout.
+      lowering, strict, dims, options: as in :func:`meshpar.jit`; ``options`` are the compiler's.
+      statics: the static arguments.
+      agreed: they have compared it.
+    """
+
+    fn: Callable[..., Any]
+    plan: Plan
+    lowering: str
+    strict: bool
+    dims: PathDims
+    statics: Sequence[Any]
+    options: Mapping[str, Any]
+    agreed: bool = False
+
+
+def before_call(sheet: Sheet, leaves: Sequence[Any]) -> None:
+    """Note a call of a function over several processes; before the first one of its kind, agree with the others.
+
+    Args:
+      leaves: the flat arguments, as ``sheet.plan.inputs`` has them.
+
+    Raises:
+      AgreementError: another process is about to run something else.
+    """
+    name = getattr(sheet.fn, "__name__", "step")
+    CALLS.note(name, _host_values(sheet.plan, leaves))
+    _lose_slice(name)
+    if sheet.agreed or not connected():
+        return
+    facts, shared = facts_of(sheet, leaves)
+    agree(name, facts, shared)
+    sheet.agreed = True
+
+
+def _lose_slice(name: str) -> None:
+    """``meshpar launch --lose``: the end of a slice, rehearsed."""
+    at = os.environ.get("MESHPAR_LOSE")
+    if at and CALLS.each[name] >= int(at):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _host_values(plan: Plan, leaves: Sequence[Any]) -> dict[str, int]:
+    """A checksum of every argument that is on the host: of its bytes, or of a thousand parts of it where there are many."""
+    out = {}
+    for held, x in zip(plan.inputs, leaves, strict=True):
+        if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
+            out[held.path] = zlib.crc32(_bytes(np.asarray(x)))
+    return out
+
+
+def _bytes(x: np.ndarray, most: int = 1 << 22) -> bytes:
+    if x.nbytes > most:
+        flat = x.reshape(-1)
+        block = max(1, most // 1024 // x.itemsize)
+        starts = np.linspace(0, flat.size - block, 1024).astype(np.int64)
+        x = np.concatenate([flat[s : s + block] for s in starts])
+    return np.ascontiguousarray(x).tobytes()
+
+
+# -- the facts
+
+
+def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], dict[str, _Lines]]:
+    """(facts that must be equal everywhere, facts of arrays that some processes share, by ``"0,1,3"``); each as lines."""
+    plan, code = sheet.plan, sheet.fn
+    assert isinstance(plan.mesh, Mesh)
+    inputs = [h.path or str(k) for k, h in enumerate(plan.inputs)]
+    closed = plan.program.closed
+    devices = list(plan.mesh.devices.flat)
+    host, shared = _values(inputs, leaves)
+    facts: dict[str, _Lines] = {
+        "versions": lambda: [versions()],
+        "settings": settings,
+        "function": lambda: [f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', code)}"],
+        "lowering": lambda: [f"{sheet.lowering}, overlap {plan.overlap}, strict {sheet.strict}"],
+        "mesh": lambda: [", ".join(f"{a}={n}" for a, n in plan.sizes.items())],
+        "devices": lambda: [f"{devices[0].device_kind}: {', '.join(str(d.id) for d in devices)}"],
+        "layout": lambda: [_layout_text(plan.asked)],
+        "dims": lambda: [f"{p}: {' '.join(map(str, d))}" for p, d in sheet.dims.items],
+        "donated": lambda: [", ".join(inputs[i] for i in sorted(plan.donated))],
+        "static arguments": lambda: [_ADDRESS.sub("0x", repr(s)) for s in sheet.statics],
+        "compiler options": lambda: [json.dumps(dict(sheet.options), sort_keys=True, default=str)],
+        "shapes": lambda: [f"{p}: {_shape_text(v.aval)}" for p, v in zip(inputs, plan.program.inputs, strict=True)],
+        "program": lambda: program_lines(closed),
+        "constants": lambda: [f"constant {k}: {_value_text(c)}" for k, c in enumerate(closed.consts) if not is_global(c)],
+        "values": lambda: host,
+    }  # fmt: skip
+    return facts, shared
+
+
+def versions() -> str:
+    return ", ".join(f"{name} {_version(name)}" for name in ("meshpar", "jax", "jaxlib", "numpy"))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def settings() -> list[str]:
+    flags = " ".join(f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith("--xla_dump"))
+    said = [f"{name}={getattr(jax.config, name, None)}" for name in _SETTINGS]
+    return [*said, f"XLA_FLAGS={flags}", f"LIBTPU_INIT_ARGS={os.environ.get('LIBTPU_INIT_ARGS', '')}"]
+
+
+def program_lines(closed: Any) -> list[str]:
+    """The program as text, without the addresses of functions in it."""
+    return _ADDRESS.sub("0x", str(closed.jaxpr)).splitlines()
+
+
+def _layout_text(layout: Any) -> str:
+    optional = f"  (optional: {', '.join(sorted(layout.optional))})" if layout.optional else ""
+    return f"{layout}{'' if layout.resolve == 'order' else '  (by cost)'}{optional}"
+
+
+def _shape_text(aval: Any) -> str:
+    return f"{aval.dtype}[{', '.join(map(str, aval.shape))}]{' weak' if getattr(aval, 'weak_type', False) else ''}"
+
+
+def _value_text(x: Any) -> str:
+    """A value on this host: its numbers where they are few, else a hash and the first ones."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    some = _numbers(x.reshape(-1)[:4])
+    if x.size <= 4:
+        return f"{x.dtype}[{some}]"
+    return f"{x.dtype}{list(x.shape)} {hashlib.sha256(_bytes(x, 1 << 26)).hexdigest()[:16]} [{some}, …]"
+
+
+def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dict[str, _Lines]]:
+    """The values of arguments that this process holds by itself, and of parts of arrays that others hold as well."""
+    host: list[str] = []
+    held: dict[tuple[int, ...], list[tuple[str, Any, tuple[int, ...]]]] = {}
+    for path, x in zip(paths, leaves, strict=True):
+        if not is_global(x):
+            host.append(f"{path}: {_value_text(x)}")
+            continue
+        owners: dict[Any, set[int]] = {}
+        for device, index in x.sharding.devices_indices_map(x.shape).items():
+            owners.setdefault(_starts(index), set()).add(device.process_index)
+        seen = set()
+        for shard in x.addressable_shards:
+            starts = _starts(shard.index)
+            if starts in seen or len(owners[starts]) < 2:
+                continue
+            seen.add(starts)
+            held.setdefault(tuple(sorted(owners[starts])), []).append((path, shard.data, starts))
+
+    def lines(pieces: list[tuple[str, Any, tuple[int, ...]]]) -> list[str]:
+        found = digests_of_parts([x for _, x, _ in pieces])
+        return [
+            f"{path}{list(starts) if any(starts) else ''}: {digest}"
+            for (path, _, starts), digest in zip(pieces, found, strict=True)
+        ]
+
+    return host, {
+        ",".join(map(str, group)): functools.cache(functools.partial(lines, sorted(pieces, key=lambda p: (p[0], p[2]))))
+        for group, pieces in held.items()
+    }
+
+
+def _starts(index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(s.start or 0 for s in index)
+
+
+def _numbers(x: np.ndarray) -> str:
+    return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in x.tolist())
+
+
+# -- the exchange
+
+_round = 0
+
+
+def agree(name: str, facts: Mapping[str, _Lines], shared: Mapping[str, _Lines] | None = None) -> None:
+    """Compare facts with all other processes; all must call it.
+
+    Args:
+      name: of the function, for the error.
+      facts: field → its lines, in the order in which a difference is looked for.
+      shared: ``"0,1"`` → lines that only these processes have in common.
+
+    Raises:
+      AgreementError: with the process, the field, and both values. Every process raises it.
+    """
+    global _round
+    _round += 1
+    store, me, root = Store(), process_index(), f"meshpar/agree/{_round}"
+    made = {f: list(lines()) for f, lines in facts.items()}
+    groups = {g: list(lines()) for g, lines in (shared or {}).items()}
+    said = {"facts": {f: _brief(x) for f, x in made.items()}, "shared": {g: _hash(x) for g, x in groups.items()}}
+    store.put(f"{root}/sheet/{me}", json.dumps(said))
+    if me == 0:
+        verdict = _compare(name, store, root)
+        store.put(f"{root}/verdict", json.dumps(verdict))
+        if _round > 2:
+            store.drop(f"meshpar/agree/{_round - 2}")  # all have read it, or they would not be here
+    else:
+        verdict = json.loads(_wait(store, f"{root}/verdict", f"process 0 did not come to agree on `{name}`", 0))
+    if not verdict:
+        return
+    field, asked = verdict["field"], verdict["asked"]
+    if me in asked:
+        lines = groups.get(verdict["group"], []) if field == "replicas" else made.get(field, [])
+        store.put(f"{root}/lines/{me}", "\n".join(lines))
+    both = [_wait(store, f"{root}/lines/{p}", f"process {p} did not say its {field}", p).split("\n") for p in asked]
+    values = dict(zip(asked, _first_difference(*both), strict=True))
+    store.barrier(f"{root}/read", 5.0)  # the table goes with process 0, which must not be the first to leave
+    head = f"the processes disagree about the {field} of `{name}`" if field != "replicas" else (
+        f"arguments of `{name}` that processes {verdict['group']} hold copies of are not the same in them")  # fmt: skip
+    rows = [f"  process {p}  {text}" for p, text in values.items()]
+    error = AgreementError("\n".join([head, *rows]), fixes=[*_FIXES.get(field, _ANY_FIX)])
+    error.process, error.field, error.values = asked[1], field, values
+    raise error
+
+
+def gather(text: str) -> list[str]:
+    """One text of every process, in all of them; all must call it."""
+    global _round
+    if not connected() or process_count() == 1:
+        return [text]
+    _round += 1
+    store, me, root = Store(), process_index(), f"meshpar/agree/{_round}"
+    store.put(f"{root}/sheet/{me}", text)
+    what = "did not come to an exchange"
+    if me == 0:
+        texts = [_wait(store, f"{root}/sheet/{p}", f"process {p} {what}", p) for p in range(process_count())]
+        store.put(f"{root}/verdict", json.dumps(texts))
+        if _round > 2:
+            store.drop(f"meshpar/agree/{_round - 2}")
+    return json.loads(_wait(store, f"{root}/verdict", f"process 0 {what}", 0))
+
+
+def _brief(lines: Sequence[str]) -> str:
+    text = "\n".join(lines)
+    return text if len(text) <= SHORT else f"#{_hash(lines)}"
+
+
+def _hash(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def _compare(name: str, store: Store, root: str) -> dict[str, Any]:
+    """The first field that differs, and two processes that differ in it; nothing where all agree."""
+    count = process_count()
+    what = f"did not come to agree on `{name}`"
+    sheets = [
+        json.loads(_wait(store, f"{root}/sheet/{p}", f"process {p} {what}, as process 0 did", p)) for p in range(count)
+    ]
+    for field in dict.fromkeys(f for s in sheets for f in s["facts"]):
+        for p, s in enumerate(sheets):
+            if s["facts"].get(field) != sheets[0]["facts"].get(field):
+                return {"field": field, "group": None, "asked": [0, p]}
+    for group in dict.fromkeys(g for s in sheets for g in s["shared"]):
+        members = [int(p) for p in group.split(",")]
+        for p in members:
+            if sheets[p]["shared"].get(group) != sheets[members[0]]["shared"].get(group):
+                return {"field": "replicas", "group": group, "asked": [members[0], p]}
+    return {}
+
+
+def _wait(store: Store, key: str, missing: str, process: int) -> str:
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        text = store.get(key, 1.0)
+        if text is not None:
+            return text
+    error = AgreementError(f"{missing} within {SECONDS:.0f} s", fixes=_ANY_FIX)
+    error.process, error.field = process, "presence"
+    raise error
+
+
+def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
+    """The first lines that differ; ``(nothing)`` where one ends."""
+    for k in range(max(len(a), len(b))):
+        left, right = (x[k].strip() if k < len(x) else "(nothing)" for x in (a, b))
+        if left != right:
+            return left, right
+    return "(equal)", "(equal)"

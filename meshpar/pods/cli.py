@@ -1,0 +1,202 @@
+"""The commands of the command line about processes and checkpoints: ``launch``, ``checkpoint``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..errors import CheckpointError, TargetError
+from .checkpoint import facts_of, steps_of, verify
+from .foreign import to_safetensors
+from .launch import Job, launch
+
+LAUNCH = """\
+Start a script in several processes on this machine, each with its part of the devices, and watch them.
+
+The script calls mp.distributed() first; it is the same that runs as one process, and on a pod. What process 0 writes is shown;
+every process has a log. When one fails, the others are ended, and the first cause is said last.
+
+  meshpar launch -n 4 --devices 8 train.py --steps 500
+  meshpar launch -n 4 --restarts 3 --min 2 train.py --checkpoint runs/a
+"""
+CHECKPOINT = """\
+List, show, verify and convert the checkpoints that mp.Checkpoints wrote.
+
+  meshpar checkpoint ls runs/a
+  meshpar checkpoint show runs/a --step 500
+  meshpar checkpoint verify runs/a
+  meshpar checkpoint convert runs/a weights.safetensors --only "params/*"
+"""
+CHECKPOINT_EXIT = "exit status: 0: well; 1: damaged; 2: bad input: no such checkpoint."
+LAUNCH_EXIT = """\
+exit status: 0: well; 75: a process was lost, and no restarts are left (or the job was told to stop); 1: the script failed;
+2: bad input: its arguments, mesh or layout."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add the parsers of these commands."""
+    _add_checkpoint(commands)
+    raw = argparse.RawDescriptionHelpFormatter
+    sub = commands.add_parser("launch", help="start a script in several processes of this machine", description=LAUNCH,
+                              epilog=LAUNCH_EXIT, formatter_class=raw)  # fmt: skip
+    sub.set_defaults(run=_launch, debug=False)
+    add = sub.add_argument
+    add("-n", "--processes", type=int, required=True, help="how many processes")
+    add("--devices", type=int, help="devices of all processes together: CPU stand-ins, or GPUs of this machine")
+    add("--restarts", type=int, default=0, help="start again so often after a loss (%(default)s)")
+    add(
+        "--min",
+        type=int,
+        dest="least",
+        help="go on with what is left, at least this many processes (default: with all)",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=30.0,
+        help="seconds without a sign of life until a process is lost (%(default)s)",
+    )
+    add("--stuck", type=float, default=300.0, help="seconds that a process may stay behind the others (%(default)s)")
+    add("--grace", type=float, default=30.0, help="seconds to save in, when the job is told to stop (%(default)s)")
+    add("--logs", type=Path, metavar="DIR", help="where logs go (default: a temporary folder, kept after a failure)")
+    add("--slices", type=int, default=1, help="groups of processes that are lost together (%(default)s)")
+    add(
+        "--lose",
+        type=_lost_slice,
+        metavar="SLICE@CALL",
+        help="kill a slice at the n-th call of a function, to rehearse it",
+    )
+    add("-m", "--module", action="store_true", help="the script is a module, as with python -m")
+    add("script", metavar="SCRIPT")
+    add("arguments", nargs=argparse.REMAINDER, metavar="…", help="of the script")
+
+
+def _add_checkpoint(commands: Any) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    sub = commands.add_parser("checkpoint", help="list, show, verify and convert checkpoints", description=CHECKPOINT,
+                              epilog=CHECKPOINT_EXIT, formatter_class=raw)  # fmt: skip
+    actions = sub.add_subparsers(metavar="ls|show|verify|convert", required=True)
+
+    def action(name: str, run: Any, about: str) -> Any:
+        made = actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        made.set_defaults(run=run, debug=False)
+        made.add_argument("path", metavar="PATH", help="the folder of a run")
+        return made.add_argument
+
+    add = action("ls", _ls, "the complete checkpoints of a run")
+    add("--json", action="store_true", help="print JSON")
+    add = action("show", _show_one, "what a checkpoint has: every leaf with its dims, and the facts beside them")
+    add("--step", type=int, help="which one (default: the newest)")
+    add("--json", action="store_true", help="print JSON")
+    add = action("verify", _verify, "read everything, and compare it with the digests that were saved")
+    add("--step", type=int, help="which one (default: all)")
+    add = action("convert", _convert, "write the leaves of a checkpoint as a safetensors file")
+    add("--step", type=int, help="which one (default: the newest)")
+    add("--only", metavar="PATTERN", default="*", help='leaves whose paths match: "params/*" (%(default)s)')
+    add("target", metavar="FILE.safetensors")
+
+
+def _one(args: argparse.Namespace) -> int:
+    steps = steps_of(args.path)
+    if not steps or (args.step is not None and args.step not in steps):
+        what = "no complete checkpoint" if args.step is None else f"no checkpoint {args.step}"
+        raise TargetError(f"{args.path} has {what}", fixes=[f"it has {', '.join(map(str, steps))}"] if steps else [])
+    return steps[-1] if args.step is None else args.step
+
+
+def _ls(args: argparse.Namespace) -> int:
+    rows = []
+    for step in steps_of(args.path):
+        try:
+            facts = facts_of(args.path, step)
+        except CheckpointError as error:
+            rows.append({"step": step, "error": error.headline})
+            continue
+        mesh = ", ".join(f"{a}={n}" for a, n in facts.get("mesh", {}).items())
+        rows.append({
+            "step": step, "time": facts["time"], "bytes": sum(map(_bytes_of, facts["leaves"].values())),
+            "processes": facts["processes"], "mesh": mesh, "layout": facts.get("layout", ""),
+        })  # fmt: skip
+    if args.json:
+        print(json.dumps(rows))
+    elif not rows:
+        print(f"no complete checkpoint in {args.path}")
+    for row in () if args.json else rows:
+        if "error" in row:
+            print(f"{row['step']:>10}  {row['error']}")
+        else:
+            print(f"{row['step']:>10}  {row['time']}  {_size(row['bytes']):>9}  {row['mesh']}  {row['layout']}")
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def _show_one(args: argparse.Namespace) -> int:
+    facts = facts_of(args.path, _one(args))
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    for name, value in facts.items():
+        if name not in ("leaves", "check", "format") and value:
+            print(f"{name:<10} {value if isinstance(value, str | int) else json.dumps(value)}")
+    print()
+    width = max(map(len, facts["leaves"]), default=0)
+    for path, leaf in facts["leaves"].items():
+        shape = f"{leaf['dtype']}[{', '.join(map(str, leaf['shape']))}]"
+        print(f"{path:<{width}}  {shape:<28} {leaf['digest']}  {leaf.get('dims', '')}".rstrip())
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    steps = steps_of(args.path) if args.step is None else [_one(args)]
+    if not steps:
+        raise TargetError(f"{args.path} has no complete checkpoint")
+    bad = 0
+    for step in steps:
+        wrong = verify(args.path, step)
+        bad += bool(wrong)
+        print(f"{step:>10}  {'DAMAGED' if wrong else 'whole'}")
+        for text in wrong:
+            print(f"            {text}")
+    return 1 if bad else 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    step = _one(args)
+    count = to_safetensors(args.path, step, args.target, args.only)
+    print(f"{count} arrays of checkpoint {step} in {args.target}")
+    return 0
+
+
+def _bytes_of(leaf: dict[str, Any]) -> int:
+    width = 8 if "key" in leaf else jnp.dtype(leaf["dtype"]).itemsize
+    return math.prod(leaf["shape"]) * width
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} TB"
+
+
+def _lost_slice(text: str) -> tuple[int, int]:
+    which, at, call = text.partition("@")
+    if not at or not which.isdecimal() or not call.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not SLICE@CALL, as 1@100")
+    return int(which), int(call)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    if not args.module and not Path(args.script).is_file():
+        raise TargetError(f"there is no file {args.script}", fixes=["-m starts a module"])
+    command = (sys.executable, *(["-m"] if args.module else []), args.script, *args.arguments)
+    return launch(
+        Job(command, args.processes, args.devices, args.restarts, args.least, args.slices, args.lose, args.timeout,
+            args.stuck, args.grace, args.logs)
+    )  # fmt: skip

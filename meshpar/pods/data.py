@@ -1,0 +1,356 @@
+"""Batches: rows in an order that a seed and a number give, each process reading those of its own devices.
+
+The row at place ``p`` of epoch ``e`` is a permutation of the rows that is computed, not stored: a Feistel network over the next
+power of four, walked until it falls among the rows (cycle walking). So batch ``n`` is known from (seed, n) alone, whatever the
+processes, and where the data stands is one integer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..dims import PathDims, did_you_mean, parse_dims
+from ..errors import DataPositionError, MeshError, PatternError
+from ..global_arrays import of_parts
+from ..layout import Layout
+from .names import by_name
+
+ROWS = "batch ..."
+"""The dims of a leaf that no pattern names: its rows are the batch."""
+
+ORDER = "feistel-4"
+_ROUNDS = 4
+
+
+class Source(Protocol):
+    """Random access to rows: arrays, lists, grain's ``MapDataset``, datasets of Hugging Face."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+# -- order
+
+
+def permuted(places: np.ndarray, rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The rows at these places of an epoch; int64, a permutation of ``0 … rows-1``."""
+    half = max(1, (max(rows - 1, 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = np.random.SeedSequence((seed, epoch)).generate_state(_ROUNDS, np.uint64)
+    x = places.astype(np.uint64)
+    todo = np.ones(x.shape, bool)
+    while todo.any():
+        left, right = x[todo] >> np.uint64(half), x[todo] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        x[todo] = (left << np.uint64(half)) | right
+        todo[todo] = x[todo] >= np.uint64(rows)
+    return x.astype(np.int64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+# -- arrays of host values
+
+
+def put(batch: Any, *, mesh: Mesh, layout: Any, dims: Any = None, rows: Literal["all", "mine"] = "all") -> Any:
+    """Host arrays as arrays over the mesh, split as the layout says.
+
+    Args:
+      batch: a tree of numpy arrays.
+      mesh, layout: as in :func:`meshpar.jit`; rules for dims that the batch does not have are left aside.
+      dims: the dims of every leaf, ``"batch seq"``, or tree-path patterns → dims; leaves that none matches are ``"batch ..."``.
+      rows: ``"all"``: every process has the whole batch, and takes its parts. ``"mine"``: each has only the rows (of the first dim)
+        of its own devices, in their order, and as many as the others with other rows have.
+
+    Returns:
+      The tree, of ``jax.Array``.
+
+    Raises:
+      DivisibilityError, RankError: the batch does not fit the layout.
+      MeshError: ``rows="mine"`` with other rows than those of this process's devices.
+    """
+    if rows not in ("all", "mine"):
+        raise MeshError(f"rows={rows!r}: it is 'all' or 'mine'")
+    leaves, back = by_name(batch)
+    spec_of = _specs(mesh, Layout(layout), dims, leaves)
+    out = {}
+    for path, x in leaves.items():
+        x = _narrow(np.asarray(x))
+        if rows == "all":
+            sharding = NamedSharding(mesh, spec_of(path, x.shape))
+            out[path] = of_parts(x.shape, sharding, lambda index, x=x: x[index])
+            continue
+        held, shape = _row_range(mesh, spec_of(path, (0, *x.shape[1:])), x.shape, path)
+        out[path] = of_parts(shape, NamedSharding(mesh, spec_of(path, shape)), _from_rows(x, held, shape[0]))
+    return back(out)
+
+
+def _from_rows(x: np.ndarray, held: Sequence[int], total: int) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """Gives parts of a batch of which this process has these rows."""
+    at = {row: k for k, row in enumerate(held)}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(total)
+        return x[(slice(at[start], at[stop - 1] + 1), *index[1:])]
+
+    return part
+
+
+def _row_range(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: str) -> tuple[list[int], tuple[int, ...]]:
+    """(the rows of this process's devices, the whole shape) where this process's part has this shape."""
+    mine = shape[0]
+    entry = spec[0] if len(spec) else None
+    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    parts = int(np.prod([mesh.shape[a] for a in axes], dtype=int))
+    sharding = NamedSharding(mesh, PartitionSpec(axes or None))
+    held = sorted({index[0].start or 0 for index in _indices(sharding, parts)})
+    if mine % len(held):
+        raise MeshError(
+            f"put: `{path}` has {mine} rows here, which {len(held)} groups of devices cannot share", path=path
+        )
+    each = mine // len(held)
+    return [part * each + r for part in held for r in range(each)], (each * parts, *shape[1:])
+
+
+def _indices(sharding: NamedSharding, size: int) -> list[tuple[slice, ...]]:
+    return [index or () for index in sharding.addressable_devices_indices_map((size,)).values()]
+
+
+def _specs(mesh: Mesh, layout: Layout, dims: Any, leaves: Mapping[str, Any]) -> Any:
+    """path, shape → spec."""
+    if dims is None or isinstance(dims, str):
+        patterns = PathDims({"*": dims or ROWS})
+    else:
+        patterns = dims if isinstance(dims, PathDims) else PathDims(dims)
+        unused = [p for p, _ in patterns.items if not any((m := patterns.match(q)) and m[0] == p for q in leaves)]
+        if unused:
+            raise PatternError(
+                f"the dims= pattern {unused[0]!r} matches no leaf of the batch", path=unused[0],
+                fixes=did_you_mean(unused[0], leaves, "leaves"),
+            )  # fmt: skip
+
+    def spec(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        found = patterns.match(path)
+        named = parse_dims(ROWS) if found is None else found[1]
+        if not shape and found is None:
+            return PartitionSpec()
+        return layout.spec(["..." if d is ... else d for d in named], mesh, shape, path=path)
+
+    return spec
+
+
+def _narrow(x: np.ndarray) -> np.ndarray:
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+
+
+# -- batches
+
+
+class Batches:
+    """Made by :func:`batches`; iterate over it, or over :meth:`from_`.
+
+    Attributes:
+      position: the number of the next batch.
+      per_epoch: batches in an epoch.
+      rows_read: rows that this process has read.
+    """
+
+    def __init__(
+        self, source: Source, *, batch: int, seed: int, mesh: Mesh, layout: Layout, dims: Any, prefetch: int,
+        last: Literal["drop", "pad"], shuffle: bool, epochs: int | None,
+    ):  # fmt: skip
+        self.source, self.batch, self.seed = source, batch, seed
+        self.mesh, self.layout, self.dims, self.prefetch = mesh, layout, dims, prefetch
+        self.last, self.shuffle, self.epochs = last, shuffle, epochs
+        self.rows = len(source)
+        self.per_epoch = self.rows // batch if last == "drop" else -(-self.rows // batch)
+        self.position = 0
+        self.rows_read = 0
+        if batch < 1 or self.per_epoch == 0:
+            raise DataPositionError(
+                f"batch={batch}: the source has {self.rows} rows",
+                fixes=["make the batch smaller", 'last="pad" pads it'],
+            )
+
+    def rows_of(self, n: int) -> np.ndarray:
+        """The rows of batch ``n``, int64 [batch]; -1 where it is padded."""
+        epoch, k = divmod(n, self.per_epoch)
+        places = np.arange(k * self.batch, (k + 1) * self.batch)
+        there = places < self.rows
+        out = np.full(self.batch, -1, np.int64)
+        out[there] = permuted(places[there], self.rows, self.seed, epoch) if self.shuffle else places[there]
+        return out
+
+    def __getitem__(self, n: int) -> Any:
+        """Batch ``n`` on the devices: the tree of a row, with a first dim; with ``last="pad"``, the pair of it and a mask."""
+        rows = self.rows_of(n)
+        axes = self.layout.spec(("batch",), self.mesh, (self.batch,), path="the batch")
+        mine = sorted(
+            {
+                r
+                for index in _indices(NamedSharding(self.mesh, axes), self.batch)
+                for r in range(*index[0].indices(self.batch))
+            }
+        )
+        wanted = rows[mine]
+        read = self._read(np.where(wanted < 0, 0, wanted))
+        self.rows_read += int((wanted >= 0).sum())
+        if self.last == "pad":
+            read = (read, wanted >= 0)
+        leaves, back = by_name(read)
+        dims = self.dims
+        if self.last == "pad" and dims is not None and not isinstance(dims, str):
+            dims = {f"0/{p}": d for p, d in (dims.items if isinstance(dims, PathDims) else PathDims(dims).items)}
+        elif self.last == "pad" and isinstance(dims, str):
+            dims = {"0*": dims}
+        spec_of = _specs(self.mesh, self.layout, dims, leaves)
+        out = {}
+        for path, x in leaves.items():
+            x = _narrow(np.asarray(x))
+            shape = (self.batch, *x.shape[1:])
+            sharding = NamedSharding(self.mesh, spec_of(path, shape))
+            out[path] = of_parts(shape, sharding, _from_rows(x, mine, self.batch))
+        return back(out)
+
+    def _read(self, rows: np.ndarray) -> Any:
+        """These rows, stacked; a tree of numpy arrays."""
+        if isinstance(self.source, np.ndarray):
+            return self.source[rows]
+        several = getattr(self.source, "__getitems__", None)
+        found = several(rows.tolist()) if several is not None else [self.source[int(r)] for r in rows]
+        return jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *found)
+
+    # -- iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        return (x for _, x in self.from_(self.position))
+
+    def from_(self, position: int) -> Iterator[tuple[int, Any]]:
+        """(n, batch n) from here on; ``prefetch`` batches are read and sent to the devices ahead of the one in use."""
+        if position < 0:
+            raise DataPositionError(f"position {position}: batches are numbered from 0")
+        self.position = position
+        end = None if self.epochs is None else self.epochs * self.per_epoch
+        if self.prefetch < 1:
+            while end is None or self.position < end:
+                n = self.position
+                x = self[n]
+                self.position = n + 1
+                yield n, x
+            return
+        ahead: queue.Queue[tuple[int, Any]] = queue.Queue(self.prefetch)
+        over = threading.Event()
+
+        def fill() -> None:
+            n = position
+            while not over.is_set():
+                item = (-1, None) if end is not None and n >= end else None
+                if item is None:
+                    try:
+                        item = (n, self[n])
+                    except BaseException as error:  # raised where the batch is asked for
+                        item = (-2, error)
+                while not over.is_set():
+                    try:
+                        ahead.put(item, timeout=0.1)
+                        break
+                    except queue.Full:
+                        continue
+                if item[0] < 0:
+                    return
+                n += 1
+
+        reader = threading.Thread(target=fill, name="meshpar batches", daemon=True)
+        reader.start()
+        try:
+            while True:
+                n, x = ahead.get()
+                if n == -1:
+                    return
+                if n == -2:
+                    raise x
+                self.position = n + 1
+                yield n, x
+        finally:
+            over.set()
+            reader.join()
+
+    # -- where it stands
+
+    def position_facts(self, position: int) -> dict[str, Any]:
+        """What a checkpoint keeps: the next batch, and what its rows depend on."""
+        return {"position": position, **self._order()}
+
+    def _order(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed, "batch": self.batch, "rows": self.rows, "last": self.last,
+            "order": ORDER if self.shuffle else "as it is",
+        }  # fmt: skip
+
+    def go_to(self, facts: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint was.
+
+        Raises:
+          DataPositionError: the order was another one: seed, batch size, or number of rows.
+        """
+        mine = self._order()
+        for name, value in mine.items():
+            if facts.get(name) != value:
+                said = f"{name}={facts.get(name)!r}"
+                raise DataPositionError(
+                    f"the checkpoint's position is in data with {said}, and this has {name}={value!r}",
+                    fixes=[
+                        f"make them with {said}",
+                        "or restore without data=, and begin where you like: data.from_(n)",
+                    ],
+                )
+        self.position = int(facts["position"])
+
+
+def batches(
+    source: Source, *, batch: int, mesh: Mesh, layout: Any, seed: int = 0, dims: Any = None, prefetch: int = 2,
+    last: Literal["drop", "pad"] = "drop", shuffle: bool = True, epochs: int | None = None,
+) -> Batches:  # fmt: skip
+    """Batches over the mesh, in an order that depends on nothing but the seed, without end or for some epochs.
+
+    Args:
+      source: rows by number: anything with ``len`` and ``[]``. A row is an array or a tree of them; rows have one shape.
+      batch: rows of a batch, over all processes.
+      mesh, layout: as in :func:`meshpar.jit`; the dim of rows is ``batch``.
+      seed: of the order; every epoch has another one.
+      dims: as in :func:`put`.
+      prefetch: batches that are read ahead, in a thread, and lie on the devices already.
+      last: of an epoch, where rows are left: ``"drop"``, or ``"pad"``: then every batch is a pair of it and a mask, bool [batch].
+      shuffle: False: rows in their own order.
+      epochs: None: without end.
+
+    Returns:
+      :class:`Batches`: ``for n, x in data.from_(at)``. Give it to :meth:`Checkpoints.save` and ``restore``.
+
+    Raises:
+      DataPositionError: fewer rows than a batch.
+      DivisibilityError: a batch that does not divide over the mesh.
+    """
+    if last not in ("drop", "pad"):
+        raise DataPositionError(f"last={last!r}: it is 'drop' or 'pad'")
+    made = Batches(
+        source, batch=batch, seed=seed, mesh=mesh, layout=Layout(layout), dims=dims, prefetch=prefetch, last=last,
+        shuffle=shuffle, epochs=epochs,
+    )  # fmt: skip
+    made.layout.spec("batch", mesh, (batch,), path="the batch")
+    return made

@@ -1,0 +1,157 @@
+"""Digests of arrays that do not depend on how they are split over devices.
+
+The digest of an array is two sums, modulo 2^32, over its elements: ``mix(bits ^ mix(index + seed))``, one for each of two
+seeds. ``bits`` is the element as unsigned 32-bit words, ``index`` a 32-bit hash of its place in the whole array, and ``mix``
+the finaliser of MurmurHash3, a bijection: so one changed bit always changes both sums, and swapped elements almost always do.
+Sums of shards add up to the sum of the whole, whatever the layout, and a device needs no memory but for the two numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..global_arrays import is_key
+
+SEEDS = (0x9E3779B9, 0x7F4A7C15)
+_STEP = 0x61C88647
+SMALL = 1 << 20
+
+
+def _mix(h: jax.Array) -> jax.Array:
+    h = h ^ (h >> 16)
+    h = h * jnp.uint32(0x85EBCA6B)
+    h = h ^ (h >> 13)
+    h = h * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array as uint32, with one more dim of 2 (or of 2 or 4) where an element has more than 32."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
+    if bits < 8 and jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(jnp.int32).view(jnp.uint32)
+    if bits < 8:
+        return x.astype(jnp.float32).view(jnp.uint32)  # exact: the narrow floats are among the float32
+    unsigned = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint32}[bits]
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+def sums(x: jax.Array, offsets: Sequence[Any] = ()) -> jax.Array:
+    """The two sums, uint32 [2], of a piece of an array that begins at these offsets in the whole."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    words = _words(x)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for d in range(words.ndim):
+        start = jnp.uint32(offsets[d]) if d < len(offsets) else jnp.uint32(0)
+        odd = jnp.uint32((_STEP * (2 * d + 1)) & 0xFFFFFFFF)
+        place += (jax.lax.broadcasted_iota(jnp.uint32, words.shape, d) + start) * odd
+    return jnp.stack([jnp.sum(_mix(words ^ _mix(place + jnp.uint32(seed))), dtype=jnp.uint32) for seed in SEEDS])
+
+
+def as_text(pair: Any) -> str:
+    """Two sums → 16 hexadecimal digits."""
+    high, low = (int(n) for n in np.asarray(pair))
+    return f"{high:08x}{low:08x}"
+
+
+@jax.jit
+def _sums_here(xs: list[jax.Array]) -> jax.Array:
+    return jnp.stack([sums(x) for x in xs])
+
+
+@functools.lru_cache(maxsize=64)
+def _sums_over(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Callable[[list[jax.Array]], jax.Array]:
+    """The sums of arrays that lie so, uint32 [n, 2]: every device adds up its shards and those that complete its copy."""
+
+    def local(xs: list[jax.Array]) -> jax.Array:
+        pairs: dict[tuple[str, ...], list[tuple[int, jax.Array]]] = {}  # by the axes that complete them
+        for k, (x, spec) in enumerate(zip(xs, specs, strict=True)):
+            axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+            axes += [()] * (x.ndim - len(axes))
+            starts = [
+                jax.lax.axis_index(a).astype(jnp.uint32) * n if a else 0 for a, n in zip(axes, x.shape, strict=True)
+            ]
+            used = tuple(sorted(a for entry in axes for a in entry))
+            pairs.setdefault(used, []).append((k, sums(x, starts)))
+        out: dict[int, jax.Array] = {}
+        for used, members in pairs.items():
+            total = jnp.stack([pair for _, pair in members])
+            total = jax.lax.psum(total, used) if used else total
+            out.update((k, total[i]) for i, (k, _) in enumerate(members))
+        return jnp.stack([out[k] for k in range(len(xs))])
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(), check_vma=False)
+    return jax.jit(run, in_shardings=([NamedSharding(mesh, spec) for spec in specs],))
+
+
+_sums_of_one = jax.jit(sums)
+
+
+class Digests:
+    """Digests of whole arrays, which are being computed on their devices; all processes must make them alike.
+
+    Args:
+      arrays: arrays over one mesh, or each over devices of its own; they may be deleted or donated afterwards.
+    """
+
+    def __init__(self, arrays: Sequence[jax.Array]):
+        self._parts: list[tuple[list[int], jax.Array]] = []
+        self._count = len(arrays)
+        groups: dict[Any, list[int]] = {}
+        specs: list[PartitionSpec] = []
+        for i, x in enumerate(arrays):
+            s = x.sharding
+            if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) and s.num_devices > 1:
+                entries = list(s.spec)
+                while (
+                    entries and entries[-1] is None
+                ):  # another way to write the same, which is not to be compiled anew
+                    entries.pop()
+                specs.append(PartitionSpec(*entries))
+                groups.setdefault(s.mesh, []).append(i)
+            else:
+                specs.append(PartitionSpec())
+                groups.setdefault(frozenset(s.device_set), []).append(i)
+        for where, members in groups.items():
+            xs = [jax.random.key_data(arrays[i]) if is_key(arrays[i]) else arrays[i] for i in members]
+            run = _sums_over(where, tuple(specs[i] for i in members)) if isinstance(where, Mesh) else _sums_here
+            self._parts.append((members, run(xs)))
+
+    def texts(self) -> list[str]:
+        """One digest for each array, once they are computed; ``""`` where the copies on this process's devices differ."""
+        out = [""] * self._count
+        for members, made in self._parts:
+            copies = [np.asarray(s.data) for s in made.addressable_shards]
+            for k, i in enumerate(members):
+                found = {as_text(c[k]) for c in copies}
+                out[i] = found.pop() if len(found) == 1 else ""
+        return out
+
+
+def digests_of_parts(parts: Sequence[jax.Array]) -> list[str]:
+    """Digests of arrays that are each on one device of this process, by themselves; no process waits for another.
+
+    Small ones are hashed on the host, which has nothing to compile for them.
+    """
+    made = [x if x.nbytes <= SMALL else _sums_of_one(x) for x in parts]
+    out = []
+    for x, done in zip(parts, made, strict=True):
+        if x.nbytes > SMALL:
+            out.append(as_text(done))
+        else:
+            value = np.ascontiguousarray(np.asarray(jax.random.key_data(x) if is_key(x) else x))
+            out.append(hashlib.sha256(value.tobytes()).hexdigest()[:16])
+    return out

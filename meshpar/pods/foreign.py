@@ -1,0 +1,168 @@
+"""Weights of others: safetensors read by dims, each process reading the slices of its own devices; and written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from ..dims import format_dims, near, path_matches
+from ..errors import CheckpointError, LayoutSyntaxError, RankError
+from ..global_arrays import of_parts
+from .checkpoint import facts_of, read_leaves
+from .names import by_name
+
+Rules = Mapping[str, tuple[str, str]]
+"""Name of a tensor there → (path here, its dims there): ``"h.{layers}.attn.q.weight": ("layers/q", "(heads head_dim) embed")``."""
+
+_GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
+_STACKED = re.compile(r"\{(\w+)\}")
+
+
+def safetensors() -> Any:
+    """The package, imported when it is needed.
+
+    Raises:
+      CheckpointError: it is not installed.
+    """
+    try:
+        import safetensors
+        import safetensors.flax
+    except ImportError as error:
+        raise CheckpointError(
+            f"this needs safetensors, which is not installed ({error})", fixes=['pip install "meshpar[checkpoint]"']
+        ) from None
+    return safetensors
+
+
+def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> Any:
+    """The state that ``init(*args)`` makes, with weights from a safetensors file, or a folder of them (Hugging Face).
+
+    Args:
+      path: the file, or a folder with ``*.safetensors``.
+      init: what :func:`meshpar.init` returned: its layout says how the weights are split, its dims how they are named.
+      *args: its arguments.
+      rules: tensor name → (path of the leaf, dims of the tensor). The dims are the leaf's, in the tensor's order; ``(a b)`` is one
+        dim of the tensor that holds two of the leaf's, the first one outermost. ``{layers}`` in a name stands for the index
+        along the leaf's dim ``layers``: one tensor for each. Transposing, splitting and stacking follow by name.
+
+    Returns:
+      The state. Weights are cast to the leaf's dtype; leaves without a rule are as ``init`` made them. Every process reads only
+      what its devices hold, as far as the tensors' order allows.
+
+    Raises:
+      CheckpointError: a tensor that is not there, a path that the state does not have, or a shape that does not fit.
+      RankError: a leaf without dims, or dims that are not the leaf's.
+    """
+    files = _Tensors(path)
+    held = {h.path: h for h in init.plan(*args).outputs}
+    leaves, back = by_name(init(*args))
+    for name, (leaf, dims) in rules.items():
+        if leaf not in leaves:
+            close = near(leaf, leaves)
+            raise CheckpointError(f"rule {name!r}: the state has no `{leaf}`", path=leaf,
+                                  fixes=[f"did you mean {' or '.join(close)}?"] if close else [])  # fmt: skip
+        reader = _Reader(files, name, dims, leaf, format_dims(held[leaf].dims).split(), leaves[leaf].shape)
+        dtype = leaves[leaf].dtype
+        sharding = leaves[leaf].sharding
+        leaves[leaf] = of_parts(
+            leaves[leaf].shape, sharding, lambda index, r=reader, t=dtype: np.asarray(r.read(index)).astype(t)
+        )
+    return back(leaves)
+
+
+class _Tensors:
+    """The tensors of some files, read in slices."""
+
+    def __init__(self, path: str | Path):
+        found = Path(path)
+        files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
+        if not files or not all(f.is_file() for f in files):
+            raise CheckpointError(f"there is no safetensors file at {path}")
+        self._of: dict[str, Any] = {}
+        for file in files:
+            opened = safetensors().safe_open(str(file), framework="flax")
+            self._of.update(dict.fromkeys(opened.keys(), opened))
+
+    def slice_of(self, name: str) -> Any:
+        if name not in self._of:
+            close = near(name, self._of)
+            raise CheckpointError(
+                f"there is no tensor {name!r}", fixes=[f"did you mean {' or '.join(close)}?"] if close else []
+            )
+        return self._of[name].get_slice(name)
+
+
+class _Reader:
+    """One leaf, made of one tensor, or of one for each index along a dim."""
+
+    def __init__(self, files: _Tensors, name: str, dims: str, leaf: str, named: list[str], shape: tuple[int, ...]):
+        self.files, self.name, self.leaf, self.shape = files, name, leaf, shape
+        self.stacked = [m[1] for m in _STACKED.finditer(name)]
+        self.groups = [(m[1].split() if m[1] is not None else [m[2]]) for m in _GROUP.finditer(dims)]
+        mine = [d for group in self.groups for d in group]
+        if len(named) != len(shape) or "_" in named:
+            raise RankError(f"`{leaf}` has dims without names: {' '.join(named)!r}", path=leaf, shape=shape,
+                            fixes=["name them all: dims= of mp.init, or Flax metadata"])  # fmt: skip
+        if sorted(mine + self.stacked) != sorted(named):
+            raise RankError(f"rule {name!r}: the dims {dims!r}{f' and {self.stacked}' if self.stacked else ''} are not those of "
+                            f"`{leaf}`: {' '.join(named)!r}", path=leaf, shape=shape)  # fmt: skip
+        if len(self.stacked) > 1:
+            raise LayoutSyntaxError(f"rule {name!r}: one {{dim}} of a name is stacked")
+        self.size = dict(zip(named, shape, strict=True))
+        self.axis = {d: i for i, d in enumerate(named)}
+        self.order = mine
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The part of the leaf at an index."""
+        ranges = {d: range(*index[i].indices(self.shape[i])) for d, i in self.axis.items()}
+        if not self.stacked:
+            return self._one(self.name, ranges)
+        (dim,) = self.stacked
+        parts = [self._one(_STACKED.sub(str(k), self.name), ranges) for k in ranges[dim]]
+        return np.stack(parts, axis=self.axis[dim])
+
+    def _one(self, name: str, ranges: Mapping[str, range]) -> np.ndarray:
+        tensor = self.files.slice_of(name)
+        want = [int(np.prod([self.size[d] for d in group], dtype=int)) for group in self.groups]
+        if list(tensor.get_shape()) != want:
+            raise CheckpointError(f"{name} is {tensor.get_shape()}, and `{self.leaf}` needs {want}", path=self.leaf)
+        starts, shape, later = [], [], []
+        for group in self.groups:
+            outer, *inner = group
+            each = int(np.prod([self.size[d] for d in inner], dtype=int))
+            r = ranges[outer]
+            starts.append(slice(r.start * each, r.stop * each))  # contiguous: the outermost dim of the group
+            shape += [len(r), *(self.size[d] for d in inner)]
+            later += [slice(None), *(slice(ranges[d].start, ranges[d].stop) for d in inner)]
+        read = np.asarray(tensor[tuple(starts)]).reshape(shape)[tuple(later)]
+        rest = [d for d in sorted(self.axis, key=lambda d: self.axis[d]) if d not in self.stacked]
+        return read.transpose([self.order.index(d) for d in rest])
+
+
+def to_safetensors(path: str, step: int, target: str | Path, only: str = "*") -> int:
+    """Write leaves of a checkpoint as one safetensors file, ``/`` in paths as ``.``; returns how many.
+
+    Raises:
+      CheckpointError: no leaf matches, or the checkpoint is damaged.
+    """
+    facts = facts_of(path, step)["leaves"]
+    chosen = {p: leaf for p, leaf in facts.items() if path_matches(only, p) and "key" not in leaf}
+    if not chosen:
+        raise CheckpointError(
+            f"no leaf of checkpoint {step} matches {only!r}", fixes=[f"it has {', '.join(list(facts)[:8])}"]
+        )
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    targets = {
+        p: jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]), sharding=here)
+        for p, leaf in chosen.items()
+    }
+    found = read_leaves(path, step, targets)
+    safetensors().flax.save_file({p.replace("/", "."): x for p, x in found.items()}, str(target))
+    return len(found)

@@ -1,0 +1,286 @@
+"""``meshpar launch``: the processes of one machine, a log for each, and the first cause last.
+
+It opens no backend and no connection: it starts processes, looks how they end, and starts them again. Across machines that is
+the cluster's work (JobSet, Slurm), which starts the same script; see ``examples/pods``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..compat.processes import ADDRESS, COUNT, DEVICES, PROCESS, STUCK, TIMEOUT
+from ..errors import TargetError
+from .watch import PROGRAM, RESTARTABLE, USAGE
+
+LOOK_SECONDS = 0.03
+SETTLE_SECONDS = 3.0
+"""How long the others may take to end by themselves, with the cause in their logs."""
+LOSE = "MESHPAR_LOSE"
+_TAIL = 12
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be started.
+
+    Attributes:
+      command: of one process.
+      processes: how many.
+      devices: of all processes together (CPU stand-ins, or GPUs of this machine); None: the script says.
+      restarts: how often to start again after a loss.
+      least: the fewest processes to go on with; None: always as many as at first.
+      slices: groups of processes that are lost together.
+      lose: (slice, call): kill this slice when a function is called for the n-th time, once.
+      timeout, stuck: as in :func:`meshpar.distributed`.
+      grace: seconds between the request to stop (SIGTERM) and the end.
+      logs: folder; None: a temporary one, kept only after a failure.
+    """
+
+    command: tuple[str, ...]
+    processes: int
+    devices: int | None = None
+    restarts: int = 0
+    least: int | None = None
+    slices: int = 1
+    lose: tuple[int, int] | None = None
+    timeout: float = 30.0
+    stuck: float = 300.0
+    grace: float = 30.0
+    logs: Path | None = None
+
+
+@dataclass
+class _End:
+    """How one attempt ended: the status, the first cause, and the processes that were lost."""
+
+    status: int
+    cause: str = ""
+    culprit: int | None = None
+    lost: list[int] = field(default_factory=list)
+
+
+def launch(job: Job) -> int:
+    """Run a job to its end; returns the exit status: 0, 75 (restartable, and no restarts left), 1 or 2."""
+    _check(job)
+    folder = job.logs or Path(tempfile.mkdtemp(prefix="meshpar-launch-"))
+    count, left, attempt = job.processes, job.restarts, 0
+    stop = _StopRequest()
+    with stop.heard():
+        while True:
+            logs = folder / f"attempt-{attempt}"
+            logs.mkdir(parents=True, exist_ok=True)
+            end = _attempt(job, count, attempt, logs, stop)
+            if stop.signal is not None:
+                _say(f"stopped by {signal.Signals(stop.signal).name}; logs in {logs}")
+                return 128 + stop.signal if stop.signal == signal.SIGINT else RESTARTABLE
+            if end.status == 0:
+                if job.logs is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                return 0
+            after = _next_count(job, count, attempt, end)
+            free = end.status == USAGE and attempt > 0  # a number of processes that does not fit: no restart
+            again = after is not None and (free or (end.status == RESTARTABLE and left > 0))
+            _show(end, logs, f"starting again with {_of(after)}" if again else None)
+            if not again or after is None:
+                return end.status
+            left -= not free
+            count, attempt = after, attempt + 1
+
+
+def _check(job: Job) -> None:
+    if job.processes < 1:
+        raise TargetError(f"-n {job.processes}: at least one process")
+    if job.devices is not None and job.devices % job.processes:
+        raise TargetError(
+            f"--devices {job.devices} does not divide over {job.processes} processes",
+            fixes=[f"--devices {max(1, job.devices // job.processes) * job.processes}"],
+        )
+    if job.processes % job.slices:
+        raise TargetError(f"--slices {job.slices} does not divide {job.processes} processes")
+    if job.least is not None and not 1 <= job.least <= job.processes:
+        raise TargetError(f"--min {job.least}: between 1 and {job.processes}")
+    if job.lose is not None and not 0 <= job.lose[0] < job.slices:
+        raise TargetError(f"--lose {job.lose[0]}@{job.lose[1]}: slices are 0 to {job.slices - 1}")
+
+
+def _next_count(job: Job, count: int, attempt: int, end: _End) -> int | None:
+    """How many processes to start next; None: too few are left."""
+    if job.least is None:
+        return count if end.status != USAGE else None
+    if end.status == USAGE:
+        after = count - 1
+    else:
+        after = count - (job.processes // job.slices if job.slices > 1 else max(1, len(end.lost)))
+    return after if after >= job.least else None
+
+
+def _of(count: int | None) -> str:
+    return f"{count} process{'es' * (count != 1)}"
+
+
+# -- one attempt
+
+
+class _StopRequest:
+    """A request to stop, from the user or the cluster."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        def note(number: int, frame: object) -> None:
+            self.signal = number
+
+        before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for s, handler in before.items():
+                signal.signal(s, handler)
+
+
+def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: _StopRequest) -> _End:
+    running = {p: _start(job, count, attempt, p, logs, port) for port in (_free_port(),) for p in range(count)}
+    shown = _Follow(logs / "process-0.log")
+    first: tuple[int, int] | None = None  # (process, exit code) of the first that failed
+    lost: list[int] = []
+    kill_at: float | None = None
+    asked = False
+    killed = False
+    try:
+        while running:
+            shown.more()
+            for p, code in [(p, c) for p, child in running.items() if (c := child.poll()) is not None]:
+                del running[p]
+                if code == 0:
+                    continue
+                if code == -signal.SIGKILL and not killed:
+                    lost.append(p)
+                    if first is None or first[1] != -signal.SIGKILL:
+                        first = (p, code)  # the others fail because of it, perhaps a moment before this was looked at
+                if first is None:
+                    first = (p, code)
+                if kill_at is None:
+                    kill_at = time.monotonic() + (1.0 if code == -signal.SIGKILL else SETTLE_SECONDS)
+            if stop.signal is not None and not asked:
+                asked = True
+                _signal(running, signal.SIGTERM)
+                kill_at = min(kill_at or float("inf"), time.monotonic() + job.grace)
+            if kill_at is not None and time.monotonic() > kill_at and running:
+                killed = True
+                _signal(running, signal.SIGKILL)
+                kill_at = time.monotonic() + 5
+            time.sleep(LOOK_SECONDS)
+    finally:
+        _signal(running, signal.SIGKILL)
+        shown.more()
+    if first is None:
+        return _End(0)
+    return _judge(first, lost, logs)
+
+
+def _judge(first: tuple[int, int], lost: list[int], logs: Path) -> _End:
+    """The first cause: a process that was killed, else the earliest that a process noted, else an exit status."""
+    p, code = first
+    noted = []
+    for path in logs.glob("cause-*.json"):
+        with contextlib.suppress(ValueError, OSError):
+            noted.append(json.loads(path.read_text()))
+    if code == -signal.SIGKILL:
+        return _End(RESTARTABLE, f"process {p} was killed (SIGKILL)", p, lost)
+    if noted:
+        cause = min(noted, key=lambda c: c["at"])
+        gone = [cause["process"]] if cause["status"] == RESTARTABLE else []
+        return _End(cause["status"], f"process {cause['process']}: {cause['text']}", cause["process"], gone)
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return _End(RESTARTABLE, f"process {p} was ended by {signal.Signals(-code).name}", p, [p])
+    status = code if code in (RESTARTABLE, USAGE) else PROGRAM
+    return _End(status, f"process {p} ended with exit status {code}", p, [p] if status == RESTARTABLE else [])
+
+
+def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) -> subprocess.Popen[bytes]:
+    env = dict(os.environ)
+    env.update({
+        PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", TIMEOUT: str(job.timeout), STUCK: str(job.stuck),
+        "MESHPAR_CAUSES": str(logs), "MESHPAR_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1",
+    })  # fmt: skip
+    env.pop(LOSE, None)
+    if job.lose is not None and attempt == 0 and p * job.slices // count == job.lose[0]:
+        env[LOSE] = str(job.lose[1])
+    devices = _devices_of_each(job)
+    if devices:
+        env[DEVICES] = str(devices)
+    with (logs / f"process-{p}.log").open("wb") as log:
+        return subprocess.Popen(
+            job.command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def _devices_of_each(job: Job) -> int | None:
+    """Devices of one process: it keeps them when others are lost."""
+    if job.devices is not None:
+        return job.devices // job.processes
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    gpus = [] if platforms and "cuda" not in platforms and "gpu" not in platforms else glob.glob("/dev/nvidia[0-9]*")
+    return len(gpus) // job.processes or None
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _signal(running: dict[int, subprocess.Popen[bytes]], number: int) -> None:
+    for child in running.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+
+
+# -- what is shown
+
+
+class _Follow:
+    """Copies what process 0 writes to this terminal."""
+
+    def __init__(self, path: Path):
+        self.path, self.at = path, 0
+
+    def more(self) -> None:
+        with self.path.open("rb") as log:
+            log.seek(self.at)
+            new = log.read()
+        self.at += len(new)
+        if new:
+            sys.stdout.buffer.write(new)
+            sys.stdout.buffer.flush()
+
+
+def _show(end: _End, logs: Path, then: str | None) -> None:
+    if end.culprit:  # process 0's lines were shown
+        with contextlib.suppress(OSError):
+            lines = (logs / f"process-{end.culprit}.log").read_text(errors="replace").splitlines()[-_TAIL:]
+            _say(f"the last lines of process {end.culprit}:")
+            for line in lines:
+                print(f"  | {line}", file=sys.stderr)
+    _say(f"logs of all processes: {logs}")
+    _say(f"first cause: {end.cause}" + (f"; {then}" if then else ""))
+
+
+def _say(text: str) -> None:
+    print(f"meshpar launch: {text}", file=sys.stderr, flush=True)

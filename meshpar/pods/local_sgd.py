@@ -1,0 +1,196 @@
+"""Local SGD over slices (DiLoCo): replicas of the state that train by themselves, and are brought together now and then.
+
+A replica is one more dim: every leaf of the state has a first dim ``replica``, split over the slow axis, and the step is
+vmapped. So the inner step sends nothing over that axis, by the same rules as any other layout, and all of a replica stays
+sharded within its slice as the layout says. Douillard et al., *DiLoCo* (2023): every H steps the mean of the replicas' weights,
+less what they began with, is a gradient for an outer optimizer (SGD with Nesterov momentum there).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from ..dims import Dims, DimsLike, PathDims, format_dims
+from ..errors import AxisConflictError, DivisibilityError, MeshError, UnsupportedError
+from ..flax import flatten_named
+from ..global_arrays import is_key
+from ..layout import Layout, Rule
+from .names import by_name, nested
+
+REPLICA = "replica"
+
+Jit = Callable[..., Any]
+
+
+class LocalSgd:
+    """What :func:`meshpar.local_sgd` returns.
+
+    Attributes:
+      inner: the compiled inner step, of stacked states and batches; ``inner.plan(…)`` shows that it sends nothing over the axis.
+      outer: the compiled outer step.
+      replicas: how many there are.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh,
+        layout: Layout, dims: PathDims, lowering: str, jit: Jit, init: Jit,
+    ):  # fmt: skip
+        if over not in mesh.shape:
+            raise MeshError(f"local_sgd: the mesh has no axis `{over}`", axis=over)
+        taken = next((r for r in layout.rules if over in r.axes), None)
+        if taken is not None:
+            raise AxisConflictError(
+                f"local_sgd takes the axis `{over}` for its replicas, but the rule `{taken}` asks for it as well",
+                axis=over, rule=str(taken), fixes=[f"leave `{over}` out of the layout: replicas are independent"],
+            )  # fmt: skip
+        if every < 1:
+            raise UnsupportedError(f"local_sgd: every={every}, which must be at least 1")
+        self.step, self.every, self.tx, self.mesh, self.dims = step, every, outer, mesh, dims
+        self.replicas = mesh.shape[over]
+        self.layout = Layout(layout, optional=True).with_first([Rule(REPLICA, (over,))])
+        self._jit = functools.partial(jit, mesh=mesh, layout=self.layout, lowering=lowering)
+        self._make_init = functools.partial(init, mesh=mesh, layout=self.layout)
+        self._names = list(inspect.signature(step).parameters)
+        self.inner: Any = None
+        self.outer: Any = None
+
+    # -- the state
+
+    def init(self, create: Callable[..., Any]) -> Any:
+        """A :func:`meshpar.init` of the replicated state: ``{"inner": …, "anchor": …, "outer": …}``.
+
+        Args:
+          create: makes the state of one replica, as for the step alone; plain trees, with ``params`` among their paths.
+
+        Returns:
+          A function with the arguments of ``create``. ``inner`` is the state with a first dim ``replica``; ``anchor`` the weights
+          that replicas last began with, ``outer`` the outer optimizer's state; neither has that dim.
+        """
+
+        @functools.wraps(create)
+        def make(*args: Any) -> dict[str, Any]:
+            state = create(*args)
+            anchor = nested(self._params(state))
+            inner = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), state)
+            return {"inner": inner, "anchor": anchor, "outer": self.tx.init(anchor)}
+
+        @functools.wraps(create)
+        def made(*args: Any) -> Any:
+            return self._init_of(create, make, args)(*args)
+
+        made.abstract = lambda *args: self._init_of(create, make, args).abstract(*args)  # type: ignore[attr-defined]
+        return made
+
+    def _init_of(self, create: Callable[..., Any], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        leaves, _ = by_name(jax.eval_shape(create, *args))
+        return self._make_init(make, dims=self._state_dims(leaves, "inner/", "anchor/"))
+
+    def _params(self, state: Any) -> dict[str, Any]:
+        found = {leaf.path: leaf.value for leaf in flatten_named(state) if leaf.kind == "params"}
+        if not found:
+            raise UnsupportedError(
+                "local_sgd: no leaf of the state is a parameter",
+                fixes=['keep them under `params`: {"params": …, "opt_state": …}'],
+            )
+        return found
+
+    def _dims_of(self, path: str, rank: int) -> tuple[str, ...]:
+        """The dims of a leaf of one replica's state."""
+        found = self.dims.match(f"{self._names[0]}/{path}")
+        dims: Dims = ("...",) if found is None and rank else () if found is None else found[1]  # type: ignore[assignment]
+        return tuple("..." if d is ... else "_" if d is None else d for d in dims)
+
+    def _state_dims(self, leaves: Mapping[str, Any], inner: str, anchor: str | None = None) -> dict[str, DimsLike]:
+        kinds = {leaf.path: leaf.kind for leaf in flatten_named(nested(leaves))}
+        out: dict[str, DimsLike] = {}
+        for path, x in leaves.items():
+            dims = self._dims_of(path, len(x.shape))
+            out[f"{inner}{path}"] = " ".join((REPLICA, *dims))
+            if anchor is not None and kinds[path] == "params":
+                out[f"{anchor}{path}"] = " ".join(dims)
+        return out
+
+    # -- steps
+
+    def __call__(self, n: int, state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Any]:
+        """One inner step of every replica; after every ``every`` of them, the outer step.
+
+        Args:
+          n: the number of the batch, from 0.
+          state: what :meth:`init` made, or the last call returned.
+          *batch: the other arguments of the step: arrays of the global batch, whose first dim the replicas share out; random keys
+            are split among them, scalars are the same for all.
+
+        Returns:
+          The state, and what the step returns beside its state, with a first dim ``replica``.
+        """
+        mine = [self._share(x, name) for x, name in zip(batch, self._names[1:], strict=True)]
+        if self.inner is None:
+            self._compile(state, mine)
+        assert self.inner is not None
+        inner, rest = self.inner(state["inner"], *mine)
+        state = {**state, "inner": inner}
+        if (n + 1) % self.every == 0:
+            state = self.outer(**{"inner": state["inner"], "anchor": state["anchor"], "outer": state["outer"]})
+        return state, rest
+
+    def _share(self, x: Any, name: str) -> Any:
+        """An argument of the step, with a first dim for the replicas."""
+        if is_key(x):
+            return jax.random.split(x, self.replicas)
+        if not np.ndim(x):
+            return np.broadcast_to(np.asarray(x), (self.replicas,))
+        rows = x.shape[0]
+        if rows % self.replicas:
+            raise DivisibilityError(
+                f"local_sgd: {rows} rows of `{name}` do not divide among {self.replicas} replicas", path=name
+            )
+        shape = (self.replicas, rows // self.replicas, *x.shape[1:])
+        if not isinstance(x, jax.Array):
+            return np.reshape(x, shape)
+        dims = [d for d in format_dims(self._batch_dims(name, len(x.shape))).split() if d != "..."]
+        dims += ["_"] * (x.ndim - len(dims))
+        spec = self.layout.spec((REPLICA, *dims), self.mesh, shape, path=name)
+        return jax.jit(_reshaped, static_argnums=1, out_shardings=NamedSharding(self.mesh, spec))(x, shape)
+
+    def _batch_dims(self, name: str, rank: int) -> tuple[Any, ...]:
+        found = self.dims.match(name)
+        return ("...",) if found is None else found[1]
+
+    def _compile(self, state: dict[str, Any], batch: list[Any]) -> None:
+        leaves, _ = by_name(state["inner"])
+        one = {p: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for p, x in leaves.items()}
+        dims = self._state_dims(one, f"{self._names[0]}/")
+        for x, name in zip(batch, self._names[1:], strict=True):
+            if np.ndim(x) > 1 and not is_key(x):
+                dims[name] = " ".join((REPLICA, *format_dims(self._batch_dims(name, np.ndim(x) - 1)).split()))
+
+        inner = functools.wraps(self.step)(lambda *args: jax.vmap(self.step)(*args))
+        self.inner = self._jit(inner, dims=dims, donate_argnums=0)
+
+        def outer_step(inner: Any, anchor: Any, outer: Any) -> dict[str, Any]:
+            replicas, back = by_name(inner)
+            began, _ = by_name(anchor)
+            moved = nested({p: began[p] - replicas[p].mean(0, dtype=jnp.float32).astype(began[p].dtype) for p in began})
+            updates, outer = self.tx.update(moved, outer, anchor)
+            anchor = optax.apply_updates(anchor, updates)
+            ends, _ = by_name(anchor)
+            inner = back({**replicas, **{p: jnp.broadcast_to(x, replicas[p].shape) for p, x in ends.items()}})
+            return {"inner": inner, "anchor": anchor, "outer": outer}
+
+        self.outer = self._jit(
+            outer_step, dims=self._state_dims(one, "inner/", "anchor/"), donate_argnames=("inner", "anchor", "outer")
+        )
+
+
+def _reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x.reshape(shape)  # of the module, so that it is compiled once

@@ -1,0 +1,73 @@
+"""Trees as names → arrays, and back: what a checkpoint is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ..compat.jax import is_graph_node
+from ..errors import CheckpointError
+from ..flax import flatten_named
+
+
+def by_name(tree: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
+    """The leaves of a state by their tree paths, and the function that puts such leaves in their places.
+
+    Args:
+      tree: arrays (or ``ShapeDtypeStruct``) in plain trees, linen boxes, nnx modules and optimizers. The paths are those of
+        plans: ``params/layers/wq``; of nnx objects without ``.value``.
+
+    Raises:
+      CheckpointError: two leaves of one path.
+    """
+    tops, top = jax.tree.flatten(tree, is_leaf=is_graph_node)
+    nodes = [i for i, x in enumerate(tops) if is_graph_node(x)]
+    graph, states = nnx.split(tuple(tops[i] for i in nodes))
+    for k, i in enumerate(nodes):
+        tops[i] = states.get(k, {})
+    tree = jax.tree.unflatten(top, tops)
+    leaves, structure = jax.tree.flatten(tree)
+    paths = [leaf.path or "value" for leaf in flatten_named(tree)]
+    if len(set(paths)) != len(leaves):
+        twice = next((p for p in paths if paths.count(p) > 1), "")
+        raise CheckpointError(f"two leaves of the state have the path {twice!r}", path=twice)
+
+    def back(found: Mapping[str, Any]) -> Any:
+        out = jax.tree.unflatten(structure, [found[p] for p in paths])
+        if not nodes:
+            return out
+        parts = top.flatten_up_to(out)
+        mine = [x for i in nodes for x in jax.tree.leaves(parts[i])]
+        merged = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(states), mine))
+        for k, i in enumerate(nodes):
+            parts[i] = merged[k]
+        return jax.tree.unflatten(top, parts)
+
+    return dict(zip(paths, leaves, strict=True)), back
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"a/b": x}`` → ``{"a": {"b": x}}``."""
+    out: dict[str, Any] = {}
+    for path, x in flat.items():
+        *folders, last = path.split("/")
+        at = out
+        for name in folders:
+            at = at.setdefault(name, {})
+        at[last] = x
+    return out
+
+
+def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The inverse of :func:`nested`."""
+    out: dict[str, Any] = {}
+    for name, x in tree.items():
+        here = f"{path}/{name}" if path else str(name)
+        if isinstance(x, Mapping):
+            out.update(flat(x, here))
+        else:
+            out[here] = x
+    return out

@@ -1,0 +1,339 @@
+"""Who is still there: every process says each second how far it is, and one that is lost, stopped or fails ends them all.
+
+A process that waits in a collective for one that will not come waits for ever, and its main thread cannot be reached. So
+threads beside it keep three things in the coordinator's table:
+
+- ``beat/P``: that process P lives, and its last calls of compiled functions, numbered, each with a running hash of all so far;
+- ``verdict``: the first cause that any process has found, which can be written once. Whoever reads it prints it and ends;
+- ``ack/P``: that process P has read it, for which process 0, with whom the table goes, waits.
+
+Process 0 judges the beats. A second thread keeps the deadline, because a request to a coordinator that is stopped blocks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from ..compat.processes import Store, coordinator, process_count, process_index
+from ..errors import AgreementError, CheckError, CompilerError, LostProcessError, MeshparError, StuckProcessError
+
+RESTARTABLE, PROGRAM, USAGE = 75, 1, 2
+"""Exit statuses: starting again may help (sysexits' EX_TEMPFAIL); the program failed; its arguments, mesh or layout are wrong."""
+
+BEAT_SECONDS = 1.0
+_KEPT = 16
+_OUR_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION")
+"""Runtime errors that a process makes by itself, not because another one has gone."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a group of processes ends.
+
+    Attributes:
+      process: whose fault it is.
+      kind: ``raised``, ``lost``, ``stuck``, ``order``, ``values``, ``ended``, ``disagreed``.
+      text: what happened, with the type of the error first.
+      status: the exit status of all.
+    """
+
+    process: int
+    kind: str
+    text: str
+    status: int
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of_json(text: str) -> Cause:
+        d = json.loads(text)
+        return Cause(int(d["process"]), str(d["kind"]), str(d["text"]), int(d["status"]))
+
+
+@dataclass
+class Calls:
+    """The calls of compiled functions that this process has made, numbered from 1.
+
+    ``kept`` has the last ones, and older ones thinly, so that processes that are at different calls have some in common.
+    """
+
+    count: int = 0
+    chain: int = 0
+    each: collections.Counter[str] = field(default_factory=collections.Counter)
+    kept: dict[int, tuple[int, str, dict[str, int]]] = field(default_factory=dict)
+
+    def note(self, function: str, values: Mapping[str, int]) -> None:
+        self.count += 1
+        self.each[function] += 1
+        said = f"{function} {sorted(values.items())}".encode()
+        self.chain = zlib.crc32(said, self.chain)
+        self.kept[self.count] = (self.chain, f"call {self.each[function]} of `{function}`", dict(values))
+        for old in [n for n in self.kept if not _worth_keeping(n, self.count)]:
+            del self.kept[old]
+
+
+def _worth_keeping(n: int, now: int) -> bool:
+    age = now - n
+    return age < _KEPT or (n % 64 == 0 and age < 64 * _KEPT) or (n % 1024 == 0 and age < 1024 * _KEPT)
+
+
+CALLS = Calls()
+
+
+class Watch:
+    """The threads of one process; made by :func:`meshpar.distributed`.
+
+    Args:
+      timeout: seconds without a sign of life after which a process is lost.
+      stuck: seconds that a process may stay behind the calls of the others.
+    """
+
+    def __init__(self, timeout: float, stuck: float):
+        self.timeout, self.stuck = timeout, stuck
+        self.index, self.count = process_index(), process_count()
+        self.store = Store()
+        self.heard = time.monotonic()  # when the coordinator last answered
+        self.ending = threading.Lock()
+        self.over = False  # the script has come to its end
+        self.failed = False  # the main thread shows an error of its own
+        self.cause: Cause | None = None
+
+    def start(self) -> None:
+        self._hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        atexit.register(self._on_end)
+        loops = [self._beat_loop, self._deadline_loop, *([self._judge_loop] if self.index == 0 else [])]
+        for loop in loops:
+            threading.Thread(target=loop, name=f"meshpar {loop.__name__.strip('_')}", daemon=True).start()
+
+    # -- threads
+
+    def _beat_loop(self) -> None:
+        n = 0
+        while True:
+            n += 1
+            try:
+                self.beat(n)
+                text = self.store.peek("meshpar/verdict")
+                self.heard = time.monotonic()
+            except jax.errors.JaxRuntimeError:
+                if self.over:
+                    return  # the group has been left
+                text = None
+            if text is not None:
+                self.end_with(Cause.of_json(text))
+            time.sleep(BEAT_SECONDS)
+
+    def beat(self, n: int) -> None:
+        calls = [[k, *v] for k, v in list(CALLS.kept.items())]
+        said = {"beat": n, "count": CALLS.count, "calls": calls, "over": self.over}
+        self.store.put(f"meshpar/beat/{self.index}", json.dumps(said))
+
+    def _deadline_loop(self) -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(min(0.25, self.timeout / 4))
+            now = time.monotonic()
+            if now - before > self.timeout / 2:  # this process itself was stopped, and goes on: it listens first
+                self.heard = now
+            before = now
+            if now - self.heard > self.timeout and not self.over:
+                if self.index == 0:
+                    self.heard = now
+                    continue
+                seconds = now - self.heard
+                text = f"process 0, the coordinator at {coordinator()}, has not answered for {seconds:.0f} s"
+                self.end_with(Cause(0, "lost", f"LostProcessError: {text}: it is stopped or cut off", RESTARTABLE))
+
+    def _judge_loop(self) -> None:
+        judge = Judge(self.count, self.timeout, self.stuck)
+        while True:
+            time.sleep(BEAT_SECONDS / 2)
+            try:
+                beats = {int(p): json.loads(text) for p, text in self.store.folder("meshpar/beat").items()}
+                cause = judge.verdict(beats, time.monotonic())
+                if cause is not None and not (self.over and cause.kind == "lost"):
+                    self.store.put_first("meshpar/verdict", cause.as_json())
+                    return  # the thread that beats reads it
+            except jax.errors.JaxRuntimeError:
+                if self.over:
+                    return
+
+    # -- ends
+
+    def publish(self, cause: Cause) -> Cause:
+        """Make this the cause for all, unless another came first; returns the one that holds."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if not self.store.put_first("meshpar/verdict", cause.as_json()):
+                text = self.store.peek("meshpar/verdict")
+                return cause if text is None else Cause.of_json(text)
+        return cause
+
+    def end_with(self, cause: Cause) -> None:
+        """Say the cause, and end this process without waiting for the others (from a thread of the watch)."""
+        if self.failed and cause.process == self.index:
+            time.sleep(10 * BEAT_SECONDS)  # the main thread ends it
+        with self.ending:
+            if cause.process != self.index or cause.kind not in ("raised", "disagreed"):
+                say(f"meshpar: process {self.index} ends because of process {cause.process}: {cause.text}")
+            self.leave(cause)
+
+    def leave(self, cause: Cause) -> None:
+        note_cause(cause, self.index)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if self.index == 0 and cause.kind != "unreachable":
+                self._wait_for_others(cause)
+            elif cause.process != 0 or cause.kind != "lost":
+                self.store.put(f"meshpar/ack/{self.index}", "read")
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(cause.status)
+
+    def _wait_for_others(self, cause: Cause) -> None:
+        """The table goes with process 0: let the others read why."""
+        want = set(range(1, self.count)) - ({cause.process} if cause.kind in ("lost", "raised", "disagreed") else set())
+        until = time.monotonic() + 2.5 * BEAT_SECONDS
+        while time.monotonic() < until:
+            if want <= {int(p) for p in self.store.folder("meshpar/ack")}:
+                return
+            time.sleep(0.05)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        runtime = isinstance(error, jax.errors.JaxRuntimeError) and not any(s in str(error) for s in _OUR_OWN)
+        self.failed = not runtime
+        self._hook(kind, error, trace)
+        if runtime:  # another process went away: wait until it is known which
+            until = time.monotonic() + self.timeout + 2 * BEAT_SECONDS
+            while time.monotonic() < until:
+                time.sleep(0.1)
+        first = str(error).strip().splitlines() or [""]
+        text = f"{kind.__name__}: {first[0]}"
+        how = "disagreed" if isinstance(error, AgreementError) else "raised"
+        cause = Cause(self.index, how, text, RESTARTABLE if runtime else status_of(error))
+        cause = self.publish(cause)
+        with self.ending:
+            self.leave(cause)
+
+    def _on_end(self) -> None:
+        self.over = True
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self.beat(-1)
+
+
+class Judge:
+    """What the beats of all processes say; kept by process 0."""
+
+    def __init__(self, count: int, timeout: float, stuck: float):
+        self.count, self.timeout, self.stuck = count, timeout, stuck
+        self.beats: dict[int, tuple[int, float]] = {}  # process → its last beat, and when that was new
+        self.progress: dict[int, tuple[int, float]] = {}  # process → its count of calls, and when that was new
+        self.suspected: Cause | None = None
+
+    def verdict(self, beats: Mapping[int, dict[str, Any]], now: float) -> Cause | None:
+        for p in range(self.count):
+            said = beats.get(p, {"beat": 0, "count": 0, "calls": [], "over": False})
+            for table, value in ((self.beats, said["beat"]), (self.progress, said["count"])):
+                if table.get(p, (None,))[0] != value:
+                    table[p] = (value, now)
+            silent = now - self.beats[p][1]
+            if silent > self.timeout and not said["over"]:
+                last = f"after {_last(said)}" if said["calls"] else "before its first call"
+                error = LostProcessError(
+                    f"process {p} is lost: no sign of life for {silent:.0f} s, {last}; it died, was stopped or is cut off"
+                )
+                return Cause(p, "lost", f"LostProcessError: {error}", RESTARTABLE)
+        cause = self.order(beats) or self.ended(beats)
+        if cause is not None and cause == self.suspected:  # twice: what is only under way has come in between
+            return cause
+        self.suspected = cause
+        return self.behind(beats, now)
+
+    def order(self, beats: Mapping[int, dict[str, Any]]) -> Cause | None:
+        """The first call, of those that are known, in which a process did something else than process 0."""
+        mine = {c[0]: c[1:] for c in beats.get(0, {}).get("calls", ())}
+        for p, said in sorted(beats.items()):
+            theirs = {c[0]: c[1:] for c in said["calls"]}
+            for n in sorted(mine.keys() & theirs.keys()):
+                (hash_a, what_a, values_a), (hash_b, what_b, values_b) = mine[n], theirs[n]
+                if hash_a == hash_b:
+                    continue
+                if what_a != what_b:
+                    text = f"process 0 is in {what_a} where process {p} is in {what_b}"
+                    return Cause(
+                        p, "order", f"AgreementError: {text}: both must make the same calls in the same order", PROGRAM
+                    )
+                paths = ", ".join(f"`{k}`" for k in values_a if values_a.get(k) != values_b.get(k))
+                what = f"other values of {paths}" if paths else "other values in an earlier call"
+                text = (
+                    f"AgreementError: in {what_a} process {p} has {what} than process 0; host arrays must be the same in "
+                    'every process: mp.put(…, rows="mine") takes each one\'s own rows'
+                )
+                return Cause(p, "values", text, PROGRAM)
+        return None
+
+    def ended(self, beats: Mapping[int, dict[str, Any]]) -> Cause | None:
+        most = max((said["count"] for said in beats.values()), default=0)
+        for p, said in sorted(beats.items()):
+            if said["over"] and said["count"] < most:
+                q = next(q for q, other in beats.items() if other["count"] == most)
+                text = f"process {p} came to the end of its script after {_last(said)}, but process {q} is in {_last(beats[q])}"
+                return Cause(p, "ended", f"LostProcessError: {text}", PROGRAM)
+        return None
+
+    def behind(self, beats: Mapping[int, dict[str, Any]], now: float) -> Cause | None:
+        most = max((said["count"] for said in beats.values()), default=0)
+        for p, said in sorted(beats.items()):
+            count, since = self.progress[p]
+            if count < most and now - since > self.stuck:
+                q = next(q for q, other in beats.items() if other["count"] == most)
+                error = StuckProcessError(
+                    f"process {p} is stuck: it is alive, but has not gone on from {_last(said)} for {now - since:.0f} s, "
+                    f"and process {q} waits in {_last(beats[q])}"
+                )
+                return Cause(p, "stuck", f"StuckProcessError: {error}", RESTARTABLE)
+        return None
+
+
+def _last(said: Mapping[str, Any]) -> str:
+    return max(said["calls"], default=[0, 0, "its start"])[2]
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status for an exception that ends the script."""
+    refused = isinstance(error, MeshparError) and not isinstance(
+        error, AgreementError | CheckError | CompilerError | LostProcessError | StuckProcessError
+    )
+    if isinstance(error, LostProcessError | StuckProcessError):
+        return RESTARTABLE
+    return USAGE if refused else PROGRAM
+
+
+def note_cause(cause: Cause, index: int) -> None:
+    """Leave the cause for the launcher, which shows the first one last."""
+    folder = os.environ.get("MESHPAR_CAUSES")
+    if folder:
+        with contextlib.suppress(OSError):
+            said = {**asdict(cause), "at": time.time()}
+            Path(folder, f"cause-{index}.json").write_text(json.dumps(said))
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,251 @@
+"""What the processes of these tests run: small train steps, and ways to go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import meshpar as mp
+
+SCHEMES = {
+    "dp": ("data=4", "batch: data"),
+    "fsdp": ("data=4", "batch: data; embed: data"),
+    "fsdp+tensor": ("data=2, model=2", "batch: data; mlp: model; embed: data"),
+}
+PARAMS = {"*up": "embed mlp", "*down": "mlp embed", "*bias": "mlp"}
+TX = optax.adam(1e-2)
+
+
+def create(key):
+    up, down = jax.random.split(key)
+    params = {
+        "up": jax.random.normal(up, (16, 32)) / 4,
+        "down": jax.random.normal(down, (32, 16)) / 6,
+        "bias": jnp.zeros(32),
+    }
+    return {"params": params, "opt": TX.init(params)}
+
+
+def loss_of(params, x):
+    return jnp.mean((jax.nn.relu(x @ params["up"] + params["bias"]) @ params["down"] - x) ** 2)
+
+
+def train_step(state, x):
+    loss, grads = jax.value_and_grad(loss_of)(state["params"], x)
+    updates, opt = TX.update(grads, state["opt"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+
+def batch(n: int, rows: int = 8) -> np.ndarray:
+    return np.random.default_rng(n).normal(size=(rows, 16)).astype(np.float32)
+
+
+def functions(scheme: str, lowering: str = "jit"):
+    """(init, step, mesh, layout)"""
+    sizes, rules = SCHEMES[scheme]
+    mesh, layout = mp.mesh(sizes), mp.Layout(rules)
+    init = mp.init(create, mesh=mesh, layout=layout, dims=PARAMS)
+    step = mp.jit(
+        train_step,
+        mesh=mesh,
+        layout=layout,
+        dims={**PARAMS, "x": "batch embed"},
+        lowering=lowering,
+        donate_argnames="state",
+    )
+    return init, step, mesh, layout
+
+
+def whole(tree: Any) -> Any:
+    """The arrays of a tree, as lists of numbers."""
+    from meshpar.global_arrays import fetch
+
+    return [fetch(x).tolist() for x in jax.tree.leaves(tree)]
+
+
+def train(scheme: str, lowering: str, steps: int = 3) -> Any:
+    """The whole state and the losses."""
+    init, step, _, _ = functions(scheme, lowering)
+    state = init(jax.random.key(0))
+    losses = []
+    for n in range(steps):
+        state, loss = step(state, batch(n))
+        losses.append(float(loss))
+    return losses, whole(state)
+
+
+def all_schemes(*lowerings: str) -> Any:
+    return {f"{s} {low}": train(s, low) for s in SCHEMES for low in lowerings}
+
+
+def differ(what: str, odd: int) -> None:
+    """Train, with one process that does something else."""
+    me = jax.process_index() == odd
+    sizes, rules = SCHEMES["fsdp+tensor"]
+    if me and what == "layout":
+        rules = "batch: data; mlp: model"
+    mesh = mp.mesh(sizes)
+    key = jax.random.key(int(me and what == "seed"))
+    if what == "replicas":  # weights of no mp.init, born on each process from its own seed
+        born = create(jax.random.key(int(me)))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        state = jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, everywhere, lambda i: x[i]), born)
+    elif what == "local":
+        state = jax.device_put(create(jax.random.key(int(me))), jax.local_devices()[0])
+    else:
+        state = mp.init(create, mesh=mesh, layout=rules, dims=PARAMS)(key)
+
+    def step(state, x):
+        return train_step(state, x * 2 if me and what == "program" else x)
+
+    def evaluate(state, x):
+        return loss_of(state["params"], x)
+
+    step, evaluate = (
+        mp.jit(f, mesh=mesh, layout=rules, dims={**PARAMS, "x": "batch embed"},
+               lowering="shard_map" if me and what == "lowering" else "jit")
+        for f in (step, evaluate)
+    )  # fmt: skip
+    if me and what == "function":
+        step = evaluate
+    step(state, batch(0, 16 if me and what == "shape" else 8) + (1 if me and what == "data" else 0))
+
+
+def go_wrong(what: str, odd: int) -> None:
+    """Train; at the fourth step one process goes wrong."""
+    init, step, _, _ = functions("fsdp")
+    state = init(jax.random.key(0))
+    for n in range(200):
+        x = batch(n)
+        if n == 3:
+            print("at step 3", flush=True)
+            if jax.process_index() == odd:
+                if what == "raise":
+                    raise RuntimeError("no such luck")
+                if what == "exit":
+                    sys.exit(0)
+                if what in ("kill", "stop"):
+                    os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+                if what == "sleep":
+                    time.sleep(60)
+                if what == "values":
+                    x = x + 1
+        state, loss = step(state, x)
+        float(loss)
+        if what == "values" and n >= 3:
+            time.sleep(0.2)
+
+
+def wait_here() -> None:
+    print("here", flush=True)
+    time.sleep(60)
+
+
+def check_and_compile() -> Any:
+    init, step, *_ = functions("fsdp+tensor")
+    state = init(jax.random.key(0))
+    report = step.check(state, batch(0))
+    compiled = step.compile(state, batch(0), cache=False)
+    return [report.ok, len(report.rows), report.rows[0].leaves, compiled.topology, compiled.bytes_sent]
+
+
+def leave_one_out() -> str:
+    try:
+        mp.mesh("data=2")
+    except mp.MeshError as error:
+        return str(error)
+    return ""
+
+
+def arguments() -> Any:
+    """Numpy, local and global arrays, keys and Python numbers, over the mesh of all processes."""
+    mesh = mp.mesh("data=4")
+
+    def f(x, key, scale):
+        return x * scale + jax.random.normal(key, x.shape)
+
+    run = mp.jit(f, mesh=mesh, layout="batch: data", dims={"x": "batch _"})
+    x = np.arange(8 * 3).reshape(8, 3)  # int64, which JAX narrows
+    key = jax.random.key(1)
+    local = jax.device_put(x, jax.local_devices()[-1])
+    first = run(x, key, 2.0)
+    others = [run(local, jax.device_put(key, jax.local_devices()[0]), 2.0), run(jnp.asarray(x), key, 2.0)]
+    return [whole(y)[0] for y in (first, *others, run(first, key, 1.0))]
+
+
+# -- checkpoints and data
+
+
+def save_for_ever(folder: str, processes_state: int = 64) -> None:
+    """Save states that are full of their step's number, one after the other, until killed."""
+    mesh = mp.mesh("data=-1")
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    run = mp.Checkpoints(folder, keep=3)
+    for n in range(10_000):
+        value = np.full((processes_state, 64), n, np.float32)
+        state = {"w": jax.make_array_from_callback(value.shape, sharding, lambda i, v=value: v[i]), "n": jnp.int32(n)}
+        run.save(n, state)
+        print(f"saving {n};", flush=True)
+
+
+def save_and_restore(folder: str, scheme: str, steps: int) -> Any:
+    """Go on from what there is, if anything, for some steps; the first batch, the losses, the digests on disk."""
+    from meshpar.pods.checkpoint import facts_of
+
+    init, step, _, _ = functions(scheme)
+    with mp.Checkpoints(folder, keep=3) as run:
+        state, at = run.restore_or(init, jax.random.key(0))
+        losses = []
+        for n in range(at, at + steps):
+            state, loss = step(state, batch(n))
+            losses.append(float(loss))
+            run.save(n, state)
+        run.wait()
+        facts = facts_of(folder, run.steps()[-1])
+    return at, losses, {p: leaf["digest"] for p, leaf in facts["leaves"].items()}, whole(state)
+
+
+def read_rows(folder: str, last: int, kill_at: int = -1, odd: int = 0) -> Any:
+    """Go over data in batches with checkpoints, noting which rows this process's devices had."""
+    mesh = mp.mesh("data=-1")
+    rows = [{"x": np.full(3, i, np.float32), "row": i} for i in range(60)]
+    data = mp.batches(rows, batch=12, mesh=mesh, layout="batch: data", seed=7)
+    step = mp.jit(lambda w, x: (w + x.sum(), x.mean()), mesh=mesh, layout="batch: data", dims={"x": "batch _"})
+    with mp.Checkpoints(folder, keep=2, every=2) as run:
+        init = mp.init(lambda: jnp.zeros(()), mesh=mesh, layout=mp.Layout("batch: data", optional=True))
+        w, at = run.restore_or(init, data=data)
+        had = {}
+        for n, b in data.from_(at):
+            if n == kill_at and jax.process_index() == odd:
+                run.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+            w, _ = step(w, b["x"])
+            had[n] = sorted({int(r) for s in b["row"].addressable_shards for r in np.asarray(s.data)})
+            with open(f"{folder}-{at}-{jax.process_index()}.txt", "a") as f:
+                print(n, *had[n], file=f, flush=True)
+            if run.save(n, w, data=data) or n == last:
+                break
+    return at, data.position, data.rows_read, float(w)
+
+
+def until_told_to_stop(folder: str) -> Any:
+    init, step, _, _ = functions("fsdp")
+    with mp.Checkpoints(folder, every=1000) as run:
+        state, at = run.restore_or(init, jax.random.key(0))
+        for n in range(at, 100_000):
+            state, loss = step(state, batch(n % 7))
+            float(loss)
+            if n == 5:
+                print("under way", flush=True)
+            if run.save(n, state):
+                return n, run.steps()
+    raise AssertionError("never told")

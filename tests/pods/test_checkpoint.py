@@ -1,0 +1,425 @@
+"""Checkpoints: whole or not there, restored anywhere, and nothing damaged goes unseen."""
+
+import gc
+import random
+import shutil
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pod_programs as programs
+import pytest
+from flax import nnx
+
+import meshpar as mp
+from meshpar.cli import main
+from meshpar.pods.checkpoint import facts_of, steps_of, verify
+from meshpar.pods.foreign import from_safetensors
+
+pytestmark = pytest.mark.filterwarnings(  # orbax leaves its other reads unawaited when one fails
+    "ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+LAYOUT = "embed: data; mlp: model"
+SHARDINGS = [
+    ("data=4, model=2", LAYOUT),
+    ("data=8", "embed: data"),
+    ("data=2, model=4", "mlp: data+model"),
+    ("data=1", "embed: data"),
+]
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+        self.up = nnx.Linear(16, 32, kernel_init=init, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+
+def create(key):
+    net = Net(nnx.Rngs(key))
+    half = jax.random.normal(key, (16, 8)).astype(jnp.bfloat16)
+    rest = {"half": half, "flags": jnp.arange(5) > 2, "key": jax.random.split(key, 3), "n": jnp.int8(-3)}
+    return net, nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param), rest
+
+
+@pytest.fixture(autouse=True)
+def unawaited_reads_go_with_their_test():
+    yield
+    gc.collect()
+
+
+def make(where=SHARDINGS[0]):
+    return mp.init(
+        create, mesh=mp.mesh(where[0]), layout=mp.Layout(where[1], optional=True), dims={"2/half": "embed _"}
+    )
+
+
+def numbers(state):
+    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    return [np.asarray(data(x)) for x in jax.tree.leaves(nnx.split(state)[1])]
+
+
+def same(a, b):
+    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(numbers(a), numbers(b), strict=True))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(folder, state) with checkpoints 0 and 1 of one state each."""
+    folder = tmp_path_factory.mktemp("run") / "a"
+    init = make()
+    states = [init(jax.random.key(n)) for n in range(2)]
+    with mp.Checkpoints(folder) as run:
+        run.describe(init, jax.random.key(0))
+        for n, state in enumerate(states):
+            assert run.save(n, state, extra={"seed": n}) is False
+    return folder, states
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    """A copy of it that a test may spoil."""
+    shutil.copytree(saved[0], tmp_path / "a")
+    return mp.Checkpoints(tmp_path / "a")
+
+
+@pytest.mark.parametrize("where", SHARDINGS)
+def test_any_layout_and_mesh(saved, where):
+    init = make(where)
+    state, at = mp.Checkpoints(saved[0]).restore(init.abstract(jax.random.key(5)))
+    assert at == 2
+    assert same(state, saved[1][1])
+    for x, want in zip(
+        jax.tree.leaves(nnx.state(state[0])), jax.tree.leaves(nnx.state(init(jax.random.key(0))[0])), strict=True
+    ):
+        assert x.sharding == want.sharding
+    older, at = mp.Checkpoints(saved[0]).restore(init.abstract(jax.random.key(5)), step=0)
+    assert at == 1
+    assert same(older, saved[1][0])
+
+
+def test_digests_do_not_depend_on_the_layout(saved, tmp_path):
+    want = {p: leaf["digest"] for p, leaf in facts_of(str(saved[0]), 1)["leaves"].items()}
+    for k, where in enumerate(SHARDINGS[1:]):
+        with mp.Checkpoints(tmp_path / str(k)) as run:
+            run.save(0, make(where)(jax.random.key(1)))
+        assert {p: leaf["digest"] for p, leaf in facts_of(str(tmp_path / str(k)), 0)["leaves"].items()} == want
+
+
+def test_facts(saved):
+    facts = facts_of(str(saved[0]), 1)
+    assert (facts["step"], facts["next"], facts["processes"], facts["extra"]) == (1, 2, 1, {"seed": 1})
+    assert facts["layout"] == LAYOUT
+    assert facts["mesh"] == {"data": 4, "model": 2}
+    leaf = facts["leaves"]["0/up/kernel"]
+    assert (leaf["shape"], leaf["dtype"], leaf["dims"], leaf["spec"]) == (
+        [16, 32],
+        "float32",
+        "embed mlp",
+        ["data", "model"],
+    )
+
+
+def test_plain_orbax_reads_it(saved):
+    import orbax.checkpoint as ocp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tree = ocp.PyTreeCheckpointer().restore(saved[0] / "1" / "state")
+    np.testing.assert_array_equal(tree["0"]["up"]["kernel"], saved[1][1][0].up.kernel[...])
+
+
+def test_what_is_not_there_or_of_another_shape(saved):
+    run = mp.Checkpoints(saved[0])
+    like = {"0": {"up": {"kernl": jnp.ones((16, 32))}}}
+    with pytest.raises(mp.CheckpointError, match=r"has no `0/up/kernl`(.|\n)*did you mean `0/up/kernel`"):
+        run.restore(like, partial=True)
+    with pytest.raises(
+        mp.CheckpointError, match=r"saved as float32\[16, 32\] \(embed mlp\), and is wanted as float32\[16, 16\]"
+    ):
+        run.restore({"0": {"up": {"kernel": jnp.ones((16, 16))}}}, partial=True)
+    with pytest.raises(mp.CheckpointError, match=r"`0/drop/rngs/count` and \d+ more, which is not wanted"):
+        run.restore({"0": {"up": {"kernel": jnp.ones((16, 32))}}})
+    with pytest.raises(mp.CheckpointError, match="it has 0, 1"):
+        run.restore(like, step=7)
+    state, _ = run.restore({"0": {"up": {"kernel": jnp.ones((16, 32))}}}, partial=True)
+    np.testing.assert_array_equal(state["0"]["up"]["kernel"], saved[1][1][0].up.kernel[...])
+
+
+def test_it_keeps_the_newest_and_waits_for_its_time(tmp_path):
+    with mp.Checkpoints(tmp_path / "a", keep=2, every=3) as run:
+        for n in range(11):
+            run.save(n, {"w": jnp.full(3, n)})
+        assert run.save(11, {"w": jnp.full(3, 11)}) is False
+        run.wait()
+        assert run.steps() == [8, 11]
+    with pytest.raises(mp.CheckpointError, match="there is no checkpoint"):
+        mp.Checkpoints(tmp_path / "b").restore({"w": jnp.ones(3)})
+    with pytest.raises(mp.CheckpointError, match="both must be at least 1"):
+        mp.Checkpoints(tmp_path / "b", every=0)
+
+
+# -- damage
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file())
+
+
+def spoil(path: Path, how: str, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(data[: draw.randrange(len(data))] if data else data)
+    elif data:
+        bit = draw.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["bit", "truncated", "missing"])
+def test_damage_is_found_and_the_older_one_restored(saved, tmp_path, how):
+    """In any file: the state that comes back is one that was saved, and a damaged one is said and put aside."""
+    draw = random.Random(how)
+    like = make().abstract(jax.random.key(0))
+    found = set()
+    paths = [p.relative_to(saved[0] / "1") for p in files_of(saved[0] / "1") if p.stat().st_size]
+    leaves = [p for p in paths if "d" in p.parts]
+    for k, path in enumerate(paths + leaves * (4 if how == "bit" else 0)):
+        shutil.copytree(saved[0], tmp_path / str(k))
+        spoil(tmp_path / str(k) / "1" / path, how, draw)
+        run = mp.Checkpoints(tmp_path / str(k))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", mp.CheckpointWarning)
+            state, at = run.restore(like)
+        assert same(state, saved[1][at - 1]), path
+        warned = [w for w in said if w.category is mp.CheckpointWarning]
+        if at == 1:
+            assert run.steps() == [0]
+            assert (tmp_path / str(k) / "1.damaged").exists()
+            assert len(warned) == 1
+            assert "checkpoint 1 in" in str(warned[0].message)
+            found.add(str(path) if path.parent.name != "d" else str(path.parent))
+        run.close()
+    read = {"state/d", "state/manifest.ocdbt", "meshpar/metadata"}  # the rest is not read, or is there twice
+    assert read <= found if how != "bit" else {"state/d", "meshpar/metadata"} <= found
+
+
+def test_a_checkpoint_of_others_stays_where_it_is(run):
+    shutil.rmtree(Path(run.path) / "1" / "meshpar")
+    with pytest.raises(mp.CheckpointError, match=r"mp\.Checkpoints did not write it"):
+        run.restore(make().abstract(jax.random.key(0)))
+    assert (Path(run.path) / "1").exists()
+
+
+def test_one_number_changed_is_a_digest_error(saved, tmp_path):
+    """Bits that decode well: another array under the same name."""
+    import orbax.checkpoint as ocp
+
+    shutil.copytree(saved[0], tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = tmp_path / "a" / "1" / "state"
+        tree = ocp.PyTreeCheckpointer().restore(state)
+        kernel = np.array(tree["0"]["up"]["kernel"])
+        kernel.view(np.uint32)[3, 4] ^= 1
+        tree["0"]["up"]["kernel"] = kernel
+        shutil.rmtree(state)
+        ocp.PyTreeCheckpointer().save(state, tree)
+    run = mp.Checkpoints(tmp_path / "a")
+    with pytest.raises(mp.DigestError, match="`0/up/kernel` is not what was saved"):
+        run.restore(make().abstract(jax.random.key(0)), step=1)
+    with pytest.warns(mp.CheckpointWarning, match="`0/up/kernel`"):
+        _, at = run.restore(make().abstract(jax.random.key(0)))
+    assert at == 1
+    run.save(1, make()(jax.random.key(1)))  # the place is free again
+    run.close()
+    assert steps_of(str(tmp_path / "a")) == [0, 1]
+
+
+def test_facts_that_were_edited(run):
+    path = Path(run.path) / "1" / "meshpar" / "metadata"
+    text = path.read_text()
+    assert '"next": 2' in text
+    path.write_text(text.replace('"next": 2', '"next": 3'))
+    with pytest.raises(mp.CheckpointError, match="its checksum differs"):
+        run.restore(make().abstract(jax.random.key(0)), step=1)
+
+
+def test_the_command_line(saved, tmp_path, capsys):
+    folder = str(saved[0])
+    assert main(["checkpoint", "ls", folder]) == 0
+    out = capsys.readouterr().out
+    assert "data=4, model=2" in out
+    assert len(out.splitlines()) == 2
+    assert main(["checkpoint", "show", folder, "--step", "0"]) == 0
+    assert "embed mlp" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", folder]) == 0
+    assert main(["checkpoint", "show", folder, "--step", "9"]) == 2
+    assert "it has 0, 1" in capsys.readouterr().err
+    shutil.copytree(folder, tmp_path / "a")
+    (data,) = max((tmp_path / "a" / "1" / "state" / "d",), key=lambda p: p.stat().st_size).iterdir()
+    spoil(data, "truncated", random.Random(0))
+    assert main(["checkpoint", "verify", str(tmp_path / "a")]) == 1
+    assert "1  DAMAGED" in capsys.readouterr().out
+    assert main(["checkpoint", "convert", folder, str(tmp_path / "w.safetensors"), "--only", "0/up/*"]) == 0
+    from safetensors.numpy import load_file
+
+    found = load_file(tmp_path / "w.safetensors")
+    assert sorted(found) == ["0.up.bias", "0.up.kernel"]
+    np.testing.assert_array_equal(found["0.up.kernel"], saved[1][1][0].up.kernel[...])
+
+
+# -- weights of others
+
+
+def test_safetensors_by_dims(tmp_path):
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    layers, embed, heads, head_dim, vocab = 3, 16, 4, 8, 32
+    q = rng.normal(size=(layers, heads * head_dim, embed)).astype(np.float32)
+    table = rng.normal(size=(vocab, embed)).astype(np.float32)
+    save_file({f"model.layers.{k}.q.weight": q[k] for k in range(layers)}, tmp_path / "a.safetensors")
+    save_file({"model.embed.weight": table}, tmp_path / "b.safetensors")
+
+    def create(key):
+        return {
+            "layers": {"q": jnp.zeros((layers, embed, heads, head_dim))},
+            "embed": jnp.zeros((vocab, embed)),
+            "norm": jnp.ones(embed),
+        }
+
+    dims = {"layers/q": "layers embed heads head_dim", "embed": "vocab embed", "norm": "embed"}
+    init = mp.init(create, mesh=mp.mesh("data=4, model=2"), layout="heads, vocab: model; embed: data", dims=dims)
+    rules = {
+        "model.layers.{layers}.q.weight": ("layers/q", "(heads head_dim) embed"),
+        "model.embed.weight": ("embed", "vocab embed"),
+    }
+    state = from_safetensors(tmp_path, init, jax.random.key(0), rules=rules)
+    np.testing.assert_array_equal(state["layers"]["q"], q.transpose(0, 2, 1).reshape(layers, embed, heads, head_dim))
+    np.testing.assert_array_equal(state["embed"], table)
+    np.testing.assert_array_equal(state["norm"], np.ones(embed))
+    assert state["layers"]["q"].sharding == init.abstract(jax.random.key(0))["layers"]["q"].sharding
+    for wrong, says in [
+        ({"model.embed.wight": ("embed", "vocab embed")}, "did you mean model.embed.weight"),
+        ({"model.embed.weight": ("embd", "vocab embed")}, "did you mean embed"),
+        ({"model.embed.weight": ("embed", "embed vocab")}, "needs"),
+        ({"model.embed.weight": ("embed", "vocab mlp")}, "are not those of `embed`"),
+    ]:
+        with pytest.raises(mp.MeshparError, match=says):
+            from_safetensors(tmp_path, init, jax.random.key(0), rules=wrong)
+
+
+# -- processes
+
+
+def test_one_two_and_four_processes(pods, tmp_path):
+    alone = pods.run(1, programs.save_and_restore, str(tmp_path / "alone"), "fsdp+tensor", 6)
+    assert alone.codes == [0], alone.texts
+    parts = [(2, "fsdp+tensor"), (1, "dp"), (4, "fsdp")]
+    losses = []
+    for k, (count, scheme) in enumerate(parts):
+        end = pods.run(count, programs.save_and_restore, str(tmp_path / "a"), scheme, 2)
+        assert end.codes == [0] * count, end.texts
+        at, more, digests, state = end.results[0]
+        assert at == 2 * k
+        assert all(r[2] == digests for r in end.results)
+        losses += more
+    np.testing.assert_allclose(losses, alone.results[0][1], rtol=1e-6)
+    for x, y in zip(state, alone.results[0][3], strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6)
+    assert verify(str(tmp_path / "a"), 5) == []
+
+
+def test_the_same_run_again_is_the_same_bit_for_bit(pods, tmp_path):
+    ends = [pods.run(2, programs.save_and_restore, str(tmp_path / name), "fsdp", 3) for name in "ab"]
+    assert ends[0].results == ends[1].results
+    assert ends[0].codes == [0, 0], ends[0].texts
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_killed_at_any_moment_of_a_save(pods, tmp_path, count):
+    """Twice ten kills: the newest checkpoint is always whole."""
+    draw = random.Random(count)
+    folder = tmp_path / "a"
+    for k in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        group = pods.start(count, programs.save_for_ever, str(folder), timeout=30.0)
+        group.wait_for("saving 2;")
+        time.sleep(draw.uniform(0.0, 0.25))
+        for p in range(count):
+            group.signal(p, signal.SIGKILL)
+        group.end()
+        steps = steps_of(str(folder))
+        assert steps, k
+        assert verify(str(folder), steps[-1]) == [], k
+        run = mp.Checkpoints(folder)
+        state, at = run.restore({"w": jnp.zeros((64, 64)), "n": jnp.int32(0)})
+        assert at == steps[-1] + 1
+        assert int(state["n"]) == steps[-1]
+        assert (np.asarray(state["w"]) == steps[-1]).all()
+        run.save(at, state)  # what was left half written is in nobody's way
+        run.close()
+        assert steps_of(str(folder))[-1] == at
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_told_to_stop_all_save_at_one_step(pods, tmp_path, count):
+    group = pods.start(count, programs.until_told_to_stop, str(tmp_path / "a"))
+    group.wait_for("under way")
+    group.signal(count - 1, signal.SIGTERM)
+    end = group.end()
+    assert end.codes == [0] * count, end.texts
+    (n, steps) = end.results[0]
+    assert end.results == [[n, [n]]] * count
+    assert steps == [n]
+    assert verify(str(tmp_path / "a"), n) == []
+
+
+def test_every_row_once_over_four_two_and_three_processes(pods, tmp_path):
+    folder = str(tmp_path / "a")
+    first = pods.run(4, programs.read_rows, folder, 9, 3, 2, devices=12)
+    assert first.codes[2] == -signal.SIGKILL, first.texts
+    second = pods.run(2, programs.read_rows, folder, 9, 7, 0, devices=12)
+    assert second.codes[0] == -signal.SIGKILL, second.texts
+    last = pods.run(3, programs.read_rows, folder, 9, devices=12)
+    assert last.codes == [0, 0, 0], last.texts
+    assert [r[0] for r in last.results] == [6, 6, 6]
+    assert [r[1] for r in last.results] == [10, 10, 10]
+    had: dict[int, list[list[int]]] = {}
+    for at in (0, 2, 6):
+        seen: dict[int, list[int]] = {}
+        for path in sorted(tmp_path.glob(f"a-{at}-*.txt")):
+            for line in path.read_text().splitlines():
+                n, *rows = map(int, line.split())
+                seen.setdefault(n, []).extend(rows)
+        for n, rows in seen.items():
+            if len(rows) == 12:
+                had.setdefault(n, []).append(sorted(rows))
+    assert sorted(had) == list(range(10))
+    assert all(x == each[0] for each in had.values() for x in each)  # what was done again is what was done
+    for epoch in (range(5), range(5, 10)):
+        assert sorted(r for n in epoch for r in had[n][0]) == list(range(60))
+    assert had[0] != had[5]
+    assert last.results[0][3] == sum(3 * i for i in range(60)) * 2  # and each was used once
+    read = [r[2] for r in last.results]
+    assert all(n <= 4 * (4 + 3) for n in read)  # 4 of 12 rows of 4 batches, and of those that were read ahead
+
+
+@pytest.mark.parametrize(("package", "use"), [
+    ("orbax.checkpoint", lambda tmp: mp.Checkpoints(tmp / "a").save(0, {"w": jnp.ones(3)})),
+    ("safetensors", lambda tmp: from_safetensors(tmp / "w.safetensors", None, rules={})),
+])  # fmt: skip
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, tmp_path, package, use):
+    (tmp_path / "w.safetensors").touch()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(mp.CheckpointError, match=r'pip install "meshpar\[checkpoint\]"'):
+        use(tmp_path)

@@ -1,0 +1,136 @@
+"""Batches: an order from a seed and a number alone, rows on their devices, and where they stand."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.pods.data import permuted
+
+LAYOUT = "batch: data; seq: model"
+
+
+@given(rows=st.integers(1, 500), seed=st.integers(0, 2**40), epoch=st.integers(0, 100))
+@settings(max_examples=60, deadline=None)
+def test_an_order_has_every_row_once(rows, seed, epoch):
+    order = permuted(np.arange(rows), rows, seed, epoch)
+    assert sorted(order) == list(range(rows))
+    some = np.arange(rows)[::3]
+    assert (permuted(some, rows, seed, epoch) == order[::3]).all()
+
+
+def test_orders_differ_and_are_mixed():
+    a, b, c = (permuted(np.arange(1000), 1000, *x) for x in ((0, 0), (0, 1), (1, 0)))
+    assert (a == b).mean() < 0.02
+    assert (a == c).mean() < 0.02
+    assert abs(np.corrcoef(np.arange(1000), a)[0, 1]) < 0.1
+
+
+class Rows:
+    """What counts how it is read."""
+
+    def __init__(self, n: int):
+        self.n, self.read = n, []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> dict:
+        self.read.append(i)
+        return {"tokens": np.arange(6, dtype=np.int64) + 10 * i, "row": i}
+
+
+def test_batches_lie_as_the_layout_says(mesh):
+    data = mp.batches(Rows(21), batch=8, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq"}, epochs=2)
+    seen = [(n, x) for n, x in data.from_(0)]
+    assert [n for n, _ in seen] == [0, 1, 2, 3]
+    assert data.per_epoch == 2
+    assert data.position == 4
+    for _, x in seen:
+        assert x["tokens"].sharding.spec == P("data", "model")
+        assert x["tokens"].dtype == np.int32
+        assert (np.asarray(x["tokens"])[:, 0] == 10 * np.asarray(x["row"])).all()
+    first = [int(r) for _, x in seen[:2] for r in x["row"]]
+    assert len(set(first)) == 16
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_it_goes_on_anywhere(mesh, prefetch):
+    make = lambda: mp.batches(np.arange(40), batch=4, mesh=mesh, layout="batch: data", seed=3, prefetch=prefetch)  # noqa: E731
+    data = make()
+    whole = [np.asarray(x).tolist() for _, (_, x) in zip(range(25), data.from_(0), strict=False)]
+    assert data.position == 25  # what was read ahead does not count
+    again = make()
+    again.go_to(data.position_facts(13))
+    assert [np.asarray(x).tolist() for _, x in zip(range(12), again, strict=False)] == whole[13:]
+    assert np.asarray(make()[17]).tolist() == whole[17]
+
+
+def test_the_last_batch_padded(mesh):
+    source = Rows(21)
+    data = mp.batches(source, batch=8, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq"}, last="pad", epochs=1)
+    got = list(data)
+    assert len(got) == 3
+    x, mask = got[-1]
+    assert np.asarray(mask).tolist() == [True] * 5 + [False] * 3
+    assert x["tokens"].sharding.spec == P("data", "model")
+    assert mask.sharding.spec == P("data")
+    rows = [int(r) for y, m in got for r, keep in zip(y["row"], m, strict=True) if keep]
+    assert sorted(rows) == list(range(21))
+
+
+def test_in_their_own_order(mesh):
+    data = mp.batches(np.arange(12), batch=4, mesh=mesh, layout="batch: data", shuffle=False, epochs=1)
+    assert np.concatenate([np.asarray(x) for x in data]).tolist() == list(range(12))
+
+
+def test_an_error_of_the_source_comes_where_the_batch_is_asked_for(mesh):
+    class Bad(Rows):
+        def __getitem__(self, i):
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iter(mp.batches(Bad(20), batch=4, mesh=mesh, layout="batch: data")))
+
+
+def test_positions_of_other_data(mesh):
+    make = lambda **kw: mp.batches(np.arange(40), mesh=mesh, layout="batch: data", **{"batch": 4, "seed": 3, **kw})  # noqa: E731
+    facts = make().position_facts(5)
+    make().go_to(facts)
+    for other, says in [
+        ({"seed": 4}, "seed=3, and this has seed=4"),
+        ({"batch": 8}, "batch=4"),
+        ({"shuffle": False}, "order="),
+    ]:
+        with pytest.raises(mp.DataPositionError, match=says):
+            make(**other).go_to(facts)
+
+
+def test_bad_input(mesh):
+    with pytest.raises(mp.DataPositionError, match="the source has 3 rows"):
+        mp.batches(np.arange(3), batch=4, mesh=mesh, layout="batch: data")
+    with pytest.raises(mp.DivisibilityError, match="`batch` of size 6"):
+        mp.batches(np.arange(30), batch=6, mesh=mesh, layout="batch: data")
+    with pytest.raises(mp.PatternError, match="'tokns' matches no leaf"):
+        mp.batches(Rows(20), batch=4, mesh=mesh, layout=LAYOUT, dims={"tokns": "batch seq"})[0]
+    with pytest.raises(mp.DataPositionError, match="'drop' or 'pad'"):
+        mp.batches(np.arange(30), batch=4, mesh=mesh, layout="batch: data", last="keep")  # type: ignore[arg-type]
+
+
+def test_put(mesh):
+    batch = {"tokens": np.arange(32, dtype=np.float64).reshape(8, 4), "weight": np.ones(8), "step": np.int64(3)}
+    got = mp.put(batch, mesh=mesh, layout=LAYOUT, dims={"tokens": "batch seq", "step": ""})
+    assert got["tokens"].sharding.spec == P("data", "model")
+    assert got["weight"].sharding.spec == P("data")
+    assert got["step"].shape == ()
+    np.testing.assert_array_equal(got["tokens"], batch["tokens"])
+    mine = mp.put(batch["tokens"], mesh=mesh, layout=LAYOUT, dims="batch seq", rows="mine")  # one process: all of them
+    np.testing.assert_array_equal(mine, batch["tokens"])
+    with pytest.raises(mp.DivisibilityError):
+        mp.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT)
+    with pytest.raises(mp.MeshError, match="6 rows here"):
+        mp.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT, rows="mine")
+    assert isinstance(mp.fetch(jax.numpy.ones(3)), np.ndarray)

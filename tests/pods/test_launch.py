@@ -1,0 +1,168 @@
+"""``meshpar launch``: logs, the first cause last, exit statuses, and starting again on what is left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshpar.cli import main
+from meshpar.pods.launch import Job, _End, _next_count
+
+ROOT = Path(__file__).parents[2]
+
+QUICK = """
+import os, signal, sys, time
+p, n, attempt = (int(os.environ[f"MESHPAR_{x}"]) for x in ("PROCESS", "PROCESSES", "ATTEMPT"))
+print(f"process {p} of {n}, attempt {attempt}", flush=True)
+"""
+"""A script that stands for one, without JAX: the launcher sees only how processes end."""
+
+
+@pytest.fixture
+def launch(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+    def run(body: str, *options: str, script: str = QUICK) -> tuple[int, str, Path]:
+        (tmp_path / "script.py").write_text(script + body)
+        code = main(["launch", "--logs", str(tmp_path / "logs"), *options, str(tmp_path / "script.py")])
+        out, err = capfd.readouterr()
+        return code, out + err, tmp_path / "logs"
+
+    return run
+
+
+def test_all_well(launch):
+    code, text, logs = launch("print('seen', os.environ['MESHPAR_DEVICES'])", "-n", "3", "--devices", "6")
+    assert code == 0
+    assert "process 0 of 3, attempt 0\nseen 2\n" in text
+    assert "process 1" not in text  # has a log of its own
+    assert "process 2 of 3" in (logs / "attempt-0" / "process-2.log").read_text()
+
+
+@pytest.mark.parametrize(("status", "want"), [(1, 1), (2, 2), (3, 1), (75, 75)])
+def test_exit_statuses(launch, status, want):
+    code, text, _ = launch(
+        f"if p == 1: print('bad luck'); sys.exit({status})\ntime.sleep(0.7)", "-n", "2", "--restarts", "0"
+    )
+    assert code == want
+    assert text.rstrip().endswith(f"meshpar launch: first cause: process 1 ended with exit status {status}")
+    assert "  | bad luck" in text
+
+
+def test_a_killed_process_is_the_first_cause_and_all_start_again(launch):
+    body = "if attempt < 2 and p == 1: os.kill(os.getpid(), signal.SIGKILL)\nif attempt < 2: time.sleep(0.7)"
+    code, text, _ = launch(body, "-n", "3", "--restarts", "2")
+    assert code == 0
+    assert text.count("first cause: process 1 was killed (SIGKILL); starting again with 3 processes") == 2
+    assert "process 0 of 3, attempt 2" in text
+
+
+def test_restarts_run_out(launch):
+    code, text, _ = launch(
+        "if p == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.7)", "-n", "2", "--restarts", "1"
+    )
+    assert code == 75
+    assert text.count("process 0 was killed") == 2
+
+
+def test_a_program_that_fails_is_not_started_again(launch):
+    code, text, _ = launch("sys.exit(1)", "-n", "2", "--restarts", "5")
+    assert code == 1
+    assert text.count("attempt 0") == 1
+    assert "attempt 1" not in text
+
+
+def test_it_goes_on_with_what_is_left_and_what_fits(launch):
+    body = """
+if attempt == 0 and p == 2: os.kill(os.getpid(), signal.SIGKILL)
+if attempt == 0: time.sleep(0.7)
+if n == 3: sys.exit(2)   # a mesh that three do not fit
+"""
+    code, text, _ = launch(body, "-n", "4", "--restarts", "1", "--min", "2")
+    assert code == 0
+    assert re.findall(r"starting again with (\d)", text) == ["3", "2"]
+    assert "process 0 of 2, attempt 2" in text
+
+
+def test_told_to_stop(tmp_path):
+    (tmp_path / "script.py").write_text(
+        QUICK + "signal.signal(signal.SIGTERM, lambda *a: (print('saved', flush=True), sys.exit(0)))\ntime.sleep(0.7)"
+    )
+    command = [sys.executable, "-c", "import sys; from meshpar.cli import main; sys.exit(main())", "launch", "-n", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    child = subprocess.Popen([*command, "--logs", str(tmp_path), str(tmp_path / "script.py")], env=env,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    until = time.monotonic() + 60
+    while (
+        not (tmp_path / "attempt-0" / "process-1.log").exists()
+        or "process 1" not in (tmp_path / "attempt-0" / "process-1.log").read_text()
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(0.2)
+    child.send_signal(signal.SIGTERM)
+    text, _ = child.communicate(timeout=60)
+    assert child.returncode == 75
+    assert "saved" in text
+    assert "stopped by SIGTERM" in text
+
+
+REAL = """
+import os, sys
+import meshpar as mp
+mp.distributed()
+mp.virtual_devices(4)
+import jax, numpy as np
+mesh = mp.mesh("data=-1")
+step = mp.jit(lambda w, x: w + x.sum(), mesh=mesh, layout="batch: data", dims={"x": "batch"})
+w = 0.0
+for n in range(6):
+    if n == 3 and jax.process_index() == 1 and len(sys.argv) == 1: raise KeyError("no such luck")
+    w = step(w, np.full(8, n, np.float32))
+print(len(jax.devices()), "devices, total", float(w))
+"""
+
+
+def test_a_real_script_fails_with_its_cause(launch):
+    code, text, _ = launch("", "-n", "2", "--timeout", "5", script=REAL)
+    assert code == 1
+    assert text.rstrip().endswith("meshpar launch: first cause: process 1: KeyError: 'no such luck'")
+
+
+def test_a_slice_is_lost_and_the_rest_goes_on(launch):
+    code, text, _ = launch("", "-n", "2", "--timeout", "5", "--slices", "2", "--lose", "1@3", "--restarts", "1", "--min", "1",
+                           script=REAL.replace("len(sys.argv) == 1", "False"))  # fmt: skip
+    assert code == 0
+    assert "first cause: process 1 was killed (SIGKILL); starting again with 1 process\n" in text
+    assert "4 devices, total 120" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["-n", "0"], "at least one process"),
+        (["-n", "3", "--devices", "8"], "does not divide over 3 processes"),
+        (["-n", "3", "--slices", "2"], "does not divide 3 processes"),
+        (["-n", "2", "--min", "3"], "between 1 and 2"),
+        (["-n", "2", "--slices", "2", "--lose", "2@1"], "slices are 0 to 1"),
+    ],
+)
+def test_bad_input(capsys, options, says):
+    assert main(["launch", *options, __file__]) == 2
+    assert says in capsys.readouterr().err
+    assert main(["launch", "-n", "2", "no_such.py"]) == 2
+
+
+def test_how_many_are_started_next():
+    job = Job(("x",), 8, least=3)
+    assert _next_count(job, 8, 0, _End(75, lost=[1, 2])) == 6
+    assert _next_count(job, 4, 1, _End(2)) == 3
+    assert _next_count(job, 3, 1, _End(75, lost=[0])) is None
+    assert _next_count(Job(("x",), 8, least=2, slices=4), 8, 0, _End(75, lost=[1])) == 6
+    assert _next_count(Job(("x",), 8), 8, 0, _End(75, lost=[1, 2])) == 8

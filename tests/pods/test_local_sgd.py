@@ -1,0 +1,96 @@
+"""Local SGD over slices: the numbers of replicas that train apart, and nothing sent between them."""
+
+import jax
+import numpy as np
+import optax
+import pod_programs as programs
+import pytest
+
+import meshpar as mp
+
+DIMS = {"*params/up": "embed mlp", "*params/down": "mlp embed", "*params/bias": "mlp", "x": "batch embed"}
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def train_step(state, x):
+    return programs.train_step(state, x)
+
+
+def by_hand(steps, every):
+    """Two states on one device, and the outer optimizer of optax."""
+    start = programs.create(jax.random.key(0))
+    states, anchor = [start, start], start["params"]
+    outer = OUTER.init(anchor)
+    losses = []
+    for n in range(steps):
+        halves = np.split(programs.batch(n, 16), 2)
+        both = [programs.train_step(s, x) for s, x in zip(states, halves, strict=True)]
+        states = [s for s, _ in both]
+        losses.append([float(loss) for _, loss in both])
+        if (n + 1) % every == 0:
+            moved = jax.tree.map(lambda a, p, q: a - (p + q) / 2, anchor, states[0]["params"], states[1]["params"])
+            updates, outer = OUTER.update(moved, outer, anchor)
+            anchor = optax.apply_updates(anchor, updates)
+            states = [{**s, "params": anchor} for s in states]
+    return states, anchor, losses
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("rows", ["host", "global"])
+def test_it_is_what_replicas_do_by_hand(lowering, rows):
+    mesh = mp.mesh("slice=2, data=2, model=2")
+    layout = "batch: data; mlp: model; embed: data"
+    run = mp.local_sgd(
+        train_step, over="slice", every=3, outer=OUTER, mesh=mesh, layout=layout, dims=DIMS, lowering=lowering
+    )
+    state = run.init(programs.create)(jax.random.key(0))
+    states, anchor, want = by_hand(7, 3)
+    got = []
+    for n in range(7):
+        x = programs.batch(n, 16)
+        if rows == "global":
+            x = mp.put(x, mesh=mesh, layout="batch: slice+data", dims="batch _")
+        state, loss = run(n, state, x)
+        got.append(np.asarray(loss).tolist())
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    for k, replica in enumerate(states):
+        mine = jax.tree.map(lambda x, k=k: x[k], state["inner"])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), mine, replica)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), state["anchor"]["params"], anchor)
+    up = state["inner"]["params"]["up"]
+    assert up.sharding.spec == jax.sharding.PartitionSpec("slice", "data", "model")
+
+
+def test_the_inner_step_sends_nothing_over_slices():
+    mesh = mp.mesh("slice=2, data=4")
+    run = mp.local_sgd(
+        train_step, over="slice", every=2, outer=OUTER, mesh=mesh, layout="batch: data; embed: data", dims=DIMS
+    )
+    state = run.init(programs.create)(jax.random.key(0))
+    state, _ = run(0, state, programs.batch(0, 16))
+    inner = run.inner.plan(state["inner"], programs.batch(0, 16).reshape(2, 8, 16))
+    assert inner.collectives
+    assert all("slice" not in c.axes for c in inner.collectives)
+    outer = run.outer.plan(inner=state["inner"], anchor=state["anchor"], outer=state["outer"])
+    weights = sum(x.nbytes for x in jax.tree.leaves(state["anchor"]))
+    sent = sum(c.total_bytes for c in outer.collectives if "slice" in c.axes)
+    assert 0 < sent <= weights  # once in every `every` steps; an all-reduce of what a device has of them
+
+
+def test_bad_input():
+    mesh = mp.mesh("slice=2, data=4")
+    make = lambda **kw: mp.local_sgd(  # noqa: E731
+        train_step,
+        **{"over": "slice", "every": 2, "outer": OUTER, "mesh": mesh, "layout": "batch: data", "dims": DIMS, **kw},
+    )
+    with pytest.raises(mp.MeshError, match="no axis `pod`"):
+        make(over="pod")
+    with pytest.raises(mp.AxisConflictError, match="`batch: slice\\+data` asks for it as well"):
+        make(layout="batch: slice+data")
+    with pytest.raises(mp.UnsupportedError, match="every=0"):
+        make(every=0)
+    run = make()
+    with pytest.raises(mp.UnsupportedError, match="no leaf of the state is a parameter"):
+        run.init(lambda key: {"w": jax.numpy.ones(3)})(jax.random.key(0))
+    with pytest.raises(mp.DivisibilityError, match="7 rows of `x`"):
+        run(0, run.init(programs.create)(jax.random.key(0)), programs.batch(0, 7))

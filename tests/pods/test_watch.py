@@ -1,0 +1,168 @@
+"""A process that is lost, stopped, stuck, or fails, in every rank: the others end, with its cause, in time."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pod_programs as programs
+import pytest
+
+from meshpar.pods.watch import Calls, Judge
+
+TIMEOUT = 3.0
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_an_exception_ends_all(pods, odd):
+    end = pods.run(2, programs.go_wrong, "raise", odd, timeout=TIMEOUT)
+    assert end.codes == [1, 1], end.texts
+    assert "RuntimeError: no such luck" in end.texts[odd]
+    assert f"process {1 - odd} ends because of process {odd}: RuntimeError: no such luck" in end.texts[1 - odd]
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_lost_process_ends_the_others(pods, how):
+    group = pods.start(2, programs.go_wrong, how, 1, timeout=TIMEOUT)
+    group.wait_for("at step 3", 1)
+    group.signalled = time.monotonic()
+    end = group.end(without=(1,))
+    assert end.codes == [75, -signal.SIGKILL], end.texts
+    assert "process 1 is lost: no sign of life" in end.texts[0]
+    assert end.after_signal <= TIMEOUT + 2, end.texts[0]
+
+
+def test_a_stopped_coordinator_ends_the_others(pods):
+    group = pods.start(2, programs.go_wrong, "stop", 0, timeout=TIMEOUT)
+    group.wait_for("at step 3", 0)
+    group.signalled = time.monotonic()
+    end = group.end(without=(0,))
+    assert end.codes == [-signal.SIGKILL, 75], end.texts
+    assert "process 0, the coordinator at" in end.texts[1]
+    assert end.after_signal <= TIMEOUT + 2
+
+
+def test_a_killed_coordinator_ends_the_others(pods):
+    group = pods.start(2, programs.go_wrong, "kill", 0, timeout=TIMEOUT)
+    end = group.end()  # JAX itself ends them, before the watch can speak; the launcher says the cause
+    assert end.codes[0] == -signal.SIGKILL
+    assert end.codes[1] != 0
+
+
+@pytest.fixture
+def cable():
+    """Two networks with a cable between them: (their names, the address of the first, a function that pulls the cable)."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs `ip netns`, and the right to use it")
+    names = [f"meshpar-{os.getpid()}-{k}" for k in range(2)]
+    ends = [f"mp{os.getpid() % 100000}{k}" for k in "ab"]
+
+    def ip(*words: str) -> int:
+        return subprocess.run(["ip", *words], capture_output=True).returncode
+
+    try:
+        if any(ip("netns", "add", name) for name in names) or ip(
+            "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]
+        ):
+            pytest.skip("`ip netns` does not work here")
+        for k, (name, end) in enumerate(zip(names, ends, strict=True)):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"10.213.7.{k + 1}/24", "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names, "10.213.7.1", lambda: ip("-n", names[1], "link", "set", ends[1], "down")
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def test_one_that_is_cut_off_the_network(pods, cable):
+    networks, address, pull = cable
+    group = pods.start(
+        2, programs.wait_here, timeout=TIMEOUT, networks=networks, env={"MESHPAR_COORDINATOR": f"{address}:12321"}
+    )
+    for p in range(2):
+        group.wait_for("here", p)
+    time.sleep(1.5)
+    pull()
+    group.signalled = time.monotonic()
+    end = group.end()
+    assert end.codes == [75, 75], end.texts
+    assert "process 1 is lost: no sign of life" in end.texts[0]
+    assert "process 0, the coordinator at 10.213.7.1:12321, has not answered" in end.texts[1]
+    assert end.after_signal <= TIMEOUT + 2
+
+
+def test_one_that_does_not_call_is_stuck(pods):
+    end = pods.run(2, programs.go_wrong, "sleep", 1, timeout=TIMEOUT, stuck=6.0)
+    assert end.codes == [75, 75], end.texts
+    assert "process 1 is stuck: it is alive, but has not gone on from call 3 of `train_step`" in end.texts[1]
+    assert "process 0 waits in call 4 of `train_step`" in end.texts[1]
+
+
+def test_one_that_ends_early(pods):
+    end = pods.run(2, programs.go_wrong, "exit", 1, timeout=TIMEOUT)
+    assert end.codes == [1, 1], end.texts
+    assert "process 1 came to the end of its script after call 3 of `train_step`" in end.texts[0] + end.texts[1]
+
+
+def test_other_values_in_a_later_call(pods):
+    end = pods.run(2, programs.go_wrong, "values", 1, timeout=TIMEOUT)
+    assert end.codes == [1, 1], end.texts
+    assert "in call 4 of `train_step` process 1 has other values of `x`" in end.texts[0]
+
+
+# -- the judge, without processes
+
+
+def beats(*calls: Calls, over: tuple[int, ...] = ()):
+    return {
+        p: {"beat": 1, "count": c.count, "calls": [[k, *v] for k, v in c.kept.items()], "over": p in over}
+        for p, c in enumerate(calls)
+    }
+
+
+def test_calls_in_another_order():
+    a, b = Calls(), Calls()
+    for n in range(100):
+        a.note("step" if n != 50 else "evaluate", {})
+        b.note("step", {})
+    assert "call 1 of `evaluate` where process 1 is in call 51" not in str(
+        Judge(2, 5, 5).order(beats(a, b))
+    )  # long past
+    a, b = Calls(), Calls()
+    for n in range(10):
+        a.note("step" if n != 8 else "evaluate", {})
+        b.note("step", {})
+    cause = Judge(2, 5, 5).order(beats(a, b))
+    assert cause is not None
+    assert (cause.process, cause.kind, cause.status) == (1, "order", 1)
+    assert "process 0 is in call 1 of `evaluate` where process 1 is in call 9 of `step`" in cause.text
+
+
+def test_processes_far_apart_have_calls_in_common():
+    a, b = Calls(), Calls()
+    for _ in range(5000):
+        a.note("step", {})
+    for n in range(4500):
+        b.note("step", {"x": int(n == 4000)})
+    assert a.kept.keys() & b.kept.keys()
+    cause = Judge(2, 5, 5).order(beats(a, b))
+    assert cause is not None
+    assert cause.kind == "values"
+    assert len(a.kept) < 64
+
+
+def test_one_that_is_only_ahead_is_no_cause():
+    a, b = Calls(), Calls()
+    for _ in range(3):
+        a.note("step", {"x": 1})
+        b.note("step", {"x": 1})
+    a.note("step", {"x": 2})
+    judge = Judge(2, 5.0, 5.0)
+    assert judge.verdict(beats(a, b), 0.0) is None
+    assert judge.verdict(beats(a, b), 4.9) is None
+    late = judge.verdict(beats(a, b), 5.1)
+    assert late is not None  # the beats did not change
+    assert late.kind == "lost"
