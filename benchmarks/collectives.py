@@ -52,7 +52,7 @@ def compiled(kind: str, form: str, mib: int, topology: str) -> dict:
     specs = PartitionSpec(axes), PartitionSpec()
     before, after = specs if kind == "all_gather" else specs[::-1]
     mapped = jax.shard_map(
-        lambda x: function(x, axes, algorithm=form), mesh=mesh, in_specs=before, out_specs=after, check_vma=False
+        lambda x: function(x, axes, implementation=form), mesh=mesh, in_specs=before, out_specs=after, check_vma=False
     )
     x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, before))
     began = time.monotonic()

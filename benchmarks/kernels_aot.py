@@ -203,9 +203,14 @@ def build_shared(kernel: str, shape: str):
         return scatter, arguments, 0, flops
     rows = int(shape.removesuffix("MiB")) * 2**20 // 4 // 1024
     if kernel == "all_gather":
-        return (lambda x: collectives.all_gather(x, "a", algorithm="pallas")), [((rows, 1024), f32, 0)], None, None
+        return (lambda x: collectives.all_gather(x, "a", implementation="pallas")), [((rows, 1024), f32, 0)], None, None
     if kernel == "reduce_scatter":
-        return (lambda x: collectives.reduce_scatter(x, "a", algorithm="pallas")), [((rows, 1024), f32, None)], 0, None
+        return (
+            (lambda x: collectives.reduce_scatter(x, "a", implementation="pallas")),
+            [((rows, 1024), f32, None)],
+            0,
+            None,
+        )
     small = [((rows, 1024), f32, None)]
     return (lambda x: collectives.all_reduce_small(x, "a", implementation="pallas")), small, None, None
 

@@ -294,6 +294,18 @@ def compile(
             donate_argnames=donate_argnames,
         )  # fmt: skip
         mesh = topology = None
+    elif own := [
+        *(["lowering"] if lowering != "jit" else []), *(["strict"] if strict else []),
+        *(["keep_unused"] if keep_unused else []),
+        *(k for k, v in {
+            "layout": layout, "dims": dims, "overlap": overlap, "static_argnums": static_argnums,
+            "static_argnames": static_argnames, "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
+        }.items() if v is not None),
+    ]:  # fmt: skip
+        raise UnsupportedError(
+            f"{', '.join(own)}: what mp.jit made of a function has its own",
+            fixes=["leave it out, or step.on(layout=…, lowering=…) before, or give the function itself"],
+        )
     return fn.compile(
         *args, mesh=mesh, topology=topology, effort=effort, timeout=timeout, cache=cache, progress=progress,
         compiler_options=compiler_options, kwargs={**keywords, **(kwargs or {})},
@@ -329,6 +341,15 @@ def local_sgd(
 
 
 def _check_function(fn: Any, name: str) -> None:
+    if isinstance(fn, Jitted) and name in ("jit", "init", "plan"):
+        called = getattr(fn, "__name__", "step")
+        raise UnsupportedError(
+            f"mp.{name} takes a function, and {called} is what mp.jit made of one",
+            fixes=[
+                f"{called}.plan(…)",
+                f"{called}.on(mesh, layout=…) for another mesh or layout, or {called}.__wrapped__",
+            ],
+        )
     if not callable(fn):
         raise UnsupportedError(f"mp.{name} takes a function, not {fn!r}", fixes=[f"mp.{name}(step, mesh=…, layout=…)"])
 

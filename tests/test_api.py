@@ -117,6 +117,16 @@ def test_decorator_forms(mesh):
     np.testing.assert_array_equal(double(batch()), batch() * 2)
 
 
+def test_attributes_of_a_function_are_not_those_of_its_jit(mesh):
+    def fn(x):
+        return x
+
+    fn.mesh, fn.layout = "mine", "mine too"
+    step = mp.jit(fn, mesh=mesh, layout="batch: data", dims={"x": "batch _"})
+    assert (step.mesh, str(step.layout)) == (mesh, "batch: data")
+    np.testing.assert_array_equal(step(batch()), batch())
+
+
 def test_keywords_and_defaults(jit):
     calls = []
 

@@ -464,6 +464,21 @@ def test_a_mean_over_devices_is_to_be_deleted():
         ),
         (lambda: mp.jit(loss, mesh=(4, 2), layout=""), mp.MeshError, "mesh=(4, 2) is no mesh"),
         (lambda: mp.jit(42, mesh="data=8", layout=""), mp.UnsupportedError, "mp.jit takes a function, not 42"),
+        (
+            lambda: mp.jit(mp.jit(loss, mesh="data=8", layout=""), mesh="data=8", layout=""),
+            mp.UnsupportedError,
+            "loss.on(mesh, layout=…)",
+        ),
+        (
+            lambda: mp.plan(mp.jit(loss, mesh="data=8", layout=""), mesh="data=8", layout=""),
+            mp.UnsupportedError,
+            "loss.plan",
+        ),
+        (
+            lambda: mp.compile(mp.jit(loss, mesh="data=8", layout=""), layout="batch: data", lowering="shard_map"),
+            mp.UnsupportedError,
+            "lowering, layout: what mp.jit made of a function has its own",
+        ),
         (lambda: mp.Layout(42), mp.LayoutSyntaxError, "Layout(42) is neither text nor a list of rules"),
         (lambda: mp.mesh((4, 2)), mp.LayoutSyntaxError, 'mp.mesh("data=4, model=2")'),
     ],

@@ -110,6 +110,11 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
+def literal_array(var: Any) -> np.ndarray:
+    """The array of a literal operand."""
+    return np.asarray(var.val, var.aval.dtype)
+
+
 def scan_counts(params: Any) -> tuple[int, int]:
     """(constants, carries) of a scan: numbers until JAX 0.11, a tree with three branches since."""
     if "num_consts" in params:

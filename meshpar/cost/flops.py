@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax
 from ..compat.jax import closed_parts, in_recomputation, make_jaxpr
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, parts_of
-from ..plan.steps import Run
+from ..plan.steps import Body, Run
 from ..program.ir import Frame, Op
 from ..program.kernels import KernelWork
 from .fusion import PRODUCTS
@@ -82,6 +83,60 @@ def model_flops(plan: Plan) -> float:
         return total
 
     return of(plan.program.root, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Products of one line that several devices do alike.
+
+    Attributes:
+      name: the primitive.
+      axes: the axes along which every device does the same; times: how many devices that are.
+      dims: the names of the dims of their operands.
+      flops: of a device in a step, those of the products as a whole; share: the part of all products' FLOPs that is done again.
+      source: the user's line.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    times: int
+    dims: tuple[str, ...]
+    flops: float
+    share: float
+    source: str
+
+
+@once_per_plan
+def repeated_products(plan: Plan) -> list[Repeated]:
+    """The products that a layout leaves whole on an axis of the mesh, those that cost most first."""
+    total = 0.0
+    found: dict[tuple[str, tuple[str, ...], str], list[Any]] = {}
+
+    def walk(body: Body, count: int) -> None:
+        nonlocal total
+        for step in body.steps:
+            for inner in step.bodies:
+                walk(inner, count * (1 if inner.trips is None else inner.trips))
+            if not isinstance(step, Run) or step.op.name not in PRODUCTS or step.axes is None:
+                continue
+            flops = count * padded_flops(step, plan.sizes)
+            total += flops
+            used = {a for got in step.axes for a in got}
+            idle = tuple(a for a, n in plan.sizes.items() if n > 1 and a not in used)
+            if idle:
+                entry = found.setdefault((step.op.name, idle, step.op.source), [0.0, {}])
+                entry[0] += flops
+                values = [v for v in step.op.ins if v is not None]
+                entry[1].update((d, None) for v in values for d in plan.program.dims(v) if d is not None)
+
+    walk(plan.body, 1)
+    out = []
+    for (name, idle, source), (flops, dims) in found.items():
+        times = parts_of(idle, plan.sizes)
+        out.append(
+            Repeated(name, idle, times, tuple(dims), flops, flops * (1 - 1 / times) / total if total else 0.0, source)
+        )
+    return sorted(out, key=lambda r: -r.share)
 
 
 def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:

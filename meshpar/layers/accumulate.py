@@ -19,7 +19,7 @@ def accumulate(fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequ
     """Run a function of a batch in microbatches, and average what it returns.
 
     ``mp.accumulate(jax.value_and_grad(loss), 8)`` holds the activations of an eighth of the batch at a time. Under a layout the
-    gradients stay partial sums until the last microbatch, and are settled once. Only those that a loop over layers stacks
+    gradients stay partial sums until the last microbatch, and are reduced once. Only those that a loop over layers stacks
     up into shards (FSDP) are reduce-scattered layer by layer, in every microbatch: they are never held whole.
 
     Args:

@@ -1,4 +1,4 @@
-"""The ``"jit"`` lowering: the program with sharding constraints where the plan moves or settles something; XLA partitions.
+"""The ``"jit"`` lowering: the program with sharding constraints where the plan reshards or reduces something; XLA partitions.
 
 Convolutions that are split are partitioned here, by a ``shard_map`` around the op: XLA's partitioner multiplies some of
 their gradients by the size of an idle mesh axis.
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 
 from ..compat.jax import (
     close_over,
     constraint_params,
+    literal_array,
     make_jaxpr,
     new_var,
     replace_body,
@@ -267,7 +267,7 @@ class _Rewriter:
 
         def local(*xs):
             given = {i: x for (i, _), x in zip(arrays, xs, strict=True)}
-            operands = [given[i] if i in given else np.asarray(v.val, v.aval.dtype) for i, v in enumerate(invars)]
+            operands = [given[i] if i in given else literal_array(v) for i, v in enumerate(invars)]
             results = run_local(op, axes, operands, self.sizes)
             return tuple(
                 combined(y, shard.spec, scatters, over, shard.kind, self.sizes)

@@ -12,10 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding
 
-from ..compat.jax import at_line_of, bind, close_over, make_jaxpr, may_be_differentiated, source_line, with_weak_type
+from ..compat.jax import (
+    at_line_of,
+    bind,
+    close_over,
+    literal_array,
+    make_jaxpr,
+    may_be_differentiated,
+    source_line,
+    with_weak_type,
+)
 from ..compat.quirks import opaque
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
@@ -163,7 +171,8 @@ class _Device:
 
     def operands(self, step: Run) -> list[Any]:
         return [
-            literal(var) if s is None else self.x[s] for var, s in zip(step.op.eqn.invars, step.operands, strict=True)
+            literal_array(var) if s is None else self.x[s]
+            for var, s in zip(step.op.eqn.invars, step.operands, strict=True)
         ]
 
     def barrier(self, step: Barrier) -> None:
@@ -210,7 +219,7 @@ class _Device:
         self.x.update(zip(step.results, results, strict=True))
 
     def branch(self, step: Branch) -> None:
-        index = literal(step.op.eqn.invars[0]) if step.index is None else self.x[step.index]
+        index = literal_array(step.op.eqn.invars[0]) if step.index is None else self.x[step.index]
 
         def run(body: Body) -> Callable[[], list[Any]]:
             avals = [v.aval for v in body.frame.jaxpr.outvars]
@@ -242,10 +251,6 @@ def _foreign(step: Run, xs: Sequence[Any]) -> list[Any]:
         source=source_line(op.eqn),
         fixes=['use lowering="jit"', "or write it without, and let the layout split it"],
     ) from cause
-
-
-def literal(var: Literal) -> Any:
-    return np.asarray(var.val, var.aval.dtype)
 
 
 def _strong(x: Any, aval: Any) -> Any:

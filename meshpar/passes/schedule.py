@@ -73,7 +73,7 @@ def _by_op(steps: Sequence[Step], place: Mapping[Op, int]) -> list[Step]:
     for step in steps:
         if isinstance(step, Reshard | Reduce) and not is_floating(step):
             now = of.get(step.source, now)
-        elif step.op in place:
+        elif step.op is not None and step.op in place:
             now = place[step.op]
         keys.append(now)
         of.update((s, now) for s in step.makes)

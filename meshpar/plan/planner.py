@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from ..compat.jax import body_consts, scan_counts, user_stacklevel
+from ..compat.jax import body_consts, literal_array, scan_counts, user_stacklevel
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, UnknownDimError, UnsupportedError
 from ..hardware.algorithms import AlgorithmName, choose_algorithm, wire_bytes
@@ -772,7 +772,7 @@ class _Planner:
         return self.made(shard)
 
     def literal(self, value: Value, var: Any) -> Shard:
-        return self.constant(value, unsplit(len(value.shape)), np.asarray(var.val, var.aval.dtype))
+        return self.constant(value, unsplit(len(value.shape)), literal_array(var))
 
     def make(self, value: Value, spec: Spec, here: _Building | None = None) -> Shard:
         """The part of a value made from no data that a spec asks for, made once for each body."""
@@ -807,7 +807,7 @@ class _Planner:
             def literal(found: list[Shard]) -> None:
                 made[value, spec] = Shard(value, spec, data_free=True)
                 var = op.eqn.invars[k]
-                here.floating.append(Constant(op, made[value, spec], np.asarray(var.val, var.aval.dtype)))
+                here.floating.append(Constant(op, made[value, spec], literal_array(var)))
 
             return [], literal
         if op.rule is None:
@@ -1018,7 +1018,7 @@ class _Planner:
             return self.operand(op, outer, need)
         var = op.eqn.invars[i]
         shard = Shard(self._nameless(var.aval), need, data_free=True)
-        self.here.floating.append(Constant(op, shard, np.asarray(var.val, var.aval.dtype)))
+        self.here.floating.append(Constant(op, shard, literal_array(var)))
         return shard
 
     def leaves(
@@ -1029,9 +1029,9 @@ class _Planner:
         for k, (var, need) in enumerate(zip(frame.jaxpr.outvars, needs, strict=True)):
             if isinstance(var, Literal):
                 shard = Shard(
-                    self._nameless(var.aval), need if need is not None else unsplit(len(var.aval.shape)), data_free=True
+                    self._nameless(var.aval), need if need is not None else unsplit(np.ndim(var.val)), data_free=True
                 )
-                self.here.floating.append(Constant(op, shard, np.asarray(var.val, var.aval.dtype)))
+                self.here.floating.append(Constant(op, shard, literal_array(var)))
                 out.append(shard)
                 continue
             value = frame.env[var]

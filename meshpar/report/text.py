@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..cost.flops import repeated_products
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.collectives import Collective, duration, human
@@ -21,6 +22,7 @@ from .facts import chips_of, waited_for
 
 MOST = 8  # collectives, each with its cause; what is left is summed up
 ROWS = 7  # tensors of a kind
+REPEATED = 0.05  # of the products' FLOPs, from which on it is said that they are done more than once
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs"}
 
 
@@ -58,7 +60,7 @@ def plan_renderable(plan: Plan) -> Any:
         has, needs = human(plan.chip.per_device().hbm), human(memory_of(plan).peak)
         line = Text(f"DOES NOT FIT  each device needs {needs}, and a {plan.chip.name} has {has}\n", style="bold red")
         head = Text.assemble(line, head)
-    parts: list[Any] = [head, Text(), _held(plan), Text(), *_costs(plan), Text(), _sent(plan)]
+    parts: list[Any] = [head, Text(), _held(plan), Text(), *_costs(plan), *_repeated(plan), Text(), _sent(plan)]
     if plan.overlaps:
         parts += [Text(), *overlaps(plan)]
     more = notes(plan)
@@ -94,6 +96,21 @@ def _held(plan: Plan) -> Table:
             rest = [h for _, group in ranked[most:] for h in group]
             table.add_row("", str(len(rest)), "…", human(sum(map(_whole, rest))), human(sum(h.bytes for h in rest)))
     return table
+
+
+def _repeated(plan: Plan) -> list[Text]:
+    """Products that several devices do alike, where they are much of the step, and what would split them."""
+    found = repeated_products(plan)
+    share = sum(r.share for r in found)
+    if share < REPEATED:
+        return []
+    out = [Text(f"{100 * share:.0f} % of the products' FLOPs are done more than once", style="bold")]
+    for r in found[:3]:
+        names = " ".join(r.dims) or "that have names"
+        out.append(Text(
+            f"    every device along {'+'.join(r.axes)} does all of {r.name} at {r.source}: {r.times} × the FLOPs needed; "
+            f"a rule `dim: {r.axes[0]}` for one of its dims ({names}) splits it", style="dim"))  # fmt: skip
+    return out
 
 
 def _costs(plan: Plan) -> list[Text]:

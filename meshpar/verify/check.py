@@ -25,7 +25,7 @@ from ..errors import CheckError, DivisibilityError
 from ..layout import Layout
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
-from .localize import Again
+from .localize import Localizer
 from .numbers import compiled, host, mesh_text, on_device, worst_of
 
 Lowering = Literal["jit", "shard_map"]
@@ -219,11 +219,11 @@ class _Case:
         explained: list[int] = []
         error = None
         if failed:
-            again = Again(self, plan, reference, lowering, self.device)
-            explained = [k for k in failed if again.explains(k, found[k])]
+            localizer = Localizer(self, plan, reference, lowering, self.device)
+            explained = [k for k in failed if localizer.explains(k, found[k])]
             failed = [k for k in failed if k not in explained]
             if failed:
-                error = again.error(failed, found)
+                error = localizer.error(failed, found)
         paths = [h.path for h in plan.outputs]
         rest = [k for k in range(len(found)) if k not in explained]
         worst = failed[0] if failed else max(rest, key=lambda k: found[k].relative, default=None)

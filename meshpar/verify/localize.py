@@ -95,7 +95,7 @@ def _renamed(program: Program, flat: ClosedJaxpr, made: Sequence[Any]) -> Progra
     return twin
 
 
-class Again:
+class Localizer:
     """Both programs once more, with all values between as results: what explains a leaf, or which op goes wrong."""
 
     def __init__(self, case: Any, plan: Plan, reference: Any, lowering: str, device: Any):

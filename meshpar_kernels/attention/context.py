@@ -81,7 +81,7 @@ class Context:
         """
         for name in self.axes:
             if self.ring_scatter:
-                x = reduce_scatter(x, name, axis=axis, algorithm="ring")
+                x = reduce_scatter(x, name, axis=axis, implementation="ring")
             else:
                 x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
         return x

@@ -29,13 +29,13 @@ def all_gather(
     axis_name: str | Sequence[str],
     *,
     axis: int = 0,
-    algorithm: Algorithm = "native",
+    implementation: Algorithm | None = None,
     rings: Sequence[bool] | None = None,
     outer: Sequence[str] = (),
 ) -> jax.Array:
     """Put the blocks of all devices together. Inside `jax.shard_map`.
 
-    Algorithms, with the same result:
+    Implementations, with the same result:
 
     - "native": XLA's collective over all axes at once.
     - "staged": XLA's collective over one axis after the other (BlueConnect, Cho et al. 2019).
@@ -55,24 +55,24 @@ def all_gather(
       x: [..., m, ...], this device's block, any dtype.
       axis_name: the mesh axis, or several, major first.
       axis: the dimension that grows.
-      algorithm: as above.
+      implementation: as above; None: "native".
       rings: whether each mesh axis wraps around on the torus; None: all do.
       outer: the mesh axes between slices, for "hierarchical".
 
     Returns:
       [..., A·m, ...], blocks in the order of the devices. Differentiable: the transpose is a
-        `reduce_scatter` by the same algorithm.
+        `reduce_scatter` by the same implementation.
 
     Raises:
-      ValueError: unknown algorithm, axes or options that do not fit, or x sharded outside of
+      ValueError: unknown implementation, axes or options that do not fit, or x sharded outside of
         `shard_map`.
       NotImplementedError: "pallas" cannot run these arguments; with every reason.
     """
     op = "all_gather"
-    axes, sizes, rings = _check(op, x, axis_name, axis, algorithm, rings, outer)
+    axes, sizes, rings = _check(op, x, axis_name, axis, implementation, rings, outer)
     moved: Any = jnp.moveaxis(x, axis, 0)
     if axes:
-        moved = _gather(algorithm, axes, sizes, rings, tuple(outer), moved)
+        moved = _gather(implementation or "native", axes, sizes, rings, tuple(outer), moved)
     return jnp.moveaxis(moved, 0, axis)
 
 
@@ -81,28 +81,28 @@ def reduce_scatter(
     axis_name: str | Sequence[str],
     *,
     axis: int = 0,
-    algorithm: Algorithm = "native",
+    implementation: Algorithm | None = None,
     rings: Sequence[bool] | None = None,
     outer: Sequence[str] = (),
 ) -> jax.Array:
     """Sum over all devices, and keep this device's block. Inside `jax.shard_map`.
 
     "native" over several torus dimensions is compiled by XLA for TPUs to an all-reduce of the whole
-    array, with twice the bytes and all of it in memory; the other algorithms are not.
+    array, with twice the bytes and all of it in memory; the others are not.
 
     Args:
       x: [..., A·m, ...]. Sums of bfloat16 and float16 are rounded once a hop, after a float32 sum,
         except in XLA's own collectives.
-      axis_name, axis, algorithm, rings, outer: as in `all_gather`.
+      axis_name, axis, implementation, rings, outer: as in `all_gather`.
 
     Returns:
-      [..., m, ...]. Differentiable: the transpose is an `all_gather` by the same algorithm.
+      [..., m, ...]. Differentiable: the transpose is an `all_gather` by the same implementation.
 
     Raises:
       ValueError: as `all_gather`; or the dimension is no multiple of the number of devices.
     """
     op = "reduce_scatter"
-    axes, sizes, rings = _check(op, x, axis_name, axis, algorithm, rings, outer)
+    axes, sizes, rings = _check(op, x, axis_name, axis, implementation, rings, outer)
     if x.shape[axis] % math.prod(sizes):
         raise ValueError(
             f"{op}: dimension {axis} of x{list(x.shape)} is no multiple of the {math.prod(sizes)} devices of "
@@ -110,7 +110,7 @@ def reduce_scatter(
         )
     moved: Any = jnp.moveaxis(x, axis, 0)
     if axes:
-        moved = _scatter(algorithm, axes, sizes, rings, tuple(outer), moved)
+        moved = _scatter(implementation or "native", axes, sizes, rings, tuple(outer), moved)
     return jnp.moveaxis(moved, 0, axis)
 
 
@@ -118,7 +118,7 @@ def all_reduce(
     x: jax.Array,
     axis_name: str | Sequence[str],
     *,
-    algorithm: Algorithm = "native",
+    implementation: Algorithm | None = None,
     rings: Sequence[bool] | None = None,
     outer: Sequence[str] = (),
 ) -> jax.Array:
@@ -126,7 +126,7 @@ def all_reduce(
 
     Args:
       x: any shape, the same on all devices; padded with zeros to whole blocks where it must be.
-      axis_name, algorithm, rings, outer: as in `all_gather`. With "hierarchical" only the blocks
+      axis_name, implementation, rings, outer: as in `all_gather`. With "hierarchical" only the blocks
         scattered inside cross the outer axes.
 
     Returns:
@@ -136,8 +136,8 @@ def all_reduce(
     Raises:
       ValueError: as `all_gather`.
     """
-    axes, sizes, rings = _check("all_reduce", x, axis_name, None, algorithm, rings, outer)
-    reduced: Any = _reduce(algorithm, axes, sizes, rings, tuple(outer), x) if axes else x
+    axes, sizes, rings = _check("all_reduce", x, axis_name, None, implementation, rings, outer)
+    reduced: Any = _reduce(implementation or "native", axes, sizes, rings, tuple(outer), x) if axes else x
     return reduced
 
 
@@ -180,13 +180,13 @@ def _small_now(implementation, axes, sizes, x):
 
 
 def _check(
-    op: str, x: Any, axis_name: str | Sequence[str], axis: int | None, algorithm: str,
+    op: str, x: Any, axis_name: str | Sequence[str], axis: int | None, implementation: str | None,
     rings: Sequence[bool] | None, outer: Sequence[str],
 ) -> tuple[tuple[str, ...], tuple[int, ...], tuple[bool, ...]]:  # fmt: skip
     """Axes, sizes and rings of more than one device."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"{op}: no algorithm {algorithm!r}; there are {', '.join(map(repr, ALGORITHMS))}")
+    if implementation not in (None, *ALGORITHMS):
+        raise ValueError(f"{op}: no implementation {implementation!r}; there are {', '.join(map(repr, ALGORITHMS))}")
     if not axes or len(set(axes)) < len(axes):
         raise ValueError(f"{op}: axis_name must be one mesh axis or several different ones, got {axis_name!r}")
     if rings is not None and len(rings) != len(axes):
@@ -194,10 +194,10 @@ def _check(
     if axis is not None and not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{op}: x{list(x.shape)} has no dimension {axis}")
     inside = [a for a in outer if a not in axes]
-    if inside or (algorithm == "hierarchical") != bool(outer):
+    if inside or (implementation == "hierarchical") != bool(outer):
         raise ValueError(
-            f"{op}: algorithm='hierarchical' needs outer=, those of the axes {list(axes)} that are slow, and no other "
-            f"algorithm takes it; got outer={list(outer)}, algorithm={algorithm!r}"
+            f"{op}: implementation='hierarchical' needs outer=, those of the axes {list(axes)} that are slow, and no other "
+            f"takes it; got outer={list(outer)}, implementation={implementation!r}"
         )
     refuse_sharded(op, x=x)
     sizes = [lax.axis_size(a) for a in axes]

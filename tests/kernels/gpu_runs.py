@@ -178,6 +178,9 @@ def kernels() -> dict[str, Callable[..., Machine]]:
             transpose, module, [70, 0, 60, 77], n=256, tile=tile
         )
     for name, module in FUSED.items():
-        found[f"all_gather_matmul, {name}"] = functools.partial(gather, module, k=192, n=384, tile=tile)
-        found[f"matmul_reduce_scatter, {name}"] = functools.partial(scatter, module, k=192, n=384, tile=tile)
+        options = {"k": 192, "n": 384, "tile": tile}
+        if name == "blackwell":  # whose warps are started anew for every tile
+            options |= {"devices": 2, "num_sms": 1}
+        found[f"all_gather_matmul, {name}"] = functools.partial(gather, module, **options)
+        found[f"matmul_reduce_scatter, {name}"] = functools.partial(scatter, module, **options)
     return found | {"all_reduce_small": all_reduce, "ragged_all_to_all": ragged}

@@ -55,7 +55,7 @@ CASES = [(a, "8") for a in HERE] + [(a, "2x4") for a in HERE] + [
 def test_values(algorithm, name):
     """Integers, so that sums are exact; blocks of 5 rows, which no number of colours divides."""
     mesh, axes = mesh_of(name)
-    options = {"algorithm": algorithm, **options_of(algorithm, axes)}
+    options = {"implementation": algorithm, **options_of(algorithm, axes)}
     x = draw(mesh, axes, 5, 3)
     group = len(x)
     # a result that is the same on all devices is made to vary over the idle axis too
@@ -72,10 +72,10 @@ def test_values(algorithm, name):
 def test_another_dimension(algorithm):
     mesh, axes = mesh_of("2x4")
     x = draw(mesh, axes, 2, 6, 3)
-    got = every_device(lambda v: all_gather(v, axes, axis=1, algorithm=algorithm), mesh, axes, x)
+    got = every_device(lambda v: all_gather(v, axes, axis=1, implementation=algorithm), mesh, axes, x)
     np.testing.assert_array_equal(got[0], np.concatenate(list(x), axis=1))
     y = draw(mesh, axes, 2, 3, 16)
-    got = every_device(lambda v: reduce_scatter(v, axes, axis=-1, algorithm=algorithm), mesh, axes, y)
+    got = every_device(lambda v: reduce_scatter(v, axes, axis=-1, implementation=algorithm), mesh, axes, y)
     np.testing.assert_array_equal(got, np.stack(np.split(y.sum(0), 8, axis=-1)))
 
 
@@ -84,9 +84,9 @@ def test_blocks_that_colours_do_not_divide(shape):
     """Padded rows, three dimensions, one, and blocks smaller than the number of colours."""
     mesh, axes = mesh_of("2x4")
     x, y = draw(mesh, axes, *shape), draw(mesh, axes, 8 * shape[0], *shape[1:])
-    got = every_device(lambda v: all_gather(v, axes, algorithm="ring"), mesh, axes, x)
+    got = every_device(lambda v: all_gather(v, axes, implementation="ring"), mesh, axes, x)
     np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, *shape[1:]), got.shape))
-    got = every_device(lambda v: reduce_scatter(v, axes, algorithm="ring"), mesh, axes, y)
+    got = every_device(lambda v: reduce_scatter(v, axes, implementation="ring"), mesh, axes, y)
     np.testing.assert_array_equal(got, y.sum(0).reshape(8, *shape))
 
 
@@ -94,7 +94,7 @@ def test_blocks_that_colours_do_not_divide(shape):
 def test_lines(algorithm):
     """Axes that do not wrap around: nothing is sent from an end to the other."""
     mesh, axes = mesh_of("2x4")
-    options = {"algorithm": algorithm, "rings": (True, False)}
+    options = {"implementation": algorithm, "rings": (True, False)}
     x = draw(mesh, axes, 4, 3)
     got = every_device(lambda v: all_gather(v, axes, **options), mesh, axes, x)
     np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, 3), got.shape))
@@ -108,7 +108,7 @@ def test_sums_are_the_same_on_all_devices(algorithm):
     """Bit for bit, where the order of a sum matters."""
     mesh, axes = mesh_of("2x4")
     x = np.random.default_rng(1).normal(size=(8, 1000)).astype(np.float32)
-    got = every_device(lambda v: all_reduce(v, axes, algorithm=algorithm), mesh, axes, x)
+    got = every_device(lambda v: all_reduce(v, axes, implementation=algorithm), mesh, axes, x)
     np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
     np.testing.assert_allclose(got[0], x.astype(np.float64).sum(0), atol=1e-5)
 
@@ -116,7 +116,7 @@ def test_sums_are_the_same_on_all_devices(algorithm):
 def test_sums_of_bfloat16_are_rounded_once_a_hop():
     mesh, axes = mesh_of("8")
     x = np.random.default_rng(1).normal(size=(8, 8)).astype(jnp.bfloat16)
-    got = every_device(lambda v: reduce_scatter(v, axes, algorithm="one-way"), mesh, axes, x)
+    got = every_device(lambda v: reduce_scatter(v, axes, implementation="one-way"), mesh, axes, x)
     exact = x.astype(np.float32).sum(0)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(
@@ -131,7 +131,7 @@ def test_sums_of_bfloat16_are_rounded_once_a_hop():
 def test_gradients(algorithm):
     """Each is linear: <dL/dy, f(x)> over all devices is <gradient, x>."""
     mesh, axes = mesh_of("2x4")
-    options = {"algorithm": algorithm, **options_of(algorithm, axes)}
+    options = {"implementation": algorithm, **options_of(algorithm, axes)}
     x, y, z = draw(mesh, axes, 2, 3), draw(mesh, axes, 16, 3), draw(mesh, axes, 2, 3)
     functions = {
         "gather": (lambda v: all_gather(v, axes, **options), x, y),
@@ -158,8 +158,8 @@ def test_bad_input():
     def run(function):
         every_device(function, mesh, axes, x)
 
-    with pytest.raises(ValueError, match="no algorithm 'rings'; there are 'native', 'staged'"):
-        run(lambda v: all_gather(v, axes, algorithm="rings"))
+    with pytest.raises(ValueError, match="no implementation 'rings'; there are 'native', 'staged'"):
+        run(lambda v: all_gather(v, axes, implementation="rings"))
     with pytest.raises(ValueError, match=r"dimension 0 of x\[12, 3\] is no multiple of the 8 devices of a, b"):
         run(lambda v: reduce_scatter(v, axes))
     with pytest.raises(ValueError, match="several different ones"):
@@ -168,7 +168,11 @@ def test_bad_input():
         run(lambda v: all_gather(v, axes, rings=(True,)))
     with pytest.raises(ValueError, match="has no dimension 2"):
         run(lambda v: all_gather(v, axes, axis=2))
-    for options in ({"algorithm": "hierarchical"}, {"outer": ("a",)}, {"algorithm": "hierarchical", "outer": ("z",)}):
+    for options in (
+        {"implementation": "hierarchical"},
+        {"outer": ("a",)},
+        {"implementation": "hierarchical", "outer": ("z",)},
+    ):
         with pytest.raises(ValueError, match="'hierarchical' needs outer="):
             run(lambda v, options=options: all_gather(v, axes, **options))
 

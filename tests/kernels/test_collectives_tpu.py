@@ -39,7 +39,7 @@ def draw(shape, *block, dtype=np.float32):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_gather(shape, mode):
     x = draw(shape, 24, 128)
-    got = simulated(lambda v: all_gather(v, names_of(shape), algorithm="pallas"), shape, x, mode)
+    got = simulated(lambda v: all_gather(v, names_of(shape), implementation="pallas"), shape, x, mode)
     np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, 128), got.shape))
 
 
@@ -48,7 +48,7 @@ def test_all_gather(shape, mode):
 def test_reduce_scatter(shape, mode):
     ranks = int(np.prod(shape))
     x = draw(shape, 24 * ranks, 128)
-    got = simulated(lambda v: reduce_scatter(v, names_of(shape), algorithm="pallas"), shape, x, mode)
+    got = simulated(lambda v: reduce_scatter(v, names_of(shape), implementation="pallas"), shape, x, mode)
     want = x.astype(np.float64).sum(0).reshape(ranks, 24, 128)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -56,7 +56,7 @@ def test_reduce_scatter(shape, mode):
 def test_odd_blocks_and_bfloat16():
     """5 rows of 3 are padded; sums are rounded once a hop."""
     x = draw((4,), 20, 3, dtype=jnp.bfloat16)
-    got = simulated(lambda v: reduce_scatter(v, "a", algorithm="pallas"), (4,), x)
+    got = simulated(lambda v: reduce_scatter(v, "a", implementation="pallas"), (4,), x)
     assert got.dtype == jnp.bfloat16
     want = x.astype(np.float64).sum(0).reshape(4, 5, 3)
     np.testing.assert_allclose(got.astype(np.float64), want, atol=3 * 2**-8 * np.abs(x.astype(np.float64)).sum(0).max())
@@ -67,14 +67,14 @@ def test_blocks_are_added_piece_by_piece(monkeypatch):
     """More blocks than buffers, in a box of several slots."""
     monkeypatch.setattr(ring_tpu, "TILE_BYTES", 8 * 128 * 4)
     x = draw((2, 2), 4 * 48, 128)
-    got = simulated(lambda v: reduce_scatter(v, ("a", "b"), algorithm="pallas"), (2, 2), x)
+    got = simulated(lambda v: reduce_scatter(v, ("a", "b"), implementation="pallas"), (2, 2), x)
     np.testing.assert_allclose(got, x.astype(np.float64).sum(0).reshape(4, 48, 128), atol=1e-5)
 
 
 @pytest.mark.slow
 def test_all_reduce():
     x = draw((2, 2), 7, 9)
-    got = simulated(lambda v: all_reduce(v, ("a", "b"), algorithm="pallas"), (2, 2), x)
+    got = simulated(lambda v: all_reduce(v, ("a", "b"), implementation="pallas"), (2, 2), x)
     np.testing.assert_allclose(got, np.broadcast_to(x.astype(np.float64).sum(0), got.shape), atol=1e-5)
     np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
 

@@ -1,7 +1,7 @@
 """The experts' product as one op: its factor rule, what a device does under any split of tokens and experts, what it sends.
 
 Tokens and experts may be split over the same mesh axes or others; embed is whole on every device, and mlp is contracted, so a
-split of it leaves partial sums that the plan settles. No load overflows: rows beyond a buffer go in another round.
+split of it leaves unreduced sums that the plan reduces. No load overflows: rows beyond a buffer go in another round.
 """
 
 from __future__ import annotations
