@@ -658,7 +658,7 @@ class _Planner:
         path, moves = self.path(value, spec, rest, made, "the layout keeps it so")
         result = Shard(value, rest)
         group = self.groups[source]
-        group.append(Reduce(made, source, result, tuple(scatters), reduced, path, (*collectives, *moves)))
+        group.append(Reduce(made, source, result, path, (*collectives, *moves), tuple(scatters), reduced))
         before, self.group = self.group, group
         self.made(result)
         self.group = before

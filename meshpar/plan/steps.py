@@ -174,68 +174,19 @@ class ReduceRing:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Reshard(Step):
-    """A value is brought into another spec.
+class Moved(Step):
+    """A value comes to lie otherwise.
 
     Attributes:
+      source, result: how it lies before and after.
       path: the moves, in order.
-      collectives: what they send.
-      copy: for the steps that read it; otherwise it is where the value rests from then on.
-      ring: it is sent block by block, beside products.
-      apart: what is gathered is put into other memory than it was gathered in.
+      collectives: what is sent, in order.
     """
 
     source: Shard
     result: Shard
     path: tuple[Move, ...]
     collectives: tuple[Collective, ...]
-    copy: bool
-    ring: GatherRing | None = None
-    apart: bool = False
-
-    @property
-    def reads(self) -> tuple[Shard, ...]:
-        if self.ring is None:
-            return (self.source,)
-        return (self.source, *(dot.other for dot in self.ring.dots if dot.other is not None))
-
-    @property
-    def makes(self) -> tuple[Shard, ...]:
-        return (self.result,)
-
-    @property
-    def sends(self) -> tuple[Collective, ...]:
-        return self.collectives
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Scatter:
-    """One reduce-scatter: of a dim, over axes, by an algorithm."""
-
-    dim: int
-    axes: tuple[str, ...]
-    algorithm: AlgorithmName
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Reduce(Step):
-    """Terms are combined over the axes over which a value is unreduced.
-
-    Attributes:
-      source: unreduced; result: where the value rests.
-      scatters: reduce-scatters, the first ones; over: axes over which it is all-reduced then (or gathered, and combined).
-      path: moves after that.
-      collectives: what is sent, in that order.
-      ring: the first reduce-scatter is sent block by block, beside the products that it sums.
-    """
-
-    source: Shard
-    result: Shard
-    scatters: tuple[Scatter, ...]
-    over: tuple[str, ...]
-    path: tuple[Move, ...]
-    collectives: tuple[Collective, ...]
-    ring: ReduceRing | None = None
 
     @property
     def reads(self) -> tuple[Shard, ...]:
@@ -248,6 +199,49 @@ class Reduce(Step):
     @property
     def sends(self) -> tuple[Collective, ...]:
         return self.collectives
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reshard(Moved):
+    """A value is brought into another spec.
+
+    Attributes:
+      copy: for the steps that read it; otherwise it is where the value rests from then on.
+      ring: it is sent block by block, beside products.
+      apart: what is gathered is put into other memory than it was gathered in.
+    """
+
+    copy: bool = False
+    ring: GatherRing | None = None
+    apart: bool = False
+
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        others = () if self.ring is None else self.ring.dots
+        return (self.source, *(dot.other for dot in others if dot.other is not None))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Scatter:
+    """One reduce-scatter: of a dim, over axes, by an algorithm."""
+
+    dim: int
+    axes: tuple[str, ...]
+    algorithm: AlgorithmName
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reduce(Moved):
+    """Terms are combined over the axes over which a value is unreduced; then it goes along the path to where it rests.
+
+    Attributes:
+      scatters: reduce-scatters, the first ones; over: axes over which it is all-reduced then (or gathered, and combined).
+      ring: the first reduce-scatter is sent block by block, beside the products that it sums.
+    """
+
+    scatters: tuple[Scatter, ...] = ()
+    over: tuple[str, ...] = ()
+    ring: ReduceRing | None = None
 
     @property
     def scattered(self) -> Spec:
