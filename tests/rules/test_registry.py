@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import meshpar as mp
-from meshpar.program.control_flow import CONTROL
+from meshpar.program.infer import CONTROL
 from meshpar.rules import PRIMITIVES, having, primitive
 from meshpar.rules.registry import register
 
