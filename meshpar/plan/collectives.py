@@ -140,6 +140,7 @@ def human(n: float) -> str:
 def duration(seconds: float) -> str:
     """Seconds for people: ``1.23 s``, ``45.6 ms``, ``7.89 µs``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1 or unit == "µs":
-            return f"{seconds * scale:.3g} {unit}" if seconds * scale < 100 else f"{seconds * scale:.0f} {unit}"
+        n = seconds * scale
+        if abs(n) >= 1 or unit == "µs":
+            return f"{n:.3g} {unit}" if abs(n) < 100 else f"{n:.0f} {unit}"
     raise AssertionError

@@ -208,10 +208,11 @@ class Watch:
 
     def _wait_for_others(self, cause: Cause) -> None:
         """The table goes with process 0: let the others read why."""
-        want = set(range(1, self.count)) - ({cause.process} if cause.kind in ("lost", "raised", "disagreed") else set())
+        want = set(range(1, self.count)) - ({cause.process} if cause.kind == "lost" else set())
         until = time.monotonic() + 2.5 * BEAT_SECONDS
         while time.monotonic() < until:
             if want <= {int(p) for p in self.store.folder("meshpar/ack")}:
+                time.sleep(0.2)  # they have read it, and are ending: JAX aborts a process whose coordinator is gone
                 return
             time.sleep(0.05)
 
