@@ -59,7 +59,7 @@ def compile_one(kernel: str, shape: str, target: str) -> dict[str, Any]:
     import jax
     from jax.experimental import topologies
 
-    config = (ROOT / "meshpar" / "verify" / "targets" / f"{TARGETS[target]}.txtpb").read_text()
+    config = (ROOT / "meshpar" / "hardware" / "targets" / f"{TARGETS[target]}.txtpb").read_text()
     shared = (kernel, shape) in gpu_shared.names()
     layout = f"1x1x{gpu_shared.COMPILED_FOR if shared else 1}"
     topology = topologies.get_topology_desc("", platform="cuda", target_config=config, topology=layout)
