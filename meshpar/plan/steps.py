@@ -6,7 +6,7 @@ algorithm, where, in which order and behind which barrier stands here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -484,12 +484,3 @@ def _with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
         return replace(step, branches=bodies)
     assert isinstance(step, Call)
     return replace(step, body=bodies[0])
-
-
-def readers_of(body: Body) -> Mapping[Shard, list[Step]]:
-    """The steps that read every shard, those in bodies too; a call reads nothing, what it holds does."""
-    found: dict[Shard, list[Step]] = {}
-    for step in body.every:
-        for shard in () if isinstance(step, Call) else step.reads:
-            found.setdefault(shard, []).append(step)
-    return found

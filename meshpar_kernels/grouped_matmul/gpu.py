@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -51,6 +50,12 @@ def _whole_tiles(rows: int, *arrays: jax.Array | None) -> list[Any]:
     return [x if x is None or not more else jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) for x in arrays]
 
 
+def _run(name: str, *operands: jax.Array | None, num_sms: int | None, **options: Any) -> jax.Array:
+    kernel = getattr(KERNELS[_compat.gpu_architecture()[0]], name)
+    out = kernel(*operands, num_sms=_compat.multiprocessors() if num_sms is None else num_sms, **options)
+    return _compat.same_varying(out, *operands)[0]  # Mosaic GPU forgets what its results vary over
+
+
 def grouped_matmul(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -62,14 +67,9 @@ def grouped_matmul(
     **options: Any,
 ) -> jax.Array:
     """`grouped_matmul` of the kernel for the GPU that is traced for, on so many multiprocessors; None: all."""
-    major = _compat.gpu_architecture()[0]
     rows = lhs.shape[0]
-    operands = lhs, rhs, group_sizes, group_offset, row_scale
     lhs, row_scale = _whole_tiles(rows, lhs, row_scale)
-    blocks = _compat.multiprocessors() if num_sms is None else num_sms
-    kernel = functools.partial(KERNELS[major].grouped_matmul, num_sms=blocks, **options)
-    out = kernel(lhs, rhs, group_sizes, group_offset, row_scale)
-    return _compat.same_varying(out, *operands)[0][:rows]  # Mosaic GPU forgets what its results vary over
+    return _run("grouped_matmul", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)[:rows]
 
 
 def grouped_matmul_transpose(
@@ -83,13 +83,8 @@ def grouped_matmul_transpose(
     **options: Any,
 ) -> jax.Array:
     """`grouped_matmul_transpose` in the same way."""
-    major = _compat.gpu_architecture()[0]
-    operands = lhs, rhs, group_sizes, group_offset, row_scale
     lhs, rhs, row_scale = _whole_tiles(lhs.shape[0], lhs, rhs, row_scale)
-    blocks = _compat.multiprocessors() if num_sms is None else num_sms
-    kernel = functools.partial(KERNELS[major].grouped_matmul_transpose, num_sms=blocks, **options)
-    out = kernel(lhs, rhs, group_sizes, group_offset, row_scale)
-    return _compat.same_varying(out, *operands)[0]
+    return _run("grouped_matmul_transpose", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)
 
 
 def pick_tile(n: int, itemsize: int, halves: int = 1) -> Tile:

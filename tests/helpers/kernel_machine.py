@@ -23,15 +23,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["PLAIN", "SCHEDULES", "Buffer", "Fault", "Machine", "Op", "Ref", "Schedule", "Task", "patched"]
+__all__ = [
+    "PLAIN",
+    "SCHEDULES",
+    "Buffer",
+    "Fault",
+    "Machine",
+    "Op",
+    "Protocols",
+    "Ref",
+    "Schedule",
+    "Task",
+    "noticed",
+    "patched",
+]
 
 
 class Fault(AssertionError):
@@ -438,3 +452,40 @@ def patched(pairs: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for owner, name, value in reversed(before):
             setattr(owner, name, value)
+
+
+def noticed(run: Callable[..., Any], dropped: Any) -> Fault | None:
+    """What is found in some order of events when calls of a kernel are left out."""
+    for order in SCHEDULES:
+        try:
+            run(order, dropped)
+        except Fault as fault:
+            return fault
+    return None
+
+
+class Protocols:
+    """Tables of the waits and signals of kernels, and what the kernels do when some are left out.
+
+    Args:
+      tables: module → the call in the kernel → the kinds of fault by which its absence shows, and what it says or waits for.
+      kernels: name → runs that kernel in an order of events, without the calls that are named.
+    """
+
+    def __init__(self, tables: Mapping[str, Mapping[str, tuple[str, str]]], kernels: Mapping[str, Callable[..., Any]]):
+        self.rows = {f"{module}.{call}": row for module, rows in tables.items() for call, row in rows.items()}
+        self.kernels = kernels
+        self.sites_of = functools.cache(lambda name: frozenset(kernels[name](SCHEDULES[0]).sites))
+
+    def check(self, name: str) -> None:
+        """Every wait and signal of a kernel is in a table, and missed as that says."""
+        assert self.sites_of(name) <= set(self.rows)
+        for site in self.sites_of(name):
+            kinds, meaning = self.rows[site]
+            fault = noticed(self.kernels[name], site)
+            assert fault is not None, f"{name} without {site} ({meaning}) is noticed by nobody"
+            assert fault.kind in kinds.split(), f"{name} without {site} ({meaning}): {fault}"
+
+    def check_rows(self) -> None:
+        """The tables have no call that is gone."""
+        assert set(self.rows) == frozenset().union(*map(self.sites_of, self.kernels))

@@ -1,17 +1,15 @@
 """The waits and signals of the GPU kernels as a table: what each orders, and how its absence shows. Each is left out in turn."""
 
-import functools
-
 import gpu_runs
 import pytest
-from kernel_machine import SCHEDULES, Fault
+from kernel_machine import SCHEDULES, Fault, Protocols
 
 from meshpar_kernels.collective_matmul import gpu_peers
 
 EARLY = "race barrier value late"
 """A wait that is missing lets someone run ahead."""
 
-PROTOCOLS = {
+TABLES = {
     "grouped_matmul.hopper": {
         "_load: gpu.barrier_wait(empty.at[slot])": (EARLY, "a stage is loaded when both warpgroups have multiplied it"),
         "_multiply: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage is multiplied when both operands are there"),
@@ -118,38 +116,18 @@ PROTOCOLS = {
 }  # fmt: skip
 """Module → the call in the kernel → by what its absence is noticed, and what it says or waits for."""
 
-TABLE = {f"{module}.{call}": row for module, rows in PROTOCOLS.items() for call, row in rows.items()}
 KERNELS = gpu_runs.kernels()
+PROTOCOLS = Protocols(TABLES, KERNELS)
 kernels = pytest.mark.parametrize("name", KERNELS)
-
-
-@functools.cache
-def sites_of(name):
-    return frozenset(KERNELS[name](SCHEDULES[0]).sites)
-
-
-def noticed(run, site) -> Fault | None:
-    """What is found in some order of events when a call is left out."""
-    for order in SCHEDULES:
-        try:
-            run(order, site)
-        except Fault as fault:
-            return fault
-    return None
 
 
 @kernels
 def test_every_wait_and_signal_is_in_the_table_and_missed_by_name(name):
-    assert sites_of(name) <= set(TABLE)
-    for site in sites_of(name):
-        kinds, meaning = TABLE[site]
-        fault = noticed(KERNELS[name], site)
-        assert fault is not None, f"{name} without {site} ({meaning}) is noticed by nobody"
-        assert fault.kind in kinds.split(), f"{name} without {site} ({meaning}): {fault}"
+    PROTOCOLS.check(name)
 
 
 def test_the_table_has_no_call_that_is_gone():
-    assert set(TABLE) == frozenset().union(*map(sites_of, KERNELS))
+    PROTOCOLS.check_rows()
 
 
 @kernels

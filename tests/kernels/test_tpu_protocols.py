@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import tpu_runs
-from kernel_machine import SCHEDULES, Fault
+from kernel_machine import SCHEDULES, Protocols, noticed
 
 from meshpar_kernels.collectives import ring_tpu
 from meshpar_kernels.collectives.table import table_of
@@ -12,7 +12,7 @@ from meshpar_kernels.collectives.table import table_of
 EARLY = "race value late leftover"
 """A wait that is missing lets its device run ahead, and leaves a count behind."""
 
-PROTOCOLS = {
+TABLES = {
     "collectives.tpu": {
         "meet: pl.semaphore_signal(barrier, 1, device_id=device)": ("hang", "to all that send here: this device is in the kernel"),
         "meet: pl.semaphore_wait(barrier, len(devices))": (EARLY, "all that are sent to are in the kernel"),
@@ -63,44 +63,24 @@ PROTOCOLS = {
 }  # fmt: skip
 """Module → the call in the kernel → how its absence is noticed, and what it says or waits for."""
 
-TABLE = {f"{module}.{call}": row for module, rows in PROTOCOLS.items() for call, row in rows.items()}
 KERNELS = tpu_runs.kernels()
+PROTOCOLS = Protocols(TABLES, KERNELS)
 kernels = pytest.mark.parametrize("name", KERNELS)
-
-
-@functools.cache
-def sites_of(name):
-    return frozenset(KERNELS[name](SCHEDULES[0]).sites)
-
-
-def noticed(run, dropped) -> Fault | None:
-    """What is found in some order of events when calls are left out."""
-    for order in SCHEDULES:
-        try:
-            run(order, dropped)
-        except Fault as fault:
-            return fault
-    return None
 
 
 @kernels
 def test_every_wait_and_signal_is_in_the_table_and_missed_by_name(name):
-    assert sites_of(name) <= set(TABLE)
-    for site in sites_of(name):
-        kinds, meaning = TABLE[site]
-        fault = noticed(KERNELS[name], site)
-        assert fault is not None, f"{name} without {site} ({meaning}) is noticed by nobody"
-        assert fault.kind in kinds.split(), f"{name} without {site} ({meaning}): {fault}"
+    PROTOCOLS.check(name)
 
 
 def test_the_table_has_no_call_that_is_gone():
-    assert set(TABLE) == frozenset().union(*map(sites_of, KERNELS))
+    PROTOCOLS.check_rows()
 
 
 @kernels
 def test_without_its_entry_barrier_a_kernel_writes_to_devices_that_are_not_there(name):
     """Neither a signal nor a wait, so that nothing is left over."""
-    meeting = {site for site in sites_of(name) if "barrier" in site}
+    meeting = {site for site in PROTOCOLS.sites_of(name) if "barrier" in site}
     assert len(meeting) == 2
     fault = noticed(KERNELS[name], meeting)
     assert fault is not None
@@ -109,7 +89,7 @@ def test_without_its_entry_barrier_a_kernel_writes_to_devices_that_are_not_there
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_without_the_receivers_credit_its_buffers_are_overwritten(name):
-    credit = {site for site in sites_of(name) if "credit" in site or "Ring: pl.semaphore_signal" in site}
+    credit = {site for site in PROTOCOLS.sites_of(name) if "credit" in site or "Ring: pl.semaphore_signal" in site}
     assert len(credit) == 2
     fault = noticed(KERNELS[name], credit)
     assert fault is not None

@@ -29,7 +29,6 @@ from meshpar.plan.steps import (
     Step,
     free_shards,
     in_order,
-    readers_of,
     rewritten,
 )  # fmt: skip
 
@@ -171,16 +170,6 @@ def test_what_a_loop_reads_from_outside_is_what_it_says():
     free = {s.value.path or s.value.op.name for s in free_shards(loop.body)}
     assert free == {"w", "n"}
     assert set(free_shards(loop.body)) <= {*loop.consts, *loop.hoisted}
-
-
-def test_who_reads_a_shard_is_found_in_bodies_too():
-    plan = nested()
-    readers = readers_of(plan.body)
-    weights = next(s for s in plan.body.inputs if s.value.path == "w")
-    assert any(isinstance(s, Loop | Reshard) for s in readers[weights])
-    assert not any(isinstance(s, Call) for steps in readers.values() for s in steps)
-    for read, steps in readers.items():
-        assert all(read in s.reads for s in steps)
 
 
 def test_rewriting_nothing_gives_the_very_body():
