@@ -29,11 +29,13 @@ from ..plan.spec import unsplit
 from ..plan.steps import Reduce, Run
 from ..program.ir import Frame, Op, Value
 from ..rules import having, run_local
+from ..rules.index import one_row
 from .collectives import combined
 
 BITWISE = having(lambda p: p.under_jit == "manual of integers")
 MANUAL = having(lambda p: p.under_jit == "manual")
-PINNED = having(lambda p: p.under_jit == "pinned")
+ONE_ROW = having(lambda p: p.under_jit == "manual of one row")
+PINNED = ONE_ROW | having(lambda p: p.under_jit == "pinned")
 FREE = having(lambda p: p.under_jit == "free")
 
 
@@ -240,6 +242,8 @@ class _Rewriter:
         op, rule = run.op, run.op.rule
         bits = op.name in BITWISE and op.outs[0].aval.dtype != bool
         if op.name in MANUAL or (bits and any(run.axes)):
+            return True
+        if op.name in ONE_ROW and one_row(op.eqn) and any(run.axes[f] for factors in rule.ins[0] for f in factors):
             return True
         if any(axes and kind == "permutation" for axes, kind in zip(run.axes, rule.kinds, strict=False)):
             return True

@@ -5,6 +5,7 @@ A dim that is looked up may be split: every device looks up what it holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ def _fill(value: Any, dtype: Any) -> Any:
     return jnp.asarray(value, dtype)
 
 
-register("gather", rule=gather, local=_local_gather, under_jit="pinned")
+register("gather", rule=gather, local=_local_gather, under_jit="manual of one row")
 
 
 _SCATTER: dict[str, Kind] = {
@@ -157,10 +158,14 @@ def _local_scatter_sum(at: LocalOp, operand: Any, indices: Any, updates: Any) ->
     if not split:
         return at.run(operand, indices, updates)
     local, mine, _ = _local_index(at, indices, split, operand.shape, mode == lax.GatherScatterMode.CLIP)
-    away = [operand.shape[d] for _, d in split]
-    column = jnp.arange(local.shape[-1])
-    for (c, _), far in zip(split, away, strict=True):  # dropped
-        local = jnp.where((column == c) & ~mine[..., None], far, local)
+    if one_row(at.eqn):  # a start beyond the operand: MERGED_SLICES of meshpar.compat.quirks
+        at_index = [d for d in range(updates.ndim) if d not in dn.update_window_dims]
+        updates = jnp.where(lax.broadcast_in_dim(mine, updates.shape, at_index), updates, jnp.zeros((), updates.dtype))
+        local = jnp.where(mine[..., None], local, 0)
+    else:
+        column = jnp.arange(local.shape[-1])
+        for c, d in split:  # dropped
+            local = jnp.where((column == c) & ~mine[..., None], operand.shape[d], local)
     return at.run(operand, local, updates, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
@@ -173,8 +178,15 @@ def _zeros(value: Any) -> bool:
 
 
 for _name, _kind in _SCATTER.items():
-    _local = _local_scatter_sum if _kind == "sum" else on_shards
-    register(_name, rule=scatter, local=_local, under_jit="pinned")
+    if _kind == "sum":
+        register(_name, rule=scatter, local=_local_scatter_sum, under_jit="manual of one row")
+    else:
+        register(_name, rule=scatter, local=on_shards, under_jit="pinned")
+
+
+def one_row(eqn) -> bool:
+    """Whether a gather or scatter has one index vector: the compiler makes it a slice."""
+    return math.prod(eqn.invars[1].aval.shape[:-1]) == 1
 
 
 def _looked_up(at: LocalOp, into: Sequence[int]) -> list[tuple[int, int]]:

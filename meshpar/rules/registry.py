@@ -16,7 +16,7 @@ from .rule import RuleFn
 LocalForm = Callable[..., list[Any]]
 """(:class:`~meshpar.rules.local.LocalOp`, *shards of the operands) → shards of the results."""
 
-UnderJit = Literal["", "pinned", "manual", "manual of integers", "free"]
+UnderJit = Literal["", "pinned", "manual", "manual of integers", "manual of one row", "free"]
 """What the ``"jit"`` lowering does about XLA's partitioner.
 
 ``""``: nothing; its choice is as good as the plan's.
@@ -25,6 +25,8 @@ results are constrained to where the plan makes them, so that the split of a nei
 ``manual``: the op is partitioned by its local form under a ``shard_map``, also where the plan splits nothing: XLA would, as the
 neighbours are split, and then crashes.
 ``manual of integers``: so are its reductions of integers: XLA has no all-reduce for them on every backend.
+``manual of one row``: so is a lookup or sum of one row in an array that is split (``MERGED_SLICES`` of
+:mod:`meshpar.compat.quirks`); more rows are ``pinned``.
 ``free``: made where it is used, or moved at no cost: XLA lays it out as its neighbours need it.
 """
 
