@@ -92,8 +92,8 @@ EXCHANGED_SLICE = Quirk(
 
 MERGED_SLICES = Quirk(
     compiler="XLA, jax 0.10.2",
-    wrong="A dynamic slice of a dynamic slice becomes one, whose start is no longer held within the first. A scattered row is such a "
-    "slice where what it is added to is cut by device; on devices that do not hold the row, another is read.",
+    wrong="A dynamic slice of a dynamic slice becomes one, whose start is no longer held within the first. A scattered row is "
+    "such a slice where what it is added to is cut by device; on devices that do not hold the row, another is read.",
     test="tests/lower/test_quirks.py::test_a_slice_of_a_slice_stays_within_it",
     remove="when the oldest JAX is 0.12",
 )
