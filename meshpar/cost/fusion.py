@@ -126,6 +126,7 @@ class Region:
     Attributes:
       trips: how often it runs each time the kernel that holds it runs (None: not known).
       inputs: of the program: its arguments; of a loop body: what it carries, its own to overwrite.
+      constants: of the program: arrays that it closes over, whole; they are part of the compiled program.
       outputs: of the program: its results.
     """
 
@@ -133,6 +134,7 @@ class Region:
         self.trips = trips
         self.nodes: list[Node] = []
         self.inputs: list[Item] = []
+        self.constants: list[Item] = []
         self.outputs: list[Item] = []
         self.kernels: list[Node] = []
 

@@ -39,8 +39,9 @@ class _Reader:
 
     def run(self) -> Region:
         body, region = self.plan.body, self.region
-        for shard in body.inputs[len(body.inputs) - len(self.plan.program.inputs) :]:
-            region.inputs.append(self.enter(shard))
+        constants = len(body.inputs) - len(self.plan.program.inputs)
+        region.constants += map(self.enter, body.inputs[:constants])
+        region.inputs += map(self.enter, body.inputs[constants:])
         self.steps(body)
         for shard in body.outputs:
             assert shard is not None

@@ -1,6 +1,7 @@
 """The memory of a plan: what is live on a device after every kernel, by kind, and the line at which it peaks.
 
-Arguments are there from the beginning; donated ones give way to the results that take their place. A kernel's results are
+Arguments are there from the beginning, as are arrays that the function closes over, which are part of the compiled program;
+donated arguments give way to the results that take their place. A kernel's results are
 live from it to their last reader; a kernel may write over an operand that ends with it if both are as large. A loop holds
 what it reads, carries and stacks, and once what its body needs. What a kernel computes on the way to its result is not in
 memory: :mod:`meshpar.cost.fusion` has the rule. Only opaque kernels may say what they hold inside (``works=``), and what is
@@ -28,7 +29,7 @@ from .kernels import BLOCKS, kernels_of
 from .memo import once_per_plan
 
 KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
-KINDS = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs")
+KINDS = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs", "constants")
 
 
 @dataclass(slots=True)
@@ -37,8 +38,8 @@ class Memory:
 
     Attributes:
       peak: the most that is live.
-      by_kind: what that consists of: parameters, optimizer state, gradients, saved activations, temporaries, other inputs;
-        without those that are zero.
+      by_kind: what that consists of: parameters, optimizer state, gradients, saved activations, temporaries, other inputs,
+        constants (arrays that the function closes over); without those that are zero.
       points: (index of the op in program order, live bytes, the kernel) after every kernel; loop bodies once.
     """
 
@@ -118,7 +119,7 @@ class _Live:
             self.best = [*self.live.values(), *more.values()]
 
     def program(self, region: Region) -> None:
-        for item in region.inputs:
+        for item in (*region.constants, *region.inputs):
             self.add(item)
         given_up = {id(region.inputs[i]) for i in in_place(self.plan).values()}
         self.in_place = {id(region.outputs[k]) for k in in_place(self.plan)}
@@ -272,7 +273,7 @@ def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:
 
 def _name(plan: Plan, item: Item) -> str:
     value = item.value
-    made = value.op.name if value.op is not None else "slice"
+    made = value.op.name if value.op is not None else "constant" if value in plan.program.constants else "slice"
     dims = " ".join(d or "_" for d in plan.program.dims(value))
     return f"{value.path or made} {value.aval.dtype}[{dims}]"
 
@@ -286,8 +287,11 @@ def kinds_of(plan: Plan) -> Callable[[Item], str]:
 
     weights = {nodes(v) for v in plan.program.inputs if v.kind == "params" and v.shape}
     weights |= {nodes(v, 1) for v in plan.program.inputs if v.kind == "params" and len(v.shape) > 2}
+    constants = {id(item) for item in kernels_of(plan).constants}
 
     def kind(item: Item) -> str:
+        if id(item) in constants:
+            return "constants"
         value, made = item.value, item.node
         if value.path is not None and (made is None or value.op is not None):  # an argument or a result
             if value.kind in KIND_NAMES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -11,9 +12,10 @@ from jax.sharding import PartitionSpec
 from ..dims import Dims, format_dims
 from ..hardware.chips import Chip
 from ..hardware.topology import Torus
-from ..layout import AnyMesh, Layout
+from ..layout import AnyMesh, Layout, Spec, to_partition_spec
 from ..program.ir import Join, Op, Program, Value
 from .collectives import Collective, dcn_bytes_of
+from .spec import itemsize, local_bytes
 from .steps import Body, Run, Shard
 
 
@@ -28,7 +30,7 @@ class Held:
       dtype: its name.
       spec: how it is split.
       bytes: on a device.
-      kind: ``params``, ``opt``, or None.
+      kind: ``params``, ``opt``, ``constant``, or None.
     """
 
     path: str
@@ -38,6 +40,20 @@ class Held:
     spec: PartitionSpec
     bytes: float
     kind: str | None
+
+    @classmethod
+    def of(cls, program: Program, value: Value, spec: Spec, sizes: Mapping[str, int], kind: str | None) -> Held:
+        """A value of a program as it lies in a spec, over axes of these sizes."""
+        size = local_bytes(value.shape, itemsize(value.aval), spec, sizes)
+        return cls(
+            value.path or "",
+            program.dims(value),
+            value.shape,
+            str(value.aval.dtype),
+            to_partition_spec(spec),
+            size,
+            kind,
+        )
 
     @property
     def split(self) -> list[tuple[str | None, tuple[str, ...]]]:
@@ -146,6 +162,12 @@ class Plan:
         return dict(self.mesh.shape)
 
     @cached_property
+    def constants(self) -> tuple[Held, ...]:
+        """The arrays that the function closes over: parts of the compiled program, whole on every device."""
+        program, shards = self.program, self.body.inputs[: len(self.program.constants)]
+        return tuple(Held.of(program, s.value, s.spec, self.sizes, "constant") for s in shards)
+
+    @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of the step, with dims, axes, bytes, count, source line and cause, in the order of the steps."""
         return tuple(c for step in self.body.every for c in step.sends)
@@ -170,8 +192,8 @@ class Plan:
         return sum(dcn_bytes_of(c, self.torus) * (1 if c.count is None else c.count) for c in self.collectives)
 
     def held(self, kind: str | None = None) -> float:
-        """Bytes of the inputs on each device, all or of one kind (``params``, ``opt``, ``other``)."""
-        return sum(h.bytes for h in self.inputs if kind is None or (h.kind or "other") == kind)
+        """Bytes of the inputs and constants on each device, all or of one kind (``params``, ``opt``, ``constant``, ``other``)."""
+        return sum(h.bytes for h in (*self.inputs, *self.constants) if kind is None or (h.kind or "other") == kind)
 
     @property
     def joins(self) -> list[Join]:

@@ -20,13 +20,13 @@ from ..hardware.algorithms import AlgorithmName, choose_algorithm, wire_bytes
 from ..hardware.chips import Chip, CollectiveOp
 from ..hardware.collective_time import seconds_of
 from ..hardware.topology import chip_of, torus_of, torus_of_slices
-from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error, to_partition_spec
+from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error
 from ..program.ir import Frame, Op, Program, Value
 from ..rules import LINEAR, SCALINGS, having
 from ..rules.rule import REDUCTIONS, Kind
 from ..rules.spmd import Send
 from .claims import Claims, Names, blocks_only, spec_of
-from .collectives import Collective, reduces, scatters_of, volume_of
+from .collectives import Collective, human, reduces, scatters_of, volume_of
 from .plan import Held, Placement, Plan
 from .reshape import reshape_axes
 from .resharding import Move, reshard, reshard_bytes
@@ -35,6 +35,9 @@ from .steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard,
 
 OPAQUE = having(lambda p: p.opaque)
 IDENTITIES = having(lambda p: p.identity)
+
+LARGE_CONSTANT = 1e6
+"""Bytes of an array that a function closes over, above which the plan advises to pass it."""
 
 Axes = list[tuple[str, ...]]
 """Of every factor of an op, the axes that split it."""
@@ -207,9 +210,8 @@ class _Planner:
 
     def plan(self) -> Plan:
         program = self.program
-        inputs = [
-            self.made(Shard(program.root.env[v], unsplit(len(v.aval.shape)))) for v in program.closed.jaxpr.constvars
-        ]
+        inputs = [self.made(Shard(v, unsplit(len(v.shape)))) for v in program.constants]
+        self.notes += filter(None, map(self.advice, program.constants))
         held, kept = [], []
         for value in program.inputs:
             spec = self.rest(value)
@@ -245,9 +247,19 @@ class _Planner:
         )  # fmt: skip
 
     def held(self, value: Value, spec: Spec) -> Held:
-        size = local_bytes(value.shape, itemsize(value.aval), spec, self.sizes)
-        return Held(value.path or "", self.program.dims(value), value.shape, str(value.aval.dtype),
-                    to_partition_spec(spec), size, value.kind)  # fmt: skip
+        return Held.of(self.program, value, spec, self.sizes, value.kind)
+
+    def advice(self, constant: Value) -> str | None:
+        """What to do about an array that the function closes over, where it is large."""
+        size = local_bytes(constant.shape, itemsize(constant.aval), unsplit(len(constant.shape)), self.sizes)
+        if size <= LARGE_CONSTANT:
+            return None
+        reader = next((op for op in self.program.root.walk() if constant in op.ins), None)
+        where = f", read at {reader.source}," if reader is not None and reader.source else ""
+        return (
+            f"{constant.aval.dtype}{list(constant.shape)} ({human(size)}){where} is closed over: it is compiled into the program, "
+            "and every device holds all of it; pass it as an argument, which a rule can split"
+        )
 
     def check_divides(self, value: Value) -> None:
         refused = self.claims.refused.get(value)

@@ -150,6 +150,11 @@ class Program:
     out_tree: Any = None
     memo: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def constants(self) -> list[Value]:
+        """The arrays that the function closes over, in the order of the jaxpr's constants."""
+        return [self.root.env[var] for var in self.closed.jaxpr.constvars]
+
     def parts(self, value: Value, i: int) -> tuple[Part, ...]:
         """The named parts (names, size) of dim i, major to minor: its annotation, else what inference found."""
         if value.annotation is not None and value.annotation[i] is not None:

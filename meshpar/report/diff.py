@@ -136,7 +136,7 @@ def _figures(a: Plan, b: Plan) -> Iterator[Figure]:
     yield figure("sent by a device in a step", "bytes", lambda p: p.bytes_sent)
     for op in dict.fromkeys(c.op for c in (*a.collectives, *b.collectives)):
         yield figure(f"  {op}", "bytes", lambda p, op=op: sum(c.total_bytes for c in p.collectives if c.op == op))
-    for kind, label in (("params", "parameters"), ("opt", "optimizer state")):
+    for kind, label in (("params", "parameters"), ("opt", "optimizer state"), ("constant", "constants")):
         if a.held(kind) or b.held(kind):
             yield figure(f"{label} on a device", "bytes", lambda p, kind=kind: p.held(kind))
 

@@ -30,7 +30,7 @@ from .facts import (
 from .text import KINDS, notes, overlaps
 
 COLOURS = 6
-KIND_COLOURS = ("c0", "c1", "c2", "c4", "c3", "cn")
+KIND_COLOURS = ("c0", "c1", "c2", "c4", "c3", "cn", "c5")
 NOT_ESTIMATED = "not estimated: no topology"
 
 
@@ -355,7 +355,7 @@ def _collectives(plan: Plan, ink: Ink, most: int | None = None) -> str:
 def _tensors(plan: Plan, ink: Ink) -> str:
     rows = []
     for kind, label in KINDS.items():
-        held = [h for h in plan.inputs if h.kind == kind]
+        held = [h for h in (*plan.inputs, *plan.constants) if h.kind == kind]
         if not held:
             continue
         whole, local = sum(whole_bytes(plan, h) for h in held), sum(h.bytes for h in held)

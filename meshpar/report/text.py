@@ -23,7 +23,7 @@ from .facts import chips_of, waited_for
 MOST = 8  # collectives, each with its cause; what is left is summed up
 ROWS = 7  # tensors of a kind
 REPEATED = 0.05  # of the products' FLOPs, from which on it is said that they are done more than once
-KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs"}
+KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 
 
 def plan_text(plan: Plan, width: int = 120) -> str:
@@ -80,7 +80,7 @@ def _held(plan: Plan) -> Table:
     ):
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for kind, label in KINDS.items():
-        rows = [h for h in plan.inputs if h.kind == kind]
+        rows = [h for h in (*plan.inputs, *plan.constants) if h.kind == kind]
         if not rows:
             continue
         whole = sum(_whole(h) for h in rows)

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -271,3 +272,40 @@ def test_a_sum_that_is_sent_in_blocks_is_held_in_blocks(overlap, blocks):
     assert [(o.kind, o.choice) for o in plan.overlaps] == [("scatter", overlap)]
     x, w, block = (2 * n // 16 for n in (32768 * 4096, 4096 * 1024, 32768 * 1024))
     assert plan.memory.peak == x + w + block + blocks * block
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_what_a_function_closes_over_is_held_whole_by_every_device(lowering):
+    """As the compiler has it: what its arguments grow by where the constant is passed. CPU's analysis leaves out constants."""
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((512, 768)), jnp.float32)
+    x = array(64, 512)
+
+    def compiled(fn, *args):
+        options = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch embed"}}
+        made = mp.plan(fn, *args, **options)
+        stats = mp.jit(fn, lowering=lowering, **options).lower(*args).compile().memory_analysis()
+        return made, stats.argument_size_in_bytes
+
+    closed, alone = compiled(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ w @ w.T), x), x)
+    passed, both = compiled(lambda x, w: jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ w @ w.T), x), x, w)
+    assert closed.memory.by_kind["constants"] == both - alone == w.nbytes
+    assert closed.memory.by_kind["other inputs"] == alone
+    assert closed.memory.peak == passed.memory.peak
+    assert "constants" not in passed.memory.by_kind
+    (held,) = closed.constants
+    assert (held.shape, held.dtype, held.bytes) == ((512, 768), "float32", w.nbytes)
+
+
+def test_large_constants_are_advised_to_be_passed():
+    def use(n):
+        w = jnp.ones((n, 64))
+        return plan(lambda x: x @ w, array(8, n), mesh=MESH)
+
+    small, large = use(64), use(8192)
+    assert not any("closed over" in n for n in small.notes)
+    (note,) = (n for n in large.notes if "closed over" in n)
+    assert "float32[8192, 64]" in note
+    assert "2.1 MB" in note
+    assert "test_memory.py" in note
+    assert "constants" in str(large)
+    assert note.split(",")[0] in str(large)

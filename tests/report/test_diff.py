@@ -94,3 +94,18 @@ def test_a_change_from_next_to_nothing_is_no_ratio():
     assert Figure("sent", 103.0, 1.62e6, "bytes").change == ""
     assert Figure("sent", 1e6, 3.1e6, "bytes").change == "× 3.1"
     assert Figure("sent", 1e6, 1.5e6, "bytes").change == "+50.0 %"
+
+
+def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):
+    w = jnp.ones((64, 512))
+    options = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch embed"}}
+    x, given = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct(w.shape, w.dtype)
+    closed, passed = mp.plan(lambda x: x @ w, x, **options), mp.plan(lambda x, w: x @ w, x, given, **options)
+    figures = json.loads(closed.diff(passed).to_json())["figures"]
+    assert figures["constants on a device"] == {"a": w.nbytes, "b": 0, "unit": "bytes"}
+    facts = json.loads(closed.to_json())
+    assert [c["bytes"] for c in facts["constants"]] == [w.nbytes] == [facts["memory"]["by_kind"]["constants"]]
+    closed.save(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert "constants 131 kB" in page
+    assert '<td colspan="2">constants</td>' in page
