@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import lax
 
 from .local import LocalOp, on_shards
 from .registry import register
-from .rule import Kind, OpRule, exchange_kind
+from .rule import Kind, OpRule, exchange_kind, no_rule
 from .spmd import Send
 
 _KINDS: dict[str, Kind] = {
@@ -44,6 +44,35 @@ def reduce(eqn, ins, outs) -> OpRule:
 for _name, _kind in _KINDS.items():
     _bitwise = _kind in ("and", "or")
     register(_name, rule=reduce, local=on_shards, reduction=True, under_jit="manual of integers" if _bitwise else "")
+
+
+_POSITIONAL: dict[str, tuple[Kind, Callable[..., Any]]] = {
+    "psum": ("sum", lax.reduce_sum),
+    "pmax": ("max", lax.reduce_max),
+    "pmin": ("min", lax.reduce_min),
+}
+"""Reductions over the axis of a ``vmap``, which have become reductions of dims; ``psum`` over no axes is an identity."""
+
+
+def positional(eqn, ins, outs) -> OpRule:
+    """Every operand has its own dims; those that are reduced leave partial results."""
+    axes = eqn.params["axes"]
+    if any(isinstance(a, str) for a in axes) or eqn.params["axis_index_groups"] is not None:
+        return no_rule(ins, outs)
+    kind, _ = _POSITIONAL[eqn.primitive.name]
+    r = OpRule([], [], strong=not axes, linear=(0,) if kind == "sum" and not axes else ())
+    r.ins = [tuple((r.factor(n, kind if i in axes else "pass_through"),) for i, n in enumerate(shape)) for shape in ins]
+    r.outs = [tuple(d for i, d in enumerate(dims) if i not in axes) for dims in r.ins]
+    return r
+
+
+def _local_positional(at: LocalOp, *xs: Any) -> list[Any]:
+    _, combine = _POSITIONAL[at.op.name]
+    axes = tuple(at.params["axes"])
+    return [combine(x, axes) if axes else x for x in xs]
+
+
+register(*_POSITIONAL, rule=positional, local=_local_positional, reduction=True)
 
 
 def reduce_general(eqn, ins, outs) -> OpRule:

@@ -73,6 +73,10 @@ def max_pool_gradient(x):
     return jax.grad(lambda x: jnp.sum(lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID") ** 2))(x)
 
 
+def over_vmap(fn):
+    return jax.vmap(fn, axis_name="i", out_axes=None)
+
+
 @functools.partial(jax.jit)
 def general_reduce(x, y):
     return lax.reduce((x, y), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (1,))
@@ -179,6 +183,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "all": (lambda x: x.all(1), numbers(4, 6, dtype=bool)),
     "any": (lambda x: x.any(0), numbers(4, 6, dtype=bool)),
     "xor": (lambda x: lax.reduce_xor(x, [1]), numbers(4, 6, dtype=np.int32)),
+    "psum of a vmap": (over_vmap(lambda x: lax.psum((x, 2 * x), "i")), X),
+    "pmax of a vmap": (over_vmap(lambda x: lax.pmax(x, "i")), X),
+    "pmin of a vmap": (over_vmap(lambda x: lax.pmin(x, "i")), X),
     "argmax": (lambda x: jnp.argmax(x, 1), X),
     "argmin": (lambda x: jnp.argmin(x, 0), X),
     "reduce": (general_reduce, X, X + 1),
@@ -457,6 +464,9 @@ SPLIT = [
     "all",
     "any",
     "xor",
+    "psum of a vmap",
+    "pmax of a vmap",
+    "pmin of a vmap",
     "argmax",
     "argmin",
     "cumsum",
