@@ -470,3 +470,20 @@ class Places:
         d = int(np.argmax(steps))
         ring = bool(self.rings[d])
         return Stage(max(2, int(self.extent[d])), _PLACES[d], ring), max(1, int(steps.sum()))
+
+    def links(self, members: Sequence[int], pair: bool) -> frozenset[tuple[str, int]]:
+        """The links that a group of devices uses of each of them: (dimension, way).
+
+        Args:
+          members: of the group.
+          pair: the first sends to the second, the shorter way around a ring; otherwise both ways of every dimension are used.
+        """
+        if not pair:
+            return frozenset((s.dim, way) for s in self.stages(members) for way in (1, -1)) if members else frozenset()
+        a, b = (self.at[n] for n in members[:2])
+        found = set()
+        for d in np.flatnonzero(a != b):
+            ahead = int(b[d] - a[d])
+            back = self.rings[d] and 2 * abs(ahead) > self.extent[d]
+            found.add((_PLACES[d], 1 if (ahead > 0) != back else -1))
+        return frozenset(found)

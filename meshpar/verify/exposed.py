@@ -1,9 +1,10 @@
 """How much of its communication a compiled TPU program leaves exposed, by its own final schedule.
 
 The scheduled instructions of every computation are gone through in order, with a clock. What computes takes the compiler's own
-``estimated_cycles``. An asynchronous collective occupies its links from its start, or from when these are free again, for the
-time that the hardware table gives it; where its end is waited for and has not come, the wait is exposed. A synchronous
-collective is exposed for as long as it takes. Loops multiply; what a loop starts it ends.
+``estimated_cycles``. An asynchronous collective (start and end, a chain of fusions, a call on the SparseCores) occupies its links
+from its start for the time that the hardware table gives it; where its end is waited for and has not come, the wait is
+exposed. Those of one kind over the same devices go one after the other, others that are under way at once share the links that
+both need. A synchronous collective is exposed for as long as it takes. Loops multiply; what a loop starts it ends.
 
 Kernels of which the compiler states no cycles (Pallas) count as nothing: what runs beside them counts as exposed. Local copies are
 not looked at.
@@ -11,6 +12,8 @@ not looked at.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +106,55 @@ def wire_seconds(c: HloCollective, chip: Chip, places: Places) -> float:
     return seconds_of(kind, volume, stages, chip)
 
 
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A collective under way: its queue, the links that it needs, and the seconds that it would yet take alone on them."""
+
+    kind: str
+    queue: Any
+    links: frozenset[tuple[str, int]]
+    left: float
+
+
+class _Wires:
+    """The links of a device: the first collective of every queue is sent, and those that need one link share it."""
+
+    def __init__(self) -> None:
+        self.flights: list[_Flight] = []  # in the order in which they began
+
+    def send(self, kind: str, queue: Any, links: frozenset[tuple[str, int]], seconds: float) -> _Flight:
+        flight = _Flight(kind, queue, links, seconds)
+        if seconds:
+            self.flights.append(flight)
+        return flight
+
+    def pass_by(self, seconds: float) -> None:
+        """Let time pass."""
+        while self.flights and seconds > 0:
+            seconds -= self._step(seconds)
+
+    def until(self, flight: _Flight) -> float:
+        """Let time pass until a collective has ended; returns the seconds."""
+        passed = 0.0
+        while any(f is flight for f in self.flights):
+            passed += self._step(math.inf)
+        return passed
+
+    def _step(self, most: float) -> float:
+        """Go on to the next end of a collective, or for so many seconds; returns the seconds."""
+        heads = list({f.queue: f for f in reversed(self.flights)}.values())
+        users = Counter(link for f in heads for link in f.links)
+        shares = [(f, max((users[link] for link in f.links), default=1)) for f in heads]
+        first, share = min(shares, key=lambda x: x[0].left * x[1])
+        seconds = min(most, first.left * share)
+        for f, n in shares:
+            f.left -= seconds / n
+        if seconds < most:
+            first.left = 0.0  # whatever rounding leaves of it
+        self.flights = [f for f in self.flights if f.left > 0]
+        return seconds
+
+
 class _Timeline:
     def __init__(self, module: Module, chip: Chip, places: Places):
         self.module, self.chip, self.places = module, chip, places
@@ -110,45 +162,43 @@ class _Timeline:
     def run(self, scope: Scope) -> Exposed:
         """One run of a computation, from idle links to idle links."""
         out = Exposed()
-        now = 0.0
-        free: dict[Any, float] = {}  # when links are free again
-        ends: dict[str, tuple[str, float]] = {}  # asynchronous collectives under way: kind, when they end
+        wires = _Wires()
+        flights: dict[str, _Flight] = {}  # asynchronous collectives under way, the last of each start
 
-        def wait(kind: str, end: float) -> None:
-            nonlocal now
-            if end > now:
-                out.wait(kind, end - now)
-                now = end
+        def wait(flight: _Flight) -> None:
+            seconds = wires.until(flight)
+            if seconds:
+                out.wait(flight.kind, seconds)
 
         for i in scope.computation:
             role, sent = self.role(i, scope)
             if role == "done":
-                kind, end = ends.pop(_begun(i, scope, set(ends)), ("", 0.0))
-                wait(kind, end)
+                flight = flights.pop(_begun(i, scope, set(flights)), None)
+                if flight is not None:
+                    wait(flight)
                 continue
             for c in sent:
-                seconds = wire_seconds(c, self.chip, self.places)
-                seconds *= 1 if c.count is None else c.count
+                seconds = wire_seconds(c, self.chip, self.places) * (1 if c.count is None else c.count)
                 out.sent += seconds
+                links = self.places.links(c.members or (), c.op == "collective-permute")
+                kind = f"{c.op} (async)" if role == "start" else c.op
+                flight = wires.send(kind, (c.op, c.members), links, seconds)
                 if role == "start":
-                    links = (c.op, c.members)
-                    free[links] = max(now, free.get(links, 0.0)) + seconds
-                    ends[i.name] = f"{c.op} (async)", free[links]
+                    flights[i.name] = flight
                 else:
-                    out.wait(c.op, seconds)
-                    now += seconds
+                    wait(flight)
             if i.opcode in ("while", "conditional", "call"):
                 inner = self.inner(i, scope)
                 out.add(inner, 1)
-                now += inner.schedule
+                wires.pass_by(inner.schedule)
                 continue
             cycles = estimate(i)
             if cycles:
-                now += cycles / self.chip.clock
+                wires.pass_by(cycles / self.chip.clock)
                 out.compute += cycles / self.chip.clock
                 out.products += cycles * self.multiplies(i)
-        for kind, end in ends.values():
-            wait(kind, end)
+        for flight in flights.values():
+            wait(flight)
         return out
 
     def role(self, i: Instruction, scope: Scope) -> tuple[str, list[HloCollective]]:
@@ -168,9 +218,9 @@ class _Timeline:
         c = collective_of(self.module, i, scope)
         if c is not None:
             return ("start" if i.opcode.endswith("-start") else ""), [c]
-        if i.opcode == "async-start":
+        if i.opcode in ("async-start", "call-start"):
             found = inside(self.module, i, scope)
-            return ("start" if found else ""), found[:1]
+            return ("start" if found else ""), found if i.opcode == "call-start" else found[:1]
         return "", []
 
     def instructions(self, i: Instruction) -> list[Instruction]:

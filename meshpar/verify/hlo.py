@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .hlo_text import Instruction, Module, arrays, byte_size, closing, parse
+from .hlo_text import CALLS, Instruction, Module, arrays, byte_size, closing, parse
 from .loops import Scope, trip_count
 
 KINDS = (
@@ -75,7 +75,10 @@ class HloCollective:
 
 @dataclass(slots=True)
 class Run:
-    """An instruction, how often it runs (None: a loop's trips are not known), and where it stands."""
+    """An instruction, how often it runs (None: a loop's trips are not known), and where it stands.
+
+    ``fused``: inside a fusion, or on another thread, where the cycles of what computes are not those of the program.
+    """
 
     instruction: Instruction
     scope: Scope
@@ -144,11 +147,11 @@ def _visit(
                 if (inner := scope.inner(name, ())) is not None
             ]
             yield from max(branches, key=cost, default=[])
-        elif i.opcode in ("fusion", "call", "async-start", "custom-call") and i.called:
+        elif i.opcode in ("fusion", "async-start", "custom-call", *CALLS) and i.called:
             inner = scope.inner(i.called, [lambda x=x: scope.value(x) for x in i.operands])
             if inner:
                 within = scattered or "all-reduce-scatter" in inner.computation.name
-                yield from _visit(inner, count, fused or i.opcode == "fusion", within, cost)
+                yield from _visit(inner, count, fused or i.opcode in ("fusion", "call-start"), within, cost)
 
 
 def branches_of(i: Instruction) -> list[str]:

@@ -14,6 +14,8 @@ _NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _END = re.compile(r"^\}(, execution_thread.*)?\s*$")
 _COMMENT = re.compile(r"/\*.*?\*/")
+CALLS = ("call", "call-start")
+"""Opcodes of calls; those with ``-start`` run on another thread, as what a TPU's SparseCores send does."""
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 
 
@@ -39,7 +41,7 @@ class Instruction:
     @property
     def called(self) -> str | None:
         """The computation that a fusion, call or asynchronous start runs."""
-        return self.attribute("calls") or (self.attribute("to_apply") if self.opcode == "call" else None)
+        return self.attribute("calls") or (self.attribute("to_apply") if self.opcode in CALLS else None)
 
     @property
     def op_name(self) -> str:

@@ -1,12 +1,14 @@
 """Exposed communication of small scheduled programs: asynchronous pairs, shared links, loops, synchronous collectives."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from meshpar.hardware.chips import CHIPS
 from meshpar.hardware.topology import Places
 from meshpar.verify.exposed import exposed, wire_seconds
-from meshpar.verify.hlo import collectives
+from meshpar.verify.hlo import collectives, cycles
 
 CHIP = CHIPS["v5e"]
 RATE = 4.5e10 * 0.8  # bytes/s of a link one way, as the table has it
@@ -152,6 +154,44 @@ def test_a_gather_spread_over_fusions_is_counted_once_from_its_start_to_its_end(
     assert found.sent == pytest.approx(4 * MB * 3 / 4 / (2 * RATE))
     assert found.seconds == pytest.approx(found.sent - 4e-5)
     assert found.products == 60_000
+
+
+def test_collectives_of_several_kinds_share_the_links_that_both_need():
+    gather = (
+        "  %g = (f32[1024,1024], f32[4096,1024]) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}\n"
+    )
+    whole = 4 * MB * 3 / 4 / (2 * RATE)
+    ends = done("d", "s") + "  %e = f32[4096,1024] all-gather-done(%g)\n" + ROOT
+    found = exposed(program(start("s") + gather + ends), CHIP, places())
+    assert found.sent == pytest.approx(whole + HOP)
+    assert found.seconds == pytest.approx(whole + HOP)
+    assert found.by_kind["collective-permute (async)"] == pytest.approx(2 * HOP)  # at half the rate
+    # of devices that differ along another dimension, none
+    square = np.zeros((4, 5), int)
+    square[:, :2] = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    apart = program(start("s", "{{0,1},{1,0},{2,3},{3,2}}") + gather.replace("0,1,2,3", "0,2},{1,3") + ends)
+    found = exposed(apart, CHIP, Places(square, (False,) * 5))
+    assert found.sent == pytest.approx(3 * HOP)
+    assert found.seconds == pytest.approx(2 * HOP)
+
+
+def test_what_the_sparse_cores_send_beside_the_program():
+    """Gradients of a layer's MLP, scattered over x (two behind the next product, one behind nothing), and the next stage over y."""
+    text = (Path(__file__).parent / "sparse_core.hlo.txt").read_text()
+    at = np.zeros((128, 5), int)
+    at[:, :3] = list(np.ndindex(4, 4, 8))
+    v5p, whole = CHIPS["v5p"], 14336 * 4096 * 2 * 3 / 4
+    sent = collectives(text)
+    assert [(c.op, c.group, c.count) for c in sent] == [("reduce-scatter", 4, 1)] * 4
+    assert sum(c.total_bytes for c in sent) == 3 * whole + whole / 4
+    assert cycles(text) == 3 * 1_899_284
+
+    found = exposed(text, v5p, Places(at, (True, True, True, False, False)))
+    stage = whole / (2 * 9e10 * v5p.link_efficiency)
+    assert stage < 1_899_284 / v5p.clock
+    assert found.sent == pytest.approx(3.25 * stage)
+    assert found.by_kind == pytest.approx({"reduce-scatter (async)": 1.25 * stage})
+    assert found.compute == pytest.approx(3 * 1_899_284 / v5p.clock)
 
 
 def test_far_hops_take_every_link_on_the_way():
