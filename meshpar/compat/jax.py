@@ -52,21 +52,29 @@ def source_line(eqn: Any, libraries: bool = True) -> str:
     """``file.py:12 (function)`` of the user's line that made an equation: the innermost one outside installed packages, else,
     with ``libraries``, the innermost one of a package; "" where JAX knows none, as within a function that it compiles by
     itself, whose call has the line."""
+    found = next(filter(None, _innermost(eqn.source_info.traceback)[: 1 + libraries]), None)
+    if found is None:
+        return ""
+    file, line, function = found
+    name = os.path.relpath(file) if file.startswith(os.getcwd()) else file
+    return f"{name}:{line} ({function})"
+
+
+@functools.lru_cache(2**13)
+def _innermost(traceback: Any) -> tuple[tuple[str, int, str] | None, tuple[str, int, str] | None]:
+    """(file, line, function) of the innermost frame outside installed packages, and of the innermost that is not ours."""
     from jax._src import source_info_util
 
-    info = eqn.source_info
-    try:
-        frames = list(source_info_util.user_frames(info.traceback))
-    except Exception:  # another version's signature
-        with contextlib.suppress(Exception):
-            return source_info_util.summarize(info)
-        return ""
-    frames = [f for f in frames if not f.file_name.startswith(OURS)]
-    own = [f for f in frames if not any(p in f.file_name for p in PACKAGES)]
-    for f in (*own[:1], *frames[: int(libraries)]):
-        name = os.path.relpath(f.file_name) if f.file_name.startswith(os.getcwd()) else f.file_name
-        return f"{name}:{f.start_line} ({f.function_name.rsplit('.', 1)[-1]})"
-    return ""
+    own = anyone = None
+    for f in source_info_util.user_frames(traceback):
+        if f.file_name.startswith(OURS):
+            continue
+        found = f.file_name, f.start_line, f.function_name.rsplit(".", 1)[-1]
+        anyone = anyone or found
+        if not any(p in f.file_name for p in PACKAGES):
+            own = found
+            break
+    return own, anyone
 
 
 def user_line(error: BaseException) -> str | None:
