@@ -347,15 +347,20 @@ def with_weak_type(x: Any, weak: bool) -> Any:
     return x if x.aval.weak_type == weak else _convert_element_type(x, x.dtype, weak_type=weak)
 
 
+@functools.lru_cache(2**12)
+def _text(name_stack: Any) -> str:
+    return str(name_stack)
+
+
 def pass_of(eqn: Any) -> str | None:
     """``forward`` or ``backward`` for what ``jax.grad`` made of a function, from its name stack; None for the rest."""
-    stack = str(eqn.source_info.name_stack)
+    stack = _text(eqn.source_info.name_stack)
     return "backward" if "transpose(" in stack else "forward" if "jvp(" in stack else None
 
 
 def in_recomputation(eqn: Any) -> bool:
     """Whether an equation does again, for a backward pass, what a rematerialised body did in the forward pass."""
-    return "rematted_computation" in str(eqn.source_info.name_stack)
+    return "rematted_computation" in _text(eqn.source_info.name_stack)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

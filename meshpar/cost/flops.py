@@ -69,9 +69,11 @@ def product_sizes(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int
     return batch, m, n, k
 
 
-@once_per_plan
 def model_flops(plan: Plan) -> float:
     """FLOPs of the program's products on whole arrays, recomputation left out."""
+    memo = plan.program.memo
+    if model_flops in memo:
+        return memo[model_flops]
 
     def of(frame: Frame, count: int) -> float:
         total = 0.0
@@ -82,7 +84,8 @@ def model_flops(plan: Plan) -> float:
                 total += count * (_product_flops(op.eqn) if op.name in PRODUCTS else opaque_flops(op))
         return total
 
-    return of(plan.program.root, 1)
+    found = memo[model_flops] = of(plan.program.root, 1)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from ..rules import having
 
 VIEWS = having(lambda p: p.view)
 FUSED = having(lambda p: p.fusible) | {"one_hot!"}
+SLICES = frozenset({"slice", "dynamic_slice", "gather"})
 PRODUCTS = having(lambda p: p.product)
 _TAKES = having(lambda p: p.reduction or p.product) | {
     "stack!"
@@ -41,6 +42,7 @@ class Item:
       must: some reader takes arrays only.
       bases: the array that it follows from, rows and scalars aside: itself where there are two; none where there is none.
       stored: it is in memory.
+      sliced: one of :data:`SLICES` reads it.
       through: kernels that can compute it do so, though it is in memory for others.
       last: where it is read last in its region.
     """
@@ -55,6 +57,7 @@ class Item:
         "node",
         "readers",
         "roots",
+        "sliced",
         "stored",
         "through",
         "value",
@@ -70,6 +73,7 @@ class Item:
         self.last = -1
         self.readers: list[Node] = []
         self.through = False
+        self.sliced = False
         self.bases: tuple[Item, ...] = (self,)
 
 

@@ -14,7 +14,7 @@ from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import Barrier, Body, Branch, Call, Loop, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op, Value
-from .fusion import FUSED, VIEWS, Item, Node, Region, fuse
+from .fusion import FUSED, SLICES, VIEWS, Item, Node, Region, fuse
 from .memo import once_per_plan
 from .tiles import Tiles
 
@@ -71,6 +71,9 @@ class _Reader:
 
     def node(self, name: str, step: Step | None, op: Op | None, ins: Sequence[Item | None]) -> Node:
         node = Node(name, step, op, [i for i in ins if i is not None], self.position)
+        if name in SLICES:
+            for item in node.ins:
+                item.sliced = True
         self.region.nodes.append(node)
         return node
 

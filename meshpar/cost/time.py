@@ -16,7 +16,7 @@ from ..plan.steps import Reduce, Reshard, Run
 from ..program.ir import Op
 from .flight import ahead_of, behind
 from .flops import local_opaque_flops, model_flops, padded_flops
-from .fusion import Item, Node, Region, line_of
+from .fusion import SLICES, Item, Node, Region, line_of
 from .kernels import kernels_of
 from .memo import once_per_plan
 from .memory import kinds_of
@@ -157,7 +157,7 @@ def kernels_with_counts(region: Region, count: int = 1, loop: int = 0) -> Iterat
 
 def read_bytes(node: Node, item: Item) -> float:
     """What a kernel reads of an array: all of it, or of a stack the slice that it works on."""
-    if any(item is i for i in node.ins):
+    if not item.sliced or any(item is i for i in node.ins):
         return item.bytes
     todo, least = list(node.ins), item.bytes
     seen: set[int] = set()
@@ -166,7 +166,7 @@ def read_bytes(node: Node, item: Item) -> float:
         if id(i) in seen or i.stored or i.node is None:
             continue
         seen.add(id(i))
-        if i.node.name in ("slice", "dynamic_slice", "gather") and any(j is item for j in i.node.ins):
+        if i.node.name in SLICES and any(j is item for j in i.node.ins):
             least = min(least, i.bytes)
         todo += i.node.ins
     return least

@@ -48,7 +48,7 @@ from ..plan.steps import (
     in_order,
     rewritten,
 )
-from ..program.ir import Frame, Op, Value
+from ..program.ir import Frame, Op, Program, Value
 
 MODES = ("auto", "xla", "ring", "pallas", "off")
 """``auto``: by cost, of ``xla`` and ``ring``; ``xla``, ``ring``: that way wherever it is possible; ``pallas``: by the fused TPU
@@ -314,42 +314,49 @@ class Free:
     """
 
     def __init__(self, plan: Plan, taken: set[Run]):
-        self.runs = plan.runs
+        self.program, self.runs = plan.program, plan.runs
         self.taken = {run.op for run in taken}
-        self.bodies: dict[Frame, _Reach] = {}
-        ops: dict[Frame, list[Op]] = {}
-        for op in plan.program.root.walk():
-            ops.setdefault(home_of(op.frame), []).append(op)
-        self.ops = ops
+        self.left: dict[Frame, int] = {}
 
     def _body(self, home: Frame) -> _Reach:
-        if home not in self.bodies:
-            ops = self.ops.get(home, [])
-            mine = [op.name in PRODUCTS and op in self.runs and op not in self.taken for op in ops]
-            self.bodies[home] = _Reach(ops, mine)
-        return self.bodies[home]
+        reach = _reach(self.program, home)
+        if home not in self.left:
+            self.left[home] = reach.bits(op for op in reach.products if op in self.runs and op not in self.taken)
+        return reach
 
     def beside(self, pair: Pair, home: Frame, users: Sequence[Op]) -> list[Run]:
         """The products that can run while a value is gathered for some ops."""
         body = self._body(home)
-        return [self.runs[op] for op in body.neither(pair.value.op, users)]
+        return [self.runs[op] for op in body.neither(self.left[home], pair.value.op, users)]
 
     def take(self, home: Frame, runs: Iterable[Run]) -> None:
         """Let products hide a gather: they hide no other."""
-        self._body(home).remove(run.op for run in runs)
+        body = self._body(home)
+        self.left[home] &= ~body.bits(run.op for run in runs)
+
+
+def _reach(program: Program, home: Frame) -> _Reach:
+    """What a body's ops reach, worked out once for every layout."""
+    found = program.memo.get(_Reach)
+    if found is None:
+        ops: dict[Frame, list[Op]] = {}
+        for op in program.root.walk():
+            ops.setdefault(home_of(op.frame), []).append(op)
+        found = program.memo[_Reach] = {frame: _Reach(mine) for frame, mine in ops.items()}
+    return found.get(home) or _Reach([])
 
 
 class _Reach:
     """Which ops of a body come before which, as bits of integers.
 
     Args:
-      ops: of the body, in order; wanted: those that are asked for.
+      ops: of the body, in order.
     """
 
-    def __init__(self, ops: Sequence[Op], wanted: Sequence[bool]):
+    def __init__(self, ops: Sequence[Op]):
         self.ops = ops
         self.place = {op: k for k, op in enumerate(ops)}
-        self.left = sum(1 << k for k, yes in enumerate(wanted) if yes)
+        self.products = [op for op in ops if op.name in PRODUCTS]
         makers = [
             {self.place[v.op] for v in op.ins if v is not None and v.op in self.place} - {k} for k, op in enumerate(ops)
         ]
@@ -362,8 +369,12 @@ class _Reach:
             for i in makers[k]:
                 self.after[i] |= self.after[k] | (1 << k)
 
-    def neither(self, made_by: Op | None, users: Sequence[Op]) -> Iterator[Op]:
-        """The wanted ops that neither lead to an op nor follow from some others."""
+    def bits(self, ops: Iterable[Op]) -> int:
+        """A set of ops of the body."""
+        return sum(1 << self.place[op] for op in ops)
+
+    def neither(self, wanted: int, made_by: Op | None, users: Sequence[Op]) -> Iterator[Op]:
+        """Of a set of ops those that neither lead to an op nor follow from some others."""
         gone = 0
         if made_by in self.place:
             k = self.place[made_by]
@@ -371,15 +382,11 @@ class _Reach:
         for op in users:
             if op in self.place:
                 gone |= self.after[self.place[op]] | (1 << self.place[op])
-        left = self.left & ~gone
+        left = wanted & ~gone
         while left:
             low = left & -left
             yield self.ops[low.bit_length() - 1]
             left ^= low
-
-    def remove(self, ops: Iterable[Op]) -> None:
-        for op in ops:
-            self.left &= ~(1 << self.place[op])
 
 
 def home_of(frame: Frame) -> Frame:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from ..layout import SCOPES, Layout, Spec, claim
 from ..program.ir import Op, Program, Value
@@ -12,6 +14,35 @@ from ..rules import ELEMENTWISE, OpRule
 
 Names = tuple[str, ...]
 MOST_TRIED = 512
+
+
+@dataclass(frozen=True)
+class _Question:
+    """All of an op that its claims depend on: ops of equal questions are split alike under every layout.
+
+    Attributes:
+      items: (names, size) of every factor, as :func:`meshpar.layout.claim` takes them.
+      groups: of :func:`own_groups`.
+      leaders: of every factor the one that it is split like.
+      nested: of :func:`_nested`; sizes: of every factor.
+    """
+
+    items: tuple[tuple[Names, int], ...]
+    groups: tuple[frozenset[int], ...]
+    leaders: tuple[int, ...]
+    nested: tuple[tuple[int, int], ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.items, self.groups, self.leaders, self.nested, self.sizes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def linked(self, axes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """The axes of every factor, those of leaders for the factors that follow them."""
+        return [axes[f] for f in self.leaders]
 
 
 class Claims:
@@ -25,6 +56,7 @@ class Claims:
         self.notes: list[str] = []
         self._by_nodes: dict[object, Spec] = {}
         self._memo: dict[object, tuple[tuple[tuple[str, ...], ...], dict[int, int]]] = {}
+        self._answers: dict[tuple[_Question, tuple[str, ...]], list[tuple[str, ...]]] = {}
 
     def scopes_of(self, value: Value) -> tuple[str, ...]:
         return self.scopes.get(value, ())
@@ -73,14 +105,23 @@ class Claims:
 
     def elementwise(self, op: Op, out: Value) -> Spec:
         """The spec in which an elementwise op works: its result's, unless annotated operands call its dims otherwise."""
-        annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
-        if not annotated and not self.scoped:
+        items = self.program.memo.get(("elementwise", op), False)
+        if items is False:
+            items = self.program.memo["elementwise", op] = self._elementwise_items(op, out)
+        if items is None and not self.scoped:
             return self.value(out)
+        return self.items(items or self.value_items(out), self.op_scopes(op, [out]))[0]
+
+    def _elementwise_items(self, op: Op, out: Value) -> tuple[tuple[Names, int], ...] | None:
+        """(names, size) of the dims of an elementwise op with annotated operands; None: there are none."""
+        annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
+        if not annotated:
+            return None
         items = []
         for i, (names, size) in enumerate(self.value_items(out)):
             given = tuple(dict.fromkeys(v.annotation[i] for v in annotated if v.annotation and v.annotation[i]))
             items.append((given, out.shape[i]) if given else (names, size))
-        return self.items(tuple(items), self.op_scopes(op, [out]))[0]
+        return tuple(items)
 
     def factor_names(self, op: Op) -> list[Names]:
         """The names of every factor of an op: those of annotated operands and results, else of the joined classes.
@@ -130,6 +171,21 @@ class Claims:
         Args:
           cost: bytes moved by a choice; where given and the layout resolves by cost, the cheapest choice is taken.
         """
+        assert op.rule is not None
+        asked = self.program.memo.get(("question", op))
+        if asked is None:
+            asked = self.program.memo["question", op] = self._question(op, names)
+        if cost is None or self.layout.resolve != "cost":
+            found = self._answers.get((asked, scopes))
+            if found is None:
+                axes = self._claimed(asked.groups, asked.items, scopes)
+                found = self._answers[asked, scopes] = blocks_only(op.rule, asked.linked(axes), self.sizes)
+            return list(found)
+        axes = self._claimed(asked.groups, asked.items, scopes)
+        axes = self._cheapest(op, asked.items, scopes, axes, lambda choice: cost(asked.linked(choice)))
+        return blocks_only(op.rule, asked.linked(axes), self.sizes)
+
+    def _question(self, op: Op, names: list[Names]) -> _Question:
         rule = op.rule
         assert rule is not None
         follows = {b: a for a, b in rule.sharded_like}
@@ -142,24 +198,19 @@ class Claims:
             (() if kind == "need_replication" or f in follows else n, size)
             for f, (n, size, kind) in enumerate(zip(names, fit, rule.kinds, strict=True))
         )
-
-        def linked(axes: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-            return [axes[follows.get(f, f)] for f in range(len(axes))]
-
-        axes = self._claimed(rule, items, scopes)
-        if cost is not None and self.layout.resolve == "cost":
-            axes = self._cheapest(op, items, scopes, axes, lambda choice: cost(linked(choice)))
-        return blocks_only(rule, linked(axes), self.sizes)
+        groups = tuple(map(frozenset, own_groups(rule)))
+        leaders = tuple(follows.get(f, f) for f in range(len(items)))
+        asked = _Question(items, groups, leaders, _nested(rule), tuple(rule.sizes))
+        return self.program.memo.setdefault(asked, asked)
 
     def _claimed(
-        self, rule: OpRule, items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]
+        self, groups: Sequence[frozenset[int]], items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]
     ) -> list[tuple[str, ...]]:
         """The claims of an op's factors.
 
         Own factors that never stand in one array (tokens, experts) may be split over the same axis: the op exchanges them.
         So each such group claims beside the other factors by itself; the others keep what they get beside all groups.
         """
-        groups = own_groups(rule)
         if len(groups) < 2:
             return list(self.items(items, scopes)[0])
         every = {f for group in groups for f in group}
@@ -238,13 +289,18 @@ def own_groups(rule: OpRule) -> list[set[int]]:
     return groups
 
 
+def _nested(rule: OpRule) -> tuple[tuple[int, int], ...]:
+    """(major, minor) of the factors that stand next to each other in one dim."""
+    return tuple(pair for dims in (*rule.ins, *rule.outs) for factors in dims for pair in itertools.pairwise(factors))
+
+
 def blocks_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Drop axes of factors that would not cut their dim in blocks: a minor factor, unless all before it are cut to 1.
 
     What is dropped in one array may be major to another factor in the next, so this goes on until nothing changes.
     """
     axes = list(axes)
-    pairs = [pair for dims in (*rule.ins, *rule.outs) for factors in dims for pair in itertools.pairwise(factors)]
+    pairs = _nested(rule)
 
     def cuts_no_block(major: int, minor: int) -> bool:
         return bool(axes[minor]) and math.prod(sizes[a] for a in axes[major]) != rule.sizes[major]

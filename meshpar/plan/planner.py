@@ -320,8 +320,10 @@ class _Planner:
 
     def is_free(self, op: Op) -> bool:
         """Whether an op follows from no data, so that each device makes the part of its results that it needs."""
-        free = all(v is None or v in self.free for v in op.ins)
-        return free and bool(op.outs) and op.name != "random_bits" and not op.eqn.effects
+        for v in op.ins:
+            if v is not None and v not in self.free:
+                return False
+        return bool(op.outs) and op.name != "random_bits" and not op.eqn.effects
 
     def made_from_no_data(self, value: Value, spec: Spec) -> None:
         self.free.add(value)

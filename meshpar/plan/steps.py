@@ -273,7 +273,8 @@ class Run(Step):
 
     @property
     def reads(self) -> tuple[Shard, ...]:
-        return tuple(s for s in self.operands if s is not None)
+        operands = self.operands
+        return operands if None not in operands else tuple(s for s in operands if s is not None)  # type: ignore[return-value]
 
     @property
     def makes(self) -> tuple[Shard, ...]:
@@ -432,7 +433,9 @@ def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tup
       outputs: what is read after them.
     """
     maker: dict[Shard, Step] = {}
+    floating: list[bool] = []
     for step in steps:
+        floating.append(is_floating(step))
         for shard in step.makes:
             maker.setdefault(shard, step)
     out: list[Step] = []
@@ -453,9 +456,14 @@ def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tup
                 out.append(step)
                 todo.pop()
 
-    for step in steps:
-        if step not in done and not is_floating(step):
+    for step, floats in zip(steps, floating, strict=True):
+        if floats or step in done:
+            continue
+        if any(s in maker and maker[s] not in done for s in step.reads):
             place(step)
+        else:
+            done.add(step)
+            out.append(step)
     for shard in outputs:
         needed = None if shard is None else maker.get(shard)
         if needed is not None and needed not in done:

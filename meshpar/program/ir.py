@@ -17,6 +17,7 @@ class Value:
 
     Attributes:
       aval: shape and dtype.
+      shape: of the aval.
       nodes: a node of the unifier for every dim (-1 where the size is 1).
       annotation: names the user gave this very value, or None.
       explicit: a spec the user put on it (``with_sharding_constraint`` over axes), or None.
@@ -25,17 +26,14 @@ class Value:
       op: the op that makes it; None for inputs.
     """
 
-    __slots__ = ("__weakref__", "annotation", "aval", "explicit", "kind", "nodes", "op", "path")
+    __slots__ = ("__weakref__", "annotation", "aval", "explicit", "kind", "nodes", "op", "path", "shape")
 
     def __init__(self, aval: Any, nodes: Nodes, annotation: Dims | None = None, op: Op | None = None):
         self.aval, self.nodes, self.annotation, self.op = aval, nodes, annotation, op
+        self.shape: tuple[int, ...] = aval.shape
         self.explicit: tuple[tuple[str, ...], ...] | None = None
         self.path: str | None = None
         self.kind: str | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.aval.shape
 
     def __repr__(self) -> str:
         return f"Value({self.path or ''}{list(self.aval.shape)})"
@@ -45,7 +43,7 @@ class Op:
     """One equation at one call site.
 
     Attributes:
-      eqn: the jaxpr equation.
+      eqn: the jaxpr equation; name: of its primitive.
       ins: its operands (None for literals).
       outs: its results.
       rule: its factor rule; None for elementwise ops (factor i is dim i) and for control flow.
@@ -53,17 +51,14 @@ class Op:
       frame: the frame that it stands in.
     """
 
-    __slots__ = ("__weakref__", "eqn", "frame", "frames", "ins", "outs", "rule")
+    __slots__ = ("__weakref__", "eqn", "frame", "frames", "ins", "name", "outs", "rule")
 
     def __init__(self, eqn: Any, frame: Frame, ins: list[Value | None]):
         self.eqn, self.frame, self.ins = eqn, frame, ins
+        self.name: str = eqn.primitive.name
         self.outs: list[Value] = []
         self.rule: OpRule | None = None
         self.frames: list[Frame] = []
-
-    @property
-    def name(self) -> str:
-        return self.eqn.primitive.name
 
     @property
     def source(self) -> str:
