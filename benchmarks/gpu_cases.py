@@ -81,23 +81,23 @@ def _matmul(kernel: str, shape: str) -> Case:
         return lambda lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes, implementation=implementation)
 
     if kernel == "swiglu":
-        wide, scale = ((s.groups, s.k, 2 * s.n), BF16), ((s.m,), F32)
+        scale = ((s.m,), F32)
 
         def swiglu(implementation):
-            def call(lhs, rhs, scale, sizes):
+            def call(lhs, gate, up, scale, sizes):
                 return grouped_matmul(
-                    lhs, rhs, sizes, activation="swiglu", row_scale=scale, implementation=implementation
+                    lhs, (gate, up), sizes, activation="silu", row_scale=scale, implementation=implementation
                 )
 
             return call
 
-        def ragged_swiglu(lhs, rhs, scale, sizes):
-            gate, up = jnp.split(jax.lax.ragged_dot(lhs, rhs, sizes), 2, axis=-1)
+        def ragged_swiglu(lhs, gate, up, scale, sizes):
+            gate, up = (jax.lax.ragged_dot(lhs, matrix, sizes) for matrix in (gate, up))
             return (jax.nn.silu(gate.astype(F32)) * up * scale[:, None]).astype(lhs.dtype)
 
         others = {"reference": swiglu("reference"), "xla loop": swiglu("xla"), "ragged_dot": ragged_swiglu}
-        arguments = [lhs, wide, scale, sizes]
-        return Case(arguments, swiglu("pallas"), others, 2 * s.flops, _nbytes([lhs, wide, out]))
+        arguments = [lhs, rhs, rhs, scale, sizes]
+        return Case(arguments, swiglu("pallas"), others, 2 * s.flops, _nbytes([lhs, rhs, rhs, out]))
     total = _nbytes([lhs, rhs, out])
     if kernel == "forward":
         others = {"reference": ours("reference"), "xla loop": ours("xla"), "ragged_dot": jax.lax.ragged_dot}

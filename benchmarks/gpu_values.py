@@ -66,10 +66,11 @@ def cases() -> Iterator[tuple[str, Callable[[], float]]]:
         yield f"grouped_matmul_transpose, {name}", lambda sizes=sizes: transpose(sizes)
     sizes = SIZES["uneven"]
     yield "grouped_matmul, transpose_rhs", lambda: product(sizes, transpose_rhs=True)
-    yield "grouped_matmul, swiglu", lambda: product(sizes, activation="swiglu")
+    yield "grouped_matmul, swiglu", lambda: product(sizes, activation="silu")
+    yield "grouped_matmul, geglu", lambda: product(sizes, activation="gelu")
     scaled = {"row_scale": normal(ROWS, dtype=jnp.float32)}
     yield "grouped_matmul, row_scale", lambda: product(sizes, **scaled)
-    both = scaled | {"activation": "swiglu", "transpose_rhs": True, "group_offset": 1}
+    both = scaled | {"activation": "silu", "transpose_rhs": True, "group_offset": 1}
     yield "grouped_matmul, everything", lambda: product(sizes, **both)
     indices = jnp.asarray([*RNG.integers(0, 50, ROWS - 2), -1, 50], jnp.int32)
     yield "grouped_matmul, lhs_indices", lambda: product(sizes, rows=50, lhs_indices=indices)
@@ -95,11 +96,13 @@ def cases() -> Iterator[tuple[str, Callable[[], float]]]:
 def product(sizes, *, rows=ROWS, k=K, n=N, dtype=jnp.bfloat16, out_dtype=None, **options) -> float:
     """Of `grouped_matmul`, with NaN in the rows of no group."""
     groups = 2 if "group_offset" in options else len(sizes)
-    wide = 2 * n if "activation" in options else n
     lhs = normal(rows, k, dtype=dtype)
     if "lhs_indices" not in options:
         lhs = lhs.at[min(sum(sizes), rows) :].set(jnp.nan)
-    rhs = normal(groups, wide, k, dtype=dtype) if options.get("transpose_rhs") else normal(groups, k, wide, dtype=dtype)
+    shape = (groups, n, k) if options.get("transpose_rhs") else (groups, k, n)
+    rhs = normal(*shape, dtype=dtype)
+    if "activation" in options:
+        rhs = (rhs, normal(*shape, dtype=dtype))
     got = grouped_matmul(lhs, rhs, jnp.asarray(sizes), implementation=kernel(), out_dtype=out_dtype, **options)
     return error(got, oracle.grouped_matmul(lhs, rhs, sizes, **options))
 

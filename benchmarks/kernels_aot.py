@@ -108,12 +108,12 @@ def build(kernel: str, shape: str):
 
         both = [lhs, rhs, out, sizes]
         if kernel == "swiglu":
-            wide, scale = ((s.groups, s.k, 2 * s.n), bf16), ((s.m,), f32)
 
-            def swiglu(lhs, rhs, sizes, scale):
-                return grouped_matmul(lhs, rhs, sizes, activation="swiglu", row_scale=scale, implementation="pallas")
+            def swiglu(lhs, gate, up, sizes, scale):
+                how = {"activation": "silu", "row_scale": scale, "implementation": "pallas"}
+                return grouped_matmul(lhs, (gate, up), sizes, **how)
 
-            return swiglu, [lhs, wide, sizes, scale], 2 * s.flops
+            return swiglu, [lhs, rhs, rhs, sizes, ((s.m,), f32)], 2 * s.flops
         if kernel.startswith("gathered"):
             how, tokens, indices = kernel.split()[1], ((s.m // 8, s.k), bf16), ((s.m,), i32)
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from meshpar_kernels import _compat
 
-__all__ = ["DEFAULT_KERNELS", "VARIABLE", "Unsupported", "dispatch", "refuse_sharded"]
+__all__ = ["DEFAULT_KERNELS", "VARIABLE", "Unsupported", "by_default", "dispatch", "refuse_sharded"]
 
 VARIABLE = "MESHPAR_KERNELS"
 """Environment variable: "pallas" or "reference", see `dispatch`. It is read when a program is traced."""
@@ -67,7 +67,7 @@ def dispatch(
         return usable[implementation](*args)
     kernels = {PLATFORM_OF[name]: f for name, f in usable.items() if name in PLATFORM_OF}
     if implementation is None:
-        if not kernels or not _by_default(op):
+        if not kernels or not by_default(op):
             return usable[fallback](*args)
         return lax.platform_dependent(*args, default=usable[fallback], **kernels)
     if implementation == "pallas":
@@ -83,7 +83,7 @@ def dispatch(
     raise ValueError(f"{op}: no implementation {implementation!r}; there are {names}")
 
 
-def _by_default(op: str) -> bool:
+def by_default(op: str) -> bool:
     """Whether None takes the kernel."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "pallas", "reference"):

@@ -10,9 +10,10 @@ from jax import lax
 
 from meshpar_kernels.dispatch import reference
 from meshpar_kernels.dispatch.exchange import KERNELS, exchange_slots, move_rows
-from meshpar_kernels.dispatch.plan import Dispatch, sort_choices, window
+from meshpar_kernels.dispatch.plan import Dispatch, Sorted, merge, window
 from meshpar_kernels.dispatch.rows import choices_to_rows, spread, sum_back
 from meshpar_kernels.dispatch.runs import Axes, clip
+from meshpar_kernels.routing.plan import RoutePlan
 
 __all__ = ["expert_combine", "expert_dispatch", "ragged_all_to_all"]
 
@@ -104,10 +105,11 @@ def ragged_all_to_all(
 
 def expert_dispatch(
     x: jax.Array,
-    expert: jax.Array,
+    expert: jax.Array | RoutePlan,
     *,
-    experts: int,
+    experts: int | None = None,
     weight: jax.Array | None = None,
+    copy: bool = True,
     axis_name: Axes | None = None,
     rows: int | None = None,
     first: jax.Array | int = 0,
@@ -129,10 +131,13 @@ def expert_dispatch(
 
     Args:
       x: [T, H], this device's tokens.
-      expert: int [T, k]; anything outside of 0…E-1 is no choice.
-      experts: E, a multiple of the number of devices.
+      expert: int [T, k]; anything outside of 0…E-1 is no choice. Or the plan of `route`, which has ranked the choices, so
+        that nothing is sorted (but with "ring", what comes); what it drops is no choice.
+      experts: E, a multiple of the number of devices; of a plan its own.
       weight: float32 [T, k], sent along to scale the rows where the experts are (`Dispatch.row_scale`): the backward pass
         then needs no row of the result. None: see `expert_combine`.
+      copy: False leaves the rows as they arrive: the product with the experts' first matrices copies them, by
+        `Dispatch.lhs_indices` and `Dispatch.lhs_rows`.
       axis_name: mesh axis that the experts, and the tokens, are split over; several count as one, the first major.
       rows: see above; None: no load is too much (a2a, and T·k·devices for the others).
       first: int32 [], place of the first choice in this window among those for one device (a2a) or in this buffer.
@@ -143,13 +148,22 @@ def expert_dispatch(
 
     Returns:
       (buffer [R, H], `Dispatch`): R = devices·rows (a2a) or rows; the first rows of the buffer are those of this device's
-      first expert, and so on, `Dispatch.group_sizes` of each; rows not in use are 0. Differentiable in x and weight.
+      first expert, and so on, `Dispatch.group_sizes` of each; rows not in use are 0. Without `copy` what arrived: [T, H]
+      (local), [devices·T, H] (ring) or [R, H] (a2a; rows not in use hold anything). Differentiable in x and weight.
 
     Raises:
       ValueError: shapes or options that do not fit.
       NotImplementedError: a kernel that was asked for cannot take these arguments; with every reason.
     """
     op = "expert_dispatch"
+    plan = None
+    if isinstance(expert, RoutePlan):
+        plan, expert = expert, expert.expert
+        if experts not in (None, plan.counts.shape[0]):
+            raise ValueError(f"{op}: experts={experts}, but the plan is of {plan.counts.shape[0]}")
+        experts = plan.counts.shape[0]
+    elif experts is None:
+        raise ValueError(f"{op}: experts=, their number, is needed beside an array of experts")
     if x.ndim != 2 or expert.ndim != 2 or expert.shape[0] != x.shape[0]:
         raise ValueError(f"{op}: x must be [T, H] and expert [T, k], got {list(x.shape)} and {list(expert.shape)}")
     if not jnp.issubdtype(expert.dtype, jnp.integer):
@@ -166,37 +180,52 @@ def expert_dispatch(
     if rows is not None and rows < 1:
         raise ValueError(f"{op}: rows={rows} must be at least 1")
     tokens, each = x.shape[0], experts // devices
-    expert = jnp.where((expert >= 0) & (expert < experts), expert, experts).astype(jnp.int32)
+
+    def arranged(x: jax.Array, slots: jax.Array, sources: jax.Array) -> jax.Array:
+        return spread(x, slots, sources, implementation) if copy else x
+
     if devices == 1:
-        return _pick(x, expert, weight, each, rows, first, implementation, strategy="local")
+        d = _pick(
+            Sorted.of(plan or RoutePlan.of(expert, experts)),
+            expert.shape[1],
+            weight,
+            rows,
+            first,
+            strategy="local",
+            tokens=tokens,
+        )
+        return arranged(x, d.slots, d.sources), d
     assert axis_name is not None
     if strategy == "ring":
         x = lax.all_gather(x, axis_name, tiled=True)
+        if plan is not None:
+            expert = jnp.where(plan.rows >= 0, expert, -1)
+        expert = jnp.where((expert >= 0) & (expert < experts), expert, experts)
         mine = lax.all_gather(expert, axis_name, tiled=True) - lax.axis_index(axis_name) * each
         weight = None if weight is None else lax.all_gather(weight, axis_name, tiled=True)
-        return _pick(x, mine, weight, each, rows, first, implementation, strategy="ring", axis_name=axis_name,
-                     devices=devices, tokens=tokens)  # fmt: skip
+        d = _pick(Sorted.of(RoutePlan.of(mine, each)), expert.shape[1], weight, rows, first, strategy="ring",
+                  axis_name=axis_name, devices=devices, tokens=tokens)  # fmt: skip
+        return arranged(x, d.slots, d.sources), d
     rows = max(expert.size, 1) if rows is None else rows
-    choices = sort_choices(expert.reshape(-1) // each, devices)
-    slots, sources = window(choices, rows, first)
+    slots, sources, goes, counts = window(Sorted.of(plan or RoutePlan.of(expert, experts)), devices, rows, first)
     slots = slots.reshape(expert.shape)
     sent = spread(x, slots, sources, implementation)
-    ids = jnp.where(sources >= 0, expert.reshape(-1)[jnp.maximum(sources, 0)] % each, each) if expert.size else sources
-    ids = lax.all_to_all(ids, axis_name, 0, 0, tiled=True)
-    arrived = _exchange(op, exchange, sent, sources >= 0, ids < each, axis_name, devices)
+    comes = lax.all_to_all(goes, axis_name, 0, 0, tiled=True)
+    arrived = _exchange(op, exchange, sent, goes.sum(1), comes.sum(1), axis_name)
+    place, row_sources = merge(comes, rows)
+    scale = None
     if weight is not None:
-        weight = choices_to_rows(weight, slots, sources)
-        weight = lax.all_to_all(weight, axis_name, 0, 0, tiled=True)[:, None]
-    buffer, inner = _pick(arrived, ids[:, None], weight, each, None, 0, implementation)
-    return buffer, Dispatch(
+        scale = lax.all_to_all(choices_to_rows(weight, slots, sources), axis_name, 0, 0, tiled=True)
+        scale = choices_to_rows(scale[:, None], place[:, None], row_sources)
+    return arranged(arrived, place[:, None], row_sources), Dispatch(
         slots=slots,
         sources=sources,
-        rows=inner.slots,
-        row_sources=inner.sources,
-        row_scale=inner.row_scale,
-        group_sizes=inner.group_sizes,
-        most=choices.counts.max(),
-        dropped=jnp.maximum(choices.counts - first - rows, 0).sum(),
+        rows=place[:, None],
+        row_sources=row_sources,
+        row_scale=scale,
+        group_sizes=comes.sum(0, dtype=jnp.int32),
+        most=counts.max(),
+        dropped=jnp.maximum(counts - first - rows, 0).sum(),
         strategy="a2a",
         axis_name=axis_name,
         devices=devices,
@@ -206,50 +235,32 @@ def expert_dispatch(
 
 
 def _exchange(
-    op: str, exchange: str | None, x: jax.Array, sent: jax.Array, came: jax.Array, axis_name: Axes, devices: int
+    op: str, exchange: str | None, x: jax.Array, goes: jax.Array, comes: jax.Array, axis_name: Axes
 ) -> jax.Array:
-    """All-to-all of slots, [devices·rows, H]; `sent` and `came` say which rows are in use, the first of every slot."""
+    """All-to-all of slots, [devices·rows, H]; `goes` and `comes` say how many rows are in use, the first of every slot."""
     if exchange not in KERNELS or 0 in x.shape:
         return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
-    goes, comes = (used.reshape(devices, -1).sum(1, dtype=jnp.int32) for used in (sent, came))
-    return exchange_slots(op, exchange, x, goes, comes, axis_name)
+    return exchange_slots(op, exchange, x, goes.astype(jnp.int32), comes.astype(jnp.int32), axis_name)
 
 
 def _pick(
-    x: jax.Array,
-    expert: jax.Array,
-    weight: jax.Array | None,
-    experts: int,
-    rows: int | None,
-    first: jax.Array | int,
-    implementation: str | None,
-    **how: Any,
-) -> tuple[jax.Array, Dispatch]:
-    """Copy the rows of this device's experts, sorted by expert; expert [T, k], anything outside of 0…experts-1 is none."""
-    k = expert.shape[1]
-    rows = max(expert.size, 1) if rows is None else rows
-    flat = expert.reshape(-1)
-    by_expert = sort_choices(flat, experts)
-    starts = jnp.cumsum(by_expert.counts) - by_expert.counts
-    own = by_expert.bucket < experts
-    # one bucket: the choices of all experts here, in the order of experts
-    place = by_expert.place + jnp.concatenate([starts, jnp.zeros(1, jnp.int32)])[by_expert.bucket]
-    everything = by_expert._replace(bucket=jnp.where(own, 0, 1), place=place, counts=by_expert.counts.sum()[None])
-    slots, sources = window(everything, rows, first)
+    choices: Sorted, k: int, weight: jax.Array | None, rows: int | None, first: jax.Array | int, **how: Any
+) -> Dispatch:
+    """One buffer for the experts of this device."""
+    n = choices.place.shape[0]
+    rows = max(n, 1) if rows is None else rows
+    slots, sources, sizes, counts = window(choices, 1, rows, first)
     slots = slots.reshape(-1, k)
-    ends = jnp.clip(starts + by_expert.counts - first, 0, rows)
-    sizes = ends - jnp.clip(starts - first, 0, rows)
-    most = by_expert.counts.sum()
-    return spread(x, slots, sources, implementation), Dispatch(
+    return Dispatch(
         slots=slots,
         sources=sources,
         rows=None,
         row_sources=None,
         row_scale=None if weight is None else choices_to_rows(weight, slots, sources),
-        group_sizes=sizes,
-        most=most,
-        dropped=jnp.maximum(most - first - rows, 0),
-        **{"strategy": "local", "axis_name": None, "devices": 1, "tokens": x.shape[0], **how},
+        group_sizes=sizes[0],
+        most=counts[0],
+        dropped=jnp.maximum(counts[0] - first - rows, 0),
+        **{"axis_name": None, "devices": 1, **how},
     )
 
 
@@ -292,5 +303,6 @@ def expert_combine(
     assert d.rows is not None
     assert d.row_sources is not None
     back = sum_back(y, None, d.rows, d.row_sources, implementation)
-    back = _exchange(op, d.exchange, back, d.rows >= 0, d.sources >= 0, d.axis_name, d.devices)
+    comes, goes = ((used >= 0).reshape(d.devices, -1).sum(1) for used in (d.sources, d.rows))
+    back = _exchange(op, d.exchange, back, goes, comes, d.axis_name)
     return sum_back(back, weight, d.slots, d.sources, implementation)

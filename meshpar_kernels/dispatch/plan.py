@@ -9,60 +9,96 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Dispatch", "Sorted", "Window", "sort_choices", "window"]
+from meshpar_kernels.routing.plan import RoutePlan
+
+__all__ = ["Dispatch", "Sorted", "Window", "merge", "window"]
 
 
 class Sorted(NamedTuple):
-    """Choices sorted by bucket, in their order within one.
+    """n choices sorted by expert, in their own order within one.
 
     Attributes:
-      bucket: int32 [n], of every choice; the number of buckets for a choice that is in none.
-      order: int32 [n], the choices, sorted.
-      place: int32 [n], place of every choice in its bucket.
-      counts: int32 [buckets].
+      expert: int32 [n], of every choice; E for one that is none.
+      place: int32 [n], of every choice among all that are sorted; -1 for one that is none.
+      order: int32 [n], the choice in every place; past the last one anything.
+      offsets: int32 [E + 1], first place of each expert, and the number of choices that are some.
     """
 
-    bucket: jax.Array
-    order: jax.Array
+    expert: jax.Array
     place: jax.Array
-    counts: jax.Array
+    order: jax.Array
+    offsets: jax.Array
 
-
-def sort_choices(bucket: jax.Array, buckets: int) -> Sorted:
-    """Sort n choices by bucket, keeping their order (a counting sort by way of XLA's stable one)."""
-    n = bucket.shape[0]
-    bucket = jnp.where((bucket >= 0) & (bucket < buckets), bucket, buckets).astype(jnp.int32)
-    order = jnp.argsort(bucket, stable=True).astype(jnp.int32)
-    ends = jnp.searchsorted(bucket[order], jnp.arange(buckets + 1, dtype=jnp.int32), side="right").astype(jnp.int32)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    rank = jnp.zeros(n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True)
-    return Sorted(bucket, order, rank - starts[bucket], (ends - starts)[:buckets])
+    @classmethod
+    def of(cls, plan: RoutePlan) -> Sorted:
+        """The choices that a plan keeps; nothing is sorted."""
+        place = plan.rows.reshape(-1)
+        kept = jnp.where(place >= 0, plan.expert.reshape(-1), plan.counts.shape[0])
+        order = jnp.pad(plan.sources, (0, place.shape[0] - plan.buffer_rows))
+        return cls(kept, place, order, plan.offsets)
 
 
 class Window(NamedTuple):
-    """The rows of a buffer with a slot of `rows` rows for every bucket.
+    """The rows of a buffer with a slot of `rows` rows for every bucket of experts.
 
     Attributes:
       slots: int32 [n], row of every choice; -1 if it is not in this window.
       sources: int32 [buckets·rows], choice in every row; -1 where there is none.
+      sizes: int32 [buckets, E / buckets], rows of every expert.
+      counts: int32 [buckets], choices of a bucket, in this window or not.
     """
 
     slots: jax.Array
     sources: jax.Array
+    sizes: jax.Array
+    counts: jax.Array
 
 
-def window(choices: Sorted, rows: int, first: jax.Array | int) -> Window:
-    """The choices with places first…first+rows-1 of each bucket."""
-    buckets, n = choices.counts.shape[0], choices.order.shape[0]
-    ahead = choices.place - first
-    here = (choices.bucket < buckets) & (ahead >= 0) & (ahead < rows)
-    slots = jnp.where(here, choices.bucket * rows + ahead, -1)
-    starts = jnp.cumsum(choices.counts) - choices.counts
+def window(choices: Sorted, buckets: int, rows: int, first: jax.Array | int) -> Window:
+    """The choices with places first…first+rows-1 of each bucket of adjacent experts, in the order of experts."""
+    n, experts = choices.order.shape[0], choices.offsets.shape[0] - 1
+    each = experts // buckets
+    starts = choices.offsets[::each]
+    counts = starts[1:] - starts[:-1]
+    bucket = jnp.minimum(choices.expert // each, buckets - 1)
+    ahead = choices.place - starts[bucket] - first
+    here = (choices.place >= 0) & (ahead >= 0) & (ahead < rows)
+    slots = jnp.where(here, bucket * rows + ahead, -1)
     place = first + jnp.arange(rows, dtype=jnp.int32)[None, :]
-    index = jnp.minimum(starts[:, None] + place, max(n - 1, 0))
-    live = place < choices.counts[:, None]
+    index = jnp.clip(starts[:-1, None] + place, 0, max(n - 1, 0))
+    live = place < counts[:, None]
     sources = jnp.where(live, choices.order[index], -1) if n else jnp.full((buckets, rows), -1, jnp.int32)
-    return Window(slots, sources.reshape(-1))
+    edges = [x.reshape(buckets, each) - starts[:-1, None] - first for x in (choices.offsets[:-1], choices.offsets[1:])]
+    begin, end = (jnp.clip(x, 0, rows) for x in edges)
+    return Window(slots, sources.reshape(-1), end - begin, counts)
+
+
+def merge(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Where rows go that come in slots, each sorted by expert, so that all are sorted by expert; nothing is sorted.
+
+    Args:
+      sizes: int32 [slots, E], rows of every expert in each slot; at most `rows` a slot.
+
+    Returns:
+      (int32 [slots·rows], place of every row, -1 if it is not in use; int32 [slots·rows], the row in every place, or -1).
+    """
+    slots, experts = sizes.shape
+    begins = (
+        jnp.arange(slots, dtype=jnp.int32)[:, None] * rows + jnp.cumsum(sizes, 1) - sizes
+    )  # of the runs, as they come
+    ends = jnp.cumsum(sizes.T.reshape(-1))
+    targets = (ends - sizes.T.reshape(-1)).reshape(experts, slots).T  # of the runs, in the order of experts
+    row = jnp.arange(slots * rows, dtype=jnp.int32)
+
+    def run_of(starts: jax.Array) -> jax.Array:
+        return jnp.maximum(jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1, 0)
+
+    run = run_of(begins.reshape(-1))
+    ahead = row - begins.reshape(-1)[run]
+    place = jnp.where(ahead < sizes.reshape(-1)[run], targets.reshape(-1)[run] + ahead, -1)
+    run = run_of(targets.T.reshape(-1))
+    source = begins.T.reshape(-1)[run] + row - targets.T.reshape(-1)[run]
+    return place, jnp.where(row < ends[-1], source, -1)
 
 
 @functools.partial(
@@ -97,3 +133,22 @@ class Dispatch:
     devices: int
     tokens: int
     exchange: str | None = None
+
+    @property
+    def lhs_indices(self) -> jax.Array:
+        """The arrived row that each row of the experts' buffer is a copy of: int32 [R], -1 for none; for `grouped_matmul`."""
+        if self.row_sources is not None:
+            return self.row_sources
+        return jnp.where(self.sources >= 0, self.sources // max(self.slots.shape[1], 1), -1)
+
+    @property
+    def lhs_rows(self) -> jax.Array | None:
+        """Its inverse, for `grouped_matmul`: int32 [arrived rows, k]; None where most choices of a token have no row."""
+        if self.rows is not None:
+            return self.rows
+        return None if sparse(self.slots, self.sources) else self.slots
+
+
+def sparse(slots: jax.Array, sources: jax.Array) -> bool:
+    """Whether most choices have no row (Expert Choice: k = E places a token), so that gathering each would be waste."""
+    return slots.size > 2 * sources.size

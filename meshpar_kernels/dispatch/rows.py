@@ -7,21 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshpar_kernels.dispatch.plan import sparse
 from meshpar_kernels.routing.api import _combine, _permute
 
 __all__ = ["choices_to_rows", "spread", "sum_back"]
-
-
-def _sparse(slots: jax.Array, sources: jax.Array) -> bool:
-    """Whether most choices have no row (Expert Choice: k = E places a token), so that gathering each would be waste."""
-    return slots.size > 2 * sources.size
 
 
 def spread(x: jax.Array, slots: jax.Array, sources: jax.Array, implementation: str | None) -> jax.Array:
     """Row r of the result is the token of choice `sources[r]`, 0 where there is none: [T, H] → [R, H]."""
     if 0 in x.shape or 0 in slots.shape:
         return jnp.zeros((sources.shape[0], x.shape[1]), x.dtype)
-    if not _sparse(slots, sources):
+    if not sparse(slots, sources):
         copied: Any = _permute(implementation, x, None, slots, sources)
         return copied
     token = jnp.maximum(sources, 0) // slots.shape[1]
@@ -34,7 +30,7 @@ def sum_back(
     """Sum over a token's choices of weight · row, in float32, in y's dtype: [R, H] → [T, H]."""
     if 0 in y.shape or 0 in slots.shape:
         return jnp.zeros((slots.shape[0], y.shape[1]), y.dtype)
-    if not _sparse(slots, sources):
+    if not sparse(slots, sources):
         summed: Any = _combine(implementation, y, weight, slots, sources)
         return summed
     live = sources >= 0

@@ -11,22 +11,23 @@ import numpy as np
 from meshpar_kernels._choose import refuse_sharded
 from meshpar_kernels.grouped_matmul.gradients import matmul_with_gradient, transpose_with_gradient
 from meshpar_kernels.grouped_matmul.products import Options
+from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose"]
 
-ACTIVATIONS = (None, "swiglu")
 GATHERS = (None, "fused", "first")
 
 
 def grouped_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | tuple[jax.Array, jax.Array],
     group_sizes: jax.Array,
     *,
     transpose_rhs: bool = False,
     group_offset: jax.Array | int | None = None,
     activation: str | None = None,
     lhs_indices: jax.Array | None = None,
+    lhs_rows: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
@@ -48,16 +49,18 @@ def grouped_matmul(
 
     Args:
       lhs: [M, K], or [T, K] with `lhs_indices`. float32 or bfloat16 in the kernels.
-      rhs: [G, K, N], or [G, N, K] with `transpose_rhs`; lhs's dtype.
+      rhs: [G, K, N], or [G, N, K] with `transpose_rhs`; lhs's dtype. Or a pair (gate, up) of them: the result is
+        act(gate product) · up product. Apart, so that a split of N leaves the same columns of both on a device.
       group_sizes: int [G] or, with a `group_offset`, of all groups. Negative sizes count as 0;
         what goes past M is cut off.
       transpose_rhs: contract rhs's last dimension.
       group_offset: rhs holds the groups from this one on (int or int32 []); rows of the others
         become 0.
-      activation: "swiglu": rhs's N columns are a gate and an up matrix side by side, and the
-        result is silu(gate product) · up product, [M, N/2].
+      activation: act, in float32: "silu" (of a pair: SwiGLU), "gelu" (with tanh), "relu", or None for the identity.
       lhs_indices: int [M], row i is `lhs[lhs_indices[i]]`; a zero row where the index is out of
         range.
+      lhs_rows: int [T, j], with `lhs_indices`: the rows of the result that are made of each row of lhs, -1 for none. It
+        changes no result: with it lhs's gradient is gathered and summed, in the same order every time; without it, scattered.
       row_scale: [M], factor on each row of the result (after the activation), in float32.
       out_dtype: dtype of the result; None: lhs's.
       implementation: None takes "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" where for
@@ -68,15 +71,16 @@ def grouped_matmul(
         bytes.
       gather: with `lhs_indices`: "fused" lets the TPU kernel copy the rows into the tiles it multiplies, so that
         lhs[lhs_indices] never exists, once for each stretch of `tile` columns; "first" gathers by a kernel of its own.
-        None takes "fused" where one stretch holds all columns, else "first", which then does less. The backward pass,
+        None takes "fused" where one stretch holds all columns, else "first", which then does less; with
+        `implementation=None` XLA gathers them, unless `MESHPAR_KERNELS=pallas`. The backward pass,
         which needs the rows more than once, and all other implementations gather first.
       num_sms: blocks of the GPU kernel's grid, each on a multiprocessor for itself. None: as many as the GPU has.
       debug: warn at run time about group sizes that are negative or go past M.
 
     Returns:
-      [M, N] (with "swiglu" [M, N/2]). Differentiable with respect to lhs, rhs and row_scale; both
+      [M, N]. Differentiable with respect to lhs, rhs and row_scale; both
       gradients of the product use the same implementation. The gradient of an empty group is zero.
-      With "swiglu" the backward pass computes the two products again instead of keeping them.
+      With an activation, or a pair, differentiating keeps the products, [M, N] each in lhs's dtype.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit, or operands sharded outside of
@@ -85,25 +89,41 @@ def grouped_matmul(
         reason.
     """
     op = "grouped_matmul"
-    if lhs.ndim != 2 or rhs.ndim != 3:
-        raise ValueError(f"{op}: lhs must be [M, K] and rhs [G, K, N], got {lhs.shape}, {rhs.shape}")
-    _check_groups(op, lhs, rhs, group_sizes, rhs.shape[0], group_offset)
-    k, n = (rhs.shape[2], rhs.shape[1]) if transpose_rhs else (rhs.shape[1], rhs.shape[2])
+    matrices = rhs if isinstance(rhs, tuple) else (rhs,)
+    if len(matrices) not in (1, 2) or any(m.shape != matrices[0].shape for m in matrices):
+        raise ValueError(
+            f"{op}: rhs must be one array, or a pair of one shape, got {[list(m.shape) for m in matrices]}"
+        )
+    first = matrices[0]
+    if lhs.ndim != 2 or first.ndim != 3:
+        raise ValueError(f"{op}: lhs must be [M, K] and rhs [G, K, N], got {lhs.shape}, {first.shape}")
+    for matrix in matrices:
+        _check_groups(op, lhs, matrix, group_sizes, matrix.shape[0], group_offset)
+    k = first.shape[2 if transpose_rhs else 1]
     if lhs.shape[1] != k:
         layout = "[G, N, K]" if transpose_rhs else "[G, K, N]"
-        raise ValueError(f"{op}: lhs{list(lhs.shape)} has K={lhs.shape[1]}, rhs{list(rhs.shape)} as {layout} has K={k}")
+        raise ValueError(
+            f"{op}: lhs{list(lhs.shape)} has K={lhs.shape[1]}, rhs{list(first.shape)} as {layout} has K={k}"
+        )
     if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if activation == "swiglu" and n % 2:
-        raise ValueError(f"{op}: swiglu needs an even N (gate and up side by side), got N={n}")
+        raise ValueError(f"{op}: activation must be one of {tuple(ACTIVATIONS)}, got {activation!r}")
     if lhs_indices is not None and (lhs_indices.ndim != 1 or not jnp.issubdtype(lhs_indices.dtype, jnp.integer)):
         raise ValueError(f"{op}: lhs_indices must be int [M], got {lhs_indices.dtype}{list(lhs_indices.shape)}")
     if gather not in GATHERS:
         raise ValueError(f"{op}: gather must be one of {GATHERS}, got {gather!r}")
+    if lhs_rows is not None and (
+        lhs_indices is None or lhs_rows.ndim != 2 or lhs_rows.shape[0] != lhs.shape[0]
+        or not jnp.issubdtype(lhs_rows.dtype, jnp.integer)
+    ):  # fmt: skip
+        raise ValueError(
+            f"{op}: lhs_rows must be int [T, j], T={lhs.shape[0]}, beside lhs_indices; got "
+            f"{lhs_rows.dtype}{list(lhs_rows.shape)}"
+        )
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
     _check_scale(op, row_scale, rows)
     _check_blocks(op, num_sms)
-    refuse_sharded(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, lhs_indices=lhs_indices, row_scale=row_scale)
+    for matrix in matrices:
+        refuse_sharded(op, lhs=lhs, rhs=matrix, group_sizes=group_sizes, lhs_indices=lhs_indices, row_scale=row_scale)
     if debug:
         _check_sizes_at_run_time(group_sizes, rows)
     options = Options(
@@ -115,7 +135,9 @@ def grouped_matmul(
         gather=gather,
         num_sms=num_sms,
     )
-    return matmul_with_gradient(options, lhs, rhs, group_sizes, _as_offset(group_offset), lhs_indices, row_scale)
+    return matmul_with_gradient(
+        options, lhs, matrices, group_sizes, _as_offset(group_offset), lhs_indices, lhs_rows, row_scale
+    )
 
 
 def grouped_matmul_transpose(

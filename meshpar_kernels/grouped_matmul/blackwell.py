@@ -22,6 +22,7 @@ Missing: products of two blocks together, and half tiles: the rows of an incompl
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul.gpu_parts import GroupRows, Tile, copy_rows, mask_rows, place, ring, smem
+from meshpar_kernels.grouped_matmul.gpu_parts import GroupRows, Tile, activate, copy_rows, mask_rows, place, ring, smem
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.schedule import visit_spans
 
@@ -90,9 +91,10 @@ def _multiply(gpu, stages, slot_of, barriers, each_tile, copies, products):
         pl.when(warp == MULTIPLIER)(lambda: each_tile(multiply_tile))
 
 
-def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_sms):
+def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, scaled, num_sms):
     k, n = shape
-    first, low, high, group, live, number, lhs, rhs, *refs = refs
+    first, low, high, group, live, number, lhs, *refs = refs
+    rhs, refs = refs[:halves], refs[halves:]
     scale = refs.pop(0) if scaled else None
     out, lhs_smem, rhs_smem, (swizzled, plain), sums, full, empty, done, read = refs
     columns, stages = pl.cdiv(n, tile.n), tile.stages
@@ -121,10 +123,10 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_s
         visit, column = tile_at
         inner, g = pl.ds(i * tile.k, tile.k), group[visit]
         gpu.copy_gmem_to_smem(lhs.at[pl.ds(first[visit], tile.m), inner], lhs_smem.at[stage], barrier)
-        for half in range(halves):
-            outer = pl.ds(half * n + column * tile.n, tile.n)
-            here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
-            gpu.copy_gmem_to_smem(rhs.at[here], rhs_smem.at[stage, half], barrier)
+        outer = pl.ds(column * tile.n, tile.n)
+        here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
+        for half, matrix in enumerate(rhs):
+            gpu.copy_gmem_to_smem(matrix.at[here], rhs_smem.at[stage, half], barrier)
 
     def products(_, i, stage, total):
         for half in range(halves):
@@ -139,7 +141,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_s
             gpu.async_load_tmem(total.at[:, pl.ds(half * tile.n + left, width)], layout=gpu.Layout.TCGEN05)
             for half in range(halves)
         ]
-        value = values[0] if halves == 1 else values[0] / (1.0 + jnp.exp(-values[0])) * values[1]
+        value = activate(values, activation)
         if scaled:
             factor = _compat.load_gmem(scale, pl.ds(row, tile.m), gpu.Layout.TCGEN05.reduce(1))
             value = value * lax.broadcast_in_dim(factor, value.shape, [0])
@@ -204,7 +206,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_s
 
 def grouped_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Sequence[jax.Array],
     group_sizes: jax.Array,
     group_offset: jax.Array | None,
     row_scale: jax.Array | None,
@@ -217,13 +219,11 @@ def grouped_matmul(
 ) -> jax.Array:
     """As `reference.grouped_matmul`, without indices; tiles as on Hopper (`visit_spans`)."""
     gpu = _compat.mosaic_gpu()
-    problem = matmul_problem(
-        lhs.shape[0], rhs, group_sizes, group_offset, transpose_rhs=transpose_rhs, activation=activation
-    )
-    rows, k, n, halves, _, bounds = problem
+    rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
+    halves = len(rhs)
     width = min(tile.n, 128 // out_dtype.itemsize)
     rhs_tile = (tile.n, tile.k) if transpose_rhs else (tile.k, tile.n)
-    operands = [*visit_spans(bounds, rows, tile.m), lhs, rhs]
+    operands = [*visit_spans(bounds, rows, tile.m), lhs, *rhs]
     if row_scale is not None:
         operands.append(padded_scale(row_scale, tile.m))
     tensor_core = {"num_arrivals": 1, "orders_tensor_core": True}
@@ -234,14 +234,15 @@ def grouped_matmul(
             shape=(k, n),
             tile=tile,
             transpose_rhs=transpose_rhs,
+            activation=activation,
             halves=halves,
             scaled=row_scale is not None,
             num_sms=num_sms,
         ),
-        out_type=_compat.out_struct((rows, n), out_dtype, lhs, rhs),
+        out_type=_compat.out_struct((rows, n), out_dtype, lhs, *rhs),
         scratch_types=[
             smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
-            smem(gpu, (tile.stages, halves, *rhs_tile), rhs.dtype),
+            smem(gpu, (tile.stages, halves, *rhs_tile), lhs.dtype),
             gpu.RefUnion(smem(gpu, (2, tile.m, width), out_dtype), gpu.SMEM((tile.m, width), out_dtype)),
             gpu.TMEM((tile.m, 2 * halves * tile.n), jnp.float32),
             gpu.Barrier(num_arrivals=1 + halves, num_barriers=tile.stages),

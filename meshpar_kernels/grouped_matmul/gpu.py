@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,15 +51,15 @@ def _whole_tiles(rows: int, *arrays: jax.Array | None) -> list[Any]:
     return [x if x is None or not more else jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)]) for x in arrays]
 
 
-def _run(name: str, *operands: jax.Array | None, num_sms: int | None, **options: Any) -> jax.Array:
+def _run(name: str, *operands: Any, num_sms: int | None, **options: Any) -> jax.Array:
     kernel = getattr(KERNELS[_compat.gpu_architecture()[0]], name)
     out = kernel(*operands, num_sms=_compat.multiprocessors() if num_sms is None else num_sms, **options)
-    return _compat.same_varying(out, *operands)[0]  # Mosaic GPU forgets what its results vary over
+    return _compat.same_varying(out, *jax.tree.leaves(operands))[0]  # Mosaic GPU forgets what its results vary over
 
 
 def grouped_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Sequence[jax.Array],
     group_sizes: jax.Array,
     group_offset: jax.Array | None,
     row_scale: jax.Array | None,
@@ -93,7 +94,7 @@ def pick_tile(n: int, itemsize: int, halves: int = 1) -> Tile:
     Args:
       n: columns of the result.
       itemsize: bytes of an element of the operands.
-      halves: 2 for a result that needs two products (SwiGLU), else 1.
+      halves: matrices of each group, 1 or 2.
     """
     widths = [w for w in (256, 128, 64) if w * halves <= 256]
     width = next((w for w in widths if -(-n // w) * w <= 1.1 * n), widths[-1])
@@ -119,15 +120,13 @@ def matmul_unsupported(
 
     Args:
       lhs: one operand, whose rows are brought to what the kernel takes; the other has its dtype.
-      halves: 2 for SwiGLU, else 1.
+      halves: matrices of each group, 1 or 2.
       k, n: contracted elements, and columns of the result.
     """
     columns = tile_columns(lhs.dtype.itemsize)
     cut = ALIGNMENT if transpose_rhs else columns  # of the weights' dim of N
-    reasons = untiled(K=(k, columns, ALIGNMENT), N=(halves * n, cut), columns=(n, tile_columns(out_dtype.itemsize)))
-    if halves == 2 and 2 * n > cut and n % cut and not reasons:
-        reasons = [f"columns={n} is no multiple of {cut}, at which the copy of the second half of N may begin"]
-    row = k if transpose_rhs else halves * n
+    reasons = untiled(K=(k, columns, ALIGNMENT), N=(n, cut, tile_columns(out_dtype.itemsize)))
+    row = k if transpose_rhs else n
     return _unsupported(lhs, out_dtype, tile, halves, reasons, k=k, row=row, columns=n)
 
 

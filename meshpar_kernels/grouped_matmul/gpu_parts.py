@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ __all__ = [
     "ROWS",
     "GroupRows",
     "Tile",
+    "activate",
     "chunks",
     "copy_rows",
     "mask_rows",
@@ -33,6 +36,9 @@ BAND = 16
 """Visits that share a stretch of columns before the next: both operands of it stay in the L2 cache."""
 
 
+GELU = 2 * math.sqrt(2 / math.pi)
+
+
 class Tile(NamedTuple):
     """Rows and columns of the result's tile, contracted elements of a stage, and number of stages."""
 
@@ -40,6 +46,17 @@ class Tile(NamedTuple):
     n: int
     k: int
     stages: int
+
+
+def activate(products: Sequence[jax.Array], activation: str | None) -> jax.Array:
+    """`reference.activate` of what the compilers know: exponentials, which may overflow to a quotient of 0."""
+    x = products[0]
+    if activation == "relu":
+        x = jnp.maximum(x, 0.0)
+    elif activation is not None:  # gelu: (1 + tanh(u)) / 2 is the logistic function of 2u
+        slope = x if activation == "silu" else GELU * (x + 0.044715 * x * x * x)
+        x = x / (1.0 + jnp.exp(-slope))
+    return x if len(products) == 1 else x * products[1]
 
 
 def smem(gpu: Any, shape: tuple[int, ...], dtype: Any) -> Any:

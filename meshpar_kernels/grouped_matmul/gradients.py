@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul.products import gather, product, transpose_product
+from meshpar_kernels.grouped_matmul.products import Options, gather, product, transpose_product
+from meshpar_kernels.grouped_matmul.reference import activate
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
 
 __all__ = ["matmul_with_gradient", "transpose_with_gradient"]
@@ -32,50 +34,70 @@ def _in_a_group(x: jax.Array, rows: int, group_sizes, group_offset, groups: int)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(options, lhs, rhs, group_sizes, group_offset, lhs_indices, row_scale):
+def _matmul(options, lhs, rhs, group_sizes, group_offset, lhs_indices, index_rows, row_scale):
+    del index_rows
     return product(options, lhs, rhs, group_sizes, group_offset, row_scale, lhs_indices)
 
 
+def _plain(options: Options, lhs: jax.Array) -> Options:
+    return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, tile=None, gather=None)
+
+
+def _activated(options: Options, products: Sequence[jax.Array]):
+    """`activate` in float32, and its pullback."""
+    return jax.vjp(lambda *p: activate(p, options.activation), *(p.astype(jnp.float32) for p in products))
+
+
 def _matmul_fwd(options, *args):
-    return _matmul(options, *args), args
+    """With an activation the products are kept, in lhs's dtype: made again they would cost a third of the forward pass."""
+    lhs, rhs, group_sizes, group_offset, indices, _, row_scale = args
+    if options.activation is None and len(rhs) == 1:
+        return _matmul(options, *args), ([], *args)
+    rows = gather(options, lhs, indices)
+    products = [product(_plain(options, lhs), rows, [m], group_sizes, group_offset, None) for m in rhs]
+    value = _activated(options, products)[0]
+    if row_scale is not None:
+        scale = _in_a_group(row_scale.astype(jnp.float32), len(rows), group_sizes, group_offset, rhs[0].shape[0])
+        value = value * scale[:, None]
+    return value.astype(options.out_dtype), (products, *args)
 
 
 def _matmul_bwd(options, saved, grad):
-    lhs, rhs, group_sizes, group_offset, indices, row_scale = saved
-    plain = dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, tile=None, gather=None)
+    products, lhs, rhs, group_sizes, group_offset, indices, index_rows, row_scale = saved
+    plain = _plain(options, lhs)
     back = dataclasses.replace(plain, transpose_rhs=not options.transpose_rhs)
-    groups = rhs.shape[0]
+    groups = rhs[0].shape[0]
     rows = gather(options, lhs, indices)
     total = rows.shape[0]
 
-    grad_scale = None
-    scale = row_scale
-    if options.activation == "swiglu":
-        both = product(plain, rows, rhs, group_sizes, group_offset, None)
-        gate, up = jnp.split(both.astype(jnp.float32), 2, axis=-1)
-        sigmoid = jax.nn.sigmoid(gate)
+    grad_scale, scale, grads = None, row_scale, [grad]
+    if products:
+        value, pull = _activated(options, products)
         grad = grad.astype(jnp.float32)
         if row_scale is not None:
-            grad_scale = _row_dots(grad, gate * sigmoid * up)
+            grad_scale = _row_dots(grad, value)
             grad = grad * row_scale.astype(jnp.float32)[:, None]
-        grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        grad = jnp.concatenate([grad_gate, grad * gate * sigmoid], axis=-1)
-        scale = None
-    grad = grad.astype(lhs.dtype)
+        grads, scale = pull(grad), None
+    grads = [g.astype(lhs.dtype) for g in grads]
 
-    grad_rows = product(back, grad, rhs, group_sizes, group_offset, None)
+    parts = [product(back, g, [m], group_sizes, group_offset, None) for g, m in zip(grads, rhs, strict=True)]
+    grad_rows = parts[0]
+    if len(parts) == 2:
+        grad_rows = (parts[0].astype(jnp.float32) + parts[1].astype(jnp.float32)).astype(lhs.dtype)
     if scale is not None:
         grad_scale = _row_dots(grad_rows, rows)
         factor = _in_a_group(scale.astype(jnp.float32), total, group_sizes, group_offset, groups)
         grad_rows = (grad_rows.astype(jnp.float32) * factor[:, None]).astype(lhs.dtype)
-    pair = (grad, rows) if options.transpose_rhs else (rows, grad)
-    weights = dataclasses.replace(plain, transpose_rhs=False, out_dtype=rhs.dtype)
-    grad_rhs = transpose_product(weights, groups, *pair, group_sizes, group_offset, scale)
+    weights = dataclasses.replace(plain, transpose_rhs=False, out_dtype=rhs[0].dtype)
+    pairs = [(g, rows) if options.transpose_rhs else (rows, g) for g in grads]
+    grad_rhs = tuple(transpose_product(weights, groups, *pair, group_sizes, group_offset, scale) for pair in pairs)
     if grad_scale is not None and row_scale is not None:
         grad_scale = _in_a_group(grad_scale, total, group_sizes, group_offset, groups)
         grad_scale = grad_scale.astype(row_scale.dtype)
     grad_lhs = grad_rows
-    if indices is not None:
+    if index_rows is not None:
+        grad_lhs = gather(options, grad_rows, index_rows)
+    elif indices is not None:
         here = (indices >= 0) & (indices < lhs.shape[0])
         target = jnp.where(here, indices, lhs.shape[0])
         grad_lhs = jnp.zeros(lhs.shape, jnp.float32).at[target].add(grad_rows.astype(jnp.float32), mode="drop")
@@ -85,6 +107,7 @@ def _matmul_bwd(options, saved, grad):
         _no_tangent(group_sizes),
         _no_tangent(group_offset),
         _no_tangent(indices),
+        _no_tangent(index_rows),
         grad_scale,
     )
 
@@ -108,8 +131,8 @@ def _transpose_bwd(options, groups, saved, grad):
     grad = grad.astype(lhs.dtype)
     forward = dataclasses.replace(options, out_dtype=lhs.dtype, tile=None)
     back = dataclasses.replace(forward, transpose_rhs=True)
-    grad_lhs = product(back, rhs, grad, group_sizes, group_offset, row_scale)
-    grad_rhs = product(forward, lhs, grad, group_sizes, group_offset, None)
+    grad_lhs = product(back, rhs, [grad], group_sizes, group_offset, row_scale)
+    grad_rhs = product(forward, lhs, [grad], group_sizes, group_offset, None)
     grad_scale = None
     if row_scale is not None:
         total = lhs.shape[0]
@@ -126,8 +149,9 @@ _transpose.defvjp(_transpose_fwd, _transpose_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def matmul_with_gradient(options, *args):
-    return _matmul(options, *_compat.same_varying(*args))
+def matmul_with_gradient(options, lhs, rhs, *args):
+    lhs, *others = _compat.same_varying(lhs, *rhs, *args)
+    return _matmul(options, lhs, tuple(others[: len(rhs)]), *others[len(rhs) :])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -23,6 +23,7 @@ waits for the other.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
     ROWS,
     GroupRows,
     Tile,
+    activate,
     chunks,
     copy_rows,
     mask_rows,
@@ -103,9 +105,10 @@ def _skip(gpu: Any, step, steps, stages: int, full, empty) -> jax.Array:
     return lax.fori_loop(0, steps, one, step)
 
 
-def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_sms):
+def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, scaled, num_sms):
     k, n = shape
-    first, low, high, group, live, number, lhs, rhs, *refs = refs
+    first, low, high, group, live, number, lhs, *refs = refs
+    rhs, refs = refs[:halves], refs[halves:]
     scale = refs.pop(0) if scaled else None
     out, lhs_smem, rhs_smem, staging, full, empty = refs
     columns = pl.cdiv(n, tile.n)
@@ -132,10 +135,10 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_s
             def copies(i, slot, barrier):
                 inner = pl.ds(i * tile.k, tile.k)
                 gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[slot], barrier)
-                for half in range(halves):
-                    outer = pl.ds(half * n + column * tile.n, tile.n)
-                    here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
-                    gpu.copy_gmem_to_smem(rhs.at[here], rhs_smem.at[slot, half], barrier)
+                outer = pl.ds(column * tile.n, tile.n)
+                here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
+                for half, matrix in enumerate(rhs):
+                    gpu.copy_gmem_to_smem(matrix.at[here], rhs_smem.at[slot, half], barrier)
 
             return _load(gpu, step, steps, tile.stages, full, empty, copies)
 
@@ -162,8 +165,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, halves, scaled, num_s
 
             def with_sums(*sums):
                 _multiply(gpu, step, steps, tile.stages, full, empty, products(sums))
-                values = [total[...] for total in sums]
-                value = values[0] if halves == 1 else values[0] / (1.0 + jnp.exp(-values[0])) * values[1]
+                value = activate([total[...] for total in sums], activation)
                 if scaled:
                     factor = _compat.load_gmem(scale, pl.ds(row, ROWS), gpu.Layout.WGMMA.reduce(1))
                     factor = jnp.where(live[visit] > 0, factor, 0.0)
@@ -225,7 +227,7 @@ def _store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging
 
 def grouped_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Sequence[jax.Array],
     group_sizes: jax.Array,
     group_offset: jax.Array | None,
     row_scale: jax.Array | None,
@@ -242,13 +244,11 @@ def grouped_matmul(
     group does not multiply. What other groups' rows in a tile make is not written.
     """
     gpu = _compat.mosaic_gpu()
-    problem = matmul_problem(
-        lhs.shape[0], rhs, group_sizes, group_offset, transpose_rhs=transpose_rhs, activation=activation
-    )
-    rows, k, n, halves, _, bounds = problem
+    rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
+    halves = len(rhs)
     width = min(tile.n, 128 // out_dtype.itemsize)
     rhs_tile = (tile.n, tile.k) if transpose_rhs else (tile.k, tile.n)
-    operands = [*visit_spans(bounds, rows, tile.m), lhs, rhs]
+    operands = [*visit_spans(bounds, rows, tile.m), lhs, *rhs]
     if row_scale is not None:
         operands.append(padded_scale(row_scale, tile.m))
     kernel = functools.partial(
@@ -257,16 +257,17 @@ def grouped_matmul(
         shape=(k, n),
         tile=tile,
         transpose_rhs=transpose_rhs,
+        activation=activation,
         halves=halves,
         scaled=row_scale is not None,
         num_sms=num_sms,
     )
     return gpu.kernel(
         kernel,
-        out_type=_compat.out_struct((rows, n), out_dtype, lhs, rhs),
+        out_type=_compat.out_struct((rows, n), out_dtype, lhs, *rhs),
         scratch_types=[
             smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
-            smem(gpu, (tile.stages, halves, *rhs_tile), rhs.dtype),
+            smem(gpu, (tile.stages, halves, *rhs_tile), lhs.dtype),
             [gpu.RefUnion(smem(gpu, (2, ROWS, width), out_dtype), gpu.SMEM((ROWS, width), out_dtype))] * CONSUMERS,
             gpu.Barrier(num_arrivals=1 + halves, num_barriers=tile.stages),
             gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),

@@ -18,8 +18,7 @@ class Problem(NamedTuple):
     Attributes:
       rows: M, of lhs in the order of the groups (after a gather).
       k: columns of lhs.
-      n: columns of the result; with SwiGLU half of what the weights have.
-      halves: 2 for SwiGLU, whose gate and up columns lie side by side in the weights, else 1.
+      n: columns of the result.
       groups: G, those that the weights (or the transpose's result) hold.
       bounds: from `group_bounds`, int32 [G + 1].
     """
@@ -27,7 +26,6 @@ class Problem(NamedTuple):
     rows: int
     k: int
     n: int
-    halves: int
     groups: int
     bounds: jax.Array
 
@@ -39,13 +37,10 @@ def matmul_problem(
     group_offset: jax.Array | None,
     *,
     transpose_rhs: bool,
-    activation: str | None,
 ) -> Problem:
     """Of [rows, K] times rhs[G, K, N] or, with `transpose_rhs`, rhs[G, N, K]."""
-    groups, k, width = (rhs.shape[0], *rhs.shape[:0:-1]) if transpose_rhs else rhs.shape
-    halves = 1 if activation is None else 2
-    bounds = group_bounds(group_sizes, rows, group_offset, groups)
-    return Problem(rows, k, width // halves, halves, groups, bounds)
+    groups, k, n = (rhs.shape[0], *rhs.shape[:0:-1]) if transpose_rhs else rhs.shape
+    return Problem(rows, k, n, groups, group_bounds(group_sizes, rows, group_offset, groups))
 
 
 def transpose_problem(
@@ -53,7 +48,7 @@ def transpose_problem(
 ) -> Problem:
     """Of [M, K]ᵀ times [M, N] by groups."""
     (rows, k), n = lhs.shape, rhs.shape[1]
-    return Problem(rows, k, n, 1, groups, group_bounds(group_sizes, rows, group_offset, groups))
+    return Problem(rows, k, n, groups, group_bounds(group_sizes, rows, group_offset, groups))
 
 
 def padded_scale(row_scale: jax.Array, tile: int) -> jax.Array:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshpar_kernels._choose import Unsupported, dispatch
+from meshpar_kernels._choose import Unsupported, by_default, dispatch
 from meshpar_kernels.grouped_matmul import gpu, reference, tpu, tpu_tiles, tpu_transpose, xla
 from meshpar_kernels.routing import gpu as routing_gpu
+from meshpar_kernels.routing import reference as routing_reference
 from meshpar_kernels.routing import tpu_gather
 
 __all__ = ["Options", "gather", "product", "transpose_product"]
@@ -35,33 +36,45 @@ def _dispatch(options: Options, op: str, functions: Mapping[str, Any], *args: An
     return dispatch(op, options.implementation, functions, "xla", *args)
 
 
+GATHER = "grouped_matmul's lhs_indices"
+
+
 def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
-    """`lhs[indices]` by the implementation asked for."""
-    if indices is None or 0 in lhs.shape or 0 in indices.shape:
-        return reference.gather_rows(lhs, indices)
+    """`lhs[indices]` by the implementation asked for; of indices [M, k] the sum over each row's."""
+    if indices is None:
+        return lhs
+    index = indices.astype(jnp.int32).reshape(indices.shape[0], -1)
+    if 0 in lhs.shape or 0 in index.shape:
+        return routing_reference.gather_sum(lhs, index, None)
 
-    def by_kernel(lhs, indices):
-        return tpu_gather.gather_sum(lhs, indices.astype(jnp.int32)[:, None], None)
+    def plain(lhs, index):
+        if index.shape[1] == 1:
+            return reference.gather_rows(lhs, index[:, 0])
+        return routing_reference.gather_sum(lhs, index, None)
 
-    def by_gpu_kernel(lhs, indices):
-        return routing_gpu.gather_sum(lhs, indices[:, None], None)
+    def kernel(function):
+        return lambda lhs, index: function(lhs, index, None)
 
     functions = {
-        "pallas_tpu": tpu_gather.gather_sum_unsupported(lhs, indices[:, None]) or by_kernel,
-        "pallas_gpu": routing_gpu.gather_sum_unsupported(lhs, indices[:, None]) or by_gpu_kernel,
-        "xla": reference.gather_rows,
-        "reference": reference.gather_rows,
+        "pallas_tpu": tpu_gather.gather_sum_unsupported(lhs, index) or kernel(tpu_gather.gather_sum),
+        "pallas_gpu": routing_gpu.gather_sum_unsupported(lhs, index) or kernel(routing_gpu.gather_sum),
+        "xla": plain,
+        "reference": plain,
     }
-    return _dispatch(options, "grouped_matmul's lhs_indices", functions, lhs, indices)
+    return _dispatch(options, GATHER, functions, lhs, index)
 
 
-def product(options: Options, lhs, rhs, group_sizes, group_offset, row_scale, indices=None) -> jax.Array:
+def product(
+    options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], group_sizes, group_offset, row_scale, indices=None
+) -> jax.Array:
     """`grouped_matmul` of the rows of lhs in their order, or of `lhs[indices]`."""
-    halves = 1 if options.activation is None else 2
-    k, n = lhs.shape[1], (rhs.shape[1] if options.transpose_rhs else rhs.shape[2]) // halves
+    halves = len(rhs)
+    k, n = lhs.shape[1], rhs[0].shape[1] if options.transpose_rhs else rhs[0].shape[2]
     rows = lhs.shape[0] if indices is None else indices.shape[0]
-    if 0 in (rows, *lhs.shape, *rhs.shape):
+    if 0 in (rows, *lhs.shape, *rhs[0].shape):
         return jnp.zeros((rows, n), options.out_dtype)
+    if indices is not None and options.implementation is None and options.gather is None and not by_default(GATHER):
+        lhs, indices = gather(options, lhs, indices), None
     itemsize = lhs.dtype.itemsize
     gpu_tile = (
         gpu.pick_tile(n, itemsize, halves) if options.tile is None else gpu.make_tile(*options.tile, itemsize, halves)
@@ -85,7 +98,7 @@ def product(options: Options, lhs, rhs, group_sizes, group_offset, row_scale, in
     if indices is not None:
         cannot = Unsupported((*cannot, *routing_gpu.gather_sum_unsupported(lhs, indices[:, None])))
     functions = {
-        "pallas_tpu": _on_tpu(options, lhs, rhs, indices, n, halves, kwargs),
+        "pallas_tpu": _on_tpu(options, lhs, rhs, indices, n, kwargs),
         "pallas_gpu": cannot or _gathering_first(routing_gpu.gather_sum, by_gpu),
         "xla": plain(xla.grouped_matmul),
         "reference": plain(reference.grouped_matmul),
@@ -107,7 +120,7 @@ def _gathering_first(gather_sum, function):
     return call
 
 
-def _on_tpu(options: Options, lhs, rhs, indices, n: int, halves: int, kwargs):
+def _on_tpu(options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], indices, n: int, kwargs):
     """The TPU kernel, or why it cannot run; with its own gather where that is asked for or pays.
 
     It pays where one stretch of columns holds the whole result. Else every stretch would copy the rows again, which
@@ -118,17 +131,17 @@ def _on_tpu(options: Options, lhs, rhs, indices, n: int, halves: int, kwargs):
     def tile_of(gathered: bool) -> tpu_tiles.Tile | None:
         if options.tile is not None:
             return tpu_tiles.Tile(*options.tile)
-        return tpu_tiles.pick_tile(rows, k, n, rhs.shape[0], lhs.dtype.itemsize, halves, gathered=gathered)
+        return tpu_tiles.pick_tile(rows, k, n, rhs[0].shape[0], lhs.dtype.itemsize, len(rhs), gathered=gathered)
 
     if indices is not None and options.gather != "first":
         tile = tile_of(True)
-        reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves, transpose_rhs=options.transpose_rhs)
+        reasons = tpu_tiles.unsupported(lhs, rhs[0], n, tile, transpose_rhs=options.transpose_rhs)
         if tile is not None and not reasons and (options.gather == "fused" or tile.n == n):
             return functools.partial(tpu.grouped_matmul, tile=tile, **kwargs)
         if options.gather == "fused":
             return reasons
     tile = tile_of(False)
-    reasons = tpu_tiles.unsupported(lhs, rhs, n, tile, halves, transpose_rhs=options.transpose_rhs)
+    reasons = tpu_tiles.unsupported(lhs, rhs[0], n, tile, transpose_rhs=options.transpose_rhs)
     if indices is not None:
         reasons = Unsupported((*reasons, *tpu_gather.gather_sum_unsupported(lhs, indices[:, None])))
     if tile is None:

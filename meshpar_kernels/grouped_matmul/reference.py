@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
 
-__all__ = ["activate", "gather_rows", "grouped_matmul", "grouped_matmul_transpose", "precision"]
+__all__ = ["ACTIVATIONS", "activate", "gather_rows", "grouped_matmul", "grouped_matmul_transpose", "precision"]
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision:
@@ -16,12 +18,18 @@ def precision(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def activate(product: jax.Array, activation: str | None) -> jax.Array:
-    """Float32 [M, N] → [M, N], or [M, N/2] for "swiglu": silu(left half) · right half."""
-    if activation is None:
-        return product
-    gate, up = jnp.split(product, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
+    None: lambda x: x,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,  # with tanh
+    "relu": jax.nn.relu,
+}
+
+
+def activate(products: Sequence[jax.Array], activation: str | None) -> jax.Array:
+    """Of the products with each of the matrices, float32 [M, N]: act(first), times the second if there are two."""
+    value = ACTIVATIONS[activation](products[0])
+    return value if len(products) == 1 else value * products[1]
 
 
 def gather_rows(lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
@@ -36,7 +44,7 @@ def gather_rows(lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
 
 def grouped_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Sequence[jax.Array],
     group_sizes: jax.Array,
     group_offset: jax.Array | None,
     lhs_indices: jax.Array | None,
@@ -49,24 +57,26 @@ def grouped_matmul(
     """One masked product for each group: G times the arithmetic. See
     `meshpar_kernels.grouped_matmul`."""
     lhs = gather_rows(lhs, lhs_indices)
-    groups, rows = rhs.shape[0], lhs.shape[0]
+    groups, rows = rhs[0].shape[0], lhs.shape[0]
     bounds = group_bounds(group_sizes, rows, group_offset, groups)
     row = jnp.arange(rows)[:, None]
-    width = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+    width = rhs[0].shape[1] if transpose_rhs else rhs[0].shape[2]
 
-    def one(g, total):
+    def one(g, totals):
         mine = (row >= bounds[g]) & (row < bounds[g + 1])
-        weights = rhs[g].T if transpose_rhs else rhs[g]
-        product = jnp.dot(
-            jnp.where(mine, lhs, 0),
-            weights,
-            precision=precision(lhs.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        return jnp.where(mine, product, total)
+        products = [
+            jnp.dot(
+                jnp.where(mine, lhs, 0),
+                matrix[g].T if transpose_rhs else matrix[g],
+                precision=precision(lhs.dtype),
+                preferred_element_type=jnp.float32,
+            )
+            for matrix in rhs
+        ]
+        return [jnp.where(mine, product, total) for product, total in zip(products, totals, strict=True)]
 
-    total = jnp.zeros((rows, width), jnp.float32)
-    total = activate(lax.fori_loop(0, groups, one, total), activation)
+    totals = [jnp.zeros((rows, width), jnp.float32)] * len(rhs)
+    total = activate(lax.fori_loop(0, groups, one, totals), activation)
     if row_scale is not None:
         mine = (row >= bounds[0]) & (row < bounds[-1])
         total = jnp.where(mine, total * row_scale[:, None], 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from meshpar_kernels import _compat
 from meshpar_kernels.grouped_matmul import tpu_gather, tpu_tiles
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale
+from meshpar_kernels.grouped_matmul.reference import activate
 from meshpar_kernels.grouped_matmul.schedule import visit_rows
 from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, dot, in_blocks, row_mask
 from meshpar_kernels.grouped_matmul.tpu_tiles import Tile, cdiv
@@ -29,6 +31,7 @@ def _matmul_kernel(
     *refs,
     transpose_rhs: bool,
     halves: int,
+    activation: str | None,
     scaled: bool,
     gathered: tuple[int, ...],
 ):
@@ -75,7 +78,7 @@ def _matmul_kernel(
                 products = [total[...] for total in totals]
             else:
                 products = [product(half, here, slice(None), columns) for half in range(halves)]
-            value = products[0] if halves == 1 else jax.nn.silu(products[0]) * products[1]
+            value = activate(products, activation)
             if scale_column is not None:
                 value = value * scale_column[here]
             value = value.astype(out_ref.dtype)
@@ -100,7 +103,7 @@ def _matmul_kernel(
 
 def grouped_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Sequence[jax.Array],
     group_sizes: jax.Array,
     group_offset: jax.Array | None,
     row_scale: jax.Array | None,
@@ -120,24 +123,23 @@ def grouped_matmul(
     """
     gathered = lhs_indices is not None
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
-    problem = matmul_problem(rows, rhs, group_sizes, group_offset, transpose_rhs=transpose_rhs, activation=activation)
-    _, k, n, halves, _, bounds = problem
+    _, k, n, _, bounds = matmul_problem(rows, rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
+    halves = len(rhs)
     tm, _, tn = tile
     steps_n = cdiv(n, tn)
     visits = visit_rows(bounds, rows, tm)
 
-    def rhs_spec(half):
-        first = half * steps_n
-        if transpose_rhs:
-            return pl.BlockSpec((1, tn, k), lambda i, v, t, g, *_: (g[v], i + first, 0))
-        return pl.BlockSpec((1, k, tn), lambda i, v, t, g, *_: (g[v], 0, i + first))
+    if transpose_rhs:
+        rhs_spec = pl.BlockSpec((1, tn, k), lambda i, v, t, g, *_: (g[v], i, 0))
+    else:
+        rhs_spec = pl.BlockSpec((1, k, tn), lambda i, v, t, g, *_: (g[v], 0, i))
 
     if lhs_indices is None:
         in_specs, operands = [pl.BlockSpec((tm, k), lambda i, v, t, *_: (t[v], 0))], [lhs]
     else:
         in_specs, operands = tpu_gather.specs(rows, tm), tpu_gather.operands(lhs, lhs_indices, tm)
-    in_specs += [rhs_spec(half) for half in range(halves)]
-    operands += [rhs] * halves
+    in_specs += [rhs_spec] * halves
+    operands += rhs
     if row_scale is not None:
         in_specs.append(pl.BlockSpec((1, tm), lambda i, v, t, *_: (0, t[v])))
         operands.append(padded_scale(row_scale, tm)[None])  # as a column it would fill 128 lanes
@@ -154,6 +156,7 @@ def grouped_matmul(
             _matmul_kernel,
             transpose_rhs=transpose_rhs,
             halves=halves,
+            activation=activation,
             scaled=row_scale is not None,
             gathered=(lhs.shape[0], cdiv(rows, tm)) if gathered else (),
         ),
@@ -164,7 +167,7 @@ def grouped_matmul(
             out_specs=pl.BlockSpec((tm, tn), lambda i, v, t, *_: (t[v], i)),
             scratch_shapes=scratch,
         ),
-        out_shape=_compat.out_struct((rows, n), out_dtype, lhs, rhs),
+        out_shape=_compat.out_struct((rows, n), out_dtype, lhs, *rhs),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=tpu_tiles.vmem_limit(),
@@ -172,9 +175,9 @@ def grouped_matmul(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * k * n * halves,
-            transcendentals=rows * n * (halves - 1),
+            transcendentals=rows * n * (activation is not None),
             bytes_accessed=(4 if gathered else itemsize) * steps_n * rows * k
-            + itemsize * rhs.size
+            + itemsize * sum(matrix.size for matrix in rhs)
             + out_dtype.itemsize * rows * n,
         ),
         name="meshpar_gathered_matmul" if gathered else "meshpar_grouped_matmul",

@@ -115,7 +115,7 @@ def pick_tile(
     Args:
       rows, k, n, groups: sizes; n is the width of the result.
       itemsize: bytes of an element of lhs, rhs and out.
-      halves: 2 for a result that needs two products (SwiGLU), else 1.
+      halves: matrices of each group, 1 or 2.
       vmem: bytes to plan with; None: `vmem_to_plan_with`.
       gathered: whether the kernel gathers the rows of lhs: words of 4 bytes in two buffers, and put in order in a
         third.
@@ -161,16 +161,14 @@ def pick_transpose_tile(rows: int, k: int, n: int, groups: int, itemsize: int, v
 
 
 def unsupported(
-    lhs: jax.Array, rhs: jax.Array, n: int, tile: Tile | None, halves: int = 1, *, transpose_rhs: bool = False
+    lhs: jax.Array, rhs: jax.Array, n: int, tile: Tile | None, *, transpose_rhs: bool = False
 ) -> Unsupported:
     """Why the TPU kernels cannot take these operands; `tile` is what `pick_…` found."""
     reasons = []
-    if transpose_rhs and halves * n == 1:
+    if transpose_rhs and n == 1:
         reasons.append("rhs has one column and comes transposed, which the compiler cannot multiply by")
     if lhs.dtype not in (jnp.float32, jnp.bfloat16):
         reasons.append(f"operands are {lhs.dtype}; the kernel takes float32 and bfloat16")
-    if halves == 2 and n % 128:
-        reasons.append(f"the two halves of rhs, {n} columns each, are no multiple of 128 columns")
     if tile is not None and tile.m % 16:
         reasons.append(f"a tile of {tile.m} rows is no multiple of 16 rows")
     if tile is None:

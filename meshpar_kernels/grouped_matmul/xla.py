@@ -3,10 +3,13 @@ the weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar_kernels._compat import same_varying
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.reference import activate, gather_rows, precision
 from meshpar_kernels.grouped_matmul.schedule import visit_groups, visit_rows
@@ -29,7 +32,7 @@ def _pad_rows(x: jax.Array, tile: int) -> jax.Array:
 
 def grouped_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Sequence[jax.Array],
     group_sizes: jax.Array,
     group_offset: jax.Array | None,
     lhs_indices: jax.Array | None,
@@ -41,9 +44,7 @@ def grouped_matmul(
 ) -> jax.Array:
     """As `reference.grouped_matmul`: one small matmul for each tile and group with rows in it."""
     lhs = gather_rows(lhs, lhs_indices)
-    problem = matmul_problem(
-        lhs.shape[0], rhs, group_sizes, group_offset, transpose_rhs=transpose_rhs, activation=activation
-    )
+    problem = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
     rows = problem.rows
     tile = row_tile(rows, problem.groups)
     visits = visit_rows(problem.bounds, rows, tile)
@@ -55,14 +56,17 @@ def grouped_matmul(
         first = visits.tile[v] * tile
         row = first + jnp.arange(tile)[:, None]
         mine = (row >= visits.start[v]) & (row < visits.end[v])
-        product = lax.dot_general(
-            lax.dynamic_slice_in_dim(lhs, first, tile),
-            lax.dynamic_index_in_dim(rhs, visits.group[v], keepdims=False),
-            (contract, ((), ())),
-            precision=precision(lhs.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        value = activate(product, activation)
+        products = [
+            lax.dot_general(
+                lax.dynamic_slice_in_dim(lhs, first, tile),
+                lax.dynamic_index_in_dim(matrix, visits.group[v], keepdims=False),
+                (contract, ((), ())),
+                precision=precision(lhs.dtype),
+                preferred_element_type=jnp.float32,
+            )
+            for matrix in rhs
+        ]
+        value = activate(products, activation)
         if scale is not None:
             value = value * lax.dynamic_slice_in_dim(scale, first, tile)[:, None]
         value = jnp.where(visits.live[v] > 0, value, 0.0).astype(out_dtype)
@@ -70,7 +74,7 @@ def grouped_matmul(
         return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, value, old), first, 0)
 
     out = jnp.zeros((lhs.shape[0], problem.n), out_dtype)
-    return lax.fori_loop(0, visits.number, one, _vary_like(out, lhs, rhs))[:rows]
+    return lax.fori_loop(0, visits.number, one, _vary_like(out, lhs, *rhs))[:rows]
 
 
 def grouped_matmul_transpose(
@@ -112,8 +116,6 @@ def grouped_matmul_transpose(
     return lax.fori_loop(0, visits.number, one, _vary_like(out, lhs, rhs)).astype(out_dtype)
 
 
-def _vary_like(out: jax.Array, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _vary_like(out: jax.Array, *operands: jax.Array) -> jax.Array:
     """A loop's carry must vary over the mesh axes that its result varies over."""
-    from meshpar_kernels._compat import same_varying
-
-    return same_varying(out, lhs, rhs)[0]
+    return same_varying(out, *operands)[0]

@@ -13,7 +13,7 @@ __all__ = ["RoutePlan"]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["expert", "weight", "counts", "rank", "offsets", "dropped"],
+    data_fields=["expert", "weight", "counts", "rank", "offsets", "dropped", "order"],
     meta_fields=["capacity"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class RoutePlan:
       offsets: int32 [E + 1], first row of each expert in the buffer; `offsets[E]` rows are in use.
       dropped: int32 [], choices that got no row: beyond the capacity, or not made.
       capacity: most rows an expert may have; None: no limit.
+      order: int32 [T·k], `sources` of the rows in use, where a sort has found it; None: it is made of `rank`.
     """
 
     expert: jax.Array
@@ -44,6 +45,31 @@ class RoutePlan:
     offsets: jax.Array
     dropped: jax.Array
     capacity: int | None = None
+    order: jax.Array | None = None
+
+    @classmethod
+    def of(cls, expert: jax.Array, experts: int) -> RoutePlan:
+        """The plan of choices that were made elsewhere: int [T, k], anything outside of 0…E-1 is no choice; weights are 1.
+
+        A counting sort by way of XLA's stable one.
+        """
+        chosen = (expert >= 0) & (expert < experts)
+        expert = jnp.where(chosen, expert, experts).astype(jnp.int32)
+        flat = expert.reshape(-1)
+        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+        every = jnp.arange(experts + 1, dtype=jnp.int32)
+        offsets = jnp.searchsorted(flat[order], every, side="left").astype(jnp.int32)
+        place = jnp.arange(flat.shape[0], dtype=jnp.int32)
+        place = jnp.zeros_like(flat).at[order].set(place, unique_indices=True).reshape(expert.shape)
+        return cls(
+            expert=expert,
+            weight=chosen.astype(jnp.float32),
+            counts=offsets[1:] - offsets[:-1],
+            rank=jnp.where(chosen, place - offsets[expert], -1),
+            offsets=offsets,
+            dropped=flat.shape[0] - offsets[-1],
+            order=order,
+        )
 
     @property
     def buffer_rows(self) -> int:
@@ -72,6 +98,8 @@ class RoutePlan:
         size = self.buffer_rows
         if tokens == 0:
             return jnp.full((size,), -1, jnp.int32)
+        if self.order is not None:
+            return jnp.where(jnp.arange(size) < self.offsets[-1], self.order, -1)
         rows = self._flat_rows()
         target = jnp.where(rows < 0, size, rows)
         number = jnp.arange(rows.size, dtype=jnp.int32)

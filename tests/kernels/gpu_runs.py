@@ -40,15 +40,15 @@ def same(found: Any, wanted: Any, what: str) -> None:
 
 def product(
     module: Any, sizes: list[int], schedule: Schedule = PLAIN, dropped: str | None = None, *,
-    rows: int = 256, k: int = 128, n: int = 128, num_sms: int = 2, tile: Tile = TILE, activation: Any = None,
+    rows: int = 256, k: int = 128, n: int = 128, num_sms: int = 2, tile: Tile = TILE, activation: Any = None, gated: bool = False,
     transpose_rhs: bool = False, scaled: bool = False, group_offset: int | None = None, out: Any = F16,
 ) -> Machine:  # fmt: skip
     """`grouped_matmul`, with NaN in the rows of no group."""
     groups = len(sizes) - (group_offset or 0)
-    wide = 2 * n if activation else n
     lhs = draw(0, rows, k)
     lhs[min(max(sum(np.maximum(sizes, 0)), 0), rows) :] = np.nan
-    rhs = draw(1, groups, wide, k) if transpose_rhs else draw(1, groups, k, wide)
+    shape = (groups, n, k) if transpose_rhs else (groups, k, n)
+    rhs = (draw(1, *shape), draw(3, *shape))[: 1 + gated]
     scale = 2.0 ** draw(2, rows, dtype=F32) if scaled else None
     gpus = Gpus(1, schedule, dropped)
     offset = None if group_offset is None else jnp.int32(group_offset)

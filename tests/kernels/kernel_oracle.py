@@ -94,6 +94,14 @@ def group_of_row(sizes, rows):
     return np.array(group + [-1] * (rows - len(group)))
 
 
+ACTIVATIONS = {
+    None: lambda x: x,
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: np.maximum(x, 0),
+}
+
+
 def grouped_matmul(
     lhs,
     rhs,
@@ -105,18 +113,18 @@ def grouped_matmul(
     lhs_indices=None,
     row_scale=None,
 ):
-    lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
+    lhs = np.asarray(lhs, np.float64)
+    rhs = [np.asarray(r, np.float64) for r in (rhs if isinstance(rhs, tuple) else (rhs,))]
     if lhs_indices is not None:
         zero = np.zeros(lhs.shape[1])
         lhs = np.array([lhs[i] if 0 <= i < len(lhs) else zero for i in np.asarray(lhs_indices)])
-    rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
-    out = np.zeros((len(lhs), rhs.shape[2] // (2 if activation else 1)))
+    rhs = [r.swapaxes(1, 2) if transpose_rhs else r for r in rhs]
+    out = np.zeros((len(lhs), rhs[0].shape[2]))
     for i, g in enumerate(group_of_row(sizes, len(lhs)) - group_offset):
-        if 0 <= g < len(rhs):
-            value = lhs[i] @ rhs[g]
-            if activation == "swiglu":
-                gate, up = np.split(value, 2)
-                value = gate / (1 + np.exp(-gate)) * up
+        if 0 <= g < len(rhs[0]):
+            value = ACTIVATIONS[activation](lhs[i] @ rhs[0][g])
+            if len(rhs) == 2:
+                value = value * (lhs[i] @ rhs[1][g])
             out[i] = value * (1.0 if row_scale is None else float(row_scale[i]))
     return out
 

@@ -4,11 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kernel_oracle as oracle
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshpar_kernels import expert_combine, expert_dispatch, grouped_matmul, ragged_all_to_all
+from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_matmul, ragged_all_to_all, route
+from meshpar_kernels.dispatch.plan import merge
 
 A, T, K, E, H = 8, 6, 2, 16, 4  # devices, tokens of each, choices, experts, width
 R = np.random.default_rng(0)
@@ -158,6 +160,63 @@ def test_many_places_a_token():
     np.testing.assert_allclose(y, expected(expert, weight=weight), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("strategy", ["a2a", "ring", "local"])
+def test_of_a_plan_with_the_copy_left_to_the_product(strategy):
+    """`route` with a capacity ranks the choices; the first product reads what arrived by its indices; gradients too."""
+    logits, hidden = R.normal(size=(A * T, E)).astype("f"), R.normal(size=(E, H, H)).astype("f")
+    axes = None if strategy == "local" else ("a", "b")
+
+    def layer(x, logits, matrices, copy):
+        plan = route(logits, K, capacity=2)
+        rows, d = expert_dispatch(
+            x, plan, weight=plan.weight, axis_name=axes, copy=copy, strategy="a2a" if axes is None else strategy
+        )
+        how = {} if copy else {"lhs_indices": d.lhs_indices, "lhs_rows": d.lhs_rows}
+        y = grouped_matmul(rows, matrices, d.group_sizes, row_scale=d.row_scale, **how)
+        return expert_combine(y, d)
+
+    def step(x, logits, matrices, copy):
+        def loss(*args):
+            y = layer(*args, copy)
+            return (y * jnp.cos(y)).sum(), y
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(x, logits, matrices)
+
+    want = np.zeros((A * T, H))
+    for i in range(A):
+        mine = slice(i * T, (i + 1) * T)
+        expert, weight, _, rank, offsets, _ = oracle.route(logits[mine], K, capacity=2)
+        kept = np.where(oracle.buffer_rows(expert, rank, offsets) >= 0, expert, E)
+        for t, j in np.argwhere(kept < E):
+            want[i * T + t] += weight[t, j] * (X[i * T + t].astype(float) @ hidden[kept[t, j]])
+    if strategy == "local":
+        results = [jax.jit(functools.partial(step, copy=copy))(X[:T], logits[:T], hidden) for copy in (False, True)]
+        np.testing.assert_allclose(results[0][1], want[:T], rtol=1e-5, atol=1e-5)
+    else:
+        split = (SPLIT, SPLIT, SPLIT)
+        results = [
+            jax.jit(jax.shard_map(functools.partial(step, copy=copy), mesh=mesh(), in_specs=split,
+                                  out_specs=(split, SPLIT), check_vma=False))(X, logits, hidden)
+            for copy in (False, True)
+        ]  # fmt: skip
+        np.testing.assert_allclose(results[0][1], want, rtol=1e-5, atol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *results)
+
+
+def test_slots_sorted_by_expert_are_merged():
+    sizes = R.integers(0, 4, (5, 3)) * (R.random((5, 3)) < 0.7)
+    sizes[2] = 0
+    rows = int(sizes.sum(1).max())
+    place, source = (np.asarray(x) for x in merge(jnp.asarray(sizes, jnp.int32), rows))
+    expert = np.full((5, rows), 3)
+    for slot, each in enumerate(sizes):
+        expert[slot, : each.sum()] = np.repeat(np.arange(3), each)
+    flat = expert.reshape(-1)
+    order = np.argsort(flat, kind="stable")[: sizes.sum()]
+    np.testing.assert_array_equal(source, [*order, *[-1] * (5 * rows - len(order))])
+    np.testing.assert_array_equal(place, [list(order).index(i) if i in order else -1 for i in range(5 * rows)])
+
+
 # -- the ragged all-to-all
 
 
@@ -226,6 +285,8 @@ def test_nothing_is_written_past_the_end():
         ({"rows": 0}, "rows=0 must be at least 1"),
         ({"weight": np.ones((T, 3), "f")}, "weight must be"),
         ({"expert": np.zeros((T, K), "f")}, "expert must be integers"),
+        ({"experts": None}, "experts=, their number, is needed"),
+        ({"expert": RoutePlan.of(jnp.zeros((T, K), int), 8)}, "experts=16, but the plan is of 8"),
     ],
 )
 def test_bad_dispatch(change, says):

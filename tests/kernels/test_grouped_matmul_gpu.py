@@ -45,7 +45,7 @@ def close(got, want):
 CASES = {
     "plain": {},
     "everything": {
-        "activation": "swiglu",
+        "activation": "gelu",
         "transpose_rhs": True,
         "row_scale": normal(M, dtype=jnp.float32),
         "group_offset": 1,
@@ -70,8 +70,8 @@ def test_grouped_matmul(name, architecture, monkeypatch):
     on(architecture, monkeypatch)
     options = CASES[name]
     groups = 2 if "group_offset" in options else G
-    wide = 2 * N if "activation" in options else N
-    rhs = normal(groups, wide, K) if options.get("transpose_rhs") else normal(groups, K, wide)
+    shape = (groups, N, K) if options.get("transpose_rhs") else (groups, K, N)
+    rhs = (normal(*shape), normal(*shape)) if "activation" in options else normal(*shape)
     lhs = normal(M, K).at[sum(UNEVEN) :].set(jnp.nan)
     got = run(grouped_matmul, lhs, rhs, jnp.asarray(UNEVEN), **options)
     assert got.dtype == BF16

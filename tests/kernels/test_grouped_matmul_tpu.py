@@ -34,9 +34,9 @@ def run(function, *args, **options):
 CASES = {
     "plain": {"tile": (128, K, 128)},
     "transposed": {"transpose_rhs": True},
-    "swiglu": {"activation": "swiglu", "tile": (256, K, 128)},
+    "swiglu": {"activation": "silu", "tile": (256, K, 128)},
     "everything": {
-        "activation": "swiglu",
+        "activation": "gelu",
         "transpose_rhs": True,
         "row_scale": normal(M),
         "group_offset": 1,
@@ -58,6 +58,7 @@ def test_grouped_matmul(name, dtype):
     groups = 2 if "group_offset" in options else G
     shape = (groups, N, K) if options.get("transpose_rhs") else (groups, K, N)
     lhs, rhs, sizes = normal(M, K, dtype=dtype), normal(*shape, dtype=dtype), jnp.asarray(UNEVEN)
+    rhs = (rhs, normal(*shape, dtype=dtype)) if "activation" in options else rhs
     got = run(grouped_matmul, lhs.at[sum(UNEVEN) :].set(jnp.nan), rhs, sizes, **options)
     assert got.dtype == dtype
     options = {name: value for name, value in options.items() if name != "tile"}
@@ -118,7 +119,7 @@ def test_inner_blocks(monkeypatch):
     ("dtype", "gather", "mode", "options"),
     [
         (jnp.bfloat16, "fused", "eager", {}),
-        (jnp.bfloat16, "fused", "on_wait", {"activation": "swiglu", "transpose_rhs": True, "group_offset": 1}),
+        (jnp.bfloat16, "fused", "on_wait", {"activation": "silu", "transpose_rhs": True, "group_offset": 1}),
         (jnp.float32, "fused", "on_wait", {"row_scale": normal(70)}),
         (jnp.bfloat16, "first", "on_wait", {}),
     ],
@@ -127,9 +128,9 @@ def test_gathered_rows(dtype, gather, mode, options):
     """Three tiles, two stretches of columns, indices out of range, and a NaN row that nobody asks for."""
     rows, sizes = 70, [33, 0, 20, 9]
     groups = 2 if "group_offset" in options else G
-    wide = 2 * N if "activation" in options else N
-    shape = (groups, wide, 128) if options.get("transpose_rhs") else (groups, 128, wide)
+    shape = (groups, N, 128) if options.get("transpose_rhs") else (groups, 128, N)
     lhs, rhs = normal(17, 128, dtype=dtype).at[5].set(jnp.nan), normal(*shape, dtype=dtype)
+    rhs = (rhs, normal(*shape, dtype=dtype)) if "activation" in options else rhs
     indices = RNG.integers(-1, 19, rows)
     options = options | {"lhs_indices": jnp.asarray(np.where(indices == 5, 6, indices), jnp.int32)}
     with _compat.race_detection(dma_execution_mode=mode):

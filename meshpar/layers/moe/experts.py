@@ -15,19 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar_kernels import expert_combine, expert_dispatch, grouped_matmul
+from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_matmul
 
 from ...program.declare import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, Parts
+from .choice import KERNELS
 from .strategy import Ways, find_ways
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-}
-
-__all__ = ["ACTIVATIONS", "run_experts"]
+__all__ = ["run_experts"]
 
 
 def run_experts(
@@ -107,15 +102,19 @@ def _local(
         "exchange": exchange,
     }
     multiply = functools.partial(grouped_matmul, implementation=implementation)
+    copies = implementation if implementation in KERNELS else None
+    # sorted once, for all rounds; on a ring devices sort what comes to them
+    target = target if how["strategy"] == "ring" else RoutePlan.of(target, experts)
 
     def one_round(first, target, x, weight, *matrices):
         """(what the rows first… of each buffer contribute, rows that one buffer would have to hold for all)."""
-        buffer, d = expert_dispatch(x, target, weight=weight, first=first, **how)
+        rows, d = expert_dispatch(x, target, weight=weight, first=first, copy=False, implementation=copies, **how)
         *inward, down = matrices
-        act = ACTIVATIONS[activation]
-        hidden = [multiply(buffer, m, d.group_sizes) for m in inward]
-        h = act(hidden[0]) * hidden[1] if len(hidden) == 2 else act(hidden[0])
-        return expert_combine(multiply(h, down, d.group_sizes, row_scale=d.row_scale), d), d.most
+        inward = (inward[0], inward[1]) if len(inward) == 2 else inward[0]
+        gathered = {"lhs_indices": d.lhs_indices, "lhs_rows": d.lhs_rows}
+        h = multiply(rows, inward, d.group_sizes, activation=activation, **gathered)
+        y = multiply(h, down, d.group_sizes, row_scale=d.row_scale)
+        return expert_combine(y, d, implementation=copies), d.most
 
     flat = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1]), *matrices
     y, most = one_round(0, target, *flat)
@@ -232,10 +231,11 @@ def _sends(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
 
     if ways.strategy == "a2a":
         slots, moved = (ways.devices * ways.rows,), (ways.devices * ways.sends, embed)
+        counts = (math.prod(matrices[0].shape[:-2]) * ways.devices,)
         if ways.sends < ways.rows:
             more = f", of a balanced load: only rows in use are sent{more}"
         send("all-to-all", moved, x.dtype, f"tokens to the devices of their experts{more}")
-        send("all-to-all", slots, jnp.int32, "which expert")
+        send("all-to-all", counts, jnp.int32, "how many to which expert")
         send("all-to-all", slots, weight.dtype, "their weights")
         send("all-to-all", moved, x.dtype, f"results back to the tokens{more}")
     elif ways.strategy == "ring":
@@ -259,8 +259,9 @@ def _works(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
            **options: Any) -> KernelWork:  # fmt: skip
     """What `_local` holds.
 
-    Forward: the rows that came, what each matrix makes of them and, at last, the rows that go back. Backward, first what the
-    last matrix needs and its gradient, with all of the others and what they made; then, without that matrix, their gradients.
+    Forward: the rows that came, what the inward matrices make of them together and, at last, the rows that go back.
+    Backward, first what the last matrix needs and its gradient, with all of the others and what each made; then, without that
+    matrix, their gradients.
     Where further rounds may follow, all matrices and gradients are there to the end, and sums of these in float32.
     """
     ways = _ways(avals, parts.axes, parts.sizes, token_dims, **options)
@@ -274,7 +275,7 @@ def _works(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
         more = sum(inward) + down
     elif ways.strategy == "ring":  # every token there, and its sum
         more = 2 * ways.devices * math.prod(x.shape) * x.dtype.itemsize
-    forward = more + row + max(row, n * hidden)
+    forward = more + row + max(row, hidden)
     if ways.rounds > 1:
         sums = 4 * (math.prod(x.shape) + sum(math.prod(m.shape) for m in matrices))
         return KernelWork(None, forward, more + sums + 4 * row + (2 * n + 1) * hidden)

@@ -12,11 +12,18 @@ from jax import lax
 
 from ...dims import did_you_mean
 from ...errors import MeshparError
-from .experts import ACTIVATIONS, run_experts
-from .routers import ROUTERS
+from .choice import KERNELS
+from .experts import run_experts
+from .routers import ROUTED_BY_KERNELS, ROUTERS
 from .routing import Routing, capacity_of
 
 __all__ = ["MoEAux", "moe"]
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
 
 
 class MoEAux(NamedTuple):
@@ -77,7 +84,9 @@ def moe(
       strategy: "a2a", "ring", "dense", or None for the one that sends the fewest bytes
         (:class:`meshpar.layers.moe.strategy.Ways`); concerns layouts that split tokens and experts over the same axis.
       slack: size of the exchange's buffers, in balanced loads; at least 1. No result depends on it.
-      implementation: of the grouped products, as in ``meshpar_kernels.grouped_matmul``.
+      implementation: of the grouped products, as in ``meshpar_kernels.grouped_matmul``. "pallas", "pallas_tpu" and
+        "pallas_gpu" take the kernels for all else too: for the choice of experts (with "top_k", "switch" and "deepseek_v3"),
+        the copies of rows and their sums.
       exchange: how "a2a" sends rows, as in ``meshpar_kernels.expert_dispatch``: None and "padded" in whole buffers by XLA;
         "pallas", "pallas_tpu", "pallas_gpu" by a kernel, only those in use (H must be a multiple of 128). No default, as no
         accelerator has timed it. No result depends on it.
@@ -96,6 +105,8 @@ def moe(
         options["k"] = k
     if capacity is not None:
         options["capacity"] = capacity
+    if implementation in KERNELS and router in ROUTED_BY_KERNELS:
+        options["implementation"] = implementation
     routing = _route(route, x, router_weights, number, {**options, "groups": groups, "mask": mask})
     places = routing.expert.shape[-1]
     tokens = math.prod(x.shape[:-1])

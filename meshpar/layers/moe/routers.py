@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...errors import MeshparError
+from .choice import KERNELS, choose
 from .routing import (
     Routing,
     balance_loss,
@@ -39,7 +40,8 @@ from .routing import (
 )
 
 __all__ = [
-    "ROUTERS", "deepseek_v3", "expert_choice", "gshard", "hash_router", "noisy_top_k", "switch", "top_k", "two_level",
+    "ROUTED_BY_KERNELS", "ROUTERS",
+    "deepseek_v3", "expert_choice", "gshard", "hash_router", "noisy_top_k", "switch", "top_k", "two_level",
     "update_bias",
 ]  # fmt: skip
 
@@ -70,26 +72,35 @@ def _normalised(weight: jax.Array) -> jax.Array:
     return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
 
 
-def top_k(logits, *, k, capacity=None, groups=1, mask=None, renormalize: bool = True) -> Routing:
+def top_k(
+    logits, *, k, capacity=None, groups=1, mask=None, renormalize: bool = True, implementation: str | None = None
+) -> Routing:
     """The k largest of a softmax (Shazeer et al. 2017 without noise; Mixtral).
 
     Args:
       renormalize: divide the weights of a token by their sum, which is the softmax over its choices alone.
+      implementation: a kernel of ``meshpar_kernels.route`` for choices and weights; anything else: by JAX's ops.
     """
     logits, real, which = _read(logits, k, mask)
     probability = jax.nn.softmax(logits, -1)
-    expert = _best(logits, k, which)
-    weight = pick(probability, one_hots(expert, logits.shape[-1]))
+    if implementation in KERNELS:
+        routable = jnp.where(which[..., None], logits, -jnp.inf)
+        expert, weight = choose(routable, k=k, renormalize=renormalize, implementation=implementation)
+    else:
+        expert = _best(logits, k, which)
+        weight = pick(probability, one_hots(expert, logits.shape[-1]))
+        weight = _normalised(weight) if renormalize else weight
     losses = {"balance": balance_loss(probability, expert, which), "z": z_loss(logits, which)}
-    return finish(expert, _normalised(weight) if renormalize else weight, losses, experts=logits.shape[-1], real=real,
-                  capacity=capacity, groups=groups)  # fmt: skip
+    return finish(expert, weight, losses, experts=logits.shape[-1], real=real, capacity=capacity, groups=groups)
 
 
-def switch(logits, *, k=1, capacity=None, groups=1, mask=None) -> Routing:
+def switch(logits, *, k=1, capacity=None, groups=1, mask=None, implementation: str | None = None) -> Routing:
     """The best expert, weighted by its probability (Switch Transformer, Fedus et al. 2021)."""
     if k != 1:
         raise MeshparError(f"switch: a token goes to one expert, not k={k}", fixes=['router="top_k" takes any k'])
-    return top_k(logits, k=1, capacity=capacity, groups=groups, mask=mask, renormalize=False)
+    return top_k(
+        logits, k=1, capacity=capacity, groups=groups, mask=mask, renormalize=False, implementation=implementation
+    )
 
 
 def gshard(logits, *, k=2, capacity=None, groups=1, mask=None, key: jax.Array | None = None) -> Routing:
@@ -213,6 +224,7 @@ def deepseek_v3(
     expert_groups: int = 1,
     top_groups: int | None = None,
     scale: float = 1.0,
+    implementation: str | None = None,
 ) -> Routing:
     """Sigmoid scores, a bias that balances the load without a loss, choices from a few groups of experts (DeepSeek-V3).
 
@@ -224,6 +236,7 @@ def deepseek_v3(
       bias: [E], moved after each step by :func:`update_bias`; no gradient.
       expert_groups: must divide E.
       top_groups: groups a token may use; None: all.
+      implementation: as in :func:`top_k`.
     """
     logits, real, which = _read(logits, k, mask)
     experts = logits.shape[-1]
@@ -235,25 +248,40 @@ def deepseek_v3(
             f"deepseek_v3: {top_groups} groups of {experts // expert_groups} experts hold fewer than k={k}"
         )
     score = jax.nn.sigmoid(logits)
-    value = lax.stop_gradient(score)
-    if bias is not None:
-        value = value + lax.stop_gradient(bias.astype(jnp.float32))
-    value = jnp.where(jnp.isnan(value) | (logits == -jnp.inf), -jnp.inf, value)
-    if top_groups < expert_groups:
-        by_group = value.reshape(*value.shape[:-1], expert_groups, experts // expert_groups)
-        best = lax.top_k(by_group, min(2, experts // expert_groups))[0]
-        total = jnp.where(best > -jnp.inf, best, 0.0).sum(-1)
-        total = jnp.where(best[..., 0] > -jnp.inf, total, -jnp.inf)
-        group = _best(total, top_groups, which)
-        allowed = functools.reduce(jnp.logical_or, one_hots(group, expert_groups))
-        value = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(value.shape)
-    expert = _best(value, k, which)
-    weight = _normalised(pick(score, one_hots(expert, experts))) * scale
+    if implementation in KERNELS:
+        routable = jnp.where(which[..., None], logits, -jnp.inf)
+        expert, weight = choose(
+            routable, bias, k=k, score="sigmoid", groups=expert_groups, top_groups=top_groups, scale=scale,
+            implementation=implementation,
+        )  # fmt: skip
+    else:
+        expert = _by_groups(logits, score, bias, k, expert_groups, top_groups, which)
+        weight = _normalised(pick(score, one_hots(expert, experts))) * scale
     losses = {
         "balance": balance_loss(_normalised(score), expert, which, by_row=True),
         "z": z_loss(logits, which),
     }
     return finish(expert, weight, losses, experts=experts, real=real, capacity=capacity, groups=groups)
+
+
+def _by_groups(
+    logits: jax.Array, score: jax.Array, bias: jax.Array | None, k: int, groups: int, top_groups: int, which: jax.Array
+) -> jax.Array:
+    """The k best by score and bias, within the best groups: int32 [*tokens, k]."""
+    experts = logits.shape[-1]
+    value = lax.stop_gradient(score)
+    if bias is not None:
+        value = value + lax.stop_gradient(bias.astype(jnp.float32))
+    value = jnp.where(jnp.isnan(value) | (logits == -jnp.inf), -jnp.inf, value)
+    if top_groups < groups:
+        by_group = value.reshape(*value.shape[:-1], groups, experts // groups)
+        best = lax.top_k(by_group, min(2, experts // groups))[0]
+        total = jnp.where(best > -jnp.inf, best, 0.0).sum(-1)
+        total = jnp.where(best[..., 0] > -jnp.inf, total, -jnp.inf)
+        group = _best(total, top_groups, which)
+        allowed = functools.reduce(jnp.logical_or, one_hots(group, groups))
+        value = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(value.shape)
+    return _best(value, k, which)
 
 
 def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
@@ -345,3 +373,6 @@ ROUTERS = {
     "two_level": two_level,
 }
 """By name, as ``moe(router=…)`` takes them."""
+
+ROUTED_BY_KERNELS = ("top_k", "switch", "deepseek_v3")
+"""Those that take ``implementation=``."""
