@@ -34,6 +34,7 @@ from .collectives import combined
 
 BITWISE = having(lambda p: p.under_jit == "manual of integers")
 MANUAL = having(lambda p: p.under_jit == "manual")
+BATCHES = having(lambda p: p.under_jit == "manual of batches")
 ONE_ROW = having(lambda p: p.under_jit == "manual of one row")
 PINNED = ONE_ROW | having(lambda p: p.under_jit == "pinned")
 FREE = having(lambda p: p.under_jit == "free")
@@ -242,6 +243,9 @@ class _Rewriter:
         op, rule = run.op, run.op.rule
         bits = op.name in BITWISE and op.outs[0].aval.dtype != bool
         if op.name in MANUAL or (bits and any(run.axes)):
+            return True
+        sums = [s for out in op.outs if (s := self.reduces.get(out)) is not None and s.scatters and s.over]
+        if op.name in BATCHES and op.eqn.params["dimension_numbers"][1][0] and sums:
             return True
         if op.name in ONE_ROW and one_row(op.eqn) and any(run.axes[f] for factors in rule.ins[0] for f in factors):
             return True

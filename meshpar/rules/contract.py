@@ -35,7 +35,7 @@ def dot_general(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("dot_general", rule=dot_general, local=on_shards, product=True)
+register("dot_general", rule=dot_general, local=on_shards, product=True, under_jit="manual of batches")
 
 
 def ragged_dot_general(eqn, ins, outs) -> OpRule:

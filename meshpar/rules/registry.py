@@ -16,7 +16,7 @@ from .rule import RuleFn
 LocalForm = Callable[..., list[Any]]
 """(:class:`~meshpar.rules.local.LocalOp`, *shards of the operands) → shards of the results."""
 
-UnderJit = Literal["", "pinned", "manual", "manual of integers", "manual of one row", "free"]
+UnderJit = Literal["", "pinned", "manual", "manual of integers", "manual of one row", "manual of batches", "free"]
 """What the ``"jit"`` lowering does about XLA's partitioner.
 
 ``""``: nothing; its choice is as good as the plan's.
@@ -27,6 +27,7 @@ neighbours are split, and then crashes.
 ``manual of integers``: so are its reductions of integers: XLA has no all-reduce for them on every backend.
 ``manual of one row``: so is a lookup or sum of one row in an array that is split (``MERGED_SLICES`` of
 :mod:`meshpar.compat.quirks`); more rows are ``pinned``.
+``manual of batches``: so is a product with batch dims of whose axes some are scattered and others all-reduced (``BATCHED_SUM``).
 ``free``: made where it is used, or moved at no cost: XLA lays it out as its neighbours need it.
 """
 
