@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar_kernels import grouped_matmul, grouped_matmul_transpose
+from meshpar_kernels import grouped_matmul, grouped_matmul_transpose, tuner
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference, tpu_gather
 from meshpar_kernels.routing import tpu as routing_tpu
 from meshpar_kernels.shapes import MATMULS, MODELS
+from meshpar_kernels.tuning import Product
 
 TOKENS = 8192
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -159,12 +160,10 @@ def tiles(kernel: str, shape: str) -> list[tuple[int, int, int]]:
     """(rows, K, N) that the tuner tries on this device."""
     s = MATMULS[shape]
     k, n = (s.n, s.k) if kernel == "d lhs" else (s.k, s.n)
-    if jax.default_backend() != "tpu":
-        columns = [w for w in (64, 128, 192, 256) if w <= n]
-        return [(rows, 128, w) if kernel == "d rhs" else (128, rows, w) for rows in (64, 128) for w in columns]
-    columns = [w for w in (256, 512, 1024, 2048) if n % w == 0]
-    inner = [w for w in (256, 512, 1024, 2048) if k % w == 0] if kernel == "d rhs" else [k]
-    return [(rows, i, w) for rows in (128, 256, 512) for i in inner for w in columns]
+    op = "grouped_matmul_transpose" if kernel == "d rhs" else "grouped_matmul"
+    product = Product(op, s.m, k, n, s.groups, transposed=kernel == "d lhs")
+    found = tuner.candidates(product, BF16, "tpu" if jax.default_backend() == "tpu" else "cuda")
+    return list(dict.fromkeys(config.tile for config in found))
 
 
 def _optional_forward(transpose_rhs: bool) -> dict[str, Callable[..., Any]]:

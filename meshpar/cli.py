@@ -1,4 +1,4 @@
-"""The command line: ``meshpar plan|compile|check|diff TARGET``, ``meshpar launch SCRIPT``, ``meshpar checkpoint …``."""
+"""The command line: ``meshpar plan|compile|check|diff TARGET``, ``launch SCRIPT``, ``checkpoint …``, ``tune-kernels``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from .pods.cli import add_commands
 from .report import plan_steps
 from .report.text import fits
 from .target import Target, concrete, failing_as_target, load_target, parse_options
+from .tune_kernels import add_command as add_tuning
 
 DESCRIPTION = """\
 See, compile and check the layouts of a JAX program, without the machine that they are for.
@@ -48,8 +49,8 @@ exit status: 0: well; 1: it does not hold: a layout changes a number, the compil
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = _parser().parse_args(argv)
-    if not os.environ.get("JAX_PLATFORMS"):
-        jax.config.update("jax_platforms", "cpu")  # nothing here needs the accelerators, which others may be using
+    if not os.environ.get("JAX_PLATFORMS") and not getattr(args, "accelerator", False):
+        jax.config.update("jax_platforms", "cpu")  # nothing else needs the accelerators, which others may be using
     warnings.simplefilter("ignore", JoinWarning)  # plans list their joins
     try:
         return args.run(args)
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
-    commands = parser.add_subparsers(metavar="plan|compile|check|diff|launch|checkpoint", required=True)
+    commands = parser.add_subparsers(metavar="plan|compile|check|diff|launch|checkpoint|tune-kernels", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., Any]:
         sub = commands.add_parser(
@@ -129,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--html", metavar="FILE", help="write it as a page of its own")
     add_commands(commands)
+    add_tuning(commands)
     return parser
 
 

@@ -33,6 +33,7 @@ def grouped_matmul(
     implementation: str | None = None,
     tile: tuple[int, int, int] | None = None,
     gather: str | None = None,
+    stages: int | None = None,
     num_sms: int | None = None,
     debug: bool = False,
 ) -> jax.Array:
@@ -67,14 +68,16 @@ def grouped_matmul(
         an NVIDIA GPU, and the kernel can take these arguments, else "xla", a loop over tiles (and always with
         `MESHPAR_KERNELS=reference`). "reference" multiplies all rows by all groups. "pallas" is the kernel of the
         platform, or an error: what it cannot take (float32 on a GPU, a GPU before Hopper) is said there and not hidden.
-      tile: (rows, K, N) of one step of the Pallas kernel; None: the one that moves the fewest
-        bytes.
+      tile: (rows, K, N) of one step of the Pallas kernel; None: what the tuning table has for this product on this
+        device, else the one that moves the fewest bytes (see `meshpar_kernels.tuning`).
       gather: with `lhs_indices`: "fused" lets the TPU kernel copy the rows into the tiles it multiplies, so that
         lhs[lhs_indices] never exists, once for each stretch of `tile` columns; "first" gathers by a kernel of its own.
         None takes "fused" where one stretch holds all columns, else "first", which then does less; with
         `implementation=None` XLA gathers them, unless `MESHPAR_KERNELS=pallas`. The backward pass,
         which needs the rows more than once, and all other implementations gather first.
-      num_sms: blocks of the GPU kernel's grid, each on a multiprocessor for itself. None: as many as the GPU has.
+      stages: of the GPU kernel's shared memory; None: of the table, else as many as fit, at most 6.
+      num_sms: blocks of the GPU kernel's grid, each on a multiprocessor for itself. None: of the table, else as many as
+        the GPU has.
       debug: warn at run time about group sizes that are negative or go past M.
 
     Returns:
@@ -134,6 +137,7 @@ def grouped_matmul(
         tile=tile,
         gather=gather,
         num_sms=num_sms,
+        stages=stages,
     )
     return matmul_with_gradient(
         options, lhs, matrices, group_sizes, _as_offset(group_offset), lhs_indices, lhs_rows, row_scale
@@ -151,6 +155,7 @@ def grouped_matmul_transpose(
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
     tile: tuple[int, int, int] | None = None,
+    stages: int | None = None,
     num_sms: int | None = None,
     debug: bool = False,
 ) -> jax.Array:
@@ -165,7 +170,7 @@ def grouped_matmul_transpose(
       group_offset: first group.
       row_scale: [M], factor on each row's product, in float32.
       out_dtype: dtype of the result; None: lhs's.
-      implementation, tile, num_sms, debug: as in `grouped_matmul`.
+      implementation, tile, stages, num_sms, debug: as in `grouped_matmul`.
 
     Returns:
       [G, K, N], summed in float32; zero for an empty group. Differentiable with respect to lhs and
@@ -196,6 +201,7 @@ def grouped_matmul_transpose(
         implementation=implementation,
         tile=tile,
         num_sms=num_sms,
+        stages=stages,
     )
     return transpose_with_gradient(options, groups, lhs, rhs, group_sizes, _as_offset(group_offset), row_scale)
 

@@ -101,16 +101,20 @@ def pick_tile(n: int, itemsize: int, halves: int = 1) -> Tile:
     return make_tile(ROWS, INNER, width, itemsize, halves)
 
 
-def make_tile(m: int, k: int, n: int, itemsize: int, halves: int = 1) -> Tile:
-    """A tile with as many stages as shared memory has room for."""
-    stage = (m + halves * n) * k * itemsize
-    return Tile(m, n, k, min(MOST_STAGES, (SMEM_BYTES - STAGING_BYTES) // max(stage, 1)))
+def make_tile(m: int, k: int, n: int, itemsize: int, halves: int = 1, stages: int | None = None) -> Tile:
+    """A tile with so many stages; None: with as many as shared memory has room for, at most `MOST_STAGES`."""
+    fitting = _stages(m, k, n, itemsize, halves)
+    return Tile(m, n, k, min(MOST_STAGES, fitting) if stages is None else stages)
 
 
-def make_transpose_tile(tile: tuple[int, int, int], itemsize: int) -> Tile:
+def _stages(m: int, k: int, n: int, itemsize: int, halves: int) -> int:
+    return (SMEM_BYTES - STAGING_BYTES) // max((m + halves * n) * k * itemsize, 1)
+
+
+def make_transpose_tile(tile: tuple[int, int, int], itemsize: int, stages: int | None = None) -> Tile:
     """`(rows, K, N)` of one step of the transpose: a tile of [K, N] whose stages hold so many rows."""
     rows, k, n = tile
-    return make_tile(k, rows, n, itemsize)
+    return make_tile(k, rows, n, itemsize, stages=stages)
 
 
 def matmul_unsupported(
@@ -158,8 +162,10 @@ def _unsupported(
             f"tile ({tile.m}, {tile.k}, {tile.n}): the kernel takes {ROWS} rows, multiples of {INNER} contracted "
             f"elements and of 64 columns, at most {256 // halves}"
         )
-    elif tile.stages < 2:
+    elif (fitting := _stages(tile.m, tile.k, tile.n, lhs.dtype.itemsize, halves)) < 2:
         reasons.append(f"tile ({tile.m}, {tile.k}, {tile.n}): two stages of it do not fit shared memory")
+    elif not 2 <= tile.stages <= fitting:
+        reasons.append(f"{tile.stages} stages: the kernel takes 2 to {fitting} of tile ({tile.m}, {tile.k}, {tile.n})")
     major, minor = _compat.gpu_architecture()
     if major not in KERNELS:
         known = " and ".join(f"sm_{number}0a" for number in KERNELS)

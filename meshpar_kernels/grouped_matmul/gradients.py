@@ -40,7 +40,7 @@ def _matmul(options, lhs, rhs, group_sizes, group_offset, lhs_indices, index_row
 
 
 def _plain(options: Options, lhs: jax.Array) -> Options:
-    return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, tile=None, gather=None)
+    return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, tile=None, stages=None, gather=None)
 
 
 def _activated(options: Options, products: Sequence[jax.Array]):
@@ -129,7 +129,7 @@ def _transpose_bwd(options, groups, saved, grad):
     lhs_i·G·rhs_iᵀ."""
     lhs, rhs, group_sizes, group_offset, row_scale = saved
     grad = grad.astype(lhs.dtype)
-    forward = dataclasses.replace(options, out_dtype=lhs.dtype, tile=None)
+    forward = dataclasses.replace(options, out_dtype=lhs.dtype, tile=None, stages=None)
     back = dataclasses.replace(forward, transpose_rhs=True)
     grad_lhs = product(back, rhs, [grad], group_sizes, group_offset, row_scale)
     grad_rhs = product(forward, lhs, [grad], group_sizes, group_offset, None)

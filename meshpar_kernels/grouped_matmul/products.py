@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from meshpar_kernels.grouped_matmul import gpu, reference, tpu, tpu_tiles, tpu_t
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference as routing_reference
 from meshpar_kernels.routing import tpu_gather
+from meshpar_kernels.tuning import Config, Product, lookup
 
 __all__ = ["Options", "gather", "product", "transpose_product"]
 
@@ -30,6 +31,7 @@ class Options:
     tile: tuple[int, int, int] | None
     gather: str | None = None
     num_sms: int | None = None
+    stages: int | None = None
 
 
 def _dispatch(options: Options, op: str, functions: Mapping[str, Any], *args: Any) -> jax.Array:
@@ -76,9 +78,16 @@ def product(
     if indices is not None and options.implementation is None and options.gather is None and not by_default(GATHER):
         lhs, indices = gather(options, lhs, indices), None
     itemsize = lhs.dtype.itemsize
-    gpu_tile = (
-        gpu.pick_tile(n, itemsize, halves) if options.tile is None else gpu.make_tile(*options.tile, itemsize, halves)
-    )
+    shape = Product("grouped_matmul", rows, k, n, rhs[0].shape[0], halves, options.transpose_rhs)
+
+    def refuses(tile: gpu.Tile) -> Unsupported:
+        how = {"k": k, "n": n, "transpose_rhs": options.transpose_rhs}
+        return gpu.matmul_unsupported(lhs, options.out_dtype, tile, halves, **how)
+
+    def made(config: Config) -> gpu.Tile:
+        return gpu.make_tile(*config.tile, itemsize, halves, config.stages)
+
+    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, gpu.pick_tile(n, itemsize, halves), made, refuses)
     kwargs = {
         "transpose_rhs": options.transpose_rhs,
         "activation": options.activation,
@@ -91,14 +100,12 @@ def product(
 
         return call
 
-    by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, num_sms=options.num_sms, **kwargs)
-    cannot = gpu.matmul_unsupported(
-        lhs, options.out_dtype, gpu_tile, halves, k=k, n=n, transpose_rhs=options.transpose_rhs
-    )
+    by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, num_sms=num_sms, **kwargs)
+    cannot = refuses(gpu_tile)
     if indices is not None:
         cannot = Unsupported((*cannot, *routing_gpu.gather_sum_unsupported(lhs, indices[:, None])))
     functions = {
-        "pallas_tpu": _on_tpu(options, lhs, rhs, indices, n, kwargs),
+        "pallas_tpu": _on_tpu(options, shape, lhs, rhs, indices, kwargs),
         "pallas_gpu": cannot or _gathering_first(routing_gpu.gather_sum, by_gpu),
         "xla": plain(xla.grouped_matmul),
         "reference": plain(reference.grouped_matmul),
@@ -120,17 +127,34 @@ def _gathering_first(gather_sum, function):
     return call
 
 
-def _on_tpu(options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], indices, n: int, kwargs):
+def _on_gpu(
+    options: Options, shape: Product, dtype: Any, analytic: gpu.Tile, made: Callable[[Config], gpu.Tile],
+    refuses: Callable[[gpu.Tile], Unsupported],
+) -> tuple[gpu.Tile, int | None]:  # fmt: skip
+    """(tile, blocks of the grid): what was asked for, else what was measured, where it fits, else the analytic choice."""
+    if options.tile is not None:
+        return made(Config(options.tile, options.stages)), options.num_sms
+    found = lookup("cuda", shape, dtype)
+    if found is not None and not refuses(made(found)):
+        config = found._replace(stages=options.stages or found.stages)
+        return made(config), options.num_sms or found.num_sms
+    return analytic._replace(stages=options.stages or analytic.stages), options.num_sms
+
+
+def _on_tpu(options: Options, shape: Product, lhs: jax.Array, rhs: Sequence[jax.Array], indices, kwargs):
     """The TPU kernel, or why it cannot run; with its own gather where that is asked for or pays.
 
     It pays where one stretch of columns holds the whole result. Else every stretch would copy the rows again, which
     costs the scalar core more than reading them in order, and they are gathered first.
     """
-    rows, k = lhs.shape[0] if indices is None else indices.shape[0], lhs.shape[1]
+    _, rows, k, n, *_ = dataclasses.astuple(shape)
 
     def tile_of(gathered: bool) -> tpu_tiles.Tile | None:
         if options.tile is not None:
             return tpu_tiles.Tile(*options.tile)
+        found = None if gathered else lookup("tpu", shape, lhs.dtype)
+        if found is not None and found.tile[1] == k and n % found.tile[2] == 0:
+            return tpu_tiles.Tile(*found.tile)
         return tpu_tiles.pick_tile(rows, k, n, rhs[0].shape[0], lhs.dtype.itemsize, len(rhs), gathered=gathered)
 
     if indices is not None and options.gather != "first":
@@ -156,19 +180,27 @@ def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, grou
     k, n = lhs.shape[1], rhs.shape[1]
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros((groups, k, n), options.out_dtype)
-    tile = (
-        tpu_tiles.pick_transpose_tile(lhs.shape[0], k, n, groups, lhs.dtype.itemsize)
-        if options.tile is None
-        else tpu_tiles.Tile(*options.tile)
-    )
     itemsize = lhs.dtype.itemsize
-    gpu_tile = gpu.pick_tile(n, itemsize) if options.tile is None else gpu.make_transpose_tile(options.tile, itemsize)
+    shape = Product("grouped_matmul_transpose", lhs.shape[0], k, n, groups)
+    found = lookup("tpu", shape, lhs.dtype)
+    if options.tile is not None:
+        tile = tpu_tiles.Tile(*options.tile)
+    elif found is not None and k % found.tile[1] == 0 and n % found.tile[2] == 0:
+        tile = tpu_tiles.Tile(*found.tile)
+    else:
+        tile = tpu_tiles.pick_transpose_tile(lhs.shape[0], k, n, groups, itemsize)
+    refuses = functools.partial(gpu.transpose_unsupported, lhs, options.out_dtype, k=k, n=n)
+
+    def made(config: Config) -> gpu.Tile:
+        return gpu.make_transpose_tile(config.tile, itemsize, config.stages)
+
+    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, gpu.pick_tile(n, itemsize), made, refuses)
     kwargs = {"groups": groups, "out_dtype": options.out_dtype}
     functions = {
         "pallas_tpu": tpu_tiles.unsupported(lhs, rhs, n, tile)
         or functools.partial(tpu_transpose.grouped_matmul_transpose, tile=tile, **kwargs),
-        "pallas_gpu": gpu.transpose_unsupported(lhs, options.out_dtype, gpu_tile, k=k, n=n)
-        or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, num_sms=options.num_sms, **kwargs),
+        "pallas_gpu": refuses(gpu_tile)
+        or functools.partial(gpu.grouped_matmul_transpose, tile=gpu_tile, num_sms=num_sms, **kwargs),
         "xla": functools.partial(xla.grouped_matmul_transpose, **kwargs),
         "reference": functools.partial(reference.grouped_matmul_transpose, **kwargs),
     }

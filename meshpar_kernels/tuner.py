@@ -1,0 +1,197 @@
+"""Measuring which tile, how many stages and how many blocks a grouped product takes the least time with, on the device at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar_kernels import _compat
+from meshpar_kernels.grouped_matmul import gpu, grouped_matmul, grouped_matmul_transpose, tpu_tiles
+from meshpar_kernels.tuning import Config, Entry, Product
+
+__all__ = ["Bench", "DeviceBench", "Tuned", "WrongValueError", "candidates", "limit_of", "tune"]
+
+MARGIN = 0.98
+"""A choice replaces the analytic one if it takes less than this part of its time: medians differ by a percent or two."""
+
+
+class WrongValueError(Exception):
+    """The kernel gives wrong values with its own choice: nothing that it does on this device may be stored."""
+
+
+class Bench(Protocol):
+    """One product on one device."""
+
+    def error(self, config: Config) -> float:
+        """Largest difference from the reference over its largest value; raises what the compiler raises."""
+        ...
+
+    def seconds(self, config: Config) -> Sequence[float]:
+        """A few times of one call."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What came out for one product.
+
+    Attributes:
+      entry: for the table.
+      seconds: median of every choice that was timed.
+      refused: choices that do not compile or run, and why.
+      wrong: choices whose values are wrong, and by how much; they were not timed.
+    """
+
+    entry: Entry
+    seconds: dict[Config, float]
+    refused: dict[Config, str]
+    wrong: dict[Config, float]
+
+
+def limit_of(dtype: Any) -> float:
+    """What the error of a result may be: a few roundings of its dtype."""
+    return {"bfloat16": 1e-2, "float16": 2e-3}.get(jnp.dtype(dtype).name, 1e-4)
+
+
+def tune(
+    bench: Bench, choices: Sequence[Config], *, limit: float, done: Callable[[Config, float | None], None] | None = None
+) -> Tuned:
+    """Check and time choices, of which the first is the analytic one.
+
+    Args:
+      choices: without repetition.
+      limit: an error above it (or NaN) is wrong.
+      done: called after each choice with its median seconds, None if it has none.
+
+    Raises:
+      WrongValueError: the first one is wrong.
+      Exception: what the compiler says of the first one.
+    """
+    medians: dict[Config, float] = {}
+    refused: dict[Config, str] = {}
+    wrong: dict[Config, float] = {}
+    for i, config in enumerate(choices):
+        try:
+            error = bench.error(config)
+            if not error <= limit:
+                if i == 0:
+                    raise WrongValueError(f"with {config} the result is wrong by {error:.2g} of its largest value")
+                wrong[config] = error
+            else:
+                medians[config] = statistics.median(bench.seconds(config))
+        except WrongValueError:
+            raise
+        except Exception as problem:  # a compiler's; each has its own types
+            if i == 0:
+                raise
+            refused[config] = f"{type(problem).__name__}: {problem}"[:200]
+        if done is not None:
+            done(config, medians.get(config))
+    analytic = medians[choices[0]]
+    best = min(medians, key=lambda config: medians[config])
+    if medians[best] >= MARGIN * analytic:
+        best = choices[0]
+    return Tuned(Entry(best, medians[best], analytic, jax.__version__), medians, refused, wrong)
+
+
+def candidates(product: Product, dtype: Any, platform: str) -> list[Config]:
+    """The analytic choice first, then others that fit on-chip memory; [] where the kernel has none for this product.
+
+    Args:
+      platform: "tpu" or "cuda".
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    return list(dict.fromkeys((_for_tpu if platform == "tpu" else _for_gpu)(product, itemsize)))
+
+
+def _for_gpu(p: Product, itemsize: int) -> list[Config]:
+    back = p.op == "grouped_matmul_transpose"
+
+    def config(tile: gpu.Tile, blocks: int | None = None) -> Config:
+        return Config((tile.k, tile.m, tile.n) if back else (tile.m, tile.k, tile.n), tile.stages, blocks)
+
+    found = [config(gpu.pick_tile(p.n, itemsize, p.matrices))]
+    for inner in (64, 128):
+        for width in (64, 128, 192, 256):
+            tile = gpu.make_tile(gpu.ROWS, inner, width, itemsize, p.matrices)
+            if width * p.matrices <= 256 and width < 2 * p.n:
+                found += [config(tile._replace(stages=s)) for s in range(max(2, tile.stages - 2), tile.stages + 1)]
+    return found
+
+
+def _for_tpu(p: Product, itemsize: int) -> list[Config]:
+    if p.op == "grouped_matmul_transpose":
+        first = tpu_tiles.pick_transpose_tile(p.rows, p.k, p.n, p.groups, itemsize)
+        tiles = [tpu_tiles.Tile(m, k, n) for m in (128, 256, 512) for k in _widths(p.k) for n in _widths(p.n)]
+    else:
+        first = tpu_tiles.pick_tile(p.rows, p.k, p.n, p.groups, itemsize, p.matrices)
+        tiles = [tpu_tiles.Tile(m, p.k, n) for m in (128, 256, 512) for n in _widths(p.n)]
+    return [] if first is None else [Config((tile.m, tile.k, tile.n)) for tile in (first, *tiles)]
+
+
+def _widths(size: int) -> list[int]:
+    return [w for w in (256, 512, 1024, 2048) if size % w == 0] or [size]
+
+
+class DeviceBench:
+    """A product of random numbers, on the first device; groups of a random load, which is what routers make.
+
+    The reference is the loop of XLA, whose sums do not depend on a tile.
+    """
+
+    def __init__(self, product: Product, dtype: Any, *, calls: int = 20, repeats: int = 5):
+        self.product, self.calls, self.repeats = product, calls, repeats
+        p, rng = product, np.random.default_rng(0)
+        back = p.op == "grouped_matmul_transpose"
+        weights = (p.groups, p.n, p.k) if p.transposed else (p.groups, p.k, p.n)
+        shapes = [(p.rows, p.k), *([(p.rows, p.n)] if back else [weights] * p.matrices)]
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        self.operands = [jax.random.normal(key, s, jnp.dtype(dtype)) for key, s in zip(keys, shapes, strict=True)]
+        self.sizes = jnp.asarray(rng.multinomial(p.rows, np.full(p.groups, 1 / p.groups)), jnp.int32)
+        self.want = np.asarray(jax.jit(self._function(implementation="xla"))(*self.operands), np.float32)
+        self.compiled: dict[Config, Callable[..., jax.Array]] = {}
+
+    def _function(self, **how: Any) -> Callable[..., jax.Array]:
+        p = self.product
+
+        def call(lhs: jax.Array, *others: jax.Array) -> jax.Array:
+            if p.op == "grouped_matmul_transpose":
+                return grouped_matmul_transpose(lhs, others[0], self.sizes, **how)
+            if p.matrices == 2:
+                options = {"activation": "silu", "transpose_rhs": p.transposed, **how}
+                return grouped_matmul(lhs, (others[0], others[1]), self.sizes, **options)
+            return grouped_matmul(lhs, others[0], self.sizes, transpose_rhs=p.transposed, **how)
+
+        return call
+
+    def error(self, config: Config) -> float:
+        function = jax.jit(self._function(implementation="pallas", **config._asdict()))
+        got = np.asarray(function(*self.operands), np.float32)
+        self.compiled[config] = function
+        delta = float(np.abs(got - self.want).max()) / max(float(np.abs(self.want).max()), 1e-30)
+        return delta if math.isfinite(delta) else math.inf
+
+    def seconds(self, config: Config) -> list[float]:
+        function, times = self.compiled[config], []
+        for _ in range(self.repeats):
+            out, began = None, time.perf_counter()
+            for _ in range(self.calls):
+                out = function(*self.operands)
+            jax.block_until_ready(out)
+            times.append((time.perf_counter() - began) / self.calls)
+        return times
+
+
+def platform() -> str:
+    """ "tpu" or "cuda", whose kernels can be tuned here; "" where there is no such device."""
+    jax.devices()
+    found = _compat.backend_platform()
+    return found if found in ("tpu", "cuda") else ""

@@ -1,0 +1,191 @@
+"""The tuning table: tiles, stages and blocks of the grouped products that were measured, by device kind, shape class and dtype.
+
+`tuned.json` beside this file is what is shipped; a file of the user's own (`path`) extends it, and wins where both have an entry.
+Where neither has one, a kernel takes the analytic choice. Both are read when a program is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from meshpar_kernels import _compat
+
+__all__ = ["VARIABLE", "Config", "Entry", "Product", "lookup", "merge", "path", "read", "write"]
+
+VARIABLE = "MESHPAR_KERNEL_TABLE"
+"""Environment variable: the user's table, a file."""
+
+SHIPPED = Path(__file__).with_name("tuned.json")
+FORMAT = 1
+
+
+class Config(NamedTuple):
+    """What a kernel can be told.
+
+    Attributes:
+      tile: (rows, K, N) of a step.
+      stages: of the GPU kernel's shared memory; None: as many as fit.
+      num_sms: blocks of the GPU kernel's grid; None: one a multiprocessor.
+    """
+
+    tile: tuple[int, int, int]
+    stages: int | None = None
+    num_sms: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A grouped product: "grouped_matmul", [M, K] by [G, K, N], or "grouped_matmul_transpose", [M, K]ᵀ[M, N] by groups.
+
+    Attributes:
+      matrices: 2 with a gate, else 1.
+      transposed: the weights are [G, N, K].
+    """
+
+    op: str
+    rows: int
+    k: int
+    n: int
+    groups: int
+    matrices: int = 1
+    transposed: bool = False
+
+    @property
+    def shape_class(self) -> str:
+        """What the products of one entry have in common: rows and groups to the nearest power of two."""
+        rows, groups = (2 ** round(math.log2(max(n, 1))) for n in (self.rows, self.groups))
+        more = f" matrices={self.matrices}" if self.matrices > 1 else ""
+        return f"{self.op} rows={rows} K={self.k} N={self.n} groups={groups}{more}{' transposed' * self.transposed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A measured choice.
+
+    Attributes:
+      config: the one that took the least time, among those whose values are right.
+      seconds, analytic_seconds: medians, of it and of the choice without a table.
+      jax: the version it was measured with.
+    """
+
+    config: Config
+    seconds: float
+    analytic_seconds: float
+    jax: str
+
+
+Table = Mapping[str, Mapping[str, Mapping[str, Entry]]]
+"""Device kind → shape class → dtype → entry."""
+
+
+def path() -> Path:
+    """The user's table: what `MESHPAR_KERNEL_TABLE` says, else meshpar/kernels.json in the user's cache folder."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshpar" / "kernels.json"
+
+
+def read(file: Path) -> Table:
+    """A table; without such a file an empty one.
+
+    Raises:
+      ValueError: the file is no table, or of a format that is not known here; says where.
+    """
+    try:
+        stamp = file.stat().st_mtime_ns
+    except OSError:
+        return {}
+    return _read(file, stamp)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(file: Path, _: int) -> Table:
+    where = "it"
+    try:
+        content = json.loads(file.read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, and {FORMAT} is known here")
+        found: dict[str, dict[str, dict[str, Entry]]] = {}
+        for kind, classes in content["devices"].items():
+            for shape, dtypes in classes.items():
+                for dtype, fields in dtypes.items():
+                    where = f"{kind} / {shape} / {dtype}"
+                    found.setdefault(kind, {}).setdefault(shape, {})[dtype] = _entry(fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is no tuning table of kernels ({where}: {type(error).__name__}: {error}); remove it, or point {VARIABLE} "
+            "elsewhere"
+        ) from None
+    return found
+
+
+def _whole(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what} must be a whole number above 0, got {value!r}")
+    return value
+
+
+def _entry(fields: Mapping[str, Any]) -> Entry:
+    m, k, n = (_whole(x, "tile") for x in fields["tile"])
+    stages, num_sms = (None if fields.get(x) is None else _whole(fields[x], x) for x in ("stages", "num_sms"))
+    seconds, analytic = float(fields["seconds"]), float(fields["analytic_seconds"])
+    if not (0 < seconds < math.inf and 0 < analytic < math.inf):
+        raise ValueError(f"seconds must be above 0, got {seconds} and {analytic}")
+    return Entry(Config((m, k, n), stages, num_sms), seconds, analytic, str(fields["jax"]))
+
+
+def merge(*tables: Table) -> Table:
+    """All entries; where several tables have one, the last table's."""
+    out: dict[str, dict[str, dict[str, Entry]]] = {}
+    for table in tables:
+        for kind, classes in table.items():
+            for shape, dtypes in classes.items():
+                out.setdefault(kind, {}).setdefault(shape, {}).update(dtypes)
+    return out
+
+
+def write(file: Path, table: Table) -> None:
+    """Replace the file at once, so that nobody reads half of it."""
+    devices = {
+        kind: {
+            shape: {dtype: {**e.config._asdict(), "seconds": e.seconds, "analytic_seconds": e.analytic_seconds, "jax": e.jax}
+                    for dtype, e in dtypes.items()}
+            for shape, dtypes in classes.items()
+        }
+        for kind, classes in table.items()
+    }  # fmt: skip
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as to:
+        json.dump({"format": FORMAT, "devices": devices}, to, indent=2, sort_keys=True)
+        to.write("\n")
+    os.replace(to.name, file)
+
+
+def lookup(platform: str, product: Product, dtype: Any) -> Config | None:
+    """What was measured for this product on the device that is traced for; None: nothing was.
+
+    Args:
+      platform: "tpu" or "cuda", of the kernel that asks; a device of the other one has nothing for it.
+
+    Raises:
+      ValueError: the user's table cannot be read.
+    """
+    kind = _compat.device_kind()
+    if not kind or kind.startswith("TPU") != (platform == "tpu"):
+        return None
+    for table in (read(path()), read(SHIPPED)):
+        entry = table.get(kind, {}).get(product.shape_class, {}).get(jnp.dtype(dtype).name)
+        if entry is not None:
+            return entry.config
+    return None

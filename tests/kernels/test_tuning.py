@@ -1,0 +1,229 @@
+"""The tuning table and the tuner, by injected times: what is stored, what is never stored, and who reads it."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from meshpar import cli
+from meshpar.errors import CheckError, TargetError
+from meshpar.tune_kernels import products, tune_products
+from meshpar_kernels import _compat, grouped_matmul, tuner, tuning
+from meshpar_kernels.grouped_matmul import gpu, hopper
+from meshpar_kernels.tuning import Config, Product
+
+PRODUCT = Product("grouped_matmul", 8192, 2048, 2048, 64)
+ANALYTIC, FAST, WRONG, BROKEN = (Config((128, 64, n), 4) for n in (256, 128, 64, 192))
+
+
+class Bench:
+    """Times and errors by choice; those that raise are exceptions."""
+
+    def __init__(self, seconds, errors=None):
+        self.times, self.errors, self.timed = seconds, errors or {}, []
+
+    def error(self, config):
+        found = self.errors.get(config, 1e-3)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def seconds(self, config):
+        self.timed.append(config)
+        return self.times[config]
+
+
+def test_the_median_decides_among_what_is_right():
+    """One slow call of five does not; a wrong or NaN result is not timed, however fast it would be; a refusal is a reason."""
+    nan = Config((128, 128, 64), 2)
+    bench = Bench(
+        {ANALYTIC: [2.0, 2.1, 2.2, 2.0, 2.1], FAST: [1.0, 1.1, 9.0, 9.0, 1.0]},
+        {WRONG: 0.5, nan: math.nan, BROKEN: NotImplementedError("does not fit")},
+    )
+    got = tuner.tune(bench, [ANALYTIC, WRONG, nan, BROKEN, FAST], limit=1e-2)
+    assert got.entry == tuning.Entry(FAST, 1.1, 2.1, jax.__version__)
+    assert bench.timed == [ANALYTIC, FAST]
+    assert got.wrong.keys() == {WRONG, nan}
+    assert got.refused == {BROKEN: "NotImplementedError: does not fit"}
+
+
+def test_within_the_noise_the_analytic_choice_stays():
+    bench = Bench({ANALYTIC: [1.0], FAST: [0.99]})
+    assert tuner.tune(bench, [ANALYTIC, FAST], limit=1e-2).entry.config == ANALYTIC
+
+
+def test_of_a_kernel_that_is_wrong_by_itself_nothing_comes():
+    with pytest.raises(tuner.WrongValueError, match=r"wrong by 0\.5"):
+        tuner.tune(Bench({}, {ANALYTIC: 0.5}), [ANALYTIC, FAST], limit=1e-2)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("product", list(products(["g64", "deepseek-v3-up"])), ids=lambda p: p.shape_class)
+def test_candidates_begin_with_the_analytic_choice_and_fit(product, platform):
+    found = tuner.candidates(product, "bfloat16", platform)
+    assert 4 < len(found) == len(set(found)) < 64
+    for config in found:
+        assert len(config.tile) == 3
+        if platform == "cuda":
+            back = product.op == "grouped_matmul_transpose"
+            m, k, n = (config.tile[1], config.tile[0], config.tile[2]) if back else config.tile
+            stages = config.stages or 0
+            assert (m, stages >= 2, n * product.matrices <= 256) == (gpu.ROWS, True, True)
+            assert stages * (m + n * product.matrices) * k * 2 <= gpu.SMEM_BYTES
+
+
+def entry(config):
+    return tuning.Entry(config, 1e-3, 2e-3, "0.10.2")
+
+
+def test_a_table_is_read_as_it_was_written_and_the_users_wins(tmp_path, monkeypatch):
+    file = tmp_path / "deep" / "table.json"
+    one = {"NVIDIA H200": {PRODUCT.shape_class: {"bfloat16": entry(FAST)}}}
+    tuning.write(file, one)
+    assert tuning.read(file) == one
+    other = {"NVIDIA H200": {PRODUCT.shape_class: {"bfloat16": entry(ANALYTIC), "float16": entry(FAST)}}, "TPU v5p": {}}
+    merged = tuning.merge(other, tuning.read(file))
+    assert merged["NVIDIA H200"][PRODUCT.shape_class] == {"bfloat16": entry(FAST), "float16": entry(FAST)}
+    tuning.write(file, merged)
+    monkeypatch.setenv(tuning.VARIABLE, str(file))
+    monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
+    near = Product("grouped_matmul", 9000, 2048, 2048, 60)
+    assert tuning.lookup("cuda", near, jnp.bfloat16) == FAST
+    assert tuning.lookup("cuda", near, jnp.float32) is None
+    assert tuning.lookup("cuda", Product("grouped_matmul", 8192, 2048, 2048, 64, transposed=True), "bfloat16") is None
+    assert tuning.lookup("tpu", near, jnp.bfloat16) is None
+    monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA B200")
+    assert tuning.lookup("cuda", near, jnp.bfloat16) is None
+
+
+def test_the_users_table_lies_where_he_says_or_in_his_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(tuning.VARIABLE, raising=False)
+    assert tuning.path() == tmp_path / "meshpar" / "kernels.json"
+    monkeypatch.setenv(tuning.VARIABLE, "here.json")
+    assert str(tuning.path()) == "here.json"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", '{"format": 2, "devices": {}}', '{"format": 1, "devices": {"a": {"b": {"c": {"tile": [1, 0, 2]}}}}}', "[]"],
+)
+def test_a_file_that_is_no_table_is_said(text, tmp_path):
+    file = tmp_path / "table.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"table\.json is no tuning table"):
+        tuning.read(file)
+
+
+def test_what_is_shipped_has_only_entries_that_were_measured():
+    """None yet: no device was there to measure on."""
+    assert tuning.SHIPPED.is_file()
+    assert tuning.read(tuning.SHIPPED) == {}
+    assert json.loads(tuning.SHIPPED.read_text())["format"] == tuning.FORMAT
+
+
+def test_the_kernel_takes_what_the_table_has_and_the_caller_wins(monkeypatch, tmp_path):
+    """And what does not fit, since the kernel has changed, is as if it were not there."""
+    seen = []
+
+    def kernel(lhs, rhs, *_, tile, num_sms, out_dtype, **options):
+        seen.append((tile, num_sms))
+        return jnp.zeros((lhs.shape[0], rhs[0].shape[2]), out_dtype)
+
+    monkeypatch.setattr(hopper, "grouped_matmul", kernel)
+    monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "table.json"))
+    lhs, rhs, sizes = (
+        jnp.zeros((256, 128), jnp.bfloat16),
+        jnp.zeros((2, 128, 512), jnp.bfloat16),
+        jnp.asarray([128, 128]),
+    )
+    shape = Product("grouped_matmul", 256, 128, 512, 2).shape_class
+
+    def taken(config=None, **options):
+        tuning.write(tmp_path / "table.json", {"NVIDIA H200": {shape: {"bfloat16": entry(config)}}} if config else {})
+        jax.clear_caches()
+        grouped_matmul(lhs, rhs, sizes, implementation="pallas_gpu", **options)
+        return seen[-1]
+
+    analytic = taken()
+    assert analytic == (gpu.Tile(128, 256, 64, 4), 132)
+    assert taken(Config((128, 128, 64), 3, 100)) == (gpu.Tile(128, 64, 128, 3), 100)
+    assert taken(Config((128, 128, 64), 3, 100), num_sms=7) == (gpu.Tile(128, 64, 128, 3), 7)
+    assert taken(Config((128, 64, 64), 3), tile=(128, 64, 128))[0] == gpu.make_tile(128, 64, 128, 2)
+    assert taken(Config((128, 64, 64), 3), stages=2)[0].stages == 2
+    assert taken(Config((64, 64, 64), 3)) == analytic
+    assert taken(Config((128, 64, 256), 9)) == analytic
+    with pytest.raises(NotImplementedError, match="9 stages: the kernel takes 2 to 4 of tile"):
+        taken(stages=9)
+
+
+# -- the command
+
+
+def test_the_command_extends_the_file_and_shows_what_it_found(tmp_path):
+    file = tmp_path / "table.json"
+    tuning.write(file, {"TPU v5p": {"x": {"float32": entry(ANALYTIC)}}})
+    wanted = list(products(["rows=1024, k=256, n=512, groups=4"]))
+    assert [p.shape_class.split(" ", 1)[0] for p in wanted] == ["grouped_matmul"] * 3 + ["grouped_matmul_transpose"]
+    console = Console(width=200, record=True, quiet=True)
+
+    def bench(product):
+        choices = tuner.candidates(product, "bfloat16", "cuda")
+        return Bench({c: [1e-3 * (9 - i % 5)] for i, c in enumerate(choices)}, {choices[4]: 1.0})
+
+    found = tune_products(wanted, "bfloat16", "cuda", "NVIDIA H200", bench, file, console)
+    assert set(tuning.read(file)) == {"TPU v5p", "NVIDIA H200"}
+    assert tuning.read(file)["NVIDIA H200"] == found["NVIDIA H200"]
+    for product in wanted:
+        choices = tuner.candidates(product, "bfloat16", "cuda")
+        got = found["NVIDIA H200"][product.shape_class]["bfloat16"]
+        assert got.config in choices
+        assert got.config != choices[4]
+        assert got.seconds < got.analytic_seconds
+
+
+def test_a_wrong_kernel_stores_nothing(tmp_path):
+    def bench(product):
+        return Bench({}, {tuner.candidates(product, "bfloat16", "cuda")[0]: 0.3})
+
+    with pytest.raises(CheckError, match=r"on NVIDIA H200: .* is wrong by 0\.3"):
+        tune_products([PRODUCT], "bfloat16", "cuda", "NVIDIA H200", bench, tmp_path / "t.json", Console(quiet=True))
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_without_an_accelerator_the_command_says_so(capsys):
+    assert cli.main(["tune-kernels", "--shape", "g64"]) == 2
+    assert "JAX finds no TPU and no NVIDIA GPU here" in capsys.readouterr().err
+
+
+def test_the_command_lists_what_there_is(tmp_path, capsys):
+    file = tmp_path / "t.json"
+    assert cli.main(["tune-kernels", "--list", "--table", str(file)]) == 0
+    assert "No tile was measured yet" in capsys.readouterr().out
+    tuning.write(file, {"NVIDIA H200": {PRODUCT.shape_class: {"bfloat16": entry(FAST)}}})
+    assert cli.main(["tune-kernels", "--list", "--table", str(file)]) == 0
+    assert "H200" in capsys.readouterr().out
+    file.write_text("{}")
+    assert cli.main(["tune-kernels", "--list", "--table", str(file)]) == 2
+    assert "is no tuning table" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["g65", "rows=8, k=2", "rows=8, k=2, n=0, groups=1"])
+def test_a_shape_that_is_none(text):
+    with pytest.raises(TargetError, match="no shape"):
+        list(products([text]))
+
+
+def test_the_bench_of_a_device_checks_against_xla():
+    """On the CPU, where the loop of XLA stands for the kernel too; gate, gradients and all."""
+    for product in products(["rows=24, k=8, n=16, groups=3"]):
+        bench = tuner.DeviceBench(product, "float32", calls=1, repeats=2)
+        bench._function = lambda how=bench._function, **options: how(implementation="reference")
+        assert bench.error(ANALYTIC) < tuner.limit_of("float32")
+        times = bench.seconds(ANALYTIC)
+        assert len(times) == 2
+        assert min(times) > 0
