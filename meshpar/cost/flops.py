@@ -147,7 +147,12 @@ def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
     work = local_work(run, sizes)
     if work is not None and work.flops is not None:
         return work.flops
-    return opaque_flops(run.op) / parts_of(sorted({a for got in run.axes or () for a in got}), sizes)
+    axes = (
+        run.op.eqn.params["newly_manual_axes"]
+        if run.op.name == "shard_map"
+        else {a for got in run.axes or () for a in got}
+    )
+    return opaque_flops(run.op) / parts_of(sorted(axes), sizes)
 
 
 def local_work(run: Run, sizes: Mapping[str, int]) -> KernelWork | None:
@@ -168,13 +173,17 @@ def local_work(run: Run, sizes: Mapping[str, int]) -> KernelWork | None:
 
 
 def opaque_flops(op: Op) -> float:
-    """FLOPs of the products inside a kernel of :func:`meshpar.kernel_rule` or a ``pallas_call``; 0 for other ops.
+    """FLOPs of the products inside a kernel of :func:`meshpar.kernel_rule` or a ``pallas_call``; those of a ``shard_map`` of the
+    user's own, on all devices together; 0 for other ops.
 
     Of a Pallas kernel, what its ``cost_estimate`` says, else its products at every step of its grid (the larger branch of a
     condition; a block that it skips counts).
     """
     if op.name == "pallas_call":
         return _eqn_flops(op.eqn)
+    if op.name == "shard_map":
+        p = op.eqn.params
+        return _flops_in(p["jaxpr"]) * math.prod(p["mesh"].shape[a] for a in p["newly_manual_axes"])
     if op.name != "kernel":
         return 0.0
     kernel, avals = op.eqn.params["kernel"], [v.aval for v in op.eqn.invars]

@@ -143,6 +143,9 @@ class _Rewriter:
             if any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
                 changed = True
             new = eqn.replace(invars=invars)
+            if op.name == "shard_map":  # over the devices of the plan, whatever it was traced for
+                new = new.replace(params={**eqn.params, "mesh": self.mesh})
+                changed = True
             if op.frames:
                 bodies = [self.frame(f) for f in op.frames]
                 if any(b is not f.jaxpr for b, f in zip(bodies, op.frames, strict=True)):
@@ -249,6 +252,8 @@ class _Rewriter:
             return True
         if op.name in ONE_ROW and one_row(op.eqn) and any(run.axes[f] for factors in rule.ins[0] for f in factors):
             return True
+        if rule.given is not None:
+            return False
         if any(axes and kind == "permutation" for axes, kind in zip(run.axes, rule.kinds, strict=False)):
             return True
         return any(

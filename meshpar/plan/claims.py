@@ -54,6 +54,7 @@ class Claims:
         self.scopes = _scopes(program, layout) if self.scoped else {}
         self.refused: dict[Value, tuple[Value, int, int]] = {}
         self.notes: list[str] = []
+        self.given = _given(program)
         self._by_nodes: dict[object, Spec] = {}
         self._memo: dict[object, tuple[tuple[tuple[str, ...], ...], dict[int, int]]] = {}
         self._answers: dict[tuple[_Question, tuple[str, ...]], list[tuple[str, ...]]] = {}
@@ -88,9 +89,24 @@ class Claims:
         axes, refused = self.items(self.value_items(value), self.scopes_of(value))
         for i, rule in refused.items():
             self.refused.setdefault(value, (value, i, rule))
+        if self.given:
+            axes = self.nameless_as_given(value, axes)
         if plain:
             self._by_nodes[value.nodes, value.shape] = axes
         return axes
+
+    def nameless_as_given(self, value: Value, axes: Spec) -> Spec:
+        """The spec with dims that have no name split as a ``shard_map`` of the user's own makes them (what it keeps for its
+        backward pass, also where a loop stacks that up)."""
+        find = self.program.unifier.find
+        given = [
+            () if names or node < 0 else self.given.get(find(node), ())
+            for node, (names, _) in zip(value.nodes, self.value_items(value), strict=True)
+        ]
+        taken = {a for mine in given for a in mine}
+        if not taken:
+            return axes
+        return tuple(mine or tuple(a for a in entry if a not in taken) for mine, entry in zip(given, axes, strict=True))
 
     def op_scopes(self, op: Op, outs: Sequence[Value]) -> tuple[str, ...]:
         """An elementwise op is in the scopes of any value that it touches; another op in those that all its arrays are in."""
@@ -314,6 +330,19 @@ def blocks_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, i
 def spec_of(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> Spec:
     """The spec of an operand or result whose dims are made of these factors."""
     return tuple(tuple(a for f in factors for a in axes[f]) for factors in dims)
+
+
+def _given(program: Program) -> dict[int, tuple[str, ...]]:
+    """Dim (its root) → the axes over which results of the user's own ``shard_map``s have it."""
+    found: dict[int, tuple[str, ...]] = {}
+    for op in program.root.walk():
+        if op.rule is None or op.rule.given is None:
+            continue
+        for value, dims in zip(op.outs, op.rule.outs, strict=True):
+            for node, (factor,) in zip(value.nodes, dims, strict=True):
+                if node >= 0 and op.rule.given[factor]:
+                    found.setdefault(program.unifier.find(node), op.rule.given[factor])
+    return found
 
 
 def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:

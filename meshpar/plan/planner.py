@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 
 from ..compat.jax import body_consts, literal_array, scan_counts, user_stacklevel
 from ..dims import did_you_mean, format_dims, near
-from ..errors import JoinError, JoinWarning, UnknownDimError, UnsupportedError
+from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError, UnsupportedError
 from ..hardware.algorithms import AlgorithmName, choose_algorithm, wire_bytes
 from ..hardware.chips import Chip, CollectiveOp
 from ..hardware.collective_time import seconds_of
@@ -323,7 +323,8 @@ class _Planner:
         for v in op.ins:
             if v is not None and v not in self.free:
                 return False
-        return bool(op.outs) and op.name != "random_bits" and not op.eqn.effects
+        made_by_spec = op.rule is not None and op.rule.given is not None
+        return bool(op.outs) and op.name != "random_bits" and not op.eqn.effects and not made_by_spec
 
     def made_from_no_data(self, value: Value, spec: Spec) -> None:
         self.free.add(value)
@@ -440,6 +441,8 @@ class _Planner:
         assert rule is not None
         if op.name in OPAQUE:
             self.refuse_opaque(op)
+        if rule.given is not None:
+            self.refuse_other_axes(op)
         first = op.ins[0] if op.ins else None
         self.reduce_if_shared(first)
         if (
@@ -457,7 +460,10 @@ class _Planner:
         names = self.claims.factor_names(op)
         scopes = self.claims.op_scopes(op, op.outs)
         costed = self.layout.resolve == "cost"
-        axes = self.claims.op(op, names, scopes, (lambda a: self.cost(op, a)) if costed else None)
+        if rule.given is not None:
+            axes = list(rule.given)
+        else:
+            axes = self.claims.op(op, names, scopes, (lambda a: self.cost(op, a)) if costed else None)
         if op.name == "reshape" and first is not None and not (first in self.free or first in self.consts):
             axes = list(reshape_axes(rule, axes, self.at[first].spec, self.rest(op.outs[0]), self.sizes))
         partial, kind = self.partial_axes(op, axes)
@@ -508,6 +514,35 @@ class _Planner:
                     ],
                 )
 
+    def refuse_other_axes(self, op: Op) -> None:
+        """A ``shard_map`` of the user's own runs over axes of the plan's mesh."""
+        theirs = op.eqn.params["mesh"]
+        for axis in (a for a in theirs.axis_names if a in op.eqn.params["newly_manual_axes"]):
+            if axis not in self.sizes:
+                raise UnknownAxisError(
+                    f"this shard_map runs over axis `{axis}`, which the mesh does not have",
+                    axis=axis,
+                    source=op.source,
+                    fixes=[
+                        *did_you_mean(axis, self.sizes, "axes"),
+                        f"plan on a mesh with `{axis}={theirs.shape[axis]}`",
+                    ],
+                )
+            if theirs.shape[axis] != self.sizes[axis]:
+                raise MeshError(
+                    f"this shard_map runs over `{axis}={theirs.shape[axis]}`, and the mesh has `{axis}={self.sizes[axis]}`",
+                    axis=axis,
+                    source=op.source,
+                    fixes=["make both from one mesh"],
+                )
+        if [a for a in theirs.axis_names if a in self.sizes] != [a for a in self.sizes if a in theirs.axis_names]:
+            raise MeshError(
+                f"this shard_map has the axes in the order {', '.join(theirs.axis_names)}, and the mesh {', '.join(self.sizes)}: "
+                "devices would be numbered otherwise",
+                source=op.source,
+                fixes=["make both from one mesh"],
+            )
+
     def partial_axes(self, op: Op, axes: Axes) -> tuple[list[tuple[str, ...]], Kind]:
         """(the axes over which every result is unreduced, how its terms combine)."""
         rule = op.rule
@@ -546,7 +581,7 @@ class _Planner:
         assert rule is not None
         axes = blocks_only(rule, axes, self.sizes)
         needs = [None if v is None or not d else spec_of(d, axes) for v, d in zip(op.ins, rule.ins, strict=True)]
-        total = sum(self.send_bytes(send, got) * send.times for send, got in self.sent_by(op, needs, axes))
+        total = sum(self.send_bytes(send, got) * (send.times or 1) for send, got in self.sent_by(op, needs, axes))
         for v, d in zip(op.ins, rule.ins, strict=True):
             if v is not None and d:
                 total += self.bytes_between(v, self.at[v].spec, spec_of(d, axes))
@@ -570,14 +605,22 @@ class _Planner:
 
     def sends(self, op: Op, needs: Sequence[Spec | None], axes: Axes) -> list[Collective]:
         """The collectives of an op's local form; what is made from no data is made whole instead."""
-        if all(v is None or v in self.free for v in op.ins):
+        own = op.rule is not None and op.rule.given is not None
+        if not own and all(v is None or v in self.free for v in op.ins):
             return []
         name = op.eqn.params["kernel"].name if op.name == "kernel" else op.name
+
+        def why(axes: tuple[str, ...]) -> str:
+            if own:
+                return f"this {name} sends over {names_of(axes)} itself"
+            return f"{names_of(axes)} splits a dim that {name} works along"
+
         return [
             Collective(
                 cast(CollectiveOp, send.op), got, f"{name}: {send.why}", " × ".join(map(str, send.shape)), send.shape,
-                str(np.dtype(send.dtype)), self.send_bytes(send, got), None if self.count is None else self.count * send.times,
-                f"{names_of(got)} splits a dim that {name} works along: {send.why}", op,
+                str(np.dtype(send.dtype)), self.send_bytes(send, got),
+                None if self.count is None or send.times is None else self.count * send.times,
+                f"{why(got)}: {send.why}", op,
                 self.seconds(cast(CollectiveOp, send.op), got, self.send_bytes(send, got), "native"),
             )
             for send, got in self.sent_by(op, needs, axes)
@@ -586,7 +629,10 @@ class _Planner:
     def sent_by(self, op: Op, needs: Sequence[Spec | None], axes: Axes) -> list[tuple[Send, tuple[str, ...]]]:
         rule = op.rule
         assert rule is not None
-        if not any(got and kind == "permutation" for got, kind in zip(axes, rule.kinds, strict=True)):
+        own = rule.given is not None or any(
+            got and kind == "permutation" for got, kind in zip(axes, rule.kinds, strict=True)
+        )
+        if not own:
             return []
         avals = [v.aval for v in op.eqn.invars]
         shapes = [local_shape(a.shape, need, self.sizes) for a, need in zip(avals, needs, strict=True)]

@@ -468,6 +468,39 @@ def _place(b: Builder, op: Op) -> list[Value]:
     return [out]
 
 
+def _mapped(b: Builder, op: Op) -> list[Value]:
+    """A ``shard_map`` of the user's own: results rest as its specs say; their dims are those that its body makes them of."""
+    outs, rule, jaxpr = b.by_rule(op), op.rule, op.eqn.params["jaxpr"]
+    assert rule is not None
+    assert rule.given is not None
+    for value, dims in zip(outs, rule.outs, strict=True):
+        value.explicit = tuple(rule.given[f] for (f,) in dims)
+    body, frame = Builder(), Frame(jaxpr)
+    operands = [body.value(var.aval) for var in jaxpr.invars]
+    factor_of: dict[str, int] = {}
+    for i, (value, dims) in enumerate(zip(operands, rule.ins, strict=True)):
+        names = tuple(f"{i}.{d}" for d in range(len(dims)))
+        factor_of.update((name, f) for name, (f,) in zip(names, dims, strict=True))
+        body.annotate(value, names, "")
+    body.run(frame, operands)
+    body.finish()
+    for k, var in enumerate(jaxpr.outvars):
+        value = body.read(frame, var)
+        for d, node in enumerate(() if value is None else value.nodes):
+            parts = body.unifier.parts_of(node) if node != NONE else ()
+            found = next((factor_of[n] for n in parts[0][0] if n in factor_of), None) if len(parts) == 1 else None
+            if found is None:
+                continue
+            (mine,) = rule.outs[k][d]
+            if rule.sizes[mine] != rule.sizes[found]:
+                continue  # the shards of all devices side by side: what is kept for a backward pass
+            if rule.given[mine] == rule.given[found] and (found,) not in rule.outs[k]:
+                rule.outs[k] = (*rule.outs[k][:d], (found,), *rule.outs[k][d + 1 :])
+            else:
+                rule.name_links.append((found, mine))
+    return outs
+
+
 CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
     "scan": _scan,
     "while": _while,
@@ -476,6 +509,7 @@ CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
     "rename_dims": _rename,
     "place": _place,
     "sharding_constraint": _place,
+    "shard_map": _mapped,
     **dict.fromkeys(having(lambda p: p.call), _call()),
     **dict.fromkeys(having(lambda p: p.own_derivative), _call(own=True)),
 }

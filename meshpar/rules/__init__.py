@@ -8,6 +8,7 @@ from . import (
     index,
     kernel,
     linalg,
+    mapped,
     random,
     reduce,
     scan_like,
@@ -19,7 +20,22 @@ from .local import run_elementwise, run_local
 from .registry import PRIMITIVES, Primitive, having, primitive
 from .rule import OpRule, no_rule
 
-del contract, control_flow, elementwise, host, index, kernel, linalg, random, reduce, scan_like, shape, sort, window
+del (
+    contract,
+    control_flow,
+    elementwise,
+    host,
+    index,
+    kernel,
+    linalg,
+    mapped,
+    random,
+    reduce,
+    scan_like,
+    shape,
+    sort,
+    window,
+)
 
 ELEMENTWISE = having(lambda p: p.elementwise)
 LINEAR = having(lambda p: p.linear)

@@ -12,4 +12,4 @@ register("jit", "closed_call", "call", "remat2", "custom_lin", "composite", call
 register("custom_jvp_call", "custom_vjp_call", call=True, own_derivative=True)
 register("name_dims", "rename_dims", "place", "sharding_constraint", identity=True, view=True)
 register("pallas_call", "ffi_call", "tpu_custom_call", opaque=True)
-register("shard_map", "custom_partitioning", own_mesh=True)
+register("custom_partitioning", own_mesh=True)

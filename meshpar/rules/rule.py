@@ -49,6 +49,7 @@ class OpRule:
       sends: the collectives of the local form where permutation factors are split.
       sends_over: in place of ``sends``, where they depend on which axes the factors share.
       windows: (operand, dim) → (number of parts → what each device reads of that dim, and how it comes by it).
+      given: the axes of every factor, where the op says them itself: the specs of a ``shard_map``; None: they are claimed.
       permutation_partial: a result that lacks a permutation factor is a partial sum over it (cotangents), not complete.
     """
 
@@ -64,6 +65,7 @@ class OpRule:
     sends: Sends | None = None
     sends_over: SendsOver | None = None
     windows: dict[tuple[int, int], Callable[[int], ShardWindow]] = field(default_factory=dict)
+    given: list[tuple[str, ...]] | None = None
     permutation_partial: bool = False
 
     def factor(self, size: int, kind: Kind = "pass_through") -> int:

@@ -32,7 +32,7 @@ class Send:
       factors: the factors over whose axes it runs.
       shape, dtype: of the array that a device passes in.
       why: what it is for, in a few words.
-      times: how often the op makes it.
+      times: how often the op makes it; None: not known.
     """
 
     op: str
@@ -40,7 +40,7 @@ class Send:
     shape: tuple[int, ...]
     dtype: Any
     why: str
-    times: int = 1
+    times: int | None = 1
 
 
 class Grid(dict[str, int]):
