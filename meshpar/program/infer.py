@@ -145,6 +145,8 @@ class Builder:
         fn = primitive(eqn.primitive.name).rule
         op.rule = no_rule(in_shapes, out_shapes) if fn is None else fn(eqn, in_shapes, out_shapes)
         outs = [self.value(v.aval, op=op) for v in eqn.outvars]
+        if op.rule.given is not None:
+            _name_through_body(op, outs)
         if op.rule.strong:
             self.join_strong(op, outs)
         if op.rule.known:
@@ -468,9 +470,9 @@ def _place(b: Builder, op: Op) -> list[Value]:
     return [out]
 
 
-def _mapped(b: Builder, op: Op) -> list[Value]:
+def _name_through_body(op: Op, outs: list[Value]) -> None:
     """A ``shard_map`` of the user's own: results rest as its specs say; their dims are those that its body makes them of."""
-    outs, rule, jaxpr = b.by_rule(op), op.rule, op.eqn.params["jaxpr"]
+    rule, jaxpr = op.rule, op.eqn.params["jaxpr"]
     assert rule is not None
     assert rule.given is not None
     for value, dims in zip(outs, rule.outs, strict=True):
@@ -498,7 +500,6 @@ def _mapped(b: Builder, op: Op) -> list[Value]:
                 rule.outs[k] = (*rule.outs[k][:d], (found,), *rule.outs[k][d + 1 :])
             else:
                 rule.name_links.append((found, mine))
-    return outs
 
 
 CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
@@ -509,7 +510,6 @@ CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {
     "rename_dims": _rename,
     "place": _place,
     "sharding_constraint": _place,
-    "shard_map": _mapped,
     **dict.fromkeys(having(lambda p: p.call), _call()),
     **dict.fromkeys(having(lambda p: p.own_derivative), _call(own=True)),
 }
