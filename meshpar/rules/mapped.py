@@ -16,7 +16,7 @@ from ..compat.jax import at_line_of, bind, body_consts, body_of, closed_parts, l
 from ..errors import UnsupportedError
 from .local import LocalOp, plain_params
 from .registry import primitive, register
-from .rule import OpRule
+from .rule import OpRule, same_dims
 from .spmd import Send, Sizes, axis_index, fine_names
 
 
@@ -49,10 +49,19 @@ _SENDS: dict[str, str] = {
 _AXES = ("axes", "axis_name")
 
 
+def _all_axes(eqn: Any) -> tuple[Any, ...]:
+    found = next(eqn.params[k] for k in _AXES if k in eqn.params)
+    return found if isinstance(found, tuple) else (found,)
+
+
 def _axes_of(eqn: Any) -> tuple[str, ...]:
     """The named axes that a collective runs over."""
-    found = next(eqn.params[k] for k in _AXES if k in eqn.params)
-    return tuple(a for a in (found if isinstance(found, tuple) else (found,)) if isinstance(a, str))
+    return tuple(a for a in _all_axes(eqn) if isinstance(a, str))
+
+
+def _dims_of(eqn: Any) -> tuple[int, ...]:
+    """The dims that it reduces: axes of a ``vmap`` in the body."""
+    return tuple(a for a in _all_axes(eqn) if not isinstance(a, str))
 
 
 def _sent_by(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[str, ...]]]:
@@ -61,7 +70,8 @@ def _sent_by(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[str, .
         name = eqn.primitive.name
         if name in _SENDS:
             for var in eqn.invars[: 1 if name == "ragged_all_to_all" else None]:
-                send = Send(_SENDS[name], (), var.aval.shape, var.aval.dtype, f"{name} in its body", times)
+                shape = tuple(n for i, n in enumerate(var.aval.shape) if i not in _dims_of(eqn))
+                send = Send(_SENDS[name], (), shape, var.aval.dtype, f"{name} in its body", times)
                 yield send, _axes_of(eqn)
         runs = (
             None
@@ -162,9 +172,9 @@ _CASTS = ("pvary", "reshard")
 
 
 def _over(eqn: Any, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """The primitive over other axes."""
+    """The primitive over other named axes; those of a vmap stay."""
     key = next(k for k in _AXES if k in eqn.params)
-    return bind(eqn, xs, {**eqn.params, key: axes})
+    return bind(eqn, xs, {**eqn.params, key: (*_dims_of(eqn), *axes)})
 
 
 def _summed(eqn: Any, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
@@ -184,21 +194,6 @@ _FORMS: dict[str, Callable[[Any, list[Any], tuple[str, ...]], list[Any]]] = {
 }
 
 
-# -- names through collectives
-
-
-def _same_dims(eqn: Any, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) -> OpRule:
-    """Each result has the dims of its operand, but for those whose size changes."""
-    r = OpRule([], [])
-    for a, b in zip(ins, outs, strict=False):
-        r.ins.append(r.factors(a))
-        same = len(a) == len(b)
-        r.outs.append(tuple(f if same and n == m else (r.factor(m),) for f, n, m in zip(r.ins[-1], a, b, strict=False))
-                      if same else r.factors(b))  # fmt: skip
-    r.ins += [r.factors(s) for s in ins[len(r.ins) :]]
-    return r
-
-
-for _name in _SENDS:
-    register(_name, rule=_same_dims)
+for _name in (n for n in _SENDS if n not in ("psum", "pmax", "pmin")):  # these have entries: vmap makes them too
+    register(_name, rule=same_dims)
 register("shard_map", rule=mapped, local=_local)

@@ -11,7 +11,7 @@ from jax import lax
 
 from .local import LocalOp, on_shards
 from .registry import register
-from .rule import Kind, OpRule, exchange_kind, no_rule
+from .rule import Kind, OpRule, exchange_kind, no_rule, same_dims
 from .spmd import Send
 
 _KINDS: dict[str, Kind] = {
@@ -57,7 +57,9 @@ _POSITIONAL: dict[str, tuple[Kind, Callable[..., Any]]] = {
 def positional(eqn, ins, outs) -> OpRule:
     """Every operand has its own dims; those that are reduced leave partial results."""
     axes = eqn.params["axes"]
-    if any(isinstance(a, str) for a in axes) or eqn.params["axis_index_groups"] is not None:
+    if any(isinstance(a, str) for a in axes):  # in the body of a shard_map
+        return same_dims(eqn, ins, outs)
+    if eqn.params["axis_index_groups"] is not None:
         return no_rule(ins, outs)
     kind, _ = _POSITIONAL[eqn.primitive.name]
     r = OpRule([], [], strong=not axes, linear=(0,) if kind == "sum" and not axes else ())

@@ -118,6 +118,16 @@ def no_rule(in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[in
     return r
 
 
+def same_dims(eqn: Any, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
+    """Each result has the dims of its operand, but for those whose size changes."""
+    r = OpRule([], [])
+    r.ins = [r.factors(s) for s in in_shapes]
+    for dims, a, b in zip(r.ins, in_shapes, out_shapes, strict=False):
+        r.outs.append(tuple(f if n == m else (r.factor(m),) for f, n, m in zip(dims, a, b, strict=True))
+                      if len(a) == len(b) else r.factors(b))  # fmt: skip
+    return r
+
+
 def exchange_kind(eqn: Any) -> Kind:
     """``permutation``; ``need_replication`` where blocks cannot be exchanged: random keys, and arrays without elements."""
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]

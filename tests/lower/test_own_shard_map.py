@@ -211,3 +211,20 @@ def test_its_products_count_once_for_every_device():
     options = {"mesh": MESH, "topology": "v5e:2x4", "layout": LAYOUT, "dims": DIMS}
     plain = mp.plan(lambda w, x: jax.nn.gelu(x @ w["up"]) @ w["down"], W, X, **options)
     assert mp.plan(step, W, X, **options).time.model_flops == plain.time.model_flops == 2 * 2 * 8 * 16 * 32
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_a_vmap_in_the_body_with_an_axis_of_its_own(lowering):
+    def body(x):
+        return jax.vmap(lambda row: row - lax.pmean(row, ("rows", "data")), axis_name="rows")(x)
+
+    run = mp.jit(
+        mapped(body, P("data"), P("data"), check_vma=False),
+        mesh=MESH,
+        layout="batch: data",
+        dims={"x": "batch embed"},
+        lowering=lowering,
+    )
+    close(run(X), X - X.mean(0))
+    (sent,) = run.plan(X).collectives
+    assert (sent.op, sent.shape) == ("all-reduce", (16,))
