@@ -12,6 +12,7 @@ import small_transformer
 from arrays import weights
 from jax import lax
 from jax.experimental import io_callback
+from jax.experimental.custom_partitioning import custom_partitioning
 from lowered import MESHES, assert_sends_the_plan, group_of, jaxpr_of, lowered, of_kind, same, sent_by
 
 import meshpar as mp
@@ -241,11 +242,13 @@ def test_an_op_without_a_rule_is_done_whole():
 def test_what_cannot_run_inside_shard_map_says_so():
     mesh = mp.mesh("data=2, model=4")
 
-    def step(x):
-        inner = jax.shard_map(lambda y: y * 2, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
-        return inner(x)
+    @custom_partitioning
+    def twice(x):
+        return x * 2
 
-    with pytest.raises(UnsupportedError, match="shard_map has no factor rule") as caught:
+    twice.def_partition(lambda mesh, ins, out: (mesh, twice, ins, out), sharding_rule="i j -> i j")
+    step = lambda x: twice(x)  # noqa: E731
+    with pytest.raises(UnsupportedError, match="custom_partitioning has no factor rule") as caught:
         LOWERINGS["shard_map"](mp.plan(step, X, mesh=mesh, layout="batch: data", dims={"x": DIMS["x"]}), mesh)
     assert "test_shard_map.py" in caught.value.source
     assert 'lowering="jit"' in caught.value.fixes[0]
