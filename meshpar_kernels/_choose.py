@@ -27,6 +27,9 @@ clearly broken; no such table exists yet."""
 
 PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 
+VENDORS = {"cudnn": "cuda"}
+"""Libraries of a device's vendor: not ours, timed by many, and so what None takes on their platform where they can run."""
+
 
 class Unsupported(tuple[str, ...]):
     """Why an implementation cannot take these arguments: one sentence for each reason; empty if it
@@ -46,7 +49,8 @@ def dispatch(
     - `"pallas"`: the Pallas kernel of the platform that the program is lowered for.
     - `None`: with `MESHPAR_KERNELS=pallas` the Pallas kernel of that platform where there is one for these arguments, else
       `fallback`; with `MESHPAR_KERNELS=reference` always `fallback`; without the variable the kernel for the ops of
-      `DEFAULT_KERNELS` alone, which is logged once.
+      `DEFAULT_KERNELS` alone, which is logged once. A vendor's library (`VENDORS`) goes before `fallback` on its platform, but
+      not with `MESHPAR_KERNELS=reference`.
 
     The platform is the one that JAX lowers for, not that of the machine which traces: a program compiled here
     for a TPU elsewhere gets the TPU kernel. Inside the TPU interpreter (`_compat.interpreting`)
@@ -67,9 +71,10 @@ def dispatch(
         return usable[implementation](*args)
     kernels = {PLATFORM_OF[name]: f for name, f in usable.items() if name in PLATFORM_OF}
     if implementation is None:
-        if not kernels or not by_default(op):
-            return usable[fallback](*args)
-        return lax.platform_dependent(*args, default=usable[fallback], **kernels)
+        taken = {VENDORS[name]: f for name, f in usable.items() if name in VENDORS and not _reference_wanted()}
+        if kernels and by_default(op):
+            taken |= kernels
+        return lax.platform_dependent(*args, default=usable[fallback], **taken) if taken else usable[fallback](*args)
     if implementation == "pallas":
         if _compat.interpreting() and "tpu" in kernels:
             return kernels["tpu"](*args)
@@ -81,6 +86,10 @@ def dispatch(
         return lax.platform_dependent(*args, **kernels)
     names = ", ".join(repr(n) for n in (None, "pallas", *functions))
     raise ValueError(f"{op}: no implementation {implementation!r}; there are {names}")
+
+
+def _reference_wanted() -> bool:
+    return os.environ.get(VARIABLE, "") == "reference"
 
 
 def by_default(op: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import config as _config
@@ -24,6 +25,9 @@ from jax.extend import backend
 
 __all__ = [
     "backend_platform",
+    "cudnn_backward",
+    "cudnn_forward",
+    "cudnn_reasons",
     "device_kind",
     "gpu_architecture",
     "gpu_race_detection",
@@ -151,6 +155,54 @@ def pallas_triton() -> Any:
     from jax.experimental.pallas import triton
 
     return triton
+
+
+def _cudnn() -> Any:
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    return fused
+
+
+def cudnn_reasons() -> list[str]:
+    """Why JAX cannot use cuDNN's attention on the GPUs that it has found; where it has found none it is taken to be there."""
+    if backend_platform() != "cuda":
+        return []
+    versions = _cudnn().cuda_versions
+    return [] if versions is not None else ["JAX finds no cuDNN"]
+
+
+def _cudnn_operands(q: Any, causal: bool, window: int | None, scale: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(bias, lengths, offsets and pages: none of them; what is fixed while tracing)."""
+    fused = _cudnn()
+    static = {
+        "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "sliding_window_length": window,
+        "mask_type": fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK, "layout": fused.AttentionLayout.BTNH.value,
+    }  # fmt: skip
+    if "score_mod" in inspect.signature(fused._dot_product_attention_fwd_impl).parameters:  # from jax 0.12 on
+        static["score_mod"] = None
+    return (jnp.zeros(0, q.dtype),) * 7, static
+
+
+def cudnn_forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool, window: int | None) -> tuple[Any, Any]:
+    """(result [B, Q, H, D], log-sum-exp float32 [B, H, Q]), for a GPU.
+
+    The primitives beneath `jax.nn.dot_product_attention(implementation="cudnn")`, which asks the machine that traces for a GPU
+    and has no backward pass over some of the keys.
+
+    Args:
+      q: [B, Q, H, D]; k, v: [B, K, Hkv, D]; bfloat16 or float16.
+      window: a query sees itself and the window - 1 keys before it; None: all before it.
+    """
+    none, static = _cudnn_operands(q, causal, window, scale)
+    return tuple(_cudnn()._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *none, **static, is_training=True))
+
+
+def cudnn_backward(
+    q: Any, k: Any, v: Any, lse: Any, out: Any, grad: Any, *, scale: float, causal: bool, window: int | None
+) -> tuple[Any, Any, Any]:
+    """Gradients of q, k and v through these keys; `lse` [B, H, Q] and `out` are of the softmax over all keys."""
+    none, static = _cudnn_operands(q, causal, window, scale)
+    return tuple(_cudnn()._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *none, lse, out, grad, **static))
 
 
 def _mesh_kind() -> str:

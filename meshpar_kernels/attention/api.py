@@ -76,8 +76,10 @@ def ring_attention(
         holds an early and a late block, so that causal work balances. Masks are by a token's true position.
       both_ways: whether the ring sends in both directions, which uses both directions of its links.
       implementation: of the attention on a device. "pallas" and "pallas_tpu": kernels, for D, Dv and lengths on a device that
-        are multiples of 128. "xla": in chunks. "reference" has all scores of the device. None: "xla", unless
-        `MESHPAR_KERNELS=pallas`.
+        are multiples of 128. "cudnn": NVIDIA's library, for bfloat16 and float16, without segment ids and softcap, and causal where
+        queries and keys lie alike (a device's own block, or "ulysses", whose backward pass it has not). "xla": in chunks.
+        "reference" has all scores of the device. None: on GPUs "cudnn" for each block that it can take, else "xla", unless
+        `MESHPAR_KERNELS=pallas`; with `MESHPAR_KERNELS=reference` always "xla".
       chunks: queries and keys in one block of scores of "xla".
       scatter: how "gathered" sums the gradients of keys and values, one axis after the other: "xla" by its reduce-scatters,
         "ring" by rings of permutes; None: "ring" over several axes, where XLA for TPUs makes all-reduces of them, which send
@@ -199,7 +201,7 @@ def backward(
     *given, out, lse, grad = lax.optimization_barrier(given)
     x = Operands(*given)
     module = ring if p.context.devices == 1 else MODULES[p.strategy]
-    grads = module.backward(p.context, x, grad, lse, row_dots(grad, out))
+    grads = module.backward(p.context, x, out, grad, lse, row_dots(grad, out))
     d_q, d_k, d_v = (g.astype(a.dtype) for g, a in zip(grads, x[:3], strict=True))
     return d_q, d_k, d_v
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels._choose import Unsupported, dispatch
-from meshpar_kernels.attention import flash, reference, tpu
+from meshpar_kernels.attention import cudnn, flash, reference, tpu
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import positions
 from meshpar_kernels.collectives import reduce_scatter
@@ -47,6 +48,11 @@ class Context:
     def stages(self) -> list[tuple[str, int]]:
         """The axes and their sizes."""
         return list(zip(self.axes, self.sizes or (self.devices,), strict=True))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the tokens of a device, or of all together, lie in the order of their positions."""
+        return self.zigzag == 1
 
     def rank(self) -> jax.Array | int:
         """The number of this device."""
@@ -86,9 +92,11 @@ class Context:
                 x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
         return x
 
-    def forward(self, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
-        """`flash.forward`, by the implementation asked for."""
+    def forward(self, q: Queries, k: Keys, *, aligned: bool = False) -> tuple[jax.Array, jax.Array]:
+        """`flash.forward`, by the implementation asked for; `aligned` as in `cudnn.unsupported`."""
         functions = {
+            "cudnn": cudnn.unsupported(self.softmax, q, k, aligned=aligned)
+            or functools.partial(cudnn.forward, self.softmax),
             "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.forward, self.softmax),
             "pallas_gpu": NO_GPU,
             "xla": functools.partial(flash.forward, self.softmax),
@@ -97,10 +105,16 @@ class Context:
         return dispatch("ring_attention", self.implementation, functions, "xla", q, k)
 
     def backward(
-        self, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`flash.backward`, by the implementation asked for."""
+        self, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array, out: jax.Array | None = None, *,
+        aligned: bool = False,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+        """`flash.backward`, by the implementation asked for; without the whole result `out` not by cuDNN."""
+        by_cudnn: Any = Unsupported(("the whole result is not at hand in this backward pass",))
+        if out is not None:
+            refused = cudnn.unsupported(self.softmax, q, k, aligned=aligned)
+            by_cudnn = refused or functools.partial(cudnn.backward, self.softmax, out=out)
         functions = {
+            "cudnn": by_cudnn,
             "pallas_tpu": tpu.unsupported(q, k) or functools.partial(tpu.backward, self.softmax),
             "pallas_gpu": NO_GPU,
             "xla": functools.partial(flash.backward, self.softmax),

@@ -30,10 +30,10 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(
-    c: Context, x: Operands, grad: jax.Array, lse: jax.Array, dots: jax.Array
+    c: Context, x: Operands, out: jax.Array, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Float32 gradients of q, k and v. K and V are gathered again, their gradients reduce-scattered in float32."""
-    d_q, d_k, d_v = c.backward(_mine(c, x), _all_keys(c, x), grad, lse, dots)
+    d_q, d_k, d_v = c.backward(_mine(c, x), _all_keys(c, x), grad, lse, dots, out)
     d_k = c.scattered(d_k, 1)
     if c.ring_scatter:  # one after the other: both at once take more memory
         d_k, d_v = lax.optimization_barrier((d_k, d_v))

@@ -121,7 +121,7 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
         done, start = nothing(q, v.shape[3]), 0
     else:
         cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
-        done, start = c.forward(mine, Keys(k, v, c.positions(c.rank(), each), k_seg)), 1
+        done, start = c.forward(mine, Keys(k, v, c.positions(c.rank(), each), k_seg), aligned=c.in_order), 1
 
     for leg in legs(moving, start):
 
@@ -138,7 +138,7 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(
-    c: Context, x: Operands, grad: jax.Array, lse: jax.Array, dots: jax.Array
+    c: Context, x: Operands, out: jax.Array, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Float32 gradients of q, k and v."""
     q, k, v, q_seg, _ = x
@@ -147,13 +147,14 @@ def backward(
     cargo = _load(moving, k, v, k_seg)
     cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
     mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
-    d_q, d_k, d_v = c.backward(mine, Keys(k, v, c.positions(c.rank(), each), k_seg), grad, lse, dots)
+    own = Keys(k, v, c.positions(c.rank(), each), k_seg)
+    d_q, d_k, d_v = c.backward(mine, own, grad, lse, dots, out, aligned=c.in_order)
 
     def through(d_q: jax.Array, keys: Keys) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """(d_q with the share of these keys, their gradients)."""
 
         def block(d_q: jax.Array) -> Any:
-            more, d_k, d_v = c.backward(mine, keys, grad, lse, dots)
+            more, d_k, d_v = c.backward(mine, keys, grad, lse, dots, out)
             return d_q + more, (d_k, d_v)
 
         zeros = _compat.same_varying(q, *(jnp.zeros(x.shape, jnp.float32) for x in (keys.k, keys.v)))[1:]

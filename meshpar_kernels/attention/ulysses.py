@@ -56,14 +56,15 @@ def _exchange(c: Context, x: Operands) -> tuple[Queries, Keys]:
 
 def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     """([B, Q, H, Dv] in q's dtype, log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
-    out, lse = c.forward(*_exchange(c, x))
+    out, lse = c.forward(*_exchange(c, x), aligned=c.in_order)
     return _to_tokens(c, out.astype(x.q.dtype)), _to_tokens(c, lse)
 
 
 def backward(
-    c: Context, x: Operands, grad: jax.Array, lse: jax.Array, dots: jax.Array
+    c: Context, x: Operands, out: jax.Array, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q (its dtype), k and v (float32 where a head was copied). q, k and v are exchanged again."""
+    """Gradients of q (its dtype), k and v (float32 where a head was copied). q, k and v are exchanged again, the result is not."""
+    del out
     d_q, d_k, d_v = c.backward(*_exchange(c, x), *(_to_heads(c, a) for a in (grad, lse, dots)))
     many = copies(x.k.shape[2], c.devices)
 

@@ -89,6 +89,36 @@ def test_routing_has_no_large_temporary(gpu, model):
         assert facts.get("spills", 0) == 0
 
 
+CUDNN = """
+import sys, jax, jax.numpy as jnp
+from jax.experimental import topologies
+from meshpar_kernels import ring_attention
+device = topologies.get_topology_desc("", platform="cuda", target_config=open(sys.argv[1]).read(), topology="1x1x1").devices[0]
+where = jax.sharding.SingleDeviceSharding(device)
+q, k = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16, sharding=where) for heads in (32, 8))
+def step(q, k, v):
+    return jax.value_and_grad(lambda *x: ring_attention(*x, None, causal=True).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+compiled = jax.jit(step).lower(q, k, k).compile()
+text = compiled.as_text()
+print(text.count('"__cudnn$fmhaSoftmax"'), text.count('"__cudnn$fmhaSoftmaxBackward"'), text.count(" while("),
+      compiled.memory_analysis().temp_size_in_bytes)
+"""
+
+
+@needs_cuda
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_attention_is_two_calls_of_cudnn_and_holds_no_scores(gpu, target):
+    """A causal step of 8192 tokens with shared K/V heads; the calls' own plans are made where there is a GPU."""
+    config = ROOT / "meshpar" / "hardware" / "targets" / f"{gpu.TARGETS[target]}.txtpb"
+    command = [sys.executable, "-c", CUDNN, str(config)]
+    env = gpu.compile_environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    forward, backward, loops, temp = map(int, done.stdout.split())
+    assert (forward, backward, loops) == (1, 1, 0)
+    assert temp < 4 * 8192 * 32 * 128 * 4  # the result and the gradients in float32, and no 8192 by 8192
+
+
 def test_what_the_assembler_says_is_read(gpu):
     """Of our kernels only, and the most of each."""
     text = """
