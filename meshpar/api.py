@@ -121,7 +121,8 @@ def plan(
 
     Args:
       fn: a function, e.g. a train step.
-      *args, **keywords: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      **keywords: those by keyword.
       kwargs: more keyword arguments of ``fn``: those that are called as an option of ``plan`` is. (Where ``fn`` has an argument
         of that name, a bare keyword is refused unless the argument is given by position or ``kwargs`` is given.)
       mesh: a mesh, a ``jax.sharding.AbstractMesh``, or text, ``"data=64, model=8"`` (-1 fills the topology).
@@ -193,7 +194,8 @@ def check(
 
     Args:
       fn: a function as :func:`meshpar.jit` takes it, e.g. a train step, or what ``mp.jit`` returned.
-      *args, **keywords: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
+      *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
+      **keywords: those by keyword.
       kwargs: more keyword arguments of ``fn``: those that are called as an option of ``check`` is.
       layouts: a layout or several; each a :class:`meshpar.Layout`, its text, or a Flax rule list.
       meshes, mesh: the meshes, as ``mp.mesh`` makes them or as text for it. The default: all n devices as 1×n, 2×n/2
@@ -258,7 +260,8 @@ def compile(
 
     Args:
       fn: a function, or what :func:`meshpar.jit` returned (then layout, dims, lowering, static and donated arguments are its own).
-      *args, **keywords: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      **keywords: those by keyword.
       kwargs: more keyword arguments of ``fn``: those that are called as an option of ``compile`` is.
       mesh: a mesh, an abstract mesh, or text (``"data=16, model=16"``) with ``topology``.
       layout, dims, lowering, overlap, strict, keep_unused, static_argnums, static_argnames, donate_argnums, donate_argnames: as in

@@ -599,7 +599,9 @@ class Jitted(Generic[P, R]):
         """Compile ahead of time with the real compiler, for devices that need not be here; see :func:`meshpar.compile`.
 
         Args:
-          *args, **keywords: of the function; arrays or ``jax.ShapeDtypeStruct``. ``kwargs``: those called as an option is.
+          *args: of the function; arrays or ``jax.ShapeDtypeStruct``.
+          **keywords: those by keyword.
+          kwargs: those called as an option is.
           mesh, topology: what to compile for, if not for its own mesh.
           effort, timeout, cache, progress, compiler_options: as in :func:`meshpar.compile`.
         """

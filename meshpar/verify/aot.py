@@ -146,7 +146,9 @@ def compile_lowered(
     Args:
       program: a ``jax.stages.Lowered``, or something with ``.lower``, which gets the arguments. Its shardings say the devices:
         those of a mesh made by :func:`meshpar.mesh` with ``topology``, or CPU devices.
-      *args, **keywords: arguments for ``.lower``. ``kwargs``: those called as an option is.
+      *args: arguments for ``.lower``.
+      **keywords: those by keyword.
+      kwargs: those called as an option is.
       name, plan, mesh: for the report; the mesh names the axes of collectives.
       effort, timeout, cache, progress, compiler_options: as in :func:`meshpar.compile`.
 

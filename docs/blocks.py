@@ -1,0 +1,199 @@
+"""The code of the pages: every fenced block is run, in the order of its page, and what it prints can be shown below it.
+
+A fence is ``python`` or ``bash``, perhaps with a word after it: ``error``, for what must fail and whose error is what is shown;
+``no-run``, for commands that need a network, another machine or minutes (of bash alone); ``if-equinox``, for what is run where that package is installed. Of a ``bash`` block the lines that begin
+with ``meshpar`` are run. The blocks of a page share one module, and a folder with a copy of ``examples/``.
+
+``<!-- output -->`` right after a block stands for what it prints; ``<!-- output from="each device sends" to="note" -->`` for the
+lines from the first whose beginning matches one regular expression, up to the next whose beginning matches the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import textwrap
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+WIDTH = 100
+"""Columns of what is shown."""
+
+_FENCE = re.compile(
+    r"^```(?P<language>python|bash)(?: (?P<word>error|no-run|if-\w+))?\n(?P<code>.*?)^```\n"
+    r'(?:\s*<!-- output(?: from="(?P<start>[^"]*)")?(?: to="(?P<stop>[^"]*)")? -->(?P<shown>))?',
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its code, the line of the page at which that begins, and the places in the page's text."""
+
+    language: str
+    word: str | None
+    code: str
+    line: int
+    begin: int
+    end: int
+    shown: bool
+    start: str | None
+    stop: str | None
+
+    @property
+    def needs(self) -> str | None:
+        """The package without which it is not run."""
+        return self.word.removeprefix("if-") if self.word and self.word.startswith("if-") else None
+
+    @property
+    def commands(self) -> list[str]:
+        """The command lines of meshpar in a bash block."""
+        lines = self.code.replace("\\\n", " ").splitlines()
+        return [line for line in lines if line.startswith("meshpar ")]
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The fenced blocks of Python and bash in a page.
+
+    Raises:
+      ValueError: a fence of these languages that is written otherwise, or a place for output without its block.
+    """
+    found = []
+    for m in _FENCE.finditer(text):
+        line = text.count("\n", 0, m.start("code")) + 1
+        if m["language"] == "python" and m["word"] == "no-run":
+            raise ValueError(f"line {line}: Python is always run")
+        found.append(
+            Block(m["language"], m["word"], m["code"], line, m.start(), m.end(), m["shown"] is not None, m["start"], m["stop"])
+        )
+    fences = len(re.findall(r"^[\s>*-]*```+\s*(?:python|py|bash)\b", text, re.MULTILINE))
+    places = text.count("<!-- output")
+    if fences != len(found) or places != sum(b.shown for b in found):
+        raise ValueError(
+            f"{fences} fences and {places} places for output, of which {len(found)} and {sum(b.shown for b in found)} are read: "
+            "a fence begins its line, and a place for output follows it"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """A folder of its own as the working directory, with the examples in it."""
+    before, path, modules = os.getcwd(), list(sys.path), set(sys.modules)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder).resolve()
+        shutil.copytree(ROOT / "examples", root / "examples", ignore=shutil.ignore_patterns("*.png", "__pycache__"))
+        os.chdir(root)
+        try:
+            yield root
+        finally:
+            os.chdir(before)
+            sys.path[:] = path
+            for name in set(sys.modules) - modules:
+                if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(root)):
+                    del sys.modules[name]
+
+
+def run_page(text: str, name: str) -> list[str]:
+    """What each block of a page prints; warnings are errors.
+
+    Args:
+      text: the page.
+      name: its file's name, under which plans list its lines.
+
+    Raises:
+      AssertionError: a block that must fail does not, or a command that must not does.
+      Exception: what a block raises.
+    """
+    from meshpar import report
+
+    module = types.ModuleType(f"page_{Path(name).stem.replace('-', '_')}")
+    narrow = mock.patch.object(report, "plan_text", functools.partial(report.plan_text, width=WIDTH))
+    sys.modules[module.__name__] = module
+    try:
+        with warnings.catch_warnings(), narrow:
+            warnings.simplefilter("error")
+            return [_run(block, module, name) for block in blocks_of(text)]
+    finally:
+        del sys.modules[module.__name__]
+
+
+def _run(block: Block, module: types.ModuleType, name: str) -> str:
+    out = io.StringIO()
+    if block.word == "no-run" or (block.needs and importlib.util.find_spec(block.needs) is None):
+        return ""
+    if block.language == "python":
+        code = compile("\n" * (block.line - 1) + block.code, os.path.join(os.getcwd(), name), "exec")
+        try:
+            with contextlib.redirect_stdout(out):
+                exec(code, module.__dict__)
+        except Exception as error:
+            if block.word != "error":
+                raise
+            return f"{out.getvalue()}{type(error).__name__}: {error}\n".replace(f"{os.getcwd()}{os.sep}", "")
+        assert block.word != "error", f"{name}, line {block.line}: this must fail"
+        return out.getvalue()
+
+    from meshpar.cli import main
+
+    for command in block.commands:
+        errors = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), warnings.catch_warnings():
+            status = main(shlex.split(command, comments=True)[1:])
+        if block.word == "error":
+            out.write(errors.getvalue())
+        assert (status != 0) == (block.word == "error"), f"{name}: {command}: status {status}\n{out.getvalue()}{errors.getvalue()}"
+    return out.getvalue()
+
+
+def shown(block: Block, printed: str) -> str:
+    """The lines of what a block prints that its page asks for, ``…`` where some are left out.
+
+    Raises:
+      ValueError: nothing is printed, or no line starts so.
+    """
+    lines = printed.rstrip("\n").split("\n")
+    first, last = 0, len(lines)
+    if block.start is not None:
+        first = next((k for k, line in enumerate(lines) if re.match(block.start, line)), -1)
+    if block.stop is not None:
+        last = next((k for k, line in enumerate(lines) if k > first and re.match(block.stop, line)), -1)
+    if not printed.strip() or first < 0 or last < 0:
+        raise ValueError(f"line {block.line}: no lines from {block.start!r} to {block.stop!r} in\n{printed}")
+    lines = [*["…"] * (first > 0), *lines[first:last], *["…"] * (last < len(lines))]
+    return "\n".join(part for line in lines for part in _wrapped(line))
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line as a terminal of ``WIDTH`` columns shows it, cut between words."""
+    if len(line) <= WIDTH:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False)
+
+
+def rendered(text: str, name: str) -> str:
+    """A page with what its blocks print in place, and with fences as Markdown has them."""
+    blocks = blocks_of(text)
+    parts, at = [], 0
+    for block, output in zip(blocks, run_page(text, name), strict=True):
+        parts += [text[at : block.begin], f"```{block.language}\n{block.code}```\n"]
+        if block.shown:
+            parts.append(f"\n```{{code-block}} text\n:class: output\n\n{shown(block, output)}\n```\n")
+        at = block.end
+    return "".join([*parts, text[at:]])

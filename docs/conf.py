@@ -1,0 +1,57 @@
+"""Sphinx's settings, and what it calls while it builds the site: the blocks of the pages are run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "helpers"), str(ROOT)]
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages show plans; no accelerator is taken for them
+
+import blocks
+import quick
+
+import meshpar as mp
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}".strip()
+mp.virtual_devices(8)
+logging.getLogger("absl").setLevel(logging.WARNING)  # Sphinx shows what others log
+
+project = "meshpar"
+version = release = mp.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+templates_path: list[str] = []
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = "meshpar"
+html_static_path = ["static"]
+html_css_files = ["docs.css"]
+html_show_copyright = html_show_sourcelink = html_copy_source = False
+
+add_module_names = False
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints = "none"  # docstrings say what a thing is
+napoleon_use_ivar = True  # attributes are said once, in the class's docstring
+
+KEPT = ("llama3_8b.html",)
+"""Files that blocks write and the site shows."""
+
+
+def run_blocks(app: Any, name: str, source: list[str]) -> None:
+    """A page with what its blocks print in place."""
+    with blocks.workplace() as folder:
+        source[0] = blocks.rendered(source[0], f"{name}.md")
+        for kept in KEPT:
+            if (folder / kept).exists():
+                Path(app.outdir).mkdir(parents=True, exist_ok=True)
+                shutil.copy(folder / kept, Path(app.outdir) / kept)
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", run_blocks)
