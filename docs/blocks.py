@@ -1,8 +1,13 @@
 """The code of the pages: every fenced block is run, in the order of its page, and what it prints can be shown below it.
 
-A fence is ``python`` or ``bash``, perhaps with a word after it: ``error``, for what must fail and whose error is what is shown;
-``no-run``, for commands that need a network, another machine or minutes (of bash alone); ``if-equinox``, for what is run where that package is installed. Of a ``bash`` block the lines that begin
-with ``meshpar`` are run. The blocks of a page share one module, and a folder with a copy of ``examples/``.
+A fence is ``python`` or ``bash``, perhaps with a word after it:
+
+- ``error``: it must fail, and its error is what is shown;
+- ``no-run``, of bash alone: commands that need a network, another machine or minutes;
+- ``if-equinox``: it is run where that package is installed.
+
+Of a bash block the lines that begin with ``meshpar`` are run. The blocks of a page share one module, and a folder with a copy of
+``examples/``.
 
 ``<!-- output -->`` right after a block stands for what it prints; ``<!-- output from="each device sends" to="note" -->`` for the
 lines from the first whose beginning matches one regular expression, up to the next whose beginning matches the other.
@@ -79,7 +84,17 @@ def blocks_of(text: str) -> list[Block]:
         if m["language"] == "python" and m["word"] == "no-run":
             raise ValueError(f"line {line}: Python is always run")
         found.append(
-            Block(m["language"], m["word"], m["code"], line, m.start(), m.end(), m["shown"] is not None, m["start"], m["stop"])
+            Block(
+                m["language"],
+                m["word"],
+                m["code"],
+                line,
+                m.start(),
+                m.end(),
+                m["shown"] is not None,
+                m["start"],
+                m["stop"],
+            )
         )
     fences = len(re.findall(r"^[\s>*-]*```+\s*(?:python|py|bash)\b", text, re.MULTILINE))
     places = text.count("<!-- output")
@@ -157,7 +172,9 @@ def _run(block: Block, module: types.ModuleType, name: str) -> str:
             status = main(shlex.split(command, comments=True)[1:])
         if block.word == "error":
             out.write(errors.getvalue())
-        assert (status != 0) == (block.word == "error"), f"{name}: {command}: status {status}\n{out.getvalue()}{errors.getvalue()}"
+        assert (status != 0) == (block.word == "error"), (
+            f"{name}: {command}: status {status}\n{out.getvalue()}{errors.getvalue()}"
+        )
     return out.getvalue()
 
 

@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "helpers"), str(ROOT)]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages show plans; no accelerator is taken for them
 
-import blocks
-import quick
+import blocks  # noqa: E402
+import quick  # noqa: E402
 
-import meshpar as mp
+import meshpar as mp  # noqa: E402
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}".strip()
 mp.virtual_devices(8)
@@ -37,7 +37,8 @@ html_show_copyright = html_show_sourcelink = html_copy_source = False
 add_module_names = False
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "none"  # docstrings say what a thing is
-napoleon_use_ivar = True  # attributes are said once, in the class's docstring
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # one line may say several
 
 KEPT = ("llama3_8b.html",)
 """Files that blocks write and the site shows."""

@@ -22,7 +22,8 @@ def test_the_readme_shows_what_its_example_prints():
 
 def test_output_stands_where_the_page_asks_for_it():
     page = 'Text.\n\n```python\nprint("a\\nb\\nc 1\\nd")\n```\n<!-- output from="b" to="d" -->\n\nMore.\n'
-    want = "Text.\n\n```python\nprint(\"a\\nb\\nc 1\\nd\")\n```\n\n```{code-block} text\n:class: output\n\n…\nb\nc 1\n…\n```\n\n\nMore.\n"
+    output = "```{code-block} text\n:class: output\n\n…\nb\nc 1\n…\n```\n"
+    want = f'Text.\n\n```python\nprint("a\\nb\\nc 1\\nd")\n```\n\n{output}\n\nMore.\n'
     assert blocks.rendered(page, "page.md") == want
 
 
