@@ -143,7 +143,8 @@ def run_page(text: str, name: str) -> list[str]:
     try:
         with warnings.catch_warnings(), narrow:
             warnings.simplefilter("error")
-            return [_run(block, module, name) for block in blocks_of(text)]
+            here = f"{os.getcwd()}{os.sep}"
+            return [_run(block, module, name).replace(here, "") for block in blocks_of(text)]
     finally:
         del sys.modules[module.__name__]
 
@@ -160,7 +161,7 @@ def _run(block: Block, module: types.ModuleType, name: str) -> str:
         except Exception as error:
             if block.word != "error":
                 raise
-            return f"{out.getvalue()}{type(error).__name__}: {error}\n".replace(f"{os.getcwd()}{os.sep}", "")
+            return f"{out.getvalue()}{type(error).__name__}: {error}\n"
         assert block.word != "error", f"{name}, line {block.line}: this must fail"
         return out.getvalue()
 

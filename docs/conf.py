@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -54,5 +55,12 @@ def run_blocks(app: Any, name: str, source: list[str]) -> None:
                 shutil.copy(folder / kept, Path(app.outdir) / kept)
 
 
+def whole_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """A property's docstring as it is, of which napoleon takes what stands before a colon for a type."""
+    if what == "property":
+        lines[:] = inspect.cleandoc(obj.__doc__).splitlines()
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", run_blocks)
+    app.connect("autodoc-process-docstring", whole_docstring, priority=600)  # napoleon's is 500

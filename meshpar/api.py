@@ -164,7 +164,7 @@ def init(
       A function with the arguments of ``create``, whose results are sharded as the layout says.
 
     Raises:
-      as :func:`meshpar.jit`.
+      MeshparError: as :func:`meshpar.jit`.
     """
     _check_function(create, "init")
     return Jitted(create, device_mesh(mesh), Layout(layout), _patterns(dims), strict=strict, init=True)

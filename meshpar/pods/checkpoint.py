@@ -224,7 +224,8 @@ class Checkpoints:
           The state, and the number of the next batch.
 
         Raises:
-          as :meth:`restore`; and CheckpointError where there are checkpoints, but none is whole.
+          CheckpointError: there are checkpoints, but none is whole.
+          MeshparError: as :meth:`restore`.
         """
         self.describe(init, *args)
         if not self.steps():

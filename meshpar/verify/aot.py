@@ -153,7 +153,7 @@ def compile_lowered(
       effort, timeout, cache, progress, compiler_options: as in :func:`meshpar.compile`.
 
     Raises:
-      as :func:`meshpar.compile`.
+      MeshparError: as :func:`meshpar.compile`.
     """
     if effort not in ("fast", "full"):
         raise UnsupportedError(f"there is no effort {effort!r}", fixes=['effort="fast" or effort="full"'])

@@ -5,6 +5,8 @@ import re
 import blocks
 import pytest
 
+import meshpar as mp
+
 
 @pytest.mark.parametrize("page", blocks.PAGES, ids=lambda page: page.stem)
 def test_a_page_runs(page):
@@ -18,6 +20,12 @@ def test_the_readme_shows_what_its_example_prints():
         printed = "".join(blocks.run_page(text, "README.md"))
     (shown,) = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert shown in printed
+
+
+def test_the_reference_has_every_public_name():
+    reference = (blocks.ROOT / "docs" / "api.md").read_text()
+    listed = set(re.findall(r":: (?:meshpar\.)?(\w+)", reference))
+    assert set(mp.__all__) - set(vars(mp.errors)) - listed == set()
 
 
 def test_output_stands_where_the_page_asks_for_it():
