@@ -11,7 +11,7 @@ from . import (
     layouts,
     report,  # noqa: F401 (plans learn from reports how they are shown)
 )
-from .api import check, compile, init, jit, local_sgd, plan
+from .api import check, compile, init, jit, local_sgd, plan, search
 from .errors import (
     AgreementError,
     AxisConflictError,
@@ -116,5 +116,6 @@ __all__ = [
     "plan",
     "put",
     "rename",
+    "search",
     "virtual_devices",
 ]  # fmt: skip

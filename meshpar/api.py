@@ -15,8 +15,11 @@ from .jitted import KEEP, Jitted, LayoutLike, Lowering, Mode, P, R, auto_mesh, c
 from .keywords import options_apart
 from .layout import AnyMesh, Layout
 from .mesh import planned_mesh
+from .plan.collectives import human
 from .planned import Plan
 from .pods.local_sgd import LocalSgd
+from .search import Objective, Row, Search, told
+from .search import search as search_from
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts
 from .verify.jobs import Progress
@@ -313,6 +316,77 @@ def compile(
         *args, mesh=mesh, topology=topology, effort=effort, timeout=timeout, cache=cache, progress=progress,
         compiler_options=compiler_options, kwargs={**keywords, **(kwargs or {})},
     )  # fmt: skip
+
+
+@options_apart
+def search(
+    fn: Callable[..., Any], *args: Any, topology: str, mesh: str | None = None, dims: DimsPatterns = None,
+    fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time", margin: float = 0.85,
+    axes: int = 3, most: int = 400, seconds: float | None = None, layouts: Iterable[LayoutLike] = (), verify: int = 0,
+    lowering: Lowering = "shard_map", overlap: Mode | None = None, progress: Progress = None,
+    static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
+    kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+) -> Search:  # fmt: skip
+    """The layout and the mesh with which a step takes the least time on a slice, as far as plans tell.
+
+    The known schemes (``mp.layouts``) are planned on every mesh of the slice; from the best of them, rules are changed one dim
+    after the other for as long as that helps. Every candidate is planned exactly, as :func:`meshpar.plan` does; nothing is compiled
+    but with ``verify``. Memory that does not fit is refused. Without ``seconds`` the answer is the same every time.
+
+    Args:
+      fn: a function, e.g. a train step.
+      *args, **keywords: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``search`` is.
+      topology: the slice, ``"v5e:16x16"``, as in :func:`meshpar.plan`.
+      mesh: the only mesh to try, as text; default: all with at most ``axes`` axes, called ``data``, ``model``, ``third``, after
+        ``slice`` where there are several slices.
+      dims, static_argnums, static_argnames, donate_argnums, donate_argnames, lowering, overlap: as in :func:`meshpar.plan`.
+      fixed: rules that every layout begins with: ``"batch: data"``.
+      forbid: dims that are never split: ``"head_dim, seq"``.
+      objective: ``"time"``: the shortest step of those that fit; ``"memory"``: the smallest peak.
+      margin: the part of a device's memory that a plan's peak may take.
+      most: how many candidates are planned at most; ``seconds``: after how long no more are.
+      layouts: of your own, planned beside the others on the meshes that have their axes.
+      verify: how many of the best are compiled (as :func:`meshpar.compile`: the first at full effort, which takes minutes for a
+        large model); one that the compiler refuses is passed over.
+      progress: a line on stderr; None: on a terminal only; or a function of its text.
+
+    Returns:
+      :class:`meshpar.search.Search`: print it; ``best.mesh`` and ``best.layout`` are text for :func:`meshpar.jit`; ``rows``,
+      ``front``, ``why(layout)``, ``plan()``, ``to_json()``. Interrupted (Ctrl-C), it has the best so far. Where nothing fits,
+      ``fits`` is False and ``best`` is what needs the least memory.
+
+    Raises:
+      MeshError: a topology that is not known; a mesh that does not fill it; ``fixed`` names an axis that no mesh has.
+      UnknownDimError: ``fixed`` or ``forbid`` names a dim that the program does not have.
+      UnsupportedError: options out of range.
+    """
+    _check_function(fn, "search")
+    check_lowering(lowering, overlap)
+    given = {**keywords, **(kwargs or {})}
+    options: dict[str, Any] = {
+        "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+    }  # fmt: skip
+    overlap = None if lowering == "jit" else overlap
+    base = Jitted(
+        fn, auto_mesh(planned_mesh(mesh or "data=-1", topology)), Layout(""), _patterns(dims), lowering=lowering,
+        topology=topology, overlap=overlap, **options,
+    ).plan(*args, **given)  # fmt: skip
+
+    def compiled(row: Row, whole: bool) -> str:
+        found = compile(
+            fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, dims=dims, lowering=lowering, overlap=overlap,
+            effort="full" if whole else "fast", progress=progress, kwargs=given, **options,
+        )  # fmt: skip
+        return f"compiled: {human(found.memory.peak)}, sends {human(found.bytes_sent)}"
+
+    with told(progress) as tell:
+        return search_from(
+            base, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective, margin=margin, axes=axes, most=most,
+            seconds=seconds, layouts=layouts, verify=verify, compiled=compiled, tell=tell,
+        )  # fmt: skip
 
 
 def local_sgd(

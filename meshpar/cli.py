@@ -39,6 +39,7 @@ arguments as jax.ShapeDtypeStruct (nothing is allocated), and tree-path patterns
   meshpar plan    examples/llama.py:llama3_8b --topology v5p:4x4x8
   meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8 --lowering shard_map
   meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp+tensor
+  meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar check   examples/llama.py:tiny --layout fsdp --layout "batch: data; mlp: model"
 """
 EXIT = """\
@@ -65,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
-    commands = parser.add_subparsers(metavar="plan|compile|check|diff|launch|checkpoint|tune-kernels", required=True)
+    commands = parser.add_subparsers(
+        metavar="plan|compile|search|check|diff|launch|checkpoint|tune-kernels", required=True
+    )
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., Any]:
         sub = commands.add_parser(
@@ -112,6 +115,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--lowering", **partitioner)
     add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
+
+    add = command("search", _search, "the layout and the mesh of the shortest step that fits, by its plan")
+    add("--topology", required=True, help=topology)
+    add("--mesh", help='the only mesh to try, "data=64, model=8" (default: all that the topology has)')
+    add(
+        "--layout", action="append", default=[], help="one of your own, planned beside the others; several may be given"
+    )
+    add("--fixed", default="", metavar="RULES", help='rules that every layout begins with: "batch: data"')
+    add("--forbid", default="", metavar="DIMS", help='dims that are never split: "head_dim, seq"')
+    add(
+        "--objective",
+        choices=("time", "memory"),
+        default="time",
+        help="the shortest step, or the smallest peak (%(default)s)",
+    )
+    add("--margin", type=float, default=0.85, help="the part of the memory that may be used (%(default)s)")
+    add("--axes", type=int, default=3, help="axes of a mesh at most (%(default)s)")
+    add("--most", type=int, default=400, help="candidates to plan at most (%(default)s)")
+    add("--seconds", type=float, help="begin no more plans after so long")
+    add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
+    add("--donate", metavar="NAME", action="append", help=donate)
+    add("--lowering", **{**partitioner, "default": "shard_map"})
+    add("--overlap", choices=MODES, help=overlap + " (default: auto)")
 
     add = command(
         "check", _check, "run the step unsharded and sharded on virtual CPU devices, and compare every number"
@@ -171,6 +197,23 @@ def _compile(args: argparse.Namespace) -> int:
     }  # fmt: skip
     _show(args, compiled, lambda: json.dumps(facts))
     return 0
+
+
+def _search(args: argparse.Namespace) -> int:
+    target = load_target(args.target, parse_options(args.set))
+    mesh = args.mesh or f"data={device_count(args.topology)}"
+    layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
+    found = failing_as_target(
+        target.name,
+        lambda: mp.search(
+            target.step, *target.args, topology=args.topology, mesh=args.mesh, dims=target.dims, layouts=layouts,
+            fixed=args.fixed, forbid=args.forbid, objective=args.objective, margin=args.margin, axes=args.axes,
+            most=args.most, seconds=args.seconds, verify=args.verify, lowering=args.lowering, overlap=args.overlap,
+            donate_argnames=_donated(args, target),
+        ),
+    )  # fmt: skip
+    _show(args, found, found.to_json)
+    return 0 if found.fits else 1
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -329,3 +329,18 @@ def test_arguments_get_numbers_that_a_step_can_use(target):
 def test_it_runs_as_a_module(target):
     done = subprocess.run([sys.executable, "-m", "meshpar", "--help"], capture_output=True, text=True, check=True)
     assert "exit status: 0: well; 1: it does not hold" in done.stdout
+
+
+def test_search_prints_the_choice_and_json(run, target):
+    arguments = ["search", f"{target}:small", "--topology", "v5e:2x2", "--axes", "2", "--layout", "fsdp"]
+    status, out, _ = run(*arguments)
+    assert status == 0
+    assert out.startswith("search  ")
+    status, out, _ = run(*arguments, "--json")
+    found = json.loads(out)
+    assert found["fits"]
+    assert any(row["name"] == "yours" and row["layout"] == "batch, embed: data" for row in found["rows"])
+    status, out, _ = run(*arguments, "--margin", "1e-9")
+    assert status == 1
+    assert "NOTHING FITS" in out
+    assert run(*arguments, "--forbid", "batsh")[0] == 2

@@ -106,7 +106,10 @@ BATCHED_SUM = Quirk(
     remove="when the partitioner gets the plain product of that test right",
 )
 
-QUIRKS = (SCATTER_SHAPES, LONG_HELD, LOOPS_FIRST, CUT_LATE, ROUNDED_STACK, NOT_IN_PLACE, EXCHANGED_SLICE, MERGED_SLICES, BATCHED_SUM)
+QUIRKS = (
+    SCATTER_SHAPES, LONG_HELD, LOOPS_FIRST, CUT_LATE, ROUNDED_STACK, NOT_IN_PLACE, EXCHANGED_SLICE, MERGED_SLICES,
+    BATCHED_SUM,
+)  # fmt: skip
 """Every workaround of passes and lowerings. What XLA's partitioner gets wrong of a primitive stands in :mod:`meshpar.rules`."""
 
 

@@ -188,9 +188,7 @@ class Claims:
           cost: bytes moved by a choice; where given and the layout resolves by cost, the cheapest choice is taken.
         """
         assert op.rule is not None
-        asked = self.program.memo.get(("question", op))
-        if asked is None:
-            asked = self.program.memo["question", op] = self._question(op, names)
+        asked = self._asked(op, names)
         if cost is None or self.layout.resolve != "cost":
             found = self._answers.get((asked, scopes))
             if found is None:
@@ -200,6 +198,12 @@ class Claims:
         axes = self._claimed(asked.groups, asked.items, scopes)
         axes = self._cheapest(op, asked.items, scopes, axes, lambda choice: cost(asked.linked(choice)))
         return blocks_only(op.rule, asked.linked(axes), self.sizes)
+
+    def _asked(self, op: Op, names: list[Names]) -> _Question:
+        found = self.program.memo.get(("question", op))
+        if found is None:
+            found = self.program.memo["question", op] = self._question(op, names)
+        return found
 
     def _question(self, op: Op, names: list[Names]) -> _Question:
         rule = op.rule
@@ -281,6 +285,23 @@ class Claims:
                 if bytes_ < least - 0.5:
                     best, least = axes, bytes_
         return best
+
+    def answers(self) -> tuple[object, ...]:
+        """What every value and every op gets. Two layouts without scopes, on one mesh, that give the same have the same plan."""
+        program = self.program
+        asked = program.memo.get("asked")
+        if asked is None:
+            ops = list(program.root.walk())
+            values = [*program.inputs, *(v for op in ops for v in (*op.outs, *(i for f in op.frames for i in f.ins())))]
+            items = dict.fromkeys(self.value_items(v) for v in values)
+            items.update(dict.fromkeys(i for op in ops if op.rule is None for v in op.outs
+                                       if not op.frames and (i := self._elementwise_items(op, v)) is not None))  # fmt: skip
+            questions = dict.fromkeys(self._asked(op, self.factor_names(op)) for op in ops if op.rule is not None)
+            asked = program.memo["asked"] = (list(items), list(questions))
+        items, questions = asked
+        found: list[object] = [self.items(i, ())[0] for i in items]
+        found += [tuple(self._claimed(q.groups, q.items, ())) for q in questions]
+        return tuple(found)
 
     def rule_text(self, names: Sequence[str], axis: str, scopes: Sequence[str] = ()) -> str | None:
         """The text of the rule that gives these names this axis."""

@@ -1,0 +1,497 @@
+"""Search: the known schemes on every mesh, then descent from the best of them, one dim after the other; every figure is a plan's.
+
+Coordinate descent: all axes, first and last among the rules, are tried for one dim while the others stay, then for the next, until
+nothing improves; dims that ask for the same axes also move together, and the rules also go to other meshes. Nothing is random:
+the same program, slice and options give the same answer.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import CompilerError, MeshError, MeshparError, UnsupportedError
+from ..hardware.topology import parse_topology
+from ..layout import Layout, Rule
+from ..mesh import planned_mesh
+from ..plan.claims import Claims
+from ..plan.collectives import Collective, duration, human
+from ..planned import Plan
+from ..verify.jobs import Progress
+from .space import Point, Sizes, Space, meshes
+
+Objective = Literal["time", "memory"]
+TIE = 0.03
+"""Of the seconds: layouts that differ by less are as good as each other; the one of fewer rules is better to read."""
+STARTS = 3
+"""From how many of the best candidates, and of the shortest though they do not fit, the descent starts."""
+BETTER = 0.005
+"""By which part a candidate must be better than the one at which the descent is."""
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate that was planned.
+
+    Attributes:
+      mesh, layout: as text, to be copied.
+      seconds: of a step, by the plan.
+      peak: bytes of a device at the peak.
+      sent: bytes that a device sends in a step.
+      fits: whether the peak is within the part of the memory that may be used.
+      name: of the known scheme that it is, or ``"yours"``; "".
+      front: no other is both shorter and smaller.
+      compiled: what the compiler said of it: "" where it was not asked.
+    """
+
+    mesh: str
+    layout: str
+    seconds: float
+    peak: float
+    sent: float
+    fits: bool
+    name: str = ""
+    front: bool = False
+    compiled: str = ""
+
+    @property
+    def rules(self) -> int:
+        """How many rules the layout has."""
+        return len(Layout(self.layout).rules)
+
+
+@dataclass(eq=False)
+class Search:
+    """What :func:`meshpar.search` found: print it; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
+
+    Attributes:
+      best: the choice; where nothing fits, the candidate that needs the least memory.
+      rows: the best candidates and the known schemes, best first.
+      topology, objective, margin: as they were asked for.
+      planned: how many candidates were planned; ``ended``: why no more were.
+    """
+
+    topology: str
+    objective: Objective
+    margin: float
+    best: Row
+    rows: tuple[Row, ...]
+    planned: int
+    ended: str
+    _base: Plan = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the best fits."""
+        return self.best.fits
+
+    @property
+    def front(self) -> tuple[Row, ...]:
+        """The candidates than which none is both shorter and smaller, shortest first."""
+        return tuple(sorted((r for r in self.rows if r.front), key=lambda r: r.seconds))
+
+    def plan(self, row: Row | None = None) -> Plan:
+        """The plan of a candidate; of the best."""
+        row = row or self.best
+        return self._base.replan(layout=row.layout, mesh=row.mesh, topology=self.topology)
+
+    def why(self, layout: Any, mesh: str | None = None) -> str:
+        """Why a layout is not the best: it is illegal, does not fit, or takes longer; with what makes it so.
+
+        Args:
+          layout: as in :func:`meshpar.jit`.
+          mesh: text; default: the best one's.
+        """
+        where = mesh or self.best.mesh
+        layout = Layout(layout)
+        try:
+            with _quiet():
+                other, best = self._base.replan(layout=layout, mesh=where, topology=self.topology), self.plan()
+        except MeshparError as e:
+            return f"illegal: {e}"
+        assert other.chip is not None
+        assert other.seconds is not None
+        assert best.seconds is not None
+        lines = []
+        usable = self.margin * other.chip.per_device().hbm
+        if other.memory.peak > usable:
+            lines.append(
+                f"does not fit: {human(other.memory.peak)} of the {human(usable)} that may be used "
+                f"({self.margin:.0%} of a {other.chip.name}); most of it is"
+            )
+            kinds = sorted(other.memory.by_kind.items(), key=lambda k: -k[1])
+            lines += [f"  {human(size)} of {kind}" for kind, size in kinds[:3]]
+        longer = other.seconds - best.seconds
+        if longer > 0:
+            lines.append(
+                f"{duration(longer)} longer than the best ({duration(other.seconds)} for {duration(best.seconds)})"
+            )
+            lines += [f"  {text}" for text in _costs_more(other, best)]
+        elif other.memory.peak <= usable:
+            lines.append(
+                f"it is as good: {duration(other.seconds)} and {human(other.memory.peak)}; the best has {duration(best.seconds)} "
+                f"and {human(best.memory.peak)}"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Rows and choice as JSON."""
+        return json.dumps(
+            {
+                "topology": self.topology, "objective": self.objective, "margin": self.margin, "fits": self.fits,
+                "planned": self.planned, "ended": self.ended, "best": asdict(self.best),
+                "rows": [asdict(r) for r in self.rows],
+            }
+        )  # fmt: skip
+
+    def __rich__(self) -> Any:
+        head = Text.assemble(("search", "bold"), f"  {self.planned} plans on {self.topology}; {self.ended}")
+        if not self.fits:
+            head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
+        choice = Text.assemble(("mesh", "bold"), f"    {self.best.mesh}\n", ("layout", "bold"), f"  {self.best.layout}")
+        table = Table(box=None, pad_edge=False)
+        for name in ("step", "peak", "sends", "", "mesh", "layout"):
+            table.add_column(name, justify="right" if name in ("step", "peak", "sends") else "left", overflow="fold")
+        named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
+        for row in self.rows[:SHOWN] + tuple(r for r in self.rows[SHOWN:] if named.get(r.name) is r):
+            marks = [row.name, row.compiled, "" if row.fits else "does not fit", "front" if row.front else ""]
+            table.add_row(
+                duration(row.seconds), human(row.peak), human(row.sent), ", ".join(filter(None, marks)), row.mesh,
+                row.layout, style="bold" if row is self.best else None,
+            )  # fmt: skip
+        return Group(head, Text(), choice, Text(), table)
+
+    def _misfit(self) -> str:
+        with _quiet():
+            plan = self.plan()
+        assert plan.chip is not None
+        kind, size = max(plan.memory.by_kind.items(), key=lambda k: k[1])
+        usable = self.margin * plan.chip.per_device().hbm
+        return (
+            f"NOTHING FITS  the least is {human(self.best.peak)} a device, {self.best.peak / usable:.1f} × the "
+            f"{human(usable)} that may be used of a {plan.chip.name}; most of it is {human(size)} of {kind}"
+        )
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=120, no_color=True, force_terminal=False).print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Search on {self.topology}: {self.best.mesh}: {self.best.layout}; {duration(self.best.seconds)} a step>"
+        )
+
+
+def _costs_more(other: Plan, best: Plan) -> list[str]:
+    """The three kinds of cost by which a plan is longer than another, largest first, with causes."""
+
+    def of(plan: Plan) -> dict[tuple[str, ...], tuple[float, str]]:
+        assert plan.time is not None
+        found: dict[tuple[str, ...], tuple[float, str]] = {
+            ("products",): (plan.time.compute, "products that each device does"),
+            ("memory traffic",): (plan.time.memory, "arrays read and written"),
+        }
+        for c in plan.collectives:
+            key = (c.op, c.tensor)
+            found[key] = (found.get(key, (0.0, ""))[0] + (c.seconds or 0.0) * (c.count or 1), _line(c))
+        return found
+
+    before = of(best)
+    more = [(seconds - before.get(key, (0.0, ""))[0], text) for key, (seconds, text) in of(other).items()]
+    return [f"{duration(s)} more: {text}" for s, text in sorted(more, key=lambda m: -m[0])[:3] if s > 0]
+
+
+def _line(c: Collective) -> str:
+    return f"{c.op} of {c.tensor} over {'+'.join(c.axes)}: {c.cause}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What a candidate wastes is in its figures."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _Stop(Exception):
+    """No more candidates are to be planned."""
+
+
+class _Evaluation:
+    """The candidates that were planned.
+
+    Attributes:
+      base: a plan of the program, which the others are made from.
+      usable: bytes of a device that may be used.
+      rows: by candidate; those with equal answers to the claims share one.
+      named: what candidates are called; illegal: the errors of those that have no plan.
+    """
+
+    def __init__(
+        self, base: Plan, topology: str, objective: Objective, margin: float, most: int, until: float | None,
+        tell: Callable[[str], None],
+    ):  # fmt: skip
+        assert base.chip is not None
+        self.base, self.topology, self.most, self.until, self.tell = base, topology, most, until, tell
+        self.objective: Objective = objective
+        self.usable = margin * base.chip.per_device().hbm
+        self.rows: dict[Point, Row] = {}
+        self.named: dict[Point, str] = {}
+        self.illegal: dict[Point, MeshparError] = {}
+        self.planned = 0
+        self._same: dict[Any, Point] = {}
+        self._best: Row | None = None
+
+    def key(self, row: Row) -> tuple[Any, ...]:
+        """Less is better."""
+        if not row.fits:
+            return (1, row.peak, row.seconds)
+        return (0, row.seconds, row.peak) if self.objective == "time" else (0, row.peak, row.seconds)
+
+    def __call__(self, point: Point) -> Row | None:
+        """The row of a candidate; None: it is illegal.
+
+        Raises:
+          _Stop: the limit is reached.
+        """
+        if point in self.rows or point in self.illegal:
+            return self.rows.get(point)
+        same = self._class(point)
+        if same in self._same:
+            first = self._same[same]
+            if first in self.rows:
+                self.rows[point] = replace(self.rows[first], layout=point.layout)
+            else:
+                self.illegal[point] = self.illegal[first]
+            return self.rows.get(point)
+        if self.planned >= self.most:
+            raise _Stop(f"stopped at {self.most} plans")
+        if self.until is not None and time.monotonic() > self.until and self.planned:
+            raise _Stop("stopped at the time limit")
+        self._same[same] = point
+        self.planned += 1
+        try:
+            plan = self.base.replan(layout=point.layout, mesh=point.mesh, topology=self.topology)
+        except MeshparError as e:
+            self.illegal[point] = e
+            return None
+        assert plan.seconds is not None
+        peak = plan.memory.peak
+        row = self.rows[point] = Row(
+            point.mesh, point.layout, plan.seconds, peak, float(plan.bytes_sent), peak <= self.usable
+        )
+        if self._best is None or self.key(row) < self.key(self._best):
+            self._best = row
+        best = self._best
+        self.tell(f"{self.planned} plans; {duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}")
+        return row
+
+    def _class(self, point: Point) -> Any:
+        """What candidates with the same plan share: their answers to the claims; the rules themselves where scopes matter."""
+        if any(r.scope is not None for r in point.rules):
+            return point
+        return point.sizes, Claims(self.base.program, Layout(point.layout), dict(point.sizes)).answers()
+
+    def better(self, at: Point, points: Iterable[Point]) -> Point:
+        """The best of some candidates, if it is better than another by more than :data:`BETTER`; else that one."""
+        found = [(self.key(row), p.layout, p) for p in points if (row := self(p)) is not None]
+        if not found:
+            return at
+        key, _, point = min(found, key=lambda f: f[:2])
+        now = self.key(self.rows[at])
+        return point if key[0] < now[0] or (key[0] == now[0] and key[1] < (1 - BETTER) * now[1]) else at
+
+
+def search(
+    base: Plan, topology: str, *, fixed: Any = "", forbid: str | Sequence[str] = (), mesh: str | None = None,
+    objective: Objective = "time", margin: float = 0.85, axes: int = 3, most: int = 400, seconds: float | None = None,
+    layouts: Iterable[Any] = (), verify: int = 0, compiled: Callable[[Row, bool], str] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Search:  # fmt: skip
+    """As :func:`meshpar.search`, of a program that was planned once.
+
+    Args:
+      base: a plan of the program on that slice.
+      compiled: compiles a candidate at full effort or not, and says what came out; raises CompilerError where it does not.
+      tell: is told how far it is.
+    """
+    where = parse_topology(topology)
+    if objective not in ("time", "memory"):
+        raise UnsupportedError(f"objective={objective!r}: it is 'time' or 'memory'")
+    if not 0 < margin <= 1:
+        raise UnsupportedError(
+            f"margin={margin!r}: it is the part of the memory that may be used, above 0 and at most 1"
+        )
+    if most < 1:
+        raise UnsupportedError(f"most={most!r}: a search plans at least one candidate")
+    given: list[Sizes] = meshes(where.devices, where.slices, axes)
+    if mesh is not None:
+        planned = planned_mesh(mesh, topology)
+        given = [tuple(dict(planned.shape).items())]
+    held = Layout(fixed)
+    wanted = {a for r in held.rules for a in r.axes}
+    given = [sizes for sizes in given if wanted <= {a for a, _ in sizes}]
+    if not given:
+        raise MeshError(
+            f"fixed={str(held)!r} names axes that no mesh tried has", axis=", ".join(sorted(wanted)),
+            fixes=["call the axes data, model, third (slice: over several slices)", "or give the mesh: mesh='…'"],
+        )  # fmt: skip
+    space = Space.of(base.program, held, forbid.replace(",", " ").split() if isinstance(forbid, str) else forbid)
+    until = None if seconds is None else time.monotonic() + seconds
+    evaluate = _Evaluation(base, topology, objective, margin, most, until, tell)
+    ended = "no candidate near the best is better"
+    with _quiet():
+        try:
+            yours = [Point(sizes, Layout(text).rules) for text in layouts for sizes in given]
+            yours = [p for p in yours if {a for r in p.rules for a in r.axes} == {a for a, _ in p.sizes}]
+            evaluate.named.update(dict.fromkeys(yours, "yours"))
+            for point in yours:
+                evaluate(point)
+            _begin(evaluate, space, given)
+            _descend(evaluate, space, given)
+        except _Stop as stop:
+            ended = str(stop)
+        except KeyboardInterrupt:
+            ended = "interrupted"
+    if not evaluate.rows:
+        for error in evaluate.illegal.values():
+            raise error
+        raise UnsupportedError("no candidate was planned", fixes=["a longer time limit"])
+    with _quiet():
+        return _answer(evaluate, space, ended, margin, verify, compiled)
+
+
+def _begin(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
+    """Plan the known schemes on the meshes that have as many axes; where that leaves none, what is fixed alone."""
+    for sizes in given:
+        for name, point in space.presets(sizes):
+            evaluate.named.setdefault(point, name.replace("_", " "))
+            evaluate(point)
+    if not evaluate.rows:
+        evaluate(space.point(given[0], ()))
+
+
+def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
+    """Descend from the best candidates, one a mesh, and from those that would be better if they fitted."""
+    rows = evaluate.rows
+    ranked = sorted(rows, key=lambda p: evaluate.key(rows[p]))
+    starts = dict.fromkeys(p for p in {p.sizes: p for p in reversed(ranked)}.values())
+    first = sorted(starts, key=lambda p: evaluate.key(rows[p]))[:STARTS]
+    large = [p for p in sorted(rows, key=lambda p: (rows[p].seconds, rows[p].peak)) if not rows[p].fits]
+    for start in dict.fromkeys([*first[:1], *large[:STARTS], *first[1:]]):
+        at, before = start, None
+        while at != before:
+            before = at
+            for dim in space.dims:
+                at = evaluate.better(at, space.neighbours(at, dim))
+            at = evaluate.better(at, space.together(at))
+            if at == before:
+                at = evaluate.better(at, space.other_meshes(at, given))
+
+
+def _answer(
+    evaluate: _Evaluation, space: Space, ended: str, margin: float, verify: int,
+    compiled: Callable[[Row, bool], str] | None,
+) -> Search:  # fmt: skip
+    """Candidates with the same plan become one: the shortest text, then the alphabet; the best of the ties has fewest rules."""
+    rows: dict[tuple[Any, ...], tuple[Point, Row]] = {}
+    for point, row in evaluate.rows.items():
+        row = replace(row, name=evaluate.named.get(point, ""))
+        same = (row.mesh, row.seconds, row.peak, row.sent)
+        have = rows.get(same)
+        if have is None or (not row.name, len(row.layout), row.layout) < (
+            not have[1].name,
+            len(have[1].layout),
+            have[1].layout,
+        ):
+            rows[same] = (point, row)
+    ranked = sorted(rows.values(), key=lambda f: (evaluate.key(f[1]), f[1].layout))
+    least = ranked[0][1]
+    ties = [f for f in ranked if f[1].fits == least.fits and f[1].seconds <= (1 + TIE) * least.seconds]
+    if evaluate.objective == "memory" or not least.fits:
+        ties = [f for f in ties if f[1].peak <= (1 + TIE) * least.peak]
+    ties.sort(key=lambda f: (f[1].rules, f[1].peak if least.fits else 0.0, f[1].seconds, f[1].layout))
+    choice = _plainer(evaluate, space, ties[0])
+    others = [row for _, row in ranked if row is not ties[0][1]]
+    every = [choice, *others]
+    smallest = float("inf")
+    front = set()
+    for row in sorted(every, key=lambda r: (r.seconds, r.peak)):
+        if row.peak < smallest:
+            front.add((row.mesh, row.layout))
+            smallest = row.peak
+    every = [replace(r, front=(r.mesh, r.layout) in front) for r in every]
+    best = every[0]
+    if verify and compiled is not None and best.fits:
+        every, best = _verified(every, verify, compiled)
+    kept = [r for k, r in enumerate(every) if k < 64 or r.name or r.front]
+    return Search(
+        evaluate.topology, evaluate.objective, margin, best, tuple(kept), evaluate.planned, ended, evaluate.base
+    )
+
+
+def _plainer(evaluate: _Evaluation, space: Space, chosen: tuple[Point, Row]) -> Row:
+    """A candidate without the rules, and the question marks, that change nothing."""
+    point, row = chosen
+
+    def same(rules: Sequence[Rule]) -> bool:
+        layout = str(Layout("; ".join(map(str, rules))))
+        try:
+            plan = evaluate.base.replan(layout=layout, mesh=point.mesh, topology=evaluate.topology)
+        except MeshparError:
+            return False
+        return (plan.seconds, plan.memory.peak) == (row.seconds, row.peak)
+
+    rules = list(point.rules)
+    for rule in rules[len(space.fixed) :][::-1]:
+        left = [r for r in rules if r is not rule]
+        if same(left):
+            rules = left
+    for k in range(len(space.fixed), len(rules)):
+        plain = [replace(r, optional=False) if i == k else r for i, r in enumerate(rules)]
+        if same(plain):
+            rules = plain
+    return replace(row, layout=str(Layout("; ".join(map(str, rules)))))
+
+
+def _verified(rows: list[Row], verify: int, compiled: Callable[[Row, bool], str]) -> tuple[list[Row], Row]:
+    """Compile the best at full effort, those after it at the fast one; a candidate that does not compile is passed over."""
+    best: Row | None = None
+    left = verify
+    for k, row in enumerate(rows):
+        if left == 0 or not row.fits:
+            break
+        left -= 1
+        try:
+            rows[k] = replace(row, compiled=compiled(row, best is None))
+        except CompilerError as e:
+            rows[k] = replace(row, compiled=f"refused: {str(e).splitlines()[0]}")
+            left += best is None
+            continue
+        best = best or rows[k]
+    return rows, best or rows[0]
+
+
+@contextmanager
+def told(progress: Progress) -> Iterator[Callable[[str], None]]:
+    """Where a search says how far it is: a line on stderr; None: on a terminal only; or a function of its text."""
+    console = Console(stderr=True, highlight=False)
+    if callable(progress):
+        yield progress
+    elif progress is False or not console.is_terminal:
+        yield lambda text: None
+    else:
+        with console.status("searching") as status:
+            yield status.update

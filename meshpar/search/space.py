@@ -1,0 +1,169 @@
+"""What a search chooses from: meshes over a slice, and ordered rules over its axes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import UnknownDimError
+from ..layout import Layout, Rule
+from ..layouts import PRESETS
+from ..program.ir import Program
+
+AXES = ("data", "model", "third")
+"""What the axes of the meshes tried are called; any dim may take any of them."""
+
+Sizes = tuple[tuple[str, int], ...]
+"""(axis, size), major first."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One candidate: a mesh, and rules in order. Every rule is optional: a dim that it does not divide stays whole."""
+
+    sizes: Sizes
+    rules: tuple[Rule, ...]
+
+    @property
+    def mesh(self) -> str:
+        """The mesh as text."""
+        return ", ".join(f"{a}={n}" for a, n in self.sizes)
+
+    @property
+    def layout(self) -> str:
+        """The layout as text."""
+        return str(as_layout(self.rules))
+
+    def axes_of(self, dim: str, scope: str | None = None) -> tuple[str, ...]:
+        """The axes that a dim asks for."""
+        return next((r.axes for r in self.rules if (r.dim, r.scope) == (dim, scope)), ())
+
+
+def as_layout(rules: Iterable[Rule]) -> Layout:
+    """Rules as a layout that reads them in order."""
+    return Layout("; ".join(map(str, rules)))
+
+
+def meshes(devices: int, slices: int = 1, axes: int = 3) -> list[Sizes]:
+    """The ordered factorisations of a slice into at most so many axes, fewest first, then the most even.
+
+    Several slices are the first axis, ``slice``.
+    """
+    first: Sizes = (("slice", slices),) if slices > 1 else ()
+    most = max(1, axes - len(first))
+    found = [f for k in range(1, most + 1) for f in _factorisations(devices // slices, k)]
+    found.sort(key=lambda f: (len(f), max(f) / min(f), [-n for n in f]))
+    return [(*first, *zip(AXES, f, strict=False)) for f in found]
+
+
+def _factorisations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (n,)
+        return
+    for k in range(2, n // 2 + 1):
+        if n % k == 0:
+            yield from ((k, *rest) for rest in _factorisations(n // k, parts - 1) if min(rest) > 1)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The dims that a search may split, and how.
+
+    Attributes:
+      dims: (dim, scope), the ones that most bytes of the arguments have first; scope ``opt``: of the optimizer's state alone.
+      fixed: rules that every layout begins with.
+    """
+
+    dims: tuple[tuple[str, str | None], ...]
+    fixed: tuple[Rule, ...]
+
+    @classmethod
+    def of(cls, program: Program, fixed: Layout, forbid: Sequence[str]) -> Space:
+        """The space of a program.
+
+        Raises:
+          UnknownDimError: ``forbid`` names a dim that the program does not have.
+        """
+        known = program.all_names()
+        for dim in forbid:
+            if dim not in known:
+                raise UnknownDimError(
+                    f"forbid={dim!r}: the program has no such dim",
+                    dim=dim,
+                    fixes=[f"its dims are {', '.join(sorted(known))}"],
+                )
+        weight = dict.fromkeys(sorted(known), 0)
+        opt: set[str] = set()
+        for value in program.inputs:
+            for dim in program.dims(value):
+                if dim in weight:
+                    weight[dim] += value.aval.size * value.aval.dtype.itemsize
+                    if value.kind == "opt":
+                        opt.add(dim)
+        held = {(r.dim, r.scope) for r in fixed.rules}
+        shared = [d for d in weight if not d.endswith("'") and d not in forbid]
+        dims = [(d, s) for d in shared for s in (None, "opt") if s is None or d in opt]
+        dims.sort(key=lambda d: (d[1] is not None, -weight[d[0]], d[0]))
+        return cls(tuple(d for d in dims if d not in held), fixed.rules)
+
+    def point(self, sizes: Sizes, rules: Iterable[Rule]) -> Point:
+        """The candidate with these rules behind the fixed ones: those for dims that are searched, and that ask for an axis."""
+        known = [replace(r, optional=True) for r in rules if (r.dim, r.scope) in self.dims and r.axes]
+        return Point(sizes, (*self.fixed, *known))
+
+    def presets(self, sizes: Sizes) -> Iterator[tuple[str, Point]]:
+        """(name, the known scheme on a mesh), of those for as many axes; without experts none for them."""
+        names = [a for a, _ in sizes]
+        known = {"batch", *(d for d, _ in self.dims), *(r.dim for r in self.fixed)}
+        for name, preset in PRESETS.items():
+            if preset.__code__.co_argcount == len(names) and (rules := preset(*names).rules)[0].dim in known:
+                yield name, self.point(sizes, rules)
+
+    def neighbours(self, point: Point, dim: tuple[str, str | None]) -> Iterator[Point]:
+        """The candidates in which one dim asks for other axes, before or behind the other rules, or for none."""
+        others = [r for r in point.rules[len(self.fixed) :] if (r.dim, r.scope) != dim]
+        yield self.point(point.sizes, others)
+        for axes in _choices([a for a, _ in point.sizes]):
+            mine = Rule(dim[0], axes, True, dim[1])
+            yield self.point(point.sizes, [mine, *others])
+            if others:
+                yield self.point(point.sizes, [*others, mine])
+
+    def together(self, point: Point) -> Iterator[Point]:
+        """The candidates in which all dims that ask for the same axes ask for others."""
+        free = point.rules[len(self.fixed) :]
+        for axes in dict.fromkeys(r.axes for r in free):
+            if sum(r.axes == axes for r in free) < 2:
+                continue
+            for new in ((), *_choices([a for a, _ in point.sizes])):
+                if new != axes:
+                    yield self.point(point.sizes, (replace(r, axes=new) if r.axes == axes else r for r in free))
+
+    def other_meshes(self, point: Point, allowed: Sequence[Sizes]) -> Iterator[Point]:
+        """The same rules on the meshes in which one axis has a factor of another; and on those with one axis more, which splits
+        what the last one split."""
+        names = [a for a, _ in point.sizes]
+        free = point.rules[len(self.fixed) :]
+        mine = dict(point.sizes)
+        for sizes in allowed:
+            axes = [a for a, _ in sizes]
+            if axes == names and sum(mine[a] != n for a, n in sizes) == 2:
+                yield self.point(sizes, free)
+            elif axes[:-1] == names and sizes[: len(names) - 1] == point.sizes[:-1]:
+                last, new = names[-1], axes[-1]
+                yield self.point(
+                    sizes,
+                    (
+                        replace(r, axes=tuple(x for a in r.axes for x in ((a, new) if a == last else (a,))))
+                        for r in free
+                    ),
+                )
+
+
+def _choices(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Axes that one dim may take, in every order: one or two of them, or all."""
+    for k in (1, 2):
+        yield from itertools.permutations(axes, k)
+    if len(axes) > 2:
+        yield tuple(axes)
