@@ -336,7 +336,8 @@ def search(
 
     Args:
       fn: a function, e.g. a train step.
-      *args, **keywords: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      **keywords: those by keyword.
       kwargs: more keyword arguments of ``fn``: those that are called as an option of ``search`` is.
       topology: the slice, ``"v5e:16x16"``, as in :func:`meshpar.plan`.
       mesh: the only mesh to try, as text; default: all with at most ``axes`` axes, called ``data``, ``model``, ``third``, after
