@@ -75,10 +75,11 @@ def ring_attention(
       order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, where each device
         holds an early and a late block, so that causal work balances. Masks are by a token's true position.
       both_ways: whether the ring sends in both directions, which uses both directions of its links.
-      implementation: of the attention on a device. "pallas" and "pallas_tpu": kernels, for D, Dv and lengths on a device that
-        are multiples of 128. "cudnn": NVIDIA's library, for bfloat16 and float16, without segment ids and softcap, and causal where
-        queries and keys lie alike (a device's own block, or "ulysses", whose backward pass it has not). "xla": in chunks.
-        "reference" has all scores of the device. None: on GPUs "cudnn" for each block that it can take, else "xla", unless
+      implementation: of the attention on a device. "pallas" and "pallas_tpu": kernels, for D and Dv that are multiples of 64
+        and lengths on a device that are of 128. "cudnn": NVIDIA's library, for bfloat16 and float16, without segment ids and
+        softcap, and causal where queries and keys lie alike (a device's own block, or "ulysses", whose backward pass it has
+        not). "xla": in chunks. "reference" has all
+        scores of the device. None: on GPUs "cudnn" for each block that it can take, else "xla", unless
         `MESHPAR_KERNELS=pallas`; with `MESHPAR_KERNELS=reference` always "xla".
       chunks: queries and keys in one block of scores of "xla".
       scatter: how "gathered" sums the gradients of keys and values, one axis after the other: "xla" by its reduce-scatters,

@@ -61,6 +61,23 @@ class Mask:
             seen &= ((q_seg.min(1) <= k_seg.max(1)) & (k_seg.min(1) <= q_seg.max(1))).any()
         return seen
 
+    def all_visible(
+        self, q_pos: jax.Array, k_pos: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
+    ) -> jax.Array:
+        """bool []: True only where every query sees every key, by the extremes of positions and segment ids."""
+        nearest, farthest = q_pos.min() - k_pos.max(), q_pos.max() - k_pos.min()
+        seen = (k_pos != NOWHERE).all()
+        if self.causal:
+            seen &= nearest >= 0
+        if self.window is not None:
+            seen &= farthest < self.window
+            if not self.causal:
+                seen &= nearest > -self.window
+        if q_seg is not None and k_seg is not None:
+            least, most = jnp.minimum(q_seg.min(1), k_seg.min(1)), jnp.maximum(q_seg.max(1), k_seg.max(1))
+            seen &= (least == most).all()
+        return seen
+
     def reaches(self, q_first, q_last, k_first, k_last):
         """Whether some query of a run of positions sees some key of another; both ends included."""
         nearest, farthest = q_first - k_last, q_last - k_first  # of query position - key position

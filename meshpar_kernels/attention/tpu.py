@@ -1,7 +1,8 @@
 """Attention of the queries and keys on one device in three TPU kernels: results, gradients of queries, gradients of keys.
 
 Each step has one block of scores in VMEM, transposed ([keys, queries]), so that what there is one of for each query lies along
-lanes. Blocks without a pair in sight are skipped by a table that is made from positions and segment ids before.
+lanes. A table that is made from positions and segment ids before says of every block whether no pair is in sight, some or all: the
+first are not computed, and not fetched either, as their steps name the next block that is needed; the last need no mask.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ __all__ = ["backward", "forward", "unsupported"]
 BLOCKS = (512, 256, 128)
 MOST_BLOCKS = 1 << 16  # of the table of blocks in sight, which lies in scalar memory
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
-LANES = 128
+WIDTH = 64
+"""Of a head, a multiple of this."""
+
+SOME, ALL = 1, 2
+"""Pairs of a block that are in sight, in the lowest two bits of the table; above them is the block to fetch."""
 
 
 def unsupported(q: Queries, k: Keys) -> Unsupported:
@@ -33,8 +38,8 @@ def unsupported(q: Queries, k: Keys) -> Unsupported:
     if q.x.dtype not in (jnp.float32, jnp.bfloat16):
         reasons.append(f"operands are {q.x.dtype}; the kernels take float32 and bfloat16")
     widths = q.x.shape[3], k.v.shape[3]
-    if any(n % LANES for n in widths):
-        reasons.append(f"head_dim is {' and '.join(map(str, widths))}, no multiple of {LANES}")
+    if any(n % WIDTH for n in widths):
+        reasons.append(f"head_dim is {' and '.join(map(str, widths))}, no multiple of {WIDTH}")
     lengths = q.x.shape[1], k.pos.shape[0]
     if any(n % BLOCKS[-1] or n == 0 for n in lengths) or 0 in q.x.shape:
         reasons.append(f"{lengths[0]} queries and {lengths[1]} keys on a device are no multiples of {BLOCKS[-1]}")
@@ -60,59 +65,77 @@ def _heads_first(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 1, 2)
 
 
-def _table(s: Softmax, q: Queries, k: Keys, bq: int, bk: int) -> jax.Array:
-    """int32 [B·nq·nk]: 1 where a block of queries sees something of a block of keys."""
+def _sight(s: Softmax, q: Queries, k: Keys, bq: int, bk: int) -> jax.Array:
+    """int32 [B, nq, nk]: 0, `SOME` or `ALL` of the pairs of a block of queries and one of keys are in sight."""
 
     def one(q_pos, k_pos, q_seg, k_seg):
-        return s.mask.any_visible(q_pos, k_pos, q_seg, k_seg)
+        some, every = (f(q_pos, k_pos, q_seg, k_seg) for f in (s.mask.any_visible, s.mask.all_visible))
+        return jnp.where(some, jnp.where(every, ALL, SOME), 0).astype(jnp.int32)
 
     q_pos, k_pos = q.pos.reshape(-1, bq), k.pos.reshape(-1, bk)
     batch = q.x.shape[0]
     if q.seg is None or k.seg is None:
         seen = jax.vmap(lambda a: jax.vmap(lambda b: one(a, b, None, None))(k_pos))(q_pos)
-        seen = jnp.broadcast_to(seen, (batch, *seen.shape))
-    else:
-        q_seg, k_seg = q.seg.reshape(batch, -1, 1, bq), k.seg.reshape(batch, -1, 1, bk)
-        by_key = jax.vmap(one, (None, 0, None, 0))
-        seen = jax.vmap(lambda a, b: jax.vmap(by_key, (0, None, 0, None))(q_pos, k_pos, a, b))(q_seg, k_seg)
-    return seen.astype(jnp.int32).reshape(-1)
+        return jnp.broadcast_to(seen, (batch, *seen.shape))
+    q_seg, k_seg = q.seg.reshape(batch, -1, 1, bq), k.seg.reshape(batch, -1, 1, bk)
+    by_key = jax.vmap(one, (None, 0, None, 0))
+    return jax.vmap(lambda a, b: jax.vmap(by_key, (0, None, 0, None))(q_pos, k_pos, a, b))(q_seg, k_seg)
+
+
+def _table(sight: jax.Array, axis: int) -> jax.Array:
+    """int32 [B·nq·nk]: the sight of each block, and four times the block to have at hand in its step.
+
+    That is the block itself, if it is in sight, else the next one that is in the order of the steps along `axis` (1: queries, 2:
+    keys), and after the last one that one still: so no step fetches what none computes with.
+    """
+    number = lax.broadcasted_iota(jnp.int32, sight.shape, axis)
+    beyond = sight.shape[axis]
+    following = lax.cummin(jnp.where(sight > 0, number, beyond), axis=axis, reverse=True)
+    last = jnp.where(sight > 0, number, 0).max(axis, keepdims=True)
+    return (jnp.where(following < beyond, following, last) * 4 + sight).reshape(-1)
 
 
 class _Ids:
-    """Positions and segment ids as the kernels read them: of queries along lanes, of keys along sublanes."""
+    """Positions and segment ids as the kernels read them, along lanes; blocks with a mask turn those of keys."""
 
-    def __init__(self, q: Queries, k: Keys, bq: int, bk: int, axes: tuple[int, int]):
-        """`axes`: which dims of the grid count blocks of queries and of keys (after the batch, which is the first)."""
-        many = q.x.shape[1] // bq
-        i, j = axes
-
-        def of_q(*at: Any) -> Any:  # blocks of queries come again for every head of a group
-            return lax.rem(at[i], many)
-
-        self.arrays = [q.pos[None, :], jnp.broadcast_to(k.pos[:, None], (k.pos.shape[0], LANES))]
+    def __init__(self, q: Queries, k: Keys, bq: int, bk: int, of_q: Any, of_k: Any):
+        """`of_q`, `of_k`: indices of the grid → block of queries and of keys (after the batch, which is the first)."""
+        self.arrays = [q.pos[None, :], k.pos[None, :]]
         self.specs = [
             pl.BlockSpec((1, bq), lambda *at: (0, of_q(*at))),
-            pl.BlockSpec((bk, LANES), lambda *at: (at[j], 0)),
+            pl.BlockSpec((1, bk), lambda *at: (0, of_k(*at))),
         ]
         if q.seg is not None and k.seg is not None:
-            self.arrays += [q.seg[:, None, :], jnp.broadcast_to(k.seg[:, :, None], (*k.seg.shape, LANES))]
+            self.arrays += [q.seg[:, None, :], k.seg[:, None, :]]
             self.specs += [
                 pl.BlockSpec((1, 1, bq), lambda *at: (at[0], 0, of_q(*at))),
-                pl.BlockSpec((1, bk, LANES), lambda *at: (at[0], at[j], 0)),
+                pl.BlockSpec((1, 1, bk), lambda *at: (at[0], 0, of_k(*at))),
             ]
 
 
-def _scores(s: Softmax, q_ref, k_ref, ids: tuple[Any, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """([keys, queries] scores, slope of the softcap, bool: in sight)."""
+def _scores(s: Softmax, q_ref, k_ref, ids: tuple[Any, ...] | None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """([keys, queries] scores, slope of the softcap, bool: in sight, None: all are)."""
     scores = _dot(k_ref[0, 0], q_ref[0, 0], (1, 1)) * s.scale
     slope = jnp.ones((), jnp.float32)
     if s.softcap is not None:
         turned = jnp.tanh(scores / s.softcap)
         scores, slope = s.softcap * turned, 1.0 - turned * turned
-    seen = s.mask.allowed(ids[0][...], ids[1][:, :1])
+    if ids is None:
+        return scores, slope, None
+    seen = s.mask.allowed(ids[0][...], ids[1][...].T)
     if len(ids) == 4:
-        seen &= ids[2][0] == ids[3][0, :, :1]
+        seen &= ids[2][0] == ids[3][0].T
     return scores, slope, seen
+
+
+def _hide(values: jax.Array, seen: jax.Array | None, instead: float) -> jax.Array:
+    return values if seen is None else jnp.where(seen, values, instead)
+
+
+def _by_sight(entry: jax.Array, ids: tuple[Any, ...], work: Any) -> None:
+    """`work(ids)` for a block with some pairs in sight, `work(None)` with all, nothing with none."""
+    pl.when((entry & 3) == SOME)(lambda: work(ids))
+    pl.when((entry & 3) == ALL)(lambda: work(None))
 
 
 # -- forward
@@ -130,16 +153,17 @@ def _forward_kernel(table, *refs, s: Softmax, ids: int):
         total[...] = jnp.zeros_like(total)
         sums[...] = jnp.zeros_like(sums)
 
-    @pl.when(table[(batch * pl.num_programs(2) + i) * many + j] > 0)
-    def _():
-        scores, _, seen = _scores(s, q_ref, k_ref, id_refs)
-        scores = jnp.where(seen, scores, HIDDEN)
+    def add(ids):
+        scores, _, seen = _scores(s, q_ref, k_ref, ids)
+        scores = _hide(scores, seen, HIDDEN)
         new = jnp.maximum(top[...], scores.max(0, keepdims=True))
-        p = jnp.where(seen, jnp.exp(scores - new), 0.0)
+        p = _hide(jnp.exp(scores - new), seen, 0.0)
         fade = jnp.exp(top[...] - new)
         total[...] = total[...] * fade + p.sum(0, keepdims=True)
         sums[...] = sums[...] * fade + _dot(v_ref[0, 0], p.astype(v_ref.dtype), (0, 0))
         top[...] = new
+
+    _by_sight(table[(batch * pl.num_programs(2) + i) * many + j], id_refs, add)
 
     @pl.when(j == many - 1)
     def _():
@@ -154,18 +178,26 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
     batch, length, heads, width = q.x.shape
     keys, kv_heads, v_width = k.v.shape[1:]
     bq, bk, group = _block(length), _block(keys), heads // kv_heads
-    ids = _Ids(q, k, bq, bk, (2, 3))
+    many = (length // bq, keys // bk)
+
+    def fetched(b: Any, _: Any, i: Any, j: Any, table: Any) -> Any:
+        return table[(b * many[0] + i) * many[1] + j] >> 2
+
+    def at_keys(b: Any, h: Any, *at: Any) -> Any:
+        return b, lax.div(h, group), fetched(b, h, *at), 0
+
+    ids = _Ids(q, k, bq, bk, lambda b, h, i, *_: i, fetched)
     rows = pltpu.VMEM((1, bq), jnp.float32)
     pairs = batch * heads * length * keys
     out, lse = pl.pallas_call(
         functools.partial(_forward_kernel, s=s, ids=len(ids.arrays)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch, heads, length // bq, keys // bk),
+            grid=(batch, heads, *many),
             in_specs=[
                 pl.BlockSpec((1, 1, bq, width), lambda b, h, i, j, _: (b, h, i, 0)),
-                pl.BlockSpec((1, 1, bk, width), lambda b, h, i, j, _: (b, lax.div(h, group), j, 0)),
-                pl.BlockSpec((1, 1, bk, v_width), lambda b, h, i, j, _: (b, lax.div(h, group), j, 0)),
+                pl.BlockSpec((1, 1, bk, width), at_keys),
+                pl.BlockSpec((1, 1, bk, v_width), at_keys),
                 *ids.specs,
             ],
             out_specs=[
@@ -181,7 +213,7 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=_estimate(pairs, width + v_width, q, k),
         name="meshpar_attention",
-    )(_table(s, q, k, bq, bk), *map(_heads_first, (q.x, k.k, k.v)), *ids.arrays)
+    )(_table(_sight(s, q, k, bq, bk), 2), *map(_heads_first, (q.x, k.k, k.v)), *ids.arrays)
     return _heads_first(out), _heads_first(lse[:, :, 0])
 
 
@@ -202,7 +234,7 @@ def _estimate(pairs: int, width: int, q: Queries, k: Keys) -> pl.CostEstimate:
 def _weights(s: Softmax, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids) -> tuple[jax.Array, jax.Array]:
     """(softmax weights, gradients of the scores before the scale's product), both [keys, queries]."""
     scores, slope, seen = _scores(s, q_ref, k_ref, ids)
-    p = jnp.where(seen, jnp.exp(scores - lse_ref[0, 0]), 0.0)
+    p = _hide(jnp.exp(scores - lse_ref[0, 0]), seen, 0.0)
     d_p = _dot(v_ref[0, 0], grad_ref[0, 0], (1, 1))
     return p, p * (d_p - dots_ref[0, 0]) * slope * s.scale
 
@@ -216,10 +248,11 @@ def _queries_kernel(table, *refs, s: Softmax, ids: int):
     def _():
         sums[...] = jnp.zeros_like(sums)
 
-    @pl.when(table[(batch * pl.num_programs(2) + i) * many + j] > 0)
-    def _():
-        _, d_s = _weights(s, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, id_refs)
+    def add(ids):
+        _, d_s = _weights(s, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids)
         sums[...] += _dot(d_s.astype(k_ref.dtype), k_ref[0, 0], (0, 0))
+
+    _by_sight(table[(batch * pl.num_programs(2) + i) * many + j], id_refs, add)
 
     @pl.when(j == many - 1)
     def _():
@@ -237,11 +270,12 @@ def _keys_kernel(table, *refs, s: Softmax, ids: int, blocks: int):
         d_k[...] = jnp.zeros_like(d_k)
         d_v[...] = jnp.zeros_like(d_v)
 
-    @pl.when(table[(batch * blocks + lax.rem(n, blocks)) * pl.num_programs(2) + j] > 0)
-    def _():
-        p, d_s = _weights(s, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, id_refs)
+    def add(ids):
+        p, d_s = _weights(s, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids)
         d_v[...] += _dot(p.astype(grad_ref.dtype), grad_ref[0, 0], (1, 0))
         d_k[...] += _dot(d_s.astype(q_ref.dtype), q_ref[0, 0], (1, 0))
+
+    _by_sight(table[(batch * blocks + lax.rem(n, blocks)) * pl.num_programs(2) + j], id_refs, add)
 
     @pl.when(n == pl.num_programs(3) - 1)
     def _():
@@ -257,7 +291,7 @@ def backward(
     keys, kv_heads, v_width = k.v.shape[1:]
     bq, bk, group = _block(length), _block(keys), heads // kv_heads
     blocks = length // bq
-    table = _table(s, q, k, bq, bk)
+    sight, columns = _sight(s, q, k, bq, bk), keys // bk
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # a row that sees nothing: every exp(score - lse) is 0
     rows = [_heads_first(x)[:, :, None] for x in (lse, dots)]
     operands = [*map(_heads_first, (q.x, k.k, k.v, grad.astype(q.x.dtype))), *rows]
@@ -284,9 +318,11 @@ def backward(
         ]
 
     def call(
-        kernel: Any, grid: tuple[int, ...], ids: _Ids, at: tuple[Any, Any], outs: Any, products: int, name: str
+        kernel: Any, grid: tuple[int, ...], axis: int, at: tuple[Any, Any], outs: Any, products: int, name: str
     ) -> Any:
         shapes, out_specs, scratch = outs
+        of_q, of_k = at
+        ids = _Ids(q, k, bq, bk, lambda *g: of_q(*g)[2], lambda *g: of_k(*g)[2])
         return pl.pallas_call(
             functools.partial(kernel, s=s, ids=len(ids.arrays)),
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -300,13 +336,16 @@ def backward(
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
             cost_estimate=_estimate(pairs, products, q, k),
             name=name,
-        )(table, *operands, *ids.arrays)
+        )(_table(sight, axis), *operands, *ids.arrays)
 
     (d_q,) = call(
         _queries_kernel,
-        (batch, heads, blocks, keys // bk),
-        _Ids(q, k, bq, bk, (2, 3)),
-        (lambda b, h, i, j, _: (b, h, i), lambda b, h, i, j, _: (b, lax.div(h, group), j)),
+        (batch, heads, blocks, columns),
+        2,
+        (
+            lambda b, h, i, j, _: (b, h, i),
+            lambda b, h, i, j, table: (b, lax.div(h, group), table[(b * blocks + i) * columns + j] >> 2),
+        ),
         (
             [(batch, heads, length, width)],
             [pl.BlockSpec((1, 1, bq, width), lambda b, h, i, j, _: (b, h, i, 0))],
@@ -318,10 +357,14 @@ def backward(
     at_keys = [(1, 1, bk, n) for n in (width, v_width)]
     d_k, d_v = call(
         functools.partial(_keys_kernel, blocks=blocks),
-        (batch, kv_heads, keys // bk, group * blocks),
-        _Ids(q, k, bq, bk, (3, 2)),
+        (batch, kv_heads, columns, group * blocks),
+        1,
         (
-            lambda b, h, j, n, _: (b, h * group + lax.div(n, blocks), lax.rem(n, blocks)),
+            lambda b, h, j, n, table: (
+                b,
+                h * group + lax.div(n, blocks),
+                table[(b * blocks + lax.rem(n, blocks)) * columns + j] >> 2,
+            ),
             lambda b, h, j, n, _: (b, h, j),
         ),
         (

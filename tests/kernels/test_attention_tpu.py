@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshpar_kernels import _compat, ring_attention
-from meshpar_kernels.attention import flash, tpu
+from meshpar_kernels.attention import flash, masks, tpu
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import Mask
 
@@ -15,13 +15,13 @@ RNG = np.random.default_rng(0)
 B, H, KV, D = 2, 2, 1, 128
 
 
-def draw(q_len, k_len, dtype=np.float32):
-    shapes = ((B, q_len, H, D), (B, k_len, KV, D), (B, k_len, KV, D), (B, q_len, H, D))
+def draw(q_len, k_len, dtype=np.float32, width=D):
+    shapes = ((B, q_len, H, width), (B, k_len, KV, width), (B, k_len, KV, width), (B, q_len, H, width))
     return [jnp.asarray(RNG.normal(size=s), dtype) for s in shapes]
 
 
 CASES = {
-    "causal": {"causal": True},
+    "causal": {"causal": True, "width": 64},
     "everything": {"causal": True, "window": 90, "segments": True, "softcap": 3.0},
 }
 
@@ -31,7 +31,7 @@ def test_results_and_gradients(case):
     """Two heads that share keys, two blocks of queries and two of keys; without races."""
     options = dict(CASES[case])
     segments = options.pop("segments", False)
-    q, k, v, read = draw(256, 256)
+    q, k, v, read = draw(256, 256, width=options.pop("width", D))
     ids = np.sort(RNG.integers(0, 4, (B, 256)), -1).astype(np.int32)
     ids[0, 100:140] = 7  # out of order: no key before them is theirs
 
@@ -47,6 +47,34 @@ def test_results_and_gradients(case):
     out, grads = oracle.attention(q, k, v, read, softcap=options.get("softcap"), **mask, **extra)
     for name, a, b in zip("out d_q d_k d_v".split(), got, (out, *grads), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5 * abs(b).max(), rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=True), Mask(causal=True, window=200), Mask(window=150)], ids=str)
+@pytest.mark.parametrize("segments", [False, True])
+def test_the_table_says_which_blocks_are_computed_masked_and_fetched(mask, segments):
+    """Against all pairs; a step whose block is hidden fetches what the step before or a later one needs."""
+    order = np.asarray(masks.positions(jnp.arange(1024), 1024, 2), np.int32)
+    ids = np.sort(RNG.integers(0, 3, (B, 1024)), -1).astype(np.int32) if segments else None
+    seg = None if ids is None else jnp.asarray(ids)
+    x = jnp.zeros((B, 1024, 1, 8))
+    sight = np.asarray(
+        tpu._sight(Softmax(mask, 1.0), Queries(x, order, seg), Keys(x, x, jnp.asarray(order), seg), 128, 256)
+    )
+    seen = np.broadcast_to(np.asarray(mask.visible(order, order, seg, seg)), (B, 1024, 1024)).reshape(B, 8, 128, 4, 256)
+    some, every = seen.any((2, 4)), seen.all((2, 4))
+    assert (sight[some] > 0).all()
+    assert every[sight == tpu.ALL].all()
+    if not segments:  # by the extremes of segment ids alone some blocks are taken for seen
+        assert not sight[~some].any()
+        assert (sight[every] == tpu.ALL).all()
+    for axis in (1, 2):
+        table = np.asarray(tpu._table(jnp.asarray(sight), axis)).reshape(sight.shape)
+        np.testing.assert_array_equal(table & 3, sight)
+        for row in np.moveaxis(table, axis, -1).reshape(-1, sight.shape[axis]):
+            fetched, needed = row >> 2, (row & 3) > 0
+            np.testing.assert_array_equal(fetched[needed], np.flatnonzero(needed))
+            changes = 1 + (np.diff(fetched) != 0).sum()
+            assert changes == max(needed.sum(), 1)
 
 
 def test_parts_of_a_longer_softmax_and_rows_that_see_nothing():
@@ -74,7 +102,7 @@ def test_parts_of_a_longer_softmax_and_rows_that_see_nothing():
     ("lengths", "width", "dtype", "says"),
     [
         ((100, 128), 128, jnp.float32, "100 queries and 128 keys on a device are no multiples of 128"),
-        ((128, 128), 64, jnp.float32, "head_dim is 64 and 64, no multiple of 128"),
+        ((128, 128), 96, jnp.float32, "head_dim is 96 and 96, no multiple of 64"),
         ((128, 128), 128, jnp.float16, "operands are float16"),
         ((512 * 512, 512 * 256), 128, jnp.bfloat16, "131072 blocks of scores are more than 65536"),
     ],
