@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from .reshape import reshape_axes
 from .resharding import Move, reshard, reshard_bytes
 from .spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
 from .steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Scatter, Shard, Step, in_order
+from .views import with_views
 
 OPAQUE = having(lambda p: p.opaque)
 IDENTITIES = having(lambda p: p.identity)
@@ -58,13 +59,27 @@ def planned(
     Raises:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError, UnsupportedError.
     """
+    program = program.traced or program
     layout.check_axes(mesh)
     _check_dims(program, layout, init)
     _check_joins(program, strict)
     axes = sorted((program.all_names() & set(mesh.shape)) - set(layout.dims))
     named = layout.with_first([Rule(a, (a,)) for a in axes])  # models that name axes in their metadata, as Flax allows
     notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is taken as `{a}: {a}`" for a in axes]
-    return _Planner(program, layout, named, mesh, topology, donated, notes).plan()
+
+    def plan(program: Program) -> Plan:
+        return _Planner(program, layout, named, mesh, topology, donated, list(notes)).plan()
+
+    first = plan(program)
+    padded: list[str] = []
+    views = with_views(program, named, first.sizes, padded)
+    if views is None or _sent(second := plan(views)) >= _sent(first):
+        return first
+    return replace(second, notes=(*second.notes, *padded))
+
+
+def _sent(plan: Plan) -> float:
+    return sum(c.total_bytes for c in plan.collectives)
 
 
 def _check_dims(program: Program, layout: Layout, init: bool) -> None:

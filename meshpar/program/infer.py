@@ -64,6 +64,18 @@ def infer(
     return program
 
 
+def again(program: Program, closed: Any) -> Program:
+    """The program of another jaxpr with the same inputs and results."""
+    ins, outs = program.inputs, program.outputs
+    found = infer(
+        closed, [v.annotation for v in ins], [v.path or "" for v in ins],
+        [v.annotation for v in outs], [v.path or "" for v in outs],
+    )  # fmt: skip
+    for new, old in zip((*found.inputs, *found.outputs), (*ins, *outs), strict=True):
+        new.kind = new.kind or old.kind
+    return found
+
+
 class Builder:
     """Makes the values and ops of a program, and ties their dims."""
 

@@ -131,6 +131,7 @@ class Program:
       root: its frame.
       inputs, outputs: values in the order of the flat arguments and results, with their paths.
       joins: pairs of names that turned out to be one dim.
+      traced: the program as it was traced, where this one was written anew for a layout (:mod:`meshpar.plan.views`).
       in_tree, out_tree: the tree definitions of arguments and results.
       memo: what was worked out from the program alone, for every layout that it is planned under.
     """
@@ -141,6 +142,7 @@ class Program:
     outputs: list[Value]
     unifier: Unifier
     joins: list[Join] = field(default_factory=list)
+    traced: Program | None = None
     in_tree: Any = None
     out_tree: Any = None
     memo: dict[Any, Any] = field(default_factory=dict)

@@ -103,7 +103,7 @@ def halo_exchange(block: int, starts: tuple[int, ...], length: int) -> HaloExcha
     steps = tuple(_permute_step(pairs, found, block, starts, length) for pairs in rounds)
     busiest = max((n for side in (0, 1) for n in Counter(e[side] for e in edges).values()), default=0)
     if len(rounds) > busiest:
-        other = tuple(_permute_step(pairs, found, block, starts, length) for pairs in _coloured(edges))
+        other = tuple(_permute_step(pairs, found, block, starts, length) for pairs in coloured(edges))
         steps = min(steps, other, key=lambda found: sum(h.length for h in found))
     gather = bool(steps) and sum(h.length for h in steps) >= (parts - 1) * block
     return HaloExchange(block, starts, length, own, steps, gather)
@@ -119,7 +119,7 @@ def _permute_step(pairs: list[tuple[int, int]], found, block: int, starts: Seque
     return PermuteStep(tuple(pairs), size, tuple(first), tuple(offsets))
 
 
-def _coloured(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def coloured(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """As few sets of pairs as there can be in which nobody sends twice or receives twice.
 
     Edge colouring of a bipartite graph by alternating paths (König): as many sets as the busiest device has partners.

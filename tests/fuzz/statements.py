@@ -331,6 +331,55 @@ def cut(w: Writer) -> None:
     w.emit(text, x.top**2 if "*" in text else max(x.top, 1), None if x.bits is None else max(x.bits * 2, 1))
 
 
+@statement(2)
+def shifted(w: Writer) -> None:
+    """What reads the neighbours along a dim, or some of its elements, and goes on with what it made."""
+    x = w.pick(ranks=(1, 2, 3), such=lambda v: v.top <= 8)
+    i = w.rng.randrange(len(x.shape))
+    n = x.shape[i]
+    if n < 4:
+        raise Skip
+    lead, a = ":, " * i, x.name
+    k = w.rng.randrange(1, 3)
+    some = [w.rng.randrange(n) for _ in range(w.of([3, 4, n // 2, n]))]
+    twice = [f"{a}[{lead}{k}:]", f"{a}[{lead}:-{k}]"]
+    wrap = [(1, 1) if d == i else (0, 0) for d in range(len(x.shape))]
+    text, top, bits = w.of([
+        (f"{twice[0]} - {twice[1]}", 2 * x.top, 0), (f"({twice[0]} * {twice[1]}).sum({i})", x.top**2 * n, x.bits), (f"jnp.diff({a}, n=2, axis={i})", 4 * x.top, 0),
+        (f"jnp.tanh({twice[0]} + {twice[1]}).mean({i})", 1, None), (f"{a}[{lead}::3] * 2", 2 * x.top, 0), (f"{a}[{lead}1::3].sum({i})", x.top * n, 0),
+        (f"jnp.roll({a}, {k}, {i}) + jnp.roll({a}, -1, {i})", 2 * x.top, 0), (f"jnp.roll(jnp.roll({a}, {k}, {i}) * 2, {w.rng.randrange(n)}, {i})", 2 * x.top, 0),
+        (f"jnp.concatenate([jnp.zeros_like({a}[{lead}:{k}]), {twice[1]}], {i})", x.top, 0), (f"{a}[{lead}jnp.array({some})]", x.top, 0),
+        (f"jnp.take({a}, jnp.array({some}), {i})", x.top, 0), (f"({a}[{lead}jnp.array({sorted(set(some))})] * 0.5).sum({i})", x.top * n, 1),
+        (f"{a}[{lead}jnp.array({w.rng.sample(range(n), n)})]", x.top, 0),
+        (f"lax.slice_in_dim(jnp.pad({a}, {wrap}, mode='wrap'), 2, None, axis={i}) - {a}", 2 * x.top, 0),
+        (f"jnp.pad({twice[0]}, {[(0, k) if d == i else (0, 0) for d in range(len(x.shape))]}) + {a}", 2 * x.top, 0),
+        (f"jnp.vdot({a}, {a} * 0.5)", x.top**2 * math.prod(x.shape), x.bits and x.bits + 1), (f"jnp.tanh(jnp.ravel({a})) * jnp.ravel({a})", x.top, None),
+        (f"(jnp.ravel({a}) * 0.5 + 1).reshape({x.shape})", x.top + 1, 1), (f"{twice[0]} @ jnp.ones({x.shape[-1:]})" if i < len(x.shape) - 1 else twice[0], x.top * x.shape[-1], 0),
+    ])  # fmt: skip
+    w.emit(text, max(top, 1), None if bits is None or x.bits is None else x.bits + bits)
+
+
+@statement(1.5)
+def replicas(w: Writer) -> None:
+    """A vmap whose axis has a name: reductions over it, and exchanges along it."""
+    x = w.pick(ranks=(1, 2, 3), such=lambda v: v.top <= 64)
+    i = w.rng.randrange(len(x.shape))
+    n = x.shape[i]
+    k = w.rng.randrange(n)
+    around = [(p, (p + k) % n) for p in range(n)]
+    order = list(enumerate(w.rng.sample(range(n), n)))
+    kinds = [
+        ("r - lax.pmean(r, 'v')", 2 * x.top, None), ("r + lax.psum(r, 'v')", x.top * (n + 1), 0), (f"r + lax.ppermute(r, 'v', {around})", 2 * x.top, 0),
+        (f"lax.ppermute(r * 2, 'v', {order})", 2 * x.top, 0), ("r * (lax.axis_index('v') % 3)", 2 * x.top, 0), ("r + lax.all_gather(r, 'v').sum(0)", x.top * (n + 1), 0),
+        ("lax.psum((r, r * 2), 'v')[1] - r", x.top * (2 * n + 1), 0), ("jnp.tanh(r) * lax.psum(jnp.square(jnp.tanh(r)), 'v')", n, None),
+    ]  # fmt: skip
+    if x.exact:
+        kinds += [("r - lax.pmax(lax.stop_gradient(r), 'v')", 2 * x.top, 0), ("r + lax.pmin(lax.stop_gradient(r), 'v')", 2 * x.top, 0)]  # fmt: skip
+    text, top, bits = w.of(kinds)
+    where = f"in_axes={i}, out_axes={w.rng.randrange(len(x.shape))}, axis_name='v'"
+    w.emit(f"jax.vmap(lambda r: {text}, {where})({x.name})", top, None if bits is None else x.bits)
+
+
 @statement(1)
 def join(w: Writer) -> None:
     x = w.pick(ranks=(1, 2, 3))

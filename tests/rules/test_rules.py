@@ -20,6 +20,7 @@ from jax.experimental import io_callback
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from meshpar.rules import ELEMENTWISE, having, no_rule, primitive
+from meshpar.rules.rearrange import rearrange
 
 KEY = jax.random.key(0)
 
@@ -186,6 +187,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "psum of a vmap": (over_vmap(lambda x: lax.psum((x, 2 * x), "i")), X),
     "pmax of a vmap": (over_vmap(lambda x: lax.pmax(x, "i")), X),
     "pmin of a vmap": (over_vmap(lambda x: lax.pmin(x, "i")), X),
+    "rearrange": (lambda x: rearrange(x, 1, [5, 0, 0, -1, 2, 3]), X),
     "argmax": (lambda x: jnp.argmax(x, 1), X),
     "argmin": (lambda x: jnp.argmin(x, 0), X),
     "reduce": (general_reduce, X, X + 1),

@@ -1,0 +1,157 @@
+"""What is cut, joined and merged along split dims stays split: numbers of the unsharded run, and few bytes on the wire."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from lowered import assert_sends_the_plan, same
+
+import meshpar as mp
+
+X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+LAYOUT = "rows: data; columns: model"
+DIMS = {"x": "rows columns"}
+BOTH = ("jit", "shard_map")
+ROW = 4 * 8 // 2  # bytes of a device's part of one row
+AROUND = [(i, (i + 1) % 16) for i in range(16)]
+
+
+def over_rows(fn):
+    return jax.vmap(fn, axis_name="i")
+
+
+def around(x):
+    return over_rows(lambda r: lax.ppermute(r, "i", AROUND))(x)
+
+
+def heat(x):
+    """A stencil on the inside of both dims."""
+    inner = x[1:-1, 1:-1] * 4 - x[2:, 1:-1] - x[:-2, 1:-1] - x[1:-1, 2:] - x[1:-1, :-2]
+    return jnp.sum(jnp.square(inner))
+
+
+def moved_in_a_loop(x):
+    def one(x, _):
+        return 0.5 * (jnp.roll(x, 1, 0) + around(x)), None
+
+    return lax.scan(one, x, None, length=3)[0]
+
+
+def second_difference(x):
+    d = x[1:] - x[:-1]
+    return jnp.mean(jnp.abs(d[1:] - d[:-1]))
+
+
+def by_row(x):
+    y = jnp.tanh(x[1:])
+    return jnp.sum((y - y.mean(1)[:, None]) * jnp.arange(15.0)[:, None])
+
+
+MOSTLY = {  # the bytes that each device sends, but for those of scalars
+    "roll": (lambda x: jnp.roll(x, 1, 0), ROW), "roll back": (lambda x: jnp.roll(x, -3, 0), 3 * ROW),
+    "ppermute": (around, ROW),
+    "permuted": (lambda x: x[np.arange(16)[::-1]], 4 * ROW), "looked up": (lambda x: x[jnp.array([3, 1, 2, 9])], 2 * ROW),
+    "difference": (lambda x: jnp.sum(jnp.square(x[1:] - x[:-1])), ROW), "diff": (lambda x: jnp.sum(jnp.diff(x, axis=0) ** 2), ROW),
+    "second difference": (second_difference, 2 * ROW), "every third": (lambda x: jnp.max(x[::3]), 2 * ROW),
+    "some rows": (lambda x: jnp.sum(jnp.sin(x[2:9])), 2 * ROW), "by row": (by_row, ROW + 2 * 4 * 4 // 2),
+    "shifted in zeros": (lambda x: x + jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]]), ROW),
+    "wrapped": (lambda x: (p := jnp.pad(x, ((1, 1), (0, 0)), mode="wrap"))[2:] + p[:-2] - 2 * x, 2 * ROW),
+    "halves exchanged": (lambda x: jnp.concatenate([x[8:], x[:8]]), 4 * ROW), "in a loop": (moved_in_a_loop, 6 * ROW),
+    "vdot": (lambda x: jnp.vdot(x, x), 0), "raveled": (lambda x: jnp.max(jnp.tanh(jnp.ravel(x)) * jnp.ravel(2 * x)), 0),
+    "normalized": (lambda x: (jnp.ravel(x) / jnp.sqrt(1 + jnp.vdot(x, x))).reshape(x.shape), 0),
+}  # fmt: skip
+OTHERS = {
+    "stencil": heat, "extrema": lambda x: (jnp.max(x[2:9], 0), jnp.min(x[::3], 1), jnp.prod(x[1:], 0)),
+    "products": lambda x: (x[1:].T @ x[:-1], jnp.einsum("ab,ab->a", x[1:], x[:-1]).sum(), jnp.sin(x[1:] @ x.T).sum()),
+    "returned": lambda x: x[1:] - x[:-1], "padded": lambda x: jnp.pad(jnp.sin(x[1:]), ((0, 1), (0, 0))) + x,
+    "reversed": lambda x: (x[::-1][3:].sum(), jnp.flip(x[1:], 0).sum(0)),
+    "ones": lambda x: (x[1:, None] * x[:-1, :, None]).sum((0, 1)).ravel(), "sorted": lambda x: jnp.sort(x[1:], 0) + x[:-1],
+    "masked": lambda x: jnp.where(jnp.arange(15)[:, None] % 2 == 0, x[1:], 0).sum(0),
+    "chosen": lambda x: lax.cond(x.sum() > 0, lambda x: jnp.roll(x, 2, 0), lambda x: x[::-1], x),
+    "remade": lambda x: jax.checkpoint(lambda x: jnp.sum(jnp.tanh(x[1:] * x[:-1])))(x),
+    "rectified": lambda x: jax.nn.relu(x[1:] - x[:-1]).sum(), "repeated": lambda x: x[jnp.array([0, 0, 5, 5, 0, 1, 2, 3])],
+    "part of merged": lambda x: jnp.ravel(x)[:5] * jnp.ravel(x)[-5:], "bits": lambda x: jnp.any(x[1:] > 2, 0),
+}  # fmt: skip
+
+
+def loss_of(fn):
+    return lambda x: sum(jnp.sum(jnp.sin(jnp.float32(1) * y)) for y in jax.tree.leaves(fn(x)))
+
+
+@pytest.mark.parametrize("name", MOSTLY)
+def test_only_what_a_device_lacks_is_sent(name):
+    fn, sent = MOSTLY[name]
+    plan = assert_sends_the_plan(fn, X, layout=LAYOUT, dims=DIMS)
+    assert sum(c.total_bytes for c in plan.collectives if c.shape) == sent
+
+
+@pytest.mark.parametrize("name", [*MOSTLY, *OTHERS])
+def test_numbers_are_the_unsharded_ones(name):
+    fn = MOSTLY[name][0] if name in MOSTLY else OTHERS[name]
+    same(fn, X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=["data=4, model=2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [LAYOUT, "rows: data+model", "columns: data; rows: model"])
+@pytest.mark.parametrize("name", [*MOSTLY, *OTHERS])
+def test_gradients_are_the_unsharded_ones(name, layout):
+    loss = loss_of(MOSTLY[name][0] if name in MOSTLY else OTHERS[name])
+    same(jax.grad(loss), X, layout=layout, dims=DIMS, lowerings=BOTH)
+    for lowering in BOTH:
+        run = mp.jit(loss, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=DIMS, lowering=lowering)
+        np.testing.assert_allclose(jax.grad(run)(X), jax.grad(loss)(X), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["roll", "difference", "looked up", "vdot", "wrapped"])
+def test_a_gradient_sends_as_little(name):
+    fn, sent = MOSTLY[name]
+    same(jax.grad(loss_of(fn)), X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=["data=4, model=2"])
+    plan = assert_sends_the_plan(jax.grad(loss_of(fn)), X, layout=LAYOUT, dims=DIMS)
+    assert sum(c.total_bytes for c in plan.collectives if c.shape) <= 5 * sent
+
+
+def test_a_gradient_from_outside_is_the_unsharded_one():
+    loss = loss_of(lambda x: (jnp.roll(x, 1, 0) * x[jnp.arange(16)[::-1]], jnp.log(3 + jnp.sin(x[1:] - x[:-1])).sum()))
+    for lowering in BOTH:
+        run = mp.jit(loss, mesh=mp.mesh("data=4, model=2"), layout=LAYOUT, dims=DIMS, lowering=lowering)
+        np.testing.assert_allclose(jax.grad(run)(X), jax.grad(loss)(X), rtol=1e-4, atol=1e-5)
+
+
+def test_a_dim_that_is_not_split_is_left_as_it_is_written():
+    plan = mp.plan(
+        lambda x: (jnp.roll(x, 1, 0), x[1:] - x[:-1]),
+        X,
+        mesh=mp.mesh("data=4, model=2"),
+        layout="columns: model",
+        dims=DIMS,
+    )
+    assert plan.program.traced is None
+
+
+def test_another_layout_starts_from_the_program_as_it_was_traced():
+    mesh = mp.mesh("data=4, model=2")
+    plan = mp.plan(lambda x: jnp.roll(x, 1, 0), X, mesh=mesh, layout=LAYOUT, dims=DIMS)
+    assert plan.program.traced is not None
+    assert plan.replan(layout=mp.Layout("columns: model")).program is plan.program.traced
+
+
+def test_l_bfgs_sends_scalars_beside_the_gradients():
+    """optax's L-BFGS takes inner products of weights, all of whose dims are split."""
+    optax = pytest.importorskip("optax")
+    tx = optax.scale_by_lbfgs(memory_size=3)
+    weights = {"a": X, "b": X.T @ X}
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(weights)
+    grads = jax.tree.map(jnp.cos, weights)
+    dims = {
+        "*memory/a": "_ rows columns", "*memory/b": "_ columns others", "*/a": "rows columns", "*/b": "columns others",
+    }  # fmt: skip
+    layout = "rows: data; columns: model; others: data"
+    same(step, weights, state, grads, layout=layout, dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
+    plan = mp.plan(step, weights, state, grads, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=dims)
+    assert max((c.bytes for c in plan.collectives), default=0) <= 64

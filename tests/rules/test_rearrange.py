@@ -1,0 +1,81 @@
+"""Dims made of elements of others by a table: NumPy's numbers, on one device and on several, and their derivatives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.rules import primitive
+from meshpar.rules.local import LocalOp
+from meshpar.rules.rearrange import ANY, ZERO, exchange, rearrange, runs_of, table_of
+
+SIZE = 16
+RNG = np.random.default_rng(0)
+TABLES = {
+    "roll": np.roll(np.arange(SIZE), 1), "roll far": np.roll(np.arange(SIZE), -7), "reversed": np.arange(SIZE)[::-1],
+    "shifted in zeros": [ZERO, *range(SIZE - 1)], "longer": [*range(1, SIZE), ANY, ANY, ANY, ANY, ANY],
+    "strided": [1, 4, 7, 10, 13, ANY, ANY, ANY], "repeated": [3, 3, 3, 3, 9, 0, 0, 15], "random": RNG.permutation(SIZE),
+    "some": [3, 1, 2, 9], "zeros": [ZERO] * 8, "anything": RNG.integers(-2, SIZE, 24), "its own": np.arange(SIZE),
+    "many": RNG.integers(0, SIZE, 40),
+}  # fmt: skip
+X = RNG.normal(size=(3, SIZE)).astype(np.float32)
+
+
+def expected(table):
+    table = np.asarray(table)
+    return np.where(table == ZERO, 0, X[:, np.maximum(table, 0)]), table != ANY
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_runs_are_the_table(name):
+    runs = runs_of(TABLES[name])
+    assert np.array_equal(table_of(runs), TABLES[name])
+    for first, step, count in runs_of(TABLES[name], breaks=[4, 8, 12]):
+        assert first < 0 or first // 4 == (first + step * (count - 1)) // 4
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_it_is_taking_by_index(name):
+    want, known = expected(TABLES[name])
+    assert np.array_equal(np.asarray(jax.jit(lambda x: rearrange(x, 1, TABLES[name]))(X))[:, known], want[:, known])
+    weight = np.arange(1.0, len(known) + 1, dtype=np.float32) * known
+    found = jax.grad(lambda x: jnp.sum(rearrange(x, 1, TABLES[name]) * weight))(X)
+    back = np.zeros(X.shape)
+    for place, element in enumerate(TABLES[name]):
+        if element >= 0:
+            back[:, element] += weight[place]
+    assert np.array_equal(found, back)
+    each = jax.vmap(lambda x: rearrange(x, 0, TABLES[name]), in_axes=1, out_axes=1)(X.T)
+    assert np.array_equal(np.asarray(each)[known], want[:, known].T)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_devices_exchange_what_they_lack(name):
+    """Every device has its block of the result, from its own block and what the permutes bring."""
+    eqn = jax.make_jaxpr(lambda x: rearrange(x, 1, TABLES[name]))(X).eqns[0]
+    want, known = expected(TABLES[name])
+    rule = primitive("rearrange").rule(eqn, [X.shape], [want.shape])
+    op = type("Op", (), {"eqn": eqn, "rule": rule, "name": "rearrange"})()
+
+    def local(x):
+        (out,) = primitive("rearrange").local(LocalOp(op, [(), ("d",), ("d",)], {"d": 4}), x)
+        return out
+
+    run = jax.shard_map(local, mesh=mp.mesh("d=4, e=2"), in_specs=P(None, "d"), out_specs=P(None, "d"), check_vma=False)
+    assert np.array_equal(np.asarray(jax.jit(run)(X))[:, known], want[:, known])
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("roll", [1]), ("its own", []), ("zeros", []), ("shifted in zeros", [1]), ("reversed", [4])]
+)
+def test_as_few_permutes_as_can_be(name, lengths):
+    found = exchange(SIZE, 4, runs_of(TABLES[name]))
+    assert [r.length for r in found.rounds] == lengths
+    assert not found.gather
+    assert len(set(found.tables)) == 1 or name == "reversed"
+
+
+def test_what_every_device_needs_is_gathered():
+    assert exchange(SIZE, 4, runs_of([*range(SIZE)] * 4)).gather
