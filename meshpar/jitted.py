@@ -16,7 +16,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from .compat.jax import DeviceArray, in_explicit_mesh, is_graph_node, is_tracer, jit_disabled, user_line, without_gc
+from .compat.jax import (
+    DeviceArray,
+    abstract_array,
+    in_explicit_mesh,
+    is_graph_node,
+    is_tracer,
+    jit_disabled,
+    on_host,
+    user_line,
+    without_gc,
+)
 from .dims import Dims, PathDims, did_you_mean, fit_dims, near, path_matches
 from .errors import MeshError, PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, key_text, pure_states, with_states
@@ -148,10 +158,11 @@ _NOT_NUMBERS = tuple("OUSMm")
 
 
 def _leaf_key(x: Any) -> Hashable:
-    """What a program depends on of a leaf: (shape, dtype, weak type); the type of a Python number; anything else whole."""
+    """What a program depends on of a leaf: (shape, dtype, weak type, whether it is on the host); the type of a Python number;
+    anything else whole."""
     aval = getattr(x, "aval", None)
     if aval is not None:
-        return aval.shape, aval.dtype, aval.weak_type
+        return aval.shape, aval.dtype, aval.weak_type, on_host(aval)
     if isinstance(x, bool | int | float | complex):
         return type(x), jax.dtypes.canonicalize_dtype(type(x))
     dtype = getattr(x, "dtype", None)
@@ -161,12 +172,13 @@ def _leaf_key(x: Any) -> Hashable:
         tuple(x.shape),
         jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True),
         getattr(x, "weak_type", False),
+        on_host(x),
     )
 
 
 def _abstract(x: Any, key: Any) -> Any:
-    """What a leaf is traced as: its shape and dtype, and nothing of where it lies."""
-    return x if isinstance(key[0], type) else jax.ShapeDtypeStruct(key[0], key[1], weak_type=key[2])
+    """What a leaf is traced as: its shape, dtype and memory, and nothing of how it is split."""
+    return x if isinstance(key[0], type) else abstract_array(*key)
 
 
 def _selected_arguments(nums: Any, names: Any, params: list[str], what: str, variadic: bool) -> frozenset[int | str]:

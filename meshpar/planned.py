@@ -62,7 +62,8 @@ class Plan(record.Plan):
         return Plan.of(replan(self, layout=other, mesh=where, topology=topology, strict=strict, overlap=overlap))
 
     def to_json(self) -> str:
-        """The plan as JSON: mesh, layout, inputs, outputs, constants, collectives, memory, time, joins, notes, unnamed dims."""
+        """The plan as JSON: mesh, layout, inputs, outputs, constants, collectives, transfers, memory, time, joins, notes, unnamed
+        dims."""
         named, total, _ = self.program.coverage()
         return json.dumps(
             {
@@ -74,6 +75,7 @@ class Plan(record.Plan):
                 "outputs": [h.to_dict() for h in self.outputs],
                 "constants": [h.to_dict() for h in self.constants],
                 "collectives": [c.to_dict() for c in self.collectives],
+                "transfers": [t.to_dict() for t in self.transfers],
                 "memory": self.memory.to_dict(),
                 "time": None if self.time is None else self.time.to_dict(),
                 "overlap": [o.to_dict() for o in self.overlaps],

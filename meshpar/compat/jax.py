@@ -118,6 +118,27 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
+HOST_MEMORY = "pinned_host"
+"""The kind of memory in which what a program keeps on the host lies."""
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array, or what an aval or ``ShapeDtypeStruct`` describes, lies in the host's memory."""
+    space = getattr(getattr(x, "aval", x), "memory_space", None)
+    if space is None:
+        return getattr(getattr(x, "sharding", None), "memory_kind", None) in (HOST_MEMORY, "unpinned_host")
+    return space == jax.memory.Space.Host
+
+
+def abstract_array(shape: Sequence[int], dtype: Any, weak_type: bool = False, host: bool = False) -> Any:
+    """What an array is traced as: its shape, dtype and memory."""
+    if not host:
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    from jax._src.core import ShapedArray
+
+    return ShapedArray(tuple(shape), dtype, weak_type=weak_type, memory_space=jax.memory.Space.Host)
+
+
 def literal_array(var: Any) -> np.ndarray:
     """The array of a literal operand."""
     return np.asarray(var.val, var.aval.dtype)

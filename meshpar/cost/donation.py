@@ -16,11 +16,11 @@ def in_place(plan: Plan) -> dict[int, int]:
     free: dict[Any, list[int]] = {}
     for i in sorted(plan.donated):
         value = arguments[i].value
-        free.setdefault((value.shape, value.aval.dtype, arguments[i].spec), []).append(i)
+        free.setdefault((value.shape, value.aval.dtype, arguments[i].spec, arguments[i].on_host), []).append(i)
     out: dict[int, int] = {}
     for k, shard in enumerate(plan.body.outputs):
         assert shard is not None
-        match = free.get((shard.value.shape, shard.value.aval.dtype, shard.spec))
+        match = free.get((shard.value.shape, shard.value.aval.dtype, shard.spec, shard.on_host))
         if match:
             out[k] = match.pop(0)
     return out

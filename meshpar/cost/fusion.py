@@ -36,6 +36,7 @@ class Item:
     Attributes:
       bytes: on this device.
       held: bytes of it that are there at once: less, if it is made and sent block by block.
+      host: its bytes in the host's memory, if it lies there; a device has none of it then.
       value: whose shard it is.
       node: what makes it; None: it comes into its region from outside.
       roots: the kernels that read it.
@@ -52,6 +53,7 @@ class Item:
         "bytes",
         "carried",
         "held",
+        "host",
         "last",
         "must",
         "node",
@@ -66,6 +68,7 @@ class Item:
     def __init__(self, bytes_: float, value: Value, node: Node | None):
         self.bytes, self.value, self.node = bytes_, value, node
         self.held = bytes_
+        self.host = 0.0
         self.roots: dict[int, Node] = {}
         self.must = False
         self.stored = node is None
@@ -81,7 +84,8 @@ class Node:
     """An op on one device, or a move between specs; after fusion, a kernel where ``root``.
 
     Attributes:
-      name: of the primitive; ``move!``, ``stack!`` (a loop writes a slice), ``leave!`` (a result or carry).
+      name: of the primitive; ``move!``, ``stack!`` (a loop writes a slice), ``leave!`` (a result or carry),
+        ``transfer!`` (a copy to or from the host's memory).
       step: the step of the plan that it stands for; None: the ends of bodies.
       op: the op of the program it belongs to.
       reads, writes: of a kernel: what it takes from memory and puts there.

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..compat.jax import on_host
 from ..layout import Spec
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
@@ -55,6 +56,12 @@ class _Reader:
 
     # -- items and nodes
 
+    def new(self, shard: Shard, node: Node | None) -> Item:
+        size = self.bytes(shard.value, shard.spec)
+        item = self.items[shard] = Item(0.0 if shard.on_host else size, shard.value, node)
+        item.host = size if shard.on_host else 0.0
+        return item
+
     def bytes(self, value: Value, spec: Spec) -> float:
         key = value.aval.shape, value.aval.dtype, spec
         if key not in self._bytes:
@@ -62,8 +69,7 @@ class _Reader:
         return self._bytes[key] * self.tiles.padding(value, spec)
 
     def enter(self, shard: Shard) -> Item:
-        item = self.items[shard] = Item(self.bytes(shard.value, shard.spec), shard.value, None)
-        return item
+        return self.new(shard, None)
 
     def item(self, shard: Shard | None) -> Item | None:
         """A shard in memory or in a kernel; None for literals and what is made from no data."""
@@ -78,7 +84,7 @@ class _Reader:
         return node
 
     def out(self, node: Node, shard: Shard) -> Item:
-        item = Item(self.bytes(shard.value, shard.spec), shard.value, node)
+        item = self.new(shard, node)
         if node.name != "move!" and shard in self.parts:
             item.held *= min(1.0, BLOCKS / self.parts[shard])
         node.outs.append(item)
@@ -86,7 +92,6 @@ class _Reader:
             found = {id(b): b for i in node.ins if i.bytes * 8 > item.bytes for b in i.bases}
             node.joins = node.joins or len(found) > 1
             item.bases = tuple(found.values()) if len(found) <= 1 else (item,)
-        self.items[shard] = item
         return item
 
     # -- steps
@@ -135,10 +140,15 @@ class _Reader:
         some = [i for i in ins if i is not None]
         if op.name in FUSED and all(math.prod(i.value.shape) == 1 for i in some) and _grows(op):
             return  # spread from scalars: as good as made from no data
+        if op.name == "device_put" and some and on_host(some[0].value.aval) != step.results[0].on_host:
+            node = self.node("transfer!", step, op, some)
+            for out in step.results:
+                self.out(node, out)
+            return
         if op.name in VIEWS and len(some) <= 1 and len(step.results) == 1:
             if some:
                 (view,), (out,) = some, step.results
-                if view.bytes != self.bytes(out.value, out.spec):
+                if (view.bytes or view.host) != self.bytes(out.value, out.spec):
                     self.out(self.node("slice", step, op, some), out)
                 else:
                     self.items[out] = view
@@ -183,7 +193,7 @@ class _Reader:
                     self.region.inputs.append(mine)
                 for shard, item in zip(body.inputs[carries:], stacks, strict=False):
                     if item is not None:
-                        self.out(self.node("slice", None, step.op, [item]), shard)
+                        self.out(self.node("slice", None, step.op, [item]), shard).host = 0.0
 
             self.inside(node, body, begin, "stack!" if scan else "leave!", carries if body is step.body else 0)
         for k, out in enumerate(step.results):
@@ -200,6 +210,8 @@ class _Reader:
             item = self.item(shard)
             if item is not None:
                 self.node("leave!" if k < carries else leaves, None, node.op, [item])
+                if k >= carries and leaves == "stack!":
+                    item.host = 0.0  # it is copied into the stack on the host
         fuse(self.region)
         node.regions.append(self.region)
         self.region = outer

@@ -40,10 +40,12 @@ class Memory:
       peak: the most that is live.
       by_kind: what that consists of: parameters, optimizer state, gradients, saved activations, temporaries, other inputs,
         constants (arrays that the function closes over); without those that are zero.
+      host: bytes in the host's memory for each device, the most that is there at once.
       points: (index of the op in program order, live bytes, the kernel) after every kernel; loop bodies once.
     """
 
     peak: float = 0.0
+    host: float = 0.0
     by_kind: dict[str, float] = field(default_factory=dict)
     points: list[tuple[int, float, Node]] = field(default_factory=list, repr=False)
     largest: list[tuple[str, float, str]] = field(default_factory=list, repr=False)
@@ -60,9 +62,10 @@ class Memory:
         return [(i, n, node.name.rstrip("!")) for i, n, node in self.points]
 
     def to_dict(self) -> dict[str, Any]:
-        """Peak, its line, bytes by kind, the largest arrays at the peak, the curve."""
+        """Peak, bytes on the host, its line, bytes by kind, the largest arrays at the peak, the curve."""
         return {
             "peak": self.peak,
+            "host": self.host,
             "peak_source": self.peak_source,
             "by_kind": self.by_kind,
             "largest": [list(x) for x in self.largest],
@@ -86,6 +89,7 @@ class _Live:
         self.points: list[tuple[int, float, Node]] = []
         self.live: dict[int, tuple[Item, float]] = {}
         self.total = 0.0
+        self.on_host = self.host = 0.0
         self.peak = -1.0
         self.at: Node | None = None
         self.best: list[tuple[Item, float]] = []
@@ -104,11 +108,14 @@ class _Live:
             n = item.held if size is None else size
             self.live[id(item)] = (item, n)
             self.total += n
+            self.on_host += item.host
+            self.host = max(self.host, self.on_host)
 
     def drop(self, item: Item) -> None:
         found = self.live.pop(id(item), None)
         if found is not None:
             self.total -= found[1]
+            self.on_host -= item.host
 
     def sample(self, node: Node, under_way: Sequence[Item] = ()) -> None:
         more = {id(i): (i, i.held) for i in under_way if id(i) not in self.live}
@@ -222,6 +229,7 @@ class _Live:
             before = self.total
             for item in region.inputs:  # the loop's own results stand for them outside
                 self.live[id(item)] = (item, 0.0)
+                self.on_host += item.host
             for item in self.from_the_start(region):
                 self.add(item)
             outer = {id(i) for i in region.inputs}
@@ -241,7 +249,7 @@ class _Live:
                 largest.append((size, kind, item))
         largest.sort(key=lambda x: -x[0])
         top = [(_name(self.plan, item), size, kind) for size, kind, item in largest[:12]]
-        return Memory(max(self.peak, 0.0), {k: v for k, v in kinds.items() if v}, self.points, top, self.at)
+        return Memory(max(self.peak, 0.0), self.host, {k: v for k, v in kinds.items() if v}, self.points, top, self.at)
 
 
 def devices_of(torus: Torus, axes: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 
 from ..compat.jax import (
+    HOST_MEMORY,
     close_over,
     constraint_params,
     literal_array,
@@ -23,10 +24,10 @@ from ..compat.jax import (
     scan_counts,
     sharding_constraint_p,
 )
-from ..layout import Spec, to_partition_spec
+from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
 from ..plan.spec import unsplit
-from ..plan.steps import Reduce, Run
+from ..plan.steps import Reduce, Run, Shard
 from ..program.ir import Frame, Op, Value
 from ..rules import having, run_local
 from ..rules.index import one_row
@@ -49,9 +50,15 @@ def lower_to_jit(plan: Plan, mesh: Mesh) -> tuple[Callable[..., list[Any]], list
     jaxpr = _Rewriter(plan, mesh).frame(plan.program.root)
     run = close_over(ClosedJaxpr(jaxpr, closed.consts))
     arguments = plan.body.inputs[len(closed.consts) :]
-    ins = [NamedSharding(mesh, to_partition_spec(s.spec)) for s in arguments]
-    outs = [NamedSharding(mesh, to_partition_spec(s.spec)) for s in plan.body.outputs if s is not None]
+    ins = [sharding_of(s, mesh) for s in arguments]
+    outs = [sharding_of(s, mesh) for s in plan.body.outputs if s is not None]
     return run, ins, outs
+
+
+def sharding_of(shard: Shard, mesh: AnyMesh) -> NamedSharding:
+    """The sharding of an argument or result: its spec, and the host's memory where it lies there."""
+    memory = HOST_MEMORY if shard.on_host else None
+    return NamedSharding(mesh, to_partition_spec(shard.spec), memory_kind=memory)
 
 
 class _Rewriter:

@@ -15,12 +15,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from ..compat.jax import (
+    abstract_array,
     at_line_of,
     bind,
     close_over,
     literal_array,
     make_jaxpr,
     may_be_differentiated,
+    on_host,
     source_line,
     with_weak_type,
 )
@@ -36,7 +38,7 @@ from ..rules import having, run_elementwise, run_local
 from ..rules.spmd import Grid, axis_index, cut, fine_names
 from .collectives import follow, reduced
 from .cpu_layouts import CpuLayouts
-from .jit import lower_to_jit
+from .jit import lower_to_jit, sharding_of
 from .rings import run_gather_ring, run_reduce_ring
 
 NOT_INSIDE = having(lambda p: p.own_mesh)
@@ -72,14 +74,14 @@ def lower_to_shard_map(
         return [with_weak_type(x, v.aval.weak_type) for x, v in zip(run(*xs), program.outputs, strict=True)]
 
     like = [jax.ShapeDtypeStruct(np.shape(c), c.dtype) for c in consts]
-    like += [jax.ShapeDtypeStruct(v.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in program.inputs]
+    like += [abstract_array(v.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in program.inputs]
     closed = make_jaxpr(typed, *like)
     call = close_over(closed)
 
     def flat(*xs: Any) -> list[Any]:
         return call(*consts, *xs)
 
-    ins, outs = ([NamedSharding(mesh, to_partition_spec(s.spec)) for s in part] for part in (arguments, outputs))
+    ins, outs = ([sharding_of(s, mesh) for s in part] for part in (arguments, outputs))
     if not may_be_differentiated(closed):
         return flat, ins, outs
     function = jax.custom_jvp(flat)

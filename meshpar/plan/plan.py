@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
+from ..compat.jax import on_host
 from ..dims import Dims, format_dims
 from ..hardware.chips import Chip
 from ..hardware.topology import Torus
@@ -31,6 +32,7 @@ class Held:
       spec: how it is split.
       bytes: on a device.
       kind: ``params``, ``opt``, ``constant``, or None.
+      on_host: it lies in the host's memory, so that a device holds no bytes of it.
     """
 
     path: str
@@ -40,11 +42,13 @@ class Held:
     spec: PartitionSpec
     bytes: float
     kind: str | None
+    on_host: bool = False
 
     @classmethod
     def of(cls, program: Program, value: Value, spec: Spec, sizes: Mapping[str, int], kind: str | None) -> Held:
         """A value of a program as it lies in a spec, over axes of these sizes."""
-        size = local_bytes(value.shape, itemsize(value.aval), spec, sizes)
+        host = on_host(value.aval)
+        size = 0.0 if host else local_bytes(value.shape, itemsize(value.aval), spec, sizes)
         return cls(
             value.path or "",
             program.dims(value),
@@ -53,6 +57,7 @@ class Held:
             to_partition_spec(spec),
             size,
             kind,
+            host,
         )
 
     @property
@@ -66,7 +71,7 @@ class Held:
         """As JSON has it; dims as text."""
         spec = [list(e) if isinstance(e, tuple) else e for e in self.spec]
         return {"path": self.path, "dims": format_dims(self.dims), "shape": list(self.shape), "dtype": self.dtype,
-                "spec": spec, "bytes": self.bytes, "kind": self.kind}  # fmt: skip
+                "spec": spec, "bytes": self.bytes, "kind": self.kind, "on_host": self.on_host}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,36 @@ class Overlap:
         }  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Transfer:
+    """A copy between a device's memory and the host's.
+
+    Attributes:
+      to: ``host`` or ``device``.
+      tensor, dims, shape, dtype: what is copied.
+      bytes: of a device, once.
+      count: how often in a step; None: not known.
+      source: the user's line.
+    """
+
+    to: Literal["host", "device"]
+    tensor: str
+    dims: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: float
+    count: int | None
+    source: str
+
+    @property
+    def total_bytes(self) -> float:
+        """In one step; a loop of unknown length counts once."""
+        return self.bytes * (1 if self.count is None else self.count)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {f: getattr(self, f) for f in self.__slots__}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """What a layout makes each device hold and send, and why. Made without devices, and without compiling.
@@ -171,6 +206,27 @@ class Plan:
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of the step, with dims, axes, bytes, count, source line and cause, in the order of the steps."""
         return tuple(c for step in self.body.every for c in step.sends)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every copy between the device's memory and the host's, in the order of the steps."""
+        return tuple(self._transfers(self.body, 1))
+
+    def _transfers(self, body: Body, count: int | None) -> Iterator[Transfer]:
+        for step in body.steps:
+            for inner in step.bodies:
+                yield from self._transfers(inner, None if count is None or inner.trips is None else count * inner.trips)
+            if not isinstance(step, Run) or step.op.name != "device_put":
+                continue
+            for source, out in zip(step.operands, step.results, strict=True):
+                if out.on_host == (source is not None and source.on_host):
+                    continue
+                value = out.value
+                yield Transfer(
+                    "host" if out.on_host else "device", value.path or (source and source.value.path) or step.op.name,
+                    format_dims(self.program.dims(value)), value.shape, str(value.aval.dtype),
+                    local_bytes(value.shape, itemsize(value.aval), out.spec, self.sizes), count, step.op.source,
+                )  # fmt: skip
 
     @cached_property
     def runs(self) -> dict[Op, Run]:

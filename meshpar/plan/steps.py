@@ -13,6 +13,7 @@ from typing import Any
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
+from ..compat.jax import on_host
 from ..hardware.algorithms import AlgorithmName
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
@@ -38,6 +39,11 @@ class Shard:
     partial: tuple[str, ...] = ()
     kind: Kind = "sum"
     data_free: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it lies in the host's memory, as the program has its value there."""
+        return on_host(self.value.aval)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

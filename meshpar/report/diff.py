@@ -128,6 +128,8 @@ def _figures(a: Plan, b: Plan) -> Iterator[Figure]:
         return Figure(name, of(a), of(b), unit)
 
     yield figure("peak memory of a device", "bytes", lambda p: memory_of(p).peak)
+    if memory_of(a).host or memory_of(b).host:
+        yield figure("in the host's memory", "bytes", lambda p: memory_of(p).host)
     yield figure("step", "seconds", lambda p: (t := time_of(p)) and t.seconds)
     yield figure("compute", "seconds", lambda p: (t := time_of(p)) and t.compute)
     yield figure("memory traffic", "seconds", lambda p: (t := time_of(p)) and t.memory)

@@ -145,7 +145,8 @@ def _width(dtype: str) -> float:
 
 def _dims_and_axes(h: Held) -> str:
     """``embed:data mlp:model`` — each dim, with its axes where it is split."""
-    return " ".join(name + (f":{'+'.join(axes)}" if axes else "") for name, axes in chips_of(h)) or "(scalars)"
+    text = " ".join(name + (f":{'+'.join(axes)}" if axes else "") for name, axes in chips_of(h)) or "(scalars)"
+    return f"{text} (on the host)" if h.on_host else text
 
 
 def _sent(plan: Plan) -> Any:
@@ -244,6 +245,13 @@ def merge_collectives(collectives: Iterable[Collective]) -> list[Merged]:
 def notes(plan: Plan) -> list[Text]:
     """What to know: what could not be split, names that turned out to be one, rules and axes without effect, unnamed dims."""
     out = [Text(f"note  {n}") for n in plan.notes]
+    if memory_of(plan).host or plan.transfers:
+        there, back = (sum(t.total_bytes for t in plan.transfers if t.to == to) for to in ("host", "device"))
+        lines = list(dict.fromkeys(t.source for t in plan.transfers))
+        where = f" ({', '.join(lines[:3])}{', …' if len(lines) > 3 else ''})" if lines else ""
+        out.append(Text(
+            f"host  each device keeps {human(memory_of(plan).host)} in the host's memory; it copies {human(there)} there and "
+            f"{human(back)} back in a step{where}"))  # fmt: skip
     for j in plan.joins:
         out.append(Text(f"join  {j}", style="yellow"))
     used = {a for h in (*plan.inputs, *plan.outputs) for e in h.spec for a in ((e,) if isinstance(e, str) else e or ())}

@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
-from .local import LocalOp, on_shards, same
+from .local import LocalOp, on_shards
 from .registry import register
 from .rule import Kind, OpRule, einsum, exchange_kind, with_halo_sends
 from .spmd import Factors, Send, axis_index
@@ -387,7 +388,13 @@ def device_put(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("device_put", rule=device_put, local=same, view=True)
+def _local_device_put(at: LocalOp, *xs: Any) -> list[Any]:
+    """Into the memory, the host's or the device's, in which the program has the results."""
+    spaces = [var.aval.memory_space for var in at.eqn.outvars]
+    return [jax.device_put(x, s) for x, s in zip(xs, spaces, strict=True)]
+
+
+register("device_put", rule=device_put, local=_local_device_put, view=True)
 
 
 def rev(eqn, ins, outs) -> OpRule:

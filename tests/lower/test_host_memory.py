@@ -1,0 +1,160 @@
+"""What a program keeps in the host's memory stays there: inputs, results, and what is offloaded for a backward pass."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+
+MESH = "data=4, model=2"
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+X = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+W = 0.3 * np.random.default_rng(1).standard_normal((3, 16, 16)).astype(np.float32)
+ROWS = {"layout": "batch: data", "dims": {"x": "batch embed"}}
+SHARD = X.nbytes // 4
+LOWERINGS = pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+
+
+def stepped(fn, lowering, layout="batch: data", dims=None):
+    return mp.jit(fn, mesh=MESH, layout=layout, dims=dims or {"x": "batch embed"}, lowering=lowering)
+
+
+def on_host(x):
+    return jax.device_put(x, NamedSharding(mp.mesh(MESH), P("data"), memory_kind="pinned_host"))
+
+
+def for_tpu(step, *args):
+    """The StableHLO that TPUs would be given: CPU leaves the annotations of memory out."""
+    return step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+
+
+@LOWERINGS
+def test_a_value_goes_to_the_host_and_comes_back(lowering):
+    def fn(x):
+        return jax.device_put(jax.device_put(x * 2, HOST), DEVICE) + 1
+
+    step = stepped(fn, lowering)
+    out = step(X)
+    np.testing.assert_array_equal(out, X * 2 + 1)
+    assert out.sharding.memory_kind == "device"
+    text = for_tpu(step, X)
+    assert text.index('_xla_buffer_placement = "pinned_host"') < text.rindex('_xla_buffer_placement = "device"')
+    there, back = step.plan(X).transfers
+    assert [(t.to, t.bytes, t.count, t.dims) for t in (there, back)] == [
+        ("host", SHARD, 1, "batch embed"),
+        ("device", SHARD, 1, "batch embed"),
+    ]
+    assert "test_host_memory.py" in there.source
+
+
+@LOWERINGS
+def test_results_are_left_where_the_program_has_them(lowering):
+    def fn(x):
+        return jax.device_put(x, DEVICE) * 2, x, jax.device_put(jnp.sum(x, 0), HOST)
+
+    x = on_host(X)
+    doubled, same, total = stepped(fn, lowering)(x)
+    assert [y.sharding.memory_kind for y in (doubled, same, total)] == ["device", "pinned_host", "pinned_host"]
+    np.testing.assert_array_equal(doubled, 2 * X)
+    np.testing.assert_array_equal(same, X)
+    np.testing.assert_allclose(total, X.sum(0), rtol=1e-5)
+
+
+@LOWERINGS
+def test_a_state_on_the_host_is_updated_there_and_goes_in_again(lowering):
+    def fn(state, x):
+        new = jax.device_put(state, DEVICE) + x
+        return jax.device_put(new, HOST), jnp.sum(new)
+
+    step = mp.jit(
+        fn, mesh=MESH, layout="batch: data", lowering=lowering, donate_argnames="state",
+        dims={"state": "batch embed", "x": "batch embed"},
+    )  # fmt: skip
+    state, _ = step(on_host(X), X)
+    state, _ = step(state, X)
+    assert state.sharding.memory_kind == "pinned_host"
+    np.testing.assert_allclose(state, 3 * X, rtol=1e-6)
+
+
+@LOWERINGS
+def test_where_an_argument_lies_is_part_of_the_program(lowering):
+    step = stepped(lambda x: x * 2, lowering)
+    assert [step(x).sharding.memory_kind for x in (X, on_host(X), X)] == ["device", "pinned_host", "device"]
+
+
+@LOWERINGS
+def test_activations_offloaded_by_a_policy(lowering):
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    def loss(policy):
+        def of(w, x):
+            def layer(x, w):
+                return jnp.tanh(jnp.sin(checkpoint_name(x @ w, "h"))), None
+
+            y, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy) if policy else layer, x, w)
+            return jnp.sum(y**2)
+
+        return of
+
+    step = stepped(jax.value_and_grad(loss(policy)), lowering, dims={"w": "layers _ _", "x": "batch embed"})
+    for a, b in zip(step(W, X), jax.value_and_grad(loss(None))(W, X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    plan, text = step.plan(W, X), for_tpu(step, W, X)
+    assert text.count('_xla_buffer_placement = "pinned_host"') == 1
+    assert sorted((t.to, t.bytes, t.count) for t in plan.transfers) == [("device", SHARD, 3), ("host", SHARD, 3)]
+    assert plan.memory.host == 3 * SHARD
+
+
+def test_what_lies_on_the_host_is_not_in_the_devices_memory():
+    def fn(x):
+        return jax.device_put(jnp.exp(jax.device_put(x, DEVICE)), HOST)
+
+    there, here = (mp.plan(f, x, mesh=MESH, **ROWS) for f, x in ((fn, on_host(X)), (jnp.exp, X)))
+    assert here.memory.host == 0
+    assert not here.transfers
+    assert there.memory.host == 2 * SHARD
+    assert (there.memory.peak, here.memory.peak) == (SHARD, 2 * SHARD)  # written over what came from the host
+    (held,) = there.inputs
+    assert held.on_host
+    assert held.bytes == 0
+    facts = json.loads(there.to_json())
+    assert [t["to"] for t in facts["transfers"]] == ["device", "host"]
+    assert facts["memory"]["host"] == 2 * SHARD
+    assert "(on the host)" in str(there)
+    assert facts["inputs"][0]["on_host"]
+    assert json.loads(there.diff(here).to_json())["figures"]["in the host's memory"]["a"] == 2 * SHARD
+
+
+def test_a_described_argument_on_the_host():
+    sharding = NamedSharding(mp.mesh(MESH), P("data"), memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
+    assert mp.plan(lambda x: x * 2, x, mesh=MESH, **ROWS).inputs[0].on_host
+
+
+@LOWERINGS
+def test_a_sharding_with_a_memory_kind(lowering):
+    def fn(x):
+        there = NamedSharding(mp.mesh(MESH), P("data"), memory_kind="pinned_host")
+        return jax.device_put(jax.device_put(x * 2, there), there.with_memory_kind("device")) + 1
+
+    step = stepped(fn, lowering)
+    np.testing.assert_array_equal(step(X), X * 2 + 1)
+    assert [t.to for t in step.plan(X).transfers] == ["host", "device"]
+    assert '_xla_buffer_placement = "pinned_host"' in for_tpu(step, X)
+
+
+@LOWERINGS
+def test_a_check_of_arguments_on_the_host(lowering):
+    def fn(x):
+        return jax.device_put(jnp.exp(jax.device_put(x, DEVICE)), HOST)
+
+    report = mp.check(fn, on_host(X), layouts=["batch: data"], meshes=[MESH], dims=ROWS["dims"], lowerings=(lowering,))
+    assert report.ok
