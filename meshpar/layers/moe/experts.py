@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_matmul
+from meshpar_kernels.grouped_matmul.reference import activate
 
 from ...program.declare import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, Parts
@@ -42,7 +43,19 @@ def run_experts(
       [*tokens, H].
     """
     op = _op(x.ndim - 1, matrices[0].ndim - 2, len(matrices) == 3)
-    return op(x, expert, weight, *matrices, **options)
+    return _run(functools.partial(op, **options), x, expert, weight, *matrices)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(op: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+    """Gate and up as one product; where it is differentiated as two, which the backward pass needs and XLA finds it has."""
+    return op(*args, fused=True)
+
+
+_run.defvjp(
+    lambda op, *args: jax.vjp(lambda *a: op(*a, fused=False), *args),
+    lambda op, pull, grad: pull(grad),
+)
 
 
 @functools.cache
@@ -81,9 +94,9 @@ def _ways(args: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mappi
 
 def _local(
     x, expert, weight, *matrices, axes: Mapping[str, tuple[str, ...]], token_dims: int, activation: str,
-    implementation: str | None = None, exchange: str | None = None, **options: Any,
+    implementation: str | None = None, exchange: str | None = None, fused: bool = False, **options: Any,
 ) -> jax.Array:  # fmt: skip
-    """One device's part."""
+    """One device's part; `fused`: gate, up and activation as one product."""
     sizes = {a: lax.axis_size(a) for got in axes.values() for a in got}
     ways = _ways((x, expert, weight, *matrices), axes, sizes, token_dims, exchange=exchange, **options)
     dims = matrices[0].ndim - 2
@@ -110,9 +123,13 @@ def _local(
         """(what the rows first… of each buffer contribute, rows that one buffer would have to hold for all)."""
         rows, d = expert_dispatch(x, target, weight=weight, first=first, copy=False, implementation=copies, **how)
         *inward, down = matrices
-        inward = (inward[0], inward[1]) if len(inward) == 2 else inward[0]
         gathered = {"lhs_indices": d.lhs_indices, "lhs_rows": d.lhs_rows}
-        h = multiply(rows, inward, d.group_sizes, activation=activation, **gathered)
+        if fused:
+            pair = (inward[0], inward[1]) if len(inward) == 2 else inward[0]
+            h = multiply(rows, pair, d.group_sizes, activation=activation, **gathered)
+        else:
+            products = [multiply(rows, m, d.group_sizes, **gathered) for m in inward]
+            h = activate([p.astype(jnp.float32) for p in products], activation).astype(rows.dtype)
         y = multiply(h, down, d.group_sizes, row_scale=d.row_scale)
         return expert_combine(y, d, implementation=copies), d.most
 
@@ -216,7 +233,7 @@ _sum_alike.defvjp(
 
 
 def _sends(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: str, implementation: str | None = None,
-           **options: Any) -> list[KernelSend]:  # fmt: skip
+           fused: bool = False, **options: Any) -> list[KernelSend]:  # fmt: skip
     """What `_local` sends."""
     ways = _ways(avals, parts.axes, parts.sizes, token_dims, **options)
     x, expert, weight, *matrices = avals
@@ -256,10 +273,10 @@ def _sends(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
 
 
 def _works(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: str, implementation: str | None = None,
-           **options: Any) -> KernelWork:  # fmt: skip
+           fused: bool = False, **options: Any) -> KernelWork:  # fmt: skip
     """What `_local` holds.
 
-    Forward: the rows that came, what the inward matrices make of them together and, at last, the rows that go back.
+    Forward: the rows that came, what each inward matrix makes of them (fused: all together) and, at last, the rows that go back.
     Backward, first what the last matrix needs and its gradient, with all of the others and what each made; then, without that
     matrix, their gradients.
     Where further rounds may follow, all matrices and gradients are there to the end, and sums of these in float32.
@@ -275,7 +292,7 @@ def _works(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
         more = sum(inward) + down
     elif ways.strategy == "ring":  # every token there, and its sum
         more = 2 * ways.devices * math.prod(x.shape) * x.dtype.itemsize
-    forward = more + row + max(row, hidden)
+    forward = more + row + max(row, hidden if fused else n * hidden)
     if ways.rounds > 1:
         sums = 4 * (math.prod(x.shape) + sum(math.prod(m.shape) for m in matrices))
         return KernelWork(None, forward, more + sums + 4 * row + (2 * n + 1) * hidden)
