@@ -16,7 +16,6 @@ lines from the first whose beginning matches one regular expression, up to the n
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import io
 import os
@@ -31,7 +30,10 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
+
+from rich.console import Console
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -135,18 +137,34 @@ def run_page(text: str, name: str) -> list[str]:
       AssertionError: a block that must fail does not, or a command that must not does.
       Exception: what a block raises.
     """
-    from meshpar import report
-
     module = types.ModuleType(f"page_{Path(name).stem.replace('-', '_')}")
-    narrow = mock.patch.object(report, "plan_text", functools.partial(report.plan_text, width=WIDTH))
     sys.modules[module.__name__] = module
     try:
-        with warnings.catch_warnings(), narrow:
+        with warnings.catch_warnings(), _narrow_reports():
             warnings.simplefilter("error")
             here = f"{os.getcwd()}{os.sep}"
             return [_run(block, module, name).replace(here, "") for block in blocks_of(text)]
     finally:
         del sys.modules[module.__name__]
+
+
+class _NarrowConsole(Console):
+    """A console of at most ``WIDTH`` columns."""
+
+    def __init__(self, *args: Any, width: int | None = None, **options: Any):
+        super().__init__(*args, width=min(width or WIDTH, WIDTH), **options)
+
+
+@contextlib.contextmanager
+def _narrow_reports() -> Iterator[None]:
+    """Have meshpar's reports fit the pages."""
+    import meshpar.cli  # noqa: F401 (imports every module with a report)
+
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("meshpar.") and getattr(module, "Console", None) is Console:
+                stack.enter_context(mock.patch.object(module, "Console", _NarrowConsole))
+        yield
 
 
 def _run(block: Block, module: types.ModuleType, name: str) -> str:

@@ -22,6 +22,10 @@ def test_the_readme_shows_what_its_example_prints():
     assert shown in printed
 
 
+def test_no_page_takes_the_place_of_one_that_sphinx_makes():
+    assert {"search", "genindex", "py-modindex"}.isdisjoint(page.stem for page in blocks.PAGES)
+
+
 def test_the_reference_has_every_public_name():
     reference = (blocks.ROOT / "docs" / "api.md").read_text()
     listed = set(re.findall(r":: (?:meshpar\.)?(\w+)", reference))
