@@ -1,8 +1,8 @@
 """Search: the known schemes on every mesh, then descent from the best of them, one dim after the other; every figure is a plan's.
 
-Coordinate descent: all axes, first and last among the rules, are tried for one dim while the others stay, then for the next, until
-nothing improves; dims that ask for the same axes also move together, and the rules also go to other meshes. Nothing is random:
-the same program, slice and options give the same answer.
+Coordinate descent: all axes, before and behind the other rules, are tried for one dim while the others stay, then for the next,
+until nothing improves; dims that ask for the same axes also move together, and the rules also go to other meshes. Nothing is
+random: the same program, slice and options give the same answer.
 """
 
 from __future__ import annotations
@@ -161,15 +161,16 @@ class Search:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
         choice = Text.assemble(("mesh", "bold"), f"    {self.best.mesh}\n", ("layout", "bold"), f"  {self.best.layout}")
         table = Table(box=None, pad_edge=False)
-        for name in ("step", "peak", "sends", "", "mesh", "layout"):
-            table.add_column(name, justify="right" if name in ("step", "peak", "sends") else "left", overflow="fold")
+        for name in ("step", "peak", "sends"):
+            table.add_column(name, justify="right", no_wrap=True, vertical="top")
+        table.add_column("mesh, layout", overflow="fold")
         named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
         for row in self.rows[:SHOWN] + tuple(r for r in self.rows[SHOWN:] if named.get(r.name) is r):
             marks = [row.name, row.compiled, "" if row.fits else "does not fit", "front" if row.front else ""]
-            table.add_row(
-                duration(row.seconds), human(row.peak), human(row.sent), ", ".join(filter(None, marks)), row.mesh,
-                row.layout, style="bold" if row is self.best else None,
-            )  # fmt: skip
+            where = Text.assemble(
+                row.mesh, (f"  {', '.join(filter(None, marks))}", "italic"), "\n", (row.layout, "dim")
+            )
+            table.add_row(duration(row.seconds), human(row.peak), human(row.sent), where)
         return Group(head, Text(), choice, Text(), table)
 
     def _misfit(self) -> str:
@@ -360,7 +361,8 @@ def search(
             for point in yours:
                 evaluate(point)
             _begin(evaluate, space, given)
-            _descend(evaluate, space, given)
+            if evaluate.rows:
+                _descend(evaluate, space, given)
         except _Stop as stop:
             ended = str(stop)
         except KeyboardInterrupt:
@@ -384,16 +386,19 @@ def _begin(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
 
 
 def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
-    """Descend from the best candidates, one a mesh, and from those that would be better if they fitted."""
+    """Descend from those that would be the best if they fitted, then from the best that do, one a mesh."""
     rows = evaluate.rows
     ranked = sorted(rows, key=lambda p: evaluate.key(rows[p]))
-    starts = dict.fromkeys(p for p in {p.sizes: p for p in reversed(ranked)}.values())
-    first = sorted(starts, key=lambda p: evaluate.key(rows[p]))[:STARTS]
-    large = [p for p in sorted(rows, key=lambda p: (rows[p].seconds, rows[p].peak)) if not rows[p].fits]
-    for start in dict.fromkeys([*first[:1], *large[:STARTS], *first[1:]]):
+    fit = list(dict(reversed([(p.sizes, p) for p in reversed(ranked)])).values())[:STARTS]
+    shortest = rows[ranked[0]].seconds
+    large = [p for p in rows if not rows[p].fits and rows[p].seconds < shortest and rows[ranked[0]].fits]
+    large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
+    for start in dict.fromkeys([*large[:STARTS], *fit]):
         at, before = start, None
         while at != before:
             before = at
+            if not rows[at].fits:  # the one change that makes it fit best, whichever dim it is of
+                at = evaluate.better(at, (p for dim in space.dims for p in space.neighbours(at, dim)))
             for dim in space.dims:
                 at = evaluate.better(at, space.neighbours(at, dim))
             at = evaluate.better(at, space.together(at))

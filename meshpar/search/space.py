@@ -121,14 +121,19 @@ class Space:
                 yield name, self.point(sizes, rules)
 
     def neighbours(self, point: Point, dim: tuple[str, str | None]) -> Iterator[Point]:
-        """The candidates in which one dim asks for other axes, before or behind the other rules, or for none."""
+        """The candidates in which one dim asks for other axes, or for none.
+
+        Its rule stands before every run of rules for the same axes that shares one with it, and behind all.
+        """
         others = [r for r in point.rules[len(self.fixed) :] if (r.dim, r.scope) != dim]
         yield self.point(point.sizes, others)
         for axes in _choices([a for a, _ in point.sizes]):
             mine = Rule(dim[0], axes, True, dim[1])
-            yield self.point(point.sizes, [mine, *others])
-            if others:
-                yield self.point(point.sizes, [*others, mine])
+            starts = [
+                i for i, r in enumerate(others) if set(r.axes) & set(axes) and (i == 0 or others[i - 1].axes != r.axes)
+            ]
+            for i in (*starts, len(others)):
+                yield self.point(point.sizes, [*others[:i], mine, *others[i:]])
 
     def together(self, point: Point) -> Iterator[Point]:
         """The candidates in which all dims that ask for the same axes ask for others."""
