@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from .dims import DimsLike, PathDims
 from .errors import UnsupportedError
+from .hardware.options import OptionsMode, check_options
 from .jitted import KEEP, Jitted, LayoutLike, Lowering, Mode, P, R, auto_mesh, check_lowering, device_mesh
 from .keywords import options_apart
 from .layout import AnyMesh, Layout
@@ -39,6 +40,7 @@ class _JitOptions(TypedDict, total=False):
     donate_argnums: int | Sequence[int] | None
     donate_argnames: str | Iterable[str] | None
     keep_unused: bool
+    options: OptionsMode | None
     compiler_options: Mapping[str, Any] | None
 
 
@@ -64,6 +66,7 @@ def jit(
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     keep_unused: bool = False,
+    options: OptionsMode | None = "auto",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Compile a function so that it runs sharded, as the layout says; the layout never changes the result.
@@ -82,7 +85,11 @@ def jit(
         chip is not known. ``"pallas"``: by one TPU kernel that sends while it multiplies, where it takes the pair, as ``"auto"``
         elsewhere; never a default, since it was not timed. The plan's ``overlaps`` have every decision, its reason and gain.
       strict: two names for one dim of the program are an error instead of a warning.
-      static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, compiler_options: as in ``jax.jit``.
+      static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
+      options: ``"auto"``: for TPUs, the options of their compiler that :mod:`meshpar.hardware.options` has for the chip and what
+        the plan sends, as far as the compiler at hand knows them (within another ``jax.jit``, which refuses options, none).
+        ``"off"`` or None: none. The plan's ``options`` say which, why, and what was left out.
+      compiler_options: as in ``jax.jit``; they win.
 
     Returns:
       A :class:`Jitted` with the signature of ``fn``: call it; ``.plan(*args)``, ``.check(*args)``, ``.lower(*args)``,
@@ -100,15 +107,15 @@ def jit(
             jit, mesh=mesh, layout=layout, dims=dims, lowering=lowering, overlap=overlap, strict=strict,
             static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
-            keep_unused=keep_unused, compiler_options=compiler_options,
+            keep_unused=keep_unused, options=options, compiler_options=compiler_options,
         )  # fmt: skip
     _check_function(fn, "jit")
     check_lowering(lowering, overlap)
     return Jitted(
         fn, device_mesh(mesh), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames, keep_unused=keep_unused, compiler_options=compiler_options,
-        overlap=None if lowering == "jit" else overlap,
+        donate_argnames=donate_argnames, keep_unused=keep_unused, options=check_options(options),
+        compiler_options=compiler_options, overlap=None if lowering == "jit" else overlap,
     )  # fmt: skip
 
 
@@ -118,6 +125,7 @@ def plan(
     lowering: Lowering | None = None, overlap: Mode | None = None, topology: str | None = None, strict: bool = False,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
+    options: OptionsMode | None = "auto", compiler_options: Mapping[str, Any] | None = None,
     kwargs: Mapping[str, Any] | None = None, **keywords: Any,
 ) -> Plan:  # fmt: skip
     """What a layout makes each device hold and send, without devices and without compiling.
@@ -134,6 +142,7 @@ def plan(
       topology: what an abstract mesh lies on, for times: ``"v5p:8x8x8"``, ``"2x v5e:16x16"``, ``"4x h100:8"`` (nodes of GPUs).
         Neither devices nor a compiler are needed. A mesh over devices knows its own.
       donate_argnums, donate_argnames: arguments whose memory the results may take; as in ``jax.jit``.
+      options, compiler_options: of the compiler, as in :func:`meshpar.jit`: what programs wait for follows from them.
 
     Returns:
       A :class:`meshpar.Plan`: print it, or read ``inputs``, ``outputs``, ``collectives``, ``memory``, ``time``, ``notes``,
@@ -150,6 +159,7 @@ def plan(
         fn, auto_mesh(planned_mesh(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames, topology=topology, overlap=None if lowering == "jit" else overlap,
+        options=check_options(options), compiler_options=compiler_options,
     ).plan(*args, **keywords, **(kwargs or {}))  # fmt: skip
 
 
@@ -250,7 +260,8 @@ def compile(
     fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str | None = None, layout: LayoutLike | None = None,
     dims: DimsPatterns = None, lowering: Lowering = "jit", overlap: Mode | None = None, topology: str | None = None,
     effort: Effort = "fast", timeout: float | None = None, cache: bool = True, progress: Progress = None,
-    compiler_options: Mapping[str, Any] | None = None, strict: bool = False, keep_unused: bool = False,
+    options: OptionsMode | None = "auto", compiler_options: Mapping[str, Any] | None = None, strict: bool = False,
+    keep_unused: bool = False,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
     kwargs: Mapping[str, Any] | None = None, **keywords: Any,
@@ -275,7 +286,7 @@ def compile(
       timeout: seconds the compiler may take.
       cache: whether to look on disk, and to write there.
       progress: a line on stderr; None: on a terminal only; or a function of its text.
-      compiler_options: XLA options.
+      options, compiler_options: of the compiler, as in :func:`meshpar.jit`.
 
     Returns:
       A :class:`Compiled`.
@@ -297,12 +308,12 @@ def compile(
             fn, auto_mesh(mesh_to_compile_for(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering,
             strict=strict, keep_unused=keep_unused, overlap=None if lowering == "jit" else overlap,
             static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
+            donate_argnames=donate_argnames, options=check_options(options),
         )  # fmt: skip
         mesh = topology = None
     elif own := [
         *(["lowering"] if lowering != "jit" else []), *(["strict"] if strict else []),
-        *(["keep_unused"] if keep_unused else []),
+        *(["keep_unused"] if keep_unused else []), *(["options"] if options != "auto" else []),
         *(k for k, v in {
             "layout": layout, "dims": dims, "overlap": overlap, "static_argnums": static_argnums,
             "static_argnames": static_argnames, "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,

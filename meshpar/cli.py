@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "default": "jit",
         "help": "who partitions: XLA, or meshpar (%(default)s)",
     }
+    options = "options of the TPU compiler: meshpar's, or none (%(default)s)"
     donate = "arguments that the step may overwrite (default: `state`, if there is one)"
 
     add = command("plan", _plan, "what each device holds and sends, how long it takes, and why; nothing is compiled")
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--lowering", **partitioner)
     add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
+    add("--options", choices=("auto", "off"), default="auto", help=options)
     add("--strict", action="store_true", help="two names for one dim are an error")
     add("--html", metavar="FILE", help="write the plan as a page of its own")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
@@ -114,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--lowering", **partitioner)
     add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
+    add("--options", choices=("auto", "off"), default="auto", help=options)
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
 
     add = command("search", _search, "the layout and the mesh of the shortest step that fits, by its plan")
@@ -185,14 +188,15 @@ def _compile(args: argparse.Namespace) -> int:
         print(f"devices  {args.topology}, as its compiler describes them", file=sys.stderr)
     compiled = mp.compile(
         target.step, *target.args, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
-        layout=planned.asked or planned.layout, dims=target.dims, lowering=args.lowering, overlap=args.overlap, effort=args.effort,
+        layout=planned.asked or planned.layout, dims=target.dims, lowering=args.lowering, overlap=args.overlap,
+        effort=args.effort, options=args.options,
         donate_argnames=_donated(args, target), progress=True,
     )  # fmt: skip
     facts = {
         "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
         "lowering": args.lowering, "effort": compiled.effort, "memory": dataclasses.asdict(compiled.memory),
         "capacity": compiled.capacity, "bytes_sent": compiled.bytes_sent, "exposed_seconds": compiled.exposed_seconds,
-        "compile_seconds": compiled.compile_seconds,
+        "compile_seconds": compiled.compile_seconds, "options": planned.options.to_dict(),
         "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
     }  # fmt: skip
     _show(args, compiled, lambda: json.dumps(facts))
@@ -279,7 +283,7 @@ def _plan_of(
         lambda: plan_of(
             target.step, *target.args, mesh=mesh, topology=topology, layout=layout, dims=target.dims, strict=strict,
             donate_argnames=_donated(args, target), lowering=getattr(args, "lowering", None),
-            overlap=getattr(args, "overlap", None),
+            overlap=getattr(args, "overlap", None), options=getattr(args, "options", "auto"),
         ),
     )  # fmt: skip
 

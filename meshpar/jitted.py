@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from .compat.jax import (
     DeviceArray,
     abstract_array,
+    at_top_level,
     in_explicit_mesh,
     is_graph_node,
     is_tracer,
@@ -31,6 +32,7 @@ from .dims import Dims, PathDims, did_you_mean, fit_dims, near, path_matches
 from .errors import MeshError, PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, key_text, pure_states, with_states
 from .global_arrays import global_array, place
+from .hardware.options import OptionsMode
 from .keywords import options_apart
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
@@ -393,14 +395,14 @@ class Jitted(Generic[P, R]):
         overlap: Mode | None = None, strict: bool = False, topology: str | None = None, init: bool = False,
         static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
         donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
-        keep_unused: bool = False, compiler_options: Mapping[str, Any] | None = None,
+        keep_unused: bool = False, options: OptionsMode = "auto", compiler_options: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         functools.update_wrapper(self, fn, updated=())
         self._options = {
             "mesh": mesh, "layout": layout, "dims": dims, "lowering": lowering, "overlap": overlap, "strict": strict,
             "topology": topology, "init": init, "static_argnums": static_argnums, "static_argnames": static_argnames,
             "donate_argnums": donate_argnums, "donate_argnames": donate_argnames, "keep_unused": keep_unused,
-            "compiler_options": compiler_options,
+            "options": options, "compiler_options": compiler_options,
         }  # fmt: skip
         self.mesh, self.layout, self.topology = mesh, layout, topology
         self.lowering: Lowering = lowering
@@ -408,6 +410,7 @@ class Jitted(Generic[P, R]):
         self._fn: Callable[..., Any] = fn
         self._dims, self._strict, self._init = dims, strict, init
         self._keep_unused, self._compiler_options = keep_unused, dict(compiler_options or {})
+        self._options_mode: OptionsMode = options
         try:
             self._signature: inspect.Signature | None = inspect.signature(fn)
         except (TypeError, ValueError):
@@ -474,7 +477,7 @@ class Jitted(Generic[P, R]):
         nums, names = _prefix_donation(call_args, call_kwargs, set(entry.donated))
         jitted = jax.jit(
             step, out_shardings=of.result(entry.out_shardings), donate_argnums=nums, donate_argnames=names,
-            keep_unused=self._keep_unused, **self._jit_options(),
+            keep_unused=self._keep_unused, compiler_options=entry.plan.options.values or None,
         )  # fmt: skip
         with without_gc():
             return jitted.trace(*call_args, **call_kwargs)
@@ -622,10 +625,11 @@ class Jitted(Generic[P, R]):
             mesh, topology = self.mesh, topology or self.topology
         where = mesh_to_compile_for(mesh, topology)
         step = self if where is self.mesh else self.on(where)
+        if compiler_options:
+            step = step._other(compiler_options={**self._compiler_options, **compiler_options})
         return compile_lowered(
             step.lower(*args, **given), effort=effort, timeout=timeout, cache=cache, progress=progress,
-            compiler_options={**self._compiler_options, **(compiler_options or {})}, name=getattr(self, "__name__", "step"),
-            plan=step.plan(*args, **given), mesh=step.mesh,
+            name=getattr(self, "__name__", "step"), plan=step.plan(*args, **given), mesh=step.mesh,
         )  # fmt: skip
 
     def on(
@@ -856,7 +860,8 @@ class Jitted(Generic[P, R]):
             with without_gc():
                 made = make_plan(
                     program, self.layout, self.mesh, strict=self._strict, init=self._init, topology=self.topology,
-                    donated=self._donated_leaves(call), overlap=self.overlap,
+                    donated=self._donated_leaves(call), overlap=self.overlap, options=self._options_mode,
+                    compiler_options=self._compiler_options,
                 )  # fmt: skip
             plan = self._plans[call.key] = Plan.of(made)
         return plan
@@ -884,10 +889,10 @@ class Jitted(Generic[P, R]):
             return flat(*xs)
 
         step.__name__ = getattr(self, "__name__", "step")
-        run = jax.jit(
-            step, in_shardings=tuple(ins), out_shardings=list(outs), donate_argnums=donated,
-            keep_unused=self._keep_unused, **self._jit_options(),
-        )  # fmt: skip
+        run = self._runner(functools.partial(
+            jax.jit, step, in_shardings=tuple(ins), out_shardings=list(outs), donate_argnums=donated,
+            keep_unused=self._keep_unused,
+        ), plan)  # fmt: skip
         fixed = call.fixed
         arrays = [i for i in range(len(call.leaves)) if i not in fixed] if fixed else None
         made = plan, self._trace(call), flat, run, arrays, ins, outs, donated
@@ -900,12 +905,17 @@ class Jitted(Generic[P, R]):
             self._strict,
             self._dims,
             [x for _, x in call.statics],
-            self._compiler_options,
+            plan.options.values,
         )
         return _SpanningEntry(*made, sheet)
 
-    def _jit_options(self) -> dict[str, Any]:
-        return {"compiler_options": self._compiler_options} if self._compiler_options else {}
+    def _runner(self, jitted: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+        """The program with its options of the compiler; within another ``jit``, which refuses options, with the user's alone."""
+        run = jitted(compiler_options=plan.options.values or None)
+        if not plan.options.groups:
+            return run
+        inner = jitted(compiler_options=self._compiler_options or None)
+        return lambda *xs: (run if at_top_level() else inner)(*xs)
 
     def _device_mesh(self, why: str = "") -> Mesh:
         if not isinstance(self.mesh, Mesh):

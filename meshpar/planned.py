@@ -10,6 +10,7 @@ from typing import Any
 from . import report
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
+from .hardware.options import OptionsMode
 from .layout import AnyMesh, Layout
 from .mesh import planned_mesh
 from .passes import replan
@@ -44,7 +45,7 @@ class Plan(record.Plan):
 
     def replan(
         self, *, layout: Any = None, mesh: AnyMesh | str | None = None, topology: str | None = None, strict: bool = False,
-        overlap: str | None = None,
+        overlap: str | None = None, options: OptionsMode | None = None,
     ) -> Plan:  # fmt: skip
         """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
 
@@ -52,18 +53,20 @@ class Plan(record.Plan):
           layout: as in :func:`meshpar.plan`; default: this plan's.
           mesh: a mesh, or text; default: this plan's, with its topology.
           topology: the slice that ``mesh`` lies on, if it is abstract.
-          overlap: as in :func:`meshpar.plan`; default: this plan's.
+          overlap, options: as in :func:`meshpar.plan`; default: this plan's.
 
         Raises:
           UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
         """
         other = None if layout is None else Layout(layout)
         where = planned_mesh(mesh, topology) if isinstance(mesh, str) else mesh
-        return Plan.of(replan(self, layout=other, mesh=where, topology=topology, strict=strict, overlap=overlap))
+        return Plan.of(
+            replan(self, layout=other, mesh=where, topology=topology, strict=strict, overlap=overlap, options=options)
+        )
 
     def to_json(self) -> str:
-        """The plan as JSON: mesh, layout, inputs, outputs, constants, collectives, transfers, memory, time, joins, notes, unnamed
-        dims."""
+        """The plan as JSON: mesh, layout, inputs, outputs, constants, collectives, transfers, memory, time, options, joins, notes,
+        unnamed dims."""
         named, total, _ = self.program.coverage()
         return json.dumps(
             {
@@ -79,6 +82,7 @@ class Plan(record.Plan):
                 "memory": self.memory.to_dict(),
                 "time": None if self.time is None else self.time.to_dict(),
                 "overlap": [o.to_dict() for o in self.overlaps],
+                "options": self.options.to_dict(),
                 "joins": [str(j) for j in self.joins],
                 "notes": list(self.notes),
                 "dims": {"named": named, "all": total, "unnamed": self.unnamed},

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import glob
 import importlib.util
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,6 +115,31 @@ def is_compile_only(device: Any) -> bool:
     from jax._src.lib import _jax
 
     return isinstance(device.client, _jax.CompileOnlyPyClient)
+
+
+def unknown_options(device: Any, values: Mapping[str, Any]) -> dict[str, str]:
+    """The options of a TPU's compiler, of some, that it refuses → what it says: tried on a program of one addition."""
+    return dict(_refused(device, tuple(sorted(values.items()))))
+
+
+@functools.lru_cache
+def _refused(device: Any, values: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, str], ...]:
+    here = jax.sharding.SingleDeviceSharding(device)
+    one = jax.jit(lambda x: x + 1, in_shardings=here, out_shardings=here).lower(
+        jax.ShapeDtypeStruct((8, 128), np.float32)
+    )
+    left, refused = dict(values), {}
+    while left:
+        try:
+            one.compile(compiler_options=left)
+            break
+        except jax.errors.JaxRuntimeError as error:
+            line = str(error).splitlines()[0]
+            named = [k for k in left if re.search(rf"\b{k}\b", line)]
+            for k in named or list(left):  # an error that names none is one of them all
+                refused[k] = f"the compiler at hand says {line}"
+                del left[k]
+    return tuple(refused.items())
 
 
 def lowered_parts(lowered: jax.stages.Lowered) -> tuple[bytes, bytes, list[Any], dict[str, Any]]:

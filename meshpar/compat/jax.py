@@ -331,6 +331,13 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
+def at_top_level() -> bool:
+    """Whether this thread traces nothing: it is in no function under ``jax.jit``, ``jax.grad`` …"""
+    from jax._src import core
+
+    return core.trace_ctx.is_top_level()
+
+
 @contextlib.contextmanager
 def at_line_of(eqn: Any, where: Any = None) -> Iterator[None]:
     """What is traced in this context comes under the names of an equation, and from its line; or from that of ``where``."""

@@ -88,7 +88,7 @@ def exposed_by(
     Args:
       hops: what a ring would send instead.
       fused: the kernel that takes the pair.
-      chained: it waits for something, or something for it: it is no gather of a weight.
+      chained: it waits for something, or something for it: it is no gather of a weight, and no scatter that products follow.
       others: seconds of the products of no pair that can run while a gather is sent.
     """
     runs = [run for run, _ in pair.dots]
@@ -119,8 +119,10 @@ def exposed_by(
         waits += [max(0.0, last + added - (2 if steps else 1) * block)] * (last > 0)
     waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
     if pair.gather:
-        beside = sum(others) if "all-gather" not in chip.waits else 0.0
+        beside = sum(others) if "all-gather" not in plan.waits else 0.0
         alone = max(0.0, alone - beside) if chained else 0.0
+    elif not chained and "reduce-scatter" not in plan.waits:
+        alone = later_stages(plan, first)
     if not pair.gather:  # whole sums of several products go through memory, blocks of them do not
         more = itemsize(pair.value.aval) * _elements(plan, runs[0].results[0])
         total += (len(runs) - 1) * more / memory
@@ -129,6 +131,19 @@ def exposed_by(
         sending = steps * hop + last
         out["pallas"] = rest + max(0.0, sending - total) + min(hop, sending) + BLOCK + fused.copied / memory
     return out
+
+
+def later_stages(plan: Plan, c: Collective) -> float:
+    """Seconds, once, of a staged reduce-scatter after its first stage.
+
+    Where programs need not wait for reduce-scatters, the TPU compiler (libtpu 0.0.42) runs the next product beside the first stage
+    of a gradient's, and waits for the later ones (backward layers of Llama on v5p, sums on the SparseCores).
+    """
+    stages = [s for a in c.axes for s in plan.torus[a] if s.size > 1]
+    if c.op != "reduce-scatter" or c.algorithm != "staged" or len(stages) < 2 or plan.chip is None:
+        return 0.0
+    volume = volume_of(c.op, c.bytes, math.prod(s.size for s in stages))
+    return seconds_of(c.op, volume / stages[0].size, stages[1:], plan.chip, c.algorithm)
 
 
 def product_seconds(plan: Plan, chip: Chip, run: Run) -> float:

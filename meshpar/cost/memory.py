@@ -85,7 +85,7 @@ class _Live:
     def __init__(self, plan: Plan):
         self.plan, self.kind_of = plan, kinds_of(plan)
         chip = plan.chip
-        self.postpones = chip is not None and bool(chip.torus) and "all-gather" not in chip.waits
+        self.postpones = chip is not None and bool(chip.torus) and "all-gather" not in plan.waits
         self.points: list[tuple[int, float, Node]] = []
         self.live: dict[int, tuple[Item, float]] = {}
         self.total = 0.0

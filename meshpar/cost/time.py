@@ -14,6 +14,7 @@ from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Plan
 from ..plan.steps import Reduce, Reshard, Run
 from ..program.ir import Op
+from .exposed import later_stages
 from .flight import ahead_of, behind
 from .flops import local_opaque_flops, model_flops, padded_flops
 from .fusion import SLICES, Item, Node, Region, line_of
@@ -61,9 +62,9 @@ class Time:
       memory: all traffic at HBM's rate.
       communication: all collectives, one after the other.
       seconds: the estimate: the kernels one after the other, each the longer of its products and its traffic; collectives of
-        weights and gradients, which wait for nothing else in their loop, behind the kernels of that loop as far as those
-        last, if programs for the chip go on beside them (``Chip.waits``); the other collectives on top; of what runs in blocks,
-        what its products do not hide.
+        weights and gradients, which wait for nothing else in their loop, behind the kernels of that loop as far as those last,
+        if its programs go on beside them (``Plan.waits``; of a staged sum beside its first stage); the other collectives on
+        top; of what runs in blocks, what its products do not hide.
       model_flops: of the products that the model asks for, on all devices together: without recomputation, without what
         devices do twice, nothing rounded up.
       ops: every kernel.
@@ -190,7 +191,9 @@ def _estimate(plan: Plan, region: Region, by_loop: dict[int, float]) -> float:
             if loop is None:
                 exposed += seconds
             else:
-                hidden[loop] = hidden.get(loop, 0.0) + seconds
+                late = later_stages(plan, c) * (c.count or 1)
+                exposed += late
+                hidden[loop] = hidden.get(loop, 0.0) + seconds - late
     loops = {**dict.fromkeys(hidden, 0.0), **by_loop}
     return exposed + sum(max(seconds, hidden.get(loop, 0.0)) for loop, seconds in loops.items())
 
@@ -200,11 +203,10 @@ def hides(plan: Plan) -> dict[Collective, int]:
     """The collectives that hide behind kernels, and the loop (the id of its region) whose kernels they are.
 
     One that moves what its loop reads but does not make (a weight) can be sent for ahead; one whose result only leaves its
-    loop, or is a gradient, can be sent while the next kernels run; unless programs for the chip wait for it (``Chip.waits``).
+    loop, or is a gradient, can be sent while the next kernels run; unless programs wait for it (``Plan.waits``).
     """
     out: dict[Collective, int] = {}
     kind_of = kinds_of(plan)
-    waits = frozenset() if plan.chip is None else plan.chip.waits
 
     def walk(region: Region) -> None:
         ahead = ahead_of(region)
@@ -212,7 +214,7 @@ def hides(plan: Plan) -> dict[Collective, int]:
             for body in node.regions:
                 walk(body)
             if node.name == "move!" and node.step is not None and (ahead(node) or behind(node, kind_of)):
-                out.update((c, id(region)) for c in node.step.sends if c.op not in waits)
+                out.update((c, id(region)) for c in node.step.sends if c.op not in plan.waits)
 
     walk(kernels_of(plan))
     return out

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..compat.devices import device_mesh, gpu_topology, is_compile_only, tpu_topology
+from ..compat.devices import device_mesh, gpu_topology, is_compile_only, tpu_topology, unknown_options
 from ..compat.jax import user_stacklevel
 from ..errors import MeshError, TorusWarning
 from ..layout import AnyMesh
@@ -228,6 +228,14 @@ def _need_cuda_plugin() -> None:
         "a GPU topology needs JAX's CUDA plugin, which is not installed",
         fixes=[f"pip install jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}   # no GPU is needed"],
     )
+
+
+def refused_options(mesh: AnyMesh, values: Mapping[str, Any]) -> dict[str, str]:
+    """The options that the compiler of a mesh's devices refuses → what it says; none for a mesh without devices."""
+    if not isinstance(mesh, Mesh):
+        return {}
+    first = mesh.devices.flat[0]
+    return unknown_options(first if is_compile_only(first) else mesh.local_devices[0], values)
 
 
 def topology_of(devices: Sequence[Any]) -> str | None:

@@ -1,11 +1,15 @@
 """Functions from plan to plan; :data:`PASSES` has them in the order in which they run."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ..compat.jax import without_gc
 from ..errors import JoinWarning
+from ..hardware.chips import CollectiveOp
+from ..hardware.options import OptionsMode, choose_options
+from ..hardware.topology import refused_options
 from ..layout import AnyMesh, Layout
 from ..plan.plan import Plan
 from ..plan.planner import planned
@@ -27,7 +31,8 @@ PASSES: tuple[Callable[[Plan], Plan], ...] = (
 
 def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
-    topology: str | None = None, donated: Iterable[int] = (), overlap: str = "off",
+    topology: str | None = None, donated: Iterable[int] = (), overlap: str = "off", options: OptionsMode = "off",
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a program under a layout on a mesh, through every pass.
 
@@ -37,6 +42,7 @@ def make_plan(
       topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may take.
       overlap: how gathers before products and reduce-scatters after them are made: :data:`meshpar.passes.overlap.MODES`.
+      options: ``auto``: the compiler's options of :mod:`meshpar.hardware.options`; ``compiler_options``: the user's own.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
@@ -44,7 +50,11 @@ def make_plan(
     """
     with without_gc():
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated))
-        plan = replace(plan, overlap=overlap)
+        sends: set[CollectiveOp] = {c.op for c in plan.collectives}
+        chosen = choose_options(
+            plan.chip, sends, options, compiler_options, lambda values: refused_options(mesh, values)
+        )
+        plan = replace(plan, overlap=overlap, options=chosen)
         for run in PASSES:
             plan = run(plan)
     return plan
@@ -52,7 +62,7 @@ def make_plan(
 
 def replan(
     plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
-    strict: bool = False, overlap: str | None = None,
+    strict: bool = False, overlap: str | None = None, options: OptionsMode | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of the same program under another layout or on another mesh; what is not given is as in ``plan``.
 
@@ -69,4 +79,6 @@ def replan(
             topology=plan.topology if mesh is None and topology is None else topology,
             donated=plan.donated,
             overlap=plan.overlap if overlap is None else overlap,
+            options=plan.options.mode if options is None else options,
+            compiler_options=dict(plan.options.given),
         )

@@ -306,8 +306,8 @@ class Free:
     """Products that no pair has, body by body: each hides one gather that is left to the compiler.
 
     The TPU compiler (libtpu 0.0.42) sends a gather asynchronously while other products of its body run, which neither make what it
-    sends nor wait for it, but on some chips only (``Chip.waits``). In the schedule of a recomputed Llama layer on v5e the
-    gather of the cotangent of the attention's output runs beside the gradients of the MLP's weights.
+    sends nor wait for it, but only where programs need not wait for gathers (``Plan.waits``). In the schedule of a recomputed
+    Llama layer on v5e the gather of the cotangent of the attention's output runs beside the gradients of the MLP's weights.
 
     Args:
       taken: the products of all pairs. They have hops of their own to hide, if they run on rings.
@@ -328,6 +328,11 @@ class Free:
         """The products that can run while a value is gathered for some ops."""
         body = self._body(home)
         return [self.runs[op] for op in body.neither(self.left[home], pair.value.op, users)]
+
+    def followed(self, pair: Pair, home: Frame) -> bool:
+        """Whether products of the body follow from a value."""
+        body = self._body(home)
+        return any(op.name in PRODUCTS for op in body.following(pair.value.op))
 
     def take(self, home: Frame, runs: Iterable[Run]) -> None:
         """Let products hide a gather: they hide no other."""
@@ -388,6 +393,11 @@ class _Reach:
             yield self.ops[low.bit_length() - 1]
             left ^= low
 
+    def following(self, op: Op | None) -> Iterator[Op]:
+        """The ops that follow from one."""
+        left = self.after[self.place[op]] if op in self.place else 0
+        return (self.ops[k] for k in range(left.bit_length()) if left >> k & 1)
+
 
 def home_of(frame: Frame) -> Frame:
     """The body that JAX traces a frame in: calls are in place."""
@@ -442,7 +452,8 @@ def _decision(
         part = None if isinstance(fused, str) else fused
         others = free.beside(pair, home, found.ops_of_users(pair.step)) if pair.gather else []
         seconds = [product_seconds(plan, plan.chip, run) for run in others]
-        exposed = exposed_by(plan, plan.chip, pair, ring_collectives(plan, pair), part, chained, seconds)
+        waits = chained if pair.gather else free.followed(pair, home)
+        exposed = exposed_by(plan, plan.chip, pair, ring_collectives(plan, pair), part, waits, seconds)
     choice: Choice = "xla"
     reason = ""
     if idle:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 from ..compat.jax import on_host
 from ..dims import Dims, format_dims
-from ..hardware.chips import Chip
+from ..hardware.chips import Chip, CollectiveOp
+from ..hardware.options import Options
 from ..hardware.topology import Torus
 from ..layout import AnyMesh, Layout, Spec, to_partition_spec
 from ..program.ir import Join, Op, Program, Value
@@ -173,6 +174,7 @@ class Plan:
       inputs, outputs: how each argument and result is held.
       notes: what could not be split, and why.
       overlap: how gathers before products and reduce-scatters after them were asked to be made; ``overlaps``: what was decided.
+      options: the compiler's options that it is made for.
     """
 
     program: Program
@@ -189,6 +191,7 @@ class Plan:
     outputs: tuple[Held, ...]
     notes: tuple[str, ...]
     overlap: str = "off"
+    options: Options = field(default_factory=Options)
     overlaps: tuple[Overlap, ...] = ()
 
     @cached_property
@@ -236,6 +239,11 @@ class Plan:
             if isinstance(step, Run):
                 found.setdefault(step.op, step)
         return found
+
+    @property
+    def waits(self) -> frozenset[CollectiveOp]:
+        """The collectives that its programs wait for, on its chip and with its options of the compiler."""
+        return self.options.waits(self.chip)
 
     @property
     def bytes_sent(self) -> float:

@@ -196,7 +196,7 @@ def waited_for(plan: Plan) -> str:
     if chip is None:
         return ""
     ringed = {c for step in plan.body.every if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends}
-    mine = [c for c in plan.collectives if c.op in chip.waits and c not in ringed]
+    mine = [c for c in plan.collectives if c.op in plan.waits and c not in ringed]
     if not mine:
         return ""
     kinds = " and ".join(f"{op}s" for op in sorted({c.op for c in mine}))

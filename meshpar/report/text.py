@@ -63,6 +63,8 @@ def plan_renderable(plan: Plan) -> Any:
     parts: list[Any] = [head, Text(), _held(plan), Text(), *_costs(plan), *_repeated(plan), Text(), _sent(plan)]
     if plan.overlaps:
         parts += [Text(), *overlaps(plan)]
+    if plan.options.values or plan.options.left_out:
+        parts += [Text(), *options(plan)]
     more = notes(plan)
     if more:
         parts += [Text(), *more]
@@ -209,6 +211,19 @@ def overlaps(plan: Plan) -> list[Text]:
         out.append(Text.assemble((f"{o.choice:<6}  ", "" if o.choice != "xla" else "dim"), (f"{'+'.join(o.axes)}", "cyan"),
                                  f"  {'?' if runs is None else runs} × {what}{saved}: {o.reason}"))  # fmt: skip
     return out
+
+
+def options(plan: Plan) -> list[Text]:
+    """The options of the compiler that the plan comes with, each group with its reason."""
+    of = plan.options
+    own = ", and the user's own" if of.given else ""
+    out = [
+        Text(f"{len(of.values)} options of the compiler (options={of.mode}{own}; plan.options.values)", style="bold")
+    ]
+    for group in of.groups:
+        out.append(Text.assemble((group.name, "cyan"), f"  {group.why}"))
+    out += [Text(f"given  {k}={v}") for k, v in of.given]
+    return out + [Text(f"left out  {group.name}: {reason}", style="yellow") for group, reason in of.left_out]
 
 
 class Merged(NamedTuple):

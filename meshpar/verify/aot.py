@@ -24,7 +24,7 @@ from ..hardware.topology import chip_of, topology_devices, topology_of
 from ..keywords import options_apart
 from ..layout import AnyMesh
 from ..mesh import mesh as make_mesh
-from ..plan.collectives import human
+from ..plan.collectives import duration, human
 from ..plan.plan import Plan
 from . import hlo
 from .compiler import FINAL, PARTITIONED
@@ -266,6 +266,11 @@ def compiled_renderable(c: Compiled) -> Any:
     if c.cycles:
         head.append("\ncycles", style="bold")
         head.append(f"    {c.cycles:.4g} a step, by the compiler's estimate, communication left out")
+    if c.exposed is not None:
+        head.append("\nschedule", style="bold")
+        head.append(
+            f"  {duration(c.exposed.compute)} of computation, {duration(c.exposed.seconds)} of communication exposed"
+        )
     parts: list[Any] = [head, Text(), _sent_table(c, c.final_collectives, "sent by each device, in the final program")]
     if c.collectives:
         kinds: dict[str, float] = {}
@@ -274,6 +279,11 @@ def compiled_renderable(c: Compiled) -> Any:
         text = ", ".join(f"{op} {human(n)}" for op, n in sorted(kinds.items(), key=lambda k: -k[1]))
         parts.append(Text(f"right after partitioning: {text}", style="dim"))
     if c.plan is not None:
+        for group, reason in c.plan.options.left_out:
+            parts.append(Text(f"options left out ({group.name}): {reason}", style="yellow"))
+        if c.plan.options.groups:
+            names = ", ".join(g.name for g in c.plan.options.groups)
+            parts.append(Text(f"options of the compiler: {names}", style="dim"))
         text = f"planned: {human(c.plan.bytes_sent)} sent, peak {gib(memory_of(c.plan).peak)}"
         parts.append(Text(text, style="dim"))
     return Group(*parts)

@@ -265,9 +265,13 @@ def test_a_gather_of_its_own_hides_behind_products_of_no_pair():
     assert long.reason.startswith("the compiler sends for it while other products run")
 
 
-def test_on_devices_of_two_cores_no_gather_is_asynchronous():
-    """The product apart hides nothing of a gather of its own there; of a ring, whose permutes are asynchronous, one hop."""
-    found = apart(8192, **MEGACORE)
+def test_on_devices_of_two_cores_no_gather_is_asynchronous_by_default():
+    """The product apart hides nothing of a gather of its own there; of a ring, whose permutes are asynchronous, one hop.
+
+    With the options that make gathers asynchronous it hides the gather.
+    """
+    found = apart(8192, options="off", **MEGACORE)
+    assert apart(8192, **MEGACORE).exposed["xla"] == 0
     whole = 256 // 64 * 2048 * 4096 * 2
     assert found.exposed["xla"] == pytest.approx(whole * 7 / 8 / (2 * 9e10 * 0.8))
     assert found.choice == "ring"  # alone on its axes

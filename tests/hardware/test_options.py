@@ -1,0 +1,125 @@
+"""Options of the TPU compiler: which a plan comes with, what programs then wait for, and what the compiler does with them."""
+
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+from meshpar.errors import UnsupportedError
+from meshpar.hardware.chips import CHIPS
+from meshpar.hardware.options import GROUPS, choose_options
+from meshpar.hardware.topology import topology_devices
+
+tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler, which is in libtpu"
+)
+GATHERS = next(g for g in GROUPS if "all-gather" in g.frees)
+LAYERS, EMBED, MLP, BATCH = 4, 1024, 4096, 1024
+DIMS = {"state/up": "layers embed mlp", "state/down": "layers mlp embed", "x": "batch embed"}
+HOW = {"layout": "batch: data; embed: data", "dims": DIMS, "donate_argnames": "state"}
+STATE = {
+    "up": jax.ShapeDtypeStruct((LAYERS, EMBED, MLP), jnp.bfloat16),
+    "down": jax.ShapeDtypeStruct((LAYERS, MLP, EMBED), jnp.bfloat16),
+}
+X = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.bfloat16)
+
+
+def step(state, x):
+    def loss(w):
+        def layer(x, w):
+            return jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return (jax.lax.scan(jax.checkpoint(layer), x, w)[0].astype(jnp.float32) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - g.astype(p.dtype), state, grads), value
+
+
+def planned(topology, **options):
+    return mp.plan(step, STATE, X, mesh="data=-1", topology=topology, **HOW, **options)
+
+
+@pytest.mark.parametrize("topology", ["h100:8", "v5e:2x4"])
+def test_nothing_is_set_where_nothing_is_to_be_gained(topology):
+    assert planned(topology).options.values == {}
+
+
+def test_nothing_is_set_for_cpus(mesh):
+    made = mp.jit(step, mesh=mesh, **HOW)
+    assert made.plan(STATE, X).options.values == {}
+    text = made.lower(STATE, X).compile().as_text()
+    assert text
+
+
+def test_a_plan_shows_its_options_and_waits_for_what_they_leave():
+    plan, off = planned("v5p:2x2x2"), planned("v5p:2x2x2", options="off")
+    assert dict(GATHERS.values).items() <= plan.options.values.items()
+    assert off.options.values == {}
+    assert off.waits == CHIPS["v5p"].waits
+    assert "all-gather" in off.waits - plan.waits
+    assert plan.seconds < off.seconds
+    assert json.loads(plan.to_json())["options"]["values"] == plan.options.values
+    assert all(group.name in str(plan) for group in plan.options.groups)
+    assert plan.replan(options="off").options.values == {}
+    assert plan.replan(layout="batch: data").options.mode == "auto"
+
+
+def test_what_the_user_gives_wins():
+    name = next(iter(GATHERS.values))
+    plan = planned("v5p:2x2x2", compiler_options={name: False, "xla_mine": 3})
+    assert plan.options.values[name] is False
+    assert plan.options.values["xla_mine"] == 3
+    assert "all-gather" in plan.waits
+    by_hand = planned("v5p:2x2x2", options=None, compiler_options=dict.fromkeys(GATHERS.values, "true"))
+    assert by_hand.options.groups == ()
+    assert "all-gather" not in by_hand.waits
+    assert planned("v5p:2x2x2", options="off").replan().waits == CHIPS["v5p"].waits
+
+
+def test_options_that_a_compiler_does_not_know_are_left_out_as_a_group_and_said():
+    name = next(iter(GATHERS.values))
+    chosen = choose_options(CHIPS["v5p"], {"all-gather"}, unknown=lambda values: {name: "no such option"})
+    assert not set(GATHERS.values) & set(chosen.values)
+    assert (GATHERS, "no such option") in chosen.left_out
+    assert "all-gather" in chosen.waits(CHIPS["v5p"])
+
+
+def test_a_mode_that_does_not_exist_is_refused(mesh):
+    with pytest.raises(UnsupportedError, match="compiler_options="):
+        mp.jit(step, mesh=mesh, options={"xla_mine": 3}, **HOW)
+    with pytest.raises(UnsupportedError, match="there is no options='atuo'"):
+        planned("v5p:2x2x2", options="atuo")
+
+
+@tpu
+@pytest.mark.parametrize("chip", sorted({c for g in GROUPS for c in g.chips}))
+def test_the_compiler_at_hand_knows_every_option_of_the_table(chip):
+    from meshpar.compat.devices import unknown_options
+
+    (device, *_) = topology_devices(f"{chip}:2x2x1")
+    values = {k: v for g in GROUPS if chip in g.chips for k, v in g.values.items()}
+    refused = unknown_options(device, {**values, "xla_tpu_no_such_option": True})
+    assert list(refused) == ["xla_tpu_no_such_option"]
+
+
+@tpu
+def test_gathers_are_asynchronous_with_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHPAR_CACHE", str(tmp_path))
+    monkeypatch.setenv("MESHPAR_COMPILES", "64")  # these are small, and must not wait for others on the machine
+    mesh = mp.mesh("data=-1", topology="v5p:2x2x1")
+    made = mp.jit(step, mesh=mesh, lowering="shard_map", **HOW)
+    plain = mp.jit(step, mesh=mesh, lowering="shard_map", options="off", **HOW)
+    found, off = (s.compile(STATE, X, effort="full") for s in (made, plain))
+    assert found.plan.options.values
+    assert {"all-gather (async)", "reduce-scatter (async)"} <= found.exposed.by_kind.keys()
+    assert not any("async" in kind for kind in off.exposed.by_kind)
+    assert found.bytes_sent == pytest.approx(off.bytes_sent)
+    assert dict(made.lower(STATE, X)._lowering._compiler_options_kvs) == found.plan.options.values
+
+    outer = jax.jit(lambda state, x: made(state, x)[1])  # inside, jax.jit takes no options
+    at = made.shardings(STATE, X)
+    state, x = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), (STATE, X), at)
+    assert outer.lower(state, x).as_text()
