@@ -43,6 +43,7 @@ from .jitted import Jitted
 from .layers import checkpoint_policies
 from .layers.accumulate import accumulate, microbatches
 from .layers.attention import attention
+from .layers.loss import cross_entropy
 from .layers.precision import Precision
 from .layout import Layout, Rule
 from .mesh import mesh, virtual_devices
@@ -102,6 +103,7 @@ __all__ = [
     "checkpoint_policies",
     "compile",
     "compile_lowered",
+    "cross_entropy",
     "distributed",
     "errors",
     "fetch",
