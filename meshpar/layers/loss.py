@@ -43,8 +43,8 @@ def cross_entropy(
       UnsupportedError: shapes that do not fit.
     """
     hidden = logits[0] if isinstance(logits, tuple) else logits
-    tokens = hidden.shape[:-1]
-    fits = labels.shape == tokens and (mask is None or mask.shape == tokens) and len(tokens) > 0
+    tokens = tuple(hidden.shape[:-1])
+    fits = labels.shape == tokens and (mask is None or mask.shape == tokens) and labels.ndim > 0
     if not fits or (isinstance(logits, tuple) and (logits[1].ndim != 2 or logits[1].shape[0] != hidden.shape[-1])):
         shapes = [x.shape for x in (*(logits if isinstance(logits, tuple) else (logits,)), labels)]
         raise UnsupportedError(
@@ -62,7 +62,7 @@ def cross_entropy(
     total = weights.sum()
     weights = weights / jnp.where(total == 0, 1.0, total)
     if isinstance(logits, tuple):
-        return _of_product(z_loss, math.gcd(max(1, chunks), tokens[-1]), *logits, labels, weights)
+        return _of_product(z_loss, math.gcd(max(1, chunks), labels.shape[-1]), *logits, labels, weights)
     return _of_logits(z_loss, logits, labels, weights)
 
 
