@@ -389,11 +389,13 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
     """Descend from those that would be the best if they fitted, then from the best that do, one a mesh."""
     rows = evaluate.rows
     ranked = sorted(rows, key=lambda p: evaluate.key(rows[p]))
-    fit = list(dict(reversed([(p.sizes, p) for p in reversed(ranked)])).values())[:STARTS]
+    best_on: dict[Sizes, Point] = {}
+    for point in ranked:
+        best_on.setdefault(point.sizes, point)
     shortest = rows[ranked[0]].seconds
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < shortest and rows[ranked[0]].fits]
     large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
-    for start in dict.fromkeys([*large[:STARTS], *fit]):
+    for start in dict.fromkeys([*large[:STARTS], *list(best_on.values())[:STARTS]]):
         at, before = start, None
         while at != before:
             before = at
