@@ -72,11 +72,12 @@ class Claims:
         return found
 
     def value_items(self, value: Value) -> tuple[tuple[Names, int], ...]:
-        """(names, size) of every dim: the leading part stands for merged dims, since only it can be split in blocks."""
+        """(names, size) of every dim, as an op has them that loops over it: merged dims have the names of the leading part."""
         found = self.program.memo.get(value)
         if found is None:
             parts = [self.program.parts(value, i) for i in range(len(value.shape))]
-            found = self.program.memo[value] = tuple(p[0] if p else ((), 1) for p in parts)
+            names = [p[0][0] if p else () for p in parts]
+            found = self.program.memo[value] = tuple(zip(names, value.shape, strict=True))
         return found
 
     def value(self, value: Value) -> Spec:

@@ -481,6 +481,8 @@ class _Planner:
             axes = self.claims.op(op, names, scopes, (lambda a: self.cost(op, a)) if costed else None)
         if op.name == "reshape" and first is not None and not (first in self.free or first in self.consts):
             axes = list(reshape_axes(rule, axes, self.at[first].spec, self.rest(op.outs[0]), self.sizes))
+        if rule.given is None:
+            axes = self.exchanged_or_whole(op, axes)
         partial, kind = self.partial_axes(op, axes)
         self.factor_axes[op] = axes
         if self.is_free(op) and not any(partial):
@@ -503,6 +505,20 @@ class _Planner:
                 self.reduced_from[out] = (op, names)
             else:
                 self.finish(op, out)
+
+    def exchanged_or_whole(self, op: Op, axes: Axes) -> Axes:
+        """Work on whole dims where an exchange of blocks sends more: where not all that an op cuts or joins is split alike."""
+        rule = op.rule
+        assert rule is not None
+        moved = {f for pair in rule.sharded_like for f in pair if axes[f]}
+        if not moved:
+            return axes
+        ends = [(self.at[v].spec, d) for v, d in zip(op.ins, rule.ins, strict=True) if v is not None and d]
+        ends += [(self.rest(v), d) for v, d in zip(op.outs, rule.outs, strict=True)]
+        if all(e == axes[f] for spec, dims in ends for e, fs in zip(spec, dims, strict=True) for f in fs if f in moved):
+            return axes
+        whole = [() if f in moved else got for f, got in enumerate(axes)]
+        return whole if self.cost(op, whole) <= self.cost(op, axes) else axes
 
     def refuse_opaque(self, op: Op) -> None:
         """A kernel without a rule may be called with whole operands only: nobody knows what it does to a shard."""

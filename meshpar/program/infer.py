@@ -15,8 +15,9 @@ from ..compat.jax import body_of, closed_parts, constraint_spec, new_var, scan_c
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
 from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive
+from ..rules.rule import NameLink
 from .ir import Frame, Join, Op, Program, Value
-from .names import NONE, Nodes, Unifier
+from .names import NONE, Nodes, Piece, Unifier
 from .primitives import name_dims_p
 
 
@@ -84,6 +85,7 @@ class Builder:
         self.ties: list[Op] = []
         self.stretched: list[Op] = []
         self.renames: list[Op] = []
+        self.pieces: dict[tuple[int, int], Piece] = {}
 
     # -- values
 
@@ -219,6 +221,7 @@ class Builder:
     def finish(self) -> None:
         """Tie factors in program order; broadcasts come last: a mask must not decide which dim of the scores is the query's."""
         u = self.unifier
+        self.find_pieces()
         for op in self.ties:
             if op.name != "broadcast_in_dim":
                 self.tie(op)
@@ -232,9 +235,37 @@ class Builder:
                     for x, y in zip(value.nodes, out.nodes, strict=True):
                         u.tie([y, x], op)
         self.tie_indexed()
+        pieces = list(self.pieces.values())
         for op in self.renames:
+            u.name_pieces(pieces)
             self.resolve_rename(op)
+        u.name_pieces(pieces)
         u.freeze()
+
+    def find_pieces(self) -> None:
+        """Which parts of arrays may be other dims than the array's, in program order: a fused projection is cut into several.
+
+        Not those that cover half of it and overlap all the others (``x[:, :-1]`` and ``x[:, 1:]``).
+        """
+        u = self.unifier
+        links: dict[int, list[tuple[int, int, range, Op]]] = {}
+        for op in self.ties:
+            rule = op.rule
+            assert rule is not None
+            if any(link.lies for link in rule.name_links):
+                nodes: dict[int, int] = {}
+                for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
+                    for node, factors in zip(value.nodes, dims, strict=True) if value is not None and dims else ():
+                        if len(factors) == 1 and node != NONE:
+                            nodes.setdefault(factors[0], node)
+                for whole, part, lies in rule.name_links:
+                    if lies and whole in nodes and part in nodes:
+                        links.setdefault(u.find(nodes[whole]), []).append((nodes[whole], nodes[part], lies, op))
+        for root, found in links.items():
+            first, past = max(lies.start for *_, lies, _ in found), min(lies.stop for *_, lies, _ in found)
+            for whole, part, lies, op in found:
+                if lies.start >= past or lies.stop <= first or 2 * len(lies) < u.size[root]:
+                    self.pieces[whole, part] = Piece(whole, part, op.name in ("slice", "split"), lies, op)
 
     def tie_indexed(self) -> None:
         """What the same indices point into is one dim: an embedding's gradient has the embedding's ``vocab``.
@@ -288,9 +319,9 @@ class Builder:
         if not rule.strong:
             for group in (*groups, *composites.values()):
                 self.unifier.tie(group, op)
-        for x, y in rule.name_links:
-            if groups[x] and groups[y]:
-                self.unifier.link_names(groups[x][0], groups[y][0], op)
+        for x, y, _ in rule.name_links:
+            if groups[x] and groups[y] and (pair := (groups[x][0], groups[y][0])) not in self.pieces:
+                self.unifier.link_names(*pair, op)
 
     def composite(self, node: int, factors: tuple[int, ...], groups: list[list[int]], rule: OpRule) -> None:
         """A dim that an op sees as several factors (grouped convolutions): split it, and tie its parts."""
@@ -511,7 +542,7 @@ def _name_through_body(op: Op, outs: list[Value]) -> None:
             if rule.given[mine] == rule.given[found] and (found,) not in rule.outs[k]:
                 rule.outs[k] = (*rule.outs[k][:d], (found,), *rule.outs[k][d + 1 :])
             else:
-                rule.name_links.append((found, mine))
+                rule.name_links.append(NameLink(found, mine))
 
 
 CONTROL: dict[str, Callable[[Builder, Op], list[Value]]] = {

@@ -17,12 +17,30 @@ that no rule has.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 Nodes = tuple[int, ...]
 Part = tuple[tuple[str, ...], int]
 """(names, size) of one part of a dim."""
 
 NONE = -1
+
+
+class Piece(NamedTuple):
+    """A part of an array along one dim, beside others that may be other dims.
+
+    Attributes:
+      whole, part: the two nodes.
+      cut: the part is cut from the whole; False: the whole is put together.
+      lies: from its first to its last element.
+      where: the op.
+    """
+
+    whole: int
+    part: int
+    cut: bool
+    lies: range
+    where: object
 
 
 class Unifier:
@@ -260,6 +278,67 @@ class Unifier:
             aa, bb = self.atoms(a), self.atoms(b)
             if len(aa) == len(bb) == 1:
                 self._tie_atoms(aa[0], bb[0], where)
+
+    def name_pieces(self, pieces: list[Piece]) -> None:
+        """Pass names between wholes and their pieces, and drop the pieces that are done.
+
+        A name goes down from a whole to the pieces without one. It goes up from pieces that all have the same, and from any to a
+        whole that is first put together (a class token and patches); never from one piece of a fused projection by way of the
+        whole to the next.
+        """
+        left = len(pieces) + 1
+        while len(pieces) < left:
+            left = len(pieces)
+            wholes: dict[int, list[Piece]] = {}
+            for p in pieces:
+                if len(self.atoms(p.whole)) == 1:
+                    wholes.setdefault(self._weak_find(p.whole), []).append(p)
+            done: set[Piece] = set()
+            for whole, found in wholes.items():
+                names = {p: self._leading_names(p.part) for p in found}
+                said = [p for p in found if names[p] and (found[0].cut or len(self.atoms(p.part)) == 1)]
+                different = len({frozenset(names[p]) for p in said})
+                if self._leading_names(whole):
+                    flows = [p for p in found if not names[p]]
+                elif said and not found[0].cut:
+                    flows = said
+                elif (
+                    different == 1 and said == found and 2 * sum(map(len, {p.lies for p in found})) >= self.size[whole]
+                ):
+                    flows = found
+                else:
+                    continue
+                for p in flows:
+                    if not names[p]:
+                        self._share_name(p.whole, p.part, p.where)
+                    elif different == 1:
+                        self._share_name(p.part, p.whole, p.where)
+                    else:
+                        for name, origin in names[p].items():
+                            self.annotate(whole, name, origin)
+                done.update(flows)
+            pieces[:] = [p for p in pieces if p not in done]
+
+    def _share_name(self, giver: int, taker: int, where: object) -> None:
+        """Give the names of one dim to another, of another size; where either is made of parts, those of its major part."""
+        mine, its = self.atoms(giver), self.atoms(taker)
+        if len(mine) == len(its) == 1:
+            self._tie_atoms(mine[0], its[0], where)
+        else:
+            for name, origin in self._leading_names(giver).items():
+                self.inherited.setdefault(its[0], {}).setdefault(name, origin)
+
+    def _leading_names(self, n: int) -> dict[str, str]:
+        """The names of a dim, with their origins: of the whole of it or of its major part; else those that it inherits."""
+        atom = self.atoms(n)[0]
+        for table, node in ((self.names, self.find(n)), (self.names, atom), (self.inherited, atom)):
+            found: dict[str, str] = {}
+            for m in self.weak_members[self._weak_find(node)]:
+                for name, origin in table.get(self.find(m), {}).items():
+                    found.setdefault(name, origin)
+            if found:
+                return found
+        return {}
 
     # -- results
 

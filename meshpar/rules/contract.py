@@ -8,7 +8,7 @@ from typing import Any
 from .halo import ShardWindow, dilate, fetch_window, sliding_window
 from .local import LocalOp, on_shards
 from .registry import register
-from .rule import Kind, OpRule, exchange_kind, with_halo_sends
+from .rule import Kind, NameLink, OpRule, exchange_kind, with_halo_sends
 
 
 def dot_general(eqn, ins, outs) -> OpRule:
@@ -131,7 +131,7 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
             else:
                 right[j], result[o] = (r.factor(window, "need_replication"),), (r.factor(out[o], moves),)
                 r.sharded_like.append((moved, result[o][0]))
-                r.name_links.append((moved, result[o][0]))
+                r.name_links.append(NameLink(moved, result[o][0]))
             r.windows[0, i] = functools.partial(_conv_window, p, k, lhs[i], window, out[o])
     r.ins = [tuple(left[i] for i in range(len(lhs))), tuple(right[j] for j in range(len(rhs)))]
     r.outs = [tuple(result[i] for i in range(len(out)))]

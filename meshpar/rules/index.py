@@ -15,7 +15,7 @@ from jax import lax
 
 from .local import LocalOp, on_shards
 from .registry import register
-from .rule import Kind, OpRule
+from .rule import Kind, NameLink, OpRule
 from .spmd import axis_index
 
 
@@ -52,7 +52,7 @@ def gather(eqn, ins, outs) -> OpRule:
             else:
                 op.append((r.factor(n, "need_replication"),))
                 result[o] = (r.factor(size, "need_replication"),)
-                r.name_links.append((op[-1][0], result[o][0]))
+                r.name_links.append(NameLink(op[-1][0], result[o][0]))
     r.ins = [tuple(op), tuple(idx), *((),) * (len(ins) - 2)]
     r.outs = [tuple(result[d] for d in range(len(out)))]
     return r
@@ -142,7 +142,7 @@ def scatter(eqn, ins, outs) -> OpRule:
             else:
                 op.append((r.factor(n, "need_replication"),))
                 upd[w] = (r.factor(updates[w], "need_replication"),)
-                r.name_links.append((op[-1][0], upd[w][0]))
+                r.name_links.append(NameLink(op[-1][0], upd[w][0]))
     r.ins = [tuple(op), tuple(idx), tuple(upd[d] for d in range(len(updates)))]
     r.outs = [tuple(op)]
     return r

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from .halo import coloured
 from .local import LocalOp
 from .registry import register
-from .rule import OpRule, exchange_kind
+from .rule import NameLink, OpRule, exchange_kind
 from .spmd import Send, axis_index, permute
 
 ZERO, ANY = -1, -2
@@ -246,7 +246,7 @@ def rearranged(eqn, ins, outs) -> OpRule:
     made = r.factor(outs[0][dim], kind)
     r.ins, r.outs = [operand], [(*operand[:dim], (made,), *operand[dim + 1 :])]
     (source,) = operand[dim]
-    r.name_links.append((source, made))
+    r.name_links.append(NameLink(source, made))
     if kind == "permutation":
         r.sharded_like.append((source, made))
 

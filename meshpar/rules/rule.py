@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -34,6 +34,18 @@ SendsOver = Callable[
 """(shapes of the local operands, axes of every factor, axis sizes) → (collective, the axes it runs over)."""
 
 
+class NameLink(NamedTuple):
+    """Two factors of different sizes that may share a name.
+
+    ``lies``: the elements of the whole from the part's first to its last; None where that is not known, or the two are one
+    dim at other sizes (a cache and what is written to it, an image and its pooled one).
+    """
+
+    whole: int
+    part: int
+    lies: range | None = None
+
+
 @dataclass(slots=True, eq=False)
 class OpRule:
     """The factor rule of one equation (as in Shardy: einsum-like notation, with a kind for every factor).
@@ -42,7 +54,7 @@ class OpRule:
       ins, outs: for every operand and result, the factors of every dim.
       sizes, kinds: of every factor.
       strong: the op passes its data through, so joined dims are one class (transpose, reshape).
-      name_links: pairs of factors of different sizes that share a name (a slice and the array it is cut from).
+      name_links: factors of different sizes that may share a name (a slice and the array it is cut from).
       linear: operands in which the op is linear, so that partial sums may pass through it unreduced.
       known: False: there is no rule, and everything is gathered.
       sharded_like: (leader, follower): the follower is split as the leader is (input and output rows of a convolution).
@@ -58,7 +70,7 @@ class OpRule:
     sizes: list[int] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     strong: bool = False
-    name_links: list[tuple[int, int]] = field(default_factory=list)
+    name_links: list[NameLink] = field(default_factory=list)
     linear: tuple[int, ...] = ()
     known: bool = True
     sharded_like: list[tuple[int, int]] = field(default_factory=list)

@@ -15,7 +15,7 @@ from jax import lax
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
 from .local import LocalOp, on_shards
 from .registry import register
-from .rule import Kind, OpRule, einsum, exchange_kind, with_halo_sends
+from .rule import Kind, NameLink, OpRule, einsum, exchange_kind, with_halo_sends
 from .spmd import Factors, Send, axis_index
 
 
@@ -127,8 +127,9 @@ def slice_(eqn, ins, outs) -> OpRule:
 
     One element of a dim (the last token) is a partial sum: the device that has it contributes it, the others zeros.
     """
-    r = _part(ins[0], outs[0], exchange_kind(eqn))
     p = eqn.params
+    lies = [range(*ends) for ends in zip(p["start_indices"], p["limit_indices"], strict=True)]
+    r = _part(ins[0], outs[0], exchange_kind(eqn), lies)
     r.permutation_partial = True
     for d, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)):
         if n != m and m > 1:
@@ -182,11 +183,16 @@ def _local_dynamic_slice(at: LocalOp, x: Any, *starts: Any) -> list[Any]:
 register("dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, under_jit="manual")
 
 
-def _part(whole, part, kind: Kind, moved: Sequence[bool] = ()) -> OpRule:
-    """Dims of equal sizes pass through; where sizes differ, or elements are `moved`, the factors are of `kind` and share a name."""
+def _part(operand, result, kind: Kind, lies: Sequence[range] = (), moved: Sequence[bool] = ()) -> OpRule:
+    """Dims of equal sizes pass through; where sizes differ, or elements are `moved`, the factors are of `kind` and linked.
+
+    Args:
+      lies: of every dim, the elements of the larger array that the smaller one is.
+    """
     r = OpRule([], [], linear=(0,))
     left, right = [], []
-    for n, m, apart in zip(whole, part, moved or (False,) * len(whole), strict=True):
+    for d, (n, m) in enumerate(zip(operand, result, strict=True)):
+        apart = bool(moved) and moved[d]
         if n == m and not apart:
             f = r.factor(n)
             left.append((f,))
@@ -195,9 +201,11 @@ def _part(whole, part, kind: Kind, moved: Sequence[bool] = ()) -> OpRule:
             left.append((r.factor(n, "need_replication" if apart and m == 1 else kind),))
             right.append((r.factor(m, kind if m > 1 else "need_replication"),))
             if n > 1 and m > 1:
-                r.name_links.append((left[-1][0], right[-1][0]))
+                pair = left[-1][0], right[-1][0]
+                whole, piece = pair if n >= m else (pair[1], pair[0])
+                r.name_links.append(NameLink(whole, piece, lies[d] if lies and n != m else None))
                 if kind == "permutation":
-                    r.sharded_like.append(r.name_links[-1])
+                    r.sharded_like.append(pair)
     r.ins, r.outs = [tuple(left)], [tuple(right)]
     return r
 
@@ -208,7 +216,11 @@ def pad(eqn, ins, outs) -> OpRule:
     An operand dim of size 1 needs replication: the device in whose block its element belongs puts it there.
     """
     config = eqn.params["padding_config"]
-    r = _part(ins[0], outs[0], exchange_kind(eqn), [tuple(c) != (0, 0, 0) for c in config])
+    lies = [
+        range(max(low, 0), m - max(high, 0)) if m > n else range(max(-low, 0), n - max(-high, 0))
+        for (low, high, _), n, m in zip(config, ins[0], outs[0], strict=True)
+    ]
+    r = _part(ins[0], outs[0], exchange_kind(eqn), lies, [tuple(c) != (0, 0, 0) for c in config])
     r.linear = ()
     r.ins.append(())
     for d, (low, high, inner) in enumerate(config):
@@ -250,7 +262,7 @@ def dynamic_update_slice(eqn, ins, outs) -> OpRule:
         left.append((f,))
         update.append((f,) if n == m else (r.factor(m, "need_replication"),))
         if n != m:
-            r.name_links.append((f, update[-1][0]))
+            r.name_links.append(NameLink(f, update[-1][0]))
     r.ins = [tuple(left), tuple(update), *((),) * (len(ins) - 2)]
     r.outs = [tuple(left)]
     return r
@@ -268,7 +280,7 @@ def concatenate(eqn, ins, outs) -> OpRule:
     for i, (shape, start) in enumerate(zip(ins, starts, strict=False)):
         mine = list(out)
         mine[axis] = (r.factor(shape[axis], kind),)
-        r.name_links.append((mine[axis][0], out[axis][0]))
+        r.name_links.append(NameLink(out[axis][0], mine[axis][0], range(start, start + shape[axis])))
         r.ins.append(tuple(mine))
         r.windows[i, axis] = functools.partial(_pad_window, start, 1, shape[axis], outs[0][axis])
         if kind == "permutation":
@@ -302,10 +314,11 @@ def split(eqn, ins, outs) -> OpRule:
     r = OpRule([], [], linear=(0,))
     operand = tuple((r.factor(n, kind if i == axis else "pass_through"),) for i, n in enumerate(ins[0]))
     (whole,) = operand[axis]
-    for shape in outs:
+    starts = itertools.accumulate((shape[axis] for shape in outs), initial=0)
+    for shape, start in zip(outs, starts, strict=False):
         mine = list(operand)
         mine[axis] = (r.factor(shape[axis], kind),)
-        r.name_links.append((whole, mine[axis][0]))
+        r.name_links.append(NameLink(whole, mine[axis][0], range(start, start + shape[axis])))
         r.outs.append(tuple(mine))
         if kind == "permutation":
             r.sharded_like.append((whole, mine[axis][0]))

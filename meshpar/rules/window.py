@@ -13,7 +13,7 @@ from jax import lax
 from .halo import ShardWindow, scatter_windows, sliding_window
 from .local import LocalOp, on_shards
 from .registry import register
-from .rule import OpRule, exchange_kind, with_halo_sends
+from .rule import NameLink, OpRule, exchange_kind, with_halo_sends
 from .spmd import axis_index, table_entry
 
 
@@ -38,9 +38,9 @@ def window(eqn, ins, outs) -> OpRule:
             moved.append(i)
             narrow.append((r.factor(m, kind),))
             wide.append((r.factor(n, kind),))
-            r.name_links.append((wide[-1][0], narrow[-1][0]))
+            r.name_links.append(NameLink(wide[-1][0], narrow[-1][0]))
             if kind == "permutation":
-                r.sharded_like.append(r.name_links[-1])
+                r.sharded_like.append((wide[-1][0], narrow[-1][0]))
     if back:
         r.ins = [tuple(narrow), tuple(wide), *((),) * (len(ins) - 2)]
         r.outs = [tuple(wide)]

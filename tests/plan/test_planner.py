@@ -179,3 +179,74 @@ def test_a_branch_reduces_what_it_leaves_and_both_agree():
     x = np.arange(128.0, dtype=np.float32).reshape(8, 16)
     for flag in (True, False):
         same(branches, x, np.array(flag), layout=layout, dims=dims, meshes=["data=4, model=2"])
+
+
+# -- pieces of one projection that are several dims
+
+
+INNER, STATE, HEADS = 32, 8, 4
+
+
+def mamba(p, x):
+    """The state-space block of Mamba-2: gate, input, two states and steps of all heads from one projection."""
+    ends = [INNER, 2 * INNER, 2 * INNER + STATE, 2 * INNER + 2 * STATE]
+    gate, u, b, c, dt = jnp.split(x @ p["in"], ends, axis=-1)
+    dt = jax.nn.softplus(dt + p["dt_bias"])
+    u = u.reshape(*u.shape[:-1], HEADS, -1) * dt[..., None]
+    decay = jnp.cumsum(dt * -jnp.exp(p["a_log"]), 1)
+    decay = jnp.exp(jnp.minimum(decay[:, :, None] - decay[:, None], 0.0))
+    y = jnp.einsum("bst,bsth,bthp->bshp", jnp.einsum("bsn,btn->bst", c, b), decay, u)
+    return x + (y.reshape(gate.shape) * jax.nn.silu(gate)) @ p["out"]
+
+
+def mamba_step(p, x):
+    grads = jax.grad(lambda p: jnp.mean(mamba(p, x) ** 2))(p)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+
+
+MAMBA = {"p/in": "embed _", "p/dt_bias": "heads", "p/a_log": "heads", "p/out": "inner embed", "x": "batch seq embed"}
+
+
+def mamba_arguments():
+    rng = np.random.default_rng(0)
+    shapes = {"in": (16, 2 * INNER + 2 * STATE + HEADS), "dt_bias": (HEADS,), "a_log": (HEADS,), "out": (INNER, 16)}
+    p = {k: rng.normal(size=s, scale=0.3).astype(np.float32) for k, s in shapes.items()}
+    return p, rng.normal(size=(8, 12, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("layout", ["batch: data; heads: model", "batch: data; heads, inner: model"])
+def test_the_pieces_of_a_projection_are_split_each_by_its_own_name(layout):
+    """The projection, which has no name, lies whole, and so do the states; heads and gate are sliced, which sends nothing."""
+    args = mamba_arguments()
+    plan = plan_of(mamba_step, *args, layout=layout, dims=MAMBA)
+    (split,) = (o for o in plan.program.root.walk() if o.name == "split")
+    whole, gate, u, b, c, dt = (plan.placements[v].rest.spec[-1] for v in (*split.ins, *split.outs))
+    assert whole == b == c == ()
+    assert u == dt == ("model",)
+    assert bool(gate) is ("inner" in layout)
+    (run,) = (s for s in steps_of(plan.body, Run) if s.op is split)
+    assert not run.collectives
+    same(mamba_step, *args, layout=layout, dims=MAMBA)
+
+
+# -- merged dims
+
+
+def attention_over_rows(q, k, v):
+    def rows(a):
+        return a.reshape(-1, *a.shape[2:])  # (batch heads) seq head_dim
+
+    scores = jax.nn.softmax(jnp.einsum("nsd,ntd->nst", rows(q), rows(k)))
+    return jnp.einsum("nst,ntd->nsd", scores, rows(v)).reshape(q.shape)
+
+
+def test_what_is_split_for_an_op_stays_split_until_it_is_no_longer_merged():
+    """4 × 12 rows divide over 8 devices, a batch of 4 does not: the products are split, and only their result is gathered."""
+    layout, dims = "batch?: data", dict.fromkeys("qkv", "batch heads seq head_dim")
+    args = [np.random.default_rng(i).normal(size=(4, 12, 8, 16)).astype(np.float32) for i in range(3)]
+    plan = plan_of(attention_over_rows, *args, layout=layout, dims=dims, mesh="data=8")
+    assert sent(plan) == [("all-gather", ("data",), 1)]
+    products = [s for s in steps_of(plan.body, Run) if s.op.name == "dot_general"]
+    assert len(products) == 2
+    assert all(s.results[0].spec[0] == ("data",) for s in products)
+    same(attention_over_rows, *args, layout=layout, dims=dims, meshes=["data=8", "data=4, model=2"])

@@ -193,6 +193,75 @@ def test_a_reshape_that_transposes_first():
     assert format_dims(p.outputs[0].dims) == "embed seq"
 
 
+@pytest.mark.parametrize(
+    ("fn", "dims", "want"),
+    [
+        # what is cut from a named dim has its name, and keeps one of its own
+        (lambda x: x[:, 1:], {"x": "batch seq"}, ["batch seq"]),
+        (lambda x: x[:, 1:3], {"x": "batch seq"}, ["batch seq"]),
+        (lambda x: jnp.split(x, [2], 1), {"x": "batch seq"}, ["batch seq", "batch seq"]),
+        (
+            lambda x, b: (x[:, :2], x[:, 2:6] + b),
+            {"x": "batch embed", "b": "heads"},
+            ["batch embed", "batch heads"],
+        ),
+        # from one piece of a dim without a name nothing passes to the others
+        (
+            lambda x, b: (x, x[:, :4] + b, x[:, 4:]),
+            {"x": "batch _:12", "b": "heads"},
+            ["batch _", "batch heads", "batch _"],
+        ),
+        (
+            lambda x, b: (x, jnp.split(x, [8], 1)[0], jnp.split(x, [8], 1)[1] + b),
+            {"x": "batch _:12", "b": "heads"},
+            ["batch _", "batch _", "batch heads"],
+        ),
+        (lambda x, b: (x, x[:, 8:] + b), {"x": "batch _:12", "b": "heads"}, ["batch _", "batch heads"]),
+        # what all pieces are called the whole is called too
+        (lambda x, b: (x, x[:, :4] + b, x[:, 4:] + b), {"x": "batch _:8", "b": "heads"}, ["batch heads"] * 3),
+        (lambda x, b: (x, x[:, 1:] + b), {"x": "batch _:7", "b": "seq"}, ["batch seq"] * 2),
+        (lambda x, b: (x, x[:, 1:] + b, x[:, :-1]), {"x": "batch _:7", "b": "seq"}, ["batch seq"] * 3),
+        # what is put together has the name of what it is made of
+        (lambda x, y: jnp.concatenate([y, x], 1), {"x": "batch seq", "y": "batch _:3"}, ["batch seq"]),
+        (lambda x: jnp.pad(x, ((0, 0), (0, 20))), {"x": "batch seq"}, ["batch seq"]),
+        (
+            lambda x: jnp.concatenate([-x[:, 4:], x[:, :4]], 1),
+            {"x": "batch head_dim"},
+            ["batch head_dim"],
+        ),
+    ],
+)
+def test_pieces_of_a_dim(fn, dims, want):
+    """``_:12`` is a dim of this size without a name."""
+    shapes = {k: [[*d.split(":"), ""][:2] for d in v.split()] for k, v in dims.items()}
+    args = [f32(*(int(n) if n else SIZES[d] for d, n in shape)) for shape in shapes.values()]
+    fn.__signature__ = _signature(list(dims))
+    patterns = {k: " ".join(d for d, _ in shape) for k, shape in shapes.items()}
+    assert [format_dims(h.dims) for h in plan(fn, *args, dims=patterns, strict=True).outputs] == want
+
+
+def test_two_names_that_are_put_together_are_listed():
+    dims = {"x": "batch seq", "y": "batch kv_seq"}
+    with pytest.warns(mp.JoinWarning, match="kv_seq = seq|seq = kv_seq"):
+        p = plan(lambda x, y: (x, y, jnp.concatenate([x, y], 1)), f32(2, 6), f32(2, 10), dims=dims)
+    assert [format_dims(h.dims) for h in p.outputs[:2]] == ["batch seq", "batch kv_seq"]
+    assert set(p.program.parts(p.program.outputs[2], 1)[0][0]) == {"seq", "kv_seq"}
+
+
+def test_the_gradient_of_a_fused_projection_passes_no_name_from_piece_to_piece():
+    def step(w, bias, x):
+        def loss(w):
+            gate, state, heads = jnp.split(x @ w, [8, 12], -1)
+            return ((jnp.tanh(gate) @ jnp.ones((8, 4))) * state * jax.nn.softplus(heads + bias)).sum()
+
+        return w - jax.grad(loss)(w)
+
+    dims = {"x": "batch embed", "bias": "heads"}
+    p = plan(step, f32(12, 16), f32(4), f32(2, 12), dims=dims)
+    assert format_dims(p.outputs[0].dims) == "embed _"
+    assert [dims_of(p, v) for v in op(p, "split").outs] == ["batch _", "batch heads", "batch heads"]
+
+
 def test_conv():
     def conv(x, w, **kw):
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **kw)

@@ -352,7 +352,7 @@ def test_rule_fits_the_shapes(name):
             assert len(flat) == len(set(flat))
         for dims, shape in zip(rule.outs, outs, strict=True):
             assert len(dims) == len(shape)  # results are spelt out in full
-        for x, y in rule.name_links:
+        for x, y, _ in rule.name_links:
             assert max(x, y) < len(rule.sizes)
             assert rule.kinds[x] == rule.kinds[y]
             assert rule.kinds[x] in ("need_replication", "permutation")
