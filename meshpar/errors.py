@@ -155,5 +155,9 @@ class JoinWarning(UserWarning):
     """Two names turned out to be the same dim of the program; listed once per plan."""
 
 
+class RepeatedWarning(UserWarning):
+    """Much of a step is computed by several devices alike, along an axis that the layout gives to some dim; at the first call."""
+
+
 class TorusWarning(UserWarning):
     """A mesh axis that data is to go around is no ring of the slice's torus; once per plan, with what it costs."""

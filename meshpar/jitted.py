@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -26,10 +27,12 @@ from .compat.jax import (
     jit_disabled,
     on_host,
     user_line,
+    user_stacklevel,
     without_gc,
 )
+from .cost.flops import repeated_against_the_layout
 from .dims import Dims, PathDims, did_you_mean, fit_dims, near, path_matches
-from .errors import MeshError, PatternError, UnsupportedError
+from .errors import MeshError, PatternError, RepeatedWarning, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, key_text, pure_states, with_states
 from .global_arrays import global_array, place
 from .hardware.options import OptionsMode
@@ -380,6 +383,15 @@ def _same_place(mine: Any, sharding: NamedSharding, ndim: int) -> bool:
     return isinstance(mine, NamedSharding) and mine.mesh == sharding.mesh and mine.is_equivalent_to(sharding, ndim)
 
 
+def _warn_of_repeated(plan: Plan) -> None:
+    found = repeated_against_the_layout(plan)
+    if found:
+        share = sum(r.share for r in found)
+        text = f"{100 * share:.0f} % of the products' FLOPs of this step are done more than once: {found[0]}"
+        more = f"; {len(found) - 1} more such products: print(step.plan(…)) has them" if found[1:] else ""
+        warnings.warn(text + more, RepeatedWarning, stacklevel=user_stacklevel())
+
+
 class Jitted(Generic[P, R]):
     """What :func:`meshpar.jit` returns: call it; it behaves as what ``jax.jit`` returns does.
 
@@ -663,6 +675,7 @@ class Jitted(Generic[P, R]):
         self._entries: dict[Any, _Entry] = {}
         self._plans: dict[Any, Plan] = {}
         self._traced: dict[Any, _Traced] = {}
+        self._called: set[Any] = set()
 
     # -- arguments and results
 
@@ -672,7 +685,11 @@ class Jitted(Generic[P, R]):
             with self._no_names():
                 return self._fn(*args, **kwargs)
         with self._opened(args, kwargs) as call:
-            out = self._entry(call)(call.leaves)
+            entry = self._entry(call)
+            if call.key not in self._called:
+                self._called.add(call.key)
+                _warn_of_repeated(entry.plan)
+            out = entry(call.leaves)
             if self._graph or self._init:
                 _, _, out = nnx.from_tree(out, ctxtag=self, is_inner=False)
             return out

@@ -16,8 +16,12 @@ from ..plan.spec import itemsize, local_shape, parts_of
 from ..plan.steps import Body, Run
 from ..program.ir import Frame, Op
 from ..program.kernels import KernelWork
+from ..program.names import Part
 from .fusion import PRODUCTS
 from .memo import once_per_plan
+
+MUCH = 0.5  # of the products' FLOPs, from which on a call warns that they are done more than once
+MUCH_AGAIN = 1e9  # FLOPs of a device in a step, below which it does not
 
 _opaque: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 
@@ -98,6 +102,7 @@ class Repeated:
       dims: the names of the dims of their operands.
       flops: of a device in a step, those of the products as a whole; share: the part of all products' FLOPs that is done again.
       source: the user's line.
+      fix: what would split them.
     """
 
     name: str
@@ -107,6 +112,21 @@ class Repeated:
     flops: float
     share: float
     source: str
+    fix: str
+
+    def __str__(self) -> str:
+        return (
+            f"every device along {'+'.join(self.axes)} does all of {self.name} at {self.source}: "
+            f"{self.times} × the FLOPs needed; {self.fix}"
+        )
+
+
+def repeated_against_the_layout(plan: Plan) -> list[Repeated]:
+    """The repeated products along axes that a rule of the layout gives to some dim, where they are much of the step."""
+    asked = {a for rule in plan.layout.rules for a in rule.axes}
+    found = [r for r in repeated_products(plan) if asked.intersection(r.axes)]
+    again = sum(r.flops * (1 - 1 / r.times) for r in found)
+    return found if again >= MUCH_AGAIN and sum(r.share for r in found) >= MUCH else []
 
 
 @once_per_plan
@@ -120,6 +140,8 @@ def repeated_products(plan: Plan) -> list[Repeated]:
         for step in body.steps:
             for inner in step.bodies:
                 walk(inner, count * (1 if inner.trips is None else inner.trips))
+            if isinstance(step, Run) and step.op.name not in PRODUCTS:
+                total += count * local_opaque_flops(step, plan.sizes)
             if not isinstance(step, Run) or step.op.name not in PRODUCTS or step.axes is None:
                 continue
             flops = count * padded_flops(step, plan.sizes)
@@ -129,17 +151,30 @@ def repeated_products(plan: Plan) -> list[Repeated]:
             if idle:
                 entry = found.setdefault((step.op.name, idle, step.op.source), [0.0, {}])
                 entry[0] += flops
-                values = [v for v in step.op.ins if v is not None]
-                entry[1].update((d, None) for v in values for d in plan.program.dims(v) if d is not None)
+                for v in step.op.ins:
+                    for i, dim in enumerate(() if v is None else plan.program.dims(v)):
+                        if v is not None and dim is not None:
+                            entry[1][dim] = plan.program.parts(v, i)[0]
 
     walk(plan.body, 1)
     out = []
     for (name, idle, source), (flops, dims) in found.items():
         times = parts_of(idle, plan.sizes)
-        out.append(
-            Repeated(name, idle, times, tuple(dims), flops, flops * (1 - 1 / times) / total if total else 0.0, source)
-        )
+        share = flops * (1 - 1 / times) / total if total else 0.0
+        fix = _what_splits(plan, idle, dims)
+        out.append(Repeated(name, idle, times, tuple(dims), flops, share, source, fix))
     return sorted(out, key=lambda r: -r.share)
+
+
+def _what_splits(plan: Plan, idle: Sequence[str], dims: Mapping[str, Part]) -> str:
+    """What would split products with these dims (the major part of each) over an axis that none of them has."""
+    for names, size in dims.values():
+        for rule in (plan.layout.rules[i] for i in plan.layout.rules_of(names)):
+            parts = parts_of(rule.axes, plan.sizes)
+            if size % parts and set(idle) & set(rule.axes):
+                return f"`{rule}` does not divide `{names[0]}` of {size}: make it a multiple of {parts}"
+    names = " ".join(dims) or "that have names"
+    return f"a rule `dim: {idle[0]}` for one of its dims ({names}) splits it"
 
 
 def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:

@@ -108,10 +108,7 @@ def _repeated(plan: Plan) -> list[Text]:
         return []
     out = [Text(f"{100 * share:.0f} % of the products' FLOPs are done more than once", style="bold")]
     for r in found[:3]:
-        names = " ".join(r.dims) or "that have names"
-        out.append(Text(
-            f"    every device along {'+'.join(r.axes)} does all of {r.name} at {r.source}: {r.times} × the FLOPs needed; "
-            f"a rule `dim: {r.axes[0]}` for one of its dims ({names}) splits it", style="dim"))  # fmt: skip
+        out.append(Text(f"    {r}", style="dim"))
     return out
 
 

@@ -1,5 +1,7 @@
 """Products that several devices do alike are counted, and said."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -49,3 +51,49 @@ def test_a_dim_that_does_not_divide_is_said_too():
                    dims={"x": "batch embed", "up": "embed mlp"})  # fmt: skip
     (found,) = repeated_products(plan)
     assert (found.axes, found.times, found.share) == (("data",), 4, 0.75)
+
+
+def product(x, up):
+    return jnp.tanh(x @ up)
+
+
+LARGE = {"x": jnp.ones((2048, 1024)), "up": jnp.ones((1024, 1024))}
+
+
+def first_call(layout, mesh="data=2, model=2", dims="rows embed", times=1):
+    run = mp.jit(product, mesh=mp.mesh(mesh), layout=layout, dims={"x": dims, "up": "embed mlp"})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            jax.block_until_ready(run(**LARGE))
+    return [w for w in said if w.category is mp.RepeatedWarning]
+
+
+def test_the_first_call_warns_of_products_that_every_device_does():
+    """An axis that the layout asks for, and a large product that has nothing of it."""
+    (said,) = first_call("columns?: data; mlp: model", times=2)
+    assert said.filename == __file__
+    text = str(said.message)
+    assert "every device along data does all of dot_general at" in text
+    assert "test_repeated.py" in text
+    assert "2 × the FLOPs needed" in text
+    assert "a rule `dim: data` for one of its dims (rows embed mlp) splits it" in text
+
+
+def test_a_batch_smaller_than_its_axis_is_said_with_its_size():
+    found = mp.plan(
+        lambda x, up: jnp.tanh(x @ up), jax.ShapeDtypeStruct((4, 1024), jnp.float32), LARGE["up"], mesh="data=8",
+        layout="batch?: data", dims={"x": "batch embed", "up": "embed mlp"},
+    )  # fmt: skip
+    (repeated,) = repeated_products(found)
+    assert "`batch?: data` does not divide `batch` of 4: make it a multiple of 8" in str(repeated)
+
+
+@pytest.mark.parametrize("layout", ["rows: data; mlp: model", "rows: data", "mlp: model"])
+def test_no_warning_where_no_axis_is_asked_for_in_vain(layout):
+    assert first_call(layout) == []
+
+
+def test_no_warning_of_what_is_small():
+    run = mp.jit(mlp, mesh=mp.mesh("data=4, model=2"), layout="columns?: data; mlp: model", dims=DIMS)
+    run(*(jnp.ones(a.shape) for a in (X, UP, DOWN)))
