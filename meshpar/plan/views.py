@@ -134,9 +134,13 @@ def with_views(program: Program, layout: Layout, sizes: dict[str, int], notes: l
       layout, sizes: what it will be planned for: they say which dims are split, over how many devices.
       notes: takes what is padded.
     """
-    if not any(op.name in _CUTS for op in program.root.walk()):
+    cut = program.memo.get(_cut_dims)
+    if cut is None:
+        cut = program.memo[_cut_dims] = _cut_dims(program)
+    claims = Claims(program, layout, sizes)
+    if all(math.prod(sizes[a] for a in claims.value(v)[d]) == 1 for v, d in cut):
         return None
-    writer = _Writer(Claims(program, layout, sizes), sizes, notes)
+    writer = _Writer(claims, sizes, notes)
     writer.constants.update(
         (program.root.env[v], c) for v, c in zip(program.root.jaxpr.constvars, program.closed.consts, strict=True)
     )
@@ -146,6 +150,40 @@ def with_views(program: Program, layout: Layout, sizes: dict[str, int], notes: l
     found = again(program, ClosedJaxpr(jaxpr, program.closed.consts))
     found.traced = program
     return found
+
+
+def _cut_dims(program: Program) -> list[tuple[Value, int]]:
+    """The dims, of which values, of which at least one must be split for a program to have views.
+
+    Those that are cut, joined, padded, reversed, or looked up by what follows from no argument; and the minor ones of those that a
+    reshape merges or parts.
+    """
+    from_arguments = set(program.inputs)
+    found: dict[tuple[Value, int], None] = {}
+    for op in program.root.walk():
+        if any(v in from_arguments for v in op.ins):
+            from_arguments.update(op.outs)
+        if op.name not in _CUTS:
+            continue
+        arrays = [v for v in (op.ins[0], *op.outs) if v is not None]
+        if op.name == "reshape":
+            assert op.rule is not None
+            every = [*op.rule.ins[0], *op.rule.outs[0]]
+            minor = {f for factors in every for f in factors[1:]}
+            for value, dims in ((op.ins[0], op.rule.ins[0]), (op.outs[0], op.rule.outs[0])):
+                if value is not None:
+                    found.update(
+                        ((value, d), None)
+                        for d, factors in enumerate(dims)
+                        if len(factors) == 1 and factors[0] in minor
+                    )
+        elif op.name not in ("gather", "scatter-add"):
+            arrays += [v for v in op.ins[1:] if v is not None and len(v.shape) == len(op.outs[0].shape)]
+            found.update(((v, d), None) for v in arrays for d in range(len(v.shape)) if op.name == "rev" or any(
+                w.shape[d] != v.shape[d] for w in arrays if len(w.shape) == len(v.shape)))  # fmt: skip
+        elif op.ins[1] is None or op.ins[1] not in from_arguments:
+            found.update(((v, d), None) for v in arrays for d in range(len(v.shape)))
+    return list(found)
 
 
 class _Writer:
