@@ -32,7 +32,7 @@ def cross_entropy(
       labels: integers, [..., seq].
       mask: what each token counts, [..., seq]: booleans or floats; None: 1. It has no derivative.
       ignore: a label whose tokens do not count (-100 is usual).
-      z_loss: this part of ``log Z``² is added to the loss of each token, Z the sum of the exponentials (PaLM: 1e-4).
+      z_loss: this part of ``(log Z)**2`` is added to the loss of each token, Z the sum of the exponentials (PaLM: 1e-4).
       chunks: of the tokens, of a pair; token t of a sequence is in chunk ``t % chunks`` (so that a split sequence stays split). Of
         a number that does not divide the sequence their greatest common divisor is taken.
 
