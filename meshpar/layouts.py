@@ -53,8 +53,11 @@ def context_parallel(data: str = "data", context: str = "context") -> Layout:
 
 
 def expert_parallel(data: str = "data", expert: str = "expert") -> Layout:
-    """FSDP, with the experts of a mixture over ``expert``, which splits the batch too: tokens travel to their experts."""
-    return Layout(f"experts?: {expert}; batch: {data}+{expert}; embed?: {data}")
+    """FSDP, with the experts of a mixture over ``expert``, which splits the batch too: tokens travel to their experts.
+
+    Their dim is ``expert``, as in :mod:`meshpar.layers.moe`, or ``experts``.
+    """
+    return Layout(f"expert?, experts?: {expert}; batch: {data}+{expert}; embed?: {data}")
 
 
 PRESETS: dict[str, Callable[..., Layout]] = {

@@ -59,3 +59,14 @@ def test_an_optional_dim_that_is_misspelt_is_an_error():
     with pytest.raises(mp.UnknownDimError):
         planned("batch: data; kv_heads: data", "data=4")
     assert planned("batch: data; kv_heads?: data", "data=4", heads=False).inputs
+
+
+@pytest.mark.parametrize("name", ["expert", "experts"])
+def test_experts_are_split_by_either_name(name):
+    def f(x, w):
+        return jnp.einsum("bd,edf->bef", x, w)
+
+    shapes = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((4, 16, 8), jnp.float32)
+    dims = {"x": "batch embed", "w": f"{name} embed mlp"}
+    plan = mp.plan(f, *shapes, mesh="data=2, expert=2", layout=mp.layouts.expert_parallel(), dims=dims)
+    assert plan.inputs[1].spec == jax.P("expert", "data")

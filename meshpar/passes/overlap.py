@@ -331,8 +331,7 @@ class Free:
 
     def followed(self, pair: Pair, home: Frame) -> bool:
         """Whether products of the body follow from a value."""
-        body = self._body(home)
-        return any(op.name in PRODUCTS for op in body.following(pair.value.op))
+        return self._body(home).is_followed(pair.value.op)
 
     def take(self, home: Frame, runs: Iterable[Run]) -> None:
         """Let products hide a gather: they hide no other."""
@@ -374,6 +373,8 @@ class _Reach:
             for i in makers[k]:
                 self.after[i] |= self.after[k] | (1 << k)
 
+        self.multiply = self.bits(self.products)
+
     def bits(self, ops: Iterable[Op]) -> int:
         """A set of ops of the body."""
         return sum(1 << self.place[op] for op in ops)
@@ -393,10 +394,9 @@ class _Reach:
             yield self.ops[low.bit_length() - 1]
             left ^= low
 
-    def following(self, op: Op | None) -> Iterator[Op]:
-        """The ops that follow from one."""
-        left = self.after[self.place[op]] if op in self.place else 0
-        return (self.ops[k] for k in range(left.bit_length()) if left >> k & 1)
+    def is_followed(self, op: Op | None) -> bool:
+        """Whether products follow from an op."""
+        return op in self.place and bool(self.after[self.place[op]] & self.multiply)
 
 
 def home_of(frame: Frame) -> Frame:

@@ -182,7 +182,11 @@ def _cut_dims(program: Program) -> list[tuple[Value, int]]:
             found.update(((v, d), None) for v in arrays for d in range(len(v.shape)) if op.name == "rev" or any(
                 w.shape[d] != v.shape[d] for w in arrays if len(w.shape) == len(v.shape)))  # fmt: skip
         elif op.ins[1] is None or op.ins[1] not in from_arguments:
-            found.update(((v, d), None) for v in arrays for d in range(len(v.shape)))
+            dn = op.eqn.params["dimension_numbers"]
+            gather = op.name == "gather"
+            value = op.ins[0] if gather else op.outs[0]
+            by_index = dn.start_index_map if gather else dn.scatter_dims_to_operand_dims
+            found.update(((value, d), None) for d in by_index if value is not None)
     return list(found)
 
 

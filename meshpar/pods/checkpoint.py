@@ -325,7 +325,7 @@ def _folder(path: str) -> Any:
     orbax()
     from etils import epath
 
-    return epath.Path(path)
+    return epath.Path(path if "://" in path else Path(path).expanduser().resolve())  # orbax reads absolute paths only
 
 
 def steps_of(path: str) -> list[int]:

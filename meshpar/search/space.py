@@ -117,7 +117,10 @@ class Space:
         names = [a for a, _ in sizes]
         known = {"batch", *(d for d, _ in self.dims), *(r.dim for r in self.fixed)}
         for name, preset in PRESETS.items():
-            if preset.__code__.co_argcount == len(names) and (rules := preset(*names).rules)[0].dim in known:
+            if preset.__code__.co_argcount != len(names):
+                continue
+            rules = preset(*names).rules
+            if any(r.dim in known for r in rules if r.axes == rules[0].axes):
                 yield name, self.point(sizes, rules)
 
     def neighbours(self, point: Point, dim: tuple[str, str | None]) -> Iterator[Point]:

@@ -262,6 +262,7 @@ def test_the_command_line(saved, tmp_path, capsys):
     assert main(["checkpoint", "show", folder, "--step", "0"]) == 0
     assert "embed mlp" in capsys.readouterr().out
     assert main(["checkpoint", "verify", folder]) == 0
+    assert main(["checkpoint", "verify", os.path.relpath(folder)]) == 0
     assert main(["checkpoint", "show", folder, "--step", "9"]) == 2
     assert "it has 0, 1" in capsys.readouterr().err
     shutil.copytree(folder, tmp_path / "a")
