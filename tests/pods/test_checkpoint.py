@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there, restored anywhere, and nothing damaged goes unseen."""
 
 import gc
+import os
 import random
 import shutil
 import signal
