@@ -254,8 +254,7 @@ class _Rewriter:
         bits = op.name in BITWISE and op.outs[0].aval.dtype != bool
         if op.name in MANUAL or (bits and any(run.axes)):
             return True
-        sums = [s for out in op.outs if (s := self.reduces.get(out)) is not None and s.scatters and s.over]
-        if op.name in BATCHES and op.eqn.params["dimension_numbers"][1][0] and sums:
+        if op.name in BATCHES and op.eqn.params["dimension_numbers"][1][0] and any(map(self.is_mixed, run.results)):
             return True
         if op.name in ONE_ROW and one_row(op.eqn) and any(run.axes[f] for factors in rule.ins[0] for f in factors):
             return True
@@ -269,6 +268,11 @@ class _Rewriter:
             if value is not None and dims
             for entry, factors in zip(self.rest(value) or (), dims, strict=False)
         )
+
+    def is_mixed(self, shard: Shard) -> bool:
+        """Whether an unreduced sum may be scattered over one of its axes and all-reduced over another."""
+        step = self.reduces.get(shard.value)
+        return len(shard.partial) > 1 if step is None else bool(step.scatters and step.over)
 
     def manual(self, run: Run, invars: list[Any], eqns: list[Any]) -> dict[Any, Any]:
         """The op under ``shard_map``: its local form, unreduced results reduced."""
