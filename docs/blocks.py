@@ -68,6 +68,11 @@ class Block:
         return self.word.removeprefix("if-") if self.word and self.word.startswith("if-") else None
 
     @property
+    def runs(self) -> bool:
+        """Whether it is run here."""
+        return self.word != "no-run" and (self.needs is None or importlib.util.find_spec(self.needs) is not None)
+
+    @property
     def commands(self) -> list[str]:
         """The command lines of meshpar in a bash block."""
         lines = self.code.replace("\\\n", " ").splitlines()
@@ -169,7 +174,7 @@ def _narrow_reports() -> Iterator[None]:
 
 def _run(block: Block, module: types.ModuleType, name: str) -> str:
     out = io.StringIO()
-    if block.word == "no-run" or (block.needs and importlib.util.find_spec(block.needs) is None):
+    if not block.runs:
         return ""
     if block.language == "python":
         code = compile("\n" * (block.line - 1) + block.code, os.path.join(os.getcwd(), name), "exec")
@@ -229,7 +234,7 @@ def rendered(text: str, name: str) -> str:
     parts, at = [], 0
     for block, output in zip(blocks, run_page(text, name), strict=True):
         parts += [text[at : block.begin], f"```{block.language}\n{block.code}```\n"]
-        if block.shown:
+        if block.shown and block.runs:
             parts.append(f"\n```{{code-block}} text\n:class: output\n\n{shown(block, output)}\n```\n")
         at = block.end
     return "".join([*parts, text[at:]])
