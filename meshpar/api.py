@@ -16,7 +16,7 @@ from .jitted import KEEP, Jitted, LayoutLike, Lowering, Mode, P, R, auto_mesh, c
 from .keywords import options_apart
 from .layout import AnyMesh, Layout
 from .mesh import planned_mesh
-from .plan.collectives import human
+from .plan.collectives import duration, human
 from .planned import Plan
 from .pods.local_sgd import LocalSgd
 from .search import Objective, Row, Search, told
@@ -392,7 +392,8 @@ def search(
             fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, dims=dims, lowering=lowering, overlap=overlap,
             effort="full" if whole else "fast", progress=progress, kwargs=given, **options,
         )  # fmt: skip
-        return f"compiled: {human(found.memory.peak)}, sends {human(found.bytes_sent)}"
+        schedule = "" if found.exposed is None or not whole else f", {duration(found.exposed.schedule)} by its schedule"
+        return f"compiled: {human(found.memory.peak)}, sends {human(found.bytes_sent)}{schedule}"
 
     with told(progress) as tell:
         return search_from(

@@ -207,14 +207,16 @@ def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
         if len(asked) == 1:
             raise mp.CompilerError("no")
         memory = type("Memory", (), {"peak": 1e9})
-        return type("Compiled", (), {"memory": memory, "bytes_sent": 2e9})
+        exposed = type("Exposed", (), {"schedule": 0.25})
+        return type("Compiled", (), {"memory": memory, "bytes_sent": 2e9, "exposed": exposed})
 
     monkeypatch.setattr(api, "compile", compile)
     got = mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS, verify=2, most=40)
     assert [effort for *_, effort in asked] == ["full", "full", "fast"]
     assert got.rows[0].compiled == "refused: no"
     assert (got.best.mesh, got.best.layout) == asked[1][:2]
-    assert got.best.compiled == "compiled: 1 GB, sends 2 GB"
+    assert got.best.compiled == "compiled: 1 GB, sends 2 GB, 250 ms by its schedule"
+    assert got.rows[2].compiled == "compiled: 1 GB, sends 2 GB"
 
 
 @pytest.mark.slow
