@@ -19,11 +19,11 @@ from .mesh import planned_mesh
 from .plan.collectives import duration, human
 from .planned import Plan
 from .pods.local_sgd import LocalSgd
-from .search import Objective, Row, Search, told
+from .search import Objective, Row, Search
 from .search import search as search_from
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts
-from .verify.jobs import Progress
+from .verify.jobs import Progress, progress_line
 
 DimsPatterns = Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | PathDims | None
 
@@ -341,9 +341,10 @@ def search(
 ) -> Search:  # fmt: skip
     """The layout and the mesh with which a step takes the least time on a slice, as far as plans tell.
 
-    The known schemes (``mp.layouts``) are planned on every mesh of the slice; from the best of them, rules are changed one dim
-    after the other for as long as that helps. Every candidate is planned exactly, as :func:`meshpar.plan` does; nothing is compiled
-    but with ``verify``. Memory that does not fit is refused. Without ``seconds`` the answer is the same every time.
+    The known schemes (``mp.layouts``) are planned on every mesh with as many axes as they take; from the best of them, rules are
+    changed one dim after the other for as long as that helps. Every candidate is planned exactly, as :func:`meshpar.plan` does;
+    nothing is compiled but with ``verify``. Memory that does not fit is refused. Without ``seconds`` the answer is the same every
+    time. The seconds are the plan's estimates: what is found is a layout to try.
 
     Args:
       fn: a function, e.g. a train step.
@@ -395,7 +396,7 @@ def search(
         schedule = "" if found.exposed is None or not whole else f", {duration(found.exposed.schedule)} by its schedule"
         return f"compiled: {human(found.memory.peak)}, sends {human(found.bytes_sent)}{schedule}"
 
-    with told(progress) as tell:
+    with progress_line(f"searching {topology}", progress) as tell:
         return search_from(
             base, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective, margin=margin, axes=axes, most=most,
             seconds=seconds, layouts=layouts, verify=verify, compiled=compiled, tell=tell,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from ..plan.plan import Held, Plan
 from .facts import chips_of
 from .html import Ink, number, page, style, table
 from .save import save
+from .text import plain
 
 MOST = 12
 
@@ -99,9 +99,7 @@ class PlanDiff:
         save(self, path, {".html": _page, ".json": PlanDiff.to_json, ".txt": str})
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=120, no_color=True, force_terminal=False).print(self.__rich__())
-        return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
+        return plain(self)
 
     def __rich__(self) -> Any:
         heads = [Text.assemble((f"{k}  ", "bold"), _side(p)) for k, p in (("a", self.a), ("b", self.b))]

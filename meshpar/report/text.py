@@ -26,11 +26,16 @@ REPEATED = 0.05  # of the products' FLOPs, from which on it is said that they ar
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 
 
+def plain(shown: Any, width: int = 120) -> str:
+    """What rich shows, as plain text of at most ``width`` columns."""
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True, force_terminal=False).print(shown)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
+
+
 def plan_text(plan: Plan, width: int = 120) -> str:
     """The plan as plain text of at most ``width`` columns."""
-    out = io.StringIO()
-    Console(file=out, width=width, no_color=True, force_terminal=False).print(plan_renderable(plan))
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
+    return plain(plan_renderable(plan), width)
 
 
 def plan_line(plan: Plan) -> str:

@@ -7,223 +7,27 @@ random: the same program, slice and options give the same answer.
 
 from __future__ import annotations
 
-import io
-import json
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
-
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ..errors import CompilerError, MeshError, MeshparError, UnsupportedError
 from ..hardware.topology import parse_topology
 from ..layout import Layout, Rule
 from ..mesh import planned_mesh
 from ..plan.claims import Claims
-from ..plan.collectives import Collective, duration, human
+from ..plan.collectives import duration, human
 from ..planned import Plan
-from ..verify.jobs import Progress
+from .answer import Objective, Row, Search, quiet
 from .space import Point, Sizes, Space, meshes
 
-Objective = Literal["time", "memory"]
 TIE = 0.03
 """Of the seconds: layouts that differ by less are as good as each other; the one of fewer rules is better to read."""
 STARTS = 3
 """From how many of the best candidates, and of the shortest though they do not fit, the descent starts."""
 BETTER = 0.005
 """By which part a candidate must be better than the one at which the descent is."""
-SHOWN = 8
-
-
-@dataclass(frozen=True)
-class Row:
-    """A candidate that was planned.
-
-    Attributes:
-      mesh, layout: as text, to be copied.
-      seconds: of a step, by the plan.
-      peak: bytes of a device at the peak.
-      sent: bytes that a device sends in a step.
-      fits: whether the peak is within the part of the memory that may be used.
-      name: of the known scheme that it is, or ``"yours"``; "".
-      front: no other is both shorter and smaller.
-      compiled: what the compiler said of it: "" where it was not asked.
-    """
-
-    mesh: str
-    layout: str
-    seconds: float
-    peak: float
-    sent: float
-    fits: bool
-    name: str = ""
-    front: bool = False
-    compiled: str = ""
-
-    @property
-    def rules(self) -> int:
-        """How many rules the layout has."""
-        return len(Layout(self.layout).rules)
-
-
-@dataclass(eq=False)
-class Search:
-    """What :func:`meshpar.search` found: print it; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
-
-    Attributes:
-      best: the choice; where nothing fits, the candidate that needs the least memory.
-      rows: the best candidates and the known schemes, best first.
-      topology, objective, margin: as they were asked for.
-      planned: how many candidates were planned; ``ended``: why no more were.
-    """
-
-    topology: str
-    objective: Objective
-    margin: float
-    best: Row
-    rows: tuple[Row, ...]
-    planned: int
-    ended: str
-    _base: Plan = field(repr=False)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the best fits."""
-        return self.best.fits
-
-    @property
-    def front(self) -> tuple[Row, ...]:
-        """The candidates than which none is both shorter and smaller, shortest first."""
-        return tuple(sorted((r for r in self.rows if r.front), key=lambda r: r.seconds))
-
-    def plan(self, row: Row | None = None) -> Plan:
-        """The plan of a candidate; of the best."""
-        row = row or self.best
-        return self._base.replan(layout=row.layout, mesh=row.mesh, topology=self.topology)
-
-    def why(self, layout: Any, mesh: str | None = None) -> str:
-        """Why a layout is not the best: it is illegal, does not fit, or takes longer; with what makes it so.
-
-        Args:
-          layout: as in :func:`meshpar.jit`.
-          mesh: text; default: the best one's.
-        """
-        where = mesh or self.best.mesh
-        layout = Layout(layout)
-        try:
-            with _quiet():
-                other, best = self._base.replan(layout=layout, mesh=where, topology=self.topology), self.plan()
-        except MeshparError as e:
-            return f"illegal: {e}"
-        assert other.chip is not None
-        assert other.seconds is not None
-        assert best.seconds is not None
-        lines = []
-        usable = self.margin * other.chip.per_device().hbm
-        if other.memory.peak > usable:
-            lines.append(
-                f"does not fit: {human(other.memory.peak)} of the {human(usable)} that may be used "
-                f"({self.margin:.0%} of a {other.chip.name}); most of it is"
-            )
-            kinds = sorted(other.memory.by_kind.items(), key=lambda k: -k[1])
-            lines += [f"  {human(size)} of {kind}" for kind, size in kinds[:3]]
-        longer = other.seconds - best.seconds
-        if longer > 0:
-            lines.append(
-                f"{duration(longer)} longer than the best ({duration(other.seconds)} for {duration(best.seconds)})"
-            )
-            lines += [f"  {text}" for text in _costs_more(other, best)]
-        elif other.memory.peak <= usable:
-            lines.append(
-                f"it is as good: {duration(other.seconds)} and {human(other.memory.peak)}; the best has {duration(best.seconds)} "
-                f"and {human(best.memory.peak)}"
-            )
-        return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """Rows and choice as JSON."""
-        return json.dumps(
-            {
-                "topology": self.topology, "objective": self.objective, "margin": self.margin, "fits": self.fits,
-                "planned": self.planned, "ended": self.ended, "best": asdict(self.best),
-                "rows": [asdict(r) for r in self.rows],
-            }
-        )  # fmt: skip
-
-    def __rich__(self) -> Any:
-        head = Text.assemble(("search", "bold"), f"  {self.planned} plans on {self.topology}; {self.ended}")
-        if not self.fits:
-            head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
-        choice = Text.assemble(("mesh", "bold"), f"    {self.best.mesh}\n", ("layout", "bold"), f"  {self.best.layout}")
-        table = Table(box=None, pad_edge=False)
-        for name in ("step", "peak", "sends"):
-            table.add_column(name, justify="right", no_wrap=True, vertical="top")
-        table.add_column("mesh, layout", overflow="fold")
-        named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
-        for row in self.rows[:SHOWN] + tuple(r for r in self.rows[SHOWN:] if named.get(r.name) is r):
-            marks = [row.name, row.compiled, "" if row.fits else "does not fit", "front" if row.front else ""]
-            where = Text.assemble(
-                row.mesh, (f"  {', '.join(filter(None, marks))}", "italic"), "\n", (row.layout, "dim")
-            )
-            table.add_row(duration(row.seconds), human(row.peak), human(row.sent), where)
-        return Group(head, Text(), choice, Text(), table)
-
-    def _misfit(self) -> str:
-        with _quiet():
-            plan = self.plan()
-        assert plan.chip is not None
-        kind, size = max(plan.memory.by_kind.items(), key=lambda k: k[1])
-        usable = self.margin * plan.chip.per_device().hbm
-        return (
-            f"NOTHING FITS  the least is {human(self.best.peak)} a device, {self.best.peak / usable:.1f} × the "
-            f"{human(usable)} that may be used of a {plan.chip.name}; most of it is {human(size)} of {kind}"
-        )
-
-    def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=120, no_color=True, force_terminal=False).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
-
-    def __repr__(self) -> str:
-        return (
-            f"<Search on {self.topology}: {self.best.mesh}: {self.best.layout}; {duration(self.best.seconds)} a step>"
-        )
-
-
-def _costs_more(other: Plan, best: Plan) -> list[str]:
-    """The three kinds of cost by which a plan is longer than another, largest first, with causes."""
-
-    def of(plan: Plan) -> dict[tuple[str, ...], tuple[float, str]]:
-        assert plan.time is not None
-        found: dict[tuple[str, ...], tuple[float, str]] = {
-            ("products",): (plan.time.compute, "products that each device does"),
-            ("memory traffic",): (plan.time.memory, "arrays read and written"),
-        }
-        for c in plan.collectives:
-            key = (c.op, c.tensor)
-            found[key] = (found.get(key, (0.0, ""))[0] + (c.seconds or 0.0) * (c.count or 1), _line(c))
-        return found
-
-    before = of(best)
-    more = [(seconds - before.get(key, (0.0, ""))[0], text) for key, (seconds, text) in of(other).items()]
-    return [f"{duration(s)} more: {text}" for s, text in sorted(more, key=lambda m: -m[0])[:3] if s > 0]
-
-
-def _line(c: Collective) -> str:
-    return f"{c.op} of {c.tensor} over {'+'.join(c.axes)}: {c.cause}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What a candidate wastes is in its figures."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 class _Stop(Exception):
@@ -296,7 +100,7 @@ class _Evaluation:
         if self._best is None or self.key(row) < self.key(self._best):
             self._best = row
         best = self._best
-        self.tell(f"{self.planned} plans; {duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}")
+        self.tell(f"{duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}; plan {self.planned}")
         return row
 
     def _class(self, point: Point) -> Any:
@@ -352,14 +156,11 @@ def search(
     space = Space.of(base.program, held, forbid.replace(",", " ").split() if isinstance(forbid, str) else forbid)
     until = None if seconds is None else time.monotonic() + seconds
     evaluate = _Evaluation(base, topology, objective, margin, most, until, tell)
-    ended = "no candidate near the best is better"
-    with _quiet():
+    ended, refused = "no candidate near the best is better", list[str]()
+    with quiet():
         try:
-            yours = [Point(sizes, Layout(text).rules) for text in layouts for sizes in given]
-            yours = [p for p in yours if {a for r in p.rules for a in r.axes} == {a for a, _ in p.sizes}]
-            evaluate.named.update(dict.fromkeys(yours, "yours"))
-            for point in yours:
-                evaluate(point)
+            for text in layouts:
+                refused += _plan_yours(evaluate, Layout(text), given)
             _begin(evaluate, space, given)
             if evaluate.rows:
                 _descend(evaluate, space, given)
@@ -371,8 +172,28 @@ def search(
         for error in evaluate.illegal.values():
             raise error
         raise UnsupportedError("no candidate was planned", fixes=["a longer time limit"])
-    with _quiet():
-        return _answer(evaluate, space, ended, margin, verify, compiled)
+    with quiet():
+        return _answer(evaluate, space, ended, margin, verify, compiled, refused)
+
+
+def _plan_yours(evaluate: _Evaluation, layout: Layout, given: Sequence[Sizes]) -> list[str]:
+    """Plan a layout of the user's own on the meshes that have its axes and no others; why it could not be, if on none.
+
+    Raises:
+      UnsupportedError: one that is resolved by cost.
+    """
+    if layout.resolve != "order":
+        raise UnsupportedError(
+            f"{layout!r}: a search reads rules in order", fixes=["give its text", "or plan it by itself with mp.plan"]
+        )
+    axes = {a for r in layout.rules for a in r.axes}
+    points = [Point(sizes, layout.rules) for sizes in given if {a for a, _ in sizes} == axes]
+    evaluate.named.update(dict.fromkeys(points, "yours"))
+    rows = [evaluate(p) for p in points]
+    if any(rows):
+        return []
+    why = str(evaluate.illegal[points[0]]).splitlines()[0] if points else "no mesh tried has its axes and no others"
+    return [f"`{layout}` could not be planned: {why}"]
 
 
 def _begin(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
@@ -410,7 +231,7 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
 
 def _answer(
     evaluate: _Evaluation, space: Space, ended: str, margin: float, verify: int,
-    compiled: Callable[[Row, bool], str] | None,
+    compiled: Callable[[Row, bool], str] | None, refused: Sequence[str],
 ) -> Search:  # fmt: skip
     """Candidates with the same plan become one: the shortest text, then the alphabet; the best of the ties has fewest rules."""
     rows: dict[tuple[Any, ...], tuple[Point, Row]] = {}
@@ -445,7 +266,15 @@ def _answer(
         every, best = _verified(every, verify, compiled)
     kept = [r for k, r in enumerate(every) if k < 64 or r.name or r.front]
     return Search(
-        evaluate.topology, evaluate.objective, margin, best, tuple(kept), evaluate.planned, ended, evaluate.base
+        evaluate.topology,
+        evaluate.objective,
+        margin,
+        best,
+        tuple(kept),
+        evaluate.planned,
+        ended,
+        tuple(refused),
+        evaluate.base,
     )
 
 
@@ -489,16 +318,3 @@ def _verified(rows: list[Row], verify: int, compiled: Callable[[Row, bool], str]
             continue
         best = best or rows[k]
     return rows, best or rows[0]
-
-
-@contextmanager
-def told(progress: Progress) -> Iterator[Callable[[str], None]]:
-    """Where a search says how far it is: a line on stderr; None: on a terminal only; or a function of its text."""
-    console = Console(stderr=True, highlight=False)
-    if callable(progress):
-        yield progress
-    elif progress is False or not console.is_terminal:
-        yield lambda text: None
-    else:
-        with console.status("searching") as status:
-            yield status.update

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +25,7 @@ from ..layout import AnyMesh
 from ..mesh import mesh as make_mesh
 from ..plan.collectives import duration, human
 from ..plan.plan import Plan
+from ..report.text import plain
 from . import hlo
 from .compiler import FINAL, PARTITIONED
 from .exposed import Exposed, exposed, places_of
@@ -244,9 +244,7 @@ ROWS = 16
 
 def compiled_text(compiled: Compiled, width: int = 120) -> str:
     """The report as plain text of at most ``width`` columns."""
-    out = io.StringIO()
-    Console(file=out, width=width, no_color=True, force_terminal=False).print(compiled_renderable(compiled))
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
+    return plain(compiled_renderable(compiled), width)
 
 
 def compiled_renderable(c: Compiled) -> Any:

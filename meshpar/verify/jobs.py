@@ -101,7 +101,7 @@ def compile_job(job: Job, *, timeout: float | None = None, cache: bool = True, p
     if found is not None:
         return found
     what = f"compiling {job.name} for {job.topology}, {'fast' if job.fast else 'full'} effort"
-    with _line(what, progress) as say, _slot(say):
+    with progress_line(what, progress) as say, _slot(say):
         found = _read(kept)  # another process may have compiled the same meanwhile
         if found is not None:
             return found
@@ -238,8 +238,8 @@ def _slot(say: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _line(what: str, progress: Progress) -> Iterator[Callable[[str], None]]:
-    """A line that says what is compiled, and for how long; by default only on a terminal."""
+def progress_line(what: str, progress: Progress) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what goes on, and for how long; by default only on a terminal."""
     console = Console(stderr=True, highlight=False)
     if callable(progress):
         progress(what)

@@ -163,6 +163,17 @@ def test_own_layouts_are_among_the_rows():
     assert any(r.name == "yours" and r.layout == "batch: data; vocab: model" for r in got.rows)
 
 
+def test_own_layouts_that_cannot_be_planned_are_said():
+    illegal, elsewhere = "batch: data; embed: model", "batch: rows"
+    got = found(batch=65, options=(("layouts", (illegal, elsewhere)),))
+    assert len(got.refused) == 2
+    assert got.refused[0].startswith(f"`{illegal}` could not be planned: tokens: dim `batch` of size 65")
+    assert got.refused[1] == f"`{elsewhere}` could not be planned: no mesh tried has its axes and no others"
+    assert "no mesh tried" in str(got)
+    with pytest.raises(mp.UnsupportedError, match="reads rules in order"):
+        found(options=(("layouts", (mp.Layout("batch: data", resolve="cost"),)),))
+
+
 def test_why_says_what_a_layout_costs():
     got = found()
     assert "longer than the best" in got.why("batch: data; mlp: model", "data=2, model=8")
@@ -186,7 +197,7 @@ def test_interrupted_or_out_of_time_it_has_the_best_so_far():
 
     def stop(text):
         told.append(text)
-        if len(told) == 5:
+        if len(told) == 6:  # the first is that it begins
             raise KeyboardInterrupt
 
     got = mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS, progress=stop)

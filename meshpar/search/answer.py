@@ -1,0 +1,211 @@
+"""What a search found: the choice, what stands beside it, and why another layout is not it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import MeshparError
+from ..layout import Layout
+from ..plan.collectives import Collective, duration, human
+from ..planned import Plan
+from ..report.text import plain
+
+Objective = Literal["time", "memory"]
+SHOWN = 8
+"""Candidates that are shown, beside the known schemes."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate that was planned.
+
+    Attributes:
+      mesh, layout: as text, to be copied.
+      seconds: of a step, by the plan.
+      peak: bytes of a device at the peak.
+      sent: bytes that a device sends in a step.
+      fits: whether the peak is within the part of the memory that may be used.
+      name: of the known scheme that it is, or ``"yours"``; "".
+      front: no other is both shorter and smaller.
+      compiled: what the compiler said of it: "" where it was not asked.
+    """
+
+    mesh: str
+    layout: str
+    seconds: float
+    peak: float
+    sent: float
+    fits: bool
+    name: str = ""
+    front: bool = False
+    compiled: str = ""
+
+    @property
+    def rules(self) -> int:
+        """How many rules the layout has."""
+        return len(Layout(self.layout).rules)
+
+
+@dataclass(eq=False)
+class Search:
+    """What :func:`meshpar.search` found: print it; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
+
+    Attributes:
+      best: the choice; where nothing fits, the candidate that needs the least memory.
+      rows: the best candidates and the known schemes, best first.
+      topology, objective, margin: as they were asked for.
+      planned: how many candidates were planned; ``ended``: why no more were.
+      refused: the layouts of the user's own that could not be planned, and why.
+    """
+
+    topology: str
+    objective: Objective
+    margin: float
+    best: Row
+    rows: tuple[Row, ...]
+    planned: int
+    ended: str
+    refused: tuple[str, ...]
+    _base: Plan = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the best fits."""
+        return self.best.fits
+
+    @property
+    def front(self) -> tuple[Row, ...]:
+        """The candidates than which none is both shorter and smaller, shortest first."""
+        return tuple(sorted((r for r in self.rows if r.front), key=lambda r: r.seconds))
+
+    def plan(self, row: Row | None = None) -> Plan:
+        """The plan of a candidate; of the best."""
+        row = row or self.best
+        return self._base.replan(layout=row.layout, mesh=row.mesh, topology=self.topology)
+
+    def why(self, layout: Any, mesh: str | None = None) -> str:
+        """Why a layout is not the best: it is illegal, does not fit, or takes longer; with what makes it so.
+
+        Args:
+          layout: as in :func:`meshpar.jit`.
+          mesh: text; default: the best one's.
+        """
+        where = mesh or self.best.mesh
+        layout = Layout(layout)
+        try:
+            with quiet():
+                other, best = self._base.replan(layout=layout, mesh=where, topology=self.topology), self.plan()
+        except MeshparError as e:
+            return f"illegal: {e}"
+        assert other.chip is not None
+        assert other.seconds is not None
+        assert best.seconds is not None
+        lines = []
+        usable = self.margin * other.chip.per_device().hbm
+        if other.memory.peak > usable:
+            lines.append(
+                f"does not fit: {human(other.memory.peak)} of the {human(usable)} that may be used "
+                f"({self.margin:.0%} of a {other.chip.name}); most of it is"
+            )
+            kinds = sorted(other.memory.by_kind.items(), key=lambda k: -k[1])
+            lines += [f"  {human(size)} of {kind}" for kind, size in kinds[:3]]
+        longer = other.seconds - best.seconds
+        if longer > 0:
+            lines.append(
+                f"{duration(longer)} longer than the best ({duration(other.seconds)} for {duration(best.seconds)})"
+            )
+            lines += [f"  {text}" for text in _costs_more(other, best)]
+        elif other.memory.peak <= usable:
+            lines.append(
+                f"it is as good: {duration(other.seconds)} and {human(other.memory.peak)}; the best has {duration(best.seconds)} "
+                f"and {human(best.memory.peak)}"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Rows and choice as JSON."""
+        return json.dumps(
+            {
+                "topology": self.topology, "objective": self.objective, "margin": self.margin, "fits": self.fits,
+                "planned": self.planned, "ended": self.ended, "refused": self.refused,
+                "best": asdict(self.best),
+                "rows": [asdict(r) for r in self.rows],
+            }
+        )  # fmt: skip
+
+    def __rich__(self) -> Any:
+        head = Text.assemble(("search", "bold"), f"  {self.planned} plans on {self.topology}; {self.ended}")
+        if not self.fits:
+            head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
+        choice = Text.assemble(("mesh", "bold"), f"    {self.best.mesh}\n", ("layout", "bold"), f"  {self.best.layout}")
+        table = Table(box=None, pad_edge=False)
+        for name in ("step", "peak", "sends"):
+            table.add_column(name, justify="right", no_wrap=True, vertical="top")
+        table.add_column("mesh, layout", overflow="fold")
+        named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
+        for row in self.rows[:SHOWN] + tuple(r for r in self.rows[SHOWN:] if named.get(r.name) is r):
+            marks = [row.name, row.compiled, "" if row.fits else "does not fit", "front" if row.front else ""]
+            where = Text.assemble(
+                row.mesh, (f"  {', '.join(filter(None, marks))}", "italic"), "\n", (row.layout, "dim")
+            )
+            table.add_row(duration(row.seconds), human(row.peak), human(row.sent), where)
+        return Group(head, Text(), choice, Text(), table, *([Text(), *map(Text, self.refused)] if self.refused else []))
+
+    def _misfit(self) -> str:
+        with quiet():
+            plan = self.plan()
+        assert plan.chip is not None
+        kind, size = max(plan.memory.by_kind.items(), key=lambda k: k[1])
+        usable = self.margin * plan.chip.per_device().hbm
+        return (
+            f"NOTHING FITS  the least is {human(self.best.peak)} a device, {self.best.peak / usable:.1f} × the "
+            f"{human(usable)} that may be used of a {plan.chip.name}; most of it is {human(size)} of {kind}"
+        )
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Search on {self.topology}: {self.best.mesh}: {self.best.layout}; {duration(self.best.seconds)} a step>"
+        )
+
+
+def _costs_more(other: Plan, best: Plan) -> list[str]:
+    """The three kinds of cost by which a plan is longer than another, largest first, with causes."""
+
+    def of(plan: Plan) -> dict[tuple[str, ...], tuple[float, str]]:
+        assert plan.time is not None
+        found: dict[tuple[str, ...], tuple[float, str]] = {
+            ("products",): (plan.time.compute, "products that each device does"),
+            ("memory traffic",): (plan.time.memory, "arrays read and written"),
+        }
+        for c in plan.collectives:
+            key = (c.op, c.tensor)
+            found[key] = (found.get(key, (0.0, ""))[0] + (c.seconds or 0.0) * (c.count or 1), _line(c))
+        return found
+
+    before = of(best)
+    more = [(seconds - before.get(key, (0.0, ""))[0], text) for key, (seconds, text) in of(other).items()]
+    return [f"{duration(s)} more: {text}" for s, text in sorted(more, key=lambda m: -m[0])[:3] if s > 0]
+
+
+def _line(c: Collective) -> str:
+    return f"{c.op} of {c.tensor} over {'+'.join(c.axes)}: {c.cause}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What a candidate wastes is in its figures."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
