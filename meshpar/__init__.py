@@ -11,7 +11,7 @@ from . import (
     layouts,
     report,  # noqa: F401 (plans learn from reports how they are shown)
 )
-from .api import check, compile, init, jit, local_sgd, plan, search
+from .api import check, compile, init, jit, lab, local_sgd, plan, search
 from .errors import (
     AgreementError,
     AxisConflictError,
@@ -112,6 +112,7 @@ __all__ = [
     "init",
     "jit",
     "kernel_rule",
+    "lab",
     "layouts",
     "local_sgd",
     "mesh",

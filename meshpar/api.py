@@ -1,4 +1,4 @@
-"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check``, ``mp.compile``, ``mp.local_sgd``: a function, a mesh and a layout in."""
+"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check``, ``mp.compile``, ``mp.lab``, …: a function, a mesh and a layout in."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import optax
 from jax.sharding import Mesh
 
 from .dims import DimsLike, PathDims
-from .errors import UnsupportedError
+from .errors import MeshError, UnsupportedError
 from .hardware.options import OptionsMode, check_options
+from .hardware.topology import device_count, topology_of
 from .jitted import KEEP, Jitted, LayoutLike, Lowering, Mode, P, R, auto_mesh, check_lowering, device_mesh
 from .keywords import options_apart
+from .lab import Lab
+from .lab.session import Draft, Session
 from .layout import AnyMesh, Layout
 from .mesh import planned_mesh
 from .plan.collectives import duration, human
@@ -401,6 +404,88 @@ def search(
             base, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective, margin=margin, axes=axes, most=most,
             seconds=seconds, layouts=layouts, verify=verify, compiled=compiled, tell=tell,
         )  # fmt: skip
+
+
+@options_apart
+def lab(
+    fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str | None = None, topology: str | None = None,
+    layout: LayoutLike | None = None, dims: DimsPatterns = None, lowering: Lowering | None = None,
+    overlap: Mode | None = None, layouts: Mapping[str, str] | None = None,
+    static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
+    options: OptionsMode | None = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+) -> Lab:  # fmt: skip
+    """A page on which layouts and meshes are tried: rules are edited, figures of the plan follow.
+
+    Nothing runs and nothing is compiled until the page is asked to. What is shown are the plan's estimates.
+
+    Args:
+      fn: a function, e.g. a train step.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      **keywords: those by keyword.
+      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``lab`` is.
+      mesh, topology: where the page begins, as in :func:`meshpar.plan`; default: one axis over all of the topology.
+      layout: with which it begins, read in order; default: FSDP, as far as the program has dims for it.
+      layouts: name → more layouts that the page offers to begin with, beside ``mp.layouts``.
+      dims, lowering, overlap, options, static_argnums, static_argnames, donate_argnums, donate_argnames: as in
+        :func:`meshpar.plan`.
+
+    Returns:
+      A :class:`meshpar.lab.Lab`. A notebook shows it (with the extra ``lab``); ``serve()`` opens it in a browser; ``mesh``,
+      ``layout`` and ``plan`` are those that the page shows.
+
+    Raises:
+      MeshError: neither a mesh nor a topology, or a topology that is not known.
+      MeshparError: as :func:`meshpar.plan`, but for what concerns the layout, which the page says.
+    """
+    _check_function(fn, "lab")
+    if isinstance(mesh, Mesh):
+        topology = topology or topology_of(list(mesh.devices.flat))
+    if mesh is None and topology is None:
+        raise MeshError("no machine is given", fixes=['topology="v5e:16x16"', 'mesh="data=4, model=2"'])
+    sizes = (
+        {"data": device_count(topology or "")} if mesh is None else dict(planned_mesh(_text_of(mesh), topology).shape)
+    )
+    where = ", ".join(f"{a}={n}" for a, n in sizes.items())
+    lowering = lowering or ("jit" if overlap in (None, "off") else "shard_map")
+    check_lowering(lowering, overlap)
+    given = {**keywords, **(kwargs or {})}
+    shared: dict[str, Any] = {
+        "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames, "lowering": lowering, "overlap": None if lowering == "jit" else overlap,
+        "options": check_options(options),
+    }  # fmt: skip
+    base = Jitted(
+        fn, auto_mesh(planned_mesh(where, topology)), Layout(""), _patterns(dims), topology=topology, **shared
+    ).plan(*args, **given)  # fmt: skip
+    if layout is None:
+        names = base.program.all_names()
+        layout = "; ".join(f"{dim}?: {next(iter(sizes))}" for dim in ("batch", "embed") if dim in names)
+
+    def compiled(draft: Draft, tell: Callable[[str], None]) -> Compiled:
+        if draft.topology is None:
+            raise MeshError("a compiler needs a topology to compile for", fixes=['topology="v5e:16x16"'])
+        return compile(
+            fn, *args, mesh=draft.mesh, topology=draft.topology, layout=draft.layout, dims=dims, progress=tell, kwargs=given,
+            **shared,
+        )  # fmt: skip
+
+    name = getattr(fn, "__name__", "step")
+    return Lab(
+        Session(
+            base, name=name if name.isidentifier() else "step", start=Draft(where, topology, _layout_text(layout)),
+            layouts=layouts or {}, compile=compiled, lowering=lowering,
+        )
+    )  # fmt: skip
+
+
+def _text_of(mesh: AnyMesh | str) -> str:
+    return mesh if isinstance(mesh, str) else ", ".join(f"{a}={n}" for a, n in dict(mesh.shape).items())
+
+
+def _layout_text(layout: LayoutLike) -> str:
+    """What is shown of a layout: a text as it stands, which may have an error; comments are left to it."""
+    return layout if isinstance(layout, str) else str(Layout(layout))
 
 
 def local_sgd(

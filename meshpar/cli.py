@@ -1,4 +1,4 @@
-"""The command line: ``meshpar plan|compile|check|diff TARGET``, ``launch SCRIPT``, ``checkpoint …``, ``tune-kernels``."""
+"""The command line: ``meshpar plan|lab|compile|check|diff TARGET``, ``launch SCRIPT``, ``checkpoint …``, ``tune-kernels``."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ TARGET is `file.py:function` or `package.module:function`. The function returns 
 arguments as jax.ShapeDtypeStruct (nothing is allocated), and tree-path patterns -> dims for what has no names of its own.
 
   meshpar plan    examples/llama.py:llama3_8b --topology v5p:4x4x8
+  meshpar lab     examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8 --lowering shard_map
   meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp+tensor
   meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
     commands = parser.add_subparsers(
-        metavar="plan|compile|search|check|diff|launch|checkpoint|tune-kernels", required=True
+        metavar="plan|lab|compile|search|check|diff|launch|checkpoint|tune-kernels", required=True
     )
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., Any]:
@@ -108,6 +109,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--strict", action="store_true", help="two names for one dim are an error")
     add("--html", metavar="FILE", help="write the plan as a page of its own")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
+
+    add = command(
+        "lab", _lab, "a page in the browser on which rules and meshes are edited, and the figures of the plan follow"
+    )
+    add("--mesh", help=mesh)
+    add("--layout", help=layout)
+    add("--topology", help=topology)
+    add("--donate", metavar="NAME", action="append", help=donate)
+    add("--lowering", **partitioner)
+    add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
+    add("--options", choices=("auto", "off"), default="auto", help=options)
+    add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
+    add("--no-browser", action="store_true", help="print the page's address, and open nothing")
 
     add = command("compile", _compile, "the real compiler's memory and collectives, for devices that are not here")
     add("--mesh", help=mesh)
@@ -176,6 +190,28 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         _show(args, plan, plan.to_json)
     return 0 if fits(plan) is not False else 1
+
+
+def _lab(args: argparse.Namespace) -> int:
+    target = load_target(args.target, parse_options(args.set))
+    mesh = _mesh(args, args.mesh, args.topology)
+    layout = None if args.layout is None else _layout(args, target, args.layout, mesh, args.topology)
+    found = failing_as_target(
+        target.name,
+        lambda: mp.lab(
+            target.step, *target.args, mesh=mesh, topology=args.topology, layout=layout, dims=target.dims,
+            lowering=args.lowering, overlap=args.overlap, options=args.options, layouts=target.layouts,
+            donate_argnames=_donated(args, target),
+        ),
+    )  # fmt: skip
+    found.session.title = args.target
+    try:
+        found.serve(args.port, browser=not args.no_browser)
+    except (OSError, OverflowError) as e:
+        raise TargetError(
+            f"port {args.port} cannot be used: {e}", fixes=["another one, or --port 0: any that is free"]
+        ) from None
+    return 0
 
 
 def _compile(args: argparse.Namespace) -> int:
@@ -267,12 +303,18 @@ def _planned(
     strict: bool = False,
 ) -> Plan:
     """The target's plan; what is left out has its default, and is said."""
+    mesh = _mesh(args, mesh, topology)
+    return _plan_of(args, target, mesh, topology, _layout(args, target, layout, mesh, topology), strict)
+
+
+def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> str:
+    """The mesh as written, or by default."""
     if mesh is None:
         if topology is None:
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
         mesh = f"data={device_count(topology)}"
         _say(args, f"mesh     {mesh} (default: one axis over all of {topology})")
-    return _plan_of(args, target, mesh, topology, _layout(args, target, layout, mesh, topology), strict)
+    return mesh
 
 
 def _plan_of(

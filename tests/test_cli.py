@@ -1,9 +1,13 @@
 """The command line: targets, defaults, reports, exit statuses, and what bad input says."""
 
+import contextlib
 import json
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import urllib.request
 from pathlib import Path
 
 import jax
@@ -344,3 +348,27 @@ def test_search_prints_the_choice_and_json(run, target):
     assert status == 1
     assert "NOTHING FITS" in out
     assert run(*arguments, "--forbid", "batsh")[0] == 2
+
+
+def test_the_lab_is_served_until_ctrl_c(target):
+    with subprocess.Popen(
+        [sys.executable, "-m", "meshpar", "lab", f"{target}:small", "--mesh", "data=4", "--layout", "fsdp", "--no-browser"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with urllib.request.urlopen(url, timeout=20) as page:
+            assert f"meshpar lab: {target}:small" in page.read().decode()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_a_lab_that_cannot_be_opened(run, target):
+    status, _, errors = run("lab", f"{target}:small", "--layout", "fsdp", "--no-browser")
+    assert status == 2
+    assert "no machine is given" in errors
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = str(taken.getsockname()[1])
+        status, _, errors = run("lab", f"{target}:small", "--mesh", "data=4", "--port", port, "--no-browser")
+    assert status == 2
+    assert port in errors

@@ -118,7 +118,7 @@ class PlanDiff:
         return Group(*parts)
 
     def _repr_html_(self) -> str:
-        return f'<div class="mp">{style()}{_html(self)}</div>'
+        return f'<div class="mp">{style()}{diff_body(self)}</div>'
 
 
 def _figures(a: Plan, b: Plan) -> Iterator[Figure]:
@@ -201,10 +201,11 @@ def _rich(heads: list[str], rows: list[list[str]]) -> Table:
 
 
 def _page(d: PlanDiff) -> str:
-    return page(f"{d.a.layout} | {d.b.layout}", f"<h1>Two plans</h1>{_html(d)}")
+    return page(f"{d.a.layout} | {d.b.layout}", f"<h1>Two plans</h1>{diff_body(d)}")
 
 
-def _html(d: PlanDiff) -> str:
+def diff_body(d: PlanDiff, folded: bool = False) -> str:
+    """The two plans side by side, as a part of a page; ``folded``: what lies and is sent otherwise only when it is opened."""
     ink = Ink(d.a)
     ink.of = {x: f"c{k % 6}" for k, x in enumerate(dict.fromkeys((*d.a.sizes, *d.b.sizes)))}
 
@@ -230,10 +231,16 @@ def _html(d: PlanDiff) -> str:
         rows = [f"<tr><td><code>{escape(path)}</code></td><td>{chips(ours.get(path))}</td><td>{chips(theirs.get(path))}</td>"
                 f"{number(human(m), m)}{number(human(n), n)}</tr>" for path, _, _, m, n in d.tensors[: 3 * MOST]]  # fmt: skip
         heads = [("argument", ""), ("in a", ""), ("in b", ""), ("a device, a", "n"), ("b", "n")]
-        out += f"<h2>{_counted(len(d.tensors), 'argument')} otherwise</h2>{table(heads, rows, sortable=True)}"
+        out += _part(
+            f"{_counted(len(d.tensors), 'argument')} otherwise", table(heads, rows, sortable=not folded), folded
+        )
     if d.collectives:
         rows = [f"<tr><td>{op}<br>{ink.axes(axes.split('+'))}</td><td><code>{escape(dims)}</code></td>{number(_sent(m), m)}"
                 f"{number(_sent(n), n)}</tr>" for op, axes, dims, m, n in d.collectives[: 3 * MOST]]  # fmt: skip
         heads = [("collective", ""), ("of", ""), ("a, in a step", "n"), ("b, in a step", "n")]
-        out += f"<h2>What is sent, where it differs</h2>{table(heads, rows, sortable=True)}"
+        out += _part("What is sent, where it differs", table(heads, rows, sortable=not folded), folded)
     return out if d.tensors or d.collectives else f"{out}<p>The same plan.</p>"
+
+
+def _part(heading: str, body: str, folded: bool) -> str:
+    return f"<details><summary>{heading}</summary>{body}</details>" if folded else f"<h2>{heading}</h2>{body}"

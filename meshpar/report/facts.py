@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cost.fusion import Node, Region, line_of
 from ..cost.kernels import kernels_of
-from ..cost.time import OpTime, hides, time_of
+from ..cost.time import OpTime, Time, hides, time_of
 from ..dims import format_dims, path_matches
 from ..layout import SCOPES, Rule, Spec
 from ..plan.collectives import Collective, duration
@@ -72,6 +72,11 @@ def effects(plan: Plan) -> list[Effect]:
 def step_seconds(c: Collective) -> float:
     """What a collective takes in a step; loops of unknown length count once."""
     return (c.seconds or 0.0) * (c.count or 1)
+
+
+def kernel_seconds(time: Time) -> float:
+    """The seconds of a step's estimate in which a kernel runs; in the rest it waits for what is sent."""
+    return sum(op.seconds * op.count for op in time.ops)
 
 
 def _rule_of(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:

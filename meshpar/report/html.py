@@ -22,6 +22,7 @@ from .facts import (
     bodies,
     chips_of,
     effects,
+    kernel_seconds,
     largest_values,
     step_seconds,
     waited_for,
@@ -47,7 +48,12 @@ def page(title: str, body: str) -> str:
 
 def style() -> str:
     """The styles of pages, for a cell of a notebook."""
-    return f"<style>{_inline('page.css')}</style>"
+    return f"<style>{plain_style()}</style>"
+
+
+def plain_style() -> str:
+    """The styles of pages."""
+    return _inline("page.css")
 
 
 def _inline(name: str) -> str:
@@ -60,16 +66,23 @@ def plan_page(plan: Plan) -> str:
     did = effects(plan)
     parts = [
         _head(plan, ink),
-        _cards(plan),
-        _section("Layout", _rules(plan, did, ink), "Rules in order: an axis goes to the first whose dim is present."),
+        cards(plan),
+        _section(
+            "A step by part", step_parts(plan, ink), "All bars have one scale; the estimate overlaps what can overlap."
+        ),
+        _section(
+            "Layout", rules_table(plan, did, ink), "Rules in order: an axis goes to the first whose dim is present."
+        ),
         _section("Mesh", _mesh(plan, ink)),
-        _section("One layer", _layers(plan, ink)),
-        _section("Memory of a device", _memory(plan), "Over the ops of a step, loop bodies once."),
-        _section("Collectives", _collectives(plan, ink), "Bytes are sent by each device. Click a heading to sort."),
+        _section("One layer", layers(plan, ink)),
+        _section("Memory of a device", memory_of_device(plan), "Over the ops of a step, loop bodies once."),
+        _section(
+            "Collectives", collectives_table(plan, ink), "Bytes are sent by each device. Click a heading to sort."
+        ),
         _section("Arguments", _tensors(plan, ink)),
         _section("Largest values between", _values(plan, ink)),
         *([_section("Products beside collectives", _list(overlaps(plan)))] if plan.overlaps else []),
-        _section("To know", _notes(plan)),
+        _section("To know", notes_list(plan)),
     ]
     return page(f"plan: {plan.layout or 'nothing split'}", "\n".join(p for p in parts if p))
 
@@ -77,8 +90,8 @@ def plan_page(plan: Plan) -> str:
 def plan_cell(plan: Plan) -> str:
     """The plan for a notebook: figures, rules, the largest collectives; no script."""
     ink = Ink(plan)
-    body = _head(plan, ink) + _cards(plan) + _rules(plan, effects(plan), ink)
-    return f'<div class="mp">{style()}{body}{_collectives(plan, ink, most=6)}</div>'
+    body = _head(plan, ink) + cards(plan) + rules_table(plan, effects(plan), ink)
+    return f'<div class="mp">{style()}{body}{collectives_table(plan, ink, most=6)}</div>'
 
 
 class Ink:
@@ -118,9 +131,9 @@ def table(heads: Sequence[tuple[str, str]], rows: Iterable[str], sortable: bool 
     return f'<div class="wide"><table{kind}><thead><tr>{cells}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def number(text: str, value: float) -> str:
-    """A cell with a number that sorts by its value."""
-    return f'<td class="n" data-v="{value:.6g}">{escape(text)}</td>'
+def number(text: str, value: float, bar: str = "") -> str:
+    """A cell with a number that sorts by its value; perhaps a bar below it."""
+    return f'<td class="n" data-v="{value:.6g}">{escape(text)}{bar}</td>'
 
 
 # -- the parts
@@ -133,28 +146,64 @@ def _head(plan: Plan, ink: Ink) -> str:
     return f'<h1>{devices} devices{where}</h1><p>{axes}</p><p class="mono">{escape(str(plan.layout) or "(nothing split)")}</p>'
 
 
-def _cards(plan: Plan) -> str:
+def cards(plan: Plan) -> str:
+    """The figures of a plan: memory of its device, seconds and utilisation, bytes sent."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     room = chip.per_device().hbm if chip is not None else None
-    meter = ""
-    if room:
+    meter, of = "", "(no chip is named)"
+    if room and chip is not None:
         over = " over" if memory.peak > room else ""
         meter = f'<div class="meter{over}"><i style="width:{min(100.0, 100 * memory.peak / room):.1f}%"></i></div>'
-    of = f"of {human(room)} of a {chip.name}" if room and chip else "(no chip is named)"
-    cards = [("at the peak, on each device", human(memory.peak), meter, f"{of}, estimated")]
+        of = f"of {human(room)} of a {chip.name}, estimated"
+        of = f'<span class="up">does not fit</span>: {of}' if over else of
+    shown = [("at the peak, on each device", human(memory.peak), memory.peak, meter, of)]
     if time is not None:
         bounds = f"{duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does"
         below = "; ".join(filter(None, (bounds, waited_for(plan))))
-        cards.append(("a step, estimated", duration(time.seconds), "", escape(below)))
+        shown.append(("a step, estimated", duration(time.seconds), time.seconds, "", escape(below)))
         longest = f"{escape(time.bottleneck.split(':')[0])} takes longest"
-        cards.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", "", longest))
+        shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", longest))
     else:
-        cards.append(("time of a step", "–", "", NOT_ESTIMATED))
+        shown.append(("time of a step", "–", 0.0, "", NOT_ESTIMATED))
     took = f"in {duration(sum(map(step_seconds, plan.collectives)))}: " if plan.chip is not None else ""
-    cards.append(("sent by each device in a step", human(plan.bytes_sent), "", f"{took}{_kinds_sent(plan)}"))
+    sent = plan.bytes_sent
+    shown.append(("sent by each device in a step", human(sent), sent, "", f"{took}{_kinds_sent(plan)}"))
     return '<div class="cards">' + "".join(
-        f'<div class="card"><b>{value}</b>{what}{bar}<div class="dim">{more}</div></div>' for what, value, bar, more in cards
+        f'<div class="card"><b data-v="{value!r}">{text}</b>{what}{bar}<div class="dim">{more}</div></div>'
+        for what, text, value, bar, more in shown
     ) + "</div>"  # fmt: skip
+
+
+def step_parts(plan: Plan, ink: Ink) -> str:
+    """The estimate of a step and what it is made of, as bars of one scale; collectives in the colours of their axes."""
+    time = time_of(plan)
+    if time is None:
+        return ""
+    kernels = kernel_seconds(time)
+    linked: dict[str, float] = {}
+    for c in plan.collectives:
+        kind = ink.of.get(c.axes[0], "cn") if c.axes else "cn"
+        linked[kind] = linked.get(kind, 0.0) + step_seconds(c)
+    rows = [
+        ("a step, estimated", time.seconds, [("ink", kernels, "kernels"), ("wait", time.seconds - kernels, "waits for links")]),
+        ("products alone", time.compute, [("ink", time.compute, "products")]),
+        ("memory traffic alone", time.memory, [("ink", time.memory, "memory traffic")]),
+        ("collectives alone", time.communication, [(kind, n, "collectives") for kind, n in linked.items()]),
+    ]  # fmt: skip
+    most = max(value for _, value, _ in rows) or 1.0
+    out = ""
+    for label, value, pieces in rows:
+        bars = "".join(
+            f'<i class="{kind}" style="width:{100 * n / most:.2f}%" title="{escape(f"{what}: {duration(n)}")}"></i>'
+            for kind, n, what in pieces
+            if n > 0
+        )
+        out += (
+            f'<div><span>{label}</span><span class="track">{bars}</span><span class="n">{duration(value)}</span></div>'
+        )
+    key = (f'<div class="key"><span class="ink"><i></i>kernels {duration(kernels)}</span><span class="wait"><i></i>waits for links '
+           f"{duration(time.seconds - kernels)}</span></div>")  # fmt: skip
+    return f'<div class="parts">{out}</div>{key}'
 
 
 def _kinds_sent(plan: Plan) -> str:
@@ -164,10 +213,14 @@ def _kinds_sent(plan: Plan) -> str:
     return ", ".join(f"{k} {human(n)}" for k, n in sorted(kinds.items(), key=lambda x: -x[1])[:3])
 
 
-def _rules(plan: Plan, did: list[Effect], ink: Ink) -> str:
+def rules_table(plan: Plan, did: list[Effect], ink: Ink) -> str:
+    """What each rule splits and sends."""
     timed = plan.chip is not None
+    most = max((e.sent for e in did), default=0.0) or 1.0
     rows = []
     for e in did:
+        kind = ink.of.get(e.axes[0], "cn") if e.axes else "cn"
+        bar = f'<i class="bar {kind}" style="width:{100 * e.sent / most:.1f}%"></i>'
         if e.axes:
             text = f"{ink.axes(e.axes)} <code>{escape(e.rule)}</code>"
         else:
@@ -177,7 +230,7 @@ def _rules(plan: Plan, did: list[Effect], ink: Ink) -> str:
             split = '<span class="up">nothing</span>'
         rows.append(
             f'<tr><td>{text}</td><td class="n more">{e.tensors or ""}</td><td class="n">{split}</td>'
-            f'<td class="n more">{e.values or ""}</td>{number(human(e.sent) if e.sent else "–", e.sent)}'
+            f'<td class="n more">{e.values or ""}</td>{number(human(e.sent) if e.sent else "–", e.sent, bar)}'
             + (number(duration(e.seconds) if e.sent else "", e.seconds) if timed else "") + "</tr>"
         )  # fmt: skip
     heads = [
@@ -233,7 +286,8 @@ def _stage(stage: Stage) -> str:
     return f"{stage.size} {kind or f'along {stage.dim}, a ' + ('ring' if stage.wraps else 'line')}"
 
 
-def _memory(plan: Plan) -> str:
+def memory_of_device(plan: Plan) -> str:
+    """What is live over the ops of a step, against the capacity, and what the peak consists of."""
     memory, chip = memory_of(plan), plan.chip
     curve = memory.curve
     if not curve:
@@ -288,7 +342,8 @@ def _memory(plan: Plan) -> str:
     )
 
 
-def _layers(plan: Plan, ink: Ink) -> str:
+def layers(plan: Plan, ink: Ink) -> str:
+    """One iteration of the loops that take longest, over time."""
     if time_of(plan) is None:
         return f'<p class="dim">{NOT_ESTIMATED}</p>'
     found = bodies(plan)
@@ -324,7 +379,7 @@ def _layer(body: Body, ink: Ink) -> str:
     )
 
 
-def _collectives(plan: Plan, ink: Ink, most: int | None = None) -> str:
+def collectives_table(plan: Plan, ink: Ink, most: int | None = None) -> str:
     """Collectives alike in all that is shown as one row."""
     groups: dict[Any, list[Collective]] = {}
     for c in plan.collectives:
@@ -390,7 +445,8 @@ def _shape(dtype: str, shape: Sequence[int]) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def _notes(plan: Plan) -> str:
+def notes_list(plan: Plan) -> str:
+    """What to know of a plan."""
     return _list(notes(plan))
 
 

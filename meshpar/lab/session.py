@@ -1,0 +1,419 @@
+"""What the pages of a lab talk to: drafts of layouts in, plans as JSON out. Text is parsed, never evaluated."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import MeshError, MeshparError
+from ..hardware.topology import device_count, parse_topology
+from ..layout import Layout
+from ..layouts import PRESETS
+from ..mesh import parse_mesh, planned_mesh
+from ..plan.collectives import duration, human
+from ..planned import Plan
+from ..report.facts import kernel_seconds
+from ..search import search
+from ..search.answer import quiet
+from ..search.space import meshes
+from ..verify.aot import Compiled
+from . import view
+from .jobs import Job, Turns, as_json
+
+log = logging.getLogger(__name__)
+
+MOST_DEVICES = 1 << 20
+MOST_RULES = 200
+MOST_TEXT = 2000
+"""Of characters in a rule, a mesh or a topology."""
+KEPT = 16
+"""Plans that are kept."""
+MOST_MESHES = 24
+"""On how many meshes a known layout is tried, the most even first."""
+SEARCH = 20.0
+"""Seconds for which a search begins plans."""
+
+Compile = Callable[["Draft", Callable[[str], None]], Compiled]
+"""Compiles a draft with the real compiler; the function is told how far it is."""
+
+
+class BadRequest(Exception):
+    """A request that no page sends."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A mesh, its topology and a layout, as text."""
+
+    mesh: str
+    topology: str | None
+    layout: str
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of the page: its text, whether it holds, its rules, and the error of a text that has none."""
+
+    text: str
+    on: bool
+    layout: Layout | None
+    error: MeshparError | None
+
+
+class Session:
+    """A program in a lab: answers requests of pages, from any thread.
+
+    Args:
+      base: a plan of the program, from which the others are made.
+      name: of the function.
+      start: what is shown first; it need not be one that can be planned.
+      layouts: name → layouts to begin with, before the known ones.
+      compile: asks the real compiler.
+      lowering: for the lines of Python to copy.
+
+    Attributes:
+      shown: the last draft that could be planned.
+      title: the page's; the function's name, unless it is set.
+    """
+
+    def __init__(
+        self, base: Plan, *, name: str, start: Draft, layouts: Mapping[str, str], compile: Compile, lowering: str
+    ):
+        self.base, self.name, self.start, self.shown, self.lowering = base, name, start, start, lowering
+        self.title = name
+        self._layouts, self._compile = dict(layouts), compile
+        self._turns = Turns()
+        self._plans: OrderedDict[Draft, Plan] = OrderedDict()
+        self._jobs: dict[int, Job] = {}
+        self._answers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+            "open": self._open, "plan": self._planned, "start": self._start, "suggest": self._suggest,
+            "compile": self._ask_compiler, "job": self._job, "stop": self._stop,
+        }  # fmt: skip
+
+    def handle(self, request: Any) -> dict[str, Any]:
+        """The reply to a request, both as JSON has them; ``{"failed": text}`` where there is none."""
+        try:
+            if not isinstance(request, dict) or request.get("ask") not in self._answers:
+                raise BadRequest(f"a request asks one of {', '.join(self._answers)}")
+            return self._answers[request["ask"]](request)
+        except BadRequest as e:
+            return {"failed": str(e)}
+        except Exception as e:
+            log.exception("a request of a page fails")
+            return {"failed": f"{type(e).__name__}: {e}"}
+
+    def plan(self) -> Plan:
+        """The plan that is shown.
+
+        Raises:
+          MeshparError: none could be made so far, because of this.
+        """
+        with self._turns.page():
+            return self._plan(self.shown)
+
+    # -- plans
+
+    def _open(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        sizes: dict[str, list[int]] = {}
+        for value in self.base.program.inputs:
+            for dim, n in zip(self.base.program.dims(value), value.shape, strict=True):
+                if dim is not None and n not in sizes.setdefault(dim, []):
+                    sizes[dim].append(n)
+        return {
+            "title": self.title, "mesh": self.start.mesh, "topology": self.start.topology, "lowering": self.lowering,
+            "rules": statements(self.start.layout), "dims": [[d, n] for d, n in sizes.items()], "seconds": SEARCH,
+        }  # fmt: skip
+
+    def _planned(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        began = time.perf_counter()
+        mesh, topology, rows = _mesh(request), _topology(request), _rows(request)
+        pinned = request.get("pinned")
+        pinned = None if pinned is None else _draft(pinned)
+        errors: dict[str, Any] = {
+            "mesh": None,
+            "layout": None,
+            "rules": [row.error if row.on else None for row in rows],
+        }
+        out: dict[str, Any] = {"errors": errors, "plan": None, "sizes": None}
+        where = None
+        try:
+            if request.get("fit") is True:
+                mesh = ", ".join(f"{a}={n if k else -1}" for k, (a, n) in enumerate(parse_mesh(mesh).items()))
+            where = _place(mesh, topology)
+            mesh = ", ".join(f"{a}={n}" for a, n in dict(where.shape).items())
+            out["sizes"] = [[a, n] for a, n in dict(where.shape).items()]
+            out["mesh"] = mesh
+        except MeshparError as e:
+            errors["mesh"] = e
+        on = [row for row in rows if row.on and row.text.strip()]
+        if where is not None:
+            for k, row in enumerate(rows):
+                if row.on and row.layout is not None:
+                    try:
+                        row.layout.check_axes(where)
+                    except MeshparError as e:
+                        errors["rules"][k] = e
+        if errors["mesh"] is None and not any(errors["rules"]):
+            draft = Draft(mesh, topology, "\n".join(row.text for row in on))
+            try:
+                with self._turns.page():
+                    plan = self._plan(draft)
+                    before = self._plan(pinned) if pinned is not None else None
+                    self.shown = Draft(mesh, topology, str(plan.asked))
+                    out["plan"] = self._view(plan, before, rows)
+            except MeshparError as e:
+                k = _at_fault(rows, e)
+                if k is None:
+                    errors["layout"] = e
+                else:
+                    errors["rules"][k] = e
+        errors["mesh"], errors["layout"] = (e and as_json(e) for e in (errors["mesh"], errors["layout"]))
+        errors["rules"] = [e and as_json(e) for e in errors["rules"]]
+        out["axes"] = [_axes(row.layout) for row in rows]
+        out["ms"] = 1e3 * (time.perf_counter() - began)
+        return out
+
+    def _plan(self, draft: Draft) -> Plan:
+        if draft in self._plans:
+            self._plans.move_to_end(draft)
+            return self._plans[draft]
+        where = _place(draft.mesh, draft.topology)
+        with quiet():
+            plan = self.base.replan(layout=draft.layout, mesh=where, topology=draft.topology)
+        self._plans[draft] = plan
+        if len(self._plans) > KEPT:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _view(self, plan: Plan, pinned: Plan | None, rows: Sequence[_Row]) -> dict[str, Any]:
+        held = [row.layout for row in rows if row.on and row.layout is not None]
+        did = iter(view.rule_figures(plan, [layout.rules for layout in held]))
+        mesh = view.mesh_text(plan)
+        return {
+            "figures": view.figures(plan),
+            "html": view.parts(plan, pinned),
+            "rules": [next(did) if row.on and row.layout is not None else None for row in rows],
+            "colours": view.colours(plan),
+            "layout": str(plan.asked),
+            "python": view.python(self.name, plan, mesh, self.lowering),
+        }
+
+    # -- jobs
+
+    def _begin(self, run: Callable[[Job], Any]) -> dict[str, Any]:
+        for number in [n for n, job in self._jobs.items() if not job.running][:-KEPT]:
+            del self._jobs[number]
+        number = max(self._jobs, default=0) + 1
+        self._jobs[number] = Job(self._turns, run)
+        return {"job": number}
+
+    def _job(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        number = request.get("job")
+        if not isinstance(number, int) or number not in self._jobs:
+            raise BadRequest("there is no such job")
+        return self._jobs[number].view()
+
+    def _stop(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._job(request)
+        self._jobs[request["job"]].stop()
+        return {}
+
+    def _start(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        topology = _topology(request)
+        return self._begin(lambda job: self._known(job, topology))
+
+    def _known(self, job: Job, topology: str | None) -> list[dict[str, Any]]:
+        """The layouts to begin with, each on the mesh that is best for it; those that cannot be planned are left out."""
+        if topology is None:
+            devices = math.prod(parse_mesh(self.start.mesh).values())
+            slices = 1
+        else:
+            devices, slices = device_count(topology), parse_topology(topology).slices
+        found: list[dict[str, Any]] = []
+        names = self.base.program.all_names()
+        for name, text in {**self._layouts, **{n.replace("_", " "): str(p()) for n, p in PRESETS.items()}}.items():
+            layout = Layout(text)
+            axes = list(dict.fromkeys(a for rule in layout.rules for a in rule.axes))
+            asks: dict[tuple[str, ...], list[str]] = {}
+            for rule in layout.rules:
+                asks.setdefault(rule.axes, []).append(rule.dim)
+            if any(names.isdisjoint(dims) for dims in asks.values()):
+                continue  # rules that would do nothing: experts of a model without any
+            if slices == 1:
+                axes.sort(key=lambda a: a != "data")
+            best: dict[str, Any] | None = None
+            for mesh in _meshes_of(axes, devices):
+                job.tell(f"{name} on {mesh}")
+                row = self._row(name, Draft(mesh, topology, text))
+                if row is not None and (best is None or _better(row) < _better(best)):
+                    best = row
+            if best is not None and not any(_same(best, other) for other in found):
+                found = [*found, best]
+                job.result = found
+        return found
+
+    def _row(self, name: str, draft: Draft) -> dict[str, Any] | None:
+        try:
+            with quiet():
+                plan = self.base.replan(
+                    layout=draft.layout, mesh=_place(draft.mesh, draft.topology), topology=draft.topology
+                )
+        except MeshparError:
+            return None
+        return _row_of(name, draft, plan)
+
+    def _suggest(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        topology = _topology(request)
+        if topology is None:
+            raise BadRequest("a search needs a topology: without one no time is estimated")
+
+        def run(job: Job) -> list[dict[str, Any]]:
+            base = self.base
+            if base.chip is None or base.topology != topology:
+                with quiet():
+                    base = base.replan(layout="", mesh=_place("data=-1", topology), topology=topology)
+            found = search(base, topology, seconds=SEARCH, layouts=self._layouts.values(), tell=job.tell)
+            with quiet():
+                return [_row_of("found", Draft(found.best.mesh, topology, found.best.layout), found.plan())]
+
+        return self._begin(run)
+
+    def _ask_compiler(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        draft = _draft(request)
+
+        def run(job: Job) -> dict[str, Any]:
+            with quiet():
+                plan = self._plan(draft)
+                peak, took = plan.memory.peak, plan.time
+
+            def told(text: str) -> None:
+                job.leave()  # it is the compiler's process that works from here on
+                job.tell(text)
+
+            compiled = self._compile(draft, told)
+            of = compiled.exposed
+            rows = [
+                ("peak memory of a device", human(peak), human(compiled.memory.peak)),
+                ("sent by each device", human(plan.bytes_sent), human(compiled.bytes_sent)),
+            ]
+            if of is not None and took is not None:
+                rows += [
+                    ("waits for its links", duration(took.seconds - kernel_seconds(took)), duration(of.seconds)),
+                    ("a step; by the compiler's schedule", duration(took.seconds), duration(of.schedule)),
+                ]
+            how = "from the cache" if compiled.cached else f"in {compiled.compile_seconds:.0f} s"
+            return {
+                "mesh": draft.mesh, "layout": draft.layout, "rows": rows, "peak": compiled.memory.peak,
+                "head": f"compiled for {compiled.topology}, {compiled.effort} effort, {how}",
+            }  # fmt: skip
+
+        return self._begin(run)
+
+
+# -- requests
+
+
+def _text(request: Mapping[str, Any], key: str) -> str:
+    text = request.get(key)
+    if not isinstance(text, str) or len(text) > MOST_TEXT:
+        raise BadRequest(f"`{key}` is a text of at most {MOST_TEXT} characters")
+    return text
+
+
+def _mesh(request: Mapping[str, Any]) -> str:
+    return _text(request, "mesh")
+
+
+def _topology(request: Mapping[str, Any]) -> str | None:
+    return None if request.get("topology") is None else _text(request, "topology").strip() or None
+
+
+def _rows(request: Mapping[str, Any]) -> list[_Row]:
+    given = request.get("rules")
+    if not isinstance(given, list) or len(given) > MOST_RULES or not all(isinstance(r, dict) for r in given):
+        raise BadRequest(f"`rules` is a list of at most {MOST_RULES} rows")
+    return [_row(_text(r, "text"), r.get("on") is True) for r in given]
+
+
+def _row(text: str, on: bool) -> _Row:
+    try:
+        return _Row(text, on, Layout(text), None)
+    except MeshparError as e:
+        return _Row(text, on, None, e)
+
+
+def _draft(request: Any) -> Draft:
+    if not isinstance(request, dict):
+        raise BadRequest("a layout is an object with `mesh`, `topology` and `layout`")
+    layout = request.get("layout")
+    if not isinstance(layout, str) or len(layout) > MOST_RULES * MOST_TEXT:
+        raise BadRequest("`layout` is a text")
+    return Draft(_mesh(request), _topology(request), layout)
+
+
+def _place(mesh: str, topology: str | None) -> Any:
+    """The mesh to plan on.
+
+    Raises:
+      MeshparError: a text that is no mesh, one that does not fill its topology, or of too many devices.
+    """
+    sizes = parse_mesh(mesh)
+    if math.prod(sizes.values()) > MOST_DEVICES:
+        raise MeshError(f"mesh ({mesh}) has more than {MOST_DEVICES} devices")
+    return planned_mesh(mesh, topology)
+
+
+def _at_fault(rows: Sequence[_Row], e: MeshparError) -> int | None:
+    """The row of the rule that an error names."""
+    for k, row in enumerate(rows):
+        if row.on and row.layout is not None and e.rule in {row.text.strip(), *map(str, row.layout.rules)}:
+            return k
+    return None
+
+
+def _axes(layout: Layout | None) -> list[str] | None:
+    """The axes of a row's rules, of which the first has the row's colour; None: it cannot be read."""
+    return None if layout is None else list(dict.fromkeys(a for rule in layout.rules for a in rule.axes))
+
+
+def statements(layout: str) -> list[str]:
+    """The rows of a layout: its lines, cut at ``;``."""
+    lines = (line.split("#", 1)[0] for line in layout.splitlines())
+    return [text for line in lines for part in line.split(";") if (text := part.strip())]
+
+
+# -- layouts to begin with
+
+
+def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
+    """Meshes of these axes, the most even first; where there is none, all devices on the first."""
+    if not axes:
+        axes = ("data",)
+    found = [sizes for sizes in meshes(devices, 1, len(axes)) if len(sizes) == len(axes)]
+    if not found:
+        found = [tuple((a, devices if k == 0 else 1) for k, a in enumerate(axes))]
+    for sizes in found[:MOST_MESHES]:
+        yield ", ".join(f"{axis}={n}" for axis, (_, n) in zip(axes, sizes, strict=True))
+
+
+def _row_of(name: str, draft: Draft, plan: Plan) -> dict[str, Any]:
+    peak, chip = plan.memory.peak, plan.chip
+    return {
+        "name": name, "mesh": draft.mesh, "layout": draft.layout, "rules": statements(draft.layout), "seconds": plan.seconds,
+        "peak": peak, "sent": plan.bytes_sent, "fits": None if chip is None else peak <= chip.per_device().hbm,
+        "says": [duration(plan.seconds) if plan.seconds is not None else "–", human(peak)],
+    }  # fmt: skip
+
+
+def _better(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Less is better: those that fit, then the shortest, then the smallest."""
+    return (row["fits"] is False, row["seconds"] or 0.0, row["peak"])
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return all(a[k] == b[k] for k in ("mesh", "seconds", "peak", "sent"))

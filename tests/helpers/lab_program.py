@@ -1,0 +1,65 @@
+"""A small train step to try layouts on, and random edits of its layout."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+
+import meshpar as mp
+
+TOPOLOGY = "v5e:4x4"
+MESH = "data=4, model=4"
+RULES = ["batch: data", "mlp: model", "embed: data"]
+DIMS = {"state/w": "layers embed mlp", "state/v": "layers mlp embed", "x": "batch embed"}
+FLOAT = jnp.float32
+STATE = {"w": jax.ShapeDtypeStruct((4, 256, 512), FLOAT), "v": jax.ShapeDtypeStruct((4, 512, 256), FLOAT)}
+X = jax.ShapeDtypeStruct((64, 256), FLOAT)
+
+
+def train_step(state, x):
+    def loss(state):
+        def layer(x, weights):
+            return jnp.tanh(x @ weights["w"]) @ weights["v"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, state)[0] ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, jax.grad(loss)(state))
+
+
+def planned(mesh: str, layout: str, topology: str | None = TOPOLOGY) -> mp.Plan:
+    """As ``mp.plan`` has it, without a lab."""
+    return mp.plan(
+        train_step, STATE, X, mesh=mesh, topology=topology, layout=layout, dims=DIMS, donate_argnames="state"
+    )
+
+
+def lab(**options):
+    """A lab of the step."""
+    begin = {"mesh": MESH, "topology": TOPOLOGY, "layout": "; ".join(RULES), **options}
+    return mp.lab(train_step, STATE, X, dims=DIMS, donate_argnames="state", **begin)
+
+
+def edits(n: int, seed: int = 0):
+    """(mesh, rows of text and whether they hold), each a random edit of the one before."""
+    draw = random.Random(seed)
+    mesh, rows = dict.fromkeys(("data", "model"), 4), [[text, True] for text in RULES]
+    for _ in range(n):
+        edit = draw.choice(["mesh", "order", "switch", "axes", "add", "remove"])
+        if edit == "mesh":
+            size = draw.choice([1, 2, 4, 8, 16])
+            mesh = {"data": size, "model": 16 // size}
+        elif edit == "order" and len(rows) > 1:
+            rows.insert(draw.randrange(len(rows)), rows.pop(draw.randrange(len(rows))))
+        elif edit == "switch" and rows:
+            row = draw.choice(rows)
+            row[1] = not row[1]
+        elif edit == "axes" and rows:
+            row = draw.choice(rows)
+            row[0] = f"{row[0].split(':')[0]}: {draw.choice(['data', 'model', 'data+model', 'model+data', 'none'])}"
+        elif edit == "add" and len(rows) < 6:
+            rows.append(
+                [f"{draw.choice(['batch', 'embed', 'mlp', 'layers'])}?: {draw.choice(['data', 'model'])}", True]
+            )
+        elif edit == "remove" and len(rows) > 1:
+            rows.pop(draw.randrange(len(rows)))
+        yield ", ".join(f"{a}={n}" for a, n in mesh.items()), [tuple(row) for row in rows]

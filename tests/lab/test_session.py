@@ -1,0 +1,216 @@
+"""What a lab answers: the figures of ``mp.plan``, errors at the rules that cause them, nothing that is evaluated."""
+
+import json
+import threading
+
+import lab_program
+import pytest
+
+import meshpar as mp
+from meshpar.errors import MeshError, MeshparError, UnsupportedError
+from meshpar.plan.collectives import human
+
+
+@pytest.fixture(scope="module")
+def session():
+    return lab_program.lab(layouts={"mine": "mlp: model; batch: data"}).session
+
+
+def ask(session, rules, mesh=lab_program.MESH, topology=lab_program.TOPOLOGY, **more):
+    rows = [{"text": r, "on": True} if isinstance(r, str) else {"text": r[0], "on": r[1]} for r in rules]
+    request = {"ask": "plan", "mesh": mesh, "topology": topology, "rules": rows, "pinned": None, **more}
+    reply = session.handle(json.loads(json.dumps(request)))
+    json.dumps(reply, allow_nan=False)
+    return reply
+
+
+def done(session, request):
+    job = session.handle(request)
+    while (now := session.handle({"ask": "job", **job}))["running"]:
+        session._jobs[job["job"]].wait(0.05)
+    return now
+
+
+def test_fifty_random_edits_have_the_figures_of_mp_plan(session):
+    legal = 0
+    for mesh, rows in lab_program.edits(50):
+        reply = ask(session, rows, mesh)
+        try:
+            plan = lab_program.planned(mesh, "\n".join(text for text, on in rows if on))
+        except MeshparError:
+            assert reply["plan"] is None
+            assert any(reply["errors"]["rules"])
+            continue
+        legal += 1
+        figures = reply["plan"]["figures"]
+        assert figures["peak"] == plan.memory.peak
+        assert figures["seconds"] == plan.seconds
+        assert figures["sent"] == plan.bytes_sent
+        assert [figures[k] for k in ("compute", "memory", "communication")] == [
+            plan.time.compute,
+            plan.time.memory,
+            plan.time.communication,
+        ]
+        assert human(plan.memory.peak) in reply["plan"]["html"]["cards"]
+        assert sum(sent for _, sent, _ in figures["rules"]) == pytest.approx(plan.bytes_sent)
+        assert mp.Layout(reply["plan"]["layout"]).rules == plan.asked.rules
+    assert legal > 25
+
+
+def test_what_a_row_does_is_what_its_rules_do(session):
+    together = ask(session, ["batch: data", "mlp, embed: model"])["plan"]
+    apart = ask(session, ["batch: data", "mlp: model", "embed: model"])["plan"]
+    assert together["figures"] == apart["figures"]
+    sent = [row["sent"] for row in apart["rules"]]
+    assert [row["sent"] for row in together["rules"]] == [sent[0], sent[1] + sent[2]]
+    assert sum(sent) > 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ("embed data", "has no `:`"),
+        ("embed: dtaa", "names axis `dtaa`"),
+        ("embd: data", "names dim `embd`"),
+        ("embed: data+data", "asks for axis `data` twice"),
+        ("layers: data+model", "does not divide"),
+        ("oops.embed: data", "there is no scope"),
+        ("__import__('os').abort(): data", "is not a dim"),
+    ],
+)
+def test_an_error_is_at_its_rule(session, rule, says):
+    reply = ask(session, ["batch: data", rule, "mlp: model"])
+    assert reply["plan"] is None
+    assert [bool(e) for e in reply["errors"]["rules"]] == [False, True, False]
+    assert says in reply["errors"]["rules"][1]["headline"]
+    off = ask(session, ["batch: data", (rule, False), "mlp: model"])
+    assert off["plan"]["figures"] == ask(session, ["batch: data", "mlp: model"])["plan"]["figures"]
+    assert off["plan"]["rules"][1] is None
+
+
+def test_errors_of_the_mesh(session):
+    for mesh, topology in (
+        ("data=3, model=4", "v5e:4x4"),
+        ("data", "v5e:4x4"),
+        ("data=4, model=4", "v9:4x4"),
+        ("data=99999999999", None),
+        ("", None),
+    ):
+        reply = ask(session, lab_program.RULES, mesh, topology)
+        assert reply["plan"] is None
+        assert reply["errors"]["mesh"]["headline"]
+        assert not any(reply["errors"]["rules"])
+
+
+def test_another_topology_is_filled_by_the_first_axis(session):
+    reply = ask(session, lab_program.RULES, "data=4, model=4", "v5e:8x8", fit=True)
+    assert reply["mesh"] == "data=16, model=4"
+    assert (
+        reply["plan"]["figures"]["seconds"]
+        == lab_program.planned("data=16, model=4", "; ".join(lab_program.RULES), "v5e:8x8").seconds
+    )
+
+
+def test_without_a_topology_no_time_is_estimated(session):
+    figures = ask(session, lab_program.RULES, topology=None)["plan"]["figures"]
+    assert figures["seconds"] is None
+    assert figures["peak"] > 0
+    assert session.handle({"ask": "suggest", "topology": None})["failed"]
+
+
+def test_a_pinned_plan_stands_beside(session):
+    pinned = {"mesh": lab_program.MESH, "topology": lab_program.TOPOLOGY, "layout": "batch: data"}
+    diff = ask(session, lab_program.RULES, pinned=pinned)["plan"]["html"]["diff"]
+    for layout in ("batch: data", "; ".join(lab_program.RULES)):
+        assert human(lab_program.planned(lab_program.MESH, layout).memory.peak) in diff
+
+
+def test_text_is_escaped(session):
+    reply = ask(session, ['"*/<img src=x>".embed?: data', "batch: data"])
+    assert "<img" not in json.dumps(reply["plan"]["html"])
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        None, [], "plan", {}, {"ask": "eval"}, {"ask": ["plan"]}, {"ask": "plan"}, {"ask": "plan", "mesh": 3, "rules": []},
+        {"ask": "plan", "mesh": "data=2", "rules": "batch: data"}, {"ask": "plan", "mesh": "data=2", "rules": [1]},
+        {"ask": "plan", "mesh": "data=2", "rules": [{"text": "x" * 5000, "on": True}]},
+        {"ask": "plan", "mesh": "data=2", "rules": [{"text": "a: data", "on": True}] * 1000},
+        {"ask": "plan", "mesh": "data=2", "rules": [], "pinned": "batch: data"},
+        {"ask": "job", "job": 12345}, {"ask": "stop", "job": "1"}, {"ask": "compile", "mesh": "data=2"},
+    ],
+)  # fmt: skip
+def test_what_no_page_asks_has_no_reply(session, request_):
+    assert set(session.handle(request_)) == {"failed"}
+
+
+def test_the_python_to_copy_runs_the_plan_that_is_shown(session, mesh):
+    reply = ask(session, ["batch: data", ("seq: model", False), "mlp?: model; embed: data"], "data=4, model=2", None)
+    names = {"train_step": lab_program.train_step, "dims": lab_program.DIMS}
+    exec(reply["plan"]["python"], names)
+    plan = names["step"].plan(lab_program.STATE, lab_program.X)
+    assert plan.bytes_sent == reply["plan"]["figures"]["sent"]
+    assert str(plan.asked) == reply["plan"]["layout"]
+
+
+def test_known_layouts_come_with_their_best_mesh(session):
+    rows = done(session, {"ask": "start", "topology": lab_program.TOPOLOGY})["result"]
+    assert rows[0]["name"] == "mine"
+    assert len(rows) > 2
+    for row in rows:
+        plan = lab_program.planned(row["mesh"], row["layout"])
+        assert (row["seconds"], row["peak"], row["sent"]) == (plan.seconds, plan.memory.peak, plan.bytes_sent)
+    assert not any("expert" in row["layout"] for row in rows)
+
+
+def test_the_search_finds_what_is_at_least_as_good_as_the_known(session):
+    known = done(session, {"ask": "start", "topology": lab_program.TOPOLOGY})["result"]
+    (found,) = done(session, {"ask": "suggest", "topology": lab_program.TOPOLOGY})["result"]
+    assert found["fits"]
+    assert found["seconds"] <= 1.03 * min(row["seconds"] for row in known)
+
+
+def test_pages_go_before_a_search_and_a_search_can_be_stopped(session):
+    job = session.handle({"ask": "suggest", "topology": lab_program.TOPOLOGY})
+    want = ask(session, lab_program.RULES)["plan"]["figures"]
+    replies = []
+    threads = [threading.Thread(target=lambda: replies.append(ask(session, lab_program.RULES))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(reply["plan"]["figures"] == want for reply in replies)
+    session.handle({"ask": "stop", **job})
+    session._jobs[job["job"]].wait(60)
+    assert not session.handle({"ask": "job", **job})["running"]
+
+
+def test_a_compiler_that_cannot_be_asked_says_why(session):
+    told = done(session, {"ask": "compile", "mesh": "data=4", "topology": None, "layout": "batch: data"})
+    assert "needs a topology" in told["failed"]["headline"]
+
+
+def test_python_has_what_the_page_shows():
+    lab = lab_program.lab()
+    ask(lab.session, ["batch: model"], "data=2, model=8")
+    ask(lab.session, ["batch: nothing"], "data=2, model=8")
+    assert (lab.mesh, lab.topology, lab.layout) == ("data=2, model=8", lab_program.TOPOLOGY, "batch: model")
+    assert lab.plan.seconds == lab_program.planned("data=2, model=8", "batch: model").seconds
+    assert "batch: model" in repr(lab)
+
+
+def test_a_lab_begins_with_a_layout_that_cannot_be_planned():
+    session = lab_program.lab(layout="batch: nothing").session
+    assert session.handle({"ask": "open"})["rules"] == ["batch: nothing"]
+    assert ask(session, ["batch: nothing"])["errors"]["rules"][0]
+
+
+def test_where_it_begins(mesh):
+    assert lab_program.lab(mesh=None, layout=None).session.start.mesh == "data=16"
+    assert lab_program.lab(mesh=None, layout=None).session.start.layout == "batch?: data; embed?: data"
+    assert lab_program.lab(mesh=mesh, topology=None).session.start.mesh == "data=4, model=2"
+    with pytest.raises(MeshError, match="no machine"):
+        lab_program.lab(mesh=None, topology=None)
+    with pytest.raises(UnsupportedError):
+        mp.lab("no function", topology="v5e:4x4")
