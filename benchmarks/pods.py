@@ -1,0 +1,231 @@
+"""What several processes cost, and whether they survive: saves, agreement, the watch, plans and compiles for 4,096 chips, kills.
+
+    python benchmarks/pods.py [--kills 6] [--only save,agree,watch,plan,compile,kill]
+
+``compile`` needs libtpu (`pip install "jax[tpu]"`), not a TPU, and is left out with a word where there is none. CPU seconds are of
+all threads of a process. Everything runs on virtual CPU devices, groups of processes over Gloo.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import re
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+HERE = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+TRAIN = ["--layers", "2", "--embed", "64", "--eval-batches", "2", "--picture", ""]
+"""train_lm, small, so that most of a run is not its compile."""
+
+LARGE = "batch: data; embed: data; heads, kv_heads, mlp, vocab: model"
+Row = tuple[str, str, str]
+
+
+def saves() -> Iterator[Row]:
+    """The time that the training waits for a save, next to 500 steps of the default language model."""
+    import jax
+    from flax import nnx
+    from train_lm import DIMS, LAYOUTS, adamw, train_step
+
+    import meshpar as mp
+    from lm.model import Config, Transformer
+
+    mp.virtual_devices(8)
+    mesh, rules, config = mp.mesh("data=4, model=2"), LAYOUTS["fsdp+megatron"], Config()
+
+    def create(key: jax.Array) -> tuple[Transformer, nnx.Optimizer]:
+        model = Transformer(config, nnx.Rngs(key))
+        return model, nnx.Optimizer(model, adamw(1e-3, 100), wrt=nnx.Param)
+
+    model, optimizer = mp.init(create, mesh=mesh, layout=rules)(jax.random.key(0))
+    step = mp.jit(train_step, mesh=mesh, layout=rules, dims=DIMS, donate_argnames=("model", "optimizer"))
+    tokens = jax.numpy.zeros((16, 64), "int32")
+    blocked, times = [], []
+    with tempfile.TemporaryDirectory() as folder, mp.Checkpoints(folder, every=1, keep=2) as run:
+        for n in range(40):
+            began = time.perf_counter()
+            jax.block_until_ready(step(model, optimizer, tokens, tokens, jax.random.key(1)))
+            stepped = time.perf_counter()
+            if n % 10 == 9:
+                run.save(n, (model, optimizer))
+                blocked.append(time.perf_counter() - stepped)
+            elif n:
+                times.append(stepped - began)
+    one, wait = statistics.median(times), statistics.median(blocked[1:])
+    share = wait / (500 * one)
+    yield "a save blocks, of 500 steps of train_lm", f"{1e3 * wait:.0f} ms: {100 * share:.2f} %", "≤ 1 %"
+
+
+def agreement() -> Iterator[Row]:
+    """The facts of Llama-3-70B's step, but for values, which nothing here can hold, exchanged by four processes."""
+    script = f"""
+import time
+import meshpar as mp
+mp.distributed()
+from llama import llama3_70b
+from meshpar.pods.agree import agree, program_lines
+step, arguments, dims = llama3_70b()
+plan = mp.plan(step, *arguments, mesh="data=64, model=8", topology="v5p:8x8x8", layout={LARGE!r}, dims=dims)
+for round in range(3):
+    began = time.perf_counter()
+    agree("step", {{"program": lambda: program_lines(plan.program.closed), "layout": lambda: [str(plan.layout)],
+                    "devices": lambda: [", ".join(map(str, range(512)))]}})
+    print("took", time.perf_counter() - began, flush=True)
+"""
+    times = [float(t) for t in re.findall(r"took (\S+)", _launched(script, 4))]
+    yield "agreement on Llama-3-70B's step, 4 processes", f"{max(times):.2f} s", "< 0.5 s"
+
+
+def watch() -> Iterator[Row]:
+    """CPU of a process that sleeps, watched and not."""
+    script = """
+import sys, time
+import meshpar as mp
+mp.distributed()
+from meshpar.pods.watch import CALLS
+for n in range(5000):
+    CALLS.note("step", {"x": n})
+time.sleep(3)
+began = time.process_time()
+time.sleep(20)
+print("took", (time.process_time() - began) / 20, flush=True)
+"""
+    first, other = (float(re.findall(r"took (\S+)", t)[0]) for t in _logs_of(script, 2))
+    yield "the watch, of a core: process 0, another", f"{100 * first:.2f} %, {100 * other:.2f} %", ""
+
+
+def plan() -> Iterator[Row]:
+    script = f"""
+import time
+import meshpar as mp
+from llama import llama3_70b
+step, arguments, dims = llama3_70b()
+began = time.process_time()
+plan = mp.plan(step, *arguments, mesh="data=512, model=8", topology="v5p:16x16x16", layout={LARGE!r}, dims=dims)
+plan.memory.peak, plan.seconds
+print("took", time.process_time() - began)
+"""
+    text = subprocess.run([sys.executable, "-c", script], env=HERE, capture_output=True, text=True, check=True).stdout
+    yield "Llama-3-70B traced and planned for 4,096 chips", f"{float(text.split()[-1]):.2f} CPU s", "≤ 1 CPU s"
+
+
+def compile_large() -> Iterator[Row]:
+    what = "the same compiled (`--effort fast`), the whole command"
+    if importlib.util.find_spec("libtpu") is None:
+        yield what, "no libtpu here", "≤ 40 CPU s, ≤ 2 GB"
+        return
+    command = [
+        "-m",
+        "meshpar",
+        "compile",
+        "examples/llama.py:llama3_70b",
+        "--topology",
+        "v5p:16x16x16",
+        "--effort",
+        "fast",
+    ]
+    command += ["--mesh", "data=512, model=8", "--layout", LARGE]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryDirectory() as cache:  # nothing is taken from an earlier one
+        env = {**HERE, "MESHPAR_CACHE": cache, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True, env=env)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    yield what, f"{cpu:.0f} CPU s, {after.ru_maxrss / 1e6:.2f} GB", "≤ 40 CPU s, ≤ 2 GB"
+
+
+def kills(count: int) -> Iterator[Row]:
+    """Four processes of train_lm, one killed at a random moment, and again: losses next to those of the run that was left alone."""
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        alone, length, _ = _trained(Path(folder, "alone"), None)
+        worst, survived, restarts = 0.0, 0, 0
+        for k in range(count):
+            at = rng.uniform(0.05, 0.95) * length
+            losses, _, text = _trained(Path(folder, str(k)), (rng.randrange(4), at))
+            restarts += text.count("starting again")
+            if losses is not None and losses.keys() == alone.keys():
+                survived += 1
+                worst = max(worst, *(abs(losses[n] - alone[n]) for n in alone))
+            else:
+                print(text[-2000:], file=sys.stderr)
+    yield f"train_lm, 4 processes, kill -9 of one: of {count} runs end well", f"{survived}, {restarts} restarts", "all"
+    yield "  largest difference of a step's loss", f"{worst:.1e}", "≤ 1e-5"
+
+
+def _trained(folder: Path, kill: tuple[int, float] | None) -> tuple[dict[int, float], float, str]:
+    """(loss by step, seconds, what the launcher said) of one run; ``kill``: (process, after how many seconds)."""
+    folder.mkdir()
+    launch = [sys.executable, "-m", "meshpar", "launch", "-n", "4", "--devices", "8", "--restarts", "3"]
+    script = ["examples/train_lm.py", *TRAIN, "--steps", "60", "--every", "10"]
+    files = ["--checkpoint", str(folder / "run"), "--metrics", str(folder / "losses")]
+    began = time.monotonic()
+    child = subprocess.Popen(
+        [*launch, *script, *files], cwd=ROOT, env=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if kill is not None:
+        process, seconds = kill
+        time.sleep(seconds)
+        for pid in _children(child.pid):
+            if f"MESHPAR_PROCESS={process}\0" in Path(f"/proc/{pid}/environ").read_text():
+                os.kill(pid, signal.SIGKILL)
+    text, _ = child.communicate(timeout=600)
+    lines = [json.loads(line) for line in (folder / "losses").read_text().splitlines()] if child.returncode == 0 else []
+    return {line["step"]: line["loss"] for line in lines}, time.monotonic() - began, text
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _launched(script: str, processes: int) -> str:
+    return "".join(_logs_of(script, processes))
+
+
+def _logs_of(script: str, processes: int) -> list[str]:
+    """What each process of a script writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "script.py").write_text(script)
+        command = [
+            sys.executable,
+            "-m",
+            "meshpar",
+            "launch",
+            "-n",
+            str(processes),
+            "--logs",
+            folder,
+            str(Path(folder, "script.py")),
+        ]
+        subprocess.run(command, env=HERE, check=True, capture_output=True)
+        return [Path(folder, "attempt-0", f"process-{p}.log").read_text() for p in range(processes)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--only", default="save,agree,watch,plan,compile,kill")
+    args = parser.parse_args()
+    rows: dict[str, Callable[[], Iterator[Row]]] = {
+        "save": saves, "agree": agreement, "watch": watch, "plan": plan, "compile": compile_large,
+        "kill": lambda: kills(args.kills),
+    }  # fmt: skip
+    print("| | measured | aim |\n|---|---|---|")
+    for name in args.only.split(","):
+        for row in rows[name]():
+            print("| " + " | ".join(row) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
