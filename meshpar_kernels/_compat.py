@@ -273,6 +273,11 @@ def tpu_vmem() -> int:
     return (16 if re.match(r"TPU v[234]\b", device_kind()) else 64) << 20
 
 
+def tpu_cores() -> int:
+    """TensorCores that share the work of one kernel ("megacore") on the TPU that kernels traced now are for: 2 of v4 and v5p."""
+    return 2 if re.match(r"TPU (v4|v5p?)$", device_kind()) else 1
+
+
 def gpu_architecture() -> tuple[int, int]:
     """Compute capability of the GPU that kernels traced now are for.
 

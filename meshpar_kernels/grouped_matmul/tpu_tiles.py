@@ -82,10 +82,20 @@ def fitting(pieces: tuple[int, ...], rows: int) -> tuple[int, ...]:
     return (*(size for size in pieces if size < min(rows, pieces[-1])), min(rows, pieces[-1]))
 
 
-def _divisors(size: int, most: int) -> list[int]:
-    """Multiples of 128 that divide `size`, up to `most`, and `size` itself: the legal block
-    widths."""
-    return [d for d in range(128, min(size, most + 1), 128) if size % d == 0] + [size]
+def _widths(size: int, most: int, cores: int) -> list[int]:
+    """Widths of blocks to choose from: multiples of 128 that divide `size`, or divide it about evenly where none can, and `size`
+    itself; and the least that leaves each core one."""
+    if size % 128 == 0:
+        parts = [size // d for d in range(128, size, 128) if size % d == 0] + [cores]
+    else:
+        parts = list(range(2, cdiv(size, 128) + 1))
+    found = {cdiv(cdiv(size, n), 128) * 128 for n in parts}
+    return sorted({d for d in found if d <= min(most, size)} | {size})
+
+
+def _in_turn(steps: int, cores: int) -> float:
+    """By how much cores that wait lengthen what `steps` steps, which they share, would take if they shared it evenly."""
+    return cores * cdiv(steps, cores) / steps
 
 
 def _row_tiles(rows: int) -> list[int]:
@@ -105,12 +115,14 @@ def pick_tile(
     vmem: int | None = None,
     *,
     gathered: bool = False,
+    cores: int | None = None,
 ) -> Tile | None:
     """The tile that moves the fewest bytes between HBM and VMEM and fits; None if none does.
 
     A step holds all of K: so a group's weights are fetched once, and lhs once for each tile of
       columns.
-    A step itself costs about as much as 200 kB.
+    A step itself costs about as much as 200 kB. Where a chip's two cores share a kernel, each takes its own tiles of columns: a
+      single one would leave half of the chip idle.
 
     Args:
       rows, k, n, groups: sizes; n is the width of the result.
@@ -119,13 +131,16 @@ def pick_tile(
       vmem: bytes to plan with; None: `vmem_to_plan_with`.
       gathered: whether the kernel gathers the rows of lhs: words of 4 bytes in two buffers, and put in order in a
         third.
+      cores: that share the columns; None: `_compat.tpu_cores`.
     """
     best = None
     vmem = vmem_to_plan_with() if vmem is None else vmem
+    cores = _compat.tpu_cores() if cores is None else cores
     held_element, moved_element = (8 + itemsize, 4) if gathered else (2 * itemsize, itemsize)
     for tm in _row_tiles(rows):
         visits = cdiv(rows, tm) + groups - 1
-        for tn in _divisors(n, 4096):
+        for tn in _widths(n, 4096, cores):
+            steps = cdiv(n, tn)
             held = held_element * tm * k + 2 * itemsize * (halves * k * tn + tm * tn)
             held += 4 * halves * min(tm, BLOCK[0]) * min(tn, BLOCK[2]) * (2 if k > BLOCK[1] else 1)
             if itemsize == 4:  # each float32 block becomes three of bfloat16
@@ -133,28 +148,35 @@ def pick_tile(
                 held += 6 * halves * cdiv(tn, width) * inner * (height + width)
             if held > vmem:
                 continue
-            moved = moved_element * rows * k * (n // tn) + itemsize * groups * k * n * halves
-            cost = (moved + (2e5 * visits + GATHERED_ROW * rows * gathered) * (n // tn), held)
+            moved = moved_element * rows * k * steps + itemsize * groups * k * n * halves
+            each = (2e5 * visits + GATHERED_ROW * rows * gathered) * steps / cores
+            cost = ((moved + each) * _in_turn(steps, cores), held)
             if best is None or cost < best[0]:
                 best = (cost, Tile(tm, k, tn))
     return None if best is None else best[1]
 
 
-def pick_transpose_tile(rows: int, k: int, n: int, groups: int, itemsize: int, vmem: int | None = None) -> Tile | None:
-    """As `pick_tile`, for [M, K]ᵀ[M, N] → [G, K, N]: the sums of a [k, n] tile stay in VMEM."""
+def pick_transpose_tile(
+    rows: int, k: int, n: int, groups: int, itemsize: int, vmem: int | None = None, *, cores: int | None = None
+) -> Tile | None:
+    """As `pick_tile`, for [M, K]ᵀ[M, N] → [G, K, N]: the sums of a [k, n] tile stay in VMEM, and cores share the tiles of K, or
+    else of N."""
     best = None
     vmem = vmem_to_plan_with() if vmem is None else vmem
+    cores = _compat.tpu_cores() if cores is None else cores
     for tm in _row_tiles(rows):
         visits = cdiv(rows, tm) + groups
-        for tk in _divisors(k, 4096):
-            for tn in _divisors(n, 4096):
+        for tk in _widths(k, 4096, cores):
+            for tn in _widths(n, 4096, cores):
                 held = 2 * itemsize * (tm * tk + tm * tn + tk * tn) + 4 * tk * tn
                 held += 4 * min(tk, TRANSPOSE_BLOCK[0]) * min(tn, TRANSPOSE_BLOCK[1])
                 if held > vmem:
                     continue
-                moved = rows * (k * (n // tn) + n * (k // tk)) + groups * k * n
-                steps = visits * (k // tk) * (n // tn)
-                cost = (itemsize * moved + 2e5 * steps, held)
+                steps_k, steps_n = cdiv(k, tk), cdiv(n, tn)
+                shared = steps_k if steps_k > 1 else steps_n  # the compiler splits the first parallel dim of the grid
+                moved = rows * (k * steps_n + n * steps_k) + groups * k * n
+                each = 2e5 * visits * steps_k * steps_n / cores
+                cost = ((itemsize * moved + each) * _in_turn(shared, cores), held)
                 if best is None or cost < best[0]:
                     best = (cost, Tile(tm, tk, tn))
     return None if best is None else best[1]
@@ -174,6 +196,6 @@ def unsupported(
     if tile is None:
         reasons.append(
             f"no tile of lhs{list(lhs.shape)} and rhs{list(rhs.shape)} fits "
-            f"{vmem_to_plan_with() >> 20} MiB of VMEM (a size that is no multiple of 128 is not split)"
+            f"{vmem_to_plan_with() >> 20} MiB of VMEM (K is not split)"
         )
     return Unsupported(reasons)

@@ -265,6 +265,33 @@ def test_tiles_fit_and_read_the_weights_once(name):
         assert 2 * itemsize * (tile.m * tile.k + tile.k * tile.n) < 48 << 20
 
 
+@pytest.mark.parametrize("name", MATMULS)
+def test_two_cores_both_have_tiles(name):
+    """Of v4 and v5p, whose two cores share a kernel; they had one tile of 2,880 columns between them."""
+    shape = MATMULS[name]
+    cores = _compat.tpu_cores()
+    assert cores == 1  # no TPU is traced for here
+    for n in {shape.n, 2880}:
+        forward = tpu_tiles.pick_tile(shape.m, shape.k, n, shape.groups, 2, 1, cores=2)
+        back = tpu_tiles.pick_transpose_tile(shape.m, shape.k, n, shape.groups, 2, cores=2)
+        assert forward is not None
+        assert back is not None
+        assert tpu_tiles.cdiv(n, forward.n) % 2 == 0
+        steps = tpu_tiles.cdiv(shape.k, back.k), tpu_tiles.cdiv(n, back.n)
+        assert (steps[0] if steps[0] > 1 else steps[1]) % 2 == 0
+
+
+def test_a_last_tile_of_columns_that_is_narrower():
+    """As two cores have them: 192 columns in tiles of 128, of the result and of the weights' gradient."""
+    lhs, rhs, grad = normal(M, 192), normal(G, 192, 192), normal(M, 192)
+    sizes = jnp.asarray(UNEVEN)
+    for transposed in (False, True):
+        got = run(grouped_matmul, lhs, rhs, sizes, tile=(128, 192, 128), transpose_rhs=transposed)
+        close(got, oracle.grouped_matmul(lhs, rhs, UNEVEN, transpose_rhs=transposed))
+    got = run(grouped_matmul_transpose, lhs, grad, sizes, tile=(128, 128, 128))
+    close(got, oracle.grouped_matmul_transpose(lhs, grad, UNEVEN))
+
+
 def test_no_tile_is_a_reason():
     shape = jax.ShapeDtypeStruct((8192, 100_001), jnp.float32)
     weights = jax.ShapeDtypeStruct((2, 100_001, 100_003), jnp.float32)
