@@ -283,4 +283,60 @@ def layer(w: Writer) -> None:
         )
 
 
-BODIES = frozenset({"scan", "loop", "branch", "call", "mapped", "accumulate"})
+@statement(1.5)
+def parts(w: Writer) -> None:
+    """A dim cut into parts, of which one is looped or mapped over; what comes out may be put together again."""
+    x = w.pick(ranks=(1, 2, 3), such=lambda v: any(n % p == 0 and n > p for n in v.shape for p in (2, 3, 4)))
+    i, k = w.of([(i, p) for i, n in enumerate(x.shape) for p in (2, 3, 4) if n % p == 0 and n > p])
+    inner = w.chance(0.3)  # which part is gone over
+    cut = (*x.shape[:i], *((x.shape[i] // k, k) if inner else (k, x.shape[i] // k)), *x.shape[i + 1 :])
+    at = i + inner
+    rest = (*cut[:at], *cut[at + 1 :])
+    p = w.param(rest, top=x.top, bits=x.bits if x.exact else None)
+    with w.body([p]) as b:
+        fill(b, 1 + w.rng.randrange(2))
+        name, text = w.define(b, [p], result(b, rest, p.name))
+    cuts = f"{name}_x = {x.name}.reshape{cut}"
+    lead = f"jnp.moveaxis({name}_x, {at}, 0)" if at else f"{name}_x"
+    expr = w.of([
+        f"jax.vmap({name}, {at}, {at})({name}_x)", f"jax.vmap({name}, {at}, {at})({name}_x)",
+        f"jnp.moveaxis(lax.map({name}, {lead}), 0, {at})",
+        f"jnp.moveaxis(lax.scan(lambda c, r: (c + r.sum(), {name}(r)), F(0), {lead})[1], 0, {at})",
+        f"jnp.stack([{name}({lead}[j]) for j in range({k})], {at})",
+    ])  # fmt: skip
+    back = w.of(["", f".reshape{x.shape}", f".reshape{x.shape}", f".sum({at})", f".mean({at})"])
+    w.emit(f"({expr}){back}", 8.0 * k, before=[*text, cuts], scale=False)
+
+
+@statement(1)
+def update(w: Writer) -> None:
+    """A gradient that linear readers (averages, decay) take before those that need it whole (signs, norms, clipping)."""
+    x = w.pick(ranks=(2, 3))
+    u = w.fresh((x.shape[-1], w.of(list(w.sizes.values()))))
+    m = w.fresh(u.shape)
+    name = f"f{w.name()[1:]}"
+    before = [
+        f"{name}_l, {name}_g = jax.value_and_grad(lambda u: (jnp.tanh({x.name} @ u) ** 2).mean())({u.name})",
+        f"{name}_m = 0.9 * {m.name} + 0.1 * {name}_g",
+    ]
+    w.emit(w.of([
+        f"[{u.name} - 0.25 * jnp.tanh(9.0 * {name}_m + {name}_g), {name}_m]",
+        f"[{u.name} - 0.5 * {name}_g, jnp.sqrt(1.0 + jnp.square({name}_g).sum())]",
+        f"[{name}_m, {name}_m / (0.5 + jnp.abs({name}_g)), {name}_l]",
+        f"[{name}_m * 0.5 + {u.name}, {name}_g / jnp.maximum(1.0, jnp.sqrt(1e-3 + jnp.square({name}_g).sum()))]",
+        f"[{name}_g * 2 - {name}_m, jnp.where({name}_l > 0.5, {name}_m, {m.name})]",
+    ]), 4.0, before=before, scale=False)  # fmt: skip
+
+
+@statement(0.6)
+def offloaded(w: Writer) -> None:
+    """What waits in the host's memory and comes back."""
+    x = w.pick(ranks=(1, 2, 3))
+    w.emit(w.of([
+        f"jax.device_put(jax.device_put({x.name}, HOST), DEVICE)",
+        f"jax.device_put(jax.device_put({x.name} * 0.5, HOST), DEVICE) + {x.name}",
+        f"jax.device_put(jax.device_put({x.name}, HOST), DEVICE).sum(0)",
+    ]), x.top * max(2, x.shape[0]), None if x.bits is None else x.bits + 1)  # fmt: skip
+
+
+BODIES = frozenset({"scan", "loop", "branch", "call", "mapped", "accumulate", "parts"})

@@ -130,6 +130,8 @@ def namespace(real: Any) -> dict[str, Any]:
         "mp": mp,
         "nn": jax.nn,
         "F": real,
+        "HOST": jax.memory.Space.Host,
+        "DEVICE": jax.memory.Space.Device,
         "N": np.dtype(real).type,
         "weights": weights,
     }
