@@ -1,11 +1,14 @@
 """Random programs × random layouts × random meshes, values and gradients against the unsharded run.
 
     python benchmarks/fuzz.py --cases 5000 [--seed 0] [--lowering shard_map jit] [--log fuzz.jsonl] [--workers 1] [--outside 4]
+                                         [--control 4 --calls 64]
 
 A case is a program on a mesh under a layout, run under every lowering asked for. Gradients are taken in the program that is
 lowered; in one case of four (``--outside``), of the function that the lowering returns. Prints how many ran, how many differed,
 how many could not run (those that JAX cannot run unsharded apart), the primitives that they covered, and for every case that
 differs the smallest one found that still does.
+``--control`` adds loops and conditionals, and ``--calls`` makes so many calls before it waits for the last: collectives in bodies
+and beside them, many runs under way. A process that is silent for ``--patience`` seconds is ended, and its case noted as hung.
 With ``--log`` the outcome of each case is appended to a file, and cases that are in it are not run again.
 """
 
@@ -15,6 +18,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -26,18 +30,18 @@ CHUNK = 100
 """Cases a process: a compiler that crashes takes no more than one case with it, and memory stays small."""
 
 
-def outcome(case, lowering, reference):
+def outcome(case, lowering, reference, calls=1):
     """("", "") where all agrees, else (what kind of failure, its text)."""
     import run
 
     try:
-        found = run.differences(case, lowering, reference)
+        found = run.differences(case, lowering, reference, calls)
     except Exception as e:
         return type(e).__name__, str(e).splitlines()[0][:300]
     return ("differs", str(found[0])) if found else ("", "")
 
 
-def worker(seed, indices, lowerings, tries, every):
+def worker(seed, indices, lowerings, tries, every, control, calls):
     """Run cases, print a line of JSON for each."""
     import jax
 
@@ -50,7 +54,7 @@ def worker(seed, indices, lowerings, tries, every):
     warnings.simplefilter("ignore")
     for n, index in enumerate(indices):
         print(json.dumps({"begun": index}), flush=True)
-        case = programs.make_case(random.Random(f"{seed}/{index}"), every=every)
+        case = programs.make_case(random.Random(f"{seed}/{index}"), every=every, control=control)
         line = {"case": index, "mesh": case.mesh, "outside": case.outside, "failed": {}}
         try:
             reference = run.unsharded(case)
@@ -65,12 +69,12 @@ def worker(seed, indices, lowerings, tries, every):
         print(json.dumps({"has a reference": index}), flush=True)
         line["primitives"] = list(reference.primitives)
         for lowering in lowerings:
-            kind, text = outcome(case, lowering, reference)
+            kind, text = outcome(case, lowering, reference, calls)
             if kind:
 
                 def fails(other, lowering=lowering, kind=kind):
                     try:
-                        return outcome(other, lowering, run.unsharded(other))[0] == kind
+                        return outcome(other, lowering, run.unsharded(other), calls)[0] == kind
                     except Exception:
                         return False
 
@@ -86,11 +90,23 @@ def run_chunk(args, indices, note):
     todo = list(indices)
     while todo:
         command = [sys.executable, __file__, "--seed", str(args.seed), "--tries", str(args.tries),
-                   "--outside", str(args.outside), "--lowering", *args.lowering, "--worker", *map(str, todo)]  # fmt: skip
+                   "--outside", str(args.outside), "--control", str(args.control), "--calls", str(args.calls),
+                   "--lowering", *args.lowering, "--worker", *map(str, todo)]  # fmt: skip
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
         assert process.stdout is not None
         begun, stage = None, "process"
+        hung = threading.Event()
+
+        def end(process=process, hung=hung):
+            hung.set()
+            process.kill()
+
+        timer = threading.Timer(args.patience, end)
+        timer.start()
         for text in process.stdout:
+            timer.cancel()
+            timer = threading.Timer(args.patience, end)
+            timer.start()
             line = json.loads(text)
             if "begun" in line:
                 begun, stage = line["begun"], "unsharded"
@@ -99,6 +115,7 @@ def run_chunk(args, indices, note):
             else:
                 note(line)
                 todo.remove(line["case"])
+        timer.cancel()
         if process.wait() and todo:
             index = begun if begun in todo else todo[0]
             assert process.stderr is not None
@@ -106,7 +123,13 @@ def run_chunk(args, indices, note):
             note(
                 {
                     "case": index,
-                    "failed": {stage: {"kind": "crashed", "text": " ".join(last)[-600:], "smallest": ""}},
+                    "failed": {
+                        stage: {
+                            "kind": "hung" if hung.is_set() else "crashed",
+                            "text": " ".join(last)[-600:],
+                            "smallest": "",
+                        }
+                    },
                     "primitives": [],
                 }
             )
@@ -125,20 +148,26 @@ def main():
     parser.add_argument("--tries", type=int, default=80, help="runs spent on making a failing case small; 0: none")
     parser.add_argument("--outside", type=int, default=4, metavar="N",
                         help="of one program in N the lowered function is differentiated; 1: of all, 0: of none")  # fmt: skip
+    parser.add_argument(
+        "--control", type=int, default=0, metavar="N", help="add N loops and conditionals to each program"
+    )
+    parser.add_argument("--calls", type=int, default=1, metavar="N", help="make N calls before the last is waited for")
+    parser.add_argument("--patience", type=float, default=600, help="seconds until a silent process is ended")
     parser.add_argument("--worker", nargs="+", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.seed, args.worker, args.lowering, args.tries, args.outside)
+        worker(args.seed, args.worker, args.lowering, args.tries, args.outside, args.control, args.calls)
         return
     lines = [json.loads(text) for text in args.log.read_text().splitlines()] if args.log and args.log.exists() else []
     lines = [line for line in lines if line["seed"] == args.seed and set(line["lowerings"]) >= set(args.lowering)
-             and line.get("every") == args.outside]  # fmt: skip
+             and (line.get("every"), line.get("control", 0), line.get("calls", 1))
+             == (args.outside, args.control, args.calls)]  # fmt: skip
     have = {line["case"] for line in lines}
     todo = [i for i in range(args.first, args.first + args.cases) if i not in have]
     start = time.time()
 
     def note(line):
-        line.update(seed=args.seed, lowerings=args.lowering, every=args.outside)
+        line.update(seed=args.seed, lowerings=args.lowering, every=args.outside, control=args.control, calls=args.calls)
         lines.append(line)
         if args.log:
             with args.log.open("a") as f:

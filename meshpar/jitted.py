@@ -30,6 +30,7 @@ from .compat.jax import (
     user_stacklevel,
     without_gc,
 )
+from .compat.quirks import not_far_ahead
 from .cost.flops import repeated_against_the_layout
 from .dims import Dims, PathDims, did_you_mean, fit_dims, near, path_matches
 from .errors import MeshError, PatternError, RepeatedWarning, UnsupportedError
@@ -910,6 +911,8 @@ class Jitted(Generic[P, R]):
             jax.jit, step, in_shardings=tuple(ins), out_shardings=list(outs), donate_argnums=donated,
             keep_unused=self._keep_unused,
         ), plan)  # fmt: skip
+        if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+            run = not_far_ahead(run)
         fixed = call.fixed
         arrays = [i for i in range(len(call.leaves)) if i not in fixed] if fixed else None
         made = plan, self._trace(call), flat, run, arrays, ins, outs, donated

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -106,9 +108,29 @@ BATCHED_SUM = Quirk(
     remove="when the partitioner gets the plain product of that test right",
 )
 
+LONG_STRIDE = Quirk(
+    compiler="XLA's partitioner, jax 0.10.2 and 0.12.0.1",
+    wrong="A slice that takes one element of a split dim, with a stride that is longer than a device's part of it, comes out wrong, "
+    "or is not compiled.",
+    test="tests/lower/test_quirks.py::test_one_element_with_a_long_stride",
+    remove="when the partitioner gets the plain slice of that test right",
+)
+
+RUNS_AHEAD = Quirk(
+    compiler="XLA for CPUs, jax 0.10.2",
+    wrong="Of a device, 32 runs may be under way; what starts another waits, in one of the threads that the runs need, of which "
+    "there are as many as devices or cores, whichever are more. With few cores a program with collectives that is called often "
+    "enough without a wait hangs, and is aborted after 40 seconds.",
+    test="tests/lower/test_quirks.py::test_many_calls_under_way",
+    remove="when the oldest JAX is 0.12",
+)
+RUNS_ON_CPUS = 8
+"""Runs on several CPU devices after which all are waited for: there is room for the eager ops between them (:data:`RUNS_AHEAD`)."""
+_runs = itertools.count(1)
+
 QUIRKS = (
     SCATTER_SHAPES, LONG_HELD, LOOPS_FIRST, CUT_LATE, ROUNDED_STACK, NOT_IN_PLACE, EXCHANGED_SLICE, MERGED_SLICES,
-    BATCHED_SUM,
+    BATCHED_SUM, LONG_STRIDE, RUNS_AHEAD,
 )  # fmt: skip
 """Every workaround of passes and lowerings. What XLA's partitioner gets wrong of a primitive stands in :mod:`meshpar.rules`."""
 
@@ -159,3 +181,25 @@ def gathered_apart(x: Any, axes: Sequence[str], dim: int) -> Any:
 def before_exchange(x: Any, cpu: bool) -> Any:
     """What is sent in an all-to-all or a permute (:data:`EXCHANGED_SLICE`)."""
     return lax.optimization_barrier([x])[0] if cpu else x
+
+
+def short_strides(params: dict[str, Any], shape: Sequence[int]) -> dict[str, Any]:
+    """The parameters of a slice with a result of this shape: where that is one element, it ends there (:data:`LONG_STRIDE`)."""
+    if params["strides"] is None or 1 not in shape:
+        return params
+    starts, ends, strides = (params[k] for k in ("start_indices", "limit_indices", "strides"))
+    ends = tuple(a + 1 if n == 1 else b for n, a, b in zip(shape, starts, ends, strict=True))
+    strides = tuple(1 if n == 1 else s for n, s in zip(shape, strides, strict=True))
+    return {**params, "limit_indices": ends, "strides": strides}
+
+
+def not_far_ahead(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """A program over several CPU devices whose calls do not pile up (:data:`RUNS_AHEAD`)."""
+
+    def paced(*xs: Any) -> list[Any]:
+        results = run(*xs)
+        if next(_runs) % RUNS_ON_CPUS == 0:
+            jax.block_until_ready(results)  # what is traced has nothing to wait for
+        return results
+
+    return paced

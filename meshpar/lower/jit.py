@@ -24,6 +24,7 @@ from ..compat.jax import (
     scan_counts,
     sharding_constraint_p,
 )
+from ..compat.quirks import short_strides
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
 from ..plan.spec import unsplit
@@ -150,6 +151,9 @@ class _Rewriter:
             if any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
                 changed = True
             new = eqn.replace(invars=invars)
+            if op.name == "slice" and (short := short_strides(eqn.params, op.outs[0].shape)) != eqn.params:
+                new = new.replace(params=short)
+                changed = True
             if op.name == "shard_map":  # over the devices of the plan, whatever it was traced for
                 new = new.replace(params={**eqn.params, "mesh": self.mesh})
                 changed = True

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import lookups  # noqa: F401  (its statements)
 from statements import STATEMENTS, statement
@@ -12,9 +13,9 @@ from writer import Skip, Var, Writer
 DEEPEST = 2
 
 
-def fill(w: Writer, n: int) -> None:
-    """Append about ``n`` random statements."""
-    names = [k for k in STATEMENTS if w.depth < DEEPEST or k not in BODIES]
+def fill(w: Writer, n: int, among: Iterable[str] = STATEMENTS) -> None:
+    """Append about ``n`` random statements, of some kinds."""
+    names = [k for k in among if w.depth < DEEPEST or k not in BODIES]
     weights = [STATEMENTS[k][1] for k in names]
     want, tries = len(w.lines) + n, 0
     while len(w.lines) < want and tries < 6 * n:
@@ -330,13 +331,15 @@ def update(w: Writer) -> None:
 
 @statement(0.6)
 def offloaded(w: Writer) -> None:
-    """What waits in the host's memory and comes back."""
+    """What waits in the host's memory and comes back: a value, or what a backward pass needs."""
     x = w.pick(ranks=(1, 2, 3))
+    there = f"jax.device_put(jax.device_put(lax.stop_gradient({x.name}), HOST), DEVICE)"  # JAX cannot transpose it
     w.emit(w.of([
-        f"jax.device_put(jax.device_put({x.name}, HOST), DEVICE)",
-        f"jax.device_put(jax.device_put({x.name} * 0.5, HOST), DEVICE) + {x.name}",
-        f"jax.device_put(jax.device_put({x.name}, HOST), DEVICE).sum(0)",
-    ]), x.top * max(2, x.shape[0]), None if x.bits is None else x.bits + 1)  # fmt: skip
+        f"{there} * 0.5 + {x.name}", f"{there}.sum(0) + {x.name}",
+        f"jax.checkpoint(lambda y: y * jnp.sin(offloaded(jnp.tanh(y))), policy=OFFLOAD)({x.name})",
+    ]), x.top * max(2, 1 + x.shape[0]))  # fmt: skip
 
 
+CONTROL = ("branch", "loop", "scan", "parts")
+"""What runs its body often, or not at all."""
 BODIES = frozenset({"scan", "loop", "branch", "call", "mapped", "accumulate", "parts"})

@@ -42,8 +42,8 @@ class Case:
         return "\n".join([p.text, f"# inputs (seed {p.seed})", *inputs, where, *how])
 
 
-def make_program(rng: random.Random, statements: int = 7) -> Program:
-    """A random program."""
+def make_program(rng: random.Random, statements: int = 7, control: int = 0) -> Program:
+    """A random program; ``control``: further statements that are loops and conditionals."""
     names = list("abcdefg")
     sizes = {c: SIZES[rng.randrange(len(SIZES))] for c in names}
     w = Writer(rng, sizes)
@@ -54,6 +54,7 @@ def make_program(rng: random.Random, statements: int = 7) -> Program:
             shape.pop()
         w.fresh(shape)
     bodies.fill(w, statements)
+    bodies.fill(w, control, bodies.CONTROL)
     made = {v.name for v in w.vars} - {i.name for i in w.inputs}
     outs = [v for v in w.vars if v.name in made and v.kind != "k" and (v.name not in w.used or rng.random() < 0.15)][
         -8:
@@ -100,8 +101,8 @@ def way_outside(program: Program, every: int) -> str:
     return "jvp" if forward else "vjp"
 
 
-def make_case(rng: random.Random, statements: int = 7, every: int = EVERY) -> Case:
-    program = make_program(rng, statements)
+def make_case(rng: random.Random, statements: int = 7, every: int = EVERY, control: int = 0) -> Case:
+    program = make_program(rng, statements, control)
     mesh = MESHES[rng.randrange(len(MESHES))]
     return Case(program, mesh, make_layout(rng, program, mesh), way_outside(program, every))
 

@@ -117,7 +117,8 @@ def unsharded(case: Case, options: dict[str, Any] | None = None) -> Reference:
     return Reference([host(x) for x in results], primitives(traced.jaxpr.jaxpr))
 
 
-def sharded(case: Case, lowering: str, options: dict[str, Any]) -> list[Any]:
+def sharded(case: Case, lowering: str, options: dict[str, Any], calls: int = 1) -> list[Any]:
+    """The results of the last of some calls, none of which is waited for before the next."""
     program = case.program
     run = mp.jit(lowered(case), mesh=mp.mesh(case.mesh), layout=case.layout, dims=program.dims, lowering=lowering,
                  compiler_options=None if case.outside else options)  # fmt: skip
@@ -125,7 +126,8 @@ def sharded(case: Case, lowering: str, options: dict[str, Any]) -> list[Any]:
         run = jax.jit(compared(case, run), compiler_options=options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mp.JoinWarning)
-        return list(run(*program.values()))
+        args = program.values()
+        return [run(*args) for _ in range(calls)][-1]
 
 
 def in_f64(case: Case) -> list[np.ndarray]:
@@ -140,7 +142,7 @@ def host(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
-def differences(case: Case, lowering: str, given: Reference | None = None) -> list[Difference]:
+def differences(case: Case, lowering: str, given: Reference | None = None, calls: int = 1) -> list[Difference]:
     """The leaves on which a sharded run differs from the unsharded one by more than rounding.
 
     Where they differ, both are compiled once more, with the options of :func:`careful`: under those of :func:`quick` XLA's CPU
@@ -150,7 +152,7 @@ def differences(case: Case, lowering: str, given: Reference | None = None) -> li
     reference: list[np.ndarray] = []
     for options, known in ((quick(), given), (careful(), None)):
         reference = (known or unsharded(case, options)).results
-        results = enumerate(zip(sharded(case, lowering, options), reference, strict=True))
+        results = enumerate(zip(sharded(case, lowering, options, calls), reference, strict=True))
         found = [d for k, (x, r) in results if (d := worst(k, x, r)) is not None]
         if not found:
             return []

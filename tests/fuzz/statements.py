@@ -397,7 +397,7 @@ def split(w: Writer) -> None:
     x = w.pick(ranks=(1, 2, 3), such=lambda v: any(n % 2 == 0 for n in v.shape))
     i = w.of([i for i, n in enumerate(x.shape) if n % 2 == 0])
     parts = w.of([p for p in (2, 4) if x.shape[i] % p == 0])
-    w.emit(f"jnp.split({x.name}, {parts}, {i})", x.top, x.bits)
+    w.emit(f"jnp.split({x.name}, {parts}, {i})", x.top, x.bits, scale=False)
 
 
 @statement(0.5)

@@ -1,8 +1,12 @@
 """Random programs under random layouts on random meshes are what they are unsharded: values and gradients, both lowerings."""
 
+import os
 import random
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -105,3 +109,26 @@ def test_programs_are_written_alike_from_alike_generators():
 
     texts = [str(programs.make_case(random.Random(seed))) for seed in ("a", "a", "b")]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_collectives_in_bodies_and_beside_them_with_many_calls_under_way():
+    """In a process of its own, which is ended where it hangs; on threads as few as devices."""
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "NPROC": "2", "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    command = [
+        "benchmarks/fuzz.py",
+        "--control",
+        "3",
+        "--calls",
+        "64",
+        "--cases",
+        "3",
+        "--outside",
+        "0",
+        "--tries",
+        "0",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, "--patience", "60"], env=env, cwd=root, capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout.count(": 0 differed from the unsharded run, 0 could not run") == 2, done.stdout + done.stderr

@@ -7,6 +7,7 @@ comparisons) only ever sees exact operands, and values stay within bounds in whi
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import types
@@ -19,11 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import meshpar as mp
 
 LARGEST = 4096
 """Elements of the largest value."""
+OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["offloaded"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
 
 
 class Skip(Exception):
@@ -132,6 +140,8 @@ def namespace(real: Any) -> dict[str, Any]:
         "F": real,
         "HOST": jax.memory.Space.Host,
         "DEVICE": jax.memory.Space.Device,
+        "OFFLOAD": OFFLOAD,
+        "offloaded": functools.partial(checkpoint_name, name="offloaded"),
         "N": np.dtype(real).type,
         "weights": weights,
     }

@@ -2,7 +2,10 @@
 
 import dataclasses
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -87,3 +90,59 @@ def test_a_batched_sum_of_which_one_axis_is_scattered():
         np.testing.assert_array_equal(found, 2 * x)
         later = mp.jit(lambda x: jnp.einsum("ab,ab->a", x, x) * 0.5, **options)  # the sum is combined behind another op
         np.testing.assert_array_equal(later(x), want / 2)
+
+
+def test_one_element_with_a_long_stride():
+    x = np.random.default_rng(0).integers(-8, 9, (2, 8)).astype(np.float32)
+    mesh = mp.mesh("x=2, y=4")
+    split = NamedSharding(mesh, P("x"))
+    plain = jax.jit(lambda x: lax.with_sharding_constraint(x, split)[1::3], out_shardings=NamedSharding(mesh, P()))
+    assert np.any(np.asarray(plain(x)) != x[1::3]), "the partitioner is mended: meshpar.compat.quirks says what can go"
+    for lowering in ("jit", "shard_map"):
+        step = mp.jit(
+            lambda x, w: ((x @ w)[1::3], (x @ w).reshape(16), x[:1, 1::7]),  # the second is split, and so the product is
+            mesh=mesh, layout="f?: x+y", dims={"x": "f _"}, lowering=lowering,
+        )  # fmt: skip
+        row, whole, one = step(x, np.eye(8, dtype=np.float32))
+        np.testing.assert_array_equal(one, x[:1, 1::7])
+        np.testing.assert_array_equal(row, x[1::3])
+        np.testing.assert_array_equal(whole, x.reshape(16))
+
+
+MANY_CALLS = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+import meshpar as mp
+
+def step(w, x):
+    y = lax.cond(x.sum() > 0, lambda: x @ w, lambda: (x @ w.T) * 2)
+    y = lax.while_loop(lambda s: (s[0] < 2) & (s[1].sum() < 1e9), lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, y))[1]
+    return w - 0.01 * (x.T @ y), (x * 2 @ w).sum()
+
+w, x = np.eye(16, dtype=np.float32), np.ones((8, 16), np.float32)
+mesh, layout, dims = mp.mesh("data=4, model=2"), "batch: data; embed: model", {"x": "batch embed", "w": "embed _"}
+for lowering in ("shard_map", "jit"):
+    for donated in (None, "w"):
+        run = mp.jit(step, mesh=mesh, layout=layout, dims=dims, lowering=lowering, donate_argnames=donated)
+        alone = jax.jit(step)
+        mine, at = run.put(w, x)
+        theirs = w
+        for _ in range(150):
+            mine, total = run(mine, at)
+        for _ in range(150):
+            theirs, same = alone(theirs, x)
+        np.testing.assert_allclose(total, same, rtol=1e-3)
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4)
+"""
+
+
+def test_many_calls_under_way():
+    """Some hundred calls without a wait, of programs with collectives in a conditional and a loop, on threads as few as devices."""
+    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")} | {"NPROC": "2"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", MANY_CALLS], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
