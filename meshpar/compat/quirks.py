@@ -110,8 +110,8 @@ BATCHED_SUM = Quirk(
 
 LONG_STRIDE = Quirk(
     compiler="XLA's partitioner, jax 0.10.2 and 0.12.0.1",
-    wrong="A slice that takes one element of a split dim, with a stride that is longer than a device's part of it, comes out wrong, "
-    "or is not compiled.",
+    wrong="A slice that takes one element of a split dim, with a stride longer than a device's part of it, comes out wrong, or is "
+    "not compiled.",
     test="tests/lower/test_quirks.py::test_one_element_with_a_long_stride",
     remove="when the partitioner gets the plain slice of that test right",
 )
