@@ -18,6 +18,7 @@ from .keywords import options_apart
 from .lab import Lab
 from .lab.session import Draft, Session
 from .layout import AnyMesh, Layout
+from .mesh import mesh as make_mesh
 from .mesh import planned_mesh
 from .plan.collectives import duration, human
 from .planned import Plan
@@ -463,10 +464,11 @@ def lab(
         layout = "; ".join(f"{dim}?: {next(iter(sizes))}" for dim in ("batch", "embed") if dim in names)
 
     def compiled(draft: Draft, tell: Callable[[str], None]) -> Compiled:
-        if draft.topology is None:
-            raise MeshError("a compiler needs a topology to compile for", fixes=['topology="v5e:16x16"'])
+        where = (
+            draft.mesh if draft.topology is not None else make_mesh(draft.mesh)
+        )  # without a topology: the devices here
         return compile(
-            fn, *args, mesh=draft.mesh, topology=draft.topology, layout=draft.layout, dims=dims, progress=tell, kwargs=given,
+            fn, *args, mesh=where, topology=draft.topology, layout=draft.layout, dims=dims, progress=tell, kwargs=given,
             **shared,
         )  # fmt: skip
 

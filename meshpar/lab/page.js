@@ -132,6 +132,7 @@ export function mount(root, ask) {
   async function plan(options = {}) {
     if (asking) { again = { ...again, ...options }; return; }
     asking = true;
+    root.setAttribute("aria-busy", "true");
     const { topology: where, mesh, rules, pinned } = state;
     const reply = await ask({ ask: "plan", topology: where, mesh, rules, pinned, ...options }).catch((e) => ({ failed: `${e}` }));
     asking = false;
@@ -140,6 +141,7 @@ export function mount(root, ask) {
   }
 
   function show(reply, options) {
+    root.setAttribute("aria-busy", "false");
     if (reply.failed) { say(reply.failed); root.classList.add("stale"); return; }
     if (options.fit && reply.mesh) state.mesh = reply.mesh;
     if (document.activeElement !== meshInput) meshInput.value = state.mesh;
@@ -424,12 +426,15 @@ export function mount(root, ask) {
     begin = [];
     suggest.hidden = !where;
     start.textContent = "planning the known layouts …";
+    start.setAttribute("aria-busy", "true");
     const done = await job({ ask: "start", topology: where }, (now) => {
       if (!now.result || where !== state.topology) return;
       begin = [...now.result, ...begin.filter((row) => row.name === "found")];
       drawStart();
     });
-    if (done.failed && where === state.topology) start.textContent = done.failed.headline;
+    if (where !== state.topology) return;
+    start.setAttribute("aria-busy", "false");
+    if (done.failed) start.textContent = done.failed.headline;
   }
   let searching = null;
   async function search() {

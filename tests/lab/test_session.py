@@ -187,8 +187,19 @@ def test_pages_go_before_a_search_and_a_search_can_be_stopped(session):
 
 
 def test_a_compiler_that_cannot_be_asked_says_why(session):
-    told = done(session, {"ask": "compile", "mesh": "data=4", "topology": None, "layout": "batch: data"})
-    assert "needs a topology" in told["failed"]["headline"]
+    told = done(session, {"ask": "compile", "mesh": "data=64", "topology": None, "layout": "batch: data"})
+    assert "needs 64 devices" in told["failed"]["headline"]
+
+
+def test_the_compiler_s_figures_stand_beside_the_estimate(session):
+    told = done(
+        session, {"ask": "compile", "mesh": "data=4, model=2", "topology": None, "layout": "batch: data; mlp: model"}
+    )
+    plan = lab_program.planned("data=4, model=2", "batch: data; mlp: model", None)
+    rows = {what: (estimate, compiled) for what, estimate, compiled in told["result"]["rows"]}
+    assert rows["peak memory of a device"][0] == human(plan.memory.peak)
+    assert rows["sent by each device"] == (human(plan.bytes_sent),) * 2
+    assert told["result"]["peak"] > 0
 
 
 def test_python_has_what_the_page_shows():

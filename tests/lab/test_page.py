@@ -1,0 +1,317 @@
+"""The page of a lab in a browser: what is edited by mouse, keyboard or as text has the figures of ``mp.plan``."""
+
+import json
+import random
+
+import lab_program
+import pytest
+from browser import chromium
+
+from meshpar.errors import MeshparError
+from meshpar.lab.server import Server, front_end
+from meshpar.plan.collectives import duration, human
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser):
+    """A page on a lab of its own; what goes wrong in it fails the test."""
+    server = Server(lab_program.lab(layouts={"mine": "mlp: model; batch: data"}).session)
+    server.start()
+    context = browser.new_context(viewport={"width": 1400, "height": 1000})
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    wrong = []
+    page.on("pageerror", lambda e: wrong.append(str(e)))
+    page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+    own = (f"http://127.0.0.1:{server.server_port}/", "data:")
+    page.on("request", lambda r: None if r.url.startswith(own) else wrong.append(r.url))
+    page.goto(server.url)
+    page.locator("main[data-figures]").wait_for()
+    page.locator(".start[aria-busy=false]").wait_for()
+    yield page
+    assert wrong == []
+    context.close()
+    server.stop()
+
+
+def settle(page):
+    page.locator('main[aria-busy="false"]').wait_for()
+
+
+def figures(page):
+    settle(page)
+    return json.loads(page.locator("main").get_attribute("data-figures"))
+
+
+def state(page):
+    """Mesh and layout as the page's controls show them."""
+    settle(page)
+    inputs = page.locator(".rules input.mono").evaluate_all("all => all.map((x) => x.value)")
+    on = page.locator(".rules input[type=checkbox]").evaluate_all("all => all.map((x) => x.checked)")
+    return page.get_by_label("mesh", exact=True).input_value(), [
+        text for text, holds in zip(inputs, on, strict=True) if holds
+    ]
+
+
+def agrees(page):
+    """The figures, where the layout can be planned, are those of ``mp.plan``; whether it can."""
+    mesh, rules = state(page)
+    try:
+        plan = lab_program.planned(mesh, "\n".join(rules))
+    except MeshparError:
+        assert page.locator("main.stale").count() == 1
+        assert page.locator(".rules .error:visible").count() >= 1
+        return False
+    assert page.locator("main.stale").count() == 0
+    shown = figures(page)
+    assert (shown["peak"], shown["seconds"], shown["sent"]) == (plan.memory.peak, plan.seconds, plan.bytes_sent)
+    cards = page.locator(".figures .card b").all_inner_texts()
+    assert cards[:2] == [human(plan.memory.peak), duration(plan.seconds)]
+    assert cards[3] == human(plan.bytes_sent)
+    return True
+
+
+def rule(page, k):
+    return page.locator(".rules > li").nth(k)
+
+
+def test_a_rule_is_edited_and_broken(page):
+    before = figures(page)
+    assert agrees(page)
+    rule(page, 2).get_by_label("rule", exact=True).fill("embed: model")
+    assert agrees(page)
+    assert figures(page)["peak"] != before["peak"]
+    rule(page, 2).get_by_label("rule", exact=True).fill("embed: modle")
+    settle(page)
+    assert "names axis modle" in rule(page, 2).locator(".error").inner_text()
+    assert page.locator(".rules .error:visible").count() == 1
+    assert page.get_by_role("button", name="Compile this").is_disabled()
+    rule(page, 2).get_by_label("rule", exact=True).fill("embed: data")
+    assert agrees(page)
+    assert figures(page) == before
+    assert page.locator(".error:visible").count() == 0
+
+
+def test_rules_are_ordered_by_keyboard_and_mouse(page):
+    _, first = state(page)
+    rule(page, 0).locator(".grip").press("ArrowDown")
+    assert state(page)[1] == [first[1], first[0], first[2]]
+    assert agrees(page)
+    assert page.evaluate("document.activeElement.className") == "grip"
+    page.keyboard.press("ArrowUp")
+    assert state(page)[1] == first
+    grip, last = rule(page, 0).locator(".grip").bounding_box(), rule(page, 2).bounding_box()
+    page.mouse.move(grip["x"] + 5, grip["y"] + 5)
+    page.mouse.down()
+    page.mouse.move(grip["x"] + 5, last["y"] - 20, steps=5)
+    page.mouse.move(grip["x"] + 5, last["y"] + last["height"], steps=5)
+    page.mouse.up()
+    assert state(page)[1] == [first[1], first[2], first[0]]
+    assert agrees(page)
+    page.get_by_role("button", name="Undo").click()
+    assert state(page)[1] == first
+
+
+def test_rules_are_switched_added_removed_and_take_axes(page):
+    before = figures(page)
+    rule(page, 2).get_by_role("checkbox").uncheck()
+    assert agrees(page)
+    assert figures(page)["peak"] > before["peak"]
+    rule(page, 2).get_by_role("checkbox").check()
+    assert figures(page) == before
+    rule(page, 2).get_by_role("button", name="model", exact=True).click()
+    assert state(page)[1][2] == "embed: data+model"
+    assert agrees(page)
+    page.get_by_role("button", name="layers", exact=True).click()
+    assert state(page)[1][3] == "layers?: model"
+    assert agrees(page)
+    rule(page, 3).get_by_role("button", name="remove").click()
+    assert len(state(page)[1]) == 3
+
+
+def test_the_mesh_is_dragged_and_stepped(page):
+    seam = page.get_by_role("slider")
+    box, bar = seam.bounding_box(), page.locator(".mesh").bounding_box()
+    page.mouse.move(box["x"] + 7, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(bar["x"] + 20, box["y"] + 20, steps=12)
+    page.mouse.up()
+    assert state(page)[0] == "data=1, model=16"
+    assert agrees(page)
+    seam.focus()
+    page.keyboard.press("ArrowRight")
+    assert state(page)[0] == "data=2, model=8"
+    page.keyboard.press("End")
+    assert state(page)[0] == "data=16, model=1"
+    assert seam.get_attribute("aria-valuetext") == "data 16, model 1"
+    assert agrees(page)
+    page.get_by_role("button", name="remove axis model").click()
+    settle(page)
+    assert page.locator(".rules .error:visible").count() == 1
+    page.get_by_role("button", name="add axis model").click()
+    assert state(page)[0] == "data=16, model=1"
+    assert agrees(page)
+    page.get_by_label("mesh", exact=True).fill("data=5, model=3")
+    settle(page)
+    assert page.locator(".error:visible").count() == 1
+    page.get_by_label("mesh", exact=True).fill("data=4, model=4")
+    page.get_by_label("topology").fill("v5e:8x8")
+    page.get_by_label("topology").press("Enter")
+    assert state(page)[0] == "data=16, model=4"
+
+
+def test_the_layout_as_text(page):
+    page.get_by_role("button", name="As text").click()
+    text = page.get_by_label("layout as text")
+    assert text.input_value().splitlines() == lab_program.RULES
+    text.fill("mlp: model; batch: data\n# embed: data")
+    page.get_by_role("button", name="As text").click()
+    assert state(page)[1] == ["mlp: model", "batch: data"]
+    assert page.locator(".rules > li").count() == 3
+    assert agrees(page)
+
+
+def test_the_known_layouts_are_ranked_and_a_search_finds_one(page):
+    page.get_by_role("button", name="mine").click()
+    mesh, rules = state(page)
+    assert rules == ["mlp: model", "batch: data"]
+    assert agrees(page)
+    page.get_by_role("button", name="Search for a better one").click()
+    page.get_by_role("button", name="found").wait_for()
+    settle(page)
+    best = page.locator(".start tbody tr[aria-current=true]")
+    assert "found" in best.all_inner_texts()[0] or best.count() > 1
+    plan = lab_program.planned(mesh, "; ".join(rules))
+    assert figures(page)["seconds"] <= plan.seconds
+    assert agrees(page)
+
+
+def test_two_plans_side_by_side_and_copies(page):
+    pinned = figures(page)
+    page.get_by_role("button", name="Pin", exact=True).click()
+    rule(page, 2).get_by_role("checkbox").uncheck()
+    now = figures(page)
+    beside = page.locator("section", has=page.get_by_role("heading", name="Beside the pinned plan"))
+    text = beside.inner_text()
+    assert human(pinned["peak"]) in text
+    assert human(now["peak"]) in text
+    page.get_by_role("button", name="Copy layout").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "batch: data; mlp: model"
+    page.get_by_role("button", name="Copy Python").click()
+    page.wait_for_timeout(50)
+    assert 'mp.mesh("data=4, model=4")' in page.evaluate("navigator.clipboard.readText()")
+    page.get_by_role("button", name="Unpin").click()
+    settle(page)
+    assert not beside.is_visible()
+
+
+def test_what_the_compiler_says(page):
+    """A topology that nobody compiles for: the reason is shown."""
+    page.get_by_label("topology").fill("")
+    page.get_by_label("topology").blur()
+    settle(page)
+    page.get_by_label("mesh", exact=True).fill("data=32, model=2")
+    settle(page)
+    page.get_by_role("button", name="Compile this").click()
+    page.get_by_text("not compiled:").wait_for()
+    assert "needs 64 devices" in page.locator(".results .error").inner_text()
+    page.get_by_label("mesh", exact=True).fill("data=4, model=2")
+    settle(page)
+    page.get_by_role("button", name="Compile this").click()
+    page.get_by_role("columnheader", name="compiler").wait_for(timeout=60_000)
+    assert (
+        human(figures(page)["sent"])
+        in page.locator("section", has=page.get_by_text("What the compiler says")).inner_text()
+    )
+
+
+def test_fifty_random_edits_by_its_controls(page):
+    draw = random.Random(1)
+    legal = 0
+    for _ in range(50):
+        k = draw.randrange(max(1, page.locator(".rules > li").count()))
+        act = draw.choice(["axis", "axis", "switch", "order", "mesh", "add", "remove", "type"])
+        if act == "mesh":
+            page.get_by_role("slider").first.press(draw.choice(["ArrowLeft", "ArrowRight", "Home", "End"]))
+        elif act == "add":
+            offered = page.locator(".more-dims .chip")
+            if offered.count() > 1:
+                offered.first.click()
+        elif page.locator(".rules > li").count() > 1:
+            if act == "axis":
+                rule(page, k).locator(".axes .chip").nth(draw.randrange(2)).click()
+            elif act == "switch":
+                rule(page, k).get_by_role("checkbox").click()
+            elif act == "order":
+                rule(page, k).locator(".grip").press(draw.choice(["ArrowUp", "ArrowDown"]))
+            elif act == "remove" and page.locator(".rules > li").count() > 2:
+                rule(page, k).locator(".drop").click()
+            elif act == "type":
+                dim = draw.choice(["batch", "embed", "mlp", "layers", "opt.embed"])
+                rule(page, k).locator("input.mono").fill(f"{dim}?: {draw.choice(['data', 'model', 'none', 'modle'])}")
+        if agrees(page):
+            legal += 1
+        else:
+            page.get_by_role("button", name="Undo").click()
+            assert agrees(page)
+    assert legal > 25
+
+
+@pytest.mark.parametrize("width", [400, 700, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_and_follows_the_colour_scheme(page, width, scheme):
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 28)"}[scheme]
+
+
+def test_every_control_has_a_name_and_shows_the_focus(page):
+    nameless = page.locator("button, input, textarea").evaluate_all(
+        "all => all.filter((x) => !(x.getAttribute('aria-label') || x.textContent.trim() || x.labels?.length)).length"
+    )
+    assert nameless == 0
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        style = page.evaluate(
+            "(({ outlineStyle, outlineWidth }) => outlineStyle + outlineWidth)(getComputedStyle(document.activeElement))"
+        )
+        inside = page.evaluate("document.querySelector('main').contains(document.activeElement)")
+        assert not inside or style == "solid2px"
+
+
+def test_the_page_in_a_notebook_asks_through_the_kernel(browser):
+    """The widget's half that a browser runs, with a model that is bound to a session."""
+    session = lab_program.lab().session
+    context = browser.new_context()
+    page = context.new_page()
+    page.expose_function("answer", session.handle)
+    page.set_content("<div id='cell'></div>")
+    page.evaluate(
+        """async (js) => {
+            const { default: widget } = await import(URL.createObjectURL(new Blob([js], { type: "text/javascript" })));
+            const heard = [];
+            const model = {
+                on: (what, f) => heard.push(f), off: () => heard.pop(),
+                send: async ({ number, request }) => {
+                    const reply = await answer(request);
+                    for (const f of heard) f({ number, reply });
+                },
+            };
+            widget.render({ model, el: document.querySelector("#cell") });
+        }""",
+        front_end()[1],
+    )
+    page.locator("#cell[data-figures]").wait_for()
+    shown = json.loads(page.locator("#cell").get_attribute("data-figures"))
+    plan = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES))
+    assert (shown["peak"], shown["seconds"]) == (plan.memory.peak, plan.seconds)
+    context.close()
