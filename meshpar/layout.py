@@ -254,6 +254,8 @@ def claim(
 ) -> tuple[list[tuple[str, ...]], dict[int, int]]:
     """Who gets which axis: the first rule, in the layout's order, whose dim is present.
 
+    Of a dim that is cut into parts the major one has the name; where that does not divide, its ``-inner`` part claims instead.
+
     Args:
       items: (names, size) of every dim of a value, or every factor of an op.
       sizes: axis → size; an axis that is not in it counts as fitting.
@@ -277,18 +279,28 @@ def claim(
         axes = tuple(a for a in rule.axes if a not in used)
         if rule.axes and not axes:
             continue
-        size = items[i][1]
         parts = math.prod(sizes.get(a, 1) for a in axes)
-        if size is not None and size % parts:
+        k = next((k for k in (i, *_inner_part(items, i)) if k not in closed and _divides(items[k][1], parts)), None)
+        if k is None:
             if not rule.optional:
                 refused.setdefault(i, r)
             continue
-        closed.add(i)
+        closed.update((i, k))
         used.update(axes)
-        out[i] = axes
+        out[k] = axes
     for i in closed:
         refused.pop(i, None)
     return out, refused
+
+
+def _divides(size: int | None, parts: int) -> bool:
+    return size is None or size % parts == 0
+
+
+def _inner_part(items: Sequence[tuple[Sequence[str], int | None]], i: int) -> list[int]:
+    """The item that is the minor part of a dim of which an item is the major part, if there is one."""
+    names = {f"{name}-inner" for name in items[i][0]}
+    return [k for k, (others, _) in enumerate(items) if names.intersection(others)][:1]
 
 
 def divisibility_error(

@@ -306,6 +306,7 @@ class Claims:
 
     def rule_text(self, names: Sequence[str], axis: str, scopes: Sequence[str] = ()) -> str | None:
         """The text of the rule that gives these names this axis."""
+        names = (*names, *(n.removesuffix("-inner") for n in names if n.endswith("-inner")))
         for r in self.layout.rules_of(names, scopes or self._all_scopes()):
             if axis in self.layout.rules[r].axes:
                 return str(self.layout.rules[r])

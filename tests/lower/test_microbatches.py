@@ -48,3 +48,46 @@ def test_every_device_does_its_share_of_every_microbatch(count, layout, lowering
     assert products <= compiled < 1.5 * products + 3e5
     for a, b in zip(jax.tree.leaves(sharded(p, x)), jax.tree.leaves(jax.jit(step)(p, x)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [("data=8", "batch: data"), ("replica=2, data=4", "batch: replica+data")])
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_parts_that_are_vmapped_over_and_fewer_than_devices_are_split_inside(mesh, layout, lowering):
+    """The gradient of each of four parts: a device does an eighth of every part."""
+    r = np.random.default_rng(0)
+    x, w = (r.normal(size=n).astype(np.float32) for n in ((256, 64), (64, 64)))
+
+    def step(x, w):
+        norm = lambda x: jnp.mean(jnp.square(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w / 8) ** 2))(w)))  # noqa: E731
+        return jax.vmap(norm)(x.reshape(4, -1, 64))
+
+    sharded = mp.jit(step, mesh=mp.mesh(mesh), layout=layout, dims={"x": "batch embed", "w": "embed mlp"},
+                     lowering=lowering)  # fmt: skip
+    products = 2 * 2 * 256 * 64 * 64 / 8
+    assert products <= sharded.lower(x, w).compile().cost_analysis()["flops"] < 1.5 * products
+    assert sum(c.bytes for c in sharded.plan(x, w).collectives if c.op == "all-gather") == 0
+    np.testing.assert_allclose(sharded(x, w), jax.jit(step)(x, w), rtol=1e-5)
+
+
+def small_batch(x, w):
+    """Four rows, through twenty layers of the same weight."""
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w) @ w.T, None), x, length=20)[0]
+
+
+def small_microbatches(x, w):
+    """A hundred and twenty-eight microbatches of four rows."""
+    return jax.lax.map(lambda x: jnp.tanh(x @ w).mean(), x.reshape(-1, 4, x.shape[-1]))
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize(("step", "rows", "width"), [(small_batch, 4, 2048), (small_microbatches, 512, 1280)])
+def test_what_is_smaller_than_its_axis_is_said_at_the_first_call(step, rows, width, lowering):
+    """And in the first screen of the plan; with what would mend it."""
+    x, w = jnp.ones((rows, width)), jnp.ones((width, width))
+    run = mp.jit(step, mesh=mp.mesh("data=8"), layout="batch?: data", dims={"x": "batch embed", "w": "embed mlp"},
+                 lowering=lowering)  # fmt: skip
+    said = "`batch?: data` does not divide `batch` of 4: make it a multiple of 8"
+    with pytest.warns(mp.RepeatedWarning, match="FLOPs of this step are done more than once") as found:
+        run(x, w)
+    assert said in str(found[0].message)
+    assert said in " ".join("\n".join(str(run.plan(x, w)).splitlines()[:24]).split())
