@@ -61,6 +61,21 @@ def test_an_optional_dim_that_is_misspelt_is_an_error():
     assert planned("batch: data; kv_heads?: data", "data=4", heads=False).inputs
 
 
+def test_an_optional_dim_of_an_argument_that_does_not_divide_is_noted():
+    def f(x, k, v):
+        return jnp.einsum("be,ehd->bhd", x, k) + jnp.einsum("be,ehd->bhd", x, v)
+
+    x, w = jax.ShapeDtypeStruct((8, 16), f32), jax.ShapeDtypeStruct((16, 2, 8), f32)
+    dims = {"x": "batch embed", "k": "embed kv_heads head_dim", "v": "embed kv_heads head_dim"}
+
+    def notes(model):
+        mesh = f"data=2, model={model}"
+        return " ".join(mp.plan(f, x, w, w, mesh=mesh, layout="batch: data; kv_heads?: model", dims=dims).notes)
+
+    assert "`kv_heads?: model` does not divide `kv_heads` of 2, which is left whole in k and 1 more" in notes(4)
+    assert "kv_heads" not in notes(2)
+
+
 @pytest.mark.parametrize("name", ["expert", "experts"])
 def test_experts_are_split_by_either_name(name):
     def f(x, w):

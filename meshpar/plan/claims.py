@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..layout import SCOPES, Layout, Spec, claim
+from ..layout import SCOPES, Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
 from ..rules import ELEMENTWISE, OpRule
 
@@ -95,6 +95,16 @@ class Claims:
         if plain:
             self._by_nodes[value.nodes, value.shape] = axes
         return axes
+
+    def left_whole(self, value: Value) -> Iterator[tuple[Rule, int]]:
+        """The rules marked ``?`` that do not divide a dim of an array, each with the dim; not those whose axes another dim has."""
+        spec = self.value(value)
+        used = {a for entry in spec for a in entry}
+        for i, (names, size) in enumerate(self.value_items(value)):
+            for rule in (self.layout.rules[r] for r in self.layout.rules_of(names, self.scopes_of(value))):
+                free = not spec[i] and used.isdisjoint(rule.axes)
+                if rule.optional and free and size % math.prod(self.sizes[a] for a in rule.axes):
+                    yield rule, i
 
     def nameless_as_given(self, value: Value, axes: Spec) -> Spec:
         """The spec with dims that have no name split as a ``shard_map`` of the user's own makes them (what it keeps for its

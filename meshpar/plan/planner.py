@@ -250,6 +250,16 @@ class _Planner:
                 shard = self.moved(value, spec, None, f"the result {value.path} is kept so")
             outputs.append(shard)
             kept.append(self.held(value, spec))
+        whole: dict[str, list[str]] = {}
+        for value in program.inputs:
+            for rule, i in self.claims.left_whole(value):
+                note = (
+                    f"`{rule}` does not divide `{program.dims(value)[i]}` of {value.shape[i]}, which is left whole in "
+                )
+                whole.setdefault(note, []).append(str(value.path))
+        self.notes += [
+            f"{note}{paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "") for note, paths in whole.items()
+        ]
         for value, i, rule in self.claims.refused.values():
             dims = format_dims(program.dims(value))
             note = f"`{self.layout.rules[rule]}` does not divide dim {i} of {list(value.shape)} ({dims}), which is left whole"
