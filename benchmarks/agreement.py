@@ -1,30 +1,37 @@
 """What plans say next to what the TPU compiler makes of them: collectives, peak memory, time. No TPU is needed, libtpu is.
 
     pip install -e . "jax[tpu]"
-    python benchmarks/agreement.py [--only v5e] [--json agreement.json]     # collectives and time: fast effort, shard_map
-    python benchmarks/agreement.py --effort full                            # memory: as the compiler does it by default
+    python benchmarks/agreement.py [--only v5e]                             # whole steps, memory, collectives
+    python benchmarks/agreement.py --presets --results steps.jsonl --part 1/4       # every layout of every model, in parts
+    python benchmarks/agreement.py --results steps.jsonl --summary          # what was compiled so far, by this version
+    python benchmarks/agreement.py --effort fast                            # collectives alone: some eight times faster
     python benchmarks/agreement.py --lowering jit                           # where XLA's partitioner sends something else
     python benchmarks/agreement.py --golden                                 # plans only, written for tests/plan/test_golden.py
 
-Models are those of examples/, at their real sizes. A row is printed when it is there; what has been compiled is kept on disk, so
-that a run that was stopped goes on where it was. ``--json`` adds the rows to a file, and sums up all that the file has.
+Models are those of examples/, at their real sizes. A row is printed when it is there; what has been compiled is kept on disk. With
+``--results`` rows are added to a file, one JSON object a line, with a digest of meshpar's code: those that this version has
+there are not made again, and the summary is of this version alone.
 
+- Whole steps: the plan's seconds next to the compiler's final schedule at its default effort (:mod:`meshpar.verify.exposed`: cycles
+  of kernels, and the communication beside which none runs; loops of unknown length, the further rounds of an exchange of
+  tokens, left out, as the plan does). Of pairs of layouts of one model, batch and slice whose schedules differ by over 3 %, the
+  share that the plan has in the same order.
 - Collectives are compared right after partitioning: kinds, axes, counts and bytes. Of collectives that send the same XLA keeps one,
   and of those whose result is not needed none; the plan has each, and the table how many went ("merged"). The exchange of tokens
   in a mixture of experts has further rounds for loads beyond its buffers, in a loop of unknown length; the plan says so in words.
 - Memory: the plan's peak next to the compiler's.
-- Time: the plan's kernels, without communication, next to the compiler's own estimate of their cycles, loops counted; its estimates
-  are of no use in absolute terms (a product takes five times as many cycles at fast effort), so ranks are compared.
 """
 
 import argparse
+import hashlib
+import itertools
 import json
 import math
 import statistics
 import sys
-import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +41,9 @@ from rich.console import Console
 from rich.table import Table
 
 import meshpar as mp
-from meshpar.hardware.topology import parse_topology
-from plan_vs_compiler import Difference, by_kind, differences, figures, kernel_seconds, rank_correlation
+from meshpar.hardware.topology import chip_of, parse_topology
+from meshpar.verify.exposed import exposed, places_of
+from plan_vs_compiler import Difference, by_kind, differences, figures, kernel_seconds
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import deepseek
@@ -143,6 +151,24 @@ TRIPLES = [
 ]  # fmt: skip
 
 
+def presets() -> list[Triple]:
+    """Every layout of every model on every slice that it is compared on, on the meshes of :data:`TRIPLES`."""
+    out = list(TRIPLES)
+    for t in TRIPLES:
+        module = next(m for prefix, m in MODULES.items() if t.model.startswith(prefix))
+        split = next(
+            (u.mesh for u in TRIPLES if (u.model, u.topology) == (t.model, t.topology) and "model" in u.mesh), None
+        )
+        for name, rules in module.LAYOUTS.items():
+            mesh = split if "model" in rules else f"data={parse_topology(t.topology).devices}"
+            if "slice" in rules:
+                continue  # for several slices
+            known = any((u.model, u.layout, u.topology) == (t.model, name, t.topology) for u in out)
+            if mesh is not None and not known:
+                out.append(Triple(t.model, name, t.topology, mesh, t.changes))
+    return out
+
+
 # -- golden plans
 
 
@@ -194,18 +220,34 @@ class Row:
     differ_by_kind: dict[str, Any] = field(default_factory=dict)
     planned_peak: float = 0.0
     compiled_peak: float = 0.0
-    planned_seconds: float = 0.0
-    cycles: float = 0.0
+    planned_kernels: float = 0.0
+    compiled_kernels: float = math.nan
+    planned_step: float = 0.0
+    compiled_step: float = math.nan
+    compiled_exposed: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
+    version: str = ""
     error: str = ""
 
     @property
     def memory_error(self) -> float:
         return self.planned_peak / self.compiled_peak - 1
 
+    @property
+    def step_error(self) -> float:
+        return self.planned_step / self.compiled_step - 1
+
+
+def version() -> str:
+    """A digest of meshpar's code, and the compiler's version."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "meshpar").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return f"{digest.hexdigest()[:12]}, jax {jax.__version__}"
+
 
 def compared(t: Triple, lowering: Any, effort: Any) -> Row:
-    row = Row(t.name, t.chip, lowering, effort)
+    row = Row(t.name, t.chip, lowering, effort, version=version())
     step, args, how = t.made()
     try:
         with warnings.catch_warnings():
@@ -225,8 +267,12 @@ def compared(t: Triple, lowering: Any, effort: Any) -> Row:
     row.further = sum(d.compiled for d in every if d.further)
     row.differences, row.differ_by_kind = list(map(str, found)), kinds(found)
     row.planned_peak, row.compiled_peak = kept.planned_peak, kept.compiled_peak
-    row.planned_seconds, row.cycles = kept.planned_seconds or math.nan, kept.cycles or math.nan
+    row.planned_kernels, row.planned_step = kept.planned_seconds or math.nan, c.plan.seconds or math.nan
     row.compile_seconds = c.compile_seconds
+    chip = chip_of(t.topology)
+    if effort == "full" and chip is not None and chip.clock:
+        found = exposed(c.as_text(), chip, places_of(list(c.mesh.devices.flat)), unknown=0)
+        row.compiled_kernels, row.compiled_step, row.compiled_exposed = found.compute, found.schedule, found.by_kind
     return row
 
 
@@ -234,18 +280,8 @@ def kinds(found: list[Difference]) -> dict[str, Any]:
     return {k: list(v) for k, v in by_kind(found).items()}
 
 
-HEADS = (
-    "triple",
-    "sent: plan",
-    "compiler",
-    "differ",
-    "peak: plan",
-    "compiler",
-    "error",
-    "kernels",
-    "cycles",
-    "compile",
-)
+HEADS = ("triple", "step: plan", "schedule", "error", "kernels: plan", "cycles", "exposed: plan", "schedule", "peak: plan",
+         "compiler", "error", "sent: plan", "differ", "compile")  # fmt: skip
 
 
 def same(row: Row) -> str:
@@ -257,73 +293,125 @@ def same(row: Row) -> str:
 def cells(row: Row) -> list[str]:
     if row.error:
         return [row.name, row.error[:60]]
+
+    def ms(seconds: float) -> str:
+        return "" if math.isnan(seconds) else f"{1e3 * seconds:.0f} ms"
+
+    def percent(part: float) -> str:
+        return "" if math.isnan(part) else f"{100 * part:+.1f} %"
+
     return [
-        row.name, f"{row.planned} of {row.planned_bytes / 1e9:.2f} GB", f"{row.compiled} of {row.compiled_bytes / 1e9:.2f} GB",
-        same(row), f"{row.planned_peak / 1e9:.2f} GB",
-        f"{row.compiled_peak / 1e9:.2f} GB", f"{100 * row.memory_error:+.1f} %", f"{1e3 * row.planned_seconds:.0f} ms",
-        f"{row.cycles / 1e6:.0f} M", f"{row.compile_seconds:.0f} s",
+        row.name, ms(row.planned_step), ms(row.compiled_step), percent(row.step_error), ms(row.planned_kernels),
+        ms(row.compiled_kernels), ms(row.planned_step - row.planned_kernels), ms(row.compiled_step - row.compiled_kernels),
+        f"{row.planned_peak / 1e9:.2f} GB", f"{row.compiled_peak / 1e9:.2f} GB", percent(row.memory_error),
+        f"{row.planned} of {row.planned_bytes / 1e9:.2f} GB", same(row), f"{row.compile_seconds:.0f} s",
     ]  # fmt: skip
 
 
-def sum_up(rows: list[Row], console: Console) -> None:
+LEAST = 0.03
+"""Layouts whose schedules differ by less are not compared."""
+
+
+def in_order(rows: list[Row], chosen: list[Triple]) -> tuple[int, int, list[str]]:
+    """(pairs of layouts of one model, batch and slice that the plan has in the schedule's order, pairs, those that it has not)."""
+    group = {t.name: (t.model, t.topology, tuple(t.changes.items())) for t in chosen}
+    right, wrong = 0, []
+    for a, b in itertools.combinations([r for r in rows if r.name in group and not math.isnan(r.compiled_step)], 2):
+        if group[a.name] != group[b.name] or abs(a.compiled_step / b.compiled_step - 1) <= LEAST:
+            continue
+        if (a.compiled_step < b.compiled_step) == (a.planned_step < b.planned_step):
+            right += 1
+        else:
+            wrong.append(f"{a.name} / {b.name}: planned {a.planned_step / b.planned_step:.2f}, "
+                         f"scheduled {a.compiled_step / b.compiled_step:.2f}")  # fmt: skip
+    return right, right + len(wrong), wrong
+
+
+def errors_of(what: str, rows: list[Row], error: Callable[[Row], float]) -> str:
+    """Median and worst of a relative error."""
+    found = [(abs(error(r)), r.name) for r in rows if not math.isnan(error(r))]
+    if not found:
+        return f"{what}: nothing to compare"
+    worst, name = max(found)
+    median = statistics.median(e for e, _ in found)
+    return (f"{what}: median {100 * median:.1f} %, worst {100 * worst:.1f} % ({name}); "
+            f"{sum(e <= 0.1 for e, _ in found)} of {len(found)} within 10 %")  # fmt: skip
+
+
+def sum_up(rows: list[Row], chosen: list[Triple], console: Console) -> None:
     for lowering, effort in dict.fromkeys((r.lowering, r.effort) for r in rows):
-        part = [r for r in rows if (r.lowering, r.effort) == (lowering, effort) and not r.error]
-        failed = sum(r.error != "" for r in rows if (r.lowering, r.effort) == (lowering, effort))
+        mine = [r for r in rows if (r.lowering, r.effort) == (lowering, effort)]
+        part = [r for r in mine if not r.error]
         if not part:
             continue
-        console.print(f"\n[bold]{lowering}, {effort} effort[/]: {len(part)} compiled, {failed} refused")
+        console.print(f"\n[bold]{lowering}, {effort} effort[/]: {len(part)} compiled, {len(mine) - len(part)} refused")
         console.print(
             f"collectives: {sum(not r.differences for r in part)} of {len(part)} equal "
             f"(in {sum(r.merged > 0 for r in part)} of them XLA merges some)"
         )
-        errors = [abs(r.memory_error) for r in part]
         said = "" if effort == "full" else " (to be judged at full effort)"
-        console.print(
-            f"memory{said}: median {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} % "
-            f"({max(part, key=lambda r: abs(r.memory_error)).name}); {sum(e <= 0.1 for e in errors)} within 10 %"
-        )
-        for chip in dict.fromkeys(r.chip for r in part):
-            mine = [r for r in part if r.chip == chip]
-            rank = rank_correlation([r.planned_seconds for r in mine], [r.cycles for r in mine])
-            console.print(f"time on {chip}: Spearman {rank:.3f} of {len(mine)}")
+        console.print(errors_of(f"memory{said}", part, lambda r: r.memory_error))
+        if effort != "full":
+            continue
+        console.print(errors_of("whole step", part, lambda r: r.step_error))
+        console.print(errors_of("kernels", part, lambda r: r.planned_kernels / r.compiled_kernels - 1))
+        right, pairs, wrong = in_order(part, chosen)
+        console.print(f"pairs of layouts that differ by over {100 * LEAST:.0f} %: {right} of {pairs} in order")
+        for text in wrong:
+            console.print(f"    {text}")
+
+
+def read_rows(path: Path | None, now: str) -> dict[tuple[str, str, str], Row]:
+    """The rows of a file that this version made, by name, lowering and effort."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    rows = [Row(**json.loads(line)) for line in lines]
+    return {(r.name, r.lowering, r.effort): r for r in rows if r.version == now}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="triples whose name has this in it; may be given again")
-    parser.add_argument("--effort", default="fast", choices=("fast", "full"), help="full: the triples marked so")
+    parser.add_argument("--effort", default="full", choices=("fast", "full"), help="of the compiler (%(default)s)")
     parser.add_argument(
         "--lowering", default="shard_map", choices=("shard_map", "jit"), help="jit: the triples marked so"
     )
     parser.add_argument("--all", action="store_true", help="whatever their marks")
-    parser.add_argument("--json", type=Path, help="a file that the rows are added to")
+    parser.add_argument("--presets", action="store_true", help="every layout of every model as well")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th triple from the K-th on (%(default)s)")
+    parser.add_argument("--results", type=Path, help="a file of JSON lines that rows are added to, and read from")
+    parser.add_argument("--summary", action="store_true", help="compile nothing; sum up the file of --results")
     parser.add_argument(
         "--golden", action="store_true", help="compile nothing; write the plans that the tests compare with"
     )
     args = parser.parse_args()
-    console = Console(width=180, highlight=False)
-    chosen = [t for t in TRIPLES if not args.only or any(text in t.name for text in args.only)]
+    console = Console(width=220, highlight=False)
+    every = presets() if args.presets else TRIPLES
+    chosen = [t for t in every if not args.only or any(text in t.name for text in args.only)]
     if args.golden:
         write_golden(chosen, console)
         return
-    if not args.all:
-        chosen = [t for t in chosen if (t.full or args.effort == "fast") and (t.jit or args.lowering != "jit")]
-    rows = {}
-    if args.json and args.json.exists():
-        rows = {(r["name"], r["lowering"], r["effort"]): Row(**r) for r in json.loads(args.json.read_text())}
-    table = Table(*HEADS, title=f"{args.lowering}, {args.effort} effort; jax {jax.__version__}", box=None)
-    for t in chosen:
-        began = time.perf_counter()
+    if args.lowering == "jit" and not args.all:
+        chosen = [t for t in chosen if t.jit]
+    k, n = map(int, args.part.split("/"))
+    chosen = chosen[k - 1 :: n]
+    rows = read_rows(args.results, version())
+    for t in [] if args.summary else chosen:
+        if (t.name, args.lowering, args.effort) in rows:
+            continue
         row = compared(t, args.lowering, args.effort)
         rows[row.name, row.lowering, row.effort] = row
-        table.add_row(*cells(row))
-        console.print(" | ".join(cells(row)), f"({time.perf_counter() - began:.0f} s)")
+        console.print(" | ".join(cells(row)))
         for text in row.differences[:20]:
             console.print(f"    {text}")
-        if args.json:
-            args.json.write_text(json.dumps([vars(r) for r in rows.values()], indent=1))
+        if args.results:
+            with args.results.open("a") as f:
+                f.write(json.dumps(vars(row)) + "\n")
+    shown = [r for r in rows.values() if r.lowering == args.lowering and r.effort == args.effort]
+    table = Table(*HEADS, title=f"{args.lowering}, {args.effort} effort; jax {jax.__version__}", box=None)
+    for row in shown:
+        table.add_row(*cells(row))
     console.print(table)
-    sum_up(list(rows.values()), console)
+    sum_up(shown, presets(), console)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     pip install -e . "jax[tpu]"
     python benchmarks/maxtext.py [--row 1] [--effort full]
+    python benchmarks/maxtext.py --schedule [--rows 1-3]       # whole steps, by the compiler's final schedule
 
 MaxText's figures are of its own ``train_compile`` (e591f30, 2026-08-22; jax 0.10.2, libtpu 0.0.42.1): float32 weights and
 moments, bfloat16 compute, AdamW, full remat, splash attention, donated state; the same sizes, slices, meshes and batches here.
@@ -10,6 +11,10 @@ Bytes are per step and device, decimal; where it has several variants of a row, 
 Rows called "kept" have a second policy: a layer recomputes computation but not communication, so that what was gathered or summed
 for its blocks is held (``remat="keep_collectives"``); MaxText's figures beside them are those at full remat. Row 10 is read right
 after partitioning, on both sides: in the final text the gathers of two slices stand as all-reduces of padded arrays.
+
+``--schedule`` has seconds of a step of rows 1 to 9: what computes, by libtpu's own cycles, and communication beside which
+nothing does (:mod:`meshpar.verify.exposed`), read off MaxText's final programs by the same reader. MaxText's are :data:`SCHEDULES`,
+ours are compiled now, with the options that a plan comes with. Splash attention has no cycles in either. Nothing was run.
 """
 
 import argparse
@@ -23,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import meshpar as mp
+from meshpar.hardware.topology import parse_topology
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import llama
@@ -76,6 +82,103 @@ ROWS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """A compiled program of MaxText's, as the reader of final programs has it.
+
+    Attributes:
+      options: of its compiler.
+      compute, exposed: seconds of a step; None: nobody read it.
+      sent, peak: GB; None: not known.
+    """
+
+    options: str
+    compute: float | None
+    exposed: float | None
+    sent: float | None
+    peak: float | None
+
+
+ASYNC = "tuned: asynchronous gathers"
+"""xla_tpu_enable_async_collective_fusion, …_fuse_all_gather, …_multiple_steps, xla_tpu_overlap_compute_collective_tc,
+xla_enable_async_all_gather."""
+OFFLOAD = "tuned: and sums on the SparseCores"
+"""With these xla_tpu_enable_sparse_core_collective_offload_reduce_scatter, …_offload_all_reduce,
+xla_tpu_enable_sparse_core_reduce_scatter_v2, xla_tpu_use_tc_device_shape_on_sc; 0.613 s without the time of those sums that the
+reader of that day did not see."""
+WINDOWS = "tuned: no windowed einsums"
+"""xla_jf_spmd_threshold_for_windowed_einsum_mib beyond every array."""
+SCHEDULES: dict[str, tuple[Schedule, ...]] = {
+    "1": (
+        Schedule("default", 0.648, 0.136, 58.6, 4.37), Schedule(ASYNC, 0.640, 0.074, 58.6, 5.13),
+        Schedule(OFFLOAD, 0.608, 0.005, 58.6, 5.13),
+    ),
+    "2": (Schedule("default", 0.908, 0.575, 114.2, 5.03), Schedule(WINDOWS, 0.700, 0.603, 89.3, 4.47)),
+    "3": (Schedule("default; tuned is the same", 1.703, 0.234, 59.9, 4.68),),
+}  # fmt: skip
+"""MaxText e591f30 (``train_compile``), jax 0.10.2, libtpu 0.0.42.1, read on 2026-11-22; of the other rows memory and bytes alone
+are known (:data:`ROWS`)."""
+
+
+def schedules(rows: list[Row], effort: Any, console: Console) -> None:
+    """A line for every program of a row: MaxText's, then ours."""
+    heads = (
+        "row",
+        "program",
+        "whole s",
+        "compute s",
+        "exposed s",
+        "of its best",
+        "sent GB",
+        "peak GB",
+        "of its",
+        "fits",
+    )
+    table = Table(*heads, title=f"whole steps by the final schedule; {effort} effort, jax {jax.__version__}")
+
+    def show(*cells: str) -> None:
+        table.add_row(*cells)
+        console.print(" | ".join(cells))
+
+    def figure(value: float | None, digits: int = 3) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    for row in rows:
+        capacity = parse_topology(row.topology).chip.per_device().hbm
+        theirs = SCHEDULES.get(row.name) or (Schedule("the variant that sends least", None, None, row.sent, row.peak),)
+        best = min(
+            (s.compute + s.exposed for s in theirs if s.compute is not None and s.exposed is not None), default=None
+        )
+        for s in theirs:
+            whole = None if s.compute is None or s.exposed is None else s.compute + s.exposed
+            fits = "" if s.peak is None else "yes" if s.peak * 1e9 <= capacity else "no"
+            show(row.name, f"MaxText, {s.options}", figure(whole), figure(s.compute), figure(s.exposed), "",
+                 figure(s.sent, 1), figure(s.peak, 2), "", fits or "does not compile")  # fmt: skip
+        try:
+            c = compiled(row, effort)
+        except mp.MeshparError as e:  # the table goes on
+            show(row.name, "meshpar", str(e).splitlines()[0][:60], "", "", "", "", "", "", "no")
+            continue
+        found = c.exposed
+        assert found is not None
+        peak = theirs[0].peak
+        show(
+            row.name, "meshpar", figure(found.schedule), figure(found.compute), figure(found.seconds),
+            "" if best is None else f"{found.schedule / best:.2f}", figure(c.bytes_sent / 1e9, 1),
+            figure(c.memory.peak / 1e9, 2), "" if peak is None else f"{c.memory.peak / 1e9 / peak:.2f}", "yes",
+        )  # fmt: skip
+    console.print(table)
+
+
+def numbered(text: str | None) -> list[Row]:
+    """The rows of ``--rows``: ``"1-3"``, ``"1,4"``; None: 1 to 9."""
+    wanted: set[int] = set()
+    for part in (text or "1-9").split(","):
+        first, _, last = part.partition("-")
+        wanted |= set(range(int(first), int(last or first) + 1))
+    return [r for r in ROWS if r.remat == "full" and int(r.name.split(",")[0]) in wanted]
+
+
 def compiled(row: Row, effort: Any) -> mp.Compiled:
     module = mixtral if row.model.startswith("mixtral") else llama
     step, args, dims = getattr(module, row.model)(row.batch, row.seq, remat=row.remat)
@@ -89,7 +192,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", action="append", help='only this row, "2" or "2, kept"; may be given again')
     parser.add_argument("--effort", default="full", choices=("full", "fast"))
+    parser.add_argument("--schedule", action="store_true", help="seconds of whole steps, by the final schedule")
+    parser.add_argument("--rows", help='with --schedule: "1-3", "1,4" (1-9)')
     args = parser.parse_args()
+    if args.schedule:
+        schedules(numbered(args.rows), args.effort, Console(width=180, highlight=False))
+        return
     table = Table(title=f"beside MaxText; {args.effort} effort, jax {jax.__version__}; GB are decimal")
     for head in (
         "row",
