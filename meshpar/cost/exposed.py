@@ -11,7 +11,8 @@ With A devices on a ring, t the seconds of a hop (blocks go both ways at once), 
   that is longer than the products themselves is exposed. Every block costs a start, and :func:`light_work` is computed apart;
   sums that travel are added up before they go on, so that their hop is that much longer, while those of the other way can be
   added during it. Rows that do not fill the matrix unit are paid for; a product takes the longer of its arithmetic and of its
-  memory traffic;
+  memory traffic, and each of its blocks reads all of the operand that is not cut; around a line hops may be
+  synchronous (``Chip.lines_wait``);
 - a kernel takes ``max(T_matmul, T_comm)`` and one hop more, the first or the last, beside which there is nothing to multiply; and
   what is copied to bring its operands into the form that it takes.
 """
@@ -41,9 +42,6 @@ from .memory import devices_of, major_of
 
 BLOCK = 2e-6
 """Seconds that starting the products of one more block takes, or a kernel."""
-LANES = 64
-"""Elements that the vector units of a core compute in a cycle in an op that is not fused with a product: additions of two blocks of
-bfloat16, cuts, conversions alike come out at 57 to 70 in the compiler's own estimates for v5e and for v5p."""
 BETWEEN = 0.5
 """Part of HBM's bandwidth at which such ops run where the chip's clock is not known."""
 
@@ -107,10 +105,16 @@ def exposed_by(
     last = 0.0 if devices % 2 else hop / (1 if devices == 2 else 2)
     steps = (devices - 1) // 2
     each, once = light_work(plan, chip, pair, devices)
-    block = total / devices + BLOCK * len(runs) + each
+    blocks = sum(product_seconds(plan, chip, run, pair, devices) for run in runs)
+    block = blocks + BLOCK * len(runs) + each
     waits: list[float] = []
-    if chip.cores > 1:
-        one = total / devices / max(1, len(runs))
+    if stage.line and chip.lines_wait:
+        waits.append(
+            sum((c.seconds or 0.0) * (c.count or 1) for c in hops if c.algorithm == "ring") / (first.count or 1)
+        )
+        others = ()
+    elif chip.cores > 1:
+        one = blocks / max(1, len(runs))
         waits += [max(0.0, hop - one)] * steps + [max(0.0, last - one)]
     else:
         # sums go on when what came is in them; what is gathered goes on at once
@@ -146,16 +150,60 @@ def later_stages(plan: Plan, c: Collective) -> float:
     return seconds_of(c.op, volume / stages[0].size, stages[1:], plan.chip, c.algorithm)
 
 
-def product_seconds(plan: Plan, chip: Chip, run: Run) -> float:
-    """A product on one device: the longer of its arithmetic, rounded up to the matrix unit, and of its traffic with HBM."""
+def product_seconds(plan: Plan, chip: Chip, run: Run, pair: Pair | None = None, blocks: int = 1) -> float:
+    """A product on one device: its arithmetic, rounded up to the matrix unit, beside its traffic with HBM and its results' way
+    through the vector units.
+
+    Args:
+      pair, blocks: of one of so many blocks in which it is made: what is not cut along the pair's dim is read anew for each.
+    """
     device, op = chip.per_device(), run.op
     rate = device.matmul_rate(str(op.eqn.invars[0].aval.dtype)) * chip.matmul_efficiency
     shards = zip((*op.eqn.invars, *op.eqn.outvars), (*run.operands, *run.results), strict=True)
-    traffic = sum(
+    sizes = [
         local_bytes(v.aval.shape, itemsize(v.aval), unsplit(v.aval.ndim) if s is None else s.spec, plan.sizes)
         for v, s in shards
+    ]
+    cut = [True] * len(sizes) if pair is None else _cut(pair, run)
+    traffic = sum(size / blocks if mine else size for size, mine in zip(sizes, cut, strict=True))
+    return kernel_seconds(
+        chip,
+        padded_flops(run, plan.sizes, chip.lanes) / rate / blocks,
+        traffic / (device.hbm_bandwidth * chip.hbm_efficiency),
+        _elements(plan, run.results[0]) / (blocks if cut[-1] else 1),
     )
-    return max(padded_flops(run, plan.sizes, chip.lanes) / rate, traffic / (device.hbm_bandwidth * chip.hbm_efficiency))
+
+
+def kernel_seconds(chip: Chip, products: float, traffic: float, elements: float) -> float:
+    """Seconds of a kernel whose parts overlap: the longest of them on GPUs, the root of the sum of their squares on TPUs.
+
+    The TPU compiler's own estimates (libtpu 0.0.42, Llama on v5e and v5p) are near the longest part where one is much longer, and
+    some 1.4 times that where two are alike: blocks of a weight's gradient of 229,000 cycles of products and 245,000 of traffic
+    take 343,000.
+
+    Args:
+      products: seconds on the matrix units.
+      traffic: seconds of reading and writing HBM.
+      elements: that go through the vector units.
+    """
+    if chip.switch:
+        return max(products, traffic)
+    return math.hypot(products, traffic, vector_seconds(chip, elements))
+
+
+def _cut(pair: Pair, run: Run) -> list[bool]:
+    """Which of a product's operands and results a block has a part of."""
+    side = next(side for other, side in pair.dots if other is run)
+    (lc, rc), (lb, rb) = run.op.eqn.params["dimension_numbers"]
+    if pair.gather:
+        contracted, batch = pair.dim in (lc, rc)[side], pair.dim in (lb, rb)[side]
+        mine = [contracted or batch] * 2
+        mine[side] = True
+        return [*mine, not contracted]
+    if side < len(lb):
+        return [True, True, True]
+    left = side - len(lb) < len(run.op.eqn.invars[0].aval.shape) - len(lc) - len(lb)
+    return [left, not left, True]
 
 
 def light_seconds(chip: Chip, elements: float, size: float) -> float:
@@ -166,7 +214,16 @@ def light_seconds(chip: Chip, elements: float, size: float) -> float:
       size: bytes of each, read and written together.
     """
     memory = elements * size / (chip.per_device().hbm_bandwidth * chip.hbm_efficiency)
-    return max(memory, elements / (LANES * chip.cores * chip.clock)) if chip.clock else memory / BETWEEN
+    return max(memory, vector_seconds(chip, elements)) if chip.clock else memory / BETWEEN
+
+
+def vector_seconds(chip: Chip, elements: float) -> float:
+    """Seconds that so many elements take through the vector units of a device, if its clock is known, else 0.
+
+    So the TPU compiler (libtpu 0.0.42) has it of residual sums, norms, activations and conversions alike: it is more than their
+    traffic with HBM, unless they are of 4 bytes.
+    """
+    return elements / (chip.vector * chip.cores * chip.clock) if chip.clock else 0.0
 
 
 def light_work(plan: Plan, chip: Chip, pair: Pair, devices: int) -> tuple[float, float]:

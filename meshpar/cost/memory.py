@@ -85,7 +85,9 @@ class _Live:
     def __init__(self, plan: Plan):
         self.plan, self.kind_of = plan, kinds_of(plan)
         chip = plan.chip
-        self.postpones = chip is not None and bool(chip.torus) and "all-gather" not in plan.waits
+        self.tpu = chip is not None and bool(chip.torus)
+        self.copies = chip is not None and self.tpu and bool(chip.waits)
+        self.postpones = self.tpu and "all-gather" not in plan.waits
         self.points: list[tuple[int, float, Node]] = []
         self.live: dict[int, tuple[Item, float]] = {}
         self.total = 0.0
@@ -130,6 +132,14 @@ class _Live:
             self.add(item)
         given_up = {id(region.inputs[i]) for i in in_place(self.plan).values()}
         self.in_place = {id(region.outputs[k]) for k in in_place(self.plan)}
+        if (
+            self.tpu
+        ):  # the memory of what a forward loop stacks waits for nothing, and is there from the start (libtpu 0.0.42)
+            loops = [node for node in region.kernels if node.regions]
+            carried = {id(out) for node in loops for _, out in node.carries}
+            for item in (out for node in loops for out in node.writes if id(out) not in carried):
+                if self.kind_of(item) == "saved activations":
+                    self.add(item)
         kept = {id(item) for item in region.inputs} - given_up
         kept |= {id(item) for item in region.outputs}
         self.region(region, kept)
@@ -154,7 +164,7 @@ class _Live:
                         free.remove(over)
                         self.drop(over)
                     self.add(out)
-                held = self.inside(node) or self.gathered(node)
+                held = self.inside(node) or self.gathered(node) or self.table(node)
                 if held is not None:
                     self.add(held)
                 self.sample(node, under_way[index])
@@ -208,7 +218,23 @@ class _Live:
             return None
         (out,) = node.writes
         apart = gathered_apart(out.bytes, sum(i.bytes for i in node.reads))
-        return Item(out.bytes, out.value, node) if apart else None
+        times = 1 if _gathered_rows(node, [0]) else 2
+        return Item(times * out.bytes, out.value, node) if apart else None
+
+    def table(self, node: Node) -> Item | None:
+        """The copy of a gathered table that a lookup takes its rows from.
+
+        The TPU compiler (libtpu 0.0.42) makes a gathered dim the outermost in memory, whichever it is. Products take what they are
+        given as it lies; rows, and results, lie as they are numbered, so that all of it is copied once. Where collectives run on
+        cores of their own (tpu7x), these bring the rows in order.
+        """
+        if node.name != "gather" or not self.copies or not node.ins or node.op is None:
+            return None
+        table = node.ins[0]
+        made, rows = table.node, node.op.eqn.params["dimension_numbers"].start_index_map
+        if made is None or made.name != "move!" or _gathered_rows(made, rows):
+            return None
+        return Item(table.bytes, table.value, node)
 
     def loop(self, node: Node, ends: list[Item], kept: set[int]) -> None:
         """A loop or branch: its results from its start on (but stacks that nobody reads), and in turn what its bodies need."""
@@ -277,6 +303,15 @@ def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:
     if ring.fused is not None:
         return (4 if gather else 4 - min(BLOCKS, devices)) * block + ring.fused.held
     return (min(4, devices - 1) if gather else min(2, devices - 1)) * block
+
+
+def _gathered_rows(node: Node, rows: Sequence[int]) -> bool:
+    """Whether a move gathers nothing but these dims, or dims before which all others are of one element."""
+    if not isinstance(node.step, Reshard):
+        return True
+    shape = node.step.result.value.shape
+    dims = {dim for move in node.step.path if move.op == "all-gather" for dim in move.dims}
+    return all(dim in rows or math.prod(shape[:dim]) == 1 for dim in dims)
 
 
 def _name(plan: Plan, item: Item) -> str:

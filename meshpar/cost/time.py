@@ -1,20 +1,22 @@
 """The time of a planned step on a chip: what each kernel computes and reads, what each collective sends, and what limits.
 
-A kernel takes the longer of its products at the matrix unit's rate and its traffic with HBM; elementwise arithmetic is not
-counted, it hides behind the traffic. Traffic is what :mod:`meshpar.cost.fusion` says a kernel reads and writes: each array once.
+A kernel's products at the matrix unit's rate, its traffic with HBM, and the way of its elements through the vector units overlap
+(:func:`meshpar.cost.exposed.kernel_seconds`). Traffic is what :mod:`meshpar.cost.fusion` says a kernel reads and writes: each
+array once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Plan
-from ..plan.steps import Reduce, Reshard, Run
+from ..plan.spec import itemsize
+from ..plan.steps import Reduce, Reshard, Run, Step
 from ..program.ir import Op
-from .exposed import later_stages
+from .exposed import kernel_seconds, later_stages
 from .flight import ahead_of, behind
 from .flops import local_opaque_flops, model_flops, padded_flops
 from .fusion import SLICES, Item, Node, Region, line_of
@@ -61,7 +63,7 @@ class Time:
       compute: all products at the matrix unit's rate.
       memory: all traffic at HBM's rate.
       communication: all collectives, one after the other.
-      seconds: the estimate: the kernels one after the other, each the longer of its products and its traffic; collectives of
+      seconds: the estimate: the kernels one after the other; collectives of
         weights and gradients, which wait for nothing else in their loop, behind the kernels of that loop as far as those last,
         if its programs go on beside them (``Plan.waits``; of a staged sum beside its first stage); the other collectives on
         top; of what runs in blocks, what its products do not hide.
@@ -113,8 +115,8 @@ def time_of(plan: Plan) -> Time | None:
     device = chip.per_device()
     ops: list[OpTime] = []
     compute = memory = model = 0.0
-    by_loop: dict[int, float] = {}
-    for node, loop, count in kernels_with_counts(region):
+    took: dict[int, float] = {}
+    for node, _, count in kernels_with_counts(region):
         if node.regions:
             continue
         flops = sum(padded_flops(run, plan.sizes, chip.lanes) for run in node.products)
@@ -132,13 +134,14 @@ def time_of(plan: Plan) -> Time | None:
             continue
         compute += busy * count
         memory += moved * count
-        by_loop[loop] = by_loop.get(loop, 0.0) + max(busy, moved) * count
+        seconds = kernel_seconds(chip, busy, moved, _elements(node) if moved else 0.0)
+        took[id(node)] = seconds
         name = node.products[0].op.name if node.products else node.name.rstrip("!")
         origin = node.products[0].op if node.products else node.op
-        ops.append(OpTime(name, flops, traffic, max(busy, moved), count, origin))
+        ops.append(OpTime(name, flops, traffic, seconds, count, origin))
     model = model_flops(plan)
     communication = sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives)
-    seconds = _estimate(plan, region, by_loop)
+    seconds = _estimate(plan, region, took)
     devices = 1
     for n in plan.sizes.values():
         devices *= n
@@ -154,6 +157,14 @@ def kernels_with_counts(region: Region, count: int = 1, loop: int = 0) -> Iterat
         yield node, loop, count
         for body in node.regions:
             yield from kernels_with_counts(body, count * (1 if body.trips is None else body.trips))
+
+
+def _elements(node: Node) -> float:
+    """Elements that go through the vector units in a kernel: what it writes, or what it reads to add up."""
+    written = sum(item.bytes / itemsize(item.value.aval) for item in node.writes)
+    if node.products or node.name == "kernel":
+        return written
+    return max([written, *(read_bytes(node, item) / itemsize(item.value.aval) for item in node.reads)])
 
 
 def read_bytes(node: Node, item: Item) -> float:
@@ -173,29 +184,78 @@ def read_bytes(node: Node, item: Item) -> float:
     return least
 
 
-def _estimate(plan: Plan, region: Region, by_loop: dict[int, float]) -> float:
-    """Kernels loop by loop, collectives that can hide behind them hidden as far as they last, the others added."""
-    hidden: dict[int, float] = {}
+def _estimate(plan: Plan, region: Region, took: Mapping[int, float]) -> float:
+    """The step: what its loops take on a clock, what collectives of their own leave exposed, what rings do."""
     exposed = sum(
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     )
     where = hides(plan)
+    beside = _beside_products(plan)
     for step in plan.body.every:
-        if isinstance(step, Reshard | Reduce) and step.ring is not None:  # their time is in the decisions
-            rest = [c for c in step.sends if c.algorithm not in ("ring", "pallas") and not c.first]
-        else:
-            rest = step.sends
-        for c in rest:
-            seconds = (c.seconds or 0.0) * (c.count or 1)
-            loop = where.get(c)
-            if loop is None:
-                exposed += seconds
-            else:
-                late = later_stages(plan, c) * (c.count or 1)
-                exposed += late
-                hidden[loop] = hidden.get(loop, 0.0) + seconds - late
-    loops = {**dict.fromkeys(hidden, 0.0), **by_loop}
-    return exposed + sum(max(seconds, hidden.get(loop, 0.0)) for loop, seconds in loops.items())
+        for c in _own(step):
+            if c not in where:
+                exposed += (c.seconds or 0.0) * (c.count or 1) * beside.get(step, 1.0)
+    return exposed + _clock(plan, region, took, where)
+
+
+def _own(step: Step) -> Sequence[Collective]:
+    """The collectives of a step that are sent by themselves: those of rings are in the decisions."""
+    if isinstance(step, Reshard | Reduce) and step.ring is not None:
+        return [c for c in step.sends if c.algorithm not in ("ring", "pallas") and not c.first]
+    return step.sends
+
+
+def _beside_products(plan: Plan) -> dict[Step, float]:
+    """The part of their time that collectives of pairs leave exposed, where the compiler sends them beside other products."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for o in plan.overlaps:
+        if o.choice == "xla" and o.exposed is not None:
+            found.setdefault((o.kind, o.tensor, o.axes, o.count), []).append(o.exposed["xla"])
+    out: dict[Step, float] = {}
+    for step in plan.body.every:
+        if isinstance(step, Reshard | Reduce) and step.ring is None and step.collectives:
+            c = step.collectives[0]
+            seconds = found.get(("gather" if isinstance(step, Reshard) else "scatter", c.tensor, c.axes, c.count))
+            if seconds and c.seconds:
+                out[step] = min(1.0, seconds.pop(0) / c.seconds)
+    return out
+
+
+def _clock(plan: Plan, region: Region, took: Mapping[int, float], where: Mapping[Collective, int]) -> float:
+    """Seconds of one run of a region's kernels and of what hides behind them.
+
+    Collectives that hide go one after the other. What is sent for ahead is on its way from when the product before the last one
+    began, and the next kernel waits for it. A gradient is sent while the next product runs; the one after that waits for it,
+    and so does the loop's end (:func:`meshpar.cost.flight.in_flight`). So large gradients beside short products are exposed,
+    however long their loop is.
+    """
+    now = links = 0.0
+    begun = [0.0, 0.0]  # when the last two products began
+    sent: list[float] = []  # when gradients arrive that are under way: before the last product, and since
+    waiting: list[float] = []
+    ahead = ahead_of(region)
+    for node in region.kernels:
+        for body in node.regions:
+            now += _clock(plan, body, took, where) * (1 if body.trips is None else body.trips)
+        if node.name == "move!" and node.step is not None:
+            for c in _own(node.step):
+                if c not in where:
+                    continue
+                seconds, late = c.seconds or 0.0, later_stages(plan, c)
+                if ahead(node):
+                    links = max(links, begun[0]) + seconds
+                    now = max(now, links)
+                else:
+                    links = max(links, now) + seconds - late
+                    sent.append(links)
+                    now += late
+        elif id(node) in took:
+            if node.products:
+                now = max([now, *waiting])
+                waiting, sent = sent, []
+                begun = [begun[1], now]
+            now += took[id(node)]
+    return max(now, links)
 
 
 @once_per_plan

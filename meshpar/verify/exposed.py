@@ -69,13 +69,14 @@ class Exposed:
             self.by_kind[kind] = self.by_kind.get(kind, 0.0) + n * times
 
 
-def exposed(text: str, chip: Chip, places: Places) -> Exposed:
-    """What a final, scheduled HLO module leaves exposed; loops of unknown length count once, of a condition the longest branch.
+def exposed(text: str, chip: Chip, places: Places, *, unknown: int = 1) -> Exposed:
+    """What a final, scheduled HLO module leaves exposed; of a condition the longest branch.
 
     Args:
       text: the module.
       chip: what it runs on; its ``clock`` must be known.
       places: of its devices, in the order of the partitions.
+      unknown: trips of a loop whose number is not known.
 
     Raises:
       ValueError: the text is no HLO module, or the chip's clock is not known.
@@ -83,7 +84,7 @@ def exposed(text: str, chip: Chip, places: Places) -> Exposed:
     if not chip.clock:
         raise ValueError(f"the clock of {chip.name} is not known, so cycles are no seconds")
     module = parse(text)
-    return _Timeline(module, chip, places).run(Scope(module, module.computations[module.entry], ()))
+    return _Timeline(module, chip, places, unknown).run(Scope(module, module.computations[module.entry], ()))
 
 
 def wire_seconds(c: HloCollective, chip: Chip, places: Places) -> float:
@@ -156,8 +157,8 @@ class _Wires:
 
 
 class _Timeline:
-    def __init__(self, module: Module, chip: Chip, places: Places):
-        self.module, self.chip, self.places = module, chip, places
+    def __init__(self, module: Module, chip: Chip, places: Places, unknown: int):
+        self.module, self.chip, self.places, self.unknown = module, chip, places, unknown
 
     def run(self, scope: Scope) -> Exposed:
         """One run of a computation, from idle links to idle links."""
@@ -237,7 +238,7 @@ class _Timeline:
             trips, fixed = trip_count(scope, i)
             body = scope.inner(i.attribute("body"), [lambda: fixed.get])
             if body is not None:
-                out.add(self.run(body), 1 if trips is None else trips)
+                out.add(self.run(body), self.unknown if trips is None else trips)
             out.in_loops = out.seconds
             return out
         names = branches_of(i) if i.opcode == "conditional" else [i.called or ""]

@@ -117,9 +117,9 @@ def cycles(text: str) -> float:
 
 
 def estimate(i: Instruction) -> int:
-    """The TPU compiler's cycles of one instruction; 0 where it states none."""
+    """The TPU compiler's cycles of one instruction; 0 where it states none, or the largest integer (what SparseCores copy)."""
     m = re.search(r'"estimated_cycles":"(\d+)"', i.attributes)
-    return int(m[1]) if m else 0
+    return int(m[1]) if m and int(m[1]) < 2**63 - 1 else 0
 
 
 def walk(module: Module, cost: Callable[[Sequence[Run]], float]) -> Iterator[Run]:

@@ -125,6 +125,38 @@ def chain(x, w):
     return jax.lax.scan(layer, x, w)[0].sum()
 
 
+@pytest.mark.parametrize(("topology", "copies"), [("v5e:4x4", 1), ("v6e:4x4", 1), ("tpu7x:2x2x2", 0)])
+@pytest.mark.parametrize(("split", "ordered"), [("embed", False), ("vocab", True)])
+def test_a_table_gathered_across_its_rows_is_put_in_order_for_a_lookup(topology, copies, split, ordered):
+    made = plan(
+        lambda table, ids: jnp.take(table, ids, axis=0, mode="clip"), array(1024, 256), array(32, dtype=jnp.int32),
+        layout=f"batch: data; {split}: data", dims={"table": "vocab embed", "ids": "batch"}, mesh="data=16", topology=topology,
+        lowering="shard_map",
+    )  # fmt: skip
+    assert [c.op for c in made.collectives] == ["all-gather"]
+    whole = F32 * 1024 * 256
+    tables = 1 if ordered else 1 + copies
+    assert made.memory.peak == pytest.approx(whole / 16 + tables * whole, rel=0.02)
+
+
+def test_what_a_forward_loop_stacks_is_there_from_the_start():
+    """The peak is at a temporary before the loop: the stack of the layers' inputs is already there, on TPUs."""
+
+    def fn(w, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        big = jnp.sort(jnp.concatenate([x] * 64), axis=0)
+        body = jax.checkpoint(layer, prevent_cse=False)
+        return jax.grad(lambda w: (jax.lax.scan(body, x + big[:8], w)[0] ** 2).sum())(w)
+
+    args, peaks = (array(16, 128, 128), array(8, 128)), []
+    for topology in ("v5e:1x1", "h100:1"):
+        memory = plan(fn, *args, mesh="data=1", topology=topology).memory
+        peaks.append(max(n for i, n, _ in memory.points if i < min(i for i, _, node in memory.points if node.regions)))
+    assert peaks[0] - peaks[1] == F32 * 16 * 8 * 128
+
+
 def test_a_loop_holds_what_it_runs_over_and_carries():
     memory = plan(chain, array(BATCH, WIDTH), array(LAYERS, WIDTH, WIDTH)).memory
     arguments = F32 * (BATCH * WIDTH + LAYERS * WIDTH * WIDTH)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,18 @@ def plan(fn, *args, layout="", mesh="data=16", topology="v5e:4x4", dims=None, **
     return mp.plan(fn, *args, mesh=mesh, topology=topology, layout=layout, dims=dims, **kwargs)
 
 
+def beside(products, traffic, elements):
+    """Seconds of a kernel on a v5e: its products, its traffic and 64 elements a cycle of 1.5 GHz overlap, but not wholly."""
+    return math.sqrt(products**2 + traffic**2 + (elements / (64 * 1.5e9)) ** 2)
+
+
 def test_a_product_by_hand():
     made = plan(lambda a, b: a @ b, array(1024, 512), array(512, 2048))
     (op,) = made.time.ops
     assert (op.name, op.count) == ("dot_general", 1)
     assert op.flops == 2 * 1024 * 512 * 2048
     assert op.bytes == BF16 * (1024 * 512 + 512 * 2048 + 1024 * 2048)
-    assert op.seconds == max(op.flops / 1.97e14, op.bytes / 8.1e11)
+    assert op.seconds == pytest.approx(beside(op.flops / 1.97e14, op.bytes / 8.1e11, 1024 * 2048))
     assert "test_time.py" in op.source
     assert made.time.compute == op.flops / 1.97e14
     assert made.time.memory == op.bytes / 8.1e11
@@ -76,7 +82,7 @@ def test_int8_and_float32_have_their_own_rates():
         lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.int32),
         array(4096, 4096, dtype=jnp.int8), array(4096, 4096, dtype=jnp.int8),
     ).time.ops  # fmt: skip
-    assert fast.seconds == 2 * 4096**3 / 3.94e14
+    assert fast.seconds == pytest.approx(beside(2 * 4096**3 / 3.94e14, (1 + 1 + 4) * 4096**2 / 8.1e11, 4096**2))
     h100 = CHIPS["h100"]
     assert h100.matmul_rate("float32") == h100.matmul_rate("bfloat16") / 2  # TF32
     assert CHIPS["v5p"].matmul_rate("float32") == CHIPS["v5p"].matmul_rate("bfloat16")
@@ -156,7 +162,9 @@ def test_weights_hide_behind_the_kernels_of_their_loop_where_programs_go_on(topo
     on_top = sum(c.seconds * c.count for c in made.collectives if c.op in waits)
     assert fsdp.communication >= on_top
     assert (on_top > 0) == bool(waits)
-    assert fsdp.seconds == pytest.approx(roofline + on_top, rel=0.02)
+    assert fsdp.seconds == pytest.approx(
+        roofline + on_top, rel=0.05
+    )  # the last gradient of a loop has nothing beside it
 
 
 def test_activations_do_not_hide():

@@ -1,6 +1,7 @@
 """Which gathers and scatters a plan finds beside products, what it decides for them, and what it lists instead."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -17,6 +18,16 @@ SEQUENCE = "batch: data; heads, mlp, vocab: model; seq: model"
 MLP = "batch: data; mlp: model; seq: model"
 MLP_DIMS = {"x": "batch seq embed", "up": "embed mlp", "down": "mlp embed"}
 SLICE = {"mesh": "data=16, model=16", "topology": "v5e:16x16"}
+
+
+def beside(products, traffic, elements, hbm=8.1e11, vector=64 * 1.5e9):
+    """Seconds of a kernel of a v5e: what it multiplies, its bytes, and its elements in the vector units overlap, but not wholly."""
+    return math.sqrt(products**2 + (traffic / hbm) ** 2 + (elements / vector) ** 2)
+
+
+def product(m, k, n, blocks=1, flops=1.97e14, **of):
+    """Seconds of one block of a product whose rows are cut into blocks: all of the other operand is read for it."""
+    return beside(2 * m * k * n / blocks / flops, 2 * (m * k / blocks + k * n + m * n / blocks), m * n / blocks, **of)
 
 
 def mlp(x, up, down):
@@ -83,7 +94,7 @@ def test_products_too_short_to_hide_a_hop_are_left_to_xla():
 
 
 def test_sums_between_hops_may_cost_more_than_a_ring_saves():
-    plan = mlp_plan("auto", width=3584)
+    plan = mlp_plan("auto", width=7168, options="off", **MEGACORE)
     gather, scatter = plan.overlaps
     assert scatter.exposed["ring"] > scatter.exposed["xla"]
     assert scatter.choice == "xla"
@@ -97,7 +108,7 @@ def test_sums_between_hops_may_cost_more_than_a_ring_saves():
 
 def test_a_chain_is_decided_as_a_whole():
     """At this width the scatter's ring costs more than it saves, and the gather's saves more than that."""
-    gather, scatter = mlp_plan("auto", width=7168).overlaps
+    gather, scatter = mlp_plan("auto", options="off", **MEGACORE).overlaps
     assert scatter.exposed["ring"] > scatter.exposed["xla"]
     assert [gather.choice, scatter.choice] == ["ring", "ring"]
     assert gather.gain + scatter.gain > 0 > scatter.gain
@@ -124,23 +135,23 @@ def test_without_a_chip_auto_is_xla_and_says_so():
     assert {(o.choice, o.reason, o.gain) for o in plan.overlaps} == {("xla", "the chip is not known", None)}
 
 
-LINE = {"mesh": "data=8, model=8", "topology": "v5e:8x8", "batch": 32}
+LINE = {"mesh": "data=8, model=8", "topology": "v6e:8x8", "batch": 128}
 
 
 @pytest.mark.parametrize("overlap", ["ring", "pallas", "auto"])
 def test_a_line_of_the_torus_costs_twice_and_warns_once(overlap):
-    ring = mlp_plan(overlap)
+    ring = mlp_plan(overlap, topology="v6e:16x16", width=WIDE)
     with pytest.warns(mp.TorusWarning) as said:
-        line = mlp_plan(overlap, **LINE)
+        line = mlp_plan(overlap, width=WIDE, **LINE)
     (text,) = [str(w.message) for w in said]
     assert text.startswith(
         "`model` is no ring of the torus (8 devices in a line along x): what goes around it in blocks"
     )
-    assert text.endswith("; costed so on v5e:8x8. A mesh whose axis covers a whole side that wraps has rings")
+    assert text.endswith("; costed so on v6e:8x8. A mesh whose axis covers a whole side that wraps has rings")
     assert "no ring of the torus" not in ring.overlaps[0].reason
     assert "`model` is no ring of the torus" in line.overlaps[0].reason
     hop = line.collectives[0]
-    assert 2 * hop.seconds == pytest.approx(hop.bytes * 2 / (4.5e10 * 0.8))
+    assert 2 * hop.seconds == pytest.approx(hop.bytes * 2 / (9e10 * 0.8))
     took = sum(c.seconds * c.count for c in line.collectives)
     took, around = text.split("and takes ")[1].split(" a step, around a ring ")
     assert float(took.split(" ms")[0]) == pytest.approx(2 * float(around.split(" ms")[0]), rel=1e-2)
@@ -210,11 +221,38 @@ def test_modes_that_do_not_exist_are_refused():
 
 
 def test_what_stands_between_hops_is_paid_for():
-    """Where products hide all hops, what shows is starts, and what the vector units compute: 64 elements a cycle."""
+    """Where products hide all hops, what shows is starts, what the vector units compute, 64 elements a cycle, and the weight that
+    every block reads."""
     gather, scatter = mlp_plan("ring", width=16 * 14336).overlaps
-    block = 64 // 16 * 2048 * 4096 / 16 / (64 * 1.5e9)
-    for o, blocks in ((gather, 2), (scatter, 14 + 3)):
-        assert o.exposed["ring"] == pytest.approx(16 * 2e-6 + blocks * block, rel=1e-6)
+    rows = 64 // 16 * 2048
+    block = rows * 4096 / 16 / (64 * 1.5e9)
+    for o, blocks, (k, n) in ((gather, 2, (4096, 14336)), (scatter, 14 + 3, (14336, 4096))):
+        longer = 16 * product(rows, k, n, 16) - product(rows, k, n)
+        assert longer > 0
+        assert o.exposed["ring"] == pytest.approx(longer + 16 * 2e-6 + blocks * block, rel=1e-6)
+
+
+def test_every_block_reads_the_operand_that_is_not_cut():
+    """The gradient of a weight in 16 blocks of 256 rows: the cotangent is read 16 times, and no time is left to hide hops in."""
+
+    dims = {"x": "batch embed", "dy": "batch mlp"}
+    args, where = bf16(256 * 4096, 4096), {"mesh": "data=256", "topology": "v5e:16x16", "lowering": "shard_map"}
+    grad = mp.plan(
+        lambda x, dy: x.T @ dy, args, bf16(256 * 4096, 14336), layout="batch: data; embed: data", dims=dims, **where
+    )
+    (o,) = grad.overlaps
+    whole, block = product(4096, 4096, 14336), product(4096, 4096, 14336, 16)
+    assert 16 * block > 1.3 * whole
+    assert o.exposed["ring"] > 16 * block - whole
+
+
+def test_around_a_line_a_v5e_waits_for_every_hop():
+    line = {"mesh": "data=8, model=8", "topology": "v5e:8x8"}
+    with pytest.warns(mp.TorusWarning):
+        rings = mlp_plan("ring", width=WIDE, batch=32, **line)
+    for o in rings.overlaps:
+        assert o.exposed["ring"] > o.exposed["xla"]
+    assert {o.choice for o in mlp_plan("auto", width=WIDE, batch=32, **line).overlaps} == {"xla"}
 
 
 MEGACORE = {"mesh": "data=64, model=8", "topology": "v5p:8x8x8", "batch": 256}
@@ -225,6 +263,7 @@ def test_beside_a_hop_a_device_of_two_cores_runs_one_product():
     block = 256 // 64 * 2048 * 4096 / 8
     hop, start = block * 2 / (9e10 * 0.8), 2e-6
     light = 2 * block / (64 * 2 * 1.75e9)
+    v5p = {"flops": 4.59e14, "hbm": 2.77e12, "vector": 64 * 2 * 1.75e9}
 
     def two(x, up, gate):
         x = x - x.mean(-1, keepdims=True)
@@ -234,11 +273,12 @@ def test_beside_a_hop_a_device_of_two_cores_runs_one_product():
     dims = {"x": "batch seq embed", "up": "embed mlp", "gate": "embed mlp"}
     where = {k: v for k, v in MEGACORE.items() if k != "batch"}
     (o,) = mp.plan(two, *args, layout=MLP, dims=dims, overlap="ring", **where).overlaps
-    one = 2 * block * 14336 / 8 / 4.59e14
+    rows = 256 // 64 * 2048
+    one, whole = product(rows, 4096, 14336 // 8, 8, **v5p), product(rows, 4096, 14336 // 8, **v5p)
     assert o.products == 2
     assert 4 * one < 2 * hop  # else both would hide the hops whole
     waits = 3 * (hop - one) + (hop / 2 - one)
-    assert o.exposed["ring"] == pytest.approx(8 * 2 * start + light + waits)
+    assert o.exposed["ring"] == pytest.approx(2 * (8 * one - whole) + 8 * 2 * start + light + waits)
 
 
 def one_apart(x, up, y, v):
@@ -258,9 +298,8 @@ def apart(deep, batch=64, **where):
 def test_a_gather_of_its_own_hides_behind_products_of_no_pair():
     whole = 64 // 16 * 2048 * 4096 * 2
     alone = whole * 15 / 16 / (2 * 4.5e10 * 0.8)
-    product = 2 * 64 // 16 * 2048 * 4096 / 1.97e14
     short, long = apart(512, **SLICE), apart(8192, **SLICE)
-    assert short.exposed["xla"] == pytest.approx(alone - 512 * product)
+    assert short.exposed["xla"] == pytest.approx(alone - product(64 // 16 * 2048, 4096, 512))
     assert (long.choice, long.exposed["xla"]) == ("xla", 0)
     assert long.reason.startswith("the compiler sends for it while other products run")
 
@@ -276,7 +315,8 @@ def test_on_devices_of_two_cores_no_gather_is_asynchronous_by_default():
     assert found.exposed["xla"] == pytest.approx(whole * 7 / 8 / (2 * 9e10 * 0.8))
     assert found.choice == "ring"  # alone on its axes
     hidden = mlp_plan("ring", **MEGACORE).overlaps[0].exposed["ring"] - found.exposed["ring"]
-    one = 2 * whole / 2 / 8 * 14336 / 8 / 4.59e14
+    v5p = {"flops": 4.59e14, "hbm": 2.77e12, "vector": 64 * 2 * 1.75e9}
+    one = product(256 // 64 * 2048, 4096, 14336 // 8, 8, **v5p)
     assert hidden == pytest.approx(whole / 8 / (9e10 * 0.8) - one)
 
 
@@ -297,8 +337,9 @@ def test_the_fused_kernel_takes_what_it_can_and_sends_what_a_ring_would():
     copied = 2 * (
         64 // 16 * 2048 * 14336 // 16 * 2
     )  # rows of blocks are interleaved, of the result, and of the operand
-    for o in (gather, scatter):
-        assert o.exposed["pallas"] == pytest.approx(7.5 * hop - flops / 1.97e14 + hop + 2e-6 + copied / 8.1e11)
+    for o, (k, n) in ((gather, (4096, 896)), (scatter, (896, 4096))):
+        took = product(64 // 16 * 2048, k, n)
+        assert o.exposed["pallas"] == pytest.approx(7.5 * hop - took + hop + 2e-6 + copied / 8.1e11)
     assert plan.seconds == pytest.approx(mlp_plan("xla").seconds - sum(o.gain for o in plan.overlaps))
     assert "2 of 2 gathers and scatters beside products run by fused kernels (overlap=pallas), which saves" in str(plan)
 

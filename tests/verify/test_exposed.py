@@ -202,5 +202,5 @@ def test_far_hops_take_every_link_on_the_way():
 
 
 def test_a_chip_without_a_clock_is_refused():
-    with pytest.raises(ValueError, match="the clock of v6e is not known"):
-        exposed(program(ROOT), CHIPS["v6e"], places())
+    with pytest.raises(ValueError, match="the clock of h200 is not known"):
+        exposed(program(ROOT), CHIPS["h200"], places())
