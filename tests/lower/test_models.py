@@ -442,6 +442,10 @@ OPTIMIZERS = {
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
     "sm3": lambda: optax.sm3(1e-2),
     "muon": lambda: optax.contrib.muon(1e-2),
+    "lion": lambda: optax.lion(1e-3, weight_decay=0.1),
+    "novograd": lambda: optax.novograd(1e-2),
+    "rmsprop": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.rmsprop(1e-2, momentum=0.9)),
+    "adabelief": lambda: optax.adabelief(1e-2),
 }
 
 

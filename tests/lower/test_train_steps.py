@@ -1,0 +1,211 @@
+"""Train steps as people write them, unedited: the numbers of the unsharded run under both lowerings, warnings being errors."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import lowered
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import meshpar as mp
+
+RNG = np.random.default_rng(0)
+MESH = "data=4, model=2"
+LAYOUT = "batch: data; mlp: model; embed: data"
+X, Y = (RNG.normal(size=(8, 16)).astype(np.float32) for _ in range(2))
+LOWERINGS = pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+
+same = functools.partial(lowered.same, meshes=[MESH], lowerings=("shard_map", "jit"), layout=LAYOUT)
+
+
+def normal(*shape):
+    return (RNG.normal(size=shape) / shape[-2] ** 0.5).astype(np.float32)
+
+
+def close(a, b, tolerance=1e-4):
+    jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=tolerance, atol=tolerance), a, b)
+
+
+# -- Flax
+
+
+@LOWERINGS
+def test_scanned_layers_of_nnx_without_metadata(lowering):
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(nnx.gelu(self.up(x)))
+
+    def made():
+        layers = nnx.split_rngs(splits=3)(nnx.vmap(Layer))(nnx.Rngs(0))
+        return layers, nnx.Optimizer(layers, optax.adamw(1e-3), wrt=nnx.Param)
+
+    def step(layers, optimizer, x, y):
+        def loss(layers):
+            z = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
+            return jnp.mean((z - y) ** 2)
+
+        value, grads = nnx.value_and_grad(loss)(layers)
+        optimizer.update(layers, grads)
+        return value
+
+    dims = {
+        "layers/up/kernel*": "_ embed mlp",
+        "layers/down/kernel*": "_ mlp embed",
+        "x": "batch embed",
+        "y": "batch embed",
+    }
+    mine, theirs = made(), made()
+    run, alone = mp.jit(step, mesh=MESH, layout=LAYOUT, dims=dims, lowering=lowering), nnx.jit(step)
+    for _ in range(2):
+        close(run(*mine, X, Y), alone(*theirs, X, Y))
+    close(nnx.state(mine[0]), nnx.state(theirs[0]), 1e-3)
+    assert mine[0].up.kernel[...].sharding.spec == jax.P(None, "data", "model")
+
+
+@LOWERINGS
+def test_a_linen_train_state_without_metadata(lowering):
+    class Mlp(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16, name="down")(nn.gelu(nn.Dense(32, name="up")(x)))
+
+    model = Mlp()
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3))
+    state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), X)["params"], tx=tx)
+
+    def step(state, x, y):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2))(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    dims = {"state/params/up/kernel": "embed mlp", "state/params/down/kernel": "mlp embed", "x": "batch embed"}
+    run = mp.jit(step, mesh=MESH, layout=LAYOUT, dims=dims, lowering=lowering)
+    close(run(state, X, Y), jax.jit(step)(state, X, Y), 1e-3)
+
+
+# -- plain JAX
+
+
+WEIGHTS = {"up": normal(16, 32), "down": normal(32, 16)}
+WEIGHT_DIMS = {"up": "embed mlp", "down": "mlp embed"}
+
+
+def loss_of(p, x, y):
+    return jnp.mean((jax.nn.gelu(x @ p["up"]) @ p["down"] - y) ** 2)
+
+
+def test_bfloat16_with_averaged_weights_and_clipping():
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3))
+
+    def step(state, x, y):
+        half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (state["params"], x, y))
+        loss, grads = jax.value_and_grad(loss_of)(*half)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        ema = jax.tree.map(lambda e, p: 0.99 * e + 0.01 * p, state["ema"], params)
+        finite = jnp.isfinite(loss)
+        new = {"params": params, "ema": ema, "opt": opt}
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state), loss
+
+    state = {"params": WEIGHTS, "ema": WEIGHTS, "opt": tx.init(WEIGHTS)}
+    same(step, state, X, Y, dims={f"state/params/{k}": v for k, v in WEIGHT_DIMS.items()} | {"x": "batch embed"})
+
+
+ADAPTERS = {k: {"a": normal(w.shape[0], 4), "b": normal(4, w.shape[1])} for k, w in WEIGHTS.items()}
+
+
+def merged(base, adapters):
+    return jax.tree.map(
+        lambda w, ab: w + 2.0 * ab["a"] @ ab["b"], base, adapters, is_leaf=lambda x: not isinstance(x, dict)
+    )
+
+
+def lora_of_its_own_tree(state, base, x, y):
+    """Adapters are differentiated; the base is an argument."""
+    loss, grads = jax.value_and_grad(lambda a: loss_of(merged(base, a), x, y))(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+def lora_behind_stop_gradient(state, base, x, y):
+    """Base and adapters in one tree; the base's gradient is zero."""
+    both = {"base": base, "adapters": state}
+    loss, grads = jax.value_and_grad(lambda p: loss_of(merged(jax.lax.stop_gradient(p["base"]), p["adapters"]), x, y))(
+        both
+    )
+    return jax.tree.map(lambda p, g: p - 0.1 * g, both, grads), loss
+
+
+def lora_by_labels(state, base, x, y):
+    """An optimizer that leaves what is labelled frozen."""
+    both = {"base": base, "adapters": state}
+    labels = {"base": "frozen", "adapters": "trained"}
+    tx = optax.multi_transform({"frozen": optax.set_to_zero(), "trained": optax.adam(1e-2)}, labels)
+    loss, grads = jax.value_and_grad(lambda p: loss_of(merged(p["base"], p["adapters"]), x, y))(both)
+    updates, _ = tx.update(grads, tx.init(both), both)
+    return optax.apply_updates(both, updates), loss
+
+
+@pytest.mark.parametrize("step", [lora_of_its_own_tree, lora_behind_stop_gradient, lora_by_labels])
+def test_low_rank_adapters(step):
+    dims = {f"base/{k}": v for k, v in WEIGHT_DIMS.items()} | {"x": "batch embed"}
+    dims |= {
+        "state/up/a": "embed rank",
+        "state/up/b": "rank mlp",
+        "state/down/a": "mlp rank",
+        "state/down/b": "rank embed",
+    }
+    same(step, ADAPTERS, WEIGHTS, X, Y, dims=dims)
+
+
+@LOWERINGS
+def test_lbfgs_with_a_line_search(lowering):
+    """A loop of unknown length, with conditionals, in which the loss is computed."""
+    tx = optax.lbfgs(memory_size=3)
+
+    def step(params, state, x, y):
+        loss = lambda p: loss_of(p, x, y)  # noqa: E731
+        value, grad = optax.value_and_grad_from_state(loss)(params, state=state)
+        updates, state = tx.update(grad, state, params, value=value, grad=grad, value_fn=loss)
+        return optax.apply_updates(params, updates), state, value
+
+    def trained(step):
+        params, state, losses = WEIGHTS, tx.init(WEIGHTS), []
+        for _ in range(5):
+            params, state, value = step(params, state, X, Y)
+            losses.append(float(value))
+        return losses, params
+
+    dims = {f"params/{k}": v for k, v in WEIGHT_DIMS.items()} | {"x": "batch embed", "y": "batch embed"}
+    losses, params = trained(mp.jit(step, mesh=MESH, layout=LAYOUT, dims=dims, lowering=lowering))
+    want = trained(jax.jit(step))
+    assert losses[-1] < 0.5 * losses[0]
+    close((losses, params), want, 1e-3)
+
+
+# -- Equinox
+
+
+@LOWERINGS
+def test_an_equinox_module(lowering):
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(16, 16, 32, 2, key=jax.random.key(0))
+    tx = optax.adamw(1e-3)
+
+    def step(model, opt, x, y):
+        loss, grads = eqx.filter_value_and_grad(lambda m: jnp.mean((jax.vmap(m)(x) - y) ** 2))(model)
+        updates, opt = tx.update(grads, opt, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), opt, loss
+
+    opt = tx.init(eqx.filter(model, eqx.is_array))
+    dims = {"model/layers/0/weight": "mlp embed", "model/layers/2/weight": "embed mlp", "x": "batch embed"}
+    run = mp.jit(step, mesh=MESH, layout=LAYOUT, dims=dims, lowering=lowering)
+    arrays = functools.partial(eqx.filter, filter_spec=eqx.is_array)
+    close(arrays(run(model, opt, X, Y)), arrays(eqx.filter_jit(step)(model, opt, X, Y)), 1e-3)
