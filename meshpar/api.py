@@ -77,7 +77,7 @@ def jit(
 
     Args:
       fn: an ordinary function of arrays, trees of arrays, and nnx modules or optimizers (updated in place, as
-        ``nnx.jit`` does). Used as a decorator if left out.
+        ``nnx.jit`` does). Used as a decorator if left out, of methods as well: ``self`` is the first of the arguments.
       mesh: from :func:`meshpar.mesh`, its text, or any ``jax.sharding.Mesh`` (of which Explicit axes are taken as Auto ones).
       layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
       dims: tree-path patterns → dims, for what carries no Flax metadata: ``{"batch/tokens": "batch seq"}``.

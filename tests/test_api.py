@@ -1,6 +1,7 @@
 """``mp.jit`` behaves as ``jax.jit``'s result does, and the layout never changes the result."""
 
 import functools
+import inspect
 from typing import NamedTuple
 
 import jax
@@ -572,6 +573,88 @@ def test_nnx_caches(mesh):
     assert len(traces) == 1
     assert model.calls[...] == 3
     assert {h.path: format_dims(h.dims) for h in plan.inputs}["model/up/kernel"] == "embed mlp"
+
+
+def test_arrays_and_modules_may_take_turns(mesh):
+    """What one call was given decides how its results are put together, not what an earlier one was."""
+
+    def twice(tree, x):
+        return jax.tree.map(lambda leaf: 2 * leaf, nnx.state(tree) if isinstance(tree, nnx.Module) else tree), 2 * x
+
+    with nnx.use_eager_sharding(False):
+        model = Net(nnx.Rngs(0))
+    run = mp.jit(twice, mesh=mesh, layout="batch: data", dims={"x": "batch embed"})
+    for tree in (params(), model, params()):
+        _, x = run(tree, batch())
+        close(x, 2 * batch())
+
+
+# -- methods
+
+
+class Trainer(nnx.Module):
+    def __init__(self):
+        self.net = Net(nnx.Rngs(0))
+
+    @mp.jit(mesh="data=4, model=2", layout=LAYOUT, dims={"x": "batch embed"})
+    def __call__(self, x):
+        return self.net(x)
+
+
+TRACED = []
+
+
+class Scaled(NamedTuple):
+    w: jax.Array
+
+    @mp.jit(mesh="data=4, model=2", layout=LAYOUT, dims={"self/w": "embed mlp", "x": "batch embed"})
+    def apply(self, x, by=1.0):
+        """x times w."""
+        TRACED.append(by)
+        return by * (x @ self.w)
+
+
+def test_a_method_of_a_tree_of_arrays():
+    first, second = Scaled(params(0)["up"]), Scaled(params(1)["up"])
+    for scaled in (first, second):
+        close(scaled.apply(batch(), by=2.0), 2 * batch() @ scaled.w)
+        close(Scaled.apply(scaled, batch()), batch() @ scaled.w)
+    assert len(TRACED) == 2  # with a number and without: once for both instances
+    assert first.apply.trace(batch()).out_info.shape == Scaled.apply.trace(first, batch()).out_info.shape == (8, 32)
+    assert list(inspect.signature(first.apply).parameters) == ["x", "by"]
+    assert first.apply.__doc__ == "x times w."
+    assert [h.path for h in first.apply.plan(batch()).inputs] == ["self/w", "x"]
+    assert first.apply.shardings(batch())[0].spec == P("data")
+    assert first.apply.put(x=batch()).sharding.spec == first.apply.put(batch()).sharding.spec == P("data")
+    assert first.apply.eval_shape(batch()).shape == first.apply.abstract(batch()).shape == (8, 32)
+    assert first.apply.check(batch()).ok
+    assert mp.check(first.apply, batch(), layouts=["batch: data", "mlp: model"], mesh="data=2, model=2").ok
+    close(first.apply.on(layout="mlp: model")(batch()), batch() @ first.w)
+
+
+def test_a_method_of_a_module_updates_it(mesh):
+    with nnx.use_eager_sharding(False):
+        trainer, alone = Trainer(), Net(nnx.Rngs(0))
+    for _ in range(2):
+        close(trainer(batch()), alone(batch()))
+    assert trainer.net.calls[...] == 2
+    assert trainer.net.up.kernel[...].sharding.spec == P("data", "model")
+
+
+def test_a_method_whose_self_is_no_arrays(mesh):
+    class Model:
+        by = 3.0
+
+        def scaled(self, x):
+            return self.by * x
+
+        plain = mp.jit(scaled, mesh=mesh, layout="batch: data", dims={"x": "batch embed"})
+        static = mp.jit(scaled, mesh=mesh, layout="batch: data", dims={"x": "batch embed"}, static_argnames="self")
+
+    close(Model().static(batch()), 3 * batch())
+    with pytest.raises(mp.UnsupportedError, match="self: a Model is no JAX array") as e:
+        Model().plain(batch())
+    assert "static_argnames='self'" in str(e.value)
 
 
 def test_nnx_modules_are_born_sharded(mesh):

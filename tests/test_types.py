@@ -1,7 +1,7 @@
 """What a type checker knows of the functions that ``mp.jit`` and its kin return: pyright reads this file, and it runs too."""
 
 import inspect
-from typing import assert_type
+from typing import NamedTuple, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,22 @@ def test_as_a_decorator_too(mesh: jax.sharding.Mesh) -> None:
         return x * by
 
     assert_type(decorated(jnp.ones((8, 4)), by=2.0), jax.Array)
+
+
+class Scaler(NamedTuple):
+    by: jax.Array
+
+    @mp.jit(mesh="data=4, model=2", layout="batch: data", dims=DIMS)
+    def scaled(self, x: jax.Array) -> jax.Array:
+        return x * self.by
+
+
+def test_a_method_has_the_types_of_what_is_left_of_its_arguments() -> None:
+    scaler, x = Scaler(jnp.float32(2)), jnp.ones((8, 4))
+    assert_type(scaler.scaled(x), jax.Array)
+    assert_type(Scaler.scaled(scaler, x), jax.Array)
+    with pytest.raises(TypeError):
+        scaler.scaled(scaler, x)  # pyright: ignore[reportCallIssue]
 
 
 def test_what_init_returns_is_what_create_returns(mesh: jax.sharding.Mesh) -> None:

@@ -1,0 +1,578 @@
+"""One compiled entry of a step: a call's arguments taken apart, the program that is traced and named from them, what runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from .compat.jax import (
+    DeviceArray,
+    abstract_array,
+    at_top_level,
+    is_graph_node,
+    is_tracer,
+    on_host,
+    user_line,
+    user_stacklevel,
+    without_gc,
+)
+from .compat.quirks import not_far_ahead
+from .cost.flops import repeated_against_the_layout
+from .dims import Dims, PathDims, fit_dims, near, path_matches
+from .errors import PatternError, RepeatedWarning, UnsupportedError
+from .flax import Leaf, capture_names, flatten_named, key_text, with_states
+from .global_arrays import global_array
+from .lower import LOWERINGS
+from .planned import Plan
+from .pods.agree import Sheet, before_call
+from .program import Program, infer, trace
+
+ArgumentPath = Callable[[int], tuple[str, ...]]
+"""Position of an argument → the beginning of its leaves' paths."""
+
+# -- the arguments of one call
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """The arguments of one call, taken apart once; all that names, plans, lowers or runs them reads this.
+
+    Attributes:
+      tree: of (args, kwargs) without the static ones, in whose places positional ones leave a None.
+      leaves: of that tree; arrays, numbers, ``ShapeDtypeStruct``, and the static leaves of modules.
+      statics: (position or keyword, value) of the static arguments.
+      key: tells programs apart: tree, statics, and :func:`leaf_key` of every leaf.
+      nodes: nnx objects were taken apart, so that the results have what updates them.
+    """
+
+    tree: Any
+    leaves: list[Any]
+    statics: tuple[tuple[int | str, Any], ...]
+    key: tuple[Any, ...]
+    nodes: bool
+
+    @property
+    def fixed(self) -> dict[int, Any]:
+        """The leaves that are no arrays, by position."""
+        return {i: k.value for i, k in enumerate(self.key[2]) if isinstance(k, Fixed)}
+
+    @property
+    def dynamic(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) as the tree has them."""
+        return jax.tree.unflatten(self.tree, self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A leaf that is no array: part of the program."""
+
+    value: Any
+
+
+def _joined(arrays: Sequence[Any], fixed: Mapping[int, Any]) -> list[Any]:
+    """All leaves of a tree: the arrays, with those that are none in their positions."""
+    rest = iter(arrays)
+    return [fixed[i] if i in fixed else next(rest) for i in range(len(arrays) + len(fixed))]
+
+
+def with_statics(
+    args: Sequence[Any], kwargs: Mapping[str, Any], statics: Sequence[tuple[int | str, Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) with the static arguments in their places."""
+    places = {k: v for k, v in statics if isinstance(k, int)}
+    names = {k: v for k, v in statics if isinstance(k, str)}
+    return tuple(places.get(i, x) for i, x in enumerate(args)), {**kwargs, **names}
+
+
+_NOT_NUMBERS = tuple("OUSMm")
+"""NumPy's kinds of dtypes for objects, texts and dates."""
+
+
+def leaf_key(x: Any) -> Hashable:
+    """What a program depends on of a leaf: (shape, dtype, weak type, whether it is on the host); the type of a Python number;
+    anything else whole."""
+    aval = getattr(x, "aval", None)
+    if aval is not None:
+        return aval.shape, aval.dtype, aval.weak_type, on_host(aval)
+    if isinstance(x, bool | int | float | complex):
+        return type(x), jax.dtypes.canonicalize_dtype(type(x))
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not hasattr(x, "shape") or getattr(dtype, "kind", None) in _NOT_NUMBERS:
+        return Fixed(x)
+    return (
+        tuple(x.shape),
+        jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True),
+        getattr(x, "weak_type", False),
+        on_host(x),
+    )
+
+
+def _abstract(x: Any, key: Any) -> Any:
+    """What a leaf is traced as: its shape, dtype and memory, and nothing of how it is split."""
+    return x if isinstance(key[0], type) else abstract_array(*key)
+
+
+def _hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, str):
+        return f"the text {x!r}"
+    if isinstance(x, np.ndarray):
+        return f"an array of {x.dtype}"
+    return f"a {type(x).__name__}"
+
+
+def _no_array(path: str, value: Any) -> UnsupportedError:
+    name, _, rest = path.partition("/")
+    fix = (
+        f"make `{name}` static: static_argnames={name!r}"
+        if not rest
+        else "take it out of the tree, and pass it as a static argument"
+    )
+    return UnsupportedError(f"{path}: {_described(value)} is no JAX array", path=path, fixes=[fix])
+
+
+def unhashable(call: Call, argument_path: ArgumentPath) -> UnsupportedError:
+    """The error for a call that no hash can tell from others: which argument it is about."""
+    for ident, value in call.statics:
+        if not _hashable(value):
+            name = ident if isinstance(ident, str) else "/".join(argument_path(ident))
+            return UnsupportedError(
+                f"{name}: a static argument must have a hash, and {_described(value)} has none",
+                path=name,
+                fixes=[
+                    "a tuple, a frozenset or a frozen dataclass has one",
+                    "or pass arrays, and leave it out of static_argnames",
+                ],
+            )
+    leaves = zip(named_arguments(*call.dynamic, argument_path), call.key[2], strict=True)
+    leaf = next(leaf for leaf, key in leaves if not _hashable(key))
+    return _no_array(leaf.path, leaf.value)
+
+
+def _check_fixed(tree: Any, argument_path: ArgumentPath | None = None) -> None:
+    """Leaves that are no arrays belong to modules (nodes with attributes), of which they are a part as static ones are.
+
+    Raises:
+      UnsupportedError: one in a plain container.
+    """
+    for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf_key(x), Fixed) and not any(isinstance(k, jax.tree_util.GetAttrKey) for k in keys):
+            names = [key_text(k) for k in keys]
+            if argument_path is not None:
+                names = [*(argument_path(int(names[1])) if names[0] == "0" else names[1:2]), *names[2:]]
+            path = "/".join(names) or "the result"
+            if argument_path is None:
+                raise UnsupportedError(f"{path}: a function returns JAX arrays, and {_described(x)} is none", path=path)
+            raise _no_array(path, x)
+
+
+@contextlib.contextmanager
+def _axis_names_refused() -> Iterator[None]:
+    """Say what a ``pmean`` over an axis means here: nothing, since sums over devices are the layout's."""
+    try:
+        yield
+    except NameError as e:
+        if "unbound axis name" not in str(e):
+            raise
+        axis = str(e).partition("unbound axis name:")[2].split(".")[0].split()[0]
+        raise UnsupportedError(
+            f"`{axis}` is no axis inside a step: it is written for whole arrays, and a mean over the batch is one over all devices",
+            axis=axis,
+            source=user_line(e),
+            fixes=["delete the pmean, psum, axis_index, …: what crosses devices follows from the layout"],
+        ) from e
+
+
+def has_graph_nodes(tree: Any) -> bool:
+    """Whether nnx objects with identity, modules and optimizers, are in a tree; an ``nnx.State`` is a tree of arrays."""
+    stop = lambda x: is_graph_node(x) or isinstance(x, nnx.State)  # noqa: E731
+    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=stop)))
+
+
+# -- the program of a call
+
+
+@dataclass(eq=False, slots=True)
+class Traced:
+    """A program with its trees, before any layout.
+
+    Attributes:
+      out_tree: of the results.
+      fixed: the static leaves of the results, by position; the program has the others.
+      avals: of the program's arguments.
+    """
+
+    program: Program
+    out_tree: Any
+    fixed: dict[int, Any]
+    avals: tuple[Any, ...]
+
+    def result(self, outs: Sequence[Any]) -> Any:
+        """The results as the function returns them."""
+        return jax.tree.unflatten(self.out_tree, _joined(outs, self.fixed) if self.fixed else outs)
+
+
+@dataclass(eq=False)
+class Flat:
+    """A function over the arrays of a call: it puts its arguments together, and takes apart what it updates and returns.
+
+    Its result has None for the leaves that are no arrays.
+
+    Attributes:
+      tag: that under which nnx objects were taken apart; None: there are none.
+      out_tree, fixed: of the results, once it has been called: their tree, and the leaves that are no arrays by position.
+    """
+
+    fn: Callable[..., Any]
+    call: Call
+    tag: Hashable | None
+    out_tree: Any = None
+    fixed: dict[int, Any] = field(default_factory=dict)
+
+    def __call__(self, *xs: Any) -> Any:
+        args, kwargs = jax.tree.unflatten(self.call.tree, _joined(xs, self.call.fixed))
+        args, kwargs = with_statics(args, kwargs, self.call.statics)
+        if self.tag is not None:
+            opened = nnx.from_tree((args, kwargs), ctxtag=self.tag, is_inner=True)
+            args, kwargs = with_states(opened)
+            out = self.fn(*args, **kwargs)
+            kept = jax.tree.map(lambda x: x if is_graph_node(x) else None, opened, is_leaf=is_graph_node)
+            out = nnx.to_tree((*kept, out), ctxtag=self.tag)
+        else:
+            out = self.fn(*args, **kwargs)
+        leaves, self.out_tree = jax.tree.flatten(out)
+        self.fixed = {i: x for i, x in enumerate(leaves) if isinstance(leaf_key(x), Fixed)}
+        if not self.fixed:
+            return out
+        _check_fixed(out)
+        return jax.tree.unflatten(self.out_tree, [None if i in self.fixed else x for i, x in enumerate(leaves)])
+
+
+def traced(flat: Flat, argument_path: ArgumentPath, patterns: PathDims, axes: Iterable[str], init: bool) -> Traced:
+    """The program of a call, its dims named.
+
+    Args:
+      patterns: ``dims=`` of :func:`meshpar.jit`; with ``init``, of the results as well, fresh state.
+      axes: the mesh's.
+
+    Raises:
+      PatternError, RankError, UnsupportedError: patterns that fit no tensor, a leaf that is no array, a sum over devices.
+    """
+    call = flat.call
+    named = named_arguments(*call.dynamic, argument_path)
+    keys = call.key[2]
+    if len(named) != len(keys):
+        raise AssertionError("paths and leaves do not match")
+    arrays = [
+        (_abstract(leaf.value, key), leaf) for leaf, key in zip(named, keys, strict=True) if not isinstance(key, Fixed)
+    ]
+    named = [leaf for _, leaf in arrays]
+    used: set[str] = set()
+    annotations = [annotation_of(leaf, patterns, used) for leaf in named]
+
+    if call.fixed:
+        _check_fixed(call.dynamic, argument_path)
+    with capture_names(axes), _axis_names_refused():
+        closed, shapes, out_leaves = trace(flat, [x for x, _ in arrays])
+    if flat.tag is None:
+        results = flatten_named(shapes)
+    else:  # what is updated keeps its own path
+        args, kwargs, out = shapes
+        results = [*named_arguments(args, kwargs, argument_path), *flatten_named(out)]
+    if len(results) != len(out_leaves):
+        raise AssertionError("paths and results do not match")
+    twin_of = _twins(named, annotations)
+    out_annotations: list[Dims | None] = []
+    for leaf in results:
+        mine = annotation_of(leaf, patterns, used) if init else leaf.dims
+        twin = twin_of(leaf)
+        if twin is not None:
+            mine = mine or twin[1]
+            leaf.kind = leaf.kind or twin[0].kind
+        out_annotations.append(mine)
+    if init:
+        _name_state(results, out_annotations)
+    _check_patterns(patterns, used, [leaf.path for leaf in (*named, *(results if init else ()))])
+    with without_gc():
+        program = infer(
+            closed, annotations, [leaf.path for leaf in named], out_annotations, [leaf.path for leaf in results]
+        )
+    for value, leaf in zip(program.inputs, named, strict=True):
+        value.kind = leaf.kind
+    for value, leaf in zip(program.outputs, results, strict=True):
+        value.kind = value.kind or leaf.kind
+    return Traced(program, flat.out_tree, flat.fixed, tuple(closed.in_avals))
+
+
+# -- what arguments and results are called
+
+
+def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], argument_path: ArgumentPath) -> list[Leaf]:
+    """The leaves with their tree paths, names and kinds."""
+    out: list[Leaf] = []
+    for i, x in enumerate(args):
+        out += flatten_named(x, argument_path(i))
+    for k in sorted(kwargs):
+        out += flatten_named(kwargs[k], (k,))
+    return out
+
+
+def _twins(named: list[Leaf], annotations: list[Dims | None]) -> Callable[[Leaf], tuple[Leaf, Dims | None] | None]:
+    """Finds the input that a result continues: ``0/params/w`` of a returned state is ``state/params/w`` of the argument."""
+    exact = {leaf.path: (leaf, dims) for leaf, dims in zip(named, annotations, strict=True)}
+    tails: dict[str, list[str]] = {}
+    for path in exact:
+        tails.setdefault(path.partition("/")[2], []).append(path)
+
+    def find(result: Leaf) -> tuple[Leaf, Dims | None] | None:
+        twin = exact.get(result.path)
+        for tail in (result.path, result.path.partition("/")[2]):
+            if twin is None and tail and len(tails.get(tail, ())) == 1:
+                twin = exact[tails[tail][0]]
+        return twin if twin is not None and np.shape(twin[0].value) == np.shape(result.value) else None
+
+    return find
+
+
+def _name_state(results: list[Leaf], annotations: list[Dims | None]) -> None:
+    """Give fresh optimizer state the names of its parameter: the one whose path ends alike.
+
+    A moment has the parameter's shape; factored ones (Adafactor, SM3) have some of its dims, if the sizes leave no doubt.
+    """
+    params = [(leaf, dims) for leaf, dims in zip(results, annotations, strict=True) if leaf.kind == "params" and dims]
+    by_end: dict[str, list[tuple[Leaf, Dims]]] = {}
+    for leaf, dims in params:
+        by_end.setdefault(leaf.path.rsplit("/", 1)[-1], []).append((leaf, dims))
+    for k, leaf in enumerate(results):
+        if leaf.kind != "opt" or annotations[k] is not None:
+            continue
+        mine = leaf.path.split("/")[::-1]
+        best, length = None, 0
+        for other, dims in by_end.get(mine[0], ()):
+            theirs = other.path.split("/")[::-1]
+            same = next(
+                (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
+            )
+            if same > length:
+                best, length = (other, dims), same
+        if best is not None:
+            annotations[k] = _dims_like(leaf.value.shape, best[0].value.shape, best[1])
+
+
+def _dims_like(shape: Sequence[int], whole: Sequence[int], dims: Dims) -> Dims | None:
+    """The names of an array whose dims are some of a parameter's; None where the sizes do not tell which."""
+    if len(shape) == len(whole) and all(n in (1, m) for n, m in zip(shape, whole, strict=True)):
+        return tuple(None if n == 1 else d for n, d in zip(shape, dims, strict=True))
+    found = {
+        picks
+        for picks in itertools.combinations(range(len(whole)), len(shape))
+        if tuple(whole[i] for i in picks) == tuple(shape)
+    }
+    if len(found) == 1 and shape:
+        return tuple(dims[i] for i in found.pop())
+    return None
+
+
+def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str]) -> Dims | None:
+    """The dims that a pattern gives a leaf, else its own; the pattern goes among those used."""
+    found = patterns.match(leaf.path)
+    if found is None:
+        return leaf.dims
+    pattern, dims = found
+    used.add(pattern)
+    return fit_dims(dims, np.shape(leaf.value), path=leaf.path, origin=f"the pattern {pattern!r}")
+
+
+def _check_patterns(patterns: PathDims, used: set[str], paths: list[str]) -> None:
+    """Every pattern is used.
+
+    Raises:
+      PatternError: one matches nothing, or only what an earlier one matches.
+    """
+    for pattern, _ in patterns.items:
+        if pattern in used:
+            continue
+        shadow = next((p for p in paths if path_matches(pattern, p)), None)
+        if shadow is not None:
+            earlier = patterns.match(shadow)
+            assert earlier is not None
+            raise PatternError(
+                f"the dims= pattern {pattern!r} is never used: {earlier[0]!r} stands before it and matches the same tensors",
+                path=shadow,
+                fixes=["the first pattern that matches wins: put the narrower one first"],
+            )
+        raise PatternError(
+            f"the dims= pattern {pattern!r} matches no tensor",
+            path=pattern,
+            fixes=[f"did you mean {' or '.join(map(repr, near(pattern, paths)))}?"] * bool(near(pattern, paths))
+            + [f"paths are: {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"],
+        )
+
+
+# -- what runs
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A program lowered for one structure and one set of shapes of the arguments.
+
+    Attributes:
+      flat: flat arguments → flat results, to be traced.
+      run: the same, compiled.
+      arrays: positions of the call's leaves that are arguments of the program; None: all are.
+      donated: positions of the donated ones among these.
+      called: it has been.
+    """
+
+    plan: Plan
+    traced: Traced
+    flat: Callable[..., list[Any]]
+    run: Any
+    arrays: list[int] | None
+    in_shardings: list[NamedSharding]
+    out_shardings: list[NamedSharding]
+    donated: tuple[int, ...]
+    called: bool = field(default=False, kw_only=True)
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        """The function's result for the leaves of a call."""
+        if not self.called:
+            self.called = True
+            _warn_of_repeated(self.plan)
+        return self.traced.result(self.on_arrays(leaves if self.arrays is None else [leaves[i] for i in self.arrays]))
+
+    def on_arrays(self, arrays: list[Any]) -> list[Any]:
+        """Flat results for flat arguments; those that lie elsewhere are brought into place first.
+
+        Raises:
+          UnsupportedError: an array whose memory an earlier call took.
+        """
+        try:
+            placed = [
+                x if type(x) is not DeviceArray or (x.sharding == s and not x.is_deleted()) else _put(x, s)
+                for x, s in zip(arrays, self.in_shardings, strict=True)
+            ]
+        except _Deleted as deleted:
+            path = next(h.path for h, x in zip(self.plan.inputs, arrays, strict=True) if x is deleted.array)
+            raise UnsupportedError(
+                f"{path}: this array was donated to an earlier call, which took its memory, or was deleted",
+                path=path,
+                shape=deleted.array.shape,
+                dtype=deleted.array.dtype,
+                fixes=[
+                    "go on with what that call returned: state, loss = step(state, batch)",
+                    "or donate nothing that is needed again: leave it out of donate_argnames, or give a copy",
+                ],
+            ) from None
+        return self.run(*placed)
+
+
+@dataclass(eq=False, slots=True)
+class _SpanningEntry(Entry):
+    """One over several processes, which compare what they are about to run before they run it the first time."""
+
+    sheet: Sheet
+
+    def on_arrays(self, arrays: list[Any]) -> list[Any]:
+        if not any(is_tracer(x) or (isinstance(x, jax.Array) and x.is_deleted()) for x in arrays):
+            before_call(self.sheet, arrays)
+            arrays = [global_array(x, s) for x, s in zip(arrays, self.in_shardings, strict=True)]
+        return Entry.on_arrays(self, arrays)
+
+
+class _Deleted(Exception):
+    def __init__(self, array: Any):
+        self.array = array
+
+
+def _put(x: Any, sharding: NamedSharding) -> Any:
+    """An array where jit wants it; what no one put anywhere is left to jit."""
+    if x.is_deleted():
+        raise _Deleted(x)
+    return x if not x.committed or _same_place(x.sharding, sharding, x.ndim) else jax.device_put(x, sharding)
+
+
+@functools.lru_cache(4096)
+def _same_place(mine: Any, sharding: NamedSharding, ndim: int) -> bool:
+    return isinstance(mine, NamedSharding) and mine.mesh == sharding.mesh and mine.is_equivalent_to(sharding, ndim)
+
+
+def _warn_of_repeated(plan: Plan) -> None:
+    found = repeated_against_the_layout(plan)
+    if found:
+        share = sum(r.share for r in found)
+        text = f"{100 * share:.0f} % of the products' FLOPs of this step are done more than once: {found[0]}"
+        more = f"; {len(found) - 1} more such products: print(step.plan(…)) has them" if found[1:] else ""
+        warnings.warn(text + more, RepeatedWarning, stacklevel=user_stacklevel())
+
+
+def lowered(
+    plan: Plan, traced: Traced, flat: Flat, mesh: Mesh, *, lowering: str, strict: bool, dims: PathDims,
+    names_off: Callable[[], AbstractContextManager[None]], keep_unused: bool, compiler_options: Mapping[str, Any],
+) -> Entry:  # fmt: skip
+    """What runs a plan.
+
+    Args:
+      flat: the function, which is run as it is written where JAX runs op by op (``jax.debug_nans``), for its own lines.
+      lowering, strict, dims: as in :func:`meshpar.jit`.
+      names_off: makes a context in which constraints over names and axes mean nothing, as on one device.
+      keep_unused, compiler_options: as in ``jax.jit``; the plan's own options of the compiler are those that a call uses.
+    """
+    with without_gc():
+        on_arrays, ins, outs = LOWERINGS[lowering](plan, mesh)
+    same: dict[NamedSharding, NamedSharding] = {}  # one object for equal ones: results go in again, told by `is`
+    ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
+    donated = tuple(sorted(plan.donated))
+
+    def step(*xs: Any) -> list[Any]:
+        if xs and not any(map(is_tracer, xs)):
+            with names_off():
+                return jax.tree.leaves(flat(*xs))
+        return on_arrays(*xs)
+
+    step.__name__ = getattr(flat.fn, "__name__", "step")
+    jitted = functools.partial(
+        jax.jit,
+        step,
+        in_shardings=tuple(ins),
+        out_shardings=list(outs),
+        donate_argnums=donated,
+        keep_unused=keep_unused,
+    )
+    run = _runner(jitted, plan, compiler_options)
+    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+        run = not_far_ahead(run)
+    fixed = flat.call.fixed
+    arrays = [i for i in range(len(flat.call.leaves)) if i not in fixed] if fixed else None
+    made = plan, traced, on_arrays, run, arrays, ins, outs, donated
+    if len({d.process_index for d in mesh.devices.flat}) == 1:
+        return Entry(*made)
+    statics = [x for _, x in flat.call.statics]
+    return _SpanningEntry(*made, Sheet(flat.fn, plan, lowering, strict, dims, statics, plan.options.values))
+
+
+def _runner(jitted: Callable[..., Any], plan: Plan, compiler_options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The program with its options of the compiler; within another ``jit``, which refuses options, with the user's alone."""
+    run = jitted(compiler_options=plan.options.values or None)
+    if not plan.options.groups:
+        return run
+    inner = jitted(compiler_options=compiler_options or None)
+    return lambda *xs: (run if at_top_level() else inner)(*xs)
