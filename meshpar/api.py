@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
 import optax
@@ -335,9 +336,11 @@ def compile(
 
 @options_apart
 def search(
-    fn: Callable[..., Any], *args: Any, topology: str, mesh: str | None = None, dims: DimsPatterns = None,
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str, mesh: str | None = None,
+    dims: DimsPatterns = None,
     fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time", margin: float = 0.85,
     axes: int = 3, most: int = 400, seconds: float | None = None, layouts: Iterable[LayoutLike] = (), verify: int = 0,
+    vary: Mapping[str, Sequence[Any]] | None = None,
     lowering: Lowering = "shard_map", overlap: Mode | None = None, progress: Progress = None,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
@@ -351,7 +354,7 @@ def search(
     time. The seconds are the plan's estimates: what is found is a layout to try.
 
     Args:
-      fn: a function, e.g. a train step.
+      fn: a function, e.g. a train step; or several of the same arguments by name, of which one is chosen as well.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
       **keywords: those by keyword.
       kwargs: more keyword arguments of ``fn``: those that are called as an option of ``search`` is.
@@ -367,6 +370,9 @@ def search(
       layouts: of your own, planned beside the others on the meshes that have their axes.
       verify: how many of the best are compiled (as :func:`meshpar.compile`: the first at full effort, which takes minutes for a
         large model); one that the compiler refuses is passed over.
+      vary: values of which one each is chosen as well: ``{"overlap": ["auto", "xla"], "microbatches": [1, 2, 4]}``. ``overlap`` is
+        that of the lowering; everything else is a keyword argument of ``fn``, static. Every combination is a program that is
+        traced and searched; ``most`` counts for each.
       progress: a line on stderr; None: on a terminal only; or a function of its text.
 
     Returns:
@@ -379,32 +385,58 @@ def search(
       UnknownDimError: ``fixed`` or ``forbid`` names a dim that the program does not have.
       UnsupportedError: options out of range.
     """
-    _check_function(fn, "search")
-    check_lowering(lowering, overlap)
     given = {**keywords, **(kwargs or {})}
     options: dict[str, Any] = {
         "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
         "donate_argnames": donate_argnames,
     }  # fmt: skip
-    overlap = None if lowering == "jit" else overlap
-    base = Jitted(
-        fn, auto_mesh(planned_mesh(mesh or "data=-1", topology)), Layout(""), _patterns(dims), lowering=lowering,
-        topology=topology, overlap=overlap, **options,
-    ).plan(*args, **given)  # fmt: skip
+    programs = dict(_variants(fn, vary or {}, None if lowering == "jit" else overlap, lowering))
 
     def compiled(row: Row, whole: bool) -> str:
+        program, more, mode = programs[row.variant]
         found = compile(
-            fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, dims=dims, lowering=lowering, overlap=overlap,
-            effort="full" if whole else "fast", progress=progress, kwargs=given, **options,
+            program, *args, mesh=row.mesh, topology=topology, layout=row.layout, dims=dims, lowering=lowering, overlap=mode,
+            effort="full" if whole else "fast", progress=progress, kwargs={**given, **more}, **with_static(more),
         )  # fmt: skip
         schedule = "" if found.exposed is None or not whole else f", {duration(found.exposed.schedule)} by its schedule"
         return f"compiled: {human(found.memory.peak)}, sends {human(found.bytes_sent)}{schedule}"
 
+    def with_static(more: Mapping[str, Any]) -> dict[str, Any]:
+        names = options["static_argnames"] or ()
+        return {**options, "static_argnames": (*([names] if isinstance(names, str) else names), *more)}
+
+    where = auto_mesh(planned_mesh(mesh or "data=-1", topology))
     with progress_line(f"searching {topology}", progress) as tell:
+        bases = {
+            name: Jitted(program, where, Layout(""), _patterns(dims), lowering=lowering, topology=topology, overlap=mode,
+                         **with_static(more)).plan(*args, **{**given, **more})
+            for name, (program, more, mode) in programs.items()
+        }  # fmt: skip
         return search_from(
-            base, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective, margin=margin, axes=axes, most=most,
+            bases, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective, margin=margin, axes=axes, most=most,
             seconds=seconds, layouts=layouts, verify=verify, compiled=compiled, tell=tell,
         )  # fmt: skip
+
+
+def _variants(
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], vary: Mapping[str, Sequence[Any]], overlap: Mode | None,
+    lowering: Lowering,
+) -> Iterator[tuple[str, tuple[Callable[..., Any], dict[str, Any], Mode | None]]]:  # fmt: skip
+    """(name, (function, its keywords, overlap)) of every program that a search plans."""
+    functions = dict(fn) if isinstance(fn, Mapping) else {"": fn}
+    for function in functions.values():
+        _check_function(function, "search")
+    for name, values in vary.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise UnsupportedError(
+                f"vary={{{name!r}: {values!r}}}: it is a list of values", fixes=[f"vary={{{name!r}: [{values!r}]}}"]
+            )
+    for (called, function), *chosen in itertools.product(functions.items(), *vary.values()):
+        more = dict(zip(vary, chosen, strict=True))
+        said = ", ".join(filter(None, [called, *(f"{k}={v}" for k, v in more.items())]))
+        mode = more.pop("overlap", overlap)
+        check_lowering(lowering, mode)
+        yield said, (function, more, mode)
 
 
 @options_apart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -151,6 +152,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--axes", type=int, default=3, help="axes of a mesh at most (%(default)s)")
     add("--most", type=int, default=400, help="candidates to plan at most (%(default)s)")
     add("--seconds", type=float, help="begin no more plans after so long")
+    add(
+        "--vary", action="append", default=[], metavar="NAME=A,B",
+        help="choose one of these as well, of `overlap` or of an argument of the target: remat=full,none; several may be given",
+    )  # fmt: skip
     add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--lowering", **{**partitioner, "default": "shard_map"})
@@ -240,20 +245,44 @@ def _compile(args: argparse.Namespace) -> int:
 
 
 def _search(args: argparse.Namespace) -> int:
-    target = load_target(args.target, parse_options(args.set))
+    given = parse_options(args.set)
+    vary = dict(_choices(text) for text in args.vary)
+    modes = vary.pop("overlap", None)
+    targets = {
+        ", ".join(f"{k}={v}" for k, v in zip(vary, chosen, strict=True)): load_target(
+            args.target, {**given, **dict(zip(vary, chosen, strict=True))}
+        )
+        for chosen in itertools.product(*vary.values())
+    }
+    target = next(iter(targets.values()))
+    if len({str(jax.tree.map(jax.typeof, each.args)) for each in targets.values()}) > 1:
+        raise TargetError(
+            f"--vary {' '.join(args.vary)} changes the arguments of the step; only the step itself may vary"
+        )
     mesh = args.mesh or f"data={device_count(args.topology)}"
     layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
     found = failing_as_target(
         target.name,
         lambda: mp.search(
-            target.step, *target.args, topology=args.topology, mesh=args.mesh, dims=target.dims, layouts=layouts,
-            fixed=args.fixed, forbid=args.forbid, objective=args.objective, margin=args.margin, axes=args.axes,
-            most=args.most, seconds=args.seconds, verify=args.verify, lowering=args.lowering, overlap=args.overlap,
+            {name: each.step for name, each in targets.items()}, *target.args, topology=args.topology, mesh=args.mesh,
+            dims=target.dims, layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
+            margin=args.margin, axes=args.axes, most=args.most, seconds=args.seconds, verify=args.verify,
+            vary={"overlap": modes} if modes else None, lowering=args.lowering, overlap=args.overlap,
             donate_argnames=_donated(args, target),
         ),
     )  # fmt: skip
     _show(args, found, found.to_json)
     return 0 if found.fits else 1
+
+
+def _choices(text: str) -> tuple[str, list[Any]]:
+    """``"remat=full,none"`` → ("remat", its values, read as ``--set`` reads them)."""
+    name, _, values = text.partition("=")
+    chosen = [parse_options([f"{name}={v.strip()}"]) for v in values.split(",") if v.strip()]
+    if not chosen or len({tuple(c) for c in chosen}) > 1:
+        raise TargetError(f"--vary {text!r}: it is a name and values", fixes=["--vary remat=full,none"])
+    key = next(iter(chosen[0]))
+    return key, [c[key] for c in chosen]
 
 
 def _check(args: argparse.Namespace) -> int:

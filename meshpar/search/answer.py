@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import MeshparError
+from ..errors import MeshparError, UnsupportedError
 from ..layout import Layout
 from ..plan.collectives import Collective, duration, human
 from ..planned import Plan
@@ -36,6 +36,7 @@ class Row:
       fits: whether the peak is within the part of the memory that may be used.
       name: of the known scheme that it is, or ``"yours"``; "".
       front: no other is both shorter and smaller.
+      variant: the program that it is of: ``"remat=full, overlap=xla"``; "" where there is one.
       compiled: what the compiler said of it: "" where it was not asked.
     """
 
@@ -48,6 +49,7 @@ class Row:
     name: str = ""
     front: bool = False
     compiled: str = ""
+    variant: str = ""
 
     @property
     def rules(self) -> int:
@@ -75,7 +77,7 @@ class Search:
     planned: int
     ended: str
     refused: tuple[str, ...]
-    _base: Plan = field(repr=False)
+    _bases: dict[str, Plan] = field(repr=False)
 
     @property
     def fits(self) -> bool:
@@ -90,20 +92,27 @@ class Search:
     def plan(self, row: Row | None = None) -> Plan:
         """The plan of a candidate; of the best."""
         row = row or self.best
-        return self._base.replan(layout=row.layout, mesh=row.mesh, topology=self.topology)
+        return self._bases[row.variant].replan(layout=row.layout, mesh=row.mesh, topology=self.topology)
 
-    def why(self, layout: Any, mesh: str | None = None) -> str:
+    def why(self, layout: Any, mesh: str | None = None, variant: str | None = None) -> str:
         """Why a layout is not the best: it is illegal, does not fit, or takes longer; with what makes it so.
 
         Args:
           layout: as in :func:`meshpar.jit`.
           mesh: text; default: the best one's.
+          variant: which of the programs, as rows have it; default: the best one's.
+
+        Raises:
+          UnsupportedError: a variant that was not searched.
         """
         where = mesh or self.best.mesh
         layout = Layout(layout)
+        base = self._bases.get(self.best.variant if variant is None else variant)
+        if base is None:
+            raise UnsupportedError(f"variant={variant!r} was not searched", fixes=[f"one of {sorted(self._bases)}"])
         try:
             with quiet():
-                other, best = self._base.replan(layout=layout, mesh=where, topology=self.topology), self.plan()
+                other, best = base.replan(layout=layout, mesh=where, topology=self.topology), self.plan()
         except MeshparError as e:
             return f"illegal: {e}"
         assert other.chip is not None
@@ -147,13 +156,21 @@ class Search:
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
         choice = Text.assemble(("mesh", "bold"), f"    {self.best.mesh}\n", ("layout", "bold"), f"  {self.best.layout}")
+        if self.best.variant:
+            choice.append_text(Text.assemble(("\nwith", "bold"), f"    {self.best.variant}"))
         table = Table(box=None, pad_edge=False)
         for name in ("step", "peak", "sends"):
             table.add_column(name, justify="right", no_wrap=True, vertical="top")
         table.add_column("mesh, layout", overflow="fold")
         named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
         for row in self.rows[:SHOWN] + tuple(r for r in self.rows[SHOWN:] if named.get(r.name) is r):
-            marks = [row.name, row.compiled, "" if row.fits else "does not fit", "front" if row.front else ""]
+            marks = [
+                row.variant,
+                row.name,
+                row.compiled,
+                "" if row.fits else "does not fit",
+                "front" if row.front else "",
+            ]
             where = Text.assemble(
                 row.mesh, (f"  {', '.join(filter(None, marks))}", "italic"), "\n", (row.layout, "dim")
             )

@@ -7,8 +7,9 @@ random: the same program, slice and options give the same answer.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,17 +39,18 @@ class _Evaluation:
     """The candidates that were planned.
 
     Attributes:
-      base: a plan of the program, which the others are made from.
+      base: a plan of the program, which the others are made from; ``variant``: what the program is called.
       usable: bytes of a device that may be used.
       rows: by candidate; those with equal answers to the claims share one.
       named: what candidates are called; illegal: the errors of those that have no plan.
     """
 
     def __init__(
-        self, base: Plan, topology: str, objective: Objective, margin: float, most: int, until: float | None,
+        self, variant: str, base: Plan, topology: str, objective: Objective, margin: float, most: int, until: float | None,
         tell: Callable[[str], None],
     ):  # fmt: skip
         assert base.chip is not None
+        self.variant = variant
         self.base, self.topology, self.most, self.until, self.tell = base, topology, most, until, tell
         self.objective: Objective = objective
         self.usable = margin * base.chip.per_device().hbm
@@ -95,12 +97,19 @@ class _Evaluation:
         assert plan.seconds is not None
         peak = plan.memory.peak
         row = self.rows[point] = Row(
-            point.mesh, point.layout, plan.seconds, peak, float(plan.bytes_sent), peak <= self.usable
+            point.mesh,
+            point.layout,
+            plan.seconds,
+            peak,
+            float(plan.bytes_sent),
+            peak <= self.usable,
+            variant=self.variant,
         )
         if self._best is None or self.key(row) < self.key(self._best):
             self._best = row
         best = self._best
-        self.tell(f"{duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}; plan {self.planned}")
+        of = f"{self.variant}: " * bool(self.variant)
+        self.tell(f"{of}{duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}; plan {self.planned}")
         return row
 
     def _class(self, point: Point) -> Any:
@@ -120,15 +129,15 @@ class _Evaluation:
 
 
 def search(
-    base: Plan, topology: str, *, fixed: Any = "", forbid: str | Sequence[str] = (), mesh: str | None = None,
+    bases: Mapping[str, Plan], topology: str, *, fixed: Any = "", forbid: str | Sequence[str] = (), mesh: str | None = None,
     objective: Objective = "time", margin: float = 0.85, axes: int = 3, most: int = 400, seconds: float | None = None,
     layouts: Iterable[Any] = (), verify: int = 0, compiled: Callable[[Row, bool], str] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Search:  # fmt: skip
-    """As :func:`meshpar.search`, of a program that was planned once.
+    """As :func:`meshpar.search`, of programs that were planned once.
 
     Args:
-      base: a plan of the program on that slice.
+      bases: name → a plan of a program on that slice; the name is "" where there is one.
       compiled: compiles a candidate at full effort or not, and says what came out; raises CompilerError where it does not.
       tell: is told how far it is.
     """
@@ -153,27 +162,33 @@ def search(
             f"fixed={str(held)!r} names axes that no mesh tried has", axis=", ".join(sorted(wanted)),
             fixes=["call the axes data, model, third (slice: over several slices)", "or give the mesh: mesh='…'"],
         )  # fmt: skip
-    space = Space.of(base.program, held, forbid.replace(",", " ").split() if isinstance(forbid, str) else forbid)
+    whole = forbid.replace(",", " ").split() if isinstance(forbid, str) else forbid
     until = None if seconds is None else time.monotonic() + seconds
-    evaluate = _Evaluation(base, topology, objective, margin, most, until, tell)
+    searched = [
+        (_Evaluation(name, base, topology, objective, margin, most, until, tell), Space.of(base.program, held, whole))
+        for name, base in bases.items()
+    ]
     ended, refused = "no candidate near the best is better", list[str]()
     with quiet():
-        try:
-            for text in layouts:
-                refused += _plan_yours(evaluate, Layout(text), given)
-            _begin(evaluate, space, given)
-            if evaluate.rows:
-                _descend(evaluate, space, given)
-        except _Stop as stop:
-            ended = str(stop)
-        except KeyboardInterrupt:
-            ended = "interrupted"
-    if not evaluate.rows:
-        for error in evaluate.illegal.values():
+        for evaluate, space in searched:
+            try:
+                for text in layouts:
+                    refused += _plan_yours(evaluate, Layout(text), given)
+                _begin(evaluate, space, given)
+                if evaluate.rows:
+                    _descend(evaluate, space, given)
+            except _Stop as stop:
+                ended = str(stop)
+            except KeyboardInterrupt:
+                ended = "interrupted"
+                break
+    searched = [(evaluate, space) for evaluate, space in searched if evaluate.rows] or searched
+    if not searched[0][0].rows:
+        for error in searched[0][0].illegal.values():
             raise error
         raise UnsupportedError("no candidate was planned", fixes=["a longer time limit"])
     with quiet():
-        return _answer(evaluate, space, ended, margin, verify, compiled, refused)
+        return _answer(searched, ended, margin, verify, compiled, list(dict.fromkeys(refused)))
 
 
 def _plan_yours(evaluate: _Evaluation, layout: Layout, given: Sequence[Sizes]) -> list[str]:
@@ -230,37 +245,39 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
 
 
 def _answer(
-    evaluate: _Evaluation, space: Space, ended: str, margin: float, verify: int,
+    searched: Sequence[tuple[_Evaluation, Space]], ended: str, margin: float, verify: int,
     compiled: Callable[[Row, bool], str] | None, refused: Sequence[str],
 ) -> Search:  # fmt: skip
     """Candidates with the same plan become one: the shortest text, then the alphabet; the best of the ties has fewest rules."""
-    rows: dict[tuple[Any, ...], tuple[Point, Row]] = {}
-    for point, row in evaluate.rows.items():
-        row = replace(row, name=evaluate.named.get(point, ""))
-        same = (row.mesh, row.seconds, row.peak, row.sent)
-        have = rows.get(same)
-        if have is None or (not row.name, len(row.layout), row.layout) < (
-            not have[1].name,
-            len(have[1].layout),
-            have[1].layout,
-        ):
-            rows[same] = (point, row)
-    ranked = sorted(rows.values(), key=lambda f: (evaluate.key(f[1]), f[1].layout))
+    evaluate = searched[0][0]
+    rows: dict[tuple[Any, ...], tuple[Callable[[], Row], Row]] = {}
+    for each, space in searched:
+        for point, found in each.rows.items():
+            row = replace(found, name=each.named.get(point, ""))
+            same = (row.variant, row.mesh, row.seconds, row.peak, row.sent)
+            have = rows.get(same)
+            if have is None or (not row.name, len(row.layout), row.layout) < (
+                not have[1].name,
+                len(have[1].layout),
+                have[1].layout,
+            ):
+                rows[same] = (functools.partial(_plainer, each, space, point, row), row)
+    ranked = sorted(rows.values(), key=lambda f: (evaluate.key(f[1]), f[1].layout, f[1].variant))
     least = ranked[0][1]
     ties = [f for f in ranked if f[1].fits == least.fits and f[1].seconds <= (1 + TIE) * least.seconds]
     if evaluate.objective == "memory" or not least.fits:
         ties = [f for f in ties if f[1].peak <= (1 + TIE) * least.peak]
     ties.sort(key=lambda f: (f[1].rules, f[1].peak if least.fits else 0.0, f[1].seconds, f[1].layout))
-    choice = _plainer(evaluate, space, ties[0])
+    choice = ties[0][0]()
     others = [row for _, row in ranked if row is not ties[0][1]]
     every = [choice, *others]
     smallest = float("inf")
     front = set()
     for row in sorted(every, key=lambda r: (r.seconds, r.peak)):
         if row.peak < smallest:
-            front.add((row.mesh, row.layout))
+            front.add((row.variant, row.mesh, row.layout))
             smallest = row.peak
-    every = [replace(r, front=(r.mesh, r.layout) in front) for r in every]
+    every = [replace(r, front=(r.variant, r.mesh, r.layout) in front) for r in every]
     best = every[0]
     if verify and compiled is not None and best.fits:
         every, best = _verified(every, verify, compiled)
@@ -271,16 +288,15 @@ def _answer(
         margin,
         best,
         tuple(kept),
-        evaluate.planned,
+        sum(each.planned for each, _ in searched),
         ended,
         tuple(refused),
-        evaluate.base,
+        {each.variant: each.base for each, _ in searched},
     )
 
 
-def _plainer(evaluate: _Evaluation, space: Space, chosen: tuple[Point, Row]) -> Row:
+def _plainer(evaluate: _Evaluation, space: Space, point: Point, row: Row) -> Row:
     """A candidate without the rules, and the question marks, that change nothing."""
-    point, row = chosen
 
     def same(rules: Sequence[Rule]) -> bool:
         layout = str(Layout("; ".join(map(str, rules))))

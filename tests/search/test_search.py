@@ -230,6 +230,44 @@ def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
     assert got.rows[2].compiled == "compiled: 1 GB, sends 2 GB"
 
 
+def test_programs_that_vary_are_chosen_from():
+    """In four microbatches the activations need a quarter of the memory."""
+
+    def loss(p, tokens):
+        x = p["table"][tokens]
+        x = x + jax.nn.relu(x @ p["up"]) @ p["down"]
+        return optax.softmax_cross_entropy_with_integer_labels((x @ p["head"]).astype(jnp.float32), tokens).mean()
+
+    def step(params, tokens, pieces=1):
+        gradients = jax.value_and_grad(loss)
+        return (mp.accumulate(gradients, pieces) if pieces > 1 else gradients)(params, tokens)
+
+    params, tokens = model(64)[0]["params"], model(64)[1]
+    dims = {k.replace("state/*/", "params/"): v for k, v in DIMS.items()}
+    where = {"topology": "v5e:4x4", "dims": dims}
+    options = {**where, "mesh": "data=4, model=4", "most": 30}
+    vary = {"pieces": [1, 4], "overlap": ["auto", "off"]}
+    got = mp.search(step, params, tokens, vary=vary, objective="memory", **options)
+    assert {r.variant for r in got.rows} == {f"pieces={n}, overlap={m}" for n in (1, 4) for m in ("auto", "off")}
+    assert got.best.variant.startswith("pieces=4")
+    for row in got.rows[:6]:
+        pieces, mode = (p.split("=")[1] for p in row.variant.split(", "))
+        alone = functools.partial(step, pieces=int(pieces))
+        plan = mp.plan(
+            alone, params, tokens, mesh=row.mesh, layout=row.layout, lowering="shard_map", overlap=mode, **where
+        )
+        assert (row.seconds, row.peak) == (plan.seconds, plan.memory.peak)
+    assert f"with    {got.best.variant}" in str(got)
+    other = got.why(got.best.layout, variant="pieces=1, overlap=off")
+    assert "longer" in other or "as good" in other
+    alone = mp.search({"a": step}, params, tokens, **options)
+    assert {r.variant for r in alone.rows} == {"a"}
+    with pytest.raises(mp.UnsupportedError, match="was not searched"):
+        got.why("batch: data", variant="pieces=2")
+    with pytest.raises(mp.UnsupportedError, match="it is a list of values"):
+        mp.search(step, params, tokens, vary={"pieces": 2}, **options)
+
+
 @pytest.mark.slow
 def test_the_answer_does_not_depend_on_the_hash_seed():
     code = "import test_search as t; print(t.found(batch=16).to_json())"
