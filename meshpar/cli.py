@@ -157,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         help="choose one of these as well, of `overlap` or of an argument of the target: remat=full,none; several may be given",
     )  # fmt: skip
     add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
+    add("--html", metavar="FILE", help="write it as a page of its own, with time against memory as a picture")
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--lowering", **{**partitioner, "default": "shard_map"})
     add("--overlap", choices=MODES, help=overlap + " (default: auto)")
@@ -271,6 +272,8 @@ def _search(args: argparse.Namespace) -> int:
             donate_argnames=_donated(args, target),
         ),
     )  # fmt: skip
+    if args.html:
+        _save(found, args.html)
     _show(args, found, found.to_json)
     return 0 if found.fits else 1
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Group
@@ -18,6 +19,7 @@ from ..layout import Layout
 from ..plan.collectives import Collective, duration, human
 from ..planned import Plan
 from ..report.text import plain
+from . import picture
 
 Objective = Literal["time", "memory"]
 SHOWN = 8
@@ -67,6 +69,7 @@ class Search:
       topology, objective, margin: as they were asked for.
       planned: how many candidates were planned; ``ended``: why no more were.
       refused: the layouts of the user's own that could not be planned, and why.
+      usable: bytes of a device that a plan's peak may take.
     """
 
     topology: str
@@ -77,6 +80,7 @@ class Search:
     planned: int
     ended: str
     refused: tuple[str, ...]
+    usable: float
     _bases: dict[str, Plan] = field(repr=False)
 
     @property
@@ -119,10 +123,9 @@ class Search:
         assert other.seconds is not None
         assert best.seconds is not None
         lines = []
-        usable = self.margin * other.chip.per_device().hbm
-        if other.memory.peak > usable:
+        if other.memory.peak > self.usable:
             lines.append(
-                f"does not fit: {human(other.memory.peak)} of the {human(usable)} that may be used "
+                f"does not fit: {human(other.memory.peak)} of the {human(self.usable)} that may be used "
                 f"({self.margin:.0%} of a {other.chip.name}); most of it is"
             )
             kinds = sorted(other.memory.by_kind.items(), key=lambda k: -k[1])
@@ -133,7 +136,7 @@ class Search:
                 f"{duration(longer)} longer than the best ({duration(other.seconds)} for {duration(best.seconds)})"
             )
             lines += [f"  {text}" for text in _costs_more(other, best)]
-        elif other.memory.peak <= usable:
+        elif other.memory.peak <= self.usable:
             lines.append(
                 f"it is as good: {duration(other.seconds)} and {human(other.memory.peak)}; the best has {duration(best.seconds)} "
                 f"and {human(best.memory.peak)}"
@@ -151,6 +154,21 @@ class Search:
             }
         )  # fmt: skip
 
+    def save(self, path: str | Path) -> None:
+        """Write it to a file: ``.html``, a page with the picture of time against memory; ``.json``; ``.txt``.
+
+        Raises:
+          UnsupportedError: another ending.
+        """
+        path = Path(path)
+        writers = {".html": picture.html_page, ".json": Search.to_json, ".txt": plain}
+        if path.suffix not in writers:
+            raise UnsupportedError(f"{path}: a search is saved as {', '.join(writers)}")
+        path.write_text(writers[path.suffix](self), "utf8")
+
+    def _repr_html_(self) -> str:
+        return picture.html_cell(self)
+
     def __rich__(self) -> Any:
         head = Text.assemble(("search", "bold"), f"  {self.planned} plans on {self.topology}; {self.ended}")
         if not self.fits:
@@ -159,33 +177,41 @@ class Search:
         if self.best.variant:
             choice.append_text(Text.assemble(("\nwith", "bold"), f"    {self.best.variant}"))
         table = Table(box=None, pad_edge=False)
-        for name in ("step", "peak", "sends"):
+        for name in ("", "step", "peak", "sends"):
             table.add_column(name, justify="right", no_wrap=True, vertical="top")
         table.add_column("mesh, layout", overflow="fold")
         named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
+        called = picture.letters(self)
         for row in self.rows[:SHOWN] + tuple(r for r in self.rows[SHOWN:] if named.get(r.name) is r):
             marks = [
                 row.variant,
                 row.name,
                 row.compiled,
                 "" if row.fits else "does not fit",
-                "front" if row.front else "",
             ]
             where = Text.assemble(
                 row.mesh, (f"  {', '.join(filter(None, marks))}", "italic"), "\n", (row.layout, "dim")
             )
-            table.add_row(duration(row.seconds), human(row.peak), human(row.sent), where)
-        return Group(head, Text(), choice, Text(), table, *([Text(), *map(Text, self.refused)] if self.refused else []))
+            table.add_row(
+                "★ " * (row is self.best) + called.get(row, ""),
+                duration(row.seconds),
+                human(row.peak),
+                human(row.sent),
+                where,
+            )
+        drawn = [Text(), picture.terminal(self)] if len(self.rows) > 2 else []
+        return Group(
+            head, Text(), choice, *drawn, Text(), table, *([Text(), *map(Text, self.refused)] if self.refused else [])
+        )
 
     def _misfit(self) -> str:
         with quiet():
             plan = self.plan()
         assert plan.chip is not None
         kind, size = max(plan.memory.by_kind.items(), key=lambda k: k[1])
-        usable = self.margin * plan.chip.per_device().hbm
         return (
-            f"NOTHING FITS  the least is {human(self.best.peak)} a device, {self.best.peak / usable:.1f} × the "
-            f"{human(usable)} that may be used of a {plan.chip.name}; most of it is {human(size)} of {kind}"
+            f"NOTHING FITS  the least is {human(self.best.peak)} a device, {self.best.peak / self.usable:.1f} × the "
+            f"{human(self.usable)} that may be used of a {plan.chip.name}; most of it is {human(size)} of {kind}"
         )
 
     def __str__(self) -> str:

@@ -267,6 +267,10 @@ def _answer(
     ties = [f for f in ranked if f[1].fits == least.fits and f[1].seconds <= (1 + TIE) * least.seconds]
     if evaluate.objective == "memory" or not least.fits:
         ties = [f for f in ties if f[1].peak <= (1 + TIE) * least.peak]
+    if (
+        evaluate.objective == "time"
+    ):  # estimates may be wrong: one of them that fills no more than half of the memory is safer
+        ties = [f for f in ties if f[1].peak <= evaluate.usable / 2] or ties
     ties.sort(key=lambda f: (f[1].rules, f[1].peak if least.fits else 0.0, f[1].seconds, f[1].layout))
     choice = ties[0][0]()
     others = [row for _, row in ranked if row is not ties[0][1]]
@@ -291,6 +295,7 @@ def _answer(
         sum(each.planned for each, _ in searched),
         ended,
         tuple(refused),
+        evaluate.usable,
         {each.variant: each.base for each, _ in searched},
     )
 

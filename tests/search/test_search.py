@@ -150,6 +150,39 @@ def test_rows_on_the_front_are_not_beaten_on_both_sides():
         assert not (a.seconds < b.seconds and a.peak < b.peak)
 
 
+def test_of_ties_one_that_leaves_memory_free_is_chosen():
+    """Also where one of fewer rules fills more than half of it."""
+    got = found(batch=4096)
+    ties = [r for r in got.rows if r.fits and r.seconds <= 1.03 * min(r.seconds for r in got.rows if r.fits)]
+    usable = 0.85 * V5E
+    assert got.usable == usable
+    assert got.best.peak <= usable / 2 or all(r.peak > usable / 2 for r in ties)
+
+
+def test_pictures(tmp_path):
+    got = found()
+    front = [r for r in got.front if r.fits]
+    text = str(got)
+    assert "a step" in text
+    lines = [line for line in text.splitlines() if "│" in line]
+    assert len(lines) == 9
+    drawn = "".join(line.split("│")[1] for line in lines)
+    assert drawn.count("★") == 1
+    assert set(drawn) <= {*" ·─★", *(chr(65 + k) for k in range(len(front)))}
+    assert max(map(len, lines)) <= 100
+    for name in ("a.html", "a.json", "a.txt"):
+        got.save(tmp_path / name)
+    page = (tmp_path / "a.html").read_text()
+    assert page.count("<circle") == sum(
+        r.seconds <= 8 * min(s.seconds for s in got.rows) or r == got.best for r in got.rows
+    )
+    assert "http" not in page.replace("http-equiv", "")
+    assert page.count("<tr>") == 1 + min(40, len(got.rows))
+    assert "<svg" in got._repr_html_()
+    with pytest.raises(mp.UnsupportedError, match="is saved as"):
+        got.save(tmp_path / "a.pdf")
+
+
 def test_fixed_rules_come_first_and_forbidden_dims_are_whole():
     got = found(options=(("fixed", "seq: model"), ("forbid", "mlp")))
     for row in got.rows:
