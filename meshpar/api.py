@@ -434,7 +434,7 @@ def _variants(
     for (called, function), *chosen in itertools.product(functions.items(), *vary.values()):
         more = dict(zip(vary, chosen, strict=True))
         said = ", ".join(filter(None, [called, *(f"{k}={v}" for k, v in more.items())]))
-        mode = more.pop("overlap", overlap)
+        mode: Any = more.pop("overlap", overlap)
         check_lowering(lowering, mode)
         yield said, (function, more, mode)
 

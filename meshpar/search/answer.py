@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,45 +19,14 @@ from ..errors import MeshparError, UnsupportedError
 from ..layout import Layout
 from ..plan.collectives import Collective, duration, human
 from ..planned import Plan
+from ..report.html import number, page, style, table
 from ..report.text import plain
-from . import picture
+from .picture import Picture
+from .row import Row
 
 Objective = Literal["time", "memory"]
 SHOWN = 8
 """Candidates that are shown, beside the known schemes."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A candidate that was planned.
-
-    Attributes:
-      mesh, layout: as text, to be copied.
-      seconds: of a step, by the plan.
-      peak: bytes of a device at the peak.
-      sent: bytes that a device sends in a step.
-      fits: whether the peak is within the part of the memory that may be used.
-      name: of the known scheme that it is, or ``"yours"``; "".
-      front: no other is both shorter and smaller.
-      variant: the program that it is of: ``"remat=full, overlap=xla"``; "" where there is one.
-      compiled: what the compiler said of it: "" where it was not asked.
-    """
-
-    mesh: str
-    layout: str
-    seconds: float
-    peak: float
-    sent: float
-    fits: bool
-    name: str = ""
-    front: bool = False
-    compiled: str = ""
-    variant: str = ""
-
-    @property
-    def rules(self) -> int:
-        """How many rules the layout has."""
-        return len(Layout(self.layout).rules)
 
 
 @dataclass(eq=False)
@@ -161,13 +131,46 @@ class Search:
           UnsupportedError: another ending.
         """
         path = Path(path)
-        writers = {".html": picture.html_page, ".json": Search.to_json, ".txt": plain}
+        writers = {
+            ".html": lambda found: page(f"search on {found.topology}", found._html()),
+            ".json": Search.to_json,
+            ".txt": plain,
+        }
         if path.suffix not in writers:
             raise UnsupportedError(f"{path}: a search is saved as {', '.join(writers)}")
         path.write_text(writers[path.suffix](self), "utf8")
 
+    def _page(self) -> str:
+        return page(f"search on {self.topology}", self._html())
+
     def _repr_html_(self) -> str:
-        return picture.html_cell(self)
+        return f'<div class="mp">{style()}{self._html()}</div>'
+
+    @property
+    def _picture(self) -> Picture:
+        return Picture(self.rows, self.best, self.usable)
+
+    def _html(self) -> str:
+        """The picture, what was chosen, and the candidates as a table."""
+        best = self.best
+        verdict = "" if self.fits else ' <span class="chip on c1">nothing fits</span>'
+        head = (
+            f"<h1>search on {escape(self.topology)}{verdict}</h1>"
+            f'<p class="dim">{self.planned} plans; {escape(self.ended)}. The figures are the plans\' estimates.</p>'
+            f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code>"
+            + (f"<br><code>{escape(best.variant)}</code>" if best.variant else "")
+            + f"<br>{duration(best.seconds)} a step, {human(best.peak)} at the peak, sends {human(best.sent)}</p>"
+        )
+        heads = [("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")]
+        cells = []
+        for row in self.rows[:40]:
+            marks = ", ".join(filter(None, [row.variant, row.name, row.compiled, "" if row.fits else "does not fit"]))
+            name = self._picture.mark(row)
+            figures = number(duration(row.seconds), row.seconds) + number(human(row.peak), row.peak)
+            sends = f'<td class="n more" data-v="{row.sent:.6g}">{human(row.sent)}</td>'
+            where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(row.layout)}</code>"
+            cells.append(f"<tr><td>{name}</td>{figures}{sends}<td>{where}</td></tr>")
+        return f"{head}{self._picture.drawing()}{table(heads, cells, sortable=True)}"
 
     def __rich__(self) -> Any:
         head = Text.assemble(("search", "bold"), f"  {self.planned} plans on {self.topology}; {self.ended}")
@@ -181,7 +184,7 @@ class Search:
             table.add_column(name, justify="right", no_wrap=True, vertical="top")
         table.add_column("mesh, layout", overflow="fold")
         named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
-        called = picture.letters(self)
+        drawn_as = self._picture
         for row in self.rows[:SHOWN] + tuple(r for r in self.rows[SHOWN:] if named.get(r.name) is r):
             marks = [
                 row.variant,
@@ -193,13 +196,13 @@ class Search:
                 row.mesh, (f"  {', '.join(filter(None, marks))}", "italic"), "\n", (row.layout, "dim")
             )
             table.add_row(
-                "★ " * (row is self.best) + called.get(row, ""),
+                drawn_as.mark(row),
                 duration(row.seconds),
                 human(row.peak),
                 human(row.sent),
                 where,
             )
-        drawn = [Text(), picture.terminal(self)] if len(self.rows) > 2 else []
+        drawn = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         return Group(
             head, Text(), choice, *drawn, Text(), table, *([Text(), *map(Text, self.refused)] if self.refused else [])
         )

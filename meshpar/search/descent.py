@@ -20,7 +20,8 @@ from ..mesh import planned_mesh
 from ..plan.claims import Claims
 from ..plan.collectives import duration, human
 from ..planned import Plan
-from .answer import Objective, Row, Search, quiet
+from .answer import Objective, Search, quiet
+from .row import Row
 from .space import Point, Sizes, Space, meshes
 
 TIE = 0.03

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -286,9 +287,8 @@ def test_programs_that_vary_are_chosen_from():
     for row in got.rows[:6]:
         pieces, mode = (p.split("=")[1] for p in row.variant.split(", "))
         alone = functools.partial(step, pieces=int(pieces))
-        plan = mp.plan(
-            alone, params, tokens, mesh=row.mesh, layout=row.layout, lowering="shard_map", overlap=mode, **where
-        )
+        how: Any = {**where, "overlap": mode}
+        plan = mp.plan(alone, params, tokens, mesh=row.mesh, layout=row.layout, lowering="shard_map", **how)
         assert (row.seconds, row.peak) == (plan.seconds, plan.memory.peak)
     assert f"with    {got.best.variant}" in str(got)
     other = got.why(got.best.layout, variant="pieces=1, overlap=off")
@@ -297,8 +297,9 @@ def test_programs_that_vary_are_chosen_from():
     assert {r.variant for r in alone.rows} == {"a"}
     with pytest.raises(mp.UnsupportedError, match="was not searched"):
         got.why("batch: data", variant="pieces=2")
+    bad: Any = {"pieces": 2}
     with pytest.raises(mp.UnsupportedError, match="it is a list of values"):
-        mp.search(step, params, tokens, vary={"pieces": 2}, **options)
+        mp.search(step, params, tokens, vary=bad, **options)
 
 
 @pytest.mark.slow
