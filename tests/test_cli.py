@@ -42,6 +42,15 @@ def nameless():
     return (lambda x: x * 2), (jax.ShapeDtypeStruct((8, 8), jnp.float32),), {"x": "rows columns"}
 
 
+def twice(times=1):
+    def more(state, batch):
+        for _ in range(times):
+            state, loss = step(state, batch)
+        return state, loss
+
+    return more, *small()[1:]
+
+
 def wrong():
     return step
 
@@ -348,6 +357,20 @@ def test_search_prints_the_choice_and_json(run, target):
     assert status == 1
     assert "NOTHING FITS" in out
     assert run(*arguments, "--forbid", "batsh")[0] == 2
+
+
+def test_search_varies_the_target_and_writes_a_page(run, target, tmp_path):
+    arguments = ["search", f"{target}:twice", "--topology", "v5e:2x2", "--axes", "1", "--vary", "times=1,3"]
+    status, out, _ = run(*arguments, "--vary", "overlap=off,auto", "--html", str(tmp_path / "found.html"), "--json")
+    assert status == 0
+    rows = json.loads(out)["rows"]
+    assert {r["variant"] for r in rows} == {f"times={n}, overlap={m}" for n in (1, 3) for m in ("off", "auto")}
+    assert json.loads(out)["best"]["variant"].startswith("times=1")
+    assert "<svg" in (tmp_path / "found.html").read_text()
+    small = ["search", f"{target}:small", "--topology", "v5e:2x2"]
+    assert "changes the arguments" in run(*small, "--vary", "batch=8,16")[2]
+    for bad in ("times", "=1", "a=1,b=2"):
+        assert run(*small, "--vary", bad)[0] == 2
 
 
 def test_the_lab_is_served_until_ctrl_c(target):
