@@ -118,8 +118,13 @@ def _without(values: Sequence[Any], dims: Sequence[int], plain: Any) -> tuple[An
 
 
 register("reduce_window", rule=window, local=on_shards, under_jit="pinned")
-register(
-    "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add",
-    rule=window, local=_local_pool, under_jit="pinned",
-)  # fmt: skip
+register("reduce_window_sum", rule=window, local=_local_pool, under_jit="pinned")
+register(  # XLA's partitioner aborts at the tangents of extrema whose windows it splits
+    "reduce_window_max",
+    "reduce_window_min",
+    "select_and_gather_add",
+    rule=window,
+    local=_local_pool,
+    under_jit="manual",
+)
 register("select_and_scatter_add", rule=window, local=_local_select_and_scatter_add, under_jit="pinned")

@@ -299,3 +299,22 @@ def test_a_convolution_that_the_plan_leaves_whole():
     ]
     assert len(manual) == 3  # the convolution and its two gradients
     assert_same(step, (x, w), "x=4, y=2", "f?: x; e?: x+y", {"x": "e _ _ f", "w": "_ _ e _"})
+
+
+def test_the_tangent_of_a_pooling_whose_operand_another_op_has_split_along_the_window():
+    """XLA's partitioner would split the windows as well, and abort."""
+    image, kernel = normal(6, 8, 8), normal(3, 1, 16)
+
+    def step(image, kernel):
+        x = image.reshape(8, 6, 8)
+        numbers = ("NWC", "WIO", "NWC")
+        y = lax.conv_general_dilated(
+            x, kernel, (1,), [(1, 2)], lhs_dilation=(2,), dimension_numbers=numbers, feature_group_count=8
+        )
+        return y, lax.reduce_window(x, -np.inf, lax.max, (1, 1, 3), (1, 1, 1), "SAME")
+
+    def pushed(image, kernel):
+        return jax.jvp(step, (image, kernel), (2 * image, 3 * kernel))
+
+    dims = {"image": "rows width channels", "kernel": "taps _ features"}
+    assert_same(pushed, (image, kernel), "idle=4, model=2", "width: model; features: model", dims)
