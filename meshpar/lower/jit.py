@@ -30,16 +30,13 @@ from ..plan.plan import Plan
 from ..plan.spec import unsplit
 from ..plan.steps import Reduce, Run, Shard
 from ..program.ir import Frame, Op, Value
-from ..rules import having, run_local
-from ..rules.index import one_row
+from ..rules import having, primitive, run_local
+from ..rules.registry import SplitOp
 from .collectives import combined
 
-BITWISE = having(lambda p: p.under_jit == "manual of integers")
-MANUAL = having(lambda p: p.under_jit == "manual")
-BATCHES = having(lambda p: p.under_jit == "manual of batches")
-ONE_ROW = having(lambda p: p.under_jit == "manual of one row")
-PINNED = ONE_ROW | having(lambda p: p.under_jit == "pinned")
-FREE = having(lambda p: p.under_jit == "free")
+IDENTITIES = having(lambda p: p.identity)
+PINNED = having(lambda p: p.pinned)
+FREE = having(lambda p: p.free)
 
 
 def lower_to_jit(plan: Plan, mesh: Mesh) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
@@ -131,7 +128,7 @@ class _Rewriter:
                     changed = True
         for op in frame.ops:
             eqn, run = op.eqn, self.runs.get(op)
-            if op.name in ("name_dims", "rename_dims", "place", "sharding_constraint"):
+            if op.name in IDENTITIES:
                 (value,), (out,) = op.ins, op.outs
                 spec = self.rest(out)
                 assert spec is not None
@@ -255,12 +252,8 @@ class _Rewriter:
         if run is None or run.axes is None or run.op.rule is None:
             return False
         op, rule = run.op, run.op.rule
-        bits = op.name in BITWISE and op.outs[0].aval.dtype != bool
-        if op.name in MANUAL or (bits and any(run.axes)):
-            return True
-        if op.name in BATCHES and op.eqn.params["dimension_numbers"][1][0] and any(map(self.is_mixed, run.results)):
-            return True
-        if op.name in ONE_ROW and one_row(op.eqn) and any(run.axes[f] for factors in rule.ins[0] for f in factors):
+        manual = primitive(op.name).manual
+        if manual is not None and manual(SplitOp(op.eqn, rule, run.axes, any(map(self.is_mixed, run.results)))):
             return True
         if rule.given is not None:
             return False

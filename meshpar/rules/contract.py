@@ -7,7 +7,7 @@ from typing import Any
 
 from .halo import ShardWindow, dilate, fetch_window, sliding_window
 from .local import LocalOp, on_shards
-from .registry import register
+from .registry import SplitOp, always, register
 from .rule import Kind, NameLink, OpRule, exchange_kind, with_halo_sends
 
 
@@ -35,7 +35,12 @@ def dot_general(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("dot_general", rule=dot_general, local=on_shards, product=True, under_jit="manual of batches")
+def _batches_mixed(op: SplitOp) -> bool:
+    """With batch dims, sums both scattered and all-reduced: BATCHED_SUM of :mod:`meshpar.compat.quirks`."""
+    return op.mixed and bool(op.eqn.params["dimension_numbers"][1][0])
+
+
+register("dot_general", rule=dot_general, local=on_shards, product=True, manual=_batches_mixed)
 
 
 def ragged_dot_general(eqn, ins, outs) -> OpRule:
@@ -176,4 +181,4 @@ def _local_conv(at: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
     return at.run(lhs, rhs, padding=tuple(padding), lhs_dilation=tuple(dilation), **changed)
 
 
-register("conv_general_dilated", rule=conv_general_dilated, local=_local_conv, product=True, under_jit="manual")
+register("conv_general_dilated", rule=conv_general_dilated, local=_local_conv, product=True, manual=always)

@@ -14,9 +14,19 @@ import numpy as np
 from jax import lax
 
 from .local import LocalOp, on_shards
-from .registry import register
+from .registry import SplitOp, register
 from .rule import Kind, NameLink, OpRule
 from .spmd import axis_index
+
+
+def _one_row(eqn: Any) -> bool:
+    """Whether a gather or scatter has one index vector: the compiler makes it a slice."""
+    return math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+
+
+def _one_row_of_a_split_array(op: SplitOp) -> bool:
+    """MERGED_SLICES of :mod:`meshpar.compat.quirks`."""
+    return _one_row(op.eqn) and any(op.axes[f] for factors in op.rule.ins[0] for f in factors)
 
 
 def gather(eqn, ins, outs) -> OpRule:
@@ -99,7 +109,7 @@ def _fill(value: Any, dtype: Any) -> Any:
     return jnp.asarray(value, dtype)
 
 
-register("gather", rule=gather, local=_local_gather, under_jit="manual of one row")
+register("gather", rule=gather, local=_local_gather, pinned=True, manual=_one_row_of_a_split_array)
 
 
 _SCATTER: dict[str, Kind] = {
@@ -158,7 +168,7 @@ def _local_scatter_sum(at: LocalOp, operand: Any, indices: Any, updates: Any) ->
     if not split:
         return at.run(operand, indices, updates)
     local, mine, _ = _local_index(at, indices, split, operand.shape, mode == lax.GatherScatterMode.CLIP)
-    if one_row(at.eqn):  # a start beyond the operand: MERGED_SLICES of meshpar.compat.quirks
+    if _one_row(at.eqn):  # a start beyond the operand: MERGED_SLICES of meshpar.compat.quirks
         at_index = [d for d in range(updates.ndim) if d not in dn.update_window_dims]
         updates = jnp.where(lax.broadcast_in_dim(mine, updates.shape, at_index), updates, jnp.zeros((), updates.dtype))
         local = jnp.where(mine[..., None], local, 0)
@@ -179,14 +189,9 @@ def _zeros(value: Any) -> bool:
 
 for _name, _kind in _SCATTER.items():
     if _kind == "sum":
-        register(_name, rule=scatter, local=_local_scatter_sum, under_jit="manual of one row")
+        register(_name, rule=scatter, local=_local_scatter_sum, pinned=True, manual=_one_row_of_a_split_array)
     else:
-        register(_name, rule=scatter, local=on_shards, under_jit="pinned")
-
-
-def one_row(eqn) -> bool:
-    """Whether a gather or scatter has one index vector: the compiler makes it a slice."""
-    return math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+        register(_name, rule=scatter, local=on_shards, pinned=True)
 
 
 def _looked_up(at: LocalOp, into: Sequence[int]) -> list[tuple[int, int]]:

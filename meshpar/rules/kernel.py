@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from .local import LocalOp
-from .registry import register
+from .registry import always, register
 from .rule import OpRule
 
 SMALL = 1 / 8
@@ -36,4 +36,4 @@ def _bytes(x: Any) -> int:
     return math.prod(np.shape(x)) * x.dtype.itemsize
 
 
-register("kernel", rule=kernel, local=_local_kernel, under_jit="manual")
+register("kernel", rule=kernel, local=_local_kernel, manual=always)

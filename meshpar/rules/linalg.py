@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .local import LocalOp, on_shards
-from .registry import register
+from .registry import always, register
 from .rule import OpRule
 from .spmd import Grid, axis_index
 
@@ -110,4 +110,4 @@ def _local_fft(at: LocalOp, x: Any) -> list[Any]:
     return [flat(y.reshape(*batch, *y.shape[y.ndim - x.ndim + len(batch) :]))]
 
 
-register("fft", rule=fft, local=_local_fft, under_jit="manual")
+register("fft", rule=fft, local=_local_fft, manual=always)

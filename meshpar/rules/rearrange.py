@@ -278,4 +278,4 @@ def _local_rearrange(at: LocalOp, x: Any) -> list[Any]:
     return [_taken_by_device(parts, dim, found.tables, here)]
 
 
-register("rearrange", rule=rearranged, local=_local_rearrange, fusible=True, under_jit="pinned")
+register("rearrange", rule=rearranged, local=_local_rearrange, fusible=True, pinned=True)

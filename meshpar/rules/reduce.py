@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .local import LocalOp, on_shards
-from .registry import register
+from .registry import SplitOp, register
 from .rule import Kind, OpRule, exchange_kind, no_rule, same_dims
 from .spmd import Send
 
@@ -41,9 +41,13 @@ def reduce(eqn, ins, outs) -> OpRule:
     return reduced_dims(ins, outs, eqn.params["axes"], kind)
 
 
+def _bits(op: SplitOp) -> bool:
+    """Bits of integers, for which XLA has no all-reduce on every backend."""
+    return op.eqn.outvars[0].aval.dtype != bool and any(op.axes)
+
+
 for _name, _kind in _KINDS.items():
-    _bitwise = _kind in ("and", "or")
-    register(_name, rule=reduce, local=on_shards, reduction=True, under_jit="manual of integers" if _bitwise else "")
+    register(_name, rule=reduce, local=on_shards, reduction=True, manual=_bits if _kind in ("and", "or") else None)
 
 
 _POSITIONAL: dict[str, tuple[Kind, Callable[..., Any]]] = {
@@ -110,4 +114,4 @@ def _local_reduce_xor(at: LocalOp, x: Any) -> list[Any]:
     return [functools.reduce(jnp.bitwise_xor, [every[k] for k in range(every.shape[0])])]
 
 
-register("reduce_xor", rule=reduce_xor, local=_local_reduce_xor, reduction=True, under_jit="manual of integers")
+register("reduce_xor", rule=reduce_xor, local=_local_reduce_xor, reduction=True, manual=_bits)

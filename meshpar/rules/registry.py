@@ -6,30 +6,34 @@ in the file of its family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-from .rule import RuleFn
+from .rule import OpRule, RuleFn
 
 LocalForm = Callable[..., list[Any]]
 """(:class:`~meshpar.rules.local.LocalOp`, *shards of the operands) → shards of the results."""
 
-UnderJit = Literal["", "pinned", "manual", "manual of integers", "manual of one row", "manual of batches", "free"]
-"""What the ``"jit"`` lowering does about XLA's partitioner.
 
-``""``: nothing; its choice is as good as the plan's.
-``pinned``: the partitioner gets the op wrong along dims that are split, or fails (starts out of bounds, windows, uneven shards):
-results are constrained to where the plan makes them, so that the split of a neighbour does not spread into them.
-``manual``: the op is partitioned by its local form under a ``shard_map``, also where the plan splits nothing: XLA would, as the
-neighbours are split, and then crashes.
-``manual of integers``: so are its reductions of integers: XLA has no all-reduce for them on every backend.
-``manual of one row``: so is a lookup or sum of one row in an array that is split (``MERGED_SLICES`` of
-:mod:`meshpar.compat.quirks`); more rows are ``pinned``.
-``manual of batches``: so is a product with batch dims of whose axes some are scattered and others all-reduced (``BATCHED_SUM``).
-``free``: made where it is used, or moved at no cost: XLA lays it out as its neighbours need it.
-"""
+class SplitOp(NamedTuple):
+    """An op as a plan splits it.
+
+    Attributes:
+      eqn, rule: its equation and factor rule.
+      axes: the mesh axes that split every factor.
+      mixed: an unreduced result may be scattered over one of its axes and all-reduced over another.
+    """
+
+    eqn: Any
+    rule: OpRule
+    axes: Sequence[tuple[str, ...]]
+    mixed: bool
+
+
+def always(op: SplitOp) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,12 @@ class Primitive:
       own_derivative: a call with a derivative rule of its own.
       opaque: code that nobody sees into; it needs a rule from the user where something is split.
       own_mesh: contains a partitioning of its own, which cannot stand in a ``shard_map``.
-      under_jit: how the ``"jit"`` lowering treats it.
+      pinned: XLA's partitioner gets the op wrong along dims that are split, or fails (starts out of bounds, windows, uneven
+        shards): the ``"jit"`` lowering constrains results to where the plan makes them, so that the split of a neighbour does not
+        spread into them.
+      manual: whether the ``"jit"`` lowering partitions the op itself, by its local form under a ``shard_map``, also where the plan
+        splits nothing: XLA would, as the neighbours are split, and crash or give other numbers. None: never.
+      free: made where it is used, or moved at no cost: XLA lays it out as its neighbours need it.
     """
 
     name: str
@@ -74,7 +83,9 @@ class Primitive:
     own_derivative: bool = False
     opaque: bool = False
     own_mesh: bool = False
-    under_jit: UnderJit = ""
+    pinned: bool = False
+    manual: Callable[[SplitOp], bool] | None = None
+    free: bool = False
 
     @property
     def cheap(self) -> bool:

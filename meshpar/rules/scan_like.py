@@ -79,4 +79,4 @@ def _with_offset(at: LocalOp, axes: tuple[str, ...], x: Any) -> Any:
     return jnp.where(first, mine, _COMBINE[at.op.name](*jnp.broadcast_arrays(others, mine)))
 
 
-register(*_COMBINE, rule=cumulative, local=_local_cumulative, under_jit="pinned")
+register(*_COMBINE, rule=cumulative, local=_local_cumulative, pinned=True)

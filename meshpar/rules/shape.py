@@ -14,7 +14,7 @@ from jax import lax
 
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
 from .local import LocalOp, on_shards
-from .registry import register
+from .registry import always, register
 from .rule import Kind, NameLink, OpRule, einsum, exchange_kind, with_halo_sends
 from .spmd import Factors, Send, axis_index
 
@@ -34,7 +34,7 @@ def _local_broadcast(at: LocalOp, *xs: Any) -> list[Any]:
     return at.run(*xs, shape=at.out)
 
 
-register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_broadcast, fusible=True, under_jit="free")
+register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_broadcast, fusible=True, free=True)
 
 
 def transpose(eqn, ins, outs) -> OpRule:
@@ -44,7 +44,7 @@ def transpose(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("transpose", rule=transpose, local=on_shards, view=True, under_jit="free")
+register("transpose", rule=transpose, local=on_shards, view=True, free=True)
 
 
 def reshape(eqn, ins, outs) -> OpRule:
@@ -80,7 +80,7 @@ def _local_reshape(at: LocalOp, *xs: Any) -> list[Any]:
 
 
 register("reshape", rule=reshape, local=_local_reshape, view=True)
-register("squeeze", rule=reshape, local=on_shards, view=True, under_jit="free")
+register("squeeze", rule=reshape, local=on_shards, view=True, free=True)
 
 
 def _runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -163,7 +163,7 @@ def _local_slice(at: LocalOp, x: Any) -> list[Any]:
     return [out if mine is None else jnp.where(mine, out, jnp.zeros((), out.dtype))]
 
 
-register("slice", rule=slice_, local=_local_slice, fusible=True, under_jit="pinned")
+register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True)
 
 
 def dynamic_slice(eqn, ins, outs) -> OpRule:
@@ -180,7 +180,7 @@ def _local_dynamic_slice(at: LocalOp, x: Any, *starts: Any) -> list[Any]:
     return at.run(x, *clamped, slice_sizes=sizes)
 
 
-register("dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, under_jit="manual")
+register("dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always)
 
 
 def _part(operand, result, kind: Kind, lies: Sequence[range] = (), moved: Sequence[bool] = ()) -> OpRule:
@@ -249,7 +249,7 @@ def _local_pad(at: LocalOp, x: Any, fill: Any) -> list[Any]:
     return at.run(x, fill, padding_config=tuple(config))
 
 
-register("pad", rule=pad, local=_local_pad, fusible=True, under_jit="pinned")
+register("pad", rule=pad, local=_local_pad, fusible=True, pinned=True)
 
 
 def dynamic_update_slice(eqn, ins, outs) -> OpRule:
@@ -268,7 +268,7 @@ def dynamic_update_slice(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("dynamic_update_slice", rule=dynamic_update_slice, local=on_shards, under_jit="pinned")
+register("dynamic_update_slice", rule=dynamic_update_slice, local=on_shards, pinned=True)
 
 
 def concatenate(eqn, ins, outs) -> OpRule:
@@ -305,7 +305,7 @@ def _local_concatenate(at: LocalOp, *xs: Any) -> list[Any]:
     return [out]
 
 
-register("concatenate", rule=concatenate, local=_local_concatenate, fusible=True, under_jit="pinned")
+register("concatenate", rule=concatenate, local=_local_concatenate, fusible=True, pinned=True)
 
 
 def split(eqn, ins, outs) -> OpRule:
@@ -349,7 +349,7 @@ def _local_split(at: LocalOp, x: Any) -> list[Any]:
     return [fetch_window(x, axis, axes, r.exchange) for r in by]
 
 
-register("split", rule=split, local=_local_split, fusible=True, under_jit="pinned")
+register("split", rule=split, local=_local_split, fusible=True, pinned=True)
 
 
 def tile(eqn, ins, outs) -> OpRule:
@@ -430,7 +430,7 @@ def _local_rev(at: LocalOp, x: Any) -> list[Any]:
     return at.run(at.with_halo(0, x))
 
 
-register("rev", rule=rev, local=_local_rev, fusible=True, under_jit="pinned")
+register("rev", rule=rev, local=_local_rev, fusible=True, pinned=True)
 
 
 def from_no_data(eqn, ins, outs) -> OpRule:
@@ -452,7 +452,7 @@ def _local_empty(at: LocalOp, *xs: Any) -> list[Any]:
     return at.run(*xs, shape=at.out)
 
 
-register("iota", rule=from_no_data, local=_local_iota, fusible=True, under_jit="free")
+register("iota", rule=from_no_data, local=_local_iota, fusible=True, free=True)
 register("empty", rule=from_no_data, local=_local_empty, fusible=True)
 
 

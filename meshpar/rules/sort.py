@@ -26,7 +26,7 @@ def sort(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("sort", rule=sort, local=on_shards, under_jit="pinned")
+register("sort", rule=sort, local=on_shards, pinned=True)
 
 
 def candidates(size: int, k: int, itemsize: int, index_size: int) -> int | None:
@@ -86,7 +86,7 @@ def _local_top_k(at: LocalOp, x: Any) -> list[Any]:
     return [values, jnp.take_along_axis(places, chosen, axis)]
 
 
-register("top_k", rule=top_k, local=_local_top_k, under_jit="pinned")
+register("top_k", rule=top_k, local=_local_top_k, pinned=True)
 register("approx_top_k", rule=top_k, local=on_shards)
 
 
@@ -117,4 +117,4 @@ def _local_arg_extremum(at: LocalOp, x: Any) -> list[Any]:
     return [jnp.squeeze(jnp.take_along_axis(places, jnp.expand_dims(chosen, axis), axis), axis)]
 
 
-register("argmax", "argmin", rule=arg_extremum, local=_local_arg_extremum, reduction=True, under_jit="pinned")
+register("argmax", "argmin", rule=arg_extremum, local=_local_arg_extremum, reduction=True, pinned=True)

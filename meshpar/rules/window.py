@@ -12,7 +12,7 @@ from jax import lax
 
 from .halo import ShardWindow, scatter_windows, sliding_window
 from .local import LocalOp, on_shards
-from .registry import register
+from .registry import always, register
 from .rule import NameLink, OpRule, exchange_kind, with_halo_sends
 from .spmd import axis_index, table_entry
 
@@ -117,14 +117,14 @@ def _without(values: Sequence[Any], dims: Sequence[int], plain: Any) -> tuple[An
     return tuple(plain if d in dims else v for d, v in enumerate(values))
 
 
-register("reduce_window", rule=window, local=on_shards, under_jit="pinned")
-register("reduce_window_sum", rule=window, local=_local_pool, under_jit="pinned")
+register("reduce_window", rule=window, local=on_shards, pinned=True)
+register("reduce_window_sum", rule=window, local=_local_pool, pinned=True)
 register(  # XLA's partitioner aborts at the tangents of extrema whose windows it splits
     "reduce_window_max",
     "reduce_window_min",
     "select_and_gather_add",
     rule=window,
     local=_local_pool,
-    under_jit="manual",
+    manual=always,
 )
-register("select_and_scatter_add", rule=window, local=_local_select_and_scatter_add, under_jit="pinned")
+register("select_and_scatter_add", rule=window, local=_local_select_and_scatter_add, pinned=True)

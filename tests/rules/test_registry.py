@@ -30,7 +30,7 @@ def test_traits_of_some():
     assert {"transpose", "reshape", "copy", "name_dims"} < having(lambda p: p.view)
     assert not {"add", "broadcast_in_dim", "pad"} & having(lambda p: p.view)
     assert having(lambda p: p.product) == {"dot_general", "ragged_dot_general", "conv_general_dilated"}
-    assert primitive("cumsum").under_jit == "pinned"
+    assert primitive("cumsum").pinned
 
 
 def test_what_is_dear_is_kept_for_a_backward_pass():
@@ -58,7 +58,7 @@ def test_entries_are_complete(name):
     # infer, the planner and the lowerings each take one of these ways
     ways = [entry.elementwise, entry.rule is not None, name in CONTROL, entry.opaque or entry.own_mesh]
     assert sum(ways) == 1
-    if entry.under_jit.startswith("manual"):
+    if entry.manual is not None:
         assert entry.local is not None
     if entry.linear or entry.scaling or entry.addition:
         assert entry.elementwise
