@@ -193,8 +193,8 @@ def check(
     fn: Callable[..., Any],
     *args: Any,
     layouts: Any,
-    meshes: Iterable[Mesh | str] | None = None,
-    mesh: Mesh | str | None = None,
+    mesh: Mesh | str | Iterable[Mesh | str] | None = None,
+    meshes: Mesh | str | Iterable[Mesh | str] | None = None,
     dims: DimsPatterns = None,
     lowerings: Sequence[Lowering] = ("jit",),
     overlap: Mode | None = None,
@@ -216,9 +216,10 @@ def check(
       **keywords: those by keyword.
       kwargs: more keyword arguments of ``fn``: those that are called as an option of ``check`` is.
       layouts: a layout or several; each a :class:`meshpar.Layout`, its text, or a Flax rule list.
-      meshes, mesh: the meshes, as ``mp.mesh`` makes them or as text for it. The default: all n devices as 1×n, 2×n/2
+      mesh: a mesh or several; each as ``mp.mesh`` makes it or as text for it. The default: all n devices as 1×n, 2×n/2
         and 2×2×n/4 over the layout's axes in the order of its rules, with an idle axis for the sizes that are left;
         those over which a size does not divide are skipped, and the report says so.
+      meshes: the same as ``mesh``; one of the two is given.
       dims, static_argnums, static_argnames: as in :func:`meshpar.jit`; those of ``fn`` where ``mp.jit`` returned it.
       lowerings: as in :func:`meshpar.jit`, one or several.
       overlap: as in :func:`meshpar.jit`, for the lowerings that take it.
@@ -232,10 +233,12 @@ def check(
 
     Raises:
       CheckError: a leaf differs, and rounding does not explain it: its path, by how much, the first op that goes wrong.
-      MeshError: fewer devices than a mesh needs.
+      MeshError: fewer devices than a mesh needs; both ``mesh`` and ``meshes``.
       DivisibilityError: a size that does not divide over a mesh that was given, or over each of the default ones.
     """
     _check_function(fn, "check")
+    if mesh is not None and meshes is not None:
+        raise MeshError("mp.check was given both mesh= and meshes=", fixes=["all meshes in one of them"])
     given = {**keywords, **(kwargs or {})}
     steps = fn._other if isinstance(fn, Jitted) else functools.partial(Jitted, fn)
     options: dict[str, Any] = KEEP if dims is None and isinstance(fn, Jitted) else {**KEEP, "dims": _patterns(dims)}
@@ -255,7 +258,7 @@ def check(
     for lowering in lowerings:
         check_lowering(lowering, None)
     return check_layouts(
-        subject, layouts=layouts, meshes=[mesh] if mesh is not None else meshes, lowerings=lowerings, tolerance=tolerance,
+        subject, layouts=layouts, meshes=meshes if mesh is None else mesh, lowerings=lowerings, tolerance=tolerance,
         raises=raises,
     )  # fmt: skip
 

@@ -385,7 +385,7 @@ class Jitted(Generic[P, R]):
         here = self._device_mesh("a check runs the step")
         return check_layouts(
             lambda mesh, *_: self._other(mesh=mesh, **KEEP)._subject(args, kwargs),
-            layouts=[self.layout], meshes=[here], lowerings=[self.lowering],
+            layouts=[self.layout], meshes=here, lowerings=[self.lowering],
         )  # fmt: skip
 
     @options_apart

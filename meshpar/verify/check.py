@@ -122,13 +122,13 @@ def check_layouts(
     subject: Callable[[Mesh, Layout, Lowering], AbstractContextManager[Subject]],
     *,
     layouts: Any,
-    meshes: Iterable[Mesh | str] | None,
+    meshes: Mesh | str | Iterable[Mesh | str] | None,
     lowerings: Sequence[Lowering],
     tolerance: float = 1e-5,
     raises: bool = True,
 ) -> Report:
     """:func:`meshpar.check`, for a step that ``subject`` lowers for a mesh, a layout and a lowering."""
-    asked = None if meshes is None else list(meshes)
+    asked = [meshes] if isinstance(meshes, Mesh | str) else None if meshes is None else list(meshes)
     case = _Case(tolerance)
     report = Report(tolerance=tolerance)
     refused: DivisibilityError | None = None
