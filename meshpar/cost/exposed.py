@@ -31,7 +31,7 @@ from ..compat.jax import user_stacklevel
 from ..errors import TorusWarning
 from ..hardware.chips import Chip
 from ..hardware.collective_time import hop_seconds, seconds_of
-from ..hardware.topology import Stage
+from ..hardware.topology import Stage, joined
 from ..plan.collectives import Collective, duration, volume_of
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
@@ -143,7 +143,7 @@ def later_stages(plan: Plan, c: Collective) -> float:
     Where programs need not wait for reduce-scatters, the TPU compiler (libtpu 0.0.42) runs the next product beside the first stage
     of a gradient's, and waits for the later ones (backward layers of Llama on v5p, sums on the SparseCores).
     """
-    stages = [s for a in c.axes for s in plan.torus[a] if s.size > 1]
+    stages = [s for s, _ in joined(s for a in c.axes for s in plan.torus[a])]
     if c.op != "reduce-scatter" or c.algorithm != "staged" or len(stages) < 2 or plan.chip is None:
         return 0.0
     volume = volume_of(c.op, c.bytes, math.prod(s.size for s in stages))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..compat.jax import pass_of
-from ..hardware.topology import Stage, Torus
+from ..hardware.topology import Stage, Torus, major_stage
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
@@ -285,7 +285,7 @@ def devices_of(torus: Torus, axes: Sequence[str]) -> int:
 
 def major_of(torus: Torus, axes: Sequence[str]) -> list[Stage]:
     """The stage that a ring over axes runs over: the major one of the torus."""
-    return [s for a in axes for s in torus[a] if s.size > 1][:1]
+    return major_stage(torus, axes)[0]
 
 
 def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:

@@ -20,7 +20,7 @@ from jax import lax
 from meshpar_kernels.collectives import Axis, choose, in_order
 
 from .chips import Chip, CollectiveOp
-from .topology import Stage
+from .topology import Stage, joined
 
 AlgorithmName = Literal["native", "staged", "hierarchical", "ring", "pallas"]
 
@@ -62,7 +62,7 @@ class Algorithm:
           volume: bytes as in :func:`wire_bytes`, of the whole group.
           stages: of the group, major to minor.
         """
-        out = []
+        out, stages = [], [s for s, _ in joined(stages)]
         for phase in self.phases([s.dim == "slice" for s in stages]):
             size = math.prod(stages[k].size for k in phase)
             out.append(wire_bytes(op, volume, size))
@@ -148,7 +148,7 @@ def choose_algorithm(
       stages: of the mesh axes that it runs over, major to minor.
       chip: None: all links are taken to be alike, but between slices a tenth of that.
     """
-    return _chosen(op, volume, tuple(s for s in stages if s.size > 1), chip)
+    return _chosen(op, volume, tuple(s for s, _ in joined(stages)), chip)
 
 
 @functools.lru_cache(maxsize=4096)

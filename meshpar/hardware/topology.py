@@ -8,7 +8,7 @@ import importlib.util
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -285,6 +285,35 @@ class Stage:
 
 Torus = dict[str, tuple[Stage, ...]]
 """axis → its stages, major to minor; their sizes multiply to the axis' size."""
+
+
+def joined(stages: Iterable[Stage]) -> list[tuple[Stage, int]]:
+    """Stages as they are physically: those that cut one dimension of the slice finer, one behind the other, are one; and of how
+    many each is made. Stages of one device go."""
+    out: list[tuple[Stage, int]] = []
+    for stage in stages:
+        if stage.size == 1:
+            continue
+        if out and out[-1][0].dim == stage.dim != "" and out[-1][0].stride == stage.stride * stage.size:
+            whole, count = out.pop()
+            out.append((Stage(whole.size * stage.size, whole.dim, whole.wraps, stage.stride), count + 1))
+        else:
+            out.append((stage, 1))
+    return out
+
+
+def major_stage(torus: Torus, axes: Sequence[str]) -> tuple[list[Stage], int]:
+    """The part of the torus that a ring over axes runs over, and how many of their stages (of more than one device) that is.
+
+    It is the first of their joined stages, where the axes stand as in the mesh: permutes number devices as the mesh does. None
+    for axes of one device each.
+    """
+    order = list(torus)
+    found = [a for a in axes if any(s.size > 1 for s in torus[a])]
+    in_order = [order.index(a) for a in found] == sorted(order.index(a) for a in found)
+    stages = [s for a in found for s in torus[a] if s.size > 1]
+    major = joined(stages if in_order else stages[:1])[:1]
+    return [s for s, _ in major], sum(n for _, n in major)
 
 
 def torus_of(mesh: AnyMesh) -> Torus:

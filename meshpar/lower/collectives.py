@@ -107,15 +107,19 @@ def scattered(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, s
     if ones:
         return lax.expand_dims(scattered(lax.squeeze(x, ones), axes, dim - len(ones), algorithm, sizes), ones)
     factored = isinstance(sizes, Grid)
+    if factored and algorithm == "staged":
+        for names in sizes.groups(axes):
+            x = psum_scatter(x, names[0] if len(names) == 1 else names, dim)
+        return x
     chosen = ALGORITHMS[algorithm if factored else "native"]
     return chosen.reduce_scatter(x, axes, dim, sizes.between_slices if factored else (), psum_scatter)
 
 
-def reduced(x: Any, step: Reduce, grid: Grid, begun: bool = False) -> Any:
+def reduced(x: Any, step: Reduce, grid: Grid, begun: int = 0) -> Any:
     """An unreduced shard with its terms combined: reduce-scattered, then all-reduced, as the step says.
 
     Args:
-      begun: a ring has scattered it over the first axis (of the factored mesh) already.
+      begun: over how many axes (of the factored mesh), the first ones, a ring has scattered it already.
     """
     return combined(x, step.source.spec, step.scatters, step.over, step.source.kind, grid, begun)
 
@@ -127,7 +131,7 @@ def combined(
     over: Sequence[str],
     kind: str,
     grid: Mapping[str, int],
-    begun: bool = False,
+    begun: int = 0,
 ) -> Any:
     """Combine the terms of an unreduced shard: (dim, axes, algorithm) of its reduce-scatters, then over axes."""
     dtype = x.dtype
@@ -140,7 +144,7 @@ def combined(
         x = x.astype(np.uint8)
     for s in scatters:
         axes = fine_names([a for a in s.axes if grid[a] > 1], grid)
-        x, begun = scattered(x, axes[begun:], s.dim, "staged" if begun else s.algorithm, grid), False
+        x, begun = scattered(x, axes[begun:], s.dim, "staged" if begun else s.algorithm, grid), 0
     axes = fine_names([a for a in over if grid[a] > 1], grid)
     if axes and reduces(kind, dtype):
         x = (lax.psum if kind == "sum" else lax.pmax if kind in ("max", "or") else lax.pmin)(x, axes)

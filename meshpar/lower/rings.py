@@ -12,7 +12,7 @@ from meshpar_kernels.collective_matmul import dots_scatter, gather_dots
 from ..passes.overlap import dot_of
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard
 from ..program.ir import Op, Value
-from ..rules.spmd import Grid, fine_names
+from ..rules.spmd import Grid
 
 
 def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: Grid) -> None:
@@ -20,23 +20,25 @@ def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: 
     shard = x[step.source]
     others = [dot.op.eqn.invars[1 - dot.side].val if dot.other is None else x[dot.other] for dot in ring.dots]
     dots = [dot_of(dot.op, dot.side) for dot in ring.dots]
-    major, *minor = _fine(ring.axes, grid)
+    major, minor = grid.ring(ring.axes)
     if minor:
-        shard = lax.all_gather(shard, tuple(minor), axis=ring.dim, tiled=True)
+        shard = lax.all_gather(shard, minor, axis=ring.dim, tiled=True)
+    around = major[0] if len(major) == 1 else major
     if ring.fused is not None:
-        results = ring.fused(shard, others, major)
+        results = ring.fused(shard, others, around)
     else:
-        results = gather_dots(shard, others, dots, major, ring.dim, keep=ring.keep)
+        results = gather_dots(shard, others, dots, around, ring.dim, keep=ring.keep)
     if ring.keep:
         x[step.result] = results.pop()
     x.update((dot.result, y) for dot, y in zip(ring.dots, results, strict=True))
 
 
 def run_reduce_ring(step: Reduce, ring: ReduceRing, x: dict[Shard, Any], grid: Grid) -> Any:
-    """A sum of products, scattered over the first of its axes (of the factored mesh)."""
+    """A sum of products, scattered over the ring of its axes (:meth:`meshpar.rules.spmd.Grid.ring`)."""
     products: list[tuple[Op, Sequence[Any]]] = [x[shard] for shard, _ in ring.leaves]
     operands = [(xs[0], xs[1]) for _, xs in products]
-    major, dtype = _fine(ring.axes, grid)[0], step.result.value.aval.dtype
+    axes, dtype = grid.ring(ring.axes)[0], step.result.value.aval.dtype
+    major = axes[0] if len(axes) == 1 else axes
     finish = _finish(step.source.value, [op for op, _ in products])
     if ring.fused is not None:
         made = ring.fused(operands, major)
@@ -59,7 +61,3 @@ def _finish(value: Value, leaves: Sequence[Op]) -> Callable[[list[Any]], Any]:
         return lax.transpose(parts[0], op.eqn.params["permutation"]) if op.name == "transpose" else parts[0] + parts[1]
 
     return lambda blocks: made(value, blocks)
-
-
-def _fine(axes: tuple[str, ...], grid: Grid) -> tuple[str, ...]:
-    return fine_names([a for a in axes if grid[a] > 1], grid)

@@ -146,7 +146,7 @@ class _Device:
             x = self.layouts.reduced(self.x[step.source], step)
         else:
             x = run_reduce_ring(step, step.ring, self.x, self.sizes)
-            x = reduced(x, step, self.sizes, begun=True)
+            x = reduced(x, step, self.sizes, begun=len(self.sizes.ring(step.ring.axes)[0]))
         self.x[step.result] = follow(x, step.path, self.sizes)
 
     def op(self, step: Run) -> None:

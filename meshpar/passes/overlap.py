@@ -29,7 +29,7 @@ from ..errors import UnsupportedError
 from ..hardware.algorithms import AlgorithmName, wire_bytes
 from ..hardware.chips import CollectiveOp
 from ..hardware.collective_time import hop_seconds, seconds_of
-from ..hardware.topology import Stage
+from ..hardware.topology import Stage, major_stage
 from ..plan.collectives import Collective
 from ..plan.plan import Choice, Overlap, Plan
 from ..plan.spec import local_shape, names_of, parts_of
@@ -553,10 +553,11 @@ def ring_collectives(plan: Plan, pair: Pair) -> list[Collective]:
         count = None if old.count is None else old.count * h.count
         out.append(_like(old, "collective-permute", sent, "ring", seconds, count=count))
     if minor > 1:
-        inner = [s for a in pair.axes for s in plan.torus[a] if s.size > 1][1:]
+        _, first = major_stage(plan.torus, pair.axes)
+        inner = [s for a in pair.axes for s in plan.torus[a] if s.size > 1][first:]
         algorithm: AlgorithmName = "staged" if old.op == "reduce-scatter" else "native"
         seconds = None if plan.chip is None else seconds_of(old.op, size / devices, inner, plan.chip, algorithm)
-        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), algorithm, seconds, first=1)
+        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), algorithm, seconds, first=first)
         out = [part, *out] if pair.gather else [*out, part]
     return out
 

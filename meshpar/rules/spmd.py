@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ..hardware.topology import Torus
+from ..hardware.topology import Stage, Torus, joined, major_stage
 from ..layout import AnyMesh, Spec
 
 Sizes = Mapping[str, int]
@@ -49,7 +50,9 @@ class Grid(dict[str, int]):
     An axis that runs along several torus dimensions is an axis for each of them in the mesh that the lowering works on.
 
     Attributes:
+      torus: the stages of every axis, where they are known.
       fine: axis → the axes that stand for it, major to minor.
+      places: the stages of these, where they are known.
       between_slices: those that go over DCN.
       cpu: whether it is for XLA's CPU compiler.
     """
@@ -57,14 +60,31 @@ class Grid(dict[str, int]):
     def __init__(self, sizes: Sizes, torus: Torus, cpu: bool = False):
         super().__init__(sizes)
         self.cpu = cpu
+        self.torus = torus
         self.fine: dict[str, tuple[str, ...]] = {}
+        self.places: dict[str, Stage] = {}
         self.between_slices: set[str] = set()
         for axis in sizes:
             stages = [s for s in torus.get(axis, ()) if s.size > 1]
             self.fine[axis] = (axis,) if len(stages) < 2 else tuple(f"{axis}.{k}" for k in range(len(stages)))
             if len(stages) > 1:
                 self.update(zip(self.fine[axis], (s.size for s in stages), strict=True))
+            self.places.update(zip(self.fine[axis], stages, strict=False))
             self.between_slices |= {n for n, s in zip(self.fine[axis], stages, strict=False) if s.dim == "slice"}
+
+    def ring(self, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(the axes of the factored mesh that a ring over some axes runs over, the others)."""
+        names = fine_names([a for a in axes if self[a] > 1], self)
+        count = major_stage(self.torus, axes)[1] if all(a in self.torus for a in axes) else 1
+        return names[:count], names[count:]
+
+    def groups(self, axes: Sequence[str]) -> list[tuple[str, ...]]:
+        """Axes of the factored mesh, those together that lie along one dimension of the slice, one behind the other."""
+        places = [self.places.get(a, Stage(self[a])) for a in axes]
+        names, out = iter([a for a in axes if self[a] > 1]), []
+        for _, count in joined(places):
+            out.append(tuple(itertools.islice(names, count)))
+        return out
 
     def mesh(self, mesh: AnyMesh) -> AnyMesh:
         """The factored mesh: the same devices in the same order, or none if the mesh has none."""

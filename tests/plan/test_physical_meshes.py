@@ -1,0 +1,88 @@
+"""One slice, its devices in one order, cut into axes in several ways: the same FSDP sends, holds and takes the same."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import bf16
+
+import meshpar as mp
+from meshpar.hardware import topology as slices
+from meshpar.hardware.topology import Stage, joined, major_stage
+
+CUTS = [(256,), (128, 2), (16, 16), (2, 128), (32, 8), (4, 4, 16), (16, 4, 4), (2, 8, 2, 8)]
+"""Of 256 devices in rows of 16: the first axes are the major ones."""
+
+
+@pytest.fixture
+def in_rows(monkeypatch):
+    """Axes are laid over the slice in the order of the devices' numbers, whatever their sizes."""
+
+    def mesh(sizes, devices, slices, text):
+        return np.array(devices, object).reshape(sizes)
+
+    monkeypatch.setattr(slices, "device_mesh", mesh)
+
+
+def step(w, x):
+    def loss(w):
+        h = x
+        for up, down in zip(w["up"], w["down"], strict=True):
+            h = h + jax.nn.relu(h @ up) @ down
+        return (h.astype(jnp.float32) ** 2).mean()
+
+    return jax.tree.map(lambda p, g: p - 0.01 * g, w, jax.grad(loss)(w))
+
+
+def fsdp(cut, embed=4096, mlp=14336, rows=256 * 4096, **how):
+    axes = [f"a{k}" for k in range(len(cut))]
+    w = {"up": [bf16(embed, mlp)] * 2, "down": [bf16(mlp, embed)] * 2}
+    over = "+".join(axes)
+    return mp.plan(
+        step, w, bf16(rows, embed), mesh=", ".join(f"{a}={n}" for a, n in zip(axes, cut, strict=True)),
+        topology="v5e:16x16", layout=f"batch: {over}; embed: {over}", lowering="shard_map", donate_argnums=0,
+        dims={"x": "batch embed", "w/up/*": "embed mlp", "w/down/*": "mlp embed"}, **how,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", ["auto", "ring", "off"])
+def test_physically_equal_meshes_give_equal_plans(in_rows, overlap):
+    first = fsdp(CUTS[0], overlap=overlap)
+    assert first.bytes_sent > 0
+    for cut in CUTS[1:]:
+        plan = fsdp(cut, overlap=overlap)
+        assert plan.bytes_sent == pytest.approx(first.bytes_sent, rel=1e-9), cut
+        assert plan.seconds == pytest.approx(first.seconds, rel=1e-9), cut
+        assert plan.memory.peak == pytest.approx(first.memory.peak, rel=1e-9), cut
+        assert [o.choice for o in plan.overlaps] == [o.choice for o in first.overlaps], cut
+
+
+def test_stages_of_one_dimension_are_joined():
+    x, fine, finer = Stage(16, "x", True), Stage(8, "y", True, 2), Stage(2, "y")
+    assert joined([x, fine, finer]) == [(x, 1), (Stage(16, "y", True), 2)]
+    assert joined([fine, x, finer]) == [(fine, 1), (x, 1), (finer, 1)]  # another dimension stands between
+    assert joined([Stage(8, "y", True, 4), finer]) == [(Stage(8, "y", True, 4), 1), (finer, 1)]  # others between them
+    assert joined([Stage(4), Stage(2)]) == [(Stage(4), 1), (Stage(2), 1)]  # nobody knows where they lie
+    torus = {"a": (Stage(8, "x", True, 2),), "b": (Stage(2, "x"),), "c": (Stage(1),)}
+    assert major_stage(torus, ("a", "c", "b")) == ([Stage(16, "x", True)], 2)
+    assert major_stage(torus, ("b", "a")) == ([Stage(2, "x")], 1)
+    assert major_stage(torus, ("c",)) == ([], 0)
+
+
+def test_a_ring_over_two_axes_gives_what_one_axis_does(monkeypatch):
+    """On devices that are told to lie along one dimension, cut into two axes, rings are over both: numbers stay."""
+    torus = {"a": (Stage(4, "x", True, 2),), "b": (Stage(2, "x"),)}
+    monkeypatch.setattr(importlib.import_module("meshpar.plan.planner"), "torus_of", lambda mesh: torus)
+    mesh = mp.mesh("a=4, b=2")
+    w, x = jnp.arange(64.0 * 32).reshape(64, 32) / 512, jnp.arange(16.0 * 64).reshape(16, 64) / 256
+
+    def fn(w, x):
+        return jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
+
+    run = mp.jit(fn, mesh=mesh, layout="batch: a+b; embed: a+b", dims={"x": "batch embed", "w": "embed mlp"},
+                 lowering="shard_map", overlap="ring")  # fmt: skip
+    assert {c.algorithm for c in run.plan(w, x).collectives} >= {"ring"}
+    assert all(c.first in (0, 2) for c in run.plan(w, x).collectives)
+    assert jnp.allclose(run(w, x), fn(w, x), rtol=1e-5)
