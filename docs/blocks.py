@@ -236,5 +236,7 @@ def rendered(text: str, name: str) -> str:
         parts += [text[at : block.begin], f"```{block.language}\n{block.code}```\n"]
         if block.shown and block.runs:
             parts.append(f"\n```{{code-block}} text\n:class: output\n\n{shown(block, output)}\n```\n")
+        elif block.shown:
+            parts.append(f"\n*Not run for this page: {block.needs} is not installed.*\n")
         at = block.end
     return "".join([*parts, text[at:]])

@@ -1,0 +1,34 @@
+"""The plan of every example target fits a terminal of 100 columns, and nothing of it is cut off."""
+
+import sys
+
+import pytest
+
+import meshpar as mp
+from meshpar.report import plan_text
+from meshpar.target import load_target
+
+PLANS = [
+    ("llama.py:llama3_8b", "v5p:4x4x8", "data=32, model=4", "fsdp+tensor+sequence"),
+    ("llama.py:tiny", None, "data=4, model=2", "fsdp+tensor"),
+    ("mixtral.py:tiny", None, "data=4, model=2", "fsdp+expert"),
+    ("deepseek.py:tiny", None, "data=4, model=2", "fsdp+expert"),
+    ("resnet.py:resnet50", "v5p:4x4x8", "data=128", "data"),
+]
+
+
+@pytest.mark.parametrize(("target", "topology", "mesh", "layout"), PLANS, ids=[p[0] for p in PLANS])
+def test_a_plan_fits(target, topology, mesh, layout, monkeypatch, pytestconfig):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = load_target(str(pytestconfig.rootpath / "examples" / target))
+    plan = mp.plan(
+        found.step,
+        *found.args,
+        mesh=mesh,
+        topology=topology,
+        layout=found.layouts.get(layout, f"batch: {layout}"),
+        dims=found.dims,
+    )
+    narrow, wide = plan_text(plan, 100), plan_text(plan, 10_000)
+    assert max(map(len, narrow.splitlines())) <= 100
+    assert sorted("".join(narrow.split())) == sorted("".join(wide.split()))

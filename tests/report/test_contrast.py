@@ -1,0 +1,32 @@
+"""The colours of pages can be read: text on its ground, and ground on the colours of axes, at 4.5 to 1 (WCAG 2, AA)."""
+
+import re
+from importlib import resources
+
+import pytest
+
+CSS = resources.files("meshpar.report").joinpath("page.css").read_text("utf8")
+BLOCKS = re.findall(r"\.mp \{ (--ink.*?)\}", CSS, re.DOTALL)[:2]
+LIGHT, DARK = (dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for block in BLOCKS)
+
+
+def luminance(colour):
+    channels = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(a, b):
+    light, dark = sorted((luminance(a), luminance(b)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_text_can_be_read(colours):
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    low = {
+        (name, ground): round(contrast(colours[name], colours[ground]), 2)
+        for name in ("ink", "dim", "bad", *(f"a{k}" for k in range(6)))
+        for ground in (("page", "soft") if name in ("ink", "dim", "bad") else ("page",))
+    }
+    assert {pair: ratio for pair, ratio in low.items() if ratio < 4.5} == {}
