@@ -116,7 +116,7 @@ def blocks_of(text: str) -> list[Block]:
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
     """A folder of its own as the working directory, with the examples in it."""
-    before, path, modules = os.getcwd(), list(sys.path), set(sys.modules)
+    before, path, modules, finders = os.getcwd(), list(sys.path), set(sys.modules), set(sys.path_importer_cache)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder).resolve()
         shutil.copytree(ROOT / "examples", root / "examples", ignore=shutil.ignore_patterns("*.png", "__pycache__"))
@@ -126,6 +126,8 @@ def workplace() -> Iterator[Path]:
         finally:
             os.chdir(before)
             sys.path[:] = path
+            for entry in set(sys.path_importer_cache) - finders:  # of a relative entry it is this folder's
+                del sys.path_importer_cache[entry]
             for name in set(sys.modules) - modules:
                 if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(root)):
                     del sys.modules[name]

@@ -45,6 +45,13 @@ def test_blocks_of_a_page_share_names_and_pages_do_not():
         blocks.run_page("```python\nprint(x)\n```\n", "b.md")
 
 
+def test_pages_import_the_examples_of_their_own_folder():
+    page = "```python\nimport sys\nsys.path.insert(0, 'examples')\nimport llama\nprint(llama.FSDP)\n```\n"
+    for _ in range(2):
+        with blocks.workplace():
+            assert blocks.run_page(page, "a.md") == ["batch: data; embed: data\n"]
+
+
 def test_an_error_is_shown():
     page = "```python error\nprint(1)\nraise ValueError('no')\n```\n"
     assert blocks.run_page(page, "a.md") == ["1\nValueError: no\n"]
