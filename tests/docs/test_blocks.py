@@ -1,6 +1,7 @@
 """Every block of the README and the pages runs, without a warning, and prints what its page shows."""
 
 import re
+import sys
 
 import blocks
 import pytest
@@ -45,7 +46,9 @@ def test_blocks_of_a_page_share_names_and_pages_do_not():
         blocks.run_page("```python\nprint(x)\n```\n", "b.md")
 
 
-def test_pages_import_the_examples_of_their_own_folder():
+def test_pages_import_the_examples_of_their_own_folder(monkeypatch):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not entry.endswith("examples")])
+    monkeypatch.delitem(sys.modules, "llama", raising=False)
     page = "```python\nimport sys\nsys.path.insert(0, 'examples')\nimport llama\nprint(llama.FSDP)\n```\n"
     for _ in range(2):
         with blocks.workplace():
