@@ -215,7 +215,7 @@ def diff_body(d: PlanDiff, folded: bool = False) -> str:
         return f'<div class="card"><b>{name}</b>{axes}{where}<br><code>{escape(str(p.layout) or "(nothing split)")}</code></div>'
 
     def changed(f: Figure) -> str:
-        better = f.ratio is not None and f.ratio < 1
+        better = f.ratio is not None and f.ratio < 1 and f.change != "="
         return f'<td class="n {"down" if better else "up" if f.change not in ("", "=") else "dim"}">{f.change}</td>'
 
     figures = [f"<tr><td>{escape(f.name)}</td>{number(f.show(f.a), f.a or 0)}{number(f.show(f.b), f.b or 0)}{changed(f)}</tr>"
