@@ -14,7 +14,7 @@ from ..compat.jax import closed_parts, in_recomputation, make_jaxpr
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, parts_of
 from ..plan.steps import Body, Run
-from ..program.ir import Frame, Op
+from ..program.ir import Frame, Op, Program
 from ..program.kernels import KernelWork
 from ..program.names import Part
 from .fusion import PRODUCTS
@@ -75,10 +75,10 @@ def product_sizes(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int
 
 def model_flops(plan: Plan) -> float:
     """FLOPs of the program's products on whole arrays, recomputation left out."""
-    memo = plan.program.memo
-    if model_flops in memo:
-        return memo[model_flops]
+    return plan.program.once(_model_flops)
 
+
+def _model_flops(program: Program) -> float:
     def of(frame: Frame, count: int) -> float:
         total = 0.0
         for op in frame.ops:
@@ -88,8 +88,7 @@ def model_flops(plan: Plan) -> float:
                 total += count * (_product_flops(op.eqn) if op.name in PRODUCTS else opaque_flops(op))
         return total
 
-    found = memo[model_flops] = of(plan.program.root, 1)
-    return found
+    return of(program.root, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,7 +319,7 @@ class Free:
         self.left: dict[Frame, int] = {}
 
     def _body(self, home: Frame) -> _Reach:
-        reach = _reach(self.program, home)
+        reach = self.program.once(_reaches).get(home) or _Reach([])
         if home not in self.left:
             self.left[home] = reach.bits(op for op in reach.products if op in self.runs and op not in self.taken)
         return reach
@@ -339,15 +339,12 @@ class Free:
         self.left[home] &= ~body.bits(run.op for run in runs)
 
 
-def _reach(program: Program, home: Frame) -> _Reach:
-    """What a body's ops reach, worked out once for every layout."""
-    found = program.memo.get(_Reach)
-    if found is None:
-        ops: dict[Frame, list[Op]] = {}
-        for op in program.root.walk():
-            ops.setdefault(home_of(op.frame), []).append(op)
-        found = program.memo[_Reach] = {frame: _Reach(mine) for frame, mine in ops.items()}
-    return found.get(home) or _Reach([])
+def _reaches(program: Program) -> dict[Frame, _Reach]:
+    """What the ops of every body reach."""
+    ops: dict[Frame, list[Op]] = {}
+    for op in program.root.walk():
+        ops.setdefault(home_of(op.frame), []).append(op)
+    return {frame: _Reach(mine) for frame, mine in ops.items()}
 
 
 class _Reach:

@@ -7,12 +7,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from ..layout import SCOPES, Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
 from ..rules import ELEMENTWISE, OpRule
 
 Names = tuple[str, ...]
+Items = tuple[tuple[Names, int], ...]
+"""(names, size) of every dim of a value, or of every factor of an op."""
 MOST_TRIED = 512
 
 
@@ -45,16 +48,53 @@ class _Question:
         return [axes[f] for f in self.leaders]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Asked:
+    """The distinct questions of a program to the claims of layouts that name the same scopes.
+
+    Attributes:
+      questions: the dims of a value (or a spec that the user gave it), or the factors of an op; and the scopes that hold.
+      of: for every op without bodies the places of its questions: of what it makes, then of itself.
+    """
+
+    questions: tuple[tuple[Items | Spec | _Question, tuple[str, ...] | None], ...]
+    of: dict[Op, tuple[int, ...]]
+
+
+class _Known:
+    """What is asked about the values and ops of a program, whatever the layout.
+
+    Attributes:
+      items: of values; of elementwise ops with annotated operands (None: it has none).
+      names, questions: of ops with rules; distinct: these questions.
+      scopes, asked: by the scopes that the rules of a layout name.
+      given: dim (its root) → the axes over which results of the user's own ``shard_map``s have it.
+    """
+
+    def __init__(self, program: Program):
+        self.items: dict[Value | Op, Items | None] = {}
+        self.names: dict[Op, list[Names]] = {}
+        self.questions: dict[Op, _Question] = {}
+        self.distinct: dict[_Question, _Question] = {}
+        self.scopes: dict[tuple[str, ...], dict[Value, tuple[str, ...]]] = {}
+        self.asked: dict[tuple[str, ...], Asked] = {}
+        self.given = _given(program)
+
+
 class Claims:
     """Answers who gets which axis, for the values and ops of one program under one layout and mesh."""
 
     def __init__(self, program: Program, layout: Layout, sizes: Mapping[str, int]):
         self.program, self.layout, self.sizes = program, layout, sizes
-        self.scoped = any(r.scope is not None for r in layout.rules)
-        self.scopes = _scopes(program, layout) if self.scoped else {}
+        self.named_scopes = tuple(sorted({r.scope for r in layout.rules if r.scope is not None}))
+        self.scoped = bool(self.named_scopes)
+        self.known = program.once(_Known)
+        if self.scoped and self.named_scopes not in self.known.scopes:
+            self.known.scopes[self.named_scopes] = _scopes(program, layout)
+        self.scopes = self.known.scopes[self.named_scopes] if self.scoped else {}
         self.refused: dict[Value, tuple[Value, int, int]] = {}
         self.notes: list[str] = []
-        self.given = _given(program)
+        self.given = self.known.given
         self._by_nodes: dict[object, Spec] = {}
         self._memo: dict[object, tuple[tuple[tuple[str, ...], ...], dict[int, int]]] = {}
         self._answers: dict[tuple[_Question, tuple[str, ...]], list[tuple[str, ...]]] = {}
@@ -73,11 +113,11 @@ class Claims:
 
     def value_items(self, value: Value) -> tuple[tuple[Names, int], ...]:
         """(names, size) of every dim, as an op has them that loops over it: merged dims have the names of the leading part."""
-        found = self.program.memo.get(value)
+        found = self.known.items.get(value)
         if found is None:
             parts = [self.program.parts(value, i) for i in range(len(value.shape))]
             names = [p[0][0] if p else () for p in parts]
-            found = self.program.memo[value] = tuple(zip(names, value.shape, strict=True))
+            found = self.known.items[value] = tuple(zip(names, value.shape, strict=True))
         return found
 
     def value(self, value: Value) -> Spec:
@@ -132,15 +172,18 @@ class Claims:
 
     def elementwise(self, op: Op, out: Value) -> Spec:
         """The spec in which an elementwise op works: its result's, unless annotated operands call its dims otherwise."""
-        items = self.program.memo.get(("elementwise", op), False)
-        if items is False:
-            items = self.program.memo["elementwise", op] = self._elementwise_items(op, out)
+        items = self.work_items(op, out)
         if items is None and not self.scoped:
             return self.value(out)
         return self.items(items or self.value_items(out), self.op_scopes(op, [out]))[0]
 
-    def _elementwise_items(self, op: Op, out: Value) -> tuple[tuple[Names, int], ...] | None:
+    def work_items(self, op: Op, out: Value) -> Items | None:
         """(names, size) of the dims of an elementwise op with annotated operands; None: there are none."""
+        if op not in self.known.items:
+            self.known.items[op] = self._work_items(op, out)
+        return self.known.items[op]
+
+    def _work_items(self, op: Op, out: Value) -> Items | None:
         annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
         if not annotated:
             return None
@@ -155,9 +198,9 @@ class Claims:
 
         A factor that is primed in one of the values stays so in the op: of two factors called ``seq`` the query's keeps the axis.
         """
-        found = self.program.memo.get(op)
+        found = self.known.names.get(op)
         if found is None:
-            found = self.program.memo[op] = self._factor_names(op)
+            found = self.known.names[op] = self._factor_names(op)
         return found
 
     def _factor_names(self, op: Op) -> list[Names]:
@@ -201,19 +244,22 @@ class Claims:
         assert op.rule is not None
         asked = self._asked(op, names)
         if cost is None or self.layout.resolve != "cost":
-            found = self._answers.get((asked, scopes))
-            if found is None:
-                axes = self._claimed(asked.groups, asked.items, scopes)
-                found = self._answers[asked, scopes] = blocks_only(op.rule, asked.linked(axes), self.sizes)
-            return list(found)
+            return list(self._answer(asked, scopes))
         axes = self._claimed(asked.groups, asked.items, scopes)
         axes = self._cheapest(op, asked.items, scopes, axes, lambda choice: cost(asked.linked(choice)))
         return blocks_only(op.rule, asked.linked(axes), self.sizes)
 
-    def _asked(self, op: Op, names: list[Names]) -> _Question:
-        found = self.program.memo.get(("question", op))
+    def _answer(self, asked: _Question, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
+        found = self._answers.get((asked, scopes))
         if found is None:
-            found = self.program.memo["question", op] = self._question(op, names)
+            axes = asked.linked(self._claimed(asked.groups, asked.items, scopes))
+            found = self._answers[asked, scopes] = _blocks_only(asked.nested, asked.sizes, axes, self.sizes)
+        return found
+
+    def _asked(self, op: Op, names: list[Names]) -> _Question:
+        found = self.known.questions.get(op)
+        if found is None:
+            found = self.known.questions[op] = self._question(op, names)
         return found
 
     def _question(self, op: Op, names: list[Names]) -> _Question:
@@ -232,7 +278,7 @@ class Claims:
         groups = tuple(map(frozenset, own_groups(rule)))
         leaders = tuple(follows.get(f, f) for f in range(len(items)))
         asked = _Question(items, groups, leaders, _nested(rule), tuple(rule.sizes))
-        return self.program.memo.setdefault(asked, asked)
+        return self.known.distinct.setdefault(asked, asked)
 
     def _claimed(
         self, groups: Sequence[frozenset[int]], items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]
@@ -297,22 +343,62 @@ class Claims:
                     best, least = axes, bytes_
         return best
 
-    def answers(self) -> tuple[object, ...]:
-        """What every value and every op gets. Two layouts without scopes, on one mesh, that give the same have the same plan."""
-        program = self.program
-        asked = program.memo.get("asked")
-        if asked is None:
-            ops = list(program.root.walk())
-            values = [*program.inputs, *(v for op in ops for v in (*op.outs, *(i for f in op.frames for i in f.ins())))]
-            items = dict.fromkeys(self.value_items(v) for v in values)
-            items.update(dict.fromkeys(i for op in ops if op.rule is None for v in op.outs
-                                       if not op.frames and (i := self._elementwise_items(op, v)) is not None))  # fmt: skip
-            questions = dict.fromkeys(self._asked(op, self.factor_names(op)) for op in ops if op.rule is not None)
-            asked = program.memo["asked"] = (list(items), list(questions))
-        items, questions = asked
-        found: list[object] = [self.items(i, ())[0] for i in items]
-        found += [tuple(self._claimed(q.groups, q.items, ())) for q in questions]
-        return tuple(found)
+    def answers(self) -> list[tuple[tuple[str, ...], ...]]:
+        """What the questions of :meth:`asked` get. Layouts of the same scopes that give the same on a mesh have one plan."""
+        found = []
+        for question, scopes in self.asked().questions:
+            if scopes is None:
+                found.append(question)
+            elif isinstance(question, _Question):
+                found.append(tuple(self._answer(question, scopes)))
+            else:
+                found.append(self.items(question, scopes)[0])
+        return found
+
+    def refused_ops(self) -> frozenset[Op]:
+        """The ops with questions of which some claim is refused, because a size does not divide."""
+        refused = {key for key, (_, rules) in self._memo.items() if rules}
+        asked = self.asked()
+        places = {k for k, question in enumerate(asked.questions) if question in refused}
+        return frozenset(op for op, mine in asked.of.items() if not places.isdisjoint(mine)) if places else frozenset()
+
+    def asked(self) -> Asked:
+        """The questions of the program, where rules name the scopes that those of the layout do."""
+        found = self.known.asked.get(self.named_scopes)
+        if found is None:
+            found = self.known.asked[self.named_scopes] = self._asked_of_all()
+        return found
+
+    def _asked_of_all(self) -> Asked:
+        places: dict[tuple[Any, tuple[str, ...] | None], int] = {}
+
+        def place(question: Any, scopes: tuple[str, ...] | None) -> int:
+            return places.setdefault((question, scopes), len(places))
+
+        def of(value: Value) -> int:
+            if value.explicit is not None:
+                return place(value.explicit, None)
+            return place(self.value_items(value), self.scopes_of(value))
+
+        for value in self.program.inputs:
+            of(value)
+        ops: dict[Op, tuple[int, ...]] = {}
+        for op in self.program.root.walk():
+            outs = tuple(map(of, op.outs))
+            if op.frames:
+                for frame in op.frames:
+                    for value in frame.ins():
+                        of(value)
+                continue
+            work: tuple[int, ...] = ()
+            if op.rule is not None and op.rule.given is None:
+                work = (place(self._asked(op, self.factor_names(op)), self.op_scopes(op, op.outs)),)
+            elif op.rule is None and len(op.outs) == 1:
+                items = self.work_items(op, op.outs[0])
+                if items is not None or self.scoped:
+                    work = (place(items or self.value_items(op.outs[0]), self.op_scopes(op, op.outs)),)
+            ops[op] = (*outs, *work)
+        return Asked(tuple(places), ops)
 
     def rule_text(self, names: Sequence[str], axis: str, scopes: Sequence[str] = ()) -> str | None:
         """The text of the rule that gives these names this axis."""
@@ -348,11 +434,17 @@ def blocks_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, i
 
     What is dropped in one array may be major to another factor in the next, so this goes on until nothing changes.
     """
+    return _blocks_only(_nested(rule), rule.sizes, axes, sizes)
+
+
+def _blocks_only(
+    pairs: Sequence[tuple[int, int]], whole: Sequence[int], axes: list[tuple[str, ...]], sizes: Mapping[str, int]
+) -> list[tuple[str, ...]]:
+    """As :func:`blocks_only`, of pairs of (major, minor) factors and the sizes of all."""
     axes = list(axes)
-    pairs = _nested(rule)
 
     def cuts_no_block(major: int, minor: int) -> bool:
-        return bool(axes[minor]) and math.prod(sizes[a] for a in axes[major]) != rule.sizes[major]
+        return bool(axes[minor]) and math.prod(sizes[a] for a in axes[major]) != whole[major]
 
     while dropped := [minor for major, minor in pairs if cuts_no_block(major, minor)]:
         for minor in dropped:

@@ -19,7 +19,7 @@ from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, Unknow
 from ..hardware.algorithms import AlgorithmName, choose_algorithm, wire_bytes
 from ..hardware.chips import Chip, CollectiveOp
 from ..hardware.collective_time import seconds_of
-from ..hardware.topology import chip_of, torus_of, torus_of_slices
+from ..hardware.topology import chip_of, torus_of
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error
 from ..program.ir import Frame, Op, Program, Value
 from ..rules import LINEAR, SCALINGS, having
@@ -27,6 +27,7 @@ from ..rules.rule import REDUCTIONS, Kind
 from ..rules.spmd import Send
 from .claims import Claims, Names, blocks_only, spec_of
 from .collectives import Collective, human, reduces, scatters_of, volume_of
+from .memo import Key, Memo, Planned, Recipe
 from .plan import Held, Placement, Plan
 from .reshape import reshape_axes
 from .resharding import Move, reshard, reshard_bytes
@@ -188,6 +189,11 @@ class _Planner:
       count: how often what is planned now runs; None: not known.
       here: the body that is planned now.
       depth: of the loops around.
+      called: what collectives call a value and its dims.
+      kept: what earlier plans on such a mesh came to; None: this is the first plan, or a layout that is resolved by cost.
+      record: what planning the present op does, where that is to be kept.
+      refused: ops with values that the layout does not divide.
+      apart: ops whose steps follow from more than their own neighbourhood.
     """
 
     def __init__(
@@ -197,7 +203,9 @@ class _Planner:
         self.program, self.asked, self.layout, self.mesh, self.topology = program, asked, layout, mesh, topology
         self.donated, self.notes = donated, notes
         self.sizes = dict(mesh.shape)
-        self.torus = torus_of(mesh) if topology is None else torus_of_slices(self.sizes, topology)
+        memo = program.once(Memo)
+        of_mesh = memo.on(self.sizes)
+        self.torus = torus_of(mesh) if topology is None else of_mesh.torus(self.sizes, topology)
         self.chip: Chip | None = chip_of(topology or mesh)
         self.claims = Claims(program, layout, self.sizes)
         self.at: dict[Value, Shard] = {}
@@ -213,10 +221,19 @@ class _Planner:
         self.count: int | None = 1
         self.depth = 0
         self.here = _Building(program.root)
-        self.weights = {
-            tuple(map(program.unifier.find, v.nodes)): v.path for v in reversed(program.inputs) if v.kind == "params"
-        }
-        self.readers = program.memo.get("readers") or program.memo.setdefault("readers", _readers(program))
+        self.weights = program.once(_weights)
+        self.readers = program.once(_readers)
+        self.called = memo.called
+        memo.plans += 1
+        self.kept = of_mesh if memo.plans > 1 and layout.resolve == "order" and not self.claims.given else None
+        self.keys: Mapping[Op, Key] = {}
+        self.answers: Sequence[Any] = ()
+        self.refused: frozenset[Op] = frozenset()
+        if self.kept is not None:
+            self.keys, self.answers = memo.keys(self.claims.asked()), self.claims.answers()
+            self.refused = self.claims.refused_ops()
+        self.record: Planned | None = None
+        self.apart: set[Op] = set()
         self._algorithms: dict[
             tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]
         ] = {}
@@ -225,13 +242,13 @@ class _Planner:
 
     def plan(self) -> Plan:
         program = self.program
-        inputs = [self.made(Shard(v, unsplit(len(v.shape)))) for v in program.constants]
+        inputs = [self.made(self.shard(v, unsplit(len(v.shape)))) for v in program.constants]
         self.notes += filter(None, map(self.advice, program.constants))
         held, kept = [], []
         for value in program.inputs:
             spec = self.rest(value)
             self.check_divides(value)
-            inputs.append(self.made(Shard(value, spec)))
+            inputs.append(self.made(self.shard(value, spec)))
             held.append(self.held(value, spec))
         here = self.here
         self.ops(program.root)
@@ -272,7 +289,12 @@ class _Planner:
         )  # fmt: skip
 
     def held(self, value: Value, spec: Spec) -> Held:
-        return Held.of(self.program, value, spec, self.sizes, value.kind)
+        found = None if self.kept is None else self.kept.held.get((value, spec))
+        if found is None:
+            found = Held.of(self.program, value, spec, self.sizes, value.kind)
+            if self.kept is not None:
+                self.kept.held[value, spec] = found
+        return found
 
     def advice(self, constant: Value) -> str | None:
         """What to do about an array that the function closes over, where it is large."""
@@ -298,12 +320,32 @@ class _Planner:
         )  # fmt: skip
 
     def rest(self, value: Value) -> Spec:
+        if self.record is not None:
+            self.record.rests.append(value)
         return self.claims.value(value)
+
+    def shard(
+        self, value: Value, spec: Spec, partial: tuple[str, ...] = (), kind: Kind = "sum", data_free: bool = False,
+        copy: object = None,
+    ) -> Shard:  # fmt: skip
+        """A shard, the same one in every plan that keeps what it came to.
+
+        Args:
+          copy: tells those of one value and spec apart: the body that a copy is made in; None: the one that its op makes.
+        """
+        if self.kept is None:
+            return Shard(value, spec, partial, kind, data_free)
+        key = (value, spec, partial, kind, data_free, copy)
+        found = self.kept.shards.get(key)
+        if found is None:
+            found = self.kept.shards[key] = Shard(value, spec, partial, kind, data_free)
+        return found
 
     def made(self, shard: Shard) -> Shard:
         """A value lies in a shard now."""
         self.at[shard.value] = shard
-        self.groups[shard] = self.group
+        if shard.partial:
+            self.groups[shard] = self.group
         found = self.placements.get(shard.value)
         if found is None or found.made.partial or found.made.spec != shard.spec:
             self.placements[shard.value] = Placement(shard if found is None else found.made, shard)
@@ -334,14 +376,65 @@ class _Planner:
                 group = self.group
                 step = _CONTROL.get(op.name, _Planner.call)(self, op, group)
                 group.insert(0, step)
-            elif op.name == "optimization_barrier":
-                self.barrier(op)
-            elif op.name in IDENTITIES:
-                self.identity(op)
-            elif op.rule is None:
-                self.elementwise(op)
+            elif self.kept is None:
+                self.op(op)
             else:
-                self.by_rule(op)
+                self.op_as_before(op)
+
+    def op(self, op: Op) -> None:
+        """Plan an op without bodies."""
+        if op.name == "optimization_barrier":
+            self.barrier(op)
+        elif op.name in IDENTITIES:
+            self.identity(op)
+        elif op.rule is None:
+            self.elementwise(op)
+        else:
+            self.by_rule(op)
+
+    def op_as_before(self, op: Op) -> None:
+        """Plan an op as before, where it finds the same answers of the claims and the same shards; else keep what is done."""
+        kept, (answers, operands) = self.kept, self.keys[op]
+        assert kept is not None
+        if op in self.apart:
+            self.op(op)
+            return
+        key = (op, answers(self.answers), operands(self.at))
+        found = kept.ops.get(key)
+        if found is not None and self.repeat(op, found):
+            return
+        record = self.record = Planned()
+        self.op(op)
+        if self.record is not None:
+            record.placements = {v: Placement(s, s) for v, s in record.at.items()}
+            kept.ops[key] = record
+            self.record = None
+
+    def repeat(self, op: Op, done: Planned) -> bool:
+        """Do for an op what was done before; False: its operands are other copies than they were."""
+        if done.axes is not None:
+            self.factor_axes[op] = done.axes
+        for value, spec, names, shard in done.copies:
+            if self.operand(op, value, spec, names) is not shard:
+                return False
+        if op in self.refused:
+            for value in done.rests:  # the notes of what is refused have the order of the walk
+                self.rest(value)
+        if done.run is not None:
+            self.group.append(done.run)
+        self.at.update(done.at)
+        self.placements.update(done.placements)
+        if done.free:
+            self.free.update(done.free)
+        for out, value in done.follows:
+            self.follows(out, value)
+        for out in done.partial:
+            self.reduced_from[out] = (op, done.names or [])
+        for shard in done.unreduced:
+            self.groups[shard] = self.group
+        for out in done.finish:
+            self.finish(op, out)
+        return True
 
     def is_free(self, op: Op) -> bool:
         """Whether an op follows from no data, so that each device makes the part of its results that it needs."""
@@ -353,7 +446,10 @@ class _Planner:
 
     def made_from_no_data(self, value: Value, spec: Spec) -> None:
         self.free.add(value)
-        self.made(Shard(value, spec, data_free=True))
+        shard = self.made(self.shard(value, spec, data_free=True, copy="where needed"))
+        if self.record is not None:
+            self.record.free.append(value)
+            self.record.at[value] = shard
 
     # -- ops
 
@@ -361,17 +457,24 @@ class _Planner:
         self, op: Op, operands: Sequence[Shard | None], results: Sequence[Shard], axes: Sequence[tuple[str, ...]] | None = None,
         collectives: Sequence[Collective] = (),
     ) -> None:  # fmt: skip
-        self.group.append(
-            Run(op, tuple(operands), tuple(results), None if axes is None else tuple(axes), tuple(collectives))
-        )
+        step = Run(op, tuple(operands), tuple(results), None if axes is None else tuple(axes), tuple(collectives))
+        self.group.append(step)
         for shard in results:
             self.made(shard)
+        if collectives:
+            self.record = None
+        if self.record is not None:
+            self.record.run = step
+            self.record.at.update((s.value, s) for s in results)
+            self.record.unreduced += (s for s in results if s.partial)
 
     def lies(self, value: Value | None) -> Shard | None:
         """A value where it lies; None for a literal."""
         if value is None:
             return None
-        return self.make(value, self.at[value].spec) if value in self.free else self.at[value]
+        if value not in self.free:
+            return self.at[value]
+        return self.operand(value.op, value, self.at[value].spec)
 
     def barrier(self, op: Op) -> None:
         if self.is_free(op):
@@ -384,9 +487,9 @@ class _Planner:
         results = []
         for value, shard, out in zip(op.ins, operands, op.outs, strict=True):
             if shard is None or value is None:
-                results.append(Shard(out, unsplit(len(out.shape))))
+                results.append(self.shard(out, unsplit(len(out.shape))))
             else:
-                results.append(Shard(out, shard.spec, shard.partial, shard.kind))
+                results.append(self.shard(out, shard.spec, shard.partial, shard.kind))
                 self.follows(out, value)
         self.run(op, operands, results)
 
@@ -401,7 +504,7 @@ class _Planner:
         if self.at[value].partial:
             self.pass_on(op, value, out, self.at[value].spec)
             return
-        self.run(op, [self.at[value]], [Shard(out, self.at[value].spec)])
+        self.run(op, [self.at[value]], [self.shard(out, self.at[value].spec)])
         self.finish(op, out)
 
     def elementwise(self, op: Op) -> None:
@@ -422,7 +525,7 @@ class _Planner:
             self.made_from_no_data(out, self.rest(out))
             return
         operands = [None if v is None else self.operand(op, v, stretched(spec, v.shape, out.shape)) for v in op.ins]
-        self.run(op, operands, [Shard(out, spec)])
+        self.run(op, operands, [self.shard(out, spec)])
         self.finish(op, out)
 
     def stays_partial(self, op: Op, out: Value, waiting: Sequence[Value]) -> bool:
@@ -448,7 +551,7 @@ class _Planner:
     def pass_on(self, op: Op, value: Value, out: Value, spec: Spec, axes: Axes | None = None) -> None:
         """A linear op on an unreduced sum makes an unreduced sum."""
         shard = self.at[value]
-        self.run(op, [self.lies(v) for v in op.ins], [Shard(out, spec, shard.partial, shard.kind)], axes)
+        self.run(op, [self.lies(v) for v in op.ins], [self.shard(out, spec, shard.partial, shard.kind)], axes)
         self.follows(out, value)
 
     def reduce_if_shared(self, value: Value | None) -> None:
@@ -460,6 +563,8 @@ class _Planner:
         """A value is unreduced because another one is."""
         if value in self.reduced_from:
             self.reduced_from[out] = self.reduced_from[value]
+        if self.record is not None:
+            self.record.follows.append((out, value))
 
     def by_rule(self, op: Op) -> None:
         rule = op.rule
@@ -495,6 +600,8 @@ class _Planner:
             axes = self.exchanged_or_whole(op, axes)
         partial, kind = self.partial_axes(op, axes)
         self.factor_axes[op] = axes
+        if self.record is not None:
+            self.record.axes, self.record.names = axes, names
         if self.is_free(op) and not any(partial):
             for out in op.outs:
                 self.made_from_no_data(out, self.rest(out))
@@ -506,13 +613,15 @@ class _Planner:
             for v, need in zip(op.ins, needs, strict=True)
         ]
         results = [
-            Shard(out, spec_of(d, axes), over, kind if over else "sum")
+            self.shard(out, spec_of(d, axes), over, kind if over else "sum")
             for out, d, over in zip(op.outs, rule.outs, partial, strict=True)
         ]
         self.run(op, operands, results, axes, self.sends(op, needs, axes))
         for out, over in zip(op.outs, partial, strict=True):
             if over:
                 self.reduced_from[out] = (op, names)
+                if self.record is not None:
+                    self.record.partial.append(out)
             else:
                 self.finish(op, out)
 
@@ -706,9 +815,12 @@ class _Planner:
             algorithm, why = choose_algorithm(kind, volume, [s for a in axes for s in self.torus[a]], self.chip)
             self._algorithms[key] = algorithm, why, self.seconds(kind, axes, sent, algorithm)
         algorithm, why, seconds = self._algorithms[key]
+        if value not in self.called:
+            self.called[value] = value.path or self.name(value), format_dims(self.program.dims(value))
+        tensor, dims = self.called[value]
         return [
             Collective(
-                kind, axes, value.path or self.called(value), format_dims(self.program.dims(value)), value.shape,
+                kind, axes, tensor, dims, value.shape,
                 str(value.aval.dtype), sent, self.count, cause, op, seconds, algorithm, why,
             )
         ]  # fmt: skip
@@ -720,7 +832,7 @@ class _Planner:
         volume = volume_of(kind, sent, parts_of(axes, self.sizes))
         return seconds_of(kind, volume, [s for a in axes for s in self.torus[a]], self.chip, algorithm)
 
-    def called(self, value: Value) -> str:
+    def name(self, value: Value) -> str:
         """How reports call a value without a path: after the weight that it is as, else after the op that made it."""
         made = value.op.name if value.op is not None else "value"
         nodes = value.nodes
@@ -737,6 +849,7 @@ class _Planner:
         source = self.at[value]
         if not source.partial:
             return
+        self.record = None  # the step stands elsewhere, and others read what it makes
         made, names = self.reduced_from[value]
         rest, size = self.rest(value), itemsize(value.aval)
         scatter, reduced = scatters_of(source.spec, rest, source.partial, source.kind)
@@ -757,7 +870,7 @@ class _Planner:
                 size *= parts_of(reduced, self.sizes)
                 collectives += self.combine("all-gather", reduced, value, made, spec, size, cause)
         path, moves = self.path(value, spec, rest, made, "the layout keeps it so")
-        result = Shard(value, rest)
+        result = self.shard(value, rest)
         group = self.groups[source]
         group.append(Reduce(made, source, result, path, (*collectives, *moves), tuple(scatters), reduced))
         before, self.group = self.group, group
@@ -805,18 +918,28 @@ class _Planner:
         source = self.at[value]
         if source.spec == need:
             return source
+        if self.record is not None:
+            self.record.finish.append(value)
         path, collectives = self.path(value, source.spec, need, op, cause)
-        result = Shard(value, need)
+        result = self.shard(value, need)
         self.group.append(Reshard(op, source, result, path, tuple(collectives), copy=False))
         return self.made(result)
 
-    def operand(self, op: Op, value: Value, need: Spec, names: Sequence[Names] | None = None) -> Shard:
+    def operand(self, op: Op | None, value: Value, need: Spec, names: Sequence[Names] | None = None) -> Shard:
         """A value in the spec that an op needs it in, and why it had to move; what a loop only reads is moved before the loop."""
         if value in self.free:
-            return self.make(value, need)
-        source = self.at[value]
-        if source.spec == need:
+            found = self.make(value, need)
+        elif (source := self.at[value]).spec == need:
             return source
+        else:
+            assert op is not None
+            found = self.copied(op, value, need, names)
+        if self.record is not None:
+            self.record.copies.append((value, need, names, found))
+        return found
+
+    def copied(self, op: Op, value: Value, need: Spec, names: Sequence[Names] | None) -> Shard:
+        """A copy of a value in another spec, made once for each body."""
         here, origin, count = self.here, op, self.count
         loops = []
         while value in self.consts:
@@ -831,7 +954,7 @@ class _Planner:
                 source = self.at[value]
                 cause = self.why_moved(op, value, source.spec, need, names)
                 path, collectives = self.path(value, source.spec, need, origin, cause)
-                found = here.made[value, need] = Shard(source.value, need)
+                found = here.made[value, need] = self.shard(source.value, need, copy=(here.frame, value))
                 here.floating.append(Reshard(origin, source, found, path, tuple(collectives), copy=True))
         finally:
             self.count = count
@@ -868,7 +991,7 @@ class _Planner:
     # -- what is made from no data
 
     def constant(self, value: Value, spec: Spec, array: Any, op: Op | None = None) -> Shard:
-        shard = Shard(value, spec, data_free=True)
+        shard = self.shard(value, spec, data_free=True)
         self.here.floating.append(Constant(op, shard, array))
         return self.made(shard)
 
@@ -884,62 +1007,69 @@ class _Planner:
             if (v, s) in here.made:
                 todo.pop()
                 continue
-            needs, build = self._recipe(here, v, s)
+            recipe = None if self.kept is None else self.kept.recipes.get((here.frame, v, s))
+            needs, axes = self._needs(v, s) if recipe is None else (recipe.needs, None)
             missing = [need for need in needs if need not in here.made]
             if missing:
                 todo += missing
-            else:
-                build([here.made[need] for need in needs])
-                todo.pop()
+                continue
+            found = [here.made[need] for need in needs]
+            if recipe is not None and recipe.found != found:
+                recipe, (needs, axes) = None, self._needs(v, s)
+            if recipe is None:
+                recipe = self._recipe(v, s, needs, axes, found)
+                if self.kept is not None:
+                    self.kept.recipes[here.frame, v, s] = recipe
+            for key, shard in recipe.made.items():
+                here.made.setdefault(key, shard)
+            if recipe.step is not None:
+                here.floating.append(recipe.step)
+            todo.pop()
         return here.made[value, spec]
 
-    def _recipe(
-        self, here: _Building, value: Value, spec: Spec
-    ) -> tuple[list[tuple[Value, Spec]], Callable[[list[Shard]], None]]:
-        """(the values, in their specs, of which a part of a value is made; how)."""
-        op, made = value.op, here.made
+    def _needs(self, value: Value, spec: Spec) -> tuple[tuple[tuple[Value, Spec], ...], Axes | None]:
+        """(the values, in their specs, of which a part of a value is made; the axes of its op's factors, if it is run)."""
+        op = value.op
         assert op is not None
-        k = op.outs.index(value)
         if op.name in IDENTITIES or op.name == "optimization_barrier":
-            source = op.ins[k]
-            if source is not None:
-                return [(source, spec)], lambda found: made.update({(value, spec): found[0]})
-
-            def literal(found: list[Shard]) -> None:
-                made[value, spec] = Shard(value, spec, data_free=True)
-                var = op.eqn.invars[k]
-                here.floating.append(Constant(op, made[value, spec], literal_array(var)))
-
-            return [], literal
+            source = op.ins[op.outs.index(value)]
+            return () if source is None else ((source, spec),), None
         if op.rule is None:
             needs = [None if v is None else stretched(spec, v.shape, value.shape) for v in op.ins]
-            axes, specs = None, [spec]
+            axes = None
         else:
-            found = self._axes_for(op, k, spec)
-            if found is None:
-                whole = unsplit(len(spec))
-
-                def sliced(found: list[Shard]) -> None:
-                    made[value, spec] = Shard(value, spec, data_free=True)
-                    path = reshard(whole, spec, self.sizes)
-                    here.floating.append(Reshard(op, found[0], made[value, spec], path, (), copy=True))
-
-                return [(value, whole)], sliced
-            axes = found
+            axes = self._axes_for(op, op.outs.index(value), spec)
+            if axes is None:
+                return ((value, unsplit(len(spec))),), None
             needs = [None if v is None else spec_of(d, axes) if d else unsplit(len(v.shape))
                      for v, d in zip(op.ins, op.rule.ins, strict=True)]  # fmt: skip
-            specs = [spec_of(d, axes) for d in op.rule.outs]
-        wanted = [(v, need) for v, need in zip(op.ins, needs, strict=True) if v is not None and need is not None]
+        return tuple(
+            (v, need) for v, need in zip(op.ins, needs, strict=True) if v is not None and need is not None
+        ), axes
 
-        def ran(found: list[Shard]) -> None:
-            rest = iter(found)
-            operands = tuple(None if v is None else next(rest) for v in op.ins)
-            results = tuple(Shard(out, s, data_free=True) for out, s in zip(op.outs, specs, strict=True))
-            here.floating.append(Run(op, operands, results, None if axes is None else tuple(axes)))
-            for shard in results:
-                made.setdefault((shard.value, shard.spec), shard)
-
-        return wanted, ran
+    def _recipe(
+        self, value: Value, spec: Spec, needs: tuple[tuple[Value, Spec], ...], axes: Axes | None, found: list[Shard]
+    ) -> Recipe:
+        """How a part of a value is made of the parts that it needs."""
+        op = value.op
+        assert op is not None
+        if op.name in IDENTITIES or op.name == "optimization_barrier":
+            if found:
+                return Recipe(needs, found, None, {(value, spec): found[0]})
+            result = Shard(value, spec, data_free=True)
+            constant = Constant(op, result, literal_array(op.eqn.invars[op.outs.index(value)]))
+            return Recipe(needs, found, constant, {(value, spec): result})
+        if op.rule is not None and axes is None:
+            result = Shard(value, spec, data_free=True)
+            path = reshard(unsplit(len(spec)), spec, self.sizes)
+            cut = Reshard(op, found[0], result, path, (), copy=True)
+            return Recipe(needs, found, cut, {(value, spec): result})
+        specs = [spec] if op.rule is None or axes is None else [spec_of(d, axes) for d in op.rule.outs]
+        rest = iter(found)
+        operands = tuple(None if v is None else next(rest) for v in op.ins)
+        results = tuple(Shard(out, s, data_free=True) for out, s in zip(op.outs, specs, strict=True))
+        run = Run(op, operands, results, None if axes is None else tuple(axes))
+        return Recipe(needs, found, run, {(s.value, s.spec): s for s in results})
 
     def _axes_for(self, op: Op, k: int, spec: Spec) -> Axes | None:
         """The axes of the factors with which a result comes out in a spec; None where only the whole can be made."""
@@ -974,10 +1104,9 @@ class _Planner:
                 before = {v: s for v, s in ins.items() if not s.data_free}
                 self.group = []
                 here.groups.append(self.group)
-                again = {v: Shard(s.value, s.spec) for v, s in before.items()}
+                again = {v: self.shard(s.value, s.spec, copy=(frame, v)) for v, s in before.items()}
                 self.group.append(Barrier(op, tuple(before.values()), tuple(again.values())))
-                for v, s in again.items():
-                    self.at[v], self.groups[s] = s, self.group
+                self.at.update(again)
             self.ops(frame, consts)
         self.at.update(before)
         for var, out in zip(frame.jaxpr.outvars, op.outs, strict=True):
@@ -998,15 +1127,16 @@ class _Planner:
         for k, (v, w) in enumerate(zip(op.ins[nc : nc + nk], inner[nc : nc + nk], strict=True)):
             if k not in adding:
                 inits.append(self.enters(op, nc + k, v, self.rest(w)))
-                self.made(Shard(w, self.rest(w)))
+                self.made(self.shard(w, self.rest(w)))
             else:
                 inits.append(None)
         stacks = []
         for i, (v, w) in enumerate(zip(op.ins[nc + nk :], inner[nc + nk :], strict=True), nc + nk):
             spec = unsplit(len(w.shape)) if v is None else self.at[v].spec[1:]
             stacks.append(self.enters(op, i, v, ((), *spec)))
-            self.made(Shard(w, spec))
+            self.made(self.shard(w, spec))
         self.accumulating.update((a.carry, a) for a in adding.values())
+        self.apart.update(o for o in frame.ops for a in adding.values() if a.carry in o.ins or a.addend in o.outs)
         with self.inside(frame, op) as here:
             slices = [self.at[w] for w in inner[nc + nk :]]
             self.ops(frame, consts)
@@ -1027,7 +1157,7 @@ class _Planner:
         results = []
         for k, (out, shard) in enumerate(zip(op.outs, outputs, strict=True)):
             spec = shard.spec if k < nk else ((), *shard.spec)
-            results.append(self.made(Shard(out, spec, shard.partial, shard.kind)))
+            results.append(self.made(self.shard(out, spec, shard.partial, shard.kind)))
             if k in waiting:
                 self.follows(out, shard.value)
             else:
@@ -1047,7 +1177,7 @@ class _Planner:
             self.enters(op, i, v, rest)
             for i, (v, rest) in enumerate(zip(op.ins[nc + nb :], rests, strict=True), nc + nb)
         ]
-        carried = [self.made(Shard(w, rest)) for w, rest in zip(carry, rests, strict=True)]
+        carried = [self.made(self.shard(w, rest)) for w, rest in zip(carry, rests, strict=True)]
         read = []
         for frame, first, n in ((cond, 0, nc), (body, nc, nb)):
             read += [self.read(op, first + i, op.ins[first + i], frame.ins()[i], hoist=False) for i in range(n)]
@@ -1061,7 +1191,7 @@ class _Planner:
         self.group = group
         results = []
         for out, shard in zip(op.outs, bodies[1][2], strict=True):
-            results.append(self.made(Shard(out, shard.spec)))
+            results.append(self.made(self.shard(out, shard.spec)))
             self.finish(op, out)
         return self._loop(op, read, inits, [], bodies, results)
 
@@ -1092,7 +1222,7 @@ class _Planner:
                 self.ops(frame, consts)
                 bodies.append((here, self.leaves(op, frame, rests)))
         self.group = group
-        results = [self.made(Shard(out, rest)) for out, rest in zip(op.outs, rests, strict=True)]
+        results = [self.made(self.shard(out, rest)) for out, rest in zip(op.outs, rests, strict=True)]
         return lambda: Branch(
             op,
             index,
@@ -1193,9 +1323,9 @@ class _Planner:
         """Plan ``carry + addend``: where the addend is an unreduced sum, so is the carry, from its first value on."""
         added = self.at[acc.addend]
         if not added.partial or added.kind != "sum":
-            self.made(Shard(acc.carry, self.rest(acc.carry)))
+            self.made(self.shard(acc.carry, self.rest(acc.carry)))
             return False
-        self.made(Shard(acc.carry, added.spec, added.partial))
+        self.made(self.shard(acc.carry, added.spec, added.partial))
         self.pass_on(op, acc.addend, op.outs[0], added.spec)
         return True
 
@@ -1206,6 +1336,11 @@ _CONTROL: Mapping[str, Callable[[_Planner, Op, list[Step | Callable[[], Step]]],
     "cond": _Planner.cond,
 }
 """By primitive; what is not here is a call, whose body is planned in place."""
+
+
+def _weights(program: Program) -> dict[tuple[int, ...], str | None]:
+    """The paths of the weights, by the classes of their dims."""
+    return {tuple(map(program.unifier.find, v.nodes)): v.path for v in reversed(program.inputs) if v.kind == "params"}
 
 
 def _readers(program: Program) -> dict[Value, int]:

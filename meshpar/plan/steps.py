@@ -105,6 +105,16 @@ class Body:
                 out += body.every
         return tuple(out)
 
+    @cached_property
+    def made(self) -> tuple[Shard, ...]:
+        """What its steps make."""
+        return tuple(s for step in self.steps for s in step.makes)
+
+    @cached_property
+    def free(self) -> tuple[Shard, ...]:
+        """What its steps read and do not make, its inputs aside."""
+        return free_shards(self)
+
     def with_calls(self) -> Iterator[Step]:
         """The steps in order, those of calls in place of the call: what JAX traces into one body."""
         for step in self.steps:
@@ -370,11 +380,11 @@ class Call(Step):
 
     @property
     def reads(self) -> tuple[Shard, ...]:
-        return free_shards(self.body)
+        return self.body.free
 
     @property
     def makes(self) -> tuple[Shard, ...]:
-        return tuple(s for step in self.body.steps for s in step.makes)
+        return self.body.made
 
     @property
     def bodies(self) -> tuple[Body, ...]:
@@ -439,11 +449,10 @@ def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tup
       outputs: what is read after them.
     """
     maker: dict[Shard, Step] = {}
-    floating: list[bool] = []
     for step in steps:
-        floating.append(is_floating(step))
         for shard in step.makes:
             maker.setdefault(shard, step)
+    missing = set(maker)  # what steps make that have no place yet
     out: list[Step] = []
     done: set[Step] = set()
 
@@ -460,16 +469,18 @@ def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tup
                     break
             else:
                 out.append(step)
+                missing.difference_update(step.makes)
                 todo.pop()
 
-    for step, floats in zip(steps, floating, strict=True):
-        if floats or step in done:
+    for step in steps:
+        if step in done or is_floating(step):
             continue
-        if any(s in maker and maker[s] not in done for s in step.reads):
-            place(step)
-        else:
+        if missing.isdisjoint(step.reads):
             done.add(step)
             out.append(step)
+            missing.difference_update(step.makes)
+        else:
+            place(step)
     for shard in outputs:
         needed = None if shard is None else maker.get(shard)
         if needed is not None and needed not in done:

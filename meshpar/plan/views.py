@@ -134,9 +134,7 @@ def with_views(program: Program, layout: Layout, sizes: dict[str, int], notes: l
       layout, sizes: what it will be planned for: they say which dims are split, over how many devices.
       notes: takes what is padded.
     """
-    cut = program.memo.get(_cut_dims)
-    if cut is None:
-        cut = program.memo[_cut_dims] = _cut_dims(program)
+    cut = program.once(_cut_dims)
     claims = Claims(program, layout, sizes)
     if all(math.prod(sizes[a] for a in claims.value(v)[d]) == 1 for v, d in cut):
         return None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..compat.jax import source_line
 from ..dims import Dims
 from ..rules.rule import OpRule
 from .names import Nodes, Part, Unifier
+
+T = TypeVar("T")
 
 
 class Value:
@@ -133,7 +135,6 @@ class Program:
       joins: pairs of names that turned out to be one dim.
       traced: the program as it was traced, where this one was written anew for a layout (:mod:`meshpar.plan.views`).
       in_tree, out_tree: the tree definitions of arguments and results.
-      memo: what was worked out from the program alone, for every layout that it is planned under.
     """
 
     closed: Any
@@ -145,7 +146,13 @@ class Program:
     traced: Program | None = None
     in_tree: Any = None
     out_tree: Any = None
-    memo: dict[Any, Any] = field(default_factory=dict)
+    _found: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, find: Callable[[Program], T]) -> T:
+        """What a function finds in the program alone: found once for every layout, and kept for as long as the program."""
+        if find not in self._found:
+            self._found[find] = find(self)
+        return self._found[find]
 
     @property
     def constants(self) -> list[Value]:

@@ -114,10 +114,9 @@ class _Evaluation:
         return row
 
     def _class(self, point: Point) -> Any:
-        """What candidates with the same plan share: their answers to the claims; the rules themselves where scopes matter."""
-        if any(r.scope is not None for r in point.rules):
-            return point
-        return point.sizes, Claims(self.base.program, Layout(point.layout), dict(point.sizes)).answers()
+        """What candidates with the same plan share: the scopes that their rules name, and the answers of the claims."""
+        claims = Claims(self.base.program, Layout(point.layout), dict(point.sizes))
+        return point.sizes, claims.named_scopes, tuple(claims.answers())
 
     def better(self, at: Point, points: Iterable[Point]) -> Point:
         """The best of some candidates, if it is better than another by more than :data:`BETTER`; else that one."""

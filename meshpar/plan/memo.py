@@ -1,0 +1,142 @@
+"""What planning the ops of a program came to, kept for its next plans on a mesh of the same sizes.
+
+What the planner does for an op follows from the answers of the claims to the questions about it, and from the shards that it
+finds its operands in. Shards are interned, so that an op which finds the same again has its steps at hand. Causes name rules of
+the layout, and counts and seconds the chip: what is sent is therefore made for every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from ..hardware.topology import Torus, torus_of_slices
+from ..layout import Spec
+from ..program.ir import Frame, Op, Program, Value
+from .claims import Asked, Names
+from .plan import Held, Placement
+from .steps import Run, Shard, Step
+
+MOST = 300_000
+"""Results of ops that are kept for one mesh; where there are more, all are dropped."""
+MESHES = 64
+"""Meshes for which results are kept."""
+
+
+@dataclass(eq=False, slots=True)
+class Planned:
+    """What planning an op did.
+
+    Attributes:
+      copies: the operands that it needs in another spec, or that are made from no data: (value, spec, names of the op's factors,
+        the copy).
+      run: its step; None: it is made from no data.
+      at: the shards of its results; placements: these; free: they are made from no data.
+      axes: of its factors; None: of an elementwise op.
+      follows: (result, operand) whose unreduced sum it passes on.
+      unreduced: the results that are unreduced; partial: those that are sums over factors of its own; names: of its factors.
+      rests: the values whose spec at rest was asked for.
+      finish: the results to be brought to where they rest.
+    """
+
+    copies: list[tuple[Value, Spec, Any, Shard]] = field(default_factory=list)
+    run: Run | None = None
+    at: dict[Value, Shard] = field(default_factory=dict)
+    placements: dict[Value, Placement] = field(default_factory=dict)
+    free: list[Value] = field(default_factory=list)
+    axes: list[tuple[str, ...]] | None = None
+    follows: list[tuple[Value, Value]] = field(default_factory=list)
+    unreduced: list[Shard] = field(default_factory=list)
+    partial: list[Value] = field(default_factory=list)
+    names: list[Names] | None = None
+    rests: list[Value] = field(default_factory=list)
+    finish: list[Value] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recipe:
+    """How a part of a value that is made from no data is made.
+
+    Attributes:
+      needs: the parts of other values of which it is made; found: their shards.
+      step: that makes it; None: it is the first of these.
+      made: what that makes, by value and spec.
+    """
+
+    needs: tuple[tuple[Value, Spec], ...]
+    found: list[Shard]
+    step: Step | None
+    made: dict[tuple[Value, Spec], Shard]
+
+
+@dataclass(eq=False, slots=True)
+class OfMesh:
+    """What was planned on a mesh of some sizes.
+
+    Attributes:
+      shards: by value, spec, axes over which it is unreduced, kind, whether it is made from no data, and what tells copies apart.
+      ops: by op, the answers of the claims, and the shards that it found.
+      recipes: by body, value and spec.
+      held: arguments and results, by value and spec.
+      tori: the stages of its axes on slices, by their text.
+    """
+
+    shards: dict[tuple[Any, ...], Shard] = field(default_factory=dict)
+    ops: dict[tuple[Op, Any, Any], Planned] = field(default_factory=dict)
+    recipes: dict[tuple[Frame, Value, Spec], Recipe] = field(default_factory=dict)
+    held: dict[tuple[Value, Spec], Held] = field(default_factory=dict)
+    tori: dict[str, Torus] = field(default_factory=dict)
+
+    def torus(self, sizes: Mapping[str, int], topology: str) -> Torus:
+        """The stages of every axis on the torus of some slices."""
+        if topology not in self.tori:
+            self.tori[topology] = torus_of_slices(sizes, topology)
+        return self.tori[topology]
+
+
+Key = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""Of an op: takes its answers out of all answers, and the shards of its operands out of where values lie."""
+
+
+class Memo:
+    """What was planned of a program.
+
+    Attributes:
+      plans: how many plans there were. A program that is planned once keeps nothing of its ops.
+      called: of a value: what collectives call it, and its dims.
+    """
+
+    def __init__(self, program: Program):
+        self.plans = 0
+        self.called: dict[Value, tuple[str, str]] = {}
+        self._meshes: dict[tuple[tuple[str, int], ...], OfMesh] = {}
+        self._keys: dict[Asked, dict[Op, Key]] = {}
+
+    def on(self, sizes: Mapping[str, int]) -> OfMesh:
+        """What was planned on a mesh; the one used longest ago is dropped where there are too many."""
+        key = tuple(sizes.items())
+        found = self._meshes.pop(key, None)
+        if found is None or max(len(found.ops), len(found.shards)) > MOST:
+            found = OfMesh()
+        self._meshes[key] = found
+        while len(self._meshes) > MESHES:
+            del self._meshes[next(iter(self._meshes))]
+        return found
+
+    def keys(self, asked: Asked) -> dict[Op, Key]:
+        """By op, what the key of its results is made of."""
+        found = self._keys.get(asked)
+        if found is None:
+            found = self._keys[asked] = {op: _key(op, places) for op, places in asked.of.items()}
+        return found
+
+
+def _key(op: Op, places: tuple[int, ...]) -> Key:
+    ins = [v for v in op.ins if v is not None]
+    return itemgetter(*places) if places else _nothing, itemgetter(*ins) if ins else _nothing
+
+
+def _nothing(found: object) -> None:
+    return None
