@@ -69,7 +69,7 @@ class Item:
         self.bytes, self.value, self.node = bytes_, value, node
         self.held = bytes_
         self.host = 0.0
-        self.roots: dict[int, Node] = {}
+        self.roots: dict[Node, None] = {}
         self.must = False
         self.stored = node is None
         self.carried = False
@@ -116,11 +116,11 @@ class Node:
         self.outs: list[Item] = []
         self.root = False
         self.joins = False
-        self.reads: list[Item] = []
-        self.writes: list[Item] = []
-        self.regions: list[Region] = []
-        self.carries: list[tuple[Item | None, Item]] = []
-        self.products: list[Run] = []
+        self.reads: Sequence[Item] = ()
+        self.writes: Sequence[Item] = ()
+        self.regions: tuple[Region, ...] = ()
+        self.carries: tuple[tuple[Item | None, Item], ...] = ()
+        self.products: tuple[Run, ...] = ()
 
     @property
     def source(self) -> str:
@@ -150,32 +150,29 @@ class Region:
 def fuse(region: Region) -> None:
     """Decide what a region keeps in memory, and list its kernels with what they read and write."""
     for node in reversed(region.nodes):
-        if node.name not in FUSED:
+        name = node.name
+        if name not in FUSED:
             node.root = True
-            takes = node.name in _TAKES
+            takes = name in _TAKES
             for item in node.ins:
-                item.roots[id(node)] = node
+                item.roots[node] = None
                 item.must |= not takes
-            if node.name in PRODUCTS and len(node.outs) == 1:
-                out = node.outs[0]
+            if name not in PRODUCTS or not isinstance(node.step, Run):
+                continue
+            if len(node.outs) == 1:
+                (out,) = node.outs
                 if not out.must and len(out.roots) == 1:
-                    (reader,) = out.roots.values()
-                    if (
-                        (reader.name in FUSED or reader.name == "stack!")
-                        and not reader.products
-                        and isinstance(node.step, Run)
-                    ):
-                        reader.products.append(node.step)
+                    (reader,) = out.roots
+                    if (reader.name in FUSED or reader.name == "stack!") and not reader.products:
+                        reader.products = (node.step,)
                         node.root = False
                         for item in node.ins:
-                            item.roots.pop(id(node), None)
-                            item.roots[id(reader)] = reader
-                    elif not out.roots:
-                        node.root = False
-            if node.root and node.name in PRODUCTS and isinstance(node.step, Run):
-                node.products.append(node.step)
+                            item.roots.pop(node, None)
+                            item.roots[reader] = None
+                        continue
+            node.products = (*node.products, node.step)
             continue
-        readers: dict[int, Node] = {}
+        readers: dict[Node, None] = {}
         must = False
         for out in node.outs:
             readers.update(out.roots)
@@ -185,39 +182,35 @@ def fuse(region: Region) -> None:
         twice = not node.joins
         if must or (len(readers) > 1 and not twice):
             node.root = True
-            through = {k: r for k, r in readers.items() if r.name in _TAKES or r.name in FUSED} if twice else {}
+            through = [r for r in readers if r.name in _TAKES or r.name in FUSED] if twice else []
             for out in node.outs:
                 out.through = bool(through)
-            readers = {id(node): node, **through}
+            readers = dict.fromkeys((node, *through))
         for item in node.ins:
             item.roots.update(readers)
-    for node in region.nodes:
-        if node.root:
-            for out in node.outs:
-                out.stored = True
-    own = {id(node) for node in region.nodes}  # what comes from outside a loop is in memory
-    for node in region.nodes:
-        if node.root:
-            found: dict[int, Item] = {}
-            _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSED, own)
-            node.reads = list(found.values())
-            node.writes = [out for out in node.outs if out.stored]
-            index = len(region.kernels)
-            for item in node.reads:
-                item.last = index
-                item.readers.append(node)
-            region.kernels.append(node)
+    kernels = [node for node in region.nodes if node.root]
+    for node in kernels:
+        for out in node.outs:
+            out.stored = True
+    own = set(region.nodes)  # what comes from outside a loop is in memory
+    for index, node in enumerate(kernels):
+        found: dict[Item, None] = {}
+        _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSED, own)
+        node.reads = list(found)
+        node.writes = node.outs
+        for item in found:
+            item.last = index
+            item.readers.append(node)
+    region.kernels = kernels
 
 
-def _sources(items: Sequence[Item], found: dict[int, Item], seen: set[int], takes: bool, own: set[int]) -> None:
+def _sources(items: Sequence[Item], found: dict[Item, None], seen: set[Item], takes: bool, own: set[Node]) -> None:
     """What a kernel reads from memory, of what these items are computed from."""
     for item in items:
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if (item.stored and not (takes and item.through)) or id(item.node) not in own:
-            found[id(item)] = item
-        elif item.node is not None:
+        if (item.stored and not (takes and item.through)) or item.node not in own:
+            found[item] = None
+        elif item.node is not None and item not in seen:
+            seen.add(item)
             _sources(item.node.ins, found, seen, takes, own)
 
 

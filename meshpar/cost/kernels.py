@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..compat.jax import on_host
 from ..layout import Spec
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
@@ -57,16 +56,19 @@ class _Reader:
     # -- items and nodes
 
     def new(self, shard: Shard, node: Node | None) -> Item:
-        size = self.bytes(shard.value, shard.spec)
-        item = self.items[shard] = Item(0.0 if shard.on_host else size, shard.value, node)
-        item.host = size if shard.on_host else 0.0
+        value = shard.value
+        size = self.bytes(value, shard.spec)
+        item = self.items[shard] = Item(0.0 if value.on_host else size, value, node)
+        if value.on_host:
+            item.host = size
         return item
 
     def bytes(self, value: Value, spec: Spec) -> float:
         key = value.aval.shape, value.aval.dtype, spec
-        if key not in self._bytes:
-            self._bytes[key] = local_bytes(value.shape, itemsize(value.aval), spec, self.sizes)
-        return self._bytes[key] * self.tiles.padding(value, spec)
+        found = self._bytes.get(key)
+        if found is None:
+            found = self._bytes[key] = local_bytes(value.shape, itemsize(value.aval), spec, self.sizes)
+        return found * self.tiles.padding(value, spec) if self.tiles.images else found
 
     def enter(self, shard: Shard) -> Item:
         return self.new(shard, None)
@@ -89,9 +91,9 @@ class _Reader:
             item.held *= min(1.0, BLOCKS / self.parts[shard])
         node.outs.append(item)
         if node.name in FUSED:
-            found = {id(b): b for i in node.ins if i.bytes * 8 > item.bytes for b in i.bases}
+            found = {b for i in node.ins if i.bytes * 8 > item.bytes for b in i.bases}
             node.joins = node.joins or len(found) > 1
-            item.bases = tuple(found.values()) if len(found) <= 1 else (item,)
+            item.bases = tuple(found) if len(found) <= 1 else (item,)
         return item
 
     # -- steps
@@ -140,7 +142,7 @@ class _Reader:
         some = [i for i in ins if i is not None]
         if op.name in FUSED and all(math.prod(i.value.shape) == 1 for i in some) and _grows(op):
             return  # spread from scalars: as good as made from no data
-        if op.name == "device_put" and some and on_host(some[0].value.aval) != step.results[0].on_host:
+        if op.name == "device_put" and some and some[0].value.on_host != step.results[0].on_host:
             node = self.node("transfer!", step, op, some)
             for out in step.results:
                 self.out(node, out)
@@ -199,7 +201,7 @@ class _Reader:
         for k, out in enumerate(step.results):
             made = self.out(node, out)
             if k < carries:
-                node.carries.append((firsts[k], made))
+                node.carries = (*node.carries, (firsts[k], made))
 
     def inside(self, node: Node, body: Body, begin: Callable[[], None], leaves: str, carries: int) -> None:
         """The region of a body; of its results, those that are carried stay there, the others are stacked or leave."""
@@ -213,7 +215,7 @@ class _Reader:
                 if k >= carries and leaves == "stack!":
                     item.host = 0.0  # it is copied into the stack on the host
         fuse(self.region)
-        node.regions.append(self.region)
+        node.regions = (*node.regions, self.region)
         self.region = outer
 
 

@@ -21,6 +21,7 @@ class Tiles:
     def __init__(self, plan: Plan):
         self.find, self.sizes = plan.program.unifier.find, plan.sizes
         self.images: set[tuple[int, int, int, int]] = set()  # classes and places of batch and channels
+        self._places: dict[int, set[tuple[int, int, int, int]]] = {}  # by rank
         if plan.chip is None or plan.chip.switch:
             return
         for op in plan.program.root.walk():
@@ -40,7 +41,9 @@ class Tiles:
         rank = len(value.shape)
         if rank < 3 or not self.images:
             return 1.0
-        for _, _, batch, channels in {(0, 0, b, c) for _, _, b, c in self.images if max(b, c) < rank}:
+        if rank not in self._places:
+            self._places[rank] = {(0, 0, b, c) for _, _, b, c in self.images if max(b, c) < rank}
+        for _, _, batch, channels in self._places[rank]:
             if self._key(value, batch, channels) in self.images:
                 shape = local_shape(value.shape, spec, self.sizes)
                 b, c = shape[batch], shape[channels]

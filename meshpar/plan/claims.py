@@ -53,11 +53,12 @@ class Asked:
     """The distinct questions of a program to the claims of layouts that name the same scopes.
 
     Attributes:
-      questions: the dims of a value (or a spec that the user gave it), or the factors of an op; and the scopes that hold.
+      questions: :data:`Items` of a value or an op, or the question of an op with a rule, and the scopes that hold; a spec that the
+        user gave a value, and None.
       of: for every op without bodies the places of its questions: of what it makes, then of itself.
     """
 
-    questions: tuple[tuple[Items | Spec | _Question, tuple[str, ...] | None], ...]
+    questions: tuple[tuple[Any, tuple[str, ...] | None], ...]
     of: dict[Op, tuple[int, ...]]
 
 
@@ -343,7 +344,7 @@ class Claims:
                     best, least = axes, bytes_
         return best
 
-    def answers(self) -> list[tuple[tuple[str, ...], ...]]:
+    def answers(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
         """What the questions of :meth:`asked` get. Layouts of the same scopes that give the same on a mesh have one plan."""
         found = []
         for question, scopes in self.asked().questions:
@@ -353,7 +354,7 @@ class Claims:
                 found.append(tuple(self._answer(question, scopes)))
             else:
                 found.append(self.items(question, scopes)[0])
-        return found
+        return tuple(found)
 
     def refused_ops(self) -> frozenset[Op]:
         """The ops with questions of which some claim is refused, because a size does not divide."""

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from ..compat.jax import on_host
 from ..dims import Dims, format_dims
 from ..hardware.chips import Chip, CollectiveOp
 from ..hardware.options import Options
@@ -48,7 +47,7 @@ class Held:
     @classmethod
     def of(cls, program: Program, value: Value, spec: Spec, sizes: Mapping[str, int], kind: str | None) -> Held:
         """A value of a program as it lies in a spec, over axes of these sizes."""
-        host = on_host(value.aval)
+        host = value.on_host
         size = 0.0 if host else local_bytes(value.shape, itemsize(value.aval), spec, sizes)
         return cls(
             value.path or "",

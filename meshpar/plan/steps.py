@@ -13,7 +13,6 @@ from typing import Any
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
-from ..compat.jax import on_host
 from ..hardware.algorithms import AlgorithmName
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
@@ -43,7 +42,7 @@ class Shard:
     @property
     def on_host(self) -> bool:
         """Whether it lies in the host's memory, as the program has its value there."""
-        return on_host(self.value.aval)
+        return self.value.on_host
 
 
 @dataclass(frozen=True, eq=False, slots=True)

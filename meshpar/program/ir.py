@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..compat.jax import source_line
+from ..compat.jax import on_host, source_line
 from ..dims import Dims
 from ..rules.rule import OpRule
 from .names import Nodes, Part, Unifier
@@ -26,13 +26,15 @@ class Value:
       path: the tree path of an input or output.
       kind: ``params`` or ``opt`` for inputs and outputs of that kind.
       op: the op that makes it; None for inputs.
+      on_host: it lies in the host's memory.
     """
 
-    __slots__ = ("__weakref__", "annotation", "aval", "explicit", "kind", "nodes", "op", "path", "shape")
+    __slots__ = ("__weakref__", "annotation", "aval", "explicit", "kind", "nodes", "on_host", "op", "path", "shape")
 
     def __init__(self, aval: Any, nodes: Nodes, annotation: Dims | None = None, op: Op | None = None):
         self.aval, self.nodes, self.annotation, self.op = aval, nodes, annotation, op
         self.shape: tuple[int, ...] = aval.shape
+        self.on_host = on_host(aval)
         self.explicit: tuple[tuple[str, ...], ...] | None = None
         self.path: str | None = None
         self.kind: str | None = None

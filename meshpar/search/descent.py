@@ -116,7 +116,7 @@ class _Evaluation:
     def _class(self, point: Point) -> Any:
         """What candidates with the same plan share: the scopes that their rules name, and the answers of the claims."""
         claims = Claims(self.base.program, Layout(point.layout), dict(point.sizes))
-        return point.sizes, claims.named_scopes, tuple(claims.answers())
+        return point.sizes, claims.named_scopes, claims.answers()
 
     def better(self, at: Point, points: Iterable[Point]) -> Point:
         """The best of some candidates, if it is better than another by more than :data:`BETTER`; else that one."""
