@@ -37,7 +37,7 @@ from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
-from .flops import padded_flops
+from .flops import flops_on
 from .memory import devices_of, major_of
 
 BLOCK = 2e-6
@@ -168,7 +168,7 @@ def product_seconds(plan: Plan, chip: Chip, run: Run, pair: Pair | None = None, 
     traffic = sum(size / blocks if mine else size for size, mine in zip(sizes, cut, strict=True))
     return kernel_seconds(
         chip,
-        padded_flops(run, plan.sizes, chip.lanes) / rate / blocks,
+        flops_on(plan, chip.lanes)(run) / rate / blocks,
         traffic / (device.hbm_bandwidth * chip.hbm_efficiency),
         _elements(plan, run.results[0]) / (blocks if cut[-1] else 1),
     )

@@ -11,22 +11,23 @@ from collections.abc import Callable
 from .fusion import FUSED, VIEWS, Item, Node, Region
 
 
+_LIGHT = FUSED | VIEWS | {"move!"}
+
+
 def ahead_of(region: Region) -> Callable[[Node], bool]:
     """Whether a move brings what its region reads but does not make (a weight), so that it can be sent for ahead.
 
     What light ops (elementwise ones, views, other moves) make of such a value counts as not made.
     """
-    inside = {id(n) for n in region.nodes}
-    carried = {id(i) for i in region.inputs if i.carried}
-    seen: dict[int, bool] = {}
+    inside = set(region.nodes)
+    seen: dict[Item, bool] = {}
 
     def made_here(item: Item) -> bool:
-        if item.node is None or id(item.node) not in inside:
-            return id(item) in carried
-        if id(item) not in seen:
-            light = item.node.name in FUSED | VIEWS or item.node.name == "move!"
-            seen[id(item)] = not light or any(map(made_here, item.node.ins))
-        return seen[id(item)]
+        if item.node is None or item.node not in inside:
+            return item.carried and item in region.inputs
+        if item not in seen:
+            seen[item] = item.node.name not in _LIGHT or any(map(made_here, item.node.ins))
+        return seen[item]
 
     return lambda node: not any(map(made_here, node.ins))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from ..program.names import Part
 from .fusion import PRODUCTS
 from .memo import once_per_plan
 
+OPAQUE = frozenset({"kernel", "pallas_call", "shard_map"})
+"""Ops whose products are inside them."""
 MUCH = 0.5  # of the products' FLOPs, from which on a call warns that they are done more than once
 MUCH_AGAIN = 1e9  # FLOPs of a device in a step, below which it does not
 
@@ -48,6 +50,28 @@ def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
         return -(-size // to) * to
 
     return 2.0 * batch * up(k, lanes) * min(up(m, rows) * up(n, lanes), up(n, rows) * up(m, lanes))
+
+
+class _Products:
+    """FLOPs of a program's products on one device: by what meshes are like and lanes, then by op and specs of its operands."""
+
+    def __init__(self, program: Program):
+        self.found: dict[tuple[tuple[tuple[str, int], ...], int], dict[tuple[Op, Any, Any], float]] = {}
+
+
+def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
+    """:func:`padded_flops` on a plan's mesh, worked out once for every way in which operands lie in the plans of a program."""
+    sizes = plan.sizes
+    found = plan.program.once(_Products).found.setdefault((tuple(sizes.items()), lanes), {})
+
+    def flops(run: Run) -> float:
+        lhs, rhs = run.operands[:2]
+        key = run.op, lhs and lhs.spec, rhs and rhs.spec
+        if key not in found:
+            found[key] = padded_flops(run, sizes, lanes)
+        return found[key]
+
+    return flops
 
 
 def product_sizes(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:

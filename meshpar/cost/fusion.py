@@ -37,7 +37,7 @@ class Item:
       bytes: on this device.
       held: bytes of it that are there at once: less, if it is made and sent block by block.
       host: its bytes in the host's memory, if it lies there; a device has none of it then.
-      value: whose shard it is.
+      value: whose shard it is; elements: of that value.
       node: what makes it; None: it comes into its region from outside.
       roots: the kernels that read it.
       must: some reader takes arrays only.
@@ -52,6 +52,7 @@ class Item:
         "bases",
         "bytes",
         "carried",
+        "elements",
         "held",
         "host",
         "last",
@@ -67,6 +68,7 @@ class Item:
 
     def __init__(self, bytes_: float, value: Value, node: Node | None):
         self.bytes, self.value, self.node = bytes_, value, node
+        self.elements = value.elements
         self.held = bytes_
         self.host = 0.0
         self.roots: dict[Node, None] = {}

@@ -18,6 +18,9 @@ from .fusion import FUSED, SLICES, VIEWS, Item, Node, Region, fuse
 from .memo import once_per_plan
 from .tiles import Tiles
 
+_PLACED = VIEWS | {"device_put"}
+_SCATTERS = frozenset({"scatter-add", "scatter_add", "scatter"})
+
 BLOCKS = 4
 """Blocks of a sum on a ring that are there at once: two leave, the next two are made."""
 
@@ -87,13 +90,24 @@ class _Reader:
 
     def out(self, node: Node, shard: Shard) -> Item:
         item = self.new(shard, node)
-        if node.name != "move!" and shard in self.parts:
+        if self.parts and node.name != "move!" and shard in self.parts:
             item.held *= min(1.0, BLOCKS / self.parts[shard])
         node.outs.append(item)
         if node.name in FUSED:
-            found = {b for i in node.ins if i.bytes * 8 > item.bytes for b in i.bases}
-            node.joins = node.joins or len(found) > 1
-            item.bases = tuple(found) if len(found) <= 1 else (item,)
+            size, base, several = item.bytes, None, False
+            for i in node.ins:
+                if i.bytes * 8 > size:
+                    for b in i.bases:
+                        if base is None:
+                            base = b
+                        elif b is not base:
+                            several = True
+            if several:
+                node.joins = True
+            elif base is None:
+                item.bases = ()
+            else:
+                item.bases = (base,)
         return item
 
     # -- steps
@@ -129,24 +143,38 @@ class _Reader:
         self.steps(step.body)
 
     def op(self, step: Run) -> None:
-        op = step.op
-        if step.results and step.results[0].data_free:
+        op, operands, results = step.op, step.operands, step.results
+        if results and results[0].data_free:
             return
-        if op.name == "optimization_barrier":
-            for shard, out in zip(step.operands, step.results, strict=True):
+        name, items = op.name, self.items
+        if name == "optimization_barrier":
+            for shard, out in zip(operands, results, strict=True):
                 item = self.item(shard)
                 if item is not None:
-                    self.items[out] = item
+                    items[out] = item
             return
-        ins = [self.item(s) for s in step.operands]
-        some = [i for i in ins if i is not None]
-        if op.name in FUSED and all(math.prod(i.value.shape) == 1 for i in some) and _grows(op):
-            return  # spread from scalars: as good as made from no data
+        some = [item for s in operands if s is not None and (item := items.get(s)) is not None]
+        if name in FUSED:
+            for item in some:
+                if item.elements != 1:
+                    break
+            else:
+                if _grows(op):
+                    return  # spread from scalars: as good as made from no data
+        if name in _PLACED and self.placed(step, some):
+            return
+        node = self.node("one_hot!" if name in _SCATTERS and self.one_hot(step) else name, step, op, some)
+        for out in results:
+            self.out(node, out)
+
+    def placed(self, step: Run, some: list[Item]) -> bool:
+        """Whether a view, or a copy between memories, needs no kernel that computes."""
+        op = step.op
         if op.name == "device_put" and some and some[0].value.on_host != step.results[0].on_host:
             node = self.node("transfer!", step, op, some)
             for out in step.results:
                 self.out(node, out)
-            return
+            return True
         if op.name in VIEWS and len(some) <= 1 and len(step.results) == 1:
             if some:
                 (view,), (out,) = some, step.results
@@ -154,15 +182,13 @@ class _Reader:
                     self.out(self.node("slice", step, op, some), out)
                 else:
                     self.items[out] = view
-            return
-        node = self.node("one_hot!" if self.one_hot(step) else op.name, step, op, ins)
-        for out in step.results:
-            self.out(node, out)
+            return True
+        return False
 
     def one_hot(self, step: Run) -> bool:
         """Whether a scatter only puts one element into each row of zeros: a comparison with the index, in effect."""
         op = step.op
-        if op.name not in ("scatter-add", "scatter_add", "scatter") or self.item(step.operands[0]) is not None:
+        if self.item(step.operands[0]) is not None:
             return False
         dn = op.eqn.params["dimension_numbers"]
         rank = len(op.outs[0].shape)
@@ -241,4 +267,4 @@ def parts_of_sums(plan: Plan) -> dict[Shard, int]:
 
 
 def _grows(op: Op) -> bool:
-    return all(math.prod(out.shape) > 1 for out in op.outs)
+    return all(out.elements > 1 for out in op.outs)

@@ -20,7 +20,7 @@ from ..hardware.topology import Stage, Torus, major_stage
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
-from ..program.ir import Value
+from ..program.ir import Op, Program, Value
 from .donation import gathered_apart, in_place
 from .flight import in_flight, waits_for_the_end
 from .flops import local_work
@@ -29,6 +29,8 @@ from .kernels import BLOCKS, kernels_of
 from .memo import once_per_plan
 
 KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
+HOLDS = frozenset({"kernel", "move!"})
+"""Kernels that hold more than operands and results, as products do that run beside what is sent."""
 KINDS = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs", "constants")
 
 
@@ -187,6 +189,8 @@ class _Live:
 
     def inside(self, node: Node) -> Item | None:
         """What is held while a kernel runs, under the name of its first result: what an opaque one says, blocks in flight."""
+        if node.name not in HOLDS and not node.products:
+            return None
         work = (
             local_work(node.step, self.plan.sizes)
             if isinstance(node.step, Run) and node.name == node.step.op.name
@@ -324,19 +328,51 @@ def _name(plan: Plan, item: Item) -> str:
     return f"{value.path or made} {value.aval.dtype}[{dims}]"
 
 
+class _Known:
+    """What of a program says what an item is.
+
+    Attributes:
+      passes: whether ops belong to a forward or a backward pass, as far as it was asked.
+    """
+
+    def __init__(self, program: Program):
+        self.find = program.unifier.find
+        self.passes: dict[Op, str | None] = {}
+        self._like_weights: dict[Value, bool] = {}
+        params = [v for v in program.inputs if v.kind == "params"]
+        self._weights = {self._classes(v) for v in params if v.shape}
+        self._weights |= {self._classes(v, 1) for v in params if len(v.shape) > 2}
+
+    def _classes(self, value: Value, drop: int = 0) -> tuple[int, ...]:
+        return tuple(self.find(n) if n >= 0 else n for n in value.nodes[drop:])
+
+    def is_like_a_weight(self, value: Value) -> bool:
+        """Whether a value has the dims of a weight, or of one layer of a stack of them."""
+        if value not in self._like_weights:
+            self._like_weights[value] = self._classes(value) in self._weights
+        return self._like_weights[value]
+
+    def pass_of(self, node: Node) -> str | None:
+        """Whether a kernel belongs to a forward or a backward pass: its op does, or the loop it stands in."""
+        if node.op is None:
+            return None
+        if node.op not in self.passes:
+            op, found = node.op, None
+            while op is not None and found != "backward":
+                found = pass_of(op.eqn) or found
+                op = op.frame.parent
+            self.passes[node.op] = found
+        return self.passes[node.op]
+
+
+@once_per_plan
 def kinds_of(plan: Plan) -> Callable[[Item], str]:
     """What an item is: by its path, else by the weight that it has the dims of, else by who reads it."""
-    find = plan.program.unifier.find
-
-    def nodes(value: Value, drop: int = 0) -> tuple[int, ...]:
-        return tuple(find(n) if n >= 0 else n for n in value.nodes[drop:])
-
-    weights = {nodes(v) for v in plan.program.inputs if v.kind == "params" and v.shape}
-    weights |= {nodes(v, 1) for v in plan.program.inputs if v.kind == "params" and len(v.shape) > 2}
-    constants = {id(item) for item in kernels_of(plan).constants}
+    known = plan.program.once(_Known)
+    constants = set(kernels_of(plan).constants)
 
     def kind(item: Item) -> str:
-        if id(item) in constants:
+        if item in constants:
             return "constants"
         value, made = item.value, item.node
         if value.path is not None and (made is None or value.op is not None):  # an argument or a result
@@ -346,23 +382,14 @@ def kinds_of(plan: Plan) -> Callable[[Item], str]:
                 return "other inputs"
         if made is None or _of_inputs(item):
             return "temporaries"
-        when = _pass(made)
-        if nodes(value) in weights and when != "forward":
+        when = known.pass_of(made)
+        if when != "forward" and known.is_like_a_weight(value):
             return "gradients"
-        if when != "backward" and any(_pass(r) == "backward" for r in item.readers):
+        if when != "backward" and any(known.pass_of(r) == "backward" for r in item.readers):
             return "saved activations"
         return "temporaries"
 
     return kind
-
-
-def _pass(node: Node) -> str | None:
-    """Whether a kernel belongs to a forward or a backward pass: its op does, or the loop it stands in."""
-    op, found = node.op, None
-    while op is not None and found != "backward":
-        found = pass_of(op.eqn) or found
-        op = op.frame.parent
-    return found
 
 
 def _of_inputs(item: Item) -> bool:

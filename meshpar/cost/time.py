@@ -18,7 +18,7 @@ from ..plan.steps import Reduce, Reshard, Run, Step
 from ..program.ir import Op
 from .exposed import kernel_seconds, later_stages
 from .flight import ahead_of, behind
-from .flops import local_opaque_flops, model_flops, padded_flops
+from .flops import OPAQUE, flops_on, local_opaque_flops, model_flops
 from .fusion import SLICES, Item, Node, Region, line_of
 from .kernels import kernels_of
 from .memo import once_per_plan
@@ -115,12 +115,13 @@ def time_of(plan: Plan) -> Time | None:
     device = chip.per_device()
     ops: list[OpTime] = []
     compute = memory = model = 0.0
+    flops_of = flops_on(plan, chip.lanes)
     took: dict[int, float] = {}
     for node, _, count in kernels_with_counts(region):
         if node.regions:
             continue
-        flops = sum(padded_flops(run, plan.sizes, chip.lanes) for run in node.products)
-        if isinstance(node.step, Run) and node.name == node.step.op.name:
+        flops = sum(map(flops_of, node.products))
+        if node.name in OPAQUE and isinstance(node.step, Run):
             flops += local_opaque_flops(node.step, plan.sizes)
         traffic = 0.0
         if node.name not in ("move!", "leave!"):

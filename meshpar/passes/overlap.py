@@ -92,9 +92,9 @@ def overlap(plan: Plan) -> Plan:
             changes.update(_in_blocks(plan, pair, decision.choice, fused, found))
 
     def change(body: Body) -> Body:
-        steps = [changes.get(step, step) for step in body.steps]
-        if all(a is b for a, b in zip(steps, body.steps, strict=True)):
+        if changes.keys().isdisjoint(body.steps):
             return body
+        steps = [changes.get(step, step) for step in body.steps]
         rings = any(isinstance(s, Reshard) and s.ring is not None for s in steps)
         return replace(body, steps=in_order(steps, body.outputs) if rings else tuple(steps))
 
@@ -112,6 +112,8 @@ class _Pairs:
     Attributes:
       candidates: gathers for steps of their own body, and reductions that begin with a reduce-scatter, in order.
       users: the steps that read what such a gather gives.
+      maker: the ops that leave sums unreduced; reads: how often each of these is read.
+      home: the bodies, calls in place, and frame: the frames in which candidates and such ops stand.
       taken: products that are in a ring already.
     """
 
@@ -124,31 +126,42 @@ class _Pairs:
         self.reads: dict[Shard, int] = {}
         self.home: dict[Step, Frame] = {}
         self.frame: dict[Step, Frame] = {}
-        hoisted = {s for step in plan.body.every if isinstance(step, Loop) for s in step.hoisted}
-        self._read(plan.body, hoisted, plan.program.root)
+        self._hops: dict[Step, list[Collective]] = {}
         self._positions: dict[Frame, dict[Op, int]] = {}
+        self._read(plan.body, {s for loop in plan.body.loops for s in loop.hoisted}, plan.program.root)
 
     def _read(self, body: Body, hoisted: set[Shard], home: Frame) -> None:
+        users, reads = self.users, self.reads
         for step in body.steps:
             for inner in step.bodies:
                 self._read(inner, hoisted, home if isinstance(step, Call) else inner.frame)
             if isinstance(step, Call):
                 continue
             for shard in step.reads:
-                self.reads[shard] = self.reads.get(shard, 0) + 1
-                if shard in self.users:
-                    self.users[shard].append(step)
+                if shard in users:
+                    users[shard].append(step)
+                if shard.partial:
+                    reads[shard] = reads.get(shard, 0) + 1
             if isinstance(step, Run):
-                self.maker.update((s, step) for s in step.results)
-            if isinstance(step, Reshard) and step.copy and step.collectives and step.result not in hoisted:
+                for shard in step.results:
+                    if shard.partial:
+                        self.maker[shard], self.home[step] = step, home
+            elif isinstance(step, Reshard) and step.copy and step.collectives and step.result not in hoisted:
+                users[step.result] = []
                 self.candidates.append(step)
-                self.users[step.result] = []
+                self.home[step], self.frame[step] = home, body.frame
             elif isinstance(step, Reduce) and [c.op for c in step.collectives[:1]] == ["reduce-scatter"]:
                 self.candidates.append(step)
-            self.home[step], self.frame[step] = home, body.frame
+                self.home[step], self.frame[step] = home, body.frame
         for shard in body.outputs:
-            if shard is not None:
-                self.reads[shard] = self.reads.get(shard, 0) + 1
+            if shard is not None and shard.partial:
+                reads[shard] = reads.get(shard, 0) + 1
+
+    def hops(self, pair: Pair) -> list[Collective]:
+        """What a ring would send for a pair."""
+        if pair.step not in self._hops:
+            self._hops[pair.step] = ring_collectives(self.plan, pair)
+        return self._hops[pair.step]
 
     def pair(self, step: Reshard | Reduce) -> Pair | None:
         return self._gather(step) if isinstance(step, Reshard) else self._scatter(step)
@@ -272,11 +285,10 @@ def _outside(frame: Frame, inner: Frame) -> bool:
 def _carried(body: Body) -> set[Value]:
     """What loops carry, as their bodies see it; of a ``while``, all that they see."""
     found: set[Value] = set()
-    for step in body.every:
-        if isinstance(step, Loop):
-            found.update(s.value for b in step.bodies for s in b.inputs[: len(step.inits)])
-            if step.op.name == "while":
-                found.update(v for f in step.op.frames for v in f.ins())
+    for step in body.loops:
+        found.update(s.value for b in step.bodies for s in b.inputs[: len(step.inits)])
+        if step.op.name == "while":
+            found.update(v for f in step.op.frames for v in f.ins())
     return found
 
 
@@ -429,7 +441,7 @@ def _together(
         home = found.home[pair.step]
         others = free.beside(pair, home, found.ops_of_users(pair.step)) if pair.gather else []
         seconds = [product_seconds(plan, chip, run) for run in others]
-        once = exposed_by(plan, chip, pair, ring_collectives(plan, pair), None, True, seconds)
+        once = exposed_by(plan, chip, pair, found.hops(pair), None, True, seconds)
         free.take(home, others)
         count, (xla, ring) = pair.step.collectives[0].count or 1, out.get(pair.axes, (0.0, 0.0))
         out[pair.axes] = xla + count * once["xla"], ring + count * once["ring"]
@@ -450,7 +462,7 @@ def _decision(
         others = free.beside(pair, home, found.ops_of_users(pair.step)) if pair.gather else []
         seconds = [product_seconds(plan, plan.chip, run) for run in others]
         waits = chained if pair.gather else free.followed(pair, home)
-        exposed = exposed_by(plan, plan.chip, pair, ring_collectives(plan, pair), part, waits, seconds)
+        exposed = exposed_by(plan, plan.chip, pair, found.hops(pair), part, waits, seconds)
     choice: Choice = "xla"
     reason = ""
     if idle:
@@ -508,8 +520,7 @@ def _in_blocks(
     """The steps of a pair, as they are where a ring or a kernel runs it."""
     step = pair.step
     new = [
-        replace(c, algorithm="pallas") if c.algorithm == "ring" and choice == "pallas" else c
-        for c in ring_collectives(plan, pair)
+        replace(c, algorithm="pallas") if c.algorithm == "ring" and choice == "pallas" else c for c in found.hops(pair)
     ]
     collectives = (*new, *step.collectives[1:])
     if isinstance(step, Reshard):
@@ -581,8 +592,22 @@ def fused_of(plan: Plan, pair: Pair, stages: Sequence[Stage]) -> FusedGather | F
     if stages[0].dim == "slice":
         return "remote DMA does not leave a slice"
     devices = stages[0].size
-    made = _fused_gather(plan, pair, devices) if pair.gather else _fused_scatter(plan, pair, devices)
-    return "; ".join(made.reasons) if not isinstance(made, str) and made.reasons else made
+    key = (
+        tuple(plan.sizes.items()), devices, pair.dim, pair.keep, pair.step.source.spec, pair.step.result.spec, pair.step.op,
+        *((run.op, side, *(s and s.spec for s in run.operands)) for run, side in pair.dots),
+    )  # fmt: skip
+    found = plan.program.once(_Fused).found
+    if key not in found:
+        made = _fused_gather(plan, pair, devices) if pair.gather else _fused_scatter(plan, pair, devices)
+        found[key] = "; ".join(made.reasons) if not isinstance(made, str) and made.reasons else made
+    return found[key]
+
+
+class _Fused:
+    """The calls of fused kernels for the pairs of a program, or why there is none: by mesh, products and specs."""
+
+    def __init__(self, program: Program):
+        self.found: dict[tuple[Any, ...], FusedGather | FusedScatter | str] = {}
 
 
 def dot_of(op: Op, side: int) -> Dot:

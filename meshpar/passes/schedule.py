@@ -32,7 +32,7 @@ from ..plan.steps import (
     is_floating,
     rewritten,
 )
-from ..program.ir import Frame, Op, Value
+from ..program.ir import Frame, Op, Program, Value
 from ..rules import having
 
 ADDS = having(lambda p: p.addition)
@@ -91,8 +91,7 @@ class _Schedule:
     def __init__(self, plan: Plan):
         self.plan = plan
         self.after: dict[Op, list[Value]] = {}
-        frames = dict.fromkeys(op.frame for op in plan.program.root.walk() if op.name in PRODUCTS)
-        self.bodies = {frame: _Body(frame) for frame in frames}
+        self.bodies = {frame: _Body(found) for frame, found in plan.program.once(_frames).items()}
         self.pending = {
             s.value
             for step in plan.body.every
@@ -195,7 +194,13 @@ def _gathers(body: Body) -> Iterator[tuple[Reshard, list[Op]]]:
     yield from ((step, users[step.result]) for step in found)
 
 
-class _Body:
+def _frames(program: Program) -> dict[Frame, _Frame]:
+    """The frames that have products."""
+    frames = dict.fromkeys(op.frame for op in program.root.walk() if op.name in PRODUCTS)
+    return {frame: _Frame(frame) for frame in frames}
+
+
+class _Frame:
     """A frame: its ops, and who reads what."""
 
     def __init__(self, frame: Frame):
@@ -204,14 +209,22 @@ class _Body:
         self.maker = {v: op for op in frame.ops for v in _makes(op)}
         self.reads = {op: _reads(op) for op in frame.ops}
         self.users: dict[Value, list[Op]] = {}
-        self.waiting: dict[Value, list[Op]] = {}
         for op, values in self.reads.items():
             for v in values:
                 self.users.setdefault(v, []).append(op)
-        self._heavy: dict[Op, bool] = {}
+        self.heavy: dict[Op, bool] = {}
         for op in reversed(frame.ops):
             users = [u for v in _makes(op) for u in self.users.get(v, ()) if u is not op]
-            self._heavy[op] = any(u.name in HEAVY or u.frames or self._heavy[u] for u in users)
+            self.heavy[op] = any(u.name in HEAVY or u.frames or self.heavy[u] for u in users)
+
+
+class _Body:
+    """A frame, and which of its products wait."""
+
+    def __init__(self, found: _Frame):
+        self.frame, self.position, self.maker, self.reads = found.frame, found.position, found.maker, found.reads
+        self.users, self._heavy = found.users, found.heavy
+        self.waiting: dict[Value, list[Op]] = {}
 
     def follows(self, op: Op) -> set[Op]:
         """The ops that follow from an op, or wait for one of these, itself among them."""

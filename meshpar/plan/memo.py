@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
+from ..hardware.algorithms import AlgorithmName
+from ..hardware.chips import CollectiveOp
 from ..hardware.topology import Torus, torus_of_slices
 from ..layout import Spec
 from ..program.ir import Frame, Op, Program, Value
@@ -30,6 +32,7 @@ class Planned:
     """What planning an op did.
 
     Attributes:
+      reduced: the operands that it reduces; what follows is kept for the shards in which these then lie.
       copies: the operands that it needs in another spec, or that are made from no data: (value, spec, names of the op's factors,
         the copy).
       run: its step; None: it is made from no data.
@@ -41,6 +44,7 @@ class Planned:
       finish: the results to be brought to where they rest.
     """
 
+    reduced: list[Value] = field(default_factory=list)
     copies: list[tuple[Value, Spec, Any, Shard]] = field(default_factory=list)
     run: Run | None = None
     at: dict[Value, Shard] = field(default_factory=dict)
@@ -80,7 +84,7 @@ class OfMesh:
       ops: by op, the answers of the claims, and the shards that it found.
       recipes: by body, value and spec.
       held: arguments and results, by value and spec.
-      tori: the stages of its axes on slices, by their text.
+      tori: the stages of its axes on slices, by their text; algorithms: on these, of collectives: by kind, axes and bytes sent.
     """
 
     shards: dict[tuple[Any, ...], Shard] = field(default_factory=dict)
@@ -88,6 +92,9 @@ class OfMesh:
     recipes: dict[tuple[Frame, Value, Spec], Recipe] = field(default_factory=dict)
     held: dict[tuple[Value, Spec], Held] = field(default_factory=dict)
     tori: dict[str, Torus] = field(default_factory=dict)
+    algorithms: dict[
+        str, dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]]
+    ] = field(default_factory=dict)
 
     def torus(self, sizes: Mapping[str, int], topology: str) -> Torus:
         """The stages of every axis on the torus of some slices."""

@@ -32,7 +32,21 @@ from .plan import Held, Placement, Plan
 from .reshape import reshape_axes
 from .resharding import Move, reshard, reshard_bytes
 from .spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
-from .steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Scatter, Shard, Step, in_order
+from .steps import (
+    Barrier,
+    Body,
+    Branch,
+    Call,
+    Constant,
+    Loop,
+    Reduce,
+    Reshard,
+    Run,
+    Scatter,
+    Shard,
+    Step,
+    with_floating,
+)
 from .views import with_views
 
 OPAQUE = having(lambda p: p.opaque)
@@ -147,9 +161,8 @@ class _Building:
 
     def body(self, inputs: Sequence[Shard], outputs: Sequence[Shard | None]) -> Body:
         fixed = [s if isinstance(s, Step) else s() for group in self.groups for s in group]
-        return Body(
-            self.frame, tuple(inputs), in_order([*fixed, *self.floating], outputs), tuple(outputs), self.frame.trips
-        )
+        steps = with_floating(fixed, self.floating, outputs)
+        return Body(self.frame, tuple(inputs), steps, tuple(outputs), self.frame.trips)
 
 
 @dataclass(slots=True)
@@ -234,9 +247,7 @@ class _Planner:
             self.refused = self.claims.refused_ops()
         self.record: Planned | None = None
         self.apart: set[Op] = set()
-        self._algorithms: dict[
-            tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]
-        ] = {}
+        self._algorithms = {} if topology is None else of_mesh.algorithms.setdefault(topology, {})
 
     # -- the walk
 
@@ -401,13 +412,18 @@ class _Planner:
             return
         key = (op, answers(self.answers), operands(self.at))
         found = kept.ops.get(key)
+        if found is not None and found.reduced:
+            for value in found.reduced:
+                self.reduce(value)
+            key = (op, key[1], operands(self.at))
+            found = kept.ops.get(key)
         if found is not None and self.repeat(op, found):
             return
         record = self.record = Planned()
         self.op(op)
         if self.record is not None:
             record.placements = {v: Placement(s, s) for v, s in record.at.items()}
-            kept.ops[key] = record
+            kept.ops[key] = Planned(reduced=record.reduced) if record.reduced else record
             self.record = None
 
     def repeat(self, op: Op, done: Planned) -> bool:
@@ -849,7 +865,8 @@ class _Planner:
         source = self.at[value]
         if not source.partial:
             return
-        self.record = None  # the step stands elsewhere, and others read what it makes
+        if self.record is not None:
+            self.record.reduced.append(value)
         made, names = self.reduced_from[value]
         rest, size = self.rest(value), itemsize(value.aval)
         scatter, reduced = scatters_of(source.spec, rest, source.partial, source.kind)

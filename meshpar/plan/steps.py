@@ -98,11 +98,28 @@ class Body:
     def every(self) -> tuple[Step, ...]:
         """All steps in order, those of bodies after the step that holds them."""
         out: list[Step] = []
-        for step in self.steps:
-            out.append(step)
-            for body in step.bodies:
+        after = 0
+        for k in self.nested:
+            out += self.steps[after : k + 1]
+            after = k + 1
+            for body in self.steps[k].bodies:
                 out += body.every
+        return (*out, *self.steps[after:])
+
+    @cached_property
+    def loops(self) -> tuple[Loop, ...]:
+        """All loops in order, those of bodies after the step that holds them."""
+        out: list[Loop] = []
+        for step in (self.steps[k] for k in self.nested):
+            out += (step,) if isinstance(step, Loop) else ()
+            for body in step.bodies:
+                out += body.loops
         return tuple(out)
+
+    @cached_property
+    def nested(self) -> tuple[int, ...]:
+        """The places of steps with bodies."""
+        return tuple(k for k, step in enumerate(self.steps) if isinstance(step, Loop | Branch | Call))
 
     @cached_property
     def made(self) -> tuple[Shard, ...]:
@@ -432,11 +449,9 @@ def free_shards(body: Body) -> tuple[Shard, ...]:
 
 def is_floating(step: Step) -> bool:
     """Whether a step stands wherever its result is first read: copies, constants, and what is made from no data."""
-    return (
-        isinstance(step, Constant)
-        or (isinstance(step, Reshard) and step.copy)
-        or (isinstance(step, Run) and bool(step.results) and step.results[0].data_free)
-    )
+    if isinstance(step, Run):
+        return bool(step.results) and step.results[0].data_free
+    return isinstance(step, Constant) or (isinstance(step, Reshard) and step.copy)
 
 
 def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tuple[Step, ...]:
@@ -487,16 +502,52 @@ def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tup
     return tuple(out)
 
 
+def with_floating(steps: Sequence[Step], floating: Sequence[Step], outputs: Iterable[Shard | None]) -> tuple[Step, ...]:
+    """Steps in their order, each behind those of the floating steps whose results it is the first to read."""
+    left: dict[Shard, Step] = {}
+    for step in floating:
+        for shard in step.makes:
+            left.setdefault(shard, step)
+    out: list[Step] = []
+
+    def place(reads: Iterable[Shard]) -> None:
+        todo: list[tuple[Step | None, Iterator[Shard]]] = [(None, iter(reads))]
+        while todo:
+            step, shards = todo[-1]
+            for shard in shards:
+                needed = left.get(shard)
+                if needed is not None:
+                    for made in needed.makes:
+                        if left.get(made) is needed:
+                            del left[made]
+                    todo.append((needed, iter(needed.reads)))
+                    break
+            else:
+                todo.pop()
+                if step is not None:
+                    out.append(step)
+
+    for step in steps:
+        reads = step.reads
+        if not left.keys().isdisjoint(reads):
+            place(reads)
+        out.append(step)
+    place(s for s in outputs if s is not None)
+    return tuple(out)
+
+
 def rewritten(body: Body, change: Callable[[Body], Body]) -> Body:
     """A body with every body inside it, then itself, changed; the same object where nothing is."""
-    steps: list[Step] = []
-    for step in body.steps:
-        if step.bodies:
-            new = [rewritten(b, change) for b in step.bodies]
-            if any(a is not b for a, b in zip(new, step.bodies, strict=True)):
-                step = _with_bodies(step, tuple(new))
-        steps.append(step)
-    if any(a is not b for a, b in zip(steps, body.steps, strict=True)):
+    found: dict[int, Step] = {}
+    for k in body.nested:
+        step = body.steps[k]
+        new = [rewritten(b, change) for b in step.bodies]
+        if any(a is not b for a, b in zip(new, step.bodies, strict=True)):
+            found[k] = _with_bodies(step, tuple(new))
+    if found:
+        steps = list(body.steps)
+        for k, step in found.items():
+            steps[k] = step
         body = replace(body, steps=tuple(steps))
     return change(body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,15 +26,29 @@ class Value:
       explicit: a spec the user put on it (``with_sharding_constraint`` over axes), or None.
       path: the tree path of an input or output.
       kind: ``params`` or ``opt`` for inputs and outputs of that kind.
+      elements: their number.
       op: the op that makes it; None for inputs.
       on_host: it lies in the host's memory.
     """
 
-    __slots__ = ("__weakref__", "annotation", "aval", "explicit", "kind", "nodes", "on_host", "op", "path", "shape")
+    __slots__ = (
+        "__weakref__",
+        "annotation",
+        "aval",
+        "elements",
+        "explicit",
+        "kind",
+        "nodes",
+        "on_host",
+        "op",
+        "path",
+        "shape",
+    )
 
     def __init__(self, aval: Any, nodes: Nodes, annotation: Dims | None = None, op: Op | None = None):
         self.aval, self.nodes, self.annotation, self.op = aval, nodes, annotation, op
         self.shape: tuple[int, ...] = aval.shape
+        self.elements = math.prod(self.shape)
         self.on_host = on_host(aval)
         self.explicit: tuple[tuple[str, ...], ...] | None = None
         self.path: str | None = None
