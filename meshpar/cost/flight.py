@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from .fusion import FUSED, VIEWS, Item, Node, Region
 
-
 _LIGHT = FUSED | VIEWS | {"move!"}
 
 

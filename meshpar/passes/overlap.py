@@ -37,7 +37,6 @@ from ..plan.steps import (
     Body,
     Call,
     GatherRing,
-    Loop,
     Reduce,
     ReduceRing,
     Reshard,
