@@ -16,6 +16,8 @@ from ..rules import ELEMENTWISE, OpRule
 Names = tuple[str, ...]
 Items = tuple[tuple[Names, int], ...]
 """(names, size) of every dim of a value, or of every factor of an op."""
+_Claimed = dict[tuple[Items, tuple[str, ...]], tuple[Spec, dict[int, int]]]
+"""By items and scopes: the axes of every item, and the rules that were refused."""
 MOST_TRIED = 512
 
 
@@ -62,6 +64,10 @@ class Asked:
     of: dict[Op, tuple[int, ...]]
 
 
+_Answers = dict[tuple[_Question, tuple[str, ...]], list[tuple[str, ...]]]
+"""By question and scopes: the axes of every factor."""
+
+
 class _Known:
     """What is asked about the values and ops of a program, whatever the layout.
 
@@ -80,6 +86,13 @@ class _Known:
         self.scopes: dict[tuple[str, ...], dict[Value, tuple[str, ...]]] = {}
         self.asked: dict[tuple[str, ...], Asked] = {}
         self.given = _given(program)
+        self._answered: tuple[Any, _Claimed, _Answers] = None, {}, {}
+
+    def answered(self, rules: tuple[Rule, ...], sizes: tuple[tuple[str, int], ...]) -> tuple[_Claimed, _Answers]:
+        """What was claimed of dims and factors under some rules on a mesh, if they are the last that were asked about; else nothing."""
+        if self._answered[0] != (rules, sizes):
+            self._answered = (rules, sizes), {}, {}
+        return self._answered[1:]
 
 
 class Claims:
@@ -97,8 +110,7 @@ class Claims:
         self.notes: list[str] = []
         self.given = self.known.given
         self._by_nodes: dict[object, Spec] = {}
-        self._memo: dict[object, tuple[tuple[tuple[str, ...], ...], dict[int, int]]] = {}
-        self._answers: dict[tuple[_Question, tuple[str, ...]], list[tuple[str, ...]]] = {}
+        self._memo, self._answers = self.known.answered(layout.rules, tuple(sizes.items()))
 
     def scopes_of(self, value: Value) -> tuple[str, ...]:
         return self.scopes.get(value, ())

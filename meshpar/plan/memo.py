@@ -36,27 +36,25 @@ class Planned:
       copies: the operands that it needs in another spec, or that are made from no data: (value, spec, names of the op's factors,
         the copy).
       run: its step; None: it is made from no data.
-      at: the shards of its results; placements: these; free: they are made from no data.
+      results: how these lie; free: they are made from no data.
       axes: of its factors; None: of an elementwise op.
       follows: (result, operand) whose unreduced sum it passes on.
-      unreduced: the results that are unreduced; partial: those that are sums over factors of its own; names: of its factors.
+      partial: the results that are unreduced sums over factors of its own; names: of its factors.
       rests: the values whose spec at rest was asked for.
       finish: the results to be brought to where they rest.
     """
 
-    reduced: list[Value] = field(default_factory=list)
-    copies: list[tuple[Value, Spec, Any, Shard]] = field(default_factory=list)
+    reduced: tuple[Value, ...] = ()
+    copies: tuple[tuple[Value, Spec, Any, Shard], ...] = ()
     run: Run | None = None
-    at: dict[Value, Shard] = field(default_factory=dict)
-    placements: dict[Value, Placement] = field(default_factory=dict)
-    free: list[Value] = field(default_factory=list)
+    results: tuple[Placement, ...] = ()
+    free: bool = False
     axes: list[tuple[str, ...]] | None = None
-    follows: list[tuple[Value, Value]] = field(default_factory=list)
-    unreduced: list[Shard] = field(default_factory=list)
-    partial: list[Value] = field(default_factory=list)
+    follows: tuple[tuple[Value, Value], ...] = ()
+    partial: tuple[Value, ...] = ()
     names: list[Names] | None = None
-    rests: list[Value] = field(default_factory=list)
-    finish: list[Value] = field(default_factory=list)
+    rests: tuple[Value, ...] = ()
+    finish: tuple[Value, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -332,7 +332,7 @@ class _Planner:
 
     def rest(self, value: Value) -> Spec:
         if self.record is not None:
-            self.record.rests.append(value)
+            self.record.rests += (value,)
         return self.claims.value(value)
 
     def shard(
@@ -422,7 +422,6 @@ class _Planner:
         record = self.record = Planned()
         self.op(op)
         if self.record is not None:
-            record.placements = {v: Placement(s, s) for v, s in record.at.items()}
             kept.ops[key] = Planned(reduced=record.reduced) if record.reduced else record
             self.record = None
 
@@ -438,16 +437,18 @@ class _Planner:
                 self.rest(value)
         if done.run is not None:
             self.group.append(done.run)
-        self.at.update(done.at)
-        self.placements.update(done.placements)
-        if done.free:
-            self.free.update(done.free)
+        at, placements = self.at, self.placements
+        for placed in done.results:
+            shard = placed.made
+            at[shard.value], placements[shard.value] = shard, placed
+            if shard.partial:
+                self.groups[shard] = self.group
+            elif done.free:
+                self.free.add(shard.value)
         for out, value in done.follows:
             self.follows(out, value)
         for out in done.partial:
             self.reduced_from[out] = (op, done.names or [])
-        for shard in done.unreduced:
-            self.groups[shard] = self.group
         for out in done.finish:
             self.finish(op, out)
         return True
@@ -464,8 +465,8 @@ class _Planner:
         self.free.add(value)
         shard = self.made(self.shard(value, spec, data_free=True, copy="where needed"))
         if self.record is not None:
-            self.record.free.append(value)
-            self.record.at[value] = shard
+            self.record.free = True
+            self.record.results += (Placement(shard, shard),)
 
     # -- ops
 
@@ -481,8 +482,7 @@ class _Planner:
             self.record = None
         if self.record is not None:
             self.record.run = step
-            self.record.at.update((s.value, s) for s in results)
-            self.record.unreduced += (s for s in results if s.partial)
+            self.record.results += tuple(Placement(s, s) for s in results)
 
     def lies(self, value: Value | None) -> Shard | None:
         """A value where it lies; None for a literal."""
@@ -580,7 +580,7 @@ class _Planner:
         if value in self.reduced_from:
             self.reduced_from[out] = self.reduced_from[value]
         if self.record is not None:
-            self.record.follows.append((out, value))
+            self.record.follows += ((out, value),)
 
     def by_rule(self, op: Op) -> None:
         rule = op.rule
@@ -637,7 +637,7 @@ class _Planner:
             if over:
                 self.reduced_from[out] = (op, names)
                 if self.record is not None:
-                    self.record.partial.append(out)
+                    self.record.partial += (out,)
             else:
                 self.finish(op, out)
 
@@ -866,7 +866,7 @@ class _Planner:
         if not source.partial:
             return
         if self.record is not None:
-            self.record.reduced.append(value)
+            self.record.reduced += (value,)
         made, names = self.reduced_from[value]
         rest, size = self.rest(value), itemsize(value.aval)
         scatter, reduced = scatters_of(source.spec, rest, source.partial, source.kind)
@@ -936,7 +936,7 @@ class _Planner:
         if source.spec == need:
             return source
         if self.record is not None:
-            self.record.finish.append(value)
+            self.record.finish += (value,)
         path, collectives = self.path(value, source.spec, need, op, cause)
         result = self.shard(value, need)
         self.group.append(Reshard(op, source, result, path, tuple(collectives), copy=False))
@@ -952,7 +952,7 @@ class _Planner:
             assert op is not None
             found = self.copied(op, value, need, names)
         if self.record is not None:
-            self.record.copies.append((value, need, names, found))
+            self.record.copies += ((value, need, names, found),)
         return found
 
     def copied(self, op: Op, value: Value, need: Spec, names: Sequence[Names] | None) -> Shard:

@@ -8,11 +8,13 @@ random: the same program, slice and options give the same answer.
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..compat.jax import without_gc
 from ..errors import CompilerError, MeshError, MeshparError, UnsupportedError
 from ..hardware.topology import parse_topology
 from ..layout import Layout, Rule
@@ -97,6 +99,7 @@ class _Evaluation:
             return None
         assert plan.seconds is not None
         peak = plan.memory.peak
+        gc.collect(0)  # what this plan leaves; all that is kept of the program need not be looked through each time
         row = self.rows[point] = Row(
             point.mesh,
             point.layout,
@@ -169,7 +172,7 @@ def search(
         for name, base in bases.items()
     ]
     ended, refused = "no candidate near the best is better", list[str]()
-    with quiet():
+    with quiet(), without_gc():
         for evaluate, space in searched:
             try:
                 for text in layouts:
