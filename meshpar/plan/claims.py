@@ -89,7 +89,7 @@ class _Known:
         self._answered: tuple[Any, _Claimed, _Answers] = None, {}, {}
 
     def answered(self, rules: tuple[Rule, ...], sizes: tuple[tuple[str, int], ...]) -> tuple[_Claimed, _Answers]:
-        """What was claimed of dims and factors under some rules on a mesh, if they are the last that were asked about; else nothing."""
+        """What was claimed under some rules on a mesh, if they are the last that were asked about; else nothing."""
         if self._answered[0] != (rules, sizes):
             self._answered = (rules, sizes), {}, {}
         return self._answered[1:]
