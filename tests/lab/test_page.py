@@ -225,7 +225,7 @@ def test_what_the_compiler_says(page):
     page.get_by_label("mesh", exact=True).fill("data=4, model=2")
     settle(page)
     page.get_by_role("button", name="Compile this").click()
-    page.get_by_role("columnheader", name="compiler").wait_for(timeout=60_000)
+    page.get_by_role("columnheader", name="compiler").wait_for(timeout=300_000)
     assert (
         human(figures(page)["sent"])
         in page.locator("section", has=page.get_by_text("What the compiler says")).inner_text()
