@@ -84,9 +84,9 @@ def format_dims(dims: Iterable[str | EllipsisType | None]) -> str:
     return " ".join("_" if d is None else "..." if d is ... else str(d) for d in dims)
 
 
-def near(name: str, candidates: Iterable[str]) -> list[str]:
-    """The candidates that a misspelt name may have meant, best first, at most three."""
-    return difflib.get_close_matches(name, sorted(set(candidates)), n=3, cutoff=0.6)
+def near(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The candidates that a misspelt name may have meant, best first, at most three; ``cutoff``: the least likeness, of 1."""
+    return difflib.get_close_matches(name, sorted(set(candidates)), n=3, cutoff=cutoff)
 
 
 def did_you_mean(name: str, candidates: Iterable[str], kind: str) -> list[str]:

@@ -61,6 +61,15 @@ def test_an_optional_dim_that_is_misspelt_is_an_error():
     assert planned("batch: data; kv_heads?: data", "data=4", heads=False).inputs
 
 
+def test_an_optional_dim_that_is_absent_is_none_that_is_somewhat_alike():
+    """A latent attention has no `heads`, but a `head_dim`."""
+    plan = mp.plan(
+        lambda w: w * 2, jax.ShapeDtypeStruct((8, 8, 8), "float32"), dims={"w": "batch kv_heads head_dim"}, mesh="data=2, model=4",
+        layout=mp.layouts.megatron(),
+    )  # fmt: skip
+    assert plan.inputs[0].spec == (("data",), ("model",), ())
+
+
 def test_an_optional_dim_of_an_argument_that_does_not_divide_is_noted():
     def f(x, k, v):
         return jnp.einsum("be,ehd->bhd", x, k) + jnp.einsum("be,ehd->bhd", x, v)

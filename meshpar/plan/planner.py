@@ -55,6 +55,9 @@ IDENTITIES = having(lambda p: p.identity)
 LARGE_CONSTANT = 1e6
 """Bytes of an array that a function closes over, above which the plan advises to pass it."""
 
+MISSPELT = 0.8
+"""How like a dim of the program an optional rule's must be to be taken for it: `heads?` is no misspelt `head_dim`."""
+
 Axes = list[tuple[str, ...]]
 """Of every factor of an op, the axes that split it."""
 
@@ -105,7 +108,7 @@ def _check_dims(program: Program, layout: Layout, init: bool) -> None:
         if rule.dim in names:
             continue
         if (init or rule.optional or rule.dim in layout.optional) and not (
-            set(near(rule.dim, names)) - set(layout.dims)
+            set(near(rule.dim, names, cutoff=MISSPELT)) - set(layout.dims)
         ):
             continue
         raise UnknownDimError(
