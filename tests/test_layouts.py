@@ -67,7 +67,7 @@ def test_an_optional_dim_that_is_absent_is_none_that_is_somewhat_alike():
         lambda w: w * 2, jax.ShapeDtypeStruct((8, 8, 8), "float32"), dims={"w": "batch kv_heads head_dim"}, mesh="data=2, model=4",
         layout=mp.layouts.megatron(),
     )  # fmt: skip
-    assert plan.inputs[0].spec == (("data",), ("model",), ())
+    assert plan.inputs[0].spec == jax.P("data", "model")
 
 
 def test_an_optional_dim_of_an_argument_that_does_not_divide_is_noted():
