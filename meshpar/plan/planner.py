@@ -22,6 +22,7 @@ from ..hardware.collective_time import seconds_of
 from ..hardware.topology import chip_of, torus_of
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error
 from ..program.ir import Frame, Op, Program, Value
+from ..program.views import with_views
 from ..rules import LINEAR, SCALINGS, having
 from ..rules.rule import REDUCTIONS, Kind
 from ..rules.spmd import Send
@@ -47,7 +48,6 @@ from .steps import (
     Step,
     with_floating,
 )
-from .views import with_views
 
 OPAQUE = having(lambda p: p.opaque)
 IDENTITIES = having(lambda p: p.identity)
@@ -88,9 +88,13 @@ def planned(
     def plan(program: Program) -> Plan:
         return _Planner(program, layout, named, mesh, topology, donated, list(notes)).plan()
 
-    first = plan(program)
+    first, claims = plan(program), Claims(program, named, dict(mesh.shape))
+
+    def parts(value: Value, dim: int) -> int:
+        return math.prod(first.sizes[a] for a in claims.value(value)[dim])
+
     padded: list[str] = []
-    views = with_views(program, named, first.sizes, padded)
+    views = with_views(program, parts, padded)
     if views is None or _sent(second := plan(views)) >= _sent(first):
         return first
     return replace(second, notes=(*second.notes, *padded))

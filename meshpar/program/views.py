@@ -26,13 +26,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from ..compat.jax import bind, body_consts, literal_array, make_jaxpr, new_var, replace_body, scan_counts
-from ..layout import Layout
-from ..program.infer import again
-from ..program.ir import Frame, Op, Program, Value
 from ..rules import ELEMENTWISE
 from ..rules.local import plain_params
 from ..rules.rearrange import ANY, ZERO, rearrange
-from .claims import Claims
+from .infer import again
+from .ir import Frame, Op, Program, Value
 
 MOST_USES = 4  # of one element in a lookup by constants
 LARGEST_TABLE = 1 << 20
@@ -127,18 +125,20 @@ class _Scope:
     views: dict[Any, _Picked | _Merged] = field(default_factory=dict)
 
 
-def with_views(program: Program, layout: Layout, sizes: dict[str, int], notes: list[str]) -> Program | None:
+Parts = Callable[[Value, int], int]
+"""(value, dim) → over how many devices it is split."""
+
+
+def with_views(program: Program, parts: Parts, notes: list[str]) -> Program | None:
     """The program with views of split arrays; None where it has none.
 
     Args:
-      layout, sizes: what it will be planned for: they say which dims are split, over how many devices.
+      parts: how it will be split.
       notes: takes what is padded.
     """
-    cut = program.once(_cut_dims)
-    claims = Claims(program, layout, sizes)
-    if all(math.prod(sizes[a] for a in claims.value(v)[d]) == 1 for v, d in cut):
+    if all(parts(v, d) == 1 for v, d in program.once(_cut_dims)):
         return None
-    writer = _Writer(claims, sizes, notes)
+    writer = _Writer(parts, notes)
     writer.constants.update(
         (program.root.env[v], c) for v, c in zip(program.root.jaxpr.constvars, program.closed.consts, strict=True)
     )
@@ -198,8 +198,8 @@ class _Writer:
       constants: values that are known; outer: what values that a loop or branch only reads are outside.
     """
 
-    def __init__(self, claims: Claims, sizes: dict[str, int], notes: list[str]):
-        self.claims, self.sizes, self.notes = claims, sizes, notes
+    def __init__(self, parts: Parts, notes: list[str]):
+        self.split_of, self.notes = parts, notes
         self.eqns: list[Any] = []
         self.mine: dict[int, bool] = {}
         self.op: Any = None
@@ -332,7 +332,7 @@ class _Writer:
 
     def parts(self, value: Value | None, d: int) -> int:
         """Over how many devices a dim of a value is split."""
-        return 1 if value is None else math.prod(self.sizes[a] for a in self.claims.value(value)[d])
+        return 1 if value is None else self.split_of(value, d)
 
     def picked(self, scope: _Scope, var: Any) -> _Picked:
         """A variable as a view: of itself, if of nothing else."""
