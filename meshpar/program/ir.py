@@ -150,8 +150,7 @@ class Program:
       root: its frame.
       inputs, outputs: values in the order of the flat arguments and results, with their paths.
       joins: pairs of names that turned out to be one dim.
-      traced: the program as it was traced, where this one was written anew for a layout (:mod:`meshpar.plan.views`).
-      in_tree, out_tree: the tree definitions of arguments and results.
+      traced: the program as it was traced, where this one was written anew for a layout (:mod:`meshpar.program.views`).
     """
 
     closed: Any
@@ -161,8 +160,6 @@ class Program:
     unifier: Unifier
     joins: list[Join] = field(default_factory=list)
     traced: Program | None = None
-    in_tree: Any = None
-    out_tree: Any = None
     _found: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, find: Callable[[Program], T]) -> T:

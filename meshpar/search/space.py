@@ -35,10 +35,6 @@ class Point:
         """The layout as text."""
         return str(as_layout(self.rules))
 
-    def axes_of(self, dim: str, scope: str | None = None) -> tuple[str, ...]:
-        """The axes that a dim asks for."""
-        return next((r.axes for r in self.rules if (r.dim, r.scope) == (dim, scope)), ())
-
 
 def as_layout(rules: Iterable[Rule]) -> Layout:
     """Rules as a layout that reads them in order."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ...errors import MeshparError
 
-Strategy = Literal["a2a", "ring", "dense"]
 STRATEGIES = ("a2a", "ring", "dense")
 EXCHANGES = ("padded", "pallas", "pallas_tpu", "pallas_gpu")
 
