@@ -7,8 +7,9 @@
 
 The first compiles Llama-3-8B and Mixtral-8x7B train steps (scanned, rematerialised layers, splash attention, AdamW, float32
 state, bfloat16 compute) with the TPU compiler, and reads wire bytes per step and device out of the final program, loops
-counted. "By hand" is ``jax.jit`` with PartitionSpecs for state and batch and a shard_map round the attention kernel, as people
-write it without meshpar.
+counted; without the options that plans come with, whose asynchronous collectives send the same and hold more at once. "By hand"
+is ``jax.jit`` with PartitionSpecs for state and batch and a shard_map round the attention kernel, as people write it without
+meshpar.
 """
 
 import argparse
@@ -111,7 +112,15 @@ def compiled(how: str, case: Case, effort: Any) -> Any:
     mesh = mp.mesh(case.mesh, topology=case.topology)
     if how != "by hand":
         return mp.compile(
-            step, *args, mesh=mesh, layout=case.layout, dims=dims, lowering=how, effort=effort, donate_argnums=0
+            step,
+            *args,
+            mesh=mesh,
+            layout=case.layout,
+            dims=dims,
+            lowering=how,
+            effort=effort,
+            donate_argnums=0,
+            options="off",
         )  # type: ignore[arg-type]
     state, batch_ = args
     where = jax.tree_util.tree_map_with_path(
