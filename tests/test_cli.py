@@ -374,16 +374,22 @@ def test_search_varies_the_target_and_writes_a_page(run, target, tmp_path):
 
 
 def test_the_lab_is_served_until_ctrl_c(target):
+    # what is started in the background of a script ignores Ctrl-C, and so would what it starts
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heard}; import sys, meshpar.cli; sys.exit(meshpar.cli.main())"
     with subprocess.Popen(
-        [sys.executable, "-m", "meshpar", "lab", f"{target}:small", "--mesh", "data=4", "--layout", "fsdp", "--no-browser"],
+        [sys.executable, "-c", code, "lab", f"{target}:small", "--mesh", "data=4", "--layout", "fsdp", "--no-browser"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        with urllib.request.urlopen(url, timeout=20) as page:
-            assert f"meshpar lab: {target}:small" in page.read().decode()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            with urllib.request.urlopen(url, timeout=20) as page:
+                assert f"meshpar lab: {target}:small" in page.read().decode()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 def test_a_lab_that_cannot_be_opened(run, target):
