@@ -43,6 +43,7 @@ class Row:
       peak, sent: MaxText's, in GB; None where it does not compile.
       aim: for our bytes, as a share of its.
       remat: what a layer keeps, of ``llama.REMAT``.
+      loss: of ``llama.Head``: in chunks of the vocabulary, or of the tokens where a layout splits the vocabulary.
       partitioned: whether bytes are read right after partitioning, and not in the final program.
     """
 
@@ -57,6 +58,7 @@ class Row:
     sent: float | None
     aim: float | None
     remat: str = "full"
+    loss: str = "vocab"
     partitioned: bool = False
 
 
@@ -64,21 +66,22 @@ class Row:
 FSDP = mp.Layout(llama.FSDP, resolve="cost")
 EXPERTS = mp.Layout(mixtral.FSDP_ALL_EXPERT, resolve="cost")
 SLICES = mp.Layout("batch: slice+data; embed: data", resolve="cost")
-KEPT = "keep_collectives"
+SPLIT = ("full", "tokens")  # the vocabulary is split, so that a device has more tokens than words
+KEPT = ("keep_collectives", "tokens")
 ROWS = (
     Row("1", "llama3_8b", "v5p:4x4x8", "data=128", FSDP, 256, 2048, 4.375, 58.595, 0.8),
-    Row("2", "llama3_8b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 256, 2048, 4.473, 89.276, 1.0),
+    Row("2", "llama3_8b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 256, 2048, 4.473, 89.276, 1.0, *SPLIT),
     Row("3", "llama3_8b", "v5e:16x16", "data=256", FSDP, 512, 2048, 4.684, 59.902, 0.8),
-    Row("4, 4a", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 2048, 4.203, 90.311, 1.0),
+    Row("4, 4a", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 2048, 4.203, 90.311, 1.0, *SPLIT),
     Row("5", "llama3_70b", "v5p:4x4x8", "data=128", FSDP, 128, 4096, 19.648, 549.725, 0.8),
-    Row("6", "llama3_70b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 128, 4096, 20.592, 465.219, 1.0),
+    Row("6", "llama3_70b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 128, 4096, 20.592, 465.219, 1.0, *SPLIT),
     Row("7", "mixtral_8x7b", "v5p:4x4x8", "data=16, model=8", EXPERTS, 128, 2048, 9.625, 58.536, None),
     Row("8, 8a", "mixtral_8x7b", "v5e:16x16", "data=32, model=8", EXPERTS, 256, 2048, None, None, None),
     Row("9", "llama3_8b", "v6e:16x16", "data=256", FSDP, 512, 2048, 3.771, 58.828, 0.8),
-    Row("10", "llama3_8b", "2x v5p:4x4x8", "slice=2, data=128", SLICES, 512, 2048, 6.094, 71.969, 0.8, "full", True),
-    Row("2, kept", "llama3_8b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 256, 2048, None, 89.276, 0.8, KEPT),
-    Row("4a, kept", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 2048, None, 90.311, 0.8, KEPT),
-    Row("6, kept", "llama3_70b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 128, 4096, None, 465.219, 0.8, KEPT),
+    Row("10", "llama3_8b", "2x v5p:4x4x8", "slice=2, data=128", SLICES, 512, 2048, 6.094, 71.969, 0.8, "full", "vocab", True),
+    Row("2, kept", "llama3_8b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 256, 2048, None, 89.276, 0.8, *KEPT),
+    Row("4a, kept", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 2048, None, 90.311, 0.8, *KEPT),
+    Row("6, kept", "llama3_70b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 128, 4096, None, 465.219, 0.8, *KEPT),
 )  # fmt: skip
 
 
@@ -181,7 +184,7 @@ def numbered(text: str | None) -> list[Row]:
 
 def compiled(row: Row, effort: Any) -> mp.Compiled:
     module = mixtral if row.model.startswith("mixtral") else llama
-    step, args, dims = getattr(module, row.model)(row.batch, row.seq, remat=row.remat)
+    step, args, dims = getattr(module, row.model)(row.batch, row.seq, remat=row.remat, loss=row.loss)
     mesh = mp.mesh(row.mesh, topology=row.topology)
     return mp.compile(
         step, *args, mesh=mesh, layout=row.layout, dims=dims, lowering="shard_map", effort=effort, donate_argnums=0

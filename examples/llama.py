@@ -49,7 +49,8 @@ Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
 @dataclass(frozen=True)
 class Config:
     """Sizes of a Llama. ``dtype`` is what is computed in; weights are float32. ``loss_chunks``: see :func:`cross_entropy`;
-    ``attention``: see :func:`attention`; ``remat``: what a layer keeps for the way back, see :data:`REMAT`."""
+    ``loss``: which one, see :meth:`Head.__call__`; ``attention``: see :func:`attention`; ``remat``: what a layer keeps for the way
+    back, see :data:`REMAT`."""
 
     embed: int
     layers: int
@@ -60,6 +61,7 @@ class Config:
     head_dim: int = 128
     rope_base: float = 500_000.0
     loss_chunks: int = 8
+    loss: str = "recomputed"
     dtype: Any = jnp.bfloat16
     attention: str = "splash"
     remat: str = "full"
@@ -229,11 +231,17 @@ class Head(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, targets: jax.Array) -> jax.Array:
-        """Mean cross-entropy of `targets` [batch, seq] by the logits of `x` [batch, seq, embed]."""
+        """Mean cross-entropy of `targets` [batch, seq] by the logits of `x` [batch, seq, embed].
+
+        ``"recomputed"``: by :func:`cross_entropy`, which holds least. ``"vocab"``, ``"tokens"``: by :func:`meshpar.cross_entropy`, over
+        chunks of the vocabulary (for FSDP) or of the tokens (where a layout splits the vocabulary), whose logits are made once.
+        """
         c = self.config
         init = named(nn.initializers.lecun_normal(), "embed", "vocab")
         kernel = jnp.asarray(self.param("kernel", init, (c.embed, c.vocab)), c.dtype)
-        return cross_entropy(x, kernel, targets, c.loss_chunks).mean()
+        if c.loss == "recomputed":
+            return cross_entropy(x, kernel, targets, c.loss_chunks).mean()
+        return mp.cross_entropy((x, kernel), targets, over=c.loss, chunks=c.loss_chunks)
 
 
 class SwiGLU(nn.Module):

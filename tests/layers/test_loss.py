@@ -17,11 +17,11 @@ LABELS[0, :3] = -100
 MASK = RNG.random((BATCH, SEQ)) < 0.7
 
 
-def reference(hidden, kernel, labels, weights, z):
+def reference(hidden, kernel, labels, weights, z, smoothing=0.0):
     """(loss, by hidden, by kernel) in float64."""
     logits = np.einsum("bse,ev->bsv", hidden.astype(np.float64), kernel.astype(np.float64))
     log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
-    onehot = labels[..., None] == np.arange(kernel.shape[1])
+    onehot = (1 - smoothing) * (labels[..., None] == np.arange(kernel.shape[1])) + smoothing / kernel.shape[1]
     weights = weights / weights.sum()
     loss = (weights * (log_z - (onehot * logits).sum(-1) + z * log_z**2)).sum()
     d = weights[..., None] * (np.exp(logits - log_z[..., None]) * (1 + 2 * z * log_z)[..., None] - onehot)
@@ -32,21 +32,24 @@ OPTIONS = {
     "plain": ({}, np.ones((BATCH, SEQ))),
     "ignored": ({"ignore": -100, "z_loss": 0.01}, LABELS != -100),
     "masked": ({"ignore": -100, "mask": MASK}, (LABELS != -100) & MASK),
+    "smoothed": ({"ignore": -100, "label_smoothing": 0.1, "z_loss": 0.01}, LABELS != -100),
 }
 
 
-@pytest.mark.parametrize("chunks", [1, 4, 6])
+@pytest.mark.parametrize("chunks", [1, 4, 10, None])
+@pytest.mark.parametrize("over", ["vocab", "tokens"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_values_and_gradients_are_those_of_float64(name, chunks):
+def test_values_and_gradients_are_those_of_float64(name, over, chunks):
     options, weights = OPTIONS[name]
 
     def of_pair(x, w):
-        return 3 * mp.cross_entropy((x, w), LABELS, chunks=chunks, **options)
+        return 3 * mp.cross_entropy((x, w), LABELS, over=over, chunks=chunks, **options)
 
     def of_logits(x, w):
         return 3 * mp.cross_entropy(x @ w, LABELS, **options)
 
-    loss, *gradients = reference(HIDDEN, KERNEL, LABELS, weights, options.get("z_loss", 0.0))
+    z, smoothing = options.get("z_loss", 0.0), options.get("label_smoothing", 0.0)
+    loss, *gradients = reference(HIDDEN, KERNEL, LABELS, weights, z, smoothing)
     for fn in (of_pair, of_logits):
         found, grads = jax.value_and_grad(fn, (0, 1))(HIDDEN, KERNEL)
         assert fn(HIDDEN, KERNEL) == pytest.approx(3 * loss, rel=1e-5)
@@ -55,10 +58,13 @@ def test_values_and_gradients_are_those_of_float64(name, chunks):
             np.testing.assert_allclose(a, 3 * b, rtol=1e-4, atol=1e-6)
 
 
-def test_bfloat16_sums_in_float32_and_gives_gradients_like_its_arguments():
+@pytest.mark.parametrize("over", ["vocab", "tokens"])
+def test_bfloat16_sums_in_float32_and_gives_gradients_like_its_arguments(over):
     x, w = (jnp.asarray(a, jnp.bfloat16) for a in (HIDDEN, KERNEL))
     loss, *gradients = reference(*(np.asarray(a, np.float32) for a in (x, w)), LABELS, np.ones((BATCH, SEQ)), 0.0)
-    found, grads = jax.value_and_grad(lambda x, w: mp.cross_entropy((x, w), LABELS, chunks=4), (0, 1))(x, w)
+    found, grads = jax.value_and_grad(
+        lambda x, w: mp.cross_entropy((x, w), LABELS, over=over, chunks=4), (0, 1)
+    )(x, w)
     assert found.dtype == jnp.float32
     assert found == pytest.approx(loss, rel=1e-5)
     for a, b in zip(grads, gradients, strict=True):
@@ -72,23 +78,73 @@ def test_without_a_token_that_counts_it_is_zero():
     assert not np.asarray(grad).any()
 
 
+@pytest.mark.parametrize("scale", [60, -60])
+def test_logits_far_apart_neither_overflow_nor_lose_the_label(scale):
+    """The maximum comes in the last chunk, or in the first; a sure label has the gradient of one that is sure."""
+    kernel = np.zeros((EMBED, VOCAB), np.float32)
+    kernel[0] = scale * np.arange(VOCAB) / VOCAB
+    hidden, labels = np.eye(1, EMBED, dtype=np.float32)[None], np.array([[VOCAB - 1 if scale > 0 else 0]])
+    loss, *gradients = reference(hidden, kernel, labels, np.ones((1, 1)), 0.0)
+    found, grads = jax.value_and_grad(lambda x, w: mp.cross_entropy((x, w), labels, chunks=4), (0, 1))(hidden, kernel)
+    assert found == pytest.approx(loss, abs=1e-5)
+    for a, b in zip(grads, gradients, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_an_embedding_that_serves_as_both():
+    def tied(embedding):
+        return mp.cross_entropy((embedding[LABELS], embedding.T), LABELS, chunks=4)
+
+    def plain(embedding):
+        return mp.cross_entropy(embedding[LABELS] @ embedding.T, LABELS)
+
+    embedding = np.ascontiguousarray(KERNEL.T)
+    for a, b in zip(*(jax.value_and_grad(f)(embedding) for f in (tied, plain)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 DIMS = {"x": "batch seq embed", "w": "embed vocab", "labels": "batch seq"}
 
 
-def step(x, w, labels):
-    return jax.value_and_grad(
-        lambda x, w: mp.cross_entropy((x, w), labels, ignore=-100, z_loss=1e-3, chunks=2), (0, 1)
-    )(x, w)
+def step_over(over):
+    def step(x, w, labels):
+        def loss(x, w):
+            return mp.cross_entropy(
+                (x, w), labels, ignore=-100, z_loss=1e-3, label_smoothing=0.1, over=over, chunks=2
+            )
+
+        return jax.value_and_grad(loss, (0, 1))(x, w)
+
+    return step
 
 
-def test_logits_are_made_once_and_never_whole():
-    plan = mp.plan(step, HIDDEN, KERNEL, LABELS, mesh="data=1", layout="batch: data", dims=DIMS)
+def products_and_logits(step, x, w, labels):
+    """(matrix products, elements of the largest float32 array over the vocabulary that is no weight's)."""
+    plan = mp.plan(step, x, w, labels, mesh="data=1", layout="batch: data", dims=DIMS)
     ops = list(plan.program.root.walk())
-    assert sum(op.name == "dot_general" for op in ops) == 3  # logits, and the two gradients
-    largest = max(np.prod(v.shape) for op in ops for v in op.outs if VOCAB in v.shape and EMBED not in v.shape)
-    assert largest == BATCH * SEQ * VOCAB / 2
+    sizes = [np.prod(v.shape) for op in ops for v in op.outs if len(v.shape) > 2 and v.aval.dtype == jnp.float32
+             and not op.frames and EMBED not in v.shape]  # fmt: skip
+    return sum(op.name == "dot_general" and len(op.outs[0].shape) > 1 for op in ops), max(sizes)
 
 
+@pytest.mark.parametrize("over", ["vocab", "tokens"])
+def test_logits_are_made_once_and_never_whole(over):
+    x, w = (jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in (HIDDEN, KERNEL))
+
+    def step(x, w, labels):
+        return jax.value_and_grad(lambda x, w: mp.cross_entropy((x, w), labels, over=over, chunks=2), (0, 1))(x, w)
+
+    assert products_and_logits(step, x, w, LABELS) == (3, BATCH * SEQ * VOCAB / 2)  # logits, and the two gradients
+
+
+def test_chunks_of_the_vocabulary_are_gathered_and_their_gradients_scattered_apart():
+    plan = mp.plan(step_over("vocab"), HIDDEN, KERNEL, LABELS, mesh="data=4", layout="batch: data; embed: data", dims=DIMS)
+    sent = {(c.op, c.bytes, c.count) for c in plan.collectives if c.bytes > 500}
+    chunk = KERNEL.nbytes / 2 * 3 / 4
+    assert sent == {("all-gather", chunk, 2), ("reduce-scatter", chunk, 2)}
+
+
+@pytest.mark.parametrize("over", ["vocab", "tokens"])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -96,22 +152,32 @@ def test_logits_are_made_once_and_never_whole():
         "batch: data; embed: data; vocab: model",
         "batch: data; embed: data",
         "seq: data; embed: model",
+        "batch: data; vocab: model; seq: model; embed: data",
     ],
 )
-def test_no_layout_changes_it(layout):
+def test_no_layout_changes_it(layout, over):
     mp.check(
-        step, HIDDEN, KERNEL, LABELS, layouts=layout, mesh="data=2, model=4", dims=DIMS, lowerings=("jit", "shard_map")
-    )
+        step_over(over), HIDDEN, KERNEL, LABELS, layouts=layout, mesh="data=2, model=4", dims=DIMS,
+        lowerings=("jit", "shard_map"),
+    )  # fmt: skip
+
+
+def test_a_split_vocabulary_is_never_gathered():
+    layout = "batch: data; vocab: model; seq: model; embed: data"
+    for over in ("vocab", "tokens"):
+        plan = mp.plan(step_over(over), HIDDEN, KERNEL, LABELS, mesh="data=2, model=4", layout=layout, dims=DIMS)
+        assert not [c for c in plan.collectives if c.op == "all-gather" and "model" in c.axes and "vocab" in c.dims]
 
 
 @pytest.mark.parametrize(
-    "args",
+    ("args", "options"),
     [
-        ((HIDDEN, KERNEL.T), LABELS),
-        (HIDDEN, LABELS[:, :4]),
-        (HIDDEN, LABELS.astype(np.float32)),
+        (((HIDDEN, KERNEL.T), LABELS), {}),
+        ((HIDDEN, LABELS[:, :4]), {}),
+        ((HIDDEN, LABELS.astype(np.float32)), {}),
+        (((HIDDEN, KERNEL), LABELS), {"over": "words"}),
     ],
 )
-def test_what_does_not_fit_is_refused(args):
+def test_what_does_not_fit_is_refused(args, options):
     with pytest.raises(UnsupportedError, match="cross_entropy"):
-        mp.cross_entropy(*args)
+        mp.cross_entropy(*args, **options)
