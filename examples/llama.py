@@ -233,8 +233,8 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array, targets: jax.Array) -> jax.Array:
         """Mean cross-entropy of `targets` [batch, seq] by the logits of `x` [batch, seq, embed].
 
-        ``"recomputed"``: by :func:`cross_entropy`, which holds least. ``"vocab"``, ``"tokens"``: by :func:`meshpar.cross_entropy`, over
-        chunks of the vocabulary (for FSDP) or of the tokens (where a layout splits the vocabulary), whose logits are made once.
+        ``"recomputed"``: by :func:`cross_entropy`, which holds least. ``"vocab"``, ``"tokens"``: by :func:`meshpar.cross_entropy`,
+        over chunks of the vocabulary (for FSDP) or of the tokens (where a layout splits the vocabulary): logits are made once.
         """
         c = self.config
         init = named(nn.initializers.lecun_normal(), "embed", "vocab")

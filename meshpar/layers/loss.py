@@ -26,13 +26,13 @@ def cross_entropy(
     Of a pair (hidden, kernel), logits are made chunk by chunk, and once: not again on the way back, as with ``jax.checkpoint``.
     What is kept for the way back, on top of hidden and kernel:
 
-    - ``over="vocab"``: the exponentials of all logits in hidden's dtype, [..., seq, vocab]. Kernel and its gradient are there a
-      chunk at a time: under FSDP, chunks are gathered and their gradients scattered one after the other.
+    - ``over="vocab"``: the exponentials of all logits in hidden's dtype, [..., seq, vocab]. The kernel and its gradient are
+      there a chunk at a time: under FSDP, chunks are gathered and their gradients scattered one after the other.
     - ``over="tokens"``: the gradients, made with the loss; that of the kernel in float32, [embed, vocab] as the layout splits it
       (whole along a dim that only the weights are split over, as ``embed`` under FSDP). Logits are never all there.
 
-    The first is smaller while a device has fewer than some 3 × embed tokens. Both send the same, and a vocabulary that is split over
-    devices stays split: the label's logit is picked by comparing, not by indexing. Products are summed, and logits taken, in float32.
+    The first is smaller while a device has fewer tokens than some 3 × embed. Both send the same, and a vocabulary that is split
+    over devices stays split: the label's logit is picked by comparing, not by indexing. Logits and sums are float32.
 
     Args:
       logits: [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]), whose product the logits are; of an embedding
@@ -42,9 +42,9 @@ def cross_entropy(
       ignore: a label whose tokens do not count (-100 is usual).
       z_loss: this part of ``(log Z)**2`` is added to the loss of each token, Z the sum of the exponentials (PaLM: 1e-4).
       label_smoothing: the share of a label that goes to all of the vocabulary alike, 0 to 1.
-      over, chunks: of a pair. Word v is in chunk ``v % chunks``, token t of a sequence in chunk ``t % chunks`` (so that what is split
-        stays split). Of a number that does not divide, their greatest common divisor is taken. None: as many as leave 16,384 words, or
-        as much of the logits, at a time.
+      over, chunks: of a pair. Word v is in chunk ``v % chunks``, token t of a sequence in chunk ``t % chunks`` (so that what is
+        split stays split). Of a number that does not divide, their greatest common divisor is taken. None: as many as leave 16,384
+        words at a time, or as large a part of the logits.
 
     Returns:
       A float32 scalar; 0 where no token counts.
@@ -75,12 +75,13 @@ def cross_entropy(
     weights = weights / jnp.where(total == 0, 1.0, total)
     label = 1 - label_smoothing
     if kernel is None:
-        loss = _of_logits(z_loss, label, hidden, labels, weights)
+        loss: Any = _of_logits(z_loss, label, hidden, labels, weights)
     elif over == "tokens":
         n = -(-kernel.shape[1] // WORDS) if chunks is None else max(1, chunks)
         loss = _over_tokens(z_loss, label, math.gcd(n, labels.shape[-1]), hidden, kernel, labels, weights)
     else:
-        log_z, chosen = _over_vocab(_divisor(chunks, kernel.shape[1]), hidden, kernel, labels)
+        sums: Any = _over_vocab(_divisor(chunks, kernel.shape[1]), hidden, kernel, labels)
+        log_z, chosen = sums
         loss = (weights * (log_z - label * chosen + z_loss * log_z**2)).sum()
     if label_smoothing:  # the mean of a token's logits
         mean = hidden.mean(-1, jnp.float32) if kernel is None else hidden @ kernel.mean(-1, jnp.float32)
@@ -89,7 +90,7 @@ def cross_entropy(
 
 
 def _divisor(chunks: int | None, vocab: int) -> int:
-    """How many chunks of a vocabulary: of a number that is given the part that divides it, else the fewest of few enough words."""
+    """How many chunks of a vocabulary: what divides it of a number that is given, else the fewest of few enough words."""
     if chunks is not None:
         return math.gcd(max(1, chunks), vocab)
     least = -(-vocab // WORDS)

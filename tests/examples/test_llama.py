@@ -114,6 +114,16 @@ def test_a_step_lowers_the_loss_that_it_started_from(losses):
     assert losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.parametrize("over", ["vocab", "tokens"])
+def test_a_loss_whose_logits_are_made_once_changes_no_number(real, losses, over):
+    state, batch = real
+    step, found = jax.jit(llama.train_step(dataclasses.replace(llama.TINY, loss=over))), []
+    for _ in range(2):
+        state, loss = step(state, batch)
+        found.append(float(loss))
+    assert found == pytest.approx(losses[:2], rel=1e-5)
+
+
 @pytest.mark.slow
 def test_no_layout_changes_a_number(real):
     _, _, dims = llama.tiny()
@@ -171,6 +181,20 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients_once(plan):
     assert (counts["all-gather", "embed vocab"], counts["reduce-scatter", "embed vocab"]) == (2 * chunks, chunks)
     assert counts["all-gather", "vocab embed"] == counts["reduce-scatter", "vocab embed"] == 1
     assert {c.op for c in big} == {"all-gather", "reduce-scatter"}  # no gradient is all-reduced
+
+
+@pytest.mark.parametrize(
+    ("loss", "layout", "axes"),
+    [("vocab", llama.FSDP, {"data": 128}), ("tokens", llama.FSDP_TENSOR_SEQUENCE, {"data": 16, "model": 8})],
+)
+def test_making_logits_once_sends_no_more_and_takes_less_time(loss, layout, axes):
+    plans = []
+    for each in ("recomputed", loss):
+        step, args, dims = llama.llama3_8b(loss=each)
+        plans.append(mp.plan(step, *args, dims=dims, layout=layout, mesh=abstract(**axes), topology="v5p:4x4x8"))
+    again, once = plans
+    assert once.bytes_sent <= again.bytes_sent * 1.001
+    assert once.seconds < again.seconds
 
 
 def test_weights_and_gradients_travel_in_bfloat16(plan):
