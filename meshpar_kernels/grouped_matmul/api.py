@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from meshpar_kernels._choose import refuse_sharded
 from meshpar_kernels.grouped_matmul.gradients import matmul_with_gradient, transpose_with_gradient
 from meshpar_kernels.grouped_matmul.products import Options
-from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS
+from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, QUANTIZED
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose"]
 
@@ -29,6 +30,7 @@ def grouped_matmul(
     lhs_indices: jax.Array | None = None,
     lhs_rows: jax.Array | None = None,
     row_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     out_dtype: jnp.dtype | None = None,
     implementation: str | None = None,
     tile: tuple[int, int, int] | None = None,
@@ -63,6 +65,11 @@ def grouped_matmul(
       lhs_rows: int [T, j], with `lhs_indices`: the rows of the result that are made of each row of lhs, -1 for none. It
         changes no result: with it lhs's gradient is gathered and summed, in the same order every time; without it, scattered.
       row_scale: [M], factor on each row of the result (after the activation), in float32.
+      rhs_scale: of quantized weights, rhs of int8 or float8_e4m3fn: float [G, N], or [G, B, N] for B blocks of K (B divides
+        K), whatever `transpose_rhs`; a pair where rhs is one. The weights are rhs · rhs_scale, and constants: the gradient of lhs
+        is through them, theirs is not defined. A kernel converts and scales what it has in VMEM, and "xla" one group's at a
+        time, so that no dequantized copy of all exists. On TPUs where the blocks are multiples of 128, or one; there is no GPU
+        kernel for them.
       out_dtype: dtype of the result; None: lhs's.
       implementation: None takes "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" where for
         an NVIDIA GPU, and the kernel can take these arguments, else "xla", a loop over tiles (and always with
@@ -81,13 +88,13 @@ def grouped_matmul(
       debug: warn at run time about group sizes that are negative or go past M.
 
     Returns:
-      [M, N]. Differentiable with respect to lhs, rhs and row_scale; both
+      [M, N]. Differentiable with respect to lhs, rhs (if it has no scales) and row_scale; both
       gradients of the product use the same implementation. The gradient of an empty group is zero.
       With an activation, or a pair, differentiating keeps the products, [M, N] each in lhs's dtype.
 
     Raises:
-      ValueError: shapes, dtypes or options that do not fit, or operands sharded outside of
-        `shard_map`.
+      ValueError: shapes, dtypes or options that do not fit, operands sharded outside of `shard_map`, or a derivative of
+        quantized weights or their scales.
       NotImplementedError: the implementation asked for cannot take these arguments; with every
         reason.
     """
@@ -101,13 +108,14 @@ def grouped_matmul(
     if lhs.ndim != 2 or first.ndim != 3:
         raise ValueError(f"{op}: lhs must be [M, K] and rhs [G, K, N], got {lhs.shape}, {first.shape}")
     for matrix in matrices:
-        _check_groups(op, lhs, matrix, group_sizes, matrix.shape[0], group_offset)
+        _check_groups(op, lhs, matrix, group_sizes, matrix.shape[0], group_offset, quantized=rhs_scale is not None)
     k = first.shape[2 if transpose_rhs else 1]
     if lhs.shape[1] != k:
         layout = "[G, N, K]" if transpose_rhs else "[G, K, N]"
         raise ValueError(
             f"{op}: lhs{list(lhs.shape)} has K={lhs.shape[1]}, rhs{list(first.shape)} as {layout} has K={k}"
         )
+    scales = () if rhs_scale is None else _block_scales(op, matrices, rhs_scale, k)
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {tuple(ACTIVATIONS)}, got {activation!r}")
     if lhs_indices is not None and (lhs_indices.ndim != 1 or not jnp.issubdtype(lhs_indices.dtype, jnp.integer)):
@@ -125,8 +133,9 @@ def grouped_matmul(
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
     _check_scale(op, row_scale, rows)
     _check_blocks(op, num_sms)
-    for matrix in matrices:
-        refuse_sharded(op, lhs=lhs, rhs=matrix, group_sizes=group_sizes, lhs_indices=lhs_indices, row_scale=row_scale)
+    others = {"group_sizes": group_sizes, "lhs_indices": lhs_indices, "row_scale": row_scale}
+    for i, matrix in enumerate(matrices):
+        refuse_sharded(op, lhs=lhs, rhs=matrix, **({"rhs_scale": scales[i]} if scales else {}), **others)
     if debug:
         _check_sizes_at_run_time(group_sizes, rows)
     options = Options(
@@ -140,7 +149,7 @@ def grouped_matmul(
         stages=stages,
     )
     return matmul_with_gradient(
-        options, lhs, matrices, group_sizes, _as_offset(group_offset), lhs_indices, lhs_rows, row_scale
+        options, lhs, matrices, scales, group_sizes, _as_offset(group_offset), lhs_indices, lhs_rows, row_scale
     )
 
 
@@ -206,8 +215,38 @@ def grouped_matmul_transpose(
     return transpose_with_gradient(options, groups, lhs, rhs, group_sizes, _as_offset(group_offset), row_scale)
 
 
-def _check_groups(op, lhs, rhs, group_sizes, groups, group_offset) -> None:
-    if lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
+def _block_scales(
+    op: str, matrices: Sequence[jax.Array], rhs_scale: jax.Array | tuple[jax.Array, jax.Array], k: int
+) -> tuple[jax.Array, ...]:
+    """One for each matrix, float32 [G, B, N]."""
+    scales = rhs_scale if isinstance(rhs_scale, tuple) else (rhs_scale,)
+    groups, n = matrices[0].shape[0], matrices[0].size // max(matrices[0].shape[0] * k, 1)
+    if len(scales) != len(matrices) or any(s.shape != scales[0].shape for s in scales):
+        shapes = [list(s.shape) for s in scales]
+        raise ValueError(
+            f"{op}: rhs_scale must be one array for each of rhs, {len(matrices)}, of one shape, got {shapes}"
+        )
+    for scale in scales:
+        blocks = 1 if scale.ndim == 2 else scale.shape[1] if scale.ndim == 3 else 0
+        if (scale.shape[0], scale.shape[-1]) != (groups, n) or not blocks or k % blocks:
+            raise ValueError(
+                f"{op}: rhs_scale must be [G, N]=[{groups}, {n}], or [G, B, N] where B divides K={k}; got {list(scale.shape)}"
+            )
+        if not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise ValueError(f"{op}: rhs_scale must be floating-point, got {scale.dtype}")
+    return tuple(s.astype(jnp.float32).reshape(groups, -1, n) for s in scales)
+
+
+def _check_groups(op, lhs, rhs, group_sizes, groups, group_offset, *, quantized: bool = False) -> None:
+    if quantized:
+        if rhs.dtype not in QUANTIZED or lhs.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise ValueError(
+                f"{op}: with rhs_scale, rhs must be int8 or float8_e4m3fn, and lhs bfloat16, float16 or float32; got {rhs.dtype} "
+                f"and {lhs.dtype}"
+            )
+    elif rhs.dtype == jnp.int8:
+        raise ValueError(f"{op}: rhs is int8, and there is no rhs_scale")
+    elif lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
         raise ValueError(f"{op}: lhs and rhs must have one floating-point dtype, got {lhs.dtype} and {rhs.dtype}")
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"{op}: group_sizes must be int [G], got {group_sizes.dtype}{list(group_sizes.shape)}")

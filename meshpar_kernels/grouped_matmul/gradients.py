@@ -34,9 +34,28 @@ def _in_a_group(x: jax.Array, rows: int, group_sizes, group_offset, groups: int)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(options, lhs, rhs, group_sizes, group_offset, lhs_indices, index_rows, row_scale):
+def _constant(name, x):
+    """x, which must not be differentiated."""
+    del name
+    return x
+
+
+def _constant_fwd(name, x):
+    if x.perturbed:
+        raise ValueError(
+            f"grouped_matmul: {name}{list(x.value.shape)} is differentiated, and quantized weights are constants. Leave them out "
+            f"of what jax.grad differentiates, or pass jax.lax.stop_gradient({name})"
+        )
+    return x.value, None
+
+
+_constant.defvjp(_constant_fwd, lambda name, _, grad: (grad,), symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(options, lhs, rhs, rhs_scale, group_sizes, group_offset, lhs_indices, index_rows, row_scale):
     del index_rows
-    return product(options, lhs, rhs, group_sizes, group_offset, row_scale, lhs_indices)
+    return product(options, lhs, rhs, group_sizes, group_offset, row_scale, lhs_indices, rhs_scale)
 
 
 def _plain(options: Options, lhs: jax.Array) -> Options:
@@ -50,11 +69,14 @@ def _activated(options: Options, products: Sequence[jax.Array]):
 
 def _matmul_fwd(options, *args):
     """With an activation the products are kept, in lhs's dtype: made again they would cost a third of the forward pass."""
-    lhs, rhs, group_sizes, group_offset, indices, _, row_scale = args
+    lhs, rhs, rhs_scale, group_sizes, group_offset, indices, _, row_scale = args
     if options.activation is None and len(rhs) == 1:
         return _matmul(options, *args), ([], *args)
     rows = gather(options, lhs, indices)
-    products = [product(_plain(options, lhs), rows, [m], group_sizes, group_offset, None) for m in rhs]
+    products = [
+        product(_plain(options, lhs), rows, [m], group_sizes, group_offset, None, rhs_scale=s)
+        for m, s in _with_scales(rhs, rhs_scale)
+    ]
     value = _activated(options, products)[0]
     if row_scale is not None:
         scale = _in_a_group(row_scale.astype(jnp.float32), len(rows), group_sizes, group_offset, rhs[0].shape[0])
@@ -62,10 +84,16 @@ def _matmul_fwd(options, *args):
     return value.astype(options.out_dtype), (products, *args)
 
 
+def _with_scales(rhs: Sequence[jax.Array], rhs_scale: Sequence[jax.Array]):
+    """Each matrix with its scales: none or one."""
+    return zip(rhs, [[s] for s in rhs_scale] or [[]] * len(rhs), strict=True)
+
+
 def _matmul_bwd(options, saved, grad):
-    products, lhs, rhs, group_sizes, group_offset, indices, index_rows, row_scale = saved
+    """Quantized weights have none."""
+    products, lhs, rhs, rhs_scale, group_sizes, group_offset, indices, index_rows, row_scale = saved
     plain = _plain(options, lhs)
-    back = dataclasses.replace(plain, transpose_rhs=not options.transpose_rhs)
+    back = dataclasses.replace(plain, transpose_rhs=not options.transpose_rhs, transpose_scale=True)
     groups = rhs[0].shape[0]
     rows = gather(options, lhs, indices)
     total = rows.shape[0]
@@ -80,7 +108,10 @@ def _matmul_bwd(options, saved, grad):
         grads, scale = pull(grad), None
     grads = [g.astype(lhs.dtype) for g in grads]
 
-    parts = [product(back, g, [m], group_sizes, group_offset, None) for g, m in zip(grads, rhs, strict=True)]
+    parts = [
+        product(back, g, [m], group_sizes, group_offset, None, rhs_scale=s)
+        for g, (m, s) in zip(grads, _with_scales(rhs, rhs_scale), strict=True)
+    ]
     grad_rows = parts[0]
     if len(parts) == 2:
         grad_rows = (parts[0].astype(jnp.float32) + parts[1].astype(jnp.float32)).astype(lhs.dtype)
@@ -88,9 +119,11 @@ def _matmul_bwd(options, saved, grad):
         grad_scale = _row_dots(grad_rows, rows)
         factor = _in_a_group(scale.astype(jnp.float32), total, group_sizes, group_offset, groups)
         grad_rows = (grad_rows.astype(jnp.float32) * factor[:, None]).astype(lhs.dtype)
-    weights = dataclasses.replace(plain, transpose_rhs=False, out_dtype=rhs[0].dtype)
-    pairs = [(g, rows) if options.transpose_rhs else (rows, g) for g in grads]
-    grad_rhs = tuple(transpose_product(weights, groups, *pair, group_sizes, group_offset, scale) for pair in pairs)
+    grad_rhs = None
+    if not rhs_scale:
+        weights = dataclasses.replace(plain, transpose_rhs=False, out_dtype=rhs[0].dtype)
+        pairs = [(g, rows) if options.transpose_rhs else (rows, g) for g in grads]
+        grad_rhs = tuple(transpose_product(weights, groups, *pair, group_sizes, group_offset, scale) for pair in pairs)
     if grad_scale is not None and row_scale is not None:
         grad_scale = _in_a_group(grad_scale, total, group_sizes, group_offset, groups)
         grad_scale = grad_scale.astype(row_scale.dtype)
@@ -104,6 +137,7 @@ def _matmul_bwd(options, saved, grad):
     return (
         grad_lhs.astype(lhs.dtype),
         grad_rhs,
+        None,
         _no_tangent(group_sizes),
         _no_tangent(group_offset),
         _no_tangent(indices),
@@ -149,9 +183,13 @@ _transpose.defvjp(_transpose_fwd, _transpose_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def matmul_with_gradient(options, lhs, rhs, *args):
-    lhs, *others = _compat.same_varying(lhs, *rhs, *args)
-    return _matmul(options, lhs, tuple(others[: len(rhs)]), *others[len(rhs) :])
+def matmul_with_gradient(options, lhs, rhs, rhs_scale, *args):
+    if rhs_scale:
+        floats = jnp.issubdtype(rhs[0].dtype, jnp.floating)
+        rhs = tuple(_constant("rhs", m) for m in rhs) if floats else rhs
+        rhs_scale = tuple(_constant("rhs_scale", s) for s in rhs_scale)
+    leaves, tree = jax.tree.flatten((lhs, rhs, rhs_scale, *args), is_leaf=lambda x: x is None)
+    return _matmul(options, *jax.tree.unflatten(tree, _compat.same_varying(*leaves)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

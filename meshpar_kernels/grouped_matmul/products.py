@@ -32,6 +32,7 @@ class Options:
     gather: str | None = None
     num_sms: int | None = None
     stages: int | None = None
+    transpose_scale: bool = False
 
 
 def _dispatch(options: Options, op: str, functions: Mapping[str, Any], *args: Any) -> jax.Array:
@@ -67,9 +68,11 @@ def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.A
 
 
 def product(
-    options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], group_sizes, group_offset, row_scale, indices=None
-) -> jax.Array:
-    """`grouped_matmul` of the rows of lhs in their order, or of `lhs[indices]`."""
+    options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], group_sizes, group_offset, row_scale, indices=None,
+    rhs_scale: Sequence[jax.Array] = (),
+) -> jax.Array:  # fmt: skip
+    """`grouped_matmul` of the rows of lhs in their order, or of `lhs[indices]`; `rhs_scale` is float32 [G, B, N] for each of
+    rhs, or [G, B, K] with `transpose_scale`."""
     halves = len(rhs)
     k, n = lhs.shape[1], rhs[0].shape[1] if options.transpose_rhs else rhs[0].shape[2]
     rows = lhs.shape[0] if indices is None else indices.shape[0]
@@ -82,46 +85,60 @@ def product(
 
     def refuses(tile: gpu.Tile) -> Unsupported:
         how = {"k": k, "n": n, "transpose_rhs": options.transpose_rhs}
-        return gpu.matmul_unsupported(lhs, options.out_dtype, tile, halves, **how)
+        reasons = gpu.matmul_unsupported(lhs, options.out_dtype, tile, halves, **how)
+        if rhs_scale:
+            reasons = Unsupported(
+                (f"rhs is {rhs[0].dtype} with scales; the kernel takes weights of lhs's dtype", *reasons)
+            )
+        return reasons
 
     def made(config: Config) -> gpu.Tile:
         return gpu.make_tile(*config.tile, itemsize, halves, config.stages)
 
     gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, gpu.pick_tile(n, itemsize, halves), made, refuses)
-    kwargs = {
+    kwargs: dict[str, Any] = {
         "transpose_rhs": options.transpose_rhs,
         "activation": options.activation,
         "out_dtype": options.out_dtype,
     }
 
+    scaled = kwargs | {"transpose_scale": options.transpose_scale}
+
     def plain(function):
-        def call(lhs, rhs, group_sizes, group_offset, row_scale, indices):
-            return function(lhs, rhs, group_sizes, group_offset, indices, row_scale, **kwargs)
+        def call(lhs, rhs, group_sizes, group_offset, row_scale, indices, rhs_scale):
+            return function(lhs, rhs, group_sizes, group_offset, indices, row_scale, rhs_scale, **scaled)
 
         return call
+
+    def by_tpu(lhs, rhs, group_sizes, group_offset, row_scale, indices, rhs_scale, *, tile, first):
+        if first and indices is not None:
+            lhs, indices = tpu_gather.gather_sum(lhs, indices.astype(jnp.int32)[:, None], None), None
+        operands = (lhs, rhs, group_sizes, group_offset, row_scale, indices, rhs_scale)
+        return tpu.grouped_matmul(*operands, tile=tile, **scaled)
 
     by_gpu = functools.partial(gpu.grouped_matmul, tile=gpu_tile, num_sms=num_sms, **kwargs)
     cannot = refuses(gpu_tile)
     if indices is not None:
         cannot = Unsupported((*cannot, *routing_gpu.gather_sum_unsupported(lhs, indices[:, None])))
     functions = {
-        "pallas_tpu": _on_tpu(options, shape, lhs, rhs, indices, kwargs),
-        "pallas_gpu": cannot or _gathering_first(routing_gpu.gather_sum, by_gpu),
+        "pallas_tpu": _on_tpu(options, shape, lhs, rhs, indices, rhs_scale, by_tpu),
+        "pallas_gpu": cannot or _gathering_first(by_gpu),
         "xla": plain(xla.grouped_matmul),
         "reference": plain(reference.grouped_matmul),
     }
     if indices is not None and options.gather == "fused" and options.implementation is not None:
         reason = Unsupported(["it gathers the rows before the product (gather='fused' is the TPU kernel's)"])
         functions = {name: f if name == "pallas_tpu" else reason for name, f in functions.items()}
-    return _dispatch(options, "grouped_matmul", functions, lhs, rhs, group_sizes, group_offset, row_scale, indices)
+    operands = (lhs, rhs, group_sizes, group_offset, row_scale, indices, rhs_scale)
+    return _dispatch(options, "grouped_matmul", functions, *operands)
 
 
-def _gathering_first(gather_sum, function):
-    """`function` of `lhs[indices]`, where there are indices."""
+def _gathering_first(function):
+    """`function` of `lhs[indices]`, where there are indices; of weights without scales."""
 
-    def call(lhs, rhs, group_sizes, group_offset, row_scale, indices):
+    def call(lhs, rhs, group_sizes, group_offset, row_scale, indices, _):
         if indices is not None:
-            lhs = gather_sum(lhs, indices.astype(jnp.int32)[:, None], None)
+            lhs = routing_gpu.gather_sum(lhs, indices.astype(jnp.int32)[:, None], None)
         return function(lhs, rhs, group_sizes, group_offset, row_scale)
 
     return call
@@ -141,38 +158,48 @@ def _on_gpu(
     return analytic._replace(stages=options.stages or analytic.stages), options.num_sms
 
 
-def _on_tpu(options: Options, shape: Product, lhs: jax.Array, rhs: Sequence[jax.Array], indices, kwargs):
+def _on_tpu(
+    options: Options, shape: Product, lhs: jax.Array, rhs: Sequence[jax.Array], indices, rhs_scale, kernel
+) -> Unsupported | Callable[..., jax.Array]:
     """The TPU kernel, or why it cannot run; with its own gather where that is asked for or pays.
 
     It pays where one stretch of columns holds the whole result. Else every stretch would copy the rows again, which
     costs the scalar core more than reading them in order, and they are gathered first.
+
+    Args:
+      kernel: of the operands, the tile, and whether the rows are gathered `first`.
     """
     _, rows, k, n, *_ = dataclasses.astuple(shape)
+    scale, quantized = None, {}
+    if rhs_scale:
+        scale = rhs_scale[0]
+        quantized = {"rhs_itemsize": rhs[0].dtype.itemsize, "scale_bytes": 4 * max(scale.shape[1], 8) * scale.shape[2]}
+    refused = functools.partial(
+        tpu_tiles.unsupported, lhs, rhs[0], n, transpose_rhs=options.transpose_rhs, scale=scale,
+        scaled_dim=n if options.transpose_scale else k,
+    )  # fmt: skip
 
     def tile_of(gathered: bool) -> tpu_tiles.Tile | None:
         if options.tile is not None:
             return tpu_tiles.Tile(*options.tile)
-        found = None if gathered else lookup("tpu", shape, lhs.dtype)
+        found = None if gathered or rhs_scale else lookup("tpu", shape, lhs.dtype)
         if found is not None and found.tile[1] == k and n % found.tile[2] == 0:
             return tpu_tiles.Tile(*found.tile)
-        return tpu_tiles.pick_tile(rows, k, n, rhs[0].shape[0], lhs.dtype.itemsize, len(rhs), gathered=gathered)
+        sizes = (rows, k, n, rhs[0].shape[0], lhs.dtype.itemsize, len(rhs))
+        return tpu_tiles.pick_tile(*sizes, gathered=gathered, **quantized)
 
     if indices is not None and options.gather != "first":
         tile = tile_of(True)
-        reasons = tpu_tiles.unsupported(lhs, rhs[0], n, tile, transpose_rhs=options.transpose_rhs)
+        reasons = refused(tile)
         if tile is not None and not reasons and (options.gather == "fused" or tile.n == n):
-            return functools.partial(tpu.grouped_matmul, tile=tile, **kwargs)
+            return functools.partial(kernel, tile=tile, first=False)
         if options.gather == "fused":
             return reasons
     tile = tile_of(False)
-    reasons = tpu_tiles.unsupported(lhs, rhs[0], n, tile, transpose_rhs=options.transpose_rhs)
+    reasons = refused(tile)
     if indices is not None:
         reasons = Unsupported((*reasons, *tpu_gather.gather_sum_unsupported(lhs, indices[:, None])))
-    if tile is None:
-        return reasons
-    return reasons or _gathering_first(
-        tpu_gather.gather_sum, functools.partial(tpu.grouped_matmul, tile=tile, **kwargs)
-    )
+    return reasons or functools.partial(kernel, tile=tile, first=True)
 
 
 def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, group_offset, row_scale) -> jax.Array:

@@ -10,13 +10,25 @@ from jax import lax
 
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
 
-__all__ = ["ACTIVATIONS", "activate", "gather_rows", "grouped_matmul", "grouped_matmul_transpose", "precision"]
+__all__ = [
+    "ACTIVATIONS",
+    "QUANTIZED",
+    "activate",
+    "dequantized",
+    "gather_rows",
+    "grouped_matmul",
+    "grouped_matmul_transpose",
+    "precision",
+]
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision:
     """Float32 operands are multiplied as such; bfloat16 ones need no more than one pass."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
+
+QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
+"""What weights with scales may be."""
 
 ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
     None: lambda x: x,
@@ -42,6 +54,21 @@ def gather_rows(lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
     return jnp.where(here[:, None], lhs[jnp.where(here, indices, 0)], 0)
 
 
+def dequantized(
+    matrix: jax.Array, scale: jax.Array, dtype: jnp.dtype, *, transpose_rhs: bool, transpose_scale: bool
+) -> jax.Array:
+    """One group's matrix times its scales, rounded to `dtype`.
+
+    Args:
+      matrix: [K, N], or [N, K] with `transpose_rhs`.
+      scale: [B, N], of B blocks of K; or, with `transpose_scale`, [B, K], of B blocks of N.
+    """
+    blocks, width = scale.shape
+    factors = jnp.broadcast_to(scale[:, None], (blocks, matrix.size // (blocks * width), width)).reshape(-1, width)
+    factors = factors if transpose_rhs == transpose_scale else factors.T
+    return (matrix.astype(jnp.float32) * factors).astype(dtype)
+
+
 def grouped_matmul(
     lhs: jax.Array,
     rhs: Sequence[jax.Array],
@@ -49,29 +76,39 @@ def grouped_matmul(
     group_offset: jax.Array | None,
     lhs_indices: jax.Array | None,
     row_scale: jax.Array | None,
+    rhs_scale: Sequence[jax.Array] = (),
     *,
     transpose_rhs: bool,
     activation: str | None,
     out_dtype: jnp.dtype,
+    transpose_scale: bool = False,
 ) -> jax.Array:
     """One masked product for each group: G times the arithmetic. See
     `meshpar_kernels.grouped_matmul`."""
     lhs = gather_rows(lhs, lhs_indices)
+    if rhs_scale:
+        lhs = lhs.astype(jnp.float32)
     groups, rows = rhs[0].shape[0], lhs.shape[0]
     bounds = group_bounds(group_sizes, rows, group_offset, groups)
     row = jnp.arange(rows)[:, None]
     width = rhs[0].shape[1] if transpose_rhs else rhs[0].shape[2]
+
+    def matrices(g):
+        if not rhs_scale:
+            return [matrix[g] for matrix in rhs]
+        how = {"transpose_rhs": transpose_rhs, "transpose_scale": transpose_scale}
+        return [dequantized(m[g], s[g], jnp.float32, **how) for m, s in zip(rhs, rhs_scale, strict=True)]
 
     def one(g, totals):
         mine = (row >= bounds[g]) & (row < bounds[g + 1])
         products = [
             jnp.dot(
                 jnp.where(mine, lhs, 0),
-                matrix[g].T if transpose_rhs else matrix[g],
+                matrix.T if transpose_rhs else matrix,
                 precision=precision(lhs.dtype),
                 preferred_element_type=jnp.float32,
             )
-            for matrix in rhs
+            for matrix in matrices(g)
         ]
         return [jnp.where(mine, product, total) for product, total in zip(products, totals, strict=True)]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -34,15 +35,20 @@ def _matmul_kernel(
     activation: str | None,
     scaled: bool,
     gathered: tuple[int, ...],
+    quantized: bool,
+    transpose_scale: bool,
+    scale_block: int,
+    steps: tpu_tiles.Steps,
 ):
     """One visit: rows [start, end) of a tile against the weights of one group."""
     del group_of  # the block specs read it
     refs = list(refs)
     operands, refs = (refs[: tpu_gather.OPERANDS], refs[tpu_gather.OPERANDS :]) if gathered else (refs[:1], refs[1:])
     rhs_refs = [refs.pop(0) for _ in range(halves)]
+    rhs_scales = [refs.pop(0) for _ in range(halves)] if quantized else []
     scale_ref: Any = refs.pop(0) if scaled else None
     out_ref = refs.pop(0)
-    visit = pl.program_id(1)
+    stretch, visit = pl.program_id(0), pl.program_id(1)
     if gathered:
         mine, refs = refs[-tpu_gather.SCRATCH :], refs[: -tpu_gather.SCRATCH]
         lhs_ref = tpu_gather.gather_tile(tpu_gather.GatherRefs(*operands, *mine), visit, tile_of, *gathered)
@@ -54,11 +60,33 @@ def _matmul_kernel(
     low = start[visit] - tile_of[visit] * rows
     high = end[visit] - tile_of[visit] * rows
 
-    def product(half, here, inner, columns):
+    contract = (1, 1 if transpose_rhs else 0)
+
+    def operands_of(half, here, inner, columns):
         weights = rhs_refs[half].at[0]
-        if transpose_rhs:
-            return dot(lhs_ref[here, inner], weights[columns, inner], (1, 1))
-        return dot(lhs_ref[here, inner], weights[inner, columns], (1, 0))
+        return lhs_ref[here, inner], weights[columns, inner] if transpose_rhs else weights[inner, columns]
+
+    def factors(half, position, lanes):
+        """The scales that hold at a position among the blocks: float32 [1, lanes]."""
+        blocks = rhs_scales[half].shape[1]
+        block = jnp.minimum(lax.div(position, scale_block), blocks - 1) if blocks > 1 else 0
+        return rhs_scales[half][0, pl.ds(block, 1), lanes]
+
+    def product(half, here, first_k, length, columns):
+        if not quantized:
+            return dot(*operands_of(half, here, pl.ds(first_k, length), columns), contract)
+        if transpose_scale:  # one block of columns, and factors along what is contracted
+            left, right = operands_of(half, here, pl.ds(first_k, length), columns)
+            scale = factors(half, stretch * n + columns.start, pl.ds(first_k, length))
+            if transpose_rhs:
+                return dot(left, (right.astype(jnp.float32) * scale).astype(left.dtype), contract)
+            return dot((left.astype(jnp.float32) * scale).astype(left.dtype), right.astype(left.dtype), contract)
+        step = steps.unit_k if rhs_scales[half].shape[1] > 1 else length
+        parts = []
+        for begin in range(0, length, step):
+            left, right = operands_of(half, here, pl.ds(first_k + begin, step), columns)
+            parts.append(dot(left, right.astype(left.dtype), contract) * factors(half, first_k + begin, columns))
+        return functools.reduce(jnp.add, parts)
 
     def multiply(first_row, size, begin):
         here = pl.ds(first_row, size)
@@ -72,12 +100,12 @@ def _matmul_kernel(
 
                 def add(first, length):
                     for half, total in enumerate(totals):
-                        total[...] += product(half, here, pl.ds(first, length), columns)
+                        total[...] += product(half, here, first, length, columns)
 
-                in_blocks(k, tpu_tiles.BLOCK[1], add)
+                in_blocks(k, steps.most_k, add, steps.unit_k)
                 products = [total[...] for total in totals]
             else:
-                products = [product(half, here, slice(None), columns) for half in range(halves)]
+                products = [product(half, here, 0, k, columns) for half in range(halves)]
             value = activate(products, activation)
             if scale_column is not None:
                 value = value * scale_column[here]
@@ -87,7 +115,7 @@ def _matmul_kernel(
                 value = jnp.where(mine, value, out_ref[here, columns])
             out_ref[here, columns] = value
 
-        in_blocks(n, tpu_tiles.BLOCK[2], one_block)
+        in_blocks(n, steps.most_n, one_block, steps.unit_n)
 
     @pl.when(live[visit] > 0)
     def _():
@@ -108,11 +136,13 @@ def grouped_matmul(
     group_offset: jax.Array | None,
     row_scale: jax.Array | None,
     lhs_indices: jax.Array | None = None,
+    rhs_scale: Sequence[jax.Array] = (),
     *,
     transpose_rhs: bool,
     activation: str | None,
     out_dtype: jnp.dtype,
     tile: Tile,
+    transpose_scale: bool = False,
 ) -> jax.Array:
     """As `reference.grouped_matmul`.
 
@@ -120,6 +150,10 @@ def grouped_matmul(
     in large blocks; of a tile that groups share only about the rows of the visit's group do
     (`tpu_blocks.by_rows`). With indices, tiles of lhs come by a copy for each row (`tpu_gather`), once for each
     stretch of columns.
+
+    Quantized weights come as they are and are converted in VMEM. Scales of blocks of K are factors of the products of each block,
+    in float32; those of blocks of columns (`transpose_scale`, as lhs's gradient has them) of the operand along whose columns they
+    lie, which is rounded to lhs's dtype.
     """
     gathered = lhs_indices is not None
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
@@ -140,12 +174,19 @@ def grouped_matmul(
         in_specs, operands = tpu_gather.specs(rows, tm), tpu_gather.operands(lhs, lhs_indices, tm)
     in_specs += [rhs_spec] * halves
     operands += rhs
+    blocks = rhs_scale[0].shape[1] if rhs_scale else 0
+    if rhs_scale:
+        wide = (1, blocks, k if transpose_scale else tn)
+        in_specs += [pl.BlockSpec(wide, lambda i, v, t, g, *_: (g[v], 0, 0 if transpose_scale else i))] * halves
+        operands += rhs_scale
+    scale_block = (n if transpose_scale else k) // max(blocks, 1)
+    steps = tpu_tiles.steps(k, tn, blocks, scale_block, transpose_scale)
     if row_scale is not None:
         in_specs.append(pl.BlockSpec((1, tm), lambda i, v, t, *_: (0, t[v])))
         operands.append(padded_scale(row_scale, tm)[None])  # as a column it would fill 128 lanes
     most_rows = min(tm, max(tpu_tiles.BLOCK[0], tpu_tiles.PIECES[-1]))
     sums = pltpu.VMEM((most_rows, min(tn, tpu_tiles.BLOCK[2])), jnp.float32)
-    scratch = [sums] * (halves if k > tpu_tiles.BLOCK[1] else 0)
+    scratch = [sums] * (halves if k > steps.most_k else 0)
     if row_scale is not None:
         scratch.append(pltpu.VMEM((tm, 1), jnp.float32))
     if gathered:
@@ -159,6 +200,10 @@ def grouped_matmul(
             activation=activation,
             scaled=row_scale is not None,
             gathered=(lhs.shape[0], cdiv(rows, tm)) if gathered else (),
+            quantized=bool(rhs_scale),
+            transpose_scale=transpose_scale,
+            scale_block=scale_block,
+            steps=steps,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
@@ -167,7 +212,7 @@ def grouped_matmul(
             out_specs=pl.BlockSpec((tm, tn), lambda i, v, t, *_: (t[v], i)),
             scratch_shapes=scratch,
         ),
-        out_shape=_compat.out_struct((rows, n), out_dtype, lhs, *rhs),
+        out_shape=_compat.out_struct((rows, n), out_dtype, lhs, *rhs, *rhs_scale),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=tpu_tiles.vmem_limit(),
@@ -177,7 +222,8 @@ def grouped_matmul(
             flops=2 * rows * k * n * halves,
             transcendentals=rows * n * (activation is not None),
             bytes_accessed=(4 if gathered else itemsize) * steps_n * rows * k
-            + itemsize * sum(matrix.size for matrix in rhs)
+            + sum(matrix.nbytes for matrix in rhs)
+            + sum(scale.nbytes for scale in rhs_scale) * (steps_n if transpose_scale else 1)
             + out_dtype.itemsize * rows * n,
         ),
         name="meshpar_gathered_matmul" if gathered else "meshpar_grouped_matmul",

@@ -70,10 +70,10 @@ def by_rows(low: jax.Array, high: jax.Array, rows: int, pieces: tuple[int, ...],
                 cover(after, size)
 
 
-def in_blocks(size: int, most: int, work) -> None:
-    """`work(first, length)` on about equal blocks of 0…size: a loop, and what is left over."""
+def in_blocks(size: int, most: int, work, unit: int = 128) -> None:
+    """`work(first, length)` on about equal blocks of 0…size, multiples of `unit`: a loop, and what is left over."""
     number = cdiv(size, most)
-    length = size if number == 1 else cdiv(cdiv(size, number), 128) * 128
+    length = size if number == 1 else cdiv(cdiv(size, number), unit) * unit
     number = size // length
 
     def one(b, _):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ __all__ = [
     "pack",
     "pick_tile",
     "pick_transpose_tile",
+    "steps",
     "unsupported",
     "vmem_limit",
     "vmem_to_plan_with",
@@ -58,6 +60,10 @@ TRANSPOSE_BLOCK = (512, 1024)
 
 GATHERED_ROW = 10_000
 """What starting the copy of one row costs, as bytes that could be moved in that time."""
+
+
+SCALED_STEP = 512
+"""Contracted columns whose blocks with scales of their own are unrolled into one product."""
 
 
 class Tile(NamedTuple):
@@ -98,6 +104,33 @@ def _in_turn(steps: int, cores: int) -> float:
     return cores * cdiv(steps, cores) / steps
 
 
+class Steps(NamedTuple):
+    """Most contracted columns and columns of one product within a tile, and what their numbers are multiples of."""
+
+    most_k: int
+    unit_k: int
+    most_n: int
+    unit_n: int
+
+
+def steps(k: int, n: int, blocks: int, block: int, transpose_scale: bool) -> Steps:
+    """With several blocks of K that have scales of their own, parts of a block; with blocks of columns, products within one.
+
+    Args:
+      k, n: of the tile.
+      blocks, block: number of the blocks, and the elements of one.
+      transpose_scale: the blocks are of columns.
+    """
+    _, most_k, most_n = BLOCK
+    if blocks <= 1:
+        return Steps(most_k, 128, most_n, 128)
+    common, most = math.gcd(block, n if transpose_scale else k), most_n if transpose_scale else most_k
+    unit = max(d for d in range(128, most + 1, 128) if common % d == 0)
+    if transpose_scale:
+        return Steps(most_k, 128, unit, unit)
+    return Steps(max(min(SCALED_STEP, most), unit), unit, most_n, 128)
+
+
 def _row_tiles(rows: int) -> list[int]:
     """Row tiles to choose from, or one tile for few rows."""
     if rows <= 128:
@@ -116,6 +149,8 @@ def pick_tile(
     *,
     gathered: bool = False,
     cores: int | None = None,
+    rhs_itemsize: int | None = None,
+    scale_bytes: int = 0,
 ) -> Tile | None:
     """The tile that moves the fewest bytes between HBM and VMEM and fits; None if none does.
 
@@ -132,8 +167,12 @@ def pick_tile(
       gathered: whether the kernel gathers the rows of lhs: words of 4 bytes in two buffers, and put in order in a
         third.
       cores: that share the columns; None: `_compat.tpu_cores`.
+      rhs_itemsize: bytes of an element of quantized weights, of which parts are converted; None: as lhs's.
+      scale_bytes: of one group's scales of one matrix.
     """
     best = None
+    converted = rhs_itemsize is not None
+    rhs_itemsize = itemsize if rhs_itemsize is None else rhs_itemsize
     vmem = vmem_to_plan_with() if vmem is None else vmem
     cores = _compat.tpu_cores() if cores is None else cores
     held_element, moved_element = (8 + itemsize, 4) if gathered else (2 * itemsize, itemsize)
@@ -141,14 +180,16 @@ def pick_tile(
         visits = cdiv(rows, tm) + groups - 1
         for tn in _widths(n, 4096, cores):
             steps = cdiv(n, tn)
-            held = held_element * tm * k + 2 * itemsize * (halves * k * tn + tm * tn)
-            held += 4 * halves * min(tm, BLOCK[0]) * min(tn, BLOCK[2]) * (2 if k > BLOCK[1] else 1)
+            held = held_element * tm * k + 2 * (rhs_itemsize * halves * k * tn + itemsize * tm * tn)
+            held += 4 * halves * min(tm, BLOCK[0]) * min(tn, BLOCK[2]) * (2 if k > BLOCK[1] or converted else 1)
+            if converted:  # in float32 on the way
+                held += 2 * halves * scale_bytes + (4 + itemsize) * min(k, BLOCK[1]) * min(tn, BLOCK[2])
             if itemsize == 4:  # each float32 block becomes three of bfloat16
                 height, inner, width = min(tm, BLOCK[0]), min(k, BLOCK[1]), min(tn, BLOCK[2])
                 held += 6 * halves * cdiv(tn, width) * inner * (height + width)
             if held > vmem:
                 continue
-            moved = moved_element * rows * k * steps + itemsize * groups * k * n * halves
+            moved = moved_element * rows * k * steps + groups * halves * (rhs_itemsize * k * n + scale_bytes)
             each = (2e5 * visits + GATHERED_ROW * rows * gathered) * steps / cores
             cost = ((moved + each) * _in_turn(steps, cores), held)
             if best is None or cost < best[0]:
@@ -183,10 +224,25 @@ def pick_transpose_tile(
 
 
 def unsupported(
-    lhs: jax.Array, rhs: jax.Array, n: int, tile: Tile | None, *, transpose_rhs: bool = False
+    lhs: jax.Array,
+    rhs: jax.Array,
+    n: int,
+    tile: Tile | None,
+    *,
+    transpose_rhs: bool = False,
+    scale: jax.Array | None = None,
+    scaled_dim: int = 0,
 ) -> Unsupported:
-    """Why the TPU kernels cannot take these operands; `tile` is what `pick_…` found."""
+    """Why the TPU kernels cannot take these operands.
+
+    Args:
+      n: columns of the result.
+      tile: what `pick_…` found.
+      scale: of quantized weights, [G, B, …], in blocks of a dim of `scaled_dim` elements.
+    """
     reasons = []
+    if scale is not None and scale.shape[1] > 1 and (block := scaled_dim // scale.shape[1]) % 128:
+        reasons.append(f"blocks of {block} elements have scales of their own; the kernel takes multiples of 128")
     if transpose_rhs and n == 1:
         reasons.append("rhs has one column and comes transposed, which the compiler cannot multiply by")
     if lhs.dtype not in (jnp.float32, jnp.bfloat16):

@@ -11,7 +11,7 @@ from jax import lax
 
 from meshpar_kernels._compat import same_varying
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
-from meshpar_kernels.grouped_matmul.reference import activate, gather_rows, precision
+from meshpar_kernels.grouped_matmul.reference import activate, dequantized, gather_rows, precision
 from meshpar_kernels.grouped_matmul.schedule import visit_groups, visit_rows
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose", "row_tile"]
@@ -37,12 +37,15 @@ def grouped_matmul(
     group_offset: jax.Array | None,
     lhs_indices: jax.Array | None,
     row_scale: jax.Array | None,
+    rhs_scale: Sequence[jax.Array] = (),
     *,
     transpose_rhs: bool,
     activation: str | None,
     out_dtype: jnp.dtype,
+    transpose_scale: bool = False,
 ) -> jax.Array:
-    """As `reference.grouped_matmul`: one small matmul for each tile and group with rows in it."""
+    """As `reference.grouped_matmul`: one small matmul for each tile and group with rows in it. Quantized weights are
+    dequantized by the group, in lhs's dtype."""
     lhs = gather_rows(lhs, lhs_indices)
     problem = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
     rows = problem.rows
@@ -52,6 +55,14 @@ def grouped_matmul(
     scale = None if row_scale is None else padded_scale(row_scale, tile)
     contract = ((1,), (1 if transpose_rhs else 0,))
 
+    def matrices(group):
+        found = [lax.dynamic_index_in_dim(matrix, group, keepdims=False) for matrix in rhs]
+        if not rhs_scale:
+            return found
+        scales = [lax.dynamic_index_in_dim(scale, group, keepdims=False) for scale in rhs_scale]
+        how = {"transpose_rhs": transpose_rhs, "transpose_scale": transpose_scale}
+        return [dequantized(m, s, lhs.dtype, **how) for m, s in zip(found, scales, strict=True)]
+
     def one(v, out):
         first = visits.tile[v] * tile
         row = first + jnp.arange(tile)[:, None]
@@ -59,12 +70,12 @@ def grouped_matmul(
         products = [
             lax.dot_general(
                 lax.dynamic_slice_in_dim(lhs, first, tile),
-                lax.dynamic_index_in_dim(matrix, visits.group[v], keepdims=False),
+                matrix,
                 (contract, ((), ())),
                 precision=precision(lhs.dtype),
                 preferred_element_type=jnp.float32,
             )
-            for matrix in rhs
+            for matrix in matrices(visits.group[v])
         ]
         value = activate(products, activation)
         if scale is not None:
@@ -74,7 +85,7 @@ def grouped_matmul(
         return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, value, old), first, 0)
 
     out = jnp.zeros((lhs.shape[0], problem.n), out_dtype)
-    return lax.fori_loop(0, visits.number, one, _vary_like(out, lhs, *rhs))[:rows]
+    return lax.fori_loop(0, visits.number, one, _vary_like(out, lhs, *rhs, *rhs_scale))[:rows]
 
 
 def grouped_matmul_transpose(

@@ -47,6 +47,27 @@ def cases(struct):
 
         operands = struct((m, k), dtype), struct((m, n), dtype), sizes
         yield f"grouped_matmul_transpose {m, k, n, groups} {dtype.__name__}", sums, operands
+    for m, k, n, blocks, dtype, transposed in [
+        (100, 72, 40, None, jnp.int8, True),
+        (7, 256, 130, 2, jnp.float8_e4m3fn, False),
+        (64, 192, 136, 3, jnp.int8, False),
+        (512, 2880, 1408, None, jnp.float8_e4m3fn, False),
+        (512, 768, 640, 2, jnp.int8, True),
+    ]:
+
+        def quantized(lhs, rhs, scale, sizes, transposed=transposed):
+            return grouped_matmul(
+                lhs, rhs, sizes, rhs_scale=scale, transpose_rhs=transposed, implementation="pallas_tpu"
+            )
+
+        def pulled(lhs, rhs, scale, sizes, grad, product=quantized):
+            return jax.vjp(lambda lhs: product(lhs, rhs, scale, sizes), lhs)[1](grad)
+
+        rhs = struct((3, n, k) if transposed else (3, k, n), dtype)
+        scale = struct((3, n) if blocks is None else (3, blocks, n), F32)
+        operands = struct((m, k), BF16), rhs, scale, struct((3,), jnp.int32)
+        yield f"quantized {m, k, n, blocks} {rhs.dtype}", quantized, operands
+        yield f"quantized {m, k, n, blocks} {rhs.dtype} backward", pulled, (*operands, struct((m, n), BF16))
     for width in (64, 100, 128, 192, 384, 2880):
         for dtype in (BF16, F32):
             x, index = struct((301, width), dtype), struct((100, 2), jnp.int32)

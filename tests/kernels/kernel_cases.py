@@ -50,6 +50,11 @@ def make(logits, k, bias=None, **options) -> RoutePlan:
     return route(jnp.asarray(logits), k, bias=bias, **options)
 
 
+def quantized(dtype, *shape):
+    """Random weights of all sizes that int8 or float8_e4m3fn has."""
+    return jnp.asarray(RNG.integers(-127, 128, shape) if dtype == jnp.int8 else 30 * RNG.normal(size=shape), dtype)
+
+
 SIZES = {
     "uneven": [9, 0, 11, 14],
     "full": [10, 10, 10, 10],

@@ -112,6 +112,7 @@ def grouped_matmul(
     activation=None,
     lhs_indices=None,
     row_scale=None,
+    rhs_scale=None,
 ):
     lhs = np.asarray(lhs, np.float64)
     rhs = [np.asarray(r, np.float64) for r in (rhs if isinstance(rhs, tuple) else (rhs,))]
@@ -119,6 +120,9 @@ def grouped_matmul(
         zero = np.zeros(lhs.shape[1])
         lhs = np.array([lhs[i] if 0 <= i < len(lhs) else zero for i in np.asarray(lhs_indices)])
     rhs = [r.swapaxes(1, 2) if transpose_rhs else r for r in rhs]
+    if rhs_scale is not None:
+        scales = rhs_scale if isinstance(rhs_scale, tuple) else (rhs_scale,)
+        rhs = [dequantized(r, s) for r, s in zip(rhs, scales, strict=True)]
     out = np.zeros((len(lhs), rhs[0].shape[2]))
     for i, g in enumerate(group_of_row(sizes, len(lhs)) - group_offset):
         if 0 <= g < len(rhs[0]):
@@ -126,6 +130,16 @@ def grouped_matmul(
             if len(rhs) == 2:
                 value = value * (lhs[i] @ rhs[1][g])
             out[i] = value * (1.0 if row_scale is None else float(row_scale[i]))
+    return out
+
+
+def dequantized(rhs, scale):
+    """[G, K, N] by [G, N] or [G, B, N]."""
+    out = np.zeros(rhs.shape)
+    scale = np.asarray(scale, np.float64).reshape(len(rhs), -1, rhs.shape[2])
+    block = rhs.shape[1] // scale.shape[1]
+    for k in range(rhs.shape[1]):
+        out[:, k] = rhs[:, k] * scale[:, k // block]
     return out
 
 

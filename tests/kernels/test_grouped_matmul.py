@@ -8,7 +8,7 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from kernel_cases import RNG, SIZES
+from kernel_cases import RNG, SIZES, quantized
 
 from meshpar_kernels import grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import schedule, tpu_tiles
@@ -156,6 +156,69 @@ def test_nothing_leaks_into_gradients():
     jax.tree.map(np.testing.assert_array_equal, got, want)
     np.testing.assert_array_equal(got[1][1], 0)  # an empty group
     np.testing.assert_array_equal(got[0][25:], 0)
+
+
+QUANTIZED = {
+    "a column": (jnp.int8, (G, N), {}),
+    "blocks of 4": (jnp.float8_e4m3fn, (G, 3, N), {"row_scale": normal(M)}),
+    "transposed": (jnp.int8, (G, 6, N), {"transpose_rhs": True, "lhs_indices": INDICES}),
+    "gated": (jnp.int8, (2, 2, N), {"gated": True, "activation": "silu", "group_offset": 1}),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights(name, implementation):
+    """Values, and lhs's gradient through the weights times their scales."""
+    dtype, shape, options = QUANTIZED[name]
+    options = dict(options)
+    scale = jnp.asarray(RNG.uniform(0.01, 0.02, shape), jnp.float32)
+    lhs, like, sizes = operands(options)
+    gated = isinstance(like, tuple)
+    rhs, scale = quantized(dtype, *(like[0] if gated else like).shape), (scale, scale[::-1]) if gated else scale
+    rhs = (rhs, rhs[::-1]) if gated else rhs
+
+    def product(lhs, rhs, **more):
+        return grouped_matmul(lhs, rhs, sizes, implementation=implementation, **options, **more)
+
+    got, pull = jax.vjp(lambda lhs: product(lhs, rhs, rhs_scale=scale), lhs)
+    np.testing.assert_allclose(
+        got, oracle.grouped_matmul(lhs, rhs, sizes, rhs_scale=scale, **options), rtol=1e-4, atol=1e-4
+    )
+
+    def dense(matrix, scale):
+        transposed = options.get("transpose_rhs")
+        matrix = np.asarray(matrix, np.float64)
+        found = oracle.dequantized(matrix.swapaxes(1, 2) if transposed else matrix, scale)
+        return jnp.asarray(found.swapaxes(1, 2) if transposed else found, jnp.float32)
+
+    same = tuple(map(dense, rhs, scale)) if gated else dense(rhs, scale)
+    want = jax.vjp(lambda lhs: product(lhs, same), lhs)[1](jnp.cos(got))[0]
+    np.testing.assert_allclose(pull(jnp.cos(got))[0], want, rtol=1e-4, atol=1e-4)
+
+
+def test_quantized_weights_are_constants_and_are_checked():
+    lhs, rhs, sizes, scale = normal(M, K), quantized(jnp.int8, G, K, N), jnp.full(G, 10), jnp.ones((G, N))
+
+    def refuses(words, lhs=lhs, rhs=rhs, **options):
+        with pytest.raises(ValueError, match=words):
+            grouped_matmul(lhs, rhs, sizes, **options)
+
+    refuses("rhs is int8, and there is no rhs_scale")
+    refuses(r"must be \[G, N\]=\[4, 10\].*divides K=12; got \[4, 5, 10\]", rhs_scale=jnp.ones((G, 5, N)))
+    refuses("one array for each of rhs, 1", rhs_scale=(scale, scale))
+    refuses("rhs_scale must be floating-point", rhs_scale=jnp.ones((G, N), int))
+    refuses("rhs must be int8 or float8_e4m3fn", rhs=rhs.astype(jnp.float32), rhs_scale=scale)
+    with pytest.raises(NotImplementedError, match="rhs is int8 with scales"):
+        grouped_matmul(lhs, rhs, sizes, rhs_scale=scale, implementation="pallas_gpu")
+    with pytest.raises(NotImplementedError, match="blocks of 4 elements have scales of their own"):
+        grouped_matmul(lhs, rhs, sizes, rhs_scale=jnp.ones((G, 3, N)), implementation="pallas_tpu")
+    loss = jax.jit(lambda lhs, rhs, scale: grouped_matmul(lhs, rhs, sizes, rhs_scale=scale).sum())
+    assert np.isfinite(jax.grad(loss)(lhs, rhs, scale)).all()
+    with pytest.raises(ValueError, match=r"rhs_scale\[4, 1, 10\] is differentiated"):
+        jax.grad(loss, 2)(lhs, rhs, scale)
+    with pytest.raises(ValueError, match=r"rhs\[4, 12, 10\] is differentiated"):
+        jax.grad(loss, 1)(lhs, rhs.astype(jnp.float8_e4m3fn), scale)
 
 
 @pytest.mark.parametrize("shape", [(0, K, N), (M, 0, N), (M, K, 0)])

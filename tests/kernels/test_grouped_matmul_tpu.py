@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import kernel_oracle as oracle
 import numpy as np
 import pytest
-from kernel_cases import SIZES
+from kernel_cases import SIZES, quantized
 
 from meshpar_kernels import _compat, grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import tpu_gather, tpu_tiles
@@ -192,6 +192,45 @@ def test_only_the_tpu_kernel_fuses_the_gather():
     close(got, oracle.grouped_matmul(lhs, rhs, [16], lhs_indices=indices))
     with pytest.raises(ValueError, match="gather must be one of"):
         grouped_matmul(lhs, rhs, jnp.asarray([16]), lhs_indices=indices, gather="last")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "blocks", "transposed", "more"),
+    [
+        (jnp.int8, 2, False, {"tile": (64, K, 128), "activation": "silu"}),
+        (jnp.float8_e4m3fn, 2, True, {"row_scale": normal(100)}),
+        (jnp.int8, 2, False, {}),
+        (jnp.int8, None, False, {"lhs_indices": jnp.asarray(RNG.integers(-1, 101, 100), jnp.int32), "gather": "fused"}),
+    ],
+)
+def test_quantized_weights(dtype, blocks, transposed, more, monkeypatch):
+    """Two blocks of K with scales of their own, in a loop; and lhs's gradient, of which they are blocks of columns."""
+    monkeypatch.setattr(tpu_tiles, "SCALED_STEP", 128)
+    n, sizes = 136, [37, 0, 40, 9]
+    scale = jnp.asarray(RNG.uniform(0.01, 0.02, (G, n) if blocks is None else (G, blocks, n)), jnp.float32)
+    lhs, rhs = normal(100, K, dtype=jnp.bfloat16), quantized(dtype, G, *((n, K) if transposed else (K, n)))
+    how = {"transpose_rhs": transposed, "rhs_scale": scale}
+    if "activation" in more:
+        rhs, how["rhs_scale"] = (rhs, rhs[::-1]), (scale, scale[::-1])
+    got = run(grouped_matmul, lhs.at[sum(sizes) :].set(jnp.nan), rhs, jnp.asarray(sizes), **how, **more)
+    more = {name: value for name, value in more.items() if name not in ("tile", "gather")}
+    if "lhs_indices" in more:
+        known = np.asarray(more["lhs_indices"]) < sum(sizes)  # the others hold NaN
+        more["lhs_indices"], got = np.where(known, more["lhs_indices"], -1), jnp.where(known[:, None], got, 0)
+    close(got, oracle.grouped_matmul(lhs, rhs, sizes, **how, **more), jnp.bfloat16)
+    if "activation" in more or "lhs_indices" in more:
+        return
+    grad = normal(100, n, dtype=jnp.bfloat16)
+
+    def pulled(lhs, implementation):
+        def product(lhs):
+            return grouped_matmul(lhs, rhs, jnp.asarray(sizes), implementation=implementation, **how, **more)
+
+        return jax.vjp(product, lhs)[1](grad.astype(lhs.dtype))[0]
+
+    with _compat.race_detection():
+        got = jax.block_until_ready(pulled(lhs, "pallas"))
+    close(got, np.asarray(pulled(lhs.astype(jnp.float32), "reference"), np.float64), jnp.bfloat16)
 
 
 PIECE_SIZES = [[1, 15, 32, 49, 97, 106], [17, 143, 140], [300, 0, 0], [3, 130, 167]]
