@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -85,12 +86,43 @@ def assemble_triton(folder: Path, target: str) -> None:
             print(subprocess.run(command, capture_output=True, text=True, timeout=300).stderr)
 
 
+REGISTERS, SHARED_BYTES, THREADS, BLOCKS = 65536, 228 << 10, 2048, 32
+"""Of one multiprocessor, sm_90a and sm_100a alike; each block takes 1 KiB of shared memory more than it asks for (CUDA C++
+programming guide, "Technical specifications per compute capability")."""
+
+
+def resident_blocks(registers: int, threads: int, shared: int) -> int:
+    """Blocks that run on a multiprocessor at the same time, for so many registers a thread (given to warps in eights of each of
+    32 threads) and bytes of shared memory a block."""
+    by_registers = REGISTERS // (-(-max(registers, 1) // 8) * 8 * -(-threads // 32) * 32)
+    return min(by_registers, SHARED_BYTES // (shared + 1024), THREADS // threads, BLOCKS)
+
+
 def ptxas_facts(text: str) -> dict[str, int]:
-    """Registers and spilled bytes of our kernels: the most of any; and how many of them have `wgmma`s that wait for each other,
-    which the assembler says where it cannot tell who touches the sums meanwhile."""
+    """What the assembler and the launches say of our kernels.
+
+    The most registers and spilled bytes of any; how many have `wgmma`s that wait for each other, which the assembler says where it
+    cannot tell who touches the sums meanwhile. Of Mosaic kernels the largest grid, and block's shared memory in bytes; the
+    fewest blocks that a multiprocessor holds; and the registers, by the assembler's count for all threads, that are left when
+    the warpgroups have taken what they ask for (negative: one would wait for ever).
+    """
     found: dict[str, int] = {}
-    name = ""
+    name, registers, asked = "", 0, {"inc": 0, "dec": 0}
     for line in text.splitlines():
+        wanted = re.search(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", line)
+        if wanted:
+            asked[wanted[1]] = max(asked[wanted[1]], int(wanted[2]))
+        launch = re.search(r"call void @mosaic_gpu_launch_kernel\(ptr [^,]+, ((?:i32 \d+, ){10})", line)
+        if launch:
+            *sizes, shared = (int(n) for n in re.findall(r"i32 (\d+)", launch[1]))
+            grid, threads = math.prod(sizes[:3]), math.prod(sizes[6:])
+            resident = resident_blocks(registers, threads, shared)
+            for key, value, worst in (("grid", grid, max), ("shared", shared, max), ("resident", resident, min)):
+                found[key] = worst(found.get(key, value), value)
+            if asked["inc"]:
+                spare = registers * threads - 128 * asked["dec"] - (threads - 128) * asked["inc"]
+                found["spare registers"] = min(found.get("spare registers", spare), spare)
+            asked = {"inc": 0, "dec": 0}
         serial = re.search(r"wgmma\.mma_async instructions are serialized.*'(meshpar\w*)'", line)
         if serial:
             found["serialized"] = found.get("serialized", 0) + 1
@@ -100,6 +132,8 @@ def ptxas_facts(text: str) -> dict[str, int]:
             continue
         for key, pattern in (("spills", r"(\d+) bytes spill stores"), ("registers", r"Used (\d+) registers")):
             match = re.search(pattern, line)
+            if match and key == "registers":
+                registers = int(match[1])
             if match:
                 found[key] = max(found.get(key, 0), int(match[1]))
     return found
@@ -112,6 +146,8 @@ def compile_environment() -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"{flags} --xla_gpu_autotune_level=0".strip(),
         "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_HOST_LLVM": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
 
@@ -153,7 +189,8 @@ def compile_table(only: str, targets: list[str]) -> list[dict[str, Any]]:
     import gpu_shared
 
     print("Compiled only: nothing was run, and no time is measured.\n")
-    print(f"{'kernel':<10}{'shape':<19}{'target':<9}{'regs':>6}{'spills':>8}{'temp KiB':>10}")
+    line = f"{'kernel':<10}{'shape':<19}{'target':<9}{'regs':>6}{'spills':>8}{'temp KiB':>10}"
+    print(line + f"{'grid':>6}{'smem KiB':>10}{'blocks/SM':>11}")
     rows = []
     for kernel, shape in [*gpu_cases.names(), *gpu_shared.names()]:
         if only not in f"{kernel} {shape}":
@@ -166,6 +203,8 @@ def compile_table(only: str, targets: list[str]) -> list[dict[str, Any]]:
                 print(line, facts["error"], flush=True)
                 continue
             line += f"{facts.get('registers', '?'):>6}{facts.get('spills', '?'):>8}{facts['temp'] / 1024:>10.0f}"
+            shared = f"{facts['shared'] / 1024:.0f}" if "shared" in facts else "-"
+            line += f"{facts.get('grid', '-'):>6}{shared:>10}{facts.get('resident', '-'):>11}"
             print(line + ("   wgmma serialized" if facts.get("serialized") else ""), flush=True)
     return rows
 

@@ -57,6 +57,7 @@ def cases() -> list[tuple[str, str]]:
     peer = ["ragged_dot", "ragged_dot d lhs", "ragged_dot d rhs"]
     rows = [(kernel, shape) for shape in MATMULS for kernel in matmul]
     rows += [("swiglu", shape) for shape in MATMULS if shape.endswith("-up")]
+    rows += [(kernel, shape) for shape in MATMULS for kernel in ("int8", "d lhs int8")]
     rows += [(f"gathered {how}", shape) for shape in MATMULS for how in ("fused", "first")]
     rows += [(kernel, "g64") for kernel in peer]
     models = ["mixtral-8x7b", "deepseek-v3"]
@@ -121,7 +122,17 @@ def build(kernel: str, shape: str):
                 return grouped_matmul(lhs, rhs, sizes, lhs_indices=indices, gather=how, implementation="pallas")
 
             return gathered, [tokens, rhs, sizes, indices], s.flops
+        whole, scale = ((s.groups, s.k, s.n), jnp.int8), ((s.groups, s.k // 128, s.n), f32)
+
+        def quantized(lhs, rhs, scale, sizes):
+            return grouped_matmul(lhs, rhs, sizes, rhs_scale=scale, implementation="pallas")
+
+        def quantized_back(lhs, rhs, scale, grad, sizes):
+            return jax.vjp(lambda lhs: quantized(lhs, rhs, scale, sizes), lhs)[1](grad)[0]
+
         functions = {
+            "int8": (quantized, [lhs, whole, scale, sizes]),
+            "d lhs int8": (quantized_back, [lhs, whole, scale, out, sizes]),
             "forward": (forward, [lhs, rhs, sizes]),
             "d lhs": (back(forward, 0), both),
             "d rhs": (back(forward, 1), both),

@@ -102,7 +102,7 @@ def product(
         "out_dtype": options.out_dtype,
     }
 
-    scaled = kwargs | {"transpose_scale": options.transpose_scale}
+    scaled: dict[str, Any] = kwargs | {"transpose_scale": options.transpose_scale}
 
     def plain(function):
         def call(lhs, rhs, group_sizes, group_offset, row_scale, indices, rhs_scale):

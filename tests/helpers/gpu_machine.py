@@ -387,12 +387,15 @@ class Gpus:
             target.store(engine_load(source, target.buffer.tiling))
 
         op = Op("load", f"the load of {source}", object(), [source], [target], land, barrier.arrive)
+        self.machine.copied[source.buffer.name] += source.nbytes()
         self.machine.touch(target, writes=True)
         target.store(np.full(target.shape, poison, target.dtype))  # what was there is lost at once
         self.machine.start(op)
 
     def copy_smem_to_gmem(self, source: Ref, target: Ref) -> None:
         queue, what = ("stores", self.machine.current.name), f"the store to {target}"
+        if target.buffer.device != self.machine.current.at["device"]:
+            self.machine.copied["remote"] += target.nbytes()
 
         def write(value: np.ndarray) -> Op:
             def land() -> None:

@@ -21,10 +21,12 @@ What goes wrong has a name (`Fault.kind`):
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import linecache
+import math
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -163,6 +165,10 @@ class Ref:
         spans = [e if isinstance(e, tuple) else (e, 1) for e in self.index]
         return [(max(s, 0), min(s + n, full)) for (s, n), full in zip(spans, self.buffer.array.shape, strict=True)]
 
+    def nbytes(self) -> int:
+        """Of the elements that there are."""
+        return math.prod(max(last - first, 0) for first, last in self.box()) * self.dtype.itemsize
+
     def overlaps(self, other: Ref) -> bool:
         if self.buffer is not other.buffer:
             return self.buffer.alias is other.buffer.alias
@@ -260,7 +266,13 @@ class Task:
 
 
 class Machine:
-    """Runs tasks under a schedule; `dropped` names calls of the kernel that do nothing (see `site`)."""
+    """Runs tasks under a schedule; `dropped` names calls of the kernel that do nothing (see `site`).
+
+    Attributes:
+      copied: bytes of the copies that were started, by the name of the array that they are from, and "remote" for those to
+        another device.
+      estimates: what the kernels say of themselves, in the order of their launches.
+    """
 
     def __init__(self, schedule: Schedule = PLAIN, dropped: str | Collection[str] | None = None):
         self.schedule = schedule
@@ -273,6 +285,8 @@ class Machine:
         self.sites: dict[str, int] = {}
         self.here = threading.local()
         self.entered: dict[int, bool] = {}
+        self.copied: collections.Counter[str] = collections.Counter()
+        self.estimates: list[Any] = []
 
     # -- tasks
 

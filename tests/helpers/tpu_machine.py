@@ -90,6 +90,7 @@ class _Copy:
         target, came = self.target, self.came
         if self.receiver is not None:
             target, came = self.tpus.there(target, self.receiver), came.on(self.receiver)
+            machine.copied["remote"] += self._bytes(self.source)
         what = f"the copy of {self.source} to {target}"
         queue = object()
         assert self.source.shape == target.shape, what
@@ -170,7 +171,7 @@ class Tpus:
 
     def pallas_call(
         self, kernel: Any, *, out_shape: Any, grid_spec: Any = None, in_specs: Any = None, out_specs: Any = None,
-        scratch_shapes: Any = (), input_output_aliases: Any = None, **_: Any,
+        scratch_shapes: Any = (), input_output_aliases: Any = None, cost_estimate: Any = None, **_: Any,
     ) -> Any:  # fmt: skip
         spec = grid_spec or types.SimpleNamespace(
             num_scalar_prefetch=0, grid=(), in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch_shapes
@@ -178,6 +179,7 @@ class Tpus:
 
         def call(*operands: Any) -> Any:
             rank = self.rank
+            self.machine.estimates.append(cost_estimate)
             several = isinstance(out_shape, (list, tuple))
             shapes = list(out_shape) if several else [out_shape]
             specs = list(spec.out_specs) if isinstance(spec.out_specs, (list, tuple)) else [spec.out_specs]
@@ -358,7 +360,7 @@ class Tpus:
             pallas_call=self.pallas_call,
             BlockSpec=spec,
             ANY="any",
-            CostEstimate=lambda **_: None,
+            CostEstimate=types.SimpleNamespace,
         )
         pltpu = types.SimpleNamespace(
             make_async_copy=lambda a, b, sem: _Copy(self, a, b, None, sem, None),

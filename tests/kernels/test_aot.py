@@ -59,6 +59,14 @@ def test_grouped_matmul_needs_no_memory(shape, chip):
         assert facts["temp"] < 1 << 20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_quantized_weights_are_not_copied(chip):
+    """int8 with scales of blocks of 128: nothing of the dequantized weights' size, nor of theirs, in either direction."""
+    for facts in compiled(chip, "g64", "int8", "d lhs int8"):
+        assert facts["temp"] < 1 << 20
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_fused_gather_leaves_no_gathered_rows(shape, chip):

@@ -36,7 +36,8 @@ def gpu():
     return module
 
 
-TARGETS = ["sm_90a", "sm_100a"]
+MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
+TARGETS = [*MULTIPROCESSORS]
 SHAPES = [
     "g64",
     *(
@@ -56,6 +57,15 @@ def test_grouped_matmul_spills_nothing_and_needs_no_memory(gpu, shape, target):
         assert facts["temp"] < 1 << 20, facts
         assert facts["spills"] == 0, facts
         assert not facts.get("serialized"), facts
+        assert_all_blocks_run_at_once(facts, MULTIPROCESSORS[target])
+
+
+def assert_all_blocks_run_at_once(facts, multiprocessors):
+    """One on each multiprocessor, most of whose shared memory it has as stages; and no warpgroup waits for registers."""
+    assert facts["grid"] == multiprocessors, facts
+    assert facts["resident"] == 1, facts
+    assert facts["shared"] > 160 << 10, facts
+    assert facts.get("spare registers", 0) >= 0, facts
 
 
 @needs_cuda
@@ -73,6 +83,7 @@ def test_fused_products_over_nvlink_spill_nothing_and_hold_what_comes_once(gpu, 
     assert facts["temp"] < 7 * s.rows * (s.k if s.gathers else s.n) * 2 + (1 << 20), facts
     assert facts["spills"] == 0, facts
     assert not facts.get("serialized"), facts
+    assert_all_blocks_run_at_once(facts, MULTIPROCESSORS[target] - 32)  # which are left to NCCL
 
 
 @needs_cuda
@@ -137,6 +148,24 @@ ptxas info    : Used 40 registers
     text += warning.format("non wgmma instructions defining accumulator registers in the function", "fusion")
     assert gpu.ptxas_facts(text) == {"spills": 16, "registers": 168, "serialized": 1}
     assert gpu.ptxas_facts("nothing") == {}
+    text += "\tsetmaxnreg.dec.sync.aligned.u32 \t24;\n\tsetmaxnreg.inc.sync.aligned.u32 \t72;\n"
+    sizes = [132, 1, 1, 0, 0, 0, 384, 1, 1, 100 << 10]
+    text += f"  call void @mosaic_gpu_launch_kernel(ptr %0, {', '.join(f'i32 {n}' for n in sizes)}, ptr %1, ptr %2)\n"
+    launched = {"grid": 132, "shared": 100 << 10, "resident": 2, "spare registers": 40 * 384 - 24 * 128 - 72 * 256}
+    found = gpu.ptxas_facts(text)
+    assert {name: found[name] for name in launched} == launched
+    assert launched["spare registers"] < 0  # it would wait for ever
+
+
+def test_blocks_that_a_multiprocessor_holds(gpu):
+    """By what runs out first: registers, shared memory, threads, blocks (CUDA's occupancy calculator says the same)."""
+    assert gpu.resident_blocks(168, 384, 0) == 1
+    assert gpu.resident_blocks(65, 128, 0) == 7  # 72 registers each
+    assert gpu.resident_blocks(32, 128, 227 << 10) == 1
+    assert gpu.resident_blocks(32, 128, 113 << 10) == 2
+    assert gpu.resident_blocks(32, 128, 114 << 10) == 1
+    assert gpu.resident_blocks(32, 1024, 0) == 2
+    assert gpu.resident_blocks(16, 32, 0) == 32
 
 
 def test_a_process_that_dies_or_hangs_is_a_reason(gpu, tmp_path, monkeypatch):

@@ -1,0 +1,128 @@
+"""Bytes that the kernels copy, counted on the models of the machines, against what they say and what their walk needs: a tile that
+is loaded twice gives the right values, and shows here."""
+
+import itertools
+import math
+
+import gpu_runs
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tpu_runs
+
+from meshpar_kernels.grouped_matmul import schedule, tpu, tpu_transpose
+
+LOADS = [np.random.default_rng(seed).multinomial(470, [1 / 6] * 6).tolist() for seed in range(3)] + [
+    [128, 0, 256, 0, 0, 90]
+]
+loads = pytest.mark.parametrize("sizes", LOADS, ids=str)
+ROWS, K, N, G = 512, 256, 384, 6
+
+
+def pipelined(monkeypatch, function, *args, **options):
+    """(bytes that a TPU kernel's blocks bring and take, by operand; what it says of itself). A block is copied when its
+    place changes."""
+    calls = []
+
+    def pallas_call(kernel, *, grid_spec, out_shape, cost_estimate, **_):
+        def call(*operands):
+            calls.append((grid_spec, operands, out_shape, cost_estimate))
+            return jnp.zeros(out_shape.shape, out_shape.dtype)
+
+        return call
+
+    monkeypatch.setattr(tpu.pl, "pallas_call", pallas_call)
+    function(*args, **options)
+    ((spec, operands, out, estimate),) = calls
+    scalars = [np.asarray(x) for x in operands[: spec.num_scalar_prefetch]]
+    arrays = [*operands[spec.num_scalar_prefetch :], out]
+    copied, before = [0] * len(arrays), [None] * len(arrays)
+    for at in itertools.product(*(range(int(n)) for n in spec.grid)):
+        for i, (array, block) in enumerate(zip(arrays, [*spec.in_specs, spec.out_specs], strict=True)):
+            place = tuple(int(p) for p in block.index_map(*at, *scalars))
+            if place != before[i]:
+                sides = zip(place, block.block_shape, array.shape, strict=True)
+                copied[i] += math.prod(min(n, size - p * n) for p, n, size in sides) * array.dtype.itemsize
+                before[i] = place
+    return copied, estimate
+
+
+@loads
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_the_tpu_kernel_brings_weights_once_and_rows_once_for_each_stretch(sizes, transposed, blocks, monkeypatch):
+    lhs = jnp.zeros((ROWS, K), jnp.bfloat16)
+    shape = (G, N, K) if transposed else (G, K, N)
+    rhs = jnp.zeros(shape, jnp.int8 if blocks else jnp.bfloat16)
+    scale = [jnp.zeros((G, blocks, N), jnp.float32)] if blocks else []
+    options = {"transpose_rhs": transposed, "activation": None, "out_dtype": jnp.dtype(jnp.float32)}
+    operands = lhs, [rhs], jnp.asarray(sizes), None, None, None, scale
+    copied, estimate = pipelined(monkeypatch, tpu.grouped_matmul, *operands, tile=tpu.Tile(128, K, 128), **options)
+    absent = sizes.count(0) * (
+        K * N * rhs.dtype.itemsize + blocks * N * 4
+    )  # weights of empty groups stay where they are
+    assert sum(copied) == estimate.bytes_accessed - absent
+    assert copied[0] == lhs.nbytes * N // 128
+    assert copied[-1] == ROWS * N * 4
+
+
+@loads
+def test_the_tpu_transpose_writes_each_sum_once(sizes, monkeypatch):
+    lhs, rhs = jnp.zeros((ROWS, K), jnp.bfloat16), jnp.zeros((ROWS, N), jnp.bfloat16)
+    options = {"groups": G, "out_dtype": jnp.dtype(jnp.float32), "tile": tpu.Tile(128, 128, 128)}
+    copied, estimate = pipelined(
+        monkeypatch, tpu_transpose.grouped_matmul_transpose, lhs, rhs, jnp.asarray(sizes), None, None, **options
+    )
+    absent = ROWS - -(-sum(sizes) // 128) * 128  # tiles without a row of a group stay where they are
+    assert sum(copied) == estimate.bytes_accessed - absent * 2 * (K * N // 128) * 2
+    assert copied[-1] == G * K * N * 4
+
+
+def steps(sizes, tile):
+    """First rows of the steps of the GPU transpose: where a copy may begin, and every `tile` rows."""
+    ends = np.cumsum(sizes)
+    return [
+        first
+        for end, size in zip(ends, sizes, strict=True)
+        if size
+        for first in range((end - size) // 8 * 8, end, tile)
+    ]
+
+
+@pytest.mark.parametrize("module", gpu_runs.GROUPED.values(), ids=gpu_runs.GROUPED)
+@loads
+def test_gpu_kernels_load_each_tile_of_their_walk_once(module, sizes):
+    """Of the whole tiles that groups lie in; through the L2 cache, so not bytes of HBM."""
+    k, n, tile = 128, 192, gpu_runs.TILE
+    machine = gpu_runs.product(module, sizes, rows=ROWS, k=k, n=n)
+    rows = schedule.executed_span_rows(sizes, ROWS, tile.m, tile.m)
+    assert machine.copied["input 6"] == rows * k * 2 * (n // tile.n)
+    assert machine.copied["input 7"] == rows // tile.m * k * n * 2
+    machine = gpu_runs.transpose(module, sizes, rows=ROWS, k=k, n=n)
+    rows = sum(min(tile.k, ROWS - first) for first in steps(sizes, tile.k))
+    assert machine.copied["input 1"] == rows * k * 2 * (n // tile.n)
+    assert machine.copied["input 2"] == rows * n * 2 * (k // tile.m)
+
+
+REMOTE = {
+    "all_gather": lambda: tpu_runs.ring("all_gather", sizes=(2, 3)),
+    "reduce_scatter": lambda: tpu_runs.ring("reduce_scatter", sizes=(4,)),
+    "all_reduce_small": lambda: tpu_runs.all_reduce(sizes=(3,)),
+    "all_gather_matmul": lambda: tpu_runs.gather(sizes=(4,)),
+    "matmul_reduce_scatter": lambda: tpu_runs.scatter(sizes=(4,)),
+}
+
+
+@pytest.mark.parametrize("run", REMOTE.values(), ids=REMOTE)
+def test_tpu_kernels_send_what_they_say(run):
+    machine = run()
+    assert machine.copied["remote"] == sum(e.remote_bytes_transferred for e in machine.estimates) > 0
+
+
+def test_gpu_kernels_send_each_row_to_each_peer_once():
+    devices, rows, k, n = 3, 72, 128, 64
+    for module in gpu_runs.FUSED.values():
+        machine = gpu_runs.gather(module, devices=devices, rows=rows, k=k, n=n)
+        assert machine.copied["remote"] == devices * (devices - 1) * rows * k * 2
+        machine = gpu_runs.scatter(module, devices=devices, rows=rows, k=k, n=n)
+        assert machine.copied["remote"] == devices * (devices - 1) * rows * n * 2
