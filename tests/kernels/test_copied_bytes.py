@@ -104,6 +104,24 @@ def test_gpu_kernels_load_each_tile_of_their_walk_once(module, sizes):
     assert machine.copied["input 2"] == rows * n * 2 * (k // tile.m)
 
 
+def test_a_tile_that_is_loaded_for_nothing_shows(monkeypatch):
+    """The first visit again, without rows to write: all values are right."""
+
+    def visits(bounds, rows, tile):
+        spans = schedule.visit_spans(bounds, rows, tile)
+        again = [jnp.concatenate([x[:1], x]) for x in spans[:-1]]
+        return schedule.Spans(*again, number=spans.number + 1)._replace(
+            low=again[1].at[0].set(0), high=again[2].at[0].set(0)
+        )
+
+    for module in gpu_runs.GROUPED.values():
+        once = gpu_runs.product(module, LOADS[0], rows=ROWS).copied
+        monkeypatch.setattr(module, "visit_spans", visits)
+        again = gpu_runs.product(module, LOADS[0], rows=ROWS).copied
+        tile = gpu_runs.TILE
+        assert again["input 6"] - once["input 6"] == tile.m * 128 * 2 * (128 // tile.n)
+
+
 REMOTE = {
     "all_gather": lambda: tpu_runs.ring("all_gather", sizes=(2, 3)),
     "reduce_scatter": lambda: tpu_runs.ring("reduce_scatter", sizes=(4,)),
