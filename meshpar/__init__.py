@@ -11,7 +11,7 @@ from . import (
     layouts,
     report,  # noqa: F401 (plans learn from reports how they are shown)
 )
-from .api import check, compile, init, jit, lab, local_sgd, plan, search
+from .api import check, compile, init, jit, lab, local_sgd, plan, search, tune
 from .errors import (
     AgreementError,
     AxisConflictError,
@@ -40,6 +40,7 @@ from .errors import (
     UnsupportedError,
 )
 from .global_arrays import fetch
+from .hardware.calibration import Calibration
 from .jitted import Jitted
 from .layers import checkpoint_policies
 from .layers.accumulate import accumulate, microbatches
@@ -64,6 +65,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AgreementError",
     "AxisConflictError",
+    "Calibration",
     "CheckError",
     "CheckpointError",
     "CheckpointWarning",
@@ -122,5 +124,6 @@ __all__ = [
     "put",
     "rename",
     "search",
+    "tune",
     "virtual_devices",
 ]  # fmt: skip

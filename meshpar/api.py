@@ -1,17 +1,20 @@
-"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check``, ``mp.compile``, ``mp.lab``, …: a function, a mesh and a layout in."""
+"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check``, ``mp.search``, ``mp.tune``, …: a function, a mesh and a layout in."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
+import jax
 import optax
 from jax.sharding import Mesh
 
 from .dims import DimsLike, PathDims
 from .errors import MeshError, UnsupportedError
+from .hardware.calibration import CalibrationLike, calibrations
 from .hardware.options import OptionsMode, check_options
 from .hardware.topology import device_count, topology_of
 from .jitted import KEEP, Jitted, LayoutLike, Lowering, Mode, P, R, auto_mesh, check_lowering, device_mesh
@@ -26,8 +29,10 @@ from .planned import Plan
 from .pods.local_sgd import LocalSgd
 from .search import Objective, Row, Search
 from .search import search as search_from
+from .tune import Candidate, Tuning
+from .tune import tune as tune_candidates
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
-from .verify.check import Report, check_layouts
+from .verify.check import Report, check_layouts, each_layout
 from .verify.jobs import Progress, progress_line
 
 DimsPatterns = Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | PathDims | None
@@ -47,6 +52,7 @@ class _JitOptions(TypedDict, total=False):
     keep_unused: bool
     options: OptionsMode | None
     compiler_options: Mapping[str, Any] | None
+    calibration: CalibrationLike
 
 
 @overload
@@ -73,6 +79,7 @@ def jit(
     keep_unused: bool = False,
     options: OptionsMode | None = "auto",
     compiler_options: Mapping[str, Any] | None = None,
+    calibration: CalibrationLike = None,
 ) -> Any:
     """Compile a function so that it runs sharded, as the layout says; the layout never changes the result.
 
@@ -95,6 +102,8 @@ def jit(
         the plan sends, as far as the compiler at hand knows them (within another ``jax.jit``, which refuses options, none).
         ``"off"`` or None: none. The plan's ``options`` say which, why, and what was left out.
       compiler_options: as in ``jax.jit``; they win.
+      calibration: what :func:`tune` fitted, or the file that it was saved to: ``.plan`` and ``overlap="auto"`` are priced with what
+        was measured instead of with the chip table, and devices that the table does not have, CPUs, are priced at all.
 
     Returns:
       A :class:`Jitted` with the signature of ``fn``: call it; ``.plan(*args)``, ``.check(*args)``, ``.lower(*args)``,
@@ -102,7 +111,7 @@ def jit(
 
     Raises:
       UnsupportedError: no function; a lowering or an ``overlap`` that does not exist, or one that the ``"jit"`` lowering leaves
-        to XLA; a static or donated argument that the function does not have.
+        to XLA; a static or donated argument that the function does not have; a calibration that cannot be read.
       MeshError: text that is no mesh of the devices here, or a mesh with Manual axes.
       LayoutSyntaxError, AxisConflictError: a layout that cannot be read.
       MeshparError: the rest at the first call or plan; see :mod:`meshpar.errors`.
@@ -112,7 +121,7 @@ def jit(
             jit, mesh=mesh, layout=layout, dims=dims, lowering=lowering, overlap=overlap, strict=strict,
             static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
-            keep_unused=keep_unused, options=options, compiler_options=compiler_options,
+            keep_unused=keep_unused, options=options, compiler_options=compiler_options, calibration=calibration,
         )  # fmt: skip
     _check_function(fn, "jit")
     check_lowering(lowering, overlap)
@@ -121,6 +130,7 @@ def jit(
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames, keep_unused=keep_unused, options=check_options(options),
         compiler_options=compiler_options, overlap=None if lowering == "jit" else overlap,
+        calibrations=calibrations(calibration),
     )  # fmt: skip
 
 
@@ -131,6 +141,7 @@ def plan(
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
     options: OptionsMode | None = "auto", compiler_options: Mapping[str, Any] | None = None,
+    calibration: CalibrationLike = None,
     kwargs: Mapping[str, Any] | None = None, **keywords: Any,
 ) -> Plan:  # fmt: skip
     """What a layout makes each device hold and send, without devices and without compiling.
@@ -148,13 +159,16 @@ def plan(
         Neither devices nor a compiler are needed. A mesh over devices knows its own.
       donate_argnums, donate_argnames: arguments whose memory the results may take; as in ``jax.jit``.
       options, compiler_options: of the compiler, as in :func:`meshpar.jit`: what programs wait for follows from them.
+      calibration: as in :func:`meshpar.jit`; the plan names it. With one of devices that have no topology text (CPUs), an abstract
+        mesh without ``topology`` is one of these.
 
     Returns:
       A :class:`meshpar.Plan`: print it, or read ``inputs``, ``outputs``, ``collectives``, ``memory``, ``time``, ``notes``,
       ``joins``; ``replan(layout=…)`` plans the same program otherwise, without tracing it again.
 
     Raises:
-      MeshError: a topology that is not known, that the mesh does not fill, or beside a mesh of devices.
+      MeshError: a topology that is not known, that the mesh does not fill, or beside a mesh of devices; a calibration of other
+        devices.
       MeshparError: as :func:`meshpar.jit`; and what does not fit the arguments; see :mod:`meshpar.errors`.
     """
     _check_function(fn, "plan")
@@ -164,7 +178,7 @@ def plan(
         fn, auto_mesh(planned_mesh(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
         static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
         donate_argnames=donate_argnames, topology=topology, overlap=None if lowering == "jit" else overlap,
-        options=check_options(options), compiler_options=compiler_options,
+        options=check_options(options), compiler_options=compiler_options, calibrations=calibrations(calibration),
     ).plan(*args, **keywords, **(kwargs or {}))  # fmt: skip
 
 
@@ -344,7 +358,7 @@ def search(
     fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time", margin: float = 0.85,
     axes: int = 3, most: int = 400, seconds: float | None = None, layouts: Iterable[LayoutLike] = (), verify: int = 0,
     vary: Mapping[str, Sequence[Any]] | None = None,
-    lowering: Lowering = "shard_map", overlap: Mode | None = None, progress: Progress = None,
+    lowering: Lowering = "shard_map", overlap: Mode | None = None, calibration: CalibrationLike = None, progress: Progress = None,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
     kwargs: Mapping[str, Any] | None = None, **keywords: Any,
@@ -364,7 +378,8 @@ def search(
       topology: the slice, ``"v5e:16x16"``, as in :func:`meshpar.plan`.
       mesh: the only mesh to try, as text; default: all with at most ``axes`` axes, called ``data``, ``model``, ``third``, after
         ``slice`` where there are several slices.
-      dims, static_argnums, static_argnames, donate_argnums, donate_argnames, lowering, overlap: as in :func:`meshpar.plan`.
+      dims, static_argnums, static_argnames, donate_argnums, donate_argnames, lowering, overlap, calibration: as in
+        :func:`meshpar.plan`.
       fixed: rules that every layout begins with: ``"batch: data"``.
       forbid: dims that are never split: ``"head_dim, seq"``.
       objective: ``"time"``: the shortest step of those that fit; ``"memory"``: the smallest peak.
@@ -384,7 +399,8 @@ def search(
       ``fits`` is False and ``best`` is what needs the least memory.
 
     Raises:
-      MeshError: a topology that is not known; a mesh that does not fill it; ``fixed`` names an axis that no mesh has.
+      MeshError: a topology that is not known; a mesh that does not fill it; ``fixed`` names an axis that no mesh has; a
+        calibration of other devices.
       UnknownDimError: ``fixed`` or ``forbid`` names a dim that the program does not have.
       UnsupportedError: options out of range.
     """
@@ -412,13 +428,127 @@ def search(
     with progress_line(f"searching {topology}", progress) as tell:
         bases = {
             name: Jitted(program, where, Layout(""), _patterns(dims), lowering=lowering, topology=topology, overlap=mode,
-                         **with_static(more)).plan(*args, **{**given, **more})
+                         calibrations=calibrations(calibration), **with_static(more)).plan(*args, **{**given, **more})
             for name, (program, more, mode) in programs.items()
         }  # fmt: skip
         return search_from(
             bases, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective, margin=margin, axes=axes, most=most,
             seconds=seconds, layouts=layouts, verify=verify, compiled=compiled, tell=tell,
         )  # fmt: skip
+
+
+@options_apart
+def tune(
+    fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Mesh | str | Iterable[Mesh | str] | None = None,
+    meshes: Mesh | str | Iterable[Mesh | str] | None = None, dims: DimsPatterns = None, lowering: Lowering = "shard_map",
+    overlap: Mode | None = None, rounds: int = 9, most: int = 4, tolerance: float = 1e-5, progress: Progress = None,
+    static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
+    options: OptionsMode | None = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+) -> Tuning:  # fmt: skip
+    """Measure a step under a few layouts on the devices that are here, and fit the chip's efficiencies to what was measured.
+
+    Every layout is planned, compiled and run once; its results are compared with those of the first, since a layout never changes a
+    number. Then each is timed in turn, round after round. What is fitted is what plans are priced with (``calibration=`` of
+    :func:`plan`, :func:`jit` and :func:`search`): the part of the peak rate that products, memory traffic and links reach. Devices
+    that the chip table does not have, CPUs, have nominal peak rates.
+
+    The arguments are copied: nothing of the caller's is donated or updated. A run takes one set of them beside the caller's.
+
+    Args:
+      fn: a function, e.g. a train step, or what :func:`jit` made of one (then dims, donated and static arguments are its own).
+      *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
+      **keywords: those by keyword.
+      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``tune`` is.
+      layouts: texts, :class:`Layout` and Flax rule lists, each measured on every mesh; pairs (mesh, layout); or what
+        :func:`search` returned, whose best rows are measured.
+      mesh, meshes: one of the two: a mesh or several, as for :func:`check`. Not for pairs and searches, which have their own;
+        default: one axis over all devices, for layouts that have one.
+      dims, lowering, overlap, options, static_argnums, static_argnames, donate_argnums, donate_argnames: as in :func:`jit`; what is
+        donated is copied before every run, beside the clock.
+      rounds: how often each layout is measured.
+      most: of a search, how many of its rows that fit.
+      tolerance: as in :func:`check`.
+      progress: a line on stderr; None: on a terminal only; or a function of its text.
+
+    Returns:
+      :class:`meshpar.tune.Tuning`: print it; ``rows`` best first, ``best.mesh`` and ``best.layout`` are text for :func:`jit`;
+      ``calibration.save("chip.json")``.
+
+    Raises:
+      CheckError: two layouts give other numbers, and rounding does not explain it: the path of the result.
+      CompilerError: a layout does not compile, or has no room to run.
+      MeshError: one device, or fewer than a mesh needs; both ``mesh`` and ``meshes``; no mesh where a layout has several axes.
+      UnsupportedError: no layouts; options out of range; devices of several kinds.
+      MeshparError: a layout that cannot be planned, before anything runs.
+    """
+    _check_function(fn, "tune")
+    check_lowering(lowering, overlap)
+    if mesh is not None and meshes is not None:
+        raise MeshError("mp.tune was given both mesh= and meshes=", fixes=["all meshes in one of them"])
+    given = {**keywords, **(kwargs or {})}
+    pairs = list(_pairs(layouts, mesh if meshes is None else meshes, most))
+    if isinstance(fn, Jitted):
+        steps = fn._other
+        changed: dict[str, Any] = {} if dims is None else {"dims": _patterns(dims)}
+    else:
+        steps = functools.partial(Jitted, fn)
+        changed = {
+            "dims": _patterns(dims), "static_argnums": static_argnums, "static_argnames": static_argnames,
+            "donate_argnums": donate_argnums, "donate_argnames": donate_argnames, "options": check_options(options),
+        }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        candidates = []
+        tell = stack.enter_context(progress_line("tuning", progress))
+        for where, layout in pairs:
+            step: Jitted[..., Any] = steps(
+                mesh=where, layout=layout, lowering=lowering, overlap=None if lowering == "jit" else overlap, **changed
+            )
+            subject = stack.enter_context(step._subject(args, given))
+            candidates.append(Candidate(str(layout), subject, lowering))
+        return tune_candidates(candidates, rounds=rounds, tolerance=tolerance, tell=tell)
+
+
+def _pairs(layouts: Any, meshes: Any, most: int) -> Iterator[tuple[Mesh, Layout]]:
+    """(mesh, layout) of everything that is to be measured, each once.
+
+    Raises:
+      MeshError: a layout has several axes, and there is no mesh.
+    """
+    if isinstance(layouts, Search):
+        rows = [r for r in layouts.rows if r.fits and r.variant == layouts.best.variant][:most]
+        layouts = [(r.mesh, r.layout) for r in rows]
+    single = isinstance(layouts, str | Layout | Mapping)
+    items: list[Any] = [layouts] if single or _is_pair(layouts) else list(layouts)
+    asked = None if meshes is None else [meshes] if isinstance(meshes, Mesh | str) else list(meshes)
+    found: dict[tuple[Any, ...], tuple[Mesh, Layout]] = {}
+
+    def add(where: Mesh | str, layout: Layout) -> None:
+        made = make_mesh(where) if isinstance(where, str) else auto_mesh(where)
+        if not isinstance(made, Mesh):
+            raise MeshError("an abstract mesh has no devices to measure on", fixes=['mp.mesh("data=4, model=2")'])
+        found.setdefault((tuple(made.shape.items()), str(layout)), (made, layout))
+
+    for item in items if all(map(_is_pair, items)) else []:
+        if asked is not None:
+            raise MeshError("mesh= beside layouts that have their own meshes", fixes=["leave it out"])
+        add(item[0], Layout(item[1]))
+    for layout in [] if found or not items else each_layout(items if not single else items[0]):
+        axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes)) or ["data"]
+        if asked is None and len(axes) > 1:
+            raise MeshError(
+                f"layout `{layout}` has the axes {', '.join(axes)}, and no mesh says their sizes",
+                fixes=[f'mesh="{axes[0]}=…, {axes[1]}=…"', "or pairs: layouts=[(mesh, layout), …]"],
+            )
+        for where in asked if asked is not None else [f"{axes[0]}={len(jax.devices())}"]:
+            add(where, layout)
+    yield from found.values()
+
+
+def _is_pair(item: Any) -> bool:
+    """Whether it is (mesh, layout): mesh text has an ``=``, as no name in a Flax rule list does."""
+    first = item[0] if isinstance(item, tuple | list) and len(item) == 2 else None
+    return isinstance(first, Mesh) or (isinstance(first, str) and "=" in first)
 
 
 def _variants(

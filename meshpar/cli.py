@@ -1,4 +1,4 @@
-"""The command line: ``meshpar plan|lab|compile|check|diff TARGET``, ``launch SCRIPT``, ``checkpoint …``, ``tune-kernels``."""
+"""The command line: ``meshpar plan|lab|compile|search|tune|check|diff TARGET``, ``launch``, ``checkpoint``, ``tune-kernels``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import meshpar as mp
 
 from .api import plan as plan_of
 from .errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
+from .hardware.calibration import read_calibrations
 from .hardware.topology import device_count
 from .layouts import PRESETS
 from .passes.overlap import MODES
@@ -42,6 +43,7 @@ arguments as jax.ShapeDtypeStruct (nothing is allocated), and tree-path patterns
   meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8 --lowering shard_map
   meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp+tensor
   meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
+  meshpar tune    examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
   meshpar check   examples/llama.py:tiny --layout fsdp --layout "batch: data; mlp: model"
 """
 EXIT = """\
@@ -52,7 +54,7 @@ exit status: 0: well; 1: it does not hold: a layout changes a number, the compil
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = _parser().parse_args(argv)
-    if not os.environ.get("JAX_PLATFORMS") and not getattr(args, "accelerator", False):
+    if not os.environ.get("JAX_PLATFORMS") and not (args.run is _tune or getattr(args, "accelerator", False)):
         jax.config.update("jax_platforms", "cpu")  # nothing else needs the accelerators, which others may be using
     warnings.simplefilter("ignore", JoinWarning)  # plans list their joins
     try:
@@ -69,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
     commands = parser.add_subparsers(
-        metavar="plan|lab|compile|search|check|diff|launch|checkpoint|tune-kernels", required=True
+        metavar="plan|lab|compile|search|tune|check|diff|launch|checkpoint|tune-kernels", required=True
     )
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., Any]:
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "help": "who partitions: XLA, or meshpar (%(default)s)",
     }
     options = "options of the TPU compiler: meshpar's, or none (%(default)s)"
+    calibration = "what `meshpar tune` measured of such devices, instead of the chip table"
     donate = "arguments that the step may overwrite (default: `state`, if there is one)"
 
     add = command("plan", _plan, "what each device holds and sends, how long it takes, and why; nothing is compiled")
@@ -107,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lowering", **partitioner)
     add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
     add("--options", choices=("auto", "off"), default="auto", help=options)
+    add("--calibration", metavar="FILE", help=calibration)
     add("--strict", action="store_true", help="two names for one dim are an error")
     add("--html", metavar="FILE", help="write the plan as a page of its own")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
@@ -156,11 +160,34 @@ def _parser() -> argparse.ArgumentParser:
         "--vary", action="append", default=[], metavar="NAME=A,B",
         help="choose one of these as well, of `overlap` or of an argument of the target: remat=full,none; several may be given",
     )  # fmt: skip
+    add("--calibration", metavar="FILE", help=calibration)
     add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
     add("--html", metavar="FILE", help="write it as a page of its own, with time against memory as a picture")
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--lowering", **{**partitioner, "default": "shard_map"})
     add("--overlap", choices=MODES, help=overlap + " (default: auto)")
+
+    add = command(
+        "tune",
+        _tune,
+        "run the step under some layouts on the devices here, in turn, and fit the chip's efficiencies to it",
+    )
+    add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: one axis over all devices)')
+    add(
+        "--layout",
+        action="append",
+        help="as for plan; several may be given (default: those LAYOUTS of the target that have the mesh's axes)",
+    )
+    add("--lowering", **{**partitioner, "default": "shard_map"})
+    add("--overlap", choices=MODES, help=overlap + " (default: auto)")
+    add("--options", choices=("auto", "off"), default="auto", help=options)
+    add("--donate", metavar="NAME", action="append", help=donate)
+    add("--rounds", type=int, default=9, help="how often each layout is measured (%(default)s)")
+    add("--devices", type=int, default=8, help="virtual devices, where there are only CPUs (%(default)s)")
+    add("--tolerance", type=float, default=1e-5, help="part of a leaf's largest value (%(default)s)")
+    add("--ints", type=int, default=8, help="integers of the arguments are drawn below this (%(default)s)")
+    add("--calibration", metavar="FILE", help="put what is fitted there, for --calibration of plan and search")
+    add("--html", metavar="FILE", help="write it as a page of its own")
 
     add = command(
         "check", _check, "run the step unsharded and sharded on virtual CPU devices, and compare every number"
@@ -177,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layout", action="append", help="once or twice; " + layout)
     add("--topology", action="append", help="once or twice; " + topology)
     add("--donate", metavar="NAME", action="append", help=donate)
+    add("--calibration", metavar="FILE", help=calibration)
     add("--html", metavar="FILE", help="write it as a page of its own")
     add_commands(commands)
     add_tuning(commands)
@@ -269,6 +297,7 @@ def _search(args: argparse.Namespace) -> int:
             dims=target.dims, layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
             margin=args.margin, axes=args.axes, most=args.most, seconds=args.seconds, verify=args.verify,
             vary={"overlap": modes} if modes else None, lowering=args.lowering, overlap=args.overlap,
+            calibration=args.calibration,
             donate_argnames=_donated(args, target),
         ),
     )  # fmt: skip
@@ -286,6 +315,29 @@ def _choices(text: str) -> tuple[str, list[Any]]:
         raise TargetError(f"--vary {text!r}: it is a name and values", fixes=["--vary remat=full,none"])
     key = next(iter(chosen[0]))
     return key, [c[key] for c in chosen]
+
+
+def _tune(args: argparse.Namespace) -> int:
+    target = load_target(args.target, parse_options(args.set))
+    mp.virtual_devices(args.devices)
+    if args.calibration and Path(args.calibration).exists():
+        read_calibrations(args.calibration)  # before minutes are spent
+    mesh = _data_mesh(args.mesh, len(jax.devices()))
+    axes = set(mp.mesh(mesh).axis_names)
+    own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
+    chosen = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
+    values = failing_as_target(target.name, lambda: concrete(target, args.ints))
+    found = mp.tune(
+        target.step, *values, layouts=chosen, meshes=args.mesh, dims=target.dims, lowering=args.lowering,
+        overlap=args.overlap, options=args.options, rounds=args.rounds, tolerance=args.tolerance,
+        donate_argnames=_donated(args, target),
+    )  # fmt: skip
+    if args.calibration:
+        found.calibration.save(args.calibration)
+    if args.html:
+        _save(found, args.html)
+    _show(args, found, found.to_json)
+    return 0
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -358,6 +410,7 @@ def _plan_of(
             target.step, *target.args, mesh=mesh, topology=topology, layout=layout, dims=target.dims, strict=strict,
             donate_argnames=_donated(args, target), lowering=getattr(args, "lowering", None),
             overlap=getattr(args, "overlap", None), options=getattr(args, "options", "auto"),
+            calibration=getattr(args, "calibration", None) if args.run is not _tune else None,
         ),
     )  # fmt: skip
 

@@ -35,6 +35,7 @@ from .entry import (
 from .errors import MeshError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, pure_states
 from .global_arrays import place
+from .hardware.calibration import Calibrations
 from .hardware.options import OptionsMode
 from .keywords import options_apart
 from .layout import AnyMesh, Layout
@@ -166,13 +167,14 @@ class Jitted(Generic[P, R]):
         static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
         donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
         keep_unused: bool = False, options: OptionsMode = "auto", compiler_options: Mapping[str, Any] | None = None,
+        calibrations: Calibrations = (),
     ):  # fmt: skip
         functools.update_wrapper(self, fn, updated=())
         self._options = {
             "mesh": mesh, "layout": layout, "dims": dims, "lowering": lowering, "overlap": overlap, "strict": strict,
             "topology": topology, "init": init, "static_argnums": static_argnums, "static_argnames": static_argnames,
             "donate_argnums": donate_argnums, "donate_argnames": donate_argnames, "keep_unused": keep_unused,
-            "options": options, "compiler_options": compiler_options,
+            "options": options, "compiler_options": compiler_options, "calibrations": calibrations,
         }  # fmt: skip
         self.mesh, self.layout, self.topology = mesh, layout, topology
         self.lowering: Lowering = lowering
@@ -181,6 +183,7 @@ class Jitted(Generic[P, R]):
         self._dims, self._strict, self._init = dims, strict, init
         self._keep_unused, self._compiler_options = keep_unused, dict(compiler_options or {})
         self._options_mode: OptionsMode = options
+        self._calibrations = calibrations
         try:
             self._signature: inspect.Signature | None = inspect.signature(fn)
         except (TypeError, ValueError):
@@ -544,7 +547,7 @@ class Jitted(Generic[P, R]):
                 made = make_plan(
                     program, self.layout, self.mesh, strict=self._strict, init=self._init, topology=self.topology,
                     donated=self._donated_leaves(call), overlap=self.overlap, options=self._options_mode,
-                    compiler_options=self._compiler_options,
+                    compiler_options=self._compiler_options, calibrations=self._calibrations,
                 )  # fmt: skip
             plan = self._kept.plans[call.key] = Plan.of(made)
         return plan
@@ -588,7 +591,7 @@ class Jitted(Generic[P, R]):
                 with self._no_names():
                     return jax.tree.leaves(function(*xs))
 
-            yield Subject(entry.plan, arrays, alone, entry.on_arrays)
+            yield Subject(entry.plan, arrays, alone, entry.on_arrays, entry.in_shardings)
 
 
 # -- over the arguments

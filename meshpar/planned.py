@@ -10,6 +10,7 @@ from typing import Any
 from . import report
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
+from .hardware.calibration import EFFICIENCIES, CalibrationLike, calibrations
 from .hardware.options import OptionsMode
 from .layout import AnyMesh, Layout
 from .mesh import planned_mesh
@@ -45,7 +46,7 @@ class Plan(record.Plan):
 
     def replan(
         self, *, layout: Any = None, mesh: AnyMesh | str | None = None, topology: str | None = None, strict: bool = False,
-        overlap: str | None = None, options: OptionsMode | None = None,
+        overlap: str | None = None, options: OptionsMode | None = None, calibration: CalibrationLike = None,
     ) -> Plan:  # fmt: skip
         """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
 
@@ -53,26 +54,31 @@ class Plan(record.Plan):
           layout: as in :func:`meshpar.plan`; default: this plan's.
           mesh: a mesh, or text; default: this plan's, with its topology.
           topology: the slice that ``mesh`` lies on, if it is abstract.
-          overlap, options: as in :func:`meshpar.plan`; default: this plan's.
+          overlap, options, calibration: as in :func:`meshpar.plan`; default: this plan's.
 
         Raises:
           UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
         """
         other = None if layout is None else Layout(layout)
         where = planned_mesh(mesh, topology) if isinstance(mesh, str) else mesh
+        measured = None if calibration is None else calibrations(calibration)
         return Plan.of(
-            replan(self, layout=other, mesh=where, topology=topology, strict=strict, overlap=overlap, options=options)
-        )
+            replan(
+                self, layout=other, mesh=where, topology=topology, strict=strict, overlap=overlap, options=options,
+                calibrations=measured,
+            )
+        )  # fmt: skip
 
     def to_json(self) -> str:
-        """The plan as JSON: mesh, layout, inputs, outputs, constants, collectives, transfers, memory, time, options, joins, notes,
-        unnamed dims."""
+        """The plan as JSON: mesh, chip, calibration, layout, inputs, outputs, constants, collectives, transfers, memory, time,
+        options, joins, notes, unnamed dims."""
         named, total, _ = self.program.coverage()
         return json.dumps(
             {
                 "mesh": self.sizes,
                 "topology": self.topology,
                 "chip": None if self.chip is None else self.chip.name,
+                "calibration": self._calibration(),
                 "layout": str(self.layout),
                 "inputs": [h.to_dict() for h in self.inputs],
                 "outputs": [h.to_dict() for h in self.outputs],
@@ -88,6 +94,11 @@ class Plan(record.Plan):
                 "dims": {"named": named, "all": total, "unnamed": self.unnamed},
             }
         )
+
+    def _calibration(self) -> dict[str, Any] | None:
+        if self.chip is None or not self.chip.calibration:
+            return None
+        return {"measured_on": self.chip.calibration, **{k: getattr(self.chip, k) for k in EFFICIENCIES}}
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file: ``.html``, a page of its own (nothing from the network); ``.json``; ``.txt``.

@@ -205,6 +205,25 @@ def test_diff(run, target, tmp_path):
     assert (json.loads(out)["a"]["mesh"], json.loads(out)["b"]["mesh"]) == ({"data": 4}, {"data": 8})
 
 
+def test_tune_and_what_it_fitted(run, target, tmp_path):
+    kept, page = tmp_path / "here.json", tmp_path / "tuned.html"
+    status, out, err = run("tune", f"{target}:small", "--rounds", "1", "--calibration", str(kept), "--html", str(page))
+    assert (status, err) == (0, "")
+    assert {"batch: data", "batch, embed: data"} <= {line.strip() for line in out.splitlines()}
+    assert page.read_text().count("<tr>") == 3
+    status, out, _ = run("plan", f"{target}:small", "--mesh", "data=8", "--calibration", str(kept))
+    assert "calibrated on cpu, jaxlib" in out
+    status, out, _ = run(
+        "tune", f"{target}:small", "--rounds", "1", "--mesh", "data=4, model=2", "--layout", "dp", "--json"
+    )
+    assert [r["layout"] for r in json.loads(out)["rows"]] == ["batch: data"]
+    status, _, err = run("search", f"{target}:small", "--topology", "v5e:2x2", "--calibration", str(kept))
+    assert (status, "the calibration is of cpu" in err) == (2, True)
+    kept.write_text("{}")
+    status, _, err = run("tune", f"{target}:small", "--calibration", str(kept))
+    assert (status, "is no calibration file" in err) == (2, True)
+
+
 def test_check(run, target):
     status, out, _ = run("check", f"{target}:small", "--layout", "fsdp", "--mesh", "data=4, idle=2")
     assert status == 0

@@ -60,6 +60,7 @@ class Chip:
       lines_wait: whether permutes around a line of the torus are synchronous. libtpu 0.0.42 makes them so for v5e (lines of 4 and 8
         devices of an 8x8 and a 16x16; not in a 4x4), there not around rings, and nowhere for the other chips.
       source: where the figures are from; ``~`` before those that are less certain.
+      calibration: the devices and the version of jaxlib that its efficiencies were measured with; "": they are the table's.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Chip:
     waits: frozenset[CollectiveOp] = frozenset()
     lines_wait: bool = False
     source: str = ""
+    calibration: str = ""
 
     def per_device(self) -> Chip:
         """The figures of one JAX device: its share of the chip."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..compat.jax import without_gc
 from ..errors import JoinWarning
+from ..hardware.calibration import Calibrations
 from ..hardware.chips import CollectiveOp
 from ..hardware.options import OptionsMode, choose_options
 from ..hardware.topology import refused_options
@@ -32,7 +33,7 @@ PASSES: tuple[Callable[[Plan], Plan], ...] = (
 def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: Iterable[int] = (), overlap: str = "off", options: OptionsMode = "off",
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
 ) -> Plan:  # fmt: skip
     """Plan a program under a layout on a mesh, through every pass.
 
@@ -43,13 +44,15 @@ def make_plan(
       donated: positions of the flat inputs whose memory the results may take.
       overlap: how gathers before products and reduce-scatters after them are made: :data:`meshpar.passes.overlap.MODES`.
       options: ``auto``: the compiler's options of :mod:`meshpar.hardware.options`; ``compiler_options``: the user's own.
+      calibrations: what was measured of devices.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError.
     """
     with without_gc():
-        plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated))
+        plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
+                       calibrations=calibrations)  # fmt: skip
         sends: set[CollectiveOp] = {c.op for c in plan.collectives}
         chosen = choose_options(
             plan.chip, sends, options, compiler_options, lambda values: refused_options(mesh, values)
@@ -63,6 +66,7 @@ def make_plan(
 def replan(
     plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
     strict: bool = False, overlap: str | None = None, options: OptionsMode | None = None,
+    calibrations: Calibrations | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of the same program under another layout or on another mesh; what is not given is as in ``plan``.
 
@@ -81,4 +85,5 @@ def replan(
             overlap=plan.overlap if overlap is None else overlap,
             options=plan.options.mode if options is None else options,
             compiler_options=dict(plan.options.given),
+            calibrations=plan.calibrations if calibrations is None else calibrations,
         )

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from ..hardware.algorithms import AlgorithmName
-from ..hardware.chips import CollectiveOp
+from ..hardware.chips import Chip, CollectiveOp
 from ..hardware.topology import Torus, torus_of_slices
 from ..layout import Spec
 from ..program.ir import Frame, Op, Program, Value
@@ -82,7 +82,8 @@ class OfMesh:
       ops: by op, the answers of the claims, and the shards that it found.
       recipes: by body, value and spec.
       held: arguments and results, by value and spec.
-      tori: the stages of its axes on slices, by their text; algorithms: on these, of collectives: by kind, axes and bytes sent.
+      tori: the stages of its axes on slices, by their text; algorithms: of collectives on these, for a chip:
+        by kind, axes and bytes sent.
     """
 
     shards: dict[tuple[Any, ...], Shard] = field(default_factory=dict)
@@ -91,7 +92,8 @@ class OfMesh:
     held: dict[tuple[Value, Spec], Held] = field(default_factory=dict)
     tori: dict[str, Torus] = field(default_factory=dict)
     algorithms: dict[
-        str, dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]]
+        tuple[str, Chip | None],
+        dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]],
     ] = field(default_factory=dict)
 
     def torus(self, sizes: Mapping[str, int], topology: str) -> Torus:

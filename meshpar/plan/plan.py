@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec
 
 from ..dims import Dims, format_dims
+from ..hardware.calibration import Calibrations
 from ..hardware.chips import Chip, CollectiveOp
 from ..hardware.options import Options
 from ..hardware.topology import Torus
@@ -166,7 +167,7 @@ class Plan:
       layout: the rules, with those for dims that are called after axes before the ones of ``asked``.
       topology: the slices that the mesh lies on, as text, where its devices do not say.
       torus: the stages of every axis on the slice's torus.
-      chip: what it is for; None: not known (CPUs, an abstract mesh without a topology).
+      chip: what it is for; None: not known (CPUs, an abstract mesh without a topology; but for those that were measured).
       donated: positions of the flat inputs whose memory the results may take.
       body: the steps, and the shards of inputs (constants of the program before its arguments) and outputs.
       placements: how every value lies.
@@ -174,6 +175,7 @@ class Plan:
       notes: what could not be split, and why.
       overlap: how gathers before products and reduce-scatters after them were asked to be made; ``overlaps``: what was decided.
       options: the compiler's options that it is made for.
+      calibrations: what was measured of devices; ``chip`` has what concerns its own.
     """
 
     program: Program
@@ -192,6 +194,7 @@ class Plan:
     overlap: str = "off"
     options: Options = field(default_factory=Options)
     overlaps: tuple[Overlap, ...] = ()
+    calibrations: Calibrations = ()
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from ..compat.jax import body_consts, literal_array, scan_counts, user_stackleve
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError, UnsupportedError
 from ..hardware.algorithms import AlgorithmName, choose_algorithm, wire_bytes
+from ..hardware.calibration import Calibrations, calibrated
 from ..hardware.chips import Chip, CollectiveOp
 from ..hardware.collective_time import seconds_of
 from ..hardware.topology import chip_of, torus_of
@@ -64,7 +65,7 @@ Axes = list[tuple[str, ...]]
 
 def planned(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
-    topology: str | None = None, donated: frozenset[int] = frozenset(),
+    topology: str | None = None, donated: frozenset[int] = frozenset(), calibrations: Calibrations = (),
 ) -> Plan:  # fmt: skip
     """Plan a program under a layout on a mesh, before any pass.
 
@@ -73,9 +74,11 @@ def planned(
       init: the program makes the state, so it need not have the dims of the batch.
       topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may take.
+      calibrations: what was measured of devices, among them those of the plan.
 
     Raises:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError, UnsupportedError.
+      MeshError: calibrations of other devices alone.
     """
     program = program.traced or program
     layout.check_axes(mesh)
@@ -86,7 +89,7 @@ def planned(
     notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is taken as `{a}: {a}`" for a in axes]
 
     def plan(program: Program) -> Plan:
-        return _Planner(program, layout, named, mesh, topology, donated, list(notes)).plan()
+        return _Planner(program, layout, named, mesh, topology, donated, list(notes), calibrations).plan()
 
     first, claims = plan(program), Claims(program, named, dict(mesh.shape))
 
@@ -218,15 +221,15 @@ class _Planner:
 
     def __init__(
         self, program: Program, asked: Layout, layout: Layout, mesh: AnyMesh, topology: str | None,
-        donated: frozenset[int], notes: list[str],
+        donated: frozenset[int], notes: list[str], calibrations: Calibrations = (),
     ):  # fmt: skip
         self.program, self.asked, self.layout, self.mesh, self.topology = program, asked, layout, mesh, topology
-        self.donated, self.notes = donated, notes
+        self.donated, self.notes, self.calibrations = donated, notes, calibrations
         self.sizes = dict(mesh.shape)
         memo = program.once(Memo)
         of_mesh = memo.on(self.sizes)
         self.torus = torus_of(mesh) if topology is None else of_mesh.torus(self.sizes, topology)
-        self.chip: Chip | None = chip_of(topology or mesh)
+        self.chip: Chip | None = calibrated(chip_of(topology or mesh), mesh, calibrations)
         self.claims = Claims(program, layout, self.sizes)
         self.at: dict[Value, Shard] = {}
         self.free: set[Value] = set()
@@ -254,7 +257,7 @@ class _Planner:
             self.refused = self.claims.refused_ops()
         self.record: Planned | None = None
         self.apart: set[Op] = set()
-        self._algorithms = {} if topology is None else of_mesh.algorithms.setdefault(topology, {})
+        self._algorithms = {} if topology is None else of_mesh.algorithms.setdefault((topology, self.chip), {})
 
     # -- the walk
 
@@ -304,6 +307,7 @@ class _Planner:
         return Plan(
             program, self.layout, self.asked, self.mesh, self.topology, self.torus, self.chip, self.donated,
             here.body(inputs, outputs), self.placements, tuple(held), tuple(kept), tuple(self.notes),
+            calibrations=self.calibrations,
         )  # fmt: skip
 
     def held(self, value: Value, spec: Spec) -> Held:

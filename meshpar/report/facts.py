@@ -10,6 +10,7 @@ from ..cost.fusion import Node, Region, line_of
 from ..cost.kernels import kernels_of
 from ..cost.time import OpTime, Time, hides, time_of
 from ..dims import format_dims, path_matches
+from ..hardware.calibration import EFFICIENCIES
 from ..layout import SCOPES, Rule, Spec
 from ..plan.collectives import Collective, duration
 from ..plan.plan import Held, Plan
@@ -206,6 +207,17 @@ def waited_for(plan: Plan) -> str:
         return ""
     kinds = " and ".join(f"{op}s" for op in sorted({c.op for c in mine}))
     return f"programs for {chip.name} wait for {kinds}: {duration(sum(map(step_seconds, mine)))}"
+
+
+def rates(plan: Plan) -> str:
+    """What was measured of the devices that the plan is priced with; "" where it is the chip table."""
+    chip = plan.chip
+    if chip is None or not chip.calibration:
+        return ""
+    parts = zip(("products", "memory traffic", "links"), (getattr(chip, k) for k in EFFICIENCIES), strict=True)
+    return (
+        f"calibrated on {chip.calibration}: {', '.join(f'{what} {part:.2g}' for what, part in parts)} of the peak rate"
+    )
 
 
 def bodies(plan: Plan, most: int = 2) -> list[Body]:

@@ -24,6 +24,7 @@ from .facts import (
     effects,
     kernel_seconds,
     largest_values,
+    rates,
     step_seconds,
     waited_for,
     whole_bytes,
@@ -159,7 +160,7 @@ def cards(plan: Plan) -> str:
     shown = [("at the peak, on each device", human(memory.peak), memory.peak, meter, of)]
     if time is not None:
         bounds = f"{duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does"
-        below = "; ".join(filter(None, (bounds, waited_for(plan))))
+        below = "; ".join(filter(None, (bounds, waited_for(plan), rates(plan))))
         shown.append(("a step, estimated", duration(time.seconds), time.seconds, "", escape(below)))
         longest = f"{escape(time.bottleneck.split(':')[0])} takes longest"
         shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", longest))

@@ -18,7 +18,7 @@ from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Held, Overlap, Plan
-from .facts import chips_of, waited_for
+from .facts import chips_of, rates, waited_for
 
 MOST = 8  # collectives, each with its cause; what is left is summed up
 ROWS = 7  # tensors of a kind
@@ -120,7 +120,8 @@ def _repeated(plan: Plan) -> list[Text]:
 def _costs(plan: Plan) -> list[Text]:
     """Memory at its peak by kind; time by what takes it, and the bottleneck."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
-    of = f" of the {human(chip.per_device().hbm)} of a {chip.name}" if chip is not None else ""
+    room = math.inf if chip is None else chip.per_device().hbm
+    of = f" of the {human(room)} of a {chip.name}" if chip is not None and math.isfinite(room) else ""
     at = f", at {memory.peak_source}" if memory.peak_source else ""
     kinds = ", ".join(f"{kind} {human(n)}" for kind, n in sorted(memory.by_kind.items(), key=lambda x: -x[1]))
     out = [Text.assemble(("each device needs ", "bold"), (human(memory.peak), "bold"), f"{of} at the peak{at}"),
@@ -131,7 +132,7 @@ def _costs(plan: Plan) -> list[Text]:
             f" on {chip.name}: {duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does; "
             f"{100 * time.mfu:.0f} % of the peak FLOP/s",
         ))  # fmt: skip
-        out += [Text(f"    {line}", style="dim") for line in (time.bottleneck, waited_for(plan)) if line]
+        out += [Text(f"    {line}", style="dim") for line in (time.bottleneck, waited_for(plan), rates(plan)) if line]
     return out
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from ..errors import CheckError, DivisibilityError
 from ..layout import Layout
@@ -110,12 +110,14 @@ class Subject:
       arrays: its flat arguments.
       alone: flat arguments → flat results, to be traced: the step as written, for one device.
       sharded: the same, compiled under the layout.
+      shardings: of its flat arguments.
     """
 
     plan: Plan
     arrays: list[Any]
     alone: Callable[..., list[Any]]
     sharded: Callable[[list[Any]], list[Any]]
+    shardings: Sequence[NamedSharding] = ()
 
 
 def check_layouts(
@@ -132,7 +134,7 @@ def check_layouts(
     case = _Case(tolerance)
     report = Report(tolerance=tolerance)
     refused: DivisibilityError | None = None
-    for layout in _each_layout(layouts):
+    for layout in each_layout(layouts):
         for m in _default_meshes(layout) if asked is None else asked:
             m = make_mesh(m) if isinstance(m, str) else m
             for lowering in lowerings:
@@ -153,7 +155,12 @@ def check_layouts(
     return report
 
 
-def _each_layout(layouts: Any) -> list[Layout]:
+def check_subject(subject: Subject, lowering: str, tolerance: float) -> Row:
+    """One layout beside the unsharded run."""
+    return _Case(tolerance).run(subject, lowering)
+
+
+def each_layout(layouts: Any) -> list[Layout]:
     if isinstance(layouts, str | Layout | Mapping):
         return [Layout(layouts)]
     layouts = list(layouts)

@@ -113,7 +113,10 @@ class Localizer:
         assert isinstance(plan.mesh, Mesh)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JoinWarning)  # said once already
-            again = make_plan(self.program, plan.layout, plan.mesh, overlap=plan.overlap, options=plan.options.mode)
+            again = make_plan(
+                self.program, plan.layout, plan.mesh, overlap=plan.overlap, options=plan.options.mode,
+                calibrations=plan.calibrations,
+            )  # fmt: skip
             run, ins, outs = LOWERINGS[lowering](again, plan.mesh)
         placed = [
             place(x, s) if isinstance(x, jax.Array | np.ndarray) else x

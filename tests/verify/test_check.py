@@ -18,7 +18,7 @@ import meshpar as mp
 from meshpar.api import check
 from meshpar.errors import CheckError, DivisibilityError
 from meshpar.lower import LOWERINGS
-from meshpar.verify.check import _default_meshes, _each_layout
+from meshpar.verify.check import _default_meshes, each_layout
 from meshpar.verify.localize import flatten
 from meshpar.verify.numbers import compare, copies
 
@@ -152,10 +152,10 @@ def test_default_meshes_that_do_not_divide_are_skipped_and_listed() -> None:
 
 def test_layouts_may_be_one_or_several_or_a_rule_list() -> None:
     rules = [("batch", "data"), ("embed", None)]
-    assert [str(x) for x in _each_layout("batch: data")] == ["batch: data"]
-    assert [str(x) for x in _each_layout(["batch: data", "a: b"])] == ["batch: data", "a: b"]
-    assert _each_layout(rules) == [mp.Layout(rules)]
-    assert _each_layout([rules, "batch: data"]) == [mp.Layout(rules), mp.Layout("batch: data")]
+    assert [str(x) for x in each_layout("batch: data")] == ["batch: data"]
+    assert [str(x) for x in each_layout(["batch: data", "a: b"])] == ["batch: data", "a: b"]
+    assert each_layout(rules) == [mp.Layout(rules)]
+    assert each_layout([rules, "batch: data"]) == [mp.Layout(rules), mp.Layout("batch: data")]
 
 
 def test_donated_and_static_arguments(x: np.ndarray) -> None:

@@ -1,0 +1,165 @@
+"""What was measured: the layouts, best first, and the calibration that was fitted to them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ..hardware.calibration import EFFICIENCIES, Calibration
+from ..plan.collectives import duration
+from ..report.html import number, page, style, table
+from ..report.save import save
+from ..report.text import plain
+
+
+@dataclass(frozen=True, slots=True)
+class TunedRow:
+    """A layout that was measured.
+
+    Attributes:
+      mesh, layout: as text, to be copied.
+      seconds: of a step, the median of the rounds.
+      spread: half of the distance between the quartiles.
+      planned: seconds of its plan before calibration; of devices that the chip table does not have, with nominal figures.
+      fitted: seconds of its plan with what was fitted.
+    """
+
+    mesh: str
+    layout: str
+    seconds: float
+    spread: float
+    planned: float
+    fitted: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over planned seconds."""
+        return self.seconds / self.planned if self.planned else float("inf")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What :func:`meshpar.tune` measured: print it; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
+
+    Attributes:
+      device_kind, devices: on what.
+      rounds: how often each layout was measured.
+      rows: best first.
+      calibration: fitted to them; ``calibration.save("chip.json")`` keeps it for ``calibration=`` of :func:`meshpar.plan`.
+      listed: whether the chip table has these devices; else ``planned`` is with nominal figures.
+    """
+
+    device_kind: str
+    devices: int
+    rounds: int
+    rows: tuple[TunedRow, ...]
+    calibration: Calibration
+    listed: bool
+
+    @property
+    def best(self) -> TunedRow:
+        """The layout of the shortest step."""
+        return self.rows[0]
+
+    @property
+    def ties(self) -> tuple[TunedRow, ...]:
+        """Layouts that the spread of the rounds does not tell from the best, without it."""
+        best = self.best
+        return tuple(r for r in self.rows[1:] if r.seconds - r.spread <= best.seconds + best.spread)
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        rows = [{**asdict(r), "ratio": r.ratio} for r in self.rows]
+        return json.dumps(
+            {
+                "device_kind": self.device_kind, "devices": self.devices, "rounds": self.rounds, "best": rows[0],
+                "rows": rows, "calibration": asdict(self.calibration), "listed": self.listed,
+            }
+        )  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file: ``.json``, ``.html``, ``.txt``.
+
+        Raises:
+          UnsupportedError: another suffix.
+        """
+        save(self, path, {".json": Tuning.to_json, ".html": lambda t: page(t._title, t._html()), ".txt": plain})
+
+    @property
+    def _title(self) -> str:
+        return f"{len(self.rows)} layouts on {self.devices} × {self.device_kind}"
+
+    @property
+    def _said(self) -> list[str]:
+        c = self.calibration
+        of = (
+            "the chip table's peak rates"
+            if self.listed
+            else "nominal rates (100 GFLOP/s, 20 GB/s of memory, 5 GB/s of links)"
+        )
+        parts = zip(("products", "memory traffic", "links"), (getattr(c, k) for k in EFFICIENCIES), strict=True)
+        lines = [f"fitted: {', '.join(f'{what} {part:.3g}' for what, part in parts)} of {of}; plans with these are "
+                 f"{100 * c.error:.0f} % off at the median"]  # fmt: skip
+        if self.ties:
+            lines.append(f"the best {len(self.ties) + 1} cannot be told apart: they differ by less than the rounds do")
+        return [*lines, *c.notes]
+
+    def _html(self) -> str:
+        best = self.best
+        head = (
+            f'<h1>{escape(self._title)}</h1><p class="dim">medians of {self.rounds} interleaved rounds</p>'
+            f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br>{duration(best.seconds)} a step</p>"
+        )
+        heads = [
+            ("step", "n"),
+            ("±", "n"),
+            ("planned", "n more"),
+            ("measured / planned", "n"),
+            ("fitted", "n more"),
+            ("mesh, layout", ""),
+        ]
+        cells = [
+            "<tr>" + number(duration(r.seconds), r.seconds) + number(duration(r.spread), r.spread)
+            + f'<td class="n more" data-v="{r.planned:.6g}">{duration(r.planned)}</td>' + number(f"{r.ratio:.2f}", r.ratio)
+            + f'<td class="n more" data-v="{r.fitted:.6g}">{duration(r.fitted)}</td>'
+            + f"<td><code>{escape(r.mesh)}</code><br><code>{escape(r.layout)}</code></td></tr>"
+            for r in self.rows
+        ]  # fmt: skip
+        return f"{head}{table(heads, cells, sortable=True)}" + "".join(f"<p>{escape(line)}</p>" for line in self._said)
+
+    def _repr_html_(self) -> str:
+        return f'<div class="mp">{style()}{self._html()}</div>'
+
+    def __rich__(self) -> Any:
+        best = self.best
+        head = Text.assemble(("tune", "bold"), f"    {self._title}, medians of {self.rounds} interleaved rounds")
+        choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout}")
+        shown = Table(box=None, pad_edge=False)
+        for name in ("step", "±", "planned", "ratio", "fitted"):
+            shown.add_column(name, justify="right", no_wrap=True, vertical="top")
+        shown.add_column("mesh, layout", overflow="fold")
+        for r in self.rows[:12]:
+            where = Text.assemble(r.mesh, "\n", (r.layout or "(nothing split)", "dim"))
+            shown.add_row(
+                duration(r.seconds),
+                duration(r.spread),
+                duration(r.planned),
+                f"{r.ratio:.2f}",
+                duration(r.fitted),
+                where,
+            )
+        return Group(head, Text(), choice, Text(), shown, Text(), *(Text(line, style="dim") for line in self._said))
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    def __repr__(self) -> str:
+        best = self.best
+        return f"<Tuning of {self._title}: {best.mesh}: {best.layout}; {duration(best.seconds)} a step>"

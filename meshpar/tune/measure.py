@@ -1,0 +1,223 @@
+"""Measuring: every layout in turn, round after round, so that what disturbs the machine disturbs all of them."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import CheckError, CompilerError, MeshError, UnsupportedError
+from ..global_arrays import place
+from ..hardware.calibration import JAXLIB, Calibration
+from ..hardware.chips import chip_of_kind
+from ..plan.collectives import duration
+from ..planned import Plan
+from ..verify.check import Subject, check_subject
+from ..verify.numbers import Difference, host, mesh_text, worst_of
+from .answer import TunedRow, Tuning
+from .fit import fit
+
+Clock = Callable[[], float]
+LISTED, NOMINAL = (0.02, 1.0), (1e-4, 1e4)
+"""Efficiencies that are believed: of chips in the table, and of nominal figures."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that is to be measured.
+
+    Attributes:
+      layout: its text.
+      subject: the step under it, with its arguments.
+      lowering: as in :func:`meshpar.jit`.
+    """
+
+    layout: str
+    subject: Subject
+    lowering: str
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.of(self.subject.plan)
+
+    @property
+    def name(self) -> str:
+        return f"`{self.layout or '(nothing split)'}` on {mesh_text(self.subject.plan.mesh)}"
+
+
+def tune(
+    candidates: Sequence[Candidate], *, rounds: int, tolerance: float, tell: Callable[[str], None], clock: Clock = time.perf_counter
+) -> Tuning:  # fmt: skip
+    """As :func:`meshpar.tune`, of layouts that were planned.
+
+    Args:
+      tell: is told how far it is.
+      clock: seconds.
+    """
+    if not candidates:
+        raise UnsupportedError("mp.tune was given no layouts", fixes=['layouts=["batch: data", "batch, embed: data"]'])
+    if rounds < 1:
+        raise UnsupportedError(f"rounds={rounds!r}: every layout is measured at least once")
+    devices = {d for c in candidates for d in c.subject.plan.mesh.devices.flat}  # type: ignore[union-attr]
+    if len(devices) == 1:
+        raise MeshError(
+            "mp.tune was given one device, on which all layouts are the same program",
+            fixes=["mp.virtual_devices(8) before the first use of a device, for CPU stand-ins", "or a mesh of more devices"],
+        )  # fmt: skip
+    kinds = {d.device_kind for d in devices}
+    if len(kinds) > 1:
+        raise UnsupportedError(
+            f"the devices are of several kinds, {', '.join(sorted(kinds))}", fixes=["a mesh of one kind"]
+        )
+    _compare(candidates, tolerance, tell)
+    times: list[list[float]] = [[] for _ in candidates]
+    run = 0
+    for r in range(rounds):
+        for k in range(len(candidates)):
+            k = (k + r) % len(candidates)  # none always comes behind the same one
+            times[k].append(_once(candidates[k].subject, clock))
+            run += 1
+            best = min(min(t) for t in times if t)
+            tell(f"{rounds * len(candidates)} runs, the shortest {duration(best)}; run {run}")
+    return _answer(candidates, times, rounds, tell)
+
+
+def _placed(subject: Subject) -> list[Any]:
+    """The arguments where the program wants them; what is donated as copies, which it may have."""
+    donated, out = subject.plan.donated, []
+    for k, (x, sharding) in enumerate(zip(subject.arrays, subject.shardings, strict=True)):
+        if isinstance(x, jax.Array | np.ndarray):
+            x = place(x, sharding)
+            x = jnp.copy(x) if k in donated else x
+        out.append(x)
+    return jax.block_until_ready(out)
+
+
+def _once(subject: Subject, clock: Clock) -> float:
+    """Seconds of one step, its arguments in place before; the second of two, as the first may find caches cold."""
+    seconds = 0.0
+    placed = _placed(subject)
+    for again in (False, True):
+        if again and subject.plan.donated:
+            del placed
+            placed = _placed(subject)
+        began = clock()
+        out = jax.block_until_ready(subject.sharded(placed))
+        seconds = clock() - began
+        del out
+    return seconds
+
+
+def _compare(candidates: Sequence[Candidate], tolerance: float, tell: Callable[[str], None]) -> None:
+    """Run every layout once, which compiles it, and compare its results with those of the first.
+
+    Raises:
+      CheckError: they differ, and rounding does not explain it.
+      CompilerError: one that does not compile, or has no room to run.
+    """
+    first: list[np.ndarray] = []
+    for candidate in candidates:
+        tell(f"compiling {candidate.name}")
+        subject = candidate.subject
+        try:
+            outs = jax.block_until_ready(subject.sharded(_placed(subject)))
+        except jax.errors.JaxRuntimeError as e:
+            raise CompilerError(f"{candidate.name} does not run: {str(e).splitlines()[0]}") from e
+        if not first:
+            first = [host(x) for x in outs]
+            continue
+        found = [worst_of(a, b, tolerance) for a, b in zip(outs, first, strict=True)]
+        bad = [k for k, d in enumerate(found) if not d.ok]
+        if bad:
+            _explained(candidates[0], candidate, {subject.plan.outputs[k].path: found[k] for k in bad}, tolerance)
+
+
+def _explained(first: Candidate, other: Candidate, differ: Mapping[str, Difference], tolerance: float) -> None:
+    """Whether rounding explains by what the results of two layouts differ: each is compared with the unsharded run.
+
+    Raises:
+      CheckError: it does not.
+    """
+    path, worst = max(differ.items(), key=lambda d: d[1].relative)
+    said = CheckError(
+        f"{path}: {other.name} gives other numbers than {first.name}: the largest difference is {worst.relative:.2g} of the "
+        f"largest value, and {worst.allowed:.2g} is allowed",
+        path=path,
+        fixes=["mp.check(step, …, layouts=…) says which op differs", "a step must give the same numbers in every run"],
+    )
+    explained: set[str] = set()
+    for each in (first, other):
+        try:
+            row = check_subject(each.subject, each.lowering, tolerance)
+        except jax.errors.JaxRuntimeError:  # one device has no room for the step
+            raise said from None
+        if row.error is not None:
+            raise row.error from said
+        explained.update(row.explained)
+    if any(path not in explained and d.relative > 2 * d.allowed for path, d in differ.items()):
+        raise said
+
+
+def _answer(
+    candidates: Sequence[Candidate], times: Sequence[Sequence[float]], rounds: int, tell: Callable[[str], None]
+) -> Tuning:
+    kind = candidates[0].subject.plan.mesh.devices.flat[0].device_kind  # type: ignore[union-attr]
+    seconds = [statistics.median(t) for t in times]
+    spreads = [_spread(t) for t in times]
+    chip = chip_of_kind(kind)
+    bare = Calibration(kind, JAXLIB, 1.0, 1.0, 1.0, hbm=None if chip is not None else _memory())
+    if chip is not None:
+        bare = Calibration(kind, JAXLIB, chip.matmul_efficiency, chip.hbm_efficiency, chip.link_efficiency)
+
+    def with_these(efficiencies: Sequence[float]) -> Calibration:
+        products, memory, links = efficiencies
+        return Calibration(kind, JAXLIB, products, memory, links, hbm=bare.hbm)
+
+    def predict(efficiencies: Sequence[float]) -> list[float]:
+        plans = [c.plan.replan(calibration=with_these(efficiencies)) for c in candidates]
+        return [p.seconds or 0.0 for p in plans]
+
+    tell("fitting the efficiencies of the chip")
+    start = (bare.matmul_efficiency, bare.hbm_efficiency, bare.link_efficiency)
+    planned = predict(start)
+    noise = statistics.median(s / t for s, t in zip(spreads, seconds, strict=True))
+    fitted = fit(predict, start, seconds, bounds=NOMINAL if chip is None else LISTED, noise=noise)
+    calibration = Calibration(
+        kind,
+        JAXLIB,
+        *fitted.efficiencies,
+        layouts=len(candidates),
+        error=fitted.error,
+        hbm=bare.hbm,
+        notes=fitted.notes,
+    )
+    rows = [
+        TunedRow(mesh_text(c.subject.plan.mesh), c.layout, s, spread, p, f)
+        for c, s, spread, p, f in zip(candidates, seconds, spreads, planned, fitted.planned, strict=True)
+    ]
+    count = len({d for c in candidates for d in c.subject.plan.mesh.devices.flat})  # type: ignore[union-attr]
+    ranked = sorted(rows, key=lambda r: (r.seconds, r.layout))
+    return Tuning(kind, count, rounds, tuple(ranked), calibration, listed=chip is not None)
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Half of the distance between the quartiles."""
+    if len(times) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / 2
+
+
+def _memory() -> float:
+    """Bytes of a device that the chip table does not have: what it says itself, else its share of the machine's memory."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    found = stats.get("bytes_limit")
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return float(found or whole / jax.local_device_count())

@@ -1,0 +1,141 @@
+"""Calibrations: kept by kind of device and version, and what plans are priced with."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+from meshpar.hardware.calibration import JAXLIB, calibrated, calibrations, read_calibrations
+from meshpar.hardware.chips import CHIPS
+from meshpar.hardware.topology import chip_of
+
+CPU = mp.Calibration("cpu", JAXLIB, 0.1, 0.2, 0.3, layouts=3, error=0.05, hbm=1e9, notes=("links hardly matter",))
+V5E = mp.Calibration("TPU v5 lite", JAXLIB, 0.5, 0.6, 0.7)
+
+
+def f(x, w):
+    return x @ w
+
+
+SHAPES = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+
+def planned(**options):
+    where = {"mesh": "data=4, model=2", "layout": "a: data; b: model"}
+    return mp.plan(f, *SHAPES, dims={"x": "a b", "w": "b c"}, **{**where, **options})
+
+
+def test_a_file_keeps_other_kinds_and_versions(tmp_path):
+    path = tmp_path / "chips.json"
+    old = replace(CPU, jaxlib="0.9.1")
+    for c in (old, CPU, V5E, replace(CPU, matmul_efficiency=0.11)):
+        c.save(path)
+    assert set(read_calibrations(path)) == {old, V5E, replace(CPU, matmul_efficiency=0.11)}
+    assert calibrations([CPU, V5E]) == (CPU, V5E)
+    assert calibrations(None) == ()
+
+
+def test_this_version_is_taken_else_the_newest():
+    mesh = mp.mesh("data=8")
+    older, newer = replace(CPU, jaxlib="0.9.10"), replace(CPU, jaxlib="0.9.9")
+    assert calibrated(None, mesh, (older, CPU, newer)).calibration == CPU.name
+    assert calibrated(None, mesh, (newer, older)).calibration == "cpu, jaxlib 0.9.10"
+
+
+def test_a_plan_names_what_it_is_priced_with(tmp_path):
+    CPU.save(tmp_path / "cpu.json")
+    bare, plan = planned(), planned(calibration=tmp_path / "cpu.json")
+    assert bare.seconds is None
+    assert json.loads(bare.to_json())["calibration"] is None
+    assert json.loads(plan.to_json())["calibration"] == {
+        "measured_on": CPU.name, "matmul_efficiency": 0.1, "hbm_efficiency": 0.2, "link_efficiency": 0.3,
+    }  # fmt: skip
+    assert f"calibrated on {CPU.name}" in str(plan)
+    assert f"calibrated on {CPU.name}" in plan._repr_html_()
+    work = 2 * 64**3 / 8 / (0.5 * 1e11 * 0.1)  # products of f32 at half the rate
+    assert plan.time.compute == pytest.approx(work)
+    other = plan.replan(layout="a: data")
+    assert other.chip == plan.chip
+    slower = plan.replan(calibration=replace(CPU, matmul_efficiency=0.05))
+    assert slower.time.compute == pytest.approx(2 * work)
+    step = mp.jit(f, mesh="data=4, model=2", layout="a: data; b: model", dims={"x": "a b", "w": "b c"}, calibration=CPU)
+    assert step.plan(*SHAPES).chip == plan.chip
+
+
+def test_of_a_chip_in_the_table_only_efficiencies_change():
+    plain = planned(topology="v5e:2x4")
+    plan = planned(topology="v5e:2x4", calibration=[CPU, V5E])
+    want = {"matmul_efficiency": 0.5, "hbm_efficiency": 0.6, "link_efficiency": 0.7, "calibration": V5E.name}
+    assert plan.chip == replace(CHIPS["v5e"], **want)
+    assert plan.time.compute == pytest.approx(plain.time.compute / 0.5)
+    assert planned(topology="v5e:2x4").time.communication == plain.time.communication  # nothing is kept of the other
+    assert plan.replan().time.communication == pytest.approx(plan.time.communication)
+
+
+def test_a_search_is_priced_with_it():
+    found = [
+        mp.search(f, *SHAPES, topology="v5e:2x4", dims={"x": "a b", "w": "b c"}, mesh="data=8", most=4, calibration=c)
+        for c in (None, V5E)
+    ]
+    assert found[1].best.seconds > found[0].best.seconds
+    assert found[1].plan().chip.calibration == V5E.name
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"topology": "v5e:2x4", "calibration": CPU}, "of cpu, and the plan is for a v5e"),
+        ({"calibration": V5E}, "an abstract mesh without a topology"),
+        ({"calibration": [CPU, replace(CPU, device_kind="NVIDIA L4")]}, "of several kinds"),
+    ],
+)
+def test_of_other_devices(options, says):
+    with pytest.raises(mp.MeshError, match=says):
+        planned(**options)
+    assert calibrated(chip_of("v5e:2x4"), mp.mesh("data=8"), ()) == CHIPS["v5e"]
+
+
+def test_devices_of_another_kind():
+    with pytest.raises(mp.MeshError, match="of TPU v5 lite, and the plan is for devices of kind 'cpu'"):
+        planned(mesh=mp.mesh("data=4, model=2"), calibration=V5E)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is no calibration file"),
+        ("[]", "is no calibration file"),
+        ('{"format": 2, "devices": {}}', "format is 2"),
+        ('{"format": 1, "devices": {}}', "no device"),
+        (
+            '{"format": 1, "devices": {"cpu": {"0.10.2": {"matmul_efficiency": 1}}}}',
+            "cpu / 0.10.2: 'hbm_efficiency' is",
+        ),
+        (
+            '{"format": 1, "devices": {"cpu": {"0.1": {"matmul_efficiency": 0, "hbm_efficiency": 1, "link_efficiency": 1}}}}',
+            "matmul_efficiency is 0",
+        ),
+        (
+            '{"format": 1, "devices": {"cpu": {"0": {"matmul_efficiency": 1, "hbm_efficiency": 1, "link_efficiency": 1, "x": 1}}}}',
+            "x is not known",
+        ),
+    ],
+)
+def test_files_that_are_none(tmp_path, content, says):
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(mp.UnsupportedError, match=says):
+        planned(calibration=path)
+    with pytest.raises(mp.UnsupportedError, match="is no calibration file"):
+        CPU.save(path)  # nor is it overwritten
+    assert path.read_text() == content
+
+
+def test_no_file():
+    with pytest.raises(mp.UnsupportedError, match="there is no calibration file"):
+        planned(calibration="/nowhere.json")
+    with pytest.raises(mp.UnsupportedError, match="is none"):
+        planned(calibration=[3])

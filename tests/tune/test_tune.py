@@ -1,0 +1,203 @@
+"""Layouts measured on CPU devices: what is measured, what is compared, bad input. No test depends on how long anything takes."""
+
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshpar as mp
+from meshpar.hardware.calibration import JAXLIB
+from meshpar.tune import Candidate, tune
+
+OPTIMIZER = optax.adam(1e-2)
+DIMS = {"state/*/up": "embed mlp", "state/*/down": "mlp embed", "x": "batch embed"}
+LAYOUTS = ["batch: data", "batch: data; mlp: model", "batch, embed: data; mlp: model"]
+MESH = "data=4, model=2"
+
+
+def train_step(state, x):
+    def loss(p):
+        return jnp.mean(jnp.square(jax.nn.relu(x @ p["up"]) @ p["down"] - x))
+
+    value, gradients = jax.value_and_grad(loss)(state["params"])
+    updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    params = {"up": jnp.asarray(0.1 * rng.standard_normal((16, 32)), jnp.float32),
+              "down": jnp.asarray(0.1 * rng.standard_normal((32, 16)), jnp.float32)}  # fmt: skip
+    return {"params": params, "opt_state": OPTIMIZER.init(params)}, jnp.asarray(
+        rng.standard_normal((8, 16)), jnp.float32
+    )
+
+
+def test_layouts_are_measured_and_the_arguments_left_alone(tmp_path):
+    state, x = arguments()
+    told = []
+    found = mp.tune(
+        train_step,
+        state,
+        x,
+        layouts=LAYOUTS,
+        mesh=MESH,
+        dims=DIMS,
+        donate_argnames="state",
+        rounds=3,
+        progress=told.append,
+    )
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, x)))
+    assert {r.layout for r in found.rows} == {str(mp.Layout(text)) for text in LAYOUTS}
+    assert [r.seconds for r in found.rows] == sorted(r.seconds for r in found.rows)
+    assert found.best == found.rows[0]
+    assert (found.device_kind, found.devices, found.rounds, found.listed) == ("cpu", 8, 3, False)
+    assert (found.calibration.device_kind, found.calibration.jaxlib) == ("cpu", JAXLIB)
+    found.calibration.save(tmp_path / "cpu.json")
+    for row in found.rows:  # plans with the calibration have the fitted seconds
+        plan = mp.plan(
+            train_step, state, x, mesh=row.mesh, layout=row.layout, dims=DIMS, donate_argnames="state",
+            lowering="shard_map", calibration=tmp_path / "cpu.json",
+        )  # fmt: skip
+        assert plan.seconds == pytest.approx(row.fitted)
+    assert any("run 9" in text for text in told)
+    text = str(found)
+    assert len(text.splitlines()) < 24
+    assert all(row.layout in text for row in found.rows)
+    found.save(tmp_path / "found.json")
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert kept["best"]["ratio"] == found.best.seconds / found.best.planned
+    assert found._repr_html_().count("<tr>") == 1 + len(found.rows)
+
+
+def ticking(order):
+    """A clock, and a step of which each run takes as long as its layout has rules, whatever the machine does."""
+    now = [0.0]
+
+    def clock():
+        return now[0]
+
+    def taking(candidate, seconds, disturbed):
+        subject = candidate.subject
+        inner = subject.sharded
+        runs = itertools.count()
+
+        def sharded(xs):
+            order.append(candidate.layout)
+            now[0] += seconds * (10 if next(runs) in disturbed else 1)
+            return inner(xs)
+
+        return Candidate(
+            candidate.layout,
+            type(subject)(subject.plan, subject.arrays, subject.alone, sharded, subject.shardings),
+            "jit",
+        )
+
+    return clock, taking
+
+
+def test_rounds_are_interleaved_and_medians_taken():
+    order = []
+    clock, taking = ticking(order)
+    x = jnp.ones((8, 8))
+    candidates = []
+    for k, layout in enumerate(["a: data", "b: data", ""]):
+        step = mp.jit(lambda x: x + 1, mesh="data=8", layout=mp.Layout(layout, optional=True), dims={"x": "a b"})
+        with step._subject((x,), {}) as subject:
+            candidates.append(taking(Candidate(layout, subject, "jit"), k + 1.0, {4}))
+    found = tune(candidates, rounds=3, tolerance=1e-5, tell=lambda text: None, clock=clock)
+    assert [(r.layout, r.seconds) for r in found.rows] == [("a: data", 1), ("b: data", 2), ("", 3)]
+    assert all(r.spread > 0 for r in found.rows)
+    firsts = [order[3 + 6 * r] for r in range(3)]  # the first runs compare; then two runs each, all in every round
+    assert firsts == ["a: data", "b: data", ""]
+    assert [sorted(order[3 + 6 * r : 9 + 6 * r]) for r in range(3)] == [sorted(2 * ["a: data", "b: data", ""])] * 3
+
+
+def test_numbers_that_differ_are_caught():
+    traced = itertools.count(1)
+
+    def step(x):
+        return {
+            "loss": jnp.sum(x),
+            "bad": x * next(traced),
+        }  # what the layout must not do: other meshes are traced anew
+
+    with pytest.raises(mp.CheckError) as caught:
+        mp.tune(
+            step, jnp.ones((8, 4)), layouts=[("data=8", "a: data"), ("rows=8", "a: rows")], dims={"x": "a b"}, rounds=1
+        )
+    assert caught.value.path == "bad"
+
+
+def test_rounding_that_adam_blows_up_is_no_difference():
+    """A gradient that is zero but for rounding becomes a full step of either sign."""
+
+    def step(state, x):
+        loss = lambda p: jnp.mean((x @ p["up"] - x @ p["up"]) ** 2) + jnp.sum(x @ p["down"].T - x @ p["down"].T)  # noqa: E731
+        gradients = jax.grad(loss)(state["params"])
+        updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"])
+        return optax.apply_updates(state["params"], updates), opt_state
+
+    found = mp.tune(step, *arguments(), layouts=LAYOUTS[:2], mesh=MESH, dims=DIMS, rounds=1)
+    assert len(found.rows) == 2
+
+
+def test_modules_are_measured_and_not_updated():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((8, 8)), out_sharding=("embed", "mlp"), eager_sharding=False)
+
+    def step(model, x):
+        model.w[...] = model.w[...] - 0.1 * jnp.mean(x)
+        return jnp.sum(x @ model.w[...])
+
+    model = Model()
+    found = mp.tune(
+        step, model, jnp.ones((8, 8)), layouts=["batch: data", "mlp: data"], dims={"x": "batch embed"}, rounds=1
+    )
+    assert len(found.rows) == 2
+    np.testing.assert_array_equal(model.w[...], np.ones((8, 8)))
+
+
+def test_what_jit_returned_and_pairs_and_searches():
+    state, x = arguments()
+    step = mp.jit(train_step, mesh=MESH, layout="", dims=DIMS, donate_argnames="state")
+    pairs = [
+        ("data=8", "batch: data"),
+        (mp.mesh("data=2, model=4"), mp.Layout("batch: data; mlp: model")),
+        ("data=8", "batch: data"),
+    ]
+    found = mp.tune(step, state, x, layouts=pairs, rounds=1)
+    assert {(r.mesh, r.layout) for r in found.rows} == {
+        ("data=8", "batch: data"),
+        ("data=2, model=4", "batch: data; mlp: model"),
+    }
+    searched = mp.search(train_step, state, x, topology="v5e:2x4", dims=DIMS, donate_argnames="state", most=8)
+    again = mp.tune(train_step, state, x, layouts=searched, most=2, dims=DIMS, rounds=1)
+    assert {(r.mesh, r.layout) for r in again.rows} == {(r.mesh, r.layout) for r in searched.rows[:2]}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"layouts": []}, mp.UnsupportedError, "no layouts"),
+        ({"layouts": "batch: data; mlp: model", "mesh": None}, mp.MeshError, "no mesh says their sizes"),
+        ({"layouts": "batch: data", "mesh": "data=1"}, mp.MeshError, "one device"),
+        ({"layouts": "batch: data", "mesh": "data=16"}, mp.MeshError, "needs 16 devices"),
+        ({"layouts": ["batch: data", "batch: rows"]}, mp.UnknownAxisError, "rows"),
+        ({"layouts": "batch: data+model; embed: data", "mesh": "data=8, model=3"}, mp.MeshError, "24"),
+        ({"layouts": [("data=3", "batch: data")], "mesh": None}, mp.DivisibilityError, "batch"),
+        ({"layouts": [("data=8", "batch: data")]}, mp.MeshError, "have their own meshes"),
+        ({"layouts": "batch: data", "meshes": "data=8"}, mp.MeshError, "both mesh= and meshes="),
+        ({"layouts": "batch: data", "rounds": 0}, mp.UnsupportedError, "rounds=0"),
+        ({"layouts": "batch: data", "lowering": "gspmd"}, mp.UnsupportedError, "no lowering"),
+    ],
+)
+def test_bad_input(options, error, says):
+    with pytest.raises(error, match=says):
+        mp.tune(train_step, *arguments(), dims=DIMS, **{"mesh": MESH, **options})
