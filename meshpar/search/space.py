@@ -14,6 +14,9 @@ from ..program.ir import Program
 AXES = ("data", "model", "third")
 """What the axes of the meshes tried are called; any dim may take any of them."""
 
+SCOPES = (None, "opt", "params")
+"""What a rule is of: all, or the dims of weights as they lie between steps."""
+
 Sizes = tuple[tuple[str, int], ...]
 """(axis, size), major first."""
 
@@ -67,7 +70,8 @@ class Space:
     """The dims that a search may split, and how.
 
     Attributes:
-      dims: (dim, scope), the ones that most bytes of the arguments have first; scope ``opt``: of the optimizer's state alone.
+      dims: (dim, scope), the ones that most bytes of the arguments have first, scoped ones last; ``opt``: of the
+        optimizer's state alone; ``params``: of the parameters alone.
       fixed: rules that every layout begins with.
     """
 
@@ -90,17 +94,16 @@ class Space:
                     fixes=[f"its dims are {', '.join(sorted(known))}"],
                 )
         weight = dict.fromkeys(sorted(known), 0)
-        opt: set[str] = set()
+        scoped: set[tuple[str, str | None]] = set()
         for value in program.inputs:
             for dim in program.dims(value):
                 if dim in weight:
                     weight[dim] += value.aval.size * value.aval.dtype.itemsize
-                    if value.kind == "opt":
-                        opt.add(dim)
+                    scoped.add((dim, value.kind))
         held = {(r.dim, r.scope) for r in fixed.rules}
         shared = [d for d in weight if not d.endswith("'") and d not in forbid]
-        dims = [(d, s) for d in shared for s in (None, "opt") if s is None or d in opt]
-        dims.sort(key=lambda d: (d[1] is not None, -weight[d[0]], d[0]))
+        dims = [(d, s) for d in shared for s in SCOPES if s is None or (d, s) in scoped]
+        dims.sort(key=lambda d: (SCOPES.index(d[1]), -weight[d[0]], d[0]))
         return cls(tuple(d for d in dims if d not in held), fixed.rules)
 
     def point(self, sizes: Sizes, rules: Iterable[Rule]) -> Point:

@@ -18,6 +18,7 @@ import pytest
 import meshpar as mp
 from meshpar.hardware.topology import parse_topology
 from meshpar.plan.claims import Claims
+from meshpar.search.space import Space
 
 OPTIMIZER = optax.adam(1e-3)
 V5E = parse_topology("v5e:4x4").chip.per_device().hbm
@@ -143,6 +144,13 @@ def test_equal_answers_to_the_claims_are_equal_plans():
         claims = Claims(base.program, mp.Layout(layout), dict(base.sizes))
         assert by_answers.setdefault((claims.named_scopes, claims.answers()), figures) == figures
     assert 10 < len(by_answers) < 120
+
+
+def test_weights_and_optimizer_state_have_rules_of_their_own():
+    base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
+    scopes = {scope: {d for d, s in Space.of(base.program, mp.Layout("params.mlp: data"), ["vocab"]).dims if s == scope}
+              for scope in (None, "opt", "params")}  # fmt: skip
+    assert scopes == {None: {"batch", "seq", "embed", "mlp"}, "opt": {"embed", "mlp"}, "params": {"embed"}}
 
 
 def test_rows_on_the_front_are_not_beaten_on_both_sides():
