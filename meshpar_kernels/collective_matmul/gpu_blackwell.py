@@ -4,8 +4,7 @@ As on Hopper (`gpu_hopper`), with other roles. One warp loads, one starts the pr
 sums have two slots in tensor memory, so that a tile is multiplied while the one before leaves. A gather has a third
 warpgroup, which sends this device's rows.
 
-- `full[s]`: all copies of a stage have landed. `empty[s]`: its products are done, as the tensor core reports.
-- `done[a]`: the sums of slot a are complete. `read[a]`: the writing warpgroup is done with them.
+Stages and slots change hands as in `grouped_matmul.blackwell`.
 """
 
 from __future__ import annotations
@@ -22,101 +21,72 @@ from meshpar_kernels import _compat
 from meshpar_kernels._nvlink import Peers
 from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import Order, share
-from meshpar_kernels.grouped_matmul.gpu_parts import ring, smem
+from meshpar_kernels.grouped_matmul.blackwell import multiply_tiles
+from meshpar_kernels.grouped_matmul.gpu_parts import smem
 
 __all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
-
-LOADER, MULTIPLIER = 0, 1
-"""Warps of the first warpgroup."""
 
 MULTIPLYING, WRITER, SENDER = 0, 1, 2
 """Warpgroups."""
 
 
-def _multiply_tile(
-    gpu: Any, order: Order, w: Any, column: Any, step: Any, used: Any, memory: tuple[Any, ...],
-    ready: Callable[[], None], copy_rows: Callable[..., None], transposed: bool,
-) -> None:  # fmt: skip
-    """The loads and the products of a tile; steps count from `step`, slots of sums from `used`."""
-    x_smem, w_smem, sums, full, empty, done, read = memory
-    tile = order.tile
-    slot = lax.rem(used, jnp.int32(2))
-    total = sums.at[:, pl.ds(slot * tile.n, tile.n)]
-
-    @gpu.warp_map
-    def _(warp):
-        @pl.when(warp == LOADER)
-        def _():
-            ready()
-
-            def load(i, _):
-                stage = ring(tile.stages, step + i)
-
-                @pl.when(step + i >= tile.stages)
-                def _():
-                    gpu.barrier_wait(empty.at[stage])
-
-                inner, outer = pl.ds(i * tile.k, tile.k), pl.ds(column * tile.n, tile.n)
-                copy_rows(inner, x_smem.at[stage], full.at[stage])
-                gpu.copy_gmem_to_smem(
-                    w.at[(outer, inner) if transposed else (inner, outer)], w_smem.at[stage], full.at[stage]
-                )
-
-            lax.fori_loop(0, order.steps, load, None)
-
-        @pl.when(warp == MULTIPLIER)
-        def _():
-            @pl.when(used >= 2)
-            def _():
-                gpu.barrier_wait(read.at[slot])
-
-            def product(i, _):
-                stage = ring(tile.stages, step + i)
-                gpu.barrier_wait(full.at[stage])
-                weights = _compat.transpose_ref(w_smem.at[stage]) if transposed else w_smem.at[stage]
-                gpu.tcgen05_mma(total, x_smem.at[stage], weights, accumulate=i > 0)
-                gpu.tcgen05_commit_arrive(empty.at[stage])
-
-            lax.fori_loop(0, order.steps, product, None)
-            gpu.tcgen05_commit_arrive(done.at[slot])
-
-
 def _walk(
-    gpu: Any, order: Order, num_sms: int, memory: tuple[Any, ...], multiply: Callable[..., None],
-    store: Callable[..., None],
+    gpu: Any, order: Order, num_sms: int, memory: tuple[Any, ...], transposed: bool, w: Any,
+    copy_rows: Callable[..., None], store: Callable[..., None],
 ) -> None:  # fmt: skip
     """The first two warpgroups' work.
 
     Args:
-      multiply: (turn, row, column, step, tiles so far) → the loads and products of a tile.
+      copy_rows: (turn, row, step of the tile, stage, barrier): starts the load of a step's rows, when they are there.
       store: what writes a tile: (its number, turn, row, column, its sums in float32: first column, columns → values).
     """
-    sums, done, read = memory[2], memory[-2], memory[-1]
+    x_smem, w_smem, sums, full, empty, done, read = memory
+    tile = order.tile
     warpgroup = lax.axis_index("warpgroup")
     multiprocessor = lax.axis_index("multiprocessor")
 
-    def one(i, _):
-        number = multiprocessor + i * num_sms
-        turn, row, column = order.at(number)
+    def slot_of(used):
+        slot = lax.rem(used, jnp.int32(2))
+        return slot, sums.at[:, pl.ds(slot * tile.n, tile.n)]
 
-        @pl.when(warpgroup == MULTIPLYING)
-        def _():
-            multiply(turn, row, column, i * order.steps, i)
+    def each_tile(work):
+        """`work` on (number, turn, row, column) of each tile, its steps, and the steps and tiles before."""
 
-        @pl.when(warpgroup == WRITER)
-        def _():
-            slot = lax.rem(i, jnp.int32(2))
-            gpu.barrier_wait(done.at[slot])
+        def one(i, _):
+            number = multiprocessor + i * num_sms
+            work((number, *order.at(number)), order.steps, i * order.steps, i)
 
-            def columns(left, width):
-                there = sums.at[:, pl.ds(slot * order.tile.n + left, width)]
-                return gpu.async_load_tmem(there, layout=gpu.Layout.TCGEN05)
+        lax.fori_loop(0, share(order.tiles, multiprocessor, num_sms), one, None)
 
-            store(number, turn, row, column, columns)
-            gpu.wait_load_tmem()
-            gpu.barrier_arrive(read.at[slot])
+    def copies(tile_at, i, stage, barrier):
+        _, turn, row, column = tile_at
+        copy_rows(turn, row, i, x_smem.at[stage], barrier)
+        inner, outer = pl.ds(i * tile.k, tile.k), pl.ds(column * tile.n, tile.n)
+        gpu.copy_gmem_to_smem(w.at[(outer, inner) if transposed else (inner, outer)], w_smem.at[stage], barrier)
 
-    lax.fori_loop(0, share(order.tiles, multiprocessor, num_sms), one, None)
+    def products(_, i, stage, total):
+        weights = _compat.transpose_ref(w_smem.at[stage]) if transposed else w_smem.at[stage]
+        gpu.tcgen05_mma(total, x_smem.at[stage], weights, accumulate=i > 0)
+
+    def write_tile(tile_at, steps, step, used):
+        del steps, step
+        slot, total = slot_of(used)
+        gpu.barrier_wait(done.at[slot])
+
+        def columns(left, width):
+            return gpu.async_load_tmem(total.at[:, pl.ds(left, width)], layout=gpu.Layout.TCGEN05)
+
+        store(*tile_at, columns)
+        gpu.wait_load_tmem()
+        gpu.barrier_arrive(read.at[slot])
+
+    @pl.when(warpgroup == MULTIPLYING)
+    def _():
+        multiply_tiles(gpu, tile.stages, slot_of, (full, empty, done, read), each_tile, copies, products)
+
+    @pl.when(warpgroup == WRITER)
+    def _():
+        each_tile(write_tile)
 
 
 def _gather_kernel(
@@ -126,35 +96,29 @@ def _gather_kernel(
     peers = Peers.of((axis,), (order.devices,))
     arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
-    def multiply(turn, row, column, step, used):
-        def ready():
-            if arrived is not None:
+    def copy_rows(turn, row, i, there, barrier):
+        here = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
 
-                @pl.when(turn > 0)
-                def _():
-                    pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)
+        @pl.when(turn == 0)
+        def _():
+            gpu.copy_gmem_to_smem(x.at[here], there, barrier)
 
-        def copy_rows(inner, there, barrier):
-            here = pl.ds(row * tile.m, tile.m), inner
+        if came is not None and arrived is not None:
 
-            @pl.when(turn == 0)
+            @pl.when((turn > 0) & (i == 0))
             def _():
-                gpu.copy_gmem_to_smem(x.at[here], there, barrier)
+                pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)
 
-            if came is not None:
-
-                @pl.when(turn > 0)
-                def _():
-                    gpu.copy_gmem_to_smem(came.at[turn - 1, *here], there, barrier)
-
-        _multiply_tile(gpu, order, w, column, step, used, memory, ready, copy_rows, transposed)
+            @pl.when(turn > 0)
+            def _():
+                gpu.copy_gmem_to_smem(came.at[turn - 1, *here], there, barrier)
 
     def store(_, turn, row, column, columns):
         target = out.at[order.block(turn, peers.rank), pl.ds(row * tile.m, tile.m)]
         width = staging.shape[-1]
         gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left, width).astype(out.dtype), staging)
 
-    _walk(gpu, order, num_sms, memory, multiply, store)
+    _walk(gpu, order, num_sms, memory, transposed, w, copy_rows, store)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == WRITER)
@@ -177,12 +141,9 @@ def _scatter_kernel(
     peers = Peers.of((axis,), (order.devices,))
     summed: Any = None if alone else gpu_peers.counts(gpu, (order.row_tiles, order.column_tiles))
 
-    def multiply(turn, row, column, step, used):
-        def copy_rows(inner, there, barrier):
-            here = order.block(turn, peers.rank), pl.ds(row * tile.m, tile.m), inner
-            gpu.copy_gmem_to_smem(x.at[here], there, barrier)
-
-        _multiply_tile(gpu, order, w, column, step, used, memory, lambda: None, copy_rows, transposed)
+    def copy_rows(turn, row, i, there, barrier):
+        here = order.block(turn, peers.rank), pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
+        gpu.copy_gmem_to_smem(x.at[here], there, barrier)
 
     def store(number, turn, row, column, columns):
         first = row * tile.m
@@ -208,7 +169,7 @@ def _scatter_kernel(
                 lambda slot: landed.at[slot], staging, gpu.Layout.TCGEN05,
             )  # fmt: skip
 
-    _walk(gpu, order, num_sms, memory, multiply, store)
+    _walk(gpu, order, num_sms, memory, transposed, w, copy_rows, store)
     multiprocessor = lax.axis_index("multiprocessor")
 
     @pl.when(lax.axis_index("warpgroup") == WRITER)
@@ -220,7 +181,7 @@ def _scatter_kernel(
 
 
 def _memory(gpu: Any, order: Order, transposed: bool, dtype: Any) -> list[Any]:
-    """Stages, sums, and their barriers, as `_multiply_tile` takes them."""
+    """Stages, sums, and their barriers, as `_walk` takes them."""
     tile = order.tile
     w_tile = (tile.n, tile.k) if transposed else (tile.k, tile.n)
     tensor_core = {"num_arrivals": 1, "orders_tensor_core": True}

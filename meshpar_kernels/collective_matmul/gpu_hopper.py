@@ -1,10 +1,9 @@
 """The fused products on Hopper GPUs (sm_90a, Mosaic GPU): `wgmma` while NVLink brings or takes rows.
 
 One block of threads on every multiprocessor walks the tiles of the result (`gpu_order`). A loading warpgroup and two multiplying
-ones have stages of shared memory between them: `full[s]` completes when all copies of a stage have landed, `empty[s]` when both
-have multiplied it. In a gather another warp of the loading warpgroup sends this device's rows (`gpu_peers.push`), and the
-loading one waits for the pieces of a tile's rows before it loads them. A scatter's multiplying warpgroups send their sums
-instead of writing them, and add up what came in the last turn.
+ones have stages of shared memory between them, which change hands as in `grouped_matmul.hopper`. In a gather another warp of the
+loading warpgroup sends this device's rows (`gpu_peers.push`), and the loading one waits for the pieces of a tile's rows before it
+loads them. A scatter's multiplying warpgroups send their sums instead of writing them, and add up what came in the last turn.
 
 All blocks must be able to run at once: one that waits for what a peer's block sends would keep others from starting, without end.
 """
@@ -24,11 +23,11 @@ from meshpar_kernels import _compat
 from meshpar_kernels._nvlink import Peers
 from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_order import Order, share
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, ring, smem
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, smem
+from meshpar_kernels.grouped_matmul.hopper import CONSUMERS, load_stages, multiply_stages
 
 __all__ = ["CONSUMERS", "all_gather_matmul", "matmul_reduce_scatter"]
 
-CONSUMERS = 2
 LOADING = CONSUMERS
 """The warpgroup after the multiplying ones."""
 
@@ -73,18 +72,7 @@ def _walk(
         gpu.set_max_registers(40, action="decrease")
 
         def load_tile(_, turn, row, column, step):
-            copies = load(turn, row, column)
-
-            def one(i, _):
-                slot = ring(order.tile.stages, step + i)
-
-                @pl.when(step + i >= order.tile.stages)
-                def _():
-                    gpu.barrier_wait(empty.at[slot])
-
-                copies(i, slot, full.at[slot])
-
-            lax.fori_loop(0, order.steps, one, None)
+            load_stages(gpu, step, order.steps, order.tile.stages, full, empty, load(turn, row, column))
 
         if beside is None:
             each_tile(load_tile)
@@ -102,19 +90,10 @@ def _walk(
 
         def make_tile(number, turn, row, column, step):
             def with_sums(sums):
-                def one(i, _):
-                    slot = ring(order.tile.stages, step + i)
-                    gpu.barrier_wait(full.at[slot])
+                def products(_, slot):
                     multiply(sums, slot, warpgroup)
-                    gpu.wgmma_wait(1)
 
-                    @pl.when(i > 0)
-                    def _():
-                        gpu.barrier_arrive(empty.at[ring(order.tile.stages, step + i - 1)])
-
-                lax.fori_loop(0, order.steps, one, None)
-                gpu.wgmma_wait(0)
-                gpu.barrier_arrive(empty.at[ring(order.tile.stages, step + order.steps - 1)])
+                multiply_stages(gpu, step, order.steps, order.tile.stages, full, empty, products)
                 store(number, turn, row, column, sums[...], warpgroup)
 
             pl.run_scoped(with_sums, gpu.ACC((ROWS, order.tile.n), jnp.float32))

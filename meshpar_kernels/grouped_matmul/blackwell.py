@@ -34,13 +34,13 @@ from meshpar_kernels.grouped_matmul.gpu_parts import GroupRows, Tile, activate, 
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.schedule import visit_spans
 
-__all__ = ["grouped_matmul", "grouped_matmul_transpose"]
+__all__ = ["grouped_matmul", "grouped_matmul_transpose", "multiply_tiles"]
 
 LOADER, MULTIPLIER = 0, 1
 """Warps of the first warpgroup."""
 
 
-def _multiply(gpu, stages, slot_of, barriers, each_tile, copies, products):
+def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products):
     """The loads and the products of all tiles, each in a warp that goes through them by itself: so the next tile's operands
     are on their way while the products of one are still to be started.
 
@@ -196,7 +196,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
 
     @pl.when(warpgroup == 0)
     def _():
-        _multiply(gpu, stages, slot_of, (full, empty, done, read), each_tile, copies, products)
+        multiply_tiles(gpu, stages, slot_of, (full, empty, done, read), each_tile, copies, products)
 
     @pl.when(warpgroup == 1)
     def _():
@@ -360,7 +360,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
 
     @pl.when(warpgroup == 0)
     def _():
-        _multiply(gpu, stages, slot_of, (full, empty, done, read), each_tile, copies, products)
+        multiply_tiles(gpu, stages, slot_of, (full, empty, done, read), each_tile, copies, products)
 
     @pl.when(warpgroup == 1)
     def _():

@@ -47,12 +47,12 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.schedule import visit_spans
 
-__all__ = ["CONSUMERS", "grouped_matmul", "grouped_matmul_transpose"]
+__all__ = ["CONSUMERS", "grouped_matmul", "grouped_matmul_transpose", "load_stages", "multiply_stages"]
 
 CONSUMERS = 2
 
 
-def _load(gpu: Any, step, steps, stages: int, full, empty, copies) -> jax.Array:
+def load_stages(gpu: Any, step, steps, stages: int, full, empty, copies) -> jax.Array:
     """Fill the stages of `steps` steps, from step number `step` on; `copies(i, slot)` starts those of step i."""
 
     def one(i, step):
@@ -68,7 +68,7 @@ def _load(gpu: Any, step, steps, stages: int, full, empty, copies) -> jax.Array:
     return lax.fori_loop(0, steps, one, step)
 
 
-def _multiply(gpu: Any, step, steps, stages: int, full, empty, products) -> jax.Array:
+def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, products) -> jax.Array:
     """Multiply as the stages fill; `products(i, slot)` starts the products of step i."""
 
     def one(i, step):
@@ -140,7 +140,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
                 for half, matrix in enumerate(rhs):
                     gpu.copy_gmem_to_smem(matrix.at[here], rhs_smem.at[slot, half], barrier)
 
-            return _load(gpu, step, steps, tile.stages, full, empty, copies)
+            return load_stages(gpu, step, steps, tile.stages, full, empty, copies)
 
         each_tile(load)
 
@@ -164,7 +164,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
                 return start
 
             def with_sums(*sums):
-                _multiply(gpu, step, steps, tile.stages, full, empty, products(sums))
+                multiply_stages(gpu, step, steps, tile.stages, full, empty, products(sums))
                 value = activate([total[...] for total in sums], activation)
                 if scaled:
                     factor = _compat.load_gmem(scale, pl.ds(row, ROWS), gpu.Layout.WGMMA.reduce(1))
@@ -315,7 +315,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
                 gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[slot], barrier)
                 gpu.copy_gmem_to_smem(rhs.at[here, pl.ds(column * tile.n, tile.n)], rhs_smem.at[slot], barrier)
 
-            return _load(gpu, step, rows.steps, tile.stages, full, empty, copies)
+            return load_stages(gpu, step, rows.steps, tile.stages, full, empty, copies)
 
         each_tile(load)
 
@@ -345,7 +345,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
 
                     gpu.wgmma(total, _compat.transpose_ref(left), rhs_smem.at[slot])
 
-                _multiply(gpu, step, rows.steps, tile.stages, full, empty, start)
+                multiply_stages(gpu, step, rows.steps, tile.stages, full, empty, start)
                 target = out.at[group, pl.ds(strip * tile.m + warpgroup * ROWS, ROWS)]
                 _store_whole(gpu, total[...].astype(out.dtype), target, column, staging.at[warpgroup])
 

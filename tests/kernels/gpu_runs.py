@@ -179,7 +179,7 @@ def kernels() -> dict[str, Callable[..., Machine]]:
         )
     for name, module in FUSED.items():
         options = {"k": 192, "n": 384, "tile": tile}
-        if name == "blackwell":  # whose warps are started anew for every tile
+        if name == "blackwell":  # whose warps are threads of their own
             options |= {"devices": 2, "num_sms": 1}
         found[f"all_gather_matmul, {name}"] = functools.partial(gather, module, **options)
         found[f"matmul_reduce_scatter, {name}"] = functools.partial(scatter, module, **options)

@@ -11,11 +11,11 @@ EARLY = "race barrier value late"
 
 TABLES = {
     "grouped_matmul.hopper": {
-        "_load: gpu.barrier_wait(empty.at[slot])": (EARLY, "a stage is loaded when both warpgroups have multiplied it"),
-        "_multiply: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage is multiplied when both operands are there"),
-        "_multiply: gpu.wgmma_wait(1)": (EARLY, "the products of the step before have read their stage"),
-        "_multiply: gpu.barrier_arrive(empty.at[ring(stages, step - 1)])": ("hang", "a stage is free"),
-        "_multiply: gpu.wgmma_wait(0)": (EARLY, "the sums of a tile are complete"),
+        "load_stages: gpu.barrier_wait(empty.at[slot])": (EARLY, "a stage is loaded when both warpgroups have multiplied it"),
+        "multiply_stages: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage is multiplied when both operands are there"),
+        "multiply_stages: gpu.wgmma_wait(1)": (EARLY, "the products of the step before have read their stage"),
+        "multiply_stages: gpu.barrier_arrive(empty.at[ring(stages, step - 1)])": ("hang", "a stage is free"),
+        "multiply_stages: gpu.wgmma_wait(0)": (EARLY, "the sums of a tile are complete"),
         "_skip: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage that this warpgroup has no rows in is there"),
         "_skip: gpu.barrier_arrive(empty.at[slot])": ("hang", "and is free"),
         "_store: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
@@ -30,11 +30,11 @@ TABLES = {
         "_transpose_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
     },
     "grouped_matmul.blackwell": {
-        "_multiply: gpu.barrier_wait(empty.at[stage])": (EARLY, "a stage is loaded when its products are done"),
-        "_multiply: gpu.barrier_wait(full.at[stage])": (EARLY, "a stage is multiplied when both operands are there"),
-        "_multiply: gpu.barrier_wait(read.at[slot])": (EARLY, "a slot of sums is begun anew when it was read"),
-        "_multiply: gpu.tcgen05_commit_arrive(empty.at[stage])": ("hang", "a stage is free"),
-        "_multiply: gpu.tcgen05_commit_arrive(done.at[slot])": ("hang", "the sums of a tile are complete"),
+        "multiply_tiles: gpu.barrier_wait(empty.at[stage])": (EARLY, "a stage is loaded when its products are done"),
+        "multiply_tiles: gpu.barrier_wait(full.at[stage])": (EARLY, "a stage is multiplied when both operands are there"),
+        "multiply_tiles: gpu.barrier_wait(read.at[slot])": (EARLY, "a slot of sums is begun anew when it was read"),
+        "multiply_tiles: gpu.tcgen05_commit_arrive(empty.at[stage])": ("hang", "a stage is free"),
+        "multiply_tiles: gpu.tcgen05_commit_arrive(done.at[slot])": ("hang", "the sums of a tile are complete"),
         "_matmul_kernel: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
         "_matmul_kernel: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
         "_matmul_kernel: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
@@ -55,13 +55,6 @@ TABLES = {
         "_transpose_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
     },
     "collective_matmul.gpu_hopper": {
-        "_walk: gpu.barrier_wait(empty.at[slot])": (EARLY, "a stage is loaded when both warpgroups have multiplied it"),
-        "_walk: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage is multiplied when both operands are there"),
-        "_walk: gpu.wgmma_wait(1)": (EARLY, "the products of the step before have read their stage"),
-        "_walk: gpu.barrier_arrive(empty.at[ring(order.tile.stages, step + i - 1)])": ("hang", "that stage is free"),
-        "_walk: gpu.wgmma_wait(0)": (EARLY, "the sums of a tile are complete"),
-        "_walk: gpu.barrier_arrive(empty.at[ring(order.tile.stages, step + order.steps - 1)])":
-            ("hang", "its last stage is free"),
         "_gather_kernel: pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)":
             (EARLY, "a tile's rows are loaded when all pieces of them came from the peer"),
         "_gather_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
@@ -73,11 +66,6 @@ TABLES = {
         "_walk: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
         "_walk: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
         "_walk: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
-        "_multiply_tile: gpu.barrier_wait(empty.at[stage])": (EARLY, "a stage is loaded when its products are done"),
-        "_multiply_tile: gpu.barrier_wait(full.at[stage])": (EARLY, "a stage is multiplied when both operands are there"),
-        "_multiply_tile: gpu.barrier_wait(read.at[slot])": (EARLY, "a slot of sums is begun anew when it was read"),
-        "_multiply_tile: gpu.tcgen05_commit_arrive(empty.at[stage])": ("hang", "a stage is free"),
-        "_multiply_tile: gpu.tcgen05_commit_arrive(done.at[slot])": ("hang", "the sums of a tile are complete"),
         "_gather_kernel: pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)":
             (EARLY, "a tile's rows are loaded when all pieces of them came from the peer"),
         "_gather_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
