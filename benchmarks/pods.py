@@ -182,7 +182,7 @@ def _trained(folder: Path, kill: tuple[int, float] | None) -> tuple[dict[int, fl
                 os.kill(pid, signal.SIGKILL)
     text, _ = child.communicate(timeout=600)
     lines = [json.loads(line) for line in (folder / "losses").read_text().splitlines()] if child.returncode == 0 else []
-    return {line["step"]: line["loss"] for line in lines}, time.monotonic() - began, text
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}, time.monotonic() - began, text
 
 
 def _children(pid: int) -> list[int]:

@@ -134,8 +134,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
                 losses.append(float(step(model, optimizer, inputs, targets, dropout_key)))
                 rates.append(args.batch * args.seq / (time.perf_counter() - began))
                 show(progress, n + 1, losses, rates)
-                if n + 1 < args.steps:
-                    print(metrics_line(n + 1, losses, rates), file=metrics, flush=True)
+                line = {"step": n + 1, "loss": losses[-1], "tokens_per_s": rates[-1]}
+                print(json.dumps(line), file=metrics, flush=True)
                 began = time.perf_counter()
                 if run is not None:
                     stopped = run.save(n, (model, optimizer), force=n + 1 == args.steps)
@@ -149,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         with console.status("reading the held-out text"):
             nats = statistics.fmean(float(evaluate(model, *batch)) for batch in held_out)
         bits = nats / math.log(2)
-        if losses:
-            print(metrics_line(args.steps, losses, rates, held_out_bits_per_byte=bits), file=metrics)
+        print(json.dumps({"step": args.steps, "held_out_bits_per_byte": bits}), file=metrics)
 
     console.print(f"\n[bold]{bits:.3f} bits per byte[/] on the held-out text")
     if args.picture and losses and first:
@@ -208,11 +207,6 @@ def typical(rates: list[float]) -> float:
     return statistics.median(rates[1:] or rates or [0.0])
 
 
-def metrics_line(number: int, losses: list[float], rates: list[float], **more: float) -> str:
-    last = {"step": number, "loss": losses[-1], "tokens_per_s": rates[-1]}
-    return json.dumps(last | more)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -234,7 +228,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--eval-batches", type=positive, default=32)
     add("--checkpoint", metavar="DIR", help="save there, and go on from what is there (needs meshpar[checkpoint])")
     add("--every", type=positive, default=100, help="steps between checkpoints (%(default)s)")
-    add("--metrics", type=writable, metavar="FILE", help="a JSON line for every step")
+    add("--metrics", type=writable, metavar="FILE", help="a JSON line for every step, and one for the held-out text")
     add("--picture", type=writable, metavar="FILE", default="train_lm.png", help="(%(default)s)")
     return parser.parse_args(argv)
 
