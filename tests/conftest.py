@@ -6,11 +6,14 @@ os.environ.setdefault(
     "NPROC", "32"
 )  # the TPU interpreter simulates devices with threads: enough, whatever the machine has
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
 import quick
 
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_num_cpu_devices", 8)  # before anything touches a device
 
 

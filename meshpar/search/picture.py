@@ -127,7 +127,7 @@ class Picture:
         at = round(y(self.usable))
         grid[at] = [("─", "red")] * columns
         called = self.letters
-        for row in sorted(rows, key=lambda r: (r in called, r == self.best)):
+        for row in sorted(rows, key=lambda r: (r == self.best, r in called)):
             style = "bold" if row == self.best else "blue" if row in called else "dim"
             grid[round(y(row.peak))][round(x(row.seconds))] = ("★" if row == self.best else called.get(row, "·"), style)
         left = {round(y(v)): human(v) for v in y.ticks(4)} | {at: human(self.usable)}

@@ -18,6 +18,8 @@ import pytest
 import meshpar as mp
 from meshpar.hardware.topology import parse_topology
 from meshpar.plan.claims import Claims
+from meshpar.search.picture import Picture
+from meshpar.search.row import Row
 from meshpar.search.space import Space
 
 OPTIMIZER = optax.adam(1e-3)
@@ -158,6 +160,14 @@ def test_rows_on_the_front_are_not_beaten_on_both_sides():
     assert got.front
     for a, b in itertools.product(got.rows, got.front):
         assert not (a.seconds < b.seconds and a.peak < b.peak)
+
+
+def test_the_chosen_one_is_seen_where_one_on_the_front_lies_in_the_same_cell():
+    best = Row("data=8", "batch: data", 1.001, 100.0, 0.0, True)
+    front = Row("data=8", "", 1.0, 100.1, 0.0, True, front=True)
+    far = Row("data=8", "embed: data", 2.0, 50.0, 0.0, True)
+    drawn = str(Picture([best, front, far], best, 200.0).terminal()).splitlines()
+    assert "".join(drawn[:9]).count("★") == 1
 
 
 def test_of_ties_one_that_leaves_memory_free_is_chosen():
