@@ -28,7 +28,7 @@ from ..compat.quirks import short_strides
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
 from ..plan.spec import unsplit
-from ..plan.steps import Reduce, Run, Shard
+from ..plan.steps import Loop, Reduce, Run, Shard
 from ..program.ir import Frame, Op, Value
 from ..rules import having, primitive, run_local
 from ..rules.registry import SplitOp
@@ -67,6 +67,7 @@ class _Rewriter:
         steps = list(plan.body.every)
         self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].data_free)}
         self.reduces = {s.source.value: s for s in steps if isinstance(s, Reduce)}
+        self.hoisted = {s.op: s.hoisted for s in steps if isinstance(s, Loop)}
         made = [s for step in steps for s in (*step.makes, *(s for body in step.bodies for s in body.inputs))]
         self.unreduced = {s.value for s in made if s.partial}
 
@@ -105,12 +106,17 @@ class _Rewriter:
         def at(var: Any, value: Value | None, need: Spec | None, op: Op) -> Any:
             """The variable in the spec that an op needs."""
             nonlocal changed
-            now = read(var)
-            if value is None or need is None or not need or self.rest(value) == need:
+            now, rest = read(var), self.rest(value)
+            if value is None or need is None or not need or rest == need:
                 return now
             key = (now, need)
             if key not in placed:
                 changed = True
+                made = value.op is not None and _home(value.op.frame) is _home(frame)
+                if made and rest and any(rest) and not self.is_free(value):
+                    now = self.constrain(
+                        now, rest, eqns, op.eqn
+                    )  # else XLA may send what it is made of: float32 for bfloat16
                 placed[key] = self.constrain(now, need, eqns, op.eqn)
             return placed[key]
 
@@ -186,12 +192,16 @@ class _Rewriter:
         return frame.jaxpr.replace(eqns=eqns, outvars=outvars)
 
     def boundary(self, op: Op) -> list[Spec | None]:
-        """The specs in which control flow takes its operands: carries lie as the body keeps them."""
+        """The specs in which control flow takes its operands: carries as the body keeps them, constants as resharded before it."""
         needs: list[Spec | None] = [None] * len(op.ins)
         p = op.eqn.params
         if op.name == "scan":
             inner = op.frames[0].ins()
             consts, carries = scan_counts(p)
+            for shard in self.hoisted.get(op, ()):
+                for i in range(consts):
+                    if shard.value in (op.ins[i], inner[i]):
+                        needs[i] = shard.spec
             for i in range(consts, consts + carries):
                 needs[i] = self.rest(inner[i])
         elif op.name == "while":
@@ -311,3 +321,10 @@ class _Rewriter:
             eqns.append(e.replace(invars=[v if isinstance(v, Literal) else inner.get(v, v) for v in e.invars],
                                   source_info=eqn.source_info))  # fmt: skip
         return dict(zip(eqn.outvars, traced.jaxpr.outvars, strict=True))
+
+
+def _home(frame: Frame) -> Frame:
+    """The frame of a program, or of a loop's body or a branch, that a frame of nested calls belongs to."""
+    while frame.parent is not None and frame.parent.name not in ("scan", "while", "cond"):
+        frame = frame.parent.frame
+    return frame

@@ -1,6 +1,7 @@
 """The jit lowering: the same numbers as the unsharded run, also where XLA's own partitioner gets them wrong."""
 
 import functools
+import re
 
 import arrays
 import jax
@@ -318,3 +319,36 @@ def test_the_tangent_of_a_pooling_whose_operand_another_op_has_split_along_the_w
 
     dims = {"image": "rows width channels", "kernel": "taps _ features"}
     assert_same(pushed, (image, kernel), "idle=4, model=2", "width: model; features: model", dims)
+
+
+def test_what_is_gathered_is_what_the_plan_gathers_and_not_what_it_is_made_of():
+    """A norm in float32 whose result is rounded: XLA's partitioner would gather it before it is rounded."""
+
+    def fn(x, w):
+        y = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+        return y.astype(jnp.int8) @ w
+
+    args = 9 * normal(4, 8, 16), jnp.ones((16, 32), jnp.int8)
+    dims = {"x": "batch seq embed", "w": "embed mlp"}
+    layout = "batch: data; mlp: model; seq: model"
+    assert_same(fn, args, "data=2, model=4", layout, dims)
+    step = mp.jit(fn, mesh=mp.mesh("data=2, model=4"), layout=layout, dims=dims)
+    (planned,) = [c for c in step.plan(*args).collectives if c.op == "all-gather"]
+    assert (planned.dtype, planned.shape) == ("int8", (4, 8, 16))
+    gathered = re.findall(r"(\w+)\[2,8,16\]\S* all-gather\(", step.lower(*args).compile().as_text())
+    assert gathered == ["s8"]
+
+
+def test_what_a_loop_only_reads_is_gathered_once_before_it():
+    def fn(x, w):
+        h = jnp.tanh(x)
+        return lax.scan(lambda total, part: (total + jnp.sum(jnp.tanh(h @ part)), None), 0.0, w)[0]
+
+    args = normal(4, 8, 16), normal(3, 16, 32)
+    dims = {"x": "batch seq embed", "w": "_ embed mlp"}
+    layout = "batch: data; mlp: model; seq: model"
+    assert_same(fn, args, "data=2, model=4", layout, dims)
+    step = mp.jit(fn, mesh=mp.mesh("data=2, model=4"), layout=layout, dims=dims)
+    assert [c.count for c in step.plan(*args).collectives if c.op == "all-gather"] == [1]
+    before, _, _ = step.lower(*args).as_text().partition("stablehlo.while")
+    assert '[{"data"}, {}, {}]' in before
