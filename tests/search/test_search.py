@@ -163,7 +163,7 @@ def test_rows_on_the_front_are_not_beaten_on_both_sides():
 
 
 def test_the_chosen_one_is_seen_where_one_on_the_front_lies_in_the_same_cell():
-    best = Row("data=8", "batch: data", 1.001, 100.0, 0.0, True)
+    best = Row("data=8", "batch: data", 1.0, 100.0, 0.0, True)
     front = Row("data=8", "", 1.0, 100.1, 0.0, True, front=True)
     far = Row("data=8", "embed: data", 2.0, 50.0, 0.0, True)
     drawn = str(Picture([best, front, far], best, 200.0).terminal()).splitlines()
