@@ -27,6 +27,7 @@ from ..compat.jax import (
 from ..compat.quirks import short_strides
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
+from ..plan.resharding import reshard
 from ..plan.spec import unsplit
 from ..plan.steps import Loop, Reduce, Run, Shard
 from ..program.ir import Frame, Op, Value
@@ -93,6 +94,12 @@ class _Rewriter:
         )
         return out
 
+    def sliced_first(self, have: Spec | None, need: Spec) -> tuple[Spec, ...]:
+        """The specs through which a value comes to the one that is needed: XLA gathers all of it in a step that cuts and gathers."""
+        moves = () if have is None else reshard(have, need, self.sizes)
+        cut = [m.after for m in moves if m.op == "slice"]
+        return (cut[-1], need) if cut and moves[-1].op == "all-gather" else (need,)
+
     def frame(self, frame: Frame) -> Any:
         """The jaxpr of a frame, constrained; the very same object where nothing was to be done."""
         eqns: list[Any] = []
@@ -117,7 +124,9 @@ class _Rewriter:
                     now = self.constrain(
                         now, rest, eqns, op.eqn
                     )  # else XLA may send what it is made of: float32 for bfloat16
-                placed[key] = self.constrain(now, need, eqns, op.eqn)
+                for spec in self.sliced_first(rest, need):
+                    now = self.constrain(now, spec, eqns, op.eqn)
+                placed[key] = now
             return placed[key]
 
         if frame.parent is not None and frame.parent.name in ("scan", "while"):

@@ -9,6 +9,8 @@ of arrays that do divide, for as long as the ops that read them can do with the 
   nobody reads: it is zero where it would count.
 - merged: a reshape of the array that only merges dims. What is elementwise, or contracted, is so before the reshape too.
 
+A lookup of which every row has its own, ``x[jnp.arange(n), i]``, is written as the batch of lookups that it is.
+
 Whatever else reads a view gets the value as it was written.
 """
 
@@ -35,7 +37,8 @@ from .ir import Frame, Op, Program, Value
 MOST_USES = 4  # of one element in a lookup by constants
 LARGEST_TABLE = 1 << 20
 
-_CUTS = ("slice", "split", "rev", "concatenate", "pad", "gather", "scatter-add", "reshape")
+_LOOKUPS = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+_CUTS = ("slice", "split", "rev", "concatenate", "pad", "reshape", *_LOOKUPS)
 _INLINED = ("jit", "pjit", "closed_call", "call")
 _INTEGERS = ELEMENTWISE | {
     "broadcast_in_dim", "reshape", "squeeze", "iota", "concatenate", "slice", "rev", "transpose", "name_dims",
@@ -125,6 +128,46 @@ class _Scope:
     views: dict[Any, _Picked | _Merged] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """The dimension numbers of a gather or scatter, under the same names.
+
+    Attributes:
+      taken: dims of the array of which one element is taken; into: those that the components of an index vector are of.
+      batching: dims of the array that are those of the indices in ``paired``.
+    """
+
+    taken: tuple[int, ...]
+    into: tuple[int, ...]
+    batching: tuple[int, ...]
+    paired: tuple[int, ...]
+
+    @staticmethod
+    def of(op: Op) -> _Lookup:
+        dn = op.eqn.params["dimension_numbers"]
+        if op.name == "gather":
+            return _Lookup(
+                dn.collapsed_slice_dims, dn.start_index_map, dn.operand_batching_dims, dn.start_indices_batching_dims
+            )
+        return _Lookup(
+            dn.inserted_window_dims, dn.scatter_dims_to_operand_dims, dn.operand_batching_dims,
+            dn.scatter_indices_batching_dims,
+        )  # fmt: skip
+
+    def numbers(self, op: Op) -> Any:
+        """Those of the op, changed to these."""
+        dn = op.eqn.params["dimension_numbers"]
+        if op.name == "gather":
+            return dn._replace(
+                collapsed_slice_dims=self.taken, start_index_map=self.into, operand_batching_dims=self.batching,
+                start_indices_batching_dims=self.paired,
+            )  # fmt: skip
+        return dn._replace(
+            inserted_window_dims=self.taken, scatter_dims_to_operand_dims=self.into,
+            operand_batching_dims=self.batching, scatter_indices_batching_dims=self.paired,
+        )  # fmt: skip
+
+
 Parts = Callable[[Value, int], int]
 """(value, dim) → over how many devices it is split."""
 
@@ -175,16 +218,15 @@ def _cut_dims(program: Program) -> list[tuple[Value, int]]:
                         for d, factors in enumerate(dims)
                         if len(factors) == 1 and factors[0] in minor
                     )
-        elif op.name not in ("gather", "scatter-add"):
+        elif op.name not in _LOOKUPS:
             arrays += [v for v in op.ins[1:] if v is not None and len(v.shape) == len(op.outs[0].shape)]
             found.update(((v, d), None) for v in arrays for d in range(len(v.shape)) if op.name == "rev" or any(
                 w.shape[d] != v.shape[d] for w in arrays if len(w.shape) == len(v.shape)))  # fmt: skip
-        elif op.ins[1] is None or op.ins[1] not in from_arguments:
-            dn = op.eqn.params["dimension_numbers"]
-            gather = op.name == "gather"
-            value = op.ins[0] if gather else op.outs[0]
-            by_index = dn.start_index_map if gather else dn.scatter_dims_to_operand_dims
-            found.update(((value, d), None) for d in by_index if value is not None)
+        elif op.ins[1] is None or op.ins[1] not in from_arguments or len(_columns(op.ins[1])) > 1:
+            value = op.ins[0] if op.name == "gather" else op.outs[0]
+            found.update(((value, d), None) for d in _Lookup.of(op).into if value is not None)
+            if op.ins[1] is not None:
+                found.update(((op.ins[1], d), None) for d in range(len(op.ins[1].shape) - 1))
     return list(found)
 
 
@@ -398,6 +440,9 @@ class _Writer:
 
     def split(self, scope: _Scope, op: Op) -> bool:
         (var,), p = op.eqn.invars, op.eqn.params
+        if len(op.outs) == 1 and not isinstance(var, Literal):
+            self.stands_for(scope, op.eqn.outvars[0], scope, var)
+            return True
         d, written = p["axis"], self.once(scope, op)
         ends = np.cumsum(p["sizes"])
         if isinstance(var, Literal):
@@ -461,8 +506,74 @@ class _Writer:
             return False
         return not np.any(literal_array(made.eqn.invars[0]))
 
+    def paired(self, scope: _Scope, op: Op) -> bool:
+        """Lookups of which each has its own row, ``x[arange(n), i]``: the rows are a batch of lookups, split as they are."""
+        lookup, (array, index) = _Lookup.of(op), op.ins[:2]
+        if array is None or index is None:
+            return False
+        columns, pairs = _columns(index), dict(zip(lookup.batching, lookup.paired, strict=True))
+        kept = list(range(len(columns)))
+        for c, (d, column) in enumerate(zip(lookup.into, columns, strict=False)):
+            i = None if column is None or d not in lookup.taken or len(kept) == 1 else self.position(column)
+            if i is None or i in pairs.values() or index.shape[i] != array.shape[d]:
+                continue
+            written = None if op.name == "gather" else op.outs[0]
+            if max(self.parts(array, d), self.parts(index, i), self.parts(written, d)) > 1:
+                kept.remove(c)
+                pairs[d] = i
+        if len(kept) == len(columns):
+            return False
+        dims = tuple(sorted(pairs))
+        changed = _Lookup(
+            tuple(d for d in lookup.taken if d not in pairs),
+            tuple(lookup.into[c] for c in kept),
+            dims,
+            tuple(pairs[d] for d in dims),
+        )
+        atoms = [self.read(scope, v) for v in op.eqn.invars]
+        last = len(index.shape) - 1
+        atoms[1] = self.emit(
+            op, lambda x: lax.concatenate([lax.slice_in_dim(x, c, c + 1, axis=last) for c in kept], last), atoms[1]
+        )
+        scope.names[op.eqn.outvars[0]] = self.emit_op(
+            op, atoms, dimension_numbers=changed.numbers(op), indices_are_sorted=False
+        )
+        return True
+
+    def position(self, value: Value) -> int | None:
+        """The dim along which indices count 0, 1, 2, …"""
+        value = self.outer.get(value, value)
+        op = value.op
+        if not jnp.issubdtype(value.aval.dtype, jnp.integer) or not value.shape:
+            return None
+        if op is not None and op.name == "iota":
+            i = op.eqn.params["dimension"]
+            return i if jnp.iinfo(value.aval.dtype).max >= value.shape[i] else None
+        if op is not None and op.name == "select_n" and (sign := op.ins[0]) is not None and sign.op is not None:
+            if sign.op.name == "lt" and op.ins[1] is not None and sign.op.ins == [op.ins[1], None]:
+                i = self.position(op.ins[1])  # of negative ones the end is meant, but there are none
+                return i if i is not None and literal_array(sign.op.eqn.invars[1]) == 0 else None
+        if op is not None and op.ins and op.ins[0] is not None:
+            if op.name in ("convert_element_type", "name_dims"):
+                i = self.position(op.ins[0])
+                return None if i is None or jnp.iinfo(value.aval.dtype).max < value.shape[i] else i
+            if op.name == "broadcast_in_dim":
+                i = self.position(op.ins[0])
+                if i is None:
+                    return None
+                to = op.eqn.params["broadcast_dimensions"][i]
+                return to if value.shape[to] == op.ins[0].shape[i] else None
+        found = self.constant(value)
+        if found is None:
+            return None
+        counts = (i for i, n in enumerate(value.shape) if n > 1 and np.array_equal(found, np.broadcast_to(
+            np.arange(n).reshape([n if d == i else 1 for d in range(len(value.shape))]), value.shape)))  # fmt: skip
+        return next(counts, None)
+
     def gather(self, scope: _Scope, op: Op) -> bool:
         """A lookup along one dim by constants."""
+        if self.paired(scope, op):
+            return True
         var, index = op.eqn.invars[:2]
         p, dn = op.eqn.params, op.eqn.params["dimension_numbers"]
         if isinstance(var, Literal) or len(dn.start_index_map) != 1 or dn.operand_batching_dims:
@@ -481,6 +592,8 @@ class _Writer:
 
     def scatter_add(self, scope: _Scope, op: Op) -> bool:
         """The gradient of a lookup by constants that are all different: rows put where they were taken from."""
+        if self.paired(scope, op):
+            return True
         operand, index, var = op.eqn.invars
         dn = op.eqn.params["dimension_numbers"]
         if not self.is_zero(operand, op.ins[0]) or isinstance(var, Literal) or dn.operand_batching_dims:
@@ -809,12 +922,26 @@ class _Writer:
 
 _WRITE: dict[str, Callable[[_Writer, _Scope, Op], bool]] = {
     "slice": _Writer.slice, "split": _Writer.split, "rev": _Writer.rev, "pad": _Writer.pad,
-    "concatenate": _Writer.concatenate, "gather": _Writer.gather, "scatter-add": _Writer.scatter_add,
+    "concatenate": _Writer.concatenate, **dict.fromkeys(_LOOKUPS, _Writer.paired), "gather": _Writer.gather,
+    "scatter-add": _Writer.scatter_add,
     "transpose": _Writer.transpose, "broadcast_in_dim": _Writer.broadcast, "reshape": _Writer.reshape,
     "squeeze": _Writer.reshape, "name_dims": _Writer.elementwise, "dot_general": _Writer.dot_general,
     **dict.fromkeys(_IDENTITY, _Writer.reduce),
 }  # fmt: skip
 """By primitive: (writer, scope, op) → whether its results are views, or were made of views."""
+
+
+def _columns(index: Value) -> Sequence[Value | None]:
+    """The components of index vectors."""
+    op, last = index.op, len(index.shape) - 1
+    if (
+        op is not None
+        and op.name == "concatenate"
+        and op.eqn.params["dimension"] == last
+        and len(op.ins) == index.shape[last]
+    ):
+        return op.ins
+    return [None] * index.shape[last]
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

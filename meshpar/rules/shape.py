@@ -312,6 +312,9 @@ def split(eqn, ins, outs) -> OpRule:
     """Along the dim that is split devices exchange what their blocks of the pieces are made of."""
     axis, kind = eqn.params["axis"], exchange_kind(eqn)
     r = OpRule([], [], linear=(0,))
+    if len(outs) == 1:  # all of it: `ravel_pytree` of a single array, put back
+        r.ins = r.outs = [tuple((r.factor(n),) for n in ins[0])]
+        return r
     operand = tuple((r.factor(n, kind if i == axis else "pass_through"),) for i, n in enumerate(ins[0]))
     (whole,) = operand[axis]
     starts = itertools.accumulate((shape[axis] for shape in outs), initial=0)
@@ -343,6 +346,8 @@ def _split_windows(sizes: Sequence[int], parts: int) -> list[ShardWindow]:
 def _local_split(at: LocalOp, x: Any) -> list[Any]:
     axis = at.params["axis"]
     axes = at.of(at.rule.ins[0][axis])
+    if len(at.rule.outs) == 1:
+        return [x]
     if not axes:
         return at.run(x)
     by = _split_windows(at.params["sizes"], at.parts(at.rule.ins[0][axis]))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from lowered import assert_sends_the_plan, same
 
 import meshpar as mp
@@ -58,7 +59,7 @@ MOSTLY = {  # the bytes that each device sends, but for those of scalars
     "shifted in zeros": (lambda x: x + jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]]), ROW),
     "wrapped": (lambda x: (p := jnp.pad(x, ((1, 1), (0, 0)), mode="wrap"))[2:] + p[:-2] - 2 * x, 2 * ROW),
     "halves exchanged": (lambda x: jnp.concatenate([x[8:], x[:8]]), 4 * ROW), "in a loop": (moved_in_a_loop, 6 * ROW),
-    "vdot": (lambda x: jnp.vdot(x, x), 0), "raveled": (lambda x: jnp.max(jnp.tanh(jnp.ravel(x)) * jnp.ravel(2 * x)), 0),
+    "put back": (lambda x: (lambda v, back: back(jnp.sin(v)))(*ravel_pytree(x)), 0), "vdot": (lambda x: jnp.vdot(x, x), 0), "raveled": (lambda x: jnp.max(jnp.tanh(jnp.ravel(x)) * jnp.ravel(2 * x)), 0),
     "normalized": (lambda x: (jnp.ravel(x) / jnp.sqrt(1 + jnp.vdot(x, x))).reshape(x.shape), 0),
 }  # fmt: skip
 OTHERS = {
@@ -157,3 +158,55 @@ def test_l_bfgs_sends_scalars_beside_the_gradients():
     same(step, weights, state, grads, layout=layout, dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
     plan = mp.plan(step, weights, state, grads, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=dims)
     assert max((c.bytes for c in plan.collectives), default=0) <= 64
+
+
+PLACES = np.random.default_rng(1).integers(-8, 8, 16)
+OWN_ROWS = {
+    "loss of labels": lambda x, i: -jax.nn.log_softmax(x)[jnp.arange(16), i].mean(),
+    "flattened": lambda x, i: x.reshape(4, 4, 8)[jnp.arange(4)[:, None], jnp.arange(4)[None], i.reshape(4, 4)].sum(),
+    "second": lambda x, i: x.T[i, np.arange(16)] * 2,
+    "written": lambda x, i: x.at[jnp.arange(16), i].set(0.5),
+    "added": lambda x, i: jnp.sin(x).at[np.arange(16), i].add(x[:, 0]),
+    "largest": lambda x, i: x.at[jnp.arange(16), i].max(0.1),
+    "in a loop": lambda x, i: lax.scan(
+        lambda x, j: (x - jax.grad(lambda x: x[jnp.arange(16), (i + j) % 8].sum())(x), None), x, jnp.arange(3)
+    )[0],
+    "clipped": lambda x, i: x.at[jnp.arange(16), 3 * i].get(mode="clip"),
+    "filled": lambda x, i: x.at[jnp.arange(16), 3 * i].get(mode="fill", fill_value=7.0),
+    "remade": lambda x, i: jax.checkpoint(lambda x: jnp.exp(x)[jnp.arange(16), i].sum())(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_ROWS)
+def test_a_lookup_in_its_own_row_gathers_no_row(name):
+    fn = OWN_ROWS[name]
+    dims = {"x": "rows _", "i": "rows"}
+    for of in (fn, jax.grad(lambda x, i: jnp.sum(jnp.sin(fn(x, i))))):
+        plan = assert_sends_the_plan(of, X, PLACES, layout="rows: data", dims=dims)
+        assert not [c for c in plan.collectives if c.shape]
+        same(of, X, PLACES, layout="rows: data", dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
+
+
+def test_a_lookup_in_one_of_many_own_rows_gathers_no_row():
+    x, i = jax.ShapeDtypeStruct((1 << 22, 64), jnp.float32), jax.ShapeDtypeStruct((1 << 22,), jnp.int32)
+    loss = jax.value_and_grad(lambda x, i: -jax.nn.log_softmax(x)[jnp.arange(1 << 22), i].mean())
+    plan = mp.plan(loss, x, i, mesh="data=8", layout="rows: data", dims={"x": "rows _", "i": "rows"})
+    assert not [c for c in plan.collectives if c.shape]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, i: x[jnp.arange(16)[::-1], i],
+        lambda x, i: x[jnp.arange(8), i[:8]],
+        lambda x, i: x[jnp.arange(16), jnp.arange(16) % 8],
+        lambda x, i: x[:8][jnp.arange(8), jnp.arange(8)],
+        lambda x, i: x[jnp.arange(16)[:, None], i[None]],
+        lambda x, i: x[jnp.arange(16), i] + x[jnp.argsort(i), i],
+    ],
+)
+def test_a_lookup_in_other_rows_is_the_unsharded_one(fn):
+    dims = {"x": "rows columns", "i": "rows"}
+    same(fn, X, PLACES, layout=LAYOUT, dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
+    gradient = jax.grad(lambda x, i: jnp.sum(jnp.sin(fn(x, i))))
+    same(gradient, X, PLACES, layout=LAYOUT, dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])

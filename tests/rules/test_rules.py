@@ -274,6 +274,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), X, numbers(4, 2)),
     "concatenate equal": (lambda x, y: jnp.concatenate([x, y], 0), X, X),
     "split": (lambda x: jnp.split(x, 2, 1), X),
+    "split into one": (lambda x: jnp.split(x, 1, 1), X),
     "reverse": (lambda x: x[:, ::-1], X),
     "iota": (lambda x: x + lax.broadcasted_iota(jnp.float32, (4, 6), 1), X),
     "random": (lambda k: jax.random.bits(k, (4, 6)), KEY),
