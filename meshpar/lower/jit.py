@@ -95,10 +95,10 @@ class _Rewriter:
         return out
 
     def sliced_first(self, have: Spec | None, need: Spec) -> tuple[Spec, ...]:
-        """The specs through which a value comes to the one that is needed: XLA gathers all of it in a step that cuts and gathers."""
+        """The specs through which a value comes to the one that is needed: in one that cuts and gathers, XLA gathers all of it."""
         moves = () if have is None else reshard(have, need, self.sizes)
         cut = [m.after for m in moves if m.op == "slice"]
-        return (cut[-1], need) if cut and moves[-1].op == "all-gather" else (need,)
+        return (cut[-1], need) if moves and cut and moves[-1].op == "all-gather" else (need,)
 
     def frame(self, frame: Frame) -> Any:
         """The jaxpr of a frame, constrained; the very same object where nothing was to be done."""

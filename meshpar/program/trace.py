@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ..compat.jax import make_jaxpr
+from ..compat.jax import closed_parts, equations, make_jaxpr
 
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
@@ -18,7 +20,70 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list
       leaves: arrays, numbers or ``ShapeDtypeStruct``.
 
     Returns:
-      (closed jaxpr, tree of results as ``ShapeDtypeStruct``, its flat leaves).
+      (closed jaxpr, whose loops all have scalar conditions; tree of results as ``ShapeDtypeStruct``; its flat leaves).
     """
     closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
+    if any(map(_is_batched, equations(closed))):
+        closed = ClosedJaxpr(_scalar_conditions(closed.jaxpr, {}), closed.consts)
     return closed, shapes, jax.tree.leaves(shapes)
+
+
+def _is_batched(eqn: Any) -> bool:
+    """Whether an equation is a loop each element of whose batch goes on as long as its own condition holds."""
+    return eqn.primitive.name == "while" and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
+
+
+def _scalar_conditions(jaxpr: Any, done: dict[int, Any]) -> Any:
+    """The jaxpr, in whose loops over batches the whole batch goes on, and keeps what has ended, as the compiler runs them."""
+
+    def rewritten(param: Any) -> Any:
+        if isinstance(param, tuple | list):
+            new = [rewritten(x) for x in param]
+            return param if all(a is b for a, b in zip(param, new, strict=True)) else type(param)(new)
+        inner, consts = closed_parts(param)
+        if not hasattr(inner, "eqns"):
+            return param
+        if id(inner) not in done:
+            done[id(inner)] = _scalar_conditions(inner, done)
+        new = done[id(inner)]
+        return param if new is inner else ClosedJaxpr(new, consts) if isinstance(param, ClosedJaxpr) else new
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        params = {k: rewritten(v) if _holds_bodies(v) else v for k, v in eqn.params.items()}
+        new = eqn if all(params[k] is v for k, v in eqn.params.items()) else eqn.replace(params=params)
+        eqns.append(_with_scalar_condition(new) if _is_batched(new) else new)
+    return jaxpr if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr.replace(eqns=eqns)
+
+
+def _holds_bodies(param: Any) -> bool:
+    first = param[0] if isinstance(param, tuple | list) and param else param
+    return hasattr(closed_parts(first)[0], "eqns")
+
+
+def _with_scalar_condition(eqn: Any) -> Any:
+    p = eqn.params
+    cond, body = (jaxpr_as_fun(p[k]) for k in ("cond_jaxpr", "body_jaxpr"))
+    n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+
+    def any_goes_on(*args: Any) -> Any:
+        (go_on,) = cond(*args)
+        return lax.reduce_or(go_on, tuple(range(go_on.ndim)))
+
+    def step(*args: Any) -> list[Any]:
+        carry = args[m:]
+        (go_on,) = cond(*args[:n], *carry)
+        lead = range(go_on.ndim)
+        return [
+            lax.select_n(lax.broadcast_in_dim(go_on, old.shape, lead), old, new)
+            for old, new in zip(carry, body(*args[n:m], *carry), strict=True)
+        ]
+
+    carried = eqn.invars[m:]
+    ins = [[*eqn.invars[:n], *carried], [*eqn.invars[:m], *carried]]
+    jaxprs = [
+        make_jaxpr(f, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in vs])
+        for f, vs in zip((any_goes_on, step), ins, strict=True)
+    ]
+    params = {**p, "cond_jaxpr": jaxprs[0], "body_jaxpr": jaxprs[1], "body_nconsts": m}
+    return eqn.replace(params=params, invars=[*eqn.invars[:n], *eqn.invars[:m], *carried])

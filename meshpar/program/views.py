@@ -549,10 +549,10 @@ class _Writer:
         if op is not None and op.name == "iota":
             i = op.eqn.params["dimension"]
             return i if jnp.iinfo(value.aval.dtype).max >= value.shape[i] else None
-        if op is not None and op.name == "select_n" and (sign := op.ins[0]) is not None and sign.op is not None:
-            if sign.op.name == "lt" and op.ins[1] is not None and sign.op.ins == [op.ins[1], None]:
-                i = self.position(op.ins[1])  # of negative ones the end is meant, but there are none
-                return i if i is not None and literal_array(sign.op.eqn.invars[1]) == 0 else None
+        if op is not None and op.name == "select_n" and op.ins[0] is not None and op.ins[1] is not None:
+            sign, counted = op.ins[0].op, op.ins[1]  # negative ones count from the end, but there are none
+            if sign is not None and sign.name == "lt" and sign.ins == [counted, None]:
+                return self.position(counted) if literal_array(sign.eqn.invars[1]) == 0 else None
         if op is not None and op.ins and op.ins[0] is not None:
             if op.name in ("convert_element_type", "name_dims"):
                 i = self.position(op.ins[0])

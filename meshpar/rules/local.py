@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..compat.jax import bind, source_line
 from ..errors import UnsupportedError
 from .halo import ShardWindow, dilate, fetch_window
@@ -126,7 +128,7 @@ class LocalOp:
     def offset(self, factors: Factors, size: int) -> Any:
         """Where this device's shard of a dim begins; ``size`` is the shard's."""
         axes = self.of(factors)
-        return axis_index(axes) * size if axes else 0
+        return axis_index(axes) * size if axes else np.int32(0)
 
     def run(self, *xs: Any, **changed: Any) -> list[Any]:
         """The primitive on local arrays, with some parameters changed."""

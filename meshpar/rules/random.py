@@ -70,6 +70,30 @@ def _local_random_bits(at: LocalOp, key: Any) -> list[Any]:
 register("random_bits", rule=random_bits, local=_local_random_bits, random=True)
 
 
+def random_gamma(eqn, ins, outs) -> OpRule:
+    """Draws of every element from its own parameter; an array of keys is one for each of the leading dims."""
+    r = OpRule([], [])
+    dims = r.factors(outs[0])
+    r.ins, r.outs = [dims[: len(ins[0])], dims], [dims]
+    return r
+
+
+def _local_random_gamma(at: LocalOp, key: Any, a: Any) -> list[Any]:
+    """A draw follows from the key and the place in the whole array: those of the other devices are made as well, and dropped."""
+    whole = (*a.shape[: key.ndim], *at.eqn.outvars[0].aval.shape[key.ndim :])
+    if a.shape == whole:
+        return at.run(key, a)
+    dims = at.rule.outs[0]
+    start = [
+        at.offset(f, n) if d >= key.ndim else np.int32(0) for d, (f, n) in enumerate(zip(dims, a.shape, strict=True))
+    ]
+    (x,) = at.run(key, lax.dynamic_update_slice(jnp.ones(whole, a.dtype), a, start))
+    return [lax.dynamic_slice(x, start, a.shape)]
+
+
+register("random_gamma", rule=random_gamma, local=_local_random_gamma)
+
+
 def rng_bit_generator(eqn, ins, outs) -> OpRule:
     """All dims need replication: the bits of an element depend on the shape that the backend is asked for."""
     r = OpRule([], [])

@@ -12,7 +12,7 @@ from jax import lax
 
 from .local import LocalOp, on_shards
 from .reduce import reduced_dims
-from .registry import register
+from .registry import always, register
 from .rule import OpRule, exchange_kind
 from .spmd import Send, axis_index
 
@@ -86,7 +86,7 @@ def _local_top_k(at: LocalOp, x: Any) -> list[Any]:
     return [values, jnp.take_along_axis(places, chosen, axis)]
 
 
-register("top_k", rule=top_k, local=_local_top_k, pinned=True)
+register("top_k", rule=top_k, local=_local_top_k, manual=always)  # XLA's partitioner gathers, also along the batch
 register("approx_top_k", rule=top_k, local=on_shards)
 
 

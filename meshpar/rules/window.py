@@ -127,4 +127,6 @@ register(  # XLA's partitioner aborts at the tangents of extrema whose windows i
     local=_local_pool,
     manual=always,
 )
-register("select_and_scatter_add", rule=window, local=_local_select_and_scatter_add, pinned=True)
+register(  # which XLA's partitioner gathers, also along the batch
+    "select_and_scatter_add", rule=window, local=_local_select_and_scatter_add, manual=always
+)

@@ -13,6 +13,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import meshpar as mp
+from meshpar.verify.hlo import collectives
 
 RNG = np.random.default_rng(0)
 MESH = "data=4, model=2"
@@ -209,3 +210,63 @@ def test_an_equinox_module(lowering):
     run = mp.jit(step, mesh=MESH, layout=LAYOUT, dims=dims, lowering=lowering)
     arrays = functools.partial(eqx.filter, filter_spec=eqx.is_array)
     close(arrays(run(model, opt, X, Y)), arrays(eqx.filter_jit(step)(model, opt, X, Y)), 1e-3)
+
+
+# -- loops over a batch, samples, pooling
+
+
+def halved(x):
+    return jax.vmap(lambda r: jax.lax.while_loop(lambda c: c.sum() > 0.1, lambda c: c * 0.5, jnp.abs(r)))(x)
+
+
+def iterated(x, w):
+    """Fixed points by row, of weights that the loop closes over; a loop in a loop, counts that differ by row."""
+
+    def row(r):
+        def go(c):
+            inner = jax.lax.while_loop(lambda d: d[0] < 2, lambda d: (d[0] + 1, d[1] * 0.9), (0, c[1]))[1]
+            return c[0] + 1, jnp.tanh(inner @ w) + r
+
+        return jax.lax.while_loop(lambda c: (c[0] < 6) & (jnp.abs(c[1]).max() < 3), go, (0, r))
+
+    return jax.jit(jax.vmap(row))(x)
+
+
+@pytest.mark.parametrize("layout", ["batch: data", "batch: data; embed: model", "batch: data+model"])
+@pytest.mark.parametrize("fn", [lambda x, w: halved(x), iterated])
+def test_a_loop_of_which_every_row_ends_by_itself(fn, layout):
+    same(fn, X, normal(16, 16), dims={"x": "batch embed"}, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda key, a: jax.random.gamma(key, a),
+        lambda key, a: jax.random.loggamma(key, a),
+        lambda key, a: jax.random.dirichlet(key, a),
+        lambda key, a: jax.random.beta(key, a, 2.0),
+        lambda key, a: jax.vmap(jax.random.gamma)(jax.random.split(key, 8), a),
+        lambda key, a: jax.vmap(lambda k: jax.random.gamma(k, 2.0))(jax.random.split(key, 8)) + a[:, 0],
+        lambda key, a: jax.random.poisson(key, a),
+    ],
+)
+def test_samples_do_not_depend_on_the_layout(draw):
+    a = np.exp(X)
+    same(draw, jax.random.key(0), a, dims={"a": "batch embed"}, layout="batch: data; embed: model")
+    same(draw, jax.random.key(0), a, dims={"a": "batch embed"}, layout="batch: data+model")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        jax.grad(lambda x: jnp.sum(nn.max_pool(x, (2, 2), (2, 2)) ** 3)),
+        lambda x: jax.lax.top_k(x, 2),
+        lambda x: x[jnp.arange(8), :, :, 1],
+    ],
+)
+def test_xla_gathers_no_batch(fn):
+    x = normal(8, 4, 4, 3)
+    run = mp.jit(fn, mesh="data=8", layout="batch: data", dims={"x": "batch _ _ _"})
+    assert not run.plan(x).collectives
+    assert not collectives(run.lower(x).compile().as_text())
+    close(run(x), fn(x))

@@ -59,7 +59,8 @@ MOSTLY = {  # the bytes that each device sends, but for those of scalars
     "shifted in zeros": (lambda x: x + jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]]), ROW),
     "wrapped": (lambda x: (p := jnp.pad(x, ((1, 1), (0, 0)), mode="wrap"))[2:] + p[:-2] - 2 * x, 2 * ROW),
     "halves exchanged": (lambda x: jnp.concatenate([x[8:], x[:8]]), 4 * ROW), "in a loop": (moved_in_a_loop, 6 * ROW),
-    "put back": (lambda x: (lambda v, back: back(jnp.sin(v)))(*ravel_pytree(x)), 0), "vdot": (lambda x: jnp.vdot(x, x), 0), "raveled": (lambda x: jnp.max(jnp.tanh(jnp.ravel(x)) * jnp.ravel(2 * x)), 0),
+    "put back": (lambda x: (lambda v, back: back(jnp.sin(v)))(*ravel_pytree(x)), 0),
+    "vdot": (lambda x: jnp.vdot(x, x), 0), "raveled": (lambda x: jnp.max(jnp.tanh(jnp.ravel(x)) * jnp.ravel(2 * x)), 0),
     "normalized": (lambda x: (jnp.ravel(x) / jnp.sqrt(1 + jnp.vdot(x, x))).reshape(x.shape), 0),
 }  # fmt: skip
 OTHERS = {
