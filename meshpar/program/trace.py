@@ -39,7 +39,9 @@ def _scalar_conditions(jaxpr: Any, done: dict[int, Any]) -> Any:
     def rewritten(param: Any) -> Any:
         if isinstance(param, tuple | list):
             new = [rewritten(x) for x in param]
-            return param if all(a is b for a, b in zip(param, new, strict=True)) else type(param)(new)
+            if all(a is b for a, b in zip(param, new, strict=True)):
+                return param
+            return type(param)(*new) if hasattr(param, "_fields") else type(param)(new)
         inner, consts = closed_parts(param)
         if not hasattr(inner, "eqns"):
             return param

@@ -232,8 +232,13 @@ def iterated(x, w):
     return jax.jit(jax.vmap(row))(x)
 
 
+def solved(x, w):
+    """Conjugate gradients by row: a loop within a linear solve."""
+    return jax.vmap(lambda r: jax.scipy.sparse.linalg.cg(w @ w.T + 3 * jnp.eye(16), r, maxiter=3)[0])(x)
+
+
 @pytest.mark.parametrize("layout", ["batch: data", "batch: data; embed: model", "batch: data+model"])
-@pytest.mark.parametrize("fn", [lambda x, w: halved(x), iterated])
+@pytest.mark.parametrize("fn", [lambda x, w: halved(x), iterated, solved])
 def test_a_loop_of_which_every_row_ends_by_itself(fn, layout):
     same(fn, X, normal(16, 16), dims={"x": "batch embed"}, layout=layout)
 
