@@ -402,8 +402,12 @@ def search(
       MeshError: a topology that is not known; a mesh that does not fill it; ``fixed`` names an axis that no mesh has; a
         calibration of other devices.
       UnknownDimError: ``fixed`` or ``forbid`` names a dim that the program does not have.
-      UnsupportedError: options out of range.
+      UnsupportedError: options out of range; ``fixed`` splits a dim that ``forbid`` names.
     """
+    if axes < 1:
+        raise UnsupportedError(f"axes={axes!r}: a mesh has at least one")
+    if seconds is not None and not seconds > 0:
+        raise UnsupportedError(f"seconds={seconds!r}: a time limit is above 0", fixes=["leave it out for none"])
     given = {**keywords, **(kwargs or {})}
     options: dict[str, Any] = {
         "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,

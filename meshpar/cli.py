@@ -59,6 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", JoinWarning)  # plans list their joins
     try:
         return args.run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # what reads it has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except MeshparError as e:
         if args.debug:
             raise

@@ -55,6 +55,10 @@ def wrong():
     return step
 
 
+def stopped():
+    raise KeyboardInterrupt
+
+
 def broken():
     raise RuntimeError("no such weights")
 
@@ -203,6 +207,10 @@ def test_diff(run, target, tmp_path):
     assert "<h1>Two plans</h1>" in page.read_text("utf8")
     _, out, _ = run("diff", f"{target}:small", "--mesh", "data=4", "--mesh", "data=8", "--layout", "dp", "--json")
     assert (json.loads(out)["a"]["mesh"], json.loads(out)["b"]["mesh"]) == ({"data": 4}, {"data": 8})
+
+
+def test_an_interrupt_is_no_traceback(run, target):
+    assert run("plan", f"{target}:stopped", "--topology", "v5e:2x2") == (130, "", "interrupted\n")
 
 
 def test_tune_and_what_it_fitted(run, target, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import MeshparError, UnsupportedError
+from ..hardware.topology import Topology, parse_topology
 from ..layout import Layout
+from ..mesh import parse_mesh
 from ..plan.collectives import Collective, duration, human
 from ..planned import Plan
 from ..report.html import number, page, style, table
@@ -118,6 +122,7 @@ class Search:
         return json.dumps(
             {
                 "topology": self.topology, "objective": self.objective, "margin": self.margin, "fits": self.fits,
+                "larger": self.larger,
                 "planned": self.planned, "ended": self.ended, "refused": self.refused,
                 "best": asdict(self.best),
                 "rows": [asdict(r) for r in self.rows],
@@ -156,7 +161,7 @@ class Search:
         verdict = "" if self.fits else ' <span class="chip on c1">nothing fits</span>'
         head = (
             f"<h1>search on {escape(self.topology)}{verdict}</h1>"
-            f'<p class="dim">{self.planned} plans; {escape(self.ended)}. The figures are the plans\' estimates.</p>'
+            f'<p class="dim">{self._count}; {escape(self.ended)}. The figures are the plans\' estimates.</p>'
             f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code>"
             + (f"<br><code>{escape(best.variant)}</code>" if best.variant else "")
             + f"<br>{duration(best.seconds)} a step, {human(best.peak)} at the peak, sends {human(best.sent)}</p>"
@@ -173,7 +178,7 @@ class Search:
         return f"{head}{self._picture.drawing()}{table(heads, cells, sortable=True)}"
 
     def __rich__(self) -> Any:
-        head = Text.assemble(("search", "bold"), f"  {self.planned} plans on {self.topology}; {self.ended}")
+        head = Text.assemble(("search", "bold"), f"  {self._count} on {self.topology}; {self.ended}")
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
         choice = Text.assemble(("mesh", "bold"), f"    {self.best.mesh}\n", ("layout", "bold"), f"  {self.best.layout}")
@@ -207,15 +212,54 @@ class Search:
             head, Text(), choice, *drawn, Text(), table, *([Text(), *map(Text, self.refused)] if self.refused else [])
         )
 
+    @functools.cached_property
+    def larger(self) -> tuple[str, str] | None:
+        """Where nothing fits, (topology, mesh) of the smallest larger slice on which the best layout does, of those with 2, 4, 8, …
+        times the devices; None: it fits here, or on none of them."""
+        if self.fits:
+            return None
+        slices, kind, chips = where = parse_topology(self.topology)
+        sizes = dict(parse_mesh(self.best.mesh))
+        each = math.prod(chips)
+        for times in (2**k for k in range(1, 15)):
+            shapes = [(times * each,)] if where.chip.switch else where.chip.shapes(times * each)
+            topology = str(Topology(slices, kind, shapes[0])) if shapes and where.chip.exists(shapes[0]) else None
+            for axis in sizes if topology is not None else ():
+                mesh = ", ".join(f"{a}={n * times if a == axis else n}" for a, n in sizes.items())
+                try:
+                    with quiet():
+                        plan = self._bases[self.best.variant].replan(
+                            layout=self.best.layout, mesh=mesh, topology=topology
+                        )
+                except MeshparError:
+                    continue
+                if topology is not None and plan.memory.peak <= self.usable:
+                    return topology, mesh
+        return None
+
     def _misfit(self) -> str:
         with quiet():
             plan = self.plan()
         assert plan.chip is not None
         kind, size = max(plan.memory.by_kind.items(), key=lambda k: k[1])
-        return (
+        said = (
             f"NOTHING FITS  the least is {human(self.best.peak)} a device, {self.best.peak / self.usable:.1f} × the "
             f"{human(self.usable)} that may be used of a {plan.chip.name}; most of it is {human(size)} of {kind}"
         )
+        if self.larger is not None:
+            said += f"; this layout fits on {self.larger[0]} with the mesh {self.larger[1]}"
+        if self.early:
+            said += f"\nthe search ended early ({self.ended}): there may be others that do"
+        return said
+
+    @property
+    def _count(self) -> str:
+        return f"{self.planned} plan{'s' * (self.planned != 1)}"
+
+    @property
+    def early(self) -> bool:
+        """Whether it ended before it came to an end of its own."""
+        return self.ended.startswith(("stopped", "interrupted"))
 
     def __str__(self) -> str:
         return plain(self)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import UnknownDimError
+from ..errors import UnknownDimError, UnsupportedError
 from ..layout import Layout, Rule
 from ..layouts import PRESETS
 from ..program.ir import Program
@@ -84,6 +84,7 @@ class Space:
 
         Raises:
           UnknownDimError: ``forbid`` names a dim that the program does not have.
+          UnsupportedError: ``fixed`` splits a dim that ``forbid`` names.
         """
         known = program.all_names()
         for dim in forbid:
@@ -93,6 +94,12 @@ class Space:
                     dim=dim,
                     fixes=[f"its dims are {', '.join(sorted(known))}"],
                 )
+        for rule in fixed.rules:
+            if rule.dim in forbid:
+                raise UnsupportedError(
+                    f"fixed=`{fixed}` splits `{rule.dim}`, which forbid={rule.dim!r} leaves whole",
+                    dim=rule.dim, rule=str(rule), fixes=["leave out one of the two"],
+                )  # fmt: skip
         weight = dict.fromkeys(sorted(known), 0)
         scoped: set[tuple[str, str | None]] = set()
         for value in program.inputs:

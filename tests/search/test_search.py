@@ -1,6 +1,7 @@
 """The best layout: answers that are known, figures that are plans', bad input."""
 
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -124,6 +125,85 @@ def test_a_model_that_fits_only_with_split_optimizer_state():
     assert got.fits
     assert not next(r for r in got.rows if r.name == "data parallel").fits
     assert got.best.peak <= margin * V5E
+
+
+def test_fsdp_against_megatron_on_both_sides_of_the_tokens_a_chip():
+    """Gathered weights cost the same whatever the batch is, reduced activations grow with it."""
+    for batch, first, second in ((4, "megatron", "fsdp"), (1024, "fsdp", "megatron")):
+        got = found(batch=batch, options=(("most", 40),))
+        least = {name: min(r.seconds for r in got.rows if r.name == name) for name in (first, second)}
+        assert least[first] < least[second]
+
+
+def test_a_mixture_of_experts_splits_its_experts():
+    def step(params, x, chosen):
+        def loss(p):
+            sent = jnp.einsum("bsm,bsec->ebcm", x, chosen)
+            back = jnp.einsum("ebcf,efm->ebcm", jax.nn.relu(jnp.einsum("ebcm,emf->ebcf", sent, p["up"])), p["down"])
+            return jnp.sum(jnp.square(jnp.einsum("ebcm,bsec->bsm", back, chosen) - x).astype(jnp.float32))
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    params = {"up": weight(64, 1024, 2048), "down": weight(64, 2048, 1024)}
+    dims = {"params/up": "experts embed mlp", "params/down": "experts mlp embed", "x": "batch seq embed",
+            "chosen": "batch seq experts places"}  # fmt: skip
+    got = mp.search(
+        step,
+        params,
+        weight(16, 256, 1024),
+        weight(16, 256, 64, 8),
+        topology="v5e:4x4",
+        dims=dims,
+        mesh="data=16",
+        most=60,
+    )
+    splits = {r.dim: r.axes for r in mp.Layout(got.best.layout).rules if r.scope is None}
+    assert splits["experts"] == ("data",)
+    fsdp = next(r for r in got.rows if r.name == "fsdp")
+    assert got.best.seconds < 0.9 * fsdp.seconds
+
+
+@functools.cache
+def llama(batch, mesh, most):
+    spec = importlib.util.spec_from_file_location("llama_searched", Path(__file__).parents[2] / "examples" / "llama.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    step, args, dims = module.llama3_8b(batch=batch)
+    own = [module.FSDP_TENSOR_SEQUENCE] if "model" in mesh else []
+    return mp.search(
+        step, *args, topology="v5e:16x16", mesh=mesh, dims=dims, donate_argnames="state", most=most, layouts=own
+    )
+
+
+@pytest.mark.filterwarnings("ignore::meshpar.TorusWarning")
+def test_many_tokens_a_chip_hardly_beat_fsdp():
+    got = llama(512, "data=256", 40)
+    fsdp = next(r for r in got.rows if r.name == "fsdp")
+    assert 0.96 * fsdp.seconds <= got.best.seconds <= fsdp.seconds
+    assert any(r.dim == "batch" and r.axes == ("data",) for r in mp.Layout(got.best.layout).rules)
+
+
+@pytest.mark.filterwarnings("ignore::meshpar.TorusWarning")
+def test_few_tokens_a_chip_are_better_off_with_another_layout_than_the_usual_one():
+    got = llama(32, "data=32, model=8", 150)
+    usual = next(r for r in got.rows if r.name == "yours")
+    assert got.best.fits
+    assert got.best.seconds <= 0.87 * usual.seconds
+
+
+def test_nothing_fits_names_the_slice_on_which_it_would():
+    got = found(topology="v5e:2x2", batch=64, embed=8192, mlp=32768, options=(("margin", 0.2), ("most", 12)))
+    assert not got.fits
+    topology, mesh = got.larger
+    assert f"this layout fits on {topology} with the mesh {mesh}" in str(got)
+    assert "ended early" in str(got)
+    assert json.loads(got.to_json())["larger"] == [topology, mesh]
+
+    def peak(topology, mesh):
+        return got._bases[""].replan(layout=got.best.layout, mesh=mesh, topology=topology).memory.peak
+
+    assert peak(topology, mesh) <= got.usable < got.best.peak
+    assert found().larger is None
 
 
 @pytest.mark.filterwarnings("ignore::meshpar.TorusWarning")
@@ -343,6 +423,9 @@ def test_the_answer_does_not_depend_on_the_hash_seed():
         ({"objective": "bytes"}, mp.UnsupportedError, "'time' or 'memory'"),
         ({"margin": 0.0}, mp.UnsupportedError, "margin=0.0"),
         ({"most": 0}, mp.UnsupportedError, "at least one"),
+        ({"axes": 0}, mp.UnsupportedError, "axes=0"),
+        ({"seconds": -1.0}, mp.UnsupportedError, "seconds=-1.0"),
+        ({"fixed": "batch: data", "forbid": "seq, batch"}, mp.UnsupportedError, "splits `batch`, which forbid='batch'"),
         ({"forbid": "batsh"}, mp.UnknownDimError, "no such dim"),
         ({"fixed": "batsh: data"}, mp.UnknownDimError, "batsh"),
         ({"fixed": "batch: rows"}, mp.MeshError, "no mesh tried has"),
