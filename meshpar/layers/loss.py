@@ -31,8 +31,9 @@ def cross_entropy(
     - ``over="tokens"``: the gradients, made with the loss; that of the kernel in float32, [embed, vocab] as the layout splits it
       (whole along a dim that only the weights are split over, as ``embed`` under FSDP). Logits are never all there.
 
-    The first is smaller while a device has fewer tokens than some 3 × embed. Both send the same, and a vocabulary that is split
-    over devices stays split: the label's logit is picked by comparing, not by indexing. Logits and sums are float32.
+    The first is smaller while a device has fewer tokens than some 3 × embed. Both send the same (but ``over="tokens"`` under
+    ``lowering="jit"``: there the kernel's gradient is summed over devices in every chunk), and a vocabulary that is split over
+    devices stays split: the label's logit is picked by comparing, not by indexing. Logits and sums are float32.
 
     Args:
       logits: [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]), whose product the logits are; of an embedding
