@@ -151,6 +151,12 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
             + ", ".join(f"{n} {list(s)}" for n, s in shapes.items())
             + " do not fit: gate and up are [E, H, M] (or [O, I, H, M]), down [E, M, H], x [*tokens, H]"
         )
+    whole = [f"{n} {w.dtype}" for n, w in experts.items() if not jnp.issubdtype(w.dtype, jnp.floating)]
+    if whole:
+        raise MeshparError(
+            f"moe: experts are floating-point, got {', '.join(whole)}: quantized ones would be read without their scales",
+            fixes=["dequantize them", "meshpar_kernels.grouped_matmul takes them with rhs_scale="],
+        )
     if activation not in ACTIVATIONS:
         raise MeshparError(
             f"moe: no activation {activation!r}", fixes=did_you_mean(activation, ACTIVATIONS, "activations")

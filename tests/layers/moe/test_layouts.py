@@ -372,6 +372,7 @@ def test_ways_that_are_none(changed, says):
     ("change", "says"),
     [
         ({"experts": {"up": P["up"]}}, "experts must be `up`, `down`"),
+        ({"experts": {"up": P["up"].astype("int8"), "down": P["down"]}}, "experts are floating-point, got up int8"),
         ({"experts": {"up": P["up"], "down": P["up"]}}, r"up \[8, 8, 16\], down \[8, 8, 16\] do not fit"),
         ({"router": "swich"}, "did you mean `switch`"),
         ({"activation": "swiglu"}, "no activation 'swiglu'"),
