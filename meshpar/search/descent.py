@@ -215,11 +215,13 @@ def _plan_yours(evaluate: _Evaluation, layout: Layout, given: Sequence[Sizes]) -
 
 
 def _begin(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
-    """Plan the known schemes on the meshes that have as many axes; where that leaves none, what is fixed alone."""
+    """Plan the known schemes on the meshes that have as many axes, also with axes swapped; where that leaves none, what is fixed."""
     for sizes in given:
         for name, point in space.presets(sizes):
             evaluate.named.setdefault(point, name.replace("_", " "))
             evaluate(point)
+            for other in space.swapped(point):
+                evaluate(other)
     if not evaluate.rows:
         evaluate(space.point(given[0], ()))
 

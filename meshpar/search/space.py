@@ -129,6 +129,15 @@ class Space:
             if any(r.dim in known for r in rules if r.axes == rules[0].axes):
                 yield name, self.point(sizes, rules)
 
+    def swapped(self, point: Point) -> Iterator[Point]:
+        """The candidates in which axes take each other's place: they lie otherwise on the torus."""
+        names = [a for a, _ in point.sizes]
+        free = point.rules[len(self.fixed) :]
+        for other in itertools.permutations(names):
+            if list(other) != names:
+                place = dict(zip(names, other, strict=True))
+                yield self.point(point.sizes, (replace(r, axes=tuple(place[a] for a in r.axes)) for r in free))
+
     def neighbours(self, point: Point, dim: tuple[str, str | None]) -> Iterator[Point]:
         """The candidates in which one dim asks for other axes, or for none.
 

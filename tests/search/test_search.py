@@ -235,6 +235,13 @@ def test_weights_and_optimizer_state_have_rules_of_their_own():
     assert scopes == {None: {"batch", "seq", "embed", "mlp"}, "opt": {"embed", "mlp"}, "params": {"embed"}}
 
 
+def test_axes_take_each_others_place():
+    base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
+    space = Space.of(base.program, mp.Layout(""), ())
+    point = space.point((("data", 2), ("model", 8)), mp.Layout("batch: data; mlp: model").rules)
+    assert "batch?: model; mlp?: data" in {p.layout for p in space.swapped(point)}
+
+
 def test_rows_on_the_front_are_not_beaten_on_both_sides():
     got = found()
     assert got.front
