@@ -215,7 +215,7 @@ def _plan_yours(evaluate: _Evaluation, layout: Layout, given: Sequence[Sizes]) -
 
 
 def _begin(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
-    """Plan the known schemes on the meshes that have as many axes, also with axes swapped; where that leaves none, what is fixed."""
+    """Plan the known schemes on the meshes with as many axes, axes swapped too; where that leaves none, what is fixed alone."""
     for sizes in given:
         for name, point in space.presets(sizes):
             evaluate.named.setdefault(point, name.replace("_", " "))
