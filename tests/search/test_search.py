@@ -185,10 +185,10 @@ def test_many_tokens_a_chip_hardly_beat_fsdp():
 
 @pytest.mark.filterwarnings("ignore::meshpar.TorusWarning")
 def test_few_tokens_a_chip_are_better_off_with_another_layout_than_the_usual_one():
-    got = llama(32, "data=32, model=8", 150)
-    usual = next(r for r in got.rows if r.name == "yours")
+    usual = next(r for r in llama(32, "data=32, model=8", 8).rows if r.name == "yours")
+    got = llama(32, "data=8, model=32", 40)
     assert got.best.fits
-    assert got.best.seconds <= 0.87 * usual.seconds
+    assert got.best.seconds <= 0.8 * usual.seconds
 
 
 def test_nothing_fits_names_the_slice_on_which_it_would():
