@@ -91,6 +91,11 @@ def tridiagonal_solve(x):
 CASES: dict[str, tuple[Any, ...]] = {
     # name: (function, *arguments)
     "matmul": (jnp.matmul, numbers(4, 6), numbers(6, 8)),
+    "gamma": (lambda a: jax.random.gamma(jax.random.key(0), a), numbers(4, 6)),
+    "gamma of many keys": (
+        lambda a: jax.vmap(jax.random.gamma)(jax.random.split(jax.random.key(0), 4), a),
+        numbers(4, 6),
+    ),
     "batched matmul": (jnp.matmul, numbers(2, 4, 6), numbers(2, 6, 8)),
     "attention": (
         lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k),
