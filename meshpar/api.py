@@ -286,7 +286,7 @@ def compile(
     keep_unused: bool = False,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
-    kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+    calibration: CalibrationLike = None, kwargs: Mapping[str, Any] | None = None, **keywords: Any,
 ) -> Compiled:  # fmt: skip
     """Compile a function under a layout with the real compiler, ahead of time and without the hardware.
 
@@ -309,6 +309,7 @@ def compile(
       cache: whether to look on disk, and to write there.
       progress: a line on stderr; None: on a terminal only; or a function of its text.
       options, compiler_options: of the compiler, as in :func:`meshpar.jit`.
+      calibration: as in :func:`meshpar.jit`: ``overlap="auto"`` chooses by it what is compiled.
 
     Returns:
       A :class:`Compiled`.
@@ -316,7 +317,8 @@ def compile(
     Raises:
       OutOfMemoryError: it does not fit; with what is held, and the rules that would hold less.
       CompilerError: the compiler refuses, crashed, or took too long.
-      MeshError: an unknown topology, a mesh that does not fill it, or a compiler that is not installed.
+      MeshError: an unknown topology, a mesh that does not fill it, a compiler that is not installed, or a calibration of other
+        devices.
     """
     _check_function(fn, "compile")
     if not isinstance(fn, Jitted):
@@ -330,7 +332,7 @@ def compile(
             fn, auto_mesh(mesh_to_compile_for(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering,
             strict=strict, keep_unused=keep_unused, overlap=None if lowering == "jit" else overlap,
             static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames, options=check_options(options),
+            donate_argnames=donate_argnames, options=check_options(options), calibrations=calibrations(calibration),
         )  # fmt: skip
         mesh = topology = None
     elif own := [
@@ -339,6 +341,7 @@ def compile(
         *(k for k, v in {
             "layout": layout, "dims": dims, "overlap": overlap, "static_argnums": static_argnums,
             "static_argnames": static_argnames, "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
+            "calibration": calibration,
         }.items() if v is not None),
     ]:  # fmt: skip
         raise UnsupportedError(
@@ -395,8 +398,8 @@ def search(
 
     Returns:
       :class:`meshpar.search.Search`: print it; ``best.mesh`` and ``best.layout`` are text for :func:`meshpar.jit`; ``rows``,
-      ``front``, ``why(layout)``, ``plan()``, ``to_json()``. Interrupted (Ctrl-C), it has the best so far. Where nothing fits,
-      ``fits`` is False and ``best`` is what needs the least memory.
+      ``front``, ``why(layout)``, ``plan()``, ``to_json()``. Interrupted (Ctrl-C) after its first plan, it has the best
+      so far. Where nothing fits, ``fits`` is False and ``best`` is what needs the least memory.
 
     Raises:
       MeshError: a topology that is not known; a mesh that does not fill it; ``fixed`` names an axis that no mesh has; a
@@ -414,12 +417,14 @@ def search(
         "donate_argnames": donate_argnames,
     }  # fmt: skip
     programs = dict(_variants(fn, vary or {}, None if lowering == "jit" else overlap, lowering))
+    measured = calibrations(calibration)
 
     def compiled(row: Row, whole: bool) -> str:
         program, more, mode = programs[row.variant]
         found = compile(
             program, *args, mesh=row.mesh, topology=topology, layout=row.layout, dims=dims, lowering=lowering, overlap=mode,
-            effort="full" if whole else "fast", progress=progress, kwargs={**given, **more}, **with_static(more),
+            effort="full" if whole else "fast", progress=progress, calibration=measured, kwargs={**given, **more},
+            **with_static(more),
         )  # fmt: skip
         schedule = "" if found.exposed is None or not whole else f", {duration(found.exposed.schedule)} by its schedule"
         return f"compiled: {human(found.memory.peak)}, sends {human(found.bytes_sent)}{schedule}"
@@ -432,7 +437,7 @@ def search(
     with progress_line(f"searching {topology}", progress) as tell:
         bases = {
             name: Jitted(program, where, Layout(""), _patterns(dims), lowering=lowering, topology=topology, overlap=mode,
-                         calibrations=calibrations(calibration), **with_static(more)).plan(*args, **{**given, **more})
+                         calibrations=measured, **with_static(more)).plan(*args, **{**given, **more})
             for name, (program, more, mode) in programs.items()
         }  # fmt: skip
         return search_from(
@@ -583,7 +588,8 @@ def lab(
     overlap: Mode | None = None, layouts: Mapping[str, str] | None = None,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
-    options: OptionsMode | None = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+    options: OptionsMode | None = "auto", calibration: CalibrationLike = None, kwargs: Mapping[str, Any] | None = None,
+    **keywords: Any,
 ) -> Lab:  # fmt: skip
     """A page on which layouts and meshes are tried: rules are edited, figures of the plan follow.
 
@@ -597,7 +603,7 @@ def lab(
       mesh, topology: where the page begins, as in :func:`meshpar.plan`; default: one axis over all of the topology.
       layout: with which it begins, read in order; default: FSDP, as far as the program has dims for it.
       layouts: name → more layouts that the page offers to begin with, beside ``mp.layouts``.
-      dims, lowering, overlap, options, static_argnums, static_argnames, donate_argnums, donate_argnames: as in
+      dims, lowering, overlap, options, calibration, static_argnums, static_argnames, donate_argnums, donate_argnames: as in
         :func:`meshpar.plan`.
 
     Returns:
@@ -605,7 +611,7 @@ def lab(
       ``layout`` and ``plan`` are those that the page shows.
 
     Raises:
-      MeshError: neither a mesh nor a topology, or a topology that is not known.
+      MeshError: neither a mesh nor a topology, a topology that is not known, or a calibration of other devices.
       MeshparError: as :func:`meshpar.plan`, but for what concerns the layout, which the page says.
     """
     _check_function(fn, "lab")
@@ -625,8 +631,10 @@ def lab(
         "donate_argnames": donate_argnames, "lowering": lowering, "overlap": None if lowering == "jit" else overlap,
         "options": check_options(options),
     }  # fmt: skip
+    measured = calibrations(calibration)
     base = Jitted(
-        fn, auto_mesh(planned_mesh(where, topology)), Layout(""), _patterns(dims), topology=topology, **shared
+        fn, auto_mesh(planned_mesh(where, topology)), Layout(""), _patterns(dims), topology=topology, calibrations=measured,
+        **shared,
     ).plan(*args, **given)  # fmt: skip
     if layout is None:
         names = base.program.all_names()
@@ -638,7 +646,7 @@ def lab(
         )  # without a topology: the devices here
         return compile(
             fn, *args, mesh=where, topology=draft.topology, layout=draft.layout, dims=dims, progress=tell, kwargs=given,
-            **shared,
+            calibration=measured or None, **shared,
         )  # fmt: skip
 
     name = getattr(fn, "__name__", "step")

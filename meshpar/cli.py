@@ -131,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lowering", **partitioner)
     add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
     add("--options", choices=("auto", "off"), default="auto", help=options)
+    add("--calibration", metavar="FILE", help=calibration)
     add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
     add("--no-browser", action="store_true", help="print the page's address, and open nothing")
 
@@ -142,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lowering", **partitioner)
     add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
     add("--options", choices=("auto", "off"), default="auto", help=options)
+    add("--calibration", metavar="FILE", help=calibration)
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
 
     add = command("search", _search, "the layout and the mesh of the shortest step that fits, by its plan")
@@ -241,7 +243,7 @@ def _lab(args: argparse.Namespace) -> int:
         lambda: mp.lab(
             target.step, *target.args, mesh=mesh, topology=args.topology, layout=layout, dims=target.dims,
             lowering=args.lowering, overlap=args.overlap, options=args.options, layouts=target.layouts,
-            donate_argnames=_donated(args, target),
+            calibration=args.calibration, donate_argnames=_donated(args, target),
         ),
     )  # fmt: skip
     found.session.title = args.target
@@ -265,14 +267,14 @@ def _compile(args: argparse.Namespace) -> int:
     compiled = mp.compile(
         target.step, *target.args, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
         layout=planned.asked or planned.layout, dims=target.dims, lowering=args.lowering, overlap=args.overlap,
-        effort=args.effort, options=args.options,
+        effort=args.effort, options=args.options, calibration=args.calibration,
         donate_argnames=_donated(args, target), progress=True,
     )  # fmt: skip
     facts = {
         "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
         "lowering": args.lowering, "effort": compiled.effort, "memory": dataclasses.asdict(compiled.memory),
         "capacity": compiled.capacity, "bytes_sent": compiled.bytes_sent, "exposed_seconds": compiled.exposed_seconds,
-        "compile_seconds": compiled.compile_seconds, "options": planned.options.to_dict(),
+        "compile_seconds": compiled.compile_seconds, "options": planned.options.to_dict(), "calibration": planned.calibration,
         "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
     }  # fmt: skip
     _show(args, compiled, lambda: json.dumps(facts))

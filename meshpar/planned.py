@@ -78,7 +78,7 @@ class Plan(record.Plan):
                 "mesh": self.sizes,
                 "topology": self.topology,
                 "chip": None if self.chip is None else self.chip.name,
-                "calibration": self._calibration(),
+                "calibration": self.calibration,
                 "layout": str(self.layout),
                 "inputs": [h.to_dict() for h in self.inputs],
                 "outputs": [h.to_dict() for h in self.outputs],
@@ -95,7 +95,9 @@ class Plan(record.Plan):
             }
         )
 
-    def _calibration(self) -> dict[str, Any] | None:
+    @property
+    def calibration(self) -> dict[str, Any] | None:
+        """What was measured of the devices that it is priced with: where, and the parts of peak rates; None: the chip table."""
         if self.chip is None or not self.chip.calibration:
             return None
         return {"measured_on": self.chip.calibration, **{k: getattr(self.chip, k) for k in EFFICIENCIES}}

@@ -221,6 +221,9 @@ def test_tune_and_what_it_fitted(run, target, tmp_path):
     assert page.read_text().count("<tr>") == 3
     status, out, _ = run("plan", f"{target}:small", "--mesh", "data=8", "--calibration", str(kept))
     assert "calibrated on cpu, jaxlib" in out
+    how = (f"{target}:small", "--mesh", "data=4", "--layout", "dp", "--calibration", str(kept))
+    status, out, _ = run("compile", *how, "--json")
+    assert json.loads(out)["calibration"]["measured_on"].startswith("cpu, jaxlib")
     status, out, _ = run(
         "tune", f"{target}:small", "--rounds", "1", "--mesh", "data=4, model=2", "--layout", "dp", "--json"
     )

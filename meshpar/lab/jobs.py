@@ -45,8 +45,8 @@ class Turns:
             self.leave()
 
 
-class Stopped(Exception):
-    """The page wants no more of a job."""
+class Stopped(KeyboardInterrupt):
+    """The page wants no more of a job; a search takes it as Ctrl-C, and has the best so far."""
 
 
 class Job:

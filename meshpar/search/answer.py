@@ -23,6 +23,7 @@ from ..layout import Layout
 from ..mesh import parse_mesh
 from ..plan.collectives import Collective, duration, human
 from ..planned import Plan
+from ..report.facts import rates
 from ..report.html import number, page, style, table
 from ..report.text import plain
 from .picture import Picture
@@ -124,6 +125,7 @@ class Search:
                 "topology": self.topology, "objective": self.objective, "margin": self.margin, "fits": self.fits,
                 "larger": self.larger,
                 "planned": self.planned, "ended": self.ended, "refused": self.refused,
+                "calibration": self._base.calibration,
                 "best": asdict(self.best),
                 "rows": [asdict(r) for r in self.rows],
             }
@@ -161,7 +163,7 @@ class Search:
         verdict = "" if self.fits else ' <span class="chip on c1">nothing fits</span>'
         head = (
             f"<h1>search on {escape(self.topology)}{verdict}</h1>"
-            f'<p class="dim">{self._count}; {escape(self.ended)}. The figures are the plans\' estimates.</p>'
+            f'<p class="dim">{self._count}; {escape(self.ended)}. The figures are the plans\' estimates{escape(self._priced)}.</p>'
             f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code>"
             + (f"<br><code>{escape(best.variant)}</code>" if best.variant else "")
             + f"<br>{duration(best.seconds)} a step, {human(best.peak)} at the peak, sends {human(best.sent)}</p>"
@@ -178,7 +180,7 @@ class Search:
         return f"{head}{self._picture.drawing()}{table(heads, cells, sortable=True)}"
 
     def __rich__(self) -> Any:
-        head = Text.assemble(("search", "bold"), f"  {self._count} on {self.topology}; {self.ended}")
+        head = Text.assemble(("search", "bold"), f"  {self._count} on {self.topology}; {self.ended}{self._priced}")
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
         choice = Text.assemble(("mesh", "bold"), f"    {self.best.mesh}\n", ("layout", "bold"), f"  {self.best.layout}")
@@ -255,6 +257,14 @@ class Search:
     @property
     def _count(self) -> str:
         return f"{self.planned} plan{'s' * (self.planned != 1)}"
+
+    @property
+    def _base(self) -> Plan:
+        return self._bases[self.best.variant]
+
+    @property
+    def _priced(self) -> str:
+        return "".join(f"; {text}" for text in [rates(self._base)] if text)
 
     @property
     def early(self) -> bool:

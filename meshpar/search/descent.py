@@ -172,6 +172,7 @@ def search(
         for name, base in bases.items()
     ]
     ended, refused = "no candidate near the best is better", list[str]()
+    interrupt: KeyboardInterrupt | None = None
     with quiet(), without_gc():
         for evaluate, space in searched:
             try:
@@ -182,14 +183,12 @@ def search(
                     _descend(evaluate, space, given)
             except _Stop as stop:
                 ended = str(stop)
-            except KeyboardInterrupt:
-                ended = "interrupted"
+            except KeyboardInterrupt as e:
+                ended, interrupt = "interrupted", e
                 break
     searched = [(evaluate, space) for evaluate, space in searched if evaluate.rows] or searched
     if not searched[0][0].rows:
-        for error in searched[0][0].illegal.values():
-            raise error
-        raise UnsupportedError("no candidate was planned", fixes=["a longer time limit"])
+        raise interrupt or next(iter(searched[0][0].illegal.values()))
     with quiet():
         return _answer(searched, ended, margin, verify, compiled, list(dict.fromkeys(refused)))
 

@@ -25,6 +25,7 @@ from ..layout import AnyMesh
 from ..mesh import mesh as make_mesh
 from ..plan.collectives import duration, human
 from ..plan.plan import Plan
+from ..report.facts import rates
 from ..report.text import plain
 from . import hlo
 from .compiler import FINAL, PARTITIONED
@@ -284,6 +285,8 @@ def compiled_renderable(c: Compiled) -> Any:
             parts.append(Text(f"options of the compiler: {names}", style="dim"))
         text = f"planned: {human(c.plan.bytes_sent)} sent, peak {gib(memory_of(c.plan).peak)}"
         parts.append(Text(text, style="dim"))
+        if priced := rates(c.plan):
+            parts.append(Text(priced, style="dim"))
     return Group(*parts)
 
 

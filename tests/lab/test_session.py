@@ -183,7 +183,21 @@ def test_pages_go_before_a_search_and_a_search_can_be_stopped(session):
     assert all(reply["plan"]["figures"] == want for reply in replies)
     session.handle({"ask": "stop", **job})
     session._jobs[job["job"]].wait(60)
-    assert not session.handle({"ask": "job", **job})["running"]
+    told = session.handle({"ask": "job", **job})
+    assert not told["running"]
+    assert [row["name"] for row in told["result"]] == ["found"]
+
+
+def test_a_lab_is_priced_with_a_calibration():
+    measured = mp.Calibration("TPU v5 lite", "0.1", 0.5, 0.6, 0.7)
+    session = lab_program.lab(calibration=measured).session
+    assert session.plan().seconds > lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES)).seconds
+    assert f"calibrated on {measured.name}" in ask(session, lab_program.RULES)["plan"]["html"]["cards"]
+    (found,) = done(session, {"ask": "suggest", "topology": lab_program.TOPOLOGY})["result"]
+    here = lab_program.planned(found["mesh"], found["layout"]).replan(calibration=measured)
+    assert found["seconds"] == here.replan(overlap=session.base.overlap).seconds
+    told = done(session, {"ask": "compile", "mesh": "data=4, model=2", "topology": None, "layout": "batch: data"})
+    assert "the calibration is of TPU v5 lite" in told["failed"]["headline"]
 
 
 def test_a_compiler_that_cannot_be_asked_says_why(session):

@@ -348,6 +348,15 @@ def test_interrupted_or_out_of_time_it_has_the_best_so_far():
     assert (short.planned, short.ended) == (1, "stopped at the time limit")
 
 
+def test_interrupted_in_its_first_plan_it_has_none(monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mp.Plan, "replan", stop)
+    with pytest.raises(KeyboardInterrupt):
+        mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS)
+
+
 def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
     from meshpar import api
 

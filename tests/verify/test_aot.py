@@ -81,6 +81,18 @@ def test_for_cpus(mesh):
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_what_is_compiled_is_chosen_by_a_calibration(mesh):
+    measured = mp.Calibration("cpu", "0.1", 0.1, 0.2, 0.3)
+    compiled = mp.compile(step, state(), X, mesh=mesh, lowering="shard_map", calibration=measured, **HOW)
+    assert compiled.plan.chip.calibration == measured.name
+    assert f"calibrated on {measured.name}" in str(compiled)
+    with pytest.raises(UnsupportedError, match="calibration: what"):
+        mp.compile(mp.jit(step, mesh=mesh, **HOW), state(), X, calibration=measured)
+    other = mp.Calibration("TPU v5 lite", "0.1", 0.1, 0.2, 0.3)
+    with pytest.raises(MeshError, match="the calibration is of TPU v5 lite"):
+        mp.compile(step, state(), X, mesh=mesh, calibration=other, **HOW)
+
+
 def test_a_program_that_meshpar_did_not_make(mesh):
     split = NamedSharding(mesh, P(("data", "model")))
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=split)
