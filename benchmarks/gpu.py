@@ -25,8 +25,9 @@ With two GPUs or more the kernels over NVLink are checked and timed too, on at m
 ("ag-matmul") or scatter ("matmul-rs"), and the small all-reduce. There `GB/s` is of the bytes that a device sends, and `error`
 against XLA's collectives.
 
-Compile-only columns. `regs`, `spills`: registers of a thread and bytes spilled, as ptxas reports them (for the Triton kernels only
-where a ptxas is installed); a line says so where it serializes `wgmma`s. `temp`: KiB beyond inputs and outputs of the program.
+Compile-only columns. `form`: of the kernel, where it is not the one that it picks (`gpu_cases.FORMS`). `regs`, `spills`: registers
+of a thread and bytes spilled, as ptxas reports them (for the Triton kernels only where a ptxas is installed); a line says so
+where it serializes `wgmma`s. `temp`: KiB beyond inputs and outputs of the program.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 # --- without a GPU -------------------------------------------------------------------------------
 
 
-def compile_one(kernel: str, shape: str, target: str) -> dict[str, Any]:
-    """Compile our kernel for a GPU that is not here. What ptxas says goes to the output, for `ptxas_facts`."""
+def compile_one(kernel: str, shape: str, target: str, form: str = "") -> dict[str, Any]:
+    """Compile our kernel for a GPU that is not here, in one of `gpu_cases.FORMS`. What ptxas says goes to the output, for
+    `ptxas_facts`."""
     import gpu_cases
     import gpu_shared
     import jax
@@ -71,7 +73,8 @@ def compile_one(kernel: str, shape: str, target: str) -> dict[str, Any]:
     case = gpu_cases.make(kernel, shape)
     structs = [jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in case.arguments]
     with tempfile.TemporaryDirectory() as folder, jax.default_device(topology.devices[0]):
-        lowered = jax.jit(case.ours).trace(*structs).lower(lowering_platforms=("cuda",))
+        ours = gpu_cases.with_options(kernel, gpu_cases.FORMS[form]) if form else case.ours
+        lowered = jax.jit(ours).trace(*structs).lower(lowering_platforms=("cuda",))
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
         assemble_triton(Path(folder), target)
     return {"temp": compiled.memory_analysis().temp_size_in_bytes}
@@ -152,10 +155,10 @@ def compile_environment() -> dict[str, str]:
     }
 
 
-def compile_facts(kernel: str, shape: str, target: str, limit: float = 300) -> dict[str, Any]:
+def compile_facts(kernel: str, shape: str, target: str, form: str = "", limit: float = 300) -> dict[str, Any]:
     """`compile_one` in a process of its own."""
-    rows, text = run_process(["--compile-one", kernel, shape, target], compile_environment(), limit)
-    facts: dict[str, Any] = {"kernel": kernel, "shape": shape, "target": target}
+    rows, text = run_process(["--compile-one", kernel, shape, target, form], compile_environment(), limit)
+    facts: dict[str, Any] = {"kernel": kernel, "shape": shape, "target": target, "form": form}
     return facts | (rows[-1] if rows else {"error": reason(text)}) | ptxas_facts(text)
 
 
@@ -189,16 +192,16 @@ def compile_table(only: str, targets: list[str]) -> list[dict[str, Any]]:
     import gpu_shared
 
     print("Compiled only: nothing was run, and no time is measured.\n")
-    line = f"{'kernel':<10}{'shape':<19}{'target':<9}{'regs':>6}{'spills':>8}{'temp KiB':>10}"
+    line = f"{'kernel':<10}{'shape':<19}{'target':<9}{'form':<20}{'regs':>6}{'spills':>8}{'temp KiB':>10}"
     print(line + f"{'grid':>6}{'smem KiB':>10}{'blocks/SM':>11}")
     rows = []
     for kernel, shape in [*gpu_cases.names(), *gpu_shared.names()]:
         if only not in f"{kernel} {shape}":
             continue
-        for target in targets:
-            facts = compile_facts(kernel, shape, target)
+        for target, form in [(t, form) for t in targets for form in gpu_cases.forms(kernel, t)]:
+            facts = compile_facts(kernel, shape, target, form)
             rows.append(facts)
-            line = f"{kernel:<10}{shape:<19}{target:<9}"
+            line = f"{kernel:<10}{shape:<19}{target:<9}{form:<20}"
             if "error" in facts:
                 print(line, facts["error"], flush=True)
                 continue
@@ -239,7 +242,7 @@ def tuned_table(only: str, limit: float, ends: float) -> list[dict[str, Any]]:
     """Print the best tile of each product, and how much faster it is than the one that the kernel picks."""
     import gpu_cases
 
-    print(f"\n{'kernel':<9}{'shape':<19}{'best tile':<20}{'ms':>9}{'× picked':>10}   (random loads)")
+    print(f"\n{'kernel':<9}{'shape':<19}{'best tile':<42}{'ms':>9}{'× picked':>10}   (random loads)")
     found = []
     for kernel, shape in gpu_cases.names():
         if kernel not in gpu_cases.MATMUL_KERNELS[:3] or only not in f"{kernel} {shape}":
@@ -256,9 +259,10 @@ def tuned_table(only: str, limit: float, ends: float) -> list[dict[str, Any]]:
             print(f"{kernel:<9}{shape:<19}{reason(text)}")
             continue
         best = min(timed, key=lambda row: row["seconds"])
-        name = "as picked" if best["tile"] is None else str(tuple(best["tile"]))
+        more = [f"{name}={best[name]}" for name in ("cluster", "pingpong") if best.get(name)]
+        name = "as picked" if best["tile"] is None else " ".join([str(tuple(best["tile"])), *more])
         speed = timed[0]["seconds"] / best["seconds"]
-        print(f"{kernel:<9}{shape:<19}{name:<20}{best['seconds'] * 1e3:>9.3f}{speed:>10.2f}", flush=True)
+        print(f"{kernel:<9}{shape:<19}{name:<42}{best['seconds'] * 1e3:>9.3f}{speed:>10.2f}", flush=True)
     return found
 
 
@@ -334,7 +338,7 @@ def main(platform: str = "gpu") -> None:
     parser.add_argument(
         "--json", type=Path, help=f"where what was found is written; on a device {platform}.json if not said"
     )
-    parser.add_argument("--compile-one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--compile-one", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--measure-shared", help=argparse.SUPPRESS)
     parser.add_argument("--measure-torch", nargs=3, help=argparse.SUPPRESS)

@@ -21,6 +21,13 @@ TOKENS = 8192
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 MATMUL_KERNELS = ("forward", "d lhs", "d rhs", "swiglu")
 ROUTING_KERNELS = ("route", "permute", "combine")
+FORMS: dict[str, dict[str, Any]] = {
+    "": {},
+    "cluster": {"cluster": 2},
+    "ping-pong": {"pingpong": True},
+    "ping-pong, cluster": {"pingpong": True, "cluster": 2},
+}
+"""Name → options of a grouped product; "" is what it picks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +56,13 @@ def names() -> list[tuple[str, str]]:
     rows += [(kernel, model) for model in ("mixtral-8x7b", "deepseek-v3") for kernel in ROUTING_KERNELS]
     first = [r for r in rows if r[1] == "g64"]
     return first + [r for r in rows if r not in first]
+
+
+def forms(kernel: str, target: str) -> list[str]:
+    """Those of `FORMS` that a kernel has on a GPU."""
+    if kernel not in MATMUL_KERNELS[:3]:
+        return [""]
+    return [form for form in FORMS if "ping-pong" not in form or (kernel, target) == ("d rhs", "sm_90a")]
 
 
 def make(kernel: str, shape: str) -> Case:
@@ -146,9 +160,9 @@ def _swapped(function):
     return lambda rhs, grad, sizes: function(grad, rhs, sizes)
 
 
-def with_tile(kernel: str, shape: str, tile: tuple[int, int, int]) -> Callable[..., Any]:
-    """Our kernel of a case with another tile than it picks."""
-    how: dict[str, Any] = {"implementation": "pallas", "tile": tile}
+def with_options(kernel: str, how: dict[str, Any]) -> Callable[..., Any]:
+    """Our kernel of a product, with other options (tile, cluster, …) than it picks."""
+    how = {"implementation": "pallas", **how}
     if kernel == "forward":
         return lambda lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes, **how)
     if kernel == "d lhs":
@@ -156,14 +170,15 @@ def with_tile(kernel: str, shape: str, tile: tuple[int, int, int]) -> Callable[.
     return lambda lhs, grad, sizes: grouped_matmul_transpose(lhs, grad, sizes, **how)
 
 
-def tiles(kernel: str, shape: str) -> list[tuple[int, int, int]]:
-    """(rows, K, N) that the tuner tries on this device."""
+def choices(kernel: str, shape: str) -> list[dict[str, Any]]:
+    """Options that the tuner tries on this device, each tile with as many stages as fit."""
     s = MATMULS[shape]
     k, n = (s.n, s.k) if kernel == "d lhs" else (s.k, s.n)
     op = "grouped_matmul_transpose" if kernel == "d rhs" else "grouped_matmul"
     product = Product(op, s.m, k, n, s.groups, transposed=kernel == "d lhs")
     found = tuner.candidates(product, BF16, "tpu" if jax.default_backend() == "tpu" else "cuda")
-    return list(dict.fromkeys(config.tile for config in found))
+    kept = dict.fromkeys(config._replace(stages=None) for config in found)
+    return [{name: value for name, value in config._asdict().items() if value is not None} for config in kept]
 
 
 def _optional_forward(transpose_rhs: bool) -> dict[str, Callable[..., Any]]:

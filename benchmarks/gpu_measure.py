@@ -116,9 +116,9 @@ def tune(kernel: str, shape: str, load: str) -> None:
     arguments = gpu_cases.draw(case, kernel, shape, load)
     want = [np.asarray(jax.jit(case.ours)(*arguments), np.float32)]
     print("ROW " + json.dumps({"tile": None, "seconds": seconds_per_call(case.ours, arguments, 0.1)}), flush=True)
-    for tile in gpu_cases.tiles(kernel, shape):
-        row: dict[str, Any] = {"tile": list(tile)}
-        function = gpu_cases.with_tile(kernel, shape, tile)
+    for how in gpu_cases.choices(kernel, shape):
+        row: dict[str, Any] = dict(how)
+        function = gpu_cases.with_options(kernel, how)
         try:
             row["error"] = difference(jax.jit(function)(*arguments), want)
             row["seconds"] = seconds_per_call(function, arguments, 0.1)

@@ -161,13 +161,14 @@ def tune_products(
 
 def _show(tables: tuning.Table, file: Path, console: Console) -> None:
     table = Table(title=f"tiles of the grouped products, medians; {file}")
-    for name in ("device", "product", "dtype", "tile (rows, K, N)", "stages", "blocks", "ms", "analytic choice, ms"):
+    more = ("stages", "blocks", "cluster", "ping-pong")
+    for name in ("device", "product", "dtype", "tile (rows, K, N)", *more, "ms", "analytic choice, ms"):
         table.add_column(name, overflow="fold")
     for kind, classes in tables.items():
         for shape, dtypes in classes.items():
             for dtype, entry in dtypes.items():
                 c = entry.config
-                table.add_row(kind, shape, dtype, str(c.tile), str(c.stages or ""), str(c.num_sms or ""),
+                table.add_row(kind, shape, dtype, str(c.tile), *(str(x or "") for x in c[1:]),
                               f"{1e3 * entry.seconds:.3f}", f"{1e3 * entry.analytic_seconds:.3f}")  # fmt: skip
     console.print(
         table if table.row_count else f"No tile was measured yet: neither the shipped table nor {file} has an entry."

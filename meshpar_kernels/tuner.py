@@ -115,16 +115,21 @@ def candidates(product: Product, dtype: Any, platform: str) -> list[Config]:
 def _for_gpu(p: Product, itemsize: int) -> list[Config]:
     back = p.op == "grouped_matmul_transpose"
 
-    def config(tile: gpu.Tile, blocks: int | None = None) -> Config:
-        return Config((tile.k, tile.m, tile.n) if back else (tile.m, tile.k, tile.n), tile.stages, blocks)
+    def config(tile: gpu.Tile) -> Config:
+        shape = (tile.k, tile.m, tile.n) if back else (tile.m, tile.k, tile.n)
+        return Config(shape, tile.stages, None, tile.cluster if tile.cluster > 1 else None, tile.pingpong or None)
 
-    found = [config(gpu.pick_tile(p.n, itemsize, p.matrices))]
+    tiles = [gpu.pick_tile(p.n, itemsize, p.matrices)]
     for inner in (64, 128):
-        for width in (64, 128, 192, 256):
+        for width in (w for w in (64, 128, 192, 256) if w * p.matrices <= 256 and w < 2 * p.n):
             tile = gpu.make_tile(gpu.ROWS, inner, width, itemsize, p.matrices)
-            if width * p.matrices <= 256 and width < 2 * p.n:
-                found += [config(tile._replace(stages=s)) for s in range(max(2, tile.stages - 2), tile.stages + 1)]
-    return found
+            tiles += [tile._replace(stages=s) for s in range(max(2, tile.stages - 2), tile.stages + 1)]
+            pair = -(-p.k // gpu.ROWS) if back else -(-p.n // width)  # of tiles side by side
+            for pingpong in (False, True) if back and width <= 128 else (False,):
+                tile = gpu.make_tile(gpu.ROWS, inner, width, itemsize, p.matrices, pingpong=pingpong)
+                clusters = [2] * (pair % 2 == 0) + [1] * pingpong
+                tiles += [tile._replace(cluster=blocks) for blocks in clusters if tile.stages >= (4 if pingpong else 2)]
+    return [config(tile) for tile in tiles]
 
 
 def _for_tpu(p: Product, itemsize: int) -> list[Config]:
@@ -173,7 +178,8 @@ class DeviceBench:
         return call
 
     def error(self, config: Config) -> float:
-        function = jax.jit(self._function(implementation="pallas", **config._asdict()))
+        said = {name: value for name, value in config._asdict().items() if value is not None}
+        function = jax.jit(self._function(implementation="pallas", **said))
         got = np.asarray(function(*self.operands), np.float32)
         self.compiled[config] = function
         delta = float(np.abs(got - self.want).max()) / max(float(np.abs(self.want).max()), 1e-30)

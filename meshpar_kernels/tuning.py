@@ -36,11 +36,15 @@ class Config(NamedTuple):
       tile: (rows, K, N) of a step.
       stages: of the GPU kernel's shared memory; None: as many as fit.
       num_sms: blocks of the GPU kernel's grid; None: one a multiprocessor.
+      cluster: blocks, 1 or 2, of the GPU kernel that share loads (Hopper) or products (Blackwell); None: 1.
+      pingpong: whether the warpgroups of Hopper's transpose have a tile each; None: not.
     """
 
     tile: tuple[int, int, int]
     stages: int | None = None
     num_sms: int | None = None
+    cluster: int | None = None
+    pingpong: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +142,16 @@ def _whole(value: Any, what: str) -> int:
 
 def _entry(fields: Mapping[str, Any]) -> Entry:
     m, k, n = (_whole(x, "tile") for x in fields["tile"])
-    stages, num_sms = (None if fields.get(x) is None else _whole(fields[x], x) for x in ("stages", "num_sms"))
+    stages, num_sms, cluster = (
+        None if fields.get(x) is None else _whole(fields[x], x) for x in ("stages", "num_sms", "cluster")
+    )
+    pingpong = fields.get("pingpong")
+    if pingpong not in (None, True, False):
+        raise ValueError(f"pingpong must be true or false, got {pingpong!r}")
     seconds, analytic = float(fields["seconds"]), float(fields["analytic_seconds"])
     if not (0 < seconds < math.inf and 0 < analytic < math.inf):
         raise ValueError(f"seconds must be above 0, got {seconds} and {analytic}")
-    return Entry(Config((m, k, n), stages, num_sms), seconds, analytic, str(fields["jax"]))
+    return Entry(Config((m, k, n), stages, num_sms, cluster, pingpong), seconds, analytic, str(fields["jax"]))
 
 
 def merge(*tables: Table) -> Table:

@@ -37,6 +37,7 @@ def grouped_matmul(
     gather: str | None = None,
     stages: int | None = None,
     num_sms: int | None = None,
+    cluster: int | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """Multiply the rows of each group by that group's matrix.
@@ -85,6 +86,8 @@ def grouped_matmul(
       stages: of the GPU kernel's shared memory; None: of the table, else as many as fit, at most 6.
       num_sms: blocks of the GPU kernel's grid, each on a multiprocessor for itself. None: of the table, else as many as
         the GPU has.
+      cluster: 2 joins two blocks of the GPU kernel. On Hopper they have tiles side by side, and the copy engine brings the rows
+        that both need once, to both (TMA multicast). 1: each block for itself. None: of the table, else 1.
       debug: warn at run time about group sizes that are negative or go past M.
 
     Returns:
@@ -147,6 +150,7 @@ def grouped_matmul(
         gather=gather,
         num_sms=num_sms,
         stages=stages,
+        cluster=cluster,
     )
     return matmul_with_gradient(
         options, lhs, matrices, scales, group_sizes, _as_offset(group_offset), lhs_indices, lhs_rows, row_scale
@@ -166,6 +170,8 @@ def grouped_matmul_transpose(
     tile: tuple[int, int, int] | None = None,
     stages: int | None = None,
     num_sms: int | None = None,
+    cluster: int | None = None,
+    pingpong: bool | None = None,
     debug: bool = False,
 ) -> jax.Array:
     """Sum lhs[i]ᵀ · rhs[i] over the rows i of each group: the transpose of `grouped_matmul` in its
@@ -180,6 +186,10 @@ def grouped_matmul_transpose(
       row_scale: [M], factor on each row's product, in float32.
       out_dtype: dtype of the result; None: lhs's.
       implementation, tile, stages, num_sms, debug: as in `grouped_matmul`.
+      cluster: as there; the two tiles are of the same columns of rhs.
+      pingpong: on Hopper, each of a block's two multiplying warpgroups has a tile for itself, at most 128 columns wide, and one
+        multiplies while the other writes: for groups of few rows, where a tile is written after few products. None: of the
+        table, else not.
 
     Returns:
       [G, K, N], summed in float32; zero for an empty group. Differentiable with respect to lhs and
@@ -211,6 +221,8 @@ def grouped_matmul_transpose(
         tile=tile,
         num_sms=num_sms,
         stages=stages,
+        cluster=cluster,
+        pingpong=pingpong,
     )
     return transpose_with_gradient(options, groups, lhs, rhs, group_sizes, _as_offset(group_offset), row_scale)
 

@@ -88,33 +88,45 @@ def grouped_matmul_transpose(
     return _run("grouped_matmul_transpose", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)
 
 
-def pick_tile(n: int, itemsize: int, halves: int = 1) -> Tile:
+def pick_tile(n: int, itemsize: int, halves: int = 1, pingpong: bool | None = None) -> Tile:
     """The widest tile whose accumulators fit the registers and that leaves few columns empty.
 
     Args:
       n: columns of the result.
       itemsize: bytes of an element of the operands.
       halves: matrices of each group, 1 or 2.
+      pingpong: as in `Tile`.
     """
-    widths = [w for w in (256, 128, 64) if w * halves <= 256]
+    widths = [w for w in (256, 128, 64) if w * halves <= _most_columns(pingpong)]
     width = next((w for w in widths if -(-n // w) * w <= 1.1 * n), widths[-1])
-    return make_tile(ROWS, INNER, width, itemsize, halves)
+    return make_tile(ROWS, INNER, width, itemsize, halves, pingpong=pingpong)
 
 
-def make_tile(m: int, k: int, n: int, itemsize: int, halves: int = 1, stages: int | None = None) -> Tile:
-    """A tile with so many stages; None: with as many as shared memory has room for, at most `MOST_STAGES`."""
-    fitting = _stages(m, k, n, itemsize, halves)
-    return Tile(m, n, k, min(MOST_STAGES, fitting) if stages is None else stages)
+def _most_columns(pingpong: bool | None) -> int:
+    """Of the tiles of a block: the sums of `ROWS` rows of them fill the registers of the warpgroups that share a tile."""
+    return 256 // hopper.CONSUMERS if pingpong else 256
+
+
+def make_tile(
+    m: int, k: int, n: int, itemsize: int, halves: int = 1, stages: int | None = None, cluster: int | None = None,
+    pingpong: bool | None = None,
+) -> Tile:  # fmt: skip
+    """A tile with so many stages; None: with as many as shared memory has room for, at most `MOST_STAGES`. Neither shared loads
+    nor ping-pong where nothing is said of them."""
+    fitting = min(MOST_STAGES, _stages(m, k, n, itemsize, halves))
+    if pingpong:
+        fitting -= fitting % hopper.CONSUMERS
+    return Tile(m, n, k, fitting if stages is None else stages, cluster or 1, bool(pingpong))
 
 
 def _stages(m: int, k: int, n: int, itemsize: int, halves: int) -> int:
     return (SMEM_BYTES - STAGING_BYTES) // max((m + halves * n) * k * itemsize, 1)
 
 
-def make_transpose_tile(tile: tuple[int, int, int], itemsize: int, stages: int | None = None) -> Tile:
-    """`(rows, K, N)` of one step of the transpose: a tile of [K, N] whose stages hold so many rows."""
+def make_transpose_tile(tile: tuple[int, int, int], itemsize: int, **options: Any) -> Tile:
+    """`(rows, K, N)` of one step of the transpose: a tile of [K, N] whose stages hold so many rows; options of `make_tile`."""
     rows, k, n = tile
-    return make_tile(k, rows, n, itemsize, stages=stages)
+    return make_tile(k, rows, n, itemsize, **options)
 
 
 def matmul_unsupported(
@@ -157,16 +169,28 @@ def _unsupported(
     reasons += [
         f"{name}: rows of {n} bytes are no multiple of {ROW_BYTES}" for name, n in rows.items() if n % ROW_BYTES
     ]
-    if tile.m != ROWS or tile.k % INNER or tile.n % 64 or not 0 < tile.n * halves <= 256:
+    most, fewest = _most_columns(tile.pingpong), 4 if tile.pingpong else 2
+    if tile.m != ROWS or tile.k % INNER or tile.n % 64 or not 0 < tile.n * halves <= most:
         reasons.append(
             f"tile ({tile.m}, {tile.k}, {tile.n}): the kernel takes {ROWS} rows, multiples of {INNER} contracted "
-            f"elements and of 64 columns, at most {256 // halves}"
+            f"elements and of 64 columns, at most {most // halves}{' with pingpong' * tile.pingpong}"
         )
-    elif (fitting := _stages(tile.m, tile.k, tile.n, lhs.dtype.itemsize, halves)) < 2:
-        reasons.append(f"tile ({tile.m}, {tile.k}, {tile.n}): two stages of it do not fit shared memory")
-    elif not 2 <= tile.stages <= fitting:
-        reasons.append(f"{tile.stages} stages: the kernel takes 2 to {fitting} of tile ({tile.m}, {tile.k}, {tile.n})")
+    elif (fitting := _stages(tile.m, tile.k, tile.n, lhs.dtype.itemsize, halves)) < fewest:
+        number = {2: "two", 4: "four"}[fewest]
+        reasons.append(f"tile ({tile.m}, {tile.k}, {tile.n}): {number} stages of it do not fit shared memory")
+    elif not fewest <= tile.stages <= fitting:
+        reasons.append(
+            f"{tile.stages} stages: the kernel takes {fewest} to {fitting} of tile ({tile.m}, {tile.k}, {tile.n})"
+        )
+    elif tile.pingpong and tile.stages % hopper.CONSUMERS:
+        reasons.append(f"{tile.stages} stages: with pingpong each of two warpgroups has half of them")
+    if tile.cluster not in (1, 2):
+        reasons.append(f"a cluster of {tile.cluster} blocks: the kernel takes 1 or 2")
     major, minor = _compat.gpu_architecture()
+    if major == 10 and tile.cluster > 1:
+        reasons.append("a cluster of 2 blocks on sm_100a: the kernel takes 1")
+    if major != 9 and tile.pingpong:
+        reasons.append(f"pingpong: on sm_{major}{minor} no warpgroup multiplies; the kernel of sm_90a has it")
     if major not in KERNELS:
         known = " and ".join(f"sm_{number}0a" for number in KERNELS)
         reasons.append(f"the GPU is sm_{major}{minor}; there is a kernel for {known}")

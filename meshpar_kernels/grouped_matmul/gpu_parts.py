@@ -15,13 +15,18 @@ from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
 __all__ = [
     "BAND",
+    "PEER",
     "ROWS",
     "GroupRows",
     "Tile",
     "activate",
     "chunks",
+    "cluster_barrier",
+    "cluster_count",
+    "cluster_grid",
     "copy_rows",
     "mask_rows",
+    "peer_index",
     "place",
     "ring",
     "smem",
@@ -35,17 +40,51 @@ ROWS = 64
 BAND = 16
 """Visits that share a stretch of columns before the next: both operands of it stay in the L2 cache."""
 
+PEER = "peer"
+"""Axis of the blocks of a cluster."""
 
 GELU = 2 * math.sqrt(2 / math.pi)
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the result's tile, contracted elements of a stage, and number of stages."""
+    """What a block makes at a time.
+
+    Attributes:
+      m, n: rows and columns of the result's tile.
+      k: contracted elements of a stage.
+      stages: of shared memory.
+      cluster: blocks, 1 or 2, that load together what tiles side by side have in common.
+      pingpong: on Hopper, of the transpose: the two multiplying warpgroups have a tile each, and one multiplies while the other
+        writes.
+    """
 
     m: int
     n: int
     k: int
     stages: int
+    cluster: int = 1
+    pingpong: bool = False
+
+
+def cluster_count(num_sms: int, cluster: int) -> int:
+    """Clusters of so many blocks on so many multiprocessors, at least one."""
+    return max(num_sms // cluster, 1)
+
+
+def cluster_grid(num_sms: int, cluster: int) -> dict[str, Any]:
+    """The grid of a kernel, for `gpu.kernel`; "multiprocessor" is the number of the cluster."""
+    grid = {"grid": (cluster_count(num_sms, cluster),), "grid_names": ("multiprocessor",)}
+    return grid | ({"cluster": (cluster,), "cluster_names": (PEER,)} if cluster > 1 else {})
+
+
+def cluster_barrier(gpu: Any, cluster: int, **options: Any) -> Any:
+    """A barrier at which each arrival counts in every block of the cluster."""
+    return gpu.Barrier(**options) if cluster == 1 else gpu.ClusterBarrier(collective_axes=(PEER,), **options)
+
+
+def peer_index(cluster: int) -> Any:
+    """Which of its cluster this block is."""
+    return lax.axis_index(PEER) if cluster > 1 else 0
 
 
 def activate(products: Sequence[jax.Array], activation: str | None) -> jax.Array:

@@ -59,7 +59,8 @@ def _matmul(options, lhs, rhs, rhs_scale, group_sizes, group_offset, lhs_indices
 
 
 def _plain(options: Options, lhs: jax.Array) -> Options:
-    return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, tile=None, stages=None, gather=None)
+    chosen = {"tile": None, "stages": None, "cluster": None, "pingpong": None, "gather": None}
+    return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, **chosen)
 
 
 def _activated(options: Options, products: Sequence[jax.Array]):
@@ -163,7 +164,7 @@ def _transpose_bwd(options, groups, saved, grad):
     lhs_i·G·rhs_iᵀ."""
     lhs, rhs, group_sizes, group_offset, row_scale = saved
     grad = grad.astype(lhs.dtype)
-    forward = dataclasses.replace(options, out_dtype=lhs.dtype, tile=None, stages=None)
+    forward = _plain(options, lhs)
     back = dataclasses.replace(forward, transpose_rhs=True)
     grad_lhs = product(back, rhs, [grad], group_sizes, group_offset, row_scale)
     grad_rhs = product(forward, lhs, [grad], group_sizes, group_offset, None)

@@ -14,6 +14,13 @@ How a stage changes hands:
   it overwrites the stage, from the second use on.
 - Both sides count steps over all tiles, so stage and phase agree although tiles differ in their steps.
 
+In a cluster (`Tile.cluster`) two blocks make tiles side by side: of the same rows (of the transpose: of the same group and columns
+of rhs), so both go through the same steps whatever the groups are. What both tiles need is loaded once: each block's copy is of
+half of it, lands in the memory of both, and is counted at the `full` of both, which wait for all bytes. So a stage may be loaded
+again when both blocks are through with it, and an arrival at `empty` counts in both. Of these, one thread arrives for its
+warpgroup, whose other warps must have seen `full` before: the products say so, and where there are none `commit_smem` does. A
+block ends when all its stages are free, since until then the other one arrives at its barriers (`_drain`).
+
 How a result gets out: registers → shared memory; `commit_smem` makes these writes visible to the copy
 engine and holds the warpgroup together; then the copy. Before the memory is written again,
 `wait_smem_to_gmem` waits until the copies have read it. Each warpgroup has its own staging memory, so none
@@ -33,13 +40,18 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels.grouped_matmul.gpu_parts import (
+    PEER,
     ROWS,
     GroupRows,
     Tile,
     activate,
     chunks,
+    cluster_barrier,
+    cluster_count,
+    cluster_grid,
     copy_rows,
     mask_rows,
+    peer_index,
     place,
     ring,
     smem,
@@ -52,11 +64,14 @@ __all__ = ["CONSUMERS", "grouped_matmul", "grouped_matmul_transpose", "load_stag
 CONSUMERS = 2
 
 
-def load_stages(gpu: Any, step, steps, stages: int, full, empty, copies) -> jax.Array:
-    """Fill the stages of `steps` steps, from step number `step` on; `copies(i, slot)` starts those of step i."""
+def load_stages(gpu: Any, step, steps, stages: int, full, empty, copies, base: int = 0) -> jax.Array:
+    """Fill the stages of `steps` steps, from step number `step` on; `copies(i, slot)` starts those of step i.
+
+    The ring is the `stages` slots from `base` on.
+    """
 
     def one(i, step):
-        slot = ring(stages, step)
+        slot = base + ring(stages, step)
 
         @pl.when(step >= stages)
         def _():
@@ -68,18 +83,27 @@ def load_stages(gpu: Any, step, steps, stages: int, full, empty, copies) -> jax.
     return lax.fori_loop(0, steps, one, step)
 
 
-def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, products) -> jax.Array:
-    """Multiply as the stages fill; `products(i, slot)` starts the products of step i."""
+def _drain(gpu: Any, step, stages: int, empty, base: int = 0) -> None:
+    """Wait until all stages are free: no other block arrives here any more, and this one may end."""
+
+    def one(i, _):
+        gpu.barrier_wait(empty.at[base + ring(stages, step - 1 - i)])
+
+    lax.fori_loop(0, jnp.minimum(step, stages), one, None)
+
+
+def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, products, base: Any = 0) -> jax.Array:
+    """Multiply as the stages fill; `products(i, slot)` starts the products of step i. The ring as in `load_stages`."""
 
     def one(i, step):
-        slot = ring(stages, step)
+        slot = base + ring(stages, step)
         gpu.barrier_wait(full.at[slot])
         products(i, slot)
         gpu.wgmma_wait(1)
 
         @pl.when(i > 0)
         def _():
-            gpu.barrier_arrive(empty.at[ring(stages, step - 1)])
+            gpu.barrier_arrive(empty.at[base + ring(stages, step - 1)])
 
         return step + 1
 
@@ -88,21 +112,28 @@ def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, products) -
 
     @pl.when(steps > 0)
     def _():
-        gpu.barrier_arrive(empty.at[ring(stages, step - 1)])
+        gpu.barrier_arrive(empty.at[base + ring(stages, step - 1)])
 
     return step
 
 
-def _skip(gpu: Any, step, steps, stages: int, full, empty) -> jax.Array:
+def _skip(gpu: Any, step, steps, stages: int, full, empty, cluster: int) -> jax.Array:
     """Let the stages of a tile pass."""
 
     def one(_, step):
         slot = ring(stages, step)
         gpu.barrier_wait(full.at[slot])
+        if cluster > 1:  # one thread arrives, for all
+            gpu.commit_smem()
         gpu.barrier_arrive(empty.at[slot])
         return step + 1
 
     return lax.fori_loop(0, steps, one, step)
+
+
+def _shared(tile: Tile) -> dict[str, Any]:
+    """For the copy of what the blocks of a cluster have in common: each loads its part of it for all."""
+    return {"collective_axes": PEER} if tile.cluster > 1 else {}
 
 
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, scaled, num_sms):
@@ -111,19 +142,19 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
     rhs, refs = refs[:halves], refs[halves:]
     scale = refs.pop(0) if scaled else None
     out, lhs_smem, rhs_smem, staging, full, empty = refs
-    columns = pl.cdiv(n, tile.n)
+    columns = pl.cdiv(pl.cdiv(n, tile.n), tile.cluster)  # of clusters
     warpgroup = lax.axis_index("warpgroup")
-    multiprocessor = lax.axis_index("multiprocessor")
+    multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
+    clusters = cluster_count(num_sms, tile.cluster)
     visits = number[0]
-    tiles = visits * columns
-    mine = lax.div(tiles - multiprocessor + (num_sms - 1), jnp.int32(num_sms))
+    mine = lax.div(visits * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
     def each_tile(work):
         def one(i, step):
-            visit, column = place(multiprocessor + i * num_sms, visits, columns)
-            return work(visit, column, live[visit] * pl.cdiv(k, tile.k), step)
+            visit, column = place(multiprocessor + i * clusters, visits, columns)
+            return work(visit, column * tile.cluster + peer, live[visit] * pl.cdiv(k, tile.k), step)
 
-        lax.fori_loop(0, mine, one, jnp.int32(0))
+        return lax.fori_loop(0, mine, one, jnp.int32(0))
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
@@ -134,7 +165,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
 
             def copies(i, slot, barrier):
                 inner = pl.ds(i * tile.k, tile.k)
-                gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[slot], barrier)
+                gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[slot], barrier, **_shared(tile))
                 outer = pl.ds(column * tile.n, tile.n)
                 here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
                 for half, matrix in enumerate(rhs):
@@ -142,7 +173,9 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
 
             return load_stages(gpu, step, steps, tile.stages, full, empty, copies)
 
-        each_tile(load)
+        loaded = each_tile(load)
+        if tile.cluster > 1:
+            _drain(gpu, loaded, tile.stages, empty)
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
@@ -182,7 +215,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
 
             @pl.when(end <= begin)
             def _():
-                _skip(gpu, step, steps, tile.stages, full, empty)
+                _skip(gpu, step, steps, tile.stages, full, empty, tile.cluster)
 
             return step + steps
 
@@ -270,10 +303,9 @@ def grouped_matmul(
             smem(gpu, (tile.stages, halves, *rhs_tile), lhs.dtype),
             [gpu.RefUnion(smem(gpu, (2, ROWS, width), out_dtype), gpu.SMEM((ROWS, width), out_dtype))] * CONSUMERS,
             gpu.Barrier(num_arrivals=1 + halves, num_barriers=tile.stages),
-            gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+            cluster_barrier(gpu, tile.cluster, num_arrivals=CONSUMERS, num_barriers=tile.stages),
         ],
-        grid=(num_sms,),
-        grid_names=("multiprocessor",),
+        **cluster_grid(num_sms, tile.cluster),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="meshpar_grouped_matmul",
@@ -285,74 +317,103 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     """Tiles of [G, K, N]; the rows of a group are its steps.
 
     Rows of other groups that the first and the last stage hold are zeroed in both operands (0 · NaN is NaN): each
-    warpgroup zeroes its own columns of lhs and every other 64 columns of rhs, makes that visible to the tensor
-    cores (`commit_smem`), and waits at `masked` for the other. The stage then goes back to the loading warpgroup as
-    any other.
+    warpgroup zeroes its own columns of lhs and its share of rhs, makes that visible to the tensor cores (`commit_smem`), and
+    where two multiply one tile waits at `masked` for the other. The stage then goes back to the loading warpgroup as any other.
+
+    Ping-pong: each warpgroup has every other tile for itself, and a ring of half of the stages for these. The loading one
+    fills the rings in the order of the tiles, which is all that orders their products: while one warpgroup writes a tile, the
+    stages of the other's are full.
     """
     k, n, groups = shape
     bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, full, empty, masked = refs
-    high, wide = pl.cdiv(k, tile.m), pl.cdiv(n, tile.n)
+    rings = CONSUMERS if tile.pingpong else 1
+    stages, together = tile.stages // rings, CONSUMERS // rings
+    high, wide = pl.cdiv(pl.cdiv(k, tile.m), tile.cluster), pl.cdiv(n, tile.n)  # of clusters
     warpgroup = lax.axis_index("warpgroup")
-    multiprocessor = lax.axis_index("multiprocessor")
-    mine = lax.div(groups * high * wide - multiprocessor + (num_sms - 1), jnp.int32(num_sms))
+    multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
+    clusters = cluster_count(num_sms, tile.cluster)
+    tiles = groups * high * wide
+    mine = lax.div(tiles - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
-    def each_tile(work):
-        def one(i, step):
-            number = multiprocessor + i * num_sms
-            group = lax.div(number, jnp.int32(high * wide))
-            strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
-            return work(group, strip, column, GroupRows.of(bounds, group, tile.k), step)
-
-        lax.fori_loop(0, mine, one, jnp.int32(0))
+    def tile_at(i):
+        """Group, first column of lhs, column tile of rhs and rows of the i-th tile here; no rows beyond the last."""
+        number = jnp.minimum(multiprocessor + i * clusters, tiles - 1)
+        group = lax.div(number, jnp.int32(high * wide))
+        strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
+        rows = GroupRows.of(bounds, group, tile.k)
+        return (
+            group,
+            (strip * tile.cluster + peer) * tile.m,
+            column,
+            rows._replace(steps=jnp.where(i < mine, rows.steps, 0)),
+        )
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
         gpu.set_max_registers(40, action="decrease")
 
-        def load(group, strip, column, rows, step):
+        def load(i, step, base):
+            _, left, column, rows = tile_at(i)
+
             def copies(i, slot, barrier):
                 here = pl.ds(rows.first + i * tile.k, tile.k)
-                gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[slot], barrier)
-                gpu.copy_gmem_to_smem(rhs.at[here, pl.ds(column * tile.n, tile.n)], rhs_smem.at[slot], barrier)
+                gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(left, tile.m)], lhs_smem.at[slot], barrier)
+                right = rhs.at[here, pl.ds(column * tile.n, tile.n)]
+                gpu.copy_gmem_to_smem(right, rhs_smem.at[slot], barrier, **_shared(tile))
 
-            return load_stages(gpu, step, rows.steps, tile.stages, full, empty, copies)
+            return load_stages(gpu, step, rows.steps, stages, full, empty, copies, base)
 
-        each_tile(load)
+        def one(turn, loaded):
+            return tuple(load(turn * rings + r, step, r * stages) for r, step in enumerate(loaded))
+
+        turns = lax.div(mine + (rings - 1), jnp.int32(rings))
+        loaded = lax.fori_loop(0, turns, one, (jnp.int32(0),) * rings)
+        for r, step in enumerate(loaded):
+            if tile.cluster > 1:
+                _drain(gpu, step, stages, empty, r * stages)
 
     @pl.when(warpgroup < CONSUMERS)
     def _():
         gpu.set_max_registers(232, action="increase")
+        r = warpgroup if rings > 1 else 0
+        part = warpgroup if rings == 1 else 0
+        height = tile.m // together
 
-        def compute(group, strip, column, rows, step):
+        def compute(turn, step):
+            group, left, column, rows = tile_at(turn * rings + r)
+
             def with_sums(total):
                 def start(i, slot):
-                    left = lhs_smem.at[slot, :, pl.ds(warpgroup * ROWS, ROWS)]
+                    columns = lhs_smem.at[slot, :, pl.ds(part * height, height)]
                     low, high = rows.span(i, tile.k)
 
                     @pl.when((low > 0) | (high < tile.k))
                     def _():
-                        mask_rows(gpu, left, low, high)
-                        for pair in range(0, tile.n, CONSUMERS * ROWS):
-                            column = pair + warpgroup * ROWS
+                        mask_rows(gpu, columns, low, high)
+                        for first in range(0, tile.n, together * ROWS):
+                            begin = first + part * ROWS
 
-                            @pl.when(column < tile.n)
-                            def _(column=column):
-                                mask_rows(gpu, rhs_smem.at[slot, :, pl.ds(column, ROWS)], low, high)
+                            @pl.when(begin < tile.n)
+                            def _(begin=begin):
+                                mask_rows(gpu, rhs_smem.at[slot, :, pl.ds(begin, ROWS)], low, high)
 
                         gpu.commit_smem()
-                        gpu.barrier_arrive(masked)
-                        gpu.barrier_wait(masked)
+                        if together > 1:
+                            gpu.barrier_arrive(masked)
+                            gpu.barrier_wait(masked)
 
-                    gpu.wgmma(total, _compat.transpose_ref(left), rhs_smem.at[slot])
+                    gpu.wgmma(total, _compat.transpose_ref(columns), rhs_smem.at[slot])
 
-                multiply_stages(gpu, step, rows.steps, tile.stages, full, empty, start)
-                target = out.at[group, pl.ds(strip * tile.m + warpgroup * ROWS, ROWS)]
-                _store_whole(gpu, total[...].astype(out.dtype), target, column, staging.at[warpgroup])
+                multiply_stages(gpu, step, rows.steps, stages, full, empty, start, r * stages)
+                value = total[...].astype(out.dtype)
+                for above in range(0, height, ROWS):
+                    target = out.at[group, pl.ds(left + part * height + above, ROWS)]
+                    _store_whole(gpu, value[above : above + ROWS], target, column, staging.at[warpgroup])
 
-            pl.run_scoped(with_sums, gpu.ACC((ROWS, tile.n), jnp.float32))
+            pl.run_scoped(with_sums, gpu.ACC((height, tile.n), jnp.float32))
             return step + rows.steps
 
-        each_tile(compute)
+        lax.fori_loop(0, lax.div(mine - r + (rings - 1), jnp.int32(rings)), compute, jnp.int32(0))
         gpu.wait_smem_to_gmem(0)
 
 
@@ -378,6 +439,7 @@ def grouped_matmul_transpose(
     if row_scale is not None:
         rhs = (rhs.astype(jnp.float32) * row_scale.astype(jnp.float32)[:, None]).astype(rhs.dtype)
     width = min(tile.n, 128 // out_dtype.itemsize)
+    readers = 1 if tile.pingpong else CONSUMERS  # of a stage
     return gpu.kernel(
         functools.partial(_transpose_kernel, gpu=gpu, shape=(k, n, groups), tile=tile, num_sms=num_sms),
         out_type=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
@@ -386,11 +448,10 @@ def grouped_matmul_transpose(
             smem(gpu, (tile.stages, tile.k, tile.n), rhs.dtype),
             smem(gpu, (CONSUMERS, 2, ROWS, width), out_dtype),
             gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-            gpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
+            cluster_barrier(gpu, tile.cluster, num_arrivals=readers, num_barriers=tile.stages),
             gpu.Barrier(num_arrivals=CONSUMERS),
         ],
-        grid=(num_sms,),
-        grid_names=("multiprocessor",),
+        **cluster_grid(num_sms, tile.cluster),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="meshpar_grouped_matmul_transpose",

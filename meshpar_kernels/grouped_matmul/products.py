@@ -32,6 +32,8 @@ class Options:
     gather: str | None = None
     num_sms: int | None = None
     stages: int | None = None
+    cluster: int | None = None
+    pingpong: bool | None = None
     transpose_scale: bool = False
 
 
@@ -93,7 +95,7 @@ def product(
         return reasons
 
     def made(config: Config) -> gpu.Tile:
-        return gpu.make_tile(*config.tile, itemsize, halves, config.stages)
+        return gpu.make_tile(*config.tile, itemsize, halves, config.stages, config.cluster)
 
     gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, gpu.pick_tile(n, itemsize, halves), made, refuses)
     kwargs: dict[str, Any] = {
@@ -149,13 +151,15 @@ def _on_gpu(
     refuses: Callable[[gpu.Tile], Unsupported],
 ) -> tuple[gpu.Tile, int | None]:  # fmt: skip
     """(tile, blocks of the grid): what was asked for, else what was measured, where it fits, else the analytic choice."""
+    said = {name: getattr(options, name) for name in ("stages", "num_sms", "cluster", "pingpong")}
+    said = {name: value for name, value in said.items() if value is not None}
     if options.tile is not None:
-        return made(Config(options.tile, options.stages)), options.num_sms
+        return made(Config(options.tile, **said)), options.num_sms
     found = lookup("cuda", shape, dtype)
     if found is not None and not refuses(made(found)):
-        config = found._replace(stages=options.stages or found.stages)
-        return made(config), options.num_sms or found.num_sms
-    return analytic._replace(stages=options.stages or analytic.stages), options.num_sms
+        return made(found._replace(**said)), said.get("num_sms", found.num_sms)
+    said.pop("num_sms", None)
+    return analytic._replace(**said), options.num_sms
 
 
 def _on_tpu(
@@ -219,9 +223,11 @@ def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, grou
     refuses = functools.partial(gpu.transpose_unsupported, lhs, options.out_dtype, k=k, n=n)
 
     def made(config: Config) -> gpu.Tile:
-        return gpu.make_transpose_tile(config.tile, itemsize, config.stages)
+        how = {"stages": config.stages, "cluster": config.cluster, "pingpong": config.pingpong}
+        return gpu.make_transpose_tile(config.tile, itemsize, **how)
 
-    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, gpu.pick_tile(n, itemsize), made, refuses)
+    analytic = gpu.pick_tile(n, itemsize, pingpong=options.pingpong)
+    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, analytic, made, refuses)
     kwargs = {"groups": groups, "out_dtype": options.out_dtype}
     functions = {
         "pallas_tpu": tpu_tiles.unsupported(lhs, rhs, n, tile)

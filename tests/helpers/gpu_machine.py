@@ -8,7 +8,10 @@ what should be in their stead (`copy_map`).
 
 Of the rest only what kernels can get wrong is here: when copies land and products have read their operands, barriers with phases,
 counts in the memory of peers, writes that the copy engine does not see until they are committed, and blocks that start when a
-multiprocessor is free. Arrays hold numbers that float32 adds exactly, so results are compared bit for bit.
+multiprocessor is free. Blocks of a cluster start together; a copy for all of them (`collective_axes`) is made of one for each, of
+its part, which lands in every block by itself and is counted there; an arrival at a `ClusterBarrier` counts in every block, is of
+one thread for its warpgroup, and must find the blocks there. Arrays hold numbers that float32 adds exactly, so results are compared
+bit for bit.
 
     gpus = Gpus(devices=2)
     results = gpus.run(lambda rank: some_kernel(x[rank], ...))   # of every device
@@ -107,14 +110,33 @@ def engine_store(window: Ref, value: np.ndarray, tiling: tuple[int, ...] | None)
 
 
 class _Barrier:
-    def __init__(self, arrivals: int, name: str):
-        self.arrivals, self.name = arrivals, name
-        self.arrived = self.phases = 0
-        self.waited: dict[Any, int] = {}
+    """A barrier in shared memory: a phase ends when all have arrived and all bytes that they expect are there.
 
-    def arrive(self) -> None:
-        self.arrived += 1
+    Args:
+      slot: its index among those made with it, None if it is alone.
+      everywhere: an arrival counts in each of its `twins`, those of the blocks of the cluster; of one thread for its warpgroup.
+    """
+
+    def __init__(
+        self, arrivals: int, name: str, slot: int | None = None, *, everywhere: bool = False, ordered: bool = False
+    ):
+        self.arrivals, self.name, self.slot = arrivals, name, slot
+        self.everywhere, self.ordered = everywhere, ordered
+        self.arrived = self.expected = self.phases = 0
+        self.waited: dict[Any, int] = {}
+        self.block: Any = None
+        self.twins = [self]
+
+    def arrive(self, expected: int = 0) -> None:
         if self.arrived == self.arrivals:
+            raise Fault("barrier", f"{self.name} has all its arrivals of a phase, and one more")
+        self.arrived += 1
+        self.landed(-expected)
+
+    def landed(self, count: int) -> None:
+        """So many bytes came; may be before they are expected."""
+        self.expected -= count
+        if self.arrived == self.arrivals and self.expected == 0:
             self.arrived, self.phases = 0, self.phases + 1
 
 
@@ -126,6 +148,20 @@ class _Barriers:
 
     def __getitem__(self, i: Any) -> _Barrier:
         return self.each[int(i)]
+
+
+def _join(block: Any, same: Sequence[Any]) -> None:
+    """Make the scratch memory and barriers of the blocks of a cluster known to each other; `block(i)` names the i-th."""
+    if isinstance(same[0], list):
+        for parts in zip(*same, strict=True):
+            _join(block, parts)
+    elif isinstance(same[0], _Barriers):
+        for parts in zip(*(barriers.each for barriers in same), strict=True):
+            for i, barrier in enumerate(parts):
+                barrier.block, barrier.twins = block(i), list(parts)
+    else:
+        for i, ref in enumerate(same):
+            ref.buffer.block, ref.buffer.twins = block(i), [other.buffer for other in same]
 
 
 class _Counts:
@@ -179,6 +215,8 @@ class Gpus:
         self.globals: dict[int, _Counts] = {}
         self.launched: list[dict[str, Any]] = []
         self.left = [0] * devices  # blocks that have not ended
+        self.ended: set[Any] = set()
+        self.joined = 1  # blocks of the cluster that is made
         self.rank = 0  # of the device whose launch is prepared
 
     # -- launching
@@ -209,8 +247,10 @@ class Gpus:
                     )
         return [[ref.buffer.array for ref in launch["results"]] for launch in self.launched]
 
-    def kernel(self, body: Any, *, out_type: Any, scratch_types: Any = (), grid: Any = (), grid_names: Any = (),
-               num_threads: int = 1, thread_name: str | None = None, kernel_name: str = "", **_: Any) -> Any:  # fmt: skip
+    def kernel(
+        self, body: Any, *, out_type: Any, scratch_types: Any = (), grid: Any = (), grid_names: Any = (), cluster: Any = (),
+        cluster_names: Any = (), num_threads: int = 1, thread_name: str | None = None, kernel_name: str = "", **_: Any,
+    ) -> Any:  # fmt: skip
         def call(*operands: Any) -> Any:
             rank = self.rank
             inputs = [
@@ -226,8 +266,9 @@ class Gpus:
                 buffer.writes = np.zeros(t.shape, int)
                 results.append(Ref(self.machine, buffer))
             self.launched.append({
-                "body": body, "inputs": inputs, "results": results, "scratch": scratch_types, "blocks": math.prod(grid),
-                "grid": (grid, grid_names), "threads": (num_threads, thread_name), "rank": rank, "started": 0,
+                "body": body, "inputs": inputs, "results": results, "scratch": scratch_types,
+                "clusters": math.prod(grid), "grid": (grid, grid_names), "cluster": (cluster, cluster_names),
+                "threads": (num_threads, thread_name), "rank": rank, "started": 0,
             })  # fmt: skip
             arrays = [r.buffer.array for r in results]
             return arrays if several else arrays[0]
@@ -241,40 +282,61 @@ class Gpus:
             raise Fault("late", f"{task.name} writes to {ref}, which has left the kernel")
 
     def _start(self, launch: dict[str, Any]) -> None:
-        self.left[launch["rank"]] = launch["blocks"]
+        size, clusters = math.prod(launch["cluster"][0]), launch["clusters"]
+        self.left[launch["rank"]] = size * clusters
         free = self.free[launch["rank"]]
-        for _ in range(launch["blocks"] if free is None else min(free, launch["blocks"])):
-            self._start_block(launch)
+        for _ in range(clusters if free is None else min(free // size, clusters)):
+            self._start_cluster(launch)
 
-    def _start_block(self, launch: dict[str, Any]) -> None:
-        block, rank = launch["started"], launch["rank"]
-        if block == launch["blocks"]:
+    def _start_cluster(self, launch: dict[str, Any]) -> None:
+        cluster, rank = launch["started"], launch["rank"]
+        if cluster == launch["clusters"]:
             return
         launch["started"] += 1
-        (grid, names), (threads, thread_name) = launch["grid"], launch["threads"]
-        at = dict(zip(names, (int(i) for i in np.unravel_index(block, grid)), strict=True)) if grid else {}
-        scratch = [self._make(t, f"scratch {i} of block {block}", rank) for i, t in enumerate(launch["scratch"])]
+        size = self.joined = math.prod(launch["cluster"][0])
+        blocks = range(cluster * size, (cluster + 1) * size)
+        scratch = [
+            [self._make(t, f"scratch {i} of block {block}", rank) for i, t in enumerate(launch["scratch"])]
+            for block in blocks
+        ]
+        _join(lambda i: (rank, blocks[i]), scratch)
+        running = [size]
+
+        def ended() -> None:
+            running[0] -= 1
+            if not running[0]:
+                self._start_cluster(launch)
+
+        for i, block in enumerate(blocks):
+            at = {"device": rank, "block": block, "in cluster": i}
+            for (sizes, names), number in ((launch["grid"], cluster), (launch["cluster"], i)):
+                if sizes:
+                    at |= zip(names, (int(n) for n in np.unravel_index(number, sizes)), strict=True)
+            self._start_block(launch, at, scratch[i], ended)
+
+    def _start_block(self, launch: dict[str, Any], at: dict[str, int], scratch: Any, ended: Callable[[], None]) -> None:
+        rank, this = at["device"], (at["device"], at["block"])
+        threads, thread_name = launch["threads"]
         refs = [*launch["inputs"], *launch["results"], *scratch]
-        running, name = [threads], f"device {rank} block {block} "
+        running, name = [threads], f"device {rank} block {at['block']} "
 
         def work() -> None:
             launch["body"](*refs)
             running[0] -= 1
             if running[0] == 0:
                 for op in self.machine.flying:
-                    if op.task is not None and op.task.name.startswith(name) and any(
-                        ref.buffer.space == "smem" for ref in op.reads + op.writes
-                    ):  # fmt: skip
+                    if any(ref.buffer.block == this for ref in op.reads + op.writes):
                         raise Fault("late", f"{name}ended while {op.what} was in flight")
+                self.ended.add(this)
                 self.left[rank] -= 1
                 if self.left[rank] == 0:
                     for op in self.machine.flying:
                         for ref in op.writes:
                             self._here_to_stay(ref, op.task)
-                self._start_block(launch)
+                ended()
 
         for t in range(threads):
-            where = at | {"device": rank, "block": block} | ({thread_name: t} if thread_name else {})
+            where = at | ({thread_name: t} if thread_name else {})
             self.machine.spawn(Task(f"{name}warpgroup {t}", where, work))
 
     def _make(self, kind: Any, name: str, rank: int) -> Any:
@@ -312,14 +374,23 @@ class Gpus:
 
         return _Types(make)
 
-    def Barrier(self, num_arrivals: int = 1, num_barriers: int = 1, orders_tensor_core: bool = False) -> _Types:
-        del orders_tensor_core
-
+    def Barrier(
+        self,
+        num_arrivals: int = 1,
+        num_barriers: int = 1,
+        orders_tensor_core: bool = False,
+        collective_axes: Any = None,
+    ) -> _Types:
         def make(gpus: Gpus, name: str, rank: int) -> Any:
-            each = [_Barrier(num_arrivals, f"barrier {name}[{i}]@{rank}") for i in range(num_barriers)]
-            return _Barriers(each)
+            arrivals = num_arrivals * (gpus.joined if collective_axes else 1)
+            how = {"everywhere": bool(collective_axes), "ordered": orders_tensor_core}
+            slots = range(num_barriers) if num_barriers > 1 else [None]
+            return _Barriers([_Barrier(arrivals, f"barrier {name}[{i or 0}]@{rank}", i, **how) for i in slots])
 
         return _Types(make)
+
+    ClusterBarrier = Barrier
+    CopyPartition = types.SimpleNamespace(PARTITIONED=lambda axis: axis)
 
     TilingTransform = staticmethod(lambda tiling: types.SimpleNamespace(tiling=tiling))
     SwizzleTransform = staticmethod(lambda swizzle: types.SimpleNamespace(swizzle=swizzle))
@@ -366,31 +437,67 @@ class Gpus:
         if barrier.phases > seen + 1:
             raise Fault("barrier", f"{barrier.name} passed {barrier.phases - seen} phases before {who} waited for one")
         barrier.waited[who] = seen + 1
+        if barrier.slot is not None:
+            task.state.setdefault("apart", []).append(barrier.slot)
 
     def barrier_arrive(self, barrier: Any) -> None:
         if self.machine.site():
             return
-        self.machine.current.state["reads"] = []
-        self._one(barrier).arrive()
+        barrier, state = self._one(barrier), self.machine.current.state
+        if barrier.everywhere and not barrier.ordered:
+            issued = [slots for op, slots in state.get("issued", []) if op in self.machine.flying]
+            if barrier.slot in sum(issued, state.get("apart", [])):
+                raise Fault("race", f"{barrier.name}: one warp arrives, and others may still wait for its slot")
+        state["reads"] = []
+        for twin in barrier.twins if barrier.everywhere else [barrier]:
+            self._arrive(twin)
         self.machine.pause()
+
+    def _arrive(self, barrier: _Barrier, expected: int = 0) -> None:
+        if barrier.block in self.ended:
+            raise Fault("late", f"{self.machine.current.name} arrives at {barrier.name}, whose block has ended")
+        barrier.arrive(expected)
 
     # -- the copy engine
 
-    def copy_gmem_to_smem(self, source: Ref, target: Ref, barrier: Any) -> None:
-        barrier = self._one(barrier)
+    def copy_gmem_to_smem(
+        self, source: Ref, target: Ref, barrier: Any, collective_axes: Any = None, leader_tracked: int | None = None
+    ) -> None:
+        barrier, me = self._one(barrier), self.machine.current.at["in cluster"]
         for read in self.machine.current.state.get("reads", []):
             if read.overlaps(target):
                 raise Fault("race", f"{target} is loaded while other threads of the warpgroup may still read {read}")
+        blocks, bytes_here = [me], target.nbytes()
+        if leader_tracked is not None:  # each block loads its part for itself, and the first one counts
+            source = self._part(source, target.shape[leader_tracked], me, leader_tracked)
+            barrier, bytes_here = barrier.twins[0], bytes_here * len(barrier.twins) * (me == 0)
+        elif collective_axes is not None:
+            blocks = range(len(barrier.twins))
+            rows, tile = target.shape[0] // len(blocks), (target.buffer.tiling or (1,))[0]
+            if rows % tile or target.shape[0] % len(blocks):
+                raise Fault("value", f"{target} cannot be loaded in {len(blocks)} parts, in tiles of {tile}")
+            source, target = (self._part(ref, rows, me) for ref in (source, target))
         poison = np.nan if target.dtype.kind == "f" else np.iinfo(target.dtype).min
-
-        def land() -> None:
-            target.store(engine_load(source, target.buffer.tiling))
-
-        op = Op("load", f"the load of {source}", object(), [source], [target], land, barrier.arrive)
         self.machine.copied[source.buffer.name] += source.nbytes()
-        self.machine.touch(target, writes=True)
-        target.store(np.full(target.shape, poison, target.dtype))  # what was there is lost at once
-        self.machine.start(op)
+        targets = [Ref(self.machine, target.buffer.twins[i], target.index) for i in blocks]
+        for there in targets:
+            self.machine.touch(there, writes=True)
+            there.store(np.full(there.shape, poison, there.dtype))  # what was there is lost at once
+        if bytes_here:
+            self._arrive(barrier, bytes_here)
+        for i, there in zip(blocks, targets, strict=True):
+
+            def land(there: Ref = there) -> None:
+                there.store(engine_load(source, there.buffer.tiling))
+
+            counted = barrier if leader_tracked is not None else barrier.twins[i]
+            landed = functools.partial(counted.landed, there.nbytes())
+            self.machine.start(Op("load", f"the load of {source}", object(), [source], [there], land, landed))
+
+    @staticmethod
+    def _part(ref: Ref, size: int, number: int, dim: int = 0) -> Ref:
+        """So many elements of a dim, by the number of the part."""
+        return ref.window((slice(None),) * dim + (slice(number * size, (number + 1) * size),))
 
     def copy_smem_to_gmem(self, source: Ref, target: Ref) -> None:
         queue, what = ("stores", self.machine.current.name), f"the store to {target}"
@@ -416,13 +523,17 @@ class Gpus:
             return sum(bool(op.reads) for op in mine) if wait_read_only else len(mine)
 
         self.machine.wait(lambda: pending() <= n, f"all but {n} of its stores")
-        self.machine.current.state["reads"] = []
+        self._meet()
 
     def commit_smem(self) -> None:
         if self.machine.site():
             return
         self.machine.current.dirty.clear()
-        self.machine.current.state["reads"] = []
+        self._meet()
+
+    def _meet(self) -> None:
+        """All warps of the warpgroup are here."""
+        self.machine.current.state |= {"reads": [], "apart": []}
 
     # -- the tensor cores
 
@@ -430,8 +541,11 @@ class Gpus:
         def land() -> None:
             total.store(total.load() + left.load().astype(np.float32) @ right.load().astype(np.float32))
 
-        queue = ("products", self.machine.current.name)
-        self.machine.start(Op("product", f"the product of {left} and {right}", queue, [left, right], [total], land))
+        task = self.machine.current
+        op = Op("product", f"the product of {left} and {right}", ("products", task.name), [left, right], [total], land)
+        issued = [pair for pair in task.state.get("issued", []) if pair[0] in self.machine.flying]
+        task.state["issued"] = [*issued, (op, task.state.pop("apart", []))]  # it is done when all warps have begun it
+        self.machine.start(op)
 
     def wgmma_wait(self, n: int) -> None:
         if self.machine.site():

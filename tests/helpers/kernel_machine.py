@@ -105,6 +105,8 @@ class Buffer:
       tiling: rows and columns of the tiles that its last two dims are cut into, or None.
       device: whose it is.
       alias: buffers with the same one lie in the same memory.
+      block: whose shared memory it is, or None.
+      twins: the same memory of all blocks of the cluster, in their order.
       writes: how often each element was written, for results.
     """
 
@@ -112,6 +114,8 @@ class Buffer:
         self.array, self.space, self.name, self.tiling, self.device = array, space, name, tiling, device
         self.alias = alias if alias is not None else self
         self.writes: np.ndarray | None = None
+        self.block: Any = None
+        self.twins = [self]
 
 
 class Ref:

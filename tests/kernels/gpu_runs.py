@@ -177,6 +177,12 @@ def kernels() -> dict[str, Callable[..., Machine]]:
         found[f"grouped_matmul_transpose, {name}"] = functools.partial(
             transpose, module, [70, 0, 60, 77], n=256, tile=tile
         )
+    options = {"n": 384, "tile": tile._replace(cluster=2)}
+    found["grouped_matmul, hopper in clusters"] = functools.partial(product, hopper, [128, 9, 0, 100], **options)
+    for cluster, name in ((1, "ping-pong"), (2, "ping-pong in clusters")):
+        options = {"k": 256, "tile": Tile(128, 128, 64, 4, cluster, pingpong=True)}
+        run = functools.partial(transpose, hopper, [70, 0, 60, 77], **options)
+        found[f"grouped_matmul_transpose, hopper {name}"] = run
     for name, module in FUSED.items():
         options = {"k": 192, "n": 384, "tile": tile}
         if name == "blackwell":  # whose warps are threads of their own

@@ -60,6 +60,28 @@ def test_grouped_matmul_spills_nothing_and_needs_no_memory(gpu, shape, target):
         assert_all_blocks_run_at_once(facts, MULTIPROCESSORS[target])
 
 
+slow = pytest.mark.slow
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("kernel", "form", "target"),
+    [
+        ("forward", "cluster", "sm_90a"),
+        pytest.param("d lhs", "cluster", "sm_90a", marks=slow),
+        pytest.param("d rhs", "cluster", "sm_90a", marks=slow),
+        pytest.param("d rhs", "ping-pong", "sm_90a", marks=slow),
+        ("d rhs", "ping-pong, cluster", "sm_90a"),
+    ],
+)
+def test_the_forms_that_only_the_tuner_tries_compile_as_well(gpu, kernel, form, target):
+    facts = gpu.compile_facts(kernel, "g64", target, form)
+    assert facts["temp"] < 1 << 20, facts
+    assert facts["spills"] == 0, facts
+    assert not facts.get("serialized"), facts
+    assert_all_blocks_run_at_once(facts, MULTIPROCESSORS[target])
+
+
 def assert_all_blocks_run_at_once(facts, multiprocessors):
     """One on each multiprocessor, most of whose shared memory it has as stages; and no warpgroup waits for registers."""
     assert facts["grid"] == multiprocessors, facts

@@ -16,8 +16,9 @@ from kernel_machine import SCHEDULES, Fault
 
 from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul import gpu as fused
-from meshpar_kernels.grouped_matmul import gpu, schedule
+from meshpar_kernels.grouped_matmul import gpu, hopper, schedule
 
+TILE = gpu_runs.TILE
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 both = pytest.mark.parametrize("module", gpu_runs.GROUPED.values(), ids=gpu_runs.GROUPED)
 both_fused = pytest.mark.parametrize("module", gpu_runs.FUSED.values(), ids=gpu_runs.FUSED)
@@ -58,6 +59,20 @@ def test_grouped_matmul_reads_each_row_as_itself_and_writes_each_once(module, si
 def test_the_transpose_sums_each_groups_rows_and_no_others(module, sizes):
     for order in SCHEDULES[::16]:
         gpu_runs.transpose(module, sizes, order)
+
+
+@loads
+def test_two_blocks_of_a_cluster_make_tiles_side_by_side_of_what_they_load_once(sizes):
+    """Whatever the groups, both go through the same steps; of three tiles the last has its twin beyond the result."""
+    shared, alone = TILE._replace(cluster=2), TILE
+    for order in SCHEDULES[::16]:
+        found = gpu_runs.product(hopper, sizes, order, tile=shared, n=192, num_sms=4)
+        gpu_runs.transpose(hopper, sizes, order, tile=shared, k=384, num_sms=4)
+        gpu_runs.transpose(hopper, sizes, order, tile=TILE._replace(stages=4, pingpong=True))
+        gpu_runs.transpose(hopper, sizes, order, tile=TILE._replace(stages=4, pingpong=True, cluster=2), k=256)
+    apart = gpu_runs.product(hopper, sizes, tile=alone, n=192)
+    lhs = "input 6"
+    assert found.copied[lhs] * 3 == apart.copied[lhs] * 2  # two pairs of columns, where there were three
 
 
 @both

@@ -91,6 +91,22 @@ def test_transpose(architecture, monkeypatch):
 
 
 @interpreted
+def test_a_cluster_that_shares_loads():
+    """Hopper's, of two column tiles, of which the second is not full."""
+    lhs, rhs = normal(M, K).at[sum(UNEVEN) :].set(jnp.nan), normal(G, K, N)
+    got = run(grouped_matmul, lhs, rhs, jnp.asarray(UNEVEN), tile=(128, 64, 128), cluster=2)
+    close(got, oracle.grouped_matmul(lhs, rhs, UNEVEN))
+
+
+@interpreted
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_the_transpose_with_a_tile_for_each_warpgroup(cluster):
+    lhs, rhs = (normal(M, width).at[sum(UNEVEN) :].set(jnp.nan) for width in (256, 64))
+    got = run(grouped_matmul_transpose, lhs, rhs, jnp.asarray(UNEVEN), pingpong=True, cluster=cluster)
+    close(got, oracle.grouped_matmul_transpose(lhs, rhs, UNEVEN))
+
+
+@interpreted
 @both_kernels
 def test_odd_sizes(architecture, monkeypatch):
     """Sizes beyond the 40 rows, which are less than a tile."""
@@ -155,7 +171,15 @@ def test_refusals_carry_the_reason(monkeypatch):
     refuses("K: rows of 24 bytes are no multiple of 16", k=12)
     refuses("K=72 is no multiple of 64, by which the copy engine cuts it", k=72)
     refuses(r"tile \(64, 64, 64\): the kernel takes 128 rows", tile=(64, 64, 64))
+    grad = jnp.zeros((8, 256), BF16)
+    with pytest.raises(NotImplementedError, match="5 stages: with pingpong each of two warpgroups has half of them"):
+        grouped_matmul_transpose(grad, grad, jnp.zeros(G, int), implementation="pallas_gpu", pingpong=True, stages=5)
+    with pytest.raises(NotImplementedError, match=r"tile \(128, 64, 256\): .* at most 128 with pingpong"):
+        grouped_matmul_transpose(
+            grad, grad, jnp.zeros(G, int), implementation="pallas_gpu", pingpong=True, tile=(64, 128, 256)
+        )
     refuses("two stages of it do not fit", tile=(128, 512, 256))
+    refuses("a cluster of 3 blocks: the kernel takes 1 or 2", cluster=3)
     refuses("the result is float64|the result is int32", out_dtype=jnp.int32)
     monkeypatch.setattr(_compat, "gpu_architecture", lambda: (8, 0))
     refuses("the GPU is sm_80; there is a kernel for sm_90a and sm_100a")

@@ -69,10 +69,19 @@ def test_candidates_begin_with_the_analytic_choice_and_fit(product, platform):
         assert len(config.tile) == 3
         if platform == "cuda":
             back = product.op == "grouped_matmul_transpose"
-            m, k, n = (config.tile[1], config.tile[0], config.tile[2]) if back else config.tile
-            stages = config.stages or 0
-            assert (m, stages >= 2, n * product.matrices <= 256) == (gpu.ROWS, True, True)
-            assert stages * (m + n * product.matrices) * k * 2 <= gpu.SMEM_BYTES
+            lhs, sizes = jax.ShapeDtypeStruct((product.rows, product.k), jnp.bfloat16), {"k": product.k, "n": product.n}
+            how = {"stages": config.stages, "cluster": config.cluster}
+            if back:
+                tile = gpu.make_transpose_tile(config.tile, 2, pingpong=config.pingpong, **how)
+                assert not gpu.transpose_unsupported(lhs, jnp.dtype(jnp.bfloat16), tile, **sizes)
+            else:
+                tile = gpu.make_tile(*config.tile, 2, product.matrices, **how)
+                options = {"transpose_rhs": product.transposed, **sizes}
+                assert not gpu.matmul_unsupported(lhs, jnp.dtype(jnp.bfloat16), tile, product.matrices, **options)
+            assert tile.stages * (tile.m + tile.n * product.matrices) * tile.k * 2 <= gpu.SMEM_BYTES
+    if platform == "cuda":
+        assert {c.cluster for c in found} == {None, 2}
+        assert any(c.pingpong for c in found) == (product.op == "grouped_matmul_transpose")
 
 
 def entry(config):
@@ -107,9 +116,19 @@ def test_the_users_table_lies_where_he_says_or_in_his_cache(monkeypatch, tmp_pat
     assert str(tuning.path()) == "here.json"
 
 
+def table_of(fields):
+    return json.dumps({"format": 1, "devices": {"a": {"b": {"c": fields}}}})
+
+
 @pytest.mark.parametrize(
     "text",
-    ["{", '{"format": 2, "devices": {}}', '{"format": 1, "devices": {"a": {"b": {"c": {"tile": [1, 0, 2]}}}}}', "[]"],
+    [
+        "{",
+        '{"format": 2, "devices": {}}',
+        table_of({"tile": [1, 0, 2]}),
+        table_of({"tile": [1, 1, 1], "pingpong": 2, "seconds": 1, "analytic_seconds": 1, "jax": ""}),
+        "[]",
+    ],
 )
 def test_a_file_that_is_no_table_is_said(text, tmp_path):
     file = tmp_path / "table.json"
@@ -155,6 +174,9 @@ def test_the_kernel_takes_what_the_table_has_and_the_caller_wins(monkeypatch, tm
     assert taken(Config((128, 128, 64), 3, 100), num_sms=7) == (gpu.Tile(128, 64, 128, 3), 7)
     assert taken(Config((128, 64, 64), 3), tile=(128, 64, 128))[0] == gpu.make_tile(128, 64, 128, 2)
     assert taken(Config((128, 64, 64), 3), stages=2)[0].stages == 2
+    assert taken(Config((128, 64, 64), 3, cluster=2))[0] == gpu.Tile(128, 64, 64, 3, 2)
+    assert taken(Config((128, 64, 64), 3, cluster=2), cluster=1)[0].cluster == 1
+    assert taken(cluster=2)[0] == analytic[0]._replace(cluster=2)
     assert taken(Config((64, 64, 64), 3)) == analytic
     assert taken(Config((128, 64, 256), 9)) == analytic
     with pytest.raises(NotImplementedError, match="9 stages: the kernel takes 2 to 4 of tile"):
