@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 import meshpar as mp
@@ -67,10 +68,21 @@ class Config:
     remat: str = "full"
 
 
-REMAT: dict[str, Callable[..., bool] | None] = {
-    "full": None,  # its input
-    "keep_collectives": mp.checkpoint_policies.collectives_saveable,  # and what was gathered or summed for its blocks
+_save, _and = jax.checkpoint_policies.save_only_these_names, jax.checkpoint_policies.save_from_both_policies
+_QKV, _MLP = ("query_proj", "key_proj", "value_proj"), ("gate_proj", "up_proj")
+_ATTENTION = _and(_save(*_QKV, "residual"), mp.checkpoint_policies.kernels_saveable)
+_MINIMAL = _and(_ATTENTION, _save(*_MLP))
+_COLLECTIVES = mp.checkpoint_policies.collectives_saveable
+REMAT: dict[str, Callable[..., bool] | None] = {  # what a layer keeps beside its input, and so does not compute again
+    "full": None,  # nothing
+    "save_out_proj": _save("residual"),  # the stream between its blocks, after the sum over a split `heads`
+    "save_dot_with_context_except_mlp": _ATTENTION,  # and queries, keys, values and what the attention kernel made of them
+    "minimal_with_context": _MINIMAL,  # and the MLP's two products: norms and activations are computed again
+    "none": jax.checkpoint_policies.everything_saveable,  # all that the way back reads
+    "keep_collectives": _COLLECTIVES,  # what was gathered or summed for its blocks
+    "minimal_with_collectives": _and(_MINIMAL, _COLLECTIVES),
 }
+EXPLICIT = ("keep_collectives", "minimal_with_collectives")  # whose layers say where a sequence is whole
 
 LLAMA2_7B = Config(embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008, vocab=32000, rope_base=10_000.0)
 LLAMA3_8B = Config(embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=128256)
@@ -178,9 +190,10 @@ def scanned(layer: type[nn.Module], config: Any, length: int | None = None, name
     Args:
       length: how many; by default all that ``config`` says.
     """
-    layer = nn.remat(
-        layer, prevent_cse=False, policy=REMAT[config.remat]
-    )  # a loop already keeps XLA from merging the two forward passes
+    if config.remat not in REMAT:
+        raise ValueError(f"there is no remat {config.remat!r}; there are {', '.join(REMAT)}")
+    # a loop already keeps XLA from merging the two forward passes
+    layer = nn.remat(layer, prevent_cse=False, policy=REMAT[config.remat])
     loop = nn.scan(
         layer,
         variable_axes={"params": 0},
@@ -198,18 +211,19 @@ class Layer(nn.Module):
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
         c = self.config
         x += leave(c, Attention(c, name="attention")(enter(c, norm(c, "attention_norm")(x))))
+        x = checkpoint_name(x, "residual")
         x += leave(c, SwiGLU(c, name="mlp")(enter(c, norm(c, "mlp_norm")(x))))
         return x, None
 
 
 def enter(config: Config, x: jax.Array) -> jax.Array:
     """What a block takes, `x` [batch, seq, embed], where it is to be kept: whole along the sequence."""
-    return x if config.remat == "full" else mp.rename(x, seq="block_seq")
+    return mp.rename(x, seq="block_seq") if config.remat in EXPLICIT else x
 
 
 def leave(config: Config, x: jax.Array) -> jax.Array:
     """What a block gives, `x` [batch, block_seq, embed], as the layout splits a sequence."""
-    return x if config.remat == "full" else mp.rename(x, block_seq="seq")
+    return mp.rename(x, block_seq="seq") if config.remat in EXPLICIT else x
 
 
 class Attention(nn.Module):
@@ -222,7 +236,9 @@ class Attention(nn.Module):
         q = dense(c, (c.heads, c.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
         k = dense(c, (c.kv_heads, c.head_dim), ("embed", shared, "head_dim"), name="key")(x)
         v = dense(c, (c.kv_heads, c.head_dim), ("embed", shared, "head_dim"), name="value")(x)
-        y = attention(rotate(q, c.rope_base), rotate(k, c.rope_base), v, c.attention)
+        q = checkpoint_name(rotate(q, c.rope_base), "query_proj")  # turned already: nothing of it is made again
+        k = checkpoint_name(rotate(k, c.rope_base), "key_proj")
+        y = attention(q, k, checkpoint_name(v, "value_proj"), c.attention)
         return dense(c, (c.embed,), ("heads", "head_dim", "embed"), axis=(-2, -1), name="out")(y)
 
 
@@ -250,8 +266,8 @@ class SwiGLU(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        gate = dense(c, (c.mlp,), ("embed", "mlp"), name="gate")(x)
-        up = dense(c, (c.mlp,), ("embed", "mlp"), name="up")(x)
+        gate = checkpoint_name(dense(c, (c.mlp,), ("embed", "mlp"), name="gate")(x), "gate_proj")
+        up = checkpoint_name(dense(c, (c.mlp,), ("embed", "mlp"), name="up")(x), "up_proj")
         return dense(c, (c.embed,), ("mlp", "embed"), name="down")(nn.silu(gate) * up)
 
 
@@ -272,13 +288,19 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, implementation: str = "s
     )
 
 
-@mp.kernel_rule(
-    "batch seq! (kv_heads group) head_dim!, batch seq! kv_heads head_dim!, batch seq! kv_heads head_dim!"
-    " -> batch seq! (kv_heads group) head_dim!"
-)
 def splash(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """:func:`attention` of what one device has: some of the batch, and some of the heads."""
-    _, seq, heads, head_dim = q.shape
+    """:func:`attention` by the Pallas kernel for TPUs, on what one device has: some of the batch, and some of the heads."""
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
+    return jnp.swapaxes(heads_first(q, k, v, interpret=interpret), 1, 2)
+
+
+@mp.kernel_rule(
+    "batch (kv_heads group) seq! head_dim!, batch kv_heads seq! head_dim!, batch kv_heads seq! head_dim!"
+    " -> batch (kv_heads group) seq! head_dim!"
+)
+def heads_first(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Causal attention of scaled `q` [batch, heads, seq, head_dim] over `k`, `v` [batch, kv_heads, seq, head_dim], as `q`."""
+    _, heads, seq, _ = q.shape
     block = math.gcd(seq, 512)
     if block < 128:
         raise ValueError(f"splash attention takes a seq that is a multiple of 128, not {seq}; there is attention=xla")
@@ -291,9 +313,8 @@ def splash(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False)
         ),
         interpret=interpret,
     )  # fmt: skip
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * head_dim**-0.5, k, v))  # the kernel takes [heads, seq, head_dim]
     y: Any = jax.vmap(kernel)(q, k, v)
-    return jnp.swapaxes(y, 1, 2)
+    return y
 
 
 def rotate(x: jax.Array, base: float) -> jax.Array:

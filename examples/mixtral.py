@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 import llama
 import meshpar as mp
@@ -99,7 +100,7 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
         c = self.config
-        x += Attention(c, name="attention")(norm(c, "attention_norm")(x))
+        x = checkpoint_name(x + Attention(c, name="attention")(norm(c, "attention_norm")(x)), "residual")
         y, imbalance = Experts(c, name="experts")(norm(c, "experts_norm")(x))
         return x + y, imbalance
 
@@ -120,8 +121,9 @@ class Experts(nn.Module):
         gate, up = self.weight("gate", "embed", "mlp"), self.weight("up", "embed", "mlp")
         down = self.weight("down", "mlp", "embed")
         rows = mp.rename(jnp.einsum("bsxc,bse->xbce", sent, x), choice="expert")
-        hidden = nn.silu(jnp.einsum("xbce,xem->xbcm", rows, gate)) * jnp.einsum("xbce,xem->xbcm", rows, up)
-        rows = mp.rename(jnp.einsum("xbcm,xme->xbce", hidden, down), expert="choice")
+        gate = checkpoint_name(jnp.einsum("xbce,xem->xbcm", rows, gate), "gate_proj")
+        up = checkpoint_name(jnp.einsum("xbce,xem->xbcm", rows, up), "up_proj")
+        rows = mp.rename(jnp.einsum("xbcm,xme->xbce", nn.silu(gate) * up, down), expert="choice")
         y = jnp.einsum("bsxc,xbce->bse", weight.astype(c.dtype), rows)
 
         first = jax.nn.one_hot(chances.argmax(-1), c.experts)

@@ -170,13 +170,15 @@ def _elements(node: Node) -> float:
 
 def read_bytes(node: Node, item: Item) -> float:
     """What a kernel reads of an array: all of it, or of a stack the slice that it works on."""
+    if node.name in ("slice", "dynamic_slice") and item in node.ins:
+        return min(item.bytes, sum(out.bytes for out in node.outs))
     if not item.sliced or any(item is i for i in node.ins):
         return item.bytes
     todo, least = list(node.ins), item.bytes
     seen: set[int] = set()
     while todo:
         i = todo.pop()
-        if id(i) in seen or i.stored or i.node is None:
+        if id(i) in seen or (i.stored and not i.through) or i.node is None:
             continue
         seen.add(id(i))
         if i.node.name in SLICES and any(j is item for j in i.node.ins):

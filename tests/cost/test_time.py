@@ -119,6 +119,14 @@ FORWARD = 2 * 2 * TOKENS * EMBED * MLP * LAYERS
 FIRST = 2 * TOKENS * EMBED * MLP  # the cotangent of x is not asked for, but the loop makes it all the same
 
 
+def test_a_loop_reads_of_a_stack_the_slice_that_it_works_on():
+    def fn(xs):
+        return jax.lax.scan(lambda total, x: (total + jax.lax.sort(x), None), jnp.zeros(4096, jnp.bfloat16), xs)[0]
+
+    ops = {op.name: op.bytes for op in plan(fn, array(64, 4096)).time.ops}
+    assert ops["slice"] == 2 * BF16 * 4096  # a sort takes an array: read from the stack, written
+
+
 def test_loops_multiply_and_a_backward_pass_is_twice_the_forward_one():
     assert plan_step().time.model_flops == 3 * FORWARD
 

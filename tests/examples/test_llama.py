@@ -135,13 +135,26 @@ def test_no_layout_changes_a_number(real):
     assert len(report.rows) == 2
 
 
-@pytest.mark.parametrize("layout", [llama.FSDP_TENSOR_SEQUENCE])
-def test_a_policy_sends_nothing_again_and_changes_no_number(real, losses, layout):
-    config = dataclasses.replace(llama.TINY, remat="keep_collectives")
-    step = mp.jit(llama.train_step(config), mesh=mp.mesh("data=4, model=2"), layout=layout, dims=llama.DIMS,
-                  lowering="shard_map")  # fmt: skip
-    _, loss = step(*real)
-    assert float(loss) == pytest.approx(losses[0], rel=1e-5)
+@pytest.mark.parametrize(
+    ("remat", "lowering"),
+    [("keep_collectives", "shard_map"), ("save_out_proj", "jit"), ("save_dot_with_context_except_mlp", "jit"),
+     ("minimal_with_context", "shard_map"), ("minimal_with_collectives", "shard_map"), ("none", "jit")],
+)  # fmt: skip
+def test_what_a_layer_keeps_changes_no_number(real, losses, remat, lowering):
+    state, batch = real
+    config = dataclasses.replace(llama.TINY, remat=remat)
+    step = mp.jit(llama.train_step(config), mesh=mp.mesh("data=4, model=2"), layout=llama.FSDP_TENSOR_SEQUENCE,
+                  dims=llama.DIMS, lowering=lowering)  # fmt: skip
+    found = []
+    for _ in range(2):
+        state, loss = step(state, batch)
+        found.append(float(loss))
+    assert found == pytest.approx(losses[:2], rel=1e-5)
+
+
+def test_an_unknown_policy_is_an_error():
+    with pytest.raises(ValueError, match="no remat 'minimla'; there are full, .*minimal_with_context"):
+        llama.tiny(remat="minimla")
 
 
 # -- the plan
@@ -225,6 +238,31 @@ def test_a_layer_gathers_and_sums_what_it_is_told_to(remat, gathers, sums):
             found[c.op] += 1
     # two blocks, each way; of the way there, run again: both inputs, and the sum after attention
     assert found == {"all-gather": gathers, "reduce-scatter": sums}
+
+
+def test_what_a_layer_keeps_is_held_and_shortens_the_step():
+    """Of an 8B model, 4096 tokens a device: bytes of each of its 32 layers, by hand."""
+    c, tokens = llama.LLAMA3_8B, 2 * 2048
+    heads, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    residual, kernel, qkv = 2 * c.embed, 2 * heads + 4 * c.heads, 2 * (heads + 2 * kv)  # a token; the kernel: and lse
+    kept = {
+        "full": 0, "save_out_proj": residual, "save_dot_with_context_except_mlp": residual + qkv + kernel,
+        "minimal_with_context": residual + qkv + kernel + 2 * 2 * c.mlp,
+    }  # fmt: skip
+    plans = {}
+    for remat in (*kept, "none"):
+        step, args, dims = llama.llama3_8b(remat=remat, loss="vocab")
+        plans[remat] = mp.plan(
+            step, *args, dims=dims, layout=llama.FSDP, mesh=abstract(data=128), topology="v5p:4x4x8", donate_argnums=0
+        )
+    saved = {remat: plan.memory.by_kind["saved activations"] for remat, plan in plans.items()}
+    for remat, n in kept.items():
+        assert saved[remat] - saved["full"] == pytest.approx(32 * tokens * n, rel=0.03), remat
+    peaks = [plan.memory.peak for plan in plans.values()]
+    assert peaks == sorted(peaks)
+    seconds = [plans[remat].seconds for remat in kept]
+    assert seconds == sorted(seconds, reverse=True)
+    assert plans["none"].seconds > plans["minimal_with_context"].seconds  # more to write and read than to compute again
 
 
 def test_splash_attention_is_attention():

@@ -1,11 +1,13 @@
 """Policies for ``jax.checkpoint``: what is recomputed, and what a collective gave and is kept."""
 
+import functools
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 import meshpar as mp
 
@@ -79,3 +81,46 @@ def test_without_a_layout_a_policy_changes_nothing():
     kept = jax.grad(loss)(params, x, mp.checkpoint_policies.collectives_saveable)
     for name, g in jax.grad(loss)(params, x, None).items():
         np.testing.assert_allclose(kept[name], g, rtol=1e-6, atol=1e-8)
+
+
+# -- kernels
+
+
+@mp.kernel_rule("batch seq! d, batch seq! d -> batch seq! d")
+def squared(x, y):
+    return (x * y) ** 2
+
+
+@jax.custom_vjp
+def doubled(x):
+    return pl.pallas_call(lambda x, y: y.__setitem__(..., 2 * x[...]), out_shape=x, interpret=True)(x)
+
+
+doubled.defvjp(lambda x: (doubled(x), None), lambda _, ct: (2 * ct,))
+
+
+def calls(jaxpr, name):
+    found = 0
+    for e in jaxpr.eqns:
+        found += e.primitive.name == name and "backward" not in str(e.params.get("kernel", ""))
+        for p in e.params.values():
+            inner = getattr(p, "jaxpr", p)
+            found += calls(inner, name) if hasattr(inner, "eqns") else 0
+    return found
+
+
+def kernel_loss(x, w, policy):
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x):
+        y = squared(jnp.sin(x * w), x)
+        return jnp.tanh(doubled(jnp.cos(y))).sum()
+
+    return layer(x)
+
+
+@pytest.mark.parametrize(("policy", "runs"), [(None, 2), (mp.checkpoint_policies.kernels_saveable, 1)])
+def test_a_kernel_runs_once(policy, runs):
+    x, w = jnp.ones((8, 16, 4)), jnp.float32(0.5)
+    jaxpr = jax.make_jaxpr(jax.grad(kernel_loss), static_argnums=2)(x, w, policy).jaxpr
+    assert calls(jaxpr, "kernel") == runs
+    assert calls(jaxpr, "pallas_call") == runs

@@ -67,8 +67,8 @@ def operands(dtype=np.float32):
     return [r.normal(size=(BATCH, SEQ, h, D)).astype(dtype) for h in (KV * GROUP, KV, KV)]
 
 
-def step(attention, w, q, k, v):
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+def step(attention, w, q, k, v, policy=jax.checkpoint_policies.nothing_saveable):
+    @functools.partial(jax.checkpoint, policy=policy)
     def loss(w):
         return jnp.square(attention(q * w, k, jnp.tanh(v * w))).mean()
 
@@ -97,6 +97,17 @@ def test_what_attention_keeps_has_its_factors():
 def test_no_layout_changes_a_gradient(layout, lowering):
     w, xs = np.float32(0.7), operands()
     run = functools.partial(step, attention)
+    got = mp.jit(run, mesh=mp.mesh("data=2, model=2, idle=2"), layout=layout, dims=DIMS, lowering=lowering)(w, *xs)
+    want = jax.jit(functools.partial(step, plain))(w, *xs)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5)
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_what_a_policy_keeps_of_a_kernel_changes_no_gradient(lowering):
+    w, xs = np.float32(0.7), operands()
+    run = functools.partial(step, attention, policy=mp.checkpoint_policies.kernels_saveable)
+    layout = "batch: data; heads, kv_heads: model"
     got = mp.jit(run, mesh=mp.mesh("data=2, model=2, idle=2"), layout=layout, dims=DIMS, lowering=lowering)(w, *xs)
     want = jax.jit(functools.partial(step, plain))(w, *xs)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
