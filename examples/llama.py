@@ -71,13 +71,15 @@ class Config:
 _save, _and = jax.checkpoint_policies.save_only_these_names, jax.checkpoint_policies.save_from_both_policies
 _QKV, _MLP = ("query_proj", "key_proj", "value_proj"), ("gate_proj", "up_proj")
 _ATTENTION = _and(_save(*_QKV, "residual"), mp.checkpoint_policies.kernels_saveable)
+_EXCEPT_GATE = _and(_ATTENTION, _save("up_proj"))
 _MINIMAL = _and(_ATTENTION, _save(*_MLP))
 _COLLECTIVES = mp.checkpoint_policies.collectives_saveable
 REMAT: dict[str, Callable[..., bool] | None] = {  # what a layer keeps beside its input, and so does not compute again
     "full": None,  # nothing
     "save_out_proj": _save("residual"),  # the stream between its blocks, after the sum over a split `heads`
     "save_dot_with_context_except_mlp": _ATTENTION,  # and queries, keys, values and what the attention kernel made of them
-    "minimal_with_context": _MINIMAL,  # and the MLP's two products: norms and activations are computed again
+    "minimal_except_gate": _EXCEPT_GATE,  # and one of the MLP's two products
+    "minimal_with_context": _MINIMAL,  # and the other: norms and activations alone are computed again
     "none": jax.checkpoint_policies.everything_saveable,  # all that the way back reads
     "keep_collectives": _COLLECTIVES,  # what was gathered or summed for its blocks
     "minimal_with_collectives": _and(_MINIMAL, _COLLECTIVES),

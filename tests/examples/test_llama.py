@@ -153,7 +153,7 @@ def test_what_a_layer_keeps_changes_no_number(real, losses, remat, lowering):
 
 
 def test_an_unknown_policy_is_an_error():
-    with pytest.raises(ValueError, match="no remat 'minimla'; there are full, .*minimal_with_context"):
+    with pytest.raises(ValueError, match=r"no remat 'minimla'; there are full, .*minimal_with_context"):
         llama.tiny(remat="minimla")
 
 
@@ -247,6 +247,7 @@ def test_what_a_layer_keeps_is_held_and_shortens_the_step():
     residual, kernel, qkv = 2 * c.embed, 2 * heads + 4 * c.heads, 2 * (heads + 2 * kv)  # a token; the kernel: and lse
     kept = {
         "full": 0, "save_out_proj": residual, "save_dot_with_context_except_mlp": residual + qkv + kernel,
+        "minimal_except_gate": residual + qkv + kernel + 2 * c.mlp,
         "minimal_with_context": residual + qkv + kernel + 2 * 2 * c.mlp,
     }  # fmt: skip
     plans = {}
