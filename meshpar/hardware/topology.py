@@ -508,19 +508,18 @@ class Places:
         ring = bool(self.rings[d])
         return Stage(max(2, int(self.extent[d])), _PLACES[d], ring), max(1, int(steps.sum()))
 
-    def links(self, members: Sequence[int], pair: bool) -> frozenset[tuple[str, int]]:
-        """The links that a group of devices uses of each of them: (dimension, way).
+    def links(self, members: Sequence[int], pairs: Sequence[tuple[int, int]] = ()) -> frozenset[tuple[str, int]]:
+        """The links that a collective uses: (dimension, way).
 
         Args:
-          members: of the group.
-          pair: the first sends to the second, the shorter way around a ring; otherwise both ways of every dimension are used.
+          members: of a group, which uses both ways of every dimension along which they differ.
+          pairs: of a permute, (from, to): each goes the shorter way around a ring. Around a line the end sends back to the
+            beginning over the links of the other way, which are then not free for what is sent that way.
         """
-        if not pair:
+        if not pairs:
             return frozenset((s.dim, way) for s in self.stages(members) for way in (1, -1)) if members else frozenset()
-        a, b = (self.at[n] for n in members[:2])
-        found = set()
-        for d in np.flatnonzero(a != b):
-            ahead = int(b[d] - a[d])
-            back = self.rings[d] and 2 * abs(ahead) > self.extent[d]
-            found.add((_PLACES[d], 1 if (ahead > 0) != back else -1))
-        return frozenset(found)
+        a, b = (self.at[[pair[k] for pair in pairs]] for k in (0, 1))
+        ahead = b - a
+        back = np.array(self.rings) & (2 * np.abs(ahead) > self.extent)
+        ways = np.where(back, -np.sign(ahead), np.sign(ahead))
+        return frozenset((name, way) for d, name in enumerate(_PLACES) for way in (1, -1) if (ways[:, d] == way).any())

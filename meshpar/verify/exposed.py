@@ -181,7 +181,7 @@ class _Timeline:
             for c in sent:
                 seconds = wire_seconds(c, self.chip, self.places) * (1 if c.count is None else c.count)
                 out.sent += seconds
-                links = self.places.links(c.members or (), c.op == "collective-permute")
+                links = self.places.links(c.members or (), c.pairs)
                 kind = f"{c.op} (async)" if role == "start" else c.op
                 flight = wires.send(kind, (c.op, c.members), links, seconds)
                 if role == "start":

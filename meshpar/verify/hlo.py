@@ -41,6 +41,7 @@ class HloCollective:
       name: of the instruction.
       op_name: JAX's name of what made it.
       source: the user's line, where the text has it.
+      pairs: of a collective-permute: (from, to) of all that is sent to another device.
     """
 
     op: str
@@ -53,6 +54,7 @@ class HloCollective:
     name: str
     op_name: str
     source: str
+    pairs: tuple[tuple[int, int], ...] = ()
 
     @property
     def total_bytes(self) -> float:
@@ -211,6 +213,7 @@ def _record(module: Module, run: Run, kind: str) -> HloCollective:
     shapes = [arrays(o.shape) for x in i.operands if (o := run.scope.computation.get(x))]
     operand = [a for s in shapes for a in s]
     shown, share = operand, (group - 1) / group if group else 0.0
+    moved: list[tuple[int, int]] = []
     if kind == "all-gather":
         result = arrays(i.shape)
         shown = result[len(i.operands) :] if i.opcode.endswith("-start") else result
@@ -229,7 +232,7 @@ def _record(module: Module, run: Run, kind: str) -> HloCollective:
     else:
         sent = byte_size(operand) * share
     return HloCollective(
-        kind, group, members, _shapes(shown), sent, run.count, False, i.name, i.op_name, module.source(i)
+        kind, group, members, _shapes(shown), sent, run.count, False, i.name, i.op_name, module.source(i), tuple(moved)
     )
 
 

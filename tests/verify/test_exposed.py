@@ -77,6 +77,18 @@ def test_the_two_directions_go_at_once_and_one_direction_in_turn():
     assert same == pytest.approx(2 * HOP)
 
 
+def test_around_a_line_the_way_back_shares_the_links_of_the_other_direction():
+    one, both = (
+        exposed(program(body + ROOT), CHIP, places(ring=False))
+        for body in (start("a") + done("c", "a"), start("a") + start("b", DOWN) + done("c", "a") + done("d", "b"))
+    )
+    assert one.seconds == pytest.approx(HOP)
+    assert both.seconds == pytest.approx(2 * HOP)
+    # without a way back nothing is shared
+    apart = start("a", "{{0,1},{1,2},{2,3}}") + start("b", "{{1,0},{2,1},{3,2}}") + done("c", "a") + done("d", "b")
+    assert exposed(program(apart + ROOT), CHIP, places(ring=False)).seconds == pytest.approx(HOP)
+
+
 def test_synchronous_collectives_count_in_full():
     body = (
         "  %g = f32[4096,1024] all-gather(%x), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}, "
