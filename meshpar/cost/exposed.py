@@ -2,9 +2,9 @@
 
 With A devices on a ring, t the seconds of a hop (blocks go both ways at once), m those of the products of a block:
 
-- a collective of its own is exposed for as long as it takes; but the gather of what waits for nothing (a weight) is not: the
-  TPU compiler sends for it while the products before it run; nor is, on chips that can, as much of a gather as other products of
-  its body run meanwhile (:class:`meshpar.passes.overlap.Free`);
+- a collective of its own is exposed for as long as it takes; but on chips whose programs go on beside gathers the gather of what
+  waits for nothing (a weight) is not: the TPU compiler sends for it while the products before it run; nor is as much of a gather
+  as other products of its body run meanwhile (:class:`meshpar.passes.overlap.Free`);
 - a ring takes the time of all it computes, and waits: ``(A-1)/2`` times for what of t is longer than what runs beside it, 2·m, the
   first time m, and if A is even a last time for t/2; a product of no pair that can run meanwhile hides one of these. On devices
   of two cores the compiler orders one product beside a hop, whatever there is (in every ring of the Llama layers on v5p). What
@@ -122,10 +122,9 @@ def exposed_by(
         waits += [max(0.0, hop + added - block)] * (steps > 0) + [max(0.0, hop + added - 2 * block)] * (steps - 1)
         waits += [max(0.0, last + added - (2 if steps else 1) * block)] * (last > 0)
     waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
-    if pair.gather:
-        beside = sum(others) if "all-gather" not in plan.waits else 0.0
-        alone = max(0.0, alone - beside) if chained else 0.0
-    elif not chained and "reduce-scatter" not in plan.waits:
+    if pair.gather and "all-gather" not in plan.waits:
+        alone = max(0.0, alone - sum(others)) if chained else 0.0
+    elif not pair.gather and not chained and "reduce-scatter" not in plan.waits:
         alone = later_stages(plan, first)
     if not pair.gather:  # whole sums of several products go through memory, blocks of them do not
         more = itemsize(pair.value.aval) * _elements(plan, runs[0].results[0])
@@ -175,11 +174,12 @@ def product_seconds(plan: Plan, chip: Chip, run: Run, pair: Pair | None = None, 
 
 
 def kernel_seconds(chip: Chip, products: float, traffic: float, elements: float) -> float:
-    """Seconds of a kernel whose parts overlap: the longest of them on GPUs, the root of the sum of their squares on TPUs.
+    """Seconds of a kernel: on GPUs the longer of its products and its traffic.
 
-    The TPU compiler's own estimates (libtpu 0.0.42, Llama on v5e and v5p) are near the longest part where one is much longer, and
-    some 1.4 times that where two are alike: blocks of a weight's gradient of 229,000 cycles of products and 245,000 of traffic
-    take 343,000.
+    On TPUs the vector units work on its elements and then on the next operand, so that they and its traffic add up
+    (:func:`vector_seconds`); products go on beside both. The TPU compiler's own estimates (libtpu 0.0.42, Llama on v5e and v5p)
+    are near the longer of the two where one is much longer, and some 1.4 times that where they are alike: blocks of a weight's
+    gradient of 229,000 cycles of products and 245,000 of traffic take 343,000.
 
     Args:
       products: seconds on the matrix units.
@@ -188,7 +188,7 @@ def kernel_seconds(chip: Chip, products: float, traffic: float, elements: float)
     """
     if chip.switch:
         return max(products, traffic)
-    return math.hypot(products, traffic, vector_seconds(chip, elements))
+    return math.hypot(products, traffic + vector_seconds(chip, elements))
 
 
 def _cut(pair: Pair, run: Run) -> list[bool]:
@@ -214,14 +214,15 @@ def light_seconds(chip: Chip, elements: float, size: float) -> float:
       size: bytes of each, read and written together.
     """
     memory = elements * size / (chip.per_device().hbm_bandwidth * chip.hbm_efficiency)
-    return max(memory, vector_seconds(chip, elements)) if chip.clock else memory / BETWEEN
+    return memory + vector_seconds(chip, elements) if chip.clock else memory / BETWEEN
 
 
 def vector_seconds(chip: Chip, elements: float) -> float:
     """Seconds that so many elements take through the vector units of a device, if its clock is known, else 0.
 
-    So the TPU compiler (libtpu 0.0.42) has it of residual sums, norms, activations and conversions alike: it is more than their
-    traffic with HBM, unless they are of 4 bytes.
+    So the TPU compiler (libtpu 0.0.42) has it of residual sums, norms, activations, conversions and the optimizer's sums alike,
+    beside some 1 to 1.2 times their traffic with HBM: on v5e 1024 elements take 10 cycles, and 4.3 for each 2 kB that they read
+    or write, be it one array or fourteen; and so on the other chips.
     """
     return elements / (chip.vector * chip.cores * chip.clock) if chip.clock else 0.0
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from .fusion import FUSED, VIEWS, Item, Node, Region
 
-_LIGHT = FUSED | VIEWS | {"move!"}
+_LIGHT = FUSED | VIEWS | {"move!", "copy!"}
 
 
 def ahead_of(region: Region) -> Callable[[Node], bool]:

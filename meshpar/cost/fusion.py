@@ -7,6 +7,8 @@
   kernel reads them, or where they follow from one array (rows and scalars aside), so that doing them twice reads no more;
 - products, reductions and writes into a stack take such producers in; collectives, loops, sorts and gathers take arrays;
 - a product takes in the elementwise ops that alone read it, unless they read another product;
+- a reduction is done by the kernel that makes what it reads, or by one that reads the same for a reduction; what reductions alone
+  read is not written;
 - the rest is written to memory and read from there.
 
 It is what XLA's TPU compiler was seen to do with Transformer train steps (libtpu 0.0.42): exponentials too are done twice rather
@@ -25,9 +27,10 @@ VIEWS = having(lambda p: p.view)
 FUSED = having(lambda p: p.fusible) | {"one_hot!"}
 SLICES = frozenset({"slice", "dynamic_slice", "gather"})
 PRODUCTS = having(lambda p: p.product)
-_TAKES = having(lambda p: p.reduction or p.product) | {
-    "stack!"
-}  # kernels that compute their operands as they read them
+_REDUCTIONS = having(lambda p: p.reduction)
+_TAKES = _REDUCTIONS | PRODUCTS | {"stack!", "copy!"}  # kernels that compute their operands as they read them
+_SMALL = 8
+"""By how much what a kernel reads is smaller than the largest of it, to be rows and scalars."""
 
 
 class Item:
@@ -182,7 +185,7 @@ def fuse(region: Region) -> None:
         if not readers:
             continue  # nobody reads it
         twice = not node.joins
-        if must or (len(readers) > 1 and not twice):
+        if must or (len(readers) > 1 and not twice and not all(r.name in _REDUCTIONS for r in readers)):
             node.root = True
             through = [r for r in readers if r.name in _TAKES or r.name in FUSED] if twice else []
             for out in node.outs:
@@ -195,15 +198,46 @@ def fuse(region: Region) -> None:
         for out in node.outs:
             out.stored = True
     own = set(region.nodes)  # what comes from outside a loop is in memory
-    for index, node in enumerate(kernels):
+    done: dict[Node, int] = {}
+    for node in kernels:
         found: dict[Item, None] = {}
         _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSED, own)
         node.reads = list(found)
         node.writes = node.outs
+        other = _also(node, done) if node.name in _REDUCTIONS else None
+        if other is None:
+            other = node
+            done[node] = len(region.kernels)
+            region.kernels.append(node)
+        else:
+            mine = set(other.writes)
+            other.reads = list(dict.fromkeys([*other.reads, *(i for i in found if i not in mine)]))
+            other.writes = [*other.writes, *node.outs]
+            done[node] = done[other]
+            found = {i: None for i in found if i not in mine}
         for item in found:
-            item.last = index
-            item.readers.append(node)
-    region.kernels = kernels
+            item.last = max(item.last, done[other])
+            item.readers.append(other)
+
+
+def _also(node: Node, done: dict[Node, int]) -> Node | None:
+    """The kernel that does a reduction as well: it makes, or reads for a reduction, all that is large of what this one reads.
+
+    Rows that it needs besides must be there before: so the greatest element and the sum of what is less it are two kernels.
+    """
+    most = max((i.bytes for i in node.reads), default=0.0)
+    large = [i for i in node.reads if i.bytes * _SMALL > most]
+    rows = [i for i in node.reads if i.bytes * _SMALL <= most]
+    for first in large[:1]:
+        makers = [] if first.node is None or first.node not in done else [first.node]
+        for other in (*makers, *(r for r in first.readers if r.name in _REDUCTIONS)):
+            if (
+                (other.name in FUSED or other.name in _TAKES)
+                and all(i in other.writes or i in other.reads for i in large)
+                and all(i.node not in done or done[i.node] < done[other] for i in rows)
+            ):
+                return other
+    return None
 
 
 def _sources(items: Sequence[Item], found: dict[Item, None], seen: set[Item], takes: bool, own: set[Node]) -> None:

@@ -136,7 +136,9 @@ class _Reader:
     def barrier(self, step: Barrier) -> None:
         for source, result in zip(step.sources, step.results, strict=True):
             item = self.item(source)
-            if item is not None:
+            if item is not None and step.opaque:  # through integers: a copy
+                self.out(self.node("copy!", step, result.value.op, [item]), result)
+            elif item is not None:
                 self.items[result] = item
 
     def call(self, step: Call) -> None:

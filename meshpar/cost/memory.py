@@ -397,7 +397,7 @@ def _of_inputs(item: Item) -> bool:
     for _ in range(100):
         if item.node is None:
             return True
-        if item.node.name not in FUSED | {"move!"} or len(item.node.ins) != 1:
+        if item.node.name not in FUSED | {"move!", "copy!"} or len(item.node.ins) != 1:
             return False
         item = item.node.ins[0]
     return False

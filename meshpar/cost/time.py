@@ -16,6 +16,7 @@ from ..plan.plan import Plan
 from ..plan.spec import itemsize
 from ..plan.steps import Reduce, Reshard, Run, Step
 from ..program.ir import Op
+from .donation import gathered_apart, in_place
 from .exposed import kernel_seconds, later_stages
 from .flight import ahead_of, behind
 from .flops import OPAQUE, flops_on, local_opaque_flops, model_flops
@@ -117,6 +118,7 @@ def time_of(plan: Plan) -> Time | None:
     compute = memory = model = 0.0
     flops_of = flops_on(plan, chip.lanes)
     took: dict[int, float] = {}
+    results = {id(region.outputs[k]) for k in in_place(plan)} if chip.torus else set()
     for node, _, count in kernels_with_counts(region):
         if node.regions:
             continue
@@ -127,6 +129,8 @@ def time_of(plan: Plan) -> Time | None:
         if node.name not in ("move!", "leave!"):
             traffic = sum(item.bytes for item in node.writes) + sum(read_bytes(node, item) for item in node.reads)
             traffic += sum(i.bytes for i in node.ins) if node.name == "stack!" else 0.0
+        elif any(id(i) in results and gathered_apart(i.bytes, sum(j.bytes for j in node.reads)) for i in node.writes):
+            traffic = 2 * node.writes[0].bytes  # it is gathered into other memory, and copied to its place
         rate = device.flops
         if node.products:
             rate = device.matmul_rate(str(node.products[0].op.eqn.invars[0].aval.dtype))
@@ -252,7 +256,7 @@ def _clock(plan: Plan, region: Region, took: Mapping[int, float], where: Mapping
                     links = max(links, now) + seconds - late
                     sent.append(links)
                     now += late
-        elif id(node) in took:
+        if id(node) in took:
             if node.products:
                 now = max([now, *waiting])
                 waiting, sent = sent, []

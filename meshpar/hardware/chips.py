@@ -51,9 +51,9 @@ class Chip:
       clock: cycles/s of the matrix units: peak FLOP/s by what their units of ``lanes``² do in a cycle (libtpu 0.0.42 counts four
         units for v4 to v6e and tpu7x: a product of 4096x4096x14336 has 0.84 to 0.98 of their rate); 0: not known.
       cores: that one JAX device has.
-      vector: elements that the vector units of a core take in a cycle in an op that is not fused with a product: sums, cuts, norms
-        and conversions come out at 44 to 72 in libtpu's own estimates for v5e and v5p, at 77 to 117 for v6e, at 119 to 158 for
-        tpu7x.
+      vector: elements that the vector units of a core take in a cycle, apart from what reading and writing them takes: from libtpu's
+        own estimates for sums, norms, conversions and optimizers of 1 to 14 operands (1024 elements in 10.1, 8.2, 6.5 and 4.4
+        cycles on v5e, v5p, v6e and tpu7x).
       waits: collectives that XLA schedules synchronously on this chip, with its default options. libtpu 0.0.42: of 103 programs
         compiled for devices of two cores none has an asynchronous gather, of 132 for others 39 do; reduce-scatters are
         synchronous but on tpu7x, where collectives run on cores of their own.
@@ -90,7 +90,7 @@ class Chip:
     link_efficiency: float = 0.8
     clock: float = 0.0
     cores: int = 1
-    vector: int = 64
+    vector: int = 100
     waits: frozenset[CollectiveOp] = frozenset()
     lines_wait: bool = False
     source: str = ""
@@ -179,16 +179,16 @@ _TABLE = (
          clock=1.05e9, cores=2, waits=_BOTH, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v5e", ("TPU v5 lite", "TPU v5e"), 1.97e14, 3.94e14, 15.75 * GIB, 8.1e11, 4.5e10, 4, (16, 16), 3.1e9, 128 * 2**20,
          slices=_FLAT, accelerators=("v5litepod", "v5e"), target="v5e",
-         clock=1.5e9, waits=_SCATTERS, lines_wait=True, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         hbm_efficiency=0.89, clock=1.5e9, waits=_SCATTERS, lines_wait=True, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v5p", ("TPU v5", "TPU v5p"), 4.59e14, 9.18e14, 95.74 * GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20,
          slices=_SMALL, cube=4, accelerators=("v5p",), counted=2, target="v5p",
-         clock=1.75e9, cores=2, waits=_BOTH, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         hbm_efficiency=0.85, clock=1.75e9, cores=2, vector=125, waits=_BOTH, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v6e", ("TPU v6 lite", "TPU v6e"), 9.18e14, 1.84e15, 31.25 * GIB, 1.64e12, 9e10, 4, (16, 16), 1.25e10, 128 * 2**20,
          lanes=256, slices=_FLAT, accelerators=("v6e",), target="v6e",
-         matmul_efficiency=0.9, clock=1.75e9, vector=96, waits=_SCATTERS, source=f"vendor page; {_USABLE}; ~dcn"),
+         matmul_efficiency=0.9, clock=1.75e9, vector=160, waits=_BOTH, source=f"vendor page; {_USABLE}; ~dcn"),
     Chip("tpu7x", ("TPU7x",), 2.31e15, 4.61e15, 2 * 94.75 * GIB, 7.38e12, 9.5e10, 6, (16, 16, 36), 1.25e10, 64 * 2**20,
          devices=2, lanes=256, slices=_SMALL, cube=4, accelerators=("tpu7x",), counted=2, target="tpu7x",
-         matmul_efficiency=0.87, clock=2.2e9, vector=144,
+         matmul_efficiency=0.87, clock=2.2e9, vector=235,
          core_link=6 * 9.5e10, source=f"vendor page; {_USABLE}; ~link, ~core_link, ~dcn, ~torus"),
     Chip("a100", ("NVIDIA A100-SXM4-80GB",), 3.12e14, 6.24e14, 85100068864, 2.039e12, 3e11, 1, (), 2.5e10, None, switch=8,
          target="a100", link_efficiency=0.83, source="datasheet (SXM, 80 GB); 8-bit: int8 alone; hbm as CUDA reports it; "

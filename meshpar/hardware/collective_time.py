@@ -38,7 +38,8 @@ def seconds_of(
     - a permute: V over one link;
     - NVSwitch: ``V·(A-1)/A`` over the GPU's NVLinks one way; DCN likewise over a chip's share;
     - several levels (slices, torus, cores of a chip): each in turn, the outer ones on what the inner ones have cut:
-      an all-reduce over slices is a reduce-scatter inside, an all-reduce of ``V/inner`` across, an all-gather inside.
+      an all-reduce over slices is a reduce-scatter inside, an all-reduce of ``V/inner`` across, an all-gather inside. Staged,
+      a torus dimension is a level of its own, and the major one has all of V.
 
     An algorithm says which torus dimensions work together: ``native`` has all of them at once, ``staged`` one after the other, the
     major one on all of V. Groups that are interleaved along a dimension share its links.
@@ -83,6 +84,8 @@ def hop_seconds(size: float, stage: Stage, chip: Chip) -> float:
 
 def _levels(stages: Sequence[Stage], chip: Chip, algorithm: AlgorithmName) -> list[_Level]:
     """The levels of a group, outermost first."""
+    if algorithm == "staged":  # one stage after the other, the major one on all of it, whatever its links are
+        return [level for stage in reversed(merged(stages)) for level in _levels([stage], chip, "native")]
     found: dict[str, list[_Level]] = {name: [] for name in _INWARD}
     for stage in merged(stages):
         n, rate = stage.size, chip.rate(stage.dim, stage.stride)

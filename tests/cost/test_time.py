@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 import meshpar as mp
 from meshpar.hardware.chips import CHIPS
 
+F32 = 4
 BF16 = 2
 
 
@@ -23,9 +24,12 @@ def plan(fn, *args, layout="", mesh="data=16", topology="v5e:4x4", dims=None, **
     return mp.plan(fn, *args, mesh=mesh, topology=topology, layout=layout, dims=dims, **kwargs)
 
 
+HBM = 0.89 * 8.1e11
+
+
 def beside(products, traffic, elements):
-    """Seconds of a kernel on a v5e: its products, its traffic and 64 elements a cycle of 1.5 GHz overlap, but not wholly."""
-    return math.sqrt(products**2 + traffic**2 + (elements / (64 * 1.5e9)) ** 2)
+    """Seconds of a kernel on a v5e: its products beside its traffic and 100 elements a cycle of 1.5 GHz."""
+    return math.hypot(products, traffic + elements / (100 * 1.5e9))
 
 
 def test_a_product_by_hand():
@@ -34,10 +38,10 @@ def test_a_product_by_hand():
     assert (op.name, op.count) == ("dot_general", 1)
     assert op.flops == 2 * 1024 * 512 * 2048
     assert op.bytes == BF16 * (1024 * 512 + 512 * 2048 + 1024 * 2048)
-    assert op.seconds == pytest.approx(beside(op.flops / 1.97e14, op.bytes / 8.1e11, 1024 * 2048))
+    assert op.seconds == pytest.approx(beside(op.flops / 1.97e14, op.bytes / HBM, 1024 * 2048))
     assert "test_time.py" in op.source
     assert made.time.compute == op.flops / 1.97e14
-    assert made.time.memory == op.bytes / 8.1e11
+    assert made.time.memory == op.bytes / HBM
 
 
 def test_a_device_does_its_part():
@@ -48,6 +52,44 @@ def test_a_device_does_its_part():
     (op,) = made.time.ops
     assert op.flops == 2 * 1024 * 512 * 2048 / 16
     assert op.bytes == BF16 * (1024 * 512 / 4 + 512 * 2048 / 4 + 1024 * 2048 / 16)
+
+
+def test_reductions_are_done_by_the_kernel_that_makes_or_reads_the_same():
+    """A residual sum and its norm are one kernel, and the two sums of a norm's gradient; a sum that needs a maximum is another."""
+    n = 1024 * 2048
+    x, y = array(1024, 2048), array(1024, 2048)
+
+    def norm(x, y):
+        z = x + y
+        return z, (z.astype(jnp.float32) ** 2).sum(-1)
+
+    (op,) = plan(norm, x, y).time.ops
+    assert op.bytes == 3 * BF16 * n + F32 * 1024
+    assert op.seconds == pytest.approx(op.bytes / HBM + (n + 1024) / (100 * 1.5e9))
+
+    def both(x, y):
+        z = x.astype(jnp.float32) * y.astype(jnp.float32)
+        return z.sum(0), (z * 2).sum(1)
+
+    (op,) = plan(both, x, y).time.ops
+    assert op.bytes == 2 * BF16 * n + F32 * (1024 + 2048)
+
+    def softmax(x):
+        most = x.max(-1, keepdims=True)
+        return jnp.exp(x - most).astype(jnp.float32).sum(-1)
+
+    assert [op.bytes // (BF16 * n) for op in plan(softmax, x).time.ops] == [1, 1]
+
+
+def test_results_that_are_gathered_apart_are_copied_to_their_place():
+    def step(state):
+        return {"params": state["params"] - state["opt"], "opt": state["opt"]}
+
+    state = {"params": array(4096, 4096, dtype=jnp.float32), "opt": array(4096, 4096, dtype=jnp.float32)}
+    made = plan(step, state, layout="opt.embed: data", dims={"state/*": "embed mlp"}, donate_argnums=0)
+    (copy,) = [op for op in made.time.ops if op.name == "move"]
+    assert copy.bytes == 2 * F32 * 4096 * 4096
+    assert made.time.seconds >= sum(op.seconds for op in made.time.ops)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +124,7 @@ def test_int8_and_float32_have_their_own_rates():
         lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.int32),
         array(4096, 4096, dtype=jnp.int8), array(4096, 4096, dtype=jnp.int8),
     ).time.ops  # fmt: skip
-    assert fast.seconds == pytest.approx(beside(2 * 4096**3 / 3.94e14, (1 + 1 + 4) * 4096**2 / 8.1e11, 4096**2))
+    assert fast.seconds == pytest.approx(beside(2 * 4096**3 / 3.94e14, (1 + 1 + 4) * 4096**2 / HBM, 4096**2))
     h100 = CHIPS["h100"]
     assert h100.matmul_rate("float32") == h100.matmul_rate("bfloat16") / 2  # TF32
     assert CHIPS["v5p"].matmul_rate("float32") == CHIPS["v5p"].matmul_rate("bfloat16")
@@ -171,7 +213,7 @@ def test_weights_hide_behind_the_kernels_of_their_loop_where_programs_go_on(topo
     assert fsdp.communication >= on_top
     assert (on_top > 0) == bool(waits)
     assert fsdp.seconds == pytest.approx(
-        roofline + on_top, rel=0.05
+        roofline + on_top, rel=0.06
     )  # the last gradient of a loop has nothing beside it
 
 

@@ -32,6 +32,16 @@ def test_a_ring_sends_both_ways(kind):
     assert seconds_of(kind, BIG, [ring(8)], V5P) == pytest.approx(BIG * 7 / 8 / V5P_AXIS)
 
 
+def test_stages_go_one_after_the_other_the_major_one_on_all_of_it():
+    tpu7x = CHIPS["tpu7x"].ideal()
+    torus, core = ring(4), Stage(2, "core", False)
+    whole, link = BIG * 3 / 4 / 9.5e10, tpu7x.core_link
+    staged = seconds_of("reduce-scatter", BIG, [torus, core], tpu7x, "staged")
+    assert staged == pytest.approx(whole + BIG / 4 / 2 / link)
+    # all at once, what crosses the torus is what the cores of a chip have left
+    assert seconds_of("reduce-scatter", BIG, [torus, core], tpu7x) == pytest.approx(BIG / 2 / link + whole / 2)
+
+
 def test_a_line_takes_twice_as_long():
     assert seconds_of("all-gather", BIG, [line(8)], V5P) == 2 * seconds_of("all-gather", BIG, [ring(8)], V5P)
 
