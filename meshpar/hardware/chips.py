@@ -51,12 +51,12 @@ class Chip:
       clock: cycles/s of the matrix units: peak FLOP/s by what their units of ``lanes``² do in a cycle (libtpu 0.0.42 counts four
         units for v4 to v6e and tpu7x: a product of 4096x4096x14336 has 0.84 to 0.98 of their rate); 0: not known.
       cores: that one JAX device has.
-      vector: elements that the vector units of a core take in a cycle, apart from what reading and writing them takes: from libtpu's
-        own estimates for sums, norms, conversions and optimizers of 1 to 14 operands (1024 elements in 10.1, 8.2, 6.5 and 4.4
-        cycles on v5e, v5p, v6e and tpu7x).
+      vector: elements that the vector units of a core take in a cycle, apart from what reading and writing them takes: from
+        libtpu's own estimates for sums, norms, conversions and optimizers of 1 to 14 operands (1024 elements in 10.1, 8.2, 6.5
+        and 4.4 cycles on v5e, v5p, v6e and tpu7x).
       waits: collectives that XLA schedules synchronously on this chip, with its default options. libtpu 0.0.42: of 103 programs
-        compiled for devices of two cores none has an asynchronous gather, of 132 for others 39 do; reduce-scatters are
-        synchronous but on tpu7x, where collectives run on cores of their own.
+        compiled for devices of two cores none has an asynchronous gather, nor has one of v6e (Llama, three layouts); of 132 for
+        v5e and tpu7x 39 do. Reduce-scatters are synchronous but on tpu7x, where collectives run on cores of their own.
       lines_wait: whether permutes around a line of the torus are synchronous. libtpu 0.0.42 makes them so for v5e (lines of 4 and 8
         devices of an 8x8 and a 16x16; not in a 4x4), there not around rings, and nowhere for the other chips.
       source: where the figures are from; ``~`` before those that are less certain.
