@@ -1,7 +1,7 @@
 """Our Llama and Mixtral beside MaxText's: peak memory and wire bytes of the final TPU program, compiled ahead of time.
 
     pip install -e . "jax[tpu]"
-    python benchmarks/maxtext.py [--row 1] [--effort full]
+    python benchmarks/maxtext.py [--row 1] [--effort full] [--overlap xla]
     python benchmarks/maxtext.py --schedule [--rows 1-3]       # whole steps, by the compiler's final schedule
 
 MaxText's figures are of its own ``train_compile`` (e591f30, 2026-08-22; jax 0.10.2, libtpu 0.0.42.1): float32 weights and
@@ -11,6 +11,9 @@ Bytes are per step and device, decimal; where it has several variants of a row, 
 Rows called "kept" have a second policy: a layer recomputes computation but not communication, so that what was gathered or summed
 for its blocks is held (``remat="keep_collectives"``); MaxText's figures beside them are those at full remat. Row 10 is read right
 after partitioning, on both sides: in the final text the gathers of two slices stand as all-reduces of padded arrays.
+
+The plan may send gradients as whole sums, for twice the bytes, where that is shorter (rows 1, 5 and 9): the aims for bytes are for
+``--overlap xla``, which sends least.
 
 ``--schedule`` has seconds of a step of rows 1 to 9: what computes, by libtpu's own cycles, and communication beside which
 nothing does (:mod:`meshpar.verify.exposed`), read off MaxText's final programs by the same reader. MaxText's are :data:`SCHEDULES`,
@@ -32,6 +35,7 @@ from rich.table import Table
 
 import meshpar as mp
 from meshpar.hardware.topology import parse_topology
+from meshpar.passes.overlap import MODES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import llama
@@ -150,7 +154,7 @@ def best_of(theirs: Sequence[Schedule], capacity: float) -> Schedule | None:
     return min((s for s in theirs if s.whole and s.fits(capacity)), key=lambda s: s.whole or 0.0, default=None)
 
 
-def schedules(rows: list[Row], effort: Any, console: Console) -> None:
+def schedules(rows: list[Row], effort: Any, overlap: Any, console: Console) -> None:
     """A line for every program of a row: MaxText's, then ours."""
     heads = (
         "row",
@@ -183,7 +187,7 @@ def schedules(rows: list[Row], effort: Any, console: Console) -> None:
             show(row.name, program, figure(s.whole), figure(s.compute), figure(s.exposed), "",
                  figure(s.sent, 1), figure(s.peak, 2), "", fits)  # fmt: skip
         try:
-            c = compiled(row, effort)
+            c = compiled(row, effort, overlap)
         except mp.MeshparError as e:  # the table goes on
             show(row.name, "meshpar", str(e).splitlines()[0][:60], "", "", "", "", "", "", "no")
             continue
@@ -208,24 +212,26 @@ def numbered(text: str | None) -> list[Row]:
     return [r for r in ROWS if r.remat == "full" and int(r.name.split(",")[0]) in wanted]
 
 
-def compiled(row: Row, effort: Any) -> mp.Compiled:
+def compiled(row: Row, effort: Any, overlap: Any) -> mp.Compiled:
     module = mixtral if row.model.startswith("mixtral") else llama
     step, args, dims = getattr(module, row.model)(row.batch, row.seq, remat=row.remat, loss=row.loss)
     mesh = mp.mesh(row.mesh, topology=row.topology)
     return mp.compile(
-        step, *args, mesh=mesh, layout=row.layout, dims=dims, lowering="shard_map", effort=effort, donate_argnums=0
-    )
+        step, *args, mesh=mesh, layout=row.layout, dims=dims, lowering="shard_map", overlap=overlap, effort=effort,
+        donate_argnums=0,
+    )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", action="append", help='only this row, "2" or "2, kept"; may be given again')
     parser.add_argument("--effort", default="full", choices=("full", "fast"))
+    parser.add_argument("--overlap", choices=MODES, help="how collectives are made beside products (auto)")
     parser.add_argument("--schedule", action="store_true", help="seconds of whole steps, by the final schedule")
     parser.add_argument("--rows", help='with --schedule: "1-3", "1,4" (1-9)')
     args = parser.parse_args()
     if args.schedule:
-        schedules(numbered(args.rows), args.effort, Console(width=180, highlight=False))
+        schedules(numbered(args.rows), args.effort, args.overlap, Console(width=180, highlight=False))
         return
     table = Table(title=f"beside MaxText; {args.effort} effort, jax {jax.__version__}; GB are decimal")
     for head in (
@@ -250,7 +256,7 @@ def main() -> None:
             continue
         about = [row.name, row.model, row.topology, row.mesh]
         try:
-            c = compiled(row, args.effort)
+            c = compiled(row, args.effort, args.overlap)
         except mp.MeshparError as e:  # the table goes on
             cells = [*about, str(e).splitlines()[0][:40]]
         else:

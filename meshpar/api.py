@@ -96,6 +96,8 @@ def jit(
         ``"auto"`` (the default): whichever leaves less communication exposed by the plan's estimate, so ``"xla"`` where the
         chip is not known. ``"pallas"``: by one TPU kernel that sends while it multiplies, where it takes the pair, as ``"auto"``
         elsewhere; never a default, since it was not timed. The plan's ``overlaps`` have every decision, its reason and gain.
+        ``"auto"`` and ``"pallas"`` also send a sum that ends split as a whole one, for twice the bytes, where that is shorter;
+        each such collective says so (``algorithm="whole"``, ``why``). The others send the fewest bytes.
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
       options: ``"auto"``: for TPUs, the options of their compiler that :mod:`meshpar.hardware.options` has for the chip and what

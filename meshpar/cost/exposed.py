@@ -4,7 +4,8 @@ With A devices on a ring, t the seconds of a hop (blocks go both ways at once), 
 
 - a collective of its own is exposed for as long as it takes; but on chips whose programs go on beside gathers the gather of what
   waits for nothing (a weight) is not: the TPU compiler sends for it while the products before it run; nor is as much of a gather
-  as other products of its body run meanwhile (:class:`meshpar.passes.overlap.Free`);
+  as other products of its body run meanwhile (:class:`meshpar.passes.overlap.Free`); of a sum that
+  nothing waits for see :func:`sum_forms`;
 - a ring takes the time of all it computes, and waits: ``(A-1)/2`` times for what of t is longer than what runs beside it, 2·m, the
   first time m, and if A is even a last time for t/2; a product of no pair that can run meanwhile hides one of these. On devices
   of two cores the compiler orders one product beside a hop, whatever there is (in every ring of the Llama layers on v5p). What
@@ -29,6 +30,7 @@ from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
 from ..compat.jax import user_stacklevel
 from ..errors import TorusWarning
+from ..hardware.algorithms import AlgorithmName, wire_bytes
 from ..hardware.chips import Chip
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, joined
@@ -79,7 +81,7 @@ def is_line(stage: Stage) -> bool:
 
 def exposed_by(
     plan: Plan, chip: Chip, pair: Pair, hops: Sequence[Collective], fused: FusedGather | FusedScatter | None, chained: bool,
-    others: Sequence[float] = (),
+    others: Sequence[float] = (), whole: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds, once, in which nothing is multiplied, by choice; ``pallas`` where there is a kernel.
 
@@ -88,6 +90,7 @@ def exposed_by(
       fused: the kernel that takes the pair.
       chained: it waits for something, or something for it: it is no gather of a weight, and no scatter that products follow.
       others: seconds of the products of no pair that can run while a gather is sent.
+      whole: a scatter of its own may be sent as a whole sum.
     """
     runs = [run for run, _ in pair.dots]
     device = chip.per_device()
@@ -124,8 +127,9 @@ def exposed_by(
     waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
     if pair.gather and "all-gather" not in plan.waits:
         alone = max(0.0, alone - sum(others)) if chained else 0.0
-    elif not pair.gather and not chained and "reduce-scatter" not in plan.waits:
-        alone = later_stages(plan, first)
+    elif not pair.gather:
+        forms = sum_forms(plan, first, 0.0 if chained else total, whole=whole)
+        alone = min(form.exposed for form in forms.values())
     if not pair.gather:  # whole sums of several products go through memory, blocks of them do not
         more = itemsize(pair.value.aval) * _elements(plan, runs[0].results[0])
         total += (len(runs) - 1) * more / memory
@@ -134,6 +138,41 @@ def exposed_by(
         sending = steps * hop + last
         out["pallas"] = rest + max(0.0, sending - total) + min(hop, sending) + BLOCK + fused.copied / memory
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class SumForm:
+    """A form of a sum that ends split, once: bytes that a device sends, seconds on its links, and how many of these are exposed."""
+
+    bytes: float
+    seconds: float
+    exposed: float
+
+
+def sum_forms(plan: Plan, c: Collective, products: float, *, whole: bool = True) -> dict[AlgorithmName, SumForm]:
+    """The forms of a reduce-scatter: as it is, and ``whole`` if it is staged over torus dimensions of a slice.
+
+    Where programs need not wait for them, the TPU compiler (libtpu 0.0.42) runs the next product beside all of a whole sum, and
+    beside the first stage of a staged one (:func:`later_stages`).
+
+    Args:
+      products: seconds of what is multiplied meanwhile; 0: nothing is.
+      whole: with the whole sum.
+    """
+    assert plan.chip is not None
+    stages, late = [s for a in c.axes for s in plan.torus[a]], later_stages(plan, c)
+    hidden = 0.0 if c.op in plan.waits else products
+    seconds = c.seconds or 0.0
+    found: dict[AlgorithmName, SumForm] = {
+        c.algorithm: SumForm(c.bytes, seconds, late + max(0.0, seconds - late - hidden))
+    }
+    if whole and c.op == "reduce-scatter" and c.algorithm == "staged" and all(s.dim != "slice" for s in stages):
+        devices = math.prod(s.size for s in stages)
+        volume = volume_of(c.op, c.bytes, devices)
+        seconds = seconds_of("all-reduce", volume, stages, plan.chip, "whole")
+        hidden = 0.0 if "all-reduce" in plan.waits else products
+        found["whole"] = SumForm(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
+    return found
 
 
 def later_stages(plan: Plan, c: Collective) -> float:

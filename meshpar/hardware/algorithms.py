@@ -22,7 +22,7 @@ from meshpar_kernels.collectives import Axis, choose, in_order
 from .chips import Chip, CollectiveOp
 from .topology import Stage, joined
 
-AlgorithmName = Literal["native", "staged", "hierarchical", "ring", "pallas"]
+AlgorithmName = Literal["native", "staged", "hierarchical", "whole", "ring", "pallas"]
 
 Phases = list[list[int]]
 """Numbers of the stages of a group (major to minor) that each phase covers, in the order in which a reduce-scatter takes them: the
@@ -45,6 +45,7 @@ class Algorithm:
       phases: for each stage, major to minor, whether it goes between slices → the phases.
       chosen_for: the collectives for which :func:`choose_algorithm` weighs it.
       between_slices: it is of use only where some stages go between slices, and others do not.
+      cut: every device gets all of a sum, and cuts its block out afterwards: an all-reduce where a reduce-scatter would do.
       compiled: whether the compiler sees what it sends; not so inside a Pallas kernel.
     """
 
@@ -52,6 +53,7 @@ class Algorithm:
     phases: Callable[[Sequence[bool]], Phases]
     chosen_for: frozenset[CollectiveOp] = frozenset()
     between_slices: bool = False
+    cut: bool = False
     compiled: bool = True
 
     def bytes(self, op: CollectiveOp, volume: float, stages: Sequence[Stage]) -> list[float]:
@@ -81,6 +83,9 @@ class Algorithm:
           between: those of the axes that go between slices.
           one: how a phase is emitted, where phases take the axes in order.
         """
+        if self.cut:
+            n = x.shape[dim] // lax.axis_size(tuple(axes))
+            return lax.dynamic_slice_in_dim(lax.psum(x, tuple(axes)), lax.axis_index(tuple(axes)) * n, n, dim)
         phases = self.phases([a in between for a in axes])
         order = [k for phase in phases for k in phase]
         if order != sorted(order):
@@ -112,6 +117,8 @@ _TABLE = (
     Algorithm("staged", _one_by_one, _SCATTER),
     # the same, inside slices before it crosses them
     Algorithm("hierarchical", _slices_last, _SCATTER, between_slices=True),
+    # the links of all torus dims at once, at twice the bytes (meshpar.passes.sums)
+    Algorithm("whole", _all_at_once, cut=True),
     # hops around the major torus dim beside matmuls (meshpar.passes.overlap): each hop is a collective-permute of its own
     Algorithm("ring", _one_by_one),
     # the same hops, sent by a fused Pallas kernel
@@ -136,7 +143,8 @@ def choose_algorithm(
 
     - A reduce-scatter over several torus dims is ``staged``, across slices ``staged`` or ``hierarchical``, by the α-β model that
       planner and kernels share (:func:`meshpar_kernels.collectives.choose`). XLA makes an all-reduce of the native one, which sends
-      twice the bytes and holds the whole array: it is left out, also where it would be as fast.
+      twice the bytes and holds the whole array: it is left out, also where it would be as fast. Where that is shorter beside
+      what else a program does, :mod:`meshpar.passes.sums` has it later.
     - Every other collective is ``native``: none sends less, and it alone has the links of all torus dims at once.
 
     A stand-alone ring of ``ppermute``s is not weighed: in compiled schedules its sums and copies cost more than its links save,

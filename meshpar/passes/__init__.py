@@ -19,9 +19,11 @@ from .barriers import loops_in_turn, results_in_turn, slices_apart
 from .crossings import note_crossings
 from .overlap import overlap
 from .schedule import schedule
+from .sums import whole_sums
 
 PASSES: tuple[Callable[[Plan], Plan], ...] = (
     overlap,
+    whole_sums,
     schedule,
     loops_in_turn,
     results_in_turn,
@@ -42,7 +44,8 @@ def make_plan(
       init: the program makes the state, so it need not have the dims of the batch.
       topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may take.
-      overlap: how gathers before products and reduce-scatters after them are made: :data:`meshpar.passes.overlap.MODES`.
+      overlap: how gathers before products and reduce-scatters after them are made: :data:`meshpar.passes.overlap.MODES`; and
+        whether sums may be sent whole (:mod:`meshpar.passes.sums`).
       options: ``auto``: the compiler's options of :mod:`meshpar.hardware.options`; ``compiler_options``: the user's own.
       calibrations: what was measured of devices.
 

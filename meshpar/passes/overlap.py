@@ -51,9 +51,12 @@ from ..program.ir import Frame, Op, Program, Value
 
 MODES = ("auto", "xla", "ring", "pallas", "off")
 """``auto``: by cost, of ``xla`` and ``ring``; ``xla``, ``ring``: that way wherever it is possible; ``pallas``: by the fused TPU
-kernel wherever it takes the pair, as ``auto`` elsewhere; ``off``: not looked for. ``xla`` and ``off`` give one program."""
+kernel wherever it takes the pair, as ``auto`` elsewhere; ``off``: not looked for. ``xla`` and ``off`` give one program, and with
+``ring`` the one that sends least: sums are sent whole by the others alone (:mod:`meshpar.passes.sums`)."""
+BY_COST = ("auto", "pallas")
+"""The modes in which cost decides what else is not asked for."""
 LEAST = 5e-6
-"""Seconds, once, that a ring must save."""
+"""Seconds, once, that a ring, or a whole sum, must save."""
 MOST = 64
 """Devices of the longest ring."""
 
@@ -330,7 +333,7 @@ class Free:
         self.left: dict[Frame, int] = {}
 
     def _body(self, home: Frame) -> _Reach:
-        reach = self.program.once(_reaches).get(home) or _Reach([])
+        reach = self.program.once(reaches).get(home) or _Reach([])
         if home not in self.left:
             self.left[home] = reach.bits(op for op in reach.products if op in self.runs and op not in self.taken)
         return reach
@@ -350,7 +353,7 @@ class Free:
         self.left[home] &= ~body.bits(run.op for run in runs)
 
 
-def _reaches(program: Program) -> dict[Frame, _Reach]:
+def reaches(program: Program) -> dict[Frame, _Reach]:
     """What the ops of every body reach."""
     ops: dict[Frame, list[Op]] = {}
     for op in program.root.walk():
@@ -440,7 +443,7 @@ def _together(
         home = found.home[pair.step]
         others = free.beside(pair, home, found.ops_of_users(pair.step)) if pair.gather else []
         seconds = [product_seconds(plan, chip, run) for run in others]
-        once = exposed_by(plan, chip, pair, found.hops(pair), None, True, seconds)
+        once = exposed_by(plan, chip, pair, found.hops(pair), None, True, seconds, plan.overlap in BY_COST)
         free.take(home, others)
         count, (xla, ring) = pair.step.collectives[0].count or 1, out.get(pair.axes, (0.0, 0.0))
         out[pair.axes] = xla + count * once["xla"], ring + count * once["ring"]
@@ -461,7 +464,7 @@ def _decision(
         others = free.beside(pair, home, found.ops_of_users(pair.step)) if pair.gather else []
         seconds = [product_seconds(plan, plan.chip, run) for run in others]
         waits = chained if pair.gather else free.followed(pair, home)
-        exposed = exposed_by(plan, plan.chip, pair, found.hops(pair), part, waits, seconds)
+        exposed = exposed_by(plan, plan.chip, pair, found.hops(pair), part, waits, seconds, mode in BY_COST)
     choice: Choice = "xla"
     reason = ""
     if idle:

@@ -255,7 +255,7 @@ class Reshard(Moved):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scatter:
-    """One reduce-scatter: of a dim, over axes, by an algorithm."""
+    """One reduce-scatter: of a dim, over axes, by an algorithm (``whole``: an all-reduce, and this device's block of it)."""
 
     dim: int
     axes: tuple[str, ...]

@@ -86,7 +86,10 @@ class _Printer:
             apart = ", into memory of its own" if step.apart else ""
             return f"{moves} of {self.name(step.source)}{ring}{apart}", self.shard(step.result)
         if isinstance(step, Reduce):
-            parts = [f"reduce-scatter over {'+'.join(s.axes)}" for s in step.scatters]
+            parts = [
+                f"{'all-reduce and cut' if s.algorithm == 'whole' else 'reduce-scatter'} over {'+'.join(s.axes)}"
+                for s in step.scatters
+            ]
             parts += [f"all-reduce ({step.source.kind}) over {'+'.join(step.over)}"] * bool(step.over)
             parts += [f"{m.op} over {'+'.join(m.axes)}" for m in step.path]
             ring = f", in blocks beside {len(step.ring.leaves)} products" if step.ring else ""

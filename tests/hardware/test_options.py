@@ -99,7 +99,7 @@ def test_a_mode_that_does_not_exist_is_refused(mesh):
 def test_the_compiler_at_hand_knows_every_option_of_the_table(chip):
     from meshpar.compat.devices import unknown_options
 
-    (device, *_) = topology_devices(f"{chip}:2x2x1")
+    (device, *_) = topology_devices(f"{chip}:{'x'.join(map(str, CHIPS[chip].shapes(4)[0]))}")
     values = {k: v for g in GROUPS if chip in g.chips for k, v in g.values.items()}
     refused = unknown_options(device, {**values, "xla_tpu_no_such_option": True})
     assert list(refused) == ["xla_tpu_no_such_option"]

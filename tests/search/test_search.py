@@ -98,7 +98,7 @@ def test_nothing_planned_fits_and_is_shorter_by_more_than_a_tie():
 
 
 def test_a_small_model_on_few_chips_is_data_parallel():
-    got = found(topology="v5e:2x2", batch=64, embed=256, mlp=1024)
+    got = found(topology="h100:4", batch=64, embed=256, mlp=1024)
     assert str(got.best.layout) == "batch: data"
     assert got.best.mesh == "data=4"
 
@@ -188,7 +188,7 @@ def test_few_tokens_a_chip_are_better_off_with_another_layout_than_the_usual_one
     usual = next(r for r in llama(32, "data=32, model=8", 8).rows if r.name == "yours")
     got = llama(32, "data=8, model=32", 40)
     assert got.best.fits
-    assert got.best.seconds <= 0.8 * usual.seconds
+    assert got.best.seconds <= 0.9 * usual.seconds
 
 
 def test_nothing_fits_names_the_slice_on_which_it_would():

@@ -1,0 +1,88 @@
+"""Sums that end split: which are sent whole, over the links of all torus dimensions at once, and cut afterwards.
+
+A reduce-scatter over several torus dimensions goes over one after the other, which sends least. As an all-reduce the whole sum has
+the links of all of them at once, for twice the bytes: on three dimensions that is two thirds of the time. And where sums run on
+cores of their own, the compiler has products beside all of a whole sum, but beside the first stage alone of a staged one. A
+pass over a plan, after the one that looks for rings: it takes what leaves less exposed (:func:`meshpar.cost.exposed.sum_forms`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..cost.exposed import product_seconds, sum_forms
+from ..cost.fusion import PRODUCTS
+from ..plan.collectives import Collective, duration, human
+from ..plan.plan import Plan
+from ..plan.spec import parts_of
+from ..plan.steps import Body, Reduce, Scatter, rewritten
+from ..program.ir import Value
+from .overlap import BY_COST, LEAST, home_of, reaches
+
+
+def whole_sums(plan: Plan) -> Plan:
+    """Send sums whole where that leaves less exposed, if ``plan.overlap`` is one of those that decide by cost."""
+    if plan.overlap not in BY_COST or plan.chip is None or not plan.chip.torus:
+        return plan
+
+    def change(body: Body) -> Body:
+        steps = tuple(_decided(plan, s) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps)
+        return body if steps == body.steps else replace(body, steps=steps)
+
+    body = rewritten(plan.body, change)
+    return plan if body is plan.body else replace(plan, body=body)
+
+
+def _decided(plan: Plan, step: Reduce) -> Reduce:
+    collectives, scatters = list(step.collectives), list(step.scatters)
+    sent = 0
+    for k, scatter in enumerate(step.scatters):
+        if 0 in step.source.value.shape or parts_of(scatter.axes, plan.sizes) == 1:
+            continue
+        old = collectives[sent]
+        new = _whole(plan, old, beside(plan, step.source.value)) if scatter.algorithm == "staged" else None
+        if new is not None:
+            collectives[sent], scatters[k] = new, Scatter(scatter.dim, scatter.axes, "whole")
+        sent += 1
+    if scatters == list(step.scatters):
+        return step
+    return replace(step, collectives=tuple(collectives), scatters=tuple(scatters))
+
+
+def _whole(plan: Plan, old: Collective, products: float) -> Collective | None:
+    """The all-reduce instead of a staged reduce-scatter, if it pays."""
+    forms = sum_forms(plan, old, products)
+    if "whole" not in forms or forms["staged"].exposed - forms["whole"].exposed < LEAST:
+        return None
+    staged, whole = forms["staged"], forms["whole"]
+    why = (
+        f"whole {duration(whole.seconds)} on the links of all torus dimensions at once, {duration(whole.exposed)} of it exposed; "
+        f"staged {duration(staged.seconds)}, {duration(staged.exposed)} exposed. It sends {human(whole.bytes)} instead of "
+        f"{human(old.bytes)}"
+    )
+    return replace(old, op="all-reduce", algorithm="whole", bytes=whole.bytes, seconds=whole.seconds, why=why)
+
+
+def beside(plan: Plan, value: Value) -> float:
+    """Seconds of the product that runs while a sum is sent: one like those that it is of; 0 where products wait for it."""
+    op = value.op
+    if op is None or plan.chip is None or plan.program.once(reaches)[home_of(op.frame)].is_followed(op):
+        return 0.0
+    return math.fsum(_products(plan, [value]))
+
+
+def _products(plan: Plan, values: Sequence[Value]) -> list[float]:
+    """Seconds of the products that an unreduced sum consists of."""
+    assert plan.chip is not None
+    found: list[float] = []
+    for value in values:
+        run = None if value.op is None else plan.runs.get(value.op)
+        if run is None:
+            continue
+        if run.op.name in PRODUCTS:
+            found.append(product_seconds(plan, plan.chip, run))
+        elif any(s.partial for s in run.reads):
+            found += _products(plan, [s.value for s in run.reads])
+    return found
