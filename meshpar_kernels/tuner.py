@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -124,11 +125,15 @@ def _for_gpu(p: Product, itemsize: int) -> list[Config]:
         for width in (w for w in (64, 128, 192, 256) if w * p.matrices <= 256 and w < 2 * p.n):
             tile = gpu.make_tile(gpu.ROWS, inner, width, itemsize, p.matrices)
             tiles += [tile._replace(stages=s) for s in range(max(2, tile.stages - 2), tile.stages + 1)]
-            pair = -(-p.k // gpu.ROWS) if back else -(-p.n // width)  # of tiles side by side
-            for pingpong in (False, True) if back and width <= 128 else (False,):
-                tile = gpu.make_tile(gpu.ROWS, inner, width, itemsize, p.matrices, pingpong=pingpong)
-                clusters = [2] * (pair % 2 == 0) + [1] * pingpong
-                tiles += [tile._replace(cluster=blocks) for blocks in clusters if tile.stages >= (4 if pingpong else 2)]
+            if _compat.gpu_architecture()[0] == 10:
+                clusters, forms = [2] * (width % 128 == 0), [False]
+            else:  # two tiles side by side
+                clusters = [2] * (-(-p.k // gpu.ROWS) % 2 == 0 if back else -(-p.n // width) % 2 == 0)
+                forms = [False, True] if back and width <= 128 else [False]
+            for pingpong, blocks in itertools.product(forms, [1, *clusters]):
+                how = {"cluster": blocks, "pingpong": pingpong}
+                tile = gpu.make_tile(gpu.ROWS, inner, width, itemsize, p.matrices, **how)
+                tiles += [tile] * (tile.stages >= (4 if pingpong else 2))
     return [config(tile) for tile in tiles]
 
 

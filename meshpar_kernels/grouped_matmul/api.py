@@ -87,7 +87,8 @@ def grouped_matmul(
       num_sms: blocks of the GPU kernel's grid, each on a multiprocessor for itself. None: of the table, else as many as
         the GPU has.
       cluster: 2 joins two blocks of the GPU kernel. On Hopper they have tiles side by side, and the copy engine brings the rows
-        that both need once, to both (TMA multicast). 1: each block for itself. None: of the table, else 1.
+        that both need once, to both (TMA multicast). On Blackwell their tensor cores multiply a tile of 256 rows together
+        ("2-CTA"), of `tile` columns, a multiple of 128. 1: each block for itself. None: of the table, else 1.
       debug: warn at run time about group sizes that are negative or go past M.
 
     Returns:
@@ -186,7 +187,7 @@ def grouped_matmul_transpose(
       row_scale: [M], factor on each row's product, in float32.
       out_dtype: dtype of the result; None: lhs's.
       implementation, tile, stages, num_sms, debug: as in `grouped_matmul`.
-      cluster: as there; the two tiles are of the same columns of rhs.
+      cluster: as there; side by side are tiles of the same columns of rhs, and a tile of both has 256 rows of K.
       pingpong: on Hopper, each of a block's two multiplying warpgroups has a tile for itself, at most 128 columns wide, and one
         multiplies while the other writes: for groups of few rows, where a tile is written after few products. None: of the
         table, else not.

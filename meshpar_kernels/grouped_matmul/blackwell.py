@@ -16,7 +16,16 @@ The transpose has a third warpgroup, which zeroes other groups' rows in a group'
 `full` and arrives at `empty` for every stage, and the multiplying warp waits for its `masked` where there is
 something to zero. `commit_smem` makes the zeros visible to the tensor core before that.
 
-Missing: products of two blocks together, and half tiles: the rows of an incomplete tile are multiplied by 128.
+In a cluster (`Tile.cluster`) the tensor cores of two blocks multiply together ("2-CTA"): a tile of twice the rows, of which each
+block has its half of the sums and loads its half of lhs and half of the columns of rhs; both cores read both halves of rhs. The
+first block's warp starts the products, so it waits for what both have:
+- `full` is the first block's, and counts what both load; of the transpose each has its own, whose masking warpgroup waits
+  for it, and arrives at `masked` in both blocks at every stage.
+- `empty` and `done` complete in both blocks, by the tensor core's report to both.
+- `read` counts the writing warpgroups of both.
+Blocks end together, as their tensor memory is given back.
+
+Missing: half tiles: the rows of an incomplete tile are multiplied by 128 (256 in a cluster).
 """
 
 from __future__ import annotations
@@ -30,7 +39,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul.gpu_parts import GroupRows, Tile, activate, copy_rows, mask_rows, place, ring, smem
+from meshpar_kernels.grouped_matmul.gpu_parts import (
+    PEER,
+    GroupRows,
+    Tile,
+    activate,
+    cluster_barrier,
+    cluster_count,
+    cluster_grid,
+    copy_rows,
+    mask_rows,
+    peer_index,
+    place,
+    ring,
+    smem,
+)
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.schedule import visit_spans
 
@@ -40,7 +63,7 @@ LOADER, MULTIPLIER = 0, 1
 """Warps of the first warpgroup."""
 
 
-def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products):
+def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products, *, cluster: int = 1, ready=None):
     """The loads and the products of all tiles, each in a warp that goes through them by itself: so the next tile's operands
     are on their way while the products of one are still to be started.
 
@@ -49,8 +72,12 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products):
       each_tile: calls a function with what makes up each tile, its steps, and the steps and tiles before it.
       copies: (tile, i, stage, barrier): starts the loads of step i.
       products: (tile, i, stage, total): starts its products.
+      cluster: blocks, of which the first starts the products of all.
+      ready: what the multiplying warp waits for instead of `full`.
     """
     full, empty, done, read = barriers
+    loaded = full if ready is None else ready
+    pair = _pair(cluster)
 
     def load_tile(tile, steps, step, used):
         del used
@@ -75,20 +102,28 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products):
 
         def product(i, _):
             stage = ring(stages, step + i)
-            gpu.barrier_wait(full.at[stage])
+            gpu.barrier_wait(loaded.at[stage])
             products(tile, i, stage, total)
-            gpu.tcgen05_commit_arrive(empty.at[stage])
+            gpu.tcgen05_commit_arrive(empty.at[stage], **pair)
 
         lax.fori_loop(0, steps, product, None)
 
         @pl.when(steps > 0)
         def _():
-            gpu.tcgen05_commit_arrive(done.at[slot])
+            gpu.tcgen05_commit_arrive(done.at[slot], **pair)
+
+    peer = peer_index(cluster)
 
     @gpu.warp_map
     def _(warp):
         pl.when(warp == LOADER)(lambda: each_tile(load_tile))
-        pl.when(warp == MULTIPLIER)(lambda: each_tile(multiply_tile))
+        multiplies = warp == MULTIPLIER
+        pl.when(multiplies if cluster == 1 else multiplies & (peer == 0))(lambda: each_tile(multiply_tile))
+
+
+def _pair(cluster: int) -> dict[str, str]:
+    """For products of the blocks of a cluster together, and their reports."""
+    return {"collective_axis": PEER} if cluster > 1 else {}
 
 
 def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, scaled, num_sms):
@@ -99,9 +134,10 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
     out, lhs_smem, rhs_smem, (swizzled, plain), sums, full, empty, done, read = refs
     columns, stages = pl.cdiv(n, tile.n), tile.stages
     warpgroup = lax.axis_index("warpgroup")
-    multiprocessor = lax.axis_index("multiprocessor")
+    multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
+    clusters = cluster_count(num_sms, tile.cluster)
     visits = number[0]
-    mine = lax.div(visits * columns - multiprocessor + (num_sms - 1), jnp.int32(num_sms))
+    mine = lax.div(visits * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
     def slot_of(used):
         slot = lax.rem(used, jnp.int32(2))
@@ -112,7 +148,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
 
         def one(i, before):
             step, used = before
-            visit, column = place(multiprocessor + i * num_sms, visits, columns)
+            visit, column = place(multiprocessor + i * clusters, visits, columns)
             steps = live[visit] * pl.cdiv(k, tile.k)
             work((visit, column), steps, step, used)
             return step + steps, used + live[visit]
@@ -122,18 +158,24 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
     def copies(tile_at, i, stage, barrier):
         visit, column = tile_at
         inner, g = pl.ds(i * tile.k, tile.k), group[visit]
-        gpu.copy_gmem_to_smem(lhs.at[pl.ds(first[visit], tile.m), inner], lhs_smem.at[stage], barrier)
-        outer = pl.ds(column * tile.n, tile.n)
+        rows, outer = pl.ds(first[visit], tile.cluster * tile.m), pl.ds(column * tile.n, tile.n)
+        gpu.copy_gmem_to_smem(lhs.at[rows, inner], lhs_smem.at[stage], barrier, **part(0))
         here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
         for half, matrix in enumerate(rhs):
-            gpu.copy_gmem_to_smem(matrix.at[here], rhs_smem.at[stage, half], barrier)
+            gpu.copy_gmem_to_smem(matrix.at[here], rhs_smem.at[stage, half], barrier, **part(0 if transpose_rhs else 1))
+
+    def part(dim):
+        """For a copy of which each block of a cluster has its part of a dim, and the first one counts."""
+        if tile.cluster == 1:
+            return {}
+        return {"collective_axes": PEER, "leader_tracked": gpu.CopyPartition.PARTITIONED(dim)}
 
     def products(_, i, stage, total):
         for half in range(halves):
             weights = rhs_smem.at[stage, half]
             weights = _compat.transpose_ref(weights) if transpose_rhs else weights
             there = total.at[:, pl.ds(half * tile.n, tile.n)]
-            gpu.tcgen05_mma(there, lhs_smem.at[stage], weights, accumulate=i > 0)
+            gpu.tcgen05_mma(there, lhs_smem.at[stage], weights, accumulate=i > 0, **_pair(tile.cluster))
 
     def sums_of(row, total, left, width):
         """Columns of the result, from tensor memory."""
@@ -184,19 +226,23 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
     def write_tile(tile_at, steps, step, used):
         del steps, step
         visit, column = tile_at
-        row, alive = first[visit], live[visit] > 0
+        row, alive, begin, end = first[visit], live[visit] > 0, low[visit], high[visit]
+        if tile.cluster > 1:
+            above = peer * tile.m
+            row, begin, end = row + above, jnp.clip(begin - above, 0, tile.m), jnp.clip(end - above, 0, tile.m)
 
         @pl.when(alive)
         def _():
-            write_sums(row, column, low[visit], high[visit], used)
+            write_sums(row, column, begin, end, used)
 
         @pl.when(~alive)
         def _():
-            write(row, column, low[visit], high[visit], zeros)
+            write(row, column, begin, end, zeros)
 
     @pl.when(warpgroup == 0)
     def _():
-        multiply_tiles(gpu, stages, slot_of, (full, empty, done, read), each_tile, copies, products)
+        barriers = full, empty, done, read
+        multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products, cluster=tile.cluster)
 
     @pl.when(warpgroup == 1)
     def _():
@@ -222,10 +268,11 @@ def grouped_matmul(
     rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
     halves = len(rhs)
     width = min(tile.n, 128 // out_dtype.itemsize)
-    rhs_tile = (tile.n, tile.k) if transpose_rhs else (tile.k, tile.n)
-    operands = [*visit_spans(bounds, rows, tile.m), lhs, *rhs]
+    own = tile.n // tile.cluster
+    rhs_tile = (own, tile.k) if transpose_rhs else (tile.k, own)
+    operands = [*visit_spans(bounds, rows, tile.cluster * tile.m), lhs, *rhs]
     if row_scale is not None:
-        operands.append(padded_scale(row_scale, tile.m))
+        operands.append(padded_scale(row_scale, tile.cluster * tile.m))
     tensor_core = {"num_arrivals": 1, "orders_tensor_core": True}
     return gpu.kernel(
         functools.partial(
@@ -244,14 +291,13 @@ def grouped_matmul(
             smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
             smem(gpu, (tile.stages, halves, *rhs_tile), lhs.dtype),
             gpu.RefUnion(smem(gpu, (2, tile.m, width), out_dtype), gpu.SMEM((tile.m, width), out_dtype)),
-            gpu.TMEM((tile.m, 2 * halves * tile.n), jnp.float32),
+            gpu.TMEM((tile.m, 2 * halves * tile.n), jnp.float32, collective=tile.cluster > 1),
             gpu.Barrier(num_arrivals=1 + halves, num_barriers=tile.stages),
             gpu.Barrier(num_barriers=tile.stages, **tensor_core),
             gpu.Barrier(num_barriers=2, **tensor_core),
-            gpu.Barrier(num_barriers=2, **tensor_core),
+            cluster_barrier(gpu, tile.cluster, num_barriers=2, **tensor_core),
         ],
-        grid=(num_sms,),
-        grid_names=("multiprocessor",),
+        **cluster_grid(num_sms, tile.cluster),
         num_threads=2,
         thread_name="warpgroup",
         kernel_name="meshpar_grouped_matmul",
@@ -262,25 +308,26 @@ def grouped_matmul(
 def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     k, n, groups = shape
     bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, sums, full, empty, done, read, masked = refs
-    high, wide, stages = pl.cdiv(k, tile.m), pl.cdiv(n, tile.n), tile.stages
-    warpgroup = lax.axis_index("warpgroup")
-    multiprocessor = lax.axis_index("multiprocessor")
-    mine = lax.div(groups * high * wide - multiprocessor + (num_sms - 1), jnp.int32(num_sms))
+    high, wide, stages = pl.cdiv(k, tile.cluster * tile.m), pl.cdiv(n, tile.n), tile.stages
+    warpgroup, pair = lax.axis_index("warpgroup"), _pair(tile.cluster)
+    multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
+    clusters = cluster_count(num_sms, tile.cluster)
+    mine = lax.div(groups * high * wide - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
     def slot_of(used):
         slot = lax.rem(used, jnp.int32(2))
         return slot, sums.at[:, pl.ds(slot * tile.n, tile.n)]
 
     def each_tile(work):
-        """`work` on (group, strip, column, its rows) of each tile, its steps, and the steps and live tiles before."""
+        """`work` on (group, strip of this block, column, its rows) of each tile, its steps, and the steps and live tiles before."""
 
         def one(i, before):
             step, used = before
-            number = multiprocessor + i * num_sms
+            number = multiprocessor + i * clusters
             group = lax.div(number, jnp.int32(high * wide))
             strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
             rows = GroupRows.of(bounds, group, tile.k)
-            work((group, strip, column, rows), rows.steps, step, used)
+            work((group, strip * tile.cluster + peer, column, rows), rows.steps, step, used)
             return step + rows.steps, used + (rows.steps > 0).astype(jnp.int32)
 
         lax.fori_loop(0, mine, one, (jnp.int32(0), jnp.int32(0)))
@@ -289,17 +336,20 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         _, strip, column, rows = tile_at
         here = pl.ds(rows.first + i * tile.k, tile.k)
         gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
-        gpu.copy_gmem_to_smem(rhs.at[here, pl.ds(column * tile.n, tile.n)], rhs_smem.at[stage], barrier)
+        own = tile.n // tile.cluster
+        right = rhs.at[here, pl.ds((column * tile.cluster + peer) * own, own)]
+        gpu.copy_gmem_to_smem(right, rhs_smem.at[stage], barrier)
 
     def products(tile_at, i, stage, total):
-        low, high = tile_at[-1].span(i, tile.k)
+        if not pair:
+            low, high = tile_at[-1].span(i, tile.k)
 
-        @pl.when((low > 0) | (high < tile.k))
-        def _():
-            gpu.barrier_wait(masked.at[stage])
+            @pl.when((low > 0) | (high < tile.k))
+            def _():
+                gpu.barrier_wait(masked.at[stage])
 
         left = _compat.transpose_ref(lhs_smem.at[stage])
-        gpu.tcgen05_mma(total, left, rhs_smem.at[stage], accumulate=i > 0)
+        gpu.tcgen05_mma(total, left, rhs_smem.at[stage], accumulate=i > 0, **pair)
 
     def mask_tile(tile_at, steps, step, used):
         del steps, used
@@ -315,17 +365,20 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
                 mask_rows(gpu, lhs_smem.at[stage], low, high)
                 mask_rows(gpu, rhs_smem.at[stage], low, high)
                 gpu.commit_smem()
-                gpu.barrier_arrive(masked.at[stage])
+                if not pair:
+                    gpu.barrier_arrive(masked.at[stage])
 
+            if pair:
+                gpu.barrier_arrive(masked.at[stage])
             gpu.barrier_arrive(empty.at[stage])
 
         lax.fori_loop(0, rows.steps, one, None)
 
     def write(target, column, values):
         width = staging.shape[2]
-        gpu.wait_smem_to_gmem(0, wait_read_only=True)
+        odd = tile.n // width % 2  # number of chunks: the slots' turns do not go up in it
         for c, left in enumerate(range(0, tile.n, width)):
-            gpu.wait_smem_to_gmem(1, wait_read_only=True)
+            gpu.wait_smem_to_gmem(0 if c == 0 and odd else 1, wait_read_only=True)
             staging[c % 2] = values(left, width)
             gpu.commit_smem()
             gpu.copy_smem_to_gmem(staging.at[c % 2], target.at[:, pl.ds(column * tile.n + left, width)])
@@ -360,7 +413,8 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
 
     @pl.when(warpgroup == 0)
     def _():
-        multiply_tiles(gpu, stages, slot_of, (full, empty, done, read), each_tile, copies, products)
+        barriers, how = (full, empty, done, read), {"cluster": tile.cluster, "ready": masked if pair else None}
+        multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products, **how)
 
     @pl.when(warpgroup == 1)
     def _():
@@ -395,17 +449,18 @@ def grouped_matmul_transpose(
         out_type=_compat.out_struct((groups, k, n), out_dtype, lhs, rhs),
         scratch_types=[
             smem(gpu, (tile.stages, tile.k, tile.m), lhs.dtype),
-            smem(gpu, (tile.stages, tile.k, tile.n), rhs.dtype),
+            smem(gpu, (tile.stages, tile.k, tile.n // tile.cluster), rhs.dtype),
             smem(gpu, (2, tile.m, width), out_dtype),
-            gpu.TMEM((tile.m, 2 * tile.n), jnp.float32),
+            gpu.TMEM((tile.m, 2 * tile.n), jnp.float32, collective=tile.cluster > 1),
             gpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
             gpu.Barrier(num_arrivals=2, num_barriers=tile.stages, orders_tensor_core=True),
             gpu.Barrier(num_arrivals=1, num_barriers=2, orders_tensor_core=True),
-            gpu.Barrier(num_arrivals=1, num_barriers=2, orders_tensor_core=True),
-            gpu.Barrier(num_arrivals=1, num_barriers=tile.stages),
+            cluster_barrier(gpu, tile.cluster, num_arrivals=1, num_barriers=2, orders_tensor_core=True),
+            cluster_barrier(
+                gpu, tile.cluster, num_arrivals=1, num_barriers=tile.stages, orders_tensor_core=tile.cluster > 1
+            ),
         ],
-        grid=(num_sms,),
-        grid_names=("multiprocessor",),
+        **cluster_grid(num_sms, tile.cluster),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="meshpar_grouped_matmul_transpose",

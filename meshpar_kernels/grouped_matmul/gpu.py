@@ -88,18 +88,20 @@ def grouped_matmul_transpose(
     return _run("grouped_matmul_transpose", lhs, rhs, group_sizes, group_offset, row_scale, num_sms=num_sms, **options)
 
 
-def pick_tile(n: int, itemsize: int, halves: int = 1, pingpong: bool | None = None) -> Tile:
+def pick_tile(
+    n: int, itemsize: int, halves: int = 1, *, cluster: int | None = None, pingpong: bool | None = None
+) -> Tile:
     """The widest tile whose accumulators fit the registers and that leaves few columns empty.
 
     Args:
       n: columns of the result.
       itemsize: bytes of an element of the operands.
       halves: matrices of each group, 1 or 2.
-      pingpong: as in `Tile`.
+      cluster, pingpong: as in `Tile`.
     """
     widths = [w for w in (256, 128, 64) if w * halves <= _most_columns(pingpong)]
     width = next((w for w in widths if -(-n // w) * w <= 1.1 * n), widths[-1])
-    return make_tile(ROWS, INNER, width, itemsize, halves, pingpong=pingpong)
+    return make_tile(ROWS, INNER, width, itemsize, halves, cluster=cluster, pingpong=pingpong)
 
 
 def _most_columns(pingpong: bool | None) -> int:
@@ -113,14 +115,16 @@ def make_tile(
 ) -> Tile:  # fmt: skip
     """A tile with so many stages; None: with as many as shared memory has room for, at most `MOST_STAGES`. Neither shared loads
     nor ping-pong where nothing is said of them."""
-    fitting = min(MOST_STAGES, _stages(m, k, n, itemsize, halves))
+    fitting = min(MOST_STAGES, _stages(m, k, n, itemsize, halves, cluster or 1))
     if pingpong:
         fitting -= fitting % hopper.CONSUMERS
     return Tile(m, n, k, fitting if stages is None else stages, cluster or 1, bool(pingpong))
 
 
-def _stages(m: int, k: int, n: int, itemsize: int, halves: int) -> int:
-    return (SMEM_BYTES - STAGING_BYTES) // max((m + halves * n) * k * itemsize, 1)
+def _stages(m: int, k: int, n: int, itemsize: int, halves: int, cluster: int) -> int:
+    """As many as shared memory has room for. Blackwell's blocks have their part of the columns of a cluster's tile."""
+    columns = n // cluster if _compat.gpu_architecture()[0] == 10 else n
+    return (SMEM_BYTES - STAGING_BYTES) // max((m + halves * columns) * k * itemsize, 1)
 
 
 def make_transpose_tile(tile: tuple[int, int, int], itemsize: int, **options: Any) -> Tile:
@@ -175,7 +179,7 @@ def _unsupported(
             f"tile ({tile.m}, {tile.k}, {tile.n}): the kernel takes {ROWS} rows, multiples of {INNER} contracted "
             f"elements and of 64 columns, at most {most // halves}{' with pingpong' * tile.pingpong}"
         )
-    elif (fitting := _stages(tile.m, tile.k, tile.n, lhs.dtype.itemsize, halves)) < fewest:
+    elif (fitting := _stages(tile.m, tile.k, tile.n, lhs.dtype.itemsize, halves, tile.cluster)) < fewest:
         number = {2: "two", 4: "four"}[fewest]
         reasons.append(f"tile ({tile.m}, {tile.k}, {tile.n}): {number} stages of it do not fit shared memory")
     elif not fewest <= tile.stages <= fitting:
@@ -187,8 +191,8 @@ def _unsupported(
     if tile.cluster not in (1, 2):
         reasons.append(f"a cluster of {tile.cluster} blocks: the kernel takes 1 or 2")
     major, minor = _compat.gpu_architecture()
-    if major == 10 and tile.cluster > 1:
-        reasons.append("a cluster of 2 blocks on sm_100a: the kernel takes 1")
+    if major == 10 and tile.cluster > 1 and tile.n % 128:
+        reasons.append(f"{tile.n} columns for a cluster of 2 blocks: each loads half of them, a multiple of 64")
     if major != 9 and tile.pingpong:
         reasons.append(f"pingpong: on sm_{major}{minor} no warpgroup multiplies; the kernel of sm_90a has it")
     if major not in KERNELS:

@@ -97,7 +97,8 @@ def product(
     def made(config: Config) -> gpu.Tile:
         return gpu.make_tile(*config.tile, itemsize, halves, config.stages, config.cluster)
 
-    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, gpu.pick_tile(n, itemsize, halves), made, refuses)
+    analytic = gpu.pick_tile(n, itemsize, halves, cluster=options.cluster)
+    gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, analytic, made, refuses)
     kwargs: dict[str, Any] = {
         "transpose_rhs": options.transpose_rhs,
         "activation": options.activation,
@@ -226,7 +227,7 @@ def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, grou
         how = {"stages": config.stages, "cluster": config.cluster, "pingpong": config.pingpong}
         return gpu.make_transpose_tile(config.tile, itemsize, **how)
 
-    analytic = gpu.pick_tile(n, itemsize, pingpong=options.pingpong)
+    analytic = gpu.pick_tile(n, itemsize, cluster=options.cluster, pingpong=options.pingpong)
     gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, analytic, made, refuses)
     kwargs = {"groups": groups, "out_dtype": options.out_dtype}
     functions = {

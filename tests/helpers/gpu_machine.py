@@ -192,6 +192,7 @@ class _Types:
 
     def __init__(self, make: Callable[[Gpus, str, int], Any], shape: tuple[int, ...] = (), dtype: Any = None):
         self.make, self.shape, self.dtype = make, shape, dtype
+        self.collective = False
 
 
 class Gpus:
@@ -300,7 +301,13 @@ class Gpus:
             for block in blocks
         ]
         _join(lambda i: (rank, blocks[i]), scratch)
-        running = [size]
+        running, threads = [size], [size * launch["threads"][0]]
+        together = any(getattr(kind, "collective", False) for kind in launch["scratch"])
+
+        def leave() -> None:
+            threads[0] -= 1
+            if together:
+                self.machine.wait(lambda: threads[0] == 0, "the other blocks of its cluster")
 
         def ended() -> None:
             running[0] -= 1
@@ -312,9 +319,16 @@ class Gpus:
             for (sizes, names), number in ((launch["grid"], cluster), (launch["cluster"], i)):
                 if sizes:
                     at |= zip(names, (int(n) for n in np.unravel_index(number, sizes)), strict=True)
-            self._start_block(launch, at, scratch[i], ended)
+            self._start_block(launch, at, scratch[i], leave, ended)
 
-    def _start_block(self, launch: dict[str, Any], at: dict[str, int], scratch: Any, ended: Callable[[], None]) -> None:
+    def _start_block(
+        self,
+        launch: dict[str, Any],
+        at: dict[str, int],
+        scratch: Any,
+        leave: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
         rank, this = at["device"], (at["device"], at["block"])
         threads, thread_name = launch["threads"]
         refs = [*launch["inputs"], *launch["results"], *scratch]
@@ -322,6 +336,7 @@ class Gpus:
 
         def work() -> None:
             launch["body"](*refs)
+            leave()
             running[0] -= 1
             if running[0] == 0:
                 for op in self.machine.flying:
@@ -359,8 +374,11 @@ class Gpus:
         tiling = next((t.tiling for t in transforms if hasattr(t, "tiling")), None)
         return self._memory("smem", shape, dtype, tiling)
 
-    def TMEM(self, shape: Sequence[int], dtype: Any) -> _Types:
-        return self._memory("tmem", shape, dtype)
+    def TMEM(self, shape: Sequence[int], dtype: Any, collective: bool = False) -> _Types:
+        """Where it is collective, the blocks of a cluster end together, as it is given back."""
+        memory = self._memory("tmem", shape, dtype)
+        memory.collective = collective
+        return memory
 
     def ACC(self, shape: Sequence[int], dtype: Any) -> _Types:
         return self._memory("registers", shape, dtype)
@@ -553,25 +571,45 @@ class Gpus:
         queue = ("products", self.machine.current.name)
         self.machine.wait(lambda: sum(op.queue == queue for op in self.machine.flying) <= n, f"all but {n} products")
 
-    def tcgen05_mma(self, total: Ref, left: Ref, right: Ref, accumulate: Any) -> None:
+    def tcgen05_mma(self, total: Ref, left: Ref, right: Ref, accumulate: Any, collective_axis: Any = None) -> None:
+        totals, lefts, rights = (self._of_blocks(ref, collective_axis) for ref in (total, left, right))
         for task in self.machine.tasks:
             for busy in task.state.get("tensor memory", []):
-                if busy.overlaps(total):
-                    raise Fault("race", f"{total} is multiplied into while {task.name} still reads it")
+                for ref in totals:
+                    if busy.overlaps(ref):
+                        raise Fault("race", f"{ref} is multiplied into while {task.name} still reads it")
 
         def land() -> None:
-            first = total.load() if accumulate else np.zeros(total.shape, np.float32)
-            total.store(first + left.load().astype(np.float32) @ right.load().astype(np.float32))
+            columns = np.concatenate([ref.load().astype(np.float32) for ref in rights], 1)
+            for sums, rows in zip(totals, lefts, strict=True):
+                first = sums.load() if accumulate else np.zeros(sums.shape, np.float32)
+                sums.store(first + rows.load().astype(np.float32) @ columns)
 
         queue = ("products", self.machine.current.name)
-        self.machine.start(Op("product", f"the product of {left} and {right}", queue, [left, right], [total], land))
+        self.machine.start(Op("product", f"the product of {left} and {right}", queue, [*lefts, *rights], totals, land))
 
-    def tcgen05_commit_arrive(self, barrier: Any) -> None:
+    def _of_blocks(self, ref: Ref, collective_axis: Any) -> list[Ref]:
+        """The same of all blocks of the cluster, of which the first speaks for all."""
+        if collective_axis is None:
+            return [ref]
+        if self.machine.current.at["in cluster"]:
+            raise Fault(
+                "value", f"{self.machine.current.name} starts products of its cluster, and is not of its first block"
+            )
+        return [Ref(self.machine, buffer, ref.index, ref.transposed) for buffer in ref.buffer.twins]
+
+    def tcgen05_commit_arrive(self, barrier: Any, collective_axis: Any = None) -> None:
         if self.machine.site():
             return
         barrier = self._one(barrier)
+        told = [barrier] if collective_axis is None else barrier.twins
         queue = ("products", self.machine.current.name)
-        self.machine.start(Op("product", "a commit", queue, [], [], lambda: None, barrier.arrive))
+
+        def report() -> None:
+            for one in told:
+                self._arrive(one)
+
+        self.machine.start(Op("product", "a commit", queue, [], [], lambda: None, report))
 
     def async_load_tmem(self, ref: Ref, layout: Any = None) -> np.ndarray:
         del layout

@@ -179,6 +179,11 @@ def kernels() -> dict[str, Callable[..., Machine]]:
         )
     options = {"n": 384, "tile": tile._replace(cluster=2)}
     found["grouped_matmul, hopper in clusters"] = functools.partial(product, hopper, [128, 9, 0, 100], **options)
+    options = {"n": 256, "tile": Tile(128, 256, 64, 2, cluster=2)}
+    found["grouped_matmul, blackwell in clusters"] = functools.partial(product, blackwell, [128, 9, 0, 100], **options)
+    found["grouped_matmul_transpose, blackwell in clusters"] = functools.partial(
+        transpose, blackwell, [70, 0, 60, 77], k=256, **options
+    )
     for cluster, name in ((1, "ping-pong"), (2, "ping-pong in clusters")):
         options = {"k": 256, "tile": Tile(128, 128, 64, 4, cluster, pingpong=True)}
         run = functools.partial(transpose, hopper, [70, 0, 60, 77], **options)

@@ -72,6 +72,9 @@ slow = pytest.mark.slow
         pytest.param("d rhs", "cluster", "sm_90a", marks=slow),
         pytest.param("d rhs", "ping-pong", "sm_90a", marks=slow),
         ("d rhs", "ping-pong, cluster", "sm_90a"),
+        ("forward", "cluster", "sm_100a"),
+        pytest.param("d lhs", "cluster", "sm_100a", marks=slow),
+        ("d rhs", "cluster", "sm_100a"),
     ],
 )
 def test_the_forms_that_only_the_tuner_tries_compile_as_well(gpu, kernel, form, target):

@@ -16,7 +16,7 @@ from kernel_machine import SCHEDULES, Fault
 
 from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul import gpu as fused
-from meshpar_kernels.grouped_matmul import gpu, hopper, schedule
+from meshpar_kernels.grouped_matmul import blackwell, gpu, hopper, schedule
 
 TILE = gpu_runs.TILE
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -73,6 +73,28 @@ def test_two_blocks_of_a_cluster_make_tiles_side_by_side_of_what_they_load_once(
     apart = gpu_runs.product(hopper, sizes, tile=alone, n=192)
     lhs = "input 6"
     assert found.copied[lhs] * 3 == apart.copied[lhs] * 2  # two pairs of columns, where there were three
+
+
+@pytest.mark.parametrize("name", ["one row each", "across tiles", "negative and too many", "random 0"])
+def test_two_blocks_of_a_cluster_multiply_together(name):
+    """Blackwell's: tiles of 256 rows, of which each block has its half; the last block of columns of lhs is without its twin."""
+    tile, sizes = TILE._replace(n=128, cluster=2), LOADS[name]
+    gpu_runs.product(blackwell, sizes, SCHEDULES[0], tile=tile, n=192)
+    gpu_runs.product(blackwell, sizes, SCHEDULES[-1], tile=tile)
+    gpu_runs.transpose(blackwell, sizes, SCHEDULES[-1], tile=tile, k=384)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "silu", "gated": True, "scaled": True, "rows": 264},
+        {"transpose_rhs": True, "group_offset": 1, "rows": 40, "k": 64, "scaled": True},
+    ],
+    ids=str,
+)
+def test_two_blocks_together_with_their_options(options):
+    gpu_runs.product(blackwell, [3, 70, 0, 21], tile=TILE._replace(n=128, cluster=2), **options)
+    gpu_runs.product(hopper, [3, 70, 0, 21], tile=TILE._replace(n=64, cluster=2), **options)
 
 
 @both
@@ -179,6 +201,32 @@ def test_grouped_matmul_takes_what_compiles(odd, major, monkeypatch):
         said = gpu.transpose_unsupported(lhs, out, tile, k=k, n=n)
         sums = functools.partial(gpu.grouped_matmul_transpose, groups=g, **options)
         check(said, lambda lhs, rhs, sizes, sums=sums: sums(lhs, rhs, sizes, None, None), lhs, struct(m, n), sizes)
+
+
+@pytest.mark.parametrize(
+    ("major", "how"),
+    [
+        (9, {"cluster": 2}),
+        (9, {"cluster": 3}),
+        (9, {"cluster": 2, "pingpong": True, "n": 128}),
+        (10, {"cluster": 2}),
+        (10, {"cluster": 2, "n": 64}),
+    ],
+    ids=str,
+)
+def test_the_forms_take_what_compiles(major, how, monkeypatch):
+    monkeypatch.setattr(gpu._compat, "gpu_architecture", lambda: (major, 0))
+    how = {"n": 256, **how}
+    tile = gpu.make_tile(128, 64, itemsize=2, **how)
+    lhs, rhs, grad, sizes = struct(128, 256), struct(2, 256, 512), struct(128, 512), struct(2, dtype=jnp.int32)
+    options = {"tile": tile, "out_dtype": BF16}
+    if not tile.pingpong:
+        said = gpu.matmul_unsupported(lhs, BF16, tile, 1, k=256, n=512, transpose_rhs=False)
+        product = functools.partial(gpu.grouped_matmul, transpose_rhs=False, activation=None, **options)
+        check(said, lambda lhs, rhs, sizes: product(lhs, [rhs], sizes, None, None), lhs, rhs, sizes)
+    said = gpu.transpose_unsupported(lhs, BF16, tile, k=256, n=512)
+    sums = functools.partial(gpu.grouped_matmul_transpose, groups=2, **options)
+    check(said, lambda lhs, grad, sizes: sums(lhs, grad, sizes, None, None), lhs, grad, sizes)
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ TABLES = {
     },
     "grouped_matmul.blackwell": {
         "multiply_tiles: gpu.barrier_wait(empty.at[stage])": (EARLY, "a stage is loaded when its products are done"),
-        "multiply_tiles: gpu.barrier_wait(full.at[stage])": (EARLY, "a stage is multiplied when both operands are there"),
+        "multiply_tiles: gpu.barrier_wait(loaded.at[stage])": (EARLY, "a stage is multiplied when both operands are there"),
         "multiply_tiles: gpu.barrier_wait(read.at[slot])": (EARLY, "a slot of sums is begun anew when it was read"),
-        "multiply_tiles: gpu.tcgen05_commit_arrive(empty.at[stage])": ("hang", "a stage is free"),
-        "multiply_tiles: gpu.tcgen05_commit_arrive(done.at[slot])": ("hang", "the sums of a tile are complete"),
+        "multiply_tiles: gpu.tcgen05_commit_arrive(empty.at[stage], **pair)": ("hang", "a stage is free"),
+        "multiply_tiles: gpu.tcgen05_commit_arrive(done.at[slot], **pair)": ("hang", "the sums of a tile are complete"),
         "_matmul_kernel: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
         "_matmul_kernel: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
         "_matmul_kernel: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
@@ -53,8 +53,8 @@ TABLES = {
         "_transpose_kernel: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
         "_transpose_kernel: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
         "_transpose_kernel: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
-        "_transpose_kernel: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
-        "_transpose_kernel: gpu.wait_smem_to_gmem(1, wait_read_only=True)": (EARLY, "this slot of it was read"),
+        "_transpose_kernel: gpu.wait_smem_to_gmem(0 if c == 0 and odd else 1, wait_read_only=True)":
+            (EARLY, "this slot of the staging memory was read"),
         "_transpose_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
     },
     "collective_matmul.gpu_hopper": {
