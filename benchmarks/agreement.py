@@ -2,6 +2,7 @@
 
     pip install -e . "jax[tpu]"
     python benchmarks/agreement.py [--only v5e]                             # whole steps, memory, collectives
+    python benchmarks/agreement.py --standard --results steps.jsonl         # the standard set: some 35 CPU minutes
     python benchmarks/agreement.py --presets --results steps.jsonl --part 1/4       # every layout of every model, in parts
     python benchmarks/agreement.py --results steps.jsonl --summary          # what was compiled so far, by this version
     python benchmarks/agreement.py --effort fast                            # collectives alone: some eight times faster
@@ -65,7 +66,8 @@ class Triple:
       layout: a name in the LAYOUTS of its module.
       changes: arguments of the target: ``{"batch": 256, "seq": 2048}``.
       resolve: of the layout.
-      full: whether it is one of those whose memory is compared by default; jit: whether it is lowered to ``jit`` by default.
+      standard: whether it is of the standard set, which is compiled for every version; jit: whether it is lowered to ``jit`` by
+        default.
     """
 
     model: str
@@ -74,7 +76,7 @@ class Triple:
     mesh: str
     changes: dict[str, Any] = field(default_factory=dict)
     resolve: Any = "order"
-    full: bool = False
+    standard: bool = False
     jit: bool = False
 
     @property
@@ -107,7 +109,7 @@ def on(topology: str, devices: int, *rows: tuple[Any, ...]) -> list[Triple]:
     for model, layout, split, changes, *marks in rows:
         mesh = f"data={devices}" if split == 1 else f"data={devices // split}, model={split}"
         resolve = "cost" if "cost" in marks else "order"
-        out.append(Triple(model, layout, topology, mesh, changes, resolve, "full" in marks, "jit" in marks))
+        out.append(Triple(model, layout, topology, mesh, changes, resolve, "standard" in marks, "jit" in marks))
     return out
 
 
@@ -120,33 +122,34 @@ def sized(batch: int, seq: int = 2048) -> dict[str, int]:
 
 TRIPLES = [
     *on("v5e:4x4", 16,
-        ("resnet50", "data", 1, {"batch": 1024}, "full", "jit"), ("resnet50", "fsdp", 1, {"batch": 1024}, "jit"),
+        ("resnet50", "data", 1, {"batch": 1024}, "jit", "standard"), ("resnet50", "fsdp", 1, {"batch": 1024}, "jit"),
         ("resnet50", "features", 4, {"batch": 1024}), ("resnet50", "data+height", 4, {"batch": 1024})),
     *on("v5e:16x16", 256,
-        ("llama3_8b", "fsdp", 1, sized(512), "cost", "full", "jit"), ("llama3_8b", "fsdp+tensor", 8, sized(512), "full", "jit"),
-        ("llama3_8b", SEQUENCE, 8, sized(512), "full", "jit"), ("llama3_70b", SEQUENCE, 8, sized(256)),
-        ("mixtral_8x7b", "fsdp", 1, sized(256)), ("mixtral_8x7b", "fsdp+expert", 8, sized(256), "full"),
-        ("deepseek_16b", "fsdp", 1, sized(256)), ("deepseek_16b", "fsdp+expert", 8, sized(256), "full")),
+        ("llama3_8b", "fsdp", 1, sized(512), "cost", "jit", "standard"),
+        ("llama3_8b", "fsdp+tensor", 8, sized(512), "jit", "standard"),
+        ("llama3_8b", SEQUENCE, 8, sized(512), "jit", "standard"), ("llama3_70b", SEQUENCE, 8, sized(256)),
+        ("mixtral_8x7b", "fsdp", 1, sized(256), "standard"), ("mixtral_8x7b", "fsdp+expert", 8, sized(256), "standard"),
+        ("deepseek_16b", "fsdp", 1, sized(256), "standard"), ("deepseek_16b", "fsdp+expert", 8, sized(256))),
     *on("v5p:2x2x4", 16, ("resnet50", "data", 1, {"batch": 1024}), ("resnet50", "data+height", 4, {"batch": 1024})),
     *on("v5p:4x4x8", 128,
-        ("llama3_8b", "fsdp", 1, sized(256), "cost", "full", "jit"), ("llama3_8b", "fsdp+tensor", 8, sized(256)),
-        ("llama3_8b", SEQUENCE, 8, sized(256), "full", "jit"), ("llama3_8b", "zero1", 1, sized(256), "full"),
-        ("llama3_70b", "fsdp", 1, sized(128, 4096), "cost", "full"), ("llama3_70b", SEQUENCE, 8, sized(128, 4096), "full"),
-        ("mixtral_8x7b", "fsdp", 1, sized(128)), ("mixtral_8x7b", "fsdp+expert", 8, sized(128), "full"),
-        ("deepseek_16b", "fsdp+expert", 8, sized(128))),
-    *on("v5p:8x8x8", 512, ("deepseek_671b", "fsdp+expert", 32, sized(512, 4096))),
+        ("llama3_8b", "fsdp", 1, sized(256), "cost", "jit", "standard"), ("llama3_8b", "fsdp+tensor", 8, sized(256), "standard"),
+        ("llama3_8b", SEQUENCE, 8, sized(256), "jit", "standard"), ("llama3_8b", "zero1", 1, sized(256), "standard"),
+        ("llama3_70b", "fsdp", 1, sized(128, 4096), "cost"), ("llama3_70b", SEQUENCE, 8, sized(128, 4096)),
+        ("mixtral_8x7b", "fsdp", 1, sized(128), "standard"), ("mixtral_8x7b", "fsdp+expert", 8, sized(128), "standard"),
+        ("deepseek_16b", "fsdp+expert", 8, sized(128), "standard")),
+    *on("v5p:8x8x8", 512, ("deepseek_671b", "fsdp+expert", 32, sized(512, 4096), "standard")),
     *on("v6e:4x4", 16, ("resnet50", "data", 1, {"batch": 1024}), ("resnet50", "features", 4, {"batch": 1024})),
     *on("v6e:16x16", 256,
-        ("llama3_8b", "fsdp", 1, sized(512), "cost", "full"), ("llama3_8b", "fsdp+tensor", 8, sized(512)),
-        ("llama3_8b", SEQUENCE, 8, sized(512), "full"), ("llama3_70b", SEQUENCE, 8, sized(256)),
-        ("mixtral_8x7b", "fsdp", 1, sized(256)), ("mixtral_8x7b", "fsdp+expert", 8, sized(256)),
+        ("llama3_8b", "fsdp", 1, sized(512), "cost", "standard"), ("llama3_8b", "fsdp+tensor", 8, sized(512), "standard"),
+        ("llama3_8b", SEQUENCE, 8, sized(512), "standard"), ("llama3_70b", SEQUENCE, 8, sized(256)),
+        ("mixtral_8x7b", "fsdp", 1, sized(256)), ("mixtral_8x7b", "fsdp+expert", 8, sized(256), "standard"),
         ("deepseek_16b", "fsdp", 1, sized(256)), ("deepseek_16b", "fsdp+expert", 8, sized(256))),
     *on("tpu7x:2x2x2", 16, ("resnet50", "data", 1, {"batch": 1024}), ("resnet50", "fsdp", 1, {"batch": 1024})),
     *on("tpu7x:4x4x4", 128,
-        ("llama3_8b", "fsdp", 1, sized(256), "full"), ("llama3_8b", "fsdp+tensor", 8, sized(256)),
-        ("llama3_8b", SEQUENCE, 8, sized(256), "full"), ("llama3_70b", "fsdp", 1, sized(128, 4096)),
+        ("llama3_8b", "fsdp", 1, sized(256), "standard"), ("llama3_8b", "fsdp+tensor", 8, sized(256), "standard"),
+        ("llama3_8b", SEQUENCE, 8, sized(256), "standard"), ("llama3_70b", "fsdp", 1, sized(128, 4096)),
         ("llama3_70b", SEQUENCE, 8, sized(128, 4096)), ("mixtral_8x7b", "fsdp", 1, sized(128)),
-        ("mixtral_8x7b", "fsdp+expert", 8, sized(128)), ("deepseek_16b", "fsdp", 1, sized(128)),
+        ("mixtral_8x7b", "fsdp+expert", 8, sized(128), "standard"), ("deepseek_16b", "fsdp", 1, sized(128)),
         ("deepseek_16b", "fsdp+expert", 8, sized(128))),
 ]  # fmt: skip
 
@@ -377,6 +380,7 @@ def main() -> None:
     )
     parser.add_argument("--all", action="store_true", help="whatever their marks")
     parser.add_argument("--presets", action="store_true", help="every layout of every model as well")
+    parser.add_argument("--standard", action="store_true", help="the standard set alone")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th triple from the K-th on (%(default)s)")
     parser.add_argument("--results", type=Path, help="a file of JSON lines that rows are added to, and read from")
     parser.add_argument("--summary", action="store_true", help="compile nothing; sum up the file of --results")
@@ -387,6 +391,8 @@ def main() -> None:
     console = Console(width=220, highlight=False)
     every = presets() if args.presets else TRIPLES
     chosen = [t for t in every if not args.only or any(text in t.name for text in args.only)]
+    if args.standard:
+        chosen = [t for t in chosen if t.standard]
     if args.golden:
         write_golden(chosen, console)
         return

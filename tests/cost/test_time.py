@@ -81,6 +81,23 @@ def test_reductions_are_done_by_the_kernel_that_makes_or_reads_the_same():
     assert [op.bytes // (BF16 * n) for op in plan(softmax, x).time.ops] == [1, 1]
 
 
+@pytest.mark.parametrize(("topology", "goes_on"), [("v5e:4x4", False), ("tpu7x:2x2x2", True)])
+def test_a_sum_that_products_wait_for_runs_beside_those_that_do_not_where_programs_go_on(topology, goes_on):
+    def fn(x, w, v, y, u):
+        return jnp.tanh(x @ w) @ v, y @ u
+
+    dims = {"x": "batch mlp", "w": "mlp embed", "v": "embed out", "y": "batch embed", "u": "embed out"}
+    shapes = (4096, 8192), (8192, 2048), (2048, 1024), (4096, 2048), (2048, 1024)
+    made = plan(fn, *(array(*s) for s in shapes), mesh="data=2, model=8", topology=topology, layout="mlp: model; batch: data",
+                dims=dims)  # fmt: skip
+    (sent,) = made.collectives
+    assert sent.op == "all-reduce"
+    *_, apart = [op for op in made.time.ops if op.name == "dot_general"]
+    assert apart.seconds < sent.seconds
+    kernels = sum(op.seconds for op in made.time.ops)
+    assert made.time.seconds == pytest.approx(kernels + sent.seconds - goes_on * apart.seconds)
+
+
 def test_results_that_are_gathered_apart_are_copied_to_their_place():
     def step(state):
         return {"params": state["params"] - state["opt"], "opt": state["opt"]}
