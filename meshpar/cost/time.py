@@ -119,8 +119,16 @@ def time_of(plan: Plan) -> Time | None:
     flops_of = flops_on(plan, chip.lanes)
     took: dict[int, float] = {}
     results = {id(region.outputs[k]) for k in in_place(plan)} if chip.torus else set()
-    for node, _, count in kernels_with_counts(region):
-        if node.regions:
+    kernels = list(kernels_with_counts(region))
+    home = {id(node): loop for node, loop, _ in kernels}
+    stacked: dict[int, float] = {}
+    for node, loop, _ in kernels if chip.torus else ():
+        made = _product_of_stack(node)
+        if made is not None and home.get(id(made)) == loop:
+            stacked[id(made)] = stacked.get(id(made), 0.0) + node.reads[0].bytes
+            stacked[id(node)] = 0.0
+    for node, _, count in kernels:
+        if node.regions or stacked.get(id(node)) == 0.0:
             continue
         flops = sum(map(flops_of, node.products))
         if node.name in OPAQUE and isinstance(node.step, Run):
@@ -129,6 +137,7 @@ def time_of(plan: Plan) -> Time | None:
         if node.name not in ("move!", "leave!"):
             traffic = sum(item.bytes for item in node.writes) + sum(read_bytes(node, item) for item in node.reads)
             traffic += sum(i.bytes for i in node.ins) if node.name == "stack!" else 0.0
+            traffic += stacked.get(id(node), 0.0)
         elif any(id(i) in results and gathered_apart(i.bytes, sum(j.bytes for j in node.reads)) for i in node.writes):
             traffic = 2 * node.writes[0].bytes  # it is gathered into other memory, and copied to its place
         rate = device.flops
@@ -162,6 +171,14 @@ def kernels_with_counts(region: Region, count: int = 1, loop: int = 0) -> Iterat
         yield node, loop, count
         for body in node.regions:
             yield from kernels_with_counts(body, count * (1 if body.trips is None else body.trips))
+
+
+def _product_of_stack(node: Node) -> Node | None:
+    """The product whose result this kernel writes into the stack of a loop: on TPUs it writes there itself (libtpu 0.0.42)."""
+    if node.name != "stack!" or node.products or len(node.reads) != 1 or node.reads[0].bytes != node.ins[0].bytes:
+        return None
+    made = node.reads[0].node
+    return made if made is not None and made.products else None
 
 
 def _elements(node: Node) -> float:

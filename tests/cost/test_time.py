@@ -186,6 +186,24 @@ def test_a_loop_reads_of_a_stack_the_slice_that_it_works_on():
     assert ops["slice"] == 2 * BF16 * 4096  # a sort takes an array: read from the stack, written
 
 
+@pytest.mark.parametrize(("topology", "kernels"), [("v5p:2x2x4", 1), ("h100:16", 2)])
+def test_on_tpus_a_product_writes_into_the_stack_itself(topology, kernels):
+    """What a layer multiplies is stacked, and read by the next op: two results of one kernel, or two kernels."""
+
+    def layer(x, w):
+        y = x @ w
+        return jnp.tanh(y), y
+
+    size = BF16 * 4096 * 4096
+    ops = plan(
+        lambda x, w: jax.lax.scan(layer, x, w), array(4096, 4096), array(6, 4096, 4096), topology=topology
+    ).time.ops
+    (product,) = [op for op in ops if op.flops]
+    copies = [op for op in ops if op.name == "stack"]
+    assert product.bytes == (4 if kernels == 1 else 3) * size  # two operands, and its result once or twice
+    assert [op.bytes for op in copies] == [2 * size] * (kernels - 1)
+
+
 def test_loops_multiply_and_a_backward_pass_is_twice_the_forward_one():
     assert plan_step().time.model_flops == 3 * FORWARD
 
@@ -223,7 +241,7 @@ def test_devices_that_do_the_same_work_do_not_make_the_model_larger():
     ],
 )
 def test_weights_hide_behind_the_kernels_of_their_loop_where_programs_go_on(topology, waits):
-    made = plan(step, PARAMS, array(2**21, EMBED), layout=FSDP, dims=DIMS, mesh="data=16", topology=topology)
+    made = plan(step, PARAMS, array(2**22, EMBED), layout=FSDP, dims=DIMS, mesh="data=16", topology=topology)
     fsdp = made.time
     roofline = sum(o.seconds * o.count for o in fsdp.ops)
     on_top = sum(c.seconds * c.count for c in made.collectives if c.op in waits)
