@@ -144,9 +144,11 @@ SCHEDULES: dict[str, tuple[Schedule, ...]] = {
         Schedule(WINDOWS, 0.641, 0.550, 81.8, 14.97, "minimal"),
     ),
     "3": (Schedule("default; tuned is the same", 1.703, 0.234, 59.9, 4.68),),
+    "5": (Schedule("default", None, None, 549.7, 19.65), Schedule(OFFLOAD, 6.467, 0.047, 549.7, 20.36)),
+    "9": (Schedule("default", 0.501, 0.206, 58.8, 3.77),),
 }  # fmt: skip
-"""MaxText e591f30 (``train_compile``), jax 0.10.2, libtpu 0.0.42.1, read on 2026-11-22; of the other rows memory and bytes alone
-are known (:data:`ROWS`)."""
+"""MaxText e591f30 (``train_compile``), jax 0.10.2, libtpu 0.0.42.1, read on 2026-11-22 and 2026-11-23 (``RESULTS.md`` says how, and
+what is not the same as here); of the other programs memory and bytes alone are known (:data:`ROWS`)."""
 
 
 def peers(row: Row) -> tuple[Schedule, ...]:
