@@ -87,8 +87,9 @@ def grouped_matmul(
       num_sms: blocks of the GPU kernel's grid, each on a multiprocessor for itself. None: of the table, else as many as
         the GPU has.
       cluster: 2 joins two blocks of the GPU kernel. On Hopper they have tiles side by side, and the copy engine brings the rows
-        that both need once, to both (TMA multicast). On Blackwell their tensor cores multiply a tile of 256 rows together
-        ("2-CTA"), of `tile` columns, a multiple of 128. 1: each block for itself. None: of the table, else 1.
+        that both need once, to both (TMA multicast); where their number is odd, the last has an empty one beside it. On Blackwell
+        their tensor cores multiply a tile of 256 rows together ("2-CTA"), of `tile` columns, a multiple of 128. 1: each block
+        for itself. None: of the table, else 1.
       debug: warn at run time about group sizes that are negative or go past M.
 
     Returns:

@@ -341,12 +341,8 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         group = lax.div(number, jnp.int32(high * wide))
         strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
         rows = GroupRows.of(bounds, group, tile.k)
-        return (
-            group,
-            (strip * tile.cluster + peer) * tile.m,
-            column,
-            rows._replace(steps=jnp.where(i < mine, rows.steps, 0)),
-        )
+        rows = rows._replace(steps=jnp.where(i < mine, rows.steps, 0))
+        return group, (strip * tile.cluster + peer) * tile.m, column, rows
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
