@@ -188,7 +188,7 @@ def test_few_tokens_a_chip_are_better_off_with_another_layout_than_the_usual_one
     usual = next(r for r in llama(32, "data=32, model=8", 8).rows if r.name == "yours")
     got = llama(32, "data=8, model=32", 40)
     assert got.best.fits
-    assert got.best.seconds <= 0.9 * usual.seconds
+    assert got.best.seconds < usual.seconds  # by a third, before gradients were summed whole
 
 
 def test_nothing_fits_names_the_slice_on_which_it_would():
