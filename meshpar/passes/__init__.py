@@ -36,6 +36,7 @@ def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: Iterable[int] = (), overlap: str = "off", options: OptionsMode = "off",
     compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
+    look: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a program under a layout on a mesh, through every pass.
 
@@ -48,6 +49,7 @@ def make_plan(
         whether sums may be sent whole (:mod:`meshpar.passes.sums`).
       options: ``auto``: the compiler's options of :mod:`meshpar.hardware.options`; ``compiler_options``: the user's own.
       calibrations: what was measured of devices.
+      look: is shown the plan before the passes, and may raise.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
@@ -56,6 +58,8 @@ def make_plan(
     with without_gc():
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
                        calibrations=calibrations)  # fmt: skip
+        if look is not None:
+            look(plan)
         sends: set[CollectiveOp] = {c.op for c in plan.collectives}
         chosen = choose_options(
             plan.chip, sends, options, compiler_options, lambda values: refused_options(mesh, values)
@@ -69,9 +73,10 @@ def make_plan(
 def replan(
     plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
     strict: bool = False, overlap: str | None = None, options: OptionsMode | None = None,
-    calibrations: Calibrations | None = None,
+    calibrations: Calibrations | None = None, look: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of the same program under another layout or on another mesh; what is not given is as in ``plan``.
+    """The plan of the same program under another layout or on another mesh; what is not given is as in ``plan``, ``look`` as in
+    :func:`make_plan`.
 
     Raises:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
@@ -89,4 +94,5 @@ def replan(
             options=plan.options.mode if options is None else options,
             compiler_options=dict(plan.options.given),
             calibrations=plan.calibrations if calibrations is None else calibrations,
+            look=look,
         )

@@ -1,8 +1,12 @@
 """Search: the known schemes on every mesh, then descent from the best of them, one dim after the other; every figure is a plan's.
 
 Coordinate descent: all axes, before and behind the other rules, are tried for one dim while the others stay, then for the next,
-until nothing improves; dims that ask for the same axes also move together, and the rules also go to other meshes. Nothing is
-random: the same program, slice and options give the same answer.
+until nothing improves; dims that ask for the same axes also move together, and the rules also go to other meshes. What weights
+have rules of their own for is tried last, from the best of all. Moves that lost much are not tried again. Nothing is random: the
+same program, slice and options give the same answer.
+
+All of it runs in one process: another one would have to import JAX and trace the program again, which no pickle carries, and a
+fork of a process in which JAX has threads may never end.
 """
 
 from __future__ import annotations
@@ -19,23 +23,41 @@ from ..errors import CompilerError, MeshError, MeshparError, UnsupportedError
 from ..hardware.topology import parse_topology
 from ..layout import Layout, Rule
 from ..mesh import planned_mesh
+from ..passes import replan
+from ..plan import plan as record
 from ..plan.claims import Claims
 from ..plan.collectives import duration, human
 from ..planned import Plan
 from .answer import Objective, Search, quiet
 from .row import Row
-from .space import Point, Sizes, Space, meshes
+from .space import Move, Point, Sizes, Space, meshes
 
 TIE = 0.03
 """Of the seconds: layouts that differ by less are as good as each other; the one of fewer rules is better to read."""
+SAME = 0.002
+"""Of the seconds, or of the peak: by no more may what is chosen be longer, or larger, than a known scheme or the user's own."""
 STARTS = 3
 """From how many of the best candidates, and of the shortest though they do not fit, the descent starts."""
 BETTER = 0.005
 """By which part a candidate must be better than the one at which the descent is."""
+LOST = 0.1
+"""A move that made the step longer by more is not tried again, from no other candidate."""
+PATIENCE = 100
+"""After so many plans in a row without a gain the descent ends."""
+FAR = 1.5
+"""Times the seconds of the best: schemes that take longer are not descended from, nor tried with their axes swapped; what sends for
+longer is planned no further. (The passes hid or saved at most 0.27 of what was to be sent, of 800 candidates.)"""
+
+
+NOTHING = "no candidate near the best is better"
 
 
 class _Stop(Exception):
     """No more candidates are to be planned."""
+
+
+class _Far(Exception):
+    """What a candidate sends alone takes too long."""
 
 
 class _Evaluation:
@@ -45,7 +67,8 @@ class _Evaluation:
       base: a plan of the program, which the others are made from; ``variant``: what the program is called.
       usable: bytes of a device that may be used.
       rows: by candidate; those with equal answers to the claims share one.
-      named: what candidates are called; illegal: the errors of those that have no plan.
+      named: what candidates are called; illegal: the errors of those that have no plan; far: those that were planned in part.
+      gained: after how many plans there was a new best, or the descent began; None: it has not.
     """
 
     def __init__(
@@ -60,9 +83,12 @@ class _Evaluation:
         self.rows: dict[Point, Row] = {}
         self.named: dict[Point, str] = {}
         self.illegal: dict[Point, MeshparError] = {}
+        self.far: set[Point] = set()
         self.planned = 0
         self._same: dict[Any, Point] = {}
         self._best: Row | None = None
+        self.gained: int | None = None
+        self._lost: set[Move] = set()
 
     def key(self, row: Row) -> tuple[Any, ...]:
         """Less is better."""
@@ -70,32 +96,46 @@ class _Evaluation:
             return (1, row.peak, row.seconds)
         return (0, row.seconds, row.peak) if self.objective == "time" else (0, row.peak, row.seconds)
 
+    def near(self, row: Row) -> bool:
+        """Whether something is to be begun with it: what it would be chosen for is at most :data:`FAR` times that of the best."""
+        best = self._best
+        if best is None or (best.fits and self.objective == "time"):
+            return best is None or row.seconds <= FAR * best.seconds
+        return row.peak <= FAR * best.peak
+
     def __call__(self, point: Point) -> Row | None:
-        """The row of a candidate; None: it is illegal.
+        """The row of a candidate; None: it is illegal, or far from the best.
 
         Raises:
           _Stop: the limit is reached.
         """
-        if point in self.rows or point in self.illegal:
+        if point in self.rows or point in self.illegal or point in self.far:
             return self.rows.get(point)
         same = self._class(point)
         if same in self._same:
             first = self._same[same]
             if first in self.rows:
                 self.rows[point] = replace(self.rows[first], layout=point.layout)
+            elif first in self.far:
+                self.far.add(point)
             else:
                 self.illegal[point] = self.illegal[first]
             return self.rows.get(point)
         if self.planned >= self.most:
             raise _Stop(f"stopped at {self.most} plans")
+        if self.gained is not None and self.planned >= self.gained + PATIENCE:
+            raise _Stop(NOTHING)
         if self.until is not None and time.monotonic() > self.until and self.planned:
             raise _Stop("stopped at the time limit")
         self._same[same] = point
         self.planned += 1
         try:
-            plan = self.base.replan(layout=point.layout, mesh=point.mesh, topology=self.topology)
+            plan = self._plan(point)
         except MeshparError as e:
             self.illegal[point] = e
+            return None
+        except _Far:
+            self.far.add(point)
             return None
         assert plan.seconds is not None
         peak = plan.memory.peak
@@ -110,25 +150,61 @@ class _Evaluation:
             variant=self.variant,
         )
         if self._best is None or self.key(row) < self.key(self._best):
+            if self.gained is not None and self._gains(row, self._best):
+                self.gained = self.planned
             self._best = row
         best = self._best
         of = f"{self.variant}: " * bool(self.variant)
         self.tell(f"{of}{duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}; plan {self.planned}")
         return row
 
+    def _plan(self, point: Point) -> Plan:
+        """The plan of a candidate.
+
+        Raises:
+          _Far: it sends for much longer than the best takes, and has no name under which it is to be seen.
+        """
+        best = self._best
+        most = FAR * best.seconds if best is not None and best.fits and self.objective == "time" else None
+
+        def look(plan: record.Plan) -> None:
+            if most is not None and sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives) > most:
+                raise _Far
+
+        made = replan(
+            self.base, layout=Layout(point.layout), mesh=planned_mesh(point.mesh, self.topology), topology=self.topology,
+            look=None if point in self.named else look,
+        )  # fmt: skip
+        return Plan.of(made)
+
     def _class(self, point: Point) -> Any:
         """What candidates with the same plan share: the scopes that their rules name, and the answers of the claims."""
         claims = Claims(self.base.program, Layout(point.layout), dict(point.sizes))
         return point.sizes, claims.named_scopes, claims.answers()
 
-    def better(self, at: Point, points: Iterable[Point]) -> Point:
-        """The best of some candidates, if it is better than another by more than :data:`BETTER`; else that one."""
-        found = [(self.key(row), p.layout, p) for p in points if (row := self(p)) is not None]
-        if not found:
-            return at
-        key, _, point = min(found, key=lambda f: f[:2])
+    def _gains(self, row: Row, than: Row | None) -> bool:
+        """Whether it is better by more than :data:`BETTER`."""
+        if than is None:
+            return True
+        (first, figure, _), (other, old, _) = self.key(row), self.key(than)
+        return first < other or (first == other and figure < (1 - BETTER) * old)
+
+    def better(self, at: Point, moves: Iterable[tuple[Move, Point]]) -> Point:
+        """The best of the candidates that some moves lead to, if it is better than another by more than :data:`BETTER`; else that
+        one."""
         now = self.key(self.rows[at])
-        return point if key[0] < now[0] or (key[0] == now[0] and key[1] < (1 - BETTER) * now[1]) else at
+        found: list[tuple[tuple[Any, ...], str, Point]] = []
+        for move, point in moves:
+            move = (now[0], move)
+            if move in self._lost:
+                continue
+            row = self(point)
+            if row is None or (key := self.key(row))[0] > now[0] or (key[0] == now[0] and key[1] > (1 + LOST) * now[1]):
+                self._lost.add(move)
+            else:
+                found.append((key, point.layout, point))
+        best = min(found, key=lambda f: f[:2])[2] if found else at
+        return best if self._gains(self.rows[best], self.rows[at]) else at
 
 
 def search(
@@ -171,7 +247,7 @@ def search(
         (_Evaluation(name, base, topology, objective, margin, most, until, tell), Space.of(base.program, held, whole))
         for name, base in bases.items()
     ]
-    ended, refused = "no candidate near the best is better", list[str]()
+    ended, refused = NOTHING, list[str]()
     interrupt: KeyboardInterrupt | None = None
     with quiet(), without_gc():
         for evaluate, space in searched:
@@ -186,10 +262,9 @@ def search(
             except KeyboardInterrupt as e:
                 ended, interrupt = "interrupted", e
                 break
-    searched = [(evaluate, space) for evaluate, space in searched if evaluate.rows] or searched
-    if not searched[0][0].rows:
-        raise interrupt or next(iter(searched[0][0].illegal.values()))
-    with quiet():
+        searched = [(evaluate, space) for evaluate, space in searched if evaluate.rows] or searched
+        if not searched[0][0].rows:
+            raise interrupt or next(iter(searched[0][0].illegal.values()))
         return _answer(searched, ended, margin, verify, compiled, list(dict.fromkeys(refused)))
 
 
@@ -214,20 +289,24 @@ def _plan_yours(evaluate: _Evaluation, layout: Layout, given: Sequence[Sizes]) -
 
 
 def _begin(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
-    """Plan the known schemes on the meshes with as many axes, axes swapped too; where that leaves none, what is fixed alone."""
+    """Plan the known schemes on the meshes with as many axes, the better ones with axes swapped too; where that leaves none, what
+    is fixed alone."""
     for sizes in given:
         for name, point in space.presets(sizes):
             evaluate.named.setdefault(point, name.replace("_", " "))
             evaluate(point)
-            for other in space.swapped(point):
+    for point in list(evaluate.rows):
+        for same, other in space.swapped(point):
+            if same not in evaluate.rows or evaluate.near(evaluate.rows[same]):
                 evaluate(other)
     if not evaluate.rows:
         evaluate(space.point(given[0], ()))
 
 
 def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
-    """Descend from those that would be the best if they fitted, then from the best that do, one a mesh."""
-    rows = evaluate.rows
+    """Descend from those that would be the best if they fitted, then from the best that do, one a mesh; from the best found, with
+    rules of weights alone as well."""
+    rows, evaluate.gained = evaluate.rows, evaluate.planned
     ranked = sorted(rows, key=lambda p: evaluate.key(rows[p]))
     best_on: dict[Sizes, Point] = {}
     for point in ranked:
@@ -235,17 +314,30 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
     shortest = rows[ranked[0]].seconds
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < shortest and rows[ranked[0]].fits]
     large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
+    whole = [dim for dim in space.dims if dim[1] is None]
     for start in dict.fromkeys([*large[:STARTS], *list(best_on.values())[:STARTS]]):
-        at, before = start, None
-        while at != before:
-            before = at
-            if not rows[at].fits:  # the one change that makes it fit best, whichever dim it is of
-                at = evaluate.better(at, (p for dim in space.dims for p in space.neighbours(at, dim)))
-            for dim in space.dims:
-                at = evaluate.better(at, space.neighbours(at, dim))
-            at = evaluate.better(at, space.together(at))
-            if at == before:
-                at = evaluate.better(at, space.other_meshes(at, given))
+        if evaluate.near(rows[start]):
+            _from(evaluate, space, given, start, whole)
+    first, most, _ = min(map(evaluate.key, rows.values()))
+    ends = [p for p in rows if evaluate.key(rows[p])[:2] <= (first, (1 + BETTER) * most)]
+    # of meshes over which the step is as long those of two axes leave most to be tried, three are two cut further
+    end = min(ends, key=lambda p: (abs(len(p.sizes) - 2), evaluate.key(rows[p]), p.layout))
+    _from(evaluate, space, given, end, [*(dim for dim in space.dims if dim[1] is not None), *whole])
+
+
+def _from(
+    evaluate: _Evaluation, space: Space, given: Sequence[Sizes], at: Point, dims: Sequence[tuple[str, str | None]]
+) -> None:
+    """Descend from a candidate: other meshes, one of these dims after the other, those with the same axes together."""
+    before = None
+    while at != before:
+        before = at
+        if not evaluate.rows[at].fits:  # the one change that makes it fit best, whichever dim it is of
+            at = evaluate.better(at, (move for dim in space.dims for move in space.neighbours(at, dim)))
+        at = evaluate.better(at, ((("mesh", p), p) for p in space.other_meshes(at, given)))
+        for dim in dims:
+            at = evaluate.better(at, space.neighbours(at, dim))
+        at = evaluate.better(at, space.together(at))
 
 
 def _answer(
@@ -268,12 +360,14 @@ def _answer(
                 rows[same] = (functools.partial(_plainer, each, space, point, row), row)
     ranked = sorted(rows.values(), key=lambda f: (evaluate.key(f[1]), f[1].layout, f[1].variant))
     least = ranked[0][1]
+    known = [row for _, row in ranked if row.name and row.fits == least.fits]
     ties = [f for f in ranked if f[1].fits == least.fits and f[1].seconds <= (1 + TIE) * least.seconds]
     if evaluate.objective == "memory" or not least.fits:
-        ties = [f for f in ties if f[1].peak <= (1 + TIE) * least.peak]
-    if (
-        evaluate.objective == "time"
-    ):  # estimates may be wrong: one of them that fills no more than half of the memory is safer
+        most = min([(1 + TIE) * least.peak, *((1 + SAME) * row.peak for row in known)])
+        ties = [f for f in ties if f[1].peak <= most]
+    else:  # estimates may be wrong: one of them that fills no more than half of the memory is safer
+        most = min([(1 + TIE) * least.seconds, *((1 + SAME) * row.seconds for row in known)])
+        ties = [f for f in ties if f[1].seconds <= most]
         ties = [f for f in ties if f[1].peak <= evaluate.usable / 2] or ties
     ties.sort(key=lambda f: (f[1].rules, f[1].peak if least.fits else 0.0, f[1].seconds, f[1].layout))
     choice = ties[0][0]()

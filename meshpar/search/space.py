@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import UnknownDimError, UnsupportedError
@@ -19,6 +19,8 @@ SCOPES = (None, "opt", "params")
 
 Sizes = tuple[tuple[str, int], ...]
 """(axis, size), major first."""
+Move = Hashable
+"""What is changed of a candidate, whatever its other rules and the sizes of its mesh are."""
 
 
 @dataclass(frozen=True)
@@ -129,39 +131,51 @@ class Space:
             if any(r.dim in known for r in rules if r.axes == rules[0].axes):
                 yield name, self.point(sizes, rules)
 
-    def swapped(self, point: Point) -> Iterator[Point]:
-        """The candidates in which axes take each other's place: they lie otherwise on the torus."""
+    def swapped(self, point: Point) -> Iterator[tuple[Point, Point]]:
+        """The candidates in which axes take each other's place, each behind the one with this one's rules and its parts: on the
+        torus the two lie otherwise."""
         names = [a for a, _ in point.sizes]
         free = point.rules[len(self.fixed) :]
         for other in itertools.permutations(names):
             if list(other) != names:
                 place = dict(zip(names, other, strict=True))
-                yield self.point(point.sizes, (replace(r, axes=tuple(place[a] for a in r.axes)) for r in free))
+                size = dict(point.sizes)
+                other = self.point(point.sizes, (replace(r, axes=tuple(place[a] for a in r.axes)) for r in free))
+                yield Point(tuple((a, size[place[a]]) for a in names), point.rules), other
 
-    def neighbours(self, point: Point, dim: tuple[str, str | None]) -> Iterator[Point]:
+    def neighbours(self, point: Point, dim: tuple[str, str | None]) -> Iterator[tuple[Move, Point]]:
         """The candidates in which one dim asks for other axes, or for none.
 
-        Its rule stands before every run of rules for the same axes that shares one with it, and behind all.
+        Its rule stands before every run of rules for the same axes that shares one with it, and behind all. That of weights alone
+        asks for all axes, in some order, and stands before all.
         """
         others = [r for r in point.rules[len(self.fixed) :] if (r.dim, r.scope) != dim]
-        yield self.point(point.sizes, others)
-        for axes in _choices([a for a, _ in point.sizes]):
+        yield (dim, ()), self.point(point.sizes, others)
+        names = [a for a, _ in point.sizes]
+        if dim[1] is not None:
+            for axes in itertools.permutations(names):
+                yield (dim, axes), self.point(point.sizes, [Rule(dim[0], axes, True, dim[1]), *others])
+            return
+        for axes in _choices(names):
             mine = Rule(dim[0], axes, True, dim[1])
             starts = [
                 i for i, r in enumerate(others) if set(r.axes) & set(axes) and (i == 0 or others[i - 1].axes != r.axes)
             ]
             for i in (*starts, len(others)):
-                yield self.point(point.sizes, [*others[:i], mine, *others[i:]])
+                before = others[i].axes if i < len(others) else None
+                yield (dim, axes, before), self.point(point.sizes, [*others[:i], mine, *others[i:]])
 
-    def together(self, point: Point) -> Iterator[Point]:
+    def together(self, point: Point) -> Iterator[tuple[Move, Point]]:
         """The candidates in which all dims that ask for the same axes ask for others."""
         free = point.rules[len(self.fixed) :]
         for axes in dict.fromkeys(r.axes for r in free):
-            if sum(r.axes == axes for r in free) < 2:
+            mine = tuple((r.dim, r.scope) for r in free if r.axes == axes)
+            if len(mine) < 2:
                 continue
             for new in ((), *_choices([a for a, _ in point.sizes])):
                 if new != axes:
-                    yield self.point(point.sizes, (replace(r, axes=new) if r.axes == axes else r for r in free))
+                    rules = (replace(r, axes=new) if r.axes == axes else r for r in free)
+                    yield (mine, axes, new), self.point(point.sizes, rules)
 
     def other_meshes(self, point: Point, allowed: Sequence[Sizes]) -> Iterator[Point]:
         """The same rules on the meshes in which one axis has a factor of another; and on those with one axis more, which splits
