@@ -229,7 +229,8 @@ def arguments(row: Row, overlap: Any) -> tuple[Any, tuple[Any, ...], dict[str, A
     module = mixtral if row.model.startswith("mixtral") else llama
     step, args, dims = getattr(module, row.model)(row.batch, row.seq, remat=row.remat, loss=row.loss)
     mesh = mp.mesh(row.mesh, topology=row.topology)
-    return step, args, {"mesh": mesh, "layout": row.layout, "dims": dims, "overlap": overlap, "donate_argnums": 0}
+    how = {"lowering": "shard_map", "overlap": overlap, "donate_argnums": 0}
+    return step, args, {"mesh": mesh, "layout": row.layout, "dims": dims, **how}
 
 
 def best_that_fits(row: Row, memory: float, overlap: Any) -> Row:
@@ -246,7 +247,7 @@ def best_that_fits(row: Row, memory: float, overlap: Any) -> Row:
 
 def compiled(row: Row, effort: Any, overlap: Any) -> mp.Compiled:
     step, args, how = arguments(row, overlap)
-    return mp.compile(step, *args, **how, lowering="shard_map", effort=effort)
+    return mp.compile(step, *args, **how, effort=effort)
 
 
 def main() -> None:
