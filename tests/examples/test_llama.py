@@ -261,7 +261,8 @@ def test_what_a_layer_keeps_is_held_and_shortens_the_step():
         assert saved[remat] - saved["full"] == pytest.approx(32 * tokens * n, rel=0.03), remat
     peaks = [plan.memory.peak for plan in plans.values()]
     assert peaks == sorted(peaks)
-    seconds = [plans[remat].seconds for remat in kept if remat != "save_out_proj"]  # which spares a sum, and here is none
+    del plans["save_out_proj"]  # it spares a sum over a split `heads`: there is none
+    seconds = [plans[remat].seconds for remat in kept if remat in plans]
     assert seconds == sorted(seconds, reverse=True)
     assert plans["none"].seconds > plans["minimal_with_context"].seconds  # more to write and read than to compute again
 
