@@ -1,33 +1,40 @@
 """What mp.search finds beside the known schemes: seconds of a step by the plan, how many plans that took, and how long.
 
-    python benchmarks/search.py [--most 400] [--only llama3_8b] [--topology v5e:16x16]
+    python benchmarks/search.py [--most 400] [--only llama3_8b] [--topology v5e:16x16] [--exhaustive]
 
-Every scheme is on its best mesh. Nothing is compiled.
+Every scheme is on its best mesh; MaxText's default is FSDP over all devices. ``--exhaustive`` compares one search of a few dims
+with the plans of all their layouts instead. Nothing is compiled.
 """
 
 import argparse
+import itertools
 import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
 from rich.table import Table
 
 import meshpar as mp
+from meshpar.plan.claims import Claims
 from meshpar.plan.collectives import duration, human
 from meshpar.target import load_target
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-CASES = [
-    ("llama.py:llama3_8b", "v5e:16x16", {"batch": 512}),
-    ("llama.py:llama3_8b", "v5e:16x16", {"batch": 32}),
-    ("llama.py:llama3_8b", "v5p:8x8x8", {"batch": 64}),
-    ("llama.py:llama3_70b", "v5p:8x8x8", {"batch": 64}),
-    ("mixtral.py:mixtral_8x7b", "v5e:16x16", {"batch": 256}),
-]
-"""(target, slice, arguments of the target)."""
+SLICES = ("v5e:16x16", "v5p:8x8x8", "tpu7x:4x4x4")
+CASES = {
+    "llama.py:llama3_8b": ((512, 32), (1024, 64), (256, 16)),
+    "llama.py:llama3_70b": ((256, 32), (512, 64), (128, 16)),
+    "mixtral.py:mixtral_8x7b": ((256, 32), (512, 64), (256, 16)),
+    "deepseek.py:deepseek_671b": ((256, 32), (512, 64), (128, 16)),
+    "resnet.py:resnet50": ((8192, 256), (16384, 512), (2048, 64)),
+}
+"""Target → a large batch and a small one for each of the slices."""
+FEW = ("batch", "seq", "embed", "mlp")
+"""The dims of the exhaustive comparison: Llama 3 8B, batch 32, on 32 by 8 of v5e:16x16."""
 
 
 def main() -> None:
@@ -35,33 +42,81 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=400)
     parser.add_argument("--only", default="", help="targets whose name has this")
     parser.add_argument("--topology", help="only this slice")
+    parser.add_argument("--exhaustive", action="store_true", help="one search beside all layouts of a few dims")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(EXAMPLES))
-    table = Table(title=f"mp.search, at most {args.most} plans")
-    for column in ("", "found", "mesh: layout", "peak", "best scheme", "ratio", "plans", "CPU s"):
-        table.add_column(
-            column, justify="left" if column in ("", "mesh: layout", "best scheme") else "right", overflow="fold"
-        )
-    for text, topology, options in CASES:
-        if args.only not in text or args.topology not in (None, topology):
+    if args.exhaustive:
+        exhaustive()
+        return
+    for text, batches in CASES.items():
+        if args.only not in text:
             continue
-        target = load_target(str(EXAMPLES / text), options)
-        began = time.process_time()
-        found = mp.search(
-            target.step, *target.args, topology=topology, dims=target.dims, donate_argnames="state", most=args.most
-        )
-        took = time.process_time() - began
-        schemes = [r for r in found.rows if r.name and r.fits]
-        best = min(schemes, key=lambda r: r.seconds, default=None)
-        name = text.partition(":")[2] + "".join(f", {k} {v}" for k, v in options.items()) + f"\n{topology}"
-        table.add_row(
-            name, duration(found.best.seconds) if found.fits else "nothing fits", f"{found.best.mesh}\n{found.best.layout}",
-            human(found.best.peak), "none fits" if best is None else f"{best.name}, {best.mesh}\n{duration(best.seconds)}",
-            "" if best is None else f"{found.best.seconds / best.seconds:.2f}", str(found.planned), f"{took:.0f}",
-        )  # fmt: skip
-    Console(width=150).print(table)
+        columns = ("", "found", "mesh: layout", "peak", "best scheme", "ratio", "of MaxText's", "plans", "CPU s")
+        table = Table(title=f"{text.partition(':')[2]}, at most {args.most} plans")
+        for column in columns:
+            table.add_column(
+                column, justify="left" if column in ("", "mesh: layout", "best scheme") else "right", overflow="fold"
+            )
+        for topology, pair in zip(SLICES, batches, strict=True):
+            for batch in pair if args.topology in (None, topology) else ():
+                table.add_row(*searched(text, topology, batch, args.most))
+        Console(width=170).print(table)
+
+
+def searched(text: str, topology: str, batch: int, most: int) -> list[str]:
+    """A row of the table."""
+    target = load_target(str(EXAMPLES / text), {"batch": batch})
+    began = time.process_time()
+    found = mp.search(
+        target.step, *target.args, topology=topology, dims=target.dims, donate_argnames="state", most=most
+    )
+    took = time.process_time() - began
+    schemes = [r for r in found.rows if r.name and r.fits]
+    best = min(schemes, key=lambda r: r.seconds, default=None)
+    maxtext = next((r for r in schemes if r.name == "fsdp"), None)
+
+    def ratio(row: Any) -> str:
+        return "–" if row is None else f"{found.best.seconds / row.seconds:.3f}"
+
+    return [
+        f"{topology}, batch {batch}", duration(found.best.seconds) if found.fits else "nothing fits",
+        f"{found.best.mesh}\n{found.best.layout}", human(found.best.peak),
+        "none fits" if best is None else f"{best.name}, {best.mesh}\n{duration(best.seconds)}",
+        ratio(best), ratio(maxtext), str(found.planned), f"{took:.1f}",
+    ]  # fmt: skip
+
+
+def exhaustive() -> None:
+    """Plan all axes for a few dims, in every order of their rules, and search the same."""
+    target = load_target(str(EXAMPLES / "llama.py:llama3_8b"), {"batch": 32})
+    how: dict[str, Any] = {
+        "mesh": "data=32, model=8", "topology": "v5e:16x16", "dims": target.dims, "donate_argnames": "state"
+    }  # fmt: skip
+    base = mp.plan(target.step, *target.args, layout="", lowering="shard_map", **how)
+    assert base.chip is not None
+    began, least, texts = time.process_time(), dict[Any, float](), 0
+    choices = ["", "data", "model", "data+model", "model+data"]
+    for dims in itertools.permutations(FEW):
+        for axes in itertools.product(choices, repeat=len(FEW)):
+            texts += 1
+            layout = "; ".join(f"{d}?: {a}" for d, a in zip(dims, axes, strict=True) if a)
+            same = Claims(base.program, mp.Layout(layout), dict(base.sizes)).answers()
+            if same not in least:
+                plan = base.replan(layout=layout)
+                least[same] = plan.seconds or 0.0 if plan.memory.peak <= 0.85 * base.chip.per_device().hbm else 1e9
+    took = time.process_time() - began
+    print(f"all {texts} layouts, {len(least)} different: {duration(min(least.values()))} at best, {took:.0f} CPU s")
+    began = time.process_time()
+    found = mp.search(
+        target.step, *target.args, forbid=[d for d in base.program.all_names() if d not in FEW and "'" not in d], **how
+    )
+    took = time.process_time() - began
+    print(
+        f"searched: {duration(found.best.seconds)}, {found.planned} plans, {took:.0f} CPU s; "
+        f"{found.best.seconds / min(least.values()):.3f} of the best; {found.best.layout}"
+    )
 
 
 if __name__ == "__main__":

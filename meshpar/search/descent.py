@@ -11,6 +11,7 @@ fork of a process in which JAX has threads may never end.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import time
@@ -43,7 +44,7 @@ BETTER = 0.005
 LOST = 0.1
 """A move that made the step longer by more is not tried again, from no other candidate."""
 PATIENCE = 100
-"""After so many plans in a row without a gain the descent ends."""
+"""After so many plans in a row without a gain the descent ends; that with rules of weights alone has as many of its own."""
 FAR = 1.5
 """Times the seconds of the best: schemes that take longer are not descended from, nor tried with their axes swapped; what sends for
 longer is planned no further. (The passes hid or saved at most 0.27 of what was to be sent, of 800 candidates.)"""
@@ -54,6 +55,10 @@ NOTHING = "no candidate near the best is better"
 
 class _Stop(Exception):
     """No more candidates are to be planned."""
+
+
+class _Enough(_Stop):
+    """Many plans brought nothing."""
 
 
 class _Far(Exception):
@@ -124,7 +129,7 @@ class _Evaluation:
         if self.planned >= self.most:
             raise _Stop(f"stopped at {self.most} plans")
         if self.gained is not None and self.planned >= self.gained + PATIENCE:
-            raise _Stop(NOTHING)
+            raise _Enough(NOTHING)
         if self.until is not None and time.monotonic() > self.until and self.planned:
             raise _Stop("stopped at the time limit")
         self._same[same] = point
@@ -315,9 +320,11 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < shortest and rows[ranked[0]].fits]
     large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
     whole = [dim for dim in space.dims if dim[1] is None]
-    for start in dict.fromkeys([*large[:STARTS], *list(best_on.values())[:STARTS]]):
-        if evaluate.near(rows[start]):
-            _from(evaluate, space, given, start, whole)
+    with contextlib.suppress(_Enough):
+        for start in dict.fromkeys([*large[:STARTS], *list(best_on.values())[:STARTS]]):
+            if evaluate.near(rows[start]):
+                _from(evaluate, space, given, start, whole)
+    evaluate.gained = evaluate.planned
     first, most, _ = min(map(evaluate.key, rows.values()))
     ends = [p for p in rows if evaluate.key(rows[p])[:2] <= (first, (1 + BETTER) * most)]
     # of meshes over which the step is as long those of two axes leave most to be tried, three are two cut further
