@@ -138,6 +138,7 @@ SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "1": (
         Schedule("default", 0.648, 0.136, 58.6, 4.37), Schedule(ASYNC, 0.640, 0.074, 58.6, 5.13),
         Schedule(OFFLOAD, 0.608, 0.012, 58.6, 5.13), Schedule("default", None, None, 58.6, 15.33, "minimal"),
+        Schedule(OFFLOAD, 0.568, 0.027, 58.6, 15.33, "minimal"),
     ),
     "2": (
         Schedule("default", 0.908, 0.575, 114.2, 5.03), Schedule(WINDOWS, 0.700, 0.604, 89.3, 4.47),
