@@ -33,7 +33,7 @@ CASES = {
     "resnet.py:resnet50": ((8192, 256), (16384, 512), (2048, 64)),
 }
 """Target → a large batch and a small one for each of the slices."""
-FEW = ("batch", "seq", "embed", "mlp")
+FEW = ("batch", "embed", "mlp")
 """The dims of the exhaustive comparison: Llama 3 8B, batch 32, on 32 by 8 of v5e:16x16."""
 
 
