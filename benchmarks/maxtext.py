@@ -134,6 +134,7 @@ OFFLOAD = "tuned: and sums on the SparseCores"
 xla_tpu_enable_sparse_core_reduce_scatter_v2, xla_tpu_use_tc_device_shape_on_sc."""
 WINDOWS = "tuned: no windowed einsums"
 """xla_jf_spmd_threshold_for_windowed_einsum_mib beyond every array."""
+ALL = f"{OFFLOAD}, no windowed einsums"
 SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "1": (
         Schedule("default", 0.648, 0.136, 58.6, 4.37), Schedule(ASYNC, 0.640, 0.074, 58.6, 5.13),
@@ -142,9 +143,12 @@ SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     ),
     "2": (
         Schedule("default", 0.908, 0.575, 114.2, 5.03), Schedule(WINDOWS, 0.700, 0.604, 89.3, 4.47),
-        Schedule(WINDOWS, 0.641, 0.550, 81.8, 14.97, "minimal"),
+        Schedule(ALL, 0.729, 0.444, 89.0, 5.30), Schedule(WINDOWS, 0.641, 0.550, 81.8, 14.97, "minimal"),
     ),
-    "3": (Schedule("default; tuned is the same", 1.703, 0.234, 59.9, 4.68),),
+    "3": (
+        Schedule("default; tuned is the same", 1.703, 0.234, 59.9, 4.68),
+        Schedule("default", 1.408, 0.241, 59.9, 14.90, "minimal"),
+    ),
     "5": (Schedule("default", None, None, 549.7, 19.65), Schedule(OFFLOAD, 6.467, 0.047, 549.7, 20.36)),
     "9": (Schedule("default", 0.501, 0.206, 58.8, 3.77), Schedule(OFFLOAD, 0.481, 0.069, 58.8, 4.66)),
 }  # fmt: skip
