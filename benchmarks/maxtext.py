@@ -149,6 +149,7 @@ SCHEDULES: dict[str, tuple[Schedule, ...]] = {
         Schedule("default; tuned is the same", 1.703, 0.234, 59.9, 4.68),
         Schedule("default", 1.408, 0.241, 59.9, 14.90, "minimal"),
     ),
+    "4": (Schedule("default", None, None, 115.0, 4.31), Schedule(WINDOWS, 1.780, 2.199, 90.3, 4.20)),
     "5": (Schedule("default", None, None, 549.7, 19.65), Schedule(OFFLOAD, 6.467, 0.047, 549.7, 20.36)),
     "9": (Schedule("default", 0.501, 0.206, 58.8, 3.77), Schedule(OFFLOAD, 0.481, 0.069, 58.8, 4.66)),
 }  # fmt: skip
