@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..plan.steps import Reduce
 from .fusion import FUSED, VIEWS, Item, Node, Region
 
 _LIGHT = FUSED | VIEWS | {"move!", "copy!"}
@@ -43,7 +44,7 @@ def in_flight(region: Region, kind_of: Callable[[Item], str]) -> list[list[Item]
 
     A value that is sent for ahead arrives while the product before the one that reads it runs; a gradient is under way until
     the next product is done. The TPU compiler (libtpu 0.0.42, default effort) was seen to schedule about one collective ahead
-    and one behind.
+    and one behind; sums that are sent whole it has under way to the end of a body, all at once, and puts them into other memory.
     """
     out: list[list[Item]] = [[] for _ in region.kernels]
     heavy = [i for i, k in enumerate(region.kernels) if k.products or k.name == "kernel"]
@@ -56,10 +57,17 @@ def in_flight(region: Region, kind_of: Callable[[Item], str]) -> list[list[Item]
             for i in range(first, j):
                 out[i] += node.writes
         elif behind(node, kind_of):
-            last = min((i for i in heavy if i > j), default=len(region.kernels) - 1)
+            end = len(region.kernels) - 1
+            last = end if _whole(node) else min((i for i in heavy if i > j), default=end)
+            sums = [Item(i.bytes, i.value, node) for i in node.reads] if _whole(node) else []
             for i in range(j + 1, last + 1):
-                out[i] += node.reads
+                out[i] += [*node.reads, *sums]
     return out
+
+
+def _whole(node: Node) -> bool:
+    """Whether a move is a sum that is sent whole, and cut afterwards."""
+    return isinstance(node.step, Reduce) and any(s.algorithm == "whole" for s in node.step.scatters)
 
 
 def waits_for_the_end(region: Region) -> list[Item]:
