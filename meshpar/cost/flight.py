@@ -39,12 +39,13 @@ def behind(node: Node, kind_of: Callable[[Item], str]) -> bool:
     )
 
 
-def in_flight(region: Region, kind_of: Callable[[Item], str]) -> list[list[Item]]:
+def in_flight(region: Region, kind_of: Callable[[Item], str], offloaded: bool = False) -> list[list[Item]]:
     """What is under way beside each kernel of a region, by its index: operands or results of collectives that overlap it.
 
     A value that is sent for ahead arrives while the product before the one that reads it runs; a gradient is under way until
     the next product is done. The TPU compiler (libtpu 0.0.42, default effort) was seen to schedule about one collective ahead
-    and one behind; sums that are sent whole it has under way to the end of a body, all at once, and puts them into other memory.
+    and one behind. Where sums are ``offloaded`` to cores of their own (SparseCores), it has those that are sent whole under way to
+    the end of a body, all at once, and puts them into other memory.
     """
     out: list[list[Item]] = [[] for _ in region.kernels]
     heavy = [i for i, k in enumerate(region.kernels) if k.products or k.name == "kernel"]
@@ -58,8 +59,9 @@ def in_flight(region: Region, kind_of: Callable[[Item], str]) -> list[list[Item]
                 out[i] += node.writes
         elif behind(node, kind_of):
             end = len(region.kernels) - 1
-            last = end if _whole(node) else min((i for i in heavy if i > j), default=end)
-            sums = [Item(i.bytes, i.value, node) for i in node.reads] if _whole(node) else []
+            whole = offloaded and _whole(node)
+            last = end if whole else min((i for i in heavy if i > j), default=end)
+            sums = [Item(i.bytes, i.value, node) for i in node.reads] if whole else []
             for i in range(j + 1, last + 1):
                 out[i] += [*node.reads, *sums]
     return out

@@ -90,6 +90,7 @@ class _Live:
         self.tpu = chip is not None and bool(chip.torus)
         self.copies = chip is not None and self.tpu and bool(chip.waits)
         self.postpones = self.tpu and "all-gather" not in plan.waits
+        self.offloads = chip is not None and "all-reduce" in chip.waits - plan.waits
         self.points: list[tuple[int, float, Node]] = []
         self.live: dict[int, tuple[Item, float]] = {}
         self.total = 0.0
@@ -151,7 +152,7 @@ class _Live:
     def region(self, region: Region, kept: set[int]) -> None:
         """Walk the kernels of a region; ``kept`` are live to its end."""
         own = {id(item) for item in region.inputs}
-        under_way = in_flight(region, self.kind_of)
+        under_way = in_flight(region, self.kind_of, self.offloads)
         for index, node in enumerate(region.kernels):
             own.update(map(id, node.writes))
             ends = [i for i in node.reads if i.last == index and id(i) in own and id(i) not in kept]
