@@ -150,7 +150,10 @@ SCHEDULES: dict[str, tuple[Schedule, ...]] = {
         Schedule("default; tuned is the same", 1.703, 0.234, 59.9, 4.68),
         Schedule("default", 1.408, 0.241, 59.9, 14.90, "minimal"),
     ),
-    "4": (Schedule("default", None, None, 115.0, 4.31), Schedule(WINDOWS, 1.780, 2.199, 90.3, 4.20)),
+    "4": (
+        Schedule("default", None, None, 115.0, 4.31), Schedule(WINDOWS, 1.780, 2.199, 90.3, 4.20),
+        Schedule(WINDOWS, 1.435, 1.907, 82.8, 14.58, "minimal"),
+    ),
     "5": (
         Schedule("default", None, None, 549.7, 19.65), Schedule(OFFLOAD, 6.467, 0.047, 549.7, 20.36),
         Schedule(OFFLOAD, 5.436, 0.213, 549.7, 69.76, "minimal"),
