@@ -2,7 +2,7 @@
 
     pip install -e . "jax[tpu]"
     python benchmarks/agreement.py [--only v5e]                             # whole steps, memory, collectives
-    python benchmarks/agreement.py --standard --results steps.jsonl         # the standard set: some 35 CPU minutes
+    python benchmarks/agreement.py --standard --results steps.jsonl         # the standard set: some 45 CPU minutes
     python benchmarks/agreement.py --presets --results steps.jsonl --part 1/4       # every layout of every model, in parts
     python benchmarks/agreement.py --results steps.jsonl --summary          # what was compiled so far, by this version
     python benchmarks/agreement.py --effort fast                            # collectives alone: some eight times faster

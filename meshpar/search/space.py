@@ -132,16 +132,18 @@ class Space:
                 yield name, self.point(sizes, rules)
 
     def swapped(self, point: Point) -> Iterator[tuple[Point, Point]]:
-        """The candidates in which axes take each other's place, each behind the one with this one's rules and its parts: on the
-        torus the two lie otherwise."""
-        names = [a for a, _ in point.sizes]
+        """The candidates in which axes take each other's place, as pairs.
+
+        The first has this one's rules, with the sizes exchanged, so that its dims are in as many parts as the second's, which has
+        the axes of the rules exchanged: on the torus the two lie otherwise.
+        """
+        names, size = [a for a, _ in point.sizes], dict(point.sizes)
         free = point.rules[len(self.fixed) :]
-        for other in itertools.permutations(names):
-            if list(other) != names:
-                place = dict(zip(names, other, strict=True))
-                size = dict(point.sizes)
-                other = self.point(point.sizes, (replace(r, axes=tuple(place[a] for a in r.axes)) for r in free))
-                yield Point(tuple((a, size[place[a]]) for a in names), point.rules), other
+        for order in itertools.permutations(names):
+            if list(order) != names:
+                place = dict(zip(names, order, strict=True))
+                rules = (replace(r, axes=tuple(place[a] for a in r.axes)) for r in free)
+                yield Point(tuple((a, size[place[a]]) for a in names), point.rules), self.point(point.sizes, rules)
 
     def neighbours(self, point: Point, dim: tuple[str, str | None]) -> Iterator[tuple[Move, Point]]:
         """The candidates in which one dim asks for other axes, or for none.
