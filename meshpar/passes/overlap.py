@@ -6,7 +6,7 @@ what is expected to be left exposed (:mod:`meshpar.cost.exposed`), and has a rin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..cost.exposed import (
     product_seconds,
     warn_of_lines,
 )
-from ..cost.fusion import FUSED, PRODUCTS, VIEWS
+from ..cost.fusion import FUSED, VIEWS
 from ..cost.memory import devices_of, major_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
@@ -48,6 +48,7 @@ from ..plan.steps import (
     rewritten,
 )
 from ..program.ir import Frame, Op, Program, Value
+from .reach import Reach, reaches
 
 MODES = ("auto", "xla", "ring", "pallas", "off")
 """``auto``: by cost, of ``xla`` and ``ring``; ``xla``, ``ring``: that way wherever it is possible; ``pallas``: by the fused TPU
@@ -332,8 +333,8 @@ class Free:
         self.taken = {run.op for run in taken}
         self.left: dict[Frame, int] = {}
 
-    def _body(self, home: Frame) -> _Reach:
-        reach = self.program.once(reaches).get(home) or _Reach([])
+    def _body(self, home: Frame) -> Reach:
+        reach = self.program.once(reaches).get(home) or Reach([])
         if home not in self.left:
             self.left[home] = reach.bits(op for op in reach.products if op in self.runs and op not in self.taken)
         return reach
@@ -351,70 +352,6 @@ class Free:
         """Let products hide a gather: they hide no other."""
         body = self._body(home)
         self.left[home] &= ~body.bits(run.op for run in runs)
-
-
-def reaches(program: Program) -> dict[Frame, _Reach]:
-    """What the ops of every body reach."""
-    ops: dict[Frame, list[Op]] = {}
-    for op in program.root.walk():
-        ops.setdefault(home_of(op.frame), []).append(op)
-    return {frame: _Reach(mine) for frame, mine in ops.items()}
-
-
-class _Reach:
-    """Which ops of a body come before which, as bits of integers.
-
-    Args:
-      ops: of the body, in order.
-    """
-
-    def __init__(self, ops: Sequence[Op]):
-        self.ops = ops
-        self.place = {op: k for k, op in enumerate(ops)}
-        self.products = [op for op in ops if op.name in PRODUCTS]
-        makers = [
-            {self.place[v.op] for v in op.ins if v is not None and v.op in self.place} - {k} for k, op in enumerate(ops)
-        ]
-        self.before = [0] * len(ops)
-        for k, mine in enumerate(makers):
-            for i in mine:
-                self.before[k] |= self.before[i] | (1 << i)
-        self.after = [0] * len(ops)
-        for k in reversed(range(len(ops))):
-            for i in makers[k]:
-                self.after[i] |= self.after[k] | (1 << k)
-
-        self.multiply = self.bits(self.products)
-
-    def bits(self, ops: Iterable[Op]) -> int:
-        """A set of ops of the body."""
-        return sum(1 << self.place[op] for op in ops)
-
-    def neither(self, wanted: int, made_by: Op | None, users: Sequence[Op]) -> Iterator[Op]:
-        """Of a set of ops those that neither lead to an op nor follow from some others."""
-        gone = 0
-        if made_by in self.place:
-            k = self.place[made_by]
-            gone |= self.before[k] | (1 << k)
-        for op in users:
-            if op in self.place:
-                gone |= self.after[self.place[op]] | (1 << self.place[op])
-        left = wanted & ~gone
-        while left:
-            low = left & -left
-            yield self.ops[low.bit_length() - 1]
-            left ^= low
-
-    def is_followed(self, op: Op | None) -> bool:
-        """Whether products follow from an op."""
-        return op in self.place and bool(self.after[self.place[op]] & self.multiply)
-
-
-def home_of(frame: Frame) -> Frame:
-    """The body that JAX traces a frame in: calls are in place."""
-    while frame.parent is not None and frame.parent.name not in ("scan", "while", "cond"):
-        frame = frame.parent.frame
-    return frame
 
 
 # -- deciding

@@ -19,7 +19,8 @@ from ..plan.plan import Plan
 from ..plan.spec import parts_of
 from ..plan.steps import Body, Reduce, Scatter, rewritten
 from ..program.ir import Value
-from .overlap import BY_COST, LEAST, home_of, reaches
+from .overlap import BY_COST, LEAST
+from .reach import home_of, reaches
 
 
 def whole_sums(plan: Plan) -> Plan:
