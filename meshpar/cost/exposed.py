@@ -39,6 +39,7 @@ from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
+from .flight import goes_on
 from .flops import flops_on
 from .memory import devices_of, major_of
 
@@ -125,7 +126,7 @@ def exposed_by(
         waits += [max(0.0, hop + added - block)] * (steps > 0) + [max(0.0, hop + added - 2 * block)] * (steps - 1)
         waits += [max(0.0, last + added - (2 if steps else 1) * block)] * (last > 0)
     waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
-    if pair.gather and "all-gather" not in plan.waits:
+    if pair.gather and goes_on(plan, "all-gather"):
         alone = max(0.0, alone - sum(others)) if chained else 0.0
     elif not pair.gather:
         forms = sum_forms(plan, first, 0.0 if chained else total, whole=whole)
@@ -161,7 +162,7 @@ def sum_forms(plan: Plan, c: Collective, products: float, *, whole: bool = True)
     """
     assert plan.chip is not None
     stages, late = [s for a in c.axes for s in plan.torus[a]], later_stages(plan, c)
-    hidden = 0.0 if c.op in plan.waits else products
+    hidden = products if goes_on(plan, c.op) else 0.0
     seconds = c.seconds or 0.0
     found: dict[AlgorithmName, SumForm] = {
         c.algorithm: SumForm(c.bytes, seconds, late + max(0.0, seconds - late - hidden))
@@ -170,7 +171,7 @@ def sum_forms(plan: Plan, c: Collective, products: float, *, whole: bool = True)
         devices = math.prod(s.size for s in stages)
         volume = volume_of(c.op, c.bytes, devices)
         seconds = seconds_of("all-reduce", volume, stages, plan.chip, "whole")
-        hidden = 0.0 if "all-reduce" in plan.waits else products
+        hidden = products if goes_on(plan, "all-reduce") else 0.0
         found["whole"] = SumForm(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
     return found
 

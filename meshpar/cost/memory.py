@@ -11,27 +11,25 @@ sent in blocks beside products has buffers (:func:`beside`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..compat.jax import pass_of
 from ..hardware.topology import Stage, Torus, major_stage
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
-from ..program.ir import Op, Program, Value
+from ..program.ir import Value
 from .donation import gathered_apart, in_place
-from .flight import in_flight, waits_for_the_end
+from .flight import flights_of, goes_on, waits_for_the_end
 from .flops import local_work
 from .fusion import FUSED, Item, Node, Region
 from .kernels import BLOCKS, kernels_of
+from .kinds import KINDS, kinds_of
 from .memo import once_per_plan
 
-KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
 HOLDS = frozenset({"kernel", "move!"})
 """Kernels that hold more than operands and results, as products do that run beside what is sent."""
-KINDS = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs", "constants")
 
 
 @dataclass(slots=True)
@@ -89,8 +87,8 @@ class _Live:
         chip = plan.chip
         self.tpu = chip is not None and bool(chip.torus)
         self.copies = chip is not None and self.tpu and bool(chip.waits)
-        self.postpones = self.tpu and "all-gather" not in plan.waits
-        self.offloads = chip is not None and "all-reduce" in chip.waits - plan.waits
+        self.postpones = self.tpu and goes_on(plan, "all-gather")
+        self.flights = flights_of(plan)
         self.points: list[tuple[int, float, Node]] = []
         self.live: dict[int, tuple[Item, float]] = {}
         self.total = 0.0
@@ -152,7 +150,10 @@ class _Live:
     def region(self, region: Region, kept: set[int]) -> None:
         """Walk the kernels of a region; ``kept`` are live to its end."""
         own = {id(item) for item in region.inputs}
-        under_way = in_flight(region, self.kind_of, self.offloads)
+        under_way: list[list[Item]] = [[] for _ in region.kernels]
+        for flight in self.flights[region].values():
+            for i in range(flight.first, flight.end):
+                under_way[i] += flight.items
         for index, node in enumerate(region.kernels):
             own.update(map(id, node.writes))
             ends = [i for i in node.reads if i.last == index and id(i) in own and id(i) not in kept]
@@ -258,8 +259,7 @@ class _Live:
         self.sample(node)
         for region in node.regions:
             inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
-            if self.postpones:
-                inside |= {id(i) for i in waits_for_the_end(region)}
+            inside |= {id(i) for i in waits_for_the_end(self.plan, region)}
             before = self.total
             for item in region.inputs:  # the loop's own results stand for them outside
                 self.live[id(item)] = (item, 0.0)
@@ -327,78 +327,3 @@ def _name(plan: Plan, item: Item) -> str:
     made = value.op.name if value.op is not None else "constant" if value in plan.program.constants else "slice"
     dims = " ".join(d or "_" for d in plan.program.dims(value))
     return f"{value.path or made} {value.aval.dtype}[{dims}]"
-
-
-class _Known:
-    """What of a program says what an item is.
-
-    Attributes:
-      passes: whether ops belong to a forward or a backward pass, as far as it was asked.
-    """
-
-    def __init__(self, program: Program):
-        self.find = program.unifier.find
-        self.passes: dict[Op, str | None] = {}
-        self._like_weights: dict[Value, bool] = {}
-        params = [v for v in program.inputs if v.kind == "params"]
-        self._weights = {self._classes(v) for v in params if v.shape}
-        self._weights |= {self._classes(v, 1) for v in params if len(v.shape) > 2}
-
-    def _classes(self, value: Value, drop: int = 0) -> tuple[int, ...]:
-        return tuple(self.find(n) if n >= 0 else n for n in value.nodes[drop:])
-
-    def is_like_a_weight(self, value: Value) -> bool:
-        """Whether a value has the dims of a weight, or of one layer of a stack of them."""
-        if value not in self._like_weights:
-            self._like_weights[value] = self._classes(value) in self._weights
-        return self._like_weights[value]
-
-    def pass_of(self, node: Node) -> str | None:
-        """Whether a kernel belongs to a forward or a backward pass: its op does, or the loop it stands in."""
-        if node.op is None:
-            return None
-        if node.op not in self.passes:
-            op, found = node.op, None
-            while op is not None and found != "backward":
-                found = pass_of(op.eqn) or found
-                op = op.frame.parent
-            self.passes[node.op] = found
-        return self.passes[node.op]
-
-
-@once_per_plan
-def kinds_of(plan: Plan) -> Callable[[Item], str]:
-    """What an item is: by its path, else by the weight that it has the dims of, else by who reads it."""
-    known = plan.program.once(_Known)
-    constants = set(kernels_of(plan).constants)
-
-    def kind(item: Item) -> str:
-        if item in constants:
-            return "constants"
-        value, made = item.value, item.node
-        if value.path is not None and (made is None or value.op is not None):  # an argument or a result
-            if value.kind in KIND_NAMES:
-                return KIND_NAMES[value.kind]
-            if made is None:
-                return "other inputs"
-        if made is None or _of_inputs(item):
-            return "temporaries"
-        when = known.pass_of(made)
-        if when != "forward" and known.is_like_a_weight(value):
-            return "gradients"
-        if when != "backward" and any(known.pass_of(r) == "backward" for r in item.readers):
-            return "saved activations"
-        return "temporaries"
-
-    return kind
-
-
-def _of_inputs(item: Item) -> bool:
-    """Whether an item is an input converted or moved."""
-    for _ in range(100):
-        if item.node is None:
-            return True
-        if item.node.name not in FUSED | {"move!", "copy!"} or len(item.node.ins) != 1:
-            return False
-        item = item.node.ins[0]
-    return False

@@ -18,12 +18,11 @@ from ..plan.steps import Reduce, Reshard, Run, Step
 from ..program.ir import Op
 from .donation import gathered_apart, in_place
 from .exposed import kernel_seconds, later_stages
-from .flight import ahead_of, behind
+from .flight import Flight, flights_of, goes_on
 from .flops import OPAQUE, flops_on, local_opaque_flops, model_flops
 from .fusion import SLICES, Item, Node, Region, line_of
 from .kernels import kernels_of
 from .memo import once_per_plan
-from .memory import kinds_of
 
 
 @dataclass(slots=True)
@@ -219,7 +218,7 @@ def _estimate(plan: Plan, region: Region, took: Mapping[int, float]) -> float:
         for c in _own(step):
             if c not in where:
                 exposed += (c.seconds or 0.0) * (c.count or 1) * beside.get(step, 1.0)
-    return exposed + _clock(plan, region, took, where)
+    return exposed + _clock(plan, region, took, where, flights_of(plan))
 
 
 def _own(step: Step) -> Sequence[Collective]:
@@ -272,31 +271,33 @@ def _beside_products(
 
 def _goes_on(plan: Plan, c: Collective) -> bool:
     """Whether programs go on beside a collective, where something is there to do."""
-    return c.op in ("all-gather", "reduce-scatter", "all-reduce") and c.op not in plan.waits
+    return c.op in ("all-gather", "reduce-scatter", "all-reduce") and goes_on(plan, c.op)
 
 
-def _clock(plan: Plan, region: Region, took: Mapping[int, float], where: Mapping[Collective, int]) -> float:
+def _clock(
+    plan: Plan, region: Region, took: Mapping[int, float], where: Mapping[Collective, int],
+    flights: Mapping[Region, Mapping[Node, Flight]],
+) -> float:  # fmt: skip
     """Seconds of one run of a region's kernels and of what hides behind them.
 
     Collectives that hide go one after the other. What is sent for ahead is on its way from when the product before the last one
     began, and the next kernel waits for it. A gradient is sent while the next product runs; the one after that waits for it,
-    and so does the loop's end (:func:`meshpar.cost.flight.in_flight`). So large gradients beside short products are exposed,
+    and so does the loop's end (:func:`meshpar.cost.flight.flights_of`). So large gradients beside short products are exposed,
     however long their loop is.
     """
     now = links = 0.0
     begun = [0.0, 0.0]  # when the last two products began
     sent: list[float] = []  # when gradients arrive that are under way: before the last product, and since
     waiting: list[float] = []
-    ahead = ahead_of(region)
     for node in region.kernels:
         for body in node.regions:
-            now += _clock(plan, body, took, where) * (1 if body.trips is None else body.trips)
+            now += _clock(plan, body, took, where, flights) * (1 if body.trips is None else body.trips)
         if node.name == "move!" and node.step is not None:
             for c in _own(node.step):
                 if c not in where:
                     continue
                 seconds, late = c.seconds or 0.0, later_stages(plan, c)
-                if ahead(node):
+                if flights[region][node].ahead:
                     links = max(links, begun[0]) + seconds
                     now = max(now, links)
                 else:
@@ -316,22 +317,16 @@ def _clock(plan: Plan, region: Region, took: Mapping[int, float], where: Mapping
 def hides(plan: Plan) -> dict[Collective, int]:
     """The collectives that hide behind kernels, and the loop (the id of its region) whose kernels they are.
 
-    One that moves what its loop reads but does not make (a weight) can be sent for ahead; one whose result only leaves its
-    loop, or is a gradient, can be sent while the next kernels run; unless programs wait for it (``Plan.waits``).
+    They are those under way beside kernels of their region (:func:`meshpar.cost.flight.flights_of`), unless programs wait for them.
     """
-    out: dict[Collective, int] = {}
-    kind_of = kinds_of(plan)
-
-    def walk(region: Region) -> None:
-        ahead = ahead_of(region)
-        for node in region.nodes:
-            for body in node.regions:
-                walk(body)
-            if node.name == "move!" and node.step is not None and (ahead(node) or behind(node, kind_of)):
-                out.update((c, id(region)) for c in node.step.sends if c.op not in plan.waits)
-
-    walk(kernels_of(plan))
-    return out
+    return {
+        c: id(region)
+        for region, flights in flights_of(plan).items()
+        for node in flights
+        if node.step is not None
+        for c in node.step.sends
+        if goes_on(plan, c.op)
+    }
 
 
 def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:

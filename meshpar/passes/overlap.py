@@ -321,8 +321,9 @@ class Free:
     """Products that no pair has, body by body: each hides one gather that is left to the compiler.
 
     The TPU compiler (libtpu 0.0.42) sends a gather asynchronously while other products of its body run, which neither make what it
-    sends nor wait for it, but only where programs need not wait for gathers (``Plan.waits``). In the schedule of a recomputed
-    Llama layer on v5e the gather of the cotangent of the attention's output runs beside the gradients of the MLP's weights.
+    sends nor wait for it, but only where programs go on beside gathers (:func:`meshpar.cost.flight.goes_on`). In the schedule of a
+    recomputed Llama layer on v5e the gather of the cotangent of the attention's output runs beside the gradients of the MLP's
+    weights.
 
     Args:
       taken: the products of all pairs. They have hops of their own to hide, if they run on rings.

@@ -242,7 +242,7 @@ class Plan:
                 found.setdefault(step.op, step)
         return found
 
-    @property
+    @cached_property
     def waits(self) -> frozenset[CollectiveOp]:
         """The collectives that its programs wait for, on its chip and with its options of the compiler."""
         return self.options.waits(self.chip)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from arrays import F32, f32
 
 import meshpar as mp
-from meshpar.cost.flight import ahead_of, in_flight, waits_for_the_end
+from meshpar.cost.flight import flights_of, waits_for_the_end
 from meshpar.cost.kernels import kernels_of
-from meshpar.cost.memory import kinds_of
 from meshpar.hardware.chips import CHIPS
 
 ROWS, EMBED, MLP = 16, 32, 64
@@ -32,14 +31,15 @@ def planned(fn, layout="batch: data; embed: data"):
 
 
 def beside(plan):
-    """(kernel, bytes under way beside it)."""
-    flying = in_flight(kernels_of(plan), kinds_of(plan))
-    return [(k, sum(i.bytes for i in items)) for k, items in zip(kernels_of(plan).kernels, flying, strict=True)]
+    """(kernel, what is under way beside it)."""
+    region = kernels_of(plan)
+    flights = flights_of(plan)[region].values()
+    return [(k, [x for f in flights if f.first <= i < f.end for x in f.items]) for i, k in enumerate(region.kernels)]
 
 
 def test_a_weight_is_sent_for_while_the_product_before_it_runs():
     found = beside(planned(lambda params, x: loss(params, x)))
-    products = [n for k, n in found if k.products]
+    products = [sum(i.bytes for i in items) for k, items in found if k.products]
     assert products[:2] == [F32 * EMBED * MLP, 0]  # `down` comes beside the first; nothing beside the last
 
 
@@ -48,7 +48,7 @@ def test_a_gradient_is_sent_while_the_product_after_it_runs():
     assert {c.op for c in plan.collectives} == {"all-gather", "reduce-scatter"}
     whole = F32 * EMBED * MLP  # of `down`, as every device has made it for its rows
     sums = [k for k in kernels_of(plan).kernels if k.name == "move!" and k.reads[0].bytes == whole]
-    flying = in_flight(kernels_of(plan), kinds_of(plan))
+    flying = [items for _, items in beside(plan)]
     first = kernels_of(plan).kernels.index(sums[0])
     after = next(i for i, k in enumerate(kernels_of(plan).kernels) if i > first and k.products)
     assert sums[0].reads[0] in flying[after]
@@ -58,8 +58,8 @@ def test_a_gradient_is_sent_while_the_product_after_it_runs():
 def test_what_a_product_made_cannot_be_sent_for_ahead():
     plan = planned(loss, layout="mlp: data")
     (summed,) = [k for k in kernels_of(plan).kernels if k.name == "move!"]
-    assert not ahead_of(kernels_of(plan))(summed)
-    assert all(n == 0 for _, n in beside(plan))
+    assert summed not in flights_of(plan)[kernels_of(plan)]
+    assert not any(items for _, items in beside(plan))
 
 
 def scanned(params, x):
@@ -85,8 +85,8 @@ def test_blocks_of_gradients_are_left_to_the_end_of_a_loop_where_collectives_run
     other = replace(plan, chip=replace(plan.chip, waits=CHIPS["v5p"].waits))
 
     loops = [r for k in kernels_of(plan).kernels for r in k.regions]
-    (backward,) = [r for r in loops if waits_for_the_end(r)]
-    late = {id(i): i.bytes for i in waits_for_the_end(backward)}
+    (backward,) = [r for r in loops if waits_for_the_end(plan, r)]
+    late = {id(i): i.bytes for i in waits_for_the_end(plan, backward)}
     assert F32 * (rows // 16) * MLP in late.values()  # what `down` multiplied
     assert F32 * (rows // 16) * EMBED in late.values()  # the cotangent
     held = plan.memory.peak - other.memory.peak

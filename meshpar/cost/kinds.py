@@ -1,0 +1,90 @@
+"""What an array in a device's memory is: a parameter, optimizer state, a gradient, a saved activation, or something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..compat.jax import pass_of
+from ..plan.plan import Plan
+from ..program.ir import Op, Program, Value
+from .fusion import FUSED, Item, Node
+from .kernels import kernels_of
+from .memo import once_per_plan
+
+KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
+KINDS = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs", "constants")
+
+
+class _Known:
+    """What of a program says what an item is.
+
+    Attributes:
+      passes: whether ops belong to a forward or a backward pass, as far as it was asked.
+    """
+
+    def __init__(self, program: Program):
+        self.find = program.unifier.find
+        self.passes: dict[Op, str | None] = {}
+        self._like_weights: dict[Value, bool] = {}
+        params = [v for v in program.inputs if v.kind == "params"]
+        self._weights = {self._classes(v) for v in params if v.shape}
+        self._weights |= {self._classes(v, 1) for v in params if len(v.shape) > 2}
+
+    def _classes(self, value: Value, drop: int = 0) -> tuple[int, ...]:
+        return tuple(self.find(n) if n >= 0 else n for n in value.nodes[drop:])
+
+    def is_like_a_weight(self, value: Value) -> bool:
+        """Whether a value has the dims of a weight, or of one layer of a stack of them."""
+        if value not in self._like_weights:
+            self._like_weights[value] = self._classes(value) in self._weights
+        return self._like_weights[value]
+
+    def pass_of(self, node: Node) -> str | None:
+        """Whether a kernel belongs to a forward or a backward pass: its op does, or the loop it stands in."""
+        if node.op is None:
+            return None
+        if node.op not in self.passes:
+            op, found = node.op, None
+            while op is not None and found != "backward":
+                found = pass_of(op.eqn) or found
+                op = op.frame.parent
+            self.passes[node.op] = found
+        return self.passes[node.op]
+
+
+@once_per_plan
+def kinds_of(plan: Plan) -> Callable[[Item], str]:
+    """What an item is: by its path, else by the weight that it has the dims of, else by who reads it."""
+    known = plan.program.once(_Known)
+    constants = set(kernels_of(plan).constants)
+
+    def kind(item: Item) -> str:
+        if item in constants:
+            return "constants"
+        value, made = item.value, item.node
+        if value.path is not None and (made is None or value.op is not None):  # an argument or a result
+            if value.kind in KIND_NAMES:
+                return KIND_NAMES[value.kind]
+            if made is None:
+                return "other inputs"
+        if made is None or _of_inputs(item):
+            return "temporaries"
+        when = known.pass_of(made)
+        if when != "forward" and known.is_like_a_weight(value):
+            return "gradients"
+        if when != "backward" and any(known.pass_of(r) == "backward" for r in item.readers):
+            return "saved activations"
+        return "temporaries"
+
+    return kind
+
+
+def _of_inputs(item: Item) -> bool:
+    """Whether an item is an input converted or moved."""
+    for _ in range(100):
+        if item.node is None:
+            return True
+        if item.node.name not in FUSED | {"move!", "copy!"} or len(item.node.ins) != 1:
+            return False
+        item = item.node.ins[0]
+    return False
