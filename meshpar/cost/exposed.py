@@ -8,12 +8,12 @@ With A devices on a ring, t the seconds of a hop (blocks go both ways at once), 
   nothing waits for see :func:`sum_forms`;
 - a ring takes the time of all it computes, and waits: ``(A-1)/2`` times for what of t is longer than what runs beside it, 2·m, the
   first time m, and if A is even a last time for t/2; a product of no pair that can run meanwhile hides one of these. On devices
-  of two cores the compiler orders one product beside a hop, whatever there is (in every ring of the Llama layers on v5p). What
-  that is longer than the products themselves is exposed. Every block costs a start, and :func:`light_work` is computed apart;
-  sums that travel are added up before they go on, so that their hop is that much longer, while those of the other way can be
-  added during it. Rows that do not fill the matrix unit are paid for; a product takes the longer of its arithmetic and of its
-  memory traffic, and each of its blocks reads all of the operand that is not cut; around a line hops may be
-  synchronous (``Chip.lines_wait``);
+  of two cores whose programs wait for gathers, as by default, the compiler orders one product beside a hop, whatever there is (in
+  every ring of the Llama layers on v5p); with the options that plans come with it does as elsewhere. What that is longer than the
+  products themselves is exposed. Every block costs a start, and :func:`light_work` is computed apart; sums that travel are added
+  up before they go on, so that their hop is that much longer, while those of the other way can be added during it. Rows that do
+  not fill the matrix unit are paid for; a product takes the longer of its arithmetic and of its memory traffic, and each of its
+  blocks reads all of the operand that is not cut; around a line hops may be synchronous (``Chip.lines_wait``);
 - a kernel takes ``max(T_matmul, T_comm)`` and one hop more, the first or the last, beside which there is nothing to multiply; and
   what is copied to bring its operands into the form that it takes.
 """
@@ -117,7 +117,7 @@ def exposed_by(
             sum((c.seconds or 0.0) * (c.count or 1) for c in hops if c.algorithm == "ring") / (first.count or 1)
         )
         others = ()
-    elif chip.cores > 1:
+    elif chip.cores > 1 and not goes_on(plan, "all-gather"):
         one = blocks / max(1, len(runs))
         waits += [max(0.0, hop - one)] * steps + [max(0.0, last - one)]
     else:

@@ -1,4 +1,8 @@
-"""Functions from plan to plan; :data:`PASSES` has them in the order in which they run."""
+"""Functions from plan to plan.
+
+The first, :func:`meshpar.passes.overlap.overlap`, chooses between forms by their steps: it runs the others on each, those of
+:data:`PASSES`, which are in their order.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -17,12 +21,11 @@ from ..plan.planner import planned
 from ..program.ir import Program
 from .barriers import loops_in_turn, results_in_turn, slices_apart
 from .crossings import note_crossings
-from .overlap import overlap
+from .overlap import overlap as send
 from .schedule import schedule
 from .sums import whole_sums
 
 PASSES: tuple[Callable[[Plan], Plan], ...] = (
-    overlap,
     whole_sums,
     schedule,
     loops_in_turn,
@@ -65,8 +68,12 @@ def make_plan(
             plan.chip, sends, options, compiler_options, lambda values: refused_options(mesh, values)
         )
         plan = replace(plan, overlap=overlap, options=chosen)
-        for run in PASSES:
-            plan = run(plan)
+        return send(plan, _passed)
+
+
+def _passed(plan: Plan) -> Plan:
+    for run in PASSES:
+        plan = run(plan)
     return plan
 
 

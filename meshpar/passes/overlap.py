@@ -6,7 +6,7 @@ what is expected to be left exposed (:mod:`meshpar.cost.exposed`), and has a rin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,13 +24,14 @@ from ..cost.exposed import (
 )
 from ..cost.fusion import FUSED, VIEWS
 from ..cost.memory import devices_of, major_of
+from ..cost.time import time_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
 from ..hardware.algorithms import AlgorithmName, wire_bytes
 from ..hardware.chips import CollectiveOp
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, major_stage
-from ..plan.collectives import Collective
+from ..plan.collectives import Collective, duration
 from ..plan.plan import Choice, Overlap, Plan
 from ..plan.spec import local_shape, names_of, parts_of
 from ..plan.steps import (
@@ -62,11 +63,19 @@ MOST = 64
 """Devices of the longest ring."""
 
 
-def overlap(plan: Plan) -> Plan:
-    """Decide for every pair of a plan in the mode that ``plan.overlap`` names, and have it sent accordingly.
+def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
+    """Decide for every pair of a plan in the mode that ``plan.overlap`` names, have it sent accordingly, and run the passes behind.
+
+    Where cost decides, a gather of a weight and the sum of a gradient are each on their own. What products of activations gather
+    and scatter over the same axes is sent one way, that of the shorter step by the plan's own time of it: between collectives of
+    their own the compiler (libtpu 0.0.42) puts hardly a product beside the hops of a ring. Five mixtures were compiled, chosen pair
+    by pair: each was longer than one of the pure forms, two of them longer than both.
 
     ``auto`` never takes the kernel: none that talks to other devices is a default before it was timed. Its reasons say where one
     would run.
+
+    Args:
+      rest: the passes behind this one.
 
     Raises:
       UnsupportedError: a mode that is not of :data:`MODES`.
@@ -75,13 +84,53 @@ def overlap(plan: Plan) -> Plan:
     if mode not in MODES:
         raise UnsupportedError(f"there is no overlap {mode!r}", fixes=did_you_mean(mode, MODES, "modes"))
     if mode == "off":
-        return plan
+        return rest(plan)
+    forms: dict[tuple[str, ...], Choice] = {}
+    if mode in BY_COST and plan.chip is not None:
+        forms = dict.fromkeys(_chains(plan), "xla")
+    best = rest(_sent(plan, forms))
+    steps: dict[tuple[str, ...], str] = {}
+    for axes in forms:
+        if not any(o.together and o.axes == axes for o in best.overlaps):
+            continue
+        other = rest(_sent(plan, {**forms, axes: "ring"}))
+        xla, ring = _seconds(best), _seconds(other)
+        steps[axes] = (
+            f"the step takes {duration(ring)} with all of {names_of(axes)} in blocks, {duration(xla)} with none"
+        )
+        if xla - ring >= LEAST:
+            best, forms = other, {**forms, axes: "ring"}
+    told = tuple(replace(o, reason=f"{o.reason}; {steps[o.axes]}") if o.together else o for o in best.overlaps)
+    best = replace(best, overlaps=told) if steps else best
+    warn_of_lines(best)
+    return best
+
+
+def _seconds(plan: Plan) -> float:
+    found = time_of(plan)
+    assert found is not None
+    return found.seconds
+
+
+def _chains(plan: Plan) -> list[tuple[str, ...]]:
+    """The axes over which activations are gathered for products, and that rings are possible on."""
+    found, carried = _Pairs(plan), _carried(plan.body)
+    pairs = [pair for step in found.candidates if isinstance(step, Reshard) and (pair := found.pair(step)) is not None]
+    return list(
+        dict.fromkeys(p.axes for p in pairs if _chained(p, carried) and 1 < devices_of(plan.torus, p.axes) <= MOST)
+    )
+
+
+def _sent(plan: Plan, forms: Mapping[tuple[str, ...], Choice]) -> Plan:
+    """The plan with its pairs sent as they are decided.
+
+    Args:
+      forms: axes → how what products of activations gather and scatter over them is sent.
+    """
     found = _Pairs(plan)
     carried = _carried(plan.body)
     pairs = [pair for step in found.candidates if (pair := found.pair(step)) is not None]
-    together = _together(plan, pairs, found, carried)
-    taken = {run for pair in pairs for run, _ in pair.dots}
-    free = Free(plan, taken)
+    free = Free(plan, {run for pair in pairs for run, _ in pair.dots})
     changes: dict[Step, Step] = {}
     overlaps: list[Overlap] = []
     for step in found.candidates:
@@ -89,7 +138,7 @@ def overlap(plan: Plan) -> Plan:
         if pair is None:
             continue
         chained = _chained(pair, carried)
-        decision, fused = _decision(plan, pair, free, found, together.get(pair.axes) if chained else None, chained)
+        decision, fused = _decision(plan, pair, free, found, forms.get(pair.axes) if chained else None, chained)
         overlaps.append(decision)
         if decision.choice != "xla":
             changes.update(_in_blocks(plan, pair, decision.choice, fused, found))
@@ -101,9 +150,7 @@ def overlap(plan: Plan) -> Plan:
         rings = any(isinstance(s, Reshard) and s.ring is not None for s in steps)
         return replace(body, steps=in_order(steps, body.outputs) if rings else tuple(steps))
 
-    plan = replace(plan, body=rewritten(plan.body, change) if changes else plan.body, overlaps=tuple(overlaps))
-    warn_of_lines(plan)
-    return plan
+    return replace(plan, body=rewritten(plan.body, change) if changes else plan.body, overlaps=tuple(overlaps))
 
 
 # -- finding
@@ -358,38 +405,8 @@ class Free:
 # -- deciding
 
 
-def _together(
-    plan: Plan, pairs: Sequence[Pair], found: _Pairs, carried: set[Value]
-) -> dict[tuple[str, ...], tuple[float, float]]:
-    """Axes → seconds of a step that collectives of their own, and rings, leave exposed.
-
-    What products of activations gather and scatter over the same axes is decided as a whole: between collectives of their own,
-    which are synchronous, the compiler (libtpu 0.0.42) puts hardly a product beside the hops of a ring. Five mixtures were
-    compiled, chosen pair by pair: each was longer than one of the pure forms, two of them longer than both. Gathers of weights,
-    and sums of gradients on axes where nothing else is gathered, are each on their own.
-    """
-    chip = plan.chip
-    if chip is None:
-        return {}
-    free = Free(plan, {run for pair in pairs for run, _ in pair.dots})
-    chained = {p.axes for p in pairs if p.gather and _chained(p, carried)}
-    out: dict[tuple[str, ...], tuple[float, float]] = {}
-    for pair in pairs:
-        idle = devices_of(plan.torus, pair.axes) == 1 or 0 in pair.value.shape
-        if idle or pair.axes not in chained or not _chained(pair, carried):
-            continue
-        home = found.home[pair.step]
-        others = free.beside(pair, home, found.ops_of_users(pair.step)) if pair.gather else []
-        seconds = [product_seconds(plan, chip, run) for run in others]
-        once = exposed_by(plan, chip, pair, found.hops(pair), None, True, seconds, plan.overlap in BY_COST)
-        free.take(home, others)
-        count, (xla, ring) = pair.step.collectives[0].count or 1, out.get(pair.axes, (0.0, 0.0))
-        out[pair.axes] = xla + count * once["xla"], ring + count * once["ring"]
-    return out
-
-
 def _decision(
-    plan: Plan, pair: Pair, free: Free, found: _Pairs, whole: tuple[float, float] | None, chained: bool
+    plan: Plan, pair: Pair, free: Free, found: _Pairs, form: Choice | None, chained: bool
 ) -> tuple[Overlap, FusedGather | FusedScatter | None]:
     mode, first = plan.overlap, pair.step.collectives[0]
     devices = devices_of(plan.torus, pair.axes)
@@ -414,7 +431,7 @@ def _decision(
     elif mode == "pallas" and not isinstance(fused, str):
         choice, reason = "pallas", "as asked for: one kernel sends blocks while it multiplies others"
     else:
-        choice, reason = _by_cost(devices, exposed, pair.gather, whole)
+        choice, reason = _by_cost(devices, exposed, pair.gather, form)
         if mode == "pallas":
             reason = f"no kernel: {fused}; {reason}"
         elif not isinstance(fused, str):
@@ -424,31 +441,34 @@ def _decision(
         reason += f"; {names_of(pair.axes)} is no ring of the torus, so that hops share links"
     kind = "gather" if pair.gather else "scatter"
     origin = pair.dots[0][0].op
-    decision = Overlap(kind, choice, reason, first.tensor, pair.axes, len(pair.dots), first.count, exposed, origin)
+    decision = Overlap(
+        kind, choice, reason, first.tensor, pair.axes, len(pair.dots), first.count, exposed, origin,
+        form is not None and choice != "pallas",
+    )  # fmt: skip
     return decision, fused if choice == "pallas" and not isinstance(fused, str) else None
 
 
-def _by_cost(
-    devices: int, exposed: dict[str, float] | None, gather: bool, whole: tuple[float, float] | None
-) -> tuple[Choice, str]:
+def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool, form: Choice | None) -> tuple[Choice, str]:
     """A collective of its own, or a ring; and why.
 
     Args:
-      whole: seconds of a step that these two leave exposed of all pairs that are decided together; None: it is on its own.
+      form: of all that it is sent together with; None: it is on its own.
     """
     if exposed is None:
         return "xla", "the chip is not known"
     if devices > MOST:
         return "xla", f"a ring of {devices} devices is longer than {MOST}"
-    xla, ring = whole or (exposed["xla"], exposed["ring"])
-    if xla - ring < LEAST:
-        if exposed["xla"] == 0:
-            return "xla", "the compiler sends for it while other products run"
-        few = "the products of a block are too short to hide a hop, and what stands between hops"
-        return "xla", few if ring else "there is too little to gain"
-    while_what = "others are multiplied" if gather else "the next are made"
-    of = "" if whole is None or xla == exposed["xla"] else " of all over these axes"
-    return "ring", f"blocks travel while {while_what}: {100 * (1 - ring / xla):.0f} % hidden{of}"
+    xla, ring = exposed["xla"], exposed["ring"]
+    choice: Choice = form or ("ring" if xla - ring >= LEAST else "xla")
+    if choice == "ring":
+        hidden = f": {100 * (1 - ring / xla):.0f} % hidden" if ring < xla else ""
+        return choice, f"blocks travel while {'others are multiplied' if gather else 'the next are made'}{hidden}"
+    if xla == 0:
+        return choice, "the compiler sends for it while other products run"
+    if xla - ring >= LEAST:
+        return choice, "others over the same axes would lose more"
+    few = "the products of a block are too short to hide a hop, and what stands between hops"
+    return choice, few if ring else "there is too little to gain"
 
 
 # -- what is sent in blocks

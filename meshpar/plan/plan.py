@@ -101,6 +101,7 @@ class Overlap:
       exposed: seconds, once, in which nothing is multiplied, by choice (``pallas`` where a kernel takes it); None: the chip is
         not known.
       origin: the first product.
+      together: it was decided together with all that activations are gathered and scattered for over these axes.
     """
 
     kind: Literal["gather", "scatter"]
@@ -112,6 +113,7 @@ class Overlap:
     count: int | None
     exposed: dict[str, float] | None
     origin: Op | None = None
+    together: bool = False
 
     @property
     def gain(self) -> float | None:
