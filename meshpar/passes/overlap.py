@@ -85,12 +85,12 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
         raise UnsupportedError(f"there is no overlap {mode!r}", fixes=did_you_mean(mode, MODES, "modes"))
     if mode == "off":
         return rest(plan)
+    chains = _chains(plan) if mode in BY_COST and plan.chip is not None else []
     forms: dict[tuple[str, ...], Choice] = {}
-    if mode in BY_COST and plan.chip is not None:
-        forms = dict.fromkeys(_chains(plan), "xla")
+    forms.update((axes, "xla") for axes in chains)
     best = rest(_sent(plan, forms))
     steps: dict[tuple[str, ...], str] = {}
-    for axes in forms:
+    for axes in chains:
         if not any(o.together and o.axes == axes for o in best.overlaps):
             continue
         other = rest(_sent(plan, {**forms, axes: "ring"}))
@@ -99,7 +99,7 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
             f"the step takes {duration(ring)} with all of {names_of(axes)} in blocks, {duration(xla)} with none"
         )
         if xla - ring >= LEAST:
-            best, forms = other, {**forms, axes: "ring"}
+            best, forms[axes] = other, "ring"
     told = tuple(replace(o, reason=f"{o.reason}; {steps[o.axes]}") if o.together else o for o in best.overlaps)
     best = replace(best, overlaps=told) if steps else best
     warn_of_lines(best)
