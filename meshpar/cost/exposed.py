@@ -33,15 +33,13 @@ from ..errors import TorusWarning
 from ..hardware.algorithms import AlgorithmName, wire_bytes
 from ..hardware.chips import Chip
 from ..hardware.collective_time import hop_seconds, seconds_of
-from ..hardware.topology import Stage, joined
+from ..hardware.topology import Stage, devices_of, joined, major_of
 from ..plan.collectives import Collective, duration, volume_of
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
-from .flight import goes_on
 from .flops import flops_on
-from .memory import devices_of, major_of
 
 BLOCK = 2e-6
 """Seconds that starting the products of one more block takes, or a kernel."""
@@ -117,7 +115,7 @@ def exposed_by(
             sum((c.seconds or 0.0) * (c.count or 1) for c in hops if c.algorithm == "ring") / (first.count or 1)
         )
         others = ()
-    elif chip.cores > 1 and not goes_on(plan, "all-gather"):
+    elif chip.cores > 1 and not plan.goes_on("all-gather"):
         one = blocks / max(1, len(runs))
         waits += [max(0.0, hop - one)] * steps + [max(0.0, last - one)]
     else:
@@ -126,7 +124,7 @@ def exposed_by(
         waits += [max(0.0, hop + added - block)] * (steps > 0) + [max(0.0, hop + added - 2 * block)] * (steps - 1)
         waits += [max(0.0, last + added - (2 if steps else 1) * block)] * (last > 0)
     waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
-    if pair.gather and goes_on(plan, "all-gather"):
+    if pair.gather and plan.goes_on("all-gather"):
         alone = max(0.0, alone - sum(others)) if chained else 0.0
     elif not pair.gather:
         forms = sum_forms(plan, first, 0.0 if chained else total, whole=whole)
@@ -162,7 +160,7 @@ def sum_forms(plan: Plan, c: Collective, products: float, *, whole: bool = True)
     """
     assert plan.chip is not None
     stages, late = [s for a in c.axes for s in plan.torus[a]], later_stages(plan, c)
-    hidden = products if goes_on(plan, c.op) else 0.0
+    hidden = products if plan.goes_on(c.op) else 0.0
     seconds = c.seconds or 0.0
     found: dict[AlgorithmName, SumForm] = {
         c.algorithm: SumForm(c.bytes, seconds, late + max(0.0, seconds - late - hidden))
@@ -171,7 +169,7 @@ def sum_forms(plan: Plan, c: Collective, products: float, *, whole: bool = True)
         devices = math.prod(s.size for s in stages)
         volume = volume_of(c.op, c.bytes, devices)
         seconds = seconds_of("all-reduce", volume, stages, plan.chip, "whole")
-        hidden = products if goes_on(plan, "all-reduce") else 0.0
+        hidden = products if plan.goes_on("all-reduce") else 0.0
         found["whole"] = SumForm(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
     return found
 

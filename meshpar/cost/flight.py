@@ -1,19 +1,21 @@
 """What is under way beside the kernels of a plan, and until when: it follows from the plan, its chip and its options.
 
-Time, memory, and the passes that pair products with collectives read it here: what programs wait for (:func:`goes_on`), which
-collectives wait for nothing in their region, beside which of its kernels they are sent, and what they hold meanwhile
-(:func:`flights_of`), and what nothing there waits for and is kept for its end (:func:`waits_for_the_end`).
+Time and memory read it here: which collectives wait for nothing in their region (:func:`flights_of`), which products run beside
+those that others wait for (:func:`beside_of`), in what order kernels run therefore, and what is held beside each
+(:func:`running_of`), and what nothing waits for and is kept for the end (:func:`waits_for_the_end`). Whether programs go on beside
+a kind of collectives at all is ``Plan.goes_on``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ..hardware.chips import CollectiveOp
+from ..plan.collectives import Collective
 from ..plan.plan import Plan
-from ..plan.steps import Reduce
+from ..plan.steps import Reduce, Reshard, Step
 from .fusion import FUSED, VIEWS, Item, Node, Region
+from .kernel_time import KernelTime, kernel_times
 from .kernels import kernels_of
 from .kinds import kinds_of
 from .memo import once_per_plan
@@ -21,39 +23,49 @@ from .memo import once_per_plan
 _LIGHT = FUSED | VIEWS | {"move!", "copy!"}
 
 
-def goes_on(plan: Plan, op: CollectiveOp) -> bool:
-    """Whether the programs of a plan go on beside collectives of a kind, where something is there to do."""
-    return op not in plan.waits
-
-
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Flight:
     """A collective that waits for nothing in its region, or that nothing there waits for.
 
     Attributes:
       ahead: it brings what its region reads but does not make (a weight); else its result only leaves the region, or is a gradient.
-      first, end: it is under way beside the kernels of its region from this place to before that one.
-      items: what it holds beside them, operands or results.
+      last: it is under way to the end of its region, or sent there.
+      apart: what it gives lies in other memory than what it sends.
     """
 
     ahead: bool
-    first: int
-    end: int
-    items: tuple[Item, ...]
+    last: bool = False
+    apart: bool = False
 
 
 @once_per_plan
 def flights_of(plan: Plan) -> dict[Region, dict[Node, Flight]]:
-    """What is under way beside the kernels of every region, by the move.
+    """The collectives of every region that kernels need not wait for, by the move.
 
-    A value that is sent for ahead arrives while the product before the one that reads it runs; a gradient is under way until
-    the next product is done. The TPU compiler (libtpu 0.0.42, default effort) was seen to schedule about one collective ahead
-    and one behind. Where options have sums made by cores of their own (SparseCores), it has those that are sent whole under way to
-    the end of a body, all at once, and puts them into other memory.
+    Where options have sums made by cores of their own (SparseCores), the TPU compiler (libtpu 0.0.42, default effort) has those
+    that are sent whole under way to the end of a body, all at once. Sums of gradients that programs wait for it leaves to a
+    body's end.
     """
     chip, kind_of = plan.chip, kinds_of(plan)
-    offloaded = chip is not None and "all-reduce" in chip.waits and goes_on(plan, "all-reduce")
-    return {region: dict(_flights(region, kind_of, offloaded)) for region in _regions(kernels_of(plan))}
+    offloaded = chip is not None and "all-reduce" in chip.waits and plan.goes_on("all-reduce")
+    tpu = chip is not None and bool(chip.torus)
+
+    def behind(node: Node) -> Flight:
+        if tpu and isinstance(node.step, Reduce):
+            if offloaded and any(s.algorithm == "whole" for s in node.step.scatters):
+                return Flight(False, True, True)
+            return Flight(False, _leaves(node) and not any(plan.goes_on(c.op) for c in node.step.sends))
+        return Flight(False)
+
+    out: dict[Region, dict[Node, Flight]] = {}
+    for region in _regions(kernels_of(plan)):
+        ahead, found = ahead_of(region), out.setdefault(region, {})
+        for node in region.kernels:
+            if node.name == "move!" and ahead(node):
+                found[node] = Flight(True)
+            elif node.name == "move!" and (_leaves(node) or all(kind_of(o) == "gradients" for o in node.outs)):
+                found[node] = behind(node)
+    return out
 
 
 def _regions(region: Region) -> Iterator[Region]:
@@ -63,20 +75,161 @@ def _regions(region: Region) -> Iterator[Region]:
             yield from _regions(body)
 
 
-def _flights(region: Region, kind_of: Callable[[Item], str], offloaded: bool) -> Iterator[tuple[Node, Flight]]:
-    heavy = [i for i, k in enumerate(region.kernels) if k.products or k.name == "kernel"]
-    end, ahead = len(region.kernels), ahead_of(region)
-    for j, node in enumerate(region.kernels):
-        if node.name != "move!":
-            continue
-        if ahead(node):
-            first = max((i for i in heavy if i < j), default=j)
-            yield node, Flight(True, first, j, tuple(node.writes))
-        elif _behind(node, kind_of):
-            whole = offloaded and _whole(node)
-            after = end if whole else min((i + 1 for i in heavy if i > j), default=end)
-            sums = [Item(i.bytes, i.value, node) for i in node.reads] if whole else []
-            yield node, Flight(False, j + 1, after, (*node.reads, *sums))
+def _leaves(node: Node) -> bool:
+    """Whether what a move gives only leaves its region, as a slice of a stack."""
+    return all(k.name == "stack!" for o in node.outs for k in o.readers)
+
+
+@once_per_plan
+def hides(plan: Plan) -> dict[Collective, int]:
+    """The collectives that hide behind kernels, and the loop (the id of its region) whose kernels they are: those of
+    :func:`flights_of` that programs do not wait for.
+    """
+    return {
+        c: id(region)
+        for region, flights in flights_of(plan).items()
+        for node in flights
+        if node.step is not None
+        for c in node.step.sends
+        if plan.goes_on(c.op)
+    }
+
+
+def own(step: Step) -> Sequence[Collective]:
+    """The collectives of a step that are sent by themselves: those of rings are in the decisions."""
+    if isinstance(step, Reshard | Reduce) and step.ring is not None:
+        return [c for c in step.sends if c.algorithm not in ("ring", "pallas") and not c.first]
+    return step.sends
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What runs beside a collective that products wait for.
+
+    Attributes:
+      products: the kernels.
+      exposed: the part of its time in which none of them runs.
+    """
+
+    products: tuple[Node, ...]
+    exposed: float
+
+
+@once_per_plan
+def beside_of(plan: Plan) -> dict[Region, dict[Node, Beside]]:
+    """What runs beside the collectives of every region that products wait for, by the move, where programs go on beside them.
+
+    Those products that neither make what it sends nor follow from what it gives, each beside one. So the TPU compiler (libtpu
+    0.0.42) has it in backward layers of Llama: beside what is gathered of a cotangent runs the recomputed forward pass, beside the
+    sum of the next one the gradients of the weights; all-reduces are asynchronous where reduce-scatters are, on cores of their
+    own. It schedules from the end of a body: the last collective takes the last products.
+    """
+    took, where = kernel_times(plan), hides(plan)
+    return {region: _beside(plan, region, took, where) for region in flights_of(plan)}
+
+
+def _beside(
+    plan: Plan, region: Region, took: Mapping[Node, KernelTime], where: Mapping[Collective, int]
+) -> dict[Node, Beside]:
+    bits: dict[Node, int] = {}
+    before: dict[Node, int] = {}
+    products: dict[Node, None] = {}
+    moves: dict[Node, float] = {}
+    for node in region.nodes:
+        seconds = 0.0
+        if node.name == "move!" and node.step is not None:
+            seconds = sum(c.seconds or 0.0 for c in own(node.step) if c not in where and _goes_on(plan, c))
+        if seconds:
+            moves[node] = seconds
+        elif node.products and node in took:
+            products[node] = None
+        mine = 1 << len(bits) if seconds or node in products else 0
+        if mine:
+            bits[node] = mine
+        for item in node.ins:
+            if item.node is not None:
+                mine |= before.get(item.node, 0)
+        before[node] = mine
+    out: dict[Node, Beside] = {}
+    for node, seconds in reversed(moves.items()):
+        left, taken = seconds, []
+        for other in [k for k in reversed(products) if not (before[node] & bits[k] or before[k] & bits[node])]:
+            if left > 0:
+                left -= took[other].seconds
+                taken.append(other)
+                del products[other]
+        out[node] = Beside(tuple(taken), max(0.0, left) / seconds)
+    return out
+
+
+def _goes_on(plan: Plan, c: Collective) -> bool:
+    return c.op in ("all-gather", "reduce-scatter", "all-reduce") and plan.goes_on(c.op)
+
+
+@dataclass(slots=True)
+class Running:
+    """The kernels of a region in the order in which they run.
+
+    Attributes:
+      kernels: of the region.
+      last: where each array is read last.
+      beside: what is under way beside kernels, and held for it, by their place.
+    """
+
+    kernels: list[Node]
+    last: dict[Item, int] = field(default_factory=dict)
+    beside: dict[int, list[Item]] = field(default_factory=dict)
+
+
+@once_per_plan
+def running_of(plan: Plan) -> dict[Region, Running]:
+    """The kernels of every region in the order in which they run.
+
+    They run in the order of the program; but in bodies of loops products that come before a collective and run beside it (the
+    gradients of weights beside what is sent of cotangents) come after it, with all that follows from them. What it sends is held
+    until they are done. (Without loops, ResNet-50 with split features on v5e, the compiler holds what the program's order does.) A
+    value that is sent for ahead arrives while the product before the one that reads it runs; a gradient is under way until
+    the next product is done: the TPU compiler (libtpu 0.0.42, default effort) was seen to schedule about one collective ahead
+    and one behind. It puts sums that are under way to the end into other memory.
+    """
+    flights, besides, whole = flights_of(plan), beside_of(plan), kernels_of(plan)
+    return {region: _running(region, flights[region], {} if region is whole else besides[region]) for region in flights}
+
+
+def _running(region: Region, flights: Mapping[Node, Flight], besides: Mapping[Node, Beside]) -> Running:
+    out = Running(_in_turn(region, besides))
+    kernels, under_way = out.kernels, out.beside
+    for k, node in enumerate(kernels):
+        for item in node.reads:
+            out.last[item] = k
+    heavy = [i for i, k in enumerate(kernels) if k.products or k.name == "kernel"]
+    end, place = len(kernels), {node: k for k, node in enumerate(kernels)}
+    for node, flight in flights.items():
+        j = place[node]
+        if flight.ahead:
+            begin, after, items = max((i for i in heavy if i < j), default=j), j, [*node.writes]
+        else:
+            begin, after = j + 1, end if flight.last else min((i + 1 for i in heavy if i > j), default=end)
+            items = [*node.reads, *(Item(i.bytes, i.value, node) for i in node.reads if flight.apart)]
+        for i in range(begin, after):
+            under_way.setdefault(i, []).extend(items)
+    for node, beside in besides.items():
+        for k in beside.products:
+            if place[k] > place[node]:
+                under_way.setdefault(place[k], []).extend(node.reads)
+    return out
+
+
+def _in_turn(region: Region, besides: Mapping[Node, Beside]) -> list[Node]:
+    place = {node: float(k) for k, node in enumerate(region.kernels)}
+    late = {k: place[node] + 0.5 for node, b in besides.items() for k in b.products if place[k] < place[node]}
+    if not late:
+        return region.kernels
+    maker = {item: node for node in region.kernels for item in node.writes}
+    for node in region.kernels:
+        after = [place[made] for item in node.reads if (made := maker.get(item)) is not None and made is not node]
+        place[node] = max([place[node], late.get(node, 0.0), *after])
+    return sorted(region.kernels, key=place.__getitem__)
 
 
 def ahead_of(region: Region) -> Callable[[Node], bool]:
@@ -97,25 +250,13 @@ def ahead_of(region: Region) -> Callable[[Node], bool]:
     return lambda node: not any(map(made_here, node.ins))
 
 
-def _behind(node: Node, kind_of: Callable[[Item], str]) -> bool:
-    """Whether what a move gives only leaves its region, or is a gradient, so that the next kernels need not wait for it."""
-    return all(k.name == "stack!" for o in node.outs for k in o.readers) or all(
-        kind_of(o) == "gradients" for o in node.outs
-    )
-
-
-def _whole(node: Node) -> bool:
-    """Whether a move is a sum that is sent whole, and cut afterwards."""
-    return isinstance(node.step, Reduce) and any(s.algorithm == "whole" for s in node.step.scatters)
-
-
 def waits_for_the_end(plan: Plan, region: Region) -> list[Item]:
     """Operands of products that are made block by block when their sum is reduced, a body's last work.
 
     Where the TPU compiler (libtpu 0.0.42, default effort) sends gathers asynchronously, it was seen to leave the blocks of
     weights' gradients to the end of a loop's body, with the gathered activations and cotangents that they are made of in memory.
     """
-    if plan.chip is None or not plan.chip.torus or not goes_on(plan, "all-gather"):
+    if plan.chip is None or not plan.chip.torus or not plan.goes_on("all-gather"):
         return []
     late = [n for n in region.kernels if any(run.in_ring == "reduce" for run in n.products)]
     return [item for node in late for item in node.reads]

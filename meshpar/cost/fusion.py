@@ -48,7 +48,6 @@ class Item:
       stored: it is in memory.
       sliced: one of :data:`SLICES` reads it.
       through: kernels that can compute it do so, though it is in memory for others.
-      last: where it is read last in its region.
     """
 
     __slots__ = (
@@ -58,7 +57,6 @@ class Item:
         "elements",
         "held",
         "host",
-        "last",
         "must",
         "node",
         "readers",
@@ -78,7 +76,6 @@ class Item:
         self.must = False
         self.stored = node is None
         self.carried = False
-        self.last = -1
         self.readers: list[Node] = []
         self.through = False
         self.sliced = False
@@ -216,7 +213,6 @@ def fuse(region: Region) -> None:
             done[node] = done[other]
             found = {i: None for i in found if i not in mine}
         for item in found:
-            item.last = max(item.last, done[other])
             item.readers.append(other)
 
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..hardware.topology import Stage, Torus, major_stage
+from ..hardware.topology import devices_of
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
 from ..program.ir import Value
 from .donation import gathered_apart, in_place
-from .flight import flights_of, goes_on, waits_for_the_end
+from .flight import running_of, waits_for_the_end
 from .flops import local_work
 from .fusion import FUSED, Item, Node, Region
 from .kernels import BLOCKS, kernels_of
@@ -87,8 +87,8 @@ class _Live:
         chip = plan.chip
         self.tpu = chip is not None and bool(chip.torus)
         self.copies = chip is not None and self.tpu and bool(chip.waits)
-        self.postpones = self.tpu and goes_on(plan, "all-gather")
-        self.flights = flights_of(plan)
+        self.postpones = self.tpu and plan.goes_on("all-gather")
+        self.running = running_of(plan)
         self.points: list[tuple[int, float, Node]] = []
         self.live: dict[int, tuple[Item, float]] = {}
         self.total = 0.0
@@ -150,13 +150,10 @@ class _Live:
     def region(self, region: Region, kept: set[int]) -> None:
         """Walk the kernels of a region; ``kept`` are live to its end."""
         own = {id(item) for item in region.inputs}
-        under_way: list[list[Item]] = [[] for _ in region.kernels]
-        for flight in self.flights[region].values():
-            for i in range(flight.first, flight.end):
-                under_way[i] += flight.items
-        for index, node in enumerate(region.kernels):
+        running = self.running[region]
+        for index, node in enumerate(running.kernels):
             own.update(map(id, node.writes))
-            ends = [i for i in node.reads if i.last == index and id(i) in own and id(i) not in kept]
+            ends = [i for i in node.reads if running.last[i] == index and id(i) in own and id(i) not in kept]
             if node.regions:
                 self.loop(node, ends, kept)
             else:
@@ -171,13 +168,13 @@ class _Live:
                 held = self.inside(node) or self.gathered(node) or self.table(node)
                 if held is not None:
                     self.add(held)
-                self.sample(node, under_way[index])
+                self.sample(node, running.beside.get(index, ()))
                 if held is not None:
                     self.drop(held)
             for item in ends:
                 self.drop(item)
             for out in node.writes:
-                if out.last <= index and id(out) not in kept:
+                if running.last.get(out, -1) <= index and id(out) not in kept:
                     self.drop(out)
 
     def from_the_start(self, region: Region) -> list[Item]:
@@ -284,16 +281,6 @@ class _Live:
         largest.sort(key=lambda x: -x[0])
         top = [(_name(self.plan, item), size, kind) for size, kind, item in largest[:12]]
         return Memory(max(self.peak, 0.0), self.host, {k: v for k, v in kinds.items() if v}, self.points, top, self.at)
-
-
-def devices_of(torus: Torus, axes: Sequence[str]) -> int:
-    """How many devices a ring over axes has: those of the major stage."""
-    return math.prod(s.size for s in major_of(torus, axes))
-
-
-def major_of(torus: Torus, axes: Sequence[str]) -> list[Stage]:
-    """The stage that a ring over axes runs over: the major one of the torus."""
-    return major_stage(torus, axes)[0]
 
 
 def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:

@@ -7,20 +7,18 @@ array once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Plan
-from ..plan.spec import itemsize
-from ..plan.steps import Reduce, Reshard, Run, Step
 from ..program.ir import Op
-from .donation import gathered_apart, in_place
-from .exposed import kernel_seconds, later_stages
-from .flight import Flight, flights_of, goes_on
-from .flops import OPAQUE, flops_on, local_opaque_flops, model_flops
-from .fusion import SLICES, Item, Node, Region, line_of
+from .exposed import later_stages
+from .flight import beside_of, flights_of, hides, own
+from .flops import model_flops
+from .fusion import Region, line_of
+from .kernel_time import kernel_times
 from .kernels import kernels_of
 from .memo import once_per_plan
 
@@ -111,222 +109,74 @@ def time_of(plan: Plan) -> Time | None:
     """The time of a step on the plan's chip; None: it is not known."""
     if plan.chip is None:
         return None
-    chip, region = plan.chip, kernels_of(plan)
-    device = chip.per_device()
     ops: list[OpTime] = []
-    compute = memory = model = 0.0
-    flops_of = flops_on(plan, chip.lanes)
-    took: dict[int, float] = {}
-    results = {id(region.outputs[k]) for k in in_place(plan)} if chip.torus else set()
-    kernels = list(kernels_with_counts(region))
-    home = {id(node): loop for node, loop, _ in kernels}
-    stacked: dict[int, float] = {}
-    for node, loop, _ in kernels if chip.torus else ():
-        made = _product_of_stack(node)
-        if made is not None and home.get(id(made)) == loop:
-            stacked[id(made)] = stacked.get(id(made), 0.0) + node.reads[0].bytes
-            stacked[id(node)] = 0.0
-    for node, _, count in kernels:
-        if node.regions or stacked.get(id(node)) == 0.0:
-            continue
-        flops = sum(map(flops_of, node.products))
-        if node.name in OPAQUE and isinstance(node.step, Run):
-            flops += local_opaque_flops(node.step, plan.sizes)
-        traffic = 0.0
-        if node.name not in ("move!", "leave!"):
-            traffic = sum(item.bytes for item in node.writes) + sum(read_bytes(node, item) for item in node.reads)
-            traffic += sum(i.bytes for i in node.ins) if node.name == "stack!" else 0.0
-            traffic += stacked.get(id(node), 0.0)
-        elif any(id(i) in results and gathered_apart(i.bytes, sum(j.bytes for j in node.reads)) for i in node.writes):
-            traffic = 2 * node.writes[0].bytes  # it is gathered into other memory, and copied to its place
-        rate = device.flops
-        if node.products:
-            rate = device.matmul_rate(str(node.products[0].op.eqn.invars[0].aval.dtype))
-        busy, moved = flops / (rate * chip.matmul_efficiency), traffic / (device.hbm_bandwidth * chip.hbm_efficiency)
-        if not busy and not moved:
-            continue
-        compute += busy * count
-        memory += moved * count
-        seconds = kernel_seconds(chip, busy, moved, _elements(node) if moved else 0.0)
-        took[id(node)] = seconds
+    compute = memory = 0.0
+    for node, k in kernel_times(plan).items():
+        compute += k.busy * k.count
+        memory += k.moved * k.count
         name = node.products[0].op.name if node.products else node.name.rstrip("!")
         origin = node.products[0].op if node.products else node.op
-        ops.append(OpTime(name, flops, traffic, seconds, count, origin))
+        ops.append(OpTime(name, k.flops, k.bytes, k.seconds, k.count, origin))
     model = model_flops(plan)
     communication = sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives)
-    seconds = _estimate(plan, region, took)
+    seconds = _estimate(plan)
     devices = 1
     for n in plan.sizes.values():
         devices *= n
-    out = Time(compute, memory, communication, seconds, model, device.flops * devices, ops)
+    out = Time(compute, memory, communication, seconds, model, plan.chip.per_device().flops * devices, ops)
     out.bottleneck = _bottleneck(out, plan.collectives)
     return out
 
 
-def kernels_with_counts(region: Region, count: int = 1, loop: int = 0) -> Iterator[tuple[Node, int, int]]:
-    """(kernel, id of its region, how often it runs in a step); loops of unknown length once, every branch of a condition."""
-    loop = id(region)
-    for node in region.kernels:
-        yield node, loop, count
-        for body in node.regions:
-            yield from kernels_with_counts(body, count * (1 if body.trips is None else body.trips))
-
-
-def _product_of_stack(node: Node) -> Node | None:
-    """The product whose result this kernel writes into the stack of a loop: on TPUs it writes there itself (libtpu 0.0.42)."""
-    if node.name != "stack!" or node.products or len(node.reads) != 1 or node.reads[0].bytes != node.ins[0].bytes:
-        return None
-    made = node.reads[0].node
-    return made if made is not None and made.products else None
-
-
-def _elements(node: Node) -> float:
-    """Elements that go through the vector units in a kernel: what it writes, or what it reads to add up."""
-    written = sum(item.bytes / itemsize(item.value.aval) for item in node.writes)
-    if node.products or node.name == "kernel":
-        return written
-    return max([written, *(read_bytes(node, item) / itemsize(item.value.aval) for item in node.reads)])
-
-
-def read_bytes(node: Node, item: Item) -> float:
-    """What a kernel reads of an array: all of it, or of a stack the slice that it works on."""
-    if node.name in ("slice", "dynamic_slice") and item in node.ins:
-        return min(item.bytes, sum(out.bytes for out in node.outs))
-    if not item.sliced or any(item is i for i in node.ins):
-        return item.bytes
-    todo, least = list(node.ins), item.bytes
-    seen: set[int] = set()
-    while todo:
-        i = todo.pop()
-        if id(i) in seen or (i.stored and not i.through) or i.node is None:
-            continue
-        seen.add(id(i))
-        if i.node.name in SLICES and any(j is item for j in i.node.ins):
-            least = min(least, i.bytes)
-        todo += i.node.ins
-    return least
-
-
-def _estimate(plan: Plan, region: Region, took: Mapping[int, float]) -> float:
+def _estimate(plan: Plan) -> float:
     """The step: what its loops take on a clock, what collectives of their own leave exposed, what rings do."""
     exposed = sum(
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     )
     where = hides(plan)
-    beside = dict(_beside_products(plan, region, took, where))
+    parts = {node.step: b.exposed for found in beside_of(plan).values() for node, b in found.items()}
     for step in plan.body.every:
-        for c in _own(step):
+        for c in own(step):
             if c not in where:
-                exposed += (c.seconds or 0.0) * (c.count or 1) * beside.get(step, 1.0)
-    return exposed + _clock(plan, region, took, where, flights_of(plan))
+                exposed += (c.seconds or 0.0) * (c.count or 1) * parts.get(step, 1.0)
+    return exposed + _clock(plan, kernels_of(plan))
 
 
-def _own(step: Step) -> Sequence[Collective]:
-    """The collectives of a step that are sent by themselves: those of rings are in the decisions."""
-    if isinstance(step, Reshard | Reduce) and step.ring is not None:
-        return [c for c in step.sends if c.algorithm not in ("ring", "pallas") and not c.first]
-    return step.sends
-
-
-def _beside_products(
-    plan: Plan, region: Region, took: Mapping[int, float], where: Mapping[Collective, int]
-) -> Iterator[tuple[Step, float]]:
-    """(step, the part of its collectives' time that stays exposed), where programs go on beside them.
-
-    A collective that products wait for is under way beside those of its region that neither make what it sends nor follow from
-    what it gives, each beside one. So the TPU compiler (libtpu 0.0.42) has it in backward layers of Llama: beside what is gathered
-    of a cotangent runs the recomputed forward pass, beside the sum of the next one the gradients of the weights; all-reduces are
-    asynchronous where reduce-scatters are, on cores of their own.
-    """
-    bits: dict[Node, int] = {}
-    before: dict[Node, int] = {}
-    products: dict[Node, None] = {}
-    moves: dict[Node, float] = {}
-    for node in region.nodes:
-        for body in node.regions:
-            yield from _beside_products(plan, body, took, where)
-        seconds = 0.0
-        if node.name == "move!" and node.step is not None:
-            seconds = sum(c.seconds or 0.0 for c in _own(node.step) if c not in where and _goes_on(plan, c))
-        if seconds:
-            moves[node] = seconds
-        elif node.products and id(node) in took:
-            products[node] = None
-        mine = 1 << len(bits) if seconds or node in products else 0
-        if mine:
-            bits[node] = mine
-        for item in node.ins:
-            if item.node is not None:
-                mine |= before.get(item.node, 0)
-        before[node] = mine
-    for node, seconds in moves.items():
-        left = seconds
-        for other in [k for k in products if not (before[node] & bits[k] or before[k] & bits[node])]:
-            if left > 0:
-                left -= took[id(other)]
-                del products[other]
-        assert node.step is not None
-        yield node.step, max(0.0, left) / seconds
-
-
-def _goes_on(plan: Plan, c: Collective) -> bool:
-    """Whether programs go on beside a collective, where something is there to do."""
-    return c.op in ("all-gather", "reduce-scatter", "all-reduce") and goes_on(plan, c.op)
-
-
-def _clock(
-    plan: Plan, region: Region, took: Mapping[int, float], where: Mapping[Collective, int],
-    flights: Mapping[Region, Mapping[Node, Flight]],
-) -> float:  # fmt: skip
+def _clock(plan: Plan, region: Region) -> float:
     """Seconds of one run of a region's kernels and of what hides behind them.
 
     Collectives that hide go one after the other. What is sent for ahead is on its way from when the product before the last one
     began, and the next kernel waits for it. A gradient is sent while the next product runs; the one after that waits for it,
-    and so does the loop's end (:func:`meshpar.cost.flight.flights_of`). So large gradients beside short products are exposed,
+    and so does the loop's end (:func:`meshpar.cost.flight.running_of`). So large gradients beside short products are exposed,
     however long their loop is.
     """
+    took, where, flights = kernel_times(plan), hides(plan), flights_of(plan)[region]
     now = links = 0.0
     begun = [0.0, 0.0]  # when the last two products began
     sent: list[float] = []  # when gradients arrive that are under way: before the last product, and since
     waiting: list[float] = []
     for node in region.kernels:
         for body in node.regions:
-            now += _clock(plan, body, took, where, flights) * (1 if body.trips is None else body.trips)
+            now += _clock(plan, body) * (1 if body.trips is None else body.trips)
         if node.name == "move!" and node.step is not None:
-            for c in _own(node.step):
+            for c in own(node.step):
                 if c not in where:
                     continue
                 seconds, late = c.seconds or 0.0, later_stages(plan, c)
-                if flights[region][node].ahead:
+                if flights[node].ahead:
                     links = max(links, begun[0]) + seconds
                     now = max(now, links)
                 else:
                     links = max(links, now) + seconds - late
                     sent.append(links)
                     now += late
-        if id(node) in took:
+        if node in took:
             if node.products:
                 now = max([now, *waiting])
                 waiting, sent = sent, []
                 begun = [begun[1], now]
-            now += took[id(node)]
+            now += took[node].seconds
     return max(now, links)
-
-
-@once_per_plan
-def hides(plan: Plan) -> dict[Collective, int]:
-    """The collectives that hide behind kernels, and the loop (the id of its region) whose kernels they are.
-
-    They are those under way beside kernels of their region (:func:`meshpar.cost.flight.flights_of`), unless programs wait for them.
-    """
-    return {
-        c: id(region)
-        for region, flights in flights_of(plan).items()
-        for node in flights
-        if node.step is not None
-        for c in node.step.sends
-        if goes_on(plan, c.op)
-    }
 
 
 def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:

@@ -316,6 +316,16 @@ def major_stage(torus: Torus, axes: Sequence[str]) -> tuple[list[Stage], int]:
     return [s for s, _ in major], sum(n for _, n in major)
 
 
+def major_of(torus: Torus, axes: Sequence[str]) -> list[Stage]:
+    """The stage that a ring over axes runs over: the major one of the torus."""
+    return major_stage(torus, axes)[0]
+
+
+def devices_of(torus: Torus, axes: Sequence[str]) -> int:
+    """How many devices a ring over axes has: those of the major stage."""
+    return math.prod(s.size for s in major_of(torus, axes))
+
+
 def torus_of(mesh: AnyMesh) -> Torus:
     """The stages of every axis of a mesh.
 

@@ -23,14 +23,13 @@ from ..cost.exposed import (
     warn_of_lines,
 )
 from ..cost.fusion import FUSED, VIEWS
-from ..cost.memory import devices_of, major_of
 from ..cost.time import time_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
 from ..hardware.algorithms import AlgorithmName, wire_bytes
 from ..hardware.chips import CollectiveOp
 from ..hardware.collective_time import hop_seconds, seconds_of
-from ..hardware.topology import Stage, major_stage
+from ..hardware.topology import Stage, devices_of, major_of, major_stage
 from ..plan.collectives import Collective, duration
 from ..plan.plan import Choice, Overlap, Plan
 from ..plan.spec import local_shape, names_of, parts_of
@@ -368,7 +367,7 @@ class Free:
     """Products that no pair has, body by body: each hides one gather that is left to the compiler.
 
     The TPU compiler (libtpu 0.0.42) sends a gather asynchronously while other products of its body run, which neither make what it
-    sends nor wait for it, but only where programs go on beside gathers (:func:`meshpar.cost.flight.goes_on`). In the schedule of a
+    sends nor wait for it, but only where programs go on beside gathers (``Plan.goes_on``). In the schedule of a
     recomputed Llama layer on v5e the gather of the cotangent of the attention's output runs beside the gradients of the MLP's
     weights.
 

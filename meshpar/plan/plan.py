@@ -249,6 +249,10 @@ class Plan:
         """The collectives that its programs wait for, on its chip and with its options of the compiler."""
         return self.options.waits(self.chip)
 
+    def goes_on(self, op: CollectiveOp) -> bool:
+        """Whether its programs go on beside collectives of a kind, where something is there to do."""
+        return op not in self.waits
+
     @property
     def bytes_sent(self) -> float:
         """Bytes that each device sends in one step; loops of unknown length count once."""

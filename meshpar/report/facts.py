@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cost.flight import goes_on
+from ..cost.flight import hides
 from ..cost.fusion import Node, Region, line_of
 from ..cost.kernels import kernels_of
-from ..cost.time import OpTime, Time, hides, time_of
+from ..cost.time import OpTime, Time, time_of
 from ..dims import format_dims, path_matches
 from ..hardware.calibration import EFFICIENCIES
 from ..layout import SCOPES, Rule, Spec
@@ -203,7 +203,7 @@ def waited_for(plan: Plan) -> str:
     if chip is None:
         return ""
     ringed = {c for step in plan.body.every if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends}
-    mine = [c for c in plan.collectives if not goes_on(plan, c.op) and c not in ringed]
+    mine = [c for c in plan.collectives if not plan.goes_on(c.op) and c not in ringed]
     if not mine:
         return ""
     kinds = " and ".join(f"{op}s" for op in sorted({c.op for c in mine}))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from arrays import F32, f32
 
 import meshpar as mp
-from meshpar.cost.flight import flights_of, waits_for_the_end
+from meshpar.cost.flight import beside_of, flights_of, running_of, waits_for_the_end
 from meshpar.cost.kernels import kernels_of
 from meshpar.hardware.chips import CHIPS
 
@@ -32,9 +32,8 @@ def planned(fn, layout="batch: data; embed: data"):
 
 def beside(plan):
     """(kernel, what is under way beside it)."""
-    region = kernels_of(plan)
-    flights = flights_of(plan)[region].values()
-    return [(k, [x for f in flights if f.first <= i < f.end for x in f.items]) for i, k in enumerate(region.kernels)]
+    running = running_of(plan)[kernels_of(plan)]
+    return [(k, running.beside.get(i, [])) for i, k in enumerate(running.kernels)]
 
 
 def test_a_weight_is_sent_for_while_the_product_before_it_runs():
@@ -91,3 +90,49 @@ def test_blocks_of_gradients_are_left_to_the_end_of_a_loop_where_collectives_run
     assert F32 * (rows // 16) * EMBED in late.values()  # the cotangent
     held = plan.memory.peak - other.memory.peak
     assert F32 * (rows // 16) * EMBED <= held <= sum(late.values())
+
+
+def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they_multiply():
+    """With sequence parallelism the sum of a cotangent is sent while the weights' gradients, which nothing waits for, are made."""
+    layers, rows, seq = 2, 8, 2048
+    params = {"up": f32(layers, EMBED, MLP), "down": f32(layers, MLP, EMBED)}
+    dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": "batch seq embed"}
+    how = {
+        "mesh": "data=2, model=4",
+        "topology": "tpu7x:2x2x1",
+        "layout": "batch: data; mlp: model; seq: model",
+        "dims": dims,
+    }
+    plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", **how)
+
+    loops = [r for r in running_of(plan) if r.trips == layers]
+    (backward,) = [r for r in loops if any(b.products for b in beside_of(plan)[r].values())]
+    running, besides = running_of(plan)[backward], beside_of(plan)[backward]
+    place = {node: k for k, node in enumerate(running.kernels)}
+    assert sorted(running.kernels, key=id) == sorted(backward.kernels, key=id)
+    late = [(move, k) for move, b in besides.items() for k in b.products]
+    assert late
+    assert all(place[move] < place[k] for move, k in late)
+    gradients = [k for _, k in late if set(k.writes[0].value.shape[-2:]) == {EMBED, MLP}]
+    assert gradients  # `up` and `down` of a layer
+    maker = {item: place[k] for k in running.kernels for item in k.writes}
+    assert all(maker.get(item, -1) <= place[k] for k in running.kernels for item in k.reads)
+
+    alone = replace(plan, chip=replace(plan.chip, waits=CHIPS["v5p"].waits))  # programs wait: nothing runs beside them
+    assert not any(b.products for besides in beside_of(alone).values() for b in besides.values())
+    assert plan.memory.peak > alone.memory.peak
+
+
+def test_sums_that_programs_wait_for_are_left_to_the_end_of_a_body():
+    layers = 2
+    params = {"up": f32(layers, EMBED, MLP), "down": f32(layers, MLP, EMBED)}
+    dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": "batch embed"}
+    how = {"mesh": "data=4", "topology": "v5e:2x2", "layout": "batch: data; embed: data", "dims": dims}
+    plan = mp.plan(scanned, params, f32(ROWS, EMBED), overlap="xla", **how)
+    found = [
+        (r, m, f) for r, fs in flights_of(plan).items() for m, f in fs.items() if r.trips == layers and not f.ahead
+    ]
+    assert found
+    assert all(f.last and not f.apart for _, _, f in found)
+    for region, move, _ in found:
+        assert move.reads[0] in running_of(plan)[region].beside[len(region.kernels) - 1]

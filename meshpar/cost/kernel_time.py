@@ -1,0 +1,124 @@
+"""The time of each kernel of a plan on its chip: its products, its traffic with HBM, its elements' way through the vector units.
+
+Traffic is what :mod:`meshpar.cost.fusion` says a kernel reads and writes: each array once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..plan.plan import Plan
+from ..plan.spec import itemsize
+from ..plan.steps import Run
+from .donation import gathered_apart, in_place
+from .exposed import kernel_seconds
+from .flops import OPAQUE, flops_on, local_opaque_flops
+from .fusion import SLICES, Item, Node, Region
+from .kernels import kernels_of
+from .memo import once_per_plan
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """A kernel on one device, once.
+
+    Attributes:
+      flops: of its products, dims rounded up to the matrix unit.
+      bytes: to and from HBM.
+      busy, moved: seconds of its products at the matrix unit's rate, of its traffic at HBM's rate.
+      seconds: of both, and the way through the vector units, together.
+      count: how often it runs in a step; loops of unknown length count once.
+    """
+
+    flops: float
+    bytes: float
+    busy: float
+    moved: float
+    seconds: float
+    count: int
+
+
+@once_per_plan
+def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
+    """The kernels of a plan that take time, in order; none where the chip is not known."""
+    if plan.chip is None:
+        return {}
+    chip, region = plan.chip, kernels_of(plan)
+    device = chip.per_device()
+    out: dict[Node, KernelTime] = {}
+    flops_of = flops_on(plan, chip.lanes)
+    results = {id(region.outputs[k]) for k in in_place(plan)} if chip.torus else set()
+    kernels = list(kernels_with_counts(region))
+    home = {id(node): loop for node, loop, _ in kernels}
+    stacked: dict[int, float] = {}
+    for node, loop, _ in kernels if chip.torus else ():
+        made = _product_of_stack(node)
+        if made is not None and home.get(id(made)) == loop:
+            stacked[id(made)] = stacked.get(id(made), 0.0) + node.reads[0].bytes
+            stacked[id(node)] = 0.0
+    for node, _, count in kernels:
+        if node.regions or stacked.get(id(node)) == 0.0:
+            continue
+        flops = sum(map(flops_of, node.products))
+        if node.name in OPAQUE and isinstance(node.step, Run):
+            flops += local_opaque_flops(node.step, plan.sizes)
+        traffic = 0.0
+        if node.name not in ("move!", "leave!"):
+            traffic = sum(item.bytes for item in node.writes) + sum(read_bytes(node, item) for item in node.reads)
+            traffic += sum(i.bytes for i in node.ins) if node.name == "stack!" else 0.0
+            traffic += stacked.get(id(node), 0.0)
+        elif any(id(i) in results and gathered_apart(i.bytes, sum(j.bytes for j in node.reads)) for i in node.writes):
+            traffic = 2 * node.writes[0].bytes  # it is gathered into other memory, and copied to its place
+        rate = device.flops
+        if node.products:
+            rate = device.matmul_rate(str(node.products[0].op.eqn.invars[0].aval.dtype))
+        busy, moved = flops / (rate * chip.matmul_efficiency), traffic / (device.hbm_bandwidth * chip.hbm_efficiency)
+        if busy or moved:
+            seconds = kernel_seconds(chip, busy, moved, _elements(node) if moved else 0.0)
+            out[node] = KernelTime(flops, traffic, busy, moved, seconds, count)
+    return out
+
+
+def kernels_with_counts(region: Region, count: int = 1, loop: int = 0) -> Iterator[tuple[Node, int, int]]:
+    """(kernel, id of its region, how often it runs in a step); loops of unknown length once, every branch of a condition."""
+    loop = id(region)
+    for node in region.kernels:
+        yield node, loop, count
+        for body in node.regions:
+            yield from kernels_with_counts(body, count * (1 if body.trips is None else body.trips))
+
+
+def _product_of_stack(node: Node) -> Node | None:
+    """The product whose result this kernel writes into the stack of a loop: on TPUs it writes there itself (libtpu 0.0.42)."""
+    if node.name != "stack!" or node.products or len(node.reads) != 1 or node.reads[0].bytes != node.ins[0].bytes:
+        return None
+    made = node.reads[0].node
+    return made if made is not None and made.products else None
+
+
+def _elements(node: Node) -> float:
+    """Elements that go through the vector units in a kernel: what it writes, or what it reads to add up."""
+    written = sum(item.bytes / itemsize(item.value.aval) for item in node.writes)
+    if node.products or node.name == "kernel":
+        return written
+    return max([written, *(read_bytes(node, item) / itemsize(item.value.aval) for item in node.reads)])
+
+
+def read_bytes(node: Node, item: Item) -> float:
+    """What a kernel reads of an array: all of it, or of a stack the slice that it works on."""
+    if node.name in ("slice", "dynamic_slice") and item in node.ins:
+        return min(item.bytes, sum(out.bytes for out in node.outs))
+    if not item.sliced or any(item is i for i in node.ins):
+        return item.bytes
+    todo, least = list(node.ins), item.bytes
+    seen: set[int] = set()
+    while todo:
+        i = todo.pop()
+        if id(i) in seen or (i.stored and not i.through) or i.node is None:
+            continue
+        seen.add(id(i))
+        if i.node.name in SLICES and any(j is item for j in i.node.ins):
+            least = min(least, i.bytes)
+        todo += i.node.ins
+    return least
