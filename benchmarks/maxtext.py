@@ -158,6 +158,12 @@ SCHEDULES: dict[str, tuple[Schedule, ...]] = {
         Schedule("default", None, None, 549.7, 19.65), Schedule(OFFLOAD, 6.467, 0.047, 549.7, 20.36),
         Schedule(OFFLOAD, 5.436, 0.213, 549.7, 69.76, "minimal"),
     ),
+    "6": (
+        Schedule(ALL, 6.285, 2.276, 464.4, 20.40), Schedule(ALL, 5.183, 1.858, 426.8, 70.02, "minimal"),
+    ),
+    "7": (
+        Schedule("default", 0.445, 0.259, 58.5, 9.62), Schedule(OFFLOAD, 0.538, 0.172, 51.5, 9.75),
+    ),
     "9": (
         Schedule("default", 0.501, 0.206, 58.8, 3.77), Schedule(OFFLOAD, 0.481, 0.069, 58.8, 4.66),
         Schedule(OFFLOAD, 0.473, 0.047, 58.8, 14.87, "minimal"),

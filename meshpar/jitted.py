@@ -546,8 +546,8 @@ class Jitted(Generic[P, R]):
             with without_gc():
                 made = make_plan(
                     program, self.layout, self.mesh, strict=self._strict, init=self._init, topology=self.topology,
-                    donated=self._donated_leaves(call), overlap=self.overlap, options=self._options_mode,
-                    compiler_options=self._compiler_options, calibrations=self._calibrations,
+                    donated=self._donated_leaves(call), lowering=self.lowering, overlap=self.overlap,
+                    options=self._options_mode, compiler_options=self._compiler_options, calibrations=self._calibrations,
                 )  # fmt: skip
             plan = self._kept.plans[call.key] = Plan.of(made)
         return plan

@@ -159,19 +159,26 @@ def sum_forms(plan: Plan, c: Collective, products: float, *, whole: bool = True)
       whole: with the whole sum.
     """
     assert plan.chip is not None
-    stages, late = [s for a in c.axes for s in plan.torus[a]], later_stages(plan, c)
+    late, seconds = later_stages(plan, c), c.seconds or 0.0
     hidden = products if plan.goes_on(c.op) else 0.0
-    seconds = c.seconds or 0.0
     found: dict[AlgorithmName, SumForm] = {
         c.algorithm: SumForm(c.bytes, seconds, late + max(0.0, seconds - late - hidden))
     }
-    if whole and c.op == "reduce-scatter" and c.algorithm == "staged" and all(s.dim != "slice" for s in stages):
-        devices = math.prod(s.size for s in stages)
-        volume = volume_of(c.op, c.bytes, devices)
-        seconds = seconds_of("all-reduce", volume, stages, plan.chip, "whole")
-        hidden = products if plan.goes_on("all-reduce") else 0.0
-        found["whole"] = SumForm(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
+    if whole and c.algorithm == "staged" and (one := whole_form(plan, c, products)) is not None:
+        found["whole"] = one
     return found
+
+
+def whole_form(plan: Plan, c: Collective, products: float) -> SumForm | None:
+    """A reduce-scatter as an all-reduce over the torus of one slice; None: it is none, or it crosses slices."""
+    stages = [s for a in c.axes for s in plan.torus[a]]
+    if c.op != "reduce-scatter" or plan.chip is None or any(s.dim == "slice" for s in stages):
+        return None
+    devices = math.prod(s.size for s in stages)
+    volume = volume_of(c.op, c.bytes, devices)
+    seconds = seconds_of("all-reduce", volume, stages, plan.chip, "whole")
+    hidden = products if plan.goes_on("all-reduce") else 0.0
+    return SumForm(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
 
 
 def later_stages(plan: Plan, c: Collective) -> float:

@@ -37,8 +37,8 @@ PASSES: tuple[Callable[[Plan], Plan], ...] = (
 
 def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
-    topology: str | None = None, donated: Iterable[int] = (), overlap: str = "off", options: OptionsMode = "off",
-    compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
+    topology: str | None = None, donated: Iterable[int] = (), lowering: str = "shard_map", overlap: str = "off",
+    options: OptionsMode = "off", compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
     look: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a program under a layout on a mesh, through every pass.
@@ -48,6 +48,7 @@ def make_plan(
       init: the program makes the state, so it need not have the dims of the batch.
       topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may take.
+      lowering: ``"shard_map"``, or ``"jit"``, under which XLA partitions.
       overlap: how gathers before products and reduce-scatters after them are made: :data:`meshpar.passes.overlap.MODES`; and
         whether sums may be sent whole (:mod:`meshpar.passes.sums`).
       options: ``auto``: the compiler's options of :mod:`meshpar.hardware.options`; ``compiler_options``: the user's own.
@@ -67,7 +68,7 @@ def make_plan(
         chosen = choose_options(
             plan.chip, sends, options, compiler_options, lambda values: refused_options(mesh, values)
         )
-        plan = replace(plan, overlap=overlap, options=chosen)
+        plan = replace(plan, lowering=lowering, overlap=overlap, options=chosen)
         return send(plan, _passed)
 
 
@@ -83,7 +84,7 @@ def replan(
     calibrations: Calibrations | None = None, look: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of the same program under another layout or on another mesh; what is not given is as in ``plan``, ``look`` as in
-    :func:`make_plan`.
+    :func:`make_plan`. An ``overlap`` other than ``"off"`` means ``lowering="shard_map"``.
 
     Raises:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
@@ -97,6 +98,7 @@ def replan(
             strict=strict,
             topology=plan.topology if mesh is None and topology is None else topology,
             donated=plan.donated,
+            lowering=plan.lowering if overlap in (None, "off") else "shard_map",
             overlap=plan.overlap if overlap is None else overlap,
             options=plan.options.mode if options is None else options,
             compiler_options=dict(plan.options.given),

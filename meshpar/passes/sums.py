@@ -4,15 +4,18 @@ A reduce-scatter over several torus dimensions goes over one after the other, wh
 the links of all of them at once, for twice the bytes: on three dimensions that is two thirds of the time. And where sums run on
 cores of their own, the compiler has products beside all of a whole sum, but beside the first stage alone of a staged one. A
 pass over a plan, after the one that looks for rings: it takes what leaves less exposed (:func:`meshpar.cost.exposed.sum_forms`).
+
+Under ``lowering="jit"`` nobody chooses: on TPUs (libtpu 0.0.42; slices of v5e, v5p and v6e, sums over one and over several torus
+dimensions) XLA leaves a sum whole, and cuts it, where every device gets a part of its own, and scatters all others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..cost.exposed import product_seconds, sum_forms
+from ..cost.exposed import product_seconds, sum_forms, whole_form
 from ..cost.fusion import PRODUCTS
 from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Plan
@@ -24,26 +27,35 @@ from .reach import home_of, reaches
 
 
 def whole_sums(plan: Plan) -> Plan:
-    """Send sums whole where that leaves less exposed, if ``plan.overlap`` is one of those that decide by cost."""
-    if plan.overlap not in BY_COST or plan.chip is None or not plan.chip.torus:
+    """Send sums whole where that leaves less exposed, if ``plan.overlap`` is one of those that decide by cost; where XLA does, if
+    it partitions."""
+    if plan.chip is None or not plan.chip.torus:
+        return plan
+    if plan.lowering == "jit":
+        change_sum = _as_partitioned
+    elif plan.overlap in BY_COST:
+        change_sum = _by_cost
+    else:
         return plan
 
     def change(body: Body) -> Body:
-        steps = tuple(_decided(plan, s) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps)
+        steps = tuple(
+            _decided(plan, s, change_sum) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps
+        )
         return body if steps == body.steps else replace(body, steps=steps)
 
     body = rewritten(plan.body, change)
     return plan if body is plan.body else replace(plan, body=body)
 
 
-def _decided(plan: Plan, step: Reduce) -> Reduce:
+def _decided(plan: Plan, step: Reduce, change: Callable[[Plan, Reduce, Collective], Collective | None]) -> Reduce:
+    """A sum with what ``change`` has in place of its reduce-scatters; None: these stay."""
     collectives, scatters = list(step.collectives), list(step.scatters)
     sent = 0
     for k, scatter in enumerate(step.scatters):
         if 0 in step.source.value.shape or parts_of(scatter.axes, plan.sizes) == 1:
             continue
-        old = collectives[sent]
-        new = _whole(plan, old, beside(plan, step.source.value)) if scatter.algorithm == "staged" else None
+        new = change(plan, step, collectives[sent])
         if new is not None:
             collectives[sent], scatters[k] = new, Scatter(scatter.dim, scatter.axes, "whole")
         sent += 1
@@ -52,9 +64,11 @@ def _decided(plan: Plan, step: Reduce) -> Reduce:
     return replace(step, collectives=tuple(collectives), scatters=tuple(scatters))
 
 
-def _whole(plan: Plan, old: Collective, products: float) -> Collective | None:
+def _by_cost(plan: Plan, step: Reduce, old: Collective) -> Collective | None:
     """The all-reduce instead of a staged reduce-scatter, if it pays."""
-    forms = sum_forms(plan, old, products)
+    if old.algorithm != "staged":
+        return None
+    forms = sum_forms(plan, old, beside(plan, step.source.value))
     if "whole" not in forms or forms["staged"].exposed - forms["whole"].exposed < LEAST:
         return None
     staged, whole = forms["staged"], forms["whole"]
@@ -62,6 +76,19 @@ def _whole(plan: Plan, old: Collective, products: float) -> Collective | None:
         f"whole {duration(whole.seconds)} on the links of all torus dimensions at once, {duration(whole.exposed)} of it exposed; "
         f"staged {duration(staged.seconds)}, {duration(staged.exposed)} exposed. It sends {human(whole.bytes)} instead of "
         f"{human(old.bytes)}"
+    )
+    return replace(old, op="all-reduce", algorithm="whole", bytes=whole.bytes, seconds=whole.seconds, why=why)
+
+
+def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Collective | None:
+    """The all-reduce that XLA makes of a reduce-scatter if every device has a part of its own afterwards."""
+    parts = math.prod(parts_of(s.axes, plan.sizes) for s in step.scatters)
+    whole = whole_form(plan, old, 0.0) if parts == plan.mesh.size else None
+    if whole is None:
+        return None
+    why = (
+        f'XLA leaves a sum of which every device has a part whole: {human(whole.bytes)} sent; lowering="shard_map" can scatter it, '
+        f"which sends {human(old.bytes)}"
     )
     return replace(old, op="all-reduce", algorithm="whole", bytes=whole.bytes, seconds=whole.seconds, why=why)
 

@@ -175,6 +175,7 @@ class Plan:
       placements: how every value lies.
       inputs, outputs: how each argument and result is held.
       notes: what could not be split, and why.
+      lowering: what makes the program: ``"shard_map"`` sends what the plan has; under ``"jit"`` XLA partitions.
       overlap: how gathers before products and reduce-scatters after them were asked to be made; ``overlaps``: what was decided.
       options: the compiler's options that it is made for.
       calibrations: what was measured of devices; ``chip`` has what concerns its own.
@@ -193,6 +194,7 @@ class Plan:
     inputs: tuple[Held, ...]
     outputs: tuple[Held, ...]
     notes: tuple[str, ...]
+    lowering: str = "shard_map"
     overlap: str = "off"
     options: Options = field(default_factory=Options)
     overlaps: tuple[Overlap, ...] = ()

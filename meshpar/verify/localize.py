@@ -114,8 +114,8 @@ class Localizer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JoinWarning)  # said once already
             again = make_plan(
-                self.program, plan.layout, plan.mesh, overlap=plan.overlap, options=plan.options.mode,
-                calibrations=plan.calibrations,
+                self.program, plan.layout, plan.mesh, lowering=plan.lowering, overlap=plan.overlap,
+                options=plan.options.mode, calibrations=plan.calibrations,
             )  # fmt: skip
             run, ins, outs = LOWERINGS[lowering](again, plan.mesh)
         placed = [

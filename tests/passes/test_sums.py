@@ -1,6 +1,7 @@
 """Which sums that end split are sent whole, and what a plan says of them."""
 
 import importlib.util
+import math
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +93,48 @@ def test_the_steps_of_a_plan_name_it():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler, which is in libtpu")
-def test_the_compiler_sends_what_the_plan_lists():
-    made = plan_of(topology="v5p:2x2x2", mesh="data=8", batch=2**13, make=mp.compile)
+@pytest.mark.parametrize("how", [{}, {"lowering": "jit", "overlap": None}])
+def test_the_compiler_sends_what_the_plan_lists(how):
+    made = plan_of(topology="v5p:2x2x2", mesh="data=8", batch=2**13, make=mp.compile, **how)
     assert sums(made.plan) == [("all-reduce", "whole")]
     assert sorted(c.op for c in made.final_collectives) == ["all-gather", "all-reduce"]
     assert made.bytes_sent == pytest.approx(made.plan.bytes_sent)
+
+
+SPLIT = "batch: data; embed: data; mlp: model"
+BOTH = "batch: data+model; embed: data; mlp: model"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "found"),
+    [
+        ("data=256", "batch: data; embed: data", [("all-reduce", "whole")]),
+        ("data=16, model=16", BOTH, [("all-reduce", "whole")] * 2),
+        ("data=16, model=16", SPLIT, [("reduce-scatter", "native")]),
+        ("data=32, model=8", SPLIT, [("reduce-scatter", "staged")]),
+        ("data=16, model=16", "batch: data+model; embed: data", [("reduce-scatter", "native"), ("all-reduce", "native")]),
+    ],
+)
+def test_under_jit_a_sum_of_which_every_device_has_a_part_is_sent_whole(mesh, layout, found):
+    """As libtpu 0.0.42 compiles each of these."""
+    where = {"topology": "v5e:16x16", "mesh": mesh, "layout": layout}
+    plan, least = plan_of(**where, lowering="jit", overlap=None), plan_of(**where, overlap="xla")
+    assert sums(plan) == found
+    scattered = [c.bytes for c in least.collectives if c.op == "reduce-scatter"]
+    more = math.fsum(scattered) if found[0][1] == "whole" else 0.0
+    assert plan.bytes_sent - least.bytes_sent == pytest.approx(more)
+    assert all("every device has a part" in c.why for c in plan.collectives if c.algorithm == "whole")
+    assert sums(plan.replan(overlap="xla")) == sums(least)
+    assert sums(plan.replan(layout=layout)) == found
+
+
+def test_between_slices_and_on_gpus_nothing_is_said_of_what_jit_leaves_whole():
+    across = "batch: slice+data; embed: slice+data"
+    for where in (
+        {"topology": "2x v5p:4x4x8", "mesh": "slice=2, data=128", "layout": across},
+        {"topology": "h100:8", "mesh": "data=8"},
+    ):
+        assert ("all-reduce", "whole") not in sums(plan_of(**where, lowering="jit", overlap=None))
 
 
 @pytest.mark.parametrize(("topology", "held"), [("v5p:4x4x8", 4096 * 4096 * 2), ("tpu7x:4x4x4", 0)])
