@@ -112,7 +112,11 @@ BOTH = "batch: data+model; embed: data; mlp: model"
         ("data=16, model=16", BOTH, [("all-reduce", "whole")] * 2),
         ("data=16, model=16", SPLIT, [("reduce-scatter", "native")]),
         ("data=32, model=8", SPLIT, [("reduce-scatter", "staged")]),
-        ("data=16, model=16", "batch: data+model; embed: data", [("reduce-scatter", "native"), ("all-reduce", "native")]),
+        (
+            "data=16, model=16",
+            "batch: data+model; embed: data",
+            [("reduce-scatter", "native"), ("all-reduce", "native")],
+        ),
     ],
 )
 def test_under_jit_a_sum_of_which_every_device_has_a_part_is_sent_whole(mesh, layout, found):
