@@ -27,7 +27,8 @@ DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"
 
 
 def planned(fn, layout="batch: data; embed: data"):
-    return mp.plan(fn, PARAMS, f32(ROWS, EMBED), mesh="data=4", topology="v5e:2x2", layout=layout, dims=DIMS)
+    where = {"mesh": "data=4", "topology": "v5e:2x2", "layout": layout, "dims": DIMS}
+    return mp.plan(fn, PARAMS, f32(ROWS, EMBED), overlap="xla", **where)
 
 
 def beside(plan):

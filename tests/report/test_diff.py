@@ -18,7 +18,7 @@ def step(w, x):
 
 
 def planned(layout: str, mesh: str = "data=8", topology: str | None = "v5e:2x4") -> mp.Plan:
-    return mp.plan(step, *ARGS, mesh=mesh, topology=topology, layout=layout, dims=DIMS)
+    return mp.plan(step, *ARGS, mesh=mesh, topology=topology, layout=layout, dims=DIMS, overlap="xla")
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_chips_and_whole_bytes_of_an_argument():
 
 
 def test_the_layers_over_time_add_up():
-    plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4")
+    plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4", overlap="xla")
     forward, backward = bodies(plan)
     assert forward.trips == backward.trips == LAYERS
     assert [s.name for s in forward.spans if s.lane == "links"] == ["all-gather"] * 2
