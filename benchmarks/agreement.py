@@ -224,6 +224,7 @@ class Row:
     planned_peak: float = 0.0
     compiled_peak: float = 0.0
     planned_kernels: float = 0.0
+    planned_pallas: float = 0.0
     compiled_kernels: float = math.nan
     planned_step: float = 0.0
     compiled_step: float = math.nan
@@ -271,6 +272,8 @@ def compared(t: Triple, lowering: Any, effort: Any) -> Row:
     row.differences, row.differ_by_kind = list(map(str, found)), kinds(found)
     row.planned_peak, row.compiled_peak = kept.planned_peak, kept.compiled_peak
     row.planned_kernels, row.planned_step = kept.planned_seconds or math.nan, c.plan.seconds or math.nan
+    assert c.plan.time is not None
+    row.planned_pallas = sum(op.seconds * op.count for op in c.plan.time.ops if op.name == "kernel")
     row.compile_seconds = c.compile_seconds
     chip = chip_of(t.topology)
     if effort == "full" and chip is not None and chip.clock:
@@ -358,6 +361,10 @@ def sum_up(rows: list[Row], chosen: list[Triple], console: Console) -> None:
             continue
         console.print(errors_of("whole step", part, lambda r: r.step_error))
         console.print(errors_of("kernels", part, lambda r: r.planned_kernels / r.compiled_kernels - 1))
+        console.print(errors_of("whole step without Pallas kernels, which schedules have no cycles of", part,
+                                lambda r: (r.planned_step - r.planned_pallas) / r.compiled_step - 1))  # fmt: skip
+        console.print(errors_of("kernels without them", part,
+                                lambda r: (r.planned_kernels - r.planned_pallas) / r.compiled_kernels - 1))  # fmt: skip
         right, pairs, wrong = in_order(part, chosen)
         console.print(f"pairs of layouts that differ by over {100 * LEAST:.0f} %: {right} of {pairs} in order")
         for text in wrong:

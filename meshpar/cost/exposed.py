@@ -39,7 +39,7 @@ from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
-from .flops import flops_on
+from .flops import bytes_again_on, flops_on
 
 BLOCK = 2e-6
 """Seconds that starting the products of one more block takes, or a kernel."""
@@ -210,6 +210,7 @@ def product_seconds(plan: Plan, chip: Chip, run: Run, pair: Pair | None = None, 
     ]
     cut = [True] * len(sizes) if pair is None else _cut(pair, run)
     traffic = sum(size / blocks if mine else size for size, mine in zip(sizes, cut, strict=True))
+    traffic += bytes_again_on(plan, chip)(run, 0) / blocks
     return kernel_seconds(
         chip,
         flops_on(plan, chip.lanes)(run) / rate / blocks,

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ..compat.jax import closed_parts, in_recomputation, make_jaxpr
+from ..hardware.chips import Chip
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, parts_of
 from ..plan.steps import Body, Run
@@ -22,6 +23,10 @@ from .memo import once_per_plan
 
 OPAQUE = frozenset({"kernel", "pallas_call", "shard_map"})
 """Ops whose products are inside them."""
+WORKING = 16 * 2.0**20
+"""Bytes of VMEM in which a kernel works."""
+TILES = 9.4e6
+"""Bytes of these for a product's results: the sums of a tile and its arrays' buffers; the rest is for operands."""
 MUCH = 0.5  # of the products' FLOPs, from which on a call warns that they are done more than once
 MUCH_AGAIN = 1e9  # FLOPs of a device in a step, below which it does not
 
@@ -52,11 +57,38 @@ def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
     return 2.0 * batch * up(k, lanes) * min(up(m, rows) * up(n, lanes), up(n, rows) * up(m, lanes))
 
 
+def bytes_again(run: Run, sizes: Mapping[str, int], vmem: float, beside: int = 0) -> float:
+    """Bytes of one device's part of a product that are read from HBM more than once.
+
+    The TPU compiler (libtpu 0.0.42) keeps an operand in VMEM where it fits beside what kernels work in, 16 MiB, and reads both
+    once. Else it multiplies tiles of results, for each of which rows of one operand and columns of the other are read: as large as
+    their sums, in float32, and two buffers of each array fit (1024 by 1152 of 2 bytes for Llama 3 70B on v5p, 416 by 640 with five
+    arrays beside).
+
+    Args:
+      vmem: bytes of on-chip memory.
+      beside: arrays as large as the result that are read or written with it.
+    """
+    op = run.op
+    shapes = [
+        list(local_shape(var.aval.shape, None if shard is None else shard.spec, sizes))
+        for var, shard in zip(op.eqn.invars[:2], run.operands, strict=False)
+    ]
+    if op.name != "dot_general":
+        return 0.0
+    batch, m, n, k = product_sizes(op.eqn, shapes[0], shapes[1])
+    lhs, rhs = (k * size * itemsize(v.aval) for size, v in zip((m, n), op.eqn.invars, strict=False))
+    if min(lhs, rhs) <= vmem - WORKING:
+        return 0.0
+    side = math.sqrt(TILES / (4.0 + 2.0 * itemsize(op.eqn.outvars[0].aval) * (1 + beside)))
+    return batch * (lhs * (max(1.0, n / side) - 1) + rhs * (max(1.0, m / side) - 1))
+
+
 class _Products:
-    """FLOPs of a program's products on one device: by what meshes are like and lanes, then by op and specs of its operands."""
+    """What is known of a program's products on one device: by what meshes and chips are like, then by op and specs of operands."""
 
     def __init__(self, program: Program):
-        self.found: dict[tuple[tuple[tuple[str, int], ...], int], dict[tuple[Op, Any, Any], float]] = {}
+        self.found: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = {}
 
 
 def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
@@ -72,6 +104,23 @@ def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
         return found[key]
 
     return flops
+
+
+def bytes_again_on(plan: Plan, chip: Chip) -> Callable[[Run, int], float]:
+    """:func:`bytes_again` on a plan's mesh and a TPU, worked out once as :func:`flops_on` is; 0 elsewhere."""
+    sizes, vmem = plan.sizes, chip.per_device().vmem
+    if vmem is None or chip.switch:
+        return lambda run, beside: 0.0
+    found = plan.program.once(_Products).found.setdefault((tuple(sizes.items()), "again", vmem), {})
+
+    def again(run: Run, beside: int) -> float:
+        lhs, rhs = run.operands[:2]
+        key = run.op, lhs and lhs.spec, rhs and rhs.spec, beside
+        if key not in found:
+            found[key] = bytes_again(run, sizes, vmem, beside)
+        return found[key]
+
+    return again
 
 
 def product_sizes(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:

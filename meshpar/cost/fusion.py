@@ -6,7 +6,8 @@
 - elementwise ops, broadcasts, slices, one-hot scatters and their like are computed inside the kernels that read them: where one
   kernel reads them, or where they follow from one array (rows and scalars aside), so that doing them twice reads no more;
 - products, reductions and writes into a stack take such producers in; collectives, loops, sorts and gathers take arrays;
-- a product takes in the elementwise ops that alone read it, unless they read another product;
+- a product takes in the elementwise ops that alone read it, unless they read another product, or slices of it;
+- what is joined along its last dim (the halves of a rotary embedding) is in memory before, as lanes do not shift inside a kernel;
 - a reduction is done by the kernel that makes what it reads, or by one that reads the same for a reduction; what reductions alone
   read is not written;
 - the rest is written to memory and read from there.
@@ -43,7 +44,7 @@ class Item:
       value: whose shard it is; elements: of that value.
       node: what makes it; None: it comes into its region from outside.
       roots: the kernels that read it.
-      must: some reader takes arrays only.
+      must: some reader takes arrays only; joined: it is joined with others along its last dim.
       bases: the array that it follows from, rows and scalars aside: itself where there are two; none where there is none.
       stored: it is in memory.
       sliced: one of :data:`SLICES` reads it.
@@ -57,6 +58,7 @@ class Item:
         "elements",
         "held",
         "host",
+        "joined",
         "must",
         "node",
         "readers",
@@ -74,6 +76,7 @@ class Item:
         self.host = 0.0
         self.roots: dict[Node, None] = {}
         self.must = False
+        self.joined = False
         self.stored = node is None
         self.carried = False
         self.readers: list[Node] = []
@@ -163,7 +166,7 @@ def fuse(region: Region) -> None:
                 continue
             if len(node.outs) == 1:
                 (out,) = node.outs
-                if not out.must and len(out.roots) == 1:
+                if not out.must and not out.sliced and len(out.roots) == 1:
                     (reader,) = out.roots
                     if (reader.name in FUSED or reader.name == "stack!") and not reader.products:
                         reader.products = (node.step,)
@@ -184,12 +187,16 @@ def fuse(region: Region) -> None:
         twice = not node.joins
         if must or (len(readers) > 1 and not twice and not all(r.name in _REDUCTIONS for r in readers)):
             node.root = True
-            through = [r for r in readers if r.name in _TAKES or r.name in FUSED] if twice else []
+            again = twice and not any(out.joined for out in node.outs)
+            through = [r for r in readers if r.name in _TAKES or r.name in FUSED] if again else []
             for out in node.outs:
                 out.through = bool(through)
             readers = dict.fromkeys((node, *through))
+        joins = _joins_lanes(node)
         for item in node.ins:
             item.roots.update(readers)
+            item.must |= joins
+            item.joined |= joins
     kernels = [node for node in region.nodes if node.root]
     for node in kernels:
         for out in node.outs:
@@ -214,6 +221,13 @@ def fuse(region: Region) -> None:
             found = {i: None for i in found if i not in mine}
         for item in found:
             item.readers.append(other)
+
+
+def _joins_lanes(node: Node) -> bool:
+    """Whether an op joins arrays along their last dim."""
+    if node.name != "concatenate" or node.op is None:
+        return False
+    return node.op.eqn.params["dimension"] == len(node.op.eqn.outvars[0].aval.shape) - 1
 
 
 def _also(node: Node, done: dict[Node, int]) -> Node | None:

@@ -1,6 +1,7 @@
 """The time of each kernel of a plan on its chip: its products, its traffic with HBM, its elements' way through the vector units.
 
-Traffic is what :mod:`meshpar.cost.fusion` says a kernel reads and writes: each array once.
+Traffic is what :mod:`meshpar.cost.fusion` says a kernel reads and writes: each array once, but operands of products that do not
+stay on the chip as often as their tiles need (:func:`meshpar.cost.flops.bytes_again`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ..plan.spec import itemsize
 from ..plan.steps import Run
 from .donation import gathered_apart, in_place
 from .exposed import kernel_seconds
-from .flops import OPAQUE, flops_on, local_opaque_flops
+from .flops import OPAQUE, bytes_again_on, flops_on, local_opaque_flops
 from .fusion import SLICES, Item, Node, Region
 from .kernels import kernels_of
 from .memo import once_per_plan
@@ -47,7 +48,7 @@ def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
     chip, region = plan.chip, kernels_of(plan)
     device = chip.per_device()
     out: dict[Node, KernelTime] = {}
-    flops_of = flops_on(plan, chip.lanes)
+    flops_of, again = flops_on(plan, chip.lanes), bytes_again_on(plan, chip)
     results = {id(region.outputs[k]) for k in in_place(plan)} if chip.torus else set()
     kernels = list(kernels_with_counts(region))
     home = {id(node): loop for node, loop, _ in kernels}
@@ -68,6 +69,8 @@ def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
             traffic = sum(item.bytes for item in node.writes) + sum(read_bytes(node, item) for item in node.reads)
             traffic += sum(i.bytes for i in node.ins) if node.name == "stack!" else 0.0
             traffic += stacked.get(id(node), 0.0)
+            for run in node.products:
+                traffic += again(run, _beside(node, run))
         elif any(id(i) in results and gathered_apart(i.bytes, sum(j.bytes for j in node.reads)) for i in node.writes):
             traffic = 2 * node.writes[0].bytes  # it is gathered into other memory, and copied to its place
         rate = device.flops
@@ -103,6 +106,12 @@ def _elements(node: Node) -> float:
     if node.products or node.name == "kernel":
         return written
     return max([written, *(read_bytes(node, item) / itemsize(item.value.aval) for item in node.reads)])
+
+
+def _beside(node: Node, run: Run) -> int:
+    """How many arrays as large as a product's result its kernel reads or writes beside it."""
+    size = run.results[0].value.elements
+    return sum(i.value.elements == size for i in (*node.reads, *node.writes)) - 1
 
 
 def read_bytes(node: Node, item: Item) -> float:

@@ -1,8 +1,7 @@
 """The time of a planned step on a chip: what each kernel computes and reads, what each collective sends, and what limits.
 
 A kernel's products at the matrix unit's rate, its traffic with HBM, and the way of its elements through the vector units overlap
-(:func:`meshpar.cost.exposed.kernel_seconds`). Traffic is what :mod:`meshpar.cost.fusion` says a kernel reads and writes: each
-array once.
+(:mod:`meshpar.cost.kernel_time`).
 """
 
 from __future__ import annotations

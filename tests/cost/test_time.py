@@ -346,3 +346,51 @@ def test_moving_the_operands_of_a_kernel_is_none_of_its_flops():
     assert [c.op for c in made.collectives] == ["all-gather"]
     assert [o.name for o in made.time.ops if o.flops] == ["kernel"]
     assert sum(o.flops * o.count for o in made.time.ops) == 2 * 1024 * 512 * 256 / 16
+
+
+@pytest.mark.parametrize(
+    ("topology", "m", "again"),
+    [
+        ("v5p:2x2x2", 2048, 0.0),  # 32 MiB of rows stay in its 64 of VMEM
+        ("v5p:2x2x2", 4096, 1.0),  # 64 do not
+        ("tpu7x:2x2x1", 2048, 1.0),  # a device has 32
+        ("h100:8", 8192, 0.0),  # has caches
+    ],
+)
+def test_operands_that_do_not_stay_on_the_chip_are_read_for_every_tile(topology, m, again):
+    n, k = 28672, 8192
+    (op,) = plan(lambda a, b: a @ b, array(m, k), array(k, n), mesh="data=8", topology=topology).time.ops
+    once = BF16 * (m * k + k * n + m * n)
+    side = math.sqrt(9.4e6 / (4 + 2 * BF16))  # of a tile: its sums, and two buffers of its result
+    more = BF16 * k * (m * (n / side - 1) + n * (m / side - 1))
+    assert op.bytes == pytest.approx(once + again * more)
+
+
+def test_arrays_beside_a_product_make_its_tiles_smaller():
+    m, n, k = 4096, 28672, 8192
+
+    def bytes_of(*others):
+        made = plan(
+            lambda a, b, *c: sum(c, a @ b), array(m, k), array(k, n), *others, mesh="data=8", topology="v5p:2x2x2"
+        )
+        (op,) = made.time.ops
+        return op.bytes - BF16 * m * n * len(others)
+
+    assert bytes_of() < bytes_of(array(m, n)) < bytes_of(array(m, n), array(m, n))
+
+
+def test_halves_that_are_joined_are_in_memory_and_a_product_takes_in_no_slices():
+    n, heads, head_dim = 1024, 16, 128
+
+    def rotated(x, w, angle):
+        q = jnp.einsum("nd,dhk->nhk", x, w)
+        a, b = q[..., : head_dim // 2], q[..., head_dim // 2 :]
+        return 3 * jnp.concatenate([a * angle - b, b * angle + a], -1)
+
+    made = plan(rotated, array(n, 2048), array(2048, heads, head_dim), array(n, 1, head_dim // 2))
+    product, *others = made.time.ops
+    q = BF16 * n * heads * head_dim
+    assert product.flops
+    assert product.bytes == BF16 * (n * 2048 + 2048 * heads * head_dim) + q
+    assert len(others) == 3  # a half each, and what joins them
+    assert others[-1].bytes == 2 * q
