@@ -76,6 +76,27 @@ ROUNDED_STACK = Quirk(
     remove="when a plain barrier around the slice is enough",
 )
 
+JOINED_EPILOGUE = Quirk(
+    compiler="libtpu 0.0.42",
+    wrong="Where several arrays are computed from the result of a product, all of them are computed inside it, one tile after "
+    "the other, while its matrix units wait, and the result is written as well: the way back of silu(gate) * up.",
+    test="tests/passes/test_barriers.py::test_a_product_of_which_several_operands_are_made_is_apart",
+    remove="when that kernel takes no longer than the product and the elementwise ops one after the other",
+)
+EPILOGUE_CHIPS = ("v5e", "v6e")
+"""The chips for which a product of at least ``LARGE`` bytes stands apart (:data:`JOINED_EPILOGUE`). On v5p that kernel takes no
+longer than its product."""
+
+COPIED_STACK = Quirk(
+    compiler="libtpu 0.0.42",
+    wrong="Products that a loop stacks lie as it makes them, features innermost. Where the products of the loop on the way back "
+    "take tokens innermost, each slice is cut out of the stack and copied twice.",
+    test="tests/passes/test_barriers.py::test_products_that_a_loop_stacks_lie_as_they_are_read",
+    remove="when no slice of what is kept of gate and up is copied on the way back (row 9 of benchmarks/maxtext.py)",
+)
+COPIED_STACK_CHIPS = ("v6e",)
+"""The chips whose products on the way back take tokens innermost (:data:`COPIED_STACK`)."""
+
 NOT_IN_PLACE = Quirk(
     compiler="libtpu 0.0.42",
     wrong="Nothing is gathered into the memory of an argument: all donated arguments whose results are gathered are copied when "

@@ -12,7 +12,7 @@ from typing import Any
 from ..layout import Spec
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
-from ..plan.steps import Barrier, Body, Branch, Call, Loop, Reduce, Reshard, Run, Shard, Step
+from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op, Value
 from .fusion import FUSED, SLICES, VIEWS, Item, Node, Region, fuse
 from .memo import once_per_plan
@@ -139,7 +139,13 @@ class _Reader:
             if item is not None and step.opaque:  # through integers: a copy
                 self.out(self.node("copy!", step, result.value.op, [item]), result)
             elif item is not None:
+                item.must |= not step.after  # it is in memory, whatever reads it
                 self.items[result] = item
+
+    def order(self, step: Order) -> None:
+        item = self.item(step.source)
+        if item is not None:
+            self.items[step.result] = item
 
     def call(self, step: Call) -> None:
         self.steps(step.body)
@@ -248,8 +254,8 @@ class _Reader:
 
 
 _READ: dict[type[Step], Callable[[_Reader, Step], None]] = {
-    Reshard: _Reader.reshard, Reduce: _Reader.reduce, Barrier: _Reader.barrier, Call: _Reader.call, Run: _Reader.op,
-    Branch: _Reader.branch, Loop: _Reader.loop,
+    Reshard: _Reader.reshard, Reduce: _Reader.reduce, Barrier: _Reader.barrier, Order: _Reader.order, Call: _Reader.call,
+    Run: _Reader.op, Branch: _Reader.branch, Loop: _Reader.loop,
 }  # type: ignore[dict-item]  # fmt: skip
 
 

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout as MemoryOrder
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 
 from ..compat.jax import (
@@ -32,7 +34,7 @@ from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
 from ..plan.planner import IDENTITIES
 from ..plan.spec import parts_of, unsplit
-from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
+from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
 from ..rules import having, run_elementwise, run_local
 from ..rules.spmd import Grid, axis_index, cut, fine_names
@@ -185,6 +187,9 @@ class _Device:
             xs, _ = lax.optimization_barrier((xs, [self.x[s] for s in step.after]))
         self.x.update(zip(step.results, xs, strict=True))
 
+    def order(self, step: Order) -> None:
+        self.x[step.result] = with_layout_constraint(self.x[step.source], MemoryOrder(step.order))
+
     def call(self, step: Call) -> None:
         self.run(step.body, [])
 
@@ -233,7 +238,7 @@ class _Device:
 
 _RUN: dict[type[Step], Callable[[_Device, Any], None]] = {
     Constant: _Device.constant, Reshard: _Device.reshard, Reduce: _Device.reduce, Run: _Device.op,
-    Barrier: _Device.barrier, Call: _Device.call, Loop: _Device.loop, Branch: _Device.branch,
+    Barrier: _Device.barrier, Order: _Device.order, Call: _Device.call, Loop: _Device.loop, Branch: _Device.branch,
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ..layout import AnyMesh, Layout
 from ..plan.plan import Plan
 from ..plan.planner import planned
 from ..program.ir import Program
-from .barriers import loops_in_turn, results_in_turn, slices_apart
+from .barriers import loops_in_turn, products_apart, results_in_turn, slices_apart, stacks_in_order
 from .crossings import note_crossings
 from .overlap import overlap as send
 from .schedule import schedule
@@ -28,6 +28,8 @@ from .sums import whole_sums
 PASSES: tuple[Callable[[Plan], Plan], ...] = (
     whole_sums,
     schedule,
+    products_apart,
+    stacks_in_order,
     loops_in_turn,
     results_in_turn,
     slices_apart,

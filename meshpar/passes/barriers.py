@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 import numpy as np
 
-from ..compat.quirks import CUT_HERE, LARGE_SUM
+from ..compat.quirks import COPIED_STACK_CHIPS, CUT_HERE, EPILOGUE_CHIPS, LARGE, LARGE_SUM
 from ..cost.donation import gathered_apart, in_place
+from ..cost.fusion import FUSED, PRODUCTS, VIEWS
 from ..plan.plan import Plan
+from ..plan.planner import IDENTITIES
 from ..plan.spec import itemsize, local_bytes
-from ..plan.steps import Barrier, Body, Call, Loop, Reduce, Reshard, Shard, Step, rewritten
+from ..plan.steps import Barrier, Body, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step, rewritten
 from ..program.ir import Frame, Value
 
 
@@ -125,6 +128,137 @@ def slices_apart(plan: Plan) -> Plan:
         return replace(body, steps=tuple(steps))
 
     return replace(plan, body=rewritten(plan.body, change))
+
+
+def products_apart(plan: Plan) -> Plan:
+    """A large matrix product is a kernel of its own where several arrays that other products read are computed from its result.
+
+    Else the compiler computes them inside the product, and its matrix units wait meanwhile: the way back of ``silu(gate) * up``
+    (:data:`meshpar.compat.quirks.JOINED_EPILOGUE`).
+    """
+    if plan.chip is None or plan.chip.name not in EPILOGUE_CHIPS:
+        return plan
+
+    def size(shard: Shard) -> float:
+        return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
+
+    def home(body: Body) -> Body:
+        readers: dict[Shard, list[Run | Barrier]] = {}
+        depth: dict[Shard, int] = {}  # products, one after the other, that it follows from
+        products: set[Shard] = set()  # their results, and views of these
+        for step in body.with_calls():
+            if isinstance(step, Barrier):
+                depth.update((r, depth.get(s, 0)) for s, r in zip(step.sources, step.results, strict=True))
+            else:
+                below = max((depth.get(s, 0) for s in step.reads), default=0) + _multiplies(step)
+                depth.update(dict.fromkeys(step.makes, below))
+            if isinstance(step, Run):
+                made = step.op.name == "dot_general" and step.in_ring != "reduce" and size(step.results[0]) >= LARGE
+                products.update(step.results if made or (_is_view(step) and step.reads[0] in products) else ())
+            if isinstance(step, Run | Barrier):
+                for shard in step.reads:
+                    readers.setdefault(shard, []).append(step)
+        apart: dict[Shard, Shard] = {}  # what a product gives or takes → the same behind a barrier
+        for step in body.with_calls():
+            if _multiplies(step) and (product := step.results[0]) in products:
+                ops, read = _between(product, readers, depth)
+                ops, made_of_it = _between(product, readers, depth)
+                read = [s for s in made_of_it if s not in products]
+                if sum(size(s) >= size(product) for s in read) > 1:
+                    given = (s for op in ops for s in op.reads if s in products)
+                    apart.update((s, _again(s)) for s in (*given, *read) if s not in apart)
+
+        def across(step: Run) -> Run:
+            if _is_view(step) or not (_multiplies(step) or step.op.name in FUSED):
+                return step
+            return replace(step, operands=tuple(s if s is None else apart.get(s, s) for s in step.operands))
+
+        def walk(body: Body) -> Body:
+            steps: list[Step] = []
+            for step in body.steps:
+                if isinstance(step, Call):
+                    step = replace(step, body=walk(step.body))
+                elif isinstance(step, Run):
+                    step = across(step)
+                steps.append(step)
+                cut = [s for s in step.makes if s in apart] if isinstance(step, Run) else []
+                if cut:
+                    steps.append(Barrier(step.op, tuple(cut), tuple(apart[s] for s in cut)))
+            return replace(body, steps=tuple(steps))
+
+        return walk(body) if apart else body
+
+    return replace(plan, body=_homes(plan.body, home))
+
+
+def stacks_in_order(plan: Plan) -> Plan:
+    """What loops stack of large products lies as the products of the way back read it, on chips where these take another order.
+
+    (:data:`meshpar.compat.quirks.COPIED_STACK`)
+    """
+    if plan.chip is None or plan.chip.name not in COPIED_STACK_CHIPS:
+        return plan
+
+    def change(body: Body) -> Body:
+        steps: list[Step] = []
+        for step in body.steps:
+            if isinstance(step, Loop) and step.op.name == "scan":
+                steps.append(replace(step, inner=(*step.inner[:-1], ordered(step.body, len(step.inits)))))
+            else:
+                steps.append(step)
+        return replace(body, steps=tuple(steps))
+
+    def ordered(body: Body, carries: int) -> Body:
+        products: set[Shard] = set()
+        for step in body.with_calls():
+            if isinstance(step, Run) and (_multiplies(step) or (_is_view(step) and step.reads[0] in products)):
+                products.update(step.results)
+        new = {s: _again(s) for s in body.outputs[carries:] if s in products and len(s.spec) == 3 and size(s) >= LARGE}
+        orders = tuple(Order(s.value.op, s, made, (0, 2, 1)) for s, made in new.items())
+        outputs = tuple(s if s is None or k < carries else new.get(s, s) for k, s in enumerate(body.outputs))
+        return replace(body, steps=(*body.steps, *orders), outputs=outputs)
+
+    def size(shard: Shard) -> float:
+        return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
+
+    return replace(plan, body=rewritten(plan.body, change))
+
+
+def _multiplies(step: Step) -> TypeGuard[Run]:
+    return isinstance(step, Run) and step.op.name in PRODUCTS
+
+
+def _between(
+    product: Shard, readers: Mapping[Shard, Sequence[Run | Barrier]], depth: Mapping[Shard, int]
+) -> tuple[list[Run], list[Shard]]:
+    """(the elementwise ops that follow from a product, and from no later one; what they make and products read)."""
+    ops: dict[Run, None] = {}
+    read: dict[Shard, None] = {}
+    todo, seen = [(product, product)], {product}  # a shard, and the same before barriers
+    while todo:
+        shard, made = todo.pop()
+        for step in readers.get(shard, ()):
+            if _multiplies(step):
+                read[made] = None
+                continue
+            if isinstance(step, Barrier):
+                results = [(r, made) for s, r in zip(step.sources, step.results, strict=True) if s is shard]
+            elif _is_view(step):
+                results = [(r, r) for r in step.results]
+            elif step.op.name in FUSED:
+                ops[step] = None
+                results = [(r, r) for r in step.results]
+            else:
+                continue
+            results = [(r, m) for r, m in results if depth[r] == depth[product] and r not in seen]
+            seen.update(r for r, _ in results)
+            todo += results
+    return list(ops), list(read)
+
+
+def _is_view(step: Run) -> bool:
+    """Whether it changes no number; ``jax.checkpoint`` rounds what it keeps to its own type."""
+    return step.op.name in VIEWS or step.op.name in IDENTITIES or step.op.name == "reduce_precision"
 
 
 def _rounded(frame: Frame, slices: Sequence[Value]) -> set[Value]:

@@ -429,6 +429,23 @@ class Barrier(Step):
         return self.results
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Order(Step):
+    """The result is the source, lying in memory with its dims in an order: the outermost first."""
+
+    source: Shard
+    result: Shard
+    order: tuple[int, ...]
+
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        return (self.source,)
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return (self.result,)
+
+
 def free_shards(body: Body) -> tuple[Shard, ...]:
     """What the steps of a body read and do not make, its inputs aside."""
     made: set[Shard] = set(body.inputs)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..plan.collectives import human
 from ..plan.plan import Plan
-from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
+from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 
 
 def plan_steps(plan: Plan) -> str:
@@ -59,7 +59,7 @@ class _Printer:
 
     def step(self, step: Step, depth: int) -> Iterator[str]:
         pad = "  " * depth
-        source = "" if step.op is None or isinstance(step, Constant | Barrier) else step.op.source
+        source = "" if step.op is None or isinstance(step, Constant | Barrier | Order) else step.op.source
         made = f"{self.list(step.makes)} = " if step.makes and not isinstance(step, Call) else ""
         text, of = self.said(step)
         end = f": {of}" if of else ""
@@ -107,6 +107,11 @@ class _Printer:
         if isinstance(step, Barrier):
             after = f", once {self.list(step.after)} are there" if step.after else ""
             return f"barrier{' through integers' if step.opaque else ''} {self.list(step.sources)}{after}", ""
+        if isinstance(step, Order):
+            return (
+                f"{self.name(step.source)} with its dims in memory in the order {', '.join(map(str, step.order))}",
+                "",
+            )
         if isinstance(step, Loop):
             trips = "while" if step.op.name == "while" else f"scan × {step.body.trips}"
             over = f" over {self.list(step.stacks)}" if step.stacks else ""

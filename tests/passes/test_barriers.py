@@ -1,5 +1,6 @@
 """What a compiler must not choose: what waits for what in the lowered program, and did not in the program as it was written."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,11 +10,15 @@ import pytest
 from arrays import f32, weights
 from dependencies import bodies, needs, waits
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from lowered import lowered, same
 
 import meshpar as mp
+from meshpar.hardware.topology import parse_topology
+from meshpar.lower.shard_map import lower_to_shard_map
+from meshpar.passes.barriers import products_apart, stacks_in_order
 from meshpar.plan.planner import planned
-from meshpar.plan.steps import Barrier, Loop, Reduce
+from meshpar.plan.steps import Barrier, Loop, Order, Reduce, Run
 
 RNG = np.random.default_rng(0)
 normal = functools.partial(weights, RNG)
@@ -132,6 +137,89 @@ def test_what_is_gathered_in_place_is_what_was_gathered():
     expected = jax.jit(zero_1)(*args)
     found = run(*jax.tree.map(jnp.array, args))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)
+
+
+# -- products
+
+
+def gated(w, x):
+    def loss(w):
+        return jnp.square((jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]).sum()
+
+    return jax.grad(loss)(w)
+
+
+def gated_args(array, tokens, mlp):
+    return {"gate": array(16, mlp), "up": array(16, mlp), "down": array(mlp, 16)}, array(tokens, 16)
+
+
+GATED = {"layout": "batch: data", "dims": {"x": "batch _"}}
+
+
+@pytest.mark.parametrize(("topology", "mlp", "apart"), [("v5e:2x4", 8192, 5), ("v5e:2x4", 4096, 0), (None, 8192, 0)])
+def test_a_product_of_which_several_operands_are_made_is_apart(topology, mlp, apart):
+    """Gate, up and the cotangent of the activation, 16 MiB on a device, from the cotangents of gate and up."""
+    plan = mp.plan(gated, *gated_args(f32, 8 * 512, mlp), mesh=DATA, topology=topology, **GATED)
+    found = [s for b in steps_of(plan, Barrier) for s in b.sources]
+    assert [s.value.shape for s in found] == [(8 * 512, mlp)] * apart
+    makers = {s: step for step in steps_of(plan, Run) for s in step.results}
+    assert [makers[s].op.name for s in found].count("dot_general") == 3 * (apart > 0)
+    products = [step for step in steps_of(plan, Run) if step.op.name == "dot_general"]
+    across = {s for b in steps_of(plan, Barrier) for s in b.results}
+    assert sum(s in across for step in products for s in step.reads) == 2 * (apart > 0)
+
+
+def unchanged(fn, args, how, change, chip):
+    """What a pass makes of a plan for a chip, after it gave the numbers of the program as it was written."""
+    mesh = mp.mesh("data=2")
+    plan = change(dataclasses.replace(mp.plan(fn, *args, mesh=mesh, **how), chip=chip))
+    found = jax.jit(lower_to_shard_map(plan, mesh)[0])(*jax.tree.leaves(args))
+    expected = jax.tree.leaves(jax.jit(fn)(*args))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4 * np.abs(b).max())
+    return plan
+
+
+def test_a_product_apart_is_the_same():
+    args = gated_args(normal, 2 * 512, 8192)
+    v5e = parse_topology("v5e:2x4").chip
+    assert steps_of(unchanged(gated, args, GATED, products_apart, v5e), Barrier)
+
+
+def kept(w, x):
+    """The gradient of two layers whose products are kept."""
+
+    def layer(x, w):
+        y = jnp.tanh(checkpoint_name(x @ w[0], "product")) @ w[1]
+        return y, checkpoint_name(y.sum(), "product")
+
+    policy = jax.checkpoint_policies.save_only_these_names("product")
+    return jax.grad(lambda w: jnp.square(lax.scan(jax.checkpoint(layer, policy=policy), x, w)[0]).sum())(w)
+
+
+def kept_args(array, batch, mlp):
+    return (array(2, 16, mlp), array(2, mlp, 16)), array(batch, 512, 16)
+
+
+@pytest.mark.parametrize(
+    ("topology", "mlp", "ordered"), [("v6e:2x4", 8192, 1), ("v6e:2x4", 4096, 0), ("v5e:2x4", 8192, 0)]
+)
+def test_products_that_a_loop_stacks_lie_as_they_are_read(topology, mlp, ordered):
+    """Those of 16 MiB on a device, on chips whose products take tokens innermost."""
+    plan = mp.plan(
+        kept, *kept_args(f32, 8, mlp), mesh=DATA, topology=topology, layout="batch: data", dims={"x": "batch _ _"}
+    )
+    first = steps_of(plan, Loop)[0]
+    orders = steps_of(plan, Order)
+    assert [(o.source.value.shape, o.order) for o in orders] == [((8, 512, mlp), (0, 2, 1))] * ordered
+    assert all(o.result in first.body.outputs for o in orders)
+
+
+def test_what_lies_in_another_order_is_the_same():
+    args = kept_args(normal, 2, 8192)
+    how = {"layout": "batch: data", "dims": {"x": "batch _ _"}}
+    v6e = parse_topology("v6e:2x4").chip
+    assert steps_of(unchanged(kept, args, how, stacks_in_order, v6e), Order)
 
 
 # -- slices that a loop rounds
