@@ -210,7 +210,7 @@ def product_seconds(plan: Plan, chip: Chip, run: Run, pair: Pair | None = None, 
     ]
     cut = [True] * len(sizes) if pair is None else _cut(pair, run)
     traffic = sum(size / blocks if mine else size for size, mine in zip(sizes, cut, strict=True))
-    traffic += bytes_again_on(plan, chip)(run, 0) / blocks
+    traffic += bytes_again_on(plan, chip)(run, 0, cut[:3], blocks)
     return kernel_seconds(
         chip,
         flops_on(plan, chip.lanes)(run) / rate / blocks,

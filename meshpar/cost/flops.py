@@ -57,7 +57,9 @@ def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
     return 2.0 * batch * up(k, lanes) * min(up(m, rows) * up(n, lanes), up(n, rows) * up(m, lanes))
 
 
-def bytes_again(run: Run, sizes: Mapping[str, int], vmem: float, beside: int = 0) -> float:
+def bytes_again(
+    run: Run, sizes: Mapping[str, int], vmem: float, beside: int = 0, cut: Sequence[bool] = (True,) * 3, blocks: int = 1
+) -> float:
     """Bytes of one device's part of a product that are read from HBM more than once.
 
     The TPU compiler (libtpu 0.0.42) keeps an operand in VMEM where it fits beside what kernels work in, 16 MiB, and reads both
@@ -68,6 +70,7 @@ def bytes_again(run: Run, sizes: Mapping[str, int], vmem: float, beside: int = 0
     Args:
       vmem: bytes of on-chip memory.
       beside: arrays as large as the result that are read or written with it.
+      cut, blocks: of one of so many blocks in which it is made: whether each operand and the result is cut for it.
     """
     op = run.op
     shapes = [
@@ -77,6 +80,9 @@ def bytes_again(run: Run, sizes: Mapping[str, int], vmem: float, beside: int = 0
     if op.name != "dot_general":
         return 0.0
     batch, m, n, k = product_sizes(op.eqn, shapes[0], shapes[1])
+    left, right, result = cut
+    batch, k = batch // (blocks if left and right and result else 1), k // (1 if result else blocks)
+    m, n = m // (blocks if left and not right else 1), n // (blocks if right and not left else 1)
     lhs, rhs = (k * size * itemsize(v.aval) for size, v in zip((m, n), op.eqn.invars, strict=False))
     if min(lhs, rhs) <= vmem - WORKING:
         return 0.0
@@ -106,18 +112,18 @@ def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
     return flops
 
 
-def bytes_again_on(plan: Plan, chip: Chip) -> Callable[[Run, int], float]:
+def bytes_again_on(plan: Plan, chip: Chip) -> Callable[..., float]:
     """:func:`bytes_again` on a plan's mesh and a TPU, worked out once as :func:`flops_on` is; 0 elsewhere."""
     sizes, vmem = plan.sizes, chip.per_device().vmem
     if vmem is None or chip.switch:
-        return lambda run, beside: 0.0
+        return lambda *of: 0.0
     found = plan.program.once(_Products).found.setdefault((tuple(sizes.items()), "again", vmem), {})
 
-    def again(run: Run, beside: int) -> float:
+    def again(run: Run, beside: int, cut: Sequence[bool] = (True,) * 3, blocks: int = 1) -> float:
         lhs, rhs = run.operands[:2]
-        key = run.op, lhs and lhs.spec, rhs and rhs.spec, beside
+        key = run.op, lhs and lhs.spec, rhs and rhs.spec, beside, *cut, blocks
         if key not in found:
-            found[key] = bytes_again(run, sizes, vmem, beside)
+            found[key] = bytes_again(run, sizes, vmem, beside, cut, blocks)
         return found[key]
 
     return again

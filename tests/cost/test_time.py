@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
+from meshpar.cost.flops import bytes_again_on
 from meshpar.hardware.chips import CHIPS
 
 F32 = 4
@@ -364,6 +365,27 @@ def test_operands_that_do_not_stay_on_the_chip_are_read_for_every_tile(topology,
     side = math.sqrt(9.4e6 / (4 + 2 * BF16))  # of a tile: its sums, and two buffers of its result
     more = BF16 * k * (m * (n / side - 1) + n * (m / side - 1))
     assert op.bytes == pytest.approx(once + again * more)
+
+
+def test_blocks_of_a_product_that_stay_on_the_chip_are_read_once():
+    """Of 4096 rows on a v5p, 64 MiB, a block of a ring of 8 has 8; the columns, 28672 long, do not stay in any case."""
+    m, n, k = 8 * 4096, 28672, 8192
+    dims = {"a": "rows inner", "b": "inner columns"}
+    made = plan(
+        lambda a, b: a @ b,
+        array(m, k),
+        array(k, n),
+        mesh="data=8",
+        topology="v5p:2x2x2",
+        layout="rows: data",
+        dims=dims,
+    )
+    (run,) = made.runs.values()
+    again = bytes_again_on(made, made.chip)
+    assert again(run, 0) > 0
+    assert again(run, 0, (True, False, True), 8) == 0
+    assert 0 < again(run, 0, (False, True, True), 8) < again(run, 0)
+    assert again(run, 0, (True, True, False), 8) == 0  # of the contracted dim
 
 
 def test_arrays_beside_a_product_make_its_tiles_smaller():
