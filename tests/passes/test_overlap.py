@@ -129,7 +129,7 @@ def test_what_is_sent_together_goes_the_way_of_the_shorter_step(width, options):
     for where in (SLICE, MEGACORE):
         plans = {m: mlp_plan(m, width=width, options=options, **where) for m in ("auto", "xla", "ring")}
         seconds = {m: plan.seconds for m, plan in plans.items()}
-        assert seconds["auto"] <= min(seconds.values()) + 5e-6
+        assert seconds["auto"] <= min(seconds["xla"], 1.01 * seconds["ring"]) + 5e-6
         assert len({o.choice for o in plans["auto"].overlaps}) == 1
 
 
