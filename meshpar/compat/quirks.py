@@ -83,9 +83,9 @@ JOINED_EPILOGUE = Quirk(
     test="tests/passes/test_barriers.py::test_a_product_of_which_several_operands_are_made_is_apart",
     remove="when that kernel takes no longer than the product and the elementwise ops one after the other",
 )
-EPILOGUE_CHIPS = ("v5e", "v6e")
-"""The chips for which a product of at least ``LARGE`` bytes stands apart (:data:`JOINED_EPILOGUE`). On v5p that kernel takes no
-longer than its product."""
+EPILOGUE_CHIPS = {"v5e": 3, "v6e": 1}
+"""Of the chips for which a product of at least ``LARGE`` bytes stands apart (:data:`JOINED_EPILOGUE`): of how many products at most
+such arrays are computed. On v6e the kernel takes no longer than its product where gate and up are made beside it, on v5p never."""
 
 COPIED_STACK = Quirk(
     compiler="libtpu 0.0.42",

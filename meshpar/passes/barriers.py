@@ -136,7 +136,8 @@ def products_apart(plan: Plan) -> Plan:
     Else the compiler computes them inside the product, and its matrix units wait meanwhile: the way back of ``silu(gate) * up``
     (:data:`meshpar.compat.quirks.JOINED_EPILOGUE`).
     """
-    if plan.chip is None or plan.chip.name not in EPILOGUE_CHIPS:
+    most = 0 if plan.chip is None else EPILOGUE_CHIPS.get(plan.chip.name, 0)
+    if not most:
         return plan
 
     def size(shard: Shard) -> float:
@@ -165,8 +166,9 @@ def products_apart(plan: Plan) -> Plan:
                 ops, made_of_it = _between(product, readers, depth)
                 read = [s for s in made_of_it if s not in products]
                 if sum(size(s) >= size(product) for s in read) > 1:
-                    given = (s for op in ops for s in op.reads if s in products)
-                    apart.update((s, _again(s)) for s in (*given, *read) if s not in apart)
+                    given = dict.fromkeys(s for op in ops for s in op.reads if s in products)
+                    if len(given) <= most:
+                        apart.update((s, _again(s)) for s in (*given, *read) if s not in apart)
 
         def across(step: Run) -> Run:
             if _is_view(step) or not (_multiplies(step) or step.op.name in FUSED):
