@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from ..compat.jax import without_gc
 from ..plan.plan import Plan
@@ -14,14 +13,15 @@ T = TypeVar("T")
 
 
 def once_per_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
-    """Keep what a function of a plan gives for as long as the plan is there: plans do not change."""
-    found: weakref.WeakKeyDictionary[Plan, T] = weakref.WeakKeyDictionary()
+    """Keep what a function of a plan gives with the plan: plans do not change."""
+    name = f"{fn.__module__}.{fn.__qualname__}"
 
     @functools.wraps(fn)
     def once(plan: Plan) -> T:
-        if plan not in found:
+        kept = vars(plan)  # where cached properties lie too; what refers to the plan does not outlive it there
+        if name not in kept:
             with without_gc():
-                found[plan] = fn(plan)
-        return found[plan]
+                kept[name] = fn(plan)
+        return cast(T, kept[name])
 
     return once

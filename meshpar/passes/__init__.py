@@ -13,7 +13,7 @@ from ..compat.jax import without_gc
 from ..errors import JoinWarning
 from ..hardware.calibration import Calibrations
 from ..hardware.chips import CollectiveOp
-from ..hardware.options import OptionsMode, choose_options
+from ..hardware.options import Options, OptionsMode, choose_options
 from ..hardware.topology import refused_options
 from ..layout import AnyMesh, Layout
 from ..plan.plan import Plan
@@ -41,7 +41,6 @@ def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: Iterable[int] = (), lowering: str = "shard_map", overlap: str = "off",
     options: OptionsMode = "off", compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
-    look: Callable[[Plan], None] | None = None,
 ) -> Plan:  # fmt: skip
     """Plan a program under a layout on a mesh, through every pass.
 
@@ -55,7 +54,6 @@ def make_plan(
         whether sums may be sent whole (:mod:`meshpar.passes.sums`).
       options: ``auto``: the compiler's options of :mod:`meshpar.hardware.options`; ``compiler_options``: the user's own.
       calibrations: what was measured of devices.
-      look: is shown the plan before the passes, and may raise.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
@@ -64,14 +62,23 @@ def make_plan(
     with without_gc():
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
                        calibrations=calibrations)  # fmt: skip
-        if look is not None:
-            look(plan)
-        sends: set[CollectiveOp] = {c.op for c in plan.collectives}
-        chosen = choose_options(
-            plan.chip, sends, options, compiler_options, lambda values: refused_options(mesh, values)
-        )
-        plan = replace(plan, lowering=lowering, overlap=overlap, options=chosen)
-        return send(plan, _passed)
+    asked = Options(options, tuple((compiler_options or {}).items()))
+    return with_passes(replace(plan, lowering=lowering, overlap=overlap, options=asked))
+
+
+def with_passes(plan: Plan) -> Plan:
+    """A plan as the walk over its program made it, through every pass: for the lowering, overlap and options asked for in it.
+
+    Raises:
+      UnsupportedError: an ``overlap`` that does not exist.
+    """
+    sends: set[CollectiveOp] = {c.op for c in plan.collectives}
+    asked = plan.options
+    chosen = choose_options(
+        plan.chip, sends, asked.mode, dict(asked.given), lambda values: refused_options(plan.mesh, values)
+    )
+    with without_gc():
+        return send(replace(plan, options=chosen), _passed)
 
 
 def _passed(plan: Plan) -> Plan:
@@ -83,27 +90,41 @@ def _passed(plan: Plan) -> Plan:
 def replan(
     plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
     strict: bool = False, overlap: str | None = None, options: OptionsMode | None = None,
-    calibrations: Calibrations | None = None, look: Callable[[Plan], None] | None = None,
+    calibrations: Calibrations | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of the same program under another layout or on another mesh; what is not given is as in ``plan``, ``look`` as in
-    :func:`make_plan`. An ``overlap`` other than ``"off"`` means ``lowering="shard_map"``.
+    """The plan of the same program under another layout or on another mesh; what is not given is as in ``plan``.
+
+    An ``overlap`` other than ``"off"`` means ``lowering="shard_map"``.
 
     Raises:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
     """
-    with warnings.catch_warnings():
+    walked = walked_again(plan, layout=layout, mesh=mesh, topology=topology, strict=strict, calibrations=calibrations)
+    return with_passes(
+        replace(
+            walked,
+            lowering=plan.lowering if overlap in (None, "off") else "shard_map",
+            overlap=plan.overlap if overlap is None else overlap,
+            options=Options(plan.options.mode if options is None else options, plan.options.given),
+        )
+    )
+
+
+def walked_again(
+    plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
+    strict: bool = False, calibrations: Calibrations | None = None,
+) -> Plan:  # fmt: skip
+    """As :func:`replan`, before the passes; it asks for the lowering, overlap and options of ``plan``."""
+    with warnings.catch_warnings(), without_gc():
         warnings.simplefilter("ignore", JoinWarning)  # the first plan has told
-        return make_plan(
+        walked = planned(
             plan.program,
             plan.asked if layout is None else layout,
             plan.mesh if mesh is None else mesh,
             strict=strict,
             topology=plan.topology if mesh is None and topology is None else topology,
             donated=plan.donated,
-            lowering=plan.lowering if overlap in (None, "off") else "shard_map",
-            overlap=plan.overlap if overlap is None else overlap,
-            options=plan.options.mode if options is None else options,
-            compiler_options=dict(plan.options.given),
             calibrations=plan.calibrations if calibrations is None else calibrations,
-            look=look,
         )
+    asked = Options(plan.options.mode, plan.options.given)
+    return replace(walked, lowering=plan.lowering, overlap=plan.overlap, options=asked)

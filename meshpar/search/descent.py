@@ -24,8 +24,7 @@ from ..errors import CompilerError, MeshError, MeshparError, UnsupportedError
 from ..hardware.topology import parse_topology
 from ..layout import Layout, Rule
 from ..mesh import planned_mesh
-from ..passes import replan
-from ..plan import plan as record
+from ..passes import walked_again, with_passes
 from ..plan.claims import Claims
 from ..plan.collectives import duration, human
 from ..planned import Plan
@@ -137,14 +136,13 @@ class _Evaluation:
         try:
             plan = self._plan(point)
         except MeshparError as e:
-            self.illegal[point] = e
+            self.illegal[point] = e.with_traceback(None)  # which holds all of the unfinished plan
             return None
         except _Far:
             self.far.add(point)
             return None
         assert plan.seconds is not None
         peak = plan.memory.peak
-        gc.collect(0)  # what this plan leaves; all that is kept of the program need not be looked through each time
         row = self.rows[point] = Row(
             point.mesh,
             point.layout,
@@ -154,6 +152,10 @@ class _Evaluation:
             peak <= self.usable,
             variant=self.variant,
         )
+        del plan
+        gc.collect(
+            0
+        )  # the kernels of that plan refer to each other; what is kept of the program need not be looked through
         if self._best is None or self.key(row) < self.key(self._best):
             if self.gained is not None and self._gains(row, self._best):
                 self.gained = self.planned
@@ -170,17 +172,13 @@ class _Evaluation:
           _Far: it sends for much longer than the best takes, and has no name under which it is to be seen.
         """
         best = self._best
-        most = FAR * best.seconds if best is not None and best.fits and self.objective == "time" else None
-
-        def look(plan: record.Plan) -> None:
-            if most is not None and sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives) > most:
+        where = planned_mesh(point.mesh, self.topology)
+        steps = walked_again(self.base, layout=Layout(point.layout), mesh=where, topology=self.topology)
+        if point not in self.named and best is not None and best.fits and self.objective == "time":
+            sent = sum((c.seconds or 0.0) * (c.count or 1) for c in steps.collectives)
+            if sent > FAR * best.seconds:
                 raise _Far
-
-        made = replan(
-            self.base, layout=Layout(point.layout), mesh=planned_mesh(point.mesh, self.topology), topology=self.topology,
-            look=None if point in self.named else look,
-        )  # fmt: skip
-        return Plan.of(made)
+        return Plan.of(with_passes(steps))
 
     def _class(self, point: Point) -> Any:
         """What candidates with the same plan share: the scopes that their rules name, and the answers of the claims."""
