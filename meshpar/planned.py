@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,10 @@ class Plan(record.Plan):
 
     @classmethod
     def of(cls, plan: record.Plan) -> Plan:
-        """A record with its costs and reports."""
-        return cls(**{f.name: getattr(plan, f.name) for f in fields(record.Plan)})
+        """A record with its costs and reports; what was worked out of it is kept."""
+        made = object.__new__(cls)
+        vars(made).update(vars(plan))
+        return made
 
     @property
     def memory(self) -> Memory:
