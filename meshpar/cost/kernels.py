@@ -33,7 +33,9 @@ def kernels_of(plan: Plan) -> Region:
 
 class _Reader:
     def __init__(self, plan: Plan):
-        self.plan, self.sizes, self.tiles = plan, plan.sizes, Tiles(plan)
+        self.plan, self.sizes = plan, plan.sizes
+        tiles = None if plan.chip is None or plan.chip.switch else plan.program.once(Tiles)
+        self.tiles = tiles if tiles is not None and tiles.images else None
         self.items: dict[Shard, Item] = {}
         self.region = Region(1)
         self.position = 0
@@ -71,7 +73,7 @@ class _Reader:
         found = self._bytes.get(key)
         if found is None:
             found = self._bytes[key] = local_bytes(value.shape, itemsize(value.aval), spec, self.sizes)
-        return found * self.tiles.padding(value, spec) if self.tiles.images else found
+        return found if self.tiles is None else found * self.tiles.padding(value, spec, self.sizes)
 
     def enter(self, shard: Shard) -> Item:
         return self.new(shard, None)

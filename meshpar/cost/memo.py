@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar, cast
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 from ..compat.jax import without_gc
 from ..plan.plan import Plan
@@ -25,3 +26,11 @@ def once_per_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
         return cast(T, kept[name])
 
     return once
+
+
+def reworded(plan: Plan, **words: Any) -> Plan:
+    """The plan with other words in it; all that was worked out of it holds for the new one."""
+    new = replace(plan, **words)
+    for name, figure in vars(plan).items():
+        vars(new).setdefault(name, figure)
+    return new

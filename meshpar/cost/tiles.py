@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..layout import Spec
-from ..plan.plan import Plan
-from ..plan.spec import local_shape
-from ..program.ir import Value
+from ..plan.spec import parts_of
+from ..program.ir import Program, Value
 
 SUBLANES, LANES = 8, 128
 
@@ -18,39 +19,40 @@ class Tiles:
     without convolutions have sizes that fill tiles, or can be laid out so that they do.
     """
 
-    def __init__(self, plan: Plan):
-        self.find, self.sizes = plan.program.unifier.find, plan.sizes
+    def __init__(self, program: Program):
+        self.find = program.unifier.find
         self.images: set[tuple[int, int, int, int]] = set()  # classes and places of batch and channels
-        self._places: dict[int, set[tuple[int, int, int, int]]] = {}  # by rank
-        if plan.chip is None or plan.chip.switch:
-            return
-        for op in plan.program.root.walk():
+        self._of: dict[Value, tuple[int, int] | None] = {}
+        for op in program.root.walk():
             if op.name == "conv_general_dilated":
                 dn = op.eqn.params["dimension_numbers"]
                 for value, (batch, channels, *_) in ((op.ins[0], dn.lhs_spec), (op.outs[0], dn.out_spec)):
                     if value is not None:
                         self.images.add(self._key(value, batch, channels))
+        self._places = sorted({(batch, channels) for _, _, batch, channels in self.images})
 
     def _key(self, value: Value, batch: int, channels: int) -> tuple[int, int, int, int]:
         nodes = value.nodes
         b, c = (self.find(nodes[i]) if nodes[i] >= 0 else -1 for i in (batch, channels))
         return b, c, batch, channels
 
-    def padding(self, value: Value, spec: Spec) -> float:
-        """How many times its bytes a shard takes."""
+    def of(self, value: Value) -> tuple[int, int] | None:
+        """Which dims of an image are its batch and its channels; None: it is none."""
         rank = len(value.shape)
         if rank < 3 or not self.images:
+            return None
+        if value not in self._of:
+            places = [p for p in self._places if max(p) < rank and self._key(value, *p) in self.images]
+            self._of[value] = places[0] if places else None
+        return self._of[value]
+
+    def padding(self, value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
+        """How many times its bytes a shard takes."""
+        image = self.of(value)
+        if image is None:
             return 1.0
-        if rank not in self._places:
-            self._places[rank] = {(0, 0, b, c) for _, _, b, c in self.images if max(b, c) < rank}
-        for _, _, batch, channels in self._places[rank]:
-            if self._key(value, batch, channels) in self.images:
-                shape = local_shape(value.shape, spec, self.sizes)
-                b, c = shape[batch], shape[channels]
-                if not b * c:
-                    return 1.0
-                return min(tiled(b, c), tiled(c, b)) / (b * c)
-        return 1.0
+        b, c = (-(-value.shape[i] // parts_of(spec[i], sizes)) for i in image)
+        return min(tiled(b, c), tiled(c, b)) / (b * c) if b * c else 1.0
 
 
 def tiled(rows: int, columns: int) -> int:

@@ -23,6 +23,7 @@ from ..cost.exposed import (
     warn_of_lines,
 )
 from ..cost.fusion import FUSED, VIEWS
+from ..cost.memo import reworded
 from ..cost.time import time_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
@@ -88,15 +89,16 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
         raise UnsupportedError(f"there is no overlap {mode!r}", fixes=did_you_mean(mode, MODES, "modes"))
     if mode == "off":
         return rest(plan)
-    chains = _chains(plan) if mode in BY_COST and plan.chip is not None else []
+    found = _Pairs(plan)
+    chains = _chains(plan, found) if mode in BY_COST and plan.chip is not None else []
     forms: dict[tuple[str, ...], Choice] = {}
     forms.update((axes, "xla") for axes in chains)
-    best = rest(_sent(plan, forms))
+    best = rest(_sent(plan, found, forms))
     steps: dict[tuple[str, ...], str] = {}
     for axes in chains:
         if not any(o.together and o.axes == axes for o in best.overlaps):
             continue
-        other = rest(_sent(plan, {**forms, axes: "ring"}))
+        other = rest(_sent(plan, found, {**forms, axes: "ring"}))
         xla, ring = _seconds(best), _seconds(other)
         steps[axes] = (
             f"the step takes {duration(ring)} with all of {names_of(axes)} in blocks, {duration(xla)} with none"
@@ -104,7 +106,7 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
         if xla - ring >= max(LEAST, TOLD * xla):
             best, forms[axes] = other, "ring"
     told = tuple(replace(o, reason=f"{o.reason}; {steps[o.axes]}") if o.together else o for o in best.overlaps)
-    best = replace(best, overlaps=told) if steps else best
+    best = reworded(best, overlaps=told) if steps else best
     warn_of_lines(best)
     return best
 
@@ -115,32 +117,27 @@ def _seconds(plan: Plan) -> float:
     return found.seconds
 
 
-def _chains(plan: Plan) -> list[tuple[str, ...]]:
+def _chains(plan: Plan, found: _Pairs) -> list[tuple[str, ...]]:
     """The axes over which activations are gathered for products, and that rings are possible on."""
-    found, carried = _Pairs(plan), _carried(plan.body)
-    pairs = [pair for step in found.candidates if isinstance(step, Reshard) and (pair := found.pair(step)) is not None]
-    return list(
-        dict.fromkeys(p.axes for p in pairs if _chained(p, carried) and 1 < devices_of(plan.torus, p.axes) <= MOST)
-    )
+    gathers = [p for p in found.pairs.values() if p.gather and 1 < devices_of(plan.torus, p.axes) <= MOST]
+    return list(dict.fromkeys(p.axes for p in gathers if found.chained(p)))
 
 
-def _sent(plan: Plan, forms: Mapping[tuple[str, ...], Choice]) -> Plan:
+def _sent(plan: Plan, found: _Pairs, forms: Mapping[tuple[str, ...], Choice]) -> Plan:
     """The plan with its pairs sent as they are decided.
 
     Args:
       forms: axes → how what products of activations gather and scatter over them is sent.
     """
-    found = _Pairs(plan)
-    carried = _carried(plan.body)
-    pairs = [pair for step in found.candidates if (pair := found.pair(step)) is not None]
-    free = Free(plan, {run for pair in pairs for run, _ in pair.dots})
+    found.taken = set()
+    free = Free(plan, {run for pair in found.pairs.values() for run, _ in pair.dots})
     changes: dict[Step, Step] = {}
     overlaps: list[Overlap] = []
     for step in found.candidates:
         pair = found.pair(step)
         if pair is None:
             continue
-        chained = _chained(pair, carried)
+        chained = found.chained(pair)
         decision, fused = _decision(plan, pair, free, found, forms.get(pair.axes) if chained else None, chained)
         overlaps.append(decision)
         if decision.choice != "xla":
@@ -168,6 +165,7 @@ class _Pairs:
       maker: the ops that leave sums unreduced; reads: how often each of these is read.
       home: the bodies, calls in place, and frame: the frames in which candidates and such ops stand.
       taken: products that are in a ring already.
+      pairs: by candidate, where none are.
     """
 
     def __init__(self, plan: Plan):
@@ -182,6 +180,9 @@ class _Pairs:
         self._hops: dict[Step, list[Collective]] = {}
         self._positions: dict[Frame, dict[Op, int]] = {}
         self._read(plan.body, {s for loop in plan.body.loops for s in loop.hoisted}, plan.program.root)
+        self.pairs = {step: pair for step in self.candidates if (pair := self._pair(step)) is not None}
+        self._carried = _carried(plan.body)
+        self._chained: dict[Step, bool] = {}
 
     def _read(self, body: Body, hoisted: set[Shard], home: Frame) -> None:
         users, reads = self.users, self.reads
@@ -217,7 +218,17 @@ class _Pairs:
         return self._hops[pair.step]
 
     def pair(self, step: Reshard | Reduce) -> Pair | None:
+        """The pair of a candidate, of products that are in no ring."""
+        return self._pair(step) if self.taken else self.pairs.get(step)
+
+    def _pair(self, step: Reshard | Reduce) -> Pair | None:
         return self._gather(step) if isinstance(step, Reshard) else self._scatter(step)
+
+    def chained(self, pair: Pair) -> bool:
+        """Whether a pair waits for others or others for it: all but gathers of weights do."""
+        if pair.step not in self._chained:
+            self._chained[pair.step] = not pair.gather or not _follows_from_inputs(pair.value, self._carried)
+        return self._chained[pair.step]
 
     def ops_of_users(self, step: Reshard | Reduce) -> list[Op]:
         return [user.op for user in self.users.get(step.result, ()) if user.op is not None]
@@ -343,11 +354,6 @@ def _carried(body: Body) -> set[Value]:
         if step.op.name == "while":
             found.update(v for f in step.op.frames for v in f.ins())
     return found
-
-
-def _chained(pair: Pair, carried: set[Value]) -> bool:
-    """Whether a pair waits for others or others for it: all but gathers of weights do."""
-    return not pair.gather or not _follows_from_inputs(pair.value, carried)
 
 
 def _follows_from_inputs(value: Value, carried: set[Value]) -> bool:

@@ -181,6 +181,54 @@ def with_views(program: Program, parts: Parts, notes: list[str]) -> Program | No
     """
     if all(parts(v, d) == 1 for v, d in program.once(_cut_dims)):
         return None
+    kept = program.once(_Kept).found
+    known = next((k for k in kept if all(parts(v, d) == n for (v, d), n in k.parts.items())), None)
+    if known is not None:
+        kept.remove(known)
+    else:
+        known = _Views.of(program, parts)
+    kept.append(known)
+    del kept[:-_MOST]
+    notes += known.notes
+    return known.program
+
+
+_MOST = 16
+"""Programs with views that are kept of one program."""
+
+
+class _Kept:
+    """Programs with views, of one program; the one used last is the last."""
+
+    def __init__(self, program: Program):
+        self.found: list[_Views] = []
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Views:
+    """A program with views; None: it has none.
+
+    Attributes:
+      parts: how the dims are split that it depends on.
+      notes: what is padded.
+    """
+
+    program: Program | None
+    parts: dict[tuple[Value, int], int]
+    notes: list[str]
+
+    @classmethod
+    def of(cls, program: Program, parts: Parts) -> _Views:
+        asked: dict[tuple[Value, int], int] = {}
+        notes: list[str] = []
+
+        def ask(value: Value, dim: int) -> int:
+            return asked.setdefault((value, dim), parts(value, dim))
+
+        return cls(_written(program, ask, notes), asked, notes)
+
+
+def _written(program: Program, parts: Parts, notes: list[str]) -> Program | None:
     writer = _Writer(parts, notes)
     writer.constants.update(
         (program.root.env[v], c) for v, c in zip(program.root.jaxpr.constvars, program.closed.consts, strict=True)
