@@ -1,8 +1,10 @@
 """Time of a plan: FLOPs and bytes by hand, bounds, what counts as the model's, the bottleneck in words, and the report."""
 
 import dataclasses
+import gc
 import json
 import math
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax.sharding import AbstractMesh
 
 import meshpar as mp
 from meshpar.cost.flops import bytes_again_on
+from meshpar.cost.kernels import kernels_of
 from meshpar.hardware.chips import CHIPS
 
 F32 = 4
@@ -297,6 +300,17 @@ def test_replanning_is_planning():
     assert other.time.compute == pytest.approx(2 * made.time.compute)
     with pytest.raises(mp.UnknownAxisError, match="model"):
         made.replan(layout="mlp: model")
+
+
+def test_a_plan_that_is_gone_leaves_none_of_its_kernels_behind():
+    """Else they would be looked through at every later collection; a search makes hundreds of plans."""
+    made = plan_step(layout=FSDP, donate_argnums=0)
+    assert made.seconds
+    assert made.memory.peak
+    kernels = weakref.ref(kernels_of(made))
+    del made
+    gc.collect()
+    assert kernels() is None
 
 
 def test_json_has_it_all():
