@@ -521,6 +521,8 @@ def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tup
 
 def with_floating(steps: Sequence[Step], floating: Sequence[Step], outputs: Iterable[Shard | None]) -> tuple[Step, ...]:
     """Steps in their order, each behind those of the floating steps whose results it is the first to read."""
+    if not floating:
+        return tuple(steps)
     left: dict[Shard, Step] = {}
     for step in floating:
         for shard in step.makes:
