@@ -1,9 +1,9 @@
 """Search: the known schemes on every mesh, then descent from the best of them, one dim after the other; every figure is a plan's.
 
 Coordinate descent: all axes, before and behind the other rules, are tried for one dim while the others stay, then for the next,
-until nothing improves; dims that ask for the same axes also move together, and the rules also go to other meshes. What weights
-have rules of their own for is tried last, from the best of all. Moves that lost much are not tried again. Nothing is random: the
-same program, slice and options give the same answer.
+until nothing improves, or nothing did for long; dims that ask for the same axes also move together, and the rules also go to other
+meshes. What weights have rules of their own for is tried last, from the best of all. Moves that lost much are not tried again, nor
+several axes for a dim where each alone lost much. Nothing is random: the same program, slice and options give the same answer.
 
 All of it runs in one process: another one would have to import JAX and trace the program again, which no pickle carries, and a
 fork of a process in which JAX has threads may never end.
@@ -42,8 +42,8 @@ BETTER = 0.005
 """By which part a candidate must be better than the one at which the descent is."""
 LOST = 0.1
 """A move that made the step longer by more is not tried again, from no other candidate."""
-PATIENCE = 100
-"""After so many plans in a row without a gain the descent ends; that with rules of weights alone has as many of its own."""
+PATIENCE = 40
+"""After so many plans in a row that are no gain over where it is, a descent ends."""
 FAR = 1.5
 """Times the seconds of the best: schemes that take longer are not descended from, nor tried with their axes swapped; what sends for
 longer is planned no further. (The passes hid or saved at most 0.27 of what was to be sent, of 800 candidates.)"""
@@ -72,7 +72,7 @@ class _Evaluation:
       usable: bytes of a device that may be used.
       rows: by candidate; those with equal answers to the claims share one.
       named: what candidates are called; illegal: the errors of those that have no plan; far: those that were planned in part.
-      gained: after how many plans there was a new best, or the descent began; None: it has not.
+      gained: after how many plans the descent had its last gain, or began; None: there is none.
     """
 
     def __init__(
@@ -91,8 +91,9 @@ class _Evaluation:
         self.planned = 0
         self._same: dict[Any, Point] = {}
         self._best: Row | None = None
+        self._least: Row | None = None  # of the present descent
         self.gained: int | None = None
-        self._lost: set[Move] = set()
+        self._lost: set[tuple[Any, Move]] = set()
 
     def key(self, row: Row) -> tuple[Any, ...]:
         """Less is better."""
@@ -157,9 +158,9 @@ class _Evaluation:
             0
         )  # the kernels of that plan refer to each other; what is kept of the program need not be looked through
         if self._best is None or self.key(row) < self.key(self._best):
-            if self.gained is not None and self._gains(row, self._best):
-                self.gained = self.planned
             self._best = row
+        if self.gained is not None and self._gains(row, self._least):
+            self.gained, self._least = self.planned, row
         best = self._best
         of = f"{self.variant}: " * bool(self.variant)
         self.tell(f"{of}{duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}; plan {self.planned}")
@@ -192,18 +193,26 @@ class _Evaluation:
         (first, figure, _), (other, old, _) = self.key(row), self.key(than)
         return first < other or (first == other and figure < (1 - BETTER) * old)
 
+    def begins(self, at: Point) -> None:
+        """A descent begins at a candidate."""
+        self.gained, self._least = self.planned, self.rows[at]
+
+    def lost(self, at: Point) -> Callable[[Move], bool]:
+        """Which moves lost much from a candidate that fits, or does not, as this one."""
+        state = self.key(self.rows[at])[0]
+        return lambda move: (state, move) in self._lost
+
     def better(self, at: Point, moves: Iterable[tuple[Move, Point]]) -> Point:
         """The best of the candidates that some moves lead to, if it is better than another by more than :data:`BETTER`; else that
         one."""
-        now = self.key(self.rows[at])
+        now, lost = self.key(self.rows[at]), self.lost(at)
         found: list[tuple[tuple[Any, ...], str, Point]] = []
         for move, point in moves:
-            move = (now[0], move)
-            if move in self._lost:
+            if lost(move):
                 continue
             row = self(point)
             if row is None or (key := self.key(row))[0] > now[0] or (key[0] == now[0] and key[1] > (1 + LOST) * now[1]):
-                self._lost.add(move)
+                self._lost.add((now[0], move))
             else:
                 found.append((key, point.layout, point))
         best = min(found, key=lambda f: f[:2])[2] if found else at
@@ -309,7 +318,7 @@ def _begin(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
 def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
     """Descend from those that would be the best if they fitted, then from the best that do, one a mesh; from the best found, with
     rules of weights alone as well."""
-    rows, evaluate.gained = evaluate.rows, evaluate.planned
+    rows = evaluate.rows
     ranked = sorted(rows, key=lambda p: evaluate.key(rows[p]))
     best_on: dict[Sizes, Point] = {}
     for point in ranked:
@@ -318,11 +327,10 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < shortest and rows[ranked[0]].fits]
     large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
     whole = [dim for dim in space.dims if dim[1] is None]
-    with contextlib.suppress(_Enough):
-        for start in dict.fromkeys([*large[:STARTS], *list(best_on.values())[:STARTS]]):
-            if evaluate.near(rows[start]):
+    for start in dict.fromkeys([*large[:STARTS], *list(best_on.values())[:STARTS]]):
+        if evaluate.near(rows[start]):
+            with contextlib.suppress(_Enough):
                 _from(evaluate, space, given, start, whole)
-    evaluate.gained = evaluate.planned
     first, most, _ = min(map(evaluate.key, rows.values()))
     ends = [p for p in rows if evaluate.key(rows[p])[:2] <= (first, (1 + BETTER) * most)]
     # of meshes over which the step is as long those of two axes leave most to be tried, three are two cut further
@@ -333,15 +341,22 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
 def _from(
     evaluate: _Evaluation, space: Space, given: Sequence[Sizes], at: Point, dims: Sequence[tuple[str, str | None]]
 ) -> None:
-    """Descend from a candidate: other meshes, one of these dims after the other, those with the same axes together."""
+    """Descend from a candidate: other meshes, one of these dims after the other, those with the same axes together.
+
+    Raises:
+      _Enough: nothing was gained for long.
+    """
+    evaluate.begins(at)
     before = None
     while at != before:
         before = at
         if not evaluate.rows[at].fits:  # the one change that makes it fit best, whichever dim it is of
-            at = evaluate.better(at, (move for dim in space.dims for move in space.neighbours(at, dim)))
+            at = evaluate.better(
+                at, (move for dim in space.dims for move in space.neighbours(at, dim, evaluate.lost(at)))
+            )
         at = evaluate.better(at, ((("mesh", p), p) for p in space.other_meshes(at, given)))
         for dim in dims:
-            at = evaluate.better(at, space.neighbours(at, dim))
+            at = evaluate.better(at, space.neighbours(at, dim, evaluate.lost(at)))
         at = evaluate.better(at, space.together(at))
 
 

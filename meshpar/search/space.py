@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import UnknownDimError, UnsupportedError
@@ -145,13 +145,21 @@ class Space:
                 rules = (replace(r, axes=tuple(place[a] for a in r.axes)) for r in free)
                 yield Point(tuple((a, size[place[a]]) for a in names), point.rules), self.point(point.sizes, rules)
 
-    def neighbours(self, point: Point, dim: tuple[str, str | None]) -> Iterator[tuple[Move, Point]]:
+    def neighbours(
+        self, point: Point, dim: tuple[str, str | None], lost: Callable[[Move], bool] = lambda move: False
+    ) -> Iterator[tuple[Move, Point]]:
         """The candidates in which one dim asks for other axes, or for none.
 
         Its rule stands before every run of rules for the same axes that shares one with it, and behind all. That of weights alone
         asks for all axes, in some order, and stands before all.
+
+        Args:
+          lost: the moves that are not worth while. Where each of several axes alone, behind all rules, is not, a dim does not ask
+            for these together, unless it asks for some of them now. It is asked when the candidates before were tried.
         """
-        others = [r for r in point.rules[len(self.fixed) :] if (r.dim, r.scope) != dim]
+        free = point.rules[len(self.fixed) :]
+        others = [r for r in free if (r.dim, r.scope) != dim]
+        now = {a for r in free if (r.dim, r.scope) == dim for a in r.axes}
         yield (dim, ()), self.point(point.sizes, others)
         names = [a for a, _ in point.sizes]
         if dim[1] is not None:
@@ -159,6 +167,8 @@ class Space:
                 yield (dim, axes), self.point(point.sizes, [Rule(dim[0], axes, True, dim[1]), *others])
             return
         for axes in _choices(names):
+            if len(axes) > 1 and now.isdisjoint(axes) and all(lost((dim, (a,), None)) for a in axes):
+                continue
             mine = Rule(dim[0], axes, True, dim[1])
             starts = [
                 i for i, r in enumerate(others) if set(r.axes) & set(axes) and (i == 0 or others[i - 1].axes != r.axes)
@@ -181,23 +191,21 @@ class Space:
 
     def other_meshes(self, point: Point, allowed: Sequence[Sizes]) -> Iterator[Point]:
         """The same rules on the meshes in which one axis has a factor of another; and on those with one axis more, which splits
-        what the last one split."""
+        what one of the others split."""
         names = [a for a, _ in point.sizes]
         free = point.rules[len(self.fixed) :]
         mine = dict(point.sizes)
         for sizes in allowed:
             axes = [a for a, _ in sizes]
-            if axes == names and sum(mine[a] != n for a, n in sizes) == 2:
+            changed = [a for a, n in sizes if a in mine and mine[a] != n]
+            if axes == names and len(changed) == 2:
                 yield self.point(sizes, free)
-            elif axes[:-1] == names and sizes[: len(names) - 1] == point.sizes[:-1]:
-                last, new = names[-1], axes[-1]
-                yield self.point(
-                    sizes,
-                    (
-                        replace(r, axes=tuple(x for a in r.axes for x in ((a, new) if a == last else (a,))))
-                        for r in free
-                    ),
+            elif axes[:-1] == names and len(changed) == 1:
+                (cut,), new = changed, axes[-1]
+                rules = (
+                    replace(r, axes=tuple(x for a in r.axes for x in ((a, new) if a == cut else (a,)))) for r in free
                 )
+                yield self.point(sizes, rules)
 
 
 def _choices(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:

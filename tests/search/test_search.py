@@ -21,7 +21,7 @@ from meshpar.hardware.topology import parse_topology
 from meshpar.plan.claims import Claims
 from meshpar.search.picture import Picture
 from meshpar.search.row import Row
-from meshpar.search.space import Space
+from meshpar.search.space import Space, meshes
 
 OPTIMIZER = optax.adam(1e-3)
 V5E = parse_topology("v5e:4x4").chip.per_device().hbm
@@ -267,6 +267,33 @@ def test_axes_take_each_others_place():
     ((same, other),) = space.swapped(point)
     assert (other.mesh, other.layout) == ("data=2, model=8", "batch?: model; mlp?: data")
     assert (same.mesh, same.layout) == ("data=8, model=2", point.layout)
+
+
+def test_axes_that_each_alone_lost_are_not_tried_together():
+    base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
+    space = Space.of(base.program, mp.Layout(""), ())
+    point = space.point((("data", 4), ("model", 4)), mp.Layout("batch: data").rules)
+
+    def most(dim, lost):
+        return max(len(move[1]) for move, _ in space.neighbours(point, dim, lost.__contains__))
+
+    alone = {dim: [((dim, None), (axis,), None) for axis in ("data", "model")] for dim in ("batch", "mlp")}
+    assert most(("mlp", None), alone["mlp"]) == 1
+    assert most(("mlp", None), alone["mlp"][:1]) == 2
+    assert most(("batch", None), alone["batch"]) == 2  # it asks for one of them now
+
+
+def test_one_axis_more_cuts_one_of_the_others():
+    base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
+    space = Space.of(base.program, mp.Layout(""), ())
+    point = space.point((("data", 4), ("model", 4)), mp.Layout("batch: data; mlp: model").rules)
+    found = {(p.mesh, p.layout) for p in space.other_meshes(point, meshes(16))}
+    assert found == {
+        ("data=2, model=8", "batch?: data; mlp?: model"),
+        ("data=8, model=2", "batch?: data; mlp?: model"),
+        ("data=4, model=2, third=2", "batch?: data; mlp?: model+third"),
+        ("data=2, model=4, third=2", "batch?: data+third; mlp?: model"),
+    }
 
 
 def test_rows_on_the_front_are_not_beaten_on_both_sides():
