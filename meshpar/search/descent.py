@@ -56,7 +56,7 @@ class _Stop(Exception):
     """No more candidates are to be planned."""
 
 
-class _Enough(_Stop):
+class _Enough(Exception):
     """Many plans brought nothing."""
 
 
@@ -129,7 +129,7 @@ class _Evaluation:
         if self.planned >= self.most:
             raise _Stop(f"stopped at {self.most} plans")
         if self.gained is not None and self.planned >= self.gained + PATIENCE:
-            raise _Enough(NOTHING)
+            raise _Enough
         if self.until is not None and time.monotonic() > self.until and self.planned:
             raise _Stop("stopped at the time limit")
         self._same[same] = point
@@ -316,8 +316,8 @@ def _begin(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
 
 
 def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
-    """Descend from those that would be the best if they fitted, then from the best that do, one a mesh; from the best found, with
-    rules of weights alone as well."""
+    """Descend from those that would be the best if they fitted, then from the best that do, one a mesh; then from the best found;
+    then, with rules of weights alone as well, from the best found by then."""
     rows = evaluate.rows
     ranked = sorted(rows, key=lambda p: evaluate.key(rows[p]))
     best_on: dict[Sizes, Point] = {}
@@ -331,11 +331,13 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
         if evaluate.near(rows[start]):
             with contextlib.suppress(_Enough):
                 _from(evaluate, space, given, start, whole)
-    first, most, _ = min(map(evaluate.key, rows.values()))
-    ends = [p for p in rows if evaluate.key(rows[p])[:2] <= (first, (1 + BETTER) * most)]
-    # of meshes over which the step is as long those of two axes leave most to be tried, three are two cut further
-    end = min(ends, key=lambda p: (abs(len(p.sizes) - 2), evaluate.key(rows[p]), p.layout))
-    _from(evaluate, space, given, end, [*(dim for dim in space.dims if dim[1] is not None), *whole])
+    for dims in (whole, [*(dim for dim in space.dims if dim[1] is not None), *whole]):
+        first, most, _ = min(map(evaluate.key, rows.values()))
+        ends = [p for p in rows if evaluate.key(rows[p])[:2] <= (first, (1 + BETTER) * most)]
+        # of meshes over which the step is as long those of two axes leave most to be tried, three are two cut further
+        end = min(ends, key=lambda p: (abs(len(p.sizes) - 2), evaluate.key(rows[p]), p.layout))
+        with contextlib.suppress(_Enough):
+            _from(evaluate, space, given, end, dims)
 
 
 def _from(
