@@ -101,6 +101,26 @@ def test_the_compiler_sends_what_the_plan_lists(how):
     assert made.bytes_sent == pytest.approx(made.plan.bytes_sent)
 
 
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [("", [("all-reduce", "whole")] * 2), ("; mlp: model", [("reduce-scatter", "staged")] * 2)],
+)
+def test_beside_sums_for_which_products_wait_gradients_stay_staged(more, found):
+    """Megatron's blocks sum activations over `model` forward and on the way back; with FSDP alone nothing is waited for."""
+
+    def loss(w, x):
+        return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]).astype(jnp.float32).sum()
+
+    plan = mp.plan(
+        jax.grad(loss), {"up": bf16(4096, 16384), "down": bf16(16384, 4096)}, bf16(2**17, 4096), mesh="data=16, model=8",
+        topology="v5p:4x4x8", layout="batch: data; embed: data" + more, lowering="shard_map", overlap="auto",
+        dims={"w/up": "embed mlp", "w/down": "mlp embed", "x": "batch embed"},
+    )  # fmt: skip
+    weights = [c for c in plan.collectives if c.op != "all-gather" and c.axes == ("data",)]
+    assert [(c.op, c.algorithm) for c in weights] == found
+    assert any(c.axes == ("model",) for c in plan.collectives) == bool(more)
+
+
 SPLIT = "batch: data; embed: data; mlp: model"
 BOTH = "batch: data+model; embed: data; mlp: model"
 
