@@ -161,9 +161,6 @@ SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "6": (
         Schedule(ALL, 6.285, 2.276, 464.4, 20.40), Schedule(ALL, 5.183, 1.858, 426.8, 70.02, "minimal"),
     ),
-    "7": (
-        Schedule("default", 0.445, 0.259, 58.5, 9.62), Schedule(OFFLOAD, 0.538, 0.172, 51.5, 9.75),
-    ),
     "9": (
         Schedule("default", 0.501, 0.206, 58.8, 3.77), Schedule(OFFLOAD, 0.481, 0.069, 58.8, 4.66),
         Schedule(OFFLOAD, 0.473, 0.047, 58.8, 14.87, "minimal"),
