@@ -2,9 +2,9 @@
 
 A reduce-scatter over several torus dimensions goes over one after the other, which sends least. As an all-reduce the whole sum has
 the links of all of them at once, for twice the bytes: on three dimensions that is two thirds of the time. And where sums run on
-cores of their own, the compiler has products beside all of a whole sum, but beside the first stage alone of a staged one. Where
-a body's products wait for other sums (those of activations), these stand behind the whole ones, and nothing is gained: by the
-schedules of Llama 3 with sequence parallelism on v5p whole sums leave 66 ms more exposed (8B), and 111 (70B).
+cores of their own, the compiler has products beside all of a whole sum, but beside the first stage alone of a staged one. If a
+body's products also wait for other sums (those of activations), these stand there behind the whole ones, and nothing is gained: by
+the schedules of Llama 3 with sequence parallelism on v5p whole sums leave 66 ms more exposed (8B), and 111 (70B).
 
 A pass over a plan, after the one that looks for rings: it takes what leaves less exposed
 (:func:`meshpar.cost.exposed.sum_forms`).
@@ -47,7 +47,7 @@ def whole_sums(plan: Plan) -> Plan:
         return plan
 
     def change(body: Body) -> Body:
-        if change_sum is _by_cost and _waits_for_sums(plan, body):
+        if change_sum is _by_cost and plan.goes_on("all-reduce") and _waits_for_sums(plan, body):
             return body
         steps = tuple(
             _decided(plan, s, change_sum) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps
