@@ -50,7 +50,7 @@ def plan_of(mesh, topology, layout):
         return jnp.tanh(x @ w).sum()
 
     args = ShapeDtypeStruct((1024, 4096), "bfloat16"), ShapeDtypeStruct((4096, 1024), "bfloat16")
-    return mp.plan(jax.grad(loss), *args, mesh=mesh, topology=topology, layout=layout,
+    return mp.plan(jax.grad(loss), *args, mesh=mesh, topology=topology, layout=layout, overlap="xla",
                    dims={"w": "embed mlp", "x": "batch embed"})  # fmt: skip
 
 
