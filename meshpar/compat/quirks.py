@@ -87,6 +87,10 @@ EPILOGUE_CHIPS = {"v5e": 3, "v6e": 1}
 """Of the chips for which a product of at least ``LARGE`` bytes stands apart (:data:`JOINED_EPILOGUE`): of how many products at most
 such arrays are computed. On v6e the kernel takes no longer than its product where gate and up are made beside it, on v5p never."""
 
+WHOLE_SUM_CHIPS = ("v4", "v5e", "v5p", "v6e")
+"""The chips for which XLA's partitioner (libtpu 0.0.42) was seen to leave a sum whole where every device gets a part of its
+own; for tpu7x it scatters them (Llama 3 8B under FSDP sends 47.8 GB a step there)."""
+
 COPIED_STACK = Quirk(
     compiler="libtpu 0.0.42",
     wrong="Products that a loop stacks lie as it makes them, features innermost. Where the products of the loop on the way back "

@@ -162,9 +162,8 @@ def products_apart(plan: Plan) -> Plan:
         apart: dict[Shard, Shard] = {}  # what a product gives or takes → the same behind a barrier
         for step in body.with_calls():
             if _multiplies(step) and (product := step.results[0]) in products:
-                ops, read = _between(product, readers, depth)
-                ops, made_of_it = _between(product, readers, depth)
-                read = [s for s in made_of_it if s not in products]
+                ops, found = _between(product, readers, depth)
+                read = [s for s in found if s not in products]
                 if sum(size(s) >= size(product) for s in read) > 1:
                     given = dict.fromkeys(s for op in ops for s in op.reads if s in products)
                     if len(given) <= most:

@@ -9,8 +9,8 @@ the schedules of Llama 3 with sequence parallelism on v5p whole sums leave 66 ms
 A pass over a plan, after the one that looks for rings: it takes what leaves less exposed
 (:func:`meshpar.cost.exposed.sum_forms`).
 
-Under ``lowering="jit"`` nobody chooses: on TPUs (libtpu 0.0.42; slices of v5e, v5p and v6e, sums over one and over several torus
-dimensions) XLA leaves a sum whole, and cuts it, where every device gets a part of its own, and scatters all others.
+Under ``lowering="jit"`` nobody chooses: on v4, v5e, v5p and v6e (libtpu 0.0.42; sums over one and over several torus dimensions)
+XLA leaves a sum whole, and cuts it, where every device gets a part of its own, and scatters all others.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ..compat.quirks import WHOLE_SUM_CHIPS
 from ..cost.exposed import product_seconds, sum_forms, whole_form
 from ..cost.fusion import PRODUCTS
 from ..plan.collectives import Collective, duration, human
@@ -39,9 +40,9 @@ def whole_sums(plan: Plan) -> Plan:
     it partitions."""
     if plan.chip is None or not plan.chip.torus:
         return plan
-    if plan.lowering == "jit":
+    if plan.lowering == "jit" and plan.chip.name in WHOLE_SUM_CHIPS:
         change_sum = _as_partitioned
-    elif plan.overlap in BY_COST:
+    elif plan.lowering != "jit" and plan.overlap in BY_COST:
         change_sum = _by_cost
     else:
         return plan

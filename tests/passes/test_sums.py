@@ -152,11 +152,13 @@ def test_under_jit_a_sum_of_which_every_device_has_a_part_is_sent_whole(mesh, la
     assert sums(plan.replan(layout=layout)) == found
 
 
-def test_between_slices_and_on_gpus_nothing_is_said_of_what_jit_leaves_whole():
+def test_between_slices_on_gpus_and_on_tpu7x_jit_leaves_nothing_whole():
+    """On tpu7x XLA was seen to scatter; of the others nothing is known."""
     across = "batch: slice+data; embed: slice+data"
     for where in (
         {"topology": "2x v5p:4x4x8", "mesh": "slice=2, data=128", "layout": across},
         {"topology": "h100:8", "mesh": "data=8"},
+        {"topology": "tpu7x:4x4x4", "mesh": "data=128"},
     ):
         assert ("all-reduce", "whole") not in sums(plan_of(**where, lowering="jit", overlap=None))
 
