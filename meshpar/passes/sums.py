@@ -3,8 +3,11 @@
 A reduce-scatter over several torus dimensions goes over one after the other, which sends least. As an all-reduce the whole sum has
 the links of all of them at once, for twice the bytes: on three dimensions that is two thirds of the time. And where sums run on
 cores of their own, the compiler has products beside all of a whole sum, but beside the first stage alone of a staged one. If a
-body's products also wait for other sums (those of activations), these stand there behind the whole ones, and nothing is gained: by
-the schedules of Llama 3 with sequence parallelism on v5p whole sums leave 66 ms more exposed (8B), and 111 (70B).
+body's products also wait for other sums (those of activations), these stand behind the gradients', and what is left exposed is what
+the links are busy for: the form that keeps them busy for less is the better one. Over two whole torus dimensions both take the
+same time, and by the schedules of Llama 3 with sequence parallelism on v5p whole sums leave 66 ms more exposed (8B), and 111
+(70B). Over one, and every eighth device of the other, a staged sum takes 2.6 times a whole one, as eight groups share the links of
+its first stage: on v6e (`data=32, model=8`) staged ones leave 31 ms more exposed (8B).
 
 A pass over a plan, after the one that looks for rings: it takes what leaves less exposed
 (:func:`meshpar.cost.exposed.sum_forms`).
@@ -18,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..compat.quirks import WHOLE_SUM_CHIPS
 from ..cost.exposed import product_seconds, sum_forms, whole_form
@@ -31,7 +35,7 @@ from .overlap import BY_COST, LEAST
 from .reach import home_of, reaches
 
 FEW = 0.1
-"""Of the seconds of a body's sums: if products wait for no more, gradients may be sent whole beside them. (Statistics of Mixtral's
+"""Of the seconds of a body's sums: if products wait for no more, none of them stands behind gradients. (Statistics of Mixtral's
 router are 0.006, activations in a backward layer of Llama with sequence parallelism 0.4 to 0.6.)"""
 
 
@@ -41,15 +45,15 @@ def whole_sums(plan: Plan) -> Plan:
     if plan.chip is None or not plan.chip.torus:
         return plan
     if plan.lowering == "jit" and plan.chip.name in WHOLE_SUM_CHIPS:
-        change_sum = _as_partitioned
+        partitioned = True
     elif plan.lowering != "jit" and plan.overlap in BY_COST:
-        change_sum = _by_cost
+        partitioned = False
     else:
         return plan
 
     def change(body: Body) -> Body:
-        if change_sum is _by_cost and plan.goes_on("all-reduce") and _waits_for_sums(plan, body):
-            return body
+        queued = not partitioned and plan.goes_on("all-reduce") and _waits_for_sums(plan, body)
+        change_sum = _as_partitioned if partitioned else partial(_by_cost, queued=queued)
         steps = tuple(
             _decided(plan, s, change_sum) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps
         )
@@ -75,14 +79,20 @@ def _decided(plan: Plan, step: Reduce, change: Callable[[Plan, Reduce, Collectiv
     return replace(step, collectives=tuple(collectives), scatters=tuple(scatters))
 
 
-def _by_cost(plan: Plan, step: Reduce, old: Collective) -> Collective | None:
-    """The all-reduce instead of a staged reduce-scatter, if it pays."""
+def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Collective | None:
+    """The all-reduce instead of a staged reduce-scatter, if it pays.
+
+    Args:
+      queued: sums for which products wait stand behind it, so that it counts for how long the links are busy.
+    """
     if old.algorithm != "staged":
         return None
     forms = sum_forms(plan, old, beside(plan, step.source.value))
-    if "whole" not in forms or forms["staged"].exposed - forms["whole"].exposed < LEAST:
+    if "whole" not in forms:
         return None
     staged, whole = forms["staged"], forms["whole"]
+    if (staged.seconds - whole.seconds if queued else staged.exposed - whole.exposed) < LEAST:
+        return None
     why = (
         f"whole {duration(whole.seconds)} on the links of all torus dimensions at once, {duration(whole.exposed)} of it exposed; "
         f"staged {duration(staged.seconds)}, {duration(staged.exposed)} exposed. It sends {human(whole.bytes)} instead of "
