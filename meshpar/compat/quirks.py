@@ -79,13 +79,15 @@ ROUNDED_STACK = Quirk(
 JOINED_EPILOGUE = Quirk(
     compiler="libtpu 0.0.42",
     wrong="Where several arrays are computed from the result of a product, all of them are computed inside it, one tile after "
-    "the other, while its matrix units wait, and the result is written as well: the way back of silu(gate) * up.",
+    "the other, while its matrix units wait: the way back of silu(gate) * up. A product that reads its operands tile by tile gets "
+    "smaller tiles from every array beside it: the way back of a norm.",
     test="tests/passes/test_barriers.py::test_a_product_of_which_several_operands_are_made_is_apart",
-    remove="when that kernel takes no longer than the product and the elementwise ops one after the other",
+    remove="when these kernels take no longer than the product and the elementwise ops one after the other",
 )
-EPILOGUE_CHIPS = {"v5e": 3, "v6e": 1}
-"""Of the chips for which a product of at least ``LARGE`` bytes stands apart (:data:`JOINED_EPILOGUE`): of how many products at most
-such arrays are computed. On v6e the kernel takes no longer than its product where gate and up are made beside it, on v5p never."""
+EPILOGUE_CHIPS = {"v5e": (3, 64), "v5p": (0, 32), "v6e": (1, 64), "tpu7x": (0, 32)}
+"""The chips for which a product of at least ``LARGE`` bytes stands apart (:data:`JOINED_EPILOGUE`): of how many products at most
+several arrays are computed (on v6e the kernel takes no longer than its product where gate and up are made beside it), and MiB
+of an operand that stays in VMEM. A product with a larger one on both sides always stands apart; of v5p and tpu7x no other does."""
 
 WHOLE_SUM_CHIPS = ("v4", "v5e", "v5p", "v6e")
 """The chips for which XLA's partitioner (libtpu 0.0.42) was seen to leave a sum whole where every device gets a part of its

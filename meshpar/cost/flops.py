@@ -42,12 +42,8 @@ def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
         bytes) rows; 1: nothing is rounded.
     """
     op = run.op
-    shapes = [
-        list(local_shape(var.aval.shape, None if shard is None else shard.spec, sizes))
-        for var, shard in zip(op.eqn.invars[:2], run.operands, strict=False)
-    ]
     rows = 1 if lanes == 1 else max(8, int(32 // itemsize(op.eqn.invars[0].aval)))
-    batch, m, n, k = product_sizes(op.eqn, shapes[0], shapes[1])
+    batch, m, n, k = _local_sizes(run, sizes)
     if 0 in (batch, m, n, k):
         return 0.0
 
@@ -73,13 +69,9 @@ def bytes_again(
       cut, blocks: of one of so many blocks in which it is made: whether each operand and the result is cut for it.
     """
     op = run.op
-    shapes = [
-        list(local_shape(var.aval.shape, None if shard is None else shard.spec, sizes))
-        for var, shard in zip(op.eqn.invars[:2], run.operands, strict=False)
-    ]
     if op.name != "dot_general":
         return 0.0
-    batch, m, n, k = product_sizes(op.eqn, shapes[0], shapes[1])
+    batch, m, n, k = _local_sizes(run, sizes)
     left, right, result = cut
     batch, k = batch // (blocks if left and right and result else 1), k // (1 if result else blocks)
     m, n = m // (blocks if left and not right else 1), n // (blocks if right and not left else 1)
@@ -88,6 +80,21 @@ def bytes_again(
         return 0.0
     side = math.sqrt(TILES / (4.0 + 2.0 * itemsize(op.eqn.outvars[0].aval) * (1 + beside)))
     return batch * (lhs * (max(1.0, n / side) - 1) + rhs * (max(1.0, m / side) - 1))
+
+
+def smaller_operand(run: Run, sizes: Mapping[str, int]) -> float:
+    """Bytes of the smaller operand of one device's part of a product, of one element of its batch."""
+    _, m, n, k = _local_sizes(run, sizes)
+    return min(k * size * itemsize(v.aval) for size, v in zip((m, n), run.op.eqn.invars, strict=False))
+
+
+def _local_sizes(run: Run, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    """:func:`product_sizes` of one device's part of a product."""
+    lhs, rhs = (
+        local_shape(var.aval.shape, None if shard is None else shard.spec, sizes)
+        for var, shard in zip(run.op.eqn.invars[:2], run.operands, strict=False)
+    )
+    return product_sizes(run.op.eqn, lhs, rhs)
 
 
 class _Products:

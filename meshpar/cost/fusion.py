@@ -28,8 +28,8 @@ VIEWS = having(lambda p: p.view)
 FUSED = having(lambda p: p.fusible) | {"one_hot!"}
 SLICES = frozenset({"slice", "dynamic_slice", "gather"})
 PRODUCTS = having(lambda p: p.product)
-_REDUCTIONS = having(lambda p: p.reduction)
-_TAKES = _REDUCTIONS | PRODUCTS | {"stack!", "copy!"}  # kernels that compute their operands as they read them
+REDUCTIONS = having(lambda p: p.reduction)
+_TAKES = REDUCTIONS | PRODUCTS | {"stack!", "copy!"}  # kernels that compute their operands as they read them
 _SMALL = 8
 """By how much what a kernel reads is smaller than the largest of it, to be rows and scalars."""
 
@@ -185,7 +185,7 @@ def fuse(region: Region) -> None:
         if not readers:
             continue  # nobody reads it
         twice = not node.joins
-        if must or (len(readers) > 1 and not twice and not all(r.name in _REDUCTIONS for r in readers)):
+        if must or (len(readers) > 1 and not twice and not all(r.name in REDUCTIONS for r in readers)):
             node.root = True
             again = twice and not any(out.joined for out in node.outs)
             through = [r for r in readers if r.name in _TAKES or r.name in FUSED] if again else []
@@ -208,7 +208,7 @@ def fuse(region: Region) -> None:
         _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSED, own)
         node.reads = list(found)
         node.writes = node.outs
-        other = _also(node, done) if node.name in _REDUCTIONS else None
+        other = _also(node, done) if node.name in REDUCTIONS else None
         if other is None:
             other = node
             done[node] = len(region.kernels)
@@ -240,7 +240,7 @@ def _also(node: Node, done: dict[Node, int]) -> Node | None:
     rows = [i for i in node.reads if i.bytes * _SMALL <= most]
     for first in large[:1]:
         makers = [] if first.node is None or first.node not in done else [first.node]
-        for other in (*makers, *(r for r in first.readers if r.name in _REDUCTIONS)):
+        for other in (*makers, *(r for r in first.readers if r.name in REDUCTIONS)):
             if (
                 (other.name in FUSED or other.name in _TAKES)
                 and all(i in other.writes or i in other.reads for i in large)

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..compat.quirks import COPIED_STACK_CHIPS, CUT_HERE, EPILOGUE_CHIPS, LARGE, LARGE_SUM
 from ..cost.donation import gathered_apart, in_place
-from ..cost.fusion import FUSED, PRODUCTS, VIEWS
+from ..cost.flops import smaller_operand
+from ..cost.fusion import FUSED, PRODUCTS, REDUCTIONS, VIEWS
 from ..plan.plan import Plan
 from ..plan.planner import IDENTITIES
 from ..plan.spec import itemsize, local_bytes
@@ -131,14 +132,18 @@ def slices_apart(plan: Plan) -> Plan:
 
 
 def products_apart(plan: Plan) -> Plan:
-    """A large matrix product is a kernel of its own where several arrays that other products read are computed from its result.
+    """A large matrix product is a kernel of its own where much is computed from its result.
 
-    Else the compiler computes them inside the product, and its matrix units wait meanwhile: the way back of ``silu(gate) * up``
-    (:data:`meshpar.compat.quirks.JOINED_EPILOGUE`).
+    Else the compiler computes it inside the product, and its matrix units wait meanwhile, or multiply smaller tiles
+    (:data:`meshpar.compat.quirks.JOINED_EPILOGUE`):
+
+    - several arrays that other products read: the way back of ``silu(gate) * up``;
+    - sums over what it makes and other arrays: the way back of a norm.
     """
-    most = 0 if plan.chip is None else EPILOGUE_CHIPS.get(plan.chip.name, 0)
-    if not most:
+    chip = None if plan.chip is None else plan.chip.name
+    if chip not in EPILOGUE_CHIPS:
         return plan
+    most, stays = EPILOGUE_CHIPS[chip]
 
     def size(shard: Shard) -> float:
         return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
@@ -147,6 +152,7 @@ def products_apart(plan: Plan) -> Plan:
         readers: dict[Shard, list[Run | Barrier]] = {}
         depth: dict[Shard, int] = {}  # products, one after the other, that it follows from
         products: set[Shard] = set()  # their results, and views of these
+        spread: set[Shard] = set()  # from rows and scalars
         for step in body.with_calls():
             if isinstance(step, Barrier):
                 depth.update((r, depth.get(s, 0)) for s, r in zip(step.sources, step.results, strict=True))
@@ -156,21 +162,30 @@ def products_apart(plan: Plan) -> Plan:
             if isinstance(step, Run):
                 made = step.op.name == "dot_general" and step.in_ring != "reduce" and size(step.results[0]) >= LARGE
                 products.update(step.results if made or (_is_view(step) and step.reads[0] in products) else ())
+                spread.update(step.results if step.op.name == "broadcast_in_dim" else ())
             if isinstance(step, Run | Barrier):
                 for shard in step.reads:
                     readers.setdefault(shard, []).append(step)
         apart: dict[Shard, Shard] = {}  # what a product gives or takes → the same behind a barrier
         for step in body.with_calls():
             if _multiplies(step) and (product := step.results[0]) in products:
-                ops, found = _between(product, readers, depth)
+                ops, found, inside = _between(product, readers, depth)
+                least = size(product)
                 read = [s for s in found if s not in products]
-                if sum(size(s) >= size(product) for s in read) > 1:
-                    given = dict.fromkeys(s for op in ops for s in op.reads if s in products)
-                    if len(given) <= most:
-                        apart.update((s, _again(s)) for s in (*given, *read) if s not in apart)
+                given = dict.fromkeys(s for each in ops for s in each.reads if s in products)
+                others = {s for each in ops for s in each.reads} - inside - products - spread
+                beside = any(size(s) >= least for s in others)
+                large = [s for s in read if size(s) >= least]
+                streams = smaller_operand(step, plan.sizes) > stays * 2**20
+                cut: Sequence[Shard] = ()
+                if len(large) > 1:
+                    cut = (*given, *read) if streams or len(given) <= most else ()
+                elif beside and streams and any(each.op.name in REDUCTIONS for each in ops):
+                    cut = tuple(given)
+                apart.update((s, _again(s)) for s in cut if s not in apart)
 
         def across(step: Run) -> Run:
-            if _is_view(step) or not (_multiplies(step) or step.op.name in FUSED):
+            if _is_view(step) or not (_multiplies(step) or step.op.name in FUSED | REDUCTIONS):
                 return step
             return replace(step, operands=tuple(s if s is None else apart.get(s, s) for s in step.operands))
 
@@ -231,8 +246,9 @@ def _multiplies(step: Step) -> TypeGuard[Run]:
 
 def _between(
     product: Shard, readers: Mapping[Shard, Sequence[Run | Barrier]], depth: Mapping[Shard, int]
-) -> tuple[list[Run], list[Shard]]:
-    """(the elementwise ops that follow from a product, and from no later one; what they make and products read)."""
+) -> tuple[list[Run], list[Shard], set[Shard]]:
+    """(the elementwise ops and sums that follow from a product, and from no later one; what they make and products read; all that
+    the ops make)."""
     ops: dict[Run, None] = {}
     read: dict[Shard, None] = {}
     todo, seen = [(product, product)], {product}  # a shard, and the same before barriers
@@ -249,12 +265,15 @@ def _between(
             elif step.op.name in FUSED:
                 ops[step] = None
                 results = [(r, r) for r in step.results]
+            elif step.op.name in REDUCTIONS:
+                ops[step] = None
+                continue
             else:
                 continue
             results = [(r, m) for r, m in results if depth[r] == depth[product] and r not in seen]
             seen.update(r for r, _ in results)
             todo += results
-    return list(ops), list(read)
+    return list(ops), list(read), seen
 
 
 def _is_view(step: Run) -> bool:

@@ -16,6 +16,7 @@ from lowered import lowered, same
 import meshpar as mp
 from meshpar.hardware.topology import parse_topology
 from meshpar.lower.shard_map import lower_to_shard_map
+from meshpar.passes import barriers
 from meshpar.passes.barriers import products_apart, stacks_in_order
 from meshpar.plan.planner import planned
 from meshpar.plan.steps import Barrier, Loop, Order, Reduce, Run
@@ -180,10 +181,52 @@ def unchanged(fn, args, how, change, chip):
     return plan
 
 
-def test_a_product_apart_is_the_same():
-    args = gated_args(normal, 2 * 512, 8192)
-    v5e = parse_topology("v5e:2x4").chip
-    assert steps_of(unchanged(gated, args, GATED, products_apart, v5e), Barrier)
+def normed(w, x):
+    """The gradient through a norm."""
+
+    def loss(x):
+        return jnp.square(x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) @ w).sum()
+
+    return jax.grad(loss)(x)
+
+
+@pytest.mark.parametrize(
+    ("topology", "embed", "mlp", "apart"),
+    [
+        ("v5p:2x2x2", 2048, 8192, 1),
+        ("v5p:2x2x2", 2048, 4096, 0),
+        ("v5e:2x4", 2048, 8192, 0),
+        ("v4:2x2x2", 2048, 8192, 0),
+    ],
+)
+def test_a_product_that_reads_tiles_is_apart_from_the_sums_of_a_norm(topology, embed, mlp, apart):
+    """A device has 2048 rows; 32 MiB of an operand stay in v5p's memory, 64 in v5e's."""
+    args = f32(embed, mlp), f32(8 * 2048, embed)
+    plan = mp.plan(normed, *args, mesh=DATA, topology=topology, layout="batch: data", dims={"x": "batch _"})
+    found = [s for b in steps_of(plan, Barrier) for s in b.sources]
+    assert [s.value.shape for s in found] == [(8 * 2048, embed)] * apart
+    products = [s for step in steps_of(plan, Run) if step.op.name == "dot_general" for s in step.results]
+    assert set(found) <= set(products)
+
+
+def test_a_product_that_reads_tiles_stays_with_the_sums_of_it_alone():
+    def largest(w, x):
+        logits = x @ w
+        top = logits.max(-1, keepdims=True)
+        return top, jnp.exp(logits - top).sum(-1)
+
+    args = f32(2048, 8192), f32(8 * 8192, 2048)
+    plan = mp.plan(largest, *args, mesh=DATA, topology="v5p:2x2x2", layout="batch: data", dims={"x": "batch _"})
+    assert not steps_of(plan, Barrier)
+
+
+@pytest.mark.parametrize("fn", [gated, normed])
+def test_what_stands_apart_is_the_same(fn, monkeypatch):
+    monkeypatch.setattr(barriers, "EPILOGUE_CHIPS", {"v5p": (0, 0)})
+    monkeypatch.setattr(barriers, "LARGE", 0)
+    args = (normal(16, 64), normal(64, 16)) if fn is normed else gated_args(normal, 64, 32)
+    how = {"layout": "batch: data", "dims": {"x": "batch _"}}
+    assert steps_of(unchanged(fn, args, how, products_apart, parse_topology("v5p:2x2x2").chip), Barrier)
 
 
 def kept(w, x):
