@@ -19,13 +19,15 @@ The plan may send gradients as whole sums, for twice the bytes, where that is sh
 ``--schedule`` has seconds of a step of rows 1 to 9: what computes, by libtpu's own cycles, and communication beside which
 nothing does (:mod:`meshpar.verify.exposed`), read off MaxText's final programs by the same reader. MaxText's are :data:`SCHEDULES`,
 ours are compiled now, with the options that a plan comes with: at full remat, and "best that fits", with the policy of
-``llama.REMAT`` whose plan is shortest among those that take at most :data:`MARGIN` of the memory. Splash attention has no cycles in
+``llama.REMAT``, of the batch whole and in two parts side by side, whose plan is shortest among those that take at most :data:`MARGIN`
+of the memory. Splash attention has no cycles in
 either. Nothing was run.
 Ours at full remat stands beside its best at full remat; "best that fits", beside the best of all its policies that fit.
 "of its" is our peak beside the lowest of its programs at the policy of that best one.
 """
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -56,6 +58,7 @@ class Row:
       remat: what a layer keeps, of ``llama.REMAT``.
       loss: of ``llama.Head``: in chunks of the vocabulary, or of the tokens where a layout splits the vocabulary.
       partitioned: whether bytes are read right after partitioning, and not in the final program.
+      interleave: parts of the batch that go through a layer side by side.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Row:
     remat: str = "full"
     loss: str = "vocab"
     partitioned: bool = False
+    interleave: int = 1
 
 
 # Every op takes the split that moves least: the embedding is looked up where it lies, and not gathered.
@@ -208,7 +212,8 @@ def schedules(rows: list[Row], effort: Any, overlap: Any, console: Console) -> N
     for row in rows:
         capacity = parse_topology(row.topology).chip.per_device().hbm
         fitting = best_that_fits(row, MARGIN * capacity, overlap)
-        ours = {"meshpar": row, f"meshpar, best that fits: {fitting.remat}": fitting}
+        best = f"{fitting.remat}, in {fitting.interleave} parts" if fitting.interleave > 1 else fitting.remat
+        ours = {"meshpar": row, f"meshpar, best that fits: {best}": fitting}
         theirs = peers(fitting)
         for s in theirs:
             program = f"MaxText, {s.options}" + ("" if s.remat == "full" else f"; {s.remat}")
@@ -246,22 +251,24 @@ def numbered(text: str | None) -> list[Row]:
 def arguments(row: Row, overlap: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(step, its arguments, what plan and compiler are told) of a row."""
     module = mixtral if row.model.startswith("mixtral") else llama
-    step, args, dims = getattr(module, row.model)(row.batch, row.seq, remat=row.remat, loss=row.loss)
+    how = {"remat": row.remat, "loss": row.loss, "interleave": row.interleave}
+    step, args, dims = getattr(module, row.model)(row.batch, row.seq, **how)
     mesh = mp.mesh(row.mesh, topology=row.topology)
     how = {"lowering": "shard_map", "overlap": overlap, "donate_argnums": 0}
     return step, args, {"mesh": mesh, "layout": row.layout, "dims": dims, **how}
 
 
 def best_that_fits(row: Row, memory: float, overlap: Any) -> Row:
-    """The row with the policy whose plan is shortest of those that take at most ``memory`` bytes; as it is if none does."""
+    """The row with the policy and the parts side by side whose plan is shortest of those that take at most ``memory`` bytes; as it is
+    if none does."""
     found = []
-    for remat in llama.REMAT:
-        each = replace(row, remat=remat)
+    for remat, interleave in itertools.product(llama.REMAT, (1,) if row.model.startswith("mixtral") else (1, 2)):
+        each = replace(row, remat=remat, interleave=interleave)
         step, args, how = arguments(each, overlap)
         plan = mp.plan(step, *args, **how)
         if plan.memory.peak <= memory:
-            found.append((plan.seconds or math.inf, remat, each))
-    return min(found, key=lambda each: each[:2])[2] if found else row
+            found.append((plan.seconds or math.inf, interleave, remat, each))
+    return min(found, key=lambda each: each[:3])[3] if found else row
 
 
 def compiled(row: Row, effort: Any, overlap: Any) -> mp.Compiled:

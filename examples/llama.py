@@ -10,6 +10,7 @@ with JAX for TPUs; `attention=xla` runs everywhere, and holds the scores.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
 class Config:
     """Sizes of a Llama. ``dtype`` is what is computed in; weights are float32. ``loss_chunks``: see :func:`cross_entropy`;
     ``loss``: which one, see :meth:`Head.__call__`; ``attention``: see :func:`attention`; ``remat``: what a layer keeps for the way
-    back, see :data:`REMAT`."""
+    back, see :data:`REMAT`; ``interleave``: parts of the batch that go through a layer beside each other, see :class:`Layer`."""
 
     embed: int
     layers: int
@@ -66,6 +67,7 @@ class Config:
     dtype: Any = jnp.bfloat16
     attention: str = "splash"
     remat: str = "full"
+    interleave: int = 1
 
 
 _save, _and = jax.checkpoint_policies.save_only_these_names, jax.checkpoint_policies.save_from_both_policies
@@ -132,6 +134,8 @@ def target(
       model: from sizes to the model; by default a Llama.
     """
     config, model = dataclasses.replace(config, **changes), model or Llama
+    if config.interleave > 1 and model is not Llama:
+        raise ValueError(f"{model.__name__} takes its batch whole, not interleave={config.interleave}")
     state = jax.eval_shape(lambda: state_of(model, config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     return step_of(model(config)), (state, {"inputs": tokens, "targets": tokens}), DIMS
@@ -144,7 +148,7 @@ def create_state(config: Config, key: jax.Array) -> dict[str, Any]:
 
 def state_of(model: Callable[[Any], nn.Module], config: Config, key: jax.Array) -> dict[str, Any]:
     """:func:`create_state` of any model."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
+    tokens = jnp.zeros((config.interleave, 1), jnp.int32)
     plain = model(dataclasses.replace(config, attention="xla"))  # the same weights; splash wants a long seq
     params = plain.init(key, tokens, tokens)["params"]
     return {"params": params, "opt": optimizer().init(params)}
@@ -182,8 +186,9 @@ class Llama(nn.Module):
         c = self.config
         embedding = named(nn.initializers.normal(1.0), "vocab", "embed")
         x = nn.Embed(c.vocab, c.embed, dtype=c.dtype, embedding_init=embedding, name="embedding")(inputs)
-        x, _ = scanned(Layer, c)(x, None)
-        return Head(c, name="head")(norm(c, "norm")(x), targets)
+        layer = Layer if c.interleave == 1 else nn.map_variables(Layer, "params", functools.partial(cast, c), init=True)
+        xs, _ = scanned(layer, c)(parts_of(x, c.interleave), None)
+        return Head(c, name="head")(norm(c, "norm")(whole_of(xs)), targets)
 
 
 def scanned(layer: type[nn.Module], config: Any, length: int | None = None, name: str = "layers") -> nn.Module:
@@ -210,12 +215,34 @@ class Layer(nn.Module):
     config: Config
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+    def __call__(self, xs: tuple[jax.Array, ...], _: None) -> tuple[tuple[jax.Array, ...], None]:
+        """`xs`: parts of the batch, each [batch, seq, embed]. They need nothing of each other, so that what is gathered and summed for
+        the blocks of one (`seq: model`, `heads: model`) is on its way while the products of another run."""
         c = self.config
-        x += leave(c, Attention(c, name="attention")(enter(c, norm(c, "attention_norm")(x))))
-        x = checkpoint_name(x, "residual")
-        x += leave(c, SwiGLU(c, name="mlp")(enter(c, norm(c, "mlp_norm")(x))))
-        return x, None
+        before, block = norm(c, "attention_norm"), Attention(c, name="attention")
+        xs = tuple(checkpoint_name(x + leave(c, block(enter(c, before(x)))), "residual") for x in xs)
+        before, block = norm(c, "mlp_norm"), SwiGLU(c, name="mlp")
+        return tuple(x + leave(c, block(enter(c, before(x)))) for x in xs), None
+
+
+def parts_of(x: jax.Array, parts: int) -> tuple[jax.Array, ...]:
+    """`x` [batch, ...] in parts of as many sequences, every `parts`-th one, so that each device has its share of every part."""
+    if parts == 1:
+        return (x,)
+    if x.shape[0] % parts:
+        raise ValueError(f"a batch of {x.shape[0]} cannot be cut into interleave={parts} parts of as many sequences")
+    cut = x.reshape(-1, parts, *x.shape[1:])
+    return tuple(cut[:, part] for part in range(parts))
+
+
+def whole_of(xs: tuple[jax.Array, ...]) -> jax.Array:
+    """What :func:`parts_of` cut."""
+    return xs[0] if len(xs) == 1 else jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:])
+
+
+def cast(config: Config, weights: Any) -> Any:
+    """Weights of products as they multiply, once for all parts, which so share what is gathered and the sum of its gradient."""
+    return jax.tree.map(lambda w: w.astype(config.dtype) if w.ndim > 1 else w, weights)
 
 
 def enter(config: Config, x: jax.Array) -> jax.Array:

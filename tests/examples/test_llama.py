@@ -152,6 +152,25 @@ def test_what_a_layer_keeps_changes_no_number(real, losses, remat, lowering):
     assert found == pytest.approx(losses[:2], rel=1e-5)
 
 
+@pytest.mark.parametrize(("remat", "lowering"), [("full", "jit"), ("minimal_with_collectives", "shard_map")])
+def test_parts_beside_each_other_change_no_number(real, losses, remat, lowering):
+    state, batch = real
+    config = dataclasses.replace(llama.TINY, remat=remat, interleave=2)
+    step = mp.jit(llama.train_step(config), mesh=mp.mesh("data=4, model=2"), layout=llama.FSDP_TENSOR_SEQUENCE,
+                  dims=llama.DIMS, lowering=lowering)  # fmt: skip
+    found = []
+    for _ in range(2):
+        state, loss = step(state, batch)
+        found.append(float(loss))
+    assert found == pytest.approx(losses[:2], rel=1e-5)
+
+
+def test_a_batch_that_does_not_go_into_its_parts_is_an_error():
+    step, args, _ = llama.tiny(batch=6, interleave=4)
+    with pytest.raises(ValueError, match="batch of 6 cannot be cut into interleave=4 parts"):
+        jax.eval_shape(step, *args)
+
+
 def test_an_unknown_policy_is_an_error():
     with pytest.raises(ValueError, match=r"no remat 'minimla'; there are full, .*minimal_with_context"):
         llama.tiny(remat="minimla")
@@ -238,6 +257,20 @@ def test_a_layer_gathers_and_sums_what_it_is_told_to(remat, gathers, sums):
             found[c.op] += 1
     # two blocks, each way; of the way there, run again: both inputs, and the sum after attention
     assert found == {"all-gather": gathers, "reduce-scatter": sums}
+
+
+@pytest.mark.parametrize("topology", ["v5p:4x4x8", "v6e:8x16"])
+def test_parts_beside_each_other_send_no_more_and_shorten_the_step(topology):
+    """While one is gathered and summed, the other one's products run. Weights are gathered once for both."""
+    plans = []
+    for interleave in (1, 2):
+        step, args, dims = llama.llama3_8b(remat="minimal_with_context", loss="tokens", interleave=interleave)
+        plans.append(mp.plan(step, *args, dims=dims, layout=llama.FSDP_TENSOR_SEQUENCE, mesh=abstract(data=16, model=8),
+                             topology=topology, donate_argnums=0))  # fmt: skip
+    one, two = plans
+    assert two.bytes_sent == pytest.approx(one.bytes_sent, rel=2e-3)
+    assert two.seconds < 0.95 * one.seconds
+    assert two.memory.peak < 1.02 * one.memory.peak
 
 
 def test_what_a_layer_keeps_is_held_and_shortens_the_step():
