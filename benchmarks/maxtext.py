@@ -19,8 +19,8 @@ The plan may send gradients as whole sums, for twice the bytes, where that is sh
 ``--schedule`` has seconds of a step of rows 1 to 9: what computes, by libtpu's own cycles, and communication beside which
 nothing does (:mod:`meshpar.verify.exposed`), read off MaxText's final programs by the same reader. MaxText's are :data:`SCHEDULES`,
 ours are compiled now, with the options that a plan comes with: at full remat, and "best that fits", with the policy of
-``llama.REMAT``, of the batch whole and in two parts side by side, whose plan is shortest among those that take at most :data:`MARGIN`
-of the memory. Splash attention has no cycles in
+``llama.REMAT``, of the batch whole and in two or four parts side by side, whose plan is shortest among those that take at most
+:data:`MARGIN` of the memory. Splash attention has no cycles in
 either. Nothing was run.
 Ours at full remat stands beside its best at full remat; "best that fits", beside the best of all its policies that fit.
 "of its" is our peak beside the lowest of its programs at the policy of that best one.
@@ -262,7 +262,7 @@ def best_that_fits(row: Row, memory: float, overlap: Any) -> Row:
     """The row with the policy and the parts side by side whose plan is shortest of those that take at most ``memory`` bytes; as it is
     if none does."""
     found = []
-    for remat, interleave in itertools.product(llama.REMAT, (1,) if row.model.startswith("mixtral") else (1, 2)):
+    for remat, interleave in itertools.product(llama.REMAT, (1,) if row.model.startswith("mixtral") else (1, 2, 4)):
         each = replace(row, remat=remat, interleave=interleave)
         step, args, how = arguments(each, overlap)
         plan = mp.plan(step, *args, **how)
