@@ -259,8 +259,8 @@ def arguments(row: Row, overlap: Any) -> tuple[Any, tuple[Any, ...], dict[str, A
 
 
 def best_that_fits(row: Row, memory: float, overlap: Any) -> Row:
-    """The row with the policy and the parts side by side whose plan is shortest of those that take at most ``memory`` bytes; as it is
-    if none does."""
+    """The row with the policy and the parts side by side whose plan is shortest of those that take at most ``memory`` bytes; as
+    it is if none does."""
     found = []
     for remat, interleave in itertools.product(llama.REMAT, (1,) if row.model.startswith("mixtral") else (1, 2, 4)):
         each = replace(row, remat=remat, interleave=interleave)

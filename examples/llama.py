@@ -52,7 +52,7 @@ Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
 class Config:
     """Sizes of a Llama. ``dtype`` is what is computed in; weights are float32. ``loss_chunks``: see :func:`cross_entropy`;
     ``loss``: which one, see :meth:`Head.__call__`; ``attention``: see :func:`attention`; ``remat``: what a layer keeps for the way
-    back, see :data:`REMAT`; ``interleave``: parts of the batch that go through a layer beside each other, see :class:`Layer`."""
+    back, see :data:`REMAT`; ``interleave``: parts of the batch that go through a layer side by side, see :class:`Layer`."""
 
     embed: int
     layers: int
@@ -216,8 +216,8 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, xs: tuple[jax.Array, ...], _: None) -> tuple[tuple[jax.Array, ...], None]:
-        """`xs`: parts of the batch, each [batch, seq, embed]. They need nothing of each other, so that what is gathered and summed for
-        the blocks of one (`seq: model`, `heads: model`) is on its way while the products of another run."""
+        """`xs`: parts of the batch, each [batch, seq, embed]. They need nothing of each other, so that what is gathered and
+        summed for the blocks of one (`seq: model`, `heads: model`) is on its way while the products of another run."""
         c = self.config
         before, block = norm(c, "attention_norm"), Attention(c, name="attention")
         xs = tuple(checkpoint_name(x + leave(c, block(enter(c, before(x)))), "residual") for x in xs)
