@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..hardware.chips import CollectiveOp
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Reduce, Reshard, Step
@@ -47,7 +48,7 @@ def flights_of(plan: Plan) -> dict[Region, dict[Node, Flight]]:
     body's end.
     """
     chip, kind_of = plan.chip, kinds_of(plan)
-    offloaded = chip is not None and "all-reduce" in chip.waits and plan.goes_on("all-reduce")
+    offloaded = _on_own_cores(plan, "all-reduce")
     tpu = chip is not None and bool(chip.torus)
 
     def behind(node: Node) -> Flight:
@@ -122,7 +123,8 @@ def beside_of(plan: Plan) -> dict[Region, dict[Node, Beside]]:
     Those products that neither make what it sends nor follow from what it gives, each beside one. So the TPU compiler (libtpu
     0.0.42) has it in backward layers of Llama: beside what is gathered of a cotangent runs the recomputed forward pass, beside the
     sum of the next one the gradients of the weights; all-reduces are asynchronous where reduce-scatters are, on cores of their
-    own. It schedules from the end of a body: the last collective takes the last products.
+    own. It schedules from the end of a body: the last collective takes the last products. To a sum that its options put on the
+    SparseCores (v5p, v6e) it gives hardly a latency, and one product beside it.
     """
     took, where = kernel_times(plan), hides(plan)
     return {region: _beside(plan, region, took, where) for region in flights_of(plan)}
@@ -153,13 +155,21 @@ def _beside(
     out: dict[Node, Beside] = {}
     for node, seconds in reversed(moves.items()):
         left, taken = seconds, []
+        alone = node.step is not None and any(_on_own_cores(plan, c.op) for c in own(node.step))
         for other in [k for k in reversed(products) if not (before[node] & bits[k] or before[k] & bits[node])]:
-            if left > 0:
+            if left > 0 and not (alone and taken):
                 left -= took[other].seconds
                 taken.append(other)
                 del products[other]
         out[node] = Beside(tuple(taken), max(0.0, left) / seconds)
     return out
+
+
+def _on_own_cores(plan: Plan, op: CollectiveOp) -> bool:
+    """Whether options have such sums made by cores of their own."""
+    return (
+        op in ("all-reduce", "reduce-scatter") and plan.chip is not None and op in plan.chip.waits and plan.goes_on(op)
+    )
 
 
 def _goes_on(plan: Plan, c: Collective) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import pytest
 from arrays import F32, f32
 
 import meshpar as mp
@@ -122,6 +123,23 @@ def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they
     alone = replace(plan, chip=replace(plan.chip, waits=CHIPS["v5p"].waits))  # programs wait: nothing runs beside them
     assert not any(b.products for besides in beside_of(alone).values() for b in besides.values())
     assert plan.memory.peak > alone.memory.peak
+
+
+@pytest.mark.parametrize(("topology", "most"), [("v6e:2x4", 1), ("v5p:2x2x2", 1), ("tpu7x:2x2x1", 4)])
+def test_a_sum_that_options_put_on_the_sparse_cores_has_one_product_beside_it(topology, most):
+    """It takes longer than all products of a layer; the gradients of four weights could run meanwhile."""
+    layers, rows, seq = 2, 8, 2048
+    params = {"up": f32(layers, EMBED, MLP), "down": f32(layers, MLP, EMBED)}
+    dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": "batch seq embed"}
+    how = {"mesh": "data=2, model=4", "topology": topology, "layout": "batch: data; mlp: model", "dims": dims}
+    plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", lowering="shard_map", **how)
+    found = [
+        len(beside.products)
+        for besides in beside_of(plan).values()
+        for move, beside in besides.items()
+        if move.step is not None and any(c.op == "all-reduce" for c in move.step.sends)
+    ]
+    assert max(found) == most
 
 
 def test_sums_that_programs_wait_for_are_left_to_the_end_of_a_body():
