@@ -120,11 +120,11 @@ class Beside:
 def beside_of(plan: Plan) -> dict[Region, dict[Node, Beside]]:
     """What runs beside the collectives of every region that products wait for, by the move, where programs go on beside them.
 
-    Those products that neither make what it sends nor follow from what it gives, each beside one. So the TPU compiler (libtpu
-    0.0.42) has it in backward layers of Llama: beside what is gathered of a cotangent runs the recomputed forward pass, beside the
-    sum of the next one the gradients of the weights; all-reduces are asynchronous where reduce-scatters are, on cores of their
-    own. It schedules from the end of a body: the last collective takes the last products. To a sum that its options put on the
-    SparseCores (v5p, v6e) it gives hardly a latency, and one product beside it.
+    Those products that neither make what it sends nor follow from what it gives, each beside one, so that there is an order in
+    which all run so. So the TPU compiler (libtpu 0.0.42) has it in backward layers of Llama: beside what is gathered of a cotangent
+    runs the recomputed forward pass, beside the sum of the next one the gradients of the weights; all-reduces are asynchronous
+    where reduce-scatters are, on cores of their own. It schedules from the end of a body: the last collective takes the last
+    products. To a sum that its options put on the SparseCores (v5p, v6e) it gives hardly a latency, and one product beside it.
     """
     took, where = kernel_times(plan), hides(plan)
     return {region: _beside(plan, region, took, where) for region in flights_of(plan)}
@@ -156,11 +156,20 @@ def _beside(
     for node, seconds in reversed(moves.items()):
         left, taken = seconds, []
         alone = node.step is not None and any(_on_own_cores(plan, c.op) for c in own(node.step))
-        for other in [k for k in reversed(products) if not (before[node] & bits[k] or before[k] & bits[node])]:
-            if left > 0 and not (alone and taken):
-                left -= took[other].seconds
-                taken.append(other)
-                del products[other]
+        for other in reversed(products):
+            if left <= 0 or (alone and taken):
+                break
+            if before[node] & bits[other] or before[other] & bits[node]:
+                continue
+            left -= took[other].seconds
+            taken.append(other)
+            for k in bits:  # it begins when what is sent is there, and what waits for the collective waits for it
+                if k is other or before[k] & bits[other]:
+                    before[k] |= before[node]
+                if before[k] & bits[node]:
+                    before[k] |= before[other] | bits[other]
+        for other in taken:
+            del products[other]
         out[node] = Beside(tuple(taken), max(0.0, left) / seconds)
     return out
 

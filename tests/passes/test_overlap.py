@@ -12,6 +12,7 @@ import pytest
 from arrays import bf16
 
 import meshpar as mp
+from meshpar.passes.overlap import TOLD
 from meshpar.plan.steps import GatherRing, Reduce, Reshard
 
 SEQUENCE = "batch: data; heads, mlp, vocab: model; seq: model"
@@ -116,7 +117,7 @@ def test_sums_between_hops_may_cost_more_than_a_ring_saves():
 
 def test_a_chain_is_decided_as_a_whole():
     """At this width the scatter's ring costs more than it saves, and the gather's saves more than that."""
-    gather, scatter = mlp_plan("auto", options="off", **MEGACORE).overlaps
+    gather, scatter = mlp_plan("auto", width=7168, options="off").overlaps
     assert scatter.exposed["ring"] > scatter.exposed["xla"]
     assert [gather.choice, scatter.choice] == ["ring", "ring"]
     assert gather.gain + scatter.gain > 0 > scatter.gain
@@ -129,7 +130,7 @@ def test_what_is_sent_together_goes_the_way_of_the_shorter_step(width, options):
     for where in (SLICE, MEGACORE):
         plans = {m: mlp_plan(m, width=width, options=options, **where) for m in ("auto", "xla", "ring")}
         seconds = {m: plan.seconds for m, plan in plans.items()}
-        assert seconds["auto"] <= min(seconds["xla"], 1.01 * seconds["ring"]) + 5e-6
+        assert seconds["auto"] <= min(seconds["xla"], seconds["ring"] / (1 - TOLD)) + 5e-6
         assert len({o.choice for o in plans["auto"].overlaps}) == 1
 
 

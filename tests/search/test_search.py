@@ -120,11 +120,11 @@ def test_it_is_as_good_as_planning_every_layout(batch):
 
 
 def test_a_small_model_on_few_chips_is_data_parallel():
-    """Nothing but ZeRO-1, which is shorter by what its updates read less, is chosen before it, and that by less than a tie."""
+    """Nothing but ZeRO-1 and FSDP, which are shorter by what their updates read less, is chosen before it, by less than a tie."""
     got = found(topology="h100:4", batch=64, embed=256, mlp=1024)
     parallel = next(r for r in got.rows if r.name == "data parallel")
     assert parallel.seconds <= 1.03 * got.best.seconds
-    assert str(got.best.layout) in ("batch: data", "batch, opt.embed: data")
+    assert str(got.best.layout) in ("batch: data", "batch, opt.embed: data", "batch, embed: data")
     assert got.best.mesh == "data=4"
 
 
