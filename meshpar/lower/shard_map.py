@@ -39,9 +39,9 @@ from ..program.ir import Value
 from ..rules import having, run_elementwise, run_local
 from ..rules.spmd import Grid, axis_index, cut, fine_names
 from .collectives import follow, reduced
-from .cpu_layouts import CpuLayouts
 from .jit import lower_to_jit, sharding_of
 from .rings import run_gather_ring, run_reduce_ring
+from .sum_orders import SumOrders
 
 NOT_INSIDE = having(lambda p: p.own_mesh)
 
@@ -120,7 +120,7 @@ class _Device:
     def __init__(self, grid: Grid):
         self.sizes = grid
         self.x: dict[Shard, Any] = {}
-        self.layouts = CpuLayouts(grid)
+        self.layouts = SumOrders(grid)
 
     def run(self, body: Body, xs: Sequence[Any]) -> list[Any]:
         """The results of a body for its inputs."""

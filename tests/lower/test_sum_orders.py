@@ -1,4 +1,5 @@
-"""The order of dims in which unreduced sums are reduced on CPUs: the scattered dim first, and the same numbers."""
+"""The order of dims in which unreduced sums are reduced: on CPUs the scattered dim first, on TPUs whole sums as products make them;
+and the same numbers."""
 
 import functools
 
@@ -6,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import weights
+from arrays import bf16, weights
 from jax.sharding import AbstractMesh, AxisType
-from lowered import jaxpr_of, of_kind
+from lowered import equations, jaxpr_of, of_kind
 
 import meshpar as mp
 
@@ -87,3 +88,31 @@ def test_other_compilers_get_sums_as_they_are():
     """Where the weights have `embed`: first, second or third."""
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     assert scattered_dims(mesh) == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("overlap", "made"), [("auto", "dot_general"), ("xla", "transpose")])
+@pytest.mark.parametrize("weight", ["query", "out", "up"])
+def test_a_product_whose_sum_a_tpu_sends_whole_leaves_nothing_to_transpose(overlap, made, weight):
+    equation, shape = {
+        "query": ("be,ehd->bhd", (4096, 32, 128)), "out": ("bhd,hde->be", (32, 128, 4096)), "up": ("be,em->bm", (4096, 4096)),
+    }[weight]  # fmt: skip
+    dims = {"w": DIMS[f"state/{weight}"], "x": "batch heads head_dim" if weight == "out" else "batch embed"}
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.tanh(jnp.einsum(equation, x, w)).astype(jnp.float32).sum())(w)
+
+    args = bf16(*shape), bf16(2**19, *(shape[:-1] if weight == "out" else shape[:1]))
+    plan = mp.plan(
+        gradient,
+        *args,
+        mesh="data=128",
+        topology="v5p:4x4x8",
+        layout=FSDP,
+        dims=dims,
+        overlap=overlap,
+        lowering="shard_map",
+    )
+    jaxpr = jaxpr_of(plan, AbstractMesh((128,), ("data",), axis_types=(AxisType.Auto,)))
+    maker = {var: eqn for eqn, _ in equations(jaxpr) for var in eqn.outvars}
+    sums = of_kind(jaxpr, "psum") + of_kind(jaxpr, "reduce_scatter")
+    assert [maker[eqn.invars[0]].primitive.name for eqn in sums[:1]] == [made]
