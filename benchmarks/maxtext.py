@@ -18,10 +18,10 @@ The plan may send gradients as whole sums, for twice the bytes, where that is sh
 
 ``--schedule`` has seconds of a step of rows 1 to 9: what computes, by libtpu's own cycles, and communication beside which
 nothing does (:mod:`meshpar.verify.exposed`), read off MaxText's final programs by the same reader. MaxText's are :data:`SCHEDULES`,
-ours are compiled now, with the options that a plan comes with: at full remat, and "best that fits", with the policy of
-``llama.REMAT``, of the batch whole and in two or four parts side by side, whose plan is shortest among those that take at most
-:data:`MARGIN` of the memory. Splash attention has no cycles in
-either. Nothing was run.
+ours are compiled now, with the options that a plan comes with and the form of rotary embeddings whose plan is shorter: at full
+remat, and "best that fits", with the policy of ``llama.REMAT``, of the batch whole and in two or four parts side by side, whose
+plan is shortest among those that take at most :data:`MARGIN` of the memory. Splash attention has no cycles in either. Nothing
+was run.
 Ours at full remat stands beside its best at full remat; "best that fits", beside the best of all its policies that fit.
 "of its" is our peak beside the lowest of its programs at the policy of that best one.
 """
@@ -59,6 +59,7 @@ class Row:
       loss: of ``llama.Head``: in chunks of the vocabulary, or of the tokens where a layout splits the vocabulary.
       partitioned: whether bytes are read right after partitioning, and not in the final program.
       interleave: parts of the batch that go through a layer side by side.
+      rotary: of ``llama.rotate``.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Row:
     loss: str = "vocab"
     partitioned: bool = False
     interleave: int = 1
+    rotary: str = "halves"
 
 
 # Every op takes the split that moves least: the embedding is looked up where it lies, and not gathered.
@@ -211,9 +213,11 @@ def schedules(rows: list[Row], effort: Any, overlap: Any, console: Console) -> N
 
     for row in rows:
         capacity = parse_topology(row.topology).chip.per_device().hbm
+        row = turning(row, overlap)
         fitting = best_that_fits(row, MARGIN * capacity, overlap)
         best = f"{fitting.remat}, in {fitting.interleave} parts" if fitting.interleave > 1 else fitting.remat
-        ours = {"meshpar": row, f"meshpar, best that fits: {best}": fitting}
+        rotary = "" if row.rotary == "halves" else f"; rotary by a {row.rotary}"
+        ours = {f"meshpar{rotary}": row, f"meshpar, best that fits: {best}{rotary}": fitting}
         theirs = peers(fitting)
         for s in theirs:
             program = f"MaxText, {s.options}" + ("" if s.remat == "full" else f"; {s.remat}")
@@ -251,7 +255,7 @@ def numbered(text: str | None) -> list[Row]:
 def arguments(row: Row, overlap: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(step, its arguments, what plan and compiler are told) of a row."""
     module = mixtral if row.model.startswith("mixtral") else llama
-    how = {"remat": row.remat, "loss": row.loss, "interleave": row.interleave}
+    how = {"remat": row.remat, "loss": row.loss, "interleave": row.interleave, "rotary": row.rotary}
     step, args, dims = getattr(module, row.model)(row.batch, row.seq, **how)
     mesh = mp.mesh(row.mesh, topology=row.topology)
     how = {"lowering": "shard_map", "overlap": overlap, "donate_argnums": 0}
@@ -269,6 +273,16 @@ def best_that_fits(row: Row, memory: float, overlap: Any) -> Row:
         if plan.memory.peak <= memory:
             found.append((plan.seconds or math.inf, interleave, remat, each))
     return min(found, key=lambda each: each[:3])[3] if found else row
+
+
+def turning(row: Row, overlap: Any) -> Row:
+    """The row with the form of rotary embeddings whose plan is shorter."""
+
+    def seconds(each: Row) -> float:
+        step, args, how = arguments(each, overlap)
+        return mp.plan(step, *args, **how).seconds or math.inf
+
+    return min((replace(row, rotary=rotary) for rotary in ("halves", "product")), key=seconds)
 
 
 def compiled(row: Row, effort: Any, overlap: Any) -> mp.Compiled:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
@@ -52,7 +53,8 @@ Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
 class Config:
     """Sizes of a Llama. ``dtype`` is what is computed in; weights are float32. ``loss_chunks``: see :func:`cross_entropy`;
     ``loss``: which one, see :meth:`Head.__call__`; ``attention``: see :func:`attention`; ``remat``: what a layer keeps for the way
-    back, see :data:`REMAT`; ``interleave``: parts of the batch that go through a layer side by side, see :class:`Layer`."""
+    back, see :data:`REMAT`; ``interleave``: parts of the batch that go through a layer side by side, see :class:`Layer`;
+    ``rotary``: how features turn with their position, see :func:`rotate`."""
 
     embed: int
     layers: int
@@ -68,6 +70,7 @@ class Config:
     attention: str = "splash"
     remat: str = "full"
     interleave: int = 1
+    rotary: str = "halves"
 
 
 _save, _and = jax.checkpoint_policies.save_only_these_names, jax.checkpoint_policies.save_from_both_policies
@@ -265,8 +268,10 @@ class Attention(nn.Module):
         q = dense(c, (c.heads, c.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
         k = dense(c, (c.kv_heads, c.head_dim), ("embed", shared, "head_dim"), name="key")(x)
         v = dense(c, (c.kv_heads, c.head_dim), ("embed", shared, "head_dim"), name="value")(x)
-        q = checkpoint_name(rotate(q, c.rope_base), "query_proj")  # turned already: nothing of it is made again
-        k = checkpoint_name(rotate(k, c.rope_base), "key_proj")
+        q = checkpoint_name(
+            rotate(q, c.rope_base, c.rotary), "query_proj"
+        )  # turned already: nothing of it is made again
+        k = checkpoint_name(rotate(k, c.rope_base, c.rotary), "key_proj")
         y = attention(q, k, checkpoint_name(v, "value_proj"), c.attention)
         return dense(c, (c.embed,), ("heads", "head_dim", "embed"), axis=(-2, -1), name="out")(y)
 
@@ -346,14 +351,42 @@ def heads_first(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = F
     return y
 
 
-def rotate(x: jax.Array, base: float) -> jax.Array:
-    """Rotary position embedding of `x` [batch, seq, heads, head_dim]: pairs of features turn with their position."""
-    seq, half = x.shape[1], x.shape[-1] // 2
-    angle = jnp.arange(seq)[:, None, None] * base ** (-jnp.arange(half) / half)  # [seq, 1, half], float32
+def rotate(x: jax.Array, base: float, by: str = "halves") -> jax.Array:
+    """Rotary position embedding of `x` [batch, seq, heads, head_dim]: pairs of features turn with their position.
+
+    ``"halves"``: the features of a pair are cut apart, turned, and joined. ``"product"``: a product puts every feature in its
+    partner's place, which changes no bit of it; TPUs shift no lanes inside their kernels, so that halves are arrays in memory.
+    """
+    if by == "product":
+        return turned(x, base)
+    if by != "halves":
+        raise ValueError(f"there is no rotary {by!r}; there are halves, product")
+    angle = angles(x, base)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-    return turned.astype(x.dtype)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+
+
+def angles(x: jax.Array, base: float) -> jax.Array:
+    """By how much the pairs of `x` turn, in radians, float32 [seq, 1, head_dim / 2]."""
+    seq, half = x.shape[1], x.shape[-1] // 2
+    return jnp.arange(seq)[:, None, None] * base ** (-jnp.arange(half) / half)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def turned(x: jax.Array, base: float, back: bool = False) -> jax.Array:
+    """:func:`rotate` by a product, or the way back: its inverse, which is its transpose."""
+    angle = angles(x, base)
+    cos, sin = (jnp.concatenate([u, u], axis=-1) for u in (jnp.cos(angle), jnp.sin(angle)))
+    partner = np.kron([[0, -1], [1, 0]] if back else [[0, 1], [-1, 0]], np.eye(x.shape[-1] // 2))
+    other = jnp.matmul(x, jnp.asarray(partner, x.dtype), precision="highest", preferred_element_type=jnp.float32)
+    return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)
+
+
+turned.defvjp(
+    lambda x, base, back: (turned(x, base, back), None),
+    lambda base, back, _, cotangent: (turned(cotangent, base, not back),),
+)
 
 
 def cross_entropy(x: jax.Array, kernel: jax.Array, targets: jax.Array, chunks: int = 1) -> jax.Array:
