@@ -43,6 +43,10 @@ from .flops import bytes_again_on, flops_on
 
 BLOCK = 2e-6
 """Seconds that starting the products of one more block takes, or a kernel."""
+GATHERED, SCATTERED = 1 / 36 + 2 / 172, 1 / 36 + 1 / 92 + 2 / 64
+"""Cycles of a core for each element of the block of the device opposite, which comes in halves: the halves are cut out one by one
+(36 elements a cycle) and written into their place (172); of a sum cut out once more, both at once (92), and padded to be joined
+(64). So the TPU compiler (libtpu 0.0.42) has it on v5e and v5p, whatever their HBM."""
 BETWEEN = 0.5
 """Part of HBM's bandwidth at which such ops run where the chip's clock is not known."""
 
@@ -280,8 +284,8 @@ def light_work(plan: Plan, chip: Chip, pair: Pair, devices: int) -> tuple[float,
     layers have it (``benchmarks/overlap.py``), in blocks of what is sent:
 
     - a scatter: of every block that comes but the first, the sum of what came and of this device's products; where there is a
-      device opposite, once, its block is added in halves and each half is joined to the rest: 3;
-    - a gather: the block of the device opposite is cut and joined: 2, once. Results are written in place by the products; over
+      device opposite, its block is added in halves, which are cut out of it and joined to the rest, once;
+    - a gather: the block of the device opposite is cut and joined, once. Results are written in place by the products; over
       contracted blocks, the float32 sum of each product is read and written for each block;
 
     What a whole product computes as it reads it (a converted weight, an activation) is there before products in blocks; but these
@@ -293,17 +297,20 @@ def light_work(plan: Plan, chip: Chip, pair: Pair, devices: int) -> tuple[float,
     size = itemsize(pair.value.aval)
     if not pair.gather:
         block = _elements(plan, pair.dots[0][0].results[0]) / devices
-        sums = devices - 1 - opposite
-        return sums / devices * light_seconds(chip, block, 3 * size), 3 * opposite * light_seconds(
-            chip, block, 3 * size
-        )
+        added = light_seconds(chip, block, 3 * size)
+        return (devices - 1 - opposite) / devices * added, opposite * (added + _halves(chip, block, size, SCATTERED))
     each = 0.0
     for run, side in pair.dots:
         (lc, rc), _ = run.op.eqn.params["dimension_numbers"]
         if pair.dim in (lc, rc)[side]:
             each += light_seconds(chip, _elements(plan, run.results[0]), 8.0)
     block = _elements(plan, pair.step.result) / devices
-    return each, 2 * opposite * light_seconds(chip, block, 2 * size)
+    return each, opposite * _halves(chip, block, size, GATHERED)
+
+
+def _halves(chip: Chip, block: float, size: float, cycles: float) -> float:
+    """Seconds in which halves of a block of so many elements are cut out and joined."""
+    return cycles * block / (chip.cores * chip.clock) if chip.clock else 2 * light_seconds(chip, block, 2 * size)
 
 
 def _elements(plan: Plan, shard: Shard) -> int:

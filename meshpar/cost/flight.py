@@ -124,7 +124,8 @@ def beside_of(plan: Plan) -> dict[Region, dict[Node, Beside]]:
     which all run so. So the TPU compiler (libtpu 0.0.42) has it in backward layers of Llama: beside what is gathered of a cotangent
     runs the recomputed forward pass, beside the sum of the next one the gradients of the weights; all-reduces are asynchronous
     where reduce-scatters are, on cores of their own. It schedules from the end of a body: the last collective takes the last
-    products. To a sum that its options put on the SparseCores (v5p, v6e) it gives hardly a latency, and one product beside it.
+    products. To a sum that its options put on the SparseCores (v5p, v6e) it gives hardly a latency: one product is beside it, and
+    none where none follows from it.
     """
     took, where = kernel_times(plan), hides(plan)
     return {region: _beside(plan, region, took, where) for region in flights_of(plan)}
@@ -152,12 +153,14 @@ def _beside(
             if item.node is not None:
                 mine |= before.get(item.node, 0)
         before[node] = mine
+    last = {node for node in moves if not any(before[k] & bits[node] for k in products)}
     out: dict[Node, Beside] = {}
     for node, seconds in reversed(moves.items()):
         left, taken = seconds, []
         alone = node.step is not None and any(_on_own_cores(plan, c.op) for c in own(node.step))
+        most = int(node not in last) if alone else len(products)
         for other in reversed(products):
-            if left <= 0 or (alone and taken):
+            if left <= 0 or len(taken) == most:
                 break
             if before[node] & bits[other] or before[other] & bits[node]:
                 continue
