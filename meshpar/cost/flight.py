@@ -259,17 +259,17 @@ def ahead_of(region: Region) -> Callable[[Node], bool]:
 
     What light ops (elementwise ones, views, other moves) make of such a value counts as not made.
     """
-    inside = set(region.nodes)
-    seen: dict[Item, bool] = {}
+    inside, seen = set(region.nodes), dict[Item, bool]()
+    return lambda node: not any(_made_here(item, region, inside, seen) for item in node.ins)
 
-    def made_here(item: Item) -> bool:
-        if item.node is None or item.node not in inside:
-            return item.carried and item in region.inputs
-        if item not in seen:
-            seen[item] = item.node.name not in _LIGHT or any(map(made_here, item.node.ins))
-        return seen[item]
 
-    return lambda node: not any(map(made_here, node.ins))
+def _made_here(item: Item, region: Region, inside: set[Node], seen: dict[Item, bool]) -> bool:
+    if item.node is None or item.node not in inside:
+        return item.carried and item in region.inputs
+    if item not in seen:
+        light = item.node.name in _LIGHT
+        seen[item] = not light or any(_made_here(i, region, inside, seen) for i in item.node.ins)
+    return seen[item]
 
 
 def waits_for_the_end(plan: Plan, region: Region) -> list[Item]:

@@ -171,7 +171,7 @@ def _model_flops(program: Program) -> float:
             for inner in op.frames:
                 total += of(inner, count * (1 if inner.trips is None else inner.trips))
             if not in_recomputation(op.eqn):
-                total += count * (_product_flops(op.eqn) if op.name in PRODUCTS else opaque_flops(op))
+                total += count * (product_flops(op.eqn) if op.name in PRODUCTS else opaque_flops(op))
         return total
 
     return of(program.root, 1)
@@ -323,7 +323,7 @@ def _flops_in(jaxpr: Any) -> float:
 def _eqn_flops(eqn: Any) -> float:
     name, p = eqn.primitive.name, eqn.params
     if name in PRODUCTS:
-        return _product_flops(eqn)
+        return product_flops(eqn)
     if name == "pallas_call":
         estimate = p.get("cost_estimate")
         if estimate is not None:
@@ -340,7 +340,8 @@ def _eqn_flops(eqn: Any) -> float:
     return sum(map(_flops_in, bodies)) * (p["length"] if name == "scan" else 1)
 
 
-def _product_flops(eqn: Any) -> float:
+def product_flops(eqn: Any) -> float:
+    """FLOPs of a product on whole arrays."""
     lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
     batch, m, n, k = product_sizes(eqn, lhs, rhs)
     return 2.0 * batch * m * n * k

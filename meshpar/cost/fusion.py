@@ -82,7 +82,7 @@ class Item:
         self.readers: list[Node] = []
         self.through = False
         self.sliced = False
-        self.bases: tuple[Item, ...] = (self,)
+        self.bases: tuple[Item, ...] = ()
 
 
 class Node:

@@ -64,6 +64,7 @@ class _Reader:
         value = shard.value
         size = self.bytes(value, shard.spec)
         item = self.items[shard] = Item(0.0 if value.on_host else size, value, node)
+        item.bases = (item,)
         if value.on_host:
             item.host = size
         return item

@@ -34,3 +34,25 @@ def reworded(plan: Plan, **words: Any) -> Plan:
     for name, figure in vars(plan).items():
         vars(new).setdefault(name, figure)
     return new
+
+
+def released(plan: Plan) -> None:
+    """Take from a plan that nobody reads any more what was worked out of it, so that counts of references free that.
+
+    Kernels and their arrays refer to each other; left to the garbage collector, those of the many plans of a search would have all
+    that is kept of the program looked through, again and again.
+    """
+    kept = vars(plan)
+    todo = [kept.get("meshpar.cost.kernels.kernels_of")]
+    while todo:
+        region = todo.pop()
+        if region is None:
+            continue
+        items = [*region.constants, *region.inputs, *region.outputs]
+        for node in region.nodes:
+            todo += node.regions
+            items += (*node.ins, *node.outs)
+            node.ins, node.outs, node.reads, node.writes, node.carries = [], [], (), (), ()
+        for item in items:
+            item.bases = ()
+    kept.clear()

@@ -42,6 +42,7 @@ class Memory:
         constants (arrays that the function closes over); without those that are zero.
       host: bytes in the host's memory for each device, the most that is there at once.
       points: (index of the op in program order, live bytes, the kernel) after every kernel; loop bodies once.
+      live: what the peak consists of: each array with its bytes.
     """
 
     peak: float = 0.0
@@ -50,6 +51,7 @@ class Memory:
     points: list[tuple[int, float, Node]] = field(default_factory=list, repr=False)
     largest: list[tuple[str, float, str]] = field(default_factory=list, repr=False)
     at: Node | None = field(default=None, repr=False)
+    live: list[tuple[Item, float]] = field(default_factory=list, repr=False)
 
     @property
     def peak_source(self) -> str:
@@ -280,7 +282,8 @@ class _Live:
                 largest.append((size, kind, item))
         largest.sort(key=lambda x: -x[0])
         top = [(_name(self.plan, item), size, kind) for size, kind, item in largest[:12]]
-        return Memory(max(self.peak, 0.0), self.host, {k: v for k, v in kinds.items() if v}, self.points, top, self.at)
+        by_kind = {k: v for k, v in kinds.items() if v}
+        return Memory(max(self.peak, 0.0), self.host, by_kind, self.points, top, self.at, self.best)
 
 
 def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:

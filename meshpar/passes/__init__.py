@@ -4,6 +4,7 @@ The first, :func:`meshpar.passes.overlap.overlap`, chooses between forms by thei
 :data:`PASSES`, which are in their order.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -112,9 +113,16 @@ def replan(
 
 def walked_again(
     plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
-    strict: bool = False, calibrations: Calibrations | None = None,
+    strict: bool = False, calibrations: Calibrations | None = None, most: float = math.inf,
 ) -> Plan:  # fmt: skip
-    """As :func:`replan`, before the passes; it asks for the lowering, overlap and options of ``plan``."""
+    """As :func:`replan`, before the passes; it asks for the lowering, overlap and options of ``plan``.
+
+    Args:
+      most: seconds of a step that its collectives may take, one after the other.
+
+    Raises:
+      TooLong: they take longer.
+    """
     with warnings.catch_warnings(), without_gc():
         warnings.simplefilter("ignore", JoinWarning)  # the first plan has told
         walked = planned(
@@ -125,6 +133,7 @@ def walked_again(
             topology=plan.topology if mesh is None and topology is None else topology,
             donated=plan.donated,
             calibrations=plan.calibrations if calibrations is None else calibrations,
+            most=most,
         )
     asked = Options(plan.options.mode, plan.options.given)
     return replace(walked, lowering=plan.lowering, overlap=plan.overlap, options=asked)

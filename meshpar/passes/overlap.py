@@ -23,7 +23,7 @@ from ..cost.exposed import (
     warn_of_lines,
 )
 from ..cost.fusion import FUSED, VIEWS
-from ..cost.memo import reworded
+from ..cost.memo import released, reworded
 from ..cost.time import time_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
@@ -104,7 +104,8 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
             f"the step takes {duration(ring)} with all of {names_of(axes)} in blocks, {duration(xla)} with none"
         )
         if xla - ring >= max(LEAST, TOLD * xla):
-            best, forms[axes] = other, "ring"
+            best, other, forms[axes] = other, best, "ring"
+        released(other)
     told = tuple(replace(o, reason=f"{o.reason}; {steps[o.axes]}") if o.together else o for o in best.overlaps)
     best = reworded(best, overlaps=told) if steps else best
     warn_of_lines(best)

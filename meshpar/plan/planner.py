@@ -23,7 +23,7 @@ from ..hardware.collective_time import seconds_of
 from ..hardware.topology import chip_of, torus_of
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error
 from ..program.ir import Frame, Op, Program, Value
-from ..program.views import with_views
+from ..program.views import may_have_views, with_views
 from ..rules import LINEAR, SCALINGS, having
 from ..rules.rule import REDUCTIONS, Kind
 from ..rules.spmd import Send
@@ -66,6 +66,7 @@ Axes = list[tuple[str, ...]]
 def planned(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
     topology: str | None = None, donated: frozenset[int] = frozenset(), calibrations: Calibrations = (),
+    most: float = math.inf,
 ) -> Plan:  # fmt: skip
     """Plan a program under a layout on a mesh, before any pass.
 
@@ -75,9 +76,11 @@ def planned(
       topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may take.
       calibrations: what was measured of devices, among them those of the plan.
+      most: seconds of a step that its collectives may take, one after the other.
 
     Raises:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError, UnsupportedError.
+      TooLong: they take longer.
       MeshError: calibrations of other devices alone.
     """
     program = program.traced or program
@@ -88,19 +91,25 @@ def planned(
     named = layout.with_first([Rule(a, (a,)) for a in axes])  # models that name axes in their metadata, as Flax allows
     notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is taken as `{a}: {a}`" for a in axes]
 
-    def plan(program: Program) -> Plan:
-        return _Planner(program, layout, named, mesh, topology, donated, list(notes), calibrations).plan()
-
-    first, claims = plan(program), Claims(program, named, dict(mesh.shape))
+    claims = Claims(program, named, dict(mesh.shape))
 
     def parts(value: Value, dim: int) -> int:
-        return math.prod(first.sizes[a] for a in claims.value(value)[dim])
+        return math.prod(claims.sizes[a] for a in claims.value(value)[dim])
 
+    def plan(program: Program, most: float = math.inf) -> Plan:
+        return _Planner(program, layout, named, mesh, topology, donated, list(notes), calibrations, most).plan()
+
+    first = plan(program, math.inf if may_have_views(program, parts) else most)
     padded: list[str] = []
     views = with_views(program, parts, padded)
-    if views is None or _sent(second := plan(views)) >= _sent(first):
-        return first
-    return replace(second, notes=(*second.notes, *padded))
+    found = first if views is None or _sent(second := plan(views)) >= _sent(first) else second
+    if most < math.inf and sum((c.seconds or 0.0) * (c.count or 1) for c in found.collectives) > most:
+        raise TooLong
+    return found if found is first else replace(found, notes=(*found.notes, *padded))
+
+
+class TooLong(Exception):
+    """What a plan sends takes longer than it may."""
 
 
 def _sent(plan: Plan) -> float:
@@ -171,6 +180,8 @@ class _Building:
 
     def body(self, inputs: Sequence[Shard], outputs: Sequence[Shard | None]) -> Body:
         fixed = [s if isinstance(s, Step) else s() for group in self.groups for s in group]
+        for group in self.groups:
+            group.clear()  # what made the steps with bodies refers to the walk, and this to that
         steps = with_floating(fixed, self.floating, outputs)
         return Body(self.frame, tuple(inputs), steps, tuple(outputs), self.frame.trips)
 
@@ -217,14 +228,16 @@ class _Planner:
       record: what planning the present op does, where that is to be kept.
       refused: ops with values that the layout does not divide.
       apart: ops whose steps follow from more than their own neighbourhood.
+      left: seconds that collectives may take yet.
     """
 
     def __init__(
         self, program: Program, asked: Layout, layout: Layout, mesh: AnyMesh, topology: str | None,
-        donated: frozenset[int], notes: list[str], calibrations: Calibrations = (),
+        donated: frozenset[int], notes: list[str], calibrations: Calibrations = (), most: float = math.inf,
     ):  # fmt: skip
         self.program, self.asked, self.layout, self.mesh, self.topology = program, asked, layout, mesh, topology
         self.donated, self.notes, self.calibrations = donated, notes, calibrations
+        self.left = most
         self.sizes = dict(mesh.shape)
         memo = program.once(Memo)
         of_mesh = memo.on(self.sizes)
@@ -842,6 +855,9 @@ class _Planner:
             algorithm, why = choose_algorithm(kind, volume, [s for a in axes for s in self.torus[a]], self.chip)
             self._algorithms[key] = algorithm, why, self.seconds(kind, axes, sent, algorithm)
         algorithm, why, seconds = self._algorithms[key]
+        self.left -= (seconds or 0.0) * (self.count or 1)
+        if self.left < 0:
+            raise TooLong
         if value not in self.called:
             self.called[value] = value.path or self.name(value), format_dims(self.program.dims(value))
         tensor, dims = self.called[value]

@@ -14,23 +14,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..compat.jax import without_gc
+from ..cost.memo import released
 from ..errors import CompilerError, MeshError, MeshparError, UnsupportedError
 from ..hardware.topology import parse_topology
 from ..layout import Layout, Rule
 from ..mesh import planned_mesh
 from ..passes import walked_again, with_passes
+from ..plan import plan as record
 from ..plan.claims import Claims
 from ..plan.collectives import duration, human
+from ..plan.planner import TooLong
 from ..planned import Plan
 from .answer import Objective, Search, quiet
+from .bounds import Pieces, least_of
 from .row import Row
-from .space import Move, Point, Sizes, Space, meshes
+from .space import Move, Point, Sizes, Space, as_layout, meshes
 
 TIE = 0.03
 """Of the seconds: layouts that differ by less are as good as each other; the one of fewer rules is better to read."""
@@ -60,10 +65,6 @@ class _Enough(Exception):
     """Many plans brought nothing."""
 
 
-class _Far(Exception):
-    """What a candidate sends alone takes too long."""
-
-
 class _Evaluation:
     """The candidates that were planned.
 
@@ -72,7 +73,7 @@ class _Evaluation:
       usable: bytes of a device that may be used.
       rows: by candidate; those with equal answers to the claims share one.
       named: what candidates are called; illegal: the errors of those that have no plan; far: those that were planned in part.
-      gained: after how many plans the descent had its last gain, or began; None: there is none.
+      gained: how many candidates had been tried when the descent had its last gain, or began; None: there is none.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class _Evaluation:
         self.far: set[Point] = set()
         self.planned = 0
         self._same: dict[Any, Point] = {}
+        self._tried: set[Any] = set()
+        self._pieces: tuple[Point, Pieces] | None = None
         self._best: Row | None = None
         self._least: Row | None = None  # of the present descent
         self.gained: int | None = None
@@ -128,18 +131,19 @@ class _Evaluation:
             return self.rows.get(point)
         if self.planned >= self.most:
             raise _Stop(f"stopped at {self.most} plans")
-        if self.gained is not None and self.planned >= self.gained + PATIENCE:
+        if self.gained is not None and len(self._tried) >= self.gained + PATIENCE:
             raise _Enough
         if self.until is not None and time.monotonic() > self.until and self.planned:
             raise _Stop("stopped at the time limit")
         self._same[same] = point
+        self._tried.add(same)
         self.planned += 1
         try:
             plan = self._plan(point)
         except MeshparError as e:
             self.illegal[point] = e.with_traceback(None)  # which holds all of the unfinished plan
             return None
-        except _Far:
+        except TooLong:
             self.far.add(point)
             return None
         assert plan.seconds is not None
@@ -153,14 +157,13 @@ class _Evaluation:
             peak <= self.usable,
             variant=self.variant,
         )
-        del plan
-        gc.collect(
-            0
-        )  # the kernels of that plan refer to each other; what is kept of the program need not be looked through
+        if self.gained is not None and self._gains(row, self._least):
+            self.gained, self._least, self._pieces = len(self._tried), row, (point, Pieces(plan))
+        released(plan)
+        if self.planned % 16 == 0:
+            gc.collect(0)
         if self._best is None or self.key(row) < self.key(self._best):
             self._best = row
-        if self.gained is not None and self._gains(row, self._least):
-            self.gained, self._least = self.planned, row
         best = self._best
         of = f"{self.variant}: " * bool(self.variant)
         self.tell(f"{of}{duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}; plan {self.planned}")
@@ -170,21 +173,70 @@ class _Evaluation:
         """The plan of a candidate.
 
         Raises:
-          _Far: it sends for much longer than the best takes, and has no name under which it is to be seen.
+          TooLong: it sends for much longer than the best takes, and has no name under which it is to be seen.
         """
-        best = self._best
-        where = planned_mesh(point.mesh, self.topology)
-        steps = walked_again(self.base, layout=Layout(point.layout), mesh=where, topology=self.topology)
+        best, most = self._best, math.inf
         if point not in self.named and best is not None and best.fits and self.objective == "time":
-            sent = sum((c.seconds or 0.0) * (c.count or 1) for c in steps.collectives)
-            if sent > FAR * best.seconds:
-                raise _Far
-        return Plan.of(with_passes(steps))
+            most = FAR * best.seconds
+        return Plan.of(with_passes(self._walked(point, most)))
+
+    def _walked(self, point: Point, most: float = math.inf) -> record.Plan:
+        where = planned_mesh(point.mesh, self.topology)
+        return walked_again(self.base, layout=Layout(point.layout), mesh=where, topology=self.topology, most=most)
+
+    def alike(self, one: Point, other: Point) -> bool:
+        """Whether two candidates on a mesh have the same seconds and peak."""
+        if (same := self._class(other)) == self._class(one):
+            return True
+        have, row = self.rows[one], self.rows.get(self._same.get(same, other))
+        if row is None:
+            try:
+                plan = self._plan(other)
+            except (MeshparError, TooLong):
+                return False
+            return (plan.seconds, plan.memory.peak) == (have.seconds, have.peak)
+        return (row.seconds, row.peak) == (have.seconds, have.peak)
+
+    def legal(self, point: Point) -> bool:
+        """Whether a candidate has a plan."""
+        try:
+            self._walked(point)
+        except MeshparError:
+            return False
+        return True
 
     def _class(self, point: Point) -> Any:
         """What candidates with the same plan share: the scopes that their rules name, and the answers of the claims."""
         claims = Claims(self.base.program, Layout(point.layout), dict(point.sizes))
         return point.sizes, claims.named_scopes, claims.answers()
+
+    def least(self, point: Point, beside: Point | None = None) -> Row:
+        """What a candidate is not below.
+
+        Args:
+          beside: a candidate that was planned, on the same mesh.
+        """
+        assert self.base.chip is not None
+        layout, sizes = Layout(point.layout), dict(point.sizes)
+        seconds, peak = least_of(Claims(self.base.program, layout, sizes), self.base.chip)
+        if beside is not None and beside.sizes == point.sizes:
+            if self._pieces is None or self._pieces[0] != beside:
+                self._pieces = beside, Pieces(Plan.of(with_passes(self._walked(beside))))
+            pieces = self._pieces[1]
+            left = pieces.least(Claims(pieces.program, layout, sizes))
+            seconds, peak = max(seconds, left[0]), max(peak, left[1])
+        return Row(point.mesh, point.layout, seconds, peak, 0.0, peak <= self.usable)
+
+    def worth(self, point: Point) -> bool:
+        """Whether a candidate may be better than the best of its name, or of all; or is short, though it does not fit."""
+        name, best = self.named.get(point), self._best
+        others = [row for p, row in self.rows.items() if name is None or self.named.get(p) == name]
+        if best is None or not others or point in self.rows:
+            return True
+        least = self.least(point)
+        if self.key(least) < min(map(self.key, others)):
+            return True
+        return not least.fits and best.fits and self.objective == "time" and least.seconds < best.seconds
 
     def _gains(self, row: Row, than: Row | None) -> bool:
         """Whether it is better by more than :data:`BETTER`."""
@@ -195,7 +247,7 @@ class _Evaluation:
 
     def begins(self, at: Point) -> None:
         """A descent begins at a candidate."""
-        self.gained, self._least = self.planned, self.rows[at]
+        self.gained, self._least = len(self._tried), self.rows[at]
 
     def lost(self, at: Point) -> Callable[[Move], bool]:
         """Which moves lost much from a candidate that fits, or does not, as this one."""
@@ -210,10 +262,14 @@ class _Evaluation:
         for move, point in moves:
             if lost(move):
                 continue
-            row = self(point)
+            row = self.rows.get(point) or self.least(point, at)
+            if (worth := self._gains(row, self.rows[at])) and point not in self.rows:
+                row = self(point)
+            elif not worth:
+                self._tried.add(self._class(point))
             if row is None or (key := self.key(row))[0] > now[0] or (key[0] == now[0] and key[1] > (1 + LOST) * now[1]):
                 self._lost.add((now[0], move))
-            else:
+            elif worth:
                 found.append((key, point.layout, point))
         best = min(found, key=lambda f: f[:2])[2] if found else at
         return best if self._gains(self.rows[best], self.rows[at]) else at
@@ -306,10 +362,11 @@ def _begin(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
     for sizes in given:
         for name, point in space.presets(sizes):
             evaluate.named.setdefault(point, name.replace("_", " "))
-            evaluate(point)
+            if evaluate.worth(point):
+                evaluate(point)
     for point in list(evaluate.rows):
         for same, other in space.swapped(point):
-            if same not in evaluate.rows or evaluate.near(evaluate.rows[same]):
+            if (same not in evaluate.rows or evaluate.near(evaluate.rows[same])) and evaluate.worth(other):
                 evaluate(other)
     if not evaluate.rows:
         evaluate(space.point(given[0], ()))
@@ -320,9 +377,9 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
     then, with rules of weights alone as well, from the best found by then."""
     rows = evaluate.rows
     ranked = sorted(rows, key=lambda p: evaluate.key(rows[p]))
-    best_on: dict[Sizes, Point] = {}
-    for point in ranked:
-        best_on.setdefault(point.sizes, point)
+    best_on: dict[tuple[int, ...], Point] = {}
+    for point in ranked:  # one a mesh, whatever the order of its axes
+        best_on.setdefault(tuple(sorted(n for _, n in point.sizes)), point)
     shortest = rows[ranked[0]].seconds
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < shortest and rows[ranked[0]].fits]
     large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
@@ -424,12 +481,7 @@ def _plainer(evaluate: _Evaluation, space: Space, point: Point, row: Row) -> Row
     """A candidate without the rules, and the question marks, that change nothing."""
 
     def same(rules: Sequence[Rule]) -> bool:
-        layout = str(Layout("; ".join(map(str, rules))))
-        try:
-            plan = evaluate.base.replan(layout=layout, mesh=point.mesh, topology=evaluate.topology)
-        except MeshparError:
-            return False
-        return (plan.seconds, plan.memory.peak) == (row.seconds, row.peak)
+        return evaluate.alike(point, replace(point, rules=tuple(rules)))
 
     rules = list(point.rules)
     for rule in rules[len(space.fixed) :][::-1]:
@@ -438,9 +490,9 @@ def _plainer(evaluate: _Evaluation, space: Space, point: Point, row: Row) -> Row
             rules = left
     for k in range(len(space.fixed), len(rules)):
         plain = [replace(r, optional=False) if i == k else r for i, r in enumerate(rules)]
-        if same(plain):
+        if same(plain) and evaluate.legal(replace(point, rules=tuple(plain))):
             rules = plain
-    return replace(row, layout=str(Layout("; ".join(map(str, rules)))))
+    return replace(row, layout=str(as_layout(rules)))
 
 
 def _verified(rows: list[Row], verify: int, compiled: Callable[[Row, bool], str]) -> tuple[list[Row], Row]:
