@@ -149,25 +149,34 @@ def products_apart(plan: Plan) -> Plan:
         return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
 
     def home(body: Body) -> Body:
-        readers: dict[Shard, list[Run | Barrier]] = {}
-        depth: dict[Shard, int] = {}  # products, one after the other, that it follows from
-        products: set[Shard] = set()  # their results, and views of these
+        steps = list(body.with_calls())
+        products: set[Shard] = set()  # results of large products, and views of these
         spread: set[Shard] = set()  # from rows and scalars
-        for step in body.with_calls():
+        for step in steps:
+            if isinstance(step, Run):
+                made = step.op.name == "dot_general" and step.in_ring != "reduce" and size(step.results[0]) >= LARGE
+                if made or (products and _is_view(step) and step.reads[0] in products):
+                    products.update(step.results)
+                if step.op.name == "broadcast_in_dim":
+                    spread.update(step.results)
+        if not products:
+            return body
+        readers: dict[Shard, list[Run | Barrier]] = {}  # of what follows from products
+        depth: dict[Shard, int] = {}  # products, one after the other, that it follows from
+        for step in steps:
+            reads = step.reads
             if isinstance(step, Barrier):
                 depth.update((r, depth.get(s, 0)) for s, r in zip(step.sources, step.results, strict=True))
             else:
-                below = max((depth.get(s, 0) for s in step.reads), default=0) + _multiplies(step)
-                depth.update(dict.fromkeys(step.makes, below))
-            if isinstance(step, Run):
-                made = step.op.name == "dot_general" and step.in_ring != "reduce" and size(step.results[0]) >= LARGE
-                products.update(step.results if made or (_is_view(step) and step.reads[0] in products) else ())
-                spread.update(step.results if step.op.name == "broadcast_in_dim" else ())
+                below = max([depth.get(s, 0) for s in reads], default=0) + _multiplies(step)
+                if below:
+                    depth.update(dict.fromkeys(step.makes, below))
             if isinstance(step, Run | Barrier):
-                for shard in step.reads:
-                    readers.setdefault(shard, []).append(step)
+                for shard in reads:
+                    if depth.get(shard):
+                        readers.setdefault(shard, []).append(step)
         apart: dict[Shard, Shard] = {}  # what a product gives or takes → the same behind a barrier
-        for step in body.with_calls():
+        for step in steps:
             if _multiplies(step) and (product := step.results[0]) in products:
                 ops, found, inside = _between(product, readers, depth)
                 least = size(product)

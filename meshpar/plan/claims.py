@@ -111,6 +111,7 @@ class Claims:
         self.given = self.known.given
         self._by_nodes: dict[object, Spec] = {}
         self._memo, self._answers = self.known.answered(layout.rules, tuple(sizes.items()))
+        self._all: tuple[tuple[tuple[str, ...], ...], ...] | None = None
 
     def scopes_of(self, value: Value) -> tuple[str, ...]:
         return self.scopes.get(value, ())
@@ -358,6 +359,8 @@ class Claims:
 
     def answers(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
         """What the questions of :meth:`asked` get. Layouts of the same scopes that give the same on a mesh have one plan."""
+        if self._all is not None:
+            return self._all
         found = []
         for question, scopes in self.asked().questions:
             if scopes is None:
@@ -366,7 +369,8 @@ class Claims:
                 found.append(tuple(self._answer(question, scopes)))
             else:
                 found.append(self.items(question, scopes)[0])
-        return tuple(found)
+        self._all = tuple(found)
+        return self._all
 
     def refused_ops(self) -> frozenset[Op]:
         """The ops with questions of which some claim is refused, because a size does not divide."""

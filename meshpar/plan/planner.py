@@ -23,7 +23,7 @@ from ..hardware.collective_time import seconds_of
 from ..hardware.topology import chip_of, torus_of
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error
 from ..program.ir import Frame, Op, Program, Value
-from ..program.views import may_have_views, with_views
+from ..program.views import with_views
 from ..rules import LINEAR, SCALINGS, having
 from ..rules.rule import REDUCTIONS, Kind
 from ..rules.spmd import Send
@@ -99,9 +99,9 @@ def planned(
     def plan(program: Program, most: float = math.inf) -> Plan:
         return _Planner(program, layout, named, mesh, topology, donated, list(notes), calibrations, most).plan()
 
-    first = plan(program, math.inf if may_have_views(program, parts) else most)
     padded: list[str] = []
     views = with_views(program, parts, padded)
+    first = plan(program, most if views is None else math.inf)
     found = first if views is None or _sent(second := plan(views)) >= _sent(first) else second
     if most < math.inf and sum((c.seconds or 0.0) * (c.count or 1) for c in found.collectives) > most:
         raise TooLong

@@ -179,7 +179,7 @@ def with_views(program: Program, parts: Parts, notes: list[str]) -> Program | No
       parts: how it will be split.
       notes: takes what is padded.
     """
-    if not may_have_views(program, parts):
+    if all(parts(v, d) == 1 for v, d in program.once(_cut_dims)):
         return None
     kept = program.once(_Kept).found
     known = next((k for k in kept if all(parts(v, d) == n for (v, d), n in k.parts.items())), None)
@@ -191,11 +191,6 @@ def with_views(program: Program, parts: Parts, notes: list[str]) -> Program | No
     del kept[:-_MOST]
     notes += known.notes
     return known.program
-
-
-def may_have_views(program: Program, parts: Parts) -> bool:
-    """Whether some dim is split that programs with views depend on."""
-    return any(parts(v, d) > 1 for v, d in program.once(_cut_dims))
 
 
 _MOST = 16

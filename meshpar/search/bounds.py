@@ -6,9 +6,13 @@ plan: what of its kernels, collectives and live arrays follows from answers that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 from ..cost.flops import OPAQUE, opaque_flops, product_flops
 from ..cost.fusion import PRODUCTS, Item, Node
@@ -18,6 +22,12 @@ from ..plan.claims import Asked, Claims
 from ..plan.spec import itemsize
 from ..planned import Plan
 from ..program.ir import Frame, Op, Program, Value
+
+SPARE = 1.25
+"""Times what one plan hides of what it sends: what another hides of as much."""
+HIDES = 0.65
+"""Part of what another plan sends beyond that which it may hide, and save: the most of 51 neighbours of good layouts of Llama 3 8B,
+Mixtral and DeepSeek-V3 was 0.6."""
 
 Answers = tuple[tuple[tuple[str, ...], ...], ...]
 """Of the values and ops of a program: the axes of every dim, or factor."""
@@ -37,6 +47,8 @@ class _Units:
         self.ops: list[Op] = []
         self.flops: dict[int, tuple[float, str | None]] = {}
         self._getters: dict[Asked, Callable[[Any], Answers]] = {}
+        self._products_on: dict[Chip, np.ndarray] = {}
+        self._last: tuple[Claims, Answers, np.ndarray] | None = None
         seen = dict.fromkeys(program.inputs)
         for op in program.root.walk():
             seen.update(dict.fromkeys(op.outs))
@@ -46,7 +58,11 @@ class _Units:
                 self.ops.append(op)
         self.values = list(seen)
         self.place: dict[Value | Op, int] = {unit: k for k, unit in enumerate([*self.values, *self.ops])}
-        self.held = [(self.place[v], float(v.aval.size * itemsize(v.aval))) for v in program.inputs if not v.on_host]
+        held = [v for v in program.inputs if not v.on_host]
+        self.held = (
+            np.array([self.place[v] for v in held], int),
+            np.array([v.aval.size * itemsize(v.aval) for v in held], float),
+        )
         self._products(program.root, 1)
 
     def _products(self, frame: Frame, count: int) -> None:
@@ -60,85 +76,139 @@ class _Units:
             elif op.name in OPAQUE and (flops := opaque_flops(op)):
                 self.flops[self.place[op]] = count * flops, None
 
-    def answers(self, claims: Claims) -> Answers:
-        asked = claims.asked()
-        if asked not in self._getters:
-            known = {question: k for k, question in enumerate(asked.questions)}
+    def split(self, claims: Claims) -> tuple[Answers, np.ndarray]:
+        """How the claims split every value and op: the axes, and in how many parts."""
+        if self._last is None or self._last[0] is not claims:
+            asked = claims.asked()
+            if asked not in self._getters:
+                self._getters[asked] = itemgetter(*self._places(claims, asked), 0)
+            found = self._getters[asked](claims.answers())
+            sizes = claims.sizes
+            known = {
+                answer: math.prod(sizes[a] for a in {a for entry in answer for a in entry}) for answer in set(found)
+            }
+            self._last = claims, found, np.array([known[answer] for answer in found], float)
+        return self._last[1:]
 
-            def place(unit: Value | Op) -> int:
-                if isinstance(unit, Op):
-                    return asked.of[unit][-1]
-                if unit.explicit is not None:
-                    return known[unit.explicit, None]
-                return known[claims.value_items(unit), claims.scopes_of(unit)]
+    def _places(self, claims: Claims, asked: Asked) -> Iterator[int]:
+        """The question of each unit."""
+        known = {question: k for k, question in enumerate(asked.questions)}
+        for value in self.values:
+            explicit = value.explicit is not None
+            yield known[(value.explicit, None) if explicit else (claims.value_items(value), claims.scopes_of(value))]
+        yield from (asked.of[op][-1] for op in self.ops)
 
-            self._getters[asked] = itemgetter(*map(place, [*self.values, *self.ops]), 0)
-        return self._getters[asked](claims.answers())
-
-
-def answers_of(claims: Claims) -> Answers:
-    """How the claims split every value and op of their program."""
-    return claims.program.once(_Units).answers(claims)
+    def products(self, chip: Chip) -> np.ndarray:
+        """By unit: seconds of a step that its products take at the rate of the matrix unit, undivided."""
+        if chip not in self._products_on:
+            device = chip.per_device()
+            seconds = self._products_on[chip] = np.zeros(len(self.place) + 1)
+            for place, (flops, dtype) in self.flops.items():
+                rate = device.flops if dtype is None else device.matmul_rate(dtype)
+                seconds[place] = flops / (rate * chip.matmul_efficiency)
+        return self._products_on[chip]
 
 
 def least_of(claims: Claims, chip: Chip) -> tuple[float, float]:
     """(seconds, bytes of a device) that every plan has which is made by these claims."""
-    units, found = claims.program.once(_Units), answers_of(claims)
-    products = _products(claims, chip)
-    return sum(map(products, units.flops)), sum(size / _parts(found[k], claims) for k, size in units.held)
+    units = claims.program.once(_Units)
+    _, parts = units.split(claims)
+    places, sizes = units.held
+    return float((units.products(chip) / parts).sum()), float((sizes / parts[places]).sum())
 
 
-def _parts(answer: tuple[tuple[str, ...], ...], claims: Claims) -> int:
-    total = 1
-    for axis in {a for entry in answer for a in entry}:
-        total *= claims.sizes[axis]
-    return total
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What a plan is expected not to be below: seconds, of these its kernels', and bytes at the peak."""
 
-
-def _products(claims: Claims, chip: Chip) -> Callable[[int], float]:
-    """Seconds of a step that the products of the op at a place take at the rate of the matrix unit."""
-    units, found, device = claims.program.once(_Units), answers_of(claims), chip.per_device()
-
-    def seconds(place: int) -> float:
-        flops, dtype = units.flops.get(place, (0.0, None))
-        rate = device.flops if dtype is None else device.matmul_rate(dtype)
-        return flops / _parts(found[place], claims) / (rate * chip.matmul_efficiency) if flops else 0.0
-
-    return seconds
+    seconds: float
+    kernels: float
+    peak: float
 
 
 class Pieces:
-    """What the seconds and the peak of a plan consist of: each piece with the values and ops that it follows from."""
+    """What the seconds and the peak of a plan consist of: each piece with the values and ops that it follows from.
 
-    def __init__(self, plan: Plan):
+    Attributes:
+      sent: seconds that what the walk sends takes, one after the other; hidden: of these, what the step is not longer for.
+    """
+
+    def __init__(self, plan: Plan, sent: float):
+        """Of a plan and of what the walk alone sends for it."""
         assert plan.seconds is not None
         assert plan.chip is not None
         self.program, self.chip, self.seconds, self.peak = plan.program, plan.chip, plan.seconds, plan.memory.peak
-        self.answers = answers_of(Claims(plan.program, plan.asked, plan.sizes))
-        place = plan.program.once(_Units).place
-        self._of: list[tuple[float, float, tuple[int, ...]]] = []
-        self._users: dict[int, list[int]] = {}
-        for seconds, size, products, found in (*_seconds(plan), *_peak(plan)):
-            for unit in {place[u] for u in found if u in place}:
-                self._users.setdefault(unit, []).append(len(self._of))
-            self._of.append((seconds, size, tuple(place[op] for op in products if op in place)))
+        self.claims = Claims(plan.program, plan.asked, plan.sizes)
+        self._units = plan.program.once(_Units)
+        self._answers, self._parts = self._units.split(self.claims)
+        place = self._units.place
+        pieces: list[_Piece] = []
+        users: list[int] = []
+        starts: list[int] = []
+        products: list[tuple[int, int]] = []
+        kernels = 0.0
+        for piece in (*_seconds(plan), *_peak(plan)):
+            kernels += piece.seconds if piece.scales else 0.0
+            units = {place[u] for u in piece.units if u in place}
+            if units:
+                starts.append(len(users))
+                users += sorted(units)
+                products += ((len(pieces), place[op]) for op in piece.products if op in place)
+                pieces.append(piece)
+        self.kernels, self.sent, self.hidden = kernels, sent, max(0.0, sent + kernels - self.seconds)
+        self._users, self._starts = np.array(users, int), np.array(starts, int)
+        self._took, self._sizes = (
+            np.array([p.seconds for p in pieces], float),
+            np.array([p.size for p in pieces], float),
+        )
+        self._scale = np.array([p.scales for p in pieces], bool)
+        self._makers, self._made = np.array(products, int).reshape(-1, 2).T
 
-    def least(self, claims: Claims) -> tuple[float, float]:
-        """(seconds, bytes at the peak) of what is in every plan as well that is made by these claims, of the same program."""
-        touched: set[int] = set()
-        for k, (mine, new) in enumerate(zip(self.answers, answers_of(claims), strict=True)):
-            if mine is not new and mine != new:
-                touched.update(self._users.get(k, ()))
-        products = _products(claims, self.chip)
-        seconds, peak = self.seconds, self.peak
-        for k in touched:
-            was, size, ops = self._of[k]
-            seconds -= was - min(was, sum(map(products, ops)))
-            peak -= size
-        return seconds, peak
+    def least(self, claims: Claims) -> Least:
+        """What is in every plan as well that is made by these claims, of the same program.
+
+        What a kernel computes, and an array, get smaller by no more than what they follow from is split further.
+        """
+        answers, parts = self._units.split(claims)
+        if claims.sizes == self.claims.sizes:
+            changed = np.array([a is not b and a != b for a, b in zip(answers, self._answers, strict=True)], bool)
+        else:
+            changed = np.ones(len(answers), bool)
+        touched = np.logical_or.reduceat(changed[self._users], self._starts)
+        left = np.minimum(np.minimum.reduceat((self._parts / parts)[self._users], self._starts), 1.0) * self._scale
+        products = (self._units.products(self.chip) / parts)[self._made]
+        least = np.bincount(self._makers, products, minlength=len(left))
+        less = (self._took - np.maximum(left * self._took, least * self._scale)) * touched
+        kernels = self.kernels - float(less[self._scale].sum())
+        peak = self.peak - float(((1 - left) * self._sizes)[touched].sum())
+        return Least(max(self.seconds - float(less.sum()), kernels), kernels, peak)
+
+    def most_sent(self, kernels: float, seconds: float) -> float:
+        """How long what another walk sends may take, one after the other, if its step is not to be longer.
+
+        Args:
+          kernels: seconds of its kernels.
+          seconds: of its step.
+        """
+        free = seconds - kernels + SPARE * self.hidden
+        return free if free <= self.sent else self.sent + (free - self.sent) / (1 - HIDES)
 
 
-_Piece = tuple[float, float, Sequence[Op], Sequence[Any]]
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Seconds, or bytes at the peak.
+
+    Attributes:
+      units: the values and ops that it follows from.
+      products: ops whose products it makes.
+      scales: it is there whatever these claim, as large as they are.
+    """
+
+    seconds: float
+    size: float
+    units: Iterable[Any]
+    products: Sequence[Op] = ()
+    scales: bool = True
 
 
 def _seconds(plan: Plan) -> Iterator[_Piece]:
@@ -146,25 +216,22 @@ def _seconds(plan: Plan) -> Iterator[_Piece]:
         products = [run.op for run in node.products] or (
             [node.op] if node.op is not None and node.name in OPAQUE else []
         )
-        yield took.seconds * took.count, 0.0, products, _computed(node)
+        yield _Piece(took.seconds * took.count, 0.0, _computed(node), products, node.name != "move!")
     for step in plan.body.every:
         for c in step.sends:
-            yield (
-                (c.seconds or 0.0) * (c.count or 1),
-                0.0,
-                (),
-                [c.origin, *(s.value for s in (*step.reads, *step.makes))],
-            )
+            values = [s.value for s in (*step.reads, *step.makes)]
+            yield _Piece((c.seconds or 0.0) * (c.count or 1), 0.0, [c.origin, *values], scales=False)
     for o in plan.overlaps:
         if o.exposed is not None and o.choice != "xla" and o.origin is not None:
-            yield o.exposed[o.choice] * (o.count or 1), 0.0, (), [o.origin, *o.origin.ins, *o.origin.outs]
+            units = [o.origin, *o.origin.ins, *o.origin.outs]
+            yield _Piece(o.exposed[o.choice] * (o.count or 1), 0.0, units, scales=False)
 
 
 def _peak(plan: Plan) -> Iterator[_Piece]:
     for item, size in plan.memory.live:
         node = item.node
         made = [] if node is None else [node.op, getattr(node.step, "op", None)]
-        yield 0.0, size, (), [item.value, *made]
+        yield _Piece(0.0, size, [item.value, *made], scales=node is None or node.name != "move!")
 
 
 def _computed(node: Node) -> list[Any]:

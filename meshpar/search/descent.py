@@ -3,7 +3,9 @@
 Coordinate descent: all axes, before and behind the other rules, are tried for one dim while the others stay, then for the next,
 until nothing improves, or nothing did for long; dims that ask for the same axes also move together, and the rules also go to other
 meshes. What weights have rules of their own for is tried last, from the best of all. Moves that lost much are not tried again, nor
-several axes for a dim where each alone lost much. Nothing is random: the same program, slice and options give the same answer.
+several axes for a dim where each alone lost much. Only candidates that may be better by the pieces of the plan that they are made
+from (:mod:`meshpar.search.bounds`), and by what the walk over the program sends, are planned to the end. Nothing is random: the
+same program, slice and options give the same answer.
 
 All of it runs in one process: another one would have to import JAX and trace the program again, which no pickle carries, and a
 fork of a process in which JAX has threads may never end.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +26,7 @@ from typing import Any
 from ..compat.jax import without_gc
 from ..cost.memo import released
 from ..errors import CompilerError, MeshError, MeshparError, UnsupportedError
-from ..hardware.topology import parse_topology
+from ..hardware.topology import Torus, joined, parse_topology, torus_of_slices
 from ..layout import Layout, Rule
 from ..mesh import planned_mesh
 from ..passes import walked_again, with_passes
@@ -33,7 +36,7 @@ from ..plan.collectives import duration, human
 from ..plan.planner import TooLong
 from ..planned import Plan
 from .answer import Objective, Search, quiet
-from .bounds import Pieces, least_of
+from .bounds import Least, Pieces, least_of
 from .row import Row
 from .space import Move, Point, Sizes, Space, as_layout, meshes
 
@@ -48,7 +51,9 @@ BETTER = 0.005
 LOST = 0.1
 """A move that made the step longer by more is not tried again, from no other candidate."""
 PATIENCE = 40
-"""After so many plans in a row that are no gain over where it is, a descent ends."""
+"""After so many candidates in a row that are no gain over where it is, a descent ends."""
+OPS = 2000
+"""Ops of the largest program of which so many are planned; of a larger one, whose plans take longer, fewer are."""
 FAR = 1.5
 """Times the seconds of the best: schemes that take longer are not descended from, nor tried with their axes swapped; what sends for
 longer is planned no further. (The passes hid or saved at most 0.27 of what was to be sent, of 800 candidates.)"""
@@ -65,15 +70,21 @@ class _Enough(Exception):
     """Many plans brought nothing."""
 
 
+class _NoGain(Exception):
+    """By what it sends a candidate is no better than the one that it was made from."""
+
+
 class _Evaluation:
     """The candidates that were planned.
 
     Attributes:
       base: a plan of the program, which the others are made from; ``variant``: what the program is called.
       usable: bytes of a device that may be used.
+      patience: of :data:`PATIENCE` candidates how many may be planned for a program of this size.
       rows: by candidate; those with equal answers to the claims share one.
-      named: what candidates are called; illegal: the errors of those that have no plan; far: those that were planned in part.
-      gained: how many candidates had been tried when the descent had its last gain, or began; None: there is none.
+      named: what candidates are called; illegal: the errors of those that have no plan; far: those that were planned in part;
+        idle: those of them that were no better than another, by little.
+      gained: how many candidates had been tried, and planned, when the descent had its last gain, or began; None: there is none.
     """
 
     def __init__(
@@ -85,17 +96,21 @@ class _Evaluation:
         self.base, self.topology, self.most, self.until, self.tell = base, topology, most, until, tell
         self.objective: Objective = objective
         self.usable = margin * base.chip.per_device().hbm
+        self.patience = max(1, PATIENCE * OPS // max(OPS, sum(1 for _ in base.program.root.walk())))
         self.rows: dict[Point, Row] = {}
         self.named: dict[Point, str] = {}
         self.illegal: dict[Point, MeshparError] = {}
         self.far: set[Point] = set()
+        self.idle: set[Point] = set()
         self.planned = 0
         self._same: dict[Any, Point] = {}
         self._tried: set[Any] = set()
-        self._pieces: tuple[Point, Pieces] | None = None
+        self._pieces: dict[Point, Pieces] = {}
+        self._claimed: tuple[Point, Claims] | None = None
+        self._tori: dict[Sizes, Torus] = {}
         self._best: Row | None = None
         self._least: Row | None = None  # of the present descent
-        self.gained: int | None = None
+        self.gained: tuple[int, int] | None = None
         self._lost: set[tuple[Any, Move]] = set()
 
     def key(self, row: Row) -> tuple[Any, ...]:
@@ -111,8 +126,14 @@ class _Evaluation:
             return best is None or row.seconds <= FAR * best.seconds
         return row.peak <= FAR * best.peak
 
-    def __call__(self, point: Point) -> Row | None:
-        """The row of a candidate; None: it is illegal, or far from the best.
+    def __call__(
+        self, point: Point, beside: Pieces | None = None, under: float = math.inf, most: float = math.inf
+    ) -> Row | None:
+        """The row of a candidate; None: it is illegal, far from the best, or no better than the one that it was made from.
+
+        Args:
+          beside: of the one that it was made from, if it is to be shorter; under: seconds that it is to take less than.
+          most: seconds that it may send for.
 
         Raises:
           _Stop: the limit is reached.
@@ -123,7 +144,7 @@ class _Evaluation:
         if same in self._same:
             first = self._same[same]
             if first in self.rows:
-                self.rows[point] = replace(self.rows[first], layout=point.layout)
+                self.rows[point] = replace(self.rows[first], mesh=point.mesh, layout=point.layout)
             elif first in self.far:
                 self.far.add(point)
             else:
@@ -131,24 +152,32 @@ class _Evaluation:
             return self.rows.get(point)
         if self.planned >= self.most:
             raise _Stop(f"stopped at {self.most} plans")
-        if self.gained is not None and len(self._tried) >= self.gained + PATIENCE:
-            raise _Enough
+        if self.gained is not None:
+            tried, planned = self.gained
+            if len(self._tried) >= tried + PATIENCE or self.planned >= planned + self.patience:
+                raise _Enough
         if self.until is not None and time.monotonic() > self.until and self.planned:
             raise _Stop("stopped at the time limit")
         self._same[same] = point
         self._tried.add(same)
         self.planned += 1
         try:
-            plan = self._plan(point)
+            plan, sent = self._plan(point, beside, under, most)
         except MeshparError as e:
             self.illegal[point] = e.with_traceback(None)  # which holds all of the unfinished plan
             return None
-        except TooLong:
-            self.far.add(point)
+        except (TooLong, _NoGain) as e:
+            if isinstance(e, _NoGain):
+                self.idle.add(point)
+            if beside is None and most == math.inf:
+                self.far.add(point)
+            else:
+                del self._same[same]
+            self._tell()
             return None
         assert plan.seconds is not None
         peak = plan.memory.peak
-        row = self.rows[point] = Row(
+        row = Row(
             point.mesh,
             point.layout,
             plan.seconds,
@@ -157,28 +186,54 @@ class _Evaluation:
             peak <= self.usable,
             variant=self.variant,
         )
-        if self.gained is not None and self._gains(row, self._least):
-            self.gained, self._least, self._pieces = len(self._tried), row, (point, Pieces(plan))
+        rival = self._rival(point)
+        if self.gained is None and (rival is None or self.key(row) < self.key(self.rows[rival])):
+            self._pieces[point] = Pieces(plan, sent)
+        elif self.gained is not None and self._gains(row, self._least):
+            self._pieces[point] = Pieces(plan, sent)
+            self.gained, self._least = (len(self._tried), self.planned), row
+        self.rows[point] = row
         released(plan)
         if self.planned % 16 == 0:
             gc.collect(0)
         if self._best is None or self.key(row) < self.key(self._best):
             self._best = row
-        best = self._best
-        of = f"{self.variant}: " * bool(self.variant)
-        self.tell(f"{of}{duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}; plan {self.planned}")
+        self._tell()
         return row
 
-    def _plan(self, point: Point) -> Plan:
-        """The plan of a candidate.
+    def _tell(self) -> None:
+        best, of = self._best, f"{self.variant}: " * bool(self.variant)
+        if best is not None:
+            self.tell(
+                f"{of}{duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}; plan {self.planned}"
+            )
+
+    def _plan(
+        self, point: Point, beside: Pieces | None = None, under: float = math.inf, most: float = math.inf
+    ) -> tuple[Plan, float]:
+        """The plan of a candidate, and the seconds of what the walk alone sends.
 
         Raises:
-          TooLong: it sends for much longer than the best takes, and has no name under which it is to be seen.
+          TooLong: it sends for longer than ``most``; for much longer than the best takes, and has no name under which it is to be
+            seen; or than it may to be not much longer than the one beside it.
+          _NoGain: it sends for longer than it may to take less than ``under``.
         """
-        best, most = self._best, math.inf
+        best, gains = self._best, math.inf
         if point not in self.named and best is not None and best.fits and self.objective == "time":
-            most = FAR * best.seconds
-        return Plan.of(with_passes(self._walked(point, most)))
+            most = min(most, FAR * best.seconds)
+        if beside is not None:
+            kernels = beside.least(self._claims(point)).kernels
+            most = min(most, beside.most_sent(kernels, (1 + LOST) * beside.seconds))
+            gains = beside.most_sent(kernels, under)
+        walked = self._walked(point, most)
+        if (sent := _sent(walked)) > gains:
+            raise _NoGain
+        return Plan.of(with_passes(walked)), sent
+
+    def _claims(self, point: Point) -> Claims:
+        if self._claimed is None or self._claimed[0] != point:
+            self._claimed = point, Claims(self.base.program, Layout(point.layout), dict(point.sizes))
+        return self._claimed[1]
 
     def _walked(self, point: Point, most: float = math.inf) -> record.Plan:
         where = planned_mesh(point.mesh, self.topology)
@@ -191,7 +246,7 @@ class _Evaluation:
         have, row = self.rows[one], self.rows.get(self._same.get(same, other))
         if row is None:
             try:
-                plan = self._plan(other)
+                plan, _ = self._plan(other)
             except (MeshparError, TooLong):
                 return False
             return (plan.seconds, plan.memory.peak) == (have.seconds, have.peak)
@@ -206,37 +261,73 @@ class _Evaluation:
         return True
 
     def _class(self, point: Point) -> Any:
-        """What candidates with the same plan share: the scopes that their rules name, and the answers of the claims."""
-        claims = Claims(self.base.program, Layout(point.layout), dict(point.sizes))
-        return point.sizes, claims.named_scopes, claims.answers()
+        """What candidates with the same plan share: the scopes that their rules name, and the answers of the claims.
 
-    def least(self, point: Point, beside: Point | None = None) -> Row:
-        """What a candidate is not below.
-
-        Args:
-          beside: a candidate that was planned, on the same mesh.
+        Axes that lie one behind the other, and are used so wherever one of them is, are as one that lies where they do.
         """
+        claims = self._claims(point)
+        answers, names = claims.answers(), [a for a, _ in point.sizes]
+        entries = {entry for answer in answers for entry in answer}
+        runs = [[names[0]]]
+        for before, axis in itertools.pairwise(names):
+            if all(_follows(axis, before, entry) for entry in entries):
+                runs[-1].append(axis)
+            else:
+                runs.append([axis])
+        place = {run[0]: k for k, run in enumerate(runs)}
+        short = {entry: tuple(place[a] for a in entry if a in place) for entry in entries}
+        if point.sizes not in self._tori:
+            self._tori[point.sizes] = torus_of_slices(dict(point.sizes), self.topology)
+        torus = self._tori[point.sizes]
+        stages = tuple(tuple(stage for stage, _ in joined(s for a in run for s in torus[a])) for run in runs)
+        return stages, claims.named_scopes, tuple(tuple(short[e] for e in answer) for answer in answers)
+
+    def least(self, point: Point, beside: Pieces | None = None) -> Row:
+        """What a candidate is not below, by its claims and by the pieces of another."""
         assert self.base.chip is not None
-        layout, sizes = Layout(point.layout), dict(point.sizes)
-        seconds, peak = least_of(Claims(self.base.program, layout, sizes), self.base.chip)
-        if beside is not None and beside.sizes == point.sizes:
-            if self._pieces is None or self._pieces[0] != beside:
-                self._pieces = beside, Pieces(Plan.of(with_passes(self._walked(beside))))
-            pieces = self._pieces[1]
-            left = pieces.least(Claims(pieces.program, layout, sizes))
-            seconds, peak = max(seconds, left[0]), max(peak, left[1])
+        claims = self._claims(point)
+        seconds, peak = least_of(claims, self.base.chip)
+        left = Least(0.0, 0.0, 0.0) if beside is None else beside.least(claims)
+        seconds, peak = max(seconds, left.seconds), max(peak, left.peak)
         return Row(point.mesh, point.layout, seconds, peak, 0.0, peak <= self.usable)
 
-    def worth(self, point: Point) -> bool:
-        """Whether a candidate may be better than the best of its name, or of all; or is short, though it does not fit."""
-        name, best = self.named.get(point), self._best
-        others = [row for p, row in self.rows.items() if name is None or self.named.get(p) == name]
-        if best is None or not others or point in self.rows:
-            return True
-        least = self.least(point)
-        if self.key(least) < min(map(self.key, others)):
-            return True
-        return not least.fits and best.fits and self.objective == "time" and least.seconds < best.seconds
+    def pieces(self, point: Point) -> Pieces:
+        """Of a candidate that was planned."""
+        if point not in self._pieces:
+            walked = self._walked(point)
+            self._pieces[point] = Pieces(Plan.of(with_passes(walked)), _sent(walked))
+        return self._pieces[point]
+
+    def shorter(self, than: Point) -> bool:
+        """Whether a candidate is better than one that was planned only if it takes fewer seconds."""
+        return self.objective == "time" and self.rows[than].fits
+
+    def _rival(self, point: Point) -> Point | None:
+        """The best of its name, or of all where it has none."""
+        name = self.named.get(point)
+        others = [p for p in self.rows if name is None or self.named.get(p) == name]
+        return min(others, key=lambda p: self.key(self.rows[p]), default=None)
+
+    def begin(self, point: Point) -> None:
+        """Plan a candidate if it may be better than the best of its name, or of all; or is short, though it does not fit."""
+        rival = self._rival(point)
+        if rival is None or point in self.rows:
+            self(point)
+            return
+        if point.in_one and rival.in_one:
+            return  # devices are numbered otherwise, no more
+        pieces, row, shorter = self.pieces(rival), self.rows[rival], self.shorter(rival)
+        least, best = self.least(point, pieces), self._best
+        if self._gains(least, row) or (shorter and self.key(least) < self.key(row)):
+            self(point, pieces if shorter else None, row.seconds)
+        elif (
+            self.objective == "time"
+            and best is not None
+            and best.fits
+            and not least.fits
+            and least.seconds < best.seconds
+        ):
+            self(point)
 
     def _gains(self, row: Row, than: Row | None) -> bool:
         """Whether it is better by more than :data:`BETTER`."""
@@ -247,7 +338,7 @@ class _Evaluation:
 
     def begins(self, at: Point) -> None:
         """A descent begins at a candidate."""
-        self.gained, self._least = len(self._tried), self.rows[at]
+        self.gained, self._least = (len(self._tried), self.planned), self.rows[at]
 
     def lost(self, at: Point) -> Callable[[Move], bool]:
         """Which moves lost much from a candidate that fits, or does not, as this one."""
@@ -257,22 +348,41 @@ class _Evaluation:
     def better(self, at: Point, moves: Iterable[tuple[Move, Point]]) -> Point:
         """The best of the candidates that some moves lead to, if it is better than another by more than :data:`BETTER`; else that
         one."""
-        now, lost = self.key(self.rows[at]), self.lost(at)
-        found: list[tuple[tuple[Any, ...], str, Point]] = []
+        here = least = self.rows[at]
+        now, lost, shorter = self.key(here), self.lost(at), self.shorter(at)
+        best = at
         for move, point in moves:
             if lost(move):
                 continue
-            row = self.rows.get(point) or self.least(point, at)
-            if (worth := self._gains(row, self.rows[at])) and point not in self.rows:
-                row = self(point)
-            elif not worth:
+            row = self.rows.get(point) or self.least(point, self.pieces(at))
+            gains = self._gains(row, here)
+            worth = gains and self.key(row) <= self.key(least)
+            if worth and point not in self.rows:
+                under = min((1 - BETTER) * here.seconds, least.seconds)
+                # what fits as little may not be much longer either
+                most = FAR * here.seconds if self.objective == "time" and not row.fits else math.inf
+                row = self(point, self.pieces(at) if shorter else None, under, most)
+            elif not gains:
                 self._tried.add(self._class(point))
+            if row is None and point in self.idle:
+                continue
             if row is None or (key := self.key(row))[0] > now[0] or (key[0] == now[0] and key[1] > (1 + LOST) * now[1]):
                 self._lost.add((now[0], move))
-            elif worth:
-                found.append((key, point.layout, point))
-        best = min(found, key=lambda f: f[:2])[2] if found else at
-        return best if self._gains(self.rows[best], self.rows[at]) else at
+            elif worth and self._gains(row, here) and (key, point.layout) < (self.key(least), best.layout):
+                best, least = point, row
+        return best
+
+
+def _follows(axis: str, before: str, entry: Sequence[str]) -> bool:
+    """Whether an axis stands right behind another, or neither is there."""
+    if axis not in entry or before not in entry:
+        return axis not in entry and before not in entry
+    return entry.index(axis) == entry.index(before) + 1
+
+
+def _sent(plan: record.Plan) -> float:
+    """Seconds of what a plan sends, one after the other."""
+    return sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives)
 
 
 def search(
@@ -359,15 +469,17 @@ def _plan_yours(evaluate: _Evaluation, layout: Layout, given: Sequence[Sizes]) -
 def _begin(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> None:
     """Plan the known schemes on the meshes with as many axes, the better ones with axes swapped too; where that leaves none, what
     is fixed alone."""
+    known: dict[Point, Row] = {}
     for sizes in given:
         for name, point in space.presets(sizes):
             evaluate.named.setdefault(point, name.replace("_", " "))
-            if evaluate.worth(point):
-                evaluate(point)
+            known[point] = evaluate.least(point)
+    for point in sorted(known, key=lambda p: evaluate.key(known[p])):
+        evaluate.begin(point)
     for point in list(evaluate.rows):
         for same, other in space.swapped(point):
-            if (same not in evaluate.rows or evaluate.near(evaluate.rows[same])) and evaluate.worth(other):
-                evaluate(other)
+            if same not in evaluate.rows or evaluate.near(evaluate.rows[same]):
+                evaluate.begin(other)
     if not evaluate.rows:
         evaluate(space.point(given[0], ()))
 
@@ -380,11 +492,15 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
     best_on: dict[tuple[int, ...], Point] = {}
     for point in ranked:  # one a mesh, whatever the order of its axes
         best_on.setdefault(tuple(sorted(n for _, n in point.sizes)), point)
+    starts: dict[tuple[float, float], Point] = {}
+    for point in best_on.values():  # one of those that are the same
+        same = rows[point].seconds, rows[point].peak
+        starts[same] = min(starts.get(same, point), point, key=lambda p: abs(len(p.sizes) - 2))
     shortest = rows[ranked[0]].seconds
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < shortest and rows[ranked[0]].fits]
     large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
     whole = [dim for dim in space.dims if dim[1] is None]
-    for start in dict.fromkeys([*large[:STARTS], *list(best_on.values())[:STARTS]]):
+    for start in dict.fromkeys([*large[:STARTS], *list(starts.values())[:STARTS]]):
         if evaluate.near(rows[start]):
             with contextlib.suppress(_Enough):
                 _from(evaluate, space, given, start, whole)

@@ -36,6 +36,11 @@ class Point:
         return ", ".join(f"{a}={n}" for a, n in self.sizes)
 
     @property
+    def in_one(self) -> bool:
+        """Whether every rule asks for all axes, in one order or another."""
+        return all(len(r.axes) == len(self.sizes) for r in self.rules)
+
+    @property
     def layout(self) -> str:
         """The layout as text."""
         return str(as_layout(self.rules))
@@ -191,7 +196,7 @@ class Space:
 
     def other_meshes(self, point: Point, allowed: Sequence[Sizes]) -> Iterator[Point]:
         """The same rules on the meshes in which one axis has a factor of another; and on those with one axis more, which splits
-        what one of the others split."""
+        what one of the others split, or nothing."""
         names = [a for a, _ in point.sizes]
         free = point.rules[len(self.fixed) :]
         mine = dict(point.sizes)
@@ -206,6 +211,7 @@ class Space:
                     replace(r, axes=tuple(x for a in r.axes for x in ((a, new) if a == cut else (a,)))) for r in free
                 )
                 yield self.point(sizes, rules)
+                yield self.point(sizes, free)
 
 
 def _choices(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:

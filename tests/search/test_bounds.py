@@ -61,31 +61,56 @@ def test_no_plan_is_below_what_its_claims_alone_say():
     assert split[1] < whole[1]
 
 
+def sent(plan):
+    return sum((c.seconds or 0) * (c.count or 1) for c in plan.collectives)
+
+
+def pieces_of(plan):
+    return Pieces(plan, sent(walked_again(plan, layout=plan.asked, mesh=plan.mesh, topology=plan.topology)))
+
+
 def test_no_plan_is_below_what_another_has_that_follows_from_the_same_answers():
     plan = base()
     plans = {layout: plan.replan(layout=layout) for layout in LAYOUTS}
+    elsewhere = [plan.replan(layout=layout, mesh="data=2, model=8", topology="v5e:4x4") for layout in LAYOUTS[:5]]
     for layout, found in plans.items():
-        pieces = Pieces(found)
-        assert pieces.least(Claims(found.program, mp.Layout(layout), found.sizes)) == (found.seconds, found.memory.peak)
-        for other, beside in plans.items():
-            seconds, peak = pieces.least(Claims(beside.program, mp.Layout(other), beside.sizes))
-            assert seconds <= beside.seconds * (1 + 1e-6)
-            assert peak <= beside.memory.peak * (1 + 1e-6)
-    pieces = Pieces(plans["batch: data"])
-    little, much = (
-        pieces.least(Claims(plan.program, mp.Layout(layout), plan.sizes))
-        for layout in ("batch: data; mlp: model; opt.embed: data", "batch: model; mlp: data")
-    )
-    assert little[0] > much[0] >= 0
+        pieces = pieces_of(found)
+        same = pieces.least(Claims(found.program, mp.Layout(layout), found.sizes))
+        assert (same.seconds, same.peak) == (found.seconds, found.memory.peak)
+        for beside in (*plans.values(), *elsewhere):
+            least = pieces.least(Claims(beside.program, beside.asked, beside.sizes))
+            assert 0 < least.kernels <= least.seconds <= beside.seconds * (1 + 1e-6)
+            assert least.peak <= beside.memory.peak * (1 + 1e-6)
+    whole = pieces_of(plans["batch: data"])
+    less = whole.least(Claims(plan.program, mp.Layout("batch: data; mlp: model"), plan.sizes))
+    assert (
+        0.25 * whole.kernels <= less.kernels < whole.kernels
+    )  # the products are split four times further, others are not
+
+
+def test_what_another_plan_may_send_grows_with_the_seconds_it_may_take():
+    plan = base()
+    found = plan.replan(layout="batch, embed: data; mlp: model")
+    pieces = pieces_of(found)
+    assert pieces.sent >= pieces.hidden >= 0
+    assert pieces.seconds == pytest.approx(pieces.kernels + pieces.sent - pieces.hidden)
+    most = [pieces.most_sent(pieces.kernels, part * pieces.seconds) for part in (0.5, 1.0, 2.0)]
+    assert most[0] < pieces.sent <= most[1] < most[2]
+    assert pieces.most_sent(2 * pieces.kernels, 2 * pieces.seconds) < most[2]
+    for layout in LAYOUTS:
+        other = plan.replan(layout=layout)
+        kernels = pieces.least(Claims(other.program, mp.Layout(layout), other.sizes)).kernels
+        walked = walked_again(plan, layout=mp.Layout(layout))
+        assert sent(walked) <= pieces.most_sent(kernels, 1.0001 * other.seconds)
 
 
 def test_a_walk_ends_where_its_collectives_take_longer_than_they_may():
     plan = base()
     for layout in LAYOUTS[1:]:
-        sent = sum((c.seconds or 0) * (c.count or 1) for c in walked_again(plan, layout=mp.Layout(layout)).collectives)
-        assert walked_again(plan, layout=mp.Layout(layout), most=sent * 1.001).collectives
+        most = sent(walked_again(plan, layout=mp.Layout(layout)))
+        assert walked_again(plan, layout=mp.Layout(layout), most=most * 1.001).collectives
         with pytest.raises(TooLong):
-            walked_again(plan, layout=mp.Layout(layout), most=sent * 0.999)
+            walked_again(plan, layout=mp.Layout(layout), most=most * 0.999)
 
 
 def test_what_was_worked_out_of_a_plan_is_freed_without_the_garbage_collector():

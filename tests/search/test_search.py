@@ -292,7 +292,9 @@ def test_one_axis_more_cuts_one_of_the_others():
         ("data=2, model=8", "batch?: data; mlp?: model"),
         ("data=8, model=2", "batch?: data; mlp?: model"),
         ("data=4, model=2, third=2", "batch?: data; mlp?: model+third"),
+        ("data=4, model=2, third=2", "batch?: data; mlp?: model"),
         ("data=2, model=4, third=2", "batch?: data+third; mlp?: model"),
+        ("data=2, model=4, third=2", "batch?: data; mlp?: model"),
     }
 
 
@@ -506,3 +508,27 @@ def test_the_answer_does_not_depend_on_the_hash_seed():
 def test_bad_input(options, error, says):
     with pytest.raises(error, match=says):
         mp.search(train_step, *model(64), **{"topology": "v5e:4x4", "dims": DIMS, **options})
+
+
+def test_axes_that_are_used_as_one_are_one_candidate():
+    descent = importlib.import_module("meshpar.search.descent")
+    space = importlib.import_module("meshpar.search.space")
+    where = {"topology": "v5e:16x16"}
+    base = mp.plan(
+        train_step, *model(256), layout="", mesh="data=256", dims=DIMS, lowering="shard_map", overlap="auto", **where
+    )
+    evaluate = descent._Evaluation("", base, "v5e:16x16", "time", 0.85, 400, None, lambda text: None)
+
+    def row(layout, **sizes):
+        return evaluate(space.Point(tuple(sizes.items()), mp.Layout(layout).rules))
+
+    whole = row("batch?, embed?: data+model", data=16, model=16)
+    alike = row("batch?, embed?: data+model+third", data=16, model=4, third=4)
+    assert evaluate.planned == 1
+    assert (alike.seconds, alike.peak, alike.mesh) == (whole.seconds, whole.peak, "data=16, model=4, third=4")
+    again = base.replan(layout=alike.layout, mesh=alike.mesh, **where)
+    assert (again.seconds, again.memory.peak) == pytest.approx((alike.seconds, alike.peak), rel=1e-12)
+    row("batch?, embed?: model+data", data=16, model=16)
+    row("batch?: data; embed?: data+model", data=16, model=16)
+    row("batch?: data+third; embed?: data+third", data=16, model=4, third=4)
+    assert evaluate.planned == 4
