@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..plan.collectives import Collective, duration, human
+from ..hardware.collective_time import seconds_of
+from ..plan.collectives import Collective, duration, human, volume_of
 from ..plan.plan import Plan
+from ..plan.spec import parts_of
+from ..plan.steps import Reduce
 from ..program.ir import Op
 from .exposed import later_stages
 from .flight import beside_of, flights_of, hides, own
 from .flops import model_flops
-from .fusion import Region, line_of
+from .fusion import Node, Region, line_of
 from .kernel_time import kernel_times
 from .kernels import kernels_of
 from .memo import once_per_plan
@@ -132,13 +135,47 @@ def _estimate(plan: Plan) -> float:
     exposed = sum(
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     )
-    where = hides(plan)
+    where, shares = hides(plan), _shares(plan)
     parts = {node.step: b.exposed for found in beside_of(plan).values() for node, b in found.items()}
     for step in plan.body.every:
         for c in own(step):
             if c not in where:
-                exposed += (c.seconds or 0.0) * (c.count or 1) * parts.get(step, 1.0)
+                exposed += (c.seconds or 0.0) * (c.count or 1) * parts.get(step, 1.0) * shares.get(c, 1.0)
     return exposed + _clock(plan, kernels_of(plan))
+
+
+def _shares(plan: Plan) -> dict[Collective, float]:
+    """The part of their own seconds that sums take because they are sent together.
+
+    The TPU compiler (libtpu 0.0.42) makes one all-reduce of those of a dtype over the same devices of which none waits for another:
+    a batch norm's two sums; and at the end all for which no other sum waits (ResNet-50 on v5e: 321 sums in 99, 88 MB of gradients in
+    one). Here they go together that wait for as many others, or for which none waits.
+    """
+    chip, where, out = plan.chip, hides(plan), dict[Collective, float]()
+    for region in flights_of(plan) if chip is not None and chip.torus else ():
+        depth: dict[Node, int] = {}
+        sums: dict[Node, Collective] = {}
+        for node in region.nodes:
+            depth[node] = max((depth.get(i.node, 0) + (i.node in sums) for i in node.ins if i.node is not None), default=0)
+            if isinstance(node.step, Reduce):
+                sent = own(node.step)
+                if len(sent) == 1 and sent[0].op == "all-reduce" and sent[0] not in where:
+                    sums[node] = sent[0]
+        awaited: set[Node] = set()  # some sum follows from it
+        for node in reversed(region.nodes):
+            if node in sums or node in awaited:
+                awaited.update(i.node for i in node.ins if i.node is not None)
+        groups: dict[Any, list[Collective]] = {}
+        for node, c in sums.items():
+            dtype = node.outs[0].value.aval.dtype
+            groups.setdefault((c.axes, c.algorithm, dtype, depth[node] if node in awaited else None), []).append(c)
+        for (axes, algorithm, *_), group in groups.items():
+            volume = sum(volume_of(c.op, c.bytes, parts_of(axes, plan.sizes)) for c in group)
+            stages = [s for a in axes for s in plan.torus[a]]
+            together = seconds_of("all-reduce", volume, stages, chip, algorithm)
+            apart = sum(c.seconds or 0.0 for c in group)
+            out.update(dict.fromkeys(group, min(1.0, together / apart) if apart else 1.0))
+    return out
 
 
 def _clock(plan: Plan, region: Region) -> float:

@@ -55,6 +55,8 @@ def seconds_of(
     Returns:
       Seconds. 0 for a group of one.
     """
+    if kind != "collective-permute" and algorithm not in ("ring", "pallas"):
+        stages = [f for s in stages for f in s.fills or (s,)]
     levels = _levels(stages, chip, algorithm if kind != "collective-permute" else "ring")
     if not levels:
         return 0.0

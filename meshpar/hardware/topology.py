@@ -270,12 +270,15 @@ class Stage:
         DCN), or ``""``: not known.
       wraps: whether it is a ring; a line otherwise.
       stride: how many places its neighbours are apart; so many groups share each link.
+      fills: of devices that jump about, but fill a box (JAX lays ``data=16`` over a v5e:4x4 like a snake): the stages of the box,
+        which collectives run over in whatever order the devices stand; rings have theirs.
     """
 
     size: int
     dim: str = ""
     wraps: bool = False
     stride: int = 1
+    fills: tuple[Stage, ...] = ()
 
     @property
     def line(self) -> bool:
@@ -437,12 +440,26 @@ def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
         rest = np.moveaxis(places, k, 0)
         if runs is None or not np.array_equal(rest - rest[:1], np.broadcast_to(
             (line - line[:1]).reshape(-1, *(1,) * (devices.ndim - 1), len(_PLACES)), rest.shape)):  # fmt: skip
-            out[axis] = (Stage(devices.shape[k]),)
+            groups = np.moveaxis(rest.reshape(len(rest), -1, len(_PLACES)), 1, 0)
+            box, *others = {tuple(_box(group, extent, rings)) for group in groups}
+            full = not others and math.prod(s.size for s in box) == len(rest)
+            out[axis] = (Stage(len(rest), fills=box if full else ()),)
         else:
             out[axis] = tuple(
                 Stage(n, _PLACES[d], bool(rings[d] and n * stride == extent[d]), stride) for n, d, stride in runs
             )
     return out
+
+
+def _box(places: np.ndarray, extent: Sequence[int], rings: Sequence[bool]) -> list[Stage]:
+    """A stage for each dimension along which devices differ."""
+    found = []
+    for d, name in enumerate(_PLACES):
+        along = np.unique(places[:, d])
+        if len(along) > 1:
+            stride = int(np.diff(along).min())
+            found.append(Stage(len(along), name, bool(rings[d] and len(along) * stride == extent[d]), stride))
+    return found
 
 
 def _place(device: Any) -> tuple[int, ...]:
@@ -499,14 +516,7 @@ class Places:
 
     def stages(self, members: Sequence[int]) -> list[Stage]:
         """The stages of a group of devices: one for each dimension along which they differ."""
-        found = []
-        for d, name in enumerate(_PLACES):
-            along = np.unique(self.at[list(members), d])
-            if len(along) > 1:
-                stride = int(np.diff(along).min())
-                whole = bool(self.rings[d]) and len(along) * stride == self.extent[d]
-                found.append(Stage(len(along), name, whole, stride))
-        return found
+        return _box(self.at[list(members)], self.extent, self.rings)
 
     def hop(self, pair: Sequence[int]) -> tuple[Stage, int]:
         """(the stage along which two devices are neighbours, how many links are between them)."""
