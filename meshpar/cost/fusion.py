@@ -8,8 +8,9 @@
 - products, reductions and writes into a stack take such producers in; collectives, loops, sorts and gathers take arrays;
 - a product takes in the elementwise ops that alone read it, unless they read another product, or slices of it;
 - what is joined along its last dim (the halves of a rotary embedding) is in memory before, as lanes do not shift inside a kernel;
-- a reduction is done by the kernel that makes what it reads, or by one that reads the same for a reduction; what reductions alone
-  read is not written;
+- a reduction is done by the kernel that makes what it reads, or by one that reads the same for a reduction; a product reads for
+  it what it does not make (both sums of a norm's gradient, in the kernel that makes the cotangent); what reductions alone read is
+  not written;
 - the rest is written to memory and read from there.
 
 It is what XLA's TPU compiler was seen to do with Transformer train steps (libtpu 0.0.42): exponentials too are done twice rather
@@ -231,22 +232,20 @@ def _joins_lanes(node: Node) -> bool:
 
 
 def _also(node: Node, done: dict[Node, int]) -> Node | None:
-    """The kernel that does a reduction as well: it makes, or reads for a reduction, all that is large of what this one reads.
+    """The kernel that does a reduction as well: it makes, or reads for a reduction, all that is large of what this one reads; or is
+    a product that makes a part of it.
 
-    Rows that it needs besides must be there before: so the greatest element and the sum of what is less it are two kernels.
+    What it needs besides must be there before: so the greatest element and the sum of what is less it are two kernels.
     """
     most = max((i.bytes for i in node.reads), default=0.0)
     large = [i for i in node.reads if i.bytes * _SMALL > most]
     rows = [i for i in node.reads if i.bytes * _SMALL <= most]
-    for first in large[:1]:
-        makers = [] if first.node is None or first.node not in done else [first.node]
-        for other in (*makers, *(r for r in first.readers if r.name in REDUCTIONS)):
-            if (
-                (other.name in FUSED or other.name in _TAKES)
-                and all(i in other.writes or i in other.reads for i in large)
-                and all(i.node not in done or done[i.node] < done[other] for i in rows)
-            ):
-                return other
+    makers = [i.node for i in large if i.node is not None and i.node in done]
+    for other in (*makers, *(r for i in large[:1] for r in i.readers if r.name in REDUCTIONS)):
+        more = [i for i in large if i not in other.writes and i not in other.reads]
+        before = all(i.node not in done or done[i.node] < done[other] for i in (*rows, *more))
+        if (other.name in FUSED or other.name in _TAKES) and before and (other.products or not more):
+            return other
     return None
 
 

@@ -1,7 +1,8 @@
 """The time of each kernel of a plan on its chip: its products, its traffic with HBM, its elements' way through the vector units.
 
 Traffic is what :mod:`meshpar.cost.fusion` says a kernel reads and writes: each array once, but operands of products that do not
-stay on the chip as often as their tiles need (:func:`meshpar.cost.flops.bytes_again`).
+stay on the chip as often as their tiles need (:func:`meshpar.cost.flops.bytes_again`), and images that are in VMEM not at all
+(:mod:`meshpar.cost.vmem`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from ..plan.spec import itemsize
 from ..plan.steps import Run
 from .donation import gathered_apart, in_place
 from .exposed import kernel_seconds
-from .flops import OPAQUE, bytes_again_on, flops_on, local_opaque_flops
+from .flops import OPAQUE, WORKING, bytes_again_on, flops_on, local_opaque_flops
 from .fusion import SLICES, Item, Node, Region
 from .kernels import kernels_of
 from .memo import once_per_plan
+from .tiles import Tiles
+from .vmem import in_vmem
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class KernelTime:
 
     Attributes:
       flops: of its products, dims rounded up to the matrix unit.
-      bytes: to and from HBM.
+      bytes: to and from HBM, without what is copied to and from VMEM beside kernels.
       busy, moved: seconds of its products at the matrix unit's rate, of its traffic at HBM's rate.
       seconds: of both, and the way through the vector units, together.
       count: how often it runs in a step; loops of unknown length count once.
@@ -58,6 +61,9 @@ def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
         if made is not None and home.get(id(made)) == loop:
             stacked[id(made)] = stacked.get(id(made), 0.0) + node.reads[0].bytes
             stacked[id(node)] = 0.0
+    near = set[tuple[Node, Item]]()
+    if chip.torus and device.vmem is not None and chip.cores == 1:  # what two cores share is in HBM
+        near = in_vmem([node for node, *_ in kernels], plan.program.once(Tiles), device.vmem - WORKING)
     for node, _, count in kernels:
         if node.regions or stacked.get(id(node)) == 0.0:
             continue
@@ -66,7 +72,8 @@ def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
             flops += local_opaque_flops(node.step, plan.sizes)
         traffic = 0.0
         if node.name not in ("move!", "leave!"):
-            traffic = sum(item.bytes for item in node.writes) + sum(read_bytes(node, item) for item in node.reads)
+            traffic = sum(item.bytes for item in node.writes if (node, item) not in near)
+            traffic += sum(read_bytes(node, i) for i in node.reads if not node.products or (node, i) not in near)
             traffic += sum(i.bytes for i in node.ins) if node.name == "stack!" else 0.0
             traffic += stacked.get(id(node), 0.0)
             for run in node.products:
@@ -78,7 +85,8 @@ def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
             rate = device.matmul_rate(str(node.products[0].op.eqn.invars[0].aval.dtype))
         busy, moved = flops / (rate * chip.matmul_efficiency), traffic / (device.hbm_bandwidth * chip.hbm_efficiency)
         if busy or moved:
-            seconds = kernel_seconds(chip, busy, moved, _elements(node) if moved else 0.0)
+            convolves = any(run.op.name == "conv_general_dilated" for run in node.products)
+            seconds = kernel_seconds(chip, busy, moved, _elements(node) if moved else 0.0, convolves)
             out[node] = KernelTime(flops, traffic, busy, moved, seconds, count)
     return out
 

@@ -85,6 +85,54 @@ def test_reductions_are_done_by_the_kernel_that_makes_or_reads_the_same():
     assert [op.bytes // (BF16 * n) for op in plan(softmax, x).time.ops] == [1, 1]
 
 
+def test_a_product_does_the_sums_of_what_it_makes_and_reads_the_rest_for_them():
+    """A norm's gradient: the cotangent that a product makes, and what was normalised."""
+    n = 1024 * 2048
+
+    def fn(a, b, x):
+        made = a @ b
+        wide = made.astype(jnp.float32)
+        return made, wide.sum(0), (wide * x.astype(jnp.float32)).sum(0)
+
+    (op,) = plan(fn, array(1024, 512), array(512, 2048), array(1024, 2048)).time.ops
+    assert op.bytes == BF16 * (1024 * 512 + 512 * 2048 + 2 * n) + 2 * F32 * 2048
+
+
+def exposed(fn, *shapes, topology):
+    """Seconds of a step on 16 devices in which nothing is computed."""
+    made = plan(fn, *(array(*s, dtype=jnp.float32) for s in shapes), layout="rows: data", topology=topology,
+                dims={"x": "rows _"})  # fmt: skip
+    return made.seconds - sum(op.seconds * op.count for op in made.time.ops), len(made.collectives)
+
+
+@pytest.mark.parametrize(("topology", "hops"), [("v5e:4x4", 2 * 6), ("2x h100:8", None)])
+def test_sums_of_which_none_waits_for_another_are_sent_together(topology, hops):
+    """On TPUs; a hop takes 1 µs."""
+
+    def moments(x):
+        return x.sum(0), (x * x).sum(0)
+
+    def variance(x):
+        mean = x.sum(0) / len(x)
+        return ((x - mean) ** 2).sum(0), (x * x).sum(0)
+
+    one, sent = exposed(lambda x: x.sum(0), (1024, 128), topology=topology)
+    assert sent == 1
+    two, sent = exposed(moments, (1024, 128), topology=topology)
+    assert sent == 2
+    assert two == pytest.approx(one if hops else 2 * one)
+    three, sent = exposed(variance, (1024, 128), topology=topology)
+    assert sent == 3
+    assert three == pytest.approx((2 if hops else 3) * one)  # the variance waits for the mean
+    assert hops is None or one == pytest.approx(hops * 1e-6)
+
+
+def test_what_sums_that_are_sent_together_bring_adds_up():
+    one, _ = exposed(lambda x: x.sum(0), (16, 2**24), topology="v5e:4x4")
+    two, _ = exposed(lambda x: (x.sum(0), (x * x).sum(0)), (16, 2**24), topology="v5e:4x4")
+    assert two == pytest.approx(2 * one)
+
+
 @pytest.mark.parametrize(("topology", "goes_on"), [("v5e:4x4", False), ("tpu7x:2x2x2", True)])
 def test_a_sum_that_products_wait_for_runs_beside_those_that_do_not_where_programs_go_on(topology, goes_on):
     def fn(x, w, v, y, u):
@@ -129,7 +177,11 @@ def test_a_convolution_by_hand():
 
     made = plan(fn, array(8, 16, 16, 128), array(3, 3, 128, 256))
     assert made.time.model_flops == 2 * (8 * 16 * 16) * 256 * (3 * 3 * 128)
-    assert made.time.ops[0].flops == made.time.model_flops
+    (op,) = made.time.ops
+    assert op.flops == made.time.model_flops
+    assert op.bytes == BF16 * (8 * 16 * 16 * (128 + 256) + 3 * 3 * 128 * 256)
+    work = math.hypot(op.flops / 1.97e14, 8 * 16 * 16 * 256 / (100 * 1.5e9))
+    assert op.seconds == pytest.approx(work + op.bytes / HBM)  # it waits for its traffic
 
 
 def test_a_grouped_product_counts_each_row_once():

@@ -51,6 +51,17 @@ def test_axes_together_add_their_links():
     assert seconds_of("all-gather", BIG, stages, V5P) == pytest.approx(BIG * 1023 / 1024 / (3 * V5P_AXIS))
 
 
+@pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "all-to-all"])
+def test_devices_that_fill_a_box_send_over_all_its_links_in_whatever_order_they_stand(kind):
+    box = (line(4, "x"), line(4, "y"))
+    jumps = Stage(16, fills=box)
+    for volume in (1.0, BIG):  # latency, and traffic
+        assert seconds_of(kind, volume, [jumps], V5E) == seconds_of(kind, volume, box, V5E)
+    for algorithm in ("ring", "native"):  # blocks go from one to the next
+        hop = seconds_of("collective-permute", BIG, [jumps], V5E, algorithm)
+        assert hop == seconds_of("collective-permute", BIG, [Stage(16)], V5E)
+
+
 def test_an_all_reduce_is_two_reduce_scatters():
     stages = [ring(4, "x"), ring(16, "y")]
     for algorithm in ("native", "staged"):

@@ -197,3 +197,24 @@ def test_a_kind_of_device_that_is_not_known_is_said_before_its_rings_become_line
         Places.of(devices_of("TPU v9"))
     known = torus_of(FakeMesh(devices_of("TPU v6e"), ("a", "b")))
     assert known == {"a": (Stage(2, "x", False, 1),), "b": (Stage(2, "y", False, 1),)}
+
+
+@pytest.mark.parametrize(
+    ("topology", "text", "size", "box"),
+    [
+        ("v5e:4x4", "data=16", 16, [(4, "x"), (4, "y")]),  # as JAX lays it: like a snake
+        ("v5e:2x4", "data=8", 8, [(2, "x"), (4, "y")]),
+        ("tpu7x:2x2x2", "data=16", 16, [(2, "x"), (2, "y"), (2, "z"), (2, "core")]),
+    ],
+)
+def test_devices_that_jump_about_may_fill_a_box(topology, text, size, box):
+    assert laid(topology, text) == {"data": (Stage(size, fills=tuple(Stage(*s) for s in box)),)}
+
+
+def test_devices_that_jump_about_and_fill_no_box():
+    places = [(0, 0), (0, 1), (1, 0), (2, 0)]
+    devices = np.array([
+        SimpleNamespace(device_kind="TPU v6e", platform="tpu", coords=(i, j, 0), core_on_chip=0, slice_index=0)
+        for i, j in places
+    ], dtype=object)  # fmt: skip
+    assert torus_of(FakeMesh(devices, ("a",))) == {"a": (Stage(4),)}
