@@ -61,7 +61,7 @@ def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
         if made is not None and home.get(id(made)) == loop:
             stacked[id(made)] = stacked.get(id(made), 0.0) + node.reads[0].bytes
             stacked[id(node)] = 0.0
-    near = set[tuple[Node, Item]]()
+    near: dict[Node, set[Item]] = {}
     if chip.torus and device.vmem is not None and chip.cores == 1:  # what two cores share is in HBM
         near = in_vmem([node for node, *_ in kernels], plan.program.once(Tiles), device.vmem - WORKING)
     for node, _, count in kernels:
@@ -72,8 +72,9 @@ def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
             flops += local_opaque_flops(node.step, plan.sizes)
         traffic = 0.0
         if node.name not in ("move!", "leave!"):
-            traffic = sum(item.bytes for item in node.writes if (node, item) not in near)
-            traffic += sum(read_bytes(node, i) for i in node.reads if not node.products or (node, i) not in near)
+            here = near.get(node, ())
+            traffic = sum(item.bytes for item in node.writes if item not in here)
+            traffic += sum(read_bytes(node, i) for i in node.reads if not (node.products and i in here))
             traffic += sum(i.bytes for i in node.ins) if node.name == "stack!" else 0.0
             traffic += stacked.get(id(node), 0.0)
             for run in node.products:

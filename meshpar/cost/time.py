@@ -163,19 +163,22 @@ def _shares(plan: Plan) -> dict[Collective, float]:
         if len(sums) < 2:
             continue
         depth: dict[Node, int] = {}  # how many sums it waits for, one after the other
-        maker: dict[Item, Node] = {}
+        after: dict[Item, int] = {}  # ... and who reads this
         for node in region.kernels:
-            makers = [maker[i] for i in node.reads if i in maker]
-            depth[node] = max([depth[k] + (k in sums) for k in makers], default=0)
-            maker.update(dict.fromkeys(node.writes, node))
-        awaited: set[Node] = set()  # some sum follows from it
+            depth[node] = most = max([after.get(i, 0) for i in node.reads], default=0)
+            for item in node.writes:
+                after[item] = most + (node in sums)
+        awaited: set[Item] = set()  # some sum follows from it
+        waits = set[Node]()
         for node in reversed(region.kernels):
-            if node in sums or node in awaited:
-                awaited.update(maker[i] for i in node.reads if i in maker)
+            if not awaited.isdisjoint(node.writes):
+                waits.add(node)
+            if node in sums or node in waits:
+                awaited.update(node.reads)
         groups: dict[Any, list[Collective]] = {}
         for node, c in sums.items():
             dtype = node.outs[0].value.aval.dtype
-            groups.setdefault((c.axes, c.algorithm, dtype, depth[node] if node in awaited else None), []).append(c)
+            groups.setdefault((c.axes, c.algorithm, dtype, depth[node] if node in waits else None), []).append(c)
         for (axes, algorithm, *_), group in groups.items():
             volume = sum(volume_of(c.op, c.bytes, parts_of(axes, plan.sizes)) for c in group)
             stages = [s for a in axes for s in plan.torus[a]]

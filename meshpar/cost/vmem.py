@@ -11,8 +11,8 @@ _APART = ("move!", "leave!", "stack!", "transfer!")
 """What reads and writes HBM."""
 
 
-def in_vmem(kernels: Sequence[Node], tiles: Tiles, room: float) -> set[tuple[Node, Item]]:
-    """(kernel, an image that it reads or writes in VMEM).
+def in_vmem(kernels: Sequence[Node], tiles: Tiles, room: float) -> dict[Node, set[Item]]:
+    """The images that each kernel reads or writes in VMEM.
 
     The TPU compiler (libtpu 0.0.42, ResNet-50) leaves what is read soon after it is made or read in VMEM, as long as there is room,
     and has what a product reads copied there while the kernel before runs. The product then takes no time for its traffic with HBM
@@ -29,14 +29,21 @@ def in_vmem(kernels: Sequence[Node], tiles: Tiles, room: float) -> set[tuple[Nod
       room: bytes.
     """
     if not tiles.images:
-        return set()
+        return {}
     uses: dict[Item, list[int]] = {}
     some: list[Node] = []  # the kernels that work on images
+    image_of = tiles.of
     for node in kernels:
-        images = [i for i in (*node.reads, *node.writes) if tiles.of(i.value) is not None]
-        for item in images:
-            uses.setdefault(item, []).append(len(some))
-        some += [node] if images else []
+        k = len(some)
+        for item in (*node.reads, *node.writes):
+            if item in uses:
+                uses[item].append(k)
+            elif image_of(item.value) is not None:
+                uses[item] = [k]
+            else:
+                continue
+            if k == len(some):
+                some.append(node)
     apart = [node.name in _APART or bool(node.regions) for node in some]
     spans: list[tuple[int, bool, int, int, Item]] = []  # kernels between, fetched?, from, to
     for item, places in uses.items():
@@ -52,15 +59,18 @@ def in_vmem(kernels: Sequence[Node], tiles: Tiles, room: float) -> set[tuple[Nod
             if k and multiplies and (n or not made):
                 spans.append((1, True, k - 1, k, item))
     spans.sort(key=lambda span: span[:3])
-    found: set[tuple[int, Item]] = set()
+    found: dict[Node, set[Item]] = {node: set() for node in some}
+    there = [found[node] for node in some]
     left = [room] * len(some)
     for _, _, begin, end, item in spans:
-        while begin <= end and (begin, item) in found:
+        while begin <= end and item in there[begin]:
             begin += 1
-        while begin <= end and (end, item) in found:
+        while begin <= end and item in there[end]:
             end -= 1
-        if begin <= end and min(left[begin : end + 1]) >= item.bytes:
+        size = item.bytes
+        if begin <= end and min(left[begin : end + 1]) >= size:
             for k in range(begin, end + 1):
-                left[k] -= item.bytes
-            found |= {(k, item) for k in (begin, begin + 1, end - 1, end) if begin <= k <= end}
-    return {(some[k], item) for k, item in found}
+                left[k] -= size
+            for k in {begin, min(begin + 1, end), max(begin, end - 1), end}:
+                there[k].add(item)
+    return found
