@@ -16,8 +16,9 @@ def in_vmem(kernels: Sequence[Node], tiles: Tiles, room: float) -> dict[Node, se
 
     The TPU compiler (libtpu 0.0.42, ResNet-50) leaves what is read soon after it is made or read in VMEM, as long as there is room,
     and has what a product reads copied there while the kernel before runs. The product then takes no time for its traffic with HBM
-    (1x1 convolutions of v5e to 51 million results: 590 µs from HBM to HBM, 459 from VMEM to HBM, 330 from VMEM to VMEM); other
-    kernels take as long for what they read there, and none for what they write (sums of two arrays of as many: 766 and 627 µs).
+    (1x1 convolutions of v5e to 51 million results: 590 µs from HBM to HBM, 459 from VMEM; to a quarter of them 83 from VMEM to
+    VMEM); other kernels take as long for what they read there, and none for what they write (sums of two arrays of 51 million: 766
+    and 627 µs).
 
     Here those that stay for the shortest time have the room first. Other arrays than images are not looked at: a Transformer's
     products outlast their traffic, and of what they could find in VMEM the compiler keeps about half there. Nor are devices of two
