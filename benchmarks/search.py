@@ -1,9 +1,12 @@
 """What mp.search finds beside the known schemes: seconds of a step by the plan, how many plans that took, and how long.
 
-    python benchmarks/search.py [--most 400] [--only llama3_8b] [--topology v5e:16x16] [--exhaustive]
+    python benchmarks/search.py [--most 400] [--only llama3_8b] [--topology v5e:16x16] [--batch 32]
+                                [--compile | --exhaustive]
 
-Every scheme is on its best mesh; MaxText's default is FSDP over all devices. ``--exhaustive`` compares one search of a few dims
-with the plans of all their layouts instead. Nothing is compiled.
+Every scheme is on its best mesh; MaxText's default is FSDP over all devices. ``--compile`` prints instead what the compiler
+(libtpu, at full effort) says of what was found and of the best scheme: the whole step by its final schedule, in which Pallas
+kernels have no cycles, and the peak. ``--exhaustive`` compares one search of a few dims with the plans of all their layouts. Else
+nothing is compiled.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from rich.table import Table
 import meshpar as mp
 from meshpar.plan.claims import Claims
 from meshpar.plan.collectives import duration, human
+from meshpar.search import Search
 from meshpar.target import load_target
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -42,6 +46,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=400)
     parser.add_argument("--only", default="", help="targets whose name has this")
     parser.add_argument("--topology", help="only this slice")
+    parser.add_argument("--batch", type=int, help="only this batch")
+    parser.add_argument("--compile", action="store_true", help="what the compiler says of the two best")
     parser.add_argument("--exhaustive", action="store_true", help="one search beside all layouts of a few dims")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -53,20 +59,29 @@ def main() -> None:
     for text, batches in CASES.items():
         if args.only not in text:
             continue
+        wanted = [
+            (topology, batch)
+            for topology, pair in zip(SLICES, batches, strict=True)
+            for batch in pair
+            if args.topology in (None, topology) and args.batch in (None, batch)
+        ]
+        if args.compile:
+            for topology, batch in wanted:
+                confirmed(text, topology, batch, args.most)
+            continue
         columns = ("", "found", "mesh: layout", "peak", "best scheme", "ratio", "of MaxText's", "plans", "CPU s")
         table = Table(title=f"{text.partition(':')[2]}, at most {args.most} plans")
         for column in columns:
             table.add_column(
                 column, justify="left" if column in ("", "mesh: layout", "best scheme") else "right", overflow="fold"
             )
-        for topology, pair in zip(SLICES, batches, strict=True):
-            for batch in pair if args.topology in (None, topology) else ():
-                table.add_row(*searched(text, topology, batch, args.most))
+        for topology, batch in wanted:
+            table.add_row(*searched(text, topology, batch, args.most))
         Console(width=170).print(table)
 
 
-def searched(text: str, topology: str, batch: int, most: int) -> list[str]:
-    """A row of the table."""
+def found_by(text: str, topology: str, batch: int, most: int) -> tuple[Any, Search, float, Any]:
+    """(target, what is found, CPU seconds that took, the best of the schemes that fit, or None)."""
     target = load_target(str(EXAMPLES / text), {"batch": batch})
     began = time.process_time()
     found = mp.search(
@@ -74,8 +89,13 @@ def searched(text: str, topology: str, batch: int, most: int) -> list[str]:
     )
     took = time.process_time() - began
     schemes = [r for r in found.rows if r.name and r.fits]
-    best = min(schemes, key=lambda r: r.seconds, default=None)
-    maxtext = next((r for r in schemes if r.name == "fsdp"), None)
+    return target, found, took, min(schemes, key=lambda r: r.seconds, default=None)
+
+
+def searched(text: str, topology: str, batch: int, most: int) -> list[str]:
+    """A row of the table."""
+    _, found, took, best = found_by(text, topology, batch, most)
+    maxtext = next((r for r in found.rows if r.name == "fsdp" and r.fits), None)
 
     def ratio(row: Any) -> str:
         return "–" if row is None else f"{found.best.seconds / row.seconds:.3f}"
@@ -86,6 +106,25 @@ def searched(text: str, topology: str, batch: int, most: int) -> list[str]:
         "none fits" if best is None else f"{best.name}, {best.mesh}\n{duration(best.seconds)}",
         ratio(best), ratio(maxtext), str(found.planned), f"{took:.1f}",
     ]  # fmt: skip
+
+
+def confirmed(text: str, topology: str, batch: int, most: int) -> None:
+    """Print what the compiler says of what is found, and of the best scheme."""
+    target, found, _, best = found_by(text, topology, batch, most)
+    console = Console(width=200, highlight=False)
+    for what, row in (("found", found.best), (best.name if best else "", best)):
+        if row is None or (what != "found" and row == found.best):
+            continue
+        c = mp.compile(
+            target.step, *target.args, mesh=mp.mesh(row.mesh, topology=topology), layout=row.layout, dims=target.dims,
+            donate_argnames="state", lowering="shard_map", effort="full",
+        )  # fmt: skip
+        assert c.exposed is not None
+        console.print(
+            f"{text.partition(':')[2]}, {batch}, {topology} | {what} | {row.mesh} | {row.layout} | planned "
+            f"{duration(row.seconds)} | schedule {duration(c.exposed.schedule)} | exposed {duration(c.exposed.seconds)} | "
+            f"peak {human(row.peak)} | compiled {human(c.memory.peak)}"
+        )
 
 
 def exhaustive() -> None:
