@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .compat.jax import without_gc
 from .errors import MeshparError, TargetError
 from .flax import flatten_named
 
@@ -72,7 +73,8 @@ def load_target(text: str, options: Mapping[str, Any] | None = None) -> Target:
         raise TargetError(
             f"{where} has no function `{name}`", fixes=[f"did you mean {', '.join(near)}?"] if near else []
         )
-    found = failing_as_target(text, lambda: function(**(options or {})))
+    with without_gc():
+        found = failing_as_target(text, lambda: function(**(options or {})))
     if (
         not isinstance(found, tuple)
         or len(found) != 3

@@ -11,6 +11,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -34,13 +35,22 @@ def closed_parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 def make_jaxpr(fn: Any, *args: Any, **options: Any) -> Any:
     """``jax.make_jaxpr(fn, **options)(*args)`` without JAX's (since 0.12) primitives that hold a definition (``searchsorted``):
     they are spelled out, as an equation that is bound again later has no rule for them."""
-    traced = jax.make_jaxpr(fn, **options)(*args)
+    with without_gc(), one_trace_context():
+        traced = jax.make_jaxpr(fn, **options)(*args)
     closed, *rest = traced if options.get("return_shape") else (traced,)
     if getattr(closed.jaxpr, "is_high", False):
         from jax._src.interpreters.partial_eval import lower_jaxpr2
 
         closed = lower_jaxpr2(closed)
     return (closed, *rest) if rest else closed
+
+
+def one_trace_context() -> AbstractContextManager[Any]:
+    """What is traced in this context is found in JAX's cache when it is traced there again.
+
+    JAX 0.10 replays the equations of a jaxpr under a mesh without axes, which is no mesh, but another key of the cache.
+    """
+    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
 
 
 PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
