@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from meshpar_kernels import _compat
 
-__all__ = ["DEFAULT_KERNELS", "VARIABLE", "Unsupported", "by_default", "dispatch", "refuse_sharded"]
+__all__ = ["DEFAULT_KERNELS", "OUTLINE", "VARIABLE", "Unsupported", "body", "by_default", "dispatch", "refuse_sharded"]
 
 VARIABLE = "MESHPAR_KERNELS"
 """Environment variable: "pallas" or "reference", see `dispatch`. It is read when a program is traced."""
@@ -29,6 +30,11 @@ PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 
 VENDORS = {"cudnn": "cuda"}
 """Libraries of a device's vendor: not ours, timed by many, and so what None takes on their platform where they can run."""
+
+
+OUTLINE = jax.make_user_context(False)
+"""Where it is True, only shapes and FLOPs are read of what is traced: an op with implementations for several platforms, which all
+have the same, is traced as one of them, a TPU's if it has one. It is part of JAX's trace-cache key."""
 
 
 class Unsupported(tuple[str, ...]):
@@ -74,7 +80,7 @@ def dispatch(
         taken = {VENDORS[name]: f for name, f in usable.items() if name in VENDORS and not _reference_wanted()}
         if kernels and by_default(op):
             taken |= kernels
-        return lax.platform_dependent(*args, default=usable[fallback], **taken) if taken else usable[fallback](*args)
+        return _by_platform(args, taken, usable[fallback])
     if implementation == "pallas":
         if _compat.interpreting() and "tpu" in kernels:
             return kernels["tpu"](*args)
@@ -83,9 +89,28 @@ def dispatch(
         if not kernels:
             names = [name for name in functions if name in PLATFORM_OF]
             raise NotImplementedError(_refusal(op, functions, names))
-        return lax.platform_dependent(*args, **kernels)
+        return _by_platform(args, kernels)
     names = ", ".join(repr(n) for n in (None, "pallas", *functions))
     raise ValueError(f"{op}: no implementation {implementation!r}; there are {names}")
+
+
+def _by_platform(
+    args: Sequence[Any], functions: Mapping[str, Callable[..., Any]], default: Callable[..., Any] | None = None
+) -> Any:
+    """The function of the platform that is lowered for, else the default."""
+    if not functions or OUTLINE.value:
+        function = functions.get("tpu") or default or next(iter(functions.values()))
+        return function(*args)
+    return lax.platform_dependent(*args, default=default, **functions)
+
+
+def body(kernel: Callable[..., None]) -> Callable[..., None]:
+    """The body of a Pallas kernel that states its cost; in an `OUTLINE`, where nothing reads it, an empty one."""
+    return _nothing if OUTLINE.value else kernel
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _reference_wanted() -> bool:

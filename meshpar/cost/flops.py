@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from meshpar_kernels._choose import OUTLINE
+
 from ..compat.jax import closed_parts, in_recomputation, make_jaxpr
 from ..hardware.chips import Chip
 from ..plan.plan import Plan
@@ -312,7 +314,8 @@ def opaque_flops(op: Op) -> float:
     memo = _opaque.setdefault(kernel, {})
     key = tuple((a.shape, str(a.dtype)) for a in avals)
     if key not in memo:
-        memo[key] = _flops_in(make_jaxpr(kernel.fn, *avals).jaxpr)
+        with OUTLINE(True):
+            memo[key] = _flops_in(make_jaxpr(kernel.jitted, *avals).jaxpr)
     return memo[key]
 
 

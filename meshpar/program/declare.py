@@ -80,8 +80,7 @@ def kernel_rule(
                     f"kernel {name}: {len(args)} operands, but the rule {text!r} has {len(notation.ins)}", rule=text
                 )
             kernel.sizes([x.shape for x in args])
-            shapes = jax.eval_shape(kernel.fn, *args)
-            leaves, tree = jax.tree.flatten(shapes)
+            leaves, tree = jax.tree.flatten(kernel.shapes(*args))
             if len(leaves) != len(notation.outs):
                 raise RankError(
                     f"kernel {name}: {len(leaves)} results, but the rule {text!r} has {len(notation.outs)}", rule=text

@@ -116,7 +116,7 @@ def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> Kept | N
         return None
     pulled, kept = found
     notation = kernel.notation
-    float_outs = [_inexact(y) for y in jax.tree.leaves(jax.eval_shape(kernel.fn, *avals))]
+    float_outs = [_inexact(y) for y in jax.tree.leaves(kernel.shapes(*avals))]
     cotangents = tuple(d for d, f in zip(notation.outs, float_outs, strict=True) if f)
     dims_of = {"operand": notation.ins, "result": notation.outs, "kept": kept}
     saved = tuple(

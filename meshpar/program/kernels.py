@@ -18,6 +18,9 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from meshpar_kernels._choose import OUTLINE
+
+from ..compat.jax import one_trace_context
 from ..errors import LayoutSyntaxError, RankError, UnsupportedError
 from ..rules.rule import Kind, OpRule
 from ..rules.spmd import Factors, Send
@@ -181,9 +184,15 @@ class Kernel:
             self.memo[key] = make()
         return self.memo[key]
 
-    def __call__(self, *xs: Any) -> list[Any]:
-        """The function on whole arrays, compiled once for their shapes."""
-        return self.remembered("compiled", lambda: jax.jit(functools.partial(_flat, kernel=self)))(*xs)
+    @property
+    def jitted(self) -> Any:
+        """The function on whole arrays under one ``jax.jit``, which keeps what was traced and compiled for their shapes."""
+        return self.remembered("jitted", lambda: jax.jit(self.fn))
+
+    def shapes(self, *xs: Any) -> Any:
+        """The results for operands like these, as ``ShapeDtypeStruct``."""
+        with OUTLINE(True), one_trace_context():
+            return self.jitted.eval_shape(*xs)
 
     def sizes(self, shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]] = ()) -> dict[str, int]:
         """The size of every factor.
@@ -328,11 +337,9 @@ def _batch(args: Sequence[Any], where: Sequence[Any], *, kernel: Kernel) -> tupl
     return out, [0] * len(out)
 
 
-kernel_p.def_impl(lambda *xs, kernel: kernel(*xs))
+kernel_p.def_impl(lambda *xs, kernel: jax.tree.leaves(kernel.jitted(*xs)))
 kernel_p.def_abstract_eval(
-    lambda *avals, kernel: [
-        ShapedArray(o.shape, o.dtype) for o in jax.eval_shape(functools.partial(_flat, kernel=kernel), *avals)
-    ]
+    lambda *avals, kernel: [ShapedArray(o.shape, o.dtype) for o in jax.tree.leaves(kernel.shapes(*avals))]
 )
 mlir.register_lowering(kernel_p, mlir.lower_fun(_flat, multiple_results=True))
 batching.primitive_batchers[kernel_p] = _batch

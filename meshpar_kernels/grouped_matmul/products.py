@@ -69,6 +69,7 @@ def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.A
     return _dispatch(options, GATHER, functions, lhs, index)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def product(
     options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], group_sizes, group_offset, row_scale, indices=None,
     rhs_scale: Sequence[jax.Array] = (),

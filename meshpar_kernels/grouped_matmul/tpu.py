@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
+from meshpar_kernels._choose import body
 from meshpar_kernels.grouped_matmul import tpu_gather, tpu_tiles
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale
 from meshpar_kernels.grouped_matmul.reference import activate
@@ -192,19 +193,20 @@ def grouped_matmul(
     if gathered:
         scratch += tpu_gather.scratch(tm, k, lhs.dtype)
     itemsize = lhs.dtype.itemsize
+    kernel = functools.partial(
+        _matmul_kernel,
+        transpose_rhs=transpose_rhs,
+        halves=halves,
+        activation=activation,
+        scaled=row_scale is not None,
+        gathered=(lhs.shape[0], cdiv(rows, tm)) if gathered else (),
+        quantized=bool(rhs_scale),
+        transpose_scale=transpose_scale,
+        scale_block=scale_block,
+        steps=steps,
+    )
     return pl.pallas_call(
-        functools.partial(
-            _matmul_kernel,
-            transpose_rhs=transpose_rhs,
-            halves=halves,
-            activation=activation,
-            scaled=row_scale is not None,
-            gathered=(lhs.shape[0], cdiv(rows, tm)) if gathered else (),
-            quantized=bool(rhs_scale),
-            transpose_scale=transpose_scale,
-            scale_block=scale_block,
-            steps=steps,
-        ),
+        body(kernel),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(steps_n, visits.number),

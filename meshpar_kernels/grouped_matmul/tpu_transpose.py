@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
+from meshpar_kernels._choose import body
 from meshpar_kernels.grouped_matmul import tpu_tiles
 from meshpar_kernels.grouped_matmul.problem import padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.schedule import visit_groups
@@ -98,7 +99,7 @@ def grouped_matmul_transpose(
         scratch.append(pltpu.VMEM((tm, 1), jnp.float32))
     steps_k, steps_n = cdiv(k, tk), cdiv(n, tn)
     return pl.pallas_call(
-        functools.partial(_transpose_kernel, scaled=row_scale is not None),
+        body(functools.partial(_transpose_kernel, scaled=row_scale is not None)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(steps_k, steps_n, visits.number),

@@ -10,8 +10,10 @@ import pytest
 from jax import lax
 
 import meshpar as mp
+from meshpar.cost.flops import local_opaque_flops
 from meshpar.errors import LayoutSyntaxError, RankError, UnsupportedError
 from meshpar.program.kernels import parse_rule
+from meshpar_kernels import grouped_matmul
 
 
 def test_notation():
@@ -227,3 +229,27 @@ def test_a_kernel_dies_with_its_function():
     jax.clear_caches()  # what JAX itself has traced
     gc.collect()
     assert kernel() is None
+
+
+def test_what_a_plan_reads_of_a_kernel_for_several_platforms_is_not_what_runs():
+    @mp.kernel_rule("m! k, g! k n, g! -> m! n")
+    def product(x, w, sizes):
+        return grouped_matmul(x, w, sizes)
+
+    def gradient(x, w, sizes):
+        return jax.grad(lambda w: product(x, w, sizes).astype(jnp.float32).sum())(w)
+
+    keys = jax.random.split(jax.random.key(0))
+    x, w = (
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, [(128, 64), (2, 64, 256)], strict=True)
+    )
+    sizes = jnp.array([48, 80], jnp.int32)
+    dims = {"x": "m k", "w": "g k n", "sizes": "g"}
+    for step in (product, gradient):
+        expected = jax.jit(step)(x, w, sizes)
+        jitted = mp.jit(step, mesh=mp.mesh("data=2"), layout="n: data", dims=dims)
+        plan = jitted.plan(x, w, sizes)
+        flops = sum(local_opaque_flops(run, plan.sizes) for run in plan.runs.values())
+        assert flops == 128 * 64 * 256 or (step is gradient and flops > 128 * 64 * 256)
+        got = jitted(x, w, sizes)
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=1e-2)
