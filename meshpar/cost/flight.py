@@ -8,6 +8,8 @@ a kind of collectives at all is ``Plan.goes_on``.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -134,45 +136,42 @@ def beside_of(plan: Plan) -> dict[Region, dict[Node, Beside]]:
 def _beside(
     plan: Plan, region: Region, took: Mapping[Node, KernelTime], where: Mapping[Collective, int]
 ) -> dict[Node, Beside]:
-    bits: dict[Node, int] = {}
-    before: dict[Node, int] = {}
-    products: dict[Node, None] = {}
     moves: dict[Node, float] = {}
     for node in region.nodes:
-        seconds = 0.0
         if node.name == "move!" and node.step is not None:
             seconds = sum(c.seconds or 0.0 for c in own(node.step) if c not in where and _goes_on(plan, c))
-        if seconds:
-            moves[node] = seconds
-        elif node.products and node in took:
-            products[node] = None
-        mine = 1 << len(bits) if seconds or node in products else 0
-        if mine:
-            bits[node] = mine
+            if seconds:
+                moves[node] = seconds
+    if not moves:
+        return {}
+    products = [node for node in region.nodes if node.products and node not in moves and node in took]
+    both = [*moves, *products]
+    bits = {node: 1 << k for k, node in enumerate(both)}
+    found: dict[Node, int] = {}
+    for node in region.nodes:
+        mine = bits.get(node, 0)
         for item in node.ins:
             if item.node is not None:
-                mine |= before.get(item.node, 0)
-        before[node] = mine
-    last = {node for node in moves if not any(before[k] & bits[node] for k in products)}
+                mine |= found.get(item.node, 0)
+        found[node] = mine
+    before = [found[node] for node in both]  # of each, which of them come before it, and itself
+    followed = functools.reduce(operator.or_, before[len(moves) :], 0)
+    free = list(range(len(moves), len(both)))[::-1]
     out: dict[Node, Beside] = {}
-    for node, seconds in reversed(moves.items()):
-        left, taken = seconds, []
+    for n, (node, seconds) in reversed([*enumerate(moves.items())]):
+        left, taken, bit = seconds, list[Node](), bits[node]
         alone = node.step is not None and any(_on_own_cores(plan, c.op) for c in own(node.step))
-        most = int(node not in last) if alone else len(products)
-        for other in reversed(products):
-            if left <= 0 or len(taken) == most:
-                break
-            if before[node] & bits[other] or before[other] & bits[node]:
-                continue
-            left -= took[other].seconds
-            taken.append(other)
-            for k in bits:  # it begins when what is sent is there, and what waits for the collective waits for it
-                if k is other or before[k] & bits[other]:
-                    before[k] |= before[node]
-                if before[k] & bits[node]:
-                    before[k] |= before[other] | bits[other]
-        for other in taken:
-            del products[other]
+        most = int(bool(followed & bit)) if alone else len(products)
+        able = [k for k in free if not before[k] & bit and not before[n] >> k & 1] if most else []
+        while able and left > 0 and len(taken) < most:
+            k, *able = able
+            left -= took[both[k]].seconds
+            taken.append(both[k])
+            free.remove(k)
+            # each begins when what the other waits for is there; what waits for one waits for both
+            pair, waits = bit | 1 << k, before[n] | before[k]
+            before = [mine | waits if mine & pair else mine for mine in before]
+            able = [k for k in able if not before[k] & bit and not before[n] >> k & 1]
         out[node] = Beside(tuple(taken), max(0.0, left) / seconds)
     return out
 

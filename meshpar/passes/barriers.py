@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -16,7 +16,7 @@ from ..plan.plan import Plan
 from ..plan.planner import IDENTITIES
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import Barrier, Body, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step, rewritten
-from ..program.ir import Frame, Value
+from ..program.ir import Program, Value
 
 
 def _again(shard: Shard) -> Shard:
@@ -40,7 +40,7 @@ def loops_in_turn(plan: Plan) -> Plan:
         steps: list[Step] = []
         for step in body.steps:
             if isinstance(step, Call):
-                step = replace(step, body=walk(step.body, came))
+                step = step.with_body(walk(step.body, came))
             elif isinstance(step, Reduce):
                 before, after = size(step.source, step.source.spec), size(step.source, step.scattered)
                 if after < before and before >= CUT_HERE:
@@ -61,19 +61,38 @@ def loops_in_turn(plan: Plan) -> Plan:
                     )
                 came += sorted(step.results, key=lambda s: size(s, s.spec))[:1]
             steps.append(step)
-        return replace(body, steps=tuple(steps))
+        return body.with_steps(steps)
 
-    return replace(plan, body=_homes(plan.body, home))
+    return _with_body(plan, _homes(plan.body, home))
 
 
-def _homes(body: Body, change: object) -> Body:
+def _with_body(plan: Plan, body: Body) -> Plan:
+    return plan if body is plan.body else replace(plan, body=body)
+
+
+def _homes(body: Body, change: Callable[[Body], Body]) -> Body:
     """Change what JAX traces into one body: the program and the bodies of loops and branches, with the calls in them."""
 
     def inner(body: Body) -> Body:
         is_call = body.frame.parent is not None and body.frame.parent.name not in ("scan", "while", "cond")
-        return body if is_call else change(body)  # type: ignore[operator]
+        return body if is_call else change(body)
 
     return rewritten(body, inner)
+
+
+def _with_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
+    """Change every ``scan``."""
+
+    def inner(body: Body) -> Body:
+        scans = {k: s for k in body.nested if isinstance(s := body.steps[k], Loop) and s.op.name == "scan"}
+        if not scans:
+            return body
+        steps = list(body.steps)
+        for k, step in scans.items():
+            steps[k] = change(step)
+        return body.with_steps(steps)
+
+    return _with_body(plan, rewritten(plan.body, inner))
 
 
 def results_in_turn(plan: Plan) -> Plan:
@@ -88,7 +107,7 @@ def results_in_turn(plan: Plan) -> Plan:
         steps: list[Step] = []
         for step in body.steps:
             if isinstance(step, Call):
-                step = replace(step, body=walk(step.body))
+                step = step.with_body(walk(step.body))
             elif (
                 isinstance(step, Reshard)
                 and not step.copy
@@ -102,9 +121,9 @@ def results_in_turn(plan: Plan) -> Plan:
                 step = replace(step, apart=True)
                 last[:] = [step.result]
             steps.append(step)
-        return replace(body, steps=tuple(steps))
+        return body.with_steps(steps)
 
-    return replace(plan, body=walk(plan.body)) if outputs else plan
+    return _with_body(plan, walk(plan.body)) if outputs else plan
 
 
 def slices_apart(plan: Plan) -> Plan:
@@ -113,22 +132,18 @@ def slices_apart(plan: Plan) -> Plan:
     Else the compiler rounds all of the stack before the loop, and holds both.
     """
 
-    def change(body: Body) -> Body:
-        steps: list[Step] = []
-        for step in body.steps:
-            if isinstance(step, Loop) and step.op.name == "scan":
-                inner = step.body
-                carries = len(step.inits)
-                rounded = _rounded(inner.frame, [s.value for s in inner.inputs[carries:]])
-                new = {s: _again(s) for s in inner.inputs[carries:] if s.value in rounded}
-                if new:
-                    barrier = Barrier(step.op, tuple(new.values()), tuple(new), opaque=True)
-                    inputs = tuple(new.get(s, s) for s in inner.inputs)
-                    step = replace(step, inner=(replace(inner, inputs=inputs, steps=(barrier, *inner.steps)),))
-            steps.append(step)
-        return replace(body, steps=tuple(steps))
+    rounded = plan.program.once(_rounded)
 
-    return replace(plan, body=rewritten(plan.body, change))
+    def change(step: Loop) -> Loop:
+        inner = step.body
+        new = {s: _again(s) for s in inner.inputs[len(step.inits) :] if s.value in rounded}
+        if not new:
+            return step
+        barrier = Barrier(step.op, tuple(new.values()), tuple(new), opaque=True)
+        inputs = tuple(new.get(s, s) for s in inner.inputs)
+        return replace(step, inner=(replace(inner, inputs=inputs, steps=(barrier, *inner.steps)),))
+
+    return _with_scans(plan, change)
 
 
 def products_apart(plan: Plan) -> Plan:
@@ -149,49 +164,51 @@ def products_apart(plan: Plan) -> Plan:
         return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
 
     def home(body: Body) -> Body:
-        steps = list(body.with_calls())
+        steps = body.with_calls
         products: set[Shard] = set()  # results of large products, and views of these
+        makers: list[Run] = []
         spread: set[Shard] = set()  # from rows and scalars
         for step in steps:
             if isinstance(step, Run):
-                made = step.op.name == "dot_general" and step.in_ring != "reduce" and size(step.results[0]) >= LARGE
-                if made or (products and _is_view(step) and step.reads[0] in products):
-                    products.update(step.results)
-                if step.op.name == "broadcast_in_dim":
+                name = step.op.name
+                if name == "dot_general":
+                    if step.in_ring != "reduce" and size(step.results[0]) >= LARGE:
+                        makers.append(step)
+                        products.update(step.results)
+                elif name == "broadcast_in_dim":
                     spread.update(step.results)
+                if products and _is_view(step) and step.reads[0] in products:
+                    products.update(step.results)
         if not products:
             return body
         readers: dict[Shard, list[Run | Barrier]] = {}  # of what follows from products
         depth: dict[Shard, int] = {}  # products, one after the other, that it follows from
         for step in steps:
-            reads = step.reads
-            if isinstance(step, Barrier):
-                depth.update((r, depth.get(s, 0)) for s, r in zip(step.sources, step.results, strict=True))
-            else:
-                below = max([depth.get(s, 0) for s in reads], default=0) + _multiplies(step)
-                if below:
-                    depth.update(dict.fromkeys(step.makes, below))
+            deep = [s for s in step.reads if s in depth]
             if isinstance(step, Run | Barrier):
-                for shard in reads:
-                    if depth.get(shard):
-                        readers.setdefault(shard, []).append(step)
+                for shard in deep:
+                    readers.setdefault(shard, []).append(step)
+            if isinstance(step, Barrier):
+                depth.update((r, depth[s]) for s, r in zip(step.sources, step.results, strict=True) if s in depth)
+            elif (more := _multiplies(step)) or deep:
+                depth.update(dict.fromkeys(step.makes, max([depth[s] for s in deep], default=0) + more))
         apart: dict[Shard, Shard] = {}  # what a product gives or takes → the same behind a barrier
-        for step in steps:
-            if _multiplies(step) and (product := step.results[0]) in products:
-                ops, found, inside = _between(product, readers, depth)
-                least = size(product)
-                read = [s for s in found if s not in products]
-                given = dict.fromkeys(s for each in ops for s in each.reads if s in products)
-                others = {s for each in ops for s in each.reads} - inside - products - spread
-                beside = any(size(s) >= least for s in others)
-                large = [s for s in read if size(s) >= least]
-                streams = smaller_operand(step, plan.sizes) > stays * 2**20
-                cut: Sequence[Shard] = ()
-                if len(large) > 1:
-                    cut = (*given, *read) if streams or len(given) <= most else ()
-                elif beside and streams and any(each.op.name in REDUCTIONS for each in ops):
-                    cut = tuple(given)
-                apart.update((s, _again(s)) for s in cut if s not in apart)
+        for step in makers:
+            product = step.results[0]
+            ops, found, inside = _between(product, readers, depth)
+            least = size(product)
+            read = [s for s in found if s not in products]
+            given = dict.fromkeys(s for each in ops for s in each.reads if s in products)
+            others = {s for each in ops for s in each.reads} - inside - products - spread
+            beside = any(size(s) >= least for s in others)
+            large = [s for s in read if size(s) >= least]
+            streams = smaller_operand(step, plan.sizes) > stays * 2**20
+            cut: Sequence[Shard] = ()
+            if len(large) > 1:
+                cut = (*given, *read) if streams or len(given) <= most else ()
+            elif beside and streams and any(each.op.name in REDUCTIONS for each in ops):
+                cut = tuple(given)
+            apart.update((s, _again(s)) for s in cut if s not in apart)
 
         def across(step: Run) -> Run:
             if _is_view(step) or not (_multiplies(step) or step.op.name in FUSED | REDUCTIONS):
@@ -202,18 +219,18 @@ def products_apart(plan: Plan) -> Plan:
             steps: list[Step] = []
             for step in body.steps:
                 if isinstance(step, Call):
-                    step = replace(step, body=walk(step.body))
+                    step = step.with_body(walk(step.body))
                 elif isinstance(step, Run):
                     step = across(step)
                 steps.append(step)
                 cut = [s for s in step.makes if s in apart] if isinstance(step, Run) else []
                 if cut:
                     steps.append(Barrier(step.op, tuple(cut), tuple(apart[s] for s in cut)))
-            return replace(body, steps=tuple(steps))
+            return body.with_steps(steps)
 
         return walk(body) if apart else body
 
-    return replace(plan, body=_homes(plan.body, home))
+    return _with_body(plan, _homes(plan.body, home))
 
 
 def stacks_in_order(plan: Plan) -> Plan:
@@ -224,29 +241,23 @@ def stacks_in_order(plan: Plan) -> Plan:
     if plan.chip is None or plan.chip.name not in COPIED_STACK_CHIPS:
         return plan
 
-    def change(body: Body) -> Body:
-        steps: list[Step] = []
-        for step in body.steps:
-            if isinstance(step, Loop) and step.op.name == "scan":
-                steps.append(replace(step, inner=(*step.inner[:-1], ordered(step.body, len(step.inits)))))
-            else:
-                steps.append(step)
-        return replace(body, steps=tuple(steps))
-
-    def ordered(body: Body, carries: int) -> Body:
+    def change(step: Loop) -> Loop:
+        body, carries = step.body, len(step.inits)
         products: set[Shard] = set()
-        for step in body.with_calls():
-            if isinstance(step, Run) and (_multiplies(step) or (_is_view(step) and step.reads[0] in products)):
-                products.update(step.results)
+        for run in body.with_calls:
+            if isinstance(run, Run) and (_multiplies(run) or (_is_view(run) and run.reads[0] in products)):
+                products.update(run.results)
         new = {s: _again(s) for s in body.outputs[carries:] if s in products and len(s.spec) == 3 and size(s) >= LARGE}
+        if not new:
+            return step
         orders = tuple(Order(s.value.op, s, made, (0, 2, 1)) for s, made in new.items())
         outputs = tuple(s if s is None or k < carries else new.get(s, s) for k, s in enumerate(body.outputs))
-        return replace(body, steps=(*body.steps, *orders), outputs=outputs)
+        return replace(step, inner=(*step.inner[:-1], replace(body, steps=(*body.steps, *orders), outputs=outputs)))
 
     def size(shard: Shard) -> float:
         return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
 
-    return replace(plan, body=rewritten(plan.body, change))
+    return _with_scans(plan, change)
 
 
 def _multiplies(step: Step) -> TypeGuard[Run]:
@@ -290,13 +301,12 @@ def _is_view(step: Run) -> bool:
     return step.op.name in VIEWS or step.op.name in IDENTITIES or step.op.name == "reduce_precision"
 
 
-def _rounded(frame: Frame, slices: Sequence[Value]) -> set[Value]:
-    """The slices of stacks of floats that the body of a loop converts to a narrower type."""
-    mine = {v for v in slices if v.shape}
+def _rounded(program: Program) -> set[Value]:
+    """The floats that some op converts to a narrower type."""
     found: set[Value] = set()
-    for op in frame.walk():
+    for op in program.root.walk():
         x = op.ins[0] if op.name == "convert_element_type" else None
-        floats = x is not None and x in mine and np.issubdtype(x.aval.dtype, np.floating)
+        floats = x is not None and x.shape and np.issubdtype(x.aval.dtype, np.floating)
         if x is not None and floats and itemsize(op.outs[0].aval) < itemsize(x.aval):
             found.add(x)
     return found

@@ -188,10 +188,11 @@ class _Pairs:
     def _read(self, body: Body, hoisted: set[Shard], home: Frame) -> None:
         users, reads = self.users, self.reads
         for step in body.steps:
-            for inner in step.bodies:
-                self._read(inner, hoisted, home if isinstance(step, Call) else inner.frame)
-            if isinstance(step, Call):
-                continue
+            if not isinstance(step, Run):
+                for inner in step.bodies:
+                    self._read(inner, hoisted, home if isinstance(step, Call) else inner.frame)
+                if isinstance(step, Call):
+                    continue
             for shard in step.reads:
                 if shard in users:
                     users[shard].append(step)

@@ -23,6 +23,7 @@ from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import (
     Barrier,
     Body,
+    Moved,
     Reduce,
     Reshard,
     Run,
@@ -44,11 +45,10 @@ def schedule(plan: Plan) -> Plan:
     found = _Schedule(plan)
     if not found.after:
         return plan
-    orders = {frame: body.in_order(found.after) for frame, body in found.bodies.items()}
+    orders = {frame: found.bodies[frame].in_order(found.after) for frame in {op.frame for op in found.after}}
 
     def change(body: Body) -> Body:
-        waits = [op for op in body.frame.ops if op in found.after]
-        if not waits or body.frame not in orders:
+        if body.frame not in orders:
             return body
         steps: list[Step] = []
         for step in body.steps:
@@ -71,13 +71,14 @@ def _by_op(steps: Sequence[Step], place: Mapping[Op, int]) -> list[Step]:
     keys: list[int] = []
     now = -1
     for step in steps:
-        if isinstance(step, Reshard | Reduce) and not is_floating(step):
+        if isinstance(step, Moved) and not is_floating(step):
             now = of.get(step.source, now)
-        elif step.op is not None and step.op in place:
-            now = place[step.op]
+        elif step.op is not None:
+            now = place.get(step.op, now)
         keys.append(now)
-        of.update((s, now) for s in step.makes)
-    return [steps[k] for k in sorted(range(len(steps)), key=lambda k: keys[k])]
+        for shard in step.makes:
+            of[shard] = now
+    return [steps[k] for k in sorted(range(len(steps)), key=keys.__getitem__)]
 
 
 class _Schedule:
@@ -103,6 +104,9 @@ class _Schedule:
             self._none_is_left_behind(body)
 
     def _scatters_wait(self) -> None:
+        sums = [s for s in self.plan.body.every if isinstance(s, Reduce) and s.scatters and s.collectives]
+        if not sums:
+            return
         readers: dict[tuple[Frame, Value], list[Op]] = {}  # products of a value with a large gathered operand
         for step, users in _gathers(self.plan.body):
             value = step.source.value
@@ -112,9 +116,7 @@ class _Schedule:
                 for v in op.ins:
                     if v is not None and v is not value:
                         readers.setdefault((op.frame, v), []).append(op)
-        for step in self.plan.body.every:
-            if not isinstance(step, Reduce) or not step.scatters or not step.collectives:
-                continue
+        for step in sums:
             for op in self._products(step.source.value):
                 body = self.bodies[op.frame]
                 found = [r for v in op.ins if v is not None for r in readers.get((op.frame, v), ())]
@@ -130,7 +132,8 @@ class _Schedule:
 
     def _none_is_left_behind(self, body: _Body) -> None:
         left: list[tuple[Op, int]] = []  # products from which no other follows, and how many have come since
-        for op in body.in_order(self.after):
+        order = body.in_order(self.after)
+        for op in body.products if order is body.frame.ops else order:
             if op.name not in PRODUCTS or not op.outs:
                 continue
             if not body.heavy_after(op):
@@ -173,21 +176,18 @@ class _Schedule:
 
 def _gathers(body: Body) -> Iterator[tuple[Reshard, list[Op]]]:
     """The gathers of every body that products of the same frame read, with these products."""
-    users: dict[Shard, list[Op]] = {}
-    found: list[Reshard] = []
-    for step in body.steps:
-        for inner in step.bodies:
+    for k in body.nested:
+        for inner in body.steps[k].bodies:
             yield from _gathers(inner)
-        if (
-            isinstance(step, Reshard)
-            and step.copy
-            and next((m.op for m in step.path if m.op != "slice"), "") == "all-gather"
-        ):
-            found.append(step)
-            users[step.result] = []
-            if step.ring is not None:
-                users[step.result] += [dot.op for dot in step.ring.dots if dot.op.frame is body.frame]
-        elif isinstance(step, Run) and step.op.name in PRODUCTS and step.in_ring != "gather":
+    found: list[Reshard] = []
+    users: dict[Shard, list[Op]] = {}
+    for step in body.steps:
+        if isinstance(step, Reshard):
+            if step.copy and next((m.op for m in step.path if m.op != "slice"), "") == "all-gather":
+                found.append(step)
+                dots = () if step.ring is None else step.ring.dots
+                users[step.result] = [dot.op for dot in dots if dot.op.frame is body.frame]
+        elif users and isinstance(step, Run) and step.op.name in PRODUCTS and step.in_ring != "gather":
             for shard in step.reads:
                 if shard in users:
                     users[shard].append(step.op)
@@ -208,6 +208,12 @@ class _Frame:
         self.position = {op: k for k, op in enumerate(frame.ops)}
         self.maker = {v: op for op in frame.ops for v in _makes(op)}
         self.reads = {op: _reads(op) for op in frame.ops}
+        self.needed = [{made for v in self.reads[op] if (made := self.maker.get(v, op)) is not op} for op in frame.ops]
+        self.followers: dict[Op, list[int]] = {}
+        for k, makers in enumerate(self.needed):
+            for op in makers:
+                self.followers.setdefault(op, []).append(k)
+        self.products = [op for op in frame.ops if op.name in PRODUCTS]
         self.users: dict[Value, list[Op]] = {}
         for op, values in self.reads.items():
             for v in values:
@@ -222,8 +228,8 @@ class _Body:
     """A frame, and which of its products wait."""
 
     def __init__(self, found: _Frame):
-        self.frame, self.position, self.maker, self.reads = found.frame, found.position, found.maker, found.reads
-        self.users, self._heavy = found.users, found.heavy
+        self.frame, self.position, self.maker, self.products = found.frame, found.position, found.maker, found.products
+        self.users, self._needed, self._followers, self._heavy = found.users, found.needed, found.followers, found.heavy
         self.waiting: dict[Value, list[Op]] = {}
 
     def follows(self, op: Op) -> set[Op]:
@@ -254,22 +260,22 @@ class _Body:
 
     def in_order(self, after: Mapping[Op, list[Value]]) -> list[Op]:
         """The ops: those that wait, and what follows from them, behind what they wait for, else in their order."""
-        ops = self.frame.ops
-        if not any(op in after for op in ops):
+        ops, place = self.frame.ops, self.position
+        waits = [(place[op], {self.maker[v] for v in values}) for op, values in after.items() if op in place]
+        if all(place[made] < k for k, makers in waits for made in makers):
             return ops
-        made = self.maker
-        needed = [{made[v] for v in (*self.reads[op], *after.get(op, ())) if v in made} - {op} for op in ops]
-        followers: dict[Op, list[int]] = {}
-        for k, makers in enumerate(needed):
-            for i in makers:
-                followers.setdefault(i, []).append(k)
-        left = [len(makers) for makers in needed]
+        left = [len(makers) for makers in self._needed]
+        late: dict[Op, list[int]] = {}
+        for k, makers in waits:
+            for made in makers - self._needed[k]:
+                late.setdefault(made, []).append(k)
+                left[k] += 1
         free = [k for k, n in enumerate(left) if not n]
         out: list[Op] = []
         while free:  # the first one of those that can
             op = ops[heapq.heappop(free)]
             out.append(op)
-            for k in followers.get(op, ()):
+            for k in (*self._followers.get(op, ()), *late.get(op, ())):
                 left[k] -= 1
                 if not left[k]:
                     heapq.heappush(free, k)

@@ -52,12 +52,13 @@ def whole_sums(plan: Plan) -> Plan:
         return plan
 
     def change(body: Body) -> Body:
+        if not any(isinstance(s, Reduce) for s in body.steps):
+            return body
         queued = not partitioned and plan.goes_on("all-reduce") and _waits_for_sums(plan, body)
         change_sum = _as_partitioned if partitioned else partial(_by_cost, queued=queued)
-        steps = tuple(
-            _decided(plan, s, change_sum) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps
+        return body.with_steps(
+            [_decided(plan, s, change_sum) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps]
         )
-        return body if steps == body.steps else replace(body, steps=steps)
 
     body = rewritten(plan.body, change)
     return plan if body is plan.body else replace(plan, body=body)

@@ -211,10 +211,10 @@ class Plan:
         program, shards = self.program, self.body.inputs[: len(self.program.constants)]
         return tuple(Held.of(program, s.value, s.spec, self.sizes, "constant") for s in shards)
 
-    @cached_property
+    @property
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of the step, with dims, axes, bytes, count, source line and cause, in the order of the steps."""
-        return tuple(c for step in self.body.every for c in step.sends)
+        return self.body.sends
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -237,14 +237,10 @@ class Plan:
                     local_bytes(value.shape, itemsize(value.aval), out.spec, self.sizes), count, step.op.source,
                 )  # fmt: skip
 
-    @cached_property
+    @property
     def runs(self) -> dict[Op, Run]:
         """The step that runs an op; ops on values made from no data have one for every use, of which the first is here."""
-        found: dict[Op, Run] = {}
-        for step in self.body.every:
-            if isinstance(step, Run):
-                found.setdefault(step.op, step)
-        return found
+        return self.body.runs
 
     @cached_property
     def waits(self) -> frozenset[CollectiveOp]:

@@ -107,6 +107,20 @@ class Body:
         return (*out, *self.steps[after:])
 
     @cached_property
+    def sends(self) -> tuple[Collective, ...]:
+        """What its steps send, in order, those of bodies after the step that holds them."""
+        return tuple(c for step in self.every for c in step.sends)
+
+    @cached_property
+    def runs(self) -> dict[Op, Run]:
+        """The first step that runs each op."""
+        found: dict[Op, Run] = {}
+        for step in self.every:
+            if isinstance(step, Run):
+                found.setdefault(step.op, step)
+        return found
+
+    @cached_property
     def loops(self) -> tuple[Loop, ...]:
         """All loops in order, those of bodies after the step that holds them."""
         out: list[Loop] = []
@@ -131,13 +145,21 @@ class Body:
         """What its steps read and do not make, its inputs aside."""
         return free_shards(self)
 
-    def with_calls(self) -> Iterator[Step]:
+    @cached_property
+    def with_calls(self) -> tuple[Step, ...]:
         """The steps in order, those of calls in place of the call: what JAX traces into one body."""
-        for step in self.steps:
-            if isinstance(step, Call):
-                yield from step.body.with_calls()
-            else:
-                yield step
+        out: list[Step] = []
+        after = 0
+        for k in self.nested:
+            if isinstance(step := self.steps[k], Call):
+                out += (*self.steps[after:k], *step.body.with_calls)
+                after = k + 1
+        return (*out, *self.steps[after:])
+
+    def with_steps(self, steps: Sequence[Step]) -> Body:
+        """The body with other steps; the same object where these are the same."""
+        steps = tuple(steps)
+        return self if steps == self.steps else replace(self, steps=steps)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -394,6 +416,10 @@ class Call(Step):
     op: Op
     body: Body
 
+    def with_body(self, body: Body) -> Call:
+        """The call with another body; the same object where that is the same."""
+        return self if body is self.body else Call(self.op, body)
+
     @property
     def reads(self) -> tuple[Shard, ...]:
         return self.body.free
@@ -557,21 +583,17 @@ def with_floating(steps: Sequence[Step], floating: Sequence[Step], outputs: Iter
 
 def rewritten(body: Body, change: Callable[[Body], Body]) -> Body:
     """A body with every body inside it, then itself, changed; the same object where nothing is."""
-    found: dict[int, Step] = {}
-    for k in body.nested:
-        step = body.steps[k]
-        new = [rewritten(b, change) for b in step.bodies]
-        if any(a is not b for a, b in zip(new, step.bodies, strict=True)):
-            found[k] = _with_bodies(step, tuple(new))
-    if found:
+    if body.nested:
         steps = list(body.steps)
-        for k, step in found.items():
-            steps[k] = step
-        body = replace(body, steps=tuple(steps))
+        for k in body.nested:
+            steps[k] = _with_bodies(steps[k], tuple(rewritten(b, change) for b in steps[k].bodies))
+        body = body.with_steps(steps)
     return change(body)
 
 
 def _with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:
+    if bodies == step.bodies:
+        return step
     if isinstance(step, Loop):
         return replace(step, inner=bodies)
     if isinstance(step, Branch):

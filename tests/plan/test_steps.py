@@ -153,12 +153,12 @@ def test_a_walk_goes_into_bodies_after_the_step_that_holds_them():
 
 def test_with_calls_has_the_steps_of_calls_in_their_place_and_no_loops_steps():
     plan = nested()
-    flat = list(plan.body.with_calls())
+    flat = plan.body.with_calls
     assert any(isinstance(s, Call) for s in plan.body.steps)
     assert not any(isinstance(s, Call) for s in flat)
     (loop,) = [s for s in flat if isinstance(s, Loop)]
     assert not any(isinstance(s, Run) and s.op.name == "tanh" for s in flat)
-    assert any(isinstance(s, Run) and s.op.name == "tanh" for s in loop.body.with_calls())
+    assert any(isinstance(s, Run) and s.op.name == "tanh" for s in loop.body.with_calls)
 
 
 def test_what_a_loop_reads_from_outside_is_what_it_says():
