@@ -44,16 +44,13 @@ class Item:
       host: its bytes in the host's memory, if it lies there; a device has none of it then.
       value: whose shard it is; elements: of that value.
       node: what makes it; None: it comes into its region from outside.
-      roots: the kernels that read it.
       must: some reader takes arrays only; joined: it is joined with others along its last dim.
-      bases: the array that it follows from, rows and scalars aside: itself where there are two; none where there is none.
       stored: it is in memory.
       sliced: one of :data:`SLICES` reads it.
       through: kernels that can compute it do so, though it is in memory for others.
     """
 
     __slots__ = (
-        "bases",
         "bytes",
         "carried",
         "elements",
@@ -63,7 +60,6 @@ class Item:
         "must",
         "node",
         "readers",
-        "roots",
         "sliced",
         "stored",
         "through",
@@ -75,15 +71,13 @@ class Item:
         self.elements = value.elements
         self.held = bytes_
         self.host = 0.0
-        self.roots: dict[Node, None] = {}
         self.must = False
         self.joined = False
         self.stored = node is None
         self.carried = False
-        self.readers: list[Node] = []
+        self.readers: Sequence[Node] = ()
         self.through = False
         self.sliced = False
-        self.bases: tuple[Item, ...] = ()
 
 
 class Node:
@@ -155,34 +149,44 @@ class Region:
 
 def fuse(region: Region) -> None:
     """Decide what a region keeps in memory, and list its kernels with what they read and write."""
+    roots: dict[Item, tuple[Node, ...]] = {}  # of each, the kernels that read it
+
+    def read(items: Sequence[Item], readers: tuple[Node, ...]) -> None:
+        for item in items:
+            have = roots.get(item)
+            if have is None:
+                roots[item] = readers
+            elif have is not readers:
+                roots[item] = tuple(dict.fromkeys((*have, *readers)))
+
     for node in reversed(region.nodes):
         name = node.name
         if name not in FUSED:
             node.root = True
             takes = name in _TAKES
-            for item in node.ins:
-                item.roots[node] = None
-                item.must |= not takes
+            if not takes:
+                for item in node.ins:
+                    item.must = True
             if name not in PRODUCTS or not isinstance(node.step, Run):
+                read(node.ins, (node,))
                 continue
             if len(node.outs) == 1:
                 (out,) = node.outs
-                if not out.must and not out.sliced and len(out.roots) == 1:
-                    (reader,) = out.roots
+                if not out.must and not out.sliced and len(readers := roots.get(out, ())) == 1:
+                    (reader,) = readers
                     if (reader.name in FUSED or reader.name == "stack!") and not reader.products:
                         reader.products = (node.step,)
                         node.root = False
-                        for item in node.ins:
-                            item.roots.pop(node, None)
-                            item.roots[reader] = None
+                        read(node.ins, readers)
                         continue
             node.products = (*node.products, node.step)
+            read(node.ins, (node,))
             continue
-        readers: dict[Node, None] = {}
-        must = False
+        readers, must = (), False
         for out in node.outs:
-            readers.update(out.roots)
-            must |= out.must
+            if mine := roots.get(out):
+                readers = tuple(dict.fromkeys((*readers, *mine))) if readers else mine
+                must |= out.must
         if not readers:
             continue  # nobody reads it
         twice = not node.joins
@@ -192,12 +196,11 @@ def fuse(region: Region) -> None:
             through = [r for r in readers if r.name in _TAKES or r.name in FUSED] if again else []
             for out in node.outs:
                 out.through = bool(through)
-            readers = dict.fromkeys((node, *through))
-        joins = _joins_lanes(node)
-        for item in node.ins:
-            item.roots.update(readers)
-            item.must |= joins
-            item.joined |= joins
+            readers = (node, *through)
+        read(node.ins, readers)
+        if _joins_lanes(node):
+            for item in node.ins:
+                item.must = item.joined = True
     kernels = [node for node in region.nodes if node.root]
     for node in kernels:
         for out in node.outs:
@@ -221,7 +224,7 @@ def fuse(region: Region) -> None:
             done[node] = done[other]
             found = {i: None for i in found if i not in mine}
         for item in found:
-            item.readers.append(other)
+            item.readers = (*item.readers, other)
 
 
 def _joins_lanes(node: Node) -> bool:

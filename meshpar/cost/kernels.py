@@ -37,6 +37,9 @@ class _Reader:
         tiles = None if plan.chip is None or plan.chip.switch else plan.program.once(Tiles)
         self.tiles = tiles if tiles is not None and tiles.images else None
         self.items: dict[Shard, Item] = {}
+        self.bases: dict[
+            Item, Item | None
+        ] = {}  # what an array follows from, rows and scalars aside, if that is not itself
         self.region = Region(1)
         self.position = 0
         self._bytes: dict[Any, float] = {}
@@ -64,7 +67,6 @@ class _Reader:
         value = shard.value
         size = self.bytes(value, shard.spec)
         item = self.items[shard] = Item(0.0 if value.on_host else size, value, node)
-        item.bases = (item,)
         if value.on_host:
             item.host = size
         return item
@@ -97,20 +99,15 @@ class _Reader:
             item.held *= min(1.0, BLOCKS / self.parts[shard])
         node.outs.append(item)
         if node.name in FUSED:
-            size, base, several = item.bytes, None, False
+            size, base, bases = item.bytes, None, self.bases
             for i in node.ins:
-                if i.bytes * 8 > size:
-                    for b in i.bases:
-                        if base is None:
-                            base = b
-                        elif b is not base:
-                            several = True
-            if several:
-                node.joins = True
-            elif base is None:
-                item.bases = ()
+                if i.bytes * 8 > size and (other := bases.get(i, i)) is not base:
+                    if other is not None and base is not None:
+                        node.joins = True
+                        break
+                    base = base or other
             else:
-                item.bases = (base,)
+                bases[item] = base
         return item
 
     # -- steps

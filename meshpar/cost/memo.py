@@ -48,11 +48,7 @@ def released(plan: Plan) -> None:
         region = todo.pop()
         if region is None:
             continue
-        items = [*region.constants, *region.inputs, *region.outputs]
         for node in region.nodes:
             todo += node.regions
-            items += (*node.ins, *node.outs)
             node.ins, node.outs, node.reads, node.writes, node.carries = [], [], (), (), ()
-        for item in items:
-            item.bases = ()
     kept.clear()

@@ -211,7 +211,9 @@ def products_apart(plan: Plan) -> Plan:
             apart.update((s, _again(s)) for s in cut if s not in apart)
 
         def across(step: Run) -> Run:
-            if _is_view(step) or not (_multiplies(step) or step.op.name in FUSED | REDUCTIONS):
+            if apart.keys().isdisjoint(step.operands) or _is_view(step):
+                return step
+            if not (_multiplies(step) or step.op.name in FUSED | REDUCTIONS):
                 return step
             return replace(step, operands=tuple(s if s is None else apart.get(s, s) for s in step.operands))
 
