@@ -15,7 +15,7 @@ from ..cost.fusion import FUSED, PRODUCTS, REDUCTIONS, VIEWS
 from ..plan.plan import Plan
 from ..plan.planner import IDENTITIES
 from ..plan.spec import itemsize, local_bytes
-from ..plan.steps import Barrier, Body, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step, rewritten
+from ..plan.steps import Barrier, Body, Loop, Order, Reduce, Reshard, Run, Shard, Step, rewritten, with_others
 from ..program.ir import Program, Value
 
 
@@ -34,34 +34,33 @@ def loops_in_turn(plan: Plan) -> Plan:
         return local_bytes(shard.value.shape, itemsize(shard.value.aval), tuple(spec), plan.sizes)
 
     def home(body: Body) -> Body:
-        return walk(body, [])
+        came: list[Shard] = []
 
-    def walk(body: Body, came: list[Shard]) -> Body:
-        steps: list[Step] = []
-        for step in body.steps:
-            if isinstance(step, Call):
-                step = step.with_body(walk(step.body, came))
-            elif isinstance(step, Reduce):
+        def change(step: Reduce | Loop) -> Sequence[Step]:
+            if isinstance(step, Reduce):
                 before, after = size(step.source, step.source.spec), size(step.source, step.scattered)
-                if after < before and before >= CUT_HERE:
-                    raw = _again(step.result)
-                    steps.append(replace(step, result=raw))
-                    if before >= LARGE_SUM:
-                        came.append(step.result)
-                    step = Barrier(step.op, (raw,), (step.result,))
-            elif isinstance(step, Loop) and step.op.name == "scan":
-                if came:
-                    reads = tuple(dict.fromkeys((*step.inits, *step.stacks)))
-                    held = dict(zip(reads, map(_again, reads), strict=True))
-                    if reads:
-                        steps.append(Barrier(step.op, reads, tuple(held.values()), tuple(came)))
-                    came.clear()
-                    step = replace(
-                        step, inits=tuple(held[s] for s in step.inits), stacks=tuple(held[s] for s in step.stacks)
-                    )
-                came += sorted(step.results, key=lambda s: size(s, s.spec))[:1]
-            steps.append(step)
-        return body.with_steps(steps)
+                if after >= before or before < CUT_HERE:
+                    return (step,)
+                raw = _again(step.result)
+                if before >= LARGE_SUM:
+                    came.append(step.result)
+                return replace(step, result=raw), Barrier(step.op, (raw,), (step.result,))
+            if step.op.name != "scan":
+                return (step,)
+            steps: list[Step] = []
+            if came:
+                reads = tuple(dict.fromkeys((*step.inits, *step.stacks)))
+                held = dict(zip(reads, map(_again, reads), strict=True))
+                if reads:
+                    steps.append(Barrier(step.op, reads, tuple(held.values()), tuple(came)))
+                came.clear()
+                step = replace(
+                    step, inits=tuple(held[s] for s in step.inits), stacks=tuple(held[s] for s in step.stacks)
+                )
+            came.extend(sorted(step.results, key=lambda s: size(s, s.spec))[:1])
+            return (*steps, step)
+
+        return with_others(body, (Reduce, Loop), change)
 
     return _with_body(plan, _homes(plan.body, home))
 
@@ -103,27 +102,18 @@ def results_in_turn(plan: Plan) -> Plan:
     def size(shard: Shard) -> float:
         return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
 
-    def walk(body: Body) -> Body:
+    def change(step: Reshard) -> Sequence[Step]:
+        if step.copy or step.result.value not in outputs or not gathered_apart(size(step.result), size(step.source)):
+            return (step,)
         steps: list[Step] = []
-        for step in body.steps:
-            if isinstance(step, Call):
-                step = step.with_body(walk(step.body))
-            elif (
-                isinstance(step, Reshard)
-                and not step.copy
-                and step.result.value in outputs
-                and gathered_apart(size(step.result), size(step.source))
-            ):
-                if last:
-                    held = _again(step.source)
-                    steps.append(Barrier(step.op, (step.source,), (held,), tuple(last)))
-                    step = replace(step, source=held)
-                step = replace(step, apart=True)
-                last[:] = [step.result]
-            steps.append(step)
-        return body.with_steps(steps)
+        if last:
+            held = _again(step.source)
+            steps.append(Barrier(step.op, (step.source,), (held,), tuple(last)))
+            step = replace(step, source=held)
+        last[:] = [step.result]
+        return (*steps, replace(step, apart=True))
 
-    return _with_body(plan, walk(plan.body)) if outputs else plan
+    return _with_body(plan, with_others(plan.body, Reshard, change)) if outputs else plan
 
 
 def slices_apart(plan: Plan) -> Plan:
@@ -217,20 +207,12 @@ def products_apart(plan: Plan) -> Plan:
                 return step
             return replace(step, operands=tuple(s if s is None else apart.get(s, s) for s in step.operands))
 
-        def walk(body: Body) -> Body:
-            steps: list[Step] = []
-            for step in body.steps:
-                if isinstance(step, Call):
-                    step = step.with_body(walk(step.body))
-                elif isinstance(step, Run):
-                    step = across(step)
-                steps.append(step)
-                cut = [s for s in step.makes if s in apart] if isinstance(step, Run) else []
-                if cut:
-                    steps.append(Barrier(step.op, tuple(cut), tuple(apart[s] for s in cut)))
-            return body.with_steps(steps)
+        def change(step: Run) -> Sequence[Step]:
+            cut = tuple(s for s in step.results if s in apart)
+            step = across(step)
+            return (step, Barrier(step.op, cut, tuple(apart[s] for s in cut))) if cut else (step,)
 
-        return walk(body) if apart else body
+        return with_others(body, Run, change) if apart else body
 
     return _with_body(plan, _homes(plan.body, home))
 

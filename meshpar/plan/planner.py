@@ -1245,8 +1245,9 @@ class _Planner:
     ) -> Callable[[], Step]:  # fmt: skip
         first = tuple(s for s in inits if s is not None)
         assert len(first) == len(inits)
+        hoisted = self.hoisted  # without the planner, which refers to this
         return lambda: Loop(
-            op, tuple(dict.fromkeys(read)), tuple(self.hoisted.get(op, ())), first, tuple(stacks),
+            op, tuple(dict.fromkeys(read)), tuple(hoisted.get(op, ())), first, tuple(stacks),
             tuple(here.body(inputs, outputs) for here, inputs, outputs in bodies), tuple(results),
         )  # fmt: skip
 

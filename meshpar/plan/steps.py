@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
@@ -73,6 +73,9 @@ class Step:
     @property
     def bodies(self) -> tuple[Body, ...]:
         return ()
+
+
+StepKind = TypeVar("StepKind", bound=Step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -476,17 +479,12 @@ def free_shards(body: Body) -> tuple[Shard, ...]:
     """What the steps of a body read and do not make, its inputs aside."""
     made: set[Shard] = set(body.inputs)
     found: dict[Shard, None] = {}
-
-    def walk(steps: Iterable[Step]) -> None:
-        for step in steps:
-            for body in step.bodies:
-                made.update(body.inputs)
-                walk(body.steps)
-            if not isinstance(step, Call):
-                found.update((s, None) for s in step.reads if s not in made)
-            made.update(step.makes)
-
-    walk(body.steps)
+    for step in body.steps:
+        for inner in step.bodies:
+            found.update((s, None) for s in inner.free if s not in made)
+        if not isinstance(step, Call):
+            found.update((s, None) for s in step.reads if s not in made)
+        made.update(step.makes)
     return tuple(found)
 
 
@@ -589,6 +587,21 @@ def rewritten(body: Body, change: Callable[[Body], Body]) -> Body:
             steps[k] = _with_bodies(steps[k], tuple(rewritten(b, change) for b in steps[k].bodies))
         body = body.with_steps(steps)
     return change(body)
+
+
+def with_others(
+    body: Body, kinds: type[StepKind] | tuple[type[StepKind], ...], change: Callable[[StepKind], Iterable[Step]]
+) -> Body:
+    """A body with others in place of every step of some kinds, in its calls too; the same object where nothing is changed."""
+    steps: list[Step] = []
+    for step in body.steps:
+        if isinstance(step, kinds):
+            steps += change(step)
+        elif isinstance(step, Call):
+            steps.append(step.with_body(with_others(step.body, kinds, change)))
+        else:
+            steps.append(step)
+    return body.with_steps(steps)
 
 
 def _with_bodies(step: Step, bodies: tuple[Body, ...]) -> Step:

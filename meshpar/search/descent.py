@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import math
 import time
@@ -194,8 +193,6 @@ class _Evaluation:
             self.gained, self._least = (len(self._tried), self.planned), row
         self.rows[point] = row
         released(plan)
-        if self.planned % 16 == 0:
-            gc.collect(0)
         if self._best is None or self.key(row) < self.key(self._best):
             self._best = row
         self._tell()
