@@ -1,8 +1,9 @@
-"""What planning the ops of a program came to, kept for its next plans on a mesh of the same sizes.
+"""What planning the ops of a program came to, kept for its next plans on meshes of the same axes.
 
 What the planner does for an op follows from the answers of the claims to the questions about it, and from the shards that it
-finds its operands in. Shards are interned, so that an op which finds the same again has its steps at hand. Causes name rules of
-the layout, and counts and seconds the chip: what is sent is therefore made for every plan.
+finds its operands in; of some ops, from the sizes of the mesh too. Shards are interned, so that an op which finds the same again
+has its steps at hand. Causes name rules of the layout, and counts and seconds the chip: what is sent is therefore made for every
+plan.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .plan import Held, Placement
 from .steps import Run, Shard, Step
 
 MOST = 300_000
-"""Results of ops that are kept for one mesh; where there are more, all are dropped."""
+"""Results of ops that are kept for meshes of the same axes; where there are more, all are dropped."""
 MESHES = 64
 """Meshes for which results are kept."""
 
@@ -74,19 +75,34 @@ class Recipe:
 
 
 @dataclass(eq=False, slots=True)
+class OfAxes:
+    """What was planned on meshes with some axes, of whatever sizes.
+
+    Attributes:
+      shards: by value, spec, axes over which it is unreduced, kind, whether it is made from no data, and what tells copies apart.
+      numbers: of answers of the claims, by which the keys of ops have them.
+      ops: by op, the numbers of its answers, and the shards that it found.
+    """
+
+    shards: dict[tuple[Any, ...], Shard] = field(default_factory=dict)
+    numbers: dict[Any, int] = field(default_factory=dict)
+    ops: dict[tuple[Op, Any, Any], Planned] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
 class OfMesh:
     """What was planned on a mesh of some sizes.
 
     Attributes:
-      shards: by value, spec, axes over which it is unreduced, kind, whether it is made from no data, and what tells copies apart.
-      ops: by op, the answers of the claims, and the shards that it found.
+      axes: what does not follow from the sizes.
+      ops: what does, by the same keys.
       recipes: by body, value and spec.
       held: arguments and results, by value and spec.
       tori: the stages of its axes on slices, by their text; algorithms: of collectives on these, for a chip:
         by kind, axes and bytes sent.
     """
 
-    shards: dict[tuple[Any, ...], Shard] = field(default_factory=dict)
+    axes: OfAxes
     ops: dict[tuple[Op, Any, Any], Planned] = field(default_factory=dict)
     recipes: dict[tuple[Frame, Value, Spec], Recipe] = field(default_factory=dict)
     held: dict[tuple[Value, Spec], Held] = field(default_factory=dict)
@@ -118,15 +134,18 @@ class Memo:
     def __init__(self, program: Program):
         self.plans = 0
         self.called: dict[Value, tuple[str, str]] = {}
+        self._axes: dict[tuple[str, ...], OfAxes] = {}
         self._meshes: dict[tuple[tuple[str, int], ...], OfMesh] = {}
         self._keys: dict[Asked, dict[Op, Key]] = {}
 
     def on(self, sizes: Mapping[str, int]) -> OfMesh:
         """What was planned on a mesh; the one used longest ago is dropped where there are too many."""
-        key = tuple(sizes.items())
+        axes, key = self._axes.setdefault(tuple(sizes), OfAxes()), tuple(sizes.items())
+        if max(len(axes.ops), len(axes.shards)) > MOST:
+            axes = self._axes[tuple(sizes)] = OfAxes()
         found = self._meshes.pop(key, None)
-        if found is None or max(len(found.ops), len(found.shards)) > MOST:
-            found = OfMesh()
+        if found is None or found.axes is not axes:
+            found = OfMesh(axes)
         self._meshes[key] = found
         while len(self._meshes) > MESHES:
             del self._meshes[next(iter(self._meshes))]

@@ -225,7 +225,7 @@ class _Planner:
       depth: of the loops around.
       called: what collectives call a value and its dims.
       kept: what earlier plans on such a mesh came to; None: this is the first plan, or a layout that is resolved by cost.
-      record: what planning the present op does, where that is to be kept.
+      record: what planning the present op does, where that is to be kept; sized: it follows from the sizes of the mesh.
       refused: ops with values that the layout does not divide.
       apart: ops whose steps follow from more than their own neighbourhood.
       left: seconds that collectives may take yet.
@@ -266,9 +266,12 @@ class _Planner:
         self.answers: Sequence[Any] = ()
         self.refused: frozenset[Op] = frozenset()
         if self.kept is not None:
-            self.keys, self.answers = memo.keys(self.claims.asked()), self.claims.answers()
+            numbers = of_mesh.axes.numbers
+            self.keys = memo.keys(self.claims.asked())
+            self.answers = [numbers.setdefault(answer, len(numbers)) for answer in self.claims.answers()]
             self.refused = self.claims.refused_ops()
         self.record: Planned | None = None
+        self.sized = False
         self.apart: set[Op] = set()
         self._algorithms = {} if topology is None else of_mesh.algorithms.setdefault((topology, self.chip), {})
 
@@ -371,9 +374,10 @@ class _Planner:
         if self.kept is None:
             return Shard(value, spec, partial, kind, data_free)
         key = (value, spec, partial, kind, data_free, copy)
-        found = self.kept.shards.get(key)
+        shards = self.kept.axes.shards
+        found = shards.get(key)
         if found is None:
-            found = self.kept.shards[key] = Shard(value, spec, partial, kind, data_free)
+            found = shards[key] = Shard(value, spec, partial, kind, data_free)
         return found
 
     def made(self, shard: Shard) -> Shard:
@@ -404,11 +408,11 @@ class _Planner:
         """Plan the ops of a frame, in order."""
         for var, const in zip(frame.jaxpr.constvars, consts, strict=False):
             self.constant(frame.env[var], unsplit(len(var.aval.shape)), const)
+        groups = self.here.groups
         for op in frame.ops:
-            self.group = []
-            self.here.groups.append(self.group)
+            self.group = group = []
+            groups.append(group)
             if op.frames:
-                group = self.group
                 step = _CONTROL.get(op.name, _Planner.call)(self, op, group)
                 group.insert(0, step)
             elif self.kept is None:
@@ -429,24 +433,27 @@ class _Planner:
 
     def op_as_before(self, op: Op) -> None:
         """Plan an op as before, where it finds the same answers of the claims and the same shards; else keep what is done."""
-        kept, (answers, operands) = self.kept, self.keys[op]
-        assert kept is not None
         if op in self.apart:
             self.op(op)
             return
-        key = (op, answers(self.answers), operands(self.at))
-        found = kept.ops.get(key)
+        kept = self.kept
+        assert kept is not None
+        answers, operands = self.keys[op]
+        ops, sized, numbers = kept.axes.ops, kept.ops, answers(self.answers)
+        key = (op, numbers, operands(self.at))
+        found = ops.get(key) or sized.get(key)
         if found is not None and found.reduced:
             for value in found.reduced:
                 self.reduce(value)
-            key = (op, key[1], operands(self.at))
-            found = kept.ops.get(key)
+            key = (op, numbers, operands(self.at))
+            found = ops.get(key) or sized.get(key)
         if found is not None and self.repeat(op, found):
             return
-        record = self.record = Planned()
+        record, self.sized = Planned(), False
+        self.record = record
         self.op(op)
         if self.record is not None:
-            kept.ops[key] = Planned(reduced=record.reduced) if record.reduced else record
+            (sized if self.sized else ops)[key] = Planned(reduced=record.reduced) if record.reduced else record
             self.record = None
 
     def repeat(self, op: Op, done: Planned) -> bool:
@@ -613,6 +620,7 @@ class _Planner:
             self.refuse_opaque(op)
         if rule.given is not None:
             self.refuse_other_axes(op)
+        self.sized |= op.name == "reshape" or op.name in OPAQUE or rule.given is not None
         first = op.ins[0] if op.ins else None
         self.reduce_if_shared(first)
         if (
@@ -672,6 +680,7 @@ class _Planner:
         moved = {f for pair in rule.sharded_like for f in pair if axes[f]}
         if not moved:
             return axes
+        self.sized = True
         ends = [(self.at[v].spec, d) for v, d in zip(op.ins, rule.ins, strict=True) if v is not None and d]
         ends += [(self.rest(v), d) for v, d in zip(op.outs, rule.outs, strict=True)]
         if all(e == axes[f] for spec, dims in ends for e, fs in zip(spec, dims, strict=True) for f in fs if f in moved):
@@ -751,6 +760,7 @@ class _Planner:
 
     def carry_partial(self, op: Op, value: Value) -> bool:
         """Pass an unreduced sum through a transpose or reshape."""
+        self.sized = True
         rule = op.rule
         assert rule is not None
         axes: Axes = [()] * len(rule.sizes)
@@ -824,6 +834,7 @@ class _Planner:
         )
         if not own:
             return []
+        self.sized = True
         avals = [v.aval for v in op.eqn.invars]
         shapes = [local_shape(a.shape, need, self.sizes) for a, need in zip(avals, needs, strict=True)]
         if rule.sends_over is not None:
@@ -1061,7 +1072,7 @@ class _Planner:
             if recipe is not None and recipe.found != found:
                 recipe, (needs, axes) = None, self._needs(v, s)
             if recipe is None:
-                recipe = self._recipe(v, s, needs, axes, found)
+                recipe = self._recipe(v, s, needs, axes, found, here)
                 if self.kept is not None:
                     self.kept.recipes[here.frame, v, s] = recipe
             for key, shard in recipe.made.items():
@@ -1092,28 +1103,33 @@ class _Planner:
         ), axes
 
     def _recipe(
-        self, value: Value, spec: Spec, needs: tuple[tuple[Value, Spec], ...], axes: Axes | None, found: list[Shard]
-    ) -> Recipe:
+        self, value: Value, spec: Spec, needs: tuple[tuple[Value, Spec], ...], axes: Axes | None, found: list[Shard],
+        here: _Building,
+    ) -> Recipe:  # fmt: skip
         """How a part of a value is made of the parts that it needs."""
         op = value.op
         assert op is not None
         if op.name in IDENTITIES or op.name == "optimization_barrier":
             if found:
                 return Recipe(needs, found, None, {(value, spec): found[0]})
-            result = Shard(value, spec, data_free=True)
+            result = self.part(value, spec, here)
             constant = Constant(op, result, literal_array(op.eqn.invars[op.outs.index(value)]))
             return Recipe(needs, found, constant, {(value, spec): result})
         if op.rule is not None and axes is None:
-            result = Shard(value, spec, data_free=True)
+            result = self.part(value, spec, here)
             path = reshard(unsplit(len(spec)), spec, self.sizes)
             cut = Reshard(op, found[0], result, path, (), copy=True)
             return Recipe(needs, found, cut, {(value, spec): result})
         specs = [spec] if op.rule is None or axes is None else [spec_of(d, axes) for d in op.rule.outs]
         rest = iter(found)
         operands = tuple(None if v is None else next(rest) for v in op.ins)
-        results = tuple(Shard(out, s, data_free=True) for out, s in zip(op.outs, specs, strict=True))
+        results = tuple(self.part(out, s, here) for out, s in zip(op.outs, specs, strict=True))
         run = Run(op, operands, results, None if axes is None else tuple(axes))
         return Recipe(needs, found, run, {(s.value, s.spec): s for s in results})
+
+    def part(self, value: Value, spec: Spec, here: _Building) -> Shard:
+        """The shard of a part of a value made from no data, in a body."""
+        return self.shard(value, spec, data_free=True, copy=here.frame)
 
     def _axes_for(self, op: Op, k: int, spec: Spec) -> Axes | None:
         """The axes of the factors with which a result comes out in a spec; None where only the whole can be made."""
