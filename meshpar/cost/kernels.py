@@ -13,7 +13,7 @@ from ..layout import Spec
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step
-from ..program.ir import Op, Value
+from ..program.ir import Op, Program, Value
 from .fusion import FUSED, SLICES, VIEWS, Item, Node, Region, fuse
 from .memo import once_per_plan
 from .tiles import Tiles
@@ -31,6 +31,25 @@ def kernels_of(plan: Plan) -> Region:
     return _Reader(plan).run()
 
 
+class _Bytes:
+    """Bytes of shards of a program's values.
+
+    Attributes:
+      alike: of a value the first one of its shape and dtype, an image of the same dims if it is one.
+      found: by the sizes of a mesh and whether tiles count, then by such a value and its spec.
+    """
+
+    def __init__(self, program: Program):
+        tiles, first = program.once(Tiles), dict[Any, Value]()
+        values = [*program.constants, *program.inputs]
+        for op in program.root.walk():
+            values += op.outs
+            for frame in op.frames:
+                values += frame.env.values()
+        self.alike = {v: first.setdefault((v.shape, v.aval.dtype, tiles.of(v)), v) for v in values}
+        self.found: dict[Any, dict[tuple[Value, Spec], float]] = {}
+
+
 class _Reader:
     def __init__(self, plan: Plan):
         self.plan, self.sizes = plan, plan.sizes
@@ -42,7 +61,9 @@ class _Reader:
         ] = {}  # what an array follows from, rows and scalars aside, if that is not itself
         self.region = Region(1)
         self.position = 0
-        self._bytes: dict[Any, float] = {}
+        sizes_of = plan.program.once(_Bytes)
+        self.alike = sizes_of.alike
+        self._bytes = sizes_of.found.setdefault((tuple(self.sizes.items()), self.tiles is None), {})
         self.parts = parts_of_sums(plan)
 
     def run(self) -> Region:
@@ -72,11 +93,14 @@ class _Reader:
         return item
 
     def bytes(self, value: Value, spec: Spec) -> float:
-        key = value.aval.shape, value.aval.dtype, spec
+        key = self.alike.get(value, value), spec
         found = self._bytes.get(key)
         if found is None:
-            found = self._bytes[key] = local_bytes(value.shape, itemsize(value.aval), spec, self.sizes)
-        return found if self.tiles is None else found * self.tiles.padding(value, spec, self.sizes)
+            found = local_bytes(value.shape, itemsize(value.aval), spec, self.sizes)
+            if self.tiles is not None:
+                found *= self.tiles.padding(value, spec, self.sizes)
+            self._bytes[key] = found
+        return found
 
     def enter(self, shard: Shard) -> Item:
         return self.new(shard, None)
