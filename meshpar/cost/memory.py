@@ -97,7 +97,9 @@ class _Live:
         self.on_host = self.host = 0.0
         self.peak = -1.0
         self.at: Node | None = None
-        self.best: list[tuple[Item, float]] = []
+        self.events: list[tuple[Item, float | None]] = []  # what comes, with its bytes, and what goes
+        self.before_peak = 0  # how many of these
+        self.more: list[tuple[Item, float]] = []  # at the peak
         self.in_place: set[int] = set()
         self.pieced: set[Value] = set()
         self.served: dict[Value, tuple[Step, GatherRing]] = {}
@@ -112,6 +114,7 @@ class _Live:
         if id(item) not in self.live:
             n = item.held if size is None else size
             self.live[id(item)] = (item, n)
+            self.events.append((item, n))
             self.total += n
             self.on_host += item.host
             self.host = max(self.host, self.on_host)
@@ -119,16 +122,17 @@ class _Live:
     def drop(self, item: Item) -> None:
         found = self.live.pop(id(item), None)
         if found is not None:
+            self.events.append((item, None))
             self.total -= found[1]
             self.on_host -= item.host
 
     def sample(self, node: Node, under_way: Sequence[Item] = ()) -> None:
-        more = {id(i): (i, i.held) for i in under_way if id(i) not in self.live}
-        total = self.total + sum(n for _, n in more.values())
+        more = {id(i): (i, i.held) for i in under_way if id(i) not in self.live} if under_way else {}
+        total = self.total + sum([n for _, n in more.values()])
         self.points.append((node.position, total, node))
         if total > self.peak:
             self.peak, self.at = total, node
-            self.best = [*self.live.values(), *more.values()]
+            self.before_peak, self.more = len(self.events), [*more.values()]
 
     def program(self, region: Region) -> None:
         for item in (*region.constants, *region.inputs):
@@ -262,6 +266,7 @@ class _Live:
             before = self.total
             for item in region.inputs:  # the loop's own results stand for them outside
                 self.live[id(item)] = (item, 0.0)
+                self.events.append((item, 0.0))
                 self.on_host += item.host
             for item in self.from_the_start(region):
                 self.add(item)
@@ -273,9 +278,16 @@ class _Live:
             assert abs(self.total - before) < 1 + 1e-9 * before
 
     def memory(self) -> Memory:
+        live: dict[int, tuple[Item, float]] = {}
+        for item, size in self.events[: self.before_peak]:
+            if size is None:
+                del live[id(item)]
+            else:
+                live[id(item)] = (item, size)
+        best = [*live.values(), *self.more]
         kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         largest = []
-        for item, size in self.best:
+        for item, size in best:
             if size:
                 kind = self.kind_of(item)
                 kinds[kind] += size
@@ -283,7 +295,7 @@ class _Live:
         largest.sort(key=lambda x: -x[0])
         top = [(_name(self.plan, item), size, kind) for size, kind, item in largest[:12]]
         by_kind = {k: v for k, v in kinds.items() if v}
-        return Memory(max(self.peak, 0.0), self.host, by_kind, self.points, top, self.at, self.best)
+        return Memory(max(self.peak, 0.0), self.host, by_kind, self.points, top, self.at, best)
 
 
 def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:
