@@ -51,16 +51,46 @@ class _Question:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Answered:
+    """What the questions of one topic get.
+
+    Attributes:
+      answers: the axes of every dim, or factor, of each.
+      refused: the places among these of questions of which a claim was refused, because a size does not divide.
+    """
+
+    answers: tuple[tuple[tuple[str, ...], ...], ...]
+    refused: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Topic:
+    """Questions about the same names, in the same scopes: the same rules answer them.
+
+    Attributes:
+      questions: :data:`Items` of a value or an op, or the question of an op with a rule; a spec that the user gave a value.
+      names: that they are about; scopes: that hold for them, None for given specs.
+      answered: by the rules for these names, and the sizes of the mesh.
+    """
+
+    questions: tuple[Any, ...]
+    names: frozenset[str]
+    scopes: tuple[str, ...] | None
+    answered: dict[tuple[tuple[Rule, ...], tuple[tuple[str, int], ...]], Answered]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Asked:
     """The distinct questions of a program to the claims of layouts that name the same scopes.
 
     Attributes:
-      questions: :data:`Items` of a value or an op, or the question of an op with a rule, and the scopes that hold; a spec that the
-        user gave a value, and None.
+      topics: the questions, in order.
+      places: (question, scopes that hold) → its place.
       of: for every op without bodies the places of its questions: of what it makes, then of itself.
     """
 
-    questions: tuple[tuple[Any, tuple[str, ...] | None], ...]
+    topics: tuple[Topic, ...]
+    places: dict[tuple[Any, tuple[str, ...] | None], int]
     of: dict[Op, tuple[int, ...]]
 
 
@@ -111,7 +141,7 @@ class Claims:
         self.given = self.known.given
         self._by_nodes: dict[object, Spec] = {}
         self._memo, self._answers = self.known.answered(layout.rules, tuple(sizes.items()))
-        self._all: tuple[tuple[tuple[str, ...], ...], ...] | None = None
+        self._all: tuple[Answered, ...] | None = None
 
     def scopes_of(self, value: Value) -> tuple[str, ...]:
         return self.scopes.get(value, ())
@@ -359,25 +389,47 @@ class Claims:
 
     def answers(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
         """What the questions of :meth:`asked` get. Layouts of the same scopes that give the same on a mesh have one plan."""
-        if self._all is not None:
-            return self._all
-        found = []
-        for question, scopes in self.asked().questions:
-            if scopes is None:
-                found.append(question)
-            elif isinstance(question, _Question):
-                found.append(tuple(self._answer(question, scopes)))
-            else:
-                found.append(self.items(question, scopes)[0])
-        self._all = tuple(found)
+        return tuple(itertools.chain.from_iterable(found.answers for found in self.answered()))
+
+    def answered(self) -> tuple[Answered, ...]:
+        """What the questions of each topic get, once for all layouts with the same rules for its names."""
+        if self._all is None:
+            rules, sizes = self.layout.rules, tuple(self.sizes.items())
+            found = []
+            for topic in self.asked().topics:
+                scopes = topic.scopes or ()
+                mine = tuple(r for r in rules if r.dim in topic.names and (r.scope is None or r.scope in scopes))
+                key = mine, sizes
+                if key not in topic.answered:
+                    topic.answered[key] = self._answer_all(topic)
+                found.append(topic.answered[key])
+            self._all = tuple(found)
         return self._all
 
+    def _answer_all(self, topic: Topic) -> Answered:
+        found, refused = [], []
+        for k, question in enumerate(topic.questions):
+            if topic.scopes is None:
+                found.append(question)
+            elif isinstance(question, _Question):
+                found.append(tuple(self._answer(question, topic.scopes)))
+            else:
+                axes, rules = self.items(question, topic.scopes)
+                found.append(axes)
+                refused += [k] * bool(rules)
+        return Answered(tuple(found), tuple(refused))
+
     def refused_ops(self) -> frozenset[Op]:
-        """The ops with questions of which some claim is refused, because a size does not divide."""
-        refused = {key for key, (_, rules) in self._memo.items() if rules}
-        asked = self.asked()
-        places = {k for k, question in enumerate(asked.questions) if question in refused}
-        return frozenset(op for op, mine in asked.of.items() if not places.isdisjoint(mine)) if places else frozenset()
+        """The ops with values of which some claim is refused, because a size does not divide."""
+        places, start = set[int](), 0
+        for found in self.answered():
+            places.update(start + k for k in found.refused)
+            start += len(found.answers)
+        return (
+            frozenset(op for op, mine in self.asked().of.items() if not places.isdisjoint(mine))
+            if places
+            else frozenset()
+        )
 
     def asked(self) -> Asked:
         """The questions of the program, where rules name the scopes that those of the layout do."""
@@ -415,7 +467,7 @@ class Claims:
                 if items is not None or self.scoped:
                     work = (place(items or self.value_items(op.outs[0]), self.op_scopes(op, op.outs)),)
             ops[op] = (*outs, *work)
-        return Asked(tuple(places), ops)
+        return _by_topic(places, ops)
 
     def rule_text(self, names: Sequence[str], axis: str, scopes: Sequence[str] = ()) -> str | None:
         """The text of the rule that gives these names this axis."""
@@ -427,6 +479,20 @@ class Claims:
 
     def _all_scopes(self) -> tuple[str, ...]:
         return tuple({r.scope for r in self.layout.rules if r.scope})
+
+
+def _by_topic(questions: Iterable[tuple[Any, tuple[str, ...] | None]], ops: Mapping[Op, tuple[int, ...]]) -> Asked:
+    """Questions with the scopes that hold, and for ops their places among them, with those of each topic together."""
+    topics: dict[tuple[frozenset[str], tuple[str, ...] | None], list[tuple[int, Any]]] = {}
+    for k, (question, scopes) in enumerate(questions):
+        items = () if scopes is None else question.items if isinstance(question, _Question) else question
+        topics.setdefault((frozenset(n for names, _ in items for n in names), scopes), []).append((k, question))
+    new = {k: at for at, (k, _) in enumerate(itertools.chain.from_iterable(topics.values()))}
+    return Asked(
+        tuple(Topic(tuple(q for _, q in mine), *about, {}) for about, mine in topics.items()),
+        {(q, scopes): new[k] for (_, scopes), mine in topics.items() for k, q in mine},
+        {op: tuple(new[k] for k in mine) for op, mine in ops.items()},
+    )
 
 
 def own_groups(rule: OpRule) -> list[set[int]]:

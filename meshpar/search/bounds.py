@@ -7,9 +7,8 @@ plan: what of its kernels, collectives and live arrays follows from answers that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ..cost.flops import OPAQUE, opaque_flops, product_flops
 from ..cost.fusion import PRODUCTS, Item, Node
 from ..cost.kernel_time import kernel_times
 from ..hardware.chips import Chip
-from ..plan.claims import Asked, Claims
+from ..plan.claims import Answered, Asked, Claims
 from ..plan.spec import itemsize
 from ..planned import Plan
 from ..program.ir import Frame, Op, Program, Value
@@ -28,9 +27,6 @@ SPARE = 1.25
 HIDES = 0.65
 """Part of what another plan sends beyond that which it may hide, and save: the most of 51 neighbours of good layouts of Llama 3 8B,
 Mixtral and DeepSeek-V3 was 0.6."""
-
-Answers = tuple[tuple[tuple[str, ...], ...], ...]
-"""Of the values and ops of a program: the axes of every dim, or factor."""
 
 
 class _Units:
@@ -46,9 +42,11 @@ class _Units:
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.flops: dict[int, tuple[float, str | None]] = {}
-        self._getters: dict[Asked, Callable[[Any], Answers]] = {}
         self._products_on: dict[Chip, np.ndarray] = {}
-        self._last: tuple[Claims, Answers, np.ndarray] | None = None
+        self._places: dict[Asked, np.ndarray] = {}
+        self._split: dict[Answered, tuple[np.ndarray, np.ndarray]] = {}
+        self._numbers: dict[tuple[tuple[str, ...], ...], int] = {}
+        self._last: tuple[Claims, np.ndarray, np.ndarray] | None = None
         seen = dict.fromkeys(program.inputs)
         for op in program.root.walk():
             seen.update(dict.fromkeys(op.outs))
@@ -76,33 +74,38 @@ class _Units:
             elif op.name in OPAQUE and (flops := opaque_flops(op)):
                 self.flops[self.place[op]] = count * flops, None
 
-    def split(self, claims: Claims) -> tuple[Answers, np.ndarray]:
-        """How the claims split every value and op: the axes, and in how many parts."""
+    def split(self, claims: Claims) -> tuple[np.ndarray, np.ndarray]:
+        """How the claims split every value and op: a number for the axes of its dims, or factors, and in how many parts."""
         if self._last is None or self._last[0] is not claims:
-            asked = claims.asked()
-            if asked not in self._getters:
-                self._getters[asked] = itemgetter(*self._places(claims, asked), 0)
-            found = self._getters[asked](claims.answers())
-            sizes = claims.sizes
-            known = {
-                answer: math.prod(sizes[a] for a in {a for entry in answer for a in entry}) for answer in set(found)
-            }
-            self._last = claims, found, np.array([known[answer] for answer in found], float)
+            asked, answered = claims.asked(), claims.answered()
+            if asked not in self._places:
+                self._places[asked] = np.array(list(self._questions(claims, asked)), int)
+            for found in answered:
+                if found not in self._split:
+                    self._split[found] = self._numbered(found, claims.sizes)
+            numbers, parts = (np.concatenate(of) for of in zip(*map(self._split.__getitem__, answered), strict=True))
+            places = self._places[asked]
+            self._last = claims, numbers[places], parts[places]
         return self._last[1:]
 
-    def _places(self, claims: Claims, asked: Asked) -> Iterator[int]:
+    def _numbered(self, found: Answered, sizes: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+        numbers = [self._numbers.setdefault(answer, len(self._numbers)) for answer in found.answers]
+        parts = [math.prod(sizes[a] for a in {a for entry in answer for a in entry}) for answer in found.answers]
+        return np.array(numbers, int), np.array(parts, float)
+
+    def _questions(self, claims: Claims, asked: Asked) -> Iterator[int]:
         """The question of each unit."""
-        known = {question: k for k, question in enumerate(asked.questions)}
         for value in self.values:
             explicit = value.explicit is not None
-            yield known[(value.explicit, None) if explicit else (claims.value_items(value), claims.scopes_of(value))]
+            question = (value.explicit, None) if explicit else (claims.value_items(value), claims.scopes_of(value))
+            yield asked.places[question]
         yield from (asked.of[op][-1] for op in self.ops)
 
     def products(self, chip: Chip) -> np.ndarray:
         """By unit: seconds of a step that its products take at the rate of the matrix unit, undivided."""
         if chip not in self._products_on:
             device = chip.per_device()
-            seconds = self._products_on[chip] = np.zeros(len(self.place) + 1)
+            seconds = self._products_on[chip] = np.zeros(len(self.place))
             for place, (flops, dtype) in self.flops.items():
                 rate = device.flops if dtype is None else device.matmul_rate(dtype)
                 seconds[place] = flops / (rate * chip.matmul_efficiency)
@@ -170,10 +173,7 @@ class Pieces:
         What a kernel computes, and an array, get smaller by no more than what they follow from is split further.
         """
         answers, parts = self._units.split(claims)
-        if claims.sizes == self.claims.sizes:
-            changed = np.array([a is not b and a != b for a, b in zip(answers, self._answers, strict=True)], bool)
-        else:
-            changed = np.ones(len(answers), bool)
+        changed = (answers != self._answers) if claims.sizes == self.claims.sizes else np.ones(len(answers), bool)
         touched = np.logical_or.reduceat(changed[self._users], self._starts)
         left = np.minimum(np.minimum.reduceat((self._parts / parts)[self._users], self._starts), 1.0) * self._scale
         products = (self._units.products(self.chip) / parts)[self._made]

@@ -274,7 +274,9 @@ def _sends(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
 
 def _works(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: str, implementation: str | None = None,
            fused: bool = False, **options: Any) -> KernelWork:  # fmt: skip
-    """What `_local` holds.
+    """What `_local` computes and holds.
+
+    Every token's products with its k experts, a device its share of the rows.
 
     Forward: the rows that came, what each inward matrix makes of them (fused: all together) and, at last, the rows that go back.
     Backward, first what the last matrix needs and its gradient, with all of the others and what each made; then, without that
@@ -282,7 +284,11 @@ def _works(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
     Where further rounds may follow, all matrices and gradients are there to the end, and sums of these in float32.
     """
     ways = _ways(avals, parts.axes, parts.sizes, token_dims, **options)
-    x, _, _, *matrices = avals
+    x, expert, _, *matrices = avals
+    split = {a for i in range(token_dims) for a in parts.axes.get(f"t{i}", ())}
+    others = {a for i in range(matrices[0].ndim - 2) for a in parts.axes.get(f"e{i}", ())} - split
+    products = 2 * math.prod(expert.shape) * sum(math.prod(m.shape[-2:]) for m in matrices)
+    flops = products / math.prod(parts.sizes[a] for a in others)
     dense = ways.strategy == "dense"  # of all devices' experts, beside its own
     *inward, down = (math.prod(m.shape) * m.dtype.itemsize * (ways.devices if dense else 1) for m in matrices)
     rows = ways.rows * (ways.devices if ways.strategy == "a2a" else 1)
@@ -295,6 +301,6 @@ def _works(avals: Sequence[Any], parts: Parts, *, token_dims: int, activation: s
     forward = more + row + max(row, hidden if fused else n * hidden)
     if ways.rounds > 1:
         sums = 4 * (math.prod(x.shape) + sum(math.prod(m.shape) for m in matrices))
-        return KernelWork(None, forward, more + sums + 4 * row + (2 * n + 1) * hidden)
+        return KernelWork(flops, forward, more + sums + 4 * row + (2 * n + 1) * hidden)
     first, then = (2 + n) * hidden + 2 * row - sum(inward), n * hidden + 3 * row - down
-    return KernelWork(None, forward, more * (2 if dense else 1) + max(first, then))
+    return KernelWork(flops, forward, more * (2 if dense else 1) + max(first, then))
