@@ -22,8 +22,6 @@ from ..plan.spec import itemsize
 from ..planned import Plan
 from ..program.ir import Frame, Op, Program, Value
 
-SPARE = 1.25
-"""Times what one plan hides of what it sends: what another hides of as much."""
 HIDES = 0.65
 """Part of what another plan sends beyond that which it may hide, and save: the most of 51 neighbours of good layouts of Llama 3 8B,
 Mixtral and DeepSeek-V3 was 0.6."""
@@ -184,13 +182,9 @@ class Pieces:
         return Least(max(self.seconds - float(less.sum()), kernels), kernels, peak)
 
     def most_sent(self, kernels: float, seconds: float) -> float:
-        """How long what another walk sends may take, one after the other, if its step is not to be longer.
-
-        Args:
-          kernels: seconds of its kernels.
-          seconds: of its step.
-        """
-        free = seconds - kernels + SPARE * self.hidden
+        """How long a step of these kernels may send if it is to take no longer: it is expected to hide as much as this one, and
+        :data:`HIDES` of what it sends beyond."""
+        free = seconds - kernels + self.hidden
         return free if free <= self.sent else self.sent + (free - self.sent) / (1 - HIDES)
 
 

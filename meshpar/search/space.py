@@ -194,6 +194,17 @@ class Space:
                     rules = (replace(r, axes=new) if r.axes == axes else r for r in free)
                     yield (mine, axes, new), self.point(point.sizes, rules)
 
+    def exchanged(self, point: Point) -> Iterator[tuple[Move, Point]]:
+        """The candidates in which two dims ask for each other's axes, or one for the other's, which then asks for none."""
+        free = list(point.rules[len(self.fixed) :])
+        mine = {(r.dim, r.scope): r for r in free}
+        whole = [Rule(d, (), True, s) for d, s in self.dims if s is None and (d, s) not in mine]
+        for one, other in itertools.combinations([*free, *whole], 2):
+            if one.axes != other.axes and one.scope == other.scope:
+                to = {one: replace(other, axes=one.axes), other: replace(one, axes=other.axes)}
+                move = (one.dim, one.axes), (other.dim, other.axes)
+                yield move, self.point(point.sizes, [to.get(r, r) for r in free])
+
     def other_meshes(self, point: Point, allowed: Sequence[Sizes]) -> Iterator[Point]:
         """The same rules on the meshes in which one axis has a factor of another; and on those with one axis more, which splits
         what one of the others split, or nothing."""

@@ -94,14 +94,15 @@ def test_what_another_plan_may_send_grows_with_the_seconds_it_may_take():
     pieces = pieces_of(found)
     assert pieces.sent >= pieces.hidden >= 0
     assert pieces.seconds == pytest.approx(pieces.kernels + pieces.sent - pieces.hidden)
+    assert pieces.most_sent(pieces.kernels, pieces.seconds) == pytest.approx(pieces.sent)
     most = [pieces.most_sent(pieces.kernels, part * pieces.seconds) for part in (0.5, 1.0, 2.0)]
-    assert most[0] < pieces.sent <= most[1] < most[2]
+    assert most[0] < most[1] < most[2]
     assert pieces.most_sent(2 * pieces.kernels, 2 * pieces.seconds) < most[2]
     for layout in LAYOUTS:
         other = plan.replan(layout=layout)
         kernels = pieces.least(Claims(other.program, mp.Layout(layout), other.sizes)).kernels
         walked = walked_again(plan, layout=mp.Layout(layout))
-        assert sent(walked) <= pieces.most_sent(kernels, 1.0001 * other.seconds)
+        assert sent(walked) <= pieces.most_sent(kernels, 1.01 * other.seconds)
 
 
 def test_a_walk_ends_where_its_collectives_take_longer_than_they_may():

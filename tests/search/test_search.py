@@ -269,6 +269,21 @@ def test_axes_take_each_others_place():
     assert (same.mesh, same.layout) == ("data=8, model=2", point.layout)
 
 
+def test_dims_take_each_others_axes():
+    plan = mp.plan(
+        train_step, *model(64), mesh="data=4, model=4", topology="v5e:4x4", layout="", dims=DIMS, lowering="shard_map"
+    )
+    space = Space.of(plan.program, mp.Layout("batch: data"), ["seq"])
+    rules = mp.Layout("mlp?: model; embed?: data+model").rules
+    at = space.point((("data", 4), ("model", 4)), rules)
+    found = {point.layout for _, point in space.exchanged(at)}
+    assert "batch: data; mlp?: data+model; embed?: model" in found
+    assert "batch: data; vocab?: model; embed?: data+model" in found
+    assert "batch: data; mlp?: model; vocab?: data+model" in found
+    assert at.layout not in found
+    assert not any("seq" in layout or "batch: model" in layout for layout in found)
+
+
 def test_axes_that_each_alone_lost_are_not_tried_together():
     base = mp.plan(train_step, *model(64), mesh="data=16", layout="", dims=DIMS)
     space = Space.of(base.program, mp.Layout(""), ())
