@@ -1,8 +1,8 @@
 """Search: the known schemes on every mesh, then descent from the best of them, one dim after the other; every figure is a plan's.
 
 Coordinate descent: all axes, before and behind the other rules, are tried for one dim while the others stay, then for the next,
-until nothing improves, or nothing did for long; dims that ask for the same axes also move together, and the rules also go to other
-meshes. What weights have rules of their own for is tried last, from the best of all. Moves that lost much are not tried again, nor
+until nothing improves, or nothing did for long; dims that ask for the same axes also move together, two dims take each other's, and
+the rules also go to other meshes. What weights have rules of their own for is tried last, from the best of all. Moves that lost much are not tried again, nor
 several axes for a dim where each alone lost much. Only candidates that may be better by the pieces of the plan that they are made
 from (:mod:`meshpar.search.bounds`), and by what the walk over the program sends, are planned to the end. Nothing is random: the
 same program, slice and options give the same answer.
