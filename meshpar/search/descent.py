@@ -2,10 +2,10 @@
 
 Coordinate descent: all axes, before and behind the other rules, are tried for one dim while the others stay, then for the next,
 until nothing improves, or nothing did for long; dims that ask for the same axes also move together, two dims take each other's, and
-the rules also go to other meshes. What weights have rules of their own for is tried last, from the best of all. Moves that lost much are not tried again, nor
-several axes for a dim where each alone lost much. Only candidates that may be better by the pieces of the plan that they are made
-from (:mod:`meshpar.search.bounds`), and by what the walk over the program sends, are planned to the end. Nothing is random: the
-same program, slice and options give the same answer.
+the rules also go to other meshes. What weights have rules of their own for is tried last, from the best of all. Moves that lost
+much are not tried again, nor several axes for a dim where each alone lost much. Only candidates that may be better by the pieces
+of the plan that they are made from (:mod:`meshpar.search.bounds`), and by what the walk over the program sends, are planned to the
+end. Nothing is random: the same program, slice and options give the same answer.
 
 All of it runs in one process: another one would have to import JAX and trace the program again, which no pickle carries, and a
 fork of a process in which JAX has threads may never end.
@@ -251,9 +251,12 @@ class _Evaluation:
         have, row = self.rows[one], self.rows.get(self._same.get(same, other))
         if row is None:
             try:
-                plan, _ = self._plan(other)
-            except (MeshparError, TooLong):
+                walked = self._walked(other)
+            except MeshparError:
                 return False
+            if not math.isclose(_sent(walked), self._sends.get(self._class(one), math.nan)):
+                return False
+            plan = Plan.of(with_passes(walked))
             return (plan.seconds, plan.memory.peak) == (have.seconds, have.peak)
         return (row.seconds, row.peak) == (have.seconds, have.peak)
 
