@@ -509,8 +509,11 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < shortest and rows[ranked[0]].fits]
     large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
     whole = [dim for dim in space.dims if dim[1] is None]
+    begun: set[tuple[float, float]] = set()
     for start in dict.fromkeys([*large[:STARTS], *list(starts.values())[:STARTS]]):
-        if evaluate.near(rows[start]):
+        row, best = rows[start], min(rows.values(), key=evaluate.key)
+        if evaluate.near(row) and (row.fits or not best.fits or row.seconds < best.seconds):
+            begun.add((row.seconds, row.peak))
             with contextlib.suppress(_Enough):
                 _from(evaluate, space, given, start, whole)
     for dims in (whole, [*(dim for dim in space.dims if dim[1] is not None), *whole]):
@@ -518,6 +521,8 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
         ends = [p for p in rows if evaluate.key(rows[p])[:2] <= (first, (1 + BETTER) * most)]
         # of meshes over which the step is as long those of two axes leave most to be tried, three are two cut further
         end = min(ends, key=lambda p: (abs(len(p.sizes) - 2), evaluate.key(rows[p]), p.layout))
+        if dims is whole and (rows[end].seconds, rows[end].peak) in begun:
+            continue
         with contextlib.suppress(_Enough):
             _from(evaluate, space, given, end, dims)
 
