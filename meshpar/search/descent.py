@@ -509,13 +509,13 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < shortest and rows[ranked[0]].fits]
     large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
     whole = [dim for dim in space.dims if dim[1] is None]
-    begun: set[tuple[float, float]] = set()
+    begun, seen = set[tuple[float, float]](), set[tuple[float, float]]()
     for start in dict.fromkeys([*large[:STARTS], *list(starts.values())[:STARTS]]):
         row, best = rows[start], min(rows.values(), key=evaluate.key)
         if evaluate.near(row) and (row.fits or not best.fits or row.seconds < best.seconds):
             begun.add((row.seconds, row.peak))
             with contextlib.suppress(_Enough):
-                _from(evaluate, space, given, start, whole)
+                _from(evaluate, space, given, start, whole, seen)
     for dims in (whole, [*(dim for dim in space.dims if dim[1] is not None), *whole]):
         first, most, _ = min(map(evaluate.key, rows.values()))
         ends = [p for p in rows if evaluate.key(rows[p])[:2] <= (first, (1 + BETTER) * most)]
@@ -524,30 +524,46 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
         if dims is whole and (rows[end].seconds, rows[end].peak) in begun:
             continue
         with contextlib.suppress(_Enough):
-            _from(evaluate, space, given, end, dims)
+            _from(evaluate, space, given, end, dims, set())
 
 
 def _from(
-    evaluate: _Evaluation, space: Space, given: Sequence[Sizes], at: Point, dims: Sequence[tuple[str, str | None]]
-) -> None:
+    evaluate: _Evaluation, space: Space, given: Sequence[Sizes], at: Point, dims: Sequence[tuple[str, str | None]],
+    seen: set[tuple[float, float]],
+) -> None:  # fmt: skip
     """Descend from a candidate: other meshes, one of these dims after the other, those with the same axes together.
+
+    Args:
+      seen: (seconds, peak) of where other descents went on from; this one ends where it comes to one, and adds its own.
 
     Raises:
       _Enough: nothing was gained for long.
     """
     evaluate.begins(at)
+    mine = set[tuple[float, float]]()
+
+    def goes_on(at: Point) -> bool:
+        here = evaluate.rows[at].seconds, evaluate.rows[at].peak
+        new = here in mine or here not in seen or not mine
+        mine.add(here)
+        return new
+
     before = None
-    while at != before:
-        before = at
-        if not evaluate.rows[at].fits:  # the one change that makes it fit best, whichever dim it is of
-            at = evaluate.better(
-                at, (move for dim in space.dims for move in space.neighbours(at, dim, evaluate.lost(at)))
-            )
-        at = evaluate.better(at, ((("mesh", p), p) for p in space.other_meshes(at, given)))
-        for dim in dims:
-            at = evaluate.better(at, space.neighbours(at, dim, evaluate.lost(at)))
-        at = evaluate.better(at, space.together(at))
-        at = evaluate.better(at, space.exchanged(at))
+    try:
+        while at != before and goes_on(at):
+            before = at
+            if not evaluate.rows[at].fits:  # the one change that makes it fit best, whichever dim it is of
+                every = (move for dim in space.dims for move in space.neighbours(at, dim, evaluate.lost(at)))
+                at = evaluate.better(at, every)
+            at = evaluate.better(at, ((("mesh", p), p) for p in space.other_meshes(at, given)))
+            if not goes_on(at):
+                return
+            for dim in dims:
+                at = evaluate.better(at, space.neighbours(at, dim, evaluate.lost(at)))
+            at = evaluate.better(at, space.together(at))
+            at = evaluate.better(at, space.exchanged(at))
+    finally:
+        seen |= mine
 
 
 def _answer(
