@@ -1,6 +1,10 @@
-"""Which of an op's factors may be split: only where every device has a block of every array."""
+"""Which of an op's factors may be split: only where every device has a block of every array; and what layouts share."""
 
-from meshpar.plan.claims import blocks_only
+import jax
+import jax.numpy as jnp
+
+import meshpar as mp
+from meshpar.plan.claims import Claims, blocks_only
 from meshpar.rules.rule import OpRule
 
 SIZES = {"x": 2, "y": 2}
@@ -22,3 +26,34 @@ def test_what_one_array_drops_is_not_major_to_a_factor_of_another():
     assert blocks_only(rule, [(), ("y",), ("x",), ()], SIZES) == [(), (), (), ()]
     assert blocks_only(rule, [("x", "y"), (), (), ()], SIZES) == [("x", "y"), (), (), ()]
     assert blocks_only(rule, [("x", "y"), ("z",), ("u",), ()], SIZES | {"z": 2, "u": 2})[2] == ("u",)
+
+
+def test_layouts_share_the_answers_to_questions_about_dims_of_the_same_rules():
+    def step(x, w, v):
+        return jnp.tanh(x @ w) @ v
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 32), (32, 16))]
+    dims = {"x": "batch embed", "w": "embed mlp", "v": "mlp embed"}
+    texts = ["batch: x", "batch: x; mlp: y", "mlp: y; batch: x", "mlp: y", "batch: x; embed: y", "mlp: x+y"]
+
+    def claims(text, program):
+        return Claims(program, mp.Layout(text), SIZES)
+
+    def traced():
+        return mp.plan(step, *shapes, dims=dims, layout="", mesh="x=2, y=2").program
+
+    program = traced()
+    answered = {text: claims(text, program).answered() for text in texts}
+    topics = claims(texts[0], program).asked().topics
+    assert len(topics) > 3
+    for k, topic in enumerate(topics):
+        if "mlp" not in topic.names:
+            assert answered["batch: x"][k] is answered["batch: x; mlp: y"][k]
+        if topic.names == {"mlp"}:
+            assert answered["batch: x; mlp: y"][k] is answered["mlp: y"][k]
+    for text in texts:
+        fresh = claims(text, traced())
+        assert [a.answers for a in answered[text]] == [a.answers for a in fresh.answered()]
+        values = {fresh.value_items(v): fresh.value(v) for v in fresh.program.inputs}
+        for items, spec in values.items():
+            assert fresh.answers()[fresh.asked().places[items, ()]] == spec
