@@ -195,7 +195,8 @@ class Space:
                     yield (mine, axes, new), self.point(point.sizes, rules)
 
     def exchanged(self, point: Point) -> Iterator[tuple[Move, Point]]:
-        """The candidates in which two dims ask for each other's axes, or one for the other's, which then asks for none."""
+        """The candidates in which two dims ask for each other's axes, or one for the other's, which then asks for none; and those
+        in which one asks for its axes in another order."""
         free = list(point.rules[len(self.fixed) :])
         mine = {(r.dim, r.scope): r for r in free}
         whole = [Rule(d, (), True, s) for d, s in self.dims if s is None and (d, s) not in mine]
@@ -204,6 +205,11 @@ class Space:
                 to = {one: replace(other, axes=one.axes), other: replace(one, axes=other.axes)}
                 move = (one.dim, one.axes), (other.dim, other.axes)
                 yield move, self.point(point.sizes, [to.get(r, r) for r in free])
+        for rule in free:
+            for axes in itertools.permutations(rule.axes):
+                if axes != rule.axes:
+                    turned = replace(rule, axes=axes)
+                    yield (rule, axes), self.point(point.sizes, [turned if r is rule else r for r in free])
 
     def other_meshes(self, point: Point, allowed: Sequence[Sizes]) -> Iterator[Point]:
         """The same rules on the meshes in which one axis has a factor of another; and on those with one axis more, which splits

@@ -280,6 +280,7 @@ def test_dims_take_each_others_axes():
     assert "batch: data; embed?: model; mlp?: data+model" in found
     assert "batch: data; vocab?: model; embed?: data+model" in found
     assert "batch: data; mlp?: model; vocab?: data+model" in found
+    assert "batch: data; mlp?: model; embed?: model+data" in found
     assert at.layout not in found
     assert not any("seq" in layout or "batch: model" in layout for layout in found)
 
