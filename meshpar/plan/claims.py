@@ -425,11 +425,9 @@ class Claims:
         for found in self.answered():
             places.update(start + k for k in found.refused)
             start += len(found.answers)
-        return (
-            frozenset(op for op, mine in self.asked().of.items() if not places.isdisjoint(mine))
-            if places
-            else frozenset()
-        )
+        if not places:
+            return frozenset()
+        return frozenset(op for op, mine in self.asked().of.items() if not places.isdisjoint(mine))
 
     def asked(self) -> Asked:
         """The questions of the program, where rules name the scopes that those of the layout do."""

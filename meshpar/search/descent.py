@@ -50,9 +50,9 @@ BETTER = 0.005
 LOST = 0.1
 """A move that made the step longer by more is not tried again, from no other candidate."""
 OFF = 0.08
-"""Part by which the seconds expected of a candidate on another mesh may be above its plan's. (Of 490 neighbours of candidates of
-Llama 3, Mixtral, DeepSeek-V3 and ResNet-50 those that were shorter were expected to take at most 0.072 more on another mesh, less
-on the same one.)"""
+"""Part by which the seconds expected of a candidate on another mesh may be above those that it is to take less than. (Of 490
+neighbours of candidates of Llama 3, Mixtral, DeepSeek-V3 and ResNet-50 those that were shorter by over half a percent were expected
+to take at most 1.04 times the seconds of the one beside them on another mesh, and as many on the same one.)"""
 PATIENCE = 40
 """After so many candidates in a row that are no gain over where it is, a descent ends."""
 OPS = 2000
@@ -86,7 +86,7 @@ class _Evaluation:
       patience: of :data:`PATIENCE` candidates how many may be planned for a program of this size.
       rows: by candidate; those with equal answers to the claims share one.
       named: what candidates are called; illegal: the errors of those that have no plan; far: those that were planned in part;
-        idle: those of them that were no better than another, by little.
+        idle: those of them that were no better than another, by little. What a class of candidates sends is in ``_sends``.
       gained: how many candidates had been tried, and planned, when the descent had its last gain, or began; None: there is none.
     """
 
@@ -509,7 +509,7 @@ def _descend(evaluate: _Evaluation, space: Space, given: Sequence[Sizes]) -> Non
     large = [p for p in rows if not rows[p].fits and rows[p].seconds < shortest and rows[ranked[0]].fits]
     large.sort(key=lambda p: (rows[p].seconds, rows[p].peak))
     whole = [dim for dim in space.dims if dim[1] is None]
-    begun, seen = set[tuple[float, float]](), set[tuple[float, float]]()
+    begun, seen = set[tuple[float, float]](), set[tuple[float, float]]()  # by figures: axes may be called otherwise
     for start in dict.fromkeys([*large[:STARTS], *list(starts.values())[:STARTS]]):
         row, best = rows[start], min(rows.values(), key=evaluate.key)
         if evaluate.near(row) and (row.fits or not best.fits or row.seconds < best.seconds):
@@ -543,8 +543,9 @@ def _from(
     mine = set[tuple[float, float]]()
 
     def goes_on(at: Point) -> bool:
+        """Whether no other descent was there; the start may be where one was."""
         here = evaluate.rows[at].seconds, evaluate.rows[at].peak
-        new = here in mine or here not in seen or not mine
+        new = not mine or here in mine or here not in seen
         mine.add(here)
         return new
 
