@@ -12,6 +12,7 @@ from typing import Any
 from ..layout import SCOPES, Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
 from ..rules import ELEMENTWISE, OpRule
+from .spec import unsplit
 
 Names = tuple[str, ...]
 Items = tuple[tuple[Names, int], ...]
@@ -165,7 +166,9 @@ class Claims:
         return found
 
     def value(self, value: Value) -> Spec:
-        """The spec of a value at rest."""
+        """The spec in which a value is stored. Arrays without elements are not split: XLA returns them with the global shape."""
+        if 0 in value.shape:
+            return unsplit(len(value.shape))
         if value.explicit is not None:
             return value.explicit
         plain = value.annotation is None and not self.scoped

@@ -250,3 +250,34 @@ def test_what_is_split_for_an_op_stays_split_until_it_is_no_longer_merged():
     assert len(products) == 2
     assert all(s.results[0].spec[0] == ("data",) for s in products)
     same(attention_over_rows, *args, layout=layout, dims=dims, meshes=["data=8", "data=4, model=2"])
+
+
+# -- arrays without elements
+
+
+EMPTY = {
+    "tile": (lambda x: jnp.tile(x, (1, 0)), (8, 4)),
+    "slice": (lambda x: x[:, :0], (8, 4)),
+    "pad": (lambda x: lax.pad(x, 1.0, ((0, 0, 0), (-2, -2, 0))), (8, 4)),
+    "elementwise": (lambda x: x + 1, (0, 4)),
+    "loop": (lambda x: lax.scan(lambda c, r: (c + r, c * r), x[0, :], x[:0]), (8, 4)),
+    "contraction": (lambda x: x[:, :0] @ jnp.ones((0, 4)) + x, (8, 4)),
+    "empty features": (lambda x: (x * 2, x.sum(0), x.T), (8, 0)),
+}
+
+
+@pytest.mark.parametrize("layout", ["rows: data", "columns: data", "rows: data; columns: model"])
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.parametrize("name", EMPTY)
+def test_arrays_without_elements_are_not_split(name, lowering, layout):
+    fn, shape = EMPTY[name]
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    step = mp.jit(fn, mesh="data=4, model=2", layout=layout, dims={"x": "rows columns"}, lowering=lowering)
+    found, expected = jax.tree.leaves(step(x)), jax.tree.leaves(jax.jit(fn)(x))
+    for a, b in zip(found, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)  # reading the shards of a wrong shape fails
+        if not a.size:
+            assert a.sharding.is_fully_replicated
+    again = jax.tree.leaves(step(found[0])) if found[0].shape == x.shape else []
+    assert all(np.asarray(a).shape == a.shape for a in again)

@@ -1,0 +1,266 @@
+"""Bytes on the wire and results of small programs under `mp.jit`, compared with XLA's partitioner.
+
+    python benchmarks/primitives.py [--quick] [--only attention ...] [--log FILE] [--workers 1] [--lowering auto]
+    python benchmarks/primitives.py --log FILE --report     # the table of a log, without running anything
+
+A case is a program of `primitive_programs.py`, one of five layouts on a mesh ``data=4, model=2``, and the function itself or its
+gradient. `mp.jit` and `jax.jit` compile it for 8 virtual CPU devices with equal shardings of arguments and results (those of the
+plan). Bytes are those that each device sends, counted in the final programs by `meshpar.verify.hlo`, loops by their trip counts.
+Results of both are compared with the unsharded run. A case is above the bound if it sends more than 1.1 times XLA's bytes plus 64.
+
+Cases run in subprocesses, a few programs each. The outcomes are appended to the log, and cases that are in it are not run again.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+MESH = "data=4, model=2"
+RATIO, SLACK = 1.1, 64
+"""The bound: bytes of XLA's program times the first, plus the second."""
+
+TOLERANCE = 1e-4
+"""Largest difference from the unsharded run, relative to the largest element of a result, that float32 rounding explains."""
+
+QUICK = ("attention_causal", "conv_strided", "cumsum", "embedding", "roll", "top_k")
+CHUNK = 8
+"""Programs per process."""
+
+REASONS: dict[tuple[str, str, str], str] = {}
+"""Why a case (program, layout, what) may send more than the bound allows; ``*`` as a program's layout or what: any."""
+
+
+def cases(only=()):
+    """(program, layout, "value" or "gradient") of every case."""
+    from primitive_programs import LAYOUTS, PROGRAMS
+
+    found = []
+    for name, p in PROGRAMS.items():
+        if only and name not in only:
+            continue
+        kinds = ["value", "gradient"] if p.gradient() is not None else ["value"]
+        found += [(name, layout, what) for layout in LAYOUTS for what in kinds]
+    return found
+
+
+def largest_difference(found, reference):
+    """The largest difference between two trees, relative to the largest element of the leaf; inf where shapes or dtypes differ."""
+    import jax
+    import numpy as np
+
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if a.shape != b.shape or a.dtype != b.dtype or not np.array_equal(np.isnan(a), np.isnan(b)):
+            return float("inf")
+        if not a.size:
+            continue
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            gap = np.where((a == b) | np.isnan(b), 0, np.abs(a - b))
+        scale = np.abs(b[np.isfinite(b)]).max(initial=0)
+        worst = max(worst, float(gap.max() / max(scale, 1e-6)))
+    return worst
+
+
+def run_case(name, layout, what, reference=None, lowering=None):
+    """The outcome of one case.
+
+    Returns:
+      A dict: ``bytes`` of `mp.jit`'s program, ``xla`` of `jax.jit`'s, ``planned``; ``differs`` and ``xla_differs``, the largest
+      relative differences from the unsharded run; ``ops`` of `mp.jit`'s program; or ``error``.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from primitive_programs import LAYOUTS, PROGRAMS
+
+    import meshpar as mp
+    from meshpar.verify.hlo import collectives
+
+    p = PROGRAMS[name]
+    fn = p.fn if what == "value" else p.gradient()
+    rng = np.random.default_rng(0)
+    args = [i.array(rng) for i in p.inputs.values()]
+    line = {"program": name, "layout": layout, "what": what}
+    if reference is None:
+        reference = jax.jit(fn)(*args)
+    text = LAYOUTS[layout]
+    options = {} if lowering is None else {"lowering": lowering}
+    mesh = mp.mesh(MESH)
+    try:
+        rules = mp.Layout(text, optional=True)
+        step = mp.jit(fn, mesh=mesh, layout=rules, dims={k: i.names for k, i in p.inputs.items()}, **options)
+        plan = step.plan(*args)
+        compiled = step.lower(*args).compile()
+        ins = step.shardings(*args)
+        placed = jax.device_put(args, list(ins))
+        found = compiled(*placed)
+        sent = collectives(compiled.as_text())
+        line["bytes"] = sum(c.total_bytes for c in sent)
+        line["planned"] = sum(c.total_bytes for c in plan.collectives)
+        line["ops"] = [f"{c.op} {c.shape} ×{c.count}" for c in sent]
+        line["differs"] = largest_difference(found, reference)
+    except Exception as e:  # the table has it
+        line["error"] = f"{type(e).__name__}: {str(e).splitlines()[0][:300] if str(e) else ''}"
+        return line
+    outs = jax.tree.unflatten(jax.tree.structure(reference), [NamedSharding(mesh, h.spec) for h in plan.outputs])
+    try:
+        theirs = jax.jit(fn, in_shardings=tuple(ins), out_shardings=outs).lower(*args).compile()
+        sent = collectives(theirs.as_text())
+        line["xla"] = sum(c.total_bytes for c in sent)
+        line["xla_ops"] = [f"{c.op} {c.shape} ×{c.count}" for c in sent]
+        line["xla_differs"] = largest_difference(theirs(*placed), reference)
+    except Exception as e:  # XLA's own failure is no result of ours
+        line["xla_error"] = f"{type(e).__name__}: {str(e).splitlines()[0][:300] if str(e) else ''}"
+    return line
+
+
+def worker(names, skipped, lowering):
+    """Run the cases of some programs, print a line of JSON for each."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    import numpy as np
+    from primitive_programs import PROGRAMS
+
+    warnings.simplefilter("ignore")
+    references = {}
+    for name, layout, what in cases(names):
+        if (name, layout, what) in skipped:
+            continue
+        if (name, what) not in references:
+            p, rng = PROGRAMS[name], np.random.default_rng(0)
+            args = [i.array(rng) for i in p.inputs.values()]
+            references[name, what] = jax.jit(p.fn if what == "value" else p.gradient())(*args)
+        line = run_case(name, layout, what, references[name, what], lowering)
+        print(json.dumps(line), flush=True)
+
+
+def above(line):
+    """Whether a case sends more than the bound allows."""
+    return "xla" in line and line["bytes"] > RATIO * line["xla"] + SLACK
+
+
+def reason(line):
+    for layout in (line["layout"], "*"):
+        for what in (line["what"], "*"):
+            found = REASONS.get((line["program"], layout, what))
+            if found:
+                return found
+    return ""
+
+
+def ratio(line):
+    """Bytes of `mp.jit`'s program per byte of XLA's."""
+    return (line["bytes"] + SLACK) / (line["xla"] + SLACK)
+
+
+def report(lines, every=False):
+    """The table, sorted by ratio, and its summary, as Markdown."""
+    ran = [x for x in lines if "error" not in x]
+    compared = [x for x in ran if "xla" in x]
+    rows = sorted((x for x in compared if every or above(x)), key=ratio, reverse=True)
+    out = ["| program | layout | | mp.jit | planned | XLA | ratio | reason |", "|---|---|---|---|---|---|---|---|"]
+    for x in rows:
+        times = f"{x['bytes'] / x['xla']:.2f}" if x["xla"] else "∞"
+        cells = (x["program"], x["layout"], x["what"], f"{x['bytes']:.0f}", f"{x['planned']:.0f}", f"{x['xla']:.0f}")
+        out.append(f"| {' | '.join(cells)} | {times} | {reason(x)} |")
+    wrong = [x for x in ran if not x["differs"] <= TOLERANCE]
+    theirs = [x for x in ran if not x.get("xla_differs", 0) <= TOLERANCE]
+    fewer = sum(x["bytes"] * RATIO + SLACK < x["xla"] for x in compared)
+    unexplained = sum(above(x) and not reason(x) for x in compared)
+    ours, xla = (sum(x[k] for x in compared) for k in ("bytes", "xla"))
+    out += [
+        "",
+        f"{len(lines)} cases of {len({x['program'] for x in lines})} programs: {len(wrong)} wrong, {len(lines) - len(ran)} errors.",
+        f"{sum(map(above, compared))} cases are above the bound, {unexplained} of them without a reason; {fewer} send less "
+        f"than XLA by the same bound. All together send {ours / max(xla, 1):.3f} of XLA's bytes.",
+        f"XLA's program is wrong in {len(theirs)} cases and fails in {sum('xla_error' in x for x in ran)}.",
+    ]
+    out += [f"wrong: {x['program']}, {x['layout']}, {x['what']}: {x['differs']:.3g}" for x in wrong]
+    out += [f"error: {x['program']}, {x['layout']}, {x['what']}: {x['error']}" for x in lines if "error" in x]
+    return "\n".join(out)
+
+
+def read(log):
+    if not log or not Path(log).exists():
+        return []
+    return [json.loads(line) for line in Path(log).read_text().splitlines() if line]
+
+
+def run_all(names, done, log, workers, lowering):
+    """Run the cases that are not done, in subprocesses of a few programs each; append their lines to the log."""
+    todo = [n for n in names if any((n, at, what) not in done for _, at, what in cases([n]))]
+    chunks = [todo[k : k + CHUNK] for k in range(0, len(todo), CHUNK)]
+    sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
+    import quick
+
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}".strip()
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    found = []
+
+    def run(chunk):
+        command = [sys.executable, __file__, "--worker", json.dumps([chunk, sorted(done), lowering])]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
+        assert process.stdout is not None
+        got = []
+        for text in process.stdout:
+            if not text.startswith("{"):
+                continue
+            got.append(json.loads(text))
+            if log:
+                with open(log, "a") as f:
+                    f.write(text)
+        if process.wait():  # the case that was running took the process with it
+            ran = {(x["program"], x["layout"], x["what"]) for x in got} | done
+            name, layout, what = next(c for c in cases(chunk) if c not in ran)
+            got.append({"program": name, "layout": layout, "what": what, "error": f"exit status {process.returncode}"})
+        found.extend(got)
+        print(f"{len(found)} cases", file=sys.stderr)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(run, chunks))
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    parser.add_argument("--only", nargs="*", default=[], help="names of programs")
+    parser.add_argument("--log", help="outcomes as JSON lines; cases in it are not run again")
+    parser.add_argument("--report", action="store_true", help="print the table of the log")
+    parser.add_argument("--all", action="store_true", help="all rows, not only those above the bound")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--lowering", help="of mp.jit; its default if not given")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    if args.worker:
+        names, done, lowering = json.loads(args.worker)
+        worker(names, {tuple(x) for x in done}, lowering)
+        return
+    from primitive_programs import PROGRAMS
+
+    unknown = set(args.only) - set(PROGRAMS)
+    if unknown:
+        parser.error(f"no such programs: {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
+    names = args.only or (list(QUICK) if args.quick else list(PROGRAMS))
+    lines = [x for x in read(args.log) if x["program"] in names]
+    if not args.report:
+        begin = time.monotonic()
+        done = {(x["program"], x["layout"], x["what"]) for x in lines}
+        lines += run_all(names, done, args.log, args.workers, args.lowering)
+        print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
+    print(report(lines, args.all))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The comparison of small programs with XLA's partitioner: a few programs, and what the table is made of."""
+
+import numpy as np
+import pytest
+from primitive_programs import LAYOUTS, PROGRAMS
+from primitives import above, cases, largest_difference, report, run_case
+
+
+def line(**changed):
+    return {"program": "p", "layout": "batch", "what": "value", "bytes": 100.0, "planned": 100.0, "xla": 100.0,
+            "differs": 0.0, "xla_differs": 0.0, "ops": [], **changed}  # fmt: skip
+
+
+def test_there_are_enough_programs_and_layouts():
+    assert len(PROGRAMS) >= 120
+    assert len(LAYOUTS) == 5
+    assert len(cases(["softmax"])) == 10
+    assert len(cases(["argmax"])) == 5  # without gradients
+
+
+def test_arguments_are_the_same_in_every_run():
+    for p in PROGRAMS.values():
+        for i in p.inputs.values():
+            a, b = (i.array(np.random.default_rng(0)) for _ in range(2))
+            np.testing.assert_array_equal(a, b)
+            assert a.shape == i.shape
+            assert a.ndim == len(i.names.split())
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(164.0, False), (175.0, True), (174.0, False), (0.0, False)])
+def test_the_bound_is_a_tenth_and_64_bytes_above_xla(sent, expected):
+    assert above(line(bytes=sent, xla=100.0)) is expected
+
+
+def test_differences_are_relative_to_the_largest_element():
+    x = np.array([1.0, 4.0, np.nan, np.inf])
+    assert largest_difference([x], [x]) == 0
+    assert largest_difference([x + np.array([0, 1, 0, 0])], [x]) == 0.25
+    assert largest_difference([x], [np.array([1.0, 4.0, 0.0, np.inf])]) == float("inf")
+    assert largest_difference([x.astype(np.float32)], [x]) == float("inf")
+    assert largest_difference([x[:2]], [x]) == float("inf")
+
+
+def test_the_report_counts_what_is_wrong_fails_or_sends_more():
+    lines = [
+        line(),
+        line(program="wrong", differs=0.5),
+        line(program="fails", error="ValueError: x"),
+        line(program="more", bytes=1000.0),
+        line(program="much more", bytes=5000.0),
+        line(program="less", bytes=1.0, xla=1000.0),
+    ]
+    text = report(lines)
+    rows = [x.split(" | ")[0] for x in text.splitlines() if x.startswith("| m")]
+    assert rows == ["| much more", "| more"]
+    assert "6 cases of 6 programs: 1 wrong, 1 errors." in text
+    assert "2 cases are above the bound, 2 of them without a reason; 1 send less" in text
+    assert "wrong: wrong, batch, value: 0.5" in text
+    assert "error: fails, batch, value: ValueError: x" in text
+
+
+@pytest.mark.parametrize("name", ["attention_causal", "cumsum", "roll"])
+@pytest.mark.parametrize("what", ["value", "gradient"])
+def test_results_are_right_and_no_more_is_sent(name, what):
+    found = run_case(name, "sequence", what, lowering="shard_map")
+    assert found["differs"] < 1e-5
+    assert found["planned"] == pytest.approx(found["bytes"], abs=64)
+    assert not above(found)
+
+
+def test_a_program_that_fails_is_an_error_of_its_row(monkeypatch):
+    def broken(x):
+        raise KeyError("no such layer")
+
+    monkeypatch.setitem(PROGRAMS, "broken", PROGRAMS["softmax"]._replace(fn=broken))
+    assert run_case("broken", "batch", "value", reference=0)["error"] == "KeyError: 'no such layer'"
