@@ -882,7 +882,7 @@ def split_dims(x):
 
 @program(x="b s e")
 def ravel_norm(x):
-    return x.ravel() / jnp.linalg.norm(x.ravel())
+    return x.ravel() / (1 + jnp.linalg.norm(x.ravel()))
 
 
 @program(x="b s e", y="b s e")
