@@ -136,7 +136,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--mesh", help='mesh axes and sizes (default "data=4, model=2" on 8 devices)')
     add("--layout", default=LAYOUT, help="rules that split the dims over the axes (%(default)s)")
-    add("--lowering", choices=("jit", "shard_map"), default="jit")
+    add("--lowering", choices=("auto", "jit", "shard_map"), default="auto")
     add("--epochs", type=int, default=8)
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)

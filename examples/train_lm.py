@@ -217,7 +217,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="fsdp+megatron",
         help=f"rules ('batch: data; mlp: model') or one of {', '.join(LAYOUTS)} (%(default)s)",
     )
-    add("--lowering", choices=("jit", "shard_map"), default="jit")
+    add("--lowering", choices=("auto", "jit", "shard_map"), default="auto")
     add("--steps", type=positive, default=500)
     add("--batch", type=positive, default=16, help="sequences a step (%(default)s)")
     add("--seq", type=positive, default=64, help="bytes a sequence (%(default)s)")

@@ -1,7 +1,7 @@
 """Train a byte-level language model with mixtures of experts on the source of the Python standard library.
 
     python examples/train_moe.py                  # two minutes on 8 virtual CPU devices
-    python examples/train_moe.py --layout tensor --lowering shard_map
+    python examples/train_moe.py --layout tensor
     python examples/train_moe.py --router switch --capacity 1.25     # a router that drops tokens, and says how many
 
 DeepSeek-V3's layers, small: sigmoid router, groups of experts, a bias that balances the load without a loss, a shared expert.
@@ -137,7 +137,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="expert",
         help=f"rules ('batch: data; expert: data') or one of {', '.join(LAYOUTS)} (%(default)s)",
     )
-    add("--lowering", choices=("jit", "shard_map"), default="jit")
+    add("--lowering", choices=("auto", "jit", "shard_map"), default="auto")
     add(
         "--router",
         choices=("deepseek_v3", "top_k", "switch", "gshard", "noisy_top_k", "expert_choice"),

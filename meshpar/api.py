@@ -69,7 +69,7 @@ def jit(
     mesh: AnyMesh | str,
     layout: LayoutLike,
     dims: DimsPatterns = None,
-    lowering: Lowering = "jit",
+    lowering: Lowering = "auto",
     overlap: Mode | None = None,
     strict: bool = False,
     static_argnums: int | Sequence[int] | None = None,
@@ -89,13 +89,15 @@ def jit(
       mesh: from :func:`meshpar.mesh`, its text, or any ``jax.sharding.Mesh`` (of which Explicit axes are taken as Auto ones).
       layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
       dims: tree-path patterns → dims, for what carries no Flax metadata: ``{"batch/tokens": "batch seq"}``.
-      lowering: ``"jit"``: XLA partitions, held to the plan by sharding constraints. ``"shard_map"``: meshpar partitions, and
-        what the plan lists is what is sent.
+      lowering: ``"shard_map"``: meshpar partitions, and what the plan lists is what is sent. ``"jit"``: XLA partitions, guided by
+        sharding constraints from the plan, whose figures are then estimates. ``"auto"``, the default: ``"shard_map"``, or
+        ``"jit"`` where an op of the program has no local form; then a warning and the plan name the op and its line.
       overlap: collective-matmul mode of the ``"shard_map"`` lowering, for all-gather → matmul and matmul → reduce-scatter pairs.
         ``"ring"``: in blocks, each sent while another is multiplied. ``"xla"``, ``"off"``: by collectives of their own.
-        ``"auto"`` (the default): whichever leaves less communication exposed by the plan's estimate, so ``"xla"`` where the
-        chip is not known. ``"pallas"``: by one TPU kernel that sends while it multiplies, where it takes the pair, as ``"auto"``
-        elsewhere; never a default, since it was not timed. The plan's ``overlaps`` have every decision, its reason and gain.
+        ``"auto"``, the default under ``"shard_map"``: whichever leaves less communication exposed by the plan's estimate, so
+        ``"xla"`` where the chip is not known. ``"pallas"``: by one TPU kernel that sends while it multiplies, where it takes the
+        pair, as ``"auto"`` elsewhere; never a default, since it was not timed. The plan's ``overlaps`` have every decision, its
+        reason and gain.
         ``"auto"`` and ``"pallas"`` also send a sum that ends split as a whole one, for twice the bytes, where that is shorter;
         each such collective says so (``algorithm="whole"``, ``why``). The others send the fewest bytes.
       strict: two names for one dim of the program are an error instead of a warning.
@@ -139,7 +141,7 @@ def jit(
 @options_apart
 def plan(
     fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str, layout: LayoutLike, dims: DimsPatterns = None,
-    lowering: Lowering | None = None, overlap: Mode | None = None, topology: str | None = None, strict: bool = False,
+    lowering: Lowering = "auto", overlap: Mode | None = None, topology: str | None = None, strict: bool = False,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
     options: OptionsMode | None = "auto", compiler_options: Mapping[str, Any] | None = None,
@@ -156,7 +158,7 @@ def plan(
         of that name, a bare keyword is refused unless the argument is given by position or ``kwargs`` is given.)
       mesh: a mesh, a ``jax.sharding.AbstractMesh``, or text, ``"data=64, model=8"`` (-1 fills the topology).
       layout, dims, strict, static_argnums, static_argnames: as in :func:`meshpar.jit`.
-      lowering, overlap: as in :func:`meshpar.jit`, and with the same defaults; ``overlap`` alone means ``"shard_map"``.
+      lowering, overlap: as in :func:`meshpar.jit`, and with the same defaults.
       topology: what an abstract mesh lies on, for times: ``"v5p:8x8x8"``, ``"2x v5e:16x16"``, ``"4x h100:8"`` (nodes of GPUs).
         Neither devices nor a compiler are needed. A mesh over devices knows its own.
       donate_argnums, donate_argnames: arguments whose memory the results may take; as in ``jax.jit``.
@@ -174,7 +176,6 @@ def plan(
       MeshparError: as :func:`meshpar.jit`; and what does not fit the arguments; see :mod:`meshpar.errors`.
     """
     _check_function(fn, "plan")
-    lowering = lowering or ("jit" if overlap in (None, "off") else "shard_map")
     check_lowering(lowering, overlap)
     return Jitted(
         fn, auto_mesh(planned_mesh(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
@@ -212,7 +213,7 @@ def check(
     mesh: Mesh | str | Iterable[Mesh | str] | None = None,
     meshes: Mesh | str | Iterable[Mesh | str] | None = None,
     dims: DimsPatterns = None,
-    lowerings: Sequence[Lowering] = ("jit",),
+    lowerings: Sequence[Lowering] = ("auto",),
     overlap: Mode | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
@@ -282,7 +283,7 @@ def check(
 @options_apart
 def compile(
     fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str | None = None, layout: LayoutLike | None = None,
-    dims: DimsPatterns = None, lowering: Lowering = "jit", overlap: Mode | None = None, topology: str | None = None,
+    dims: DimsPatterns = None, lowering: Lowering = "auto", overlap: Mode | None = None, topology: str | None = None,
     effort: Effort = "fast", timeout: float | None = None, cache: bool = True, progress: Progress = None,
     options: OptionsMode | None = "auto", compiler_options: Mapping[str, Any] | None = None, strict: bool = False,
     keep_unused: bool = False,
@@ -338,7 +339,7 @@ def compile(
         )  # fmt: skip
         mesh = topology = None
     elif own := [
-        *(["lowering"] if lowering != "jit" else []), *(["strict"] if strict else []),
+        *(["lowering"] if lowering != "auto" else []), *(["strict"] if strict else []),
         *(["keep_unused"] if keep_unused else []), *(["options"] if options != "auto" else []),
         *(k for k, v in {
             "layout": layout, "dims": dims, "overlap": overlap, "static_argnums": static_argnums,
@@ -363,7 +364,7 @@ def search(
     fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time", margin: float = 0.85,
     axes: int = 3, most: int = 400, seconds: float | None = None, layouts: Iterable[LayoutLike] = (), verify: int = 0,
     vary: Mapping[str, Sequence[Any]] | None = None,
-    lowering: Lowering = "shard_map", overlap: Mode | None = None, calibration: CalibrationLike = None, progress: Progress = None,
+    lowering: Lowering = "auto", overlap: Mode | None = None, calibration: CalibrationLike = None, progress: Progress = None,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
     kwargs: Mapping[str, Any] | None = None, **keywords: Any,
@@ -451,7 +452,7 @@ def search(
 @options_apart
 def tune(
     fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Mesh | str | Iterable[Mesh | str] | None = None,
-    meshes: Mesh | str | Iterable[Mesh | str] | None = None, dims: DimsPatterns = None, lowering: Lowering = "shard_map",
+    meshes: Mesh | str | Iterable[Mesh | str] | None = None, dims: DimsPatterns = None, lowering: Lowering = "auto",
     overlap: Mode | None = None, rounds: int = 9, most: int = 4, tolerance: float = 1e-5, progress: Progress = None,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
@@ -516,7 +517,7 @@ def tune(
                 mesh=where, layout=layout, lowering=lowering, overlap=None if lowering == "jit" else overlap, **changed
             )
             subject = stack.enter_context(step._subject(args, given))
-            candidates.append(Candidate(str(layout), subject, lowering))
+            candidates.append(Candidate(str(layout), subject))
         return tune_candidates(candidates, rounds=rounds, tolerance=tolerance, tell=tell)
 
 
@@ -586,7 +587,7 @@ def _variants(
 @options_apart
 def lab(
     fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str | None = None, topology: str | None = None,
-    layout: LayoutLike | None = None, dims: DimsPatterns = None, lowering: Lowering | None = None,
+    layout: LayoutLike | None = None, dims: DimsPatterns = None, lowering: Lowering = "auto",
     overlap: Mode | None = None, layouts: Mapping[str, str] | None = None,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
@@ -625,7 +626,6 @@ def lab(
         {"data": device_count(topology or "")} if mesh is None else dict(planned_mesh(_text_of(mesh), topology).shape)
     )
     where = ", ".join(f"{a}={n}" for a, n in sizes.items())
-    lowering = lowering or ("jit" if overlap in (None, "off") else "shard_map")
     check_lowering(lowering, overlap)
     given = {**keywords, **(kwargs or {})}
     shared: dict[str, Any] = {
@@ -655,7 +655,7 @@ def lab(
     return Lab(
         Session(
             base, name=name if name.isidentifier() else "step", start=Draft(where, topology, _layout_text(layout)),
-            layouts=layouts or {}, compile=compiled, lowering=lowering,
+            layouts=layouts or {}, compile=compiled,
         )
     )  # fmt: skip
 
@@ -671,7 +671,7 @@ def _layout_text(layout: LayoutLike) -> str:
 
 def local_sgd(
     step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh, layout: LayoutLike,
-    dims: DimsPatterns = None, lowering: Lowering = "jit",
+    dims: DimsPatterns = None, lowering: Lowering = "auto",
 ) -> LocalSgd:  # fmt: skip
     """Train replicas apart on each part of an axis, and average them every so many steps (DiLoCo).
 

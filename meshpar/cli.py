@@ -40,7 +40,7 @@ arguments as jax.ShapeDtypeStruct (nothing is allocated), and tree-path patterns
 
   meshpar plan    examples/llama.py:llama3_8b --topology v5p:4x4x8
   meshpar lab     examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
-  meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8 --lowering shard_map
+  meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8
   meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp+tensor
   meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar tune    examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
@@ -100,9 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     topology = 'what it runs on: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
     overlap = "collective-matmul mode of the shard_map lowering"
     partitioner = {
-        "choices": ("jit", "shard_map"),
-        "default": "jit",
-        "help": "who partitions: XLA, or meshpar (%(default)s)",
+        "choices": ("auto", "jit", "shard_map"),
+        "default": "auto",
+        "help": "who partitions: meshpar (shard_map), XLA (jit), or meshpar unless an op has no local form (%(default)s)",
     }
     options = "options of the TPU compiler: meshpar's, or none (%(default)s)"
     calibration = "what `meshpar tune` measured of such devices, instead of the chip table"
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--topology", help=topology)
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--lowering", **partitioner)
-    add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
+    add("--overlap", choices=MODES, help=overlap + " (default: auto)")
     add("--options", choices=("auto", "off"), default="auto", help=options)
     add("--calibration", metavar="FILE", help=calibration)
     add("--strict", action="store_true", help="two names for one dim are an error")
@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--topology", help=topology)
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--lowering", **partitioner)
-    add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
+    add("--overlap", choices=MODES, help=overlap + " (default: auto)")
     add("--options", choices=("auto", "off"), default="auto", help=options)
     add("--calibration", metavar="FILE", help=calibration)
     add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--topology", help=topology + "; without one, for as many CPUs as the mesh has")
     add("--donate", metavar="NAME", action="append", help=donate)
     add("--lowering", **partitioner)
-    add("--overlap", choices=MODES, help=overlap + " (default: auto, for --lowering shard_map)")
+    add("--overlap", choices=MODES, help=overlap + " (default: auto)")
     add("--options", choices=("auto", "off"), default="auto", help=options)
     add("--calibration", metavar="FILE", help=calibration)
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
     add("--html", metavar="FILE", help="write it as a page of its own, with time against memory as a picture")
     add("--donate", metavar="NAME", action="append", help=donate)
-    add("--lowering", **{**partitioner, "default": "shard_map"})
+    add("--lowering", **partitioner)
     add("--overlap", choices=MODES, help=overlap + " (default: auto)")
 
     add = command(
@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         help="as for plan; several may be given (default: those LAYOUTS of the target that have the mesh's axes)",
     )
-    add("--lowering", **{**partitioner, "default": "shard_map"})
+    add("--lowering", **partitioner)
     add("--overlap", choices=MODES, help=overlap + " (default: auto)")
     add("--options", choices=("auto", "off"), default="auto", help=options)
     add("--donate", metavar="NAME", action="append", help=donate)
@@ -202,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: meshes of all shapes)')
     add("--layout", action="append", help="as for plan; several may be given")
-    add("--lowering", choices=("jit", "shard_map", "both"), default="both", help="(%(default)s)")
+    add("--lowering", **{**partitioner, "choices": (*partitioner["choices"], "both")})
     add("--devices", type=int, default=8, help="virtual devices (%(default)s)")
     add("--tolerance", type=float, default=1e-5, help="part of a leaf's largest value (%(default)s)")
     add("--ints", type=int, default=8, help="integers of the arguments are drawn below this (%(default)s)")
@@ -272,7 +272,7 @@ def _compile(args: argparse.Namespace) -> int:
     )  # fmt: skip
     facts = {
         "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
-        "lowering": args.lowering, "effort": compiled.effort, "memory": dataclasses.asdict(compiled.memory),
+        "lowering": planned.lowering, "effort": compiled.effort, "memory": dataclasses.asdict(compiled.memory),
         "capacity": compiled.capacity, "bytes_sent": compiled.bytes_sent, "exposed_seconds": compiled.exposed_seconds,
         "compile_seconds": compiled.compile_seconds, "options": planned.options.to_dict(), "calibration": planned.calibration,
         "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
@@ -416,7 +416,7 @@ def _plan_of(
         target.name,
         lambda: plan_of(
             target.step, *target.args, mesh=mesh, topology=topology, layout=layout, dims=target.dims, strict=strict,
-            donate_argnames=_donated(args, target), lowering=getattr(args, "lowering", None),
+            donate_argnames=_donated(args, target), lowering=getattr(args, "lowering", "auto"),
             overlap=getattr(args, "overlap", None), options=getattr(args, "options", "auto"),
             calibration=getattr(args, "calibration", None) if args.run is not _tune else None,
         ),

@@ -525,19 +525,19 @@ def _warn_of_repeated(plan: Plan) -> None:
 
 
 def lowered(
-    plan: Plan, traced: Traced, flat: Flat, mesh: Mesh, *, lowering: str, strict: bool, dims: PathDims,
+    plan: Plan, traced: Traced, flat: Flat, mesh: Mesh, *, strict: bool, dims: PathDims,
     names_off: Callable[[], AbstractContextManager[None]], keep_unused: bool, compiler_options: Mapping[str, Any],
 ) -> Entry:  # fmt: skip
     """What runs a plan.
 
     Args:
       flat: the function, which is run as it is written where JAX runs op by op (``jax.debug_nans``), for its own lines.
-      lowering, strict, dims: as in :func:`meshpar.jit`.
+      strict, dims: as in :func:`meshpar.jit`.
       names_off: makes a context in which constraints over names and axes mean nothing, as on one device.
       keep_unused, compiler_options: as in ``jax.jit``; the plan's own options of the compiler are those that a call uses.
     """
     with without_gc():
-        on_arrays, ins, outs = LOWERINGS[lowering](plan, mesh)
+        on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh)
     same: dict[NamedSharding, NamedSharding] = {}  # one object for equal ones: results go in again, told by `is`
     ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
     donated = tuple(sorted(plan.donated))
@@ -566,7 +566,7 @@ def lowered(
     if len({d.process_index for d in mesh.devices.flat}) == 1:
         return Entry(*made)
     statics = [x for _, x in flat.call.statics]
-    return _SpanningEntry(*made, Sheet(flat.fn, plan, lowering, strict, dims, statics, plan.options.values))
+    return _SpanningEntry(*made, Sheet(flat.fn, plan, plan.lowering, strict, dims, statics, plan.options.values))
 
 
 def _runner(jitted: Callable[..., Any], plan: Plan, compiler_options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -159,5 +159,9 @@ class RepeatedWarning(UserWarning):
     """Much of a step is computed by several devices alike, along an axis that the layout gives to some dim; at the first call."""
 
 
+class LoweringWarning(UserWarning):
+    """``lowering="auto"`` is ``"jit"`` for a program, since an op of it has no local form; once per plan that is made."""
+
+
 class TorusWarning(UserWarning):
     """A mesh axis that data is to go around is no ring of the slice's torus; once per plan, with what it costs."""

@@ -55,7 +55,7 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 
-Lowering = Literal["jit", "shard_map"]
+Lowering = Literal["auto", "jit", "shard_map"]
 Mode = Literal["auto", "xla", "ring", "pallas", "off"]
 LayoutLike = Layout | str | Mapping[str, Any] | Sequence[Any]
 
@@ -64,16 +64,17 @@ LayoutLike = Layout | str | Mapping[str, Any] | Sequence[Any]
 
 
 def check_lowering(lowering: Any, overlap: Any) -> None:
-    if lowering not in LOWERINGS:
+    known = ("auto", *LOWERINGS)
+    if lowering not in known:
         raise UnsupportedError(
-            f"there is no lowering {lowering!r}", fixes=did_you_mean(str(lowering), LOWERINGS, "lowerings")
+            f"there is no lowering {lowering!r}", fixes=did_you_mean(str(lowering), known, "lowerings")
         )
     if overlap is not None and overlap not in MODES:
         raise UnsupportedError(f"there is no overlap {overlap!r}", fixes=did_you_mean(str(overlap), MODES, "modes"))
     if lowering == "jit" and overlap in ("ring", "pallas"):
         raise UnsupportedError(
-            f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and overlaps as it likes',
-            fixes=['add lowering="shard_map"', "or leave overlap out"],
+            f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and decides what overlaps',
+            fixes=['leave lowering out, or lowering="shard_map"', "or leave overlap out"],
         )
 
 
@@ -156,13 +157,12 @@ class Jitted(Generic[P, R]):
 
     Attributes:
       mesh, layout: what it was made with.
-      lowering: ``"jit"`` or ``"shard_map"``.
-      overlap: as in :func:`meshpar.jit`, the default filled in.
+      lowering, overlap: as they were asked for; the plan of a call has those that it runs with.
       topology: the slice that an abstract mesh lies on, as text, or None.
     """
 
     def __init__(
-        self, fn: Callable[P, R], mesh: AnyMesh, layout: Layout, dims: PathDims, *, lowering: Lowering = "jit",
+        self, fn: Callable[P, R], mesh: AnyMesh, layout: Layout, dims: PathDims, *, lowering: Lowering = "auto",
         overlap: Mode | None = None, strict: bool = False, topology: str | None = None, init: bool = False,
         static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
         donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
@@ -178,7 +178,7 @@ class Jitted(Generic[P, R]):
         }  # fmt: skip
         self.mesh, self.layout, self.topology = mesh, layout, topology
         self.lowering: Lowering = lowering
-        self.overlap: Mode = overlap or ("auto" if lowering == "shard_map" else "off")
+        self.overlap: Mode | None = overlap
         self._fn: Callable[..., Any] = fn
         self._dims, self._strict, self._init = dims, strict, init
         self._keep_unused, self._compiler_options = keep_unused, dict(compiler_options or {})
@@ -432,7 +432,7 @@ class Jitted(Generic[P, R]):
         return self._other(
             mesh=self.mesh if mesh is None else device_mesh(mesh), lowering=lowering,
             layout=self.layout if layout is None else Layout(layout),
-            overlap=self.overlap if lowering == self.lowering else None, topology=self.topology if mesh is None else None,
+            overlap=None if lowering == "jit" else self.overlap, topology=self.topology if mesh is None else None,
         )  # fmt: skip
 
     def _other(self, **changed: Any) -> Jitted[P, R]:
@@ -560,7 +560,7 @@ class Jitted(Generic[P, R]):
 
     def _lower(self, call: Call, plan: Plan) -> Entry:
         return lowered(
-            plan, self._trace(call), self._flat(call), self._device_mesh(), lowering=self.lowering, strict=self._strict,
+            plan, self._trace(call), self._flat(call), self._device_mesh(), strict=self._strict,
             dims=self._dims, names_off=self._no_names, keep_unused=self._keep_unused, compiler_options=self._compiler_options,
         )  # fmt: skip
 

@@ -47,7 +47,8 @@ class Plan(record.Plan):
 
     def replan(
         self, *, layout: Any = None, mesh: AnyMesh | str | None = None, topology: str | None = None, strict: bool = False,
-        overlap: str | None = None, options: OptionsMode | None = None, calibration: CalibrationLike = None,
+        lowering: str | None = None, overlap: str | None = None, options: OptionsMode | None = None,
+        calibration: CalibrationLike = None,
     ) -> Plan:  # fmt: skip
         """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
 
@@ -55,7 +56,7 @@ class Plan(record.Plan):
           layout: as in :func:`meshpar.plan`; default: this plan's.
           mesh: a mesh, or text; default: this plan's, with its topology.
           topology: the slice that ``mesh`` lies on, if it is abstract.
-          overlap, options, calibration: as in :func:`meshpar.plan`; default: this plan's.
+          lowering, overlap, options, calibration: as in :func:`meshpar.plan`; default: as they were asked for of this plan.
 
         Raises:
           UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
@@ -65,14 +66,14 @@ class Plan(record.Plan):
         measured = None if calibration is None else calibrations(calibration)
         return Plan.of(
             replan(
-                self, layout=other, mesh=where, topology=topology, strict=strict, overlap=overlap, options=options,
-                calibrations=measured,
+                self, layout=other, mesh=where, topology=topology, strict=strict, lowering=lowering, overlap=overlap,
+                options=options, calibrations=measured,
             )
         )  # fmt: skip
 
     def to_json(self) -> str:
-        """The plan as JSON: mesh, chip, calibration, layout, inputs, outputs, constants, collectives, transfers, memory, time,
-        options, joins, notes, unnamed dims."""
+        """The plan as JSON: mesh, chip, calibration, layout, lowering, inputs, outputs, constants, collectives, transfers, memory,
+        time, options, joins, notes, unnamed dims."""
         named, total, _ = self.program.coverage()
         return json.dumps(
             {
@@ -81,6 +82,12 @@ class Plan(record.Plan):
                 "chip": None if self.chip is None else self.chip.name,
                 "calibration": self.calibration,
                 "layout": str(self.layout),
+                "lowering": {
+                    "lowering": self.lowering,
+                    "asked": self.asked_lowering,
+                    "reason": self.lowering_reason,
+                    "estimate": self.lowering == "jit",
+                },
                 "inputs": [h.to_dict() for h in self.inputs],
                 "outputs": [h.to_dict() for h in self.outputs],
                 "constants": [h.to_dict() for h in self.constants],

@@ -74,17 +74,14 @@ class Session:
       start: what is shown first; it need not be one that can be planned.
       layouts: name → layouts to begin with, before the known ones.
       compile: asks the real compiler.
-      lowering: for the lines of Python to copy.
 
     Attributes:
       shown: the last draft that could be planned.
       title: the page's; the function's name, unless it is set.
     """
 
-    def __init__(
-        self, base: Plan, *, name: str, start: Draft, layouts: Mapping[str, str], compile: Compile, lowering: str
-    ):
-        self.base, self.name, self.start, self.shown, self.lowering = base, name, start, start, lowering
+    def __init__(self, base: Plan, *, name: str, start: Draft, layouts: Mapping[str, str], compile: Compile):
+        self.base, self.name, self.start, self.shown = base, name, start, start
         self.title = name
         self._layouts, self._compile = dict(layouts), compile
         self._turns = Turns()
@@ -125,7 +122,7 @@ class Session:
                 if dim is not None and n not in sizes.setdefault(dim, []):
                     sizes[dim].append(n)
         return {
-            "title": self.title, "mesh": self.start.mesh, "topology": self.start.topology, "lowering": self.lowering,
+            "title": self.title, "mesh": self.start.mesh, "topology": self.start.topology,
             "rules": statements(self.start.layout), "dims": [[d, n] for d, n in sizes.items()], "seconds": SEARCH,
         }  # fmt: skip
 
@@ -200,7 +197,7 @@ class Session:
             "rules": [next(did) if row.on and row.layout is not None else None for row in rows],
             "colours": view.colours(plan),
             "layout": str(plan.asked),
-            "python": view.python(self.name, plan, mesh, self.lowering),
+            "python": view.python(self.name, plan, mesh),
         }
 
     # -- jobs

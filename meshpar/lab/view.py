@@ -43,7 +43,7 @@ def parts(plan: Plan, pinned: Plan | None) -> dict[str, str]:
     """The parts of a plan's page, as HTML."""
     ink = html.Ink(plan)
     return {
-        "cards": html.cards(plan),
+        "cards": html.cards(plan) + html.lowering(plan),
         "diff": "" if pinned is None else diff_body(PlanDiff(pinned, plan), folded=True),
         "parts": html.step_parts(plan, ink),
         "layer": html.layers(plan, ink),
@@ -82,15 +82,14 @@ def _together(did: Sequence[Effect], plan: Plan) -> dict[str, Any]:
     return {"sent": sent, "seconds": seconds, "says": " · ".join(says) or "does nothing"}
 
 
-def python(name: str, plan: Plan, mesh: str, lowering: str) -> str:
+def python(name: str, plan: Plan, mesh: str) -> str:
     """Lines of Python that run the function so."""
     rules = "\n".join(f"    {text}" for text in str(plan.asked).split("; ") if text)
     layout = f'mp.Layout("""\n{rules}\n""")' if rules else 'mp.Layout("")'
     where = f"  # {plan.topology}" if plan.topology else ""
-    options = "" if lowering == "jit" else f', lowering="{lowering}"'
     return (
         f'import meshpar as mp\n\nmesh = mp.mesh("{mesh}"){where}\nlayout = {layout}\n'
-        f"step = mp.jit({name}, mesh=mesh, layout=layout, dims=dims{options})\n"
+        f'step = mp.jit({name}, mesh=mesh, layout=layout, dims=dims, lowering="{plan.lowering}")\n'
     )
 
 

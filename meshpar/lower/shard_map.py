@@ -36,14 +36,12 @@ from ..plan.planner import IDENTITIES
 from ..plan.spec import parts_of, unsplit
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
-from ..rules import having, run_elementwise, run_local
+from ..rules import refusal, run_elementwise, run_local
 from ..rules.spmd import Grid, axis_index, cut, fine_names
 from .collectives import follow, reduced
 from .jit import lower_to_jit, sharding_of
 from .rings import run_gather_ring, run_reduce_ring
 from .sum_orders import SumOrders
-
-NOT_INSIDE = having(lambda p: p.own_mesh)
 
 
 def lower_to_shard_map(
@@ -245,8 +243,10 @@ _RUN: dict[type[Step], Callable[[_Device, Any], None]] = {
 def _foreign(step: Run, xs: Sequence[Any]) -> list[Any]:
     """An op without a rule: every device does all of it."""
     op, cause = step.op, None
-    why = "has no factor rule, and cannot be nested in the shard_map that the lowering makes"
-    if op.name not in NOT_INSIDE:
+    refused = refusal(op, (), {})
+    if refused is not None:
+        why = refused.why
+    else:
         try:
             return bind(op.eqn, xs, op.eqn.params)
         except Exception as e:

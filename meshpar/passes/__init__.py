@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..compat.jax import without_gc
-from ..errors import JoinWarning
+from ..compat.jax import user_stacklevel, without_gc
+from ..errors import JoinWarning, LoweringWarning
 from ..hardware.calibration import Calibrations
 from ..hardware.chips import CollectiveOp
 from ..hardware.options import Options, OptionsMode, choose_options
@@ -22,6 +22,7 @@ from ..plan.planner import planned
 from ..program.ir import Program
 from .barriers import loops_in_turn, products_apart, results_in_turn, slices_apart, stacks_in_order
 from .crossings import note_crossings
+from .lowering import AUTO, resolve_lowering
 from .overlap import overlap as send
 from .schedule import schedule
 from .sums import whole_sums
@@ -40,7 +41,7 @@ PASSES: tuple[Callable[[Plan], Plan], ...] = (
 
 def make_plan(
     program: Program, layout: Layout, mesh: AnyMesh, *, strict: bool = False, init: bool = False,
-    topology: str | None = None, donated: Iterable[int] = (), lowering: str = "shard_map", overlap: str = "off",
+    topology: str | None = None, donated: Iterable[int] = (), lowering: str = AUTO, overlap: str | None = "off",
     options: OptionsMode = "off", compiler_options: Mapping[str, Any] | None = None, calibrations: Calibrations = (),
 ) -> Plan:  # fmt: skip
     """Plan a program under a layout on a mesh, through every pass.
@@ -50,9 +51,9 @@ def make_plan(
       init: the program makes the state, so it need not have the dims of the batch.
       topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may take.
-      lowering: ``"shard_map"``, or ``"jit"``, under which XLA partitions.
-      overlap: how gathers before products and reduce-scatters after them are made: :data:`meshpar.passes.overlap.MODES`; and
-        whether sums may be sent whole (:mod:`meshpar.passes.sums`).
+      lowering: ``"auto"``, ``"shard_map"``, or ``"jit"``, under which XLA partitions; see :func:`resolve_lowering`.
+      overlap: how all-gathers before matmuls and reduce-scatters after them are made: :data:`meshpar.passes.overlap.MODES`; and
+        whether a reduce-scatter may be replaced by an all-reduce (:mod:`meshpar.passes.sums`). None: the lowering's default.
       options: ``auto``: the compiler's options of :mod:`meshpar.hardware.options`; ``compiler_options``: the user's own.
       calibrations: what was measured of devices.
 
@@ -64,17 +65,25 @@ def make_plan(
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
                        calibrations=calibrations)  # fmt: skip
     asked = Options(options, tuple((compiler_options or {}).items()))
-    return with_passes(replace(plan, lowering=lowering, overlap=overlap, options=asked))
+    plan = with_passes(replace(plan, asked_lowering=lowering, asked_overlap=overlap, options=asked))
+    if plan.lowering_reason is not None:
+        text = f'lowering="auto" is "jit" for this program, and the figures of its plan are estimates: {plan.lowering_reason}'
+        warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
+    return plan
 
 
 def with_passes(plan: Plan) -> Plan:
     """A plan as the walk over its program made it, through every pass: for the lowering, overlap and options asked for in it.
+
+    What ``asked_lowering`` and ``asked_overlap`` mean for its program is resolved here, for all plans.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
     """
     sends: set[CollectiveOp] = {c.op for c in plan.collectives}
     asked = plan.options
+    lowering, overlap, reason = resolve_lowering(plan, plan.asked_lowering, plan.asked_overlap)
+    plan = replace(plan, lowering=lowering, overlap=overlap, lowering_reason=reason)
     chosen = choose_options(
         plan.chip, sends, asked.mode, dict(asked.given), lambda values: refused_options(plan.mesh, values)
     )
@@ -90,22 +99,24 @@ def _passed(plan: Plan) -> Plan:
 
 def replan(
     plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
-    strict: bool = False, overlap: str | None = None, options: OptionsMode | None = None,
+    strict: bool = False, lowering: str | None = None, overlap: str | None = None, options: OptionsMode | None = None,
     calibrations: Calibrations | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of the same program under another layout or on another mesh; what is not given is as in ``plan``.
+    """The plan of the same program under another layout or on another mesh; what is not given is as asked for in ``plan``.
 
-    An ``overlap`` other than ``"off"`` means ``lowering="shard_map"``.
+    An ``overlap`` other than ``"off"`` for a plan of ``lowering="jit"`` means ``lowering="auto"``.
 
     Raises:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
     """
+    if lowering is None:
+        lowering = AUTO if plan.asked_lowering == "jit" and overlap not in (None, "off") else plan.asked_lowering
     walked = walked_again(plan, layout=layout, mesh=mesh, topology=topology, strict=strict, calibrations=calibrations)
     return with_passes(
         replace(
             walked,
-            lowering=plan.lowering if overlap in (None, "off") else "shard_map",
-            overlap=plan.overlap if overlap is None else overlap,
+            asked_lowering=lowering,
+            asked_overlap=plan.asked_overlap if overlap is None else overlap,
             options=Options(plan.options.mode if options is None else options, plan.options.given),
         )
     )
@@ -136,4 +147,4 @@ def walked_again(
             most=most,
         )
     asked = Options(plan.options.mode, plan.options.given)
-    return replace(walked, lowering=plan.lowering, overlap=plan.overlap, options=asked)
+    return replace(walked, asked_lowering=plan.asked_lowering, asked_overlap=plan.asked_overlap, options=asked)

@@ -175,8 +175,11 @@ class Plan:
       placements: how every value lies.
       inputs, outputs: how each argument and result is held.
       notes: what could not be split, and why.
-      lowering: what makes the program: ``"shard_map"`` sends what the plan has; under ``"jit"`` XLA partitions.
-      overlap: how gathers before products and reduce-scatters after them were asked to be made; ``overlaps``: what was decided.
+      lowering: what makes the program: ``"shard_map"`` sends what the plan has; under ``"jit"`` XLA partitions, and the plan's
+        figures are estimates.
+      lowering_reason: why ``lowering="auto"`` is ``"jit"`` for this program; None where it is not, or was not asked for.
+      overlap: how all-gathers before matmuls and reduce-scatters after them are made; ``overlaps``: what was decided.
+      asked_lowering, asked_overlap: as they were asked for: ``"auto"``; None: the default of the lowering.
       options: the compiler's options that it is made for.
       calibrations: what was measured of devices; ``chip`` has what concerns its own.
     """
@@ -195,7 +198,10 @@ class Plan:
     outputs: tuple[Held, ...]
     notes: tuple[str, ...]
     lowering: str = "shard_map"
+    lowering_reason: str | None = None
     overlap: str = "off"
+    asked_lowering: str = "auto"
+    asked_overlap: str | None = "off"
     options: Options = field(default_factory=Options)
     overlaps: tuple[Overlap, ...] = ()
     calibrations: Calibrations = ()

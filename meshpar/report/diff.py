@@ -18,7 +18,7 @@ from ..cost.time import time_of
 from ..plan.collectives import duration, human
 from ..plan.plan import Held, Plan
 from .facts import chips_of
-from .html import Ink, number, page, style, table
+from .html import Ink, lowering, number, page, style, table
 from .save import save
 from .text import plain
 
@@ -84,7 +84,7 @@ class PlanDiff:
         tensors = [dict(zip(("path", "a", "b", "bytes_a", "bytes_b"), t, strict=True)) for t in self.tensors]
         sent = [dict(zip(("op", "axes", "dims", "bytes_a", "bytes_b"), c, strict=True)) for c in self.collectives]
         sides = {
-            k: {"mesh": p.sizes, "topology": p.topology, "layout": str(p.layout)}
+            k: {"mesh": p.sizes, "topology": p.topology, "layout": str(p.layout), "lowering": p.lowering}
             for k, p in (("a", self.a), ("b", self.b))
         }
         figures = {f.name: {"a": f.a, "b": f.b, "unit": f.unit} for f in self.figures}
@@ -176,7 +176,7 @@ def _collectives(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
 
 def _side(p: Plan) -> str:
     mesh = ", ".join(f"{a}={n}" for a, n in p.sizes.items())
-    return f"{mesh}{f' of {p.topology}' if p.topology else ''}   {p.layout or '(nothing split)'}"
+    return f"{mesh}{f' of {p.topology}' if p.topology else ''}   {p.layout or '(nothing split)'}   {p.lowering}"
 
 
 def _sent(n: float) -> str:
@@ -212,7 +212,8 @@ def diff_body(d: PlanDiff, folded: bool = False) -> str:
     def side(name: str, p: Plan) -> str:
         axes = " ".join(f'<span class="chip on {ink.of[x]}">{escape(x)} {n}</span>' for x, n in p.sizes.items())
         where = f' <span class="dim">of {escape(p.topology)}</span>' if p.topology else ""
-        return f'<div class="card"><b>{name}</b>{axes}{where}<br><code>{escape(str(p.layout) or "(nothing split)")}</code></div>'
+        layout = f"<code>{escape(str(p.layout) or '(nothing split)')}</code>"
+        return f'<div class="card"><b>{name}</b>{axes}{where}<br>{layout}{lowering(p)}</div>'
 
     def changed(f: Figure) -> str:
         better = f.ratio is not None and f.ratio < 1 and f.change != "="

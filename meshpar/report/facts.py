@@ -96,6 +96,14 @@ def _in_scope(rule: Rule, path: str, kind: str | None) -> bool:
     return rule.scope == kind if rule.scope in SCOPES else path_matches(rule.scope, path)
 
 
+def lowering_text(plan: Plan) -> str:
+    """The lowering of a plan; under ``"jit"`` that its figures are estimates, and why ``"auto"`` chose it."""
+    if plan.lowering != "jit":
+        return plan.lowering
+    because = f"; {plan.lowering_reason}" if plan.lowering_reason else ""
+    return f"jit (estimate: XLA partitions this program{because})"
+
+
 def _values(plan: Plan) -> Iterator[Value]:
     seen: set[int] = set()
     for v in (*plan.program.inputs, *(v for op in plan.program.root.walk() for v in op.outs)):

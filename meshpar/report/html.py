@@ -24,6 +24,7 @@ from .facts import (
     effects,
     kernel_seconds,
     largest_values,
+    lowering_text,
     rates,
     step_seconds,
     waited_for,
@@ -144,7 +145,13 @@ def _head(plan: Plan, ink: Ink) -> str:
     devices = math.prod(plan.sizes.values())
     axes = " ".join(f'<span class="chip on {ink.of[a]}">{escape(a)} {n}</span>' for a, n in plan.sizes.items())
     where = f" of {escape(plan.topology)}" if plan.topology else ""
-    return f'<h1>{devices} devices{where}</h1><p>{axes}</p><p class="mono">{escape(str(plan.layout) or "(nothing split)")}</p>'
+    layout = f'<p class="mono">{escape(str(plan.layout) or "(nothing split)")}</p>'
+    return f"<h1>{devices} devices{where}</h1><p>{axes}</p>{layout}{lowering(plan)}"
+
+
+def lowering(plan: Plan) -> str:
+    """The lowering of a plan, as a line."""
+    return f'<p class="dim">lowering: {escape(lowering_text(plan))}</p>'
 
 
 def cards(plan: Plan) -> str:

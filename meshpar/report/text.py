@@ -18,7 +18,7 @@ from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Held, Overlap, Plan
-from .facts import chips_of, rates, waited_for
+from .facts import chips_of, lowering_text, rates, waited_for
 
 MOST = 8  # collectives, each with its cause; what is left is summed up
 ROWS = 7  # tensors of a kind
@@ -59,8 +59,9 @@ def plan_renderable(plan: Plan) -> Any:
     mesh = " × ".join(f"{a} {n}" for a, n in plan.sizes.items())
     devices = math.prod(plan.sizes.values())
     head = Text.assemble(
-        ("plan", "bold"), f"  {devices} devices ({mesh})\n", ("layout", "bold"), f"  {plan.layout or '(nothing split)'}"
-    )
+        ("plan", "bold"), f"  {devices} devices ({mesh})\n", ("layout", "bold"),
+        f"  {plan.layout or '(nothing split)'}\n", ("lowering", "bold"), f"  {lowering_text(plan)}",
+    )  # fmt: skip
     if fits(plan) is False and plan.chip is not None:
         has, needs = human(plan.chip.per_device().hbm), human(memory_of(plan).peak)
         line = Text(f"DOES NOT FIT  each device needs {needs}, and a {plan.chip.name} has {has}\n", style="bold red")

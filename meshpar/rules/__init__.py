@@ -17,7 +17,7 @@ from . import (
     sort,
     window,
 )
-from .local import run_elementwise, run_local
+from .local import refusal, run_elementwise, run_local
 from .registry import PRIMITIVES, Primitive, having, primitive
 from .rule import OpRule, no_rule
 
@@ -53,6 +53,7 @@ __all__ = [
     "having",
     "no_rule",
     "primitive",
+    "refusal",
     "run_elementwise",
     "run_local",
 ]

@@ -5,11 +5,16 @@ What is in their bodies has rules of its own.
 
 from __future__ import annotations
 
-from .registry import register
+from .registry import Refusal, SplitOp, register
+
+
+def _partitions_itself(op: SplitOp) -> Refusal:
+    return Refusal("has no factor rule, and cannot be nested in the shard_map that the lowering makes")
+
 
 register("scan", "while", "cond")
 register("jit", "closed_call", "call", "remat2", "custom_lin", "composite", call=True)
 register("custom_jvp_call", "custom_vjp_call", call=True, own_derivative=True)
 register("name_dims", "rename_dims", "place", "sharding_constraint", identity=True, view=True)
 register("pallas_call", "ffi_call", "tpu_custom_call", opaque=True)
-register("custom_partitioning", own_mesh=True)
+register("custom_partitioning", refuses=_partitions_itself)

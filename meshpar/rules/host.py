@@ -6,10 +6,8 @@ from typing import Any
 
 from jax import lax
 
-from ..compat.jax import source_line
-from ..errors import UnsupportedError
 from .local import LocalOp, on_shards
-from .registry import register
+from .registry import Refusal, SplitOp, register
 from .rule import OpRule
 from .spmd import axis_index, fine_names
 
@@ -23,17 +21,21 @@ def callback(eqn, ins, outs) -> OpRule:
 
 
 def _once(at: LocalOp, *xs: Any) -> list[Any]:
-    """A callback with an effect: one device calls it. Its results would have to be sent, which no plan lists."""
-    if at.eqn.outvars:
-        raise UnsupportedError(
-            f"{at.op.name} with results has no local form: every device would call it",
-            source=source_line(at.eqn),
-            fixes=['use lowering="jit"', "or jax.pure_callback, which may be called by every device"],
-        )
+    """A callback with an effect and without results: one device calls it."""
     first = axis_index(fine_names(list(at.sizes), at.sizes)) == 0
     lax.cond(first, lambda: at.run(*xs), lambda: [])
     return []
 
 
+def _has_results(op: SplitOp) -> Refusal | None:
+    """Results of the one call would have to be broadcast from the device that made it, which no plan lists."""
+    if not op.eqn.outvars:
+        return None
+    return Refusal(
+        "with results has no local form: every device would call it",
+        ("or jax.pure_callback, which may be called by every device",),
+    )
+
+
 register("pure_callback", rule=callback, local=on_shards)
-register("io_callback", "debug_callback", "debug_print", rule=callback, local=_once)
+register("io_callback", "debug_callback", "debug_print", rule=callback, local=_once, refuses=_has_results)

@@ -11,7 +11,7 @@ import numpy as np
 from ..compat.jax import bind, source_line
 from ..errors import UnsupportedError
 from .halo import ShardWindow, dilate, fetch_window
-from .registry import primitive
+from .registry import Refusal, SplitOp, primitive
 from .rule import OpRule
 from .spmd import Factors, Sizes, axis_index, fine_names
 
@@ -64,18 +64,39 @@ def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[An
     Raises:
       UnsupportedError: the primitive has no local form, and some factor of it is split.
     """
+    refused = refusal(op, axes, sizes)
+    if refused is not None:
+        raise UnsupportedError(
+            f"{op.name} {refused.why}",
+            shape=op.outs[0].shape if op.outs else None,
+            source=source_line(op.eqn if refused.eqn is None else refused.eqn),
+            fixes=['use lowering="jit"', *refused.fixes],
+        )
     form = primitive(op.name).local
     if form is not None:
         return form(LocalOp(op, axes, sizes), *xs)
-    if any(sizes[a] > 1 for got in axes for a in got):
-        over = "+".join(f"`{a}`" for got in axes for a in got)
-        raise UnsupportedError(
-            f"{op.name} has a factor rule but no local form, and {over} split it",
-            shape=op.outs[0].shape if op.outs else None,
-            source=source_line(op.eqn),
-            fixes=['use lowering="jit"', "or keep its dims whole, e.g. `dim: none` before the other rules"],
-        )
     return bind(op.eqn, xs, plain_params(op.eqn.params))
+
+
+def refusal(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> Refusal | None:
+    """Why an op has no local form under a split; None: it has one.
+
+    Args:
+      op: an op with a factor rule, known or not.
+      axes: the axes that split every factor of the rule.
+      sizes: of the axes.
+    """
+    assert op.rule is not None
+    entry = primitive(op.name)
+    if entry.refuses is not None:
+        return entry.refuses(SplitOp(op.eqn, op.rule, axes, False))
+    over = [a for got in axes for a in got if sizes[a] > 1]
+    if entry.local is not None or not over or not op.rule.known:
+        return None
+    return Refusal(
+        f"has a factor rule but no local form, and {'+'.join(f'`{a}`' for a in over)} split it",
+        ("or keep its dims replicated: `dim: none` before the other rules",),
+    )
 
 
 def on_shards(at: LocalOp, *xs: Any) -> list[Any]:

@@ -12,10 +12,9 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
-from ..compat.jax import at_line_of, bind, body_consts, body_of, closed_parts, literal_array, scan_counts, source_line
-from ..errors import UnsupportedError
+from ..compat.jax import at_line_of, bind, body_consts, body_of, closed_parts, literal_array, scan_counts
 from .local import LocalOp, plain_params
-from .registry import primitive, register
+from .registry import Refusal, SplitOp, primitive, register
 from .rule import OpRule, same_dims
 from .spmd import Send, Sizes, axis_index, fine_names
 
@@ -158,13 +157,28 @@ def _step(eqn: Any, xs: list[Any], sizes: Sizes) -> list[Any]:
     if _is_call(name):
         (body,), (consts,) = _bodies(eqn), body_consts(eqn)
         return _run(body, consts, xs[len(xs) - len(body.invars) :], sizes)
-    if name == "shard_map" or any(k in p for k in _AXES if isinstance(p.get(k), str)):
-        raise UnsupportedError(
-            f"{name} in the body of a shard_map has no form inside of the one that the lowering makes",
-            source=source_line(eqn),
-            fixes=['use lowering="jit"'],
-        )
     return bind(eqn, xs, plain_params(p))
+
+
+def _nests(op: SplitOp) -> Refusal | None:
+    """A body that has a ``shard_map`` of its own, or a collective that no form here runs over the factored mesh."""
+    for eqn in _walk(op.eqn.params["jaxpr"]):
+        name, p = eqn.primitive.name, eqn.params
+        if name in _FORMS or name in _CASTS:
+            continue
+        if name == "shard_map" or any(isinstance(p.get(k), str) for k in _AXES):
+            return Refusal(
+                f"has {name} in its body, which cannot run inside the shard_map that the lowering makes", eqn=eqn
+            )
+    return None
+
+
+def _walk(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a body, those of nested control flow and calls after the one that holds them."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in _bodies(eqn):
+            yield from _walk(body)
 
 
 _CASTS = ("pvary", "reshard")
@@ -196,4 +210,4 @@ _FORMS: dict[str, Callable[[Any, list[Any], tuple[str, ...]], list[Any]]] = {
 
 for _name in (n for n in _SENDS if n not in ("psum", "pmax", "pmin")):  # these have entries: vmap makes them too
     register(_name, rule=same_dims)
-register("shard_map", rule=mapped, local=_local)
+register("shard_map", rule=mapped, local=_local, refuses=_nests)

@@ -32,6 +32,20 @@ class SplitOp(NamedTuple):
     mixed: bool
 
 
+class Refusal(NamedTuple):
+    """Why one device cannot do its part of an op inside a ``shard_map``.
+
+    Attributes:
+      why: continues the op's name: ``"with results has no local form: …"``.
+      fixes: what to write instead, besides ``lowering="jit"``.
+      eqn: the equation at fault; None: the op's own.
+    """
+
+    why: str
+    fixes: tuple[str, ...] = ()
+    eqn: Any = None
+
+
 def always(op: SplitOp) -> bool:
     return True
 
@@ -57,7 +71,7 @@ class Primitive:
       call: runs one body once, on its operands as they are.
       own_derivative: a call with a derivative rule of its own.
       opaque: code that nobody sees into; it needs a rule from the user where something is split.
-      own_mesh: contains a partitioning of its own, which cannot stand in a ``shard_map``.
+      refuses: why the op has no local form, or None where it has one; for ops of which only some have one.
       pinned: XLA's partitioner gets the op wrong along dims that are split, or fails (starts out of bounds, windows, uneven
         shards): the ``"jit"`` lowering constrains results to where the plan makes them, so that the split of a neighbour does not
         spread into them.
@@ -82,7 +96,7 @@ class Primitive:
     call: bool = False
     own_derivative: bool = False
     opaque: bool = False
-    own_mesh: bool = False
+    refuses: Callable[[SplitOp], Refusal | None] | None = None
     pinned: bool = False
     manual: Callable[[SplitOp], bool] | None = None
     free: bool = False

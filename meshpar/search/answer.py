@@ -164,7 +164,7 @@ class Search:
         head = (
             f"<h1>search on {escape(self.topology)}{verdict}</h1>"
             f'<p class="dim">{self._count}; {escape(self.ended)}. The figures are the plans\' estimates{escape(self._priced)}.</p>'
-            f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code>"
+            f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br><code>{best.lowering}</code>"
             + (f"<br><code>{escape(best.variant)}</code>" if best.variant else "")
             + f"<br>{duration(best.seconds)} a step, {human(best.peak)} at the peak, sends {human(best.sent)}</p>"
         )
@@ -183,7 +183,10 @@ class Search:
         head = Text.assemble(("search", "bold"), f"  {self._count} on {self.topology}; {self.ended}{self._priced}")
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
-        choice = Text.assemble(("mesh", "bold"), f"    {self.best.mesh}\n", ("layout", "bold"), f"  {self.best.layout}")
+        choice = Text.assemble(
+            ("mesh", "bold"), f"    {self.best.mesh}\n", ("layout", "bold"), f"  {self.best.layout}\n",
+            ("lowering", "bold"), f"  {self.best.lowering}",
+        )  # fmt: skip
         if self.best.variant:
             choice.append_text(Text.assemble(("\nwith", "bold"), f"    {self.best.variant}"))
         table = Table(box=None, pad_edge=False)

@@ -189,6 +189,7 @@ class _Evaluation:
             float(plan.bytes_sent),
             peak <= self.usable,
             variant=self.variant,
+            lowering=plan.lowering,
         )
         rival = self._rival(point)
         if self.gained is None and (rival is None or self.key(row) < self.key(self.rows[rival])):

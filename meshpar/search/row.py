@@ -12,7 +12,7 @@ class Row:
     """A candidate that was planned.
 
     Attributes:
-      mesh, layout: as text, to be copied.
+      mesh, layout, lowering: as text, to be copied.
       seconds: of a step, by the plan.
       peak: bytes of a device at the peak.
       sent: bytes that a device sends in a step.
@@ -33,6 +33,7 @@ class Row:
     front: bool = False
     compiled: str = ""
     variant: str = ""
+    lowering: str = "shard_map"
 
     @property
     def rules(self) -> int:

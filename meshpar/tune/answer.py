@@ -24,7 +24,7 @@ class TunedRow:
     """A layout that was measured.
 
     Attributes:
-      mesh, layout: as text, to be copied.
+      mesh, layout, lowering: as text, to be copied.
       seconds: of a step, the median of the rounds.
       spread: half of the distance between the quartiles.
       planned: seconds of its plan before calibration; of devices that the chip table does not have, with nominal figures.
@@ -37,6 +37,7 @@ class TunedRow:
     spread: float
     planned: float
     fitted: float
+    lowering: str = "shard_map"
 
     @property
     def ratio(self) -> float:
@@ -115,7 +116,8 @@ class Tuning:
         best = self.best
         head = (
             f'<h1>{escape(self._title)}</h1><p class="dim">medians of {self.rounds} interleaved rounds</p>'
-            f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br>{duration(best.seconds)} a step</p>"
+            f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br><code>{best.lowering}</code>"
+            f"<br>{duration(best.seconds)} a step</p>"
         )
         heads = [
             ("step", "n"),
@@ -140,7 +142,8 @@ class Tuning:
     def __rich__(self) -> Any:
         best = self.best
         head = Text.assemble(("tune", "bold"), f"    {self._title}, medians of {self.rounds} interleaved rounds")
-        choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout}")
+        choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout}\n",
+                               ("lowering", "bold"), f"  {best.lowering}")  # fmt: skip
         shown = Table(box=None, pad_edge=False)
         for name in ("step", "±", "planned", "ratio", "fitted"):
             shown.add_column(name, justify="right", no_wrap=True, vertical="top")

@@ -36,12 +36,10 @@ class Candidate:
     Attributes:
       layout: its text.
       subject: the step under it, with its arguments.
-      lowering: as in :func:`meshpar.jit`.
     """
 
     layout: str
     subject: Subject
-    lowering: str
 
     @property
     def plan(self) -> Plan:
@@ -155,7 +153,7 @@ def _explained(first: Candidate, other: Candidate, differ: Mapping[str, Differen
     explained: set[str] = set()
     for each in (first, other):
         try:
-            row = check_subject(each.subject, each.lowering, tolerance)
+            row = check_subject(each.subject, each.plan.lowering, tolerance)
         except jax.errors.JaxRuntimeError:  # one device has no room for the step
             raise said from None
         if row.error is not None:
@@ -199,7 +197,7 @@ def _answer(
         notes=fitted.notes,
     )
     rows = [
-        TunedRow(mesh_text(c.subject.plan.mesh), c.layout, s, spread, p, f)
+        TunedRow(mesh_text(c.subject.plan.mesh), c.layout, s, spread, p, f, c.plan.lowering)
         for c, s, spread, p, f in zip(candidates, seconds, spreads, planned, fitted.planned, strict=True)
     ]
     count = len({d for c in candidates for d in c.subject.plan.mesh.devices.flat})  # type: ignore[union-attr]

@@ -28,7 +28,7 @@ from ..plan.plan import Plan
 from .localize import Localizer
 from .numbers import compiled, host, mesh_text, on_device, worst_of
 
-Lowering = Literal["jit", "shard_map"]
+Lowering = Literal["auto", "jit", "shard_map"]
 
 WHOLE = "(nothing split)"
 IDLE = "idle"
@@ -140,7 +140,7 @@ def check_layouts(
             for lowering in lowerings:
                 try:
                     with subject(m, layout, lowering) as it:
-                        row = case.run(it, lowering)
+                        row = case.run(it, it.plan.lowering)
                 except DivisibilityError as e:
                     if asked is not None:
                         raise

@@ -117,7 +117,7 @@ class Localizer:
                 self.program, plan.layout, plan.mesh, lowering=plan.lowering, overlap=plan.overlap,
                 options=plan.options.mode, calibrations=plan.calibrations,
             )  # fmt: skip
-            run, ins, outs = LOWERINGS[lowering](again, plan.mesh)
+            run, ins, outs = LOWERINGS[again.lowering](again, plan.mesh)
         placed = [
             place(x, s) if isinstance(x, jax.Array | np.ndarray) else x
             for x, s in zip(reference.leaves, ins, strict=True)

@@ -249,7 +249,9 @@ def test_what_cannot_run_inside_shard_map_says_so():
     twice.def_partition(lambda mesh, ins, out: (mesh, twice, ins, out), sharding_rule="i j -> i j")
     step = lambda x: twice(x)  # noqa: E731
     with pytest.raises(UnsupportedError, match="custom_partitioning has no factor rule") as caught:
-        LOWERINGS["shard_map"](mp.plan(step, X, mesh=mesh, layout="batch: data", dims={"x": DIMS["x"]}), mesh)
+        LOWERINGS["shard_map"](
+            mp.plan(step, X, mesh=mesh, layout="batch: data", dims={"x": DIMS["x"]}, lowering="shard_map"), mesh
+        )
     assert "test_shard_map.py" in caught.value.source
     assert 'lowering="jit"' in caught.value.fixes[0]
 

@@ -1,0 +1,177 @@
+"""Which lowering `"auto"` means, what a plan says of it, and that every entry has the same default."""
+
+import dataclasses
+import inspect
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental.custom_partitioning import custom_partitioning
+
+import meshpar as mp
+from meshpar import api
+from meshpar.jitted import Jitted
+from meshpar.rules import registry
+
+X = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+HOW = {"mesh": "data=4, model=2", "layout": "batch: data", "dims": {"x": "batch embed"}}
+INNER = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+
+
+def counted(x):
+    """An effect on the host whose result is used: only one device may call it."""
+    return io_callback(lambda a: np.asarray(a) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + 1
+
+
+def summed(x):
+    return lax.cumsum(x, axis=1)
+
+
+@pytest.fixture(autouse=True)
+def cumsum_without_local_form(monkeypatch):
+    """An op with a factor rule and no local form; all that have a rule today have one."""
+    monkeypatch.setitem(registry._entries, "cumsum", dataclasses.replace(registry.primitive("cumsum"), local=None))
+
+
+@custom_partitioning
+def twice(x):
+    return x * 2
+
+
+twice.def_partition(
+    lambda mesh, ins, out: (mesh, lambda x: x * 2, out.sharding, (ins[0].sharding,)), sharding_rule="i j -> i j"
+)
+
+
+def nested(x):
+    """A collective over an axis of a ``shard_map`` in the body of another."""
+    spec = jax.P("data")
+
+    def outer(a):
+        inner = jax.shard_map(lambda b: b * 2, in_specs=jax.P(None, "model"), out_specs=jax.P(None, "model"),
+                              axis_names={"model"}, check_vma=False)  # fmt: skip
+        return inner(a)
+
+    return jax.shard_map(outer, mesh=mp.mesh("data=4, model=2"), in_specs=spec, out_specs=spec, axis_names={"data"},
+                         check_vma=False)(x)  # fmt: skip
+
+
+WITHOUT_LOCAL_FORM = {
+    "io_callback": (counted, "with results has no local form"),
+    "cumsum": (summed, "has a factor rule but no local form, and `data` split it"),
+    "custom_partitioning": (lambda x: twice(x), "cannot be nested in the shard_map"),
+    "shard_map": (nested, "has shard_map in its body"),
+}
+EXPECTED = {"io_callback": X * 2 + 1, "cumsum": X.cumsum(1), "custom_partitioning": X * 2, "shard_map": X * 2}
+
+
+@pytest.mark.parametrize("op", WITHOUT_LOCAL_FORM)
+def test_auto_is_jit_where_an_op_has_no_local_form(op):
+    step, why = WITHOUT_LOCAL_FORM[op]
+    run = mp.jit(step, **HOW)
+    with pytest.warns(mp.LoweringWarning, match=f'"auto" is "jit".*{op} at .*test_lowering.py') as said:
+        plan = run.plan(X)
+    assert len(said) == 1
+    assert (plan.lowering, plan.overlap) == ("jit", "off")
+    assert plan.lowering_reason.startswith(f"{op} at ")
+    assert why in plan.lowering_reason
+    assert "test_lowering.py" in plan.lowering_reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said once
+        np.testing.assert_array_equal(run(X), EXPECTED[op])
+    with pytest.raises(mp.UnsupportedError) as refused:
+        mp.jit(step, **HOW, lowering="shard_map")(X)
+    assert refused.value.headline == f"{op} {why}" or why in refused.value.headline
+    assert refused.value.fixes[0] == 'use lowering="jit"'
+
+
+def test_auto_depends_on_the_layout_and_replans_resolve_it_again():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = mp.plan(summed, X, **{**HOW, "layout": ""})  # replicated: every device does all of it
+    assert (plan.lowering, plan.overlap, plan.lowering_reason) == ("shard_map", "auto", None)
+    split = plan.replan(layout="batch: data")
+    assert (split.lowering, split.overlap) == ("jit", "off")
+    assert "cumsum at " in split.lowering_reason
+    again = split.replan(layout="")
+    assert (again.lowering, again.overlap, again.lowering_reason) == ("shard_map", "auto", None)
+    assert split.replan(layout="", lowering="jit").lowering == "jit"
+
+
+@pytest.mark.parametrize(
+    ("asked", "lowering", "overlap"),
+    [
+        ({}, "shard_map", "auto"),
+        ({"lowering": "auto"}, "shard_map", "auto"),
+        ({"lowering": "shard_map"}, "shard_map", "auto"),
+        ({"lowering": "jit"}, "jit", "off"),
+        ({"overlap": "ring"}, "shard_map", "ring"),
+        ({"overlap": "off"}, "shard_map", "off"),
+        ({"lowering": "shard_map", "overlap": "xla"}, "shard_map", "xla"),
+        ({"lowering": "jit", "overlap": "xla"}, "jit", "off"),
+    ],
+)
+def test_the_overlap_mode_follows_the_lowering(asked, lowering, overlap):
+    for plan in (mp.jit(lambda x: x * 2, **HOW, **asked).plan(X),
+                 mp.plan(lambda x: x * 2, X, **HOW, **asked)):  # fmt: skip
+        assert (plan.lowering, plan.overlap, plan.lowering_reason) == (lowering, overlap, None)
+
+
+def test_every_entry_has_the_same_default():
+    defaults = {}
+    for entry in (api.jit, api.plan, api.compile, api.search, api.tune, api.lab, api.local_sgd, Jitted.__init__):
+        defaults[entry.__qualname__] = inspect.signature(entry).parameters["lowering"].default
+    assert set(defaults.values()) == {"auto"}, defaults
+    assert inspect.signature(api.check).parameters["lowerings"].default == ("auto",)
+    state = mp.init(lambda: {"w": jnp.ones((8, 4))}, mesh="data=8", layout="embed: data", dims={"w": "embed mlp"})
+    assert state.plan().lowering == "shard_map"
+
+
+def test_a_plan_says_its_lowering_wherever_it_is_shown(tmp_path):
+    args = X, np.ones((4, 4), np.float32)
+    how = {**HOW, "dims": {"x": "batch embed", "w": "embed mlp"}}
+    ours, xla = (mp.plan(lambda x, w: x @ w, *args, **how, lowering=k) for k in ("auto", "jit"))
+    with pytest.warns(mp.LoweringWarning):
+        forced = mp.plan(counted, X, **HOW)
+    estimate = "lowering  jit (estimate: XLA partitions this program"
+    assert "\nlowering  shard_map\n" in str(ours)
+    assert f"\n{estimate})\n" in str(xla)
+    assert f"{estimate}; io_callback at " in str(forced)
+    for plan, text in ((ours, "lowering: shard_map"), (xla, "jit (estimate"), (forced, "io_callback at")):
+        plan.save(tmp_path / "plan.html")
+        assert text in (tmp_path / "plan.html").read_text("utf8")
+        assert text in plan._repr_html_()
+    said = [json.loads(p.to_json())["lowering"] for p in (ours, xla, forced)]
+    assert said == [
+        {"lowering": "shard_map", "asked": "auto", "reason": None, "estimate": False},
+        {"lowering": "jit", "asked": "jit", "reason": None, "estimate": True},
+        {"lowering": "jit", "asked": "auto", "reason": forced.lowering_reason, "estimate": True},
+    ]
+    diff = ours.diff(xla)
+    assert "shard_map" in str(diff)
+    assert "jit" in diff._repr_html_()
+    assert [json.loads(diff.to_json())[k]["lowering"] for k in ("a", "b")] == ["shard_map", "jit"]
+
+
+def test_what_is_copied_has_the_lowering_and_is_priced_as_it_runs():
+    """The seconds of a search's answer are those of the plan that its text gives."""
+    step = lambda w, x: jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)  # noqa: E731
+    args = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    dims = {"w": "embed mlp", "x": "batch embed"}
+    found = mp.search(step, *args, topology="v5e:4x4", dims=dims, most=20, progress=False)
+    best = found.best
+    assert best.lowering == "shard_map"
+    assert f"lowering  {best.lowering}" in str(found)
+    assert f"<code>{best.lowering}</code>" in found._repr_html_()
+    plan = mp.plan(step, *args, mesh=best.mesh, layout=best.layout, topology="v5e:4x4", dims=dims)
+    assert plan.lowering == best.lowering
+    assert plan.seconds == pytest.approx(best.seconds, rel=1e-12)
+    lab = mp.lab(step, *args, topology="v5e:4x4", mesh=best.mesh, layout=best.layout, dims=dims)
+    shown = lab.session.handle({"ask": "plan", "mesh": best.mesh, "topology": "v5e:4x4", "rules": []})["plan"]
+    assert 'lowering="shard_map")' in shown["python"]
+    assert "lowering: shard_map" in shown["html"]["cards"]
