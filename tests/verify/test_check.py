@@ -67,7 +67,7 @@ def x() -> np.ndarray:
 def break_lowering(
     monkeypatch: pytest.MonkeyPatch, hook: Hook, when: Callable[[Any], bool] = lambda plan: True
 ) -> None:
-    """Make the lowering wrong: the hook sees every top-level op with its results, and may change them."""
+    """Make every lowering that of `jit`, and wrong: the hook sees every top-level op with its results, and may change them."""
     right = LOWERINGS["jit"]
 
     def run(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
@@ -92,7 +92,8 @@ def break_lowering(
 
         return (broken if when(plan) else flat), ins, outs
 
-    monkeypatch.setitem(LOWERINGS, "jit", wrong)
+    for name in LOWERINGS:
+        monkeypatch.setitem(LOWERINGS, name, wrong)
 
 
 def scale_weight_gradient(eqn: Any, outs: list[Any]) -> list[Any]:
