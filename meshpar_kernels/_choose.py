@@ -70,7 +70,11 @@ def dispatch(
       ValueError: no implementation has this name, or the variable no such value.
       NotImplementedError: what was asked for cannot take these arguments; carries every reason.
     """
-    usable = {name: f for name, f in functions.items() if not isinstance(f, Unsupported)}
+    usable = {
+        name: _in_32_bits(f) if name in PLATFORM_OF else f
+        for name, f in functions.items()
+        if not isinstance(f, Unsupported)
+    }
     if implementation is not None and implementation in functions:
         if implementation not in usable:
             raise NotImplementedError(_refusal(op, functions, [implementation]))
@@ -92,6 +96,17 @@ def dispatch(
         return _by_platform(args, kernels)
     names = ", ".join(repr(n) for n in (None, "pallas", *functions))
     raise ValueError(f"{op}: no implementation {implementation!r}; there are {names}")
+
+
+def _in_32_bits(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A Pallas kernel traced without x64: Pallas indexes in 32 bits, and under x64 a Python integer in its body is an int64."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        with jax.enable_x64(False):
+            return kernel(*args)
+
+    return run
 
 
 def _by_platform(

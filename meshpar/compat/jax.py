@@ -45,6 +45,20 @@ def make_jaxpr(fn: Any, *args: Any, **options: Any) -> Any:
     return (closed, *rest) if rest else closed
 
 
+@contextlib.contextmanager
+def default_promotion() -> Iterator[None]:
+    """JAX's default promotion of ranks and dtypes, for meshpar's own code; also a decorator. ``jax_numpy_rank_promotion="raise"``
+    and ``jax_numpy_dtype_promotion="strict"`` are checks of the user's code."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@default_promotion()
+def make_generated_jaxpr(fn: Any, *args: Any) -> Any:
+    """:func:`make_jaxpr` of a function that meshpar wrote: local forms, rewritten equations."""
+    return make_jaxpr(fn, *args)
+
+
 def one_trace_context() -> AbstractContextManager[Any]:
     """What is traced in this context is found in JAX's cache when it is traced there again.
 

@@ -244,7 +244,10 @@ def _also(node: Node, done: dict[Node, int]) -> Node | None:
     large = [i for i in node.reads if i.bytes * _SMALL > most]
     rows = [i for i in node.reads if i.bytes * _SMALL <= most]
     makers = [i.node for i in large if i.node is not None and i.node in done]
-    for other in (*makers, *(r for i in large[:1] for r in i.readers if r.name in REDUCTIONS)):
+    readers = (
+        r for i in large[:1] for r in i.readers if r.name in REDUCTIONS and r in done
+    )  # not those of other regions
+    for other in (*makers, *readers):
         more = [i for i in large if i not in other.writes and i not in other.reads]
         before = all(i.node not in done or done[i.node] < done[other] for i in (*rows, *more))
         if (other.name in FUSED or other.name in _TAKES) and before and (other.products or not more):

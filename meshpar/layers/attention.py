@@ -19,6 +19,7 @@ from meshpar_kernels.attention import api
 from meshpar_kernels.attention.costs import sends as sends_of
 from meshpar_kernels.attention.costs import work as work_of
 
+from ..compat.jax import default_promotion
 from ..errors import MeshparError, RankError
 from ..program.declare import kernel_rule
 from ..program.kernels import KernelSend, KernelWork, Parts
@@ -30,6 +31,7 @@ OUT = "batch {seq} (kv_heads group) value_dim!"
 ROWS = "batch {seq} (kv_heads group)"
 
 
+@default_promotion()
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -163,11 +165,13 @@ def _attend(options: Options, together: bool, q: jax.Array, k: jax.Array, v: jax
     return _ops(len(ids), together)[0](q, k, v, *ids, **dict(options))[0]
 
 
+@default_promotion()
 def _attend_fwd(options: Options, together: bool, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> Any:
     out, lse = _ops(len(ids), together)[0](q, k, v, *ids, **dict(options))
     return out, (q, k, v, ids, out, lse)
 
 
+@default_promotion()
 def _attend_bwd(options: Options, together: bool, saved: Any, grad: jax.Array) -> Any:
     q, k, v, ids, out, lse = saved
     grads = _ops(len(ids), together)[1](q, k, v, *ids, out, lse, grad.astype(jnp.result_type(out)), **dict(options))

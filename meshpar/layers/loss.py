@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..compat.jax import default_promotion
 from ..errors import UnsupportedError
 
 WORDS = 16384
 """Columns of the vocabulary whose logits are held at a time, unless the number of chunks is given."""
 
 
+@default_promotion()
 def cross_entropy(
     logits: jax.Array | tuple[jax.Array, jax.Array], labels: jax.Array, *, mask: jax.Array | None = None,
     ignore: int | None = None, z_loss: float = 0.0, label_smoothing: float = 0.0, over: Literal["vocab", "tokens"] = "vocab",
@@ -122,6 +124,7 @@ def _of_logits(z: float, label: float, logits: jax.Array, labels: jax.Array, wei
     return _parts(z, label, logits.astype(jnp.float32), labels, weights)[0]
 
 
+@default_promotion()
 def _logits_forward(
     z: float, label: float, logits: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
@@ -129,6 +132,7 @@ def _logits_forward(
     return loss, (logits, z_log, labels, weights)
 
 
+@default_promotion()
 def _logits_backward(z: float, label: float, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     logits, z_log, labels, weights = saved
     hit = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
@@ -200,11 +204,13 @@ def _vocab_sums(
     return (top + jnp.log(total), chosen), kept
 
 
+@default_promotion()
 def _vocab_forward(n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
     sums, kept = _vocab_sums(n, hidden, kernel, labels, keep=True)
     return sums, (hidden, kernel, labels, sums, kept)
 
 
+@default_promotion()
 def _vocab_backward(n: int, saved: Any, g: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     hidden, kernel, labels, (log_z, chosen), (exps, tops) = saved
     g_z, g_chosen = g
@@ -238,9 +244,12 @@ def _over_tokens(
         return loss + _parts(z, smooth, _logits_of(x, kernel), label, weight)[0], None
 
     seq = labels.ndim - 1
-    return jax.lax.scan(add, jnp.zeros(()), tuple(_in_chunks(n, x, seq) for x in (hidden, labels, weights)))[0]
+    return jax.lax.scan(
+        add, jnp.zeros((), jnp.float32), tuple(_in_chunks(n, x, seq) for x in (hidden, labels, weights))
+    )[0]
 
 
+@default_promotion()
 def _tokens_forward(
     z: float, smooth: float, n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
@@ -254,11 +263,12 @@ def _tokens_forward(
         d_x = jax.lax.dot_general(d, kernel, (((d.ndim - 1,), (1,)), ((), ())))
         return (total + loss, d_kernel + _dot(x, d, (rows, rows))), d_x.astype(hidden.dtype)
 
-    start = jnp.zeros(()), jnp.zeros(kernel.shape, jnp.float32)
+    start = jnp.zeros((), jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
     (loss, d_kernel), d_x = jax.lax.scan(add, start, tuple(_in_chunks(n, x, seq) for x in (hidden, labels, weights)))
     return loss, (_whole(d_x, seq), d_kernel.astype(kernel.dtype), labels, weights)
 
 
+@default_promotion()
 def _tokens_backward(z: float, smooth: float, n: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     d_x, d_kernel, labels, weights = saved
     scaled = ((g * d.astype(jnp.float32)).astype(d.dtype) for d in (d_x, d_kernel))

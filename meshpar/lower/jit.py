@@ -18,7 +18,7 @@ from ..compat.jax import (
     close_over,
     constraint_params,
     literal_array,
-    make_jaxpr,
+    make_generated_jaxpr,
     new_var,
     replace_body,
     scan_counts,
@@ -322,7 +322,7 @@ class _Rewriter:
             out_specs=tuple(map(to_partition_spec, after)),
             check_vma=False,
         )
-        traced = make_jaxpr(mapped, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
+        traced = make_generated_jaxpr(mapped, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
         inner: dict[Any, Any] = dict(zip(traced.jaxpr.invars, (v for _, v in arrays), strict=True))
         for var, const in zip(traced.jaxpr.constvars, traced.consts, strict=True):  # tables that a kernel is made with
             inner[var] = Literal(const, var.aval)

@@ -22,7 +22,7 @@ from ..compat.jax import (
     bind,
     close_over,
     literal_array,
-    make_jaxpr,
+    make_generated_jaxpr,
     may_be_differentiated,
     on_host,
     source_line,
@@ -75,7 +75,7 @@ def lower_to_shard_map(
 
     like = [jax.ShapeDtypeStruct(np.shape(c), c.dtype) for c in consts]
     like += [abstract_array(v.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in program.inputs]
-    closed = make_jaxpr(typed, *like)
+    closed = make_generated_jaxpr(typed, *like)
     call = close_over(closed)
 
     def flat(*xs: Any) -> list[Any]:

@@ -206,7 +206,7 @@ class _Frame:
     def __init__(self, frame: Frame):
         self.frame = frame
         self.position = {op: k for k, op in enumerate(frame.ops)}
-        self.maker = {v: op for op in frame.ops for v in _makes(op)}
+        self.maker = {v: op for op in frame.ops for v in op.makes}
         self.reads = {op: _reads(op) for op in frame.ops}
         self.needed = [{made for v in self.reads[op] if (made := self.maker.get(v, op)) is not op} for op in frame.ops]
         self.followers: dict[Op, list[int]] = {}
@@ -220,7 +220,7 @@ class _Frame:
                 self.users.setdefault(v, []).append(op)
         self.heavy: dict[Op, bool] = {}
         for op in reversed(frame.ops):
-            users = [u for v in _makes(op) for u in self.users.get(v, ()) if u is not op]
+            users = [u for v in op.makes for u in self.users.get(v, ()) if u is not op]
             self.heavy[op] = any(u.name in HEAVY or u.frames or self.heavy[u] for u in users)
 
 
@@ -236,7 +236,7 @@ class _Body:
         """The ops that follow from an op, or wait for one of these, itself among them."""
         found, todo = {op}, [op]
         while todo:
-            for out in _makes(todo.pop()):
+            for out in todo.pop().makes:
                 for user in (*self.users.get(out, ()), *self.waiting.get(out, ())):
                     if user not in found:
                         found.add(user)
@@ -281,11 +281,6 @@ class _Body:
                     heapq.heappush(free, k)
         assert len(out) == len(ops), "products that wait for each other"
         return out
-
-
-def _makes(op: Op) -> list[Value]:
-    """What an op makes, in its bodies too."""
-    return [*op.outs, *(v for frame in op.frames for inner in frame.walk() for v in inner.outs)]
 
 
 def _reads(op: Op) -> list[Value]:

@@ -7,6 +7,7 @@ second pass ties what ops relate, broadcasts last. Then come renames, which must
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from jax.extend.core import Literal
@@ -14,7 +15,7 @@ from jax.extend.core import Literal
 from ..compat.jax import body_of, closed_parts, constraint_spec, new_var, scan_counts
 from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
-from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive
+from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive, separated
 from ..rules.rule import NameLink
 from .ir import Frame, Join, Op, Program, Value
 from .names import NONE, Nodes, Piece, Unifier
@@ -117,7 +118,7 @@ class Builder:
         env = frame.env
         for var, value in zip(frame.jaxpr.invars, args, strict=True):
             env[var] = value if value is not None else self.value(var.aval)
-        for eqn in frame.jaxpr.eqns:
+        for eqn in chain.from_iterable(map(separated, frame.jaxpr.eqns)):
             ins = [None if isinstance(v, Literal) else env[v] for v in eqn.invars]
             op = Op(eqn, frame, ins)
             name = eqn.primitive.name

@@ -64,7 +64,7 @@ class Op:
     Attributes:
       eqn: the jaxpr equation; name: of its primitive.
       ins: its operands (None for literals).
-      outs: its results.
+      outs: its results; a call whose body returns an operand has this operand as a result (see ``makes``).
       rule: its factor rule; None for elementwise ops (factor i is dim i) and for control flow.
       frames: its bodies, for control flow.
       frame: the frame that it stands in.
@@ -78,6 +78,13 @@ class Op:
         self.outs: list[Value] = []
         self.rule: OpRule | None = None
         self.frames: list[Frame] = []
+
+    @property
+    def makes(self) -> list[Value]:
+        """The values that the op computes, in its bodies too. Not those of ``outs`` that it returns as it got them, as a call
+        does whose body returns an operand: another op made these."""
+        inner = (made for frame in self.frames for op in frame.walk() for made in op.outs if made.op is op)
+        return [*(v for v in self.outs if v.op is self), *inner]
 
     @property
     def source(self) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..compat.jax import bind, body_consts, literal_array, make_jaxpr, new_var, replace_body, scan_counts
+from ..compat.jax import bind, body_consts, literal_array, make_generated_jaxpr, new_var, replace_body, scan_counts
 from ..rules import ELEMENTWISE
 from ..rules.local import plain_params
 from ..rules.rearrange import ANY, ZERO, rearrange
@@ -376,7 +376,7 @@ class _Writer:
             rest = iter(xs)
             return fn(*(literal_array(a) if isinstance(a, Literal) else next(rest) for a in atoms))
 
-        traced = make_jaxpr(
+        traced = make_generated_jaxpr(
             of, *[jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in arrays]
         )
         names: dict[Any, Any] = dict(zip(traced.jaxpr.invars, arrays, strict=True))

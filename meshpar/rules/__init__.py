@@ -18,7 +18,7 @@ from . import (
     window,
 )
 from .local import refusal, run_elementwise, run_local
-from .registry import PRIMITIVES, Primitive, having, primitive
+from .registry import PRIMITIVES, Primitive, having, primitive, separated
 from .rule import OpRule, no_rule
 
 del (
@@ -56,4 +56,5 @@ __all__ = [
     "refusal",
     "run_elementwise",
     "run_local",
+    "separated",
 ]

@@ -78,6 +78,8 @@ class Primitive:
       manual: whether the ``"jit"`` lowering partitions the op itself, by its local form under a ``shard_map``, also where the plan
         splits nothing: XLA would, as the neighbours are split, and crash or give other numbers. None: never.
       free: made where it is used, or moved at no cost: XLA lays it out as its neighbours need it.
+      per_operand: result i depends on operand i alone: an equation of several operands is one op per operand. The names of the
+        parameters that are tuples with one entry per operand. None: the operands belong together.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Primitive:
     pinned: bool = False
     manual: Callable[[SplitOp], bool] | None = None
     free: bool = False
+    per_operand: tuple[str, ...] | None = None
 
     @property
     def cheap(self) -> bool:
@@ -133,6 +136,26 @@ def primitive(name: str) -> Primitive:
     """The entry of a primitive; one without rule, local form and traits if it has none."""
     found = _entries.get(name)
     return Primitive(name=name) if found is None else found
+
+
+def separated(eqn: Any) -> list[Any]:
+    """The equations that an equation consists of: one per operand if its primitive treats each operand by itself.
+
+    ``a, b = device_put[devices=(Host, Device)] x y`` becomes ``a = device_put[devices=(Host,)] x`` and
+    ``b = device_put[devices=(Device,)] y``. A factor rule of the joint equation would state that the dims of ``a`` are
+    reduced in ``b``.
+    """
+    params = primitive(eqn.primitive.name).per_operand
+    if params is None or len(eqn.invars) == 1:
+        return [eqn]
+    return [
+        eqn.replace(
+            invars=[x],
+            outvars=[y],
+            params={**eqn.params, **{p: type(eqn.params[p])([eqn.params[p][i]]) for p in params}},
+        )
+        for i, (x, y) in enumerate(zip(eqn.invars, eqn.outvars, strict=True))
+    ]
 
 
 def having(trait: Callable[[Primitive], object]) -> frozenset[str]:

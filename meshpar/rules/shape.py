@@ -400,19 +400,26 @@ register("unstack", rule=unstack, local=on_shards, fusible=True)
 
 
 def device_put(eqn, ins, outs) -> OpRule:
+    """The same dims in another memory. An equation of several operands is split into one per operand (``per_operand``)."""
+    (shape,) = ins
     r = OpRule([], [], strong=True)
-    r.ins = [r.factors(s) for s in ins]
-    r.outs = list(r.ins)
+    r.ins = r.outs = [r.factors(shape)]
     return r
 
 
-def _local_device_put(at: LocalOp, *xs: Any) -> list[Any]:
-    """Into the memory, the host's or the device's, in which the program has the results."""
-    spaces = [var.aval.memory_space for var in at.eqn.outvars]
-    return [jax.device_put(x, s) for x, s in zip(xs, spaces, strict=True)]
+def _local_device_put(at: LocalOp, x: Any) -> list[Any]:
+    """Copy to the memory, host or device, of the result's aval."""
+    (out,) = at.eqn.outvars
+    return [jax.device_put(x, out.aval.memory_space)]
 
 
-register("device_put", rule=device_put, local=_local_device_put, view=True)
+register(
+    "device_put",
+    rule=device_put,
+    local=_local_device_put,
+    view=True,
+    per_operand=("devices", "srcs", "copy_semantics"),
+)
 
 
 def rev(eqn, ins, outs) -> OpRule:

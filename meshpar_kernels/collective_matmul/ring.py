@@ -373,8 +373,9 @@ def _free(dot: Dot, side: int, rank: int) -> list[int]:
 
 
 def _modulo(place: Any, devices: int) -> Any:
-    """A place on the ring that was left by less than one round."""
-    return lax.rem(place + devices, devices)
+    """An index of a device on the ring, -devices ≤ place < 2 · devices, wrapped around: int32, also where x64 makes ``place``
+    (a loop's counter added to it) int64."""
+    return lax.rem(lax.convert_element_type(place, jnp.int32) + jnp.int32(devices), jnp.int32(devices))
 
 
 def _neighbours(devices: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

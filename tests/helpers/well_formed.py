@@ -16,6 +16,7 @@ def lies_as(a, b):
 
 def assert_well_formed(plan):
     """SSA: every shard that is read was made before, once, where the reader can see it; specs lead from step to step."""
+    _program(plan.program)
     made = set()
     made |= set(plan.body.inputs)
     _body(plan.body, set(), made, plan)
@@ -27,6 +28,19 @@ def assert_well_formed(plan):
             assert shard.value.shape == value.shape  # what a body reads goes by the value outside
             assert len(shard.spec) == len(value.shape)
         assert not placed.rest.partial or placed.rest is placed.made
+
+
+def _program(program):
+    """Ops are in topological order: every operand and result was made by an op before, by the op itself, or is an input."""
+    place = {op: k for k, op in enumerate(program.root.walk())}
+    makers = {}
+    for op, k in place.items():
+        for v in op.ins:
+            assert v is None or v.op is None or place[v.op] < k, (op.name, v)
+        for v in op.outs:
+            assert v.op is None or place[v.op] <= k, (op.name, v)
+        for v in op.makes:
+            assert makers.setdefault(v, v.op) is v.op is not None, (op.name, v)  # calls may return what another op made
 
 
 def _body(body, outside, made, plan):

@@ -134,16 +134,18 @@ def test_any_dim_of_a_general_product_is_scattered(devices, dim):
     close(f(lhs, rhs), np.einsum("bki,kbj->bij", lhs.astype(float), rhs.astype(float)))
 
 
-@pytest.mark.parametrize("devices", [3, 8])
-def test_long_rings_are_loops(devices, monkeypatch):
-    monkeypatch.setattr("meshpar_kernels.collective_matmul.ring.UNROLLED", 0)
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(("devices", "unrolled"), [(3, 0), (8, 0), (8, 16)])
+def test_rings_unrolled_and_as_loops(devices, unrolled, x64, monkeypatch):
+    monkeypatch.setattr("meshpar_kernels.collective_matmul.ring.UNROLLED", unrolled)
     x, w = draw(devices * 3, devices * 2), draw(devices * 2, devices * 2)
     gather = on(mesh_of(devices), functools.partial(all_gather_matmul, axis_name="a", implementation="ring"),
                 (P("a", None), P(None, "a")), P(None, "a"))  # fmt: skip
     scatter = on(mesh_of(devices), functools.partial(matmul_reduce_scatter, axis_name="a", implementation="ring"),
                  (P(None, "a"), P("a", None)), P("a", None))  # fmt: skip
-    for f in (gather, scatter):
-        close(f(x, w), x.astype(float) @ w.astype(float))
+    with jax.enable_x64(x64):  # which changes the dtype of loop counters
+        for f in (gather, scatter):
+            close(f(x, w), x.astype(float) @ w.astype(float))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 8, 16, 255])

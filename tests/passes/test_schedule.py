@@ -7,6 +7,7 @@ import pytest
 from arrays import f32, normal
 from dependencies import bodies, needs
 from lowered import jaxpr_of, lowered
+from well_formed import assert_well_formed
 
 import meshpar as mp
 from meshpar.plan.steps import Barrier, Run
@@ -136,3 +137,17 @@ def test_what_a_kernel_makes_small_is_made_with_the_rest():
     y, total = run(x)
     np.testing.assert_array_equal(y, 2 * x)
     np.testing.assert_allclose(total, x.sum(-1), rtol=1e-6)
+
+
+def test_calls_that_return_their_operand():
+    """``jnp.hstack`` calls ``atleast_1d``, which returns what it is given: the call does not make that value."""
+
+    def fn(x, w):
+        return jnp.concatenate([x, 2 * x], 0), jnp.hstack([x, x @ w])
+
+    rng = np.random.default_rng(0)
+    x, w = normal(rng, 8, 4), normal(rng, 4, 4)
+    step = mp.jit(fn, mesh="data=4, model=2", layout="batch: data", dims={"x": "batch embed"})
+    assert_well_formed(step.plan(x, w))
+    for ours, theirs in zip(step(x, w), fn(x, w), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

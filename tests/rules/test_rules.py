@@ -6,8 +6,10 @@ a dim of the result, or by the reduction that the factor's kind names). That mus
 does on the whole.
 """
 
+import contextlib
 import functools
 import itertools
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +19,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from meshpar.rules import ELEMENTWISE, having, no_rule, primitive
+import meshpar as mp
+from meshpar.rules import ELEMENTWISE, having, no_rule, primitive, separated
 from meshpar.rules.mapped import same_dims
 from meshpar.rules.rearrange import rearrange
 
@@ -81,7 +84,7 @@ def over_vmap(fn):
 
 @functools.partial(jax.jit)
 def general_reduce(x, y):
-    return lax.reduce((x, y), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (1,))
+    return lax.reduce((x, y), (np.float32(0), np.float32(0)), lambda a, b: (a[0] + b[0], a[1] * b[1]), (1,))
 
 
 def tridiagonal_solve(x):
@@ -209,7 +212,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "windowed sum": (lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"), X),
     "windowed max": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID"), X),
     "windowed min": (lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2), (1, 2), "VALID"), X),
-    "windowed": (lambda x: lax.reduce_window(x, 1.0, lax.mul, (1, 2), (1, 2), "VALID"), X),
+    "windowed": (lambda x: lax.reduce_window(x, np.float32(1), lax.mul, (1, 2), (1, 2), "VALID"), X),
     "max pool gradient": (max_pool_gradient, X),
     "max pool second": (lambda x: jax.jvp(max_pool_gradient, (x,), (x,)), X),
     "fft": (lambda x: jnp.fft.fft(x), X),
@@ -272,10 +275,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "expand dims": (lambda x: lax.expand_dims(x, (1,)), X),
     "slice": (lambda x: x[:, 1:3], X),
     "strided slice": (lambda x: x[:, ::2], X),
-    "dynamic slice": (lambda x, i: lax.dynamic_slice(x, (0, i), (4, 2)), X, jnp.int32(1)),
+    "dynamic slice": (lambda x, i: lax.dynamic_slice(x, (np.int32(0), i), (4, 2)), X, jnp.int32(1)),
     "dynamic update slice": (lambda x, u: lax.dynamic_update_slice(x, u, (0, 1)), X, numbers(4, 2)),
     "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 2))), X),
-    "pad to the same size": (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, -1, 0))), X),
+    "pad to the same size": (lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, -1, 0))), X),
     "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), X, numbers(4, 2)),
     "concatenate equal": (lambda x, y: jnp.concatenate([x, y], 0), X, X),
     "split": (lambda x: jnp.split(x, 2, 1), X),
@@ -320,7 +323,7 @@ ABSENT = {  # what no function of JAX makes before it is lowered
 def ruled(name: str):
     """(equation, rule) of every equation of a case that has a factor rule."""
     fn, *args = CASES[name]
-    for eqn in traced(fn, *args):
+    for eqn in itertools.chain.from_iterable(map(separated, traced(fn, *args))):
         rule = primitive(eqn.primitive.name).rule
         if rule is not None:
             yield eqn, rule(eqn, *shapes_of(eqn))
@@ -353,6 +356,8 @@ def test_rule_fits_the_shapes(name):
             if kind not in ("pass_through", "need_replication", "permutation"):  # contracted: in operands only
                 assert f in read
                 assert f not in made
+            if kind == "pass_through" and f in read and f in made:  # a result without it would be summed over it
+                assert all(any(f in factors for factors in dims) for dims in rule.outs)
         for dims in (*rule.ins, *rule.outs):  # a factor is one dim of a value, at most
             flat = [f for factors in dims for f in factors]
             assert len(flat) == len(set(flat))
@@ -679,3 +684,55 @@ def test_elementwise_ops_split_anywhere():
             }
         halves = [fn(a, b) for a, b in zip(jnp.split(x, 2, axis), jnp.split(y, 2, axis), strict=True)]
         np.testing.assert_allclose(jnp.concatenate(halves, axis), fn(x, y), rtol=1e-6)
+
+
+# -- generated code does not depend on the user's configuration of JAX
+
+
+CHECKS_OF_USER_CODE = {
+    "jax_numpy_rank_promotion": "raise",
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_default_matmul_precision": "highest",
+    "jax_debug_nans": True,
+    "jax_debug_infs": True,
+    "jax_enable_checks": True,
+}
+
+
+@contextlib.contextmanager
+def configured(**options):
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def lowered_text(name: str, **options) -> str:
+    """StableHLO of a case whose first operand is split along its first dims. Its equations are traced before the options are
+    set, so that they can change meshpar's own code only."""
+    fn, *args = CASES[name]
+    closed = jax.make_jaxpr(fn)(*args)
+    xs = jax.tree.leaves(args)
+    dims = {f"xs/{i}": " ".join(f"x{i}_{d}" for d in range(jnp.ndim(x))) for i, x in enumerate(xs) if jnp.ndim(x)}
+    step = mp.jit(
+        lambda xs: jaxpr_as_fun(closed)(*xs), mesh="data=2, model=2", dims=dims, lowering="shard_map",
+        layout="x0_0?: data; x0_1?: model; x0_2?: data; x0_3?: model; x1_0?: model; x1_1?: data",
+    )  # fmt: skip
+    with configured(**options), warnings.catch_warnings():
+        warnings.simplefilter("ignore", mp.JoinWarning)
+        return step.lower(xs).as_text()
+
+
+READ_BY_JAX = {"ragged dot", "ragged dot gradients"}  # whose lowering in JAX reads the default precision
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"io callback"}))  # with results: it has no local form
+def test_local_forms_do_not_depend_on_the_configuration(name):
+    options = {k: v for k, v in CHECKS_OF_USER_CODE.items() if name not in READ_BY_JAX or "precision" not in k}
+    assert lowered_text(name, **options) == lowered_text(name)
+    with configured(jax_enable_x64=True):
+        lowered_text(name, **CHECKS_OF_USER_CODE)

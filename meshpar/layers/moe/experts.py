@@ -18,6 +18,7 @@ from jax import lax
 from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_matmul
 from meshpar_kernels.grouped_matmul.reference import activate
 
+from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, Parts
 from .choice import KERNELS
@@ -53,8 +54,8 @@ def _run(op: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
 
 
 _run.defvjp(
-    lambda op, *args: jax.vjp(lambda *a: op(*a, fused=False), *args),
-    lambda op, pull, grad: pull(grad),
+    default_promotion()(lambda op, *args: jax.vjp(lambda *a: op(*a, fused=False), *args)),
+    default_promotion()(lambda op, pull, grad: pull(grad)),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...compat.jax import default_promotion
 from ...dims import did_you_mean
 from ...errors import MeshparError
 from .choice import KERNELS
@@ -40,6 +42,7 @@ class MoEAux(NamedTuple):
     dropped: jax.Array
 
 
+@default_promotion()
 def moe(
     x: jax.Array,
     router_weights: Any,
@@ -74,7 +77,7 @@ def moe(
       experts: ``gate`` and ``up`` [E, H, M] (or ``up`` alone) and ``down`` [E, M, H]; two dims O, I in place of E are one in
         row-major order. Converted to x's dtype.
       router: a name in :data:`meshpar.layers.moe.ROUTERS`, or a function as those are (it may send a token to one expert twice).
-      k: experts a token goes to; None: what the router takes by default.
+      k: experts a token goes to; None: the router's default, which "top_k", "noisy_top_k", "deepseek_v3" and "two_level" lack.
       capacity: None: no drops. A number: most rows of an expert are group size · k · capacity / E, the rest is dropped.
         For "expert_choice" the number of experts a token has on average (2 by default).
       groups: the tokens are cut into so many groups, each with its own capacity.
@@ -107,6 +110,7 @@ def moe(
         options["capacity"] = capacity
     if implementation in KERNELS and router in ROUTED_BY_KERNELS:
         options["implementation"] = implementation
+    _check_options(router, route, options)
     routing = _route(route, x, router_weights, number, {**options, "groups": groups, "mask": mask})
     places = routing.expert.shape[-1]
     tokens = math.prod(x.shape[:-1])
@@ -135,6 +139,32 @@ def _named_router(router: str | Callable[..., Routing]) -> Callable[..., Routing
     if router not in ROUTERS:
         raise MeshparError(f"moe: no router {router!r}", fixes=did_you_mean(router, ROUTERS, "routers"))
     return ROUTERS[router]
+
+
+_FROM_WEIGHTS = ("noise", "experts", "groups", "mask")
+"""Arguments of routers that :func:`moe` gives them."""
+
+
+def _check_options(
+    router: str | Callable[..., Routing], route: Callable[..., Routing], options: Mapping[str, Any]
+) -> None:
+    """Raises MeshparError for options that a named router needs and lacks, or does not take."""
+    if callable(router):
+        return
+    takes = {p.name: p for p in inspect.signature(route).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    ours = {name: p for name, p in takes.items() if name not in _FROM_WEIGHTS}
+    missing = [name for name, p in ours.items() if p.default is p.empty and name not in options]
+    if missing:
+        what = {"k": "k, the number of experts that each token goes to"}
+        fixes = {"k": ["k=2 for two experts a token, as in Mixtral", 'router="switch" sends a token to one expert']}
+        raise MeshparError(
+            f'moe: router="{router}" needs {what.get(missing[0], missing[0])}', fixes=fixes.get(missing[0], ())
+        )
+    if unknown := [name for name in options if name not in ours and name != "ids"]:
+        raise MeshparError(
+            f'moe: router="{router}" takes no {unknown[0]}=; it takes {", ".join(f"{n}=" for n in ours)}',
+            fixes=did_you_mean(unknown[0], ours, "options"),
+        )
 
 
 def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> int:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...compat.jax import default_promotion
 from ...errors import MeshparError
 from .choice import KERNELS, choose
 from .routing import (
@@ -72,6 +73,7 @@ def _normalised(weight: jax.Array) -> jax.Array:
     return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
 
 
+@default_promotion()
 def top_k(
     logits, *, k, capacity=None, groups=1, mask=None, renormalize: bool = True, implementation: str | None = None
 ) -> Routing:
@@ -94,6 +96,7 @@ def top_k(
     return finish(expert, weight, losses, experts=logits.shape[-1], real=real, capacity=capacity, groups=groups)
 
 
+@default_promotion()
 def switch(logits, *, k=1, capacity=None, groups=1, mask=None, implementation: str | None = None) -> Routing:
     """The best expert, weighted by its probability (Switch Transformer, Fedus et al. 2021)."""
     if k != 1:
@@ -103,6 +106,7 @@ def switch(logits, *, k=1, capacity=None, groups=1, mask=None, implementation: s
     )
 
 
+@default_promotion()
 def gshard(logits, *, k=2, capacity=None, groups=1, mask=None, key: jax.Array | None = None) -> Routing:
     """The best two, weights summing to one; all first choices come before all second ones (GShard, Lepikhin et al. 2020).
 
@@ -129,6 +133,7 @@ def gshard(logits, *, k=2, capacity=None, groups=1, mask=None, key: jax.Array | 
     return Routing(routing.expert, routing.weight, losses, routing.load, routing.dropped - skipped)
 
 
+@default_promotion()
 def noisy_top_k(
     logits, *, k, capacity=None, groups=1, mask=None, noise: jax.Array | None = None, key: jax.Array | None = None
 ) -> Routing:
@@ -169,6 +174,7 @@ def noisy_top_k(
     return finish(expert, weight, losses, experts=experts, real=real, capacity=capacity, groups=groups)
 
 
+@default_promotion()
 def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) -> Routing:
     """Each expert takes its best tokens (Zhou et al. 2022): ceil(group size · capacity / E) of a group; no imbalance.
 
@@ -213,6 +219,7 @@ def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) ->
     )
 
 
+@default_promotion()
 def deepseek_v3(
     logits,
     *,
@@ -284,6 +291,7 @@ def _by_groups(
     return _best(value, k, which)
 
 
+@default_promotion()
 def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
     """The balancing bias after a step: up by ``rate`` for experts with less than the mean load, down for those with more.
 
@@ -295,6 +303,7 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
     return bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
 
 
+@default_promotion()
 def hash_router(ids: jax.Array, *, experts: int, k=1, capacity=None, groups=1, mask=None) -> Routing:
     """A fixed expert for each token id, with weight 1/k (Roller et al. 2021); nothing is learned.
 
@@ -317,6 +326,7 @@ def hash_router(ids: jax.Array, *, experts: int, k=1, capacity=None, groups=1, m
     return finish(expert, weight, {}, experts=experts, real=real, capacity=capacity, groups=groups)
 
 
+@default_promotion()
 def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mask=None) -> Routing:
     """Experts in two levels (Shazeer et al. 2017, appendix B): first groups of experts, then experts in each of them.
 
