@@ -8,8 +8,8 @@ import itertools
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -17,9 +17,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from .compat.jax import (
-    DeviceArray,
+    PLACED,
     abstract_array,
     at_top_level,
+    bound_axis_names,
     is_graph_node,
     is_tracer,
     on_host,
@@ -51,13 +52,15 @@ class Call:
     Attributes:
       tree: of (args, kwargs) without the static ones, in whose places positional ones leave a None.
       leaves: of that tree; arrays, numbers, ``ShapeDtypeStruct``, and the static leaves of modules.
-      statics: (position or keyword, value) of the static arguments.
-      key: tells programs apart: tree, statics, and :func:`leaf_key` of every leaf.
+      leaf_keys: :func:`leaf_key` of every leaf.
+      statics: (position or keyword, value) of the static arguments; keywords in alphabetical order.
+      key: identifies the program: JAX's trace context, the tree, the static arguments with their types, and ``leaf_keys``.
       nodes: nnx objects were taken apart, so that the results have what updates them.
     """
 
     tree: Any
     leaves: list[Any]
+    leaf_keys: tuple[Hashable, ...]
     statics: tuple[tuple[int | str, Any], ...]
     key: tuple[Any, ...]
     nodes: bool
@@ -65,19 +68,43 @@ class Call:
     @property
     def fixed(self) -> dict[int, Any]:
         """The leaves that are no arrays, by position."""
-        return {i: k.value for i, k in enumerate(self.key[2]) if isinstance(k, Fixed)}
+        return {i: k.value for i, k in enumerate(self.leaf_keys) if isinstance(k, Fixed)}
 
     @property
     def dynamic(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) as the tree has them."""
         return jax.tree.unflatten(self.tree, self.leaves)
 
+    def without_leaves(self) -> Call:
+        """The same call without its arrays: what a cached program refers to, so that it keeps no array alive."""
+        return replace(self, leaves=[None] * len(self.leaves))
+
+
+def type_key(x: Any) -> Hashable:
+    """The type of a static value, and of its parts if it is a tuple, a frozenset or a dataclass.
+
+    ``1 == 1.0 == True``, but a function of them returns different dtypes, so that a program is looked up by the types as well.
+    """
+    kind = type(x)
+    if isinstance(x, tuple):
+        return kind, *map(type_key, x)
+    if isinstance(x, frozenset):
+        return kind, frozenset((e, type_key(e)) for e in x)
+    if is_dataclass(x) and not isinstance(x, type):
+        return kind, *(type_key(getattr(x, f.name, None)) for f in fields(x) if f.compare)
+    return kind
+
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A leaf that is no array: part of the program."""
+    """A leaf that is no array: part of the program.
+
+    Attributes:
+      types: :func:`type_key` of the value.
+    """
 
     value: Any
+    types: Hashable
 
 
 def _joined(arrays: Sequence[Any], fixed: Mapping[int, Any]) -> list[Any]:
@@ -99,17 +126,25 @@ _NOT_NUMBERS = tuple("OUSMm")
 """NumPy's kinds of dtypes for objects, texts and dates."""
 
 
+_NUMBERS = {bool: False, int: True, float: True, complex: True}
+"""Python's numbers → whether JAX gives them a weak type."""
+
+
 def leaf_key(x: Any) -> Hashable:
-    """What a program depends on of a leaf: (shape, dtype, weak type, whether it is on the host); the type of a Python number;
-    anything else whole."""
+    """The facts of a leaf that a program depends on: (shape, dtype, weak type, whether it is on the host); :class:`Fixed` for a
+    leaf that is no array. A Python number has the key of the weakly typed scalar that JAX makes of it."""
     aval = getattr(x, "aval", None)
     if aval is not None:
         return aval.shape, aval.dtype, aval.weak_type, on_host(aval)
-    if isinstance(x, bool | int | float | complex):
-        return type(x), jax.dtypes.canonicalize_dtype(type(x))
+    weak = _NUMBERS.get(type(x))
+    if weak is not None:
+        return (), jax.dtypes.canonicalize_dtype(type(x)), weak, False
     dtype = getattr(x, "dtype", None)
+    if dtype is None and isinstance(x, bool | int | float | complex):  # a subclass, such as an IntEnum
+        base = next(t for t in _NUMBERS if isinstance(x, t))
+        return (), jax.dtypes.canonicalize_dtype(base), _NUMBERS[base], False
     if dtype is None or not hasattr(x, "shape") or getattr(dtype, "kind", None) in _NOT_NUMBERS:
-        return Fixed(x)
+        return Fixed(x, type_key(x))
     return (
         tuple(x.shape),
         jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True),
@@ -118,9 +153,9 @@ def leaf_key(x: Any) -> Hashable:
     )
 
 
-def _abstract(x: Any, key: Any) -> Any:
+def _abstract(shape: tuple[int, ...], dtype: Any, weak_type: bool, host: bool) -> Any:
     """What a leaf is traced as: its shape, dtype and memory, and nothing of how it is split."""
-    return x if isinstance(key[0], type) else abstract_array(*key)
+    return abstract_array(shape, jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True), weak_type, host)
 
 
 def _hashable(x: Any) -> bool:
@@ -162,7 +197,7 @@ def unhashable(call: Call, argument_path: ArgumentPath) -> UnsupportedError:
                     "or pass arrays, and leave it out of static_argnames",
                 ],
             )
-    leaves = zip(named_arguments(*call.dynamic, argument_path), call.key[2], strict=True)
+    leaves = zip(named_arguments(*call.dynamic, argument_path), call.leaf_keys, strict=True)
     leaf = next(leaf for leaf, key in leaves if not _hashable(key))
     return _no_array(leaf.path, leaf.value)
 
@@ -266,23 +301,28 @@ class Flat:
         return jax.tree.unflatten(self.out_tree, [None if i in self.fixed else x for i, x in enumerate(leaves)])
 
 
-def traced(flat: Flat, argument_path: ArgumentPath, patterns: PathDims, axes: Iterable[str], init: bool) -> Traced:
+def traced(
+    call: Call, flat: Flat, argument_path: ArgumentPath, patterns: PathDims, axes: Iterable[str], init: bool
+) -> Traced:
     """The program of a call, its dims named.
 
     Args:
+      call: with its leaves, of which the shapes and names are read.
+      flat: the function over the call's arrays.
       patterns: ``dims=`` of :func:`meshpar.jit`; with ``init``, of the results as well, fresh state.
       axes: the mesh's.
 
     Raises:
       PatternError, RankError, UnsupportedError: patterns that fit no tensor, a leaf that is no array, a sum over devices.
     """
-    call = flat.call
     named = named_arguments(*call.dynamic, argument_path)
-    keys = call.key[2]
+    keys = call.leaf_keys
     if len(named) != len(keys):
         raise AssertionError("paths and leaves do not match")
     arrays = [
-        (_abstract(leaf.value, key), leaf) for leaf, key in zip(named, keys, strict=True) if not isinstance(key, Fixed)
+        (_abstract(*cast(tuple, key)), leaf)
+        for leaf, key in zip(named, keys, strict=True)
+        if not isinstance(key, Fixed)
     ]
     named = [leaf for _, leaf in arrays]
     used: set[str] = set()
@@ -439,6 +479,7 @@ class Entry:
       run: the same, compiled.
       arrays: positions of the call's leaves that are arguments of the program; None: all are.
       donated: positions of the donated ones among these.
+      narrowed: position → dtype of the arrays of 64 bits that were made under x64, for a program that was traced without.
       called: it has been.
     """
 
@@ -450,6 +491,7 @@ class Entry:
     in_shardings: list[NamedSharding]
     out_shardings: list[NamedSharding]
     donated: tuple[int, ...]
+    narrowed: Mapping[int, Any] = field(default_factory=dict, kw_only=True)
     called: bool = field(default=False, kw_only=True)
 
     def __call__(self, leaves: list[Any]) -> Any:
@@ -465,9 +507,11 @@ class Entry:
         Raises:
           UnsupportedError: an array whose memory an earlier call took.
         """
+        if self.narrowed:
+            arrays = [x.astype(self.narrowed[i]) if i in self.narrowed else x for i, x in enumerate(arrays)]
         try:
             placed = [
-                x if type(x) is not DeviceArray or (x.sharding == s and not x.is_deleted()) else _put(x, s)
+                x if type(x) not in PLACED or (x.sharding == s and not x.is_deleted()) else _put(x, s)
                 for x, s in zip(arrays, self.in_shardings, strict=True)
             ]
         except _Deleted as deleted:
@@ -537,7 +581,7 @@ def lowered(
       keep_unused, compiler_options: as in ``jax.jit``; the plan's own options of the compiler are those that a call uses.
     """
     with without_gc():
-        on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh)
+        on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh, bound_axis_names())
     same: dict[NamedSharding, NamedSharding] = {}  # one object for equal ones: results go in again, told by `is`
     ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
     donated = tuple(sorted(plan.donated))
@@ -563,10 +607,13 @@ def lowered(
     fixed = flat.call.fixed
     arrays = [i for i in range(len(flat.call.leaves)) if i not in fixed] if fixed else None
     made = plan, traced, on_arrays, run, arrays, ins, outs, donated
+    keys = [k for k in flat.call.leaf_keys if not isinstance(k, Fixed)]
+    narrowed = {i: a.dtype for i, (a, k) in enumerate(zip(traced.avals, keys, strict=True)) if a.dtype != k[1]}
     if len({d.process_index for d in mesh.devices.flat}) == 1:
-        return Entry(*made)
+        return Entry(*made, narrowed=narrowed)
     statics = [x for _, x in flat.call.statics]
-    return _SpanningEntry(*made, Sheet(flat.fn, plan, plan.lowering, strict, dims, statics, plan.options.values))
+    sheet = Sheet(flat.fn, plan, plan.lowering, strict, dims, statics, plan.options.values)
+    return _SpanningEntry(*made, sheet, narrowed=narrowed)
 
 
 def _runner(jitted: Callable[..., Any], plan: Plan, compiler_options: Mapping[str, Any]) -> Callable[..., Any]:

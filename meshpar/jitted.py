@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -16,7 +18,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from .compat.jax import in_explicit_mesh, is_graph_node, jit_disabled, without_gc
+from .caches import LRUCache
+from .compat.jax import in_explicit_mesh, is_graph_node, jit_disabled, trace_context, without_gc
 from .dims import PathDims, did_you_mean
 from .entry import (
     Call,
@@ -29,6 +32,7 @@ from .entry import (
     leaf_key,
     lowered,
     traced,
+    type_key,
     unhashable,
     with_statics,
 )
@@ -107,45 +111,61 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
 
 
-def _selected_arguments(nums: Any, names: Any, params: list[str], what: str, variadic: bool) -> frozenset[int | str]:
-    """The positions and the names of the arguments that ``<what>_argnums`` and ``<what>_argnames`` choose.
+def _selected_arguments(signature: inspect.Signature | None, nums: Any, names: Any, what: str) -> frozenset[int | str]:
+    """The positions and names of the arguments that ``<what>_argnums`` and ``<what>_argnames`` select, as ``jax.jit`` reads them.
+
+    If only positions or only names are given, the signature adds the others. A negative position counts from the end of the
+    parameters, or, if the function has ``*args``, from the end of the positional arguments of a call.
 
     Raises:
       UnsupportedError: an argument that the function does not have.
     """
+    infer = (nums is None) != (names is None)
     nums = () if nums is None else (nums,) if isinstance(nums, int) else tuple(nums)
     names = () if names is None else (names,) if isinstance(names, str) else tuple(names)
+    out: set[int | str] = {*names, *map(operator.index, nums)}
+    if signature is None:
+        return frozenset(out)
+    params = list(signature.parameters.values())
+    kinds = {p.kind for p in params}
+    positional = [p.name for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p.name for p in params if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for n in names:
-        if params and n not in params:
+        if inspect.Parameter.VAR_KEYWORD not in kinds and n not in by_name:
             raise UnsupportedError(
-                f"{what}_argnames: the function has no argument `{n}`",
-                fixes=did_you_mean(n, params, "arguments"),
+                f"{what}_argnames: the function has no argument `{n}` that can be passed by name",
+                fixes=did_you_mean(n, by_name, "arguments"),
             )
-    out: set[int | str] = set(names)
-    for n in nums:
-        if params and not variadic and not -len(params) <= n < len(params):
-            raise UnsupportedError(
-                f"{what}_argnums: the function has {len(params)} arguments, so there is no argument {n}",
-                fixes=[f"arguments are {', '.join(f'{i}: {p}' for i, p in enumerate(params))}"],
-            )
-        n = n % len(params) if params and n < 0 else n
-        out.add(n)
-        if n < len(params):
-            out.add(params[n])
-    return frozenset(out | {params.index(n) for n in names if n in params})
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        for n in nums:
+            if not -len(positional) <= n < len(positional):
+                raise UnsupportedError(
+                    f"{what}_argnums: the function has {len(positional)} positional arguments, so there is no argument {n}",
+                    fixes=[f"arguments are {', '.join(f'{i}: {p}' for i, p in enumerate(positional))}"],
+                )
+        out = {n % len(positional) if isinstance(n, int) else n for n in out}
+    if infer:
+        out |= {positional[i] for i in out if isinstance(i, int) and 0 <= i < len(positional)} & set(by_name)
+        out |= {positional.index(n) for n in names if n in positional}
+    return frozenset(out)
+
+
+MAX_CALLS = 2048
+"""Calls of one function, by tree, shapes and static arguments, whose programs, plans and compiled code are cached. ``jax.jit``
+caches as many traces."""
 
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """What is kept of the calls, by their keys; one object for a method of all instances. nnx objects are taken apart under it.
+    """Cached results by the keys of calls; one object for a method of all instances. nnx objects are taken apart under it.
 
     Attributes:
       nodes: some call had nnx objects.
     """
 
-    programs: dict[Any, Traced] = field(default_factory=dict)
-    plans: dict[Any, Plan] = field(default_factory=dict)
-    entries: dict[Any, Entry] = field(default_factory=dict)
+    programs: LRUCache[Any, Traced] = field(default_factory=lambda: LRUCache(MAX_CALLS))
+    plans: LRUCache[Any, Plan] = field(default_factory=lambda: LRUCache(MAX_CALLS))
+    entries: LRUCache[Any, Entry] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     nodes: bool = False
 
 
@@ -188,10 +208,15 @@ class Jitted(Generic[P, R]):
             self._signature: inspect.Signature | None = inspect.signature(fn)
         except (TypeError, ValueError):
             self._signature = None
-        params = self._signature.parameters if self._signature else {}
-        variadic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in params.values())
-        self._static = _selected_arguments(static_argnums, static_argnames, list(params), "static", variadic)
-        self._donated = _selected_arguments(donate_argnums, donate_argnames, list(params), "donate", variadic)
+        self._static = _selected_arguments(self._signature, static_argnums, static_argnames, "static")
+        self._donated = _selected_arguments(self._signature, donate_argnums, donate_argnames, "donate")
+        self._from_end = frozenset(n for n in self._static if isinstance(n, int) and n < 0) or None
+        both = sorted(n for n in self._static & self._donated if isinstance(n, str)) or self._static & self._donated
+        if both:
+            raise UnsupportedError(
+                f"argument {', '.join(map(repr, both))} is both static and donated; a static argument has no memory to donate",
+                fixes=["leave it out of donate_argnums and donate_argnames"],
+            )
         self._bound: tuple[Any, ...] = ()
         self._kept = _Kept()
 
@@ -208,7 +233,7 @@ class Jitted(Generic[P, R]):
         bound.__dict__ = {**self.__dict__, "_bound": (instance,), "__wrapped__": MethodType(self._fn, instance)}
         return bound
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         given = (*self._bound, *args)
         kept = self._kept
         if kept.entries and not (kept.nodes or self._init or jit_disabled() or in_explicit_mesh()):
@@ -221,13 +246,18 @@ class Jitted(Generic[P, R]):
                 return entry(call.leaves)
         return self._slow_call(given, kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Jitted[P, R]:
+        """A copy of the function with the same options, and nothing compiled."""
+        other = Jitted(copy.deepcopy(self._fn, memo), **self._options)
+        return other.__get__(*copy.deepcopy(self._bound, memo)) if self._bound else other
+
     def __repr__(self) -> str:
         mesh = ", ".join(f"{a}={n}" for a, n in self.mesh.shape.items())
         made = "init" if self._init else "jit"
         name = getattr(self, "__name__", "step")
         return f'mp.{made}({name}, mesh="{mesh}", layout="{self.layout}", lowering="{self.lowering}")'
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``); nothing runs, nothing is compiled.
 
         Raises:
@@ -236,13 +266,13 @@ class Jitted(Generic[P, R]):
         with self._opened((*self._bound, *args), kwargs) as call:
             return self._plan(call)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower for these arguments, as ``jax.jit(f).lower`` does."""
         traced = self.trace(*args, **kwargs)
         with without_gc():
             return traced.lower()
 
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace for these arguments, as ``jax.jit(f).trace`` does."""
         with self._opened((*self._bound, *args), kwargs) as call:
             entry = self._entry(call)
@@ -268,7 +298,7 @@ class Jitted(Generic[P, R]):
         with without_gc():
             return jitted.trace(*call_args, **call_kwargs)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results as ``jax.ShapeDtypeStruct``, nnx objects as objects of these; nothing runs, nothing is updated."""
         args = (*self._bound, *args)
         call = self._call(args, kwargs)
@@ -283,7 +313,7 @@ class Jitted(Generic[P, R]):
         traced = self._trace(call)
         return traced.result([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in traced.program.outputs])
 
-    def abstract(self, *args: Any, **kwargs: Any) -> Any:
+    def abstract(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results as ``jax.ShapeDtypeStruct`` with their shardings, in the trees, boxes and modules that a call returns.
 
         Nothing is computed or compiled: what ``mp.init(create, …).abstract(key)`` gives is what a checkpoint is restored into.
@@ -305,7 +335,7 @@ class Jitted(Generic[P, R]):
             )
             return self._closed(call, out)
 
-    def shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def shardings(self, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Where the arguments belong: for each, in the order given, a tree like it of ``jax.sharding.NamedSharding``.
 
         An nnx module's is a tree like its ``nnx.state``. Nothing runs; arguments may be ``jax.ShapeDtypeStruct``.
@@ -323,7 +353,7 @@ class Jitted(Generic[P, R]):
             for path, x in self._arguments(args, kwargs)
         )
 
-    def put(self, *args: Any, **kwargs: Any) -> Any:
+    def put(self, /, *args: Any, **kwargs: Any) -> Any:
         """Bring arguments to where the step wants them: the batch of the next step, weights that were read from a file.
 
             batch = step.put(batch=batch)
@@ -346,8 +376,8 @@ class Jitted(Generic[P, R]):
                 self._signature.bind(*self._bound, *args, **kwargs)
             held = {h.path: h for h in self.plan(*args, **kwargs).inputs}
         except TypeError:  # some of the arguments
-            plans = list(self._kept.plans.values())
-            held = {h.path: h for h in plans[-1].inputs} if plans else {}
+            plan = self._kept.plans.latest()
+            held = {h.path: h for h in plan.inputs} if plan is not None else {}
 
         def placed(leaf: Leaf) -> Any:
             known = held.get(leaf.path)
@@ -375,7 +405,7 @@ class Jitted(Generic[P, R]):
             out.append(x if is_graph_node(x) else y)
         return out[0] if len(out) == 1 else tuple(out)
 
-    def check(self, *args: Any, **kwargs: Any) -> Report:
+    def check(self, /, *args: Any, **kwargs: Any) -> Report:
         """Compare this layout with the unsharded run on these arguments; see :func:`meshpar.check`.
 
         Returns:
@@ -393,7 +423,7 @@ class Jitted(Generic[P, R]):
 
     @options_apart
     def compile(
-        self, *args: Any, mesh: AnyMesh | str | None = None, topology: str | None = None, effort: Effort = "fast",
+        self, /, *args: Any, mesh: AnyMesh | str | None = None, topology: str | None = None, effort: Effort = "fast",
         timeout: float | None = None, cache: bool = True, progress: Progress = None,
         compiler_options: Mapping[str, Any] | None = None, kwargs: Mapping[str, Any] | None = None, **keywords: Any,
     ) -> Compiled:  # fmt: skip
@@ -446,14 +476,15 @@ class Jitted(Generic[P, R]):
 
     def clear_cache(self) -> None:
         """Forget programs, plans and compiled code."""
-        self._kept.programs, self._kept.plans, self._kept.entries = {}, {}, {}
+        for cache in (self._kept.programs, self._kept.plans, self._kept.entries):
+            cache.clear()
 
     # -- arguments and results
 
     def _slow_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
         """A call for which nothing is compiled yet; of nnx objects, which are taken apart and updated; or without jit."""
         if jit_disabled():
-            with self._no_names():
+            with self._no_names()():
                 return self._fn(*args, **kwargs)
         with self._opened(args, kwargs) as call:
             return self._closed(call, self._entry(call)(call.leaves))
@@ -490,14 +521,17 @@ class Jitted(Generic[P, R]):
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: bool = False) -> Call:
         statics: tuple[tuple[int | str, Any], ...] = ()
         if self._static:
+            at = self._static if self._from_end is None else self._static | {len(args) + n for n in self._from_end}
             statics = (
-                *((i, x) for i, x in enumerate(args) if i in self._static),
-                *((k, x) for k, x in kwargs.items() if k in self._static),
+                *((i, x) for i, x in enumerate(args) if i in at),
+                *((k, kwargs[k]) for k in sorted(kwargs) if k in at),
             )
-            args = [None if i in self._static else x for i, x in enumerate(args)]
-            kwargs = {k: x for k, x in kwargs.items() if k not in self._static}
+            args = [None if i in at else x for i, x in enumerate(args)]
+            kwargs = {k: x for k, x in kwargs.items() if k not in at}
         leaves, tree = jax.tree.flatten((tuple(args), kwargs))
-        return Call(tree, leaves, statics, (tree, statics, tuple(map(leaf_key, leaves))), nodes)
+        leaf_keys = tuple(map(leaf_key, leaves))
+        types = tuple([type_key(x) for _, x in statics]) if statics else ()
+        return Call(tree, leaves, leaf_keys, statics, (trace_context(), tree, statics, types, leaf_keys), nodes)
 
     def _argument_path(self, i: int) -> tuple[str, ...]:
         """The path of positional argument ``i``: its name, or (name, number) within ``*args``."""
@@ -534,9 +568,8 @@ class Jitted(Generic[P, R]):
     def _trace(self, call: Call) -> Traced:
         found = self._kept.programs.get(call.key)
         if found is None:
-            found = self._kept.programs[call.key] = traced(
-                self._flat(call), self._argument_path, self._dims, self.mesh.axis_names, self._init
-            )
+            made = traced(call, self._flat(call), self._argument_path, self._dims, self.mesh.axis_names, self._init)
+            found = self._kept.programs.put(call.key, made)
         return found
 
     def _plan(self, call: Call) -> Plan:
@@ -549,23 +582,23 @@ class Jitted(Generic[P, R]):
                     donated=self._donated_leaves(call), lowering=self.lowering, overlap=self.overlap,
                     options=self._options_mode, compiler_options=self._compiler_options, calibrations=self._calibrations,
                 )  # fmt: skip
-            plan = self._kept.plans[call.key] = Plan.of(made)
+            plan = self._kept.plans.put(call.key, Plan.of(made))
         return plan
 
     def _entry(self, call: Call) -> Entry:
         entry = self._kept.entries.get(call.key)
         if entry is None:
-            entry = self._kept.entries[call.key] = self._lower(call, self._plan(call))
+            entry = self._kept.entries.put(call.key, self._lower(call, self._plan(call)))
         return entry
 
     def _lower(self, call: Call, plan: Plan) -> Entry:
         return lowered(
             plan, self._trace(call), self._flat(call), self._device_mesh(), strict=self._strict,
-            dims=self._dims, names_off=self._no_names, keep_unused=self._keep_unused, compiler_options=self._compiler_options,
+            dims=self._dims, names_off=self._no_names(), keep_unused=self._keep_unused, compiler_options=self._compiler_options,
         )  # fmt: skip
 
     def _flat(self, call: Call) -> Flat:
-        return Flat(self._fn, call, self._kept if call.nodes else None)
+        return Flat(self._fn, call.without_leaves(), self._kept if call.nodes else None)
 
     def _device_mesh(self, why: str = "") -> Mesh:
         if not isinstance(self.mesh, Mesh):
@@ -575,9 +608,12 @@ class Jitted(Generic[P, R]):
             )
         return self.mesh
 
-    def _no_names(self) -> AbstractContextManager[None]:
-        """A context in which constraints over names and axes mean nothing, as on one device."""
-        return capture_names({*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)})
+    def _no_names(self) -> Callable[[], AbstractContextManager[None]]:
+        """Makes a context in which constraints over names and axes mean nothing, as on one device. It does not refer to this
+        object, so that compiled code may hold it."""
+        return functools.partial(
+            capture_names, {*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)}
+        )
 
     @contextlib.contextmanager
     def _subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Subject]:
@@ -588,7 +624,7 @@ class Jitted(Generic[P, R]):
             arrays = call.leaves if entry.arrays is None else [call.leaves[i] for i in entry.arrays]
 
             def alone(*xs: Any) -> list[Any]:
-                with self._no_names():
+                with self._no_names()():
                     return jax.tree.leaves(function(*xs))
 
             yield Subject(entry.plan, arrays, alone, entry.on_arrays, entry.in_shardings)

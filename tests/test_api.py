@@ -224,7 +224,7 @@ def test_static_arguments(jit):
     for how in (
         {"static_argnames": ("power", "mode")},
         {"static_argnums": 1, "static_argnames": "mode"},
-        {"static_argnums": (-1,), "static_argnames": ("power",)},
+        {"static_argnums": (-1,), "static_argnames": ("mode",)},
     ):
         traces.clear()
         run = jit(fn, dims={"x": "batch embed"}, layout="batch: data; embed: model", **how)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,16 +167,18 @@ def model_flops(plan: Plan) -> float:
 
 
 def _model_flops(program: Program) -> float:
-    def of(frame: Frame, count: int) -> float:
-        total = 0.0
-        for op in frame.ops:
-            for inner in op.frames:
-                total += of(inner, count * (1 if inner.trips is None else inner.trips))
-            if not in_recomputation(op.eqn):
-                total += count * (product_flops(op.eqn) if op.name in PRODUCTS else opaque_flops(op))
-        return total
+    return _flops_of(program.root, 1)
 
-    return of(program.root, 1)
+
+def _flops_of(frame: Frame, count: int) -> float:
+    """FLOPs of a frame that runs ``count`` times, recomputation left out."""
+    total = 0.0
+    for op in frame.ops:
+        for inner in op.frames:
+            total += _flops_of(inner, count * (1 if inner.trips is None else inner.trips))
+        if not in_recomputation(op.eqn):
+            total += count * (product_flops(op.eqn) if op.name in PRODUCTS else opaque_flops(op))
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,29 +223,23 @@ def repeated_products(plan: Plan) -> list[Repeated]:
     """The products that a layout leaves whole on an axis of the mesh, those that cost most first."""
     total = 0.0
     found: dict[tuple[str, tuple[str, ...], str], list[Any]] = {}
-
-    def walk(body: Body, count: int) -> None:
-        nonlocal total
-        for step in body.steps:
-            for inner in step.bodies:
-                walk(inner, count * (1 if inner.trips is None else inner.trips))
-            if isinstance(step, Run) and step.op.name not in PRODUCTS:
-                total += count * local_opaque_flops(step, plan.sizes)
-            if not isinstance(step, Run) or step.op.name not in PRODUCTS or step.axes is None:
-                continue
-            flops = count * padded_flops(step, plan.sizes)
-            total += flops
-            used = {a for got in step.axes for a in got}
-            idle = tuple(a for a, n in plan.sizes.items() if n > 1 and a not in used)
-            if idle:
-                entry = found.setdefault((step.op.name, idle, step.op.source), [0.0, {}])
-                entry[0] += flops
-                for v in step.op.ins:
-                    for i, dim in enumerate(() if v is None else plan.program.dims(v)):
-                        if v is not None and dim is not None:
-                            entry[1][dim] = plan.program.parts(v, i)[0]
-
-    walk(plan.body, 1)
+    for step, count in _runs(plan.body, 1):
+        if step.op.name not in PRODUCTS:
+            total += count * local_opaque_flops(step, plan.sizes)
+            continue
+        if step.axes is None:
+            continue
+        flops = count * padded_flops(step, plan.sizes)
+        total += flops
+        used = {a for got in step.axes for a in got}
+        idle = tuple(a for a, n in plan.sizes.items() if n > 1 and a not in used)
+        if idle:
+            entry = found.setdefault((step.op.name, idle, step.op.source), [0.0, {}])
+            entry[0] += flops
+            for v in step.op.ins:
+                for i, dim in enumerate(() if v is None else plan.program.dims(v)):
+                    if v is not None and dim is not None:
+                        entry[1][dim] = plan.program.parts(v, i)[0]
     out = []
     for (name, idle, source), (flops, dims) in found.items():
         times = parts_of(idle, plan.sizes)
@@ -251,6 +247,15 @@ def repeated_products(plan: Plan) -> list[Repeated]:
         fix = _what_splits(plan, idle, dims)
         out.append(Repeated(name, idle, times, tuple(dims), flops, share, source, fix))
     return sorted(out, key=lambda r: -r.share)
+
+
+def _runs(body: Body, count: int) -> Iterator[tuple[Run, int]]:
+    """The ops of a body that runs ``count`` times, those of inner bodies too, each with how often it runs."""
+    for step in body.steps:
+        for inner in step.bodies:
+            yield from _runs(inner, count * (1 if inner.trips is None else inner.trips))
+        if isinstance(step, Run):
+            yield step, count
 
 
 def _what_splits(plan: Plan, idle: Sequence[str], dims: Mapping[str, Part]) -> str:

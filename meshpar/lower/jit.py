@@ -6,7 +6,7 @@ their gradients by the size of an idle mesh axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from ..compat.jax import (
     sharding_constraint_p,
 )
 from ..compat.quirks import short_strides
+from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.plan import Plan
 from ..plan.resharding import reshard
@@ -33,6 +34,7 @@ from ..plan.steps import Loop, Reduce, Run, Shard
 from ..program.ir import Frame, Op, Value
 from ..rules import having, primitive, run_local
 from ..rules.registry import SplitOp
+from ..rules.spmd import Grid
 from .collectives import combined
 
 IDENTITIES = having(lambda p: p.identity)
@@ -40,13 +42,21 @@ PINNED = having(lambda p: p.pinned)
 FREE = having(lambda p: p.free)
 
 
-def lower_to_jit(plan: Plan, mesh: Mesh) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
+def lower_to_jit(
+    plan: Plan, mesh: Mesh, bound: Collection[Any] = ()
+) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
     """(a function from flat inputs to flat results, shardings of the inputs, shardings of the results).
 
     The function is to be called under ``jax.jit`` with these shardings.
+
+    Args:
+      bound: names of the axes that the caller has bound (``jax.vmap(…, axis_name=)``).
+
+    Raises:
+      UnsupportedError: a ``shard_map`` of the user's own over one of these.
     """
     closed = plan.program.closed
-    jaxpr = _Rewriter(plan, mesh).frame(plan.program.root)
+    jaxpr = _Rewriter(plan, mesh, bound).frame(plan.program.root)
     run = close_over(ClosedJaxpr(jaxpr, closed.consts))
     arguments = plan.body.inputs[len(closed.consts) :]
     ins = [sharding_of(s, mesh) for s in arguments]
@@ -61,9 +71,11 @@ def sharding_of(shard: Shard, mesh: AnyMesh) -> NamedSharding:
 
 
 class _Rewriter:
-    def __init__(self, plan: Plan, mesh: Mesh):
+    def __init__(self, plan: Plan, mesh: Mesh, bound: Collection[Any] = ()):
         self.plan, self.mesh = plan, mesh
         self.sizes = plan.sizes
+        self.bound = frozenset(bound)
+        self.grid = Grid(plan.sizes, {}, bound=bound)
         self.params: dict[Spec, dict[str, Any]] = {}
         steps = list(plan.body.every)
         self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].data_free)}
@@ -167,6 +179,7 @@ class _Rewriter:
                 new = new.replace(params=short)
                 changed = True
             if op.name == "shard_map":  # over the devices of the plan, whatever it was traced for
+                check_unbound(op, self.bound)
                 new = new.replace(params={**eqn.params, "mesh": self.mesh})
                 changed = True
             if op.frames:
@@ -308,18 +321,18 @@ class _Rewriter:
         def local(*xs):
             given = {i: x for (i, _), x in zip(arrays, xs, strict=True)}
             operands = [given[i] if i in given else literal_array(v) for i, v in enumerate(invars)]
-            results = run_local(op, axes, operands, self.sizes)
+            results = run_local(op, axes, operands, self.grid if self.bound else self.sizes)
             return tuple(
-                combined(y, shard.spec, scatters, over, shard.kind, self.sizes)
+                combined(y, shard.spec, scatters, over, shard.kind, self.grid if self.bound else self.sizes)
                 for y, shard, (scatters, over) in zip(results, run.results, reduced, strict=True)
             )
 
         needs = [unsplit(len(v.aval.shape)) if s is None else s.spec for s, v in zip(run.operands, invars, strict=True)]
         mapped = jax.shard_map(
             local,
-            mesh=self.mesh,
-            in_specs=tuple(to_partition_spec(needs[i]) for i, _ in arrays),
-            out_specs=tuple(map(to_partition_spec, after)),
+            mesh=self.grid.mesh(self.mesh),
+            in_specs=tuple(to_partition_spec(self.grid.spec(needs[i])) for i, _ in arrays),
+            out_specs=tuple(to_partition_spec(self.grid.spec(spec)) for spec in after),
             check_vma=False,
         )
         traced = make_generated_jaxpr(mapped, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
@@ -330,6 +343,19 @@ class _Rewriter:
             eqns.append(e.replace(invars=[v if isinstance(v, Literal) else inner.get(v, v) for v in e.invars],
                                   source_info=eqn.source_info))  # fmt: skip
         return dict(zip(eqn.outvars, traced.jaxpr.outvars, strict=True))
+
+
+def check_unbound(op: Op, bound: Collection[Any]) -> None:
+    """Raises UnsupportedError where a ``shard_map`` of the user's own runs over an axis whose name the caller has bound."""
+    for axis in op.eqn.params["newly_manual_axes"]:
+        if axis in bound:
+            raise UnsupportedError(
+                f"this shard_map runs over the mesh axis `{axis}`, and the step is called under a vmap with axis_name={axis!r}, "
+                "which its collectives would be taken to mean",
+                axis=axis,
+                source=op.source,
+                fixes=["give the vmap another axis_name"],
+            )
 
 
 def _home(frame: Frame) -> Frame:

@@ -5,7 +5,7 @@ An interpreter of steps on local arrays. Nothing is decided here: what is sent, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -45,12 +45,15 @@ from .sum_orders import SumOrders
 
 
 def lower_to_shard_map(
-    plan: Plan, mesh: AnyMesh
+    plan: Plan, mesh: AnyMesh, bound: Collection[Any] = ()
 ) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
     """(a function from flat inputs to flat results, shardings of the inputs, shardings of the results).
 
     Where the function is differentiated, its derivative is that of the ``"jit"`` lowering, so that functions with derivatives of
     their own, and extrema over split dims, have the derivative that they have without any layout.
+
+    Args:
+      bound: names of the axes that the caller has bound (``jax.vmap(…, axis_name=)``).
 
     Raises:
       UnsupportedError: an op that one device cannot do its part of.
@@ -61,7 +64,7 @@ def lower_to_shard_map(
     outputs = [s for s in body.outputs if s is not None]
     for shard in (*arguments, *outputs):
         check_blocks(shard.value, shard.spec, plan.sizes)
-    grid = Grid(plan.sizes, plan.torus, isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu")
+    grid = Grid(plan.sizes, plan.torus, isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu", bound)
     run = jax.shard_map(
         lambda *xs: tuple(_Device(grid).run(body, xs)),
         mesh=grid.mesh(mesh),
@@ -89,7 +92,7 @@ def lower_to_shard_map(
     @function.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         assert isinstance(mesh, Mesh)
-        return jax.jvp(lower_to_jit(plan, mesh)[0], primals, tangents)
+        return jax.jvp(lower_to_jit(plan, mesh, bound)[0], primals, tangents)
 
     return function, ins, outs
 

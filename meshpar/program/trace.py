@@ -33,26 +33,27 @@ def _is_batched(eqn: Any) -> bool:
     return eqn.primitive.name == "while" and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
 
+def _rewritten(param: Any, done: dict[int, Any]) -> Any:
+    """A parameter of an equation with :func:`_scalar_conditions` of the jaxprs in it; the same object if nothing changes."""
+    if isinstance(param, tuple | list):
+        new = [_rewritten(x, done) for x in param]
+        if all(a is b for a, b in zip(param, new, strict=True)):
+            return param
+        return type(param)(*new) if hasattr(param, "_fields") else type(param)(new)
+    inner, consts = closed_parts(param)
+    if not hasattr(inner, "eqns"):
+        return param
+    if id(inner) not in done:
+        done[id(inner)] = _scalar_conditions(inner, done)
+    new = done[id(inner)]
+    return param if new is inner else ClosedJaxpr(new, consts) if isinstance(param, ClosedJaxpr) else new
+
+
 def _scalar_conditions(jaxpr: Any, done: dict[int, Any]) -> Any:
     """The jaxpr, in whose loops over batches the whole batch goes on, and keeps what has ended, as the compiler runs them."""
-
-    def rewritten(param: Any) -> Any:
-        if isinstance(param, tuple | list):
-            new = [rewritten(x) for x in param]
-            if all(a is b for a, b in zip(param, new, strict=True)):
-                return param
-            return type(param)(*new) if hasattr(param, "_fields") else type(param)(new)
-        inner, consts = closed_parts(param)
-        if not hasattr(inner, "eqns"):
-            return param
-        if id(inner) not in done:
-            done[id(inner)] = _scalar_conditions(inner, done)
-        new = done[id(inner)]
-        return param if new is inner else ClosedJaxpr(new, consts) if isinstance(param, ClosedJaxpr) else new
-
     eqns = []
     for eqn in jaxpr.eqns:
-        params = {k: rewritten(v) if _holds_bodies(v) else v for k, v in eqn.params.items()}
+        params = {k: _rewritten(v, done) if _holds_bodies(v) else v for k, v in eqn.params.items()}
         new = eqn if all(params[k] is v for k, v in eqn.params.items()) else eqn.replace(params=params)
         eqns.append(_with_scalar_condition(new) if _is_batched(new) else new)
     return jaxpr if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr.replace(eqns=eqns)

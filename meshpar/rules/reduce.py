@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ..compat.jax import bind
 from .local import LocalOp, on_shards
 from .registry import SplitOp, register
 from .rule import Kind, OpRule, exchange_kind, no_rule, same_dims
@@ -55,13 +56,14 @@ _POSITIONAL: dict[str, tuple[Kind, Callable[..., Any]]] = {
     "pmax": ("max", lax.reduce_max),
     "pmin": ("min", lax.reduce_min),
 }
-"""Reductions over the axis of a ``vmap``, which have become reductions of dims; ``psum`` over no axes is an identity."""
+"""Reductions over the axis of a ``vmap``: of dims, where the ``vmap`` is part of the step, else by name; ``psum`` over no axes is
+an identity."""
 
 
 def positional(eqn, ins, outs) -> OpRule:
     """Every operand has its own dims; those that are reduced leave partial results."""
-    axes = eqn.params["axes"]
-    if any(isinstance(a, str) for a in axes):  # in the body of a shard_map
+    axes = [a for a in eqn.params["axes"] if isinstance(a, int)]
+    if not axes and eqn.params["axes"]:  # in the body of a shard_map, or over the axis of a vmap around the step
         return same_dims(eqn, ins, outs)
     if eqn.params["axis_index_groups"] is not None:
         return no_rule(ins, outs)
@@ -74,8 +76,10 @@ def positional(eqn, ins, outs) -> OpRule:
 
 def _local_positional(at: LocalOp, *xs: Any) -> list[Any]:
     _, combine = _POSITIONAL[at.op.name]
-    axes = tuple(at.params["axes"])
-    return [combine(x, axes) if axes else x for x in xs]
+    axes = tuple(a for a in at.params["axes"] if isinstance(a, int))
+    names = tuple(a for a in at.params["axes"] if not isinstance(a, int))
+    xs = tuple(combine(x, axes) if axes else x for x in xs)
+    return bind(at.op.eqn, xs, {**at.params, "axes": names}) if names else list(xs)
 
 
 register(*_POSITIONAL, rule=positional, local=_local_positional, reduction=True)

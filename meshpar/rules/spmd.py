@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,9 @@ class Send:
 class Grid(dict[str, int]):
     """The sizes of the axes of a mesh, and of the axes of the factored mesh that stand for them.
 
-    An axis that runs along several torus dimensions is an axis for each of them in the mesh that the lowering works on.
+    An axis that runs along several torus dimensions is an axis for each of them in the mesh that the lowering works on. An axis
+    whose name the caller has bound already (``jax.vmap(f, axis_name="data")``) gets another name there: JAX would batch our
+    collectives over ``data`` as collectives over the caller's axis.
 
     Attributes:
       torus: the stages of every axis, where they are known.
@@ -57,7 +59,7 @@ class Grid(dict[str, int]):
       cpu: whether it is for XLA's CPU compiler.
     """
 
-    def __init__(self, sizes: Sizes, torus: Torus, cpu: bool = False):
+    def __init__(self, sizes: Sizes, torus: Torus, cpu: bool = False, bound: Collection[Any] = ()):
         super().__init__(sizes)
         self.cpu = cpu
         self.torus = torus
@@ -66,9 +68,12 @@ class Grid(dict[str, int]):
         self.between_slices: set[str] = set()
         for axis in sizes:
             stages = [s for s in torus.get(axis, ()) if s.size > 1]
-            self.fine[axis] = (axis,) if len(stages) < 2 else tuple(f"{axis}.{k}" for k in range(len(stages)))
-            if len(stages) > 1:
-                self.update(zip(self.fine[axis], (s.size for s in stages), strict=True))
+            names = [axis] if len(stages) < 2 else [f"{axis}.{k}" for k in range(len(stages))]
+            while any(n in bound for n in names):
+                names = [f"{n}'" for n in names]
+            self.fine[axis] = tuple(names)
+            if self.fine[axis] != (axis,):
+                self.update(zip(names, (s.size for s in stages) if len(stages) > 1 else [sizes[axis]], strict=True))
             self.places.update(zip(self.fine[axis], stages, strict=False))
             self.between_slices |= {n for n, s in zip(self.fine[axis], stages, strict=False) if s.dim == "slice"}
 

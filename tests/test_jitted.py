@@ -1,0 +1,317 @@
+"""What ``mp.jit`` caches, by which keys and for how long, compared with ``jax.jit``."""
+
+import contextlib
+import copy
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import meshpar as mp
+from meshpar import jitted as module
+
+HOW = {"mesh": "data=4, model=2", "layout": "batch: data", "dims": {"x": "batch _"}}
+LOWERINGS = pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+
+
+def x():
+    return jnp.arange(32.0).reshape(8, 4)
+
+
+def step(fn, lowering, **options):
+    return mp.jit(fn, **{**HOW, **options}, lowering=lowering)
+
+
+# -- static arguments
+
+
+@dataclass(frozen=True)
+class Config:
+    rate: float
+    name: str = "sgd"
+
+
+class Pair(NamedTuple):
+    a: float
+    b: float
+
+
+VALUES = [1, 1.0, True, (1, 2), (1.0, 2), (True, 2), Pair(1, 2), Pair(1, 2.0), frozenset({1}), frozenset({1.0})]
+VALUES += [Config(1), Config(1.0), (Config(1), 1), (Config(True), 1), np.float32(1), np.int8(1)]
+
+
+def first_number(v):
+    while not isinstance(v, int | float | np.generic):
+        v = v.rate if isinstance(v, Config) else next(iter(v))
+    return v
+
+
+@pytest.mark.parametrize("by", ["position", "name"])
+def test_static_values_that_are_equal_but_of_other_types_have_programs_of_their_own(by):
+    run = step(lambda x, s: x.astype(int) * first_number(s), "shard_map", static_argnames="s")
+    for _ in range(2):
+        for value in VALUES:
+            got = run(x(), value) if by == "position" else run(x(), s=value)
+            alone = jax.jit(lambda x, v=value: x.astype(int) * first_number(v))(x())
+            assert got.dtype == alone.dtype, value
+            np.testing.assert_array_equal(got, alone)
+
+
+def test_static_keywords_in_any_order_share_a_program():
+    traces = []
+
+    def fn(x, *, a, b):
+        traces.append((a, b))
+        return x * a + b
+
+    run = step(fn, "shard_map", static_argnames=("a", "b"))
+    first = run(x(), a=2, b=3)
+    np.testing.assert_array_equal(run(x(), b=3, a=2), first)
+    assert traces == [(2, 3)]
+
+
+class Node:
+    """A pytree node with an attribute that is no array, as a module's function or name is."""
+
+    def __init__(self, w, scale):
+        self.w, self.scale = w, scale
+
+
+jax.tree_util.register_pytree_with_keys(
+    Node,
+    lambda n: (((jax.tree_util.GetAttrKey("w"), n.w), (jax.tree_util.GetAttrKey("scale"), n.scale)), None),
+    lambda _, leaves: Node(*leaves),
+)
+
+
+def test_leaves_that_are_no_arrays_are_compared_by_type():
+    run = step(lambda x, n: x.astype(int) * n.w * n.scale.rate, "shard_map")
+    w = jnp.ones(4, int)
+    for rate, dtype in ((1, jnp.int32), (1.0, jnp.float32), (True, jnp.int32)):
+        assert run(x(), Node(w, Config(rate))).dtype == dtype, rate
+
+
+def test_names_of_static_and_donated_arguments_may_go_into_kwargs():
+    def fn(x, **options):
+        return x * options["by"] + options.get("add", 0)
+
+    run = step(fn, "shard_map", static_argnames="by", donate_argnames="add")
+    np.testing.assert_array_equal(run(x(), by=2, add=x()), x() * 3)
+    wrapped = step(
+        lambda *args, **kwargs: fn(*args, **kwargs), "shard_map", static_argnames=("by",), dims={"args/0": "batch _"}
+    )
+    np.testing.assert_array_equal(wrapped(x(), by=2), x() * 2)
+    with pytest.raises(mp.errors.UnsupportedError, match="no argument `by`"):
+        step(lambda x: x, "shard_map", static_argnames="by")
+
+
+def test_a_negative_static_position_counts_from_the_end_of_the_positional_arguments():
+    run = step(lambda x, *rest: x * rest[-1], "shard_map", static_argnums=-1)
+    np.testing.assert_array_equal(run(x(), 3), x() * 3)
+    np.testing.assert_array_equal(run(x(), 2.0, 4), x() * 4)
+
+
+def test_an_argument_both_static_and_donated_is_refused():
+    for how in ({"static_argnums": 0, "donate_argnames": "x"}, {"static_argnames": "x", "donate_argnums": (0,)}):
+        with pytest.raises(ValueError, match="intersect"):
+            jax.jit(lambda x: x, **how)
+        with pytest.raises(mp.errors.UnsupportedError, match="both static and donated"):
+            step(lambda x: x, "shard_map", **how)
+
+
+def test_positions_that_are_no_positional_arguments_are_refused():
+    for n in (1, -2):
+        with pytest.raises(mp.errors.UnsupportedError, match="1 positional arguments"):
+            step(lambda x, *, n=1: x, "shard_map", static_argnums=n)
+
+
+# -- the context of a call
+
+
+@contextlib.contextmanager
+def seed_offset(value):
+    jax.config.update("jax_random_seed_offset", value)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_random_seed_offset", 0)
+
+
+SETTINGS = {
+    "x64": (lambda: jax.enable_x64(True), lambda x: x.sum() + jnp.arange(3).sum()),
+    "precision": (lambda: jax.default_matmul_precision("highest"), lambda x: x @ x.T),
+    "threefry": (lambda: jax.threefry_partitionable(False), lambda x: x + jax.random.normal(jax.random.key(0), (8, 4))),
+    "seed": (lambda: seed_offset(7), lambda x: x + jax.random.normal(jax.random.key(0), (8, 4))),
+    "rank": (lambda: jax.numpy_rank_promotion("raise"), lambda x: x + jnp.ones(4)),
+    "dtypes": (lambda: jax.numpy_dtype_promotion("strict"), lambda x: x + jnp.ones((8, 4), jnp.int8)),
+}
+
+
+def outcome(run, *args):
+    """(dtype, weak type, numbers) of a result, with the precision in which its program multiplies; or the error's type."""
+    try:
+        out = run(*args)
+    except (TypeError, ValueError) as e:
+        return type(e).__name__
+    return str(out.dtype), out.weak_type, "HIGHEST" in run.lower(*args).as_text(), np.asarray(out).round(4).tolist()
+
+
+@LOWERINGS
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_of_jax_is_part_of_the_key(lowering, setting):
+    context, fn = SETTINGS[setting]
+    ours, theirs = step(fn, lowering), jax.jit(fn)
+    plain = outcome(theirs, x())
+    for _ in range(2):
+        assert outcome(ours, x()) == plain
+        with context():
+            changed = outcome(theirs, x())
+            assert changed != plain
+            assert outcome(ours, x()) == changed
+
+
+@LOWERINGS
+def test_the_size_of_an_outer_axis_is_part_of_the_key(lowering):
+    run = step(lambda x: x.sum() / lax.axis_size("i") + lax.psum(x, "i").sum(), lowering)
+    for n in (2, 4, 2):
+        ones = jnp.ones((n, 8, 4))
+        np.testing.assert_array_equal(jax.vmap(run, axis_name="i")(ones), np.full(n, 32 / n + 32 * n))
+    with pytest.raises(mp.errors.UnsupportedError, match="`i` is no axis"):
+        run(x())
+
+
+COLLECTIVES = {
+    "sum": lambda x: x.sum(),
+    "lookup": lambda x: x[jnp.array([7, 0])].sum(),
+    "scan": lambda x: jnp.cumsum(x, 0)[-1],
+    "max": lambda x: x.max(0),
+    "own axis": lambda x: lax.psum(x, "data").sum(0),
+    "both": lambda x: jax.vmap(lambda r: lax.pmax(r, ("data", "j")), axis_name="j", out_axes=None)(x),
+}
+
+
+@LOWERINGS
+@pytest.mark.parametrize("what", COLLECTIVES)
+def test_an_outer_axis_with_the_name_of_a_mesh_axis(lowering, what):
+    fn = COLLECTIVES[what]
+    two = jnp.stack([x(), 3 * x()])
+    run = step(fn, lowering)
+    expected = jax.vmap(fn, axis_name="data")(two)
+    np.testing.assert_array_equal(jax.vmap(run, axis_name="data")(two), expected)
+    if what not in ("own axis", "both"):
+        np.testing.assert_array_equal(run(x()), fn(x()))
+        loss = lambda f: jax.grad(lambda a: (jax.vmap(f, axis_name="data")(a) ** 2).sum())  # noqa: E731
+        np.testing.assert_allclose(loss(run)(two), loss(fn)(two))
+
+
+# -- arguments
+
+
+@LOWERINGS
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_typed_keys_are_moved_as_arrays_are(lowering, impl):
+    keys = jax.random.split(jax.random.key(0, impl=impl), 8)
+    other = mp.jit(lambda k: k, mesh="d=8", layout="n: d", dims={"k": "n"})(keys)
+    alone = jax.device_put(keys, jax.devices()[3])
+    draw = lambda ks: jax.vmap(jax.random.uniform)(ks)  # noqa: E731
+    use = mp.jit(draw, mesh="data=4, model=2", layout="batch: data", dims={"ks": "batch"}, lowering=lowering)
+    for given in (other, alone, keys):
+        np.testing.assert_array_equal(use(given), draw(keys))
+
+
+@LOWERINGS
+def test_arrays_of_64_bits_made_under_x64(lowering):
+    with jax.enable_x64(True):
+        wide = jnp.arange(32.0, dtype=jnp.float64).reshape(8, 4)
+    run = step(lambda x: x * 2, lowering)
+    for given in (wide, x(), wide):
+        out = run(given)
+        assert out.dtype == jnp.float32
+        np.testing.assert_array_equal(out, 2 * x())
+    with jax.enable_x64(True):
+        assert run(wide).dtype == jnp.float64
+
+
+def test_a_number_and_a_weakly_typed_scalar_share_a_program():
+    traces = []
+    run = step(lambda x, s: traces.append(0) or x * s, "shard_map")
+    for scale in (2.0, jnp.asarray(3.0), 4.0):
+        np.testing.assert_array_equal(run(x().astype(jnp.float16), scale), x() * scale)
+    assert len(traces) == 1
+    assert run(x().astype(jnp.float16), jnp.float32(2)).dtype == jnp.float32
+    assert len(traces) == 2
+
+
+def test_an_argument_named_self():
+    run = mp.jit(lambda **k: k["self"] * 2, mesh="data=4, model=2", layout="")
+    np.testing.assert_array_equal(run(self=x()), 2 * x())
+    assert run.plan(self=x()).inputs[0].path == "self"
+    assert run.eval_shape(self=x()).shape == (8, 4)
+
+
+# -- what a function keeps alive
+
+FUNCTIONS = {
+    "plain": lambda big: lambda x: x + big,
+    "loop": lambda big: lambda x: lax.fori_loop(0, 3, lambda i, c: c + big, x),
+    "matmul": lambda big: lambda x: x @ big.T,
+}
+
+
+@LOWERINGS
+@pytest.mark.parametrize("what", FUNCTIONS)
+@pytest.mark.parametrize("use", ["call", "grad", "plan", "lower"])
+def test_nothing_outlives_its_use(lowering, what, use):
+    """Arguments are freed with the last reference of the caller, a function and its closure with the function: without the
+    garbage collector, as from ``jax.jit``."""
+    gc.collect()
+    gc.disable()
+    try:
+        big, given = jnp.ones((8, 4)) * 3, jnp.ones((8, 4))
+        fn = FUNCTIONS[what](big)
+        run = step(fn, lowering)
+        argument, *rest = (weakref.ref(o) for o in (given, fn, big))
+        if use == "call":
+            run(given)
+        elif use == "grad":
+            jax.grad(lambda a: run(a).sum())(given)  # noqa: F821
+        elif use == "plan":
+            assert run.plan(given).memory.peak
+        else:
+            run.lower(given)
+        del given
+        assert argument() is None
+        assert None not in [r() for r in rest]
+        del fn, big, run
+        assert [r() for r in rest] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_caches_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "MAX_CALLS", 3)
+    traces = []
+    run = step(lambda x, s: traces.append(s) or x * s, "shard_map", static_argnames="s")
+    for s in range(5):
+        np.testing.assert_array_equal(run(x(), s), x() * s)
+    assert [len(c) for c in (run._kept.programs, run._kept.plans, run._kept.entries)] == [3, 3, 3]
+    for s in (2, 3, 4):
+        run(x(), s)
+    assert traces == [0, 1, 2, 3, 4]
+    np.testing.assert_array_equal(run(x(), 0), 0 * x())
+    assert traces == [0, 1, 2, 3, 4, 0]
+
+
+@LOWERINGS
+def test_a_called_function_can_be_copied(lowering):
+    run = step(lambda x: x * 2, lowering)
+    first = run(x())
+    for other in (copy.copy(run), copy.deepcopy(run), copy.deepcopy({"a": [run]})["a"][0]):
+        np.testing.assert_array_equal(other(x()), first)
+        assert (other.lowering, str(other.layout)) == (lowering, str(run.layout))
