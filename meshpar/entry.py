@@ -581,7 +581,7 @@ def lowered(
       keep_unused, compiler_options: as in ``jax.jit``; the plan's own options of the compiler are those that a call uses.
     """
     with without_gc():
-        on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh, bound_axis_names())
+        on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh, bound=bound_axis_names())
     same: dict[NamedSharding, NamedSharding] = {}  # one object for equal ones: results go in again, told by `is`
     ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
     donated = tuple(sorted(plan.donated))
@@ -608,7 +608,9 @@ def lowered(
     arrays = [i for i in range(len(flat.call.leaves)) if i not in fixed] if fixed else None
     made = plan, traced, on_arrays, run, arrays, ins, outs, donated
     keys = [k for k in flat.call.leaf_keys if not isinstance(k, Fixed)]
-    narrowed = {i: a.dtype for i, (a, k) in enumerate(zip(traced.avals, keys, strict=True)) if a.dtype != k[1]}
+    narrowed = {
+        i: a.dtype for i, (a, k) in enumerate(zip(traced.avals, keys, strict=True)) if a.dtype != cast(tuple, k)[1]
+    }
     if len({d.process_index for d in mesh.devices.flat}) == 1:
         return Entry(*made, narrowed=narrowed)
     statics = [x for _, x in flat.call.statics]

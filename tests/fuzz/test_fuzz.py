@@ -53,12 +53,12 @@ FAULTY = case_of(
 def test_a_planted_fault_is_found_and_made_small(monkeypatch):
     """A lowering that forgets to all-reduce is caught; what is left of the case is the sum."""
 
-    def forgetful(plan, mesh, lower=LOWERINGS["shard_map"]):
+    def forgetful(plan, mesh, bound=(), lower=LOWERINGS["shard_map"]):
         def change(body):
             steps = (replace(s, over=()) if isinstance(s, Reduce) else s for s in body.steps)
             return replace(body, steps=tuple(steps))
 
-        return lower(replace(plan, body=rewritten(plan.body, change)), mesh)
+        return lower(replace(plan, body=rewritten(plan.body, change)), mesh, bound)
 
     assert not run.differences(FAULTY, "shard_map")
     monkeypatch.setitem(LOWERINGS, "shard_map", forgetful)

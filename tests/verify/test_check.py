@@ -83,8 +83,8 @@ def break_lowering(
             env.update(zip(eqn.outvars, outs, strict=True))
         return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
 
-    def wrong(plan: Any, mesh: Mesh) -> Any:
-        flat, ins, outs = right(plan, mesh)
+    def wrong(plan: Any, mesh: Mesh, bound: Any = ()) -> Any:
+        flat, ins, outs = right(plan, mesh, bound)
 
         def broken(*xs: Any) -> list[Any]:
             closed = jax.make_jaxpr(flat)(*xs)
