@@ -14,6 +14,7 @@ from rich.table import Table
 
 from meshpar_kernels import tuner, tuning
 from meshpar_kernels._compat import device_kind
+from meshpar_kernels.isolation import WorkerError
 from meshpar_kernels.shapes import MATMULS, MatmulShape
 from meshpar_kernels.tuning import Product
 
@@ -99,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
         )
 
     def bench(product: Product) -> tuner.Bench:
-        return tuner.DeviceBench(product, args.dtype)
+        return tuner.IsolatedBench(product, args.dtype)
 
     try:
         found = tune_products(wanted, args.dtype, platform, device_kind(), bench, file, console)
@@ -136,6 +137,7 @@ def tune_products(
                 continue
             task = progress.add_task(product.shape_class, total=len(choices), best="")
             best = math.inf
+            measured = bench(product)
 
             def done(_: Any, seconds: float | None, task: Any = task) -> None:
                 nonlocal best
@@ -143,14 +145,16 @@ def tune_products(
                 progress.update(task, advance=1, best=f"best {1e3 * best:.3f} ms" if best < math.inf else "")
 
             try:
-                tuned = tuner.tune(bench(product), choices, limit=tuner.limit_of(dtype), done=done)
+                tuned = tuner.tune(measured, choices, limit=tuner.limit_of(dtype), done=done)
             except tuner.WrongValueError as error:
                 raise CheckError(
                     f"tune-kernels: {product.shape_class} on {kind}: {error}; nothing is stored of it"
                 ) from error
-            except NotImplementedError as error:
+            except (NotImplementedError, WorkerError) as error:
                 console.print(f"{product.shape_class}: {error}")
                 continue
+            finally:
+                measured.close()
             for config, error in tuned.wrong.items():
                 console.print(f"[red]{product.shape_class}: {config} is wrong by {error:.2g}, and not timed[/red]")
             one: tuning.Table = {kind: {product.shape_class: {dtype: tuned.entry}}}

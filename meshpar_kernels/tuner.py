@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -16,9 +16,22 @@ import numpy as np
 
 from meshpar_kernels import _compat
 from meshpar_kernels.grouped_matmul import gpu, grouped_matmul, grouped_matmul_transpose, tpu_tiles
+from meshpar_kernels.isolation import Worker
+from meshpar_kernels.timing import device_seconds
 from meshpar_kernels.tuning import Config, Entry, Product
 
-__all__ = ["Bench", "DeviceBench", "Tuned", "WrongValueError", "candidates", "limit_of", "tune"]
+__all__ = [
+    "Bench",
+    "DeviceBench",
+    "IsolatedBench",
+    "Tuned",
+    "WrongValueError",
+    "candidates",
+    "limit_of",
+    "measure",
+    "platform",
+    "tune",
+]
 
 MARGIN = 0.98
 """A choice replaces the analytic one if it takes less than this part of its time: medians differ by a percent or two."""
@@ -36,7 +49,11 @@ class Bench(Protocol):
         ...
 
     def seconds(self, config: Config) -> Sequence[float]:
-        """A few times of one call."""
+        """Times of one call, one or several."""
+        ...
+
+    def close(self) -> None:
+        """Free what measuring took; called once."""
         ...
 
 
@@ -157,8 +174,8 @@ class DeviceBench:
     The reference is the loop of XLA, whose sums do not depend on a tile.
     """
 
-    def __init__(self, product: Product, dtype: Any, *, calls: int = 20, repeats: int = 5):
-        self.product, self.calls, self.repeats = product, calls, repeats
+    def __init__(self, product: Product, dtype: Any):
+        self.product = product
         p, rng = product, np.random.default_rng(0)
         back = p.op == "grouped_matmul_transpose"
         weights = (p.groups, p.n, p.k) if p.transposed else (p.groups, p.k, p.n)
@@ -191,14 +208,54 @@ class DeviceBench:
         return delta if math.isfinite(delta) else math.inf
 
     def seconds(self, config: Config) -> list[float]:
-        function, times = self.compiled[config], []
-        for _ in range(self.repeats):
-            out, began = None, time.perf_counter()
-            for _ in range(self.calls):
-                out = function(*self.operands)
-            jax.block_until_ready(out)
-            times.append((time.perf_counter() - began) / self.calls)
-        return times
+        return [device_seconds(self.compiled[config], self.operands)[0]]
+
+    def close(self) -> None:
+        self.compiled.clear()
+
+
+class IsolatedBench:
+    """`DeviceBench` in a worker process: a configuration that crashes the process or hangs is refused, and costs itself alone.
+
+    Args:
+      limit: seconds for the check, and for the timing, of one configuration.
+    """
+
+    def __init__(self, product: Product, dtype: Any, *, limit: float = 120):
+        self.limit = limit
+        self._fields = {"product": dataclasses.asdict(product), "dtype": jnp.dtype(dtype).name}
+        self._worker = Worker(f"{__name__}:measure")
+        self._seconds: dict[Config, list[float]] = {}
+
+    def error(self, config: Config) -> float:
+        """As `Bench.error`.
+
+        Raises:
+          WorkerError: the configuration was refused, failed, crashed the process, or took longer than the limit.
+        """
+        found = self._worker.call({**self._fields, "config": config._asdict()}, self.limit)
+        self._seconds[config] = found["seconds"]
+        return found["error"]
+
+    def seconds(self, config: Config) -> list[float]:
+        return self._seconds[config]
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+@functools.lru_cache(maxsize=1)
+def _bench(dtype: str, **product: Any) -> DeviceBench:
+    return DeviceBench(Product(**product), dtype)
+
+
+def measure(product: dict[str, Any], dtype: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Error of one configuration, and its seconds where the error is within `limit_of`; called in a worker process."""
+    bench = _bench(dtype, **product)
+    chosen = Config(**{**config, "tile": tuple(config["tile"])})
+    error = bench.error(chosen)
+    right = error <= limit_of(dtype)
+    return {"error": error, "limit": limit_of(dtype), "seconds": list(bench.seconds(chosen)) if right else []}
 
 
 def platform() -> str:

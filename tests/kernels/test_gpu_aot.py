@@ -1,7 +1,6 @@
-"""Facts from the real CUDA compiler, without a GPU. `benchmarks/gpu.py --compile-only` prints all of them."""
+"""Facts from the real CUDA compiler, without a GPU. `benchmarks/gpu_compile.py` prints all of them."""
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +26,8 @@ needs_cuda = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def gpu():
-    """`benchmarks/gpu.py` as a module."""
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", ROOT / "benchmarks" / "gpu.py")
+    """`benchmarks/gpu_compile.py` as a module."""
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", ROOT / "benchmarks" / "gpu_compile.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -202,96 +201,3 @@ def test_a_process_that_dies_or_hangs_is_a_reason(gpu, tmp_path, monkeypatch):
     assert rows == [{"name": "a"}]
     assert gpu.reason(text) == "illegal memory access | exit 1"
     assert "took longer than 0.5 s" in gpu.run_process(["hang"], {}, 0.5)[1]
-
-
-def test_rows_are_printed_with_what_was_measured(gpu):
-    machine = {"peak": 800.0, "copy": 4000.0}
-    row = {"kernel": "forward", "shape": "g64", "load": "even", "name": "meshpar", "flops": 8e12, "bytes": 2e10}
-    words = gpu.measured_line(row | {"seconds": 0.02, "error": 0.001}, machine, 0.01).split()
-    assert words[4:] == ["20.000", "400", "50%", "1000", "25%", "2.00", "1.0e-03"]
-    assert "out of memory" in gpu.measured_line(row | {"failed": "out of memory"}, machine, None)
-
-
-class Device:
-    """Answers in place of the processes that a device would run."""
-
-    machine = {"platform": "gpu", "device": "GPU", "devices": 1, "jax": "0", "peak": 800.0, "copy": 4000.0}  # noqa: RUF012
-
-    def __init__(self, values_wrong=False, error=1e-3):
-        self.values_wrong, self.error, self.asked = values_wrong, error, []
-
-    def __call__(self, arguments, environment, limit):
-        what = arguments[0]
-        self.asked.append(what)
-        ours = {"name": "meshpar", "seconds": 1e-3, "error": self.error}
-        tiles = [
-            {"tile": None, "seconds": 2e-3},
-            {"tile": [128, 64, 128], "seconds": 1e-3, "error": 0.0},
-            {"tile": [128, 64, 256], "seconds": 1e-4, "error": 1.0},
-        ]
-        found = {
-            "--machine": [self.machine],
-            "--values": [
-                {"name": "a", "error": 1.0 if self.values_wrong else 0.0, "limit": 0.1, "wrong": self.values_wrong}
-            ],
-            "--measure": [{"name": "ragged_dot", "seconds": 2e-3}, ours],
-            "--tune": tiles,
-        }
-        return found.get(what, []), "" if what != "--measure-torch" else "No module named 'torch'"
-
-
-@pytest.fixture
-def on_device(gpu, monkeypatch, tmp_path):
-    def run(device):
-        path = tmp_path / "gpu.json"
-        monkeypatch.setattr(gpu, "run_process", device)
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", "forward g64", "--json", str(path)])
-        try:
-            gpu.main()
-        finally:
-            device.written = json.loads(path.read_text())
-
-    return run
-
-
-def test_values_come_before_times_and_the_tuner_last(on_device, capsys):
-    device = Device()
-    on_device(device)
-    assert list(dict.fromkeys(device.asked)) == ["--machine", "--values", "--measure", "--measure-torch", "--tune"]
-    assert set(device.written) == {"machine", "values", "measured", "tuned"}
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.split() == ["forward", "g64", "(128,", "64,", "128)", "1.000", "2.00"]  # the wrong one was faster
-
-
-@pytest.mark.parametrize(
-    ("device", "asked", "why"),
-    [
-        (Device(values_wrong=True), ["--machine", "--values"], "a is wrong"),
-        (
-            Device(error=0.5),
-            ["--machine", "--values", "--measure", "--measure-torch"],
-            "forward g64 with even groups is wrong",
-        ),
-    ],
-)
-def test_it_stops_at_the_first_wrong_value(device, asked, why, on_device):
-    with pytest.raises(SystemExit, match=f"STOPPED: {why}"):
-        on_device(device)
-    assert device.asked == asked
-    assert device.written["stopped"] == why
-
-
-def test_without_a_tpu_it_says_so():
-    command = [sys.executable, str(ROOT / "benchmarks" / "tpu.py"), "--only", "no such case"]
-    done = subprocess.run(command, capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu"}, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "There is no TPU that JAX can use here" in done.stdout
-
-
-def test_without_a_gpu_it_says_so(gpu):
-    """And compiles nothing here, as no case has this name."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--only", "no such case"]
-    done = subprocess.run(command, capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu"}, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "There is no GPU that JAX can use here" in done.stdout
-    assert "Compiled only: nothing was run" in done.stdout

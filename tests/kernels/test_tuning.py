@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from meshpar.errors import CheckError, TargetError
 from meshpar.tune_kernels import products, tune_products
 from meshpar_kernels import _compat, grouped_matmul, tuner, tuning
 from meshpar_kernels.grouped_matmul import gpu, hopper
+from meshpar_kernels.isolation import Worker
 from meshpar_kernels.tuning import Config, Product
 
 PRODUCT = Product("grouped_matmul", 8192, 2048, 2048, 64)
@@ -34,6 +36,9 @@ class Bench:
     def seconds(self, config):
         self.timed.append(config)
         return self.times[config]
+
+    def close(self):
+        self.closed = True
 
 
 def test_the_median_decides_among_what_is_right():
@@ -245,9 +250,20 @@ def test_a_shape_that_is_none(text):
 def test_the_bench_of_a_device_checks_against_xla():
     """On the CPU, where the loop of XLA stands for the kernel too; gate, gradients and all."""
     for product in products(["rows=24, k=8, n=16, groups=3"]):
-        bench = tuner.DeviceBench(product, "float32", calls=1, repeats=2)
+        bench = tuner.DeviceBench(product, "float32")
         bench._function = lambda how=bench._function, **options: how(implementation="reference")
         assert bench.error(ANALYTIC) < tuner.limit_of("float32")
-        times = bench.seconds(ANALYTIC)
-        assert len(times) == 2
-        assert min(times) > 0
+        assert min(bench.seconds(ANALYTIC)) > 0
+
+
+def test_a_configuration_that_crashes_its_process_is_refused(monkeypatch):
+    """And costs itself alone: the next one is measured in a new process."""
+    here = str(Path(__file__).parent)
+    monkeypatch.setattr(tuner, "Worker", lambda target: Worker("isolated_calls:measure", paths=[here]))
+    bench = tuner.IsolatedBench(PRODUCT, "bfloat16", limit=60)
+    got = tuner.tune(bench, [ANALYTIC, BROKEN, WRONG, FAST], limit=tuner.limit_of("bfloat16"))
+    bench.close()
+    assert got.entry.config == FAST
+    assert got.seconds == {ANALYTIC: 2e-3, FAST: 1e-3}
+    assert got.wrong == {WRONG: 0.5}
+    assert "SIGABRT" in got.refused[BROKEN]

@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` and `tpu.py` compile and run: kernels, their arguments, and what does the same elsewhere."""
+"""The cases that `benchmarks/device.py` times and `benchmarks/gpu_compile.py` compiles: kernels, operands, baselines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar_kernels import grouped_matmul, grouped_matmul_transpose, tuner
+from meshpar_kernels import grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference, tpu_gather
 from meshpar_kernels.routing import tpu as routing_tpu
@@ -117,6 +117,7 @@ def _matmul(kernel: str, shape: str) -> Case:
     if kernel == "forward":
         others = {"reference": ours("reference"), "xla loop": ours("xla"), "ragged_dot": jax.lax.ragged_dot}
         others |= _optional_forward(False)
+        others["dense matmul"] = lambda lhs, rhs, sizes: lhs @ rhs[0]
         return Case([lhs, rhs, sizes], ours("pallas"), others, s.flops, total)
     if kernel == "d lhs":
 
@@ -170,15 +171,33 @@ def with_options(kernel: str, how: dict[str, Any]) -> Callable[..., Any]:
     return lambda lhs, grad, sizes: grouped_matmul_transpose(lhs, grad, sizes, **how)
 
 
-def choices(kernel: str, shape: str) -> list[dict[str, Any]]:
-    """Options that the tuner tries on this device, each tile with as many stages as fit."""
+BASELINES = {
+    "gpu": ("ragged_dot", "xla loop", "jax's mgpu", "tokamax", "torch", "deep_gemm", "dense matmul"),
+    "tpu": ("ragged_dot", "xla loop", "jax's megablox", "dense matmul"),
+}
+"""Platform → what the kernels are compared with. "dense matmul" multiplies as many rows by one matrix: a bound."""
+
+
+def implementations(kernel: str, platform: str) -> list[str]:
+    """The baselines that may have a kernel, whether installed or not."""
+    if kernel in ROUTING_KERNELS:
+        names = ["reference"] + ["take"] * (kernel == "permute")
+        return names + ["torch"] * (platform == "gpu" and kernel != "route")
+    dropped = {
+        "forward": (),
+        "d lhs": ("tokamax", "deep_gemm", "dense matmul"),
+        "d rhs": ("tokamax", "deep_gemm", "dense matmul", "jax's megablox"),
+        "swiglu": ("jax's mgpu", "jax's megablox", "tokamax", "torch", "deep_gemm", "dense matmul"),
+    }
+    return [name for name in BASELINES[platform] if name not in dropped[kernel]]
+
+
+def product_of(kernel: str, shape: str) -> Product:
+    """The matmul of a case, as the tuning table names it."""
     s = MATMULS[shape]
     k, n = (s.n, s.k) if kernel == "d lhs" else (s.k, s.n)
     op = "grouped_matmul_transpose" if kernel == "d rhs" else "grouped_matmul"
-    product = Product(op, s.m, k, n, s.groups, transposed=kernel == "d lhs")
-    found = tuner.candidates(product, BF16, "tpu" if jax.default_backend() == "tpu" else "cuda")
-    kept = dict.fromkeys(config._replace(stages=None) for config in found)
-    return [{name: value for name, value in config._asdict().items() if value is not None} for config in kept]
+    return Product(op, s.m, k, n, s.groups, matrices=2 if kernel == "swiglu" else 1, transposed=kernel == "d lhs")
 
 
 def _optional_forward(transpose_rhs: bool) -> dict[str, Callable[..., Any]]:

@@ -1,11 +1,11 @@
-"""The kernels that write to other GPUs over NVLink: what `benchmarks/gpu.py` compiles for 8 GPUs, and checks and times where there
-are two or more. Products fused with their gather or scatter, the small all-reduce, and the exchange of rows."""
+"""The kernels that write to other GPUs over NVLink: collective matmuls, the small all-reduce, and the exchange of rows.
+
+`benchmarks/gpu_compile.py` compiles them for 8 GPUs; `benchmarks/device.py` checks and times them where there are two or more."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -212,54 +212,3 @@ def gradients(case: Case, devices: int) -> float:
     g = np.asarray(read, np.float64)
     want = g @ np.asarray(w, np.float64).T, np.asarray(x, np.float64).T @ g
     return max(error(a, b) for a, b in zip(got, want, strict=True))
-
-
-def measure(shape: str, seconds_per_call: Callable[..., float]) -> None:
-    """Print a row (JSON) for what else does the same, and ours last, with its error against the first."""
-    devices = min(8, jax.device_count())
-    case, mesh = make(shape, devices), mesh_of(jax.devices()[:devices])
-    arguments, want = draw(case, mesh), None
-    for implementation in (*case.others, "pallas"):
-        row: dict[str, Any] = {"name": "meshpar" if implementation == "pallas" else implementation, "devices": devices}
-        function = case.local(implementation)
-        try:
-            got = np.asarray(jax.jit(on(mesh, case, function))(*arguments), np.float64)
-            want = got if want is None else want
-            row["error"] = error(got, want)
-            row["seconds"] = seconds_per_call(function, arguments, inside=lambda f: on(mesh, case, f))
-        except Exception as problem:  # a row that fails must not cost the others
-            row["failed"] = f"{type(problem).__name__}: {problem}"[:300]
-        print("ROW " + json.dumps(row), flush=True)
-
-
-def table(
-    only: str,
-    machine: dict[str, Any],
-    run: Callable[[list[str]], tuple[list[dict[str, Any]], str]],
-    reason: Callable[[str], str],
-    line: Callable[..., str],
-) -> list[dict[str, Any]]:
-    """Print what the kernels over NVLink take.
-
-    Args:
-      machine: as `gpu.machine` says.
-      run: options of `benchmarks/gpu.py` → the rows that a process of it printed, and all of its output.
-      reason: output → why it ended.
-      line: a row, the machine, and the seconds of our kernel → text.
-    """
-    devices = min(8, machine["devices"])
-    print(f"\nOver NVLink, {devices} GPUs:")
-    found: list[dict[str, Any]] = []
-    for kernel, shape in names():
-        if only not in f"{kernel} {shape}":
-            continue
-        rows, text = run(["--measure-shared", shape])
-        if not any(row["name"] == "meshpar" for row in rows):
-            rows.append({"name": "meshpar", "failed": reason(text)})
-        ours = next((r.get("seconds") for r in rows if r["name"] == "meshpar"), None)
-        for row in rows:
-            case = make(shape, devices)
-            row |= {"kernel": kernel, "shape": shape, "load": "", "flops": case.flops, "bytes": case.bytes}
-            print(line(row, machine, ours), flush=True)
-        found += rows
-    return found

@@ -1,0 +1,114 @@
+"""`benchmarks/device.py` over a stub of a device: wrong, crashing and hanging tasks, resuming, the budget, and the report."""
+
+import json
+from pathlib import Path
+
+import device
+import pytest
+
+from meshpar_kernels import tuning
+
+HELPERS = str(Path(__file__).parents[1] / "helpers")
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Runs the command with the stub; value tasks may take a second."""
+    monkeypatch.setattr(device, "PATHS", [*device.PATHS, HELPERS])
+    monkeypatch.setattr(device, "START_LIMIT", 5.0)
+    monkeypatch.setenv("DEVICE_STUB_LOG", str(tmp_path / "log"))
+    original = device.values
+    monkeypatch.setattr(
+        device, "values", lambda names: [device.dataclasses.replace(t, limit=3.0) for t in original(names)]
+    )
+
+    def run(*arguments, out="out"):
+        (tmp_path / "log").unlink(missing_ok=True)
+        options = ["--out", str(tmp_path / out), "--target", "device_stub:run", "--compile-processes", "0", *arguments]
+        status = device.main(options)
+        log = (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
+        return status, device.read(tmp_path / out / "results.jsonl"), log
+
+    return run
+
+
+def statuses(outcomes, prefix):
+    return {o.id.removeprefix(prefix): o.status for o in outcomes.values() if o.id.startswith(prefix)}
+
+
+def test_what_goes_wrong_costs_itself_alone(command, tmp_path):
+    """A wrong value, a crash and a hang leave the other values; our kernel is not timed after them, the baselines are."""
+    status, outcomes, _ = command("--only", "value/")
+    assert status == 1
+    assert statuses(outcomes, "value/") == {
+        "grouped_matmul: right": "ok",
+        "grouped_matmul_transpose: wrong": "wrong",
+        "route: crash": "crashed",
+        "route: after a crash": "ok",
+        "permute and combine: hang": "timeout",
+        "grouped_matmul: refused": "refused",
+    }
+    assert "SIGABRT" in outcomes["value/route: crash"].message
+
+    _, outcomes, log = command("--only", "g64/random", "--resume", str(tmp_path / "out" / "results.jsonl"), out="next")
+    assert not [line for line in log if line.startswith("value ")]  # each has an outcome
+    times = statuses(outcomes, "time/")
+    assert times["forward/g64/random/meshpar"] == times["d lhs/g64/random/meshpar"] == "ok"
+    assert "d rhs/g64/random/meshpar" not in times
+    assert times["d rhs/g64/random/ragged_dot"] == "ok"
+    assert times["forward/g64/random/tokamax"] == "refused"
+    assert statuses(outcomes, "value/")["grouped_matmul: right"] == "ok"  # the new record is complete
+
+    report = (tmp_path / "next" / "results.md").read_text()
+    assert "2 of 6 right" in report
+    assert "| forward | g64 | random | meshpar | 1.000 | 100 | 12 | 100 | 2 | 1.00 | 1.0e-03 | stub |" in report
+    assert "- forward g64 random: ours takes 1.25 x torch" in report
+    assert "- forward g64 random: the form `cluster` takes 1.20 x the default form" in report
+    assert "x dense matmul" not in report  # a bound, not a baseline
+
+
+def test_configurations_are_tuned_apart(command, tmp_path):
+    """One that crashes is left out; the best goes to tuned.json, beside the analytic choice's time."""
+    status, outcomes, _ = command("--only", "forward/g64")
+    assert status == 0
+    found = statuses(outcomes, "tune/forward/g64/")
+    assert sorted(found.values()) == ["crashed", "ok", "ok"]
+    table = tuning.read(tmp_path / "out" / "tuned.json")
+    (entry,) = (dtypes["bfloat16"] for dtypes in table["Stub"].values())
+    assert entry == tuning.Entry(tuning.Config((128, 64, 128)), 1e-3, 2e-3, "0.11")
+
+
+def test_the_budget_ends_it_and_resuming_goes_on(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("DEVICE_STUB_SECONDS", "1.5")
+    only = "forward/g64/random"
+    _, first, _ = command("--only", only, "--budget", "14")
+    done = statuses(first, "time/")
+    everything = [t.id for t in device.timings("gpu") if only in t.id]
+    assert 0 < len(done) < len(everything)
+    record = tmp_path / "out" / "results.jsonl"
+    with record.open("a") as file:  # as a command that was killed in the middle of a line leaves it
+        file.write('{"id": "time/forward/g64/ran')
+    monkeypatch.setenv("DEVICE_STUB_SECONDS", "0")
+    _, second, log = command("--only", only, "--resume", str(record), out="next")
+    assert len(statuses(second, "time/")) == len(everything)
+    assert len([line for line in log if line.startswith("time ")]) == len(everything) - len(done)
+
+
+def test_without_an_accelerator_it_says_so(command, capsys, monkeypatch):
+    monkeypatch.setenv("DEVICE_STUB_PLATFORM", "cpu")
+    status, _, _ = command()
+    assert status == 2
+    assert "There is no GPU and no TPU" in capsys.readouterr().out
+
+
+def test_every_timing_is_of_a_case_that_exists():
+    """The list needs no device; ids are unique, our kernel comes first in each case, and random loads before even ones."""
+    tasks = list(device.timings("gpu"))
+    assert len({t.id for t in tasks}) == len(tasks)
+    cases = [t.id.rsplit("/", 1) for t in tasks]
+    for (kernel_case, name), before in zip(cases[1:], cases, strict=False):
+        if kernel_case != before[0] and "," not in name:
+            assert name == "meshpar"
+    loads = [t.request["load"] for t in tasks if "," not in t.request["name"]]
+    assert loads == sorted(loads, reverse=True)
+    assert json.dumps(dict(tasks[0].request))

@@ -1,0 +1,58 @@
+"""Calls in a child process: results, exceptions, crashes, hangs, and what the next call finds."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from meshpar_kernels.isolation import Worker, WorkerError
+
+HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.fixture
+def worker():
+    with Worker("isolated_calls:behave", paths=[HERE, ROOT]) as worker:
+        yield worker
+
+
+def test_one_process_answers_all_calls(worker):
+    first = worker.call({"how": "return", "count": [1, 2]}, limit=60)
+    assert first["count"] == [1, 2]
+    assert first["pid"] != os.getpid()
+    assert worker.call({"how": "return"}, limit=60)["pid"] == first["pid"]
+
+
+def test_an_exception_keeps_the_process(worker):
+    pid = worker.call({"how": "return"}, limit=60)["pid"]
+    with pytest.raises(WorkerError, match="no kernel for this shape") as refused:
+        worker.call({"how": "refuse"}, limit=60)
+    with pytest.raises(WorkerError, match="ValueError: bad value") as failed:
+        worker.call({"how": "raise"}, limit=60)
+    assert (refused.value.status, failed.value.status) == ("refused", "failed")
+    assert worker.call({"how": "return"}, limit=60)["pid"] == pid
+
+
+@pytest.mark.parametrize(
+    ("how", "limit", "status", "message"),
+    [
+        ("exit", 60, "crashed", r"exit status 3: .*illegal memory access"),
+        ("abort", 60, "crashed", "signal SIGABRT"),
+        ("hang", 1, "timeout", "no result within 1 s"),
+    ],
+)
+def test_after_a_crash_or_a_hang_a_new_process_answers(worker, how, limit, status, message):
+    pid = worker.call({"how": "return"}, limit=60)["pid"]
+    with pytest.raises(WorkerError, match=message) as error:
+        worker.call({"how": how}, limit=limit)
+    assert error.value.status == status
+    assert worker.call({"how": "return"}, limit=60)["pid"] != pid
+
+
+def test_a_function_that_does_not_exist_is_an_error():
+    with (
+        Worker("isolated_calls:nothing", paths=[HERE, ROOT]) as worker,
+        pytest.raises(WorkerError, match="has no attribute 'nothing'"),
+    ):
+        worker.call({}, limit=60)
