@@ -163,5 +163,9 @@ class LoweringWarning(UserWarning):
     """``lowering="auto"`` is ``"jit"`` for a program, since an op of it has no local form; once per plan that is made."""
 
 
+class ReplicatedWarning(UserWarning):
+    """The layout has rules for an axis, and none of them takes effect on a program; once per plan that is made."""
+
+
 class TorusWarning(UserWarning):
     """A mesh axis that data is to go around is no ring of the slice's torus; once per plan, with what it costs."""

@@ -61,8 +61,9 @@ class Layout:
       rules: text (``"batch: data; heads, mlp: model"``; ``;`` or line ends separate, ``#`` comments,
         ``batch: slice+data`` takes two axes, ``kv_heads?: model`` only where it divides,
         ``opt.embed: data`` for optimizer state only, ``"*/embedding".vocab: model`` for the paths that a
-        pattern matches, ``seq: none`` for no axis), a Flax ``logical_axis_rules`` list of pairs, a mapping,
-        or another layout.
+        pattern matches, ``seq: none`` for no axis), a Flax ``logical_axis_rules`` list of pairs, a mapping
+        with the same left sides, or another layout. A list or mapping may have rules for dims that a program does not
+        have, unless one is spelt nearly as a dim that is there.
       resolve: ``"order"``: the order of the rules decides; ``"cost"``: each op picks the claims that move the
         fewest bytes. The default is ``"order"``, and ``"cost"`` for a list of pairs, whose order means less.
       optional: dims that a function need not have, ``"batch seq"``, or True: any of them. So one layout serves several
@@ -349,9 +350,7 @@ def _parse(text: str) -> Iterable[Rule]:
                 rule=statement,
                 fixes=["write `dim: axis`, e.g. `batch: data`"],
             )
-        axes = tuple(a.strip() for a in right.split("+"))
-        if axes in (("none",), ("None",)):
-            axes = ()
+        axes = _axes(right)
         for axis in axes:
             if not _AXIS.match(axis):
                 raise LayoutSyntaxError(
@@ -360,23 +359,43 @@ def _parse(text: str) -> Iterable[Rule]:
                     fixes=["one axis, or several joined by `+`: `batch: slice+data`"],
                 )
         for item in (d.strip() for d in left.split(",")):
-            m = _LEFT.match(item)
-            if m is None:
-                raise LayoutSyntaxError(
-                    f"layout rule {statement!r}: {item!r} is not a dim",
-                    rule=statement,
-                    fixes=['write `dim: axis`, `dim?: axis`, `opt.dim: axis` or `"*/path".dim: axis`'],
-                )
-            scope = m["scope"]
-            if scope is not None and scope.startswith('"'):
-                scope = scope.strip('"')
-            elif scope is not None and scope not in SCOPES:
-                raise LayoutSyntaxError(
-                    f"layout rule {statement!r}: there is no scope `{scope}`",
-                    rule=statement,
-                    fixes=[f'scopes are {", ".join(SCOPES)} or a quoted path pattern: "*/{scope}/*".{m["dim"]}'],
-                )
-            yield Rule(m["dim"], axes, bool(m["optional"]), scope)
+            yield _rule(item, axes, statement)
+
+
+def _axes(text: str) -> tuple[str, ...]:
+    """``"slice+data"`` → the axes; ``"none"``: no axis."""
+    axes = tuple(a.strip() for a in text.split("+"))
+    return () if axes in (("none",), ("None",)) else axes
+
+
+def _rule(left: str, axes: tuple[str, ...], statement: str) -> Rule:
+    """The rule for one left side: ``dim``, ``dim?``, ``opt.dim`` or ``"*/path".dim``.
+
+    Args:
+      statement: how errors call the rule.
+
+    Raises:
+      LayoutSyntaxError: no dim, or a scope that does not exist.
+    """
+    m = _LEFT.match(left)
+    if m is None:
+        fixes = ['write `dim: axis`, `dim?: axis`, `opt.dim: axis` or `"*/path".dim: axis`']
+        if "/" in left or "*" in left:
+            fixes = [
+                f'a pattern of tree paths says the dims of tensors: dims={{{left!r}: "embed mlp"}}',
+                f"for these tensors alone, name one of their dims behind it: '\"{left}\".mlp: {'+'.join(axes) or 'none'}'",
+            ]
+        raise LayoutSyntaxError(f"layout rule {statement!r}: {left!r} is not a dim", rule=statement, fixes=fixes)
+    scope = m["scope"]
+    if scope is not None and scope.startswith('"'):
+        scope = scope.strip('"')
+    elif scope is not None and scope not in SCOPES:
+        raise LayoutSyntaxError(
+            f"layout rule {statement!r}: there is no scope `{scope}`",
+            rule=statement,
+            fixes=[f'scopes are {", ".join(SCOPES)} or a quoted path pattern: "*/{scope}/*".{m["dim"]}'],
+        )
+    return Rule(m["dim"], axes, bool(m["optional"]), scope)
 
 
 def _rule_of_pair(pair: object) -> Rule:
@@ -384,11 +403,11 @@ def _rule_of_pair(pair: object) -> Rule:
         dim, axes = pair  # type: ignore[misc]
         if not isinstance(dim, str):
             raise TypeError
-        axes = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-        if not all(isinstance(a, str) for a in axes):
+        axes = () if axes is None else _axes(axes) if isinstance(axes, str) else tuple(axes)
+        if not all(isinstance(a, str) and _AXIS.match(a) for a in axes):
             raise TypeError
     except (TypeError, ValueError):
         raise LayoutSyntaxError(
             f"logical axis rule {pair!r} is not a pair (name, axis), (name, (axis, …)) or (name, None)"
         ) from None
-    return Rule(dim, axes)
+    return _rule(dim, axes, f"{dim}: {'+'.join(axes) or 'none'}")

@@ -167,11 +167,15 @@ def test_the_plan_of_a_lowering(run, target):
         assert status == 0
         return json.loads(out)
 
-    assert overlap() == overlap("--lowering", "jit")
-    status, _, err = run("plan", f"{target}:small", "--mesh", "data=4", "--layout", "dp", "--overlap", "ring")
-    assert (status, "add lowering=" in err) == (2, True)
-    assert run("plan", f"{target}:small", "--mesh", "data=4", "--layout", "dp", "--overlap", "ring",
-               "--lowering", "shard_map")[0] == 0  # fmt: skip
+    by_default, named, xla = (overlap(*more) for more in ((), ("--lowering", "shard_map"), ("--lowering", "jit")))
+    assert by_default["lowering"].pop("asked") == "auto"
+    assert named["lowering"].pop("asked") == "shard_map"
+    assert by_default == named
+    assert (xla["lowering"]["lowering"], xla["lowering"]["estimate"], xla["overlap"]) == ("jit", True, [])
+    ring = "plan", f"{target}:small", "--mesh", "data=4", "--layout", "dp", "--overlap", "ring"
+    assert run(*ring)[0] == 0
+    status, _, err = run(*ring, "--lowering", "jit")
+    assert (status, "leave lowering out" in err) == (2, True)
 
 
 def test_what_does_not_fit_says_so_first_and_has_status_one(run, target):
@@ -238,7 +242,10 @@ def test_tune_and_what_it_fitted(run, target, tmp_path):
 def test_check(run, target):
     status, out, _ = run("check", f"{target}:small", "--layout", "fsdp", "--mesh", "data=4, idle=2")
     assert status == 0
-    assert "2 of 2 runs equal" in out
+    assert "1 of 1 runs equal" in out
+    assert " shard_map " in out
+    status, out, _ = run("check", f"{target}:small", "--layout", "fsdp", "--mesh", "data=4", "--lowering", "both")
+    assert (status, "2 of 2 runs equal" in out, " jit " in out) == (0, True, True)
     status, out, _ = run("check", f"{target}:small", "--lowering", "shard_map", "--json")
     found = json.loads(out)
     assert (status, found["ok"]) == (0, True)

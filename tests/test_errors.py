@@ -1,5 +1,6 @@
 """Every error by its text: what is wrong, the facts, and the ways to fix it."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -485,3 +486,57 @@ def test_a_mean_over_devices_is_to_be_deleted():
 )
 def test_things_of_another_kind(call, kind, says):
     assert says in text(kind, call)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"btach": "data"}, [("btach", "data")], "btach: data"], ids=["dict", "list", "text"]
+)
+def test_a_misspelt_dim_is_refused_in_every_form_of_a_layout(layout):
+    x = jnp.ones((8, 4))
+    for run in (mp.jit, mp.init):
+        step = run(lambda x: x * 2, mesh="data=8", layout=layout, dims={"x": "batch embed"})
+        with pytest.raises(mp.UnknownDimError, match="names dim `btach`, which no value of the program has") as caught:
+            step.plan(x)
+        assert caught.value.fixes[0] == "did you mean `batch`?"
+
+
+def test_a_rule_list_may_have_dims_of_other_models_and_says_which_have_no_effect():
+    x = jnp.ones((8, 4))
+    rules = [
+        ("batch", "data"),
+        ("mlp", "model"),
+        ("batches", None),
+    ]  # `batch` has a rule, so `batches` is no misspelling
+    with pytest.warns(
+        mp.ReplicatedWarning, match=r"nothing of this program is split over `model`, of size 2, .*\(mlp: model\)"
+    ):
+        plan = mp.plan(lambda x: x * 2, x, mesh="data=4, model=2", layout=rules, dims={"x": "batch embed"})
+    said = ["no value is split over `model`: its devices all do the same work",
+            "rules without effect, since the program has no such dim: batches, mlp"]  # fmt: skip
+    assert list(plan.notes) == said
+    assert json.loads(plan.to_json())["notes"] == said
+    assert all(f"note  {line}" in str(plan) for line in said)
+    assert plan.replan(layout="batch: data+model").notes == ()
+
+
+@pytest.mark.parametrize(
+    "layout", ["batch: data", {"batch": "data"}, [("batch", "data"), ("mlp", "one")], "batch: data; mlp?: model"]
+)
+def test_no_warning_where_no_rule_asks_for_the_idle_axis(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mp.plan(
+            lambda x: x * 2, jnp.ones((8, 4)), mesh="data=4, model=2, one=1", layout=layout, dims={"x": "batch embed"}
+        )
+
+
+@pytest.mark.parametrize("layout", [{"batch": "data"}, [("batch", "data")]], ids=["dict", "list"])
+def test_a_rule_list_without_any_effect_warns_once(layout):
+    step = mp.jit(lambda x: x * 2, mesh="data=8", layout=layout, dims={"x": "rows columns"})
+    with pytest.warns(mp.ReplicatedWarning, match="Dims of the program: columns, rows") as said:
+        step(jnp.ones((8, 4)))
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(jnp.ones((8, 4)))  # it was said; and a state need not have the dims of the batch
+        mp.init(lambda: {"w": jnp.ones(8)}, mesh="data=8", layout=layout, dims={"w": "columns"})()

@@ -255,6 +255,35 @@ def _trim(spec: P) -> P:
     return P(*entries)
 
 
+@pytest.mark.parametrize("make", [list, dict], ids=["pairs", "mapping"])
+def test_the_left_sides_of_pairs_are_those_of_text(make):
+    pairs = [("batch", ("slice", "data")), ("kv_heads?", "model"), ("opt.embed", "data"), ('"*/up".mlp', "model"),
+             ("seq", None), ("embed", "data+model")]  # fmt: skip
+    text = 'batch: slice+data; kv_heads?: model; opt.embed: data; "*/up".mlp: model; seq: none; embed: data+model'
+    layout = Layout(make(pairs))
+    assert layout.rules == Layout(text).rules
+    assert Layout(str(layout)).rules == layout.rules
+
+
+@pytest.mark.parametrize(
+    ("rules", "said", "fix"),
+    [
+        ({"*/up": P("data", "model")}, "'*/up' is not a dim", """dims={'*/up': "embed mlp"}"""),
+        ([("params/up", "model")], "'params/up' is not a dim", '"params/up".mlp: model'),
+        ({"embed mlp": "data"}, "'embed mlp' is not a dim", "write `dim: axis`"),
+        ({"up.mlp": "data"}, "there is no scope `up`", '"*/up/*".mlp'),
+        ({"batch": P(("slice", "data"))}, "is not a pair (name, axis)", None),
+        ({"batch": "data model"}, "is not a pair (name, axis)", None),
+        ({3: "data"}, "is not a pair (name, axis)", None),
+    ],
+)
+def test_keys_that_are_no_dims_are_refused(rules, said, fix):
+    with pytest.raises(LayoutSyntaxError) as caught:
+        Layout(rules)
+    assert said in caught.value.headline
+    assert fix is None or any(fix in line for line in caught.value.fixes)
+
+
 # -- what holds for every layout
 
 NAMES = ["batch", "seq", "embed", "mlp", "heads"]

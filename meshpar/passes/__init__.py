@@ -8,10 +8,10 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..compat.jax import user_stacklevel, without_gc
-from ..errors import JoinWarning, LoweringWarning
+from ..errors import JoinWarning, LoweringWarning, ReplicatedWarning
 from ..hardware.calibration import Calibrations
 from ..hardware.chips import CollectiveOp
 from ..hardware.options import Options, OptionsMode, choose_options
@@ -27,15 +27,29 @@ from .overlap import overlap as send
 from .schedule import schedule
 from .sums import whole_sums
 
-PASSES: tuple[Callable[[Plan], Plan], ...] = (
-    whole_sums,
-    schedule,
-    products_apart,
-    stacks_in_order,
-    loops_in_turn,
-    results_in_turn,
-    slices_apart,
-    note_crossings,
+
+class Pass(NamedTuple):
+    """A function from plan to plan.
+
+    Attributes:
+      run: the function.
+      lowerings: those that emit what it adds to a plan. It does not run for the others, so that nothing is costed that the program
+        does not have: barriers and orders of dims exist in the ``"shard_map"`` lowering alone.
+    """
+
+    run: Callable[[Plan], Plan]
+    lowerings: tuple[str, ...] = ("shard_map",)
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass(whole_sums, ("shard_map", "jit")),
+    Pass(schedule),
+    Pass(products_apart),
+    Pass(stacks_in_order),
+    Pass(loops_in_turn),
+    Pass(results_in_turn),
+    Pass(slices_apart),
+    Pass(note_crossings, ("shard_map", "jit")),
 )
 
 
@@ -65,11 +79,50 @@ def make_plan(
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
                        calibrations=calibrations)  # fmt: skip
     asked = Options(options, tuple((compiler_options or {}).items()))
-    plan = with_passes(replace(plan, asked_lowering=lowering, asked_overlap=overlap, options=asked))
+    plan = _noted(with_passes(replace(plan, asked_lowering=lowering, asked_overlap=overlap, options=asked)))
+    if not init:
+        _warn_of_replication(plan)
     if plan.lowering_reason is not None:
         text = f'lowering="auto" is "jit" for this program, and the figures of its plan are estimates: {plan.lowering_reason}'
         warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
     return plan
+
+
+def _idle_axes(plan: Plan) -> list[str]:
+    """The axes of size > 1 over which nothing of the program is split, and nothing is sent."""
+    entries = [e for h in (*plan.inputs, *plan.outputs) for e in h.spec if e is not None]
+    used = {a for e in entries for a in ((e,) if isinstance(e, str) else e)} | {
+        a for c in plan.collectives for a in c.axes
+    }
+    return [a for a, n in plan.sizes.items() if n > 1 and a not in used]
+
+
+def _noted(plan: Plan) -> Plan:
+    """The plan with notes of the axes and rules that have no effect on its program."""
+    notes = []
+    idle = ", ".join(f"`{a}`" for a in _idle_axes(plan))
+    if idle:
+        notes.append(f"no value is split over {idle}: its devices all do the same work")
+    unused = sorted({r.dim for r in plan.layout.rules} - plan.program.all_names())
+    if unused:
+        notes.append(f"rules without effect, since the program has no such dim: {', '.join(unused)}")
+    return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
+
+
+def _warn_of_replication(plan: Plan) -> None:
+    """Warn where a layout has rules for an axis, none of which takes effect: all devices along it do the same work."""
+    asked = plan.asked
+    rules = [r for r in asked.rules if not (r.optional or r.dim in asked.optional)]
+    for axis in _idle_axes(plan):
+        mine = [str(r) for r in rules if axis in r.axes]
+        if mine:
+            shown = "; ".join(mine[:4]) + ("; …" if mine[4:] else "")
+            names = ", ".join(sorted(plan.program.all_names())[:8]) or "none: name some with dims={path pattern: dims}"
+            text = (
+                f"nothing of this program is split over `{axis}`, of size {plan.sizes[axis]}, though the layout has rules for it "
+                f"({shown}): its devices all do the same work. Dims of the program: {names}"
+            )
+            warnings.warn(text, ReplicatedWarning, stacklevel=user_stacklevel())
 
 
 def with_passes(plan: Plan) -> Plan:
@@ -92,8 +145,9 @@ def with_passes(plan: Plan) -> Plan:
 
 
 def _passed(plan: Plan) -> Plan:
-    for run in PASSES:
-        plan = run(plan)
+    for each in PASSES:
+        if plan.lowering in each.lowerings:
+            plan = each.run(plan)
     return plan
 
 
@@ -112,12 +166,14 @@ def replan(
     if lowering is None:
         lowering = AUTO if plan.asked_lowering == "jit" and overlap not in (None, "off") else plan.asked_lowering
     walked = walked_again(plan, layout=layout, mesh=mesh, topology=topology, strict=strict, calibrations=calibrations)
-    return with_passes(
-        replace(
-            walked,
-            asked_lowering=lowering,
-            asked_overlap=plan.asked_overlap if overlap is None else overlap,
-            options=Options(plan.options.mode if options is None else options, plan.options.given),
+    return _noted(
+        with_passes(
+            replace(
+                walked,
+                asked_lowering=lowering,
+                asked_overlap=plan.asked_overlap if overlap is None else overlap,
+                options=Options(plan.options.mode if options is None else options, plan.options.given),
+            )
         )
     )
 

@@ -117,15 +117,13 @@ def _sent(plan: Plan) -> float:
 
 
 def _check_dims(program: Program, layout: Layout, init: bool) -> None:
-    if layout.from_pairs:
-        return  # a Flax rule list serves many models; the plan lists what has no effect
     names = program.all_names()
+    shared = init or layout.from_pairs  # a Flax rule list serves many models; the plan lists what has no effect
     for rule in layout.rules:
         if rule.dim in names:
             continue
-        if (init or rule.optional or rule.dim in layout.optional) and not (
-            set(near(rule.dim, names, cutoff=MISSPELT)) - set(layout.dims)
-        ):
+        meant = [d for d in near(rule.dim, names, cutoff=MISSPELT) if d not in layout.dims]
+        if (shared or rule.optional or rule.dim in layout.optional) and not meant:
             continue
         raise UnknownDimError(
             f"rule `{rule}` names dim `{rule.dim}`, which no value of the program has",
@@ -133,6 +131,7 @@ def _check_dims(program: Program, layout: Layout, init: bool) -> None:
             rule=str(rule),
             fixes=[
                 *did_you_mean(rule.dim, names, "dims"),
+                *([f"or give `{meant[0]}` a rule of its own: `{meant[0]}: none`"] if shared else []),
                 "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
                 *(
                     []

@@ -83,7 +83,7 @@ def plan_page(plan: Plan) -> str:
         ),
         _section("Arguments", _tensors(plan, ink)),
         _section("Largest values between", _values(plan, ink)),
-        *([_section("Products beside collectives", _list(overlaps(plan)))] if plan.overlaps else []),
+        *([_section("Products beside collectives", _list(overlaps(plan, every=True)))] if plan.overlaps else []),
         _section("To know", notes_list(plan)),
     ]
     return page(f"plan: {plan.layout or 'nothing split'}", "\n".join(p for p in parts if p))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -200,8 +201,11 @@ def merge_overlaps(overlaps: Iterable[Overlap]) -> list[tuple[Overlap, int, int 
     return sorted(rows, key=lambda r: -(r[3] or 0.0))
 
 
-def overlaps(plan: Plan) -> list[Text]:
-    """Products beside collectives: how each kind is made, and why."""
+def overlaps(plan: Plan, every: bool = False) -> list[Text]:
+    """How all-gathers before matmuls and reduce-scatters after them are made, and why.
+
+    One line with the commonest reason where none is made in blocks; ``plan.overlaps`` and the page have all.
+    """
     gains = [o.gain for o in plan.overlaps if o.gain is not None]
     rings, kernels = (sum(o.choice == c for o in plan.overlaps) for c in ("ring", "pallas"))
     shown = rings + kernels
@@ -209,6 +213,9 @@ def overlaps(plan: Plan) -> list[Text]:
     where = both if rings and kernels else "by fused kernels" if kernels else "on rings"
     head = f"{shown} of {len(plan.overlaps)} gathers and scatters beside products run {where} (overlap={plan.overlap})"
     out = [Text(head + (f", which saves {duration(sum(gains))}" if shown and gains else ""), style="bold")]
+    if not shown and not every:
+        reasons = Counter(o.reason.split(";")[0] for o in plan.overlaps)
+        return [Text.assemble((head, "bold"), f": {reasons.most_common(1)[0][0]}")]
     for o, _, runs, gain in merge_overlaps(plan.overlaps)[:MOST]:
         what = "gather → products" if o.kind == "gather" else "products → scatter"
         saved = f"  saves {duration(gain)}" if gain and o.choice != "xla" else ""
@@ -273,18 +280,6 @@ def notes(plan: Plan) -> list[Text]:
             f"{human(back)} back in a step{where}"))  # fmt: skip
     for j in plan.joins:
         out.append(Text(f"join  {j}", style="yellow"))
-    used = {a for h in (*plan.inputs, *plan.outputs) for e in h.spec for a in ((e,) if isinstance(e, str) else e or ())}
-    idle = [
-        a for a, n in plan.sizes.items() if n > 1 and a not in used and not any(a in c.axes for c in plan.collectives)
-    ]
-    if idle:
-        out.append(
-            Text(f"note  no value is split over {', '.join(f'`{a}`' for a in idle)}: its devices all do the same work")
-        )
-    names = plan.program.all_names()
-    unused = sorted({r.dim for r in plan.layout.rules} - names)
-    if unused:
-        out.append(Text(f"note  rules without effect, since the program has no such dim: {', '.join(unused)}"))
     named, total, _ = plan.program.coverage()
     if total:
         text = f"dims  {named} of {total} named ({100 * named / total:.1f} %)"

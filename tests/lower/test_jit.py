@@ -22,7 +22,7 @@ normal = functools.partial(arrays.normal, RNG)
 def assert_same(fn, args, mesh, layout, dims, tolerance=1e-5):
     """Every leaf within ``tolerance`` of the unsharded run's largest value."""
     expected = jax.device_get(jax.jit(fn)(*args))
-    got = jax.device_get(mp.jit(fn, mesh=mp.mesh(mesh), layout=layout, dims=dims)(*args))
+    got = jax.device_get(mp.jit(fn, mesh=mp.mesh(mesh), layout=layout, dims=dims, lowering="jit")(*args))
     for (path, want), have in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(got), strict=True):
         scale = np.abs(want).max() + 1e-30
         assert np.abs(have - want).max() <= tolerance * scale, jax.tree_util.keystr(path)
@@ -65,7 +65,9 @@ def test_a_split_convolution_is_partitioned_by_us():
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     args = normal(3, 3, 4, 8), normal(8, 8, 8, 4)
-    step = mp.jit(fn, mesh=mp.mesh("data=8"), layout="batch: data", dims={"w": "_ _ _ f", "x": "batch h w c"})
+    step = mp.jit(
+        fn, mesh=mp.mesh("data=8"), layout="batch: data", dims={"w": "_ _ _ f", "x": "batch h w c"}, lowering="jit"
+    )
     assert "shard_map" in str(step.trace(*args).jaxpr)
 
 
@@ -175,7 +177,7 @@ def test_an_explicit_spec_overrides_the_claims():
         y = jax.lax.with_sharding_constraint(x * 2, jax.sharding.PartitionSpec(None, "data"))
         return y
 
-    step = mp.jit(fn, mesh=mp.mesh("data=8"), layout="a: data", dims={"x": "a b"})
+    step = mp.jit(fn, mesh=mp.mesh("data=8"), layout="a: data", dims={"x": "a b"}, lowering="jit")
     x = normal(8, 16)
     out = step(x)
     assert out.sharding.spec == jax.sharding.PartitionSpec(None, "data")
@@ -294,7 +296,9 @@ def test_a_convolution_that_the_plan_leaves_whole():
 
         return jax.value_and_grad(loss, argnums=(0, 1))(x, w)
 
-    plain = mp.jit(step, mesh=mp.mesh("x=4, y=2"), layout="f?: x; e?: x+y", dims={"x": "e _ _ f", "w": "_ _ e _"})
+    plain = mp.jit(
+        step, mesh=mp.mesh("x=4, y=2"), layout="f?: x; e?: x+y", dims={"x": "e _ _ f", "w": "_ _ e _"}, lowering="jit"
+    )
     manual = [
         e for e in plain.trace(x, w).jaxpr.jaxpr.eqns[0].params["jaxpr"].jaxpr.eqns if e.primitive.name == "shard_map"
     ]
@@ -332,7 +336,7 @@ def test_what_is_gathered_is_what_the_plan_gathers_and_not_what_it_is_made_of():
     dims = {"x": "batch seq embed", "w": "embed mlp"}
     layout = "batch: data; mlp: model; seq: model"
     assert_same(fn, args, "data=2, model=4", layout, dims)
-    step = mp.jit(fn, mesh=mp.mesh("data=2, model=4"), layout=layout, dims=dims)
+    step = mp.jit(fn, mesh=mp.mesh("data=2, model=4"), layout=layout, dims=dims, lowering="jit")
     (planned,) = [c for c in step.plan(*args).collectives if c.op == "all-gather"]
     assert (planned.dtype, planned.shape) == ("int8", (4, 8, 16))
     gathered = re.findall(r"(\w+)\[2,8,16\]\S* all-gather\(", step.lower(*args).compile().as_text())
@@ -348,7 +352,7 @@ def test_what_a_loop_only_reads_is_gathered_once_before_it():
     dims = {"x": "batch seq embed", "w": "_ embed mlp"}
     layout = "batch: data; mlp: model; seq: model"
     assert_same(fn, args, "data=2, model=4", layout, dims)
-    step = mp.jit(fn, mesh=mp.mesh("data=2, model=4"), layout=layout, dims=dims)
+    step = mp.jit(fn, mesh=mp.mesh("data=2, model=4"), layout=layout, dims=dims, lowering="jit")
     assert [c.count for c in step.plan(*args).collectives if c.op == "all-gather"] == [1]
     before, _, _ = step.lower(*args).as_text().partition("stablehlo.while")
     assert '[{"data"}, {}, {}]' in before

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import warnings
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 import meshpar as mp
 from meshpar import api
 from meshpar.jitted import Jitted
+from meshpar.lower import LOWERINGS
+from meshpar.passes import PASSES
+from meshpar.plan.steps import Run
 from meshpar.rules import registry
 
 X = np.arange(32.0, dtype=np.float32).reshape(8, 4)
@@ -175,3 +179,37 @@ def test_what_is_copied_has_the_lowering_and_is_priced_as_it_runs():
     shown = lab.session.handle({"ask": "plan", "mesh": best.mesh, "topology": "v5e:4x4", "rules": []})["plan"]
     assert 'lowering="shard_map")' in shown["python"]
     assert "lowering: shard_map" in shown["html"]["cards"]
+
+
+def layers(w, x):
+    """Gated layers in a scan, of sizes from which on the passes for TPUs hold the order of matmuls and loops."""
+
+    def loss(w):
+        def layer(h, w):
+            u = h @ w["up"]
+            return h + (jax.nn.silu(h @ w["gate"]) * lax.optimization_barrier(u)) @ w["down"], None
+
+        return lax.scan(layer, x, w)[0].astype(jnp.float32).sum()
+
+    return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss)(w))
+
+
+def test_a_plan_under_jit_has_nothing_that_its_program_does_not_emit():
+    """Barriers and orders of dims of the passes are in the shard_map lowering alone; what is not emitted is not costed."""
+    shape = lambda *n: jax.ShapeDtypeStruct(n, jnp.bfloat16)  # noqa: E731
+    w = {"up": shape(2, 4096, 8192), "gate": shape(2, 4096, 8192), "down": shape(2, 8192, 4096)}
+    dims = {"w/up": "layers embed mlp", "w/gate": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
+    how = {"mesh": "data=8", "layout": "batch: data; embed: data", "topology": "v5e:2x4", "dims": dims}
+    made, emitted = {}, {}
+    for lowering in ("shard_map", "jit"):
+        plan = mp.plan(layers, w, shape(16384, 4096), **how, donate_argnames="w", lowering=lowering)
+        steps = [s for s in plan.body.every if not isinstance(s, Run) or s.op.name == "optimization_barrier"]
+        made[lowering] = Counter("ring" if getattr(s, "ring", None) else type(s).__name__ for s in steps)
+        run, _, _ = LOWERINGS[lowering](plan, mp.mesh("data=8"))
+        jaxpr = jax.make_jaxpr(run)(*[v.aval for v in plan.program.inputs])
+        emitted[lowering] = str(jaxpr).count("optimization_barrier")
+    assert made["shard_map"]["Barrier"] > 5
+    assert emitted["shard_map"] > emitted["jit"]
+    assert emitted["jit"] == made["jit"]["Run"]
+    assert not made["jit"].keys() & {"Barrier", "Order", "ring"}
+    assert all(set(each.lowerings) <= LOWERINGS.keys() for each in PASSES)
