@@ -39,6 +39,13 @@ def careful() -> dict[str, Any]:
     return first_known(CAREFUL)
 
 
+def ignored() -> None:
+    """Ignore what random names, layouts and ops make the library warn of."""
+    for name in ("JoinWarning", "ReplicatedWarning", "LoweringWarning"):
+        if category := getattr(mp.errors, name, None):  # other versions are run too
+            warnings.simplefilter("ignore", category)
+
+
 def first_known(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first options that this version has."""
     for options in choices:
@@ -176,7 +183,7 @@ def sharded(case: Case, lowering: str, options: dict[str, Any], repeat: int = 1)
                  compiler_options=None if within else options, static_argnames=statics, **overlap)  # fmt: skip
     results: list[Any] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.JoinWarning)
+        ignored()
         for call in case.calls:
             with CONTEXTS[call.context]():
                 args = arguments(case, call)
@@ -202,7 +209,7 @@ def planned(case: Case, topology: str | None = None, **options: Any) -> mp.Plan 
     args = [next(statics if i.kind == "t" else given) for i in program.inputs]
     mesh = mp.mesh(f"{case.mesh}, spare=-1", topology=topology) if topology else mp.mesh(case.mesh)
     with warnings.catch_warnings(), CONTEXTS[call.context]():
-        warnings.simplefilter("ignore", mp.JoinWarning)
+        ignored()
         plan = mp.plan(lowered(case), *args, mesh=mesh, layout=case.layout, dims=program.dims,
                        static_argnames=[i.name for i in program.statics], **options)  # fmt: skip
     if topology and not (plan.seconds is not None and 0 <= plan.seconds < math.inf and plan.memory.peak >= 0):
