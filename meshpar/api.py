@@ -81,7 +81,7 @@ def jit(
     compiler_options: Mapping[str, Any] | None = None,
     calibration: CalibrationLike = None,
 ) -> Any:
-    """Compile a function so that it runs sharded, as the layout says; the layout never changes the result.
+    """Compile a function so that it runs sharded, as the layout says. Results do not depend on the layout, up to rounding.
 
     Args:
       fn: an ordinary function of arrays, trees of arrays, and nnx modules or optimizers (updated in place, as
@@ -249,7 +249,8 @@ def check(
       A :class:`meshpar.verify.check.Report`: print it, or read ``ok`` and ``rows``.
 
     Raises:
-      CheckError: a leaf differs, and rounding does not explain it: its path, by how much, the first op that goes wrong.
+      CheckError: a leaf differs by more than rounding (:mod:`meshpar.verify.check` defines it): its path, by how much, the first op
+        that goes wrong.
       MeshError: fewer devices than a mesh needs; both ``mesh`` and ``meshes``.
       DivisibilityError: a size that does not divide over a mesh that was given, or over each of the default ones.
     """
@@ -460,8 +461,8 @@ def tune(
 ) -> Tuning:  # fmt: skip
     """Measure a step under a few layouts on the devices that are here, and fit the chip's efficiencies to what was measured.
 
-    Every layout is planned, compiled and run once; its results are compared with those of the first, since a layout never changes a
-    number. Then each is timed in turn, round after round. What is fitted is what plans are priced with (``calibration=`` of
+    Every layout is planned, compiled and run once; its results are compared with those of the first, which they equal up to
+    rounding. Then each is timed in turn, round after round. What is fitted is what plans are priced with (``calibration=`` of
     :func:`plan`, :func:`jit` and :func:`search`): the part of the peak rate that products, memory traffic and links reach. Devices
     that the chip table does not have, CPUs, have nominal peak rates.
 

@@ -1,12 +1,18 @@
-"""``mp.check``: the sharded run has the numbers of the unsharded one, or here is the first op that goes wrong.
+"""``mp.check``: the sharded run equals the unsharded one up to floating-point rounding, or the first op that goes wrong is named.
 
 Every leaf of the results is compared with the run of the same function on one device. A leaf that differs by more
-than the tolerance may still be *explained*: rounding that the program itself blows up (Adam turns a gradient that is
-zero but for rounding into a full step). To tell, both programs are run again with all values between as further
-results, and the leaf is followed back to values on which both runs agree. It is explained if every op on the way does
-to the *sharded* run's operands what one device does to them: within the tolerance, or within what the op makes of
-operands that differ by the tolerance (its backward error: the sum of terms that cancel has the rounding of its terms).
-An op that does something else is the culprit, and the error names its line.
+than the tolerance may still differ by *rounding*: the program amplifies it (Adam turns a gradient that is zero but for
+rounding into a full step), or computes in a narrower dtype than its results have. To tell, both programs are run again
+with all intermediate values as further results, and the leaf is followed back to values on which both runs agree. It is
+rounding if every op on the way does to the *sharded* run's operands what one device does to them, within one of:
+
+- the tolerance;
+- what the op makes of operands that differ by the tolerance (its backward error: a sum of terms that cancel has the
+  rounding of its terms);
+- a few times what one device is off by from the same op in a wider dtype (:mod:`meshpar.verify.wide`): loops that add
+  up in bfloat16 are as far from float32 in either run.
+
+An op that does something else is wrong, and the error names its line.
 """
 
 from __future__ import annotations
@@ -41,10 +47,11 @@ class Row:
 
     Attributes:
       mesh, layout, lowering: what ran; the mesh as ``"data=2, model=4"``.
-      path: the tree path of the worst leaf, the explained ones left out.
+      path: the tree path of the leaf that differs most, those of ``explained`` left out.
       difference: of that leaf, as a part of its largest value.
       leaves: how many were compared.
-      explained: paths of the leaves that differ only by rounding that the program blows up.
+      explained: paths of the leaves that differ by more than the tolerance, but by rounding only.
+      rounding: the largest difference of these, as a part of the leaf's largest value.
       error: what went wrong, or None.
     """
 
@@ -56,6 +63,7 @@ class Row:
     leaves: int
     explained: tuple[str, ...] = ()
     error: CheckError | None = None
+    rounding: float = 0.0
 
 
 @dataclass(slots=True)
@@ -78,10 +86,10 @@ class Report:
         return bool(self.rows) and all(r.error is None for r in self.rows)
 
     def __str__(self) -> str:
-        cells = [("layout", "mesh", "lowering", "leaves", "explained", "worst", "of", "")]
+        cells = [("layout", "mesh", "lowering", "leaves", "rounding", "largest", "of", "")]
         for r in self.rows:
             verdict = "equal" if r.error is None else "DIFFERS"
-            counts = str(r.leaves), str(len(r.explained) or "")
+            counts = str(r.leaves), f"{len(r.explained)} ({r.rounding:.1e})" if r.explained else ""
             cells.append((r.layout or WHOLE, r.mesh, r.lowering, *counts, f"{r.difference:.1e}", r.path, verdict))
         cells += [(layout or WHOLE, mesh, "", "", "", "", "", "skipped") for mesh, layout, _ in self.skipped]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -93,8 +101,8 @@ class Report:
         )
         if any(r.explained for r in self.rows):
             lines.append(
-                "explained: leaves that differ by more, since the program blows its own rounding up; each op on the way to them "
-                "was run on the sharded run's operands on one device, and does the same"
+                "rounding: leaves that differ by more, but by rounding only, and the largest difference: each op on the way to them "
+                "does the same on one device, on the sharded run's operands, or is as close to what it makes of them in a wider dtype"
             )
         notes = [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
         errors = [str(r.error) for r in self.rows if r.error is not None]
@@ -227,16 +235,17 @@ class _Case:
         error = None
         if failed:
             localizer = Localizer(self, plan, reference, lowering, self.device)
-            explained = [k for k in failed if localizer.explains(k, found[k])]
+            explained = [k for k in failed if localizer.explains(k, found[k], outs[k])]
             failed = [k for k in failed if k not in explained]
             if failed:
-                error = localizer.error(failed, found)
+                error = localizer.error(failed, found, outs)
         paths = [h.path for h in plan.outputs]
         rest = [k for k in range(len(found)) if k not in explained]
         worst = failed[0] if failed else max(rest, key=lambda k: found[k].relative, default=None)
         return Row(
             mesh_text(plan.mesh), str(plan.layout), lowering, "" if worst is None else paths[worst],
             0.0 if worst is None else found[worst].relative, len(found), tuple(paths[k] for k in explained), error,
+            max((found[k].relative for k in explained), default=0.0),
         )  # fmt: skip
 
     def unsharded(self, subject: Subject) -> _Reference:

@@ -20,7 +20,8 @@ from ..passes import make_plan
 from ..plan.plan import Plan
 from ..program import Program, infer
 from ..rules import ELEMENTWISE, having
-from .numbers import Difference, compare, compiled, host, mesh_text, on_device, spread_of, worst_of
+from .numbers import Difference, compare, compiled, copies, host, mesh_text, on_device, spread_of, worst_of
+from .wide import Verdict, in_wider, judge, narrowest, wider
 
 SLACK = 8.0
 """How many times the differences that moved operands make are allowed."""
@@ -103,6 +104,7 @@ class Localizer:
         flat = flatten(plan.program.closed)
         everything, made = with_all_values(flat)
         self.eqns = [_on_one_device(e) for e in flat.jaxpr.eqns]
+        self.flat, self.consts = flat.jaxpr, flat.consts
         self.results = flat.jaxpr.outvars
         self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.values: dict[Any, Any] = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
@@ -133,13 +135,39 @@ class Localizer:
         self.out_refs = case.between[1][:count]
         self.references = dict(zip(made, case.between[1][count:], strict=True))
         self._agree: dict[Any, bool] = {}
-        self._wrong: dict[int, tuple[Any, Difference] | None] = {}
+        self._wrong: dict[int, tuple[Any, Difference, Verdict | None] | None] = {}
+        self._exact: list[np.ndarray] | None = None
 
     # -- questions
 
-    def explains(self, k: int, first: Difference) -> bool:
-        """Whether a result that differed differs only by rounding that the program blows up."""
-        return self.culprit(k) is None and first.largest <= SLACK * max(self.leaf(k).largest, self.spread(k))
+    def explains(self, k: int, first: Difference, out: Any) -> bool:
+        """Whether a result that differed differs by rounding only.
+
+        Args:
+          first: how it differed.
+          out: the result of the sharded run.
+        """
+        if self.culprit(k) is not None:
+            return False
+        if first.largest <= SLACK * max(self.leaf(k).largest, self.spread(k)):
+            return True
+        verdicts = [
+            self.verdict(k, out),
+            self.verdict(k, self.reference.results[k]),
+        ]  # the latter: fn itself is deterministic
+        return all(v is not None and v.rounding for v in verdicts)
+
+    def verdict(self, k: int, out: Any) -> Verdict | None:
+        """A result, and that of the traced program on one device, compared with the whole program in a wider dtype; None: there
+        is none."""
+        narrow = narrowest(self.eqns)
+        dtype = None if narrow is None else wider(narrow)
+        if dtype is None:
+            return None
+        if self._exact is None:
+            closed = ClosedJaxpr(self.flat.replace(eqns=self.eqns), self.consts)
+            self._exact = _evaluated(closed, dtype, self.reference.leaves)
+        return judge(copies(out), host(self.out_refs[k]), self._exact[k], narrow)
 
     def leaf(self, k: int) -> Difference:
         """The difference of a result in the programs that return all values."""
@@ -152,8 +180,8 @@ class Localizer:
             ref.spread = spread_of(ref.run, ref.leaves, ref.results, None, self.tolerance)
         return ref.spread[k]
 
-    def culprit(self, k: int) -> tuple[int, Any, Difference] | None:
-        """(op, its result, how far off) for the first op that goes wrong on the way to a result."""
+    def culprit(self, k: int) -> tuple[int, Any, Difference, Verdict | None] | None:
+        """(op, its result, how far off, what a wider dtype says) for the first op that goes wrong on the way to a result."""
         way = self.ways_back(self.results[k])
         for start in range(0, len(way), BATCH):
             batch = way[start : start + BATCH]
@@ -196,21 +224,44 @@ class Localizer:
                 ulps = 4.0 if eqn.primitive.name in ELEMENTWISE else None
                 once = compiled(run, xs)
                 spread = spread_of(lambda moved, once=once: once(*moved), xs, theirs, ulps, self.tolerance)
-            results = zip(eqn.outvars, off, spread, strict=True)
-            beyond = [(v, d) for v, d, s in results if not d.ok and d.largest > SLACK * s]
-            self._wrong[i] = max(beyond, key=lambda x: x[1].relative, default=None)
+            beyond = [j for j, (d, s) in enumerate(zip(off, spread, strict=True)) if not d.ok and d.largest > SLACK * s]
+            verdicts = self.arbiter(eqn, xs, ours, theirs, beyond)
+            wrong = [(eqn.outvars[j], off[j], v) for j, v in verdicts if v is None or not v.rounding]
+            self._wrong[i] = max(wrong, key=lambda x: x[1].relative, default=None)
+
+    def arbiter(
+        self, eqn: Any, xs: Sequence[Any], ours: Sequence[Any], theirs: Sequence[np.ndarray], which: Sequence[int]
+    ) -> list[tuple[int, Verdict | None]]:
+        """(result, what a wider dtype says) for some results of an op on the same operands; None: there is no wider dtype.
+
+        Args:
+          xs: its operands on one device.
+          ours, theirs: its results in the sharded run, and on one device.
+          which: the results that differ by more than the tolerance.
+        """
+        narrow = narrowest([eqn])
+        dtype = None if narrow is None else wider(narrow)
+        if dtype is None or not which:
+            return [(j, None) for j in which]
+        exact = _evaluated(self.one(eqn), dtype, xs)
+        return [(j, judge(copies(ours[j]), theirs[j], exact[j], narrow)) for j in which]
+
+    def one(self, eqn: Any) -> ClosedJaxpr:
+        """An op as a program of its operands."""
+        ins = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
+        jaxpr = self.plan.program.closed.jaxpr
+        return ClosedJaxpr(
+            jaxpr.replace(constvars=[], invars=ins, eqns=[eqn], outvars=eqn.outvars, effects=eqn.effects), ()
+        )
 
     def alone(self, eqn: Any) -> tuple[Callable[..., list[Any]], list[Any]]:
         """An op as a function, and the sharded run's operands on one device."""
-        ins = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-        one = self.plan.program.closed.jaxpr.replace(
-            constvars=[], invars=ins, eqns=[eqn], outvars=eqn.outvars, effects=eqn.effects
-        )
-        return jaxpr_as_fun(ClosedJaxpr(one, ())), [on_device(self.values[v], self.device) for v in ins]
+        closed = self.one(eqn)
+        return jaxpr_as_fun(closed), [on_device(self.values[v], self.device) for v in closed.jaxpr.invars]
 
     # -- the error
 
-    def error(self, failed: list[int], found: list[Difference]) -> CheckError:
+    def error(self, failed: list[int], found: list[Difference], outs: Sequence[Any]) -> CheckError:
         """The first result that differs, by how much, and the first op that goes wrong."""
         plan, k = self.plan, failed[0]
         value = plan.program.outputs[k]
@@ -224,9 +275,10 @@ class Localizer:
             others = ", ".join(plan.outputs[j].path for j in failed[:6])
             lines.append(f"  {len(failed)} of {len(found)} results differ: {others}{', …' * (len(failed) > 6)}")
         culprits = [c for c in map(self.culprit, failed) if c is not None]
-        source = None
+        source, deterministic = None, True
+        verdict = self.verdict(k, outs[k])
         if culprits:
-            i, var, off = min(culprits, key=lambda c: c[0])
+            i, var, off, verdict = min(culprits, key=lambda c: c[0])
             eqn = self.eqns[i]
             source = source_line(eqn)
             dims = format_dims(self.program.dims(self.program.root.env[var]))
@@ -234,17 +286,41 @@ class Localizer:
             lines.append(f"  the first op that goes wrong: {eqn.primitive.name} → {made} at {source}")
             lines.append(f"  of the same operands one device makes something else: {off}")
         elif not compare(host(self.out_refs[k]), self.reference.results[k], self.tolerance).ok:
-            lines.append("  on one device the traced program differs from the function already: is it deterministic?")
+            lines.append("  on one device the traced program differs from the function already")
+            deterministic = False
         elif self.results[k] not in self.maker:
-            lines.append("  it is an argument that is returned as it came")
+            lines.append("  it is an argument that is returned unchanged")
         else:
             left = self.leaf(k)
             verb = "vanishes" if left.ok else "shrinks"
-            lines.append(f"  with all values between returned as well, the difference {verb} (to {left.relative:.2g})")
-            lines.append("  and every op does what it should: the compiler goes wrong where it fuses them")
+            lines.append(
+                f"  with all intermediate values returned as well, the difference {verb} (to {left.relative:.2g})"
+            )
+            lines.append("  and every op is right by itself: the compiler goes wrong where it fuses them")
+        if verdict is not None:
+            lines.append(f"  {verdict}")
         return CheckError(
             "\n".join(lines), path=path, shape=value.shape, dtype=value.aval.dtype,
             dims=format_dims(plan.program.dims(value)), source=source, rule=str(plan.layout),
-            fixes=["the program is right on one device: this is a bug of the compiler or of meshpar, please report it",
-                   "until then leave the dims of that op whole, e.g. `dim: none` before the other rules"],
+            fixes=_fixes(deterministic, verdict is not None or narrowest(self.eqns) is None),
         )  # fmt: skip
+
+
+def _evaluated(closed: ClosedJaxpr, dtype: np.dtype, xs: Sequence[Any]) -> list[np.ndarray]:
+    """The results of a program on one device, computed in a wider dtype."""
+    run = in_wider(closed, dtype)
+    with jax.enable_x64(dtype.itemsize == 8):
+        return [host(x) for x in compiled(lambda *xs: run(xs), xs)(*xs)]
+
+
+def _fixes(deterministic: bool, certain: bool) -> list[str]:
+    """What to do about a difference; ``certain``: it is known to be more than rounding."""
+    if not deterministic:
+        return ["make the function deterministic: on one device two runs of it differ"]
+    until = "until then keep the dims of that op unsharded, e.g. `dim: none` before the other rules"
+    if certain:
+        return ["more than rounding: this is a bug of the compiler or of meshpar, please report it", until]
+    return [
+        "there is no wider dtype to tell rounding from an error: compare with a larger tolerance=, or in another precision",
+        "if it is more than rounding, it is a bug of the compiler or of meshpar: please report it; " + until,
+    ]

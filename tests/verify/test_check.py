@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import meshpar as mp
 from meshpar.api import check
 from meshpar.errors import CheckError, DivisibilityError
 from meshpar.lower import LOWERINGS
+from meshpar.rules import PRIMITIVES, registry
 from meshpar.verify.check import _default_meshes, each_layout
 from meshpar.verify.localize import flatten
 from meshpar.verify.numbers import compare, copies
@@ -268,7 +270,9 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch: pyte
     assert report.ok
     explained = report.rows[0].explained
     assert explained
-    assert "\nexplained: " in str(report)
+    assert "\nrounding: " in str(report)
+    assert report.rows[0].rounding > 1e-5
+    assert f"{len(explained)} ({report.rows[0].rounding:.1e})" in str(report)
     assert all(path.endswith("key_bias") for path in explained)
 
     def wrong_update(eqn: Any, outs: list[Any]) -> list[Any]:
@@ -356,6 +360,79 @@ def test_a_wrong_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.warns(mp.JoinWarning),
     ):
         check(layers, *args, layouts="batch: data", mesh="data=8", dims=dims)
+
+
+def accumulate(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Products in bfloat16, added up in a loop whose result is float32."""
+
+    def add(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        return total + (x.astype(jnp.bfloat16).T @ w.astype(jnp.bfloat16)).astype(jnp.float32), None
+
+    return jax.lax.scan(add, jnp.zeros((EMBED, EMBED), jnp.float32), x)[0]
+
+
+ROUNDED = {"layouts": "batch: data", "mesh": "data=8", "dims": {"x": "micro batch embed", "w": "batch mlp"}}
+
+
+@pytest.fixture(scope="module")
+def batches() -> tuple[np.ndarray, np.ndarray]:
+    r = np.random.default_rng(0)
+    return r.standard_normal((64, EMBED)).astype("f"), r.standard_normal((64, 64, EMBED)).astype("f")
+
+
+def test_rounding_of_bfloat16_inside_a_loop_is_no_error(batches: tuple[np.ndarray, np.ndarray]) -> None:
+    report = check(accumulate, *batches, **ROUNDED, lowerings=("jit", "shard_map"))
+    assert report.ok
+    rows = [row for row in report.rows if row.explained]
+    assert rows  # the compiler rounds otherwise in one run than in the other
+    assert all(1e-5 < row.rounding < 0.02 for row in rows)
+
+
+@pytest.mark.parametrize("by", [1.2, np.nan])
+def test_an_error_inside_a_loop_of_bfloat16_is_reported(
+    batches: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch, by: float
+) -> None:
+    def wrong(eqn: Any, outs: list[Any]) -> list[Any]:
+        return [outs[0] * by] if eqn.primitive.name == "scan" else outs
+
+    break_lowering(monkeypatch, wrong)
+    with pytest.raises(
+        CheckError, match=r"(?s)goes wrong: scan .*in float32 the sharded run is off by .*please report it"
+    ):
+        check(accumulate, *batches, **ROUNDED)
+
+
+def test_a_wrong_rule_is_reported_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that takes a maximum over a split dim for a sum: found, though bfloat16 allows for much."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, x: (jnp.tanh(c) + jnp.max(x, 0), None), jnp.zeros(EMBED, jnp.bfloat16), x)[0]
+
+    right = PRIMITIVES["reduce_max"]
+
+    def summed(*args: Any) -> Any:
+        rule = right.rule(*args)
+        rule.kinds = ["sum" if kind == "max" else kind for kind in rule.kinds]
+        return rule
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64, EMBED)), jnp.bfloat16)
+    options = {
+        "layouts": "batch: data",
+        "mesh": "data=8",
+        "dims": {"x": "steps batch embed"},
+        "lowerings": ("shard_map",),
+    }
+    assert check(loss, x, **options).ok
+    monkeypatch.setitem(registry._entries, "reduce_max", dataclasses.replace(right, rule=summed))
+    with pytest.raises(CheckError, match="please report it"):
+        check(loss, x, **options)
+
+
+def test_float64_has_no_wider_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_lowering(monkeypatch, lambda eqn, outs: [1.01 * o for o in outs] if eqn.primitive.name == "sin" else outs)
+    with jax.enable_x64(True), pytest.raises(CheckError, match="there is no wider dtype") as caught:
+        check(jnp.sin, np.ones((8, 4)), layouts="batch: data", mesh="data=8", dims={"x": "batch _"})
+    assert "goes wrong: sin" in str(caught.value)
 
 
 def test_a_difference_that_vanishes_when_all_values_are_returned(

@@ -1,0 +1,223 @@
+"""The arbiter of :func:`meshpar.check`: the same equations evaluated in a wider floating-point type.
+
+Two runs in bfloat16 that add in another order differ by rounding, and neither is the correct one. Evaluated in float32 the same
+equations have a result next to which the rounding of both runs is visible: the sharded run is right if it is about as close to
+that result as the unsharded run is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from ..compat.jax import bind, body_of, closed_parts, literal_array, scan_counts
+from ..rules import ELEMENTWISE, having
+from .numbers import wide
+
+FACTOR, ULPS = 4.0, 2.0
+"""The sharded run is right if it is off by at most ``FACTOR`` times what the unsharded run is off by, or by ``ULPS`` units in the
+last place of the largest value in the narrowest dtype: the unsharded run may happen to be exact."""
+
+CALLS = having(lambda p: p.call)
+_IDENTITIES = having(lambda p: p.identity) | {"reduce_precision"}
+_EXACT = {"bitcast_convert_type"}  # its result is the bits of a dtype
+_TYPED = {"kernel", "shard_map", "pure_callback", "io_callback"}  # they hold functions of one dtype
+_WIDENED = ELEMENTWISE | having(lambda p: p.rule is not None and not (p.opaque or p.random)) - _EXACT - _TYPED
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter": lax.scatter, "scatter-add": lax.scatter_add, "scatter-sub": lax.scatter_sub, "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min, "scatter-max": lax.scatter_max,
+}  # fmt: skip
+_DTYPES = ("new_dtype", "preferred_element_type", "dtype")
+
+
+def narrowest(eqns: Sequence[Any]) -> np.dtype | None:
+    """The floating-point dtype with the largest rounding that equations compute in, their bodies included; None: no floats."""
+    found = {np.dtype(v.aval.dtype) for eqn in _every(eqns) for v in eqn.outvars if _is_float(v.aval)}
+    return max(found, key=lambda d: float(jnp.finfo(d).eps), default=None)
+
+
+def wider(dtype: Any) -> np.dtype | None:
+    """The dtype in which to check what is computed in ``dtype``: float32 for 16 bits and less, float64 for float32; None for
+    float64, for which there is none."""
+    size = np.dtype(jnp.finfo(dtype).dtype).itemsize  # of the parts of a complex number
+    return np.dtype(np.float32) if size < 4 else np.dtype(np.float64) if size == 4 else None
+
+
+def in_wider(closed: ClosedJaxpr, wide: np.dtype) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function from flat operands to flat results that computes in ``wide`` what the jaxpr computes in narrower floats.
+
+    Loops, branches and calls are followed; ``reduce_precision`` is dropped. An op without a factor rule, or whose result is a
+    pattern of bits, is applied in its own dtypes. To be traced with x64 enabled where ``wide`` is float64.
+    """
+    return lambda xs: _Evaluator(wide).run(closed.jaxpr, closed.consts, list(xs))
+
+
+def _is_float(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", np.dtype(object)), jnp.inexact)
+
+
+def _bodies(eqn: Any) -> Iterator[Jaxpr]:
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(x, ClosedJaxpr | Jaxpr):
+                yield closed_parts(x)[0]
+
+
+def _every(eqns: Sequence[Any]) -> Iterator[Any]:
+    for eqn in eqns:
+        yield eqn
+        for body in _bodies(eqn):
+            yield from _every(body.eqns)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How far two runs are from the same equations in a wider dtype.
+
+    Attributes:
+      dtype: the wider one.
+      sharded, unsharded: the largest difference of each run from it.
+      rounding: both are within the rounding of the dtypes that the equations compute in.
+    """
+
+    dtype: np.dtype
+    sharded: float
+    unsharded: float
+    rounding: bool
+
+    def __str__(self) -> str:
+        return (
+            f"in {self.dtype} the sharded run is off by {self.sharded:.3g}, the unsharded one by {self.unsharded:.3g}"
+        )
+
+
+def judge(sharded: Iterable[np.ndarray], unsharded: np.ndarray, exact: np.ndarray, narrow: Any) -> Verdict:
+    """Whether a result of the sharded run differs from the unsharded one by rounding alone.
+
+    Args:
+      sharded: the result, once for every copy that differs.
+      exact: the result in a wider dtype.
+      narrow: the narrowest floating-point dtype in which the equations compute.
+    """
+    a, e = wide(unsharded), wide(exact)
+    known = np.isfinite(a) & np.isfinite(e)
+    off = _largest(np.abs(a[known] - e[known]))
+    scale = _largest(np.abs(e[known]))
+    ours = max(_distance(wide(x), a, e, known) for x in sharded)
+    ulps = ULPS * float(jnp.finfo(narrow).eps) * scale if jnp.issubdtype(unsharded.dtype, jnp.inexact) else 0.0
+    return Verdict(exact.dtype, ours, off, ours <= max(FACTOR * off, ulps))
+
+
+def _distance(x: np.ndarray, a: np.ndarray, exact: np.ndarray, known: np.ndarray) -> float:
+    """The largest |x − exact|. What overflowed in ``a`` alone is left out; else what is not finite must be as in ``a``."""
+    odd = ~known & ~np.isfinite(exact) & (x != a) & ~(np.isnan(x) & np.isnan(a))
+    if odd.any() or not np.isfinite(x[known]).all():
+        return math.inf
+    return _largest(np.abs(x[known] - exact[known]))
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(x.max()) if x.size else 0.0
+
+
+class _Evaluator:
+    """An interpreter of jaxprs. Values that the jaxpr has in narrower floats are in the wide dtype."""
+
+    def __init__(self, wide: np.dtype):
+        self.wide = wide
+        self.wide_complex = np.dtype(np.complex64 if wide.itemsize == 4 else np.complex128)
+
+    def widened(self, x: Any) -> Any:
+        """The array in the wide dtype, if it is of narrower floats."""
+        dtype = self.dtype(x.dtype) if hasattr(x, "dtype") else None
+        return x if dtype is None or dtype == x.dtype else lax.convert_element_type(x, dtype)
+
+    def dtype(self, dtype: Any) -> Any:
+        """The dtype that a value of this dtype has here."""
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return dtype
+        wide = self.wide_complex if jnp.issubdtype(dtype, jnp.complexfloating) else self.wide
+        return wide if np.dtype(dtype).itemsize < wide.itemsize else dtype
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), map(self.widened, (*consts, *xs)), strict=True))
+
+        def read(var: Any) -> Any:
+            return self.widened(jnp.asarray(literal_array(var))) if isinstance(var, Literal) else env[var]
+
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            ins = list(map(read, eqn.invars))
+            if name in CALLS:
+                body, values = closed_parts(body_of(eqn))
+                outs = self.run(body, values, ins[len(ins) - len(body.invars) :])
+            elif name in _CONTROL:
+                outs = _CONTROL[name](self, eqn, ins)
+            elif name in _IDENTITIES:
+                outs = ins
+            elif (outs := self.applied(eqn, ins)) is None:
+                narrow = [self.as_in(v, x) for v, x in zip(eqn.invars, ins, strict=True)]
+                outs = bind(eqn, narrow, eqn.params)
+            env.update(zip(eqn.outvars, map(self.widened, outs), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def applied(self, eqn: Any, ins: list[Any]) -> list[Any] | None:
+        """The results of an op on wide operands; None: it is to be applied in its own dtypes."""
+        name, p = eqn.primitive.name, eqn.params
+        if name in _SCATTERS:
+            same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+            return [_SCATTERS[name](*ins, **{k: p[k] for k in same})]
+        if name not in _WIDENED or any(True for _ in _bodies(eqn)):
+            return None
+        params = {k: self.dtype(v) if k in _DTYPES and v is not None else v for k, v in p.items()}
+        try:
+            return bind(eqn, ins, params)
+        except (TypeError, ValueError, NotImplementedError):  # there is no such op for the wide dtype
+            return None
+
+    @staticmethod
+    def as_in(var: Any, x: Any) -> Any:
+        return lax.convert_element_type(x, var.aval.dtype) if _is_float(var.aval) else x
+
+    def scan(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        p, (body, values) = eqn.params, closed_parts(eqn.params["jaxpr"])
+        consts, carries = scan_counts(p)
+
+        def one(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = self.run(body, values, [*ins[:consts], *carry, *xs])
+            return outs[:carries], outs[carries:]
+
+        first, stacks = ins[consts : consts + carries], ins[consts + carries :]
+        carry, ys = lax.scan(one, first, stacks, length=p["length"], reverse=p["reverse"])
+        return [*carry, *ys]
+
+    def while_(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        p = eqn.params
+        (cond, cond_values), (body, body_values) = closed_parts(p["cond_jaxpr"]), closed_parts(p["body_jaxpr"])
+        ncc, nbc = p["cond_nconsts"], p["body_nconsts"]
+        of_cond, of_body, first = ins[:ncc], ins[ncc : ncc + nbc], ins[ncc + nbc :]
+        return lax.while_loop(
+            lambda carry: self.run(cond, cond_values, [*of_cond, *carry])[0],
+            lambda carry: self.run(body, body_values, [*of_body, *carry]),
+            first,
+        )
+
+    def cond(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        bodies = map(closed_parts, eqn.params["branches"])
+        branches = [lambda *xs, b=body, c=consts: self.run(b, c, xs) for body, consts in bodies]
+        index = lax.convert_element_type(ins[0], np.int32)
+        return lax.switch(lax.clamp(np.int32(0), index, np.int32(len(branches) - 1)), branches, *ins[1:])
+
+
+_CONTROL: dict[str, Callable[[_Evaluator, Any, list[Any]], list[Any]]] = {
+    "scan": _Evaluator.scan,
+    "while": _Evaluator.while_,
+    "cond": _Evaluator.cond,
+}
