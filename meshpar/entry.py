@@ -24,6 +24,7 @@ from .compat.jax import (
     is_graph_node,
     is_tracer,
     on_host,
+    traced_as,
     user_line,
     user_stacklevel,
     without_gc,
@@ -331,6 +332,7 @@ def traced(
     if call.fixed:
         _check_fixed(call.dynamic, argument_path)
     with capture_names(axes), _axis_names_refused():
+        traced_as(flat, flat.fn, [leaf.path for leaf in named])
         closed, shapes, out_leaves = trace(flat, [x for x, _ in arrays])
     if flat.tag is None:
         results = flatten_named(shapes)

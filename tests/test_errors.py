@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import meshpar as mp
 
@@ -383,7 +384,7 @@ def test_a_bad_argnum(what):
     error = text(mp.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", **nums)
     assert f"{what}_argnums: " in error
     assert "7" in error
-    assert "2 arguments" in error
+    assert "2 positional arguments" in error
 
 
 def test_nothing_is_silently_replicated():
@@ -540,3 +541,43 @@ def test_a_rule_list_without_any_effect_warns_once(layout):
         warnings.simplefilter("error")
         step(jnp.ones((8, 4)))  # it was said; and a state need not have the dims of the batch
         mp.init(lambda: {"w": jnp.ones(8)}, mesh="data=8", layout=layout, dims={"w": "columns"})()
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+
+def on_data(mode, w, x):
+    return x if w["up"][0, 0] > 0 else x @ w["up"]
+
+
+def on_batch(mode, w, x):
+    return np.asarray(x)
+
+
+def on_module(net, x):
+    return x if net.up.kernel[...].sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "argument"),
+    [
+        (on_data, (1, {"up": np.ones((4, 4))}, np.ones((8, 4))), "w/up"),
+        (on_batch, (1, {"up": np.ones((4, 4))}, np.ones((8, 4))), "x"),
+        (on_module, (Net(), np.ones((8, 4))), "net/up/kernel"),
+    ],
+)
+@pytest.mark.parametrize("lowering", ["auto", "jit"])
+def test_errors_of_tracing_name_the_function_and_the_argument(fn, args, argument, lowering):
+    """As jax.jit's do: the function with its line, and the argument that the value depends on."""
+    static = {"static_argnums": 0} if args[0] == 1 else {}
+    step = mp.jit(fn, mesh="data=8", layout="batch: data", dims={"x": "batch _"}, lowering=lowering, **static)
+    with pytest.raises((jax.errors.TracerBoolConversionError, jax.errors.TracerArrayConversionError)) as ours:
+        step(*args)
+    line = f"while tracing the function {fn.__name__} at {__file__}:{fn.__code__.co_firstlineno} for jit"
+    assert line in str(ours.value)
+    assert f"the value of the argument {argument}." in str(ours.value)
+    with pytest.raises(type(ours.value)) as theirs:
+        (nnx.jit if fn is on_module else jax.jit)(fn, **static)(*args)
+    assert line in str(theirs.value)

@@ -58,6 +58,21 @@ def make_jaxpr(fn: Any, *args: Any, **options: Any) -> Any:
     return (closed, *rest) if rest else closed
 
 
+def traced_as(wrapper: Any, fn: Any, names: Sequence[str]) -> None:
+    """Let JAX's errors about tracing a function name another function, that of the user, and its arguments.
+
+    Args:
+      wrapper: the function that is traced, of flat arguments.
+      fn: the function that it calls.
+      names: of the flat arguments.
+    """
+    from jax._src.api_util import fun_sourceinfo
+    from jax._src.core import DebugInfo, initial_result_paths
+
+    source = fun_sourceinfo(fn) or getattr(fn, "__name__", type(fn).__name__)
+    wrapper.__fun_debug_info__ = DebugInfo("jit", source, tuple(names), initial_result_paths)
+
+
 @contextlib.contextmanager
 def default_promotion() -> Iterator[None]:
     """JAX's default promotion of ranks and dtypes, for meshpar's own code; also a decorator. ``jax_numpy_rank_promotion="raise"``

@@ -6,7 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import lookups  # noqa: F401  (its statements)
+import calling
+import data
+import indexing  # noqa: F401  (their statements)
+import lookups  # noqa: F401
+import operands  # noqa: F401
+import partials  # noqa: F401
 from statements import STATEMENTS, statement
 from writer import Skip, Var, Writer
 
@@ -15,16 +20,17 @@ DEEPEST = 2
 
 def fill(w: Writer, n: int, among: Iterable[str] = STATEMENTS) -> None:
     """Append about ``n`` random statements, of some kinds."""
-    names = [k for k in among if w.depth < DEEPEST or k not in BODIES]
+    names = [k for k in among if (w.depth < DEEPEST or k not in BODIES) and (not w.depth or k not in OUTERMOST)]
     weights = [STATEMENTS[k][1] for k in names]
     want, tries = len(w.lines) + n, 0
     while len(w.lines) < want and tries < 6 * n:
         tries += 1
         fn, _ = STATEMENTS[w.rng.choices(names, weights)[0]]
-        vars_, lines, used = list(w.vars), list(w.lines), set(w.used)
+        vars_, lines, used, needs = list(w.vars), list(w.lines), set(w.used), set(w.needs)
         try:
             fn(w)
         except (Skip, StopIteration):
+            w.needs.intersection_update(needs)
             w.vars[:] = [v for v in w.vars if v in vars_ or v.name in {i.name for i in w.inputs}]
             w.lines[:] = lines
             w.used.intersection_update(used | {i.name for i in w.inputs})
@@ -342,4 +348,8 @@ def offloaded(w: Writer) -> None:
 
 CONTROL = ("branch", "loop", "scan", "parts")
 """What runs its body often, or not at all."""
+OUTERMOST = frozenset(
+    name for name, (fn, _) in STATEMENTS.items() if fn.__module__ in (calling.__name__, data.__name__)
+)
+"""What stands in no body: results of other dtypes, and what the caller decides."""
 BODIES = frozenset({"scan", "loop", "branch", "call", "mapped", "accumulate", "parts"})

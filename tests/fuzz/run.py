@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from programs import Case
+from programs import Call, Case
 
 import meshpar as mp
 from meshpar.verify.numbers import QUICK
@@ -36,6 +39,13 @@ def careful() -> dict[str, Any]:
     return first_known(CAREFUL)
 
 
+def ignored() -> None:
+    """Ignore what random names, layouts and ops make the library warn of."""
+    for name in ("JoinWarning", "ReplicatedWarning", "LoweringWarning"):
+        if category := getattr(mp.errors, name, None):  # other versions are run too
+            warnings.simplefilter("ignore", category)
+
+
 def first_known(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first options that this version has."""
     for options in choices:
@@ -55,6 +65,17 @@ NARROW = {"BF16": 2.0**-7, "F16": 2.0**-10}
 """What one rounding to a type that programs narrow to may change, as a part of a value."""
 
 
+CONTEXTS: types.MappingProxyType[str, Callable[[], Any]] = types.MappingProxyType(
+    {
+        "": contextlib.nullcontext,
+        "x64": lambda: jax.enable_x64(True),
+        "threefry": lambda: jax.threefry_partitionable(False),
+        "rank": lambda: jax.numpy_rank_promotion("raise"),
+    }
+)
+"""JAX's configuration during a call."""
+
+
 @dataclass
 class Difference:
     """A leaf that differs: which, by how much, how much it may."""
@@ -70,9 +91,10 @@ class Difference:
 
 @dataclass
 class Reference:
-    """The unsharded run: its results, and the primitives of the program, bodies included."""
+    """The unsharded run: its results, whether their types are weak, and the primitives of the program, bodies included."""
 
     results: list[np.ndarray]
+    weak: list[bool]
     primitives: Counter[str]
 
 
@@ -81,16 +103,25 @@ def lowered(case: Case, real: Any = jnp.float32) -> Callable[..., Any]:
     return case.program.function(real, "forward" if case.outside else "program")
 
 
-def compared(case: Case, fn: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """What is compared: the results of a function (lowered or not), or these and its derivative along random directions."""
-    at = [k for k, i in enumerate(case.program.inputs) if i.name in case.program.grads]
+def compared(case: Case, fn: Callable[..., Any], call: Call) -> Callable[..., tuple[Any, ...]]:
+    """What is compared, of the arrays alone: the results of a function (lowered or not), or these and its derivative."""
+    inputs = case.program.inputs
+    at = [k for k, i in enumerate(i for i in inputs if i.kind != "t") if i.name in case.program.grads]
+
+    def plain(*arrays: Any) -> tuple[Any, ...]:
+        given, statics = iter(arrays), iter(call.statics)
+        args = {i.name: next(statics if i.kind == "t" else given) for i in inputs}
+        return fn(**dict(reversed(args.items()))) if call.keywords else fn(*args.values())
+
+    if call.axis:
+        return jax.vmap(plain, axis_name=call.axis)
     if not case.outside or not at:
-        return fn
+        return plain
 
     def run(*args: Any) -> tuple[Any, ...]:
         def of(*xs: Any) -> Any:
             given = dict(zip(at, xs, strict=True))
-            return fn(*(given.get(k, x) for k, x in enumerate(args)))
+            return plain(*(given.get(k, x) for k, x in enumerate(args)))
 
         xs = [args[k] for k in at]
         if case.outside == "jvp":
@@ -103,112 +134,210 @@ def compared(case: Case, fn: Callable[..., Any]) -> Callable[..., tuple[Any, ...
     return run
 
 
+def arguments(case: Case, call: Call, real: Any = np.float32) -> list[Any]:
+    """The arrays of a call: under an axis, another one for each of its members."""
+    if not call.axis:
+        return case.program.values(real)
+    members = [case.program.values(real, k) for k in range(call.size)]
+    return [jnp.stack(x) for x in zip(*members, strict=True)]
+
+
+def elsewhere(x: Any) -> Any:
+    """An array placed on a mesh of all devices, split along the first dim that divides."""
+    mesh = mp.mesh("elsewhere=8")
+    along = next((k for k, n in enumerate(x.shape) if n and n % 8 == 0), None)
+    spec = (
+        [None] * len(x.shape) if along is None else ["elsewhere" if k == along else None for k in range(len(x.shape))]
+    )
+    return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+
+
 def direction(x: Any, *seed: int) -> Any:
     """A random cotangent or tangent of an array."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
         return np.zeros(x.shape, jax.dtypes.float0)
     return jnp.asarray(np.random.default_rng(seed).integers(-8, 9, x.shape) / 4, x.dtype)
 
 
 def unsharded(case: Case, options: dict[str, Any] | None = None) -> Reference:
-    args = case.program.values()
-    traced = jax.jit(compared(case, lowered(case))).trace(*args)
-    results = traced.lower().compile(compiler_options=quick() if options is None else options)(*args)
-    return Reference([host(x) for x in results], primitives(traced.jaxpr.jaxpr))
+    """Each call by a function of its own, so that none is answered with what another call compiled."""
+    reference = Reference([], [], Counter())
+    for call in case.calls:
+        with CONTEXTS[call.context]():
+            args = arguments(case, call)
+            fn = jax.jit(compared(case, lowered(case), call), compiler_options=quick() if options is None else options)
+            reference.primitives += primitives(fn.trace(*args).jaxpr.jaxpr)
+            for x in fn(*args):
+                reference.results.append(host(x))
+                reference.weak.append(x.weak_type)
+    return reference
 
 
-def sharded(case: Case, lowering: str, options: dict[str, Any], calls: int = 1) -> list[Any]:
-    """The results of the last of some calls, none of which is waited for before the next."""
+def sharded(case: Case, lowering: str, options: dict[str, Any], repeat: int = 1) -> list[Any]:
+    """The results of each call, of the last of ``repeat`` of it, none of which is waited for before the next."""
     program = case.program
+    overlap = {} if lowering == "jit" or case.overlap == "off" else {"overlap": case.overlap}
+    within = bool(case.outside or case.calls[0].axis)  # another function's options count
+    statics = [i.name for i in program.statics]
     run = mp.jit(lowered(case), mesh=mp.mesh(case.mesh), layout=case.layout, dims=program.dims, lowering=lowering,
-                 compiler_options=None if case.outside else options)  # fmt: skip
-    if case.outside:
-        run = jax.jit(compared(case, run), compiler_options=options)
+                 compiler_options=None if within else options, static_argnames=statics, **overlap)  # fmt: skip
+    results: list[Any] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.JoinWarning)
-        args = program.values()
-        return [run(*args) for _ in range(calls)][-1]
+        ignored()
+        for call in case.calls:
+            with CONTEXTS[call.context]():
+                args = arguments(case, call)
+                if case.placed:
+                    args = [elsewhere(x) for x in args]
+                fn = compared(case, run, call)
+                fn = jax.jit(fn, compiler_options=options) if within else fn
+                results += [fn(*args) for _ in range(repeat)][-1]
+    return results
+
+
+def planned(case: Case, topology: str | None = None, **options: Any) -> mp.Plan | None:
+    """The plan of a case's first call, with its seconds and memory; None where it needs an outer axis.
+
+    Args:
+      topology: a TPU slice, whose further devices are another axis of the mesh; the mesh of the case if None.
+      **options: of `meshpar.plan`.
+    """
+    program, call = case.program, case.calls[0]
+    if call.axis:
+        return None
+    given, statics = iter(program.values()), iter(call.statics)
+    args = [next(statics if i.kind == "t" else given) for i in program.inputs]
+    mesh = mp.mesh(f"{case.mesh}, spare=-1", topology=topology) if topology else mp.mesh(case.mesh)
+    with warnings.catch_warnings(), CONTEXTS[call.context]():
+        ignored()
+        plan = mp.plan(lowered(case), *args, mesh=mesh, layout=case.layout, dims=program.dims,
+                       static_argnames=[i.name for i in program.statics], **options)  # fmt: skip
+    if topology and not (plan.seconds is not None and 0 <= plan.seconds < math.inf and plan.memory.peak >= 0):
+        raise ValueError(f"the plan takes {plan.seconds} s and {plan.memory.peak} bytes")
+    return plan
 
 
 def in_f64(case: Case) -> list[np.ndarray]:
     """The results of the program in f64: what both runs approximate."""
-    with jax.enable_x64(True):
-        run = jax.jit(compared(case, lowered(case, jnp.float64)))
-        args = case.program.values(np.float64)
-        return [host(x) for x in run.lower(*args).compile(compiler_options=quick())(*args)]
+    results: list[np.ndarray] = []
+    for call in case.calls:
+        with CONTEXTS[call.context](), jax.enable_x64(True):
+            args = arguments(case, call, np.float64)
+            fn = jax.jit(compared(case, lowered(case, jnp.float64), call), compiler_options=quick())
+            results += [host(x) for x in fn(*args)]
+    return results
 
 
 def host(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
-def differences(case: Case, lowering: str, given: Reference | None = None, calls: int = 1) -> list[Difference]:
+def differences(case: Case, lowering: str, given: Reference | None = None, repeat: int = 1) -> list[Difference]:
     """The leaves on which a sharded run differs from the unsharded one by more than rounding.
 
     Where they differ, both are compiled once more, with the options of :func:`careful`: under those of :func:`quick` XLA's CPU
     compiler has been wrong, and at a kink (a tie, a step) two compilers' roundings may fall on either side.
     """
     found: list[Difference] = []
-    reference: list[np.ndarray] = []
+    reference = Reference([], [], Counter())
+    kinds = [case.program.vars[name][1] for name in case.program.outs]
     for options, known in ((quick(), given), (careful(), None)):
-        reference = (known or unsharded(case, options)).results
-        results = enumerate(zip(sharded(case, lowering, options, calls), reference, strict=True))
-        found = [d for k, (x, r) in results if (d := worst(k, x, r)) is not None]
+        reference = known or unsharded(case, options)
+        leaves = zip(sharded(case, lowering, options, repeat), reference.results, reference.weak, strict=True)
+        per_call = len(reference.results) // len(case.calls)
+        found = []
+        for k, (x, r, weak) in enumerate(leaves):
+            signs = k % per_call < len(kinds) and kinds[k % per_call] == "s"
+            d = worst(k, x, r, signs)
+            if d is None and x.weak_type != weak:
+                d = Difference(k, np.inf, 0.0, f"weak_type is {x.weak_type}")
+            found += [] if d is None else [d]
         if not found:
             return []
-    if all(reference[d.leaf].dtype.kind != "f" for d in found):
+    results = reference.results
+    if all(not inexact(results[d.leaf]) for d in found):
         return found
     exact = in_f64(case)
     # what is narrowed is exact, its cotangents are not: sums are rounded before they are settled, or not at all (compilers may
     # leave out a conversion there and back)
     narrowed = max((eps for name, eps in NARROW.items() if name in case.program.text), default=0.0)
     # terms that cancel leave the rounding of the terms, which are as large as other results
-    floor = (
-        4
-        * float(np.finfo(np.float32).eps)
-        * max(1.0, *(float(np.abs(e[np.isfinite(e)]).max(initial=0.0)) for e in exact))
-    )
+    floor = 4 * float(np.finfo(np.float32).eps) * max(1.0, *(largest(e) for e in exact))
     kept = []
     for d in found:
-        r, e = reference[d.leaf], exact[d.leaf]
-        if r.dtype.kind == "f":
+        r, e = results[d.leaf], exact[d.leaf]
+        if inexact(r) and math.isfinite(d.largest):
             # both runs round, so several times the error of the one that is the reference
-            error = np.abs(r.astype(np.float64) - e)
+            error = np.abs(numbers(r) - numbers(e))
             d.allowed += 8 * float(error[np.isfinite(error)].max(initial=0.0)) + floor
-            if d.leaf >= len(case.program.outs):  # a derivative
-                d.allowed += narrowed * float(np.abs(e[np.isfinite(e)]).max(initial=0.0))
+            if d.leaf % per_call >= len(case.program.outs):  # a derivative
+                d.allowed += narrowed * largest(e)
         if d.largest > d.allowed:
             kept.append(d)
     return kept
 
 
-def worst(leaf: int, x: Any, reference: np.ndarray) -> Difference | None:
-    """The largest difference of any device's part; None if it is within a few roundings."""
-    if x.shape != reference.shape or x.dtype != reference.dtype:
+def inexact(x: Any) -> bool:
+    """Whether the elements of an array are rounded: floats of any width, complex numbers."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def numbers(x: np.ndarray) -> np.ndarray:
+    """Floats of any width in f64; the parts of complex numbers side by side."""
+    if np.iscomplexobj(x):
+        return np.stack([x.real, x.imag], -1).astype(np.float64)
+    return x.astype(np.float64)
+
+
+def largest(x: np.ndarray) -> float:
+    """The largest finite magnitude of an array; 0 of one that is not inexact."""
+    if not inexact(x):
+        return 0.0
+    values = numbers(x)
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+
+
+def worst(leaf: int, x: Any, reference: np.ndarray, signs: bool = False) -> Difference | None:
+    """The largest difference of any device's part; None if it is within a few roundings.
+
+    NaN and infinities have to be at the same places; with ``signs``, zeros have to have the same sign.
+    """
+    keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if not keys and (x.shape != reference.shape or x.dtype != reference.dtype):
         return Difference(leaf, np.inf, 0.0, f"{x.dtype}{list(x.shape)} for {reference.dtype}{list(reference.shape)}")
     if reference.size == 0:
+        host(x)  # as a user reads it
         return None
-    finite = np.abs(reference[np.isfinite(reference)]) if reference.dtype.kind == "f" else np.zeros(0)
-    allowed = FEW * float(finite.max(initial=0.0))
-    largest, what = -1.0, ""
+    rounded = inexact(reference)
+    allowed = FEW * largest(reference)
+    ulp = float(jnp.finfo(reference.dtype).eps) if rounded else 0.0
+    biggest, what = -1.0, ""
     for shard in x.addressable_shards:
-        mine, want = np.asarray(shard.data), reference[shard.index]
+        mine, want = host(shard.data), reference[shard.index]
         if mine.shape != want.shape:
             return Difference(leaf, np.inf, 0.0, f"a shard of shape {mine.shape} where {want.shape} should be")
-        if reference.dtype.kind != "f":
+        if not mine.size:
+            continue
+        if not rounded:
             gap = (mine != want).astype(float)
         else:
+            a, b = numbers(mine), numbers(want)
             with np.errstate(invalid="ignore", over="ignore"):
-                same = (mine == want) | (np.isnan(mine) & np.isnan(want))
-                gap = np.where(same, 0.0, np.abs(mine.astype(np.float64) - want))
-            gap = np.where(np.isfinite(gap), gap, np.inf)
+                same = (a == b) | (np.isnan(a) & np.isnan(b))
+                if ulp > FEW:  # a narrow float: one rounding
+                    same |= np.isfinite(b) & (np.abs(a - b) <= ulp * np.abs(b))
+                if signs:
+                    same &= np.isnan(a) | (np.signbit(a) == np.signbit(b))
+                gap = np.where(same, 0.0, np.abs(a - b))
+            gap = np.where(np.isfinite(gap) & (same | (gap > 0)), gap, np.inf)
+            mine, want = a, b
         at = np.unravel_index(int(np.argmax(gap)), gap.shape)
-        if gap[at] > largest:
-            largest, what = (
+        if gap[at] > biggest:
+            biggest, what = (
                 float(gap[at]),
                 f"{mine[at]} for {want[at]} at {[int(i) for i in at]} of {shard.index} on device {shard.device.id}",
             )
-    return Difference(leaf, largest, allowed, what) if largest > allowed else None
+    return Difference(leaf, biggest, allowed, what) if biggest > allowed else None
 
 
 def primitives(jaxpr: Any) -> Counter[str]:

@@ -25,7 +25,7 @@ def pruned(p: Program) -> Program:
         if needed & names_in(statement[-1].split(" = ")[0]):
             lines.insert(0, statement)
             needed |= names_in("\n".join(statement))
-    inputs = [i for i in p.inputs if i.name in needed]
+    inputs = [i for i in p.inputs if i.name in needed or i.kind == "t"]  # calls name a value of every static argument
     grads = [g for g in p.grads if g in needed]
     return replace(p, inputs=inputs, lines=lines, grads=grads)
 
@@ -37,6 +37,16 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, outside="")
     if p.grads:
         yield replace(case, program=replace(p, grads=[]), outside="")
+    for k in range(len(case.calls) if len(case.calls) > 1 else 0):
+        yield replace(case, calls=case.calls[:k] + case.calls[k + 1 :])
+    if case.overlap != "off":
+        yield replace(case, overlap="off")
+    if case.placed:
+        yield replace(case, placed=False)
+    for k, call in enumerate(case.calls):
+        for simpler in (replace(call, keywords=False), replace(call, context=""), replace(call, axis="", size=0)):
+            if simpler != call:
+                yield replace(case, calls=(*case.calls[:k], simpler, *case.calls[k + 1 :]))
     for out in p.outs if len(p.outs) > 1 else []:
         yield replace(case, program=pruned(replace(p, outs=[out])))
     for k in range(len(p.outs) if len(p.outs) > 1 else 0):
@@ -45,7 +55,7 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, program=replace(p, grads=p.grads[:k] + p.grads[k + 1 :]))
     for k, statement in enumerate(p.lines):  # what a statement makes becomes an input
         made = _NAME.findall(statement[-1].split(" = ")[0])
-        if any(p.vars[n][1] == "b" for n in made):
+        if any(p.vars[n][1] in "bo" for n in made):
             continue
         inputs = [*p.inputs, *(Input(n, p.vars[n][0], p.vars[n][1], (None,) * len(p.vars[n][0])) for n in made)]
         outs = [o for o in p.outs if o not in made]

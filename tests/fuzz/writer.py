@@ -11,7 +11,7 @@ import functools
 import math
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.random import threefry2x32_p
 
 import meshpar as mp
 
 LARGEST = 4096
 """Elements of the largest value."""
+OUTER = "outer"
+"""The axis of an outer ``vmap`` under which a program may be called."""
 OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=["offloaded"],
@@ -40,7 +43,12 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Var:
-    """A variable: ``kind`` is ``f``, ``i``, ``b`` or ``k`` (keys); |values| <= ``top``; multiples of 2**-``bits``, if not None."""
+    """A variable: its kind, |values| <= ``top``, and multiples of 2**-``bits``, if not None.
+
+    ``kind`` is ``f`` (f32), ``i`` (int32), ``b`` (bool), ``k`` (typed keys), ``s`` (f32 with NaN, infinities and signed zeros),
+    ``t`` (a static argument) or ``o`` (a result of any dtype). Statements pick operands of the kinds that they name, so
+    ``s``, ``t`` and ``o`` reach only the statements that are written for them.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -61,14 +69,41 @@ class Input:
     shape: tuple[int, ...]
     kind: str
     dims: tuple[str | None, ...]
+    choices: tuple[Any, ...] = ()  # the values of a static argument
 
     def value(self, seed: int, real: Any = np.float32) -> Any:
         rng = np.random.default_rng([seed, *self.name.encode()])
+        if self.kind == "t":
+            return self.choices[0]
         if self.kind == "i":
             return rng.integers(0, 8, self.shape).astype(np.int32)
         if self.kind == "k":
-            return jax.random.key(int(rng.integers(1 << 30)))
+            key = jax.random.key(int(rng.integers(1 << 30)))
+            return jax.random.split(key, self.shape) if self.shape else key
+        if self.kind == "s":
+            return special(rng, self.shape).astype(real)
         return (rng.integers(-8, 9, self.shape) / 4).astype(real)
+
+
+def special(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers among which are one NaN, one infinity, signed zeros, or mostly zeros: one of these kinds per array."""
+    x = rng.integers(-8, 9, shape) / 4.0
+    flat = x.reshape(-1)
+    style = rng.integers(5)
+    if not flat.size:
+        return x
+    if style == 0:
+        flat[rng.integers(flat.size)] = np.nan
+    elif style == 1:
+        flat[rng.integers(flat.size)] = rng.choice([np.inf, -np.inf])
+    elif style == 2:
+        flat[:] = rng.choice([0.0, -0.0, -0.0], flat.size)
+    elif style == 3:  # positive, in few places
+        flat[:] = np.where(rng.random(flat.size) < 0.25, np.abs(flat), 0.0)
+    else:
+        flat[rng.random(flat.size) < 0.2] = np.nan
+        flat[rng.random(flat.size) < 0.1] = -0.0
+    return x
 
 
 @dataclass
@@ -81,6 +116,7 @@ class Program:
     grads: list[str]
     seed: int
     vars: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # shape and kind of what statements make
+    needs: tuple[str, ...] = ()  # how the statements ask to be called: contexts, "axis", "placed", "ring"
 
     @property
     def text(self) -> str:
@@ -107,8 +143,13 @@ class Program:
         exec(compile(self.text, "<program>", "exec"), scope)
         return scope[name]
 
-    def values(self, real: Any = np.float32) -> list[Any]:
-        return [i.value(self.seed, real) for i in self.inputs]
+    def values(self, real: Any = np.float32, copy: int = 0) -> list[Any]:
+        """An array for each input that is one, others for each ``copy``."""
+        return [i.value(self.seed + copy, real) for i in self.inputs if i.kind != "t"]
+
+    @property
+    def statics(self) -> list[Input]:
+        return [i for i in self.inputs if i.kind == "t"]
 
     @property
     def dims(self) -> dict[str, tuple[str | None, ...]]:
@@ -144,14 +185,18 @@ def namespace(real: Any) -> dict[str, Any]:
         "offloaded": functools.partial(checkpoint_name, name="offloaded"),
         "N": np.dtype(real).type,
         "weights": weights,
+        "threefry2x32": threefry2x32_p.bind,
     }
 
 
 class Writer:
     """A function body that is being written."""
 
-    def __init__(self, rng: random.Random, sizes: Mapping[str, int], parent: Writer | None = None):
+    def __init__(
+        self, rng: random.Random, sizes: dict[str, int], parent: Writer | None = None, split: Sequence[int] = ()
+    ):
         self.rng, self.sizes, self.parent = rng, sizes, parent
+        self.split: Sequence[int] = parent.split if parent else split
         self.vars: list[Var] = list(parent.vars) if parent else []
         self.forward_only = False
         self.lines: list[list[str]] = []
@@ -159,6 +204,7 @@ class Writer:
         self.count: list[int] = parent.count if parent else [0]
         self.used: set[str] = parent.used if parent else set()
         self.depth: int = parent.depth + 1 if parent else 0
+        self.needs: set[str] = parent.needs if parent else set()
 
     # -- choosing
 
@@ -201,19 +247,18 @@ class Writer:
             shape = tuple(n if self.chance(0.8) else 1 for n in var.shape[self.rng.randrange(2) :])
             return self.fresh(shape)
 
-    def fresh(self, shape: Sequence[int], kind: str = "f") -> Var:
-        """A new input of the program."""
-        root = self
-        while root.parent is not None:
-            root = root.parent
-        if len(self.inputs) >= 7 or math.prod(shape) > 2048:
+    def fresh(
+        self, shape: Sequence[int], kind: str = "f", names: Sequence[str | None] = (), choices: Sequence[Any] = ()
+    ) -> Var:
+        """A new input of the program; ``names``: its dims, if they are not to be drawn by size; ``choices`` of a static one."""
+        if len(self.inputs) >= 9 or math.prod(shape) > 2048:
             raise Skip
-        dims: list[str | None] = []
-        for n in shape:
-            names = [a for a, size in self.sizes.items() if size == n and a not in dims]
-            dims.append(self.of(names) if names and self.chance(0.85) else None)
+        dims: list[str | None] = list(names)
+        for n in () if names else shape:
+            alike = [a for a, size in self.sizes.items() if size == n and a not in dims]
+            dims.append(self.of(alike) if alike and self.chance(0.85) else None)
         name = self.name()
-        self.inputs.append(Input(name, tuple(shape), kind, tuple(dims)))
+        self.inputs.append(Input(name, tuple(shape), kind, tuple(dims), tuple(choices)))
         var = Var(name, tuple(shape), kind, 2.0 if kind == "f" else 7.0, {"f": 2, "i": 0}.get(kind))
         writer: Writer | None = self
         while writer is not None:  # it is there in every body that is open
@@ -222,6 +267,15 @@ class Writer:
         self.used.add(name)
         return var
 
+    def axis(self, var: Var) -> int:
+        """A dim of a variable, of a size that the layout splits three times as likely as others."""
+        rank = len(var.shape)
+        return self.of([i for i in range(rank) for _ in range(3 if var.shape[i] in self.split else 1)])
+
+    def split_size(self) -> int:
+        """A size that the layout splits, if there is one."""
+        return self.of(self.split or [4, 8, 16])
+
     def name(self) -> str:
         self.count[0] += 1
         return f"v{self.count[0]}"
@@ -229,9 +283,10 @@ class Writer:
     # -- writing
 
     def emit(
-        self, expr: str, top: float = 2.0, bits: int | None = None, before: Sequence[str] = (), scale: bool = True
-    ) -> list[Var]:
-        """Append ``name = expr``; values that may be large are scaled by a power of two."""
+        self, expr: str, top: float = 2.0, bits: int | None = None, before: Sequence[str] = (), scale: bool = True,
+        kind: str | None = None,
+    ) -> list[Var]:  # fmt: skip
+        """Append ``name = expr``; values that may be large are scaled by a power of two; ``kind``: if not by dtype."""
         if scale and top > 16 and math.isfinite(top):
             k = math.ceil(math.log2(top / 4))
             expr, top = f"({expr}) * {2.0**-k}", top * 2.0**-k
@@ -242,7 +297,8 @@ class Writer:
             raise Skip
         new = []
         for s in leaves:
-            new.append(Var(self.name(), tuple(s.shape), _kind(s.dtype), top, bits if _kind(s.dtype) == "f" else 0))
+            of = kind or _kind(s.dtype)
+            new.append(Var(self.name(), tuple(s.shape), of, top, bits if of == "f" else 0))
         names = ", ".join(v.name for v in new)
         single = not isinstance(shapes, list | tuple)
         self.lines.append(
@@ -253,15 +309,20 @@ class Writer:
 
     def shapes(self, before: Sequence[str], expr: str) -> Any:
         """The shapes of an expression."""
-        env = {v.name: jax.ShapeDtypeStruct(v.shape, _DTYPES[v.kind]) for v in self.vars if v.kind != "k"}
-        keys = {v.name: jax.random.key(0) for v in self.vars if v.kind == "k"}
+        env = {v.name: jax.ShapeDtypeStruct(v.shape, _DTYPES[v.kind]) for v in self.vars if v.kind in _DTYPES}
+        keys = {v.name: jax.random.split(jax.random.key(0), v.shape) if v.shape else jax.random.key(0)
+                for v in self.vars if v.kind == "k"}  # fmt: skip
+        statics = {i.name: i.choices[0] for i in self.inputs if i.kind == "t"}
 
         def run(env: dict[str, Any]) -> Any:
-            scope = {**namespace(jnp.float32), **keys, **env}
+            scope = {**namespace(jnp.float32), **keys, **statics, **env}
             exec("\n".join([*before, f"_out = {expr}"]), scope)
             return scope["_out"]
 
-        return jax.eval_shape(run, env)
+        if f"'{OUTER}'" not in expr:
+            return jax.eval_shape(run, env)
+        mapped = jax.eval_shape(jax.vmap(run, in_axes=None, axis_name=OUTER, axis_size=2, out_axes=0), env)
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), mapped)
 
     @contextmanager
     def body(self, params: Sequence[Var]) -> Iterator[Writer]:
@@ -281,7 +342,7 @@ class Writer:
         return Var(self.name(), tuple(shape), kind, top, bits)
 
 
-_DTYPES = types.MappingProxyType({"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_})
+_DTYPES = types.MappingProxyType({"f": jnp.float32, "i": jnp.int32, "b": jnp.bool_, "s": jnp.float32})
 
 
 def _kind(dtype: Any) -> str:

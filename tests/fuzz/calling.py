@@ -1,0 +1,107 @@
+"""Statements whose results depend on how the function is called: static arguments, JAX's configuration, outer axes, placement."""
+# ruff: noqa: E501   programs are text, which reads best in one piece
+
+from __future__ import annotations
+
+from statements import statement
+from writer import OUTER, Writer
+
+STATICS = (
+    (1, 1.0, True), (0, False, 0.0), (2, 2.0), (3, True, 3.0), ((1, 2), (1.0, 2.0), (True, 2)), ("sum", "max"), (None, 0, False), (1.5, 2.5),
+)  # fmt: skip
+"""Values of a static argument, many of which are equal."""
+
+
+@statement(1)
+def static(w: Writer) -> None:
+    """Static arguments that compare equal and differ in type."""
+    if sum(i.kind == "t" for i in w.inputs) > 1:
+        return
+    choices = w.of(STATICS)
+    s = w.fresh((), "t", choices=choices).name
+    x = w.pick("f", ranks=(1, 2), exact=True)
+    whole = f"({x.name} * 4).astype(jnp.int32)"
+    if isinstance(choices[0], str):
+        text = f"getattr(jnp, {s})({x.name}, 0)"
+    elif isinstance(choices[0], tuple):
+        text = w.of(
+            [
+                f"{whole} * {s}[0]",
+                f"[{x.name} * c for c in {s}][1]",
+                f"jnp.asarray({s}) + {x.name}[0].sum()",
+                f"{x.name} + len(str({s}))",
+            ]
+        )
+    elif choices[0] is None:
+        text = w.of(
+            [
+                f"{x.name} if {s} is None else {whole} + {s}",
+                f"{x.name} + len(str({s}))",
+                f"{whole}.sum({s} and 0) if {s} is None else {whole}",
+            ]
+        )
+    else:
+        text = w.of([f"{whole} * {s}", f"{whole} + {s}", f"jnp.full((4,), {s}) + {x.name}.sum()", f"jnp.asarray({s})", f"{x.name} / 2 if isinstance({s}, float) else {x.name}", f"{x.name} + len(str({s}))", f"jnp.where({x.name} > 0, {s}, 0)",
+                     f"{whole} ** {s}" if choices[0] != 0 else f"{whole} - {s}", f"({whole} > 0) * {s}"])  # fmt: skip
+    w.emit(text, scale=False, kind="o")
+
+
+@statement(0.7)
+def configured(w: Writer) -> None:
+    """What depends on JAX's configuration at the time of the call."""
+    x = w.pick(ranks=(1, 2))
+    w.needs.add(w.of(["x64", "threefry", "x64"]))
+    w.emit(w.of([
+        f"{x.name}.astype(float).sum() + jnp.arange(3).sum()", f"jax.random.normal(jax.random.key(0), {x.shape}) + {x.name} * 0", f"jnp.argmax({x.name}, 0)" if x.top < 0 else f"jnp.arange({x.shape[0]}) * 2", f"jax.random.uniform(jax.random.key(3), {x.shape}) * {x.name}",
+        f"jnp.zeros({x.shape}).astype(int) + 1", f"jnp.linspace(0, 1, {x.shape[0]})", f"jnp.sum({x.name} > 0, 0)", f"jax.random.randint(jax.random.key(1), {x.shape}, 0, 9)",
+    ]), scale=False, kind="o")  # fmt: skip
+
+
+@statement(0.6)
+def under_an_axis(w: Writer) -> None:
+    """The size of the axis of an outer ``vmap``, and reductions over it."""
+    if w.depth:
+        return
+    x = w.pick(ranks=(1, 2))
+    w.needs.add("axis")
+    w.forward_only = True  # a gradient would be summed over the axis
+    w.emit(w.of([
+        f"{x.name}.sum() / lax.psum(1, '{OUTER}')", f"{x.name} * lax.axis_size('{OUTER}')", f"lax.psum({x.name}, '{OUTER}') * 0.5", f"{x.name} - lax.pmean({x.name}, '{OUTER}')", f"{x.name} + lax.axis_index('{OUTER}')", f"lax.psum({x.name}, '{OUTER}').sum()",
+        f"lax.all_gather({x.name}, '{OUTER}').max(0)",
+    ]), scale=False, kind="o")  # fmt: skip
+
+
+@statement(0.5)
+def strict_ranks(w: Writer) -> None:
+    """Programs that broadcast nothing by themselves, called where JAX refuses implicit broadcasts of ranks."""
+    if w.lines or w.depth:  # other statements broadcast
+        return
+    x = w.fresh((w.split_size(),))
+    ids = w.fresh((5,), "i")
+    w.needs.add("rank")
+    u = w.fresh((5,))
+    y = w.fresh((x.shape[0], 4))
+    i = f"({ids.name} * 3 - 4)"
+    for text in w.rng.sample([
+        f"{x.name}.at[{i}].add({u.name}, mode='clip')", f"{x.name}.at[{i}].get(mode='fill', fill_value=0.5)", f"{x.name}.at[{i} % {x.shape[0]}].set(0.5)", f"{y.name}[{i} % {x.shape[0]}]", f"lax.dynamic_update_slice({x.name}, {u.name}[:2], ({ids.name}[0],))", f"jnp.roll({x.name}, 1)",
+        f"{x.name}[1:]", f"{y.name}.sum(0)", f"jnp.cumsum({x.name})", f"{y.name}.T @ {x.name}", f"nn.softmax({y.name}, 0)", f"jnp.sort({x.name})", f"{y.name}[:, 1:]", f"lax.dynamic_slice({y.name}, ({ids.name}[0], 1), (2, 2))", f"jnp.pad({x.name}, 1, mode='edge')", f"jnp.max({y.name}, 0)",
+    ], 3):  # fmt: skip
+        w.emit(text, 4.0, scale=False)
+
+
+@statement(0.5)
+def elsewhere(w: Writer) -> None:
+    """Arguments, keys among them, that are already on devices, sharded otherwise."""
+    w.needs.add("placed")
+    ks = w.fresh((w.split_size(),), "k")
+    w.emit(f"jax.vmap(lambda k: jax.random.uniform(k, (2,), jnp.float32))({ks.name})", scale=False, kind="o")
+
+
+@statement(0.4)
+def rings(w: Writer) -> None:
+    """Matmuls of sharded weights, overlapped as rings, with 32- and 64-bit indices."""
+    w.needs.update({"ring", *(["x64"] if w.chance(0.7) else [])})
+    x = w.fresh((w.split_size(), 16), names=("batch", "model"))
+    u, v = w.fresh((16, 16), names=("model", "hidden")), w.fresh((16, 8), names=("hidden", None))
+    w.sizes.update({"batch": x.shape[0], "model": 16, "hidden": 16})
+    w.emit(f"jnp.tanh({x.name} @ {u.name}) @ {v.name}", 16.0)
