@@ -22,8 +22,11 @@ from .compat.jax import (
     at_top_level,
     bound_axis_names,
     is_graph_node,
+    is_ref,
     is_tracer,
     on_host,
+    ordered_effect,
+    source_line,
     traced_as,
     user_line,
     user_stacklevel,
@@ -317,6 +320,13 @@ def traced(
       PatternError, RankError, UnsupportedError: patterns that fit no tensor, a leaf that is no array, a sum over devices.
     """
     named = named_arguments(*call.dynamic, argument_path)
+    for leaf in named:
+        if is_ref(leaf.value):
+            raise UnsupportedError(
+                f"{leaf.path}: a mutable array (jax.Ref) cannot be an argument of a sharded step",
+                path=leaf.path,
+                fixes=["pass its value, ref[...], return the new one, and write that: ref[...] = step(ref[...])"],
+            )
     keys = call.leaf_keys
     if len(named) != len(keys):
         raise AssertionError("paths and leaves do not match")
@@ -334,6 +344,14 @@ def traced(
     with capture_names(axes), _axis_names_refused():
         traced_as(flat, flat.fn, [leaf.path for leaf in named])
         closed, shapes, out_leaves = trace(flat, [x for x, _ in arrays])
+    if any(map(is_ref, closed.consts)):
+        raise UnsupportedError(
+            f"{getattr(flat.fn, '__name__', 'the step')} closes over a mutable array (jax.Ref): a sharded step cannot use it",
+            fixes=[
+                "pass its value as an argument, and return the new one",
+                "or make it inside of the step: jax.new_ref(x)",
+            ],
+        )
     if flat.tag is None:
         results = flatten_named(shapes)
     else:  # what is updated keeps its own path
@@ -528,7 +546,20 @@ class Entry:
                     "or donate nothing that is needed again: leave it out of donate_argnames, or give a copy",
                 ],
             ) from None
-        return self.run(*placed)
+        if not self.donated:
+            return self.run(*placed)
+        copied = []
+        for i in self.donated:
+            x = arrays[i]
+            if type(x) in PLACED and placed[i] is x and not x.committed and x.sharding != self.in_shardings[i]:
+                placed[i] = jax.device_put(x, self.in_shardings[i])
+            if placed[i] is not x and type(x) in PLACED:
+                copied.append((x, placed[i]))
+        out = self.run(*placed)
+        for x, copy in copied:  # what was donated is the copy in place
+            if copy.is_deleted() and not x.is_deleted():
+                x.delete()
+        return out
 
 
 @dataclass(eq=False, slots=True)
@@ -582,6 +613,13 @@ def lowered(
       names_off: makes a context in which constraints over names and axes mean nothing, as on one device.
       keep_unused, compiler_options: as in ``jax.jit``; the plan's own options of the compiler are those that a call uses.
     """
+    ordered = None if mesh.size == 1 else ordered_effect(plan.program.closed)
+    if ordered is not None:
+        raise UnsupportedError(
+            f"{ordered.primitive.name}(ordered=True) needs one device, and the mesh has {mesh.size}",
+            source=source_line(ordered),
+            fixes=["leave ordered=True out", "or call it outside of the step, with what the step returns"],
+        )
     with without_gc():
         on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, mesh, bound=bound_axis_names())
     same: dict[NamedSharding, NamedSharding] = {}  # one object for equal ones: results go in again, told by `is`
@@ -589,7 +627,7 @@ def lowered(
     donated = tuple(sorted(plan.donated))
 
     def step(*xs: Any) -> list[Any]:
-        if xs and not any(map(is_tracer, xs)):
+        if at_top_level():  # JAX runs op by op: under disable_jit, or to find the op that made a NaN
             with names_off():
                 return jax.tree.leaves(flat(*xs))
         return on_arrays(*xs)

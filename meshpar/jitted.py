@@ -190,6 +190,8 @@ class Jitted(Generic[P, R]):
         calibrations: Calibrations = (),
     ):  # fmt: skip
         functools.update_wrapper(self, fn, updated=())
+        given = getattr(fn, "__dict__", {})
+        self.__dict__.update({k: x for k, x in given.items() if not hasattr(Jitted, k) and k != "__wrapped__"})
         self._options = {
             "mesh": mesh, "layout": layout, "dims": dims, "lowering": lowering, "overlap": overlap, "strict": strict,
             "topology": topology, "init": init, "static_argnums": static_argnums, "static_argnames": static_argnames,
@@ -301,8 +303,8 @@ class Jitted(Generic[P, R]):
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results as ``jax.ShapeDtypeStruct``, nnx objects as objects of these; nothing runs, nothing is updated."""
         args = (*self._bound, *args)
-        call = self._call(args, kwargs)
         if self._init or has_graph_nodes((args, kwargs)):
+            call = self._call(args, kwargs)
             with capture_names(self.mesh.axis_names):
 
                 def plain(args: Any, kwargs: Any) -> Any:
@@ -310,8 +312,10 @@ class Jitted(Generic[P, R]):
                     return self._fn(*args, **kwargs)
 
                 return nnx.eval_shape(plain, *call.dynamic)
-        traced = self._trace(call)
-        return traced.result([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in traced.program.outputs])
+        with self._opened(args, kwargs) as call:
+            traced = self._trace(call)
+        avals = [v.aval for v in traced.program.outputs]
+        return traced.result([jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals])
 
     def abstract(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results as ``jax.ShapeDtypeStruct`` with their shardings, in the trees, boxes and modules that a call returns.

@@ -315,3 +315,126 @@ def test_a_called_function_can_be_copied(lowering):
     for other in (copy.copy(run), copy.deepcopy(run), copy.deepcopy({"a": [run]})["a"][0]):
         np.testing.assert_array_equal(other(x()), first)
         assert (other.lowering, str(other.layout)) == (lowering, str(run.layout))
+
+
+# -- modes of JAX, effects, mutable arrays
+
+
+@LOWERINGS
+def test_no_tracer_of_a_loop_or_branch_leaks(lowering):
+    def fn(x):
+        x = lax.fori_loop(0, 3, lambda i, c: c * 2 + i, x)
+        x, ys = lax.scan(lambda c, y: (c + y, (c @ c.T).sum()), x, x[:, None] * jnp.ones((8, 4)))
+        return lax.cond(ys.sum() > 0, lambda x: x.T @ x, lambda x: x.T @ (2 * x), x)
+
+    with jax.checking_leaks():
+        np.testing.assert_allclose(step(fn, lowering)(x() / 32), fn(x() / 32), rtol=1e-5)
+
+
+@LOWERINGS
+def test_mutable_arrays_inside_a_step(lowering):
+    def fn(x):
+        r = jax.new_ref(x)
+        r[0] = r[1] * 2
+
+        @jax.jit
+        def write(i, row):
+            r[i] += row
+
+        lax.fori_loop(2, 4, lambda i, c: write(i, x[i] + c) or c, 1.0)
+        return jax.nn.relu(r[...] - 5)
+
+    np.testing.assert_array_equal(step(fn, lowering)(x()), jax.jit(fn)(x()))
+    np.testing.assert_array_equal(
+        jax.grad(lambda a: step(fn, lowering)(a).sum())(x()), jax.grad(lambda a: fn(a).sum())(x())
+    )
+
+
+def test_mutable_arrays_of_the_caller_are_refused():
+    ref = jax.new_ref(x())
+    with pytest.raises(mp.errors.UnsupportedError, match=r"(?s)x: a mutable array \(jax.Ref\).*fix .*ref\[\.\.\.\]"):
+        step(lambda x: x[...] * 2, "shard_map")(ref)
+    with pytest.raises(mp.errors.UnsupportedError, match=r"(?s)closes over a mutable array.*fix"):
+        step(lambda x: x + ref[...], "shard_map")(x())
+
+
+@LOWERINGS
+def test_ordered_effects_are_refused_with_the_line(lowering):
+    def fn(x):
+        return lax.cond(x[0, 0] > 0, lambda: jax.debug.print("{}", x.sum(), ordered=True) or x, lambda: x)
+
+    with pytest.raises(mp.errors.UnsupportedError, match=r"(?s)ordered=True.*test_jitted.py:\d+.*fix .*ordered"):
+        step(fn, lowering)(x())
+    one = mp.jit(fn, mesh="data=1", layout="batch: data", dims={"x": "batch _"}, lowering=lowering)
+    np.testing.assert_array_equal(one(x()), x())
+
+
+@LOWERINGS
+def test_debug_nans_of_a_function_without_arguments(lowering):
+    run = mp.jit(lambda: jnp.log(jnp.arange(8.0) - 1), mesh="data=4, model=2", layout="", lowering=lowering)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):
+        run()
+
+
+# -- donation
+
+
+@LOWERINGS
+def test_donated_arrays_are_deleted_as_by_jax(lowering):
+    """A donated argument that is used is deleted wherever it was; one that is not used stays."""
+    ours = step(lambda x, y: y * 2, lowering, donate_argnums=(0, 1))
+    theirs = jax.jit(lambda x, y: y * 2, donate_argnums=(0, 1))
+    in_place = ours.shardings(x(), x())[0]
+    for where in (None, jax.devices()[0], jax.devices()[5], in_place):
+        deleted = []
+        for run in (theirs, ours):
+            a, b = (x() + 1 if where is None else jax.device_put(x() + 1, where) for _ in range(2))
+            np.testing.assert_array_equal(run(a, b), 2 * x() + 2)
+            deleted.append((a.is_deleted(), b.is_deleted()))
+        assert deleted == [(False, True)] * 2, where
+    gradient = jax.grad(lambda a, b: ours(a, b).sum(), (0, 1))(x(), x())
+    np.testing.assert_array_equal(gradient, [0 * x(), 0 * x() + 2])
+
+
+@LOWERINGS
+def test_unused_arguments_of_any_kind_are_left_out(lowering):
+    def fn(x, key, n):
+        return x * 2
+
+    run = step(fn, lowering)
+    key = jax.random.split(jax.random.key(0), 3)
+    for f in (jax.jit(fn), run):
+        main = next(line for line in f.lower(x(), key, 3).as_text().splitlines() if "@main" in line)
+        assert main.count("%arg") == 1
+    primal, tangent = jax.jvp(lambda a, b: run(a, key, b), (x(), 1.5), (x(), 2.5))
+    np.testing.assert_array_equal(primal, 2 * x())
+    np.testing.assert_array_equal(tangent, 2 * x())
+
+
+# -- names, attributes, types of results
+
+
+def test_names_of_arguments_may_be_equal():
+    run = mp.jit(lambda x, /, **k: x * k["x"], mesh="data=8", layout="")
+    np.testing.assert_array_equal(run(x(), x=2), 2 * x())
+
+
+def test_attributes_of_the_function_are_those_of_its_jit():
+    def fn(x):
+        return x
+
+    fn.custom, fn.plan, fn.mesh = "mine", "mine too", "and this"
+    run = step(fn, "shard_map")
+    assert (run.custom, jax.jit(fn).custom) == ("mine", "mine")
+    assert callable(run.plan)
+    assert run.mesh.size == 8
+
+
+def test_eval_shape_has_weak_types():
+    def fn(x, s):
+        return x * s, s + 1, jnp.asarray(s, jnp.float32)
+
+    got, expected = (f.eval_shape(x(), 2.0) for f in (step(fn, "shard_map"), jax.jit(fn)))
+    assert [(s.shape, s.dtype, s.weak_type) for s in got] == [(s.shape, s.dtype, s.weak_type) for s in expected]
+    with pytest.raises(mp.errors.UnsupportedError, match="must have a hash"):
+        step(fn, "shard_map", static_argnums=1).eval_shape(x(), [2.0])

@@ -277,6 +277,53 @@ def patched_constraints(logical: Any, constraint: Any) -> Iterator[None]:
                 _unpatch_constraints()
 
 
+def used_inputs(closed: Any) -> list[bool]:
+    """For each input of a closed jaxpr, whether a result or an effect depends on it."""
+    from jax._src.interpreters.partial_eval import dce_jaxpr
+
+    return list(dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1])
+
+
+def ordered_effect(closed: Any) -> Any:
+    """The first equation with an ordered effect, as ``jax.debug.print(ordered=True)`` has; None: there is none."""
+    from jax._src.effects import ordered_effects
+
+    if not any(map(ordered_effects.contains, closed.effects)):
+        return None
+    return next((e for e in equations(closed) if any(map(ordered_effects.contains, e.effects))), None)
+
+
+def key_impl(dtype: Any) -> str:
+    """The name of the PRNG of a dtype of typed keys, as ``jax.random.key(impl=)`` takes it."""
+    return dtype._impl.name
+
+
+def is_ref(x: Any) -> bool:
+    """Whether a value or aval is a mutable array (``jax.Ref``)."""
+    from jax._src.state.types import AbstractRef
+
+    return isinstance(getattr(x, "aval", x), AbstractRef)
+
+
+def without_refs(closed: Any) -> Any:
+    """A closed jaxpr in which mutable arrays (``jax.new_ref``) that it makes itself have become values.
+
+    JAX inlines functions with derivatives of their own in loops that write to such an array: then the jaxpr stays as it is.
+    """
+    from jax._src import core
+    from jax._src.state.discharge import discharge_state
+
+    inside = getattr(core, "internal_mutable_array_effect", None)
+    if inside is None or inside not in closed.effects:
+        return closed
+    pure = discharge_state(closed, lower=False)
+    return pure if _custom_derivatives(pure) == _custom_derivatives(closed) else closed
+
+
+def _custom_derivatives(closed: Any) -> int:
+    return sum(e.primitive.name.startswith("custom_") for e in equations(closed))
+
+
 def new_var(aval: Any) -> Any:
     """A new jaxpr variable."""
     from jax.extend.core import Var

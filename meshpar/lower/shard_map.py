@@ -5,6 +5,7 @@ An interpreter of steps on local arrays. Nothing is decided here: what is sent, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -21,11 +22,13 @@ from ..compat.jax import (
     at_line_of,
     bind,
     close_over,
+    key_impl,
     literal_array,
     make_generated_jaxpr,
     may_be_differentiated,
     on_host,
     source_line,
+    used_inputs,
     with_weak_type,
 )
 from ..compat.quirks import opaque
@@ -80,21 +83,36 @@ def lower_to_shard_map(
     like += [abstract_array(v.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in program.inputs]
     closed = make_generated_jaxpr(typed, *like)
     call = close_over(closed)
+    # JAX does not look into a custom_jvp for the arguments that it does not use, which it neither sends nor donates
+    used = used_inputs(closed)[len(consts) :]
+    unused = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v, u in zip(program.inputs, used, strict=True) if not u]
 
-    def flat(*xs: Any) -> list[Any]:
-        return call(*consts, *xs)
+    def every(xs: Sequence[Any]) -> list[Any]:
+        """All arguments, with zeros for those that are not used."""
+        given, zeros = iter(xs), iter(unused)
+        return [next(given) if u else _zeros(next(zeros)) for u in used]
+
+    def on_used(*xs: Any) -> list[Any]:
+        return call(*consts, *every(xs))
 
     ins, outs = ([sharding_of(s, mesh) for s in part] for part in (arguments, outputs))
-    if not may_be_differentiated(closed):
-        return flat, ins, outs
-    function = jax.custom_jvp(flat)
+    function = on_used
+    if may_be_differentiated(closed):
+        function = jax.custom_jvp(on_used)
 
-    @function.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        assert isinstance(mesh, Mesh)
-        return jax.jvp(lower_to_jit(plan, mesh, bound)[0], primals, tangents)
+        @function.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            assert isinstance(mesh, Mesh)
+            unsharded = lower_to_jit(plan, mesh, bound)[0]
+            return jax.jvp(lambda *xs: unsharded(*every(xs)), primals, tangents)
 
-    return function, ins, outs
+    return lambda *xs: function(*itertools.compress(xs, used)), ins, outs
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> Any:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0, impl=key_impl(x.dtype)), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
 
 
 def check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
@@ -191,6 +209,15 @@ class _Device:
     def order(self, step: Order) -> None:
         self.x[step.result] = with_layout_constraint(self.x[step.source], MemoryOrder(step.order))
 
+    def inside(self, body: Body, xs: Sequence[Any]) -> list[Any]:
+        """The results of the body of a loop or branch, whose other values are dropped: they belong to a trace that ends."""
+        outer = self.x, self.layouts
+        self.x, self.layouts = dict(self.x), self.layouts.copy()
+        try:
+            return self.run(body, xs)
+        finally:
+            self.x, self.layouts = outer
+
     def call(self, step: Call) -> None:
         self.run(step.body, [])
 
@@ -207,8 +234,8 @@ class _Device:
         if step.op.name == "while":
             cond = step.inner[0]
             results = lax.while_loop(
-                lambda carry: self.run(cond, carry)[0],
-                lambda carry: [_strong(x, a) for x, a in zip(self.run(body, carry), avals, strict=True)],
+                lambda carry: self.inside(cond, carry)[0],
+                lambda carry: [_strong(x, a) for x, a in zip(self.inside(body, carry), avals, strict=True)],
                 first,
             )
         else:
@@ -216,7 +243,7 @@ class _Device:
             outs = [v.aval for v in body.frame.jaxpr.outvars]
 
             def one(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-                found = [_strong(x, a) for x, a in zip(self.run(body, [*carry, *xs]), outs, strict=True)]
+                found = [_strong(x, a) for x, a in zip(self.inside(body, [*carry, *xs]), outs, strict=True)]
                 return found[:carries], found[carries:]
 
             stacks = [self.x[s] for s in step.stacks]
@@ -231,7 +258,7 @@ class _Device:
 
         def run(body: Body) -> Callable[[], list[Any]]:
             avals = [v.aval for v in body.frame.jaxpr.outvars]
-            return lambda: [_strong(x, a) for x, a in zip(self.run(body, []), avals, strict=True)]
+            return lambda: [_strong(x, a) for x, a in zip(self.inside(body, []), avals, strict=True)]
 
         results = lax.switch(lax.convert_element_type(index, np.int32), [run(b) for b in step.branches])
         self.x.update(zip(step.results, results, strict=True))

@@ -52,6 +52,12 @@ class SumOrders:
         self._products: dict[int, tuple[Any, Op, Sequence[Any]]] = {}
         self._turned: dict[int, _Turned] = {}
 
+    def copy(self) -> SumOrders:
+        """The same sums; what is added to the copy is not added to this."""
+        other = SumOrders(self.grid)
+        other._products, other._turned = dict(self._products), dict(self._turned)
+        return other
+
     def ran(self, step: Run, xs: Sequence[Any], results: Sequence[Any]) -> None:
         """A step made results of shards ``xs``."""
         if step.op.name not in ("dot_general", "transpose") or not step.results[0].partial:

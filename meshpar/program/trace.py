@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ..compat.jax import closed_parts, equations, make_jaxpr
+from ..compat.jax import closed_parts, equations, make_jaxpr, without_refs
 
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
@@ -23,6 +23,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list
       (closed jaxpr, whose loops all have scalar conditions; tree of results as ``ShapeDtypeStruct``; its flat leaves).
     """
     closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
+    closed = without_refs(closed)
     if any(map(_is_batched, equations(closed))):
         closed = ClosedJaxpr(_scalar_conditions(closed.jaxpr, {}), closed.consts)
     return closed, shapes, jax.tree.leaves(shapes)
