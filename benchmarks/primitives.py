@@ -104,8 +104,8 @@ def run_case(name, layout, what, reference=None, lowering=None):
         placed = jax.device_put(args, list(ins))
         found = compiled(*placed)
         sent = collectives(compiled.as_text())
-        line["bytes"] = sum(c.total_bytes for c in sent)
-        line["planned"] = sum(c.total_bytes for c in plan.collectives)
+        line["bytes"] = float(sum(c.total_bytes for c in sent))
+        line["planned"] = float(sum(c.total_bytes for c in plan.collectives))
         line["ops"] = [f"{c.op} {c.shape} ×{c.count}" for c in sent]
         line["differs"] = largest_difference(found, reference)
     except Exception as e:  # the table has it
@@ -115,7 +115,7 @@ def run_case(name, layout, what, reference=None, lowering=None):
     try:
         theirs = jax.jit(fn, in_shardings=tuple(ins), out_shardings=outs).lower(*args).compile()
         sent = collectives(theirs.as_text())
-        line["xla"] = sum(c.total_bytes for c in sent)
+        line["xla"] = float(sum(c.total_bytes for c in sent))
         line["xla_ops"] = [f"{c.op} {c.shape} ×{c.count}" for c in sent]
         line["xla_differs"] = largest_difference(theirs(*placed), reference)
     except Exception as e:  # XLA's own failure is no result of ours

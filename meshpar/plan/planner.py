@@ -644,7 +644,7 @@ class _Planner:
         if op.name == "reshape" and first is not None and not (first in self.free or first in self.consts):
             axes = list(reshape_axes(rule, axes, self.at[first].spec, self.rest(op.outs[0]), self.sizes))
         if rule.given is None:
-            axes = self.exchanged_or_whole(op, axes)
+            axes = self.spread(op, self.exchanged_or_whole(op, axes))
         partial, kind = self.partial_axes(op, axes)
         self.factor_axes[op] = axes
         if self.record is not None:
@@ -686,6 +686,38 @@ class _Planner:
             return axes
         whole = [() if f in moved else got for f, got in enumerate(axes)]
         return whole if self.cost(op, whole) <= self.cost(op, axes) else axes
+
+    def spread(self, op: Op, axes: Axes) -> Axes:
+        """Split another dim over the axes of a dim that the op needs replicated, where this sends less than an all-gather.
+
+        A sort along a dim split over n devices all-gathers V·(n-1)/n bytes. If it splits another dim instead, an all-to-all of the
+        operand and one of the result send 2·V/n·(n-1)/n.
+        """
+        rule = op.rule
+        assert rule is not None
+        used = {a for got in axes for a in got}
+        lost: dict[tuple[str, ...], None] = {}
+        for v, dims in zip(op.ins, rule.ins, strict=True):
+            if v is None or not dims or v in self.free or v in self.consts:
+                continue
+            for entry, factors in zip(self.at[v].spec, dims, strict=True):
+                if any(rule.kinds[f] == "need_replication" for f in factors):
+                    lost[tuple(a for a in entry if a not in used and self.sizes[a] > 1)] = None
+        lost.pop((), None)
+        if not lost:
+            return axes
+        self.sized = True
+        everywhere = set.intersection(*({f for factors in dims for f in factors[:1]} for dims in rule.outs))
+        for more in lost:
+            if any(a in got for got in axes for a in more):
+                continue
+            choices = [axes]
+            for f in sorted(everywhere):
+                got = (*axes[f], *more)
+                if rule.kinds[f] == "pass_through" and rule.sizes[f] and rule.sizes[f] % parts_of(got, self.sizes) == 0:
+                    choices.append([got if g == f else old for g, old in enumerate(axes)])
+            axes = min((c for c in choices if blocks_only(rule, c, self.sizes) == c), key=lambda c: self.cost(op, c))
+        return axes
 
     def refuse_opaque(self, op: Op) -> None:
         """A kernel without a rule may be called with whole operands only: nobody knows what it does to a shard."""
@@ -977,6 +1009,8 @@ class _Planner:
         path, collectives = self.path(value, source.spec, need, op, cause)
         result = self.shard(value, need)
         self.group.append(Reshard(op, source, result, path, tuple(collectives), copy=False))
+        if not collectives:  # readers of the larger shard in this body need not gather it again
+            self.here.made.setdefault((value, source.spec), source)
         return self.made(result)
 
     def operand(self, op: Op | None, value: Value, need: Spec, names: Sequence[Names] | None = None) -> Shard:
