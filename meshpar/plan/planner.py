@@ -52,6 +52,10 @@ from .steps import (
 
 OPAQUE = having(lambda p: p.opaque)
 IDENTITIES = having(lambda p: p.identity)
+RECOMPUTED = having(
+    lambda p: (p.elementwise or p.view or p.fusible) and not (p.identity or p.random or p.call or p.opaque)
+) - {"copy", "device_put", "name", "optimization_barrier", "pvary", "reshard", "threefry2x32"}
+"""Ops that are computed again on a larger shard rather than all-gathered, where their operands exist on it."""
 
 LARGE_CONSTANT = 1e6
 """Bytes of an array that a function closes over, above which the plan advises to pass it."""
@@ -688,35 +692,39 @@ class _Planner:
         return whole if self.cost(op, whole) <= self.cost(op, axes) else axes
 
     def spread(self, op: Op, axes: Axes) -> Axes:
-        """Split another dim over the axes of a dim that the op needs replicated, where this sends less than an all-gather.
+        """Split another dim over the axes of a dim that the op needs replicated or exchanges, where this sends less.
 
         A sort along a dim split over n devices all-gathers V·(n-1)/n bytes. If it splits another dim instead, an all-to-all of the
         operand and one of the result send 2·V/n·(n-1)/n.
         """
         rule = op.rule
         assert rule is not None
-        used = {a for got in axes for a in got}
+        exchanged = [f for f, kind in enumerate(rule.kinds) if kind == "permutation"]
+        used = {a for f, got in enumerate(axes) if f not in exchanged for a in got}
         lost: dict[tuple[str, ...], None] = {}
         for v, dims in zip(op.ins, rule.ins, strict=True):
             if v is None or not dims or v in self.free or v in self.consts:
                 continue
             for entry, factors in zip(self.at[v].spec, dims, strict=True):
-                if any(rule.kinds[f] == "need_replication" for f in factors):
+                if any(rule.kinds[f] in ("need_replication", "permutation") for f in factors):
                     lost[tuple(a for a in entry if a not in used and self.sizes[a] > 1)] = None
         lost.pop((), None)
-        if not lost:
+        everywhere = set.intersection(*({f for factors in dims for f in factors[:1]} for dims in rule.outs))
+        others = [f for f in sorted(everywhere) if rule.kinds[f] == "pass_through" and rule.sizes[f]]
+        if not lost or not others:
             return axes
         self.sized = True
-        everywhere = set.intersection(*({f for factors in dims for f in factors[:1]} for dims in rule.outs))
+        best = self.cost(op, axes)
         for more in lost:
-            if any(a in got for got in axes for a in more):
-                continue
-            choices = [axes]
-            for f in sorted(everywhere):
-                got = (*axes[f], *more)
-                if rule.kinds[f] == "pass_through" and rule.sizes[f] and rule.sizes[f] % parts_of(got, self.sizes) == 0:
-                    choices.append([got if g == f else old for g, old in enumerate(axes)])
-            axes = min((c for c in choices if blocks_only(rule, c, self.sizes) == c), key=lambda c: self.cost(op, c))
+            if any(a in got for f, got in enumerate(axes) if f not in exchanged for a in more):
+                continue  # of an earlier choice
+            without = [tuple(a for a in got if a not in more) for got in axes]
+            for f in others:
+                choice = [(*got, *more) if g == f else got for g, got in enumerate(without)]
+                if rule.sizes[f] % parts_of(choice[f], self.sizes) or blocks_only(rule, choice, self.sizes) != choice:
+                    continue
+                if best and (cost := self.cost(op, choice)) < best:
+                    best, axes = cost, choice
         return axes
 
     def refuse_opaque(self, op: Op) -> None:
@@ -1038,6 +1046,8 @@ class _Planner:
             found = here.made.get((value, need))
             if found is None and value in self.free:
                 found = self.make(value, need, here)
+            if found is None and not loops:
+                found = self.recomputed(value, need)
             if found is None:
                 source = self.at[value]
                 cause = self.why_moved(op, value, source.spec, need, names)
@@ -1049,6 +1059,32 @@ class _Planner:
         for loop in loops:
             self.hoisted.setdefault(loop, {})[found] = None
         return found
+
+    def recomputed(self, value: Value, need: Spec, depth: int = 8) -> Shard | None:
+        """The result of a cheap op in another spec, computed from operands that exist in theirs; None where one would be sent."""
+        here, op = self.here, value.op
+        if (value, need) in here.made or value in self.free:
+            return here.made.get((value, need)) or self.make(value, need, here)
+        if self.at[value].partial:
+            return None
+        if self.at[value].spec == need:
+            return self.at[value]
+        if op is None or op.name not in RECOMPUTED or op.eqn.effects or op.outs[1:] or not depth:
+            return None
+        needs, axes = self._needs(value, need)
+        if op.rule is not None and axes is None:
+            return None
+        found = []
+        for v, spec in needs:
+            shard = self.recomputed(v, spec, depth - 1)
+            if shard is None:
+                return None
+            found.append(shard)
+        rest = iter(found)
+        operands = tuple(None if v is None else next(rest) for v in op.ins)
+        result = here.made[value, need] = self.shard(value, need, copy=(here.frame, value))
+        here.floating.append(Run(op, operands, (result,), None if axes is None else tuple(axes)))
+        return result
 
     def why_moved(self, op: Op, value: Value, have: Spec, need: Spec, names: Sequence[Names] | None) -> str:
         reasons = []
@@ -1187,11 +1223,14 @@ class _Planner:
         (consts,) = body_consts(op.eqn)
         invars = op.eqn.invars[len(op.eqn.invars) - len(frame.jaxpr.invars) :]
         before: dict[Value, Shard] = {}
+        around, recomputes = self.here, _recomputes(op)
         with self.inside(frame, op) as here:
+            if not recomputes:
+                here.made = around.made  # its steps run in place
             for var, value in zip(invars, frame.ins(), strict=True):
                 if isinstance(var, Literal):
                     self.literal(value, var)
-            if _recomputes(op):
+            if recomputes:
                 # what the forward pass did is done again, so that its results (and gathered weights) need not be kept
                 ins = {v: self.at[v] for v in frame.ins() if v not in self.free and not self.at[v].partial}
                 before = {v: s for v, s in ins.items() if not s.data_free}
@@ -1205,7 +1244,15 @@ class _Planner:
         for var, out in zip(frame.jaxpr.outvars, op.outs, strict=True):
             if isinstance(var, Literal):
                 self.literal(out, var)
-        return lambda: Call(op, here.body((), ()))
+
+        def step() -> Step:
+            body = here.body((), ())
+            if not recomputes:  # copies that only later steps around the call read
+                placed = set(map(id, body.steps))
+                around.floating += [s for s in here.floating if id(s) not in placed]
+            return Call(op, body)
+
+        return step
 
     def scan(self, op: Op, group: list[Step | Callable[[], Step]]) -> Callable[[], Step]:
         nc, nk = scan_counts(op.eqn.params)

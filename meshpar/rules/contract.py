@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
+
 from .halo import ShardWindow, dilate, fetch_window, sliding_window
 from .local import LocalOp, on_shards
 from .registry import SplitOp, always, register
@@ -44,16 +47,21 @@ register("dot_general", rule=dot_general, local=on_shards, product=True, manual=
 
 
 def ragged_dot_general(eqn, ins, outs) -> OpRule:
-    """Groups, and the dim that is cut into groups, need replication; the others are as in a matrix product."""
+    """As a matmul; the dim of the groups needs replication, and so do ragged rows with other dims than a batch has.
+
+    Ragged rows may be split where one vector of group sizes serves all of them: each device computes the sizes of the groups
+    within its block. Contracted rows (the gradient in the right operand) leave a partial sum.
+    """
     dn = eqn.params["ragged_dot_dimension_numbers"]
     (lc, rc), (lb, rb) = dn.dot_dimension_numbers
     lhs, rhs = ins[0], ins[1]
     r = OpRule([], [])
     left: dict[int, int] = {}
     right: dict[int, int] = {}
+    splits = len(ins[2]) == 1 and not {*dn.lhs_ragged_dimensions} & {*lb}
 
     def factor(i: int, kind: Kind = "pass_through") -> int:
-        return r.factor(lhs[i], "need_replication" if i in dn.lhs_ragged_dimensions else kind)
+        return r.factor(lhs[i], "need_replication" if i in dn.lhs_ragged_dimensions and not splits else kind)
 
     for i, j in zip(lb, rb, strict=True):
         left[i] = right[j] = factor(i)
@@ -82,7 +90,18 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("ragged_dot_general", rule=ragged_dot_general, local=on_shards, product=True)
+def _local_ragged_dot(at: LocalOp, lhs: Any, rhs: Any, sizes: Any, *rest: Any) -> list[Any]:
+    """A ragged matmul of this device's rows: of every group the part that is within its block."""
+    (rows,) = at.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    factors, n = at.rule.ins[0][rows], lhs.shape[rows]
+    if at.of(factors):
+        start = lax.convert_element_type(at.offset(factors, n), sizes.dtype)
+        ends = jnp.clip(jnp.cumsum(sizes, dtype=sizes.dtype) - start, 0, n)
+        sizes = jnp.diff(ends, prepend=jnp.zeros(1, sizes.dtype))
+    return at.run(lhs, rhs, sizes, *rest)
+
+
+register("ragged_dot_general", rule=ragged_dot_general, local=_local_ragged_dot, product=True)
 
 
 def conv_general_dilated(eqn, ins, outs) -> OpRule:

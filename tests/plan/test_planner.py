@@ -281,3 +281,85 @@ def test_arrays_without_elements_are_not_split(name, lowering, layout):
             assert a.sharding.is_fully_replicated
     again = jax.tree.leaves(step(found[0])) if found[0].shape == x.shape else []
     assert all(np.asarray(a).shape == a.shape for a in again)
+
+
+# -- what is not sent, or not twice
+
+
+def same_as_unsharded(fn, *args, layout, dims, mesh="data=4, model=2"):
+    step = mp.jit(fn, mesh=mesh, layout=layout, dims=dims, lowering="shard_map")
+    for found, want in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(want), rtol=2e-5, atol=1e-5)
+    return step.plan(*args)
+
+
+def normal(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+WORKED_ALONG = {
+    "sort": lambda x: jnp.sort(x, 1),
+    "sort of pairs": lambda x: lax.sort((x, x + 1), dimension=1),
+    "concatenate": lambda x: jnp.concatenate([x, x * 2, x], 1),
+}
+
+
+@pytest.mark.parametrize("name", WORKED_ALONG)
+def test_a_dim_that_an_op_works_along_gives_its_axis_to_another_one(name):
+    fn, x = WORKED_ALONG[name], normal(8, 16)
+    plan = same_as_unsharded(fn, x, layout="columns: data", dims={"x": "rows columns"})
+    assert {c.op for c in plan.collectives} == {"all-to-all"}
+    alone = same_as_unsharded(fn, x, layout="columns: data; rows: model", dims={"x": "rows columns"})
+    assert {c.axes for c in alone.collectives} == {("data",)}
+
+
+def test_a_dim_that_no_other_one_can_replace_is_gathered():
+    plan = same_as_unsharded(lambda x: jnp.sort(x, 1), normal(3, 16), layout="columns: data", dims={"x": "_ columns"})
+    assert [c.op for c in plan.collectives] == ["all-gather"]
+    plan = same_as_unsharded(lambda x: jnp.sort(x), normal(16), layout="columns: data", dims={"x": "columns"})
+    assert [c.op for c in plan.collectives] == ["all-gather"]
+
+
+def test_the_states_of_a_loop_over_split_time_are_not_gathered_for_its_backward_pass():
+    def loss(x, w):
+        return jnp.sum(lax.scan(lambda h, x: ((h := jnp.tanh(h @ w + x)), h), jnp.zeros((4, 6)), x)[1] ** 2)
+
+    fn = jax.grad(loss, (0, 1))
+    dims = {"x": "time batch embed", "w": "embed _"}
+    plan = same_as_unsharded(fn, normal(8, 4, 6), normal(6, 6), layout="time: data", dims=dims)
+    assert [(c.op, c.tensor) for c in plan.collectives if c.op == "all-gather"] == [("all-gather", "x")]
+
+
+def test_an_elementwise_result_is_computed_again_where_its_operands_were_gathered():
+    def fn(x):
+        return lax.cummax(jnp.sort(x)), jnp.sort(jnp.exp(x) * 2 + 1)
+
+    plan = same_as_unsharded(fn, normal(16), layout="columns: data", dims={"x": "columns"})
+    assert [(c.op, c.tensor) for c in plan.collectives if c.shape == (16,)] == [("all-gather", "x")]
+
+
+def test_what_would_be_sent_for_any_operand_is_sent_itself():
+    plan = same_as_unsharded(lambda x, y: jnp.sort(x * y), normal(16), normal(16), layout="columns: data",
+                             dims={"x": "columns", "y": "columns"})  # fmt: skip
+    assert [(c.op, c.tensor) for c in plan.collectives] == [("all-gather", "mul")]
+
+
+def test_called_functions_share_what_is_gathered():
+    inner = jax.jit(lambda x: jnp.sort(x))
+
+    def fn(x):
+        return inner(x), jax.jit(lambda x: jnp.argsort(x))(x)
+
+    plan = same_as_unsharded(fn, normal(16), layout="columns: data", dims={"x": "columns"})
+    assert [c.tensor for c in plan.collectives] == ["x"]
+
+
+def test_what_is_computed_again_behind_a_barrier_shares_nothing():
+    @jax.checkpoint
+    def layer(x):
+        return jnp.sort(jnp.sin(x))
+
+    fn = jax.grad(lambda x: jnp.sum(layer(x) ** 2))
+    plan = same_as_unsharded(fn, normal(16), layout="columns: data", dims={"x": "columns"})
+    gathers = [c.tensor for c in plan.collectives if c.op == "all-gather"]
+    assert len(gathers) >= 2

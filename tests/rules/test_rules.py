@@ -602,6 +602,11 @@ def run_half(eqn, params, operands, rule, f: int, which: int):
             params["fill_value"] = 0
         else:
             indices[..., into.index(d)] = np.where(mine, indices[..., into.index(d)], size)
+    if name == "ragged_dot_general" and any(f in fs for fs in rule.ins[0]):
+        (rows,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        if f in rule.ins[0][rows]:  # the part of every group that is in this half
+            n = rule.sizes[f] // 2
+            operands[2] = np.diff(np.clip(np.cumsum(operands[2]) - which * n, 0, n), prepend=0).astype(np.int32)
     if name.startswith("scatter") and f >= 0 and rule.kinds[f] == "sum" and which == 1:
         operands[0] = np.zeros_like(operands[0])  # the operand is added once
     if name == "gather" and masked_index(eqn, rule, f):
@@ -658,6 +663,8 @@ def example(eqn, i: int) -> np.ndarray:
         else:
             room = [operand[d] if d in dn.inserted_window_dims else 1 for d in dn.scatter_dims_to_operand_dims]
         return np.asarray(numbers(*aval.shape, dtype=np.int32, seed=3)) % np.asarray(room, np.int32)
+    if name == "ragged_dot_general" and i == 2:
+        return np.array([3, 1], aval.dtype)
     if name in ("dynamic_slice", "dynamic_update_slice") and aval.shape == ():
         return np.zeros((), aval.dtype)
     return np.asarray(numbers(*aval.shape, dtype=aval.dtype, seed=i))
