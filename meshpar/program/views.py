@@ -618,10 +618,58 @@ class _Writer:
             np.arange(n).reshape([n if d == i else 1 for d in range(len(value.shape))]), value.shape)))  # fmt: skip
         return next(counts, None)
 
+    def lookup(self, scope: _Scope, op: Op) -> bool:
+        """A gather or scatter by any indices; views along batch dims and dims that it takes at full size stay views."""
+        return self.paired(scope, op) or self.of_longer(scope, op)
+
+    def of_longer(self, scope: _Scope, op: Op) -> bool:
+        """A gather or scatter of views that do not divide, made longer along dims of which each entry is independent."""
+        views = [None if isinstance(v, Literal) else scope.views.get(v) for v in op.eqn.invars]
+        sides: list[dict[int, _Longer]] = [self.longer(v) for v in views]
+        if not any(sides):
+            return False
+        last = len(_shape(op.eqn.invars[1])) - 1
+        joined = _joined_dims(op)
+        longer: dict[int, _Longer] = {}
+        for k, side in enumerate(sides):
+            for d, by in side.items():
+                j = next((j for j, dims in enumerate(joined) if dims[k] == d), None)
+                if j is None or (k == 1 and d == last) or longer.setdefault(j, by).whole != by.whole:
+                    return False
+        added = [j for j in longer if joined[j][0] is None]  # updates that the program does not have
+        if added and op.name not in ("gather", "scatter-add", "scatter-sub"):
+            return False
+        atoms = []
+        for k, var in enumerate(op.eqn.invars):
+            mine = {d: longer[j] for j, dims in enumerate(joined) if j in longer and (d := dims[k]) is not None}
+            x = self.lengthened(scope, op, var, mine) if mine else self.read(scope, var)
+            if k == 2:
+                x = self.masked(op, x, {joined[j][2]: longer[j] for j in added}, 0)
+            atoms.append(x)
+        params: dict[str, Any] = {"indices_are_sorted": False}
+        if op.name == "gather":
+            sizes = list(op.eqn.params["slice_sizes"])
+            for j, by in longer.items():
+                d, i, _ = joined[j]
+                if d is not None and i is None:
+                    sizes[d] = by.whole
+            params["slice_sizes"] = tuple(sizes)
+        elif added:
+            params["unique_indices"] = False
+        out = {joined[j][2 if op.name == "gather" else 0]: by for j, by in longer.items()}
+        self.shorter(
+            scope,
+            op.eqn.outvars[0],
+            self.emit_op(op, atoms, **params),
+            {d: by for d, by in out.items() if d is not None},
+        )
+        return True
+
     def gather(self, scope: _Scope, op: Op) -> bool:
+        return self.paired(scope, op) or self.by_constants(scope, op) or self.of_longer(scope, op)
+
+    def by_constants(self, scope: _Scope, op: Op) -> bool:
         """A lookup along one dim by constants."""
-        if self.paired(scope, op):
-            return True
         var, index = op.eqn.invars[:2]
         p, dn = op.eqn.params, op.eqn.params["dimension_numbers"]
         if isinstance(var, Literal) or len(dn.start_index_map) != 1 or dn.operand_batching_dims:
@@ -639,9 +687,10 @@ class _Writer:
         return self.pick(scope, op, 0, var, op.ins[0], {d: table}, self.once(scope, op)(0), composed=True)
 
     def scatter_add(self, scope: _Scope, op: Op) -> bool:
+        return self.paired(scope, op) or self.put_back(scope, op) or self.of_longer(scope, op)
+
+    def put_back(self, scope: _Scope, op: Op) -> bool:
         """The gradient of a lookup by constants that are all different: rows put where they were taken from."""
-        if self.paired(scope, op):
-            return True
         operand, index, var = op.eqn.invars
         dn = op.eqn.params["dimension_numbers"]
         if not self.is_zero(operand, op.ins[0]) or isinstance(var, Literal) or dn.operand_batching_dims:
@@ -857,7 +906,8 @@ class _Writer:
 
     def reshape(self, scope: _Scope, op: Op) -> bool:
         var, out = op.eqn.invars[0], op.eqn.outvars[0]
-        if isinstance(var, Literal) or op.eqn.params.get("dimensions") is not None or len(op.eqn.invars) > 1:
+        order = op.eqn.params["dimensions"] if op.name == "reshape" else None
+        if isinstance(var, Literal) or order is not None or len(op.eqn.invars) > 1:
             return False
         view, shape = scope.views.get(var), out.aval.shape
         if isinstance(view, _Merged):
@@ -970,13 +1020,35 @@ class _Writer:
 
 _WRITE: dict[str, Callable[[_Writer, _Scope, Op], bool]] = {
     "slice": _Writer.slice, "split": _Writer.split, "rev": _Writer.rev, "pad": _Writer.pad,
-    "concatenate": _Writer.concatenate, **dict.fromkeys(_LOOKUPS, _Writer.paired), "gather": _Writer.gather,
+    "concatenate": _Writer.concatenate, **dict.fromkeys(_LOOKUPS, _Writer.lookup), "gather": _Writer.gather,
     "scatter-add": _Writer.scatter_add,
     "transpose": _Writer.transpose, "broadcast_in_dim": _Writer.broadcast, "reshape": _Writer.reshape,
     "squeeze": _Writer.reshape, "name_dims": _Writer.elementwise, "dot_general": _Writer.dot_general,
     **dict.fromkeys(_IDENTITY, _Writer.reduce),
 }  # fmt: skip
 """By primitive: (writer, scope, op) → whether its results are views, or were made of views."""
+
+
+def _joined_dims(op: Op) -> list[tuple[int | None, int | None, int]]:
+    """The dims of a gather or scatter along which it does the same for every entry: batches, and dims taken at full size.
+
+    Returns:
+      (dim of the array, dim of the indices, dim of a gather's result or of a scatter's updates) of each; None: it has none.
+    """
+    lookup, dn = _Lookup.of(op), op.eqn.params["dimension_numbers"]
+    array, index = (v.aval.shape for v in op.eqn.invars[:2])
+    if op.name == "gather":
+        windows, small = dn.offset_dims, op.eqn.outvars[0].aval.shape
+    else:
+        windows, small = dn.update_window_dims, op.eqn.invars[2].aval.shape
+    outer = [d for d in range(len(small)) if d not in windows]
+    paired = dict(zip(lookup.paired, lookup.batching, strict=True))
+    found: list[tuple[int | None, int | None, int]] = [
+        (paired.get(i), i, d) for i, d in zip(range(len(index)), outer, strict=False)
+    ]
+    kept = [d for d in range(len(array)) if d not in lookup.taken and d not in lookup.batching]
+    found += [(d, None, w) for d, w in zip(kept, sorted(windows), strict=True) if array[d] == small[w]]
+    return found
 
 
 def _columns(index: Value) -> Sequence[Value | None]:

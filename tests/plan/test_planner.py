@@ -266,6 +266,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::meshpar.errors.ReplicatedWarning")  # nothing else is split
 @pytest.mark.parametrize("layout", ["rows: data", "columns: data", "rows: data; columns: model"])
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 @pytest.mark.parametrize("name", EMPTY)

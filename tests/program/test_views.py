@@ -211,3 +211,49 @@ def test_a_lookup_in_other_rows_is_the_unsharded_one(fn):
     same(fn, X, PLACES, layout=LAYOUT, dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
     gradient = jax.grad(lambda x, i: jnp.sum(jnp.sin(fn(x, i))))
     same(gradient, X, PLACES, layout=LAYOUT, dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
+
+
+LABELS = np.random.default_rng(2).integers(0, 8, (4, 16))
+COLUMNS = np.random.default_rng(3).integers(-9, 9, 15)
+SHORTER = {  # lookups of x[4, 16, 8], of which the second dim is split and cut to 15
+    "labels": (lambda x, y: jnp.take_along_axis(x[:, :-1], y[:, 1:, None], 2).sum(2), LABELS),
+    "labels out of bounds": (lambda x, y: jnp.take_along_axis(x[:, :-1], y[:, 1:, None] * 2, 2, mode="fill", fill_value=3), LABELS),
+    "labels of whole rows": (lambda x, y: jnp.take_along_axis(x, y[:, :, None], 2)[:, 1:], LABELS),
+    "a column": (lambda x, i: jnp.take(x[:, 1:], i, axis=2), np.array([5, 2, -1])),
+    "columns of one index": (lambda x, i: x[:, :-1, i], np.int32(3)),
+    "rows of a table": (lambda x, y: jnp.take(x[0], y[:, 1:], axis=0), LABELS),
+    "added": (lambda x, y: jnp.ones((4, 15, 9)).at[jnp.arange(4)[:, None], jnp.arange(15), y[:, 1:]].add(x[:, 1:, 0]), LABELS),
+    "written": (lambda x, y: x[:, :-1].at[:, :, y[0, 0]].set(7), LABELS),
+    "largest": (lambda x, i: x[:, :-1].at[:, :, i].max(1), np.array([1, 1, 6])),
+    "histogram": (lambda x, y: jnp.zeros(8).at[y[:, 1:]].add(x[:, :-1, 0]), LABELS),
+    "product": (lambda x, y: jnp.full(8, 2.0).at[y[:, 1:]].multiply(lax.stop_gradient(x[:, :-1, 0])), LABELS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHORTER)
+@pytest.mark.parametrize("layout", ["rows: data", "batch: model; rows: data", "batch: data; rows: model"])
+def test_lookups_of_cut_dims_are_the_unsharded_ones(name, layout):
+    fn, y = SHORTER[name]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 8)), jnp.float32)
+    dims = {"x": "batch rows columns", **({"y": "batch rows"} if y is LABELS else {})}
+
+    def step(x, y):
+        return fn(x, y), jax.grad(lambda x: jnp.sum(jnp.sin(fn(x, y))))(x)
+
+    found = mp.jit(step, mesh="data=4, model=2", layout=layout, dims=dims)(x, y)
+    for found, want in zip(found, jax.jit(step)(x, y), strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(want), rtol=1e-5, atol=1e-5)
+
+
+def test_a_shifted_cross_entropy_gathers_no_logits():
+    def loss(w, x, y):
+        logits = (x @ w)[:, :-1]
+        picked = jnp.take_along_axis(logits, y[:, 1:, None], 2)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, 2) - picked)
+
+    args = jnp.ones((8, 64)), jnp.ones((4, 16, 8)), jnp.asarray(LABELS)
+    dims = {"w": "embed vocab", "x": "batch rows embed", "y": "batch rows"}
+    plan = mp.plan(jax.value_and_grad(loss), *args, mesh="data=4, model=2", layout="rows: data", dims=dims)
+    assert {c.op for c in plan.collectives} == {"collective-permute", "all-reduce"}
+    one_label_of_each_row, weights, scalar = 4 * 4, 8 * 64 * 4 * 2 * 3 / 4, 6
+    assert sum(c.total_bytes for c in plan.collectives) <= one_label_of_each_row + weights + 2 * scalar
