@@ -240,8 +240,8 @@ def test_lookups_of_cut_dims_are_the_unsharded_ones(name, layout):
     def step(x, y):
         return fn(x, y), jax.grad(lambda x: jnp.sum(jnp.sin(fn(x, y))))(x)
 
-    found = mp.jit(step, mesh="data=4, model=2", layout=layout, dims=dims)(x, y)
-    for found, want in zip(found, jax.jit(step)(x, y), strict=True):
+    sharded = mp.jit(step, mesh="data=4, model=2", layout=layout, dims=dims)(x, y)
+    for found, want in zip(sharded, jax.jit(step)(x, y), strict=True):
         np.testing.assert_allclose(np.asarray(found), np.asarray(want), rtol=1e-5, atol=1e-5)
 
 
