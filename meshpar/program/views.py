@@ -48,7 +48,7 @@ _IDENTITY: dict[str, Callable[[Any], Any]] = {
     "reduce_prod": lambda dtype: 1,
     "reduce_max": lambda dtype: _least(dtype, 1),
     "reduce_min": lambda dtype: _least(dtype, -1),
-    "reduce_and": lambda dtype: -1 if jnp.issubdtype(dtype, jnp.integer) else True,
+    "reduce_and": lambda dtype: ~np.zeros((), dtype),
     "reduce_or": lambda dtype: 0,
 }
 """The value that changes nothing in a reduction."""

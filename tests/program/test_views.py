@@ -46,7 +46,7 @@ def second_difference(x):
 
 def by_row(x):
     y = jnp.tanh(x[1:])
-    return jnp.sum((y - y.mean(1)[:, None]) * jnp.arange(15.0)[:, None])
+    return jnp.sum(jnp.square(y - y.mean(1)[:, None]) * jnp.arange(15.0)[:, None])
 
 
 MOSTLY = {  # the bytes that each device sends, but for those of scalars
@@ -78,9 +78,16 @@ OTHERS = {
 
 
 def loss_of(fn):
-    return lambda x: sum(
-        jnp.sum(jnp.sin(jnp.float32(2**-8) * y)) for y in jax.tree.leaves(fn(x))
-    )  # small: sin(1000) is ill-conditioned
+    """A scalar of what ``fn`` makes, with another weight for each element; gradients have the size of the results."""
+
+    def loss(x):
+        return sum(jnp.sum(weighted(y)) for y in jax.tree.leaves(fn(x)))
+
+    def weighted(y):
+        weights = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+        return weights * jnp.sin(jnp.float32(2**-8) * y) * 2**8  # sin(1000) is ill-conditioned
+
+    return loss
 
 
 @pytest.mark.parametrize("name", MOSTLY)
@@ -94,6 +101,97 @@ def test_only_what_a_device_lacks_is_sent(name):
 def test_numbers_are_the_unsharded_ones(name):
     fn = MOSTLY[name][0] if name in MOSTLY else OTHERS[name]
     same(fn, X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=["data=4, model=2"])
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, "rows: data+model"])
+def test_gradients_of_all_views_in_one_program(layout):
+    """Each view of an array of its own, in one compiled program; by mesh, lowering and outer gradient in the slow test below."""
+    losses = {name: loss_of(MOSTLY[name][0] if name in MOSTLY else OTHERS[name]) for name in (*MOSTLY, *OTHERS)}
+
+    def gradients(x):
+        return {name: jax.grad(loss)(x * (1 + k / 64)) for k, (name, loss) in enumerate(losses.items())}
+
+    run = mp.jit(gradients, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=DIMS, lowering="shard_map")
+    want = jax.jit(gradients)(X)
+    assert all(
+        np.abs(g).max() > 0.01 for name, g in want.items() if name != "bits"
+    )  # a gradient that is lost would show
+    for name, got in run(X).items():
+        np.testing.assert_allclose(got, want[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+def reductions_of_parts(n, u, b, h):
+    """Reductions of indivisible parts of integers, booleans and narrow floats, none of which has the reduction's identity in it."""
+    below, above = -2 - abs(n), abs(n) + 2
+    whole = {
+        "max": jnp.max(below[1:], 0),
+        "largest of all": below[2:9].max(),
+        "min": jnp.min(above[1:], 0),
+        "argmax": jnp.argmax(below[1:], 0),
+        "argmin": jnp.argmin(above[1:], 0),
+        "prod": jnp.prod(n[2:7] | 1, 0),
+        "sum": n[1:].sum(0),
+        "and": lax.reduce_and(below[1:], (0,)),
+        "or": lax.reduce_or(above[1:] << 1, (0,)),
+        "xor": lax.reduce_xor(n[1:], (0,)),
+        "cumsum": jnp.cumsum(n[1:], 0),
+        "cummax": lax.cummax(below[1:], 0),
+        "cummin, reversed": lax.cummin(above[1:], 0, reverse=True),
+        "sort": jnp.sort(below[1:], 0),
+        "matmul": n[1:].T @ n[1:],
+        "window": lax.reduce_window(below[1:], jnp.iinfo(n.dtype).min, lax.max, (3, 1), (1, 1), "SAME"),
+    }
+    unsigned = {
+        "max": u[1:].max(0),
+        "min": (u | 8)[1:].min(0),
+        "and": lax.reduce_and((u | 8)[1:], (0,)),
+        "or": lax.reduce_or((u & 6)[1:], (0,)),
+        "prod": jnp.prod((u | 1)[1:], 0),
+        "sum": u[1:].sum(0, dtype=u.dtype),
+        "window": lax.reduce_window((u | 8)[1:], u.dtype.type(255), lax.min, (3, 1), (1, 1), "SAME"),
+    }
+    boolean = {
+        "all": jnp.all((b | True)[1:], 0),
+        "not all": jnp.all(b[1:], 0),
+        "any": jnp.any(b[1:] & False, 0),
+        "xor": lax.reduce_xor(b[1:], (0,)),
+        "count": b[1:].sum(0),
+        "first": jnp.argmax(b[1:], 0),
+        "padded": jnp.pad(b[1:], ((0, 1), (0, 0)), constant_values=True),
+        "turned": ~b[1:][::-1],
+    }
+    narrow = {
+        "max": (-1 - abs(h))[1:].max(0),
+        "min": (1 + abs(h))[1:].min(0),
+        "prod": jnp.prod((1 + (h > 0))[1:].astype(h.dtype), 0),
+        "argmin": jnp.argmin((1 + abs(h))[1:], 0),
+    }
+    moved = {
+        "padded": jnp.pad(n[1:], ((0, 1), (0, 0)), constant_values=-7),
+        "spread out": lax.pad(n[1:], n.dtype.type(5), ((1, 0, 1), (0, 0, 0))),
+        "rolled": jnp.roll(n[1:], 2, 0),
+        "written": n[1:].at[3].set(n[0]).at[4:].multiply(3),
+        "joined": jnp.concatenate([n[3:], below[:3]]),
+        "filled": below.at[jnp.array([3, 40, -2])].get(mode="fill", fill_value=11),
+    }
+    return whole, unsigned, boolean, narrow, moved
+
+
+@pytest.mark.parametrize("lowering", BOTH)
+def test_parts_of_integers_and_booleans_are_reduced_without_what_pads_them(lowering):
+    rng = np.random.default_rng(2)
+    n = rng.integers(-9, 9, (16, 8)).astype(np.int32)
+    u, b = rng.integers(0, 16, (16, 8)).astype(np.uint8), rng.random((16, 8)) < 0.8
+    h = jnp.asarray(rng.integers(-8, 9, (16, 8)) / 4, jnp.bfloat16)
+    dims = dict.fromkeys("nubh", "rows columns")
+    run = mp.jit(reductions_of_parts, mesh=mp.mesh("data=4, model=2"), layout=LAYOUT, dims=dims, lowering=lowering)
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(run(n, u, b, h)),
+        jax.tree.leaves(jax.jit(reductions_of_parts)(n, u, b, h)),
+        strict=True,
+    ):
+        assert got.dtype == want.dtype, path
+        np.testing.assert_array_equal(np.asarray(got, want.dtype), want, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.slow

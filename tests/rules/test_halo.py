@@ -22,7 +22,8 @@ normal = functools.partial(arrays.normal, RNG)
 
 def conv(taps, stride=1, padding="SAME", **kw):
     """A convolution of rows (24) whose kernel is a constant; ``kernel`` differentiates with respect to it as well."""
-    w = normal(taps, 2, 3)
+    groups, batches = kw.get("feature_group_count", 1), kw.get("batch_group_count", 1)
+    w = normal(taps, 2 // groups, 3 if groups * batches == 1 else 4)
 
     def apply(x):
         return lax.conv_general_dilated(x, w, (stride,), padding, dimension_numbers=("NHC", "HIO", "NHC"), **kw)
@@ -64,7 +65,8 @@ CONVOLUTIONS = {
     "transposed, places differ by device": conv(4, 2, ((2, 2),), lhs_dilation=(3,)),
     "cut off": conv(3, 1, ((-3, 5),)),
     "stride over single elements": conv(1, 2),
-    "grouped": conv(3, feature_group_count=1),
+    "grouped": conv(3, feature_group_count=2),
+    "grouped by batch": conv(3, 2, batch_group_count=2),
     "does not divide": conv(3, 1, "VALID"),
 }
 POOLS = {
@@ -85,7 +87,7 @@ MOVES = {
     "every third": lambda x: x[:, 2:24:3],
     "shifted": lambda x: lax.pad(x, 0.5, ((0, 0, 0), (3, -3, 0), (0, 0, 0))),
     "padded": lambda x: jnp.pad(x, ((0, 0), (1, 7), (0, 0)), constant_values=2.0),
-    "spread out": lambda x: lax.pad(x, 0.0, ((0, 0, 0), (0, 1, 1), (0, 0, 0))),
+    "spread out": lambda x: lax.pad(x, -1.5, ((0, 0, 0), (0, 1, 1), (0, 0, 0))),
     "flipped": lambda x: x[:, ::-1],
     "joined": lambda x: jnp.concatenate([x, 2 * x, x[:, :8]], 1),
     "parted": lambda x: jnp.concatenate(jnp.split(x, [8, 12], 1)[::-1], 1),
@@ -160,18 +162,43 @@ def test_both_dims_of_an_image(lowering):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-def test_integers_and_booleans():
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_integers_and_booleans(lowering):
+    """Windows over the edge of the array and of a block hold nothing but what lies below (above) 0: a wrong fill would win."""
     x = RNG.integers(-9, 9, (2, 24, 2)).astype(np.int8)
 
+    def windows(x, init, op, taps=3, padding="SAME"):
+        return lax.reduce_window(x, init, op, (1, taps, 1), (1, 1, 1), padding)
+
     def step(x):
-        largest = lax.reduce_window(x, np.int8(-128), lax.max, (1, 3, 1), (1, 1, 1), "SAME")
-        return largest, jnp.concatenate([x > 0, x < 0], 1), (x > 0)[:, ::-1]
+        below, above, u = -2 - jnp.abs(x), 2 + jnp.abs(x), (jnp.abs(x) + 2).astype(jnp.uint8)
+        wide = ((0, 0), (2, 2), (0, 0))
+        return {
+            "max": windows(below, np.int8(-128), lax.max),
+            "min": windows(above, np.int8(127), lax.min),
+            "max of unsigned": windows(u, np.uint8(0), lax.max, 5),
+            "min of unsigned": windows(u, np.uint8(255), lax.min, 5),
+            "sum": windows(x, np.int8(0), lax.add),
+            "beyond": windows(below, np.int8(-128), lax.max, 5, wide),
+            "from another start": windows(below, np.int8(-3), lax.max),
+            "any": windows(x > 0, False, lax.bitwise_or),
+            "all": windows(x > -9, True, lax.bitwise_and),
+            "prod": windows(above, np.int8(1), lax.mul, 2),
+            "joined": jnp.concatenate([x > 0, x < 0], 1),
+            "flipped": (x > 0)[:, ::-1],
+            "padded": jnp.pad(below, ((0, 0), (3, 1), (0, 0)), constant_values=-1),
+            "spread": lax.pad(above, np.int8(5), ((0, 0, 0), (1, 0, 1), (0, 0, 0))),
+            "true": jnp.pad(x > 0, ((0, 0), (1, 7), (0, 0)), constant_values=True),
+            "shifted": lax.pad(above, np.int8(9), ((0, 0, 0), (3, -3, 0), (0, 0, 0))),
+        }
 
     run = mp.jit(
-        step, mesh=mp.mesh("data=4, model=2"), layout="rows: data", dims={"x": "batch rows in"}, lowering="shard_map"
+        step, mesh=mp.mesh("data=4, model=2"), layout="rows: data", dims={"x": "batch rows in"}, lowering=lowering
     )
-    for a, b in zip(run(x), step(x), strict=True):
-        assert np.array_equal(a, b)
+    got, want = run(x), step(x)
+    for name in want:
+        assert got[name].dtype == want[name].dtype, name
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
 def sent(fn, x, layout="rows: data"):
