@@ -208,7 +208,9 @@ def scatter_windows(
     Returns:
       (the windows that touch a device's block, the elements of these windows and of the block).
     """
-    first = [(p * block + low - taps + 1) // every for p in range(parts)]
+    # the first window that reaches the block; where it begins inside of it, the one before, so that the elements have the block
+    begins = [p * block + low for p in range(parts)]
+    first = [min(-((taps - 1 - b) // every), b // every) for b in begins]
     last = [(p * block + low + block - 1) // every for p in range(parts)]
     length = max(b - a + 1 for a, b in zip(first, last, strict=True))
     extent = (length - 1) * every + max(taps, every)

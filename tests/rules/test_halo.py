@@ -1,6 +1,7 @@
 """Ops that read over the edge of a block: numbers of the unsharded run, exactly the planned exchanges in the compiled program."""
 
 import functools
+import itertools
 from collections import Counter
 
 import arrays
@@ -12,6 +13,7 @@ from collectives_of import planned_and_compiled
 from jax import lax
 
 import meshpar as mp
+from meshpar.rules.halo import scatter_windows
 
 RNG = np.random.default_rng(0)
 MESHES = {"data=4, model=2": "rows: data; columns: model", "data=2, model=2, idle=2": "rows: data+model"}
@@ -296,3 +298,41 @@ def test_a_window_along_a_dim_that_only_the_op_splits():
         lowering="jit",
     )
     np.testing.assert_allclose(run(x), jax.grad(loss)(x), rtol=1e-6)
+
+
+def test_the_gradient_of_pools_that_end_with_their_block_sends_nothing():
+    x = jax.ShapeDtypeStruct((2, 16, 8), jnp.float32)
+
+    for taps in (2, 4):
+        window = (1, taps, 1)
+
+        def loss(x, window=window):
+            return jnp.sum(lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID") ** 2)
+
+        plan = mp.plan(
+            lambda x, loss=loss: jax.grad(loss)(x),
+            x,
+            mesh="data=4, model=2",
+            layout="rows: data",
+            dims={"x": "_ rows _"},
+        )
+        assert not [c for c in plan.collectives if c.shape]
+
+
+@pytest.mark.parametrize("low", [0, 1, 2])
+@pytest.mark.parametrize(("every", "taps"), list(itertools.product((1, 2, 3), (1, 2, 3, 5))))
+def test_the_windows_that_a_block_is_added_from(every, taps, low):
+    block, parts = 6, 4
+    count = block // every
+    windows, elements = scatter_windows(block, parts, count, every, taps, low)
+    for p in range(parts):
+        mine = set(range(p * block, (p + 1) * block))
+        reach = [
+            k for k in range(-taps, parts * count + taps) if mine & set(range(k * every - low, k * every - low + taps))
+        ]
+        first, start = windows.exchange.starts[p], elements.exchange.starts[p]
+        assert first <= min(reach)
+        assert first + windows.exchange.length > max(reach)
+        assert start == first * every - low <= p * block  # the elements begin with the first window
+        assert start + elements.exchange.length >= (p + 1) * block
+        assert first + 1 > min(reach) or (first + 1) * every - low > p * block  # and with no earlier one than needed
