@@ -53,8 +53,19 @@ def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | EllipsisTyp
     return tuple(out)
 
 
-def fit_dims(dims: Sequence[str | EllipsisType | None], shape: Sequence[int], *, path: str, origin: str) -> Dims:
+def fit_dims(
+    dims: Sequence[str | EllipsisType | None],
+    shape: Sequence[int],
+    *,
+    path: str,
+    origin: str,
+    fixes: Sequence[str] = (),
+) -> Dims:
     """The dims of a value of this shape, ``...`` filled in.
+
+    Args:
+      path, origin: of the value and of the dims, for the error.
+      fixes: for the error, before the general one.
 
     Raises:
       RankError: the number of names is not the rank.
@@ -74,6 +85,7 @@ def fit_dims(dims: Sequence[str | EllipsisType | None], shape: Sequence[int], *,
         shape=shape,
         dims=names,
         fixes=[
+            *fixes,
             f"name {rank} dims (`_` for one without a name, `...` for any number of them)",
         ],
     )

@@ -34,7 +34,7 @@ from .compat.jax import (
 )
 from .compat.quirks import not_far_ahead
 from .cost.flops import repeated_against_the_layout
-from .dims import Dims, PathDims, fit_dims, near, path_matches
+from .dims import Dims, PathDims, fit_dims, format_dims, near, path_matches
 from .errors import PatternError, RepeatedWarning, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, key_text, with_states
 from .global_arrays import global_array
@@ -337,7 +337,7 @@ def traced(
     ]
     named = [leaf for _, leaf in arrays]
     used: set[str] = set()
-    annotations = [annotation_of(leaf, patterns, used) for leaf in named]
+    annotations = [annotation_of(leaf, patterns, used, named) for leaf in named]
 
     if call.fixed:
         _check_fixed(call.dynamic, argument_path)
@@ -362,7 +362,7 @@ def traced(
     twin_of = _twins(named, annotations)
     out_annotations: list[Dims | None] = []
     for leaf in results:
-        mine = annotation_of(leaf, patterns, used) if init else leaf.dims
+        mine = annotation_of(leaf, patterns, used, results) if init else leaf.dims
         twin = twin_of(leaf)
         if twin is not None:
             mine = mine or twin[1]
@@ -451,14 +451,39 @@ def _dims_like(shape: Sequence[int], whole: Sequence[int], dims: Dims) -> Dims |
     return None
 
 
-def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str]) -> Dims | None:
-    """The dims that a pattern gives a leaf, else its own; the pattern goes among those used."""
+def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequence[Leaf] = ()) -> Dims | None:
+    """The dims that a pattern gives a leaf, else its own.
+
+    Args:
+      used: the pattern is added to it.
+      leaves: all of them; an error suggests a pattern that matches only those of the right rank.
+
+    Raises:
+      RankError: the pattern names more or fewer dims than the leaf has.
+    """
     found = patterns.match(leaf.path)
     if found is None:
         return leaf.dims
     pattern, dims = found
     used.add(pattern)
-    return fit_dims(dims, np.shape(leaf.value), path=leaf.path, origin=f"the pattern {pattern!r}")
+    shape, fixes = np.shape(leaf.value), []
+    if len(shape) != len(dims) and (narrower := _narrower(pattern, dims, leaves)) is not None:
+        fixes.append(f'match only arrays with {len(dims)} dims: {{"{narrower}": "{format_dims(dims)}"}}')
+    return fit_dims(dims, shape, path=leaf.path, origin=f"the pattern {pattern!r}", fixes=fixes)
+
+
+def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str | None:
+    """A pattern that matches, of the leaves that ``pattern`` matches, only some of the right rank: ``*params/down`` for ``*/down``,
+    which matches the factored moments of Adafactor too. The first that matches as many as another; None: there is none."""
+    if not pattern.startswith("*") or ... in dims:
+        return None
+    fits: dict[str, bool] = {
+        leaf.path: np.ndim(leaf.value) == len(dims) for leaf in leaves if path_matches(pattern, leaf.path)
+    }
+    parts = dict.fromkeys(part for path, good in fits.items() if good for part in path.split("/")[:-1])
+    tried = [f"*{part}{between}{pattern[1:]}" for between in ("", "*") for part in parts]
+    matched = {p: [good for path, good in fits.items() if path_matches(p, path)] for p in tried}
+    return max((p for p, found in matched.items() if found and all(found)), key=lambda p: len(matched[p]), default=None)
 
 
 def _check_patterns(patterns: PathDims, used: set[str], paths: list[str]) -> None:

@@ -11,10 +11,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import meshpar as mp
+from meshpar.dims import PathDims
+from meshpar.entry import annotation_of
+from meshpar.flax import Leaf
 
 F32 = jnp.float32
 DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
@@ -244,6 +248,45 @@ def test_rank_of_a_pattern():
           tensor  x  [8, 16]
           dims    batch seq embed
           fix     name 2 dims (`_` for one without a name, `...` for any number of them)""")
+
+
+@pytest.mark.parametrize(
+    ("paths", "pattern", "found"),
+    [
+        ({"params/down": 2, "state/0/v_row/down": 1}, "*/down", "*params/down"),
+        ({"params/layer/down": 2, "state/0/v_row/layer/down": 1}, "*/layer/down", "*params/layer/down"),
+        ({"params/layer/down": 2, "state/0/v_row/layer/down": 1}, "*/down", "*params*/down"),
+        ({"state/params/down": 2, "state/0/mu/down": 2, "state/0/v/down": 1}, "*/down", "*params/down"),
+        ({"x/down": 2, "x/v/down": 1}, "*/down", "*x/down"),
+        ({"down": 2, "v/down": 1}, "*/down", None),  # no parent tells them apart
+        ({"params/down": 3}, "*/down", None),
+        ({"params/down": 1}, "params/down", None),
+    ],
+)
+def test_rank_of_a_pattern_that_matches_more_than_parameters(paths, pattern, found):
+    leaves = [Leaf(path, shape(*[8] * rank), None, None) for path, rank in paths.items()]
+    error = text(
+        mp.RankError, lambda: [annotation_of(x, PathDims({pattern: "mlp embed"}), set(), leaves) for x in leaves]
+    )
+    if found is None:
+        assert "match only" not in error
+    else:
+        assert f'fix     match only arrays with 2 dims: {{"{found}": "mlp embed"}}' in error
+        assert any(annotation_of(x, PathDims({found: "mlp embed"}), set()) for x in leaves)
+
+
+def test_rank_of_a_pattern_that_matches_factored_moments():
+    optimizer = optax.adafactor(1e-3)
+
+    def step(params, state, x):
+        updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, x = arguments(256, 512)
+    options = {"fn": step, "args": (params, jax.eval_shape(optimizer.init, params), x)}
+    error = text(mp.RankError, plan, "embed: data", dims={"*/down": "mlp embed"}, **options)
+    assert 'match only arrays with 2 dims: {"*params/down": "mlp embed"}' in error
+    plan("embed: data", dims={"*params/down": "mlp embed"}, **options)
 
 
 def test_rank_of_flax_metadata():

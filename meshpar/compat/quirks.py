@@ -157,7 +157,7 @@ _runs = itertools.count(1)
 
 QUIRKS = (
     SCATTER_SHAPES, LONG_HELD, LOOPS_FIRST, CUT_LATE, ROUNDED_STACK, NOT_IN_PLACE, EXCHANGED_SLICE, MERGED_SLICES,
-    BATCHED_SUM, LONG_STRIDE, RUNS_AHEAD,
+    BATCHED_SUM, LONG_STRIDE, RUNS_AHEAD, JOINED_EPILOGUE, COPIED_STACK,
 )  # fmt: skip
 """Every workaround of passes and lowerings. What XLA's partitioner gets wrong of a primitive stands in :mod:`meshpar.rules`."""
 

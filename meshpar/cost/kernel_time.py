@@ -118,9 +118,10 @@ def _elements(node: Node) -> float:
 
 
 def _beside(node: Node, run: Run) -> int:
-    """How many arrays as large as a product's result its kernel reads or writes beside it."""
+    """How many arrays as large as a matmul's result its kernel reads or writes, other than the result or what replaces it: none in
+    the kernel of a concatenation or pad, whose result is larger."""
     size = run.results[0].value.elements
-    return sum(i.value.elements == size for i in (*node.reads, *node.writes)) - 1
+    return max(0, sum(i.value.elements == size for i in (*node.reads, *node.writes)) - 1)
 
 
 def read_bytes(node: Node, item: Item) -> float:

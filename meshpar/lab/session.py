@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,6 +89,7 @@ class Session:
         self._turns = Turns()
         self._plans: OrderedDict[Draft, Plan] = OrderedDict()
         self._jobs: dict[int, Job] = {}
+        self._jobs_lock, self._numbers = threading.Lock(), itertools.count(1)  # pages ask from several threads
         self._answers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "open": self._open, "plan": self._planned, "start": self._start, "suggest": self._suggest,
             "compile": self._ask_compiler, "job": self._job, "stop": self._stop,
@@ -203,21 +206,27 @@ class Session:
     # -- jobs
 
     def _begin(self, run: Callable[[Job], Any]) -> dict[str, Any]:
-        for number in [n for n, job in self._jobs.items() if not job.running][:-KEPT]:
-            del self._jobs[number]
-        number = max(self._jobs, default=0) + 1
-        self._jobs[number] = Job(self._turns, run)
+        """Start a job; its number is never used again."""
+        with self._jobs_lock:
+            number = next(self._numbers)
+            for ended in [n for n, job in self._jobs.items() if not job.running][:-KEPT]:
+                del self._jobs[ended]
+            self._jobs[number] = Job(self._turns, run)
         return {"job": number}
 
-    def _job(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _job_of(self, request: Mapping[str, Any]) -> Job:
         number = request.get("job")
-        if not isinstance(number, int) or number not in self._jobs:
+        with self._jobs_lock:
+            job = self._jobs.get(number) if isinstance(number, int) else None
+        if job is None:
             raise BadRequest("there is no such job")
-        return self._jobs[number].view()
+        return job
+
+    def _job(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return self._job_of(request).view()
 
     def _stop(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        self._job(request)
-        self._jobs[request["job"]].stop()
+        self._job_of(request).stop()
         return {}
 
     def _start(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,10 +40,11 @@ Effort = Literal["fast", "full"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device, as the compiler allots them.
+    """Bytes that the compiler allocates on one device.
 
-    ``peak`` is the figure that must fit; the others are parts that may overlap in time: ``outputs`` include the ``aliased`` bytes
-    of donated arguments. ``code`` is the program itself. On CPUs, for which XLA gives no peak, it is the sum of all that is held.
+    ``peak`` must fit; the others are parts that may overlap in time: ``outputs`` include the ``aliased`` bytes of donated
+    arguments. ``code`` is the program itself. ``host`` is what the program allocates in the host's memory for the device: no
+    other attribute includes it. On CPUs, for which XLA reports no peak, ``peak`` is the sum of arguments, outputs and temporaries.
     """
 
     peak: int
@@ -52,6 +53,7 @@ class Memory:
     aliased: int
     temporaries: int
     code: int
+    host: int = 0
 
 
 @dataclass(eq=False)
@@ -252,11 +254,12 @@ def compiled_renderable(c: Compiled) -> Any:
     """The report for rich: memory, cycles, and the collectives of the final program beside those of the partitioner."""
     m = c.memory
     fits = f" of {gib(c.capacity)}" if c.capacity else ""
+    host = f"; {gib(m.host)} in the host's memory" if m.host else ""
     when = "from the cache; it took" if c.cached else "in"
     head = Text.assemble(
         ("compiled", "bold"), f"  {c.name} for {c.topology}, {c.effort} effort, {when} {c.compile_seconds:.1f} s\n",
         ("memory", "bold"), f"    peak {gib(m.peak)}{fits} a device: arguments {gib(m.arguments)}, outputs {gib(m.outputs)} "
-        f"({gib(m.aliased)} in place of arguments), temporaries {gib(m.temporaries)}, code {gib(m.code)}",
+        f"({gib(m.aliased)} in place of arguments), temporaries {gib(m.temporaries)}, code {gib(m.code)}{host}",
     )  # fmt: skip
     if c.effort == "fast":
         head.append(

@@ -101,8 +101,8 @@ class Report:
         )
         if any(r.explained for r in self.rows):
             lines.append(
-                "rounding: leaves that differ by more, but by rounding only, and the largest difference: each op on the way to them "
-                "does the same on one device, on the sharded run's operands, or is as close to what it makes of them in a wider dtype"
+                "rounding: leaves that differ by more, but by rounding only, and the largest difference: each op on the way to "
+                "them does the same on one device on the sharded run's operands, or is as close to its results in a wider dtype"
             )
         notes = [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
         errors = [str(r.error) for r in self.rows if r.error is not None]

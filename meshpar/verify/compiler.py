@@ -63,12 +63,8 @@ def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[st
         executable = compile_parts(module, [by_id[i] for i in job["devices"]], job["facts"], options, job["fast"])
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error), "compile_seconds": time.perf_counter() - began}, {}
-    stats = executable.get_compiled_memory_stats()
-    memory = {name: getattr(stats, attribute) for name, attribute in MEMORY.items()}
-    if job["topology"].startswith("cpu:"):  # XLA's peak for CPUs leaves temporaries out
-        memory["peak"] = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
     facts = {
-        "memory": memory,
+        "memory": memory_of(executable.get_compiled_memory_stats(), job["topology"].startswith("cpu:")),
         "compile_seconds": time.perf_counter() - began,
     }
     texts = {FINAL: "\n\n".join(m.to_string() for m in executable.hlo_modules())}
@@ -76,6 +72,22 @@ def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[st
     if partitioned:
         texts[PARTITIONED] = max(partitioned, key=lambda p: p.stat().st_size).read_text()
     return facts, texts
+
+
+def memory_of(stats: Any, cpu: bool) -> dict[str, int]:
+    """The attributes of :class:`meshpar.verify.aot.Memory`, in bytes, from XLA's ``CompiledMemoryStats``.
+
+    XLA's peak counts buffers in the host's memory as well, temporaries there more than once (libtpu 0.0.42), and for CPUs leaves
+    temporaries out. No device has more than its arguments, results and temporaries.
+    """
+    memory = {name: getattr(stats, attribute) for name, attribute in MEMORY.items()}
+    host = {name: getattr(stats, f"host_{attribute}", 0) for name, attribute in MEMORY.items() if name != "peak"}
+    most, memory["host"] = (m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] for m in (memory, host))
+    if cpu:
+        memory["peak"] = most
+    elif memory["host"]:
+        memory["peak"] = min(memory["peak"] - memory["host"], most)
+    return memory
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ LOG_TAIL = 2000
 
 Progress = bool | None | Callable[[str], None]
 
+FORMAT = 2
+"""Of what :mod:`meshpar.verify.compiler` writes: older results in the cache are not read."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -58,6 +61,7 @@ class Job:
     def key(self) -> str:
         """A hash of everything that the result depends on, versions and flags included."""
         rest = {k: v for k, v in asdict(self).items() if k not in ("name", "module", "content")}
+        rest["format"] = FORMAT
         rest["versions"] = [_version(p) for p in ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")]
         rest["flags"] = [os.environ.get(k, "") for k in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
         digest = hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode())

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 
 import meshpar as mp
 from meshpar.cost.flops import bytes_again_on
+from meshpar.cost.kernel_time import kernel_times
 from meshpar.cost.kernels import kernels_of
 from meshpar.hardware.chips import CHIPS
 
@@ -482,3 +483,14 @@ def test_halves_that_are_joined_are_in_memory_and_a_product_takes_in_no_slices()
     assert product.bytes == BF16 * (n * 2048 + 2048 * heads * head_dim) + q
     assert len(others) == 3  # a half each, and what joins them
     assert others[-1].bytes == 2 * q
+
+
+def test_a_matmul_inside_the_kernel_of_a_pad_reads_its_operands_as_often():
+    """No array as large as the matmul's result is read or written there: that leaves no more room for tiles than a plain one."""
+    x, w = array(8 * 16384, 8192), array(8192, 16384)
+
+    def traffic(fn):
+        return sum(k.bytes for k in kernel_times(plan(fn, x, w, mesh="data=8", topology="v5e:2x4")).values())
+
+    plain, padded = traffic(lambda x, w: x @ w), traffic(lambda x, w: jnp.pad(x @ w, ((0, 8), (0, 0))))
+    assert padded == pytest.approx(plain, rel=1e-4)

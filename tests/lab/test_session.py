@@ -1,6 +1,7 @@
 """What a lab answers: the figures of ``mp.plan``, errors at the rules that cause them, nothing that is evaluated."""
 
 import json
+import sys
 import threading
 
 import lab_program
@@ -239,3 +240,32 @@ def test_where_it_begins(mesh):
         lab_program.lab(mesh=None, topology=None)
     with pytest.raises(UnsupportedError):
         mp.lab("no function", topology="v5e:4x4")
+
+
+def test_jobs_that_begin_at_once_have_numbers_of_their_own(session):
+    """Several threads begin jobs, which end at once, while others ask for their state."""
+    session._jobs.clear()
+    found, failed = [], []
+
+    def page():
+        try:
+            for _ in range(50):
+                begun = session._begin(lambda job: None)
+                found.append(begun["job"])
+                session.handle({"ask": "job", **begun})
+        except RuntimeError as e:  # a dictionary that changes under a thread
+            failed.append(e)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=page) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed
+    assert len(set(found)) == len(found) == 8 * 50
+    assert len(session._jobs) <= 17 + 8  # those that run are not dropped

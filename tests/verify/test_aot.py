@@ -173,6 +173,31 @@ def test_for_a_tpu_slice(lowering):
         assert sum(c.total_bytes for c in compiled.collectives) == pytest.approx(compiled.plan.bytes_sent, rel=1e-3)
 
 
+def offloaded(x):
+    """Comes from the host's memory, and leaves a result and what it computes with there."""
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    x = jax.device_put(x, device)
+    saved = jax.device_put(jax.lax.optimization_barrier(jax.device_put(jnp.cos(x), host)), device)
+    return x * saved, jax.device_put(jnp.sin(x), host)
+
+
+@tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("fn", [offloaded, lambda x: (x + 1, jax.device_put(jnp.sin(x), jax.memory.Space.Host))])
+def test_the_hosts_memory_is_not_counted_as_a_devices(lowering, fn):
+    mesh = mp.mesh("data=4", topology="v5e:2x2")
+    kind = "pinned_host" if fn is offloaded else "device"
+    shard = 2**20 * 4
+    x = jax.ShapeDtypeStruct((4 * 2**20,), "float32", sharding=NamedSharding(mesh, P("data"), memory_kind=kind))
+    compiled = mp.compile(fn, x, mesh=mesh, layout="rows: data", dims={"x": "rows"}, lowering=lowering)
+    assert compiled.memory.host == pytest.approx(compiled.plan.memory.host, rel=0.01)
+    assert compiled.memory.peak == pytest.approx(
+        compiled.plan.memory.peak, abs=1.1 * shard
+    )  # of 2 to 3 shards, and 2 or 3 on the host
+    assert "in the host's memory" in str(compiled)
+
+
 @tpu
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_other_tpus(topology):

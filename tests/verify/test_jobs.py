@@ -5,6 +5,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from meshpar.compat.devices import bare_kernels
 from meshpar.errors import CompilerError
 from meshpar.verify import jobs
+from meshpar.verify.compiler import memory_of
 from meshpar.verify.jobs import Job, cache_folder, compile_job
 
 JOB = Job("step", b"module", b"content", "v5e:2x2", (0, 1, 2, 3), {}, {}, True)
@@ -228,3 +230,29 @@ def test_programs_with_the_same_kernels_at_other_lines_are_the_same():
     assert one != other  # a kernel is bytecode with source lines in it
     assert bare_kernels(one) == bare_kernels(other)
     assert bare_kernels(one) != bare_kernels(third)
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "peak", "expected"),
+    [  # (arguments, outputs, aliased, temporaries), in MiB, the peak that libtpu 0.0.42 reports, and that of the device
+        ((16, 16, 0, 0), (0, 0, 0, 0), 32, 32),
+        ((0, 0, 0, 32), (16, 16, 0, 0), 64, 32),
+        ((16, 16, 0, 16), (0, 16, 0, 0), 64, 48),
+        ((16, 16, 0, 1), (0, 0, 0, 16), 76, 33),  # counts what is only there for a while more than once
+        ((16, 16, 16, 8), (16, 16, 16, 0), 36, 20),
+    ],
+)
+def test_a_devices_peak_has_nothing_of_the_hosts_memory(device, host, peak, expected):
+    names = ("argument", "output", "alias", "temp")
+    stats = {f"{n}_size_in_bytes": v * MIB for n, v in zip(names, device, strict=True)}
+    stats |= {f"host_{n}_size_in_bytes": v * MIB for n, v in zip(names, host, strict=True)}
+    stats |= dict.fromkeys(("generated_code_size_in_bytes", "host_generated_code_size_in_bytes"), 5)
+    found = memory_of(SimpleNamespace(**stats, peak_memory_in_bytes=peak * MIB), cpu=False)
+    assert found["peak"] == expected * MIB
+    assert found["host"] == (host[0] + host[1] - host[2] + host[3]) * MIB
+    assert found["temporaries"] == device[3] * MIB
+    on_cpus = memory_of(SimpleNamespace(**stats, peak_memory_in_bytes=7), cpu=True)
+    assert on_cpus["peak"] == (device[0] + device[1] - device[2] + device[3]) * MIB
