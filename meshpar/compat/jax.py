@@ -346,11 +346,12 @@ def constraint_params(sharding: Any, rank: int) -> dict[str, Any]:
         int(np.prod([sharding.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())]))
         for e in (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
     )
-    jaxpr = jax.make_jaxpr(lambda x: _plain_constraint(x, sharding))(jax.ShapeDtypeStruct(shape, np.float32))
+    jaxpr = jax.make_jaxpr(lambda x: plain_constraint(x, sharding))(jax.ShapeDtypeStruct(shape, np.float32))
     return jaxpr.eqns[0].params
 
 
-def _plain_constraint(x: Any, sharding: Any) -> Any:
+def plain_constraint(x: Any, sharding: Any) -> Any:
+    """``jax.lax.with_sharding_constraint``, also while the constraints of a traced function are recorded."""
     before, _tracing.hooks = getattr(_tracing, "hooks", None), None
     try:
         return jax.lax.with_sharding_constraint(x, sharding)

@@ -271,10 +271,10 @@ class _Rewriter:
             return spec if any(spec) else None
         if run is None or op.name in FREE or self.is_free(out):
             return None
-        made = run.results[op.outs.index(out)].spec
+        made = run.results[op.outs.index(out)]
         if op.rule is None or manual:
-            return spec if made != spec else None
-        return spec if any(spec) or any(any(s.spec) for s in run.reads) else None
+            return spec if made.spec != spec else None
+        return spec if any(spec) or is_constrained(run, made) else None
 
     def is_manual(self, run: Run | None) -> bool:
         """Whether an op is partitioned here: XLA's partitioner must not touch it, or cannot.
@@ -356,6 +356,16 @@ def check_unbound(op: Op, bound: Collection[Any]) -> None:
                 source=op.source,
                 fixes=["give the vmap another axis_name"],
             )
+
+
+def is_constrained(run: Run, result: Shard) -> bool:
+    """Whether a result has a sharding constraint in both lowerings: those of ops with a factor rule, where something is sharded.
+
+    Elementwise ops have none, as their operands say how they are sharded.
+    """
+    if run.op.rule is None or run.op.name in FREE or result.partial or result.data_free or not result.spec:
+        return False
+    return any(result.spec) or any(any(s.spec) for s in run.reads)
 
 
 def _home(frame: Frame) -> Frame:

@@ -42,7 +42,8 @@ from ..program.ir import Value
 from ..rules import refusal, run_elementwise, run_local
 from ..rules.spmd import Grid, axis_index, cut, fine_names
 from .collectives import follow, reduced
-from .jit import lower_to_jit, sharding_of
+from .constraints import constrain_local
+from .jit import is_constrained, lower_to_jit, sharding_of
 from .rings import run_gather_ring, run_reduce_ring
 from .sum_orders import SumOrders
 
@@ -187,6 +188,11 @@ class _Device:
             results = run_elementwise(op, xs)
         elif op.rule.known:
             results = run_local(op, list(step.axes or ()), xs, self.sizes)
+            if not self.sizes.cpu:
+                results = [
+                    constrain_local(x) if is_constrained(step, s) else x
+                    for x, s in zip(results, step.results, strict=True)
+                ]
         else:
             results = _foreign(step, xs)
         self.x.update(zip(step.results, results, strict=True))

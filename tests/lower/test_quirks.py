@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.compat.quirks import QUIRKS
+from meshpar.lower import shard_map
 from meshpar.lower.collectives import scattered
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
@@ -46,6 +47,28 @@ def test_scatters_that_the_tpu_compiler_makes_all_reduces(shape, dim):
     plain = compiled_to(shape, dim, lambda x: lax.psum_scatter(x, "a", scatter_dimension=dim, tiled=True))
     assert plain == ["all-reduce"], "the compiler is mended: meshpar.compat.quirks says what can go"
     assert compiled_to(shape, dim, lambda x: scattered(x, ("a",), dim, "native", {"a": 4})) == ["reduce-scatter"]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_transposes_that_the_compiler_moves_through_elementwise_ops(monkeypatch):
+    """Without constraints, exponentials of an attention are computed in both dim orders of its matmuls."""
+
+    def loss(q, k, v):
+        scores = jnp.einsum("bqkgd,bskd->bkgqs", q, k).astype(jnp.float32) * 0.1
+        p = jax.nn.softmax(scores, -1).astype(q.dtype)
+        return jnp.einsum("bkgqs,bskd->bqkgd", p, v).astype(jnp.float32).sum()
+
+    def exponentials():
+        grad = jax.grad(jax.checkpoint(loss), (0, 1, 2))
+        options = {"layout": "batch: data", "dims": {"*": "batch ..."}, "lowering": "shard_map"}
+        q, k = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((8, 256, 2, 2, 128), (8, 256, 2, 128)))
+        c = mp.compile(grad, q, k, k, mesh="data=4", topology="v5e:2x2", **options)
+        return len(re.findall(r" exponential\(", c.partitioned_text()))
+
+    assert exponentials() == 1
+    monkeypatch.setattr(shard_map, "constrain_local", lambda x: x)
+    assert exponentials() == 2, "the compiler is fixed: meshpar.compat.quirks says what can go"
 
 
 def test_a_slice_of_a_slice_stays_within_it():

@@ -1,6 +1,8 @@
 """The shard_map lowering: the same numbers as the unsharded run, and exactly the collectives that the plan lists."""
 
+import contextlib
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import planned_transformer
 import pytest
 import small_transformer
 from arrays import weights
+from dependencies import bodies
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -17,7 +20,8 @@ from lowered import MESHES, assert_sends_the_plan, group_of, jaxpr_of, lowered, 
 
 import meshpar as mp
 from meshpar.errors import UnsupportedError
-from meshpar.lower import LOWERINGS
+from meshpar.lower import LOWERINGS, shard_map
+from meshpar.rules.spmd import Grid
 
 RNG = np.random.default_rng(0)
 
@@ -432,3 +436,79 @@ def test_what_jax_traces_to_a_definition_is_spelled_out():
     same(step, X, W, layout=LAYOUTS[1], dims=dims, meshes=MESHES[:1])
     plan, _ = lowered(step, X, W, layout=LAYOUTS[1], dims=dims)
     assert all(op.rule is None or op.rule.known for op in plan.program.root.walk())
+
+
+# -- sharding constraints on local arrays
+
+
+def attention_gradient(w, x):
+    """Plain attention with materialized scores, and a loss of all positions but the last."""
+
+    def loss(w):
+        q, k = jnp.einsum("bsd,dh->bsh", x, w["q"]), jnp.einsum("bsd,dh->bsh", x, w["k"])
+        p = jax.nn.softmax(jnp.einsum("bqh,bkh->bqk", q, k) * 0.5, -1)
+        y = jnp.swapaxes(jnp.einsum("bqk,bkh->bhq", p, k), 1, 2)
+        return (y[:, :-1] ** 2).mean()
+
+    return jax.grad(loss)(w)
+
+
+ATTENTION = {"w/*": "embed head", "x": "batch seq embed"}
+
+
+@pytest.fixture
+def accelerators(monkeypatch):
+    """Lower as for TPUs and GPUs: on CPUs there are no constraints."""
+
+    class Accelerators(Grid):
+        def __init__(self, sizes, torus, cpu=False, *rest):
+            super().__init__(sizes, torus, False, *rest)
+
+    monkeypatch.setattr(shard_map, "Grid", Accelerators)
+
+
+def test_the_lowerings_constrain_the_results_of_the_same_ops(accelerators):
+    """XLA moves transposes and slices through what has no constraint."""
+    args = {"q": weights(RNG, 8, 4), "k": weights(RNG, 8, 4)}, weights(RNG, 8, 6, 8)
+    mesh = mp.mesh("data=8")
+    plan = mp.plan(attention_gradient, *args, mesh=mesh, layout="batch: data", dims=ATTENTION, lowering="shard_map")
+
+    def constrained(lowering):
+        run, _, _ = LOWERINGS[lowering](plan, mesh)
+        inputs = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in plan.program.inputs]
+        found = Counter()
+        for body in bodies(jax.make_jaxpr(run)(*inputs).jaxpr):
+            makers = {v: e.primitive.name for e in body.eqns for v in e.outvars}
+            constraints = ("sharding_constraint", "local_constraint")
+            kinds = [makers.get(e.invars[0]) for e in body.eqns if e.primitive.name in constraints]
+            found.update(k for k in kinds if k in ("dot_general", "slice", "pad", "reduce_max", "reduce_sum"))
+        return found
+
+    ours, theirs = constrained("shard_map"), constrained("jit")
+    del theirs["dot_general"]  # weights' gradients, which are all-reduced
+    assert {"slice", "pad", "reduce_max", "reduce_sum"} <= set(theirs)
+    assert ours["dot_general"] > 4
+    assert {k: n for k, n in ours.items() if k in theirs} == theirs
+
+
+@pytest.mark.parametrize("transform", ["plain", "vmap", "jit of vmap", "grad", "set_mesh"])
+def test_constraints_change_no_number(transform, accelerators):
+    w, x = {"q": weights(RNG, 8, 4), "k": weights(RNG, 8, 4)}, weights(RNG, 8, 6, 8)
+    options = {
+        "mesh": "data=4, model=2",
+        "layout": "batch: data; head: model",
+        "dims": ATTENTION,
+        "lowering": "shard_map",
+    }
+    run, want = mp.jit(attention_gradient, **options), attention_gradient
+    changed = {
+        "vmap": lambda f: jax.vmap(f, (None, 0)), "jit of vmap": lambda f: jax.jit(jax.vmap(f, (None, 0))),
+        "grad": lambda f: jax.grad(lambda w, x: sum(jnp.sum(g**2) for g in f(w, x).values())),
+    }.get(transform, lambda f: f)  # fmt: skip
+    if "vmap" in transform:
+        x = np.stack([x, 2 * x])
+    context = jax.set_mesh(mp.mesh("data=4, model=2")) if transform == "set_mesh" else contextlib.nullcontext()
+    with context:
+        got = changed(run)(w, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6), got, changed(want)(w, x))
+    assert of_kind(jax.make_jaxpr(run)(w, x[0] if "vmap" in transform else x).jaxpr, "local_constraint")
