@@ -1,12 +1,14 @@
-"""The order of a body's products where the program leaves it open, so that what is large does not wait in memory.
+"""The order of a body's matmuls where the program leaves it open, so that large arrays are not live for longer than needed.
 
-In the backward pass of a product two others follow: one of the cotangent with the weight, on which the layer before depends,
-and one of the cotangent with what was saved, the weight's gradient, which nobody is in a hurry for. A compiler that is left to
-itself (libtpu 0.0.42, default effort) was seen to make all gradients of a network last, with all that was gathered for them in
-memory, and in a loop to hold gathered weights until the gradients were on their way. Two rules:
+The backward pass of a matmul has two: the cotangent times the weight, on which the previous layer depends, and the cotangent
+times the saved operand, which is the weight's gradient, on which nothing else depends. The scheduler of libtpu 0.0.42 (default
+effort) runs all gradients of a network last, and keeps what was gathered for them in memory; in a loop it keeps gathered weights
+until the gradients are made. Three rules:
 
-- a product whose sum is scattered waits for those of the same cotangent with gathered weights: these can go before it comes;
-- a product from which no other follows is not left behind: the second one after it waits for it.
+- a matmul whose result is reduce-scattered waits for the matmuls of the same cotangent with gathered weights, which can be freed;
+- where a later loop waits for an asynchronous reduction, these matmuls wait for that of the weight's gradient instead, and run
+  while the reduction is in flight;
+- a matmul on which no other depends is not postponed: the second one after it waits for it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..compat.quirks import LARGE
-from ..cost.fusion import PRODUCTS
+from ..compat.quirks import LARGE, LARGE_SUM
+from ..cost.fusion import FUSED, PRODUCTS, VIEWS
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import (
@@ -53,11 +55,11 @@ def schedule(plan: Plan) -> Plan:
         steps: list[Step] = []
         for step in body.steps:
             if isinstance(step, Run) and step.op in found.after and step.in_ring != "gather" and not is_floating(step):
-                sources = tuple(dict.fromkeys(step.reads))
-                results = {s: Shard(s.value, s.spec, s.partial, s.kind) for s in sources}
+                source = min(step.reads, key=found.stored_for_barrier)
+                result = Shard(source.value, source.spec, source.partial, source.kind)
                 after = tuple(plan.placements[v].made for v in found.after[step.op])
-                steps.append(Barrier(step.op, sources, tuple(results.values()), after))
-                step = replace(step, operands=tuple(None if s is None else results[s] for s in step.operands))
+                steps.append(Barrier(step.op, (source,), (result,), after))
+                step = replace(step, operands=tuple(result if s is source else s for s in step.operands))
             steps.append(step)
         place = {op: k for k, op in enumerate(orders[body.frame])}
         return replace(body, steps=in_order(_by_op(steps, place), body.outputs))
@@ -127,8 +129,22 @@ class _Schedule:
                     continue
                 mine = body.follows(op)
                 free = [v for v in ends if v.op not in mine]
-                if free:
-                    self._wait(body, op, max(free, key=lambda v: body.position[v.op]))  # type: ignore[index]
+                if not free:
+                    continue
+                last = max(free, key=lambda v: body.position[v.op])  # type: ignore[index]
+                if self._blocks_a_loop(step, body, last) and self._is_made(op.outs[0]):
+                    for r in found:
+                        if r not in mine and op not in body.follows(r):
+                            self._wait(body, r, op.outs[0])
+                else:
+                    self._wait(body, op, last)
+
+    def _blocks_a_loop(self, step: Reduce, body: _Body, value: Value) -> bool:
+        """Whether an asynchronous reduction is one that a loop after ``value`` waits for (:func:`.barriers.loops_in_turn`)."""
+        if self._bytes(step.source) < LARGE_SUM or not any(self.plan.goes_on(c.op) for c in step.collectives):
+            return False
+        assert value.op is not None
+        return any(op.name == "scan" for op in body.follows(value.op))
 
     def _none_is_left_behind(self, body: _Body) -> None:
         left: list[tuple[Op, int]] = []  # products from which no other follows, and how many have come since
@@ -168,6 +184,18 @@ class _Schedule:
 
     def _bytes(self, shard: Shard) -> float:
         return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, self.plan.sizes)
+
+    def stored_for_barrier(self, shard: Shard) -> tuple[float, float]:
+        """(bytes that are written to memory only because a barrier holds a shard, bytes of the shard).
+
+        A matmul computes elementwise ops as it reads their result; behind a barrier the result is an array in memory. One operand
+        behind a barrier delays the matmul as well as all of them.
+        """
+        op = shard.value.op
+        while op is not None and op.name in VIEWS and op.ins[0] is not None:
+            op = op.ins[0].op
+        size = self._bytes(shard)
+        return (size if op is not None and op.name in FUSED else 0.0), size
 
     def _operands(self, op: Op) -> float:
         run = self.plan.runs.get(op)

@@ -66,6 +66,53 @@ def test_a_scattered_sum_waits_for_the_last_use_of_the_gathered_weight():
     assert sorted([found[HIDDEN, WIDTH], found[WIDTH, HIDDEN]]) == [["add_any"], ["dot_general"]]
 
 
+def headed(params, x):
+    """Scanned layers and a projection, whose logits but the last are normalized: a loss as most people write it."""
+
+    def loss(params):
+        y, _ = jax.lax.scan(jax.checkpoint(lambda y, w: (mlp(y, w["up"], w["down"]), None)), x, params["layers"])
+        return -jax.nn.log_softmax((y @ params["head"])[:-8])[:, 0].mean()
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.parametrize(("vocab", "first"), [(3 * HIDDEN, "weight's gradient"), (HIDDEN, "cotangent")])
+def test_a_reduction_that_a_loop_waits_for_is_in_flight_during_the_cotangents_matmul(vocab, first):
+    stacked, x = args_of(True, layers=2)
+    params = {"layers": stacked, "head": f32(WIDTH, vocab)}
+    plan, jaxpr = lowered(headed, params, x, layout=FSDP, dims={**STACKED, "*head": "embed vocab"}, mesh="data=8")
+    found = {op.outs[0].shape: [v.shape for v in values] for op, values in waiting(plan)}
+    weight, cotangent = (vocab, WIDTH), (BATCH, WIDTH)  # a weight's gradient is transposed after the matmul
+    assert found[cotangent if first == "weight's gradient" else weight] == [
+        weight if first == "weight's gradient" else cotangent
+    ]
+    for body in bodies(jaxpr):  # the order in the program is that of the plan
+        made = {e.outvars[0].aval.shape: e for e in body.eqns if e.primitive.name == "dot_general"}
+        if weight in made:
+            cotangent = made[BATCH // 8, WIDTH]
+            earlier, later = (made[weight], cotangent) if first == "weight's gradient" else (cotangent, made[weight])
+            assert earlier in needs(body, later)
+            assert later not in needs(body, earlier)
+
+
+def test_a_matmul_waits_by_an_operand_that_is_in_memory():
+    """Behind a barrier, what a matmul would compute as it reads it is written to memory first."""
+    stacked, x = args_of(True, layers=2)
+    params = {"layers": stacked, "head": f32(WIDTH, HIDDEN)}
+    plan, _ = lowered(headed, params, x, layout=FSDP, dims={**STACKED, "*head": "embed vocab"}, mesh="data=8")
+    barriers = {
+        s.op.outs[0].shape: s
+        for s in plan.body.every
+        if isinstance(s, Barrier) and s.after and s.op.name == "dot_general"
+    }
+    assert all(len(s.sources) == 1 for s in barriers.values())
+    (held,) = barriers[HIDDEN, WIDTH].sources
+    assert held.value.shape == (
+        BATCH,
+        WIDTH,
+    )  # what the loop made, and not the gradient of the softmax, [BATCH, HIDDEN]
+
+
 def gradients_waited_for(jaxpr):
     """How many products of the weights' shapes come before each product of an activation's, that it does not follow from."""
     weights = {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
