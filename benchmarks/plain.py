@@ -1,0 +1,432 @@
+"""Train steps of plainly written models, compiled ahead of time under both lowerings, by the TPU compiler's schedule.
+
+    python benchmarks/plain.py                              # every case: seconds of a step under "jit" and "shard_map"
+    python benchmarks/plain.py --case llama-fsdp-v5p --kernels
+
+The models use no kernel, option or name of meshpar: attention by einsum with materialized scores, masks by ``tril``, softmax in
+float32, bfloat16 weights, ``jax.checkpoint`` of every scanned layer, and a cross-entropy of optax. No pass was fitted to them.
+A case of ``examples/llama.py`` stands for those that passes were fitted to. Seconds are compute plus exposed communication of
+the final schedule (:mod:`meshpar.verify.exposed`); ``planned`` are those of the plan for ``"shard_map"``.
+"""
+
+import argparse
+import functools
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import meshpar as mp
+from meshpar.verify.hlo import estimate, walk
+from meshpar.verify.hlo_text import parse
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import llama as fitted
+
+Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
+"""(train step, its arguments as ``jax.ShapeDtypeStruct``, dims of its arrays by path)."""
+
+FSDP = "batch: data; embed: data"
+ZERO1 = "batch: data; opt.embed: data"
+TENSOR = "batch: data; heads, kv_heads, mlp, vocab: model"
+SEQUENCE = f"{TENSOR}; embed: data; seq: model"
+EXPERTS = "batch: data; embed: data; expert: model"
+
+
+def train_step(loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any, optimizer: Any) -> tuple[Any, Any]:
+    """(an update of the state by the gradient of a loss; its arguments)."""
+
+    def step(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+        updates, opt = optimizer.update(gradients, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    return step, ({"params": params, "opt": jax.eval_shape(optimizer.init, params)}, batch)
+
+
+def shapes(dtype: Any = jnp.bfloat16, **sizes: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in sizes.items()}
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+    return y.astype(x.dtype) * scale
+
+
+def rotary(x: jax.Array, base: float = 500_000.0) -> jax.Array:
+    """Rotary position embeddings of `x` [batch, seq, heads, head_dim]."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None] / base ** (jnp.arange(half) / half)
+    sin, cos = jnp.sin(angle)[:, None], jnp.cos(angle)[:, None]
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool = True) -> jax.Array:
+    """Attention of `q` [batch, seq, heads, head_dim] over `k`, `v` [batch, seq, kv_heads, head_dim], scores materialized."""
+    b, s, heads, d = q.shape
+    q = q.reshape(b, s, k.shape[2], heads // k.shape[2], d)
+    scores = jnp.einsum("bqkgd,bskd->bkgqs", q, k).astype(jnp.float32) * d**-0.5
+    if causal:
+        scores = jnp.where(jnp.tril(jnp.ones((s, s), bool)), scores, -1e30)
+    p = jax.nn.softmax(scores, -1).astype(q.dtype)
+    return jnp.einsum("bkgqs,bskd->bqkgd", p, v).reshape(b, s, heads, d)
+
+
+def llama(
+    layers: int = 2, embed: int = 2048, heads: int = 16, kv_heads: int = 4, mlp: int = 5632, vocab: int = 32000,
+    batch: int = 128, seq: int = 2048, head_dim: int = 128,
+) -> Target:  # fmt: skip
+    """A decoder as a tutorial has it: SwiGLU, grouped queries, RoPE."""
+    params = {
+        "embed": shapes(w=(vocab, embed))["w"],
+        "layers": shapes(
+            norm1=(layers, embed), wq=(layers, embed, heads, head_dim), wk=(layers, embed, kv_heads, head_dim),
+            wv=(layers, embed, kv_heads, head_dim), wo=(layers, heads, head_dim, embed), norm2=(layers, embed),
+            gate=(layers, embed, mlp), up=(layers, embed, mlp), down=(layers, mlp, embed),
+        ),
+        "norm": shapes(w=(embed,))["w"],
+        "head": shapes(w=(embed, vocab))["w"],
+    }  # fmt: skip
+
+    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        h = rms_norm(x, p["norm1"])
+        q, k, v = (jnp.einsum("bsd,dhe->bshe", h, p[w]) for w in ("wq", "wk", "wv"))
+        x = x + jnp.einsum("bshe,hed->bsd", grouped_attention(rotary(q), rotary(k), v), p["wo"])
+        h = rms_norm(x, p["norm2"])
+        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], None
+
+    def loss(p: Any, tokens: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(jax.checkpoint(layer), p["embed"][tokens], p["layers"])
+        logits = (rms_norm(x, p["norm"]) @ p["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+    dims = {
+        "*/embed": "vocab embed", "*/head": "embed vocab", "*/norm": "embed", "*/norm1": "layers embed", "*/norm2": "layers embed",
+        "*/wq": "layers embed heads head_dim", "*/wk": "layers embed kv_heads head_dim",
+        "*/wv": "layers embed kv_heads head_dim", "*/wo": "layers heads head_dim embed", "*/gate": "layers embed mlp",
+        "*/up": "layers embed mlp", "*/down": "layers mlp embed", "batch": "batch seq",
+    }  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    return *train_step(loss, params, tokens, optax.adamw(3e-4)), dims
+
+
+def llama3_8b(layers: int = 32, batch: int = 256) -> Target:
+    """The plain Llama in the sizes of Llama 3 8B."""
+    return llama(layers, 4096, 32, 8, 14336, 128256, batch)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = (y - y.mean(-1, keepdims=True)) * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
+    return y.astype(x.dtype) * scale + bias
+
+
+def vit(
+    layers: int = 2, embed: int = 1024, heads: int = 16, mlp: int = 4096, batch: int = 2048, size: int = 224,
+    patch: int = 16, classes: int = 1000,
+) -> Target:  # fmt: skip
+    """A vision transformer in the sizes of ViT-L/16, with a class token."""
+    side, head_dim = size // patch, embed // heads
+    params = {
+        "patches": shapes(w=(patch * patch * 3, embed))["w"],
+        "token": shapes(w=(embed,))["w"],
+        "positions": shapes(w=(side * side + 1, embed))["w"],
+        "layers": shapes(
+            norm1=(layers, embed), bias1=(layers, embed), wqkv=(layers, embed, 3, heads, head_dim),
+            wo=(layers, heads, head_dim, embed), norm2=(layers, embed), bias2=(layers, embed),
+            up=(layers, embed, mlp), up_bias=(layers, mlp), down=(layers, mlp, embed), down_bias=(layers, embed),
+        ),
+        "norm": shapes(w=(embed,))["w"],
+        "bias": shapes(w=(embed,))["w"],
+        "head": shapes(w=(embed, classes))["w"],
+    }  # fmt: skip
+
+    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        qkv = jnp.einsum("bsd,dchf->cbshf", layer_norm(x, p["norm1"], p["bias1"]), p["wqkv"])
+        scores = jnp.einsum("bqhf,bkhf->bhqk", qkv[0], qkv[1]).astype(jnp.float32) * head_dim**-0.5
+        mixed = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(scores, -1).astype(x.dtype), qkv[2])
+        x = x + jnp.einsum("bqhf,hfd->bqd", mixed, p["wo"])
+        h = jax.nn.gelu(layer_norm(x, p["norm2"], p["bias2"]) @ p["up"] + p["up_bias"])
+        return x + h @ p["down"] + p["down_bias"], None
+
+    def loss(p: Any, data: Any) -> jax.Array:
+        images = data["images"].reshape(-1, side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
+        x = images.reshape(-1, side * side, patch * patch * 3) @ p["patches"]
+        x = jnp.concatenate([jnp.broadcast_to(p["token"], (x.shape[0], 1, embed)), x], 1) + p["positions"]
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, p["layers"])
+        logits = (layer_norm(x[:, 0], p["norm"], p["bias"]) @ p["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, data["labels"]).mean()
+
+    dims = {
+        "*/patches": "pixels embed", "*/token": "embed", "*/positions": "_ embed", "*/norm": "embed", "*/bias": "embed",
+        "*/norm1": "layers embed", "*/bias1": "layers embed", "*/norm2": "layers embed", "*/bias2": "layers embed",
+        "*/wqkv": "layers embed _ heads head_dim", "*/wo": "layers heads head_dim embed", "*/up": "layers embed mlp",
+        "*/up_bias": "layers mlp", "*/down": "layers mlp embed", "*/down_bias": "layers embed", "*/head": "embed classes",
+        "*images": "batch height width channels", "*labels": "batch",
+    }  # fmt: skip
+    data = {
+        "images": jax.ShapeDtypeStruct((batch, size, size, 3), jnp.bfloat16),
+        "labels": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }
+    return *train_step(loss, params, data, optax.adamw(3e-4)), dims
+
+
+def resnet(blocks: Sequence[int] = (2, 2), batch: int = 1024, size: int = 224, width: int = 64) -> Target:
+    """A ResNet of bottleneck blocks, statistics of the batch by ``mean`` and ``var``; ResNet-50 has ``blocks=(3, 4, 6, 3)``."""
+    params: dict[str, Any] = {}
+
+    def weight(name: str, kernel: int, n: int, m: int) -> None:
+        params[name] = {
+            "conv": shapes(w=(kernel, kernel, n, m))["w"],
+            "scale": shapes(w=(m,))["w"],
+            "shift": shapes(w=(m,))["w"],
+        }
+
+    weight("stem", 7, 3, width)
+    features = width
+    for stage, count in enumerate(blocks):
+        inner = width * 2**stage
+        for block in range(count):
+            name = f"stage{stage}_{block}"
+            weight(f"{name}_1", 1, features, inner)
+            weight(f"{name}_2", 3, inner, inner)
+            weight(f"{name}_3", 1, inner, 4 * inner)
+            if not block:
+                weight(f"{name}_skip", 1, features, 4 * inner)
+            features = 4 * inner
+    params["head"] = shapes(w=(features, 1000))["w"]
+
+    def conv(p: Any, x: jax.Array, stride: int = 1) -> jax.Array:
+        y = jax.lax.conv_general_dilated(
+            x, p["conv"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        y = y.astype(jnp.float32)
+        y = (y - y.mean((0, 1, 2))) * jax.lax.rsqrt(y.var((0, 1, 2)) + 1e-5)
+        return y.astype(x.dtype) * p["scale"] + p["shift"]
+
+    def loss(p: Any, data: Any) -> jax.Array:
+        x = jax.nn.relu(conv(p["stem"], data["images"], 2))
+        x = jax.lax.reduce_window(x, jnp.array(-jnp.inf, x.dtype), jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        for stage, count in enumerate(blocks):
+            for block in range(count):
+                name, stride = f"stage{stage}_{block}", 2 if stage and not block else 1
+                y = jax.nn.relu(conv(p[f"{name}_1"], x))
+                y = jax.nn.relu(conv(p[f"{name}_2"], y, stride))
+                skip = x if block else conv(p[f"{name}_skip"], x, stride)
+                x = jax.nn.relu(conv(p[f"{name}_3"], y) + skip)
+        logits = (x.mean((1, 2)) @ p["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, data["labels"]).mean()
+
+    dims = {
+        "*/conv": "_ _ _ features", "*/scale": "features", "*/shift": "features", "*/head": "_ classes",
+        "*images": "batch height width channels", "*labels": "batch",
+    }  # fmt: skip
+    data = {
+        "images": jax.ShapeDtypeStruct((batch, size, size, 3), jnp.bfloat16),
+        "labels": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }
+    return *train_step(loss, params, data, optax.sgd(0.1, 0.9)), dims
+
+
+def mixture(
+    kind: str = "onehot", layers: int = 2, embed: int = 2048, heads: int = 16, experts: int = 8, mlp: int = 4096,
+    vocab: int = 32000, batch: int = 128, seq: int = 1024,
+) -> Target:  # fmt: skip
+    """A decoder with a mixture of experts: ``onehot``, two experts a token by einsums over a capacity of 1.25 (GShard), or
+    ``ragged``, one expert a token, sorted by expert in each sequence, by ``ragged_dot``."""
+    head_dim = embed // heads
+    capacity = int(1.25 * 2 * seq / experts)
+    params = {
+        "embed": shapes(w=(vocab, embed))["w"],
+        "layers": shapes(
+            norm1=(layers, embed), wqkv=(layers, embed, 3, heads, head_dim), wo=(layers, heads, head_dim, embed),
+            norm2=(layers, embed), router=(layers, embed, experts), up=(layers, experts, embed, mlp),
+            down=(layers, experts, mlp, embed),
+        ),
+    }  # fmt: skip
+
+    def one_hot(h: jax.Array, p: Any) -> jax.Array:
+        weights, chosen = jax.lax.top_k(jax.nn.softmax((h @ p["router"]).astype(jnp.float32), -1), 2)
+        mask = jax.nn.one_hot(chosen, experts, dtype=jnp.float32)  # [batch, seq, 2, experts]
+        place = (jnp.cumsum(mask.reshape(-1, 2 * seq, experts), 1) - 1).reshape(mask.shape)
+        slot = jax.nn.one_hot(jnp.where(mask > 0, place, -1).astype(jnp.int32), capacity, dtype=h.dtype)
+        dispatch = slot.sum(2)  # [batch, seq, experts, capacity]
+        combine = jnp.einsum("bskec,bsk->bsec", slot, weights.astype(h.dtype))
+        y = jax.nn.gelu(jnp.einsum("becd,edf->becf", jnp.einsum("bsec,bsd->becd", dispatch, h), p["up"]))
+        return jnp.einsum("bsec,becd->bsd", combine, jnp.einsum("becf,efd->becd", y, p["down"]))
+
+    def ragged(h: jax.Array, p: Any) -> jax.Array:
+        scores = jax.nn.softmax((h @ p["router"]).astype(jnp.float32), -1)
+
+        def one(h: jax.Array, chosen: jax.Array, weight: jax.Array) -> jax.Array:
+            order = jnp.argsort(chosen)
+            sizes = jnp.bincount(chosen, length=experts)
+            y = jax.lax.ragged_dot(jax.nn.gelu(jax.lax.ragged_dot(h[order], p["up"], sizes)), p["down"], sizes)
+            return jnp.zeros_like(h).at[order].set(y) * weight[:, None].astype(h.dtype)
+
+        return jax.lax.map(lambda xs: one(*xs), (h, scores.argmax(-1), scores.max(-1)))
+
+    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        qkv = jnp.einsum("bsd,dchf->cbshf", rms_norm(x, p["norm1"]), p["wqkv"])
+        x = x + jnp.einsum("bshe,hed->bsd", grouped_attention(rotary(qkv[0]), rotary(qkv[1]), qkv[2]), p["wo"])
+        return x + (one_hot if kind == "onehot" else ragged)(rms_norm(x, p["norm2"]), p), None
+
+    def loss(p: Any, tokens: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(jax.checkpoint(layer), p["embed"][tokens], p["layers"])
+        logits = (x @ p["embed"].T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+    dims = {
+        "*/embed": "vocab embed", "*/norm1": "layers embed", "*/norm2": "layers embed",
+        "*/wqkv": "layers embed _ heads head_dim", "*/wo": "layers heads head_dim embed", "*/router": "layers embed _",
+        "*/up": "layers expert embed mlp", "*/down": "layers expert mlp embed", "batch": "batch seq",
+    }  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    return *train_step(loss, params, tokens, optax.adamw(3e-4)), dims
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a layout on a slice."""
+
+    name: str
+    make: Callable[[], Target]
+    topology: str
+    mesh: str
+    layout: str
+
+
+SLICES = {
+    "v5p": ("v5p:4x4x4", 64, "data=16, model=4"),
+    "v5e": ("v5e:16x16", 256, "data=64, model=4"),
+    "v6e": ("v6e:8x8", 64, "data=16, model=4"),
+}
+"""Slice, devices, and the mesh of layouts with two axes."""
+
+
+def _cases() -> list[Case]:
+    found = []
+    for chip, (topology, n, two) in SLICES.items():
+        per = 4 if chip == "v5p" else 2
+
+        def add(model: str, layout: str, make: Callable[[], Target], rules: str, mesh: str) -> None:
+            found.append(Case(f"{model}-{layout}-{chip}", make, topology, mesh, rules))  # noqa: B023
+
+        one = f"data={n}"
+        plain = functools.partial(llama, batch=2 * n)
+        for layout, rules, mesh in (
+            ("fsdp", FSDP, one), ("zero1", ZERO1, one), ("tensor", TENSOR, two), ("sequence", SEQUENCE, two),
+        ):  # fmt: skip
+            add("llama", layout, plain, rules, mesh)
+        add("llama3_8b", "fsdp", functools.partial(llama3_8b, 2, batch=per * n // 2), FSDP, one)
+        for layout in ("fsdp", "zero1", "tensor", "fsdp+tensor+sequence"):
+            make = functools.partial(fitted.llama3_8b, batch=2 * n, layers=2, attention="xla")
+            add("fitted", layout, make, fitted.LAYOUTS[layout], one if layout in ("fsdp", "zero1") else two)
+        add("vit", "fsdp", functools.partial(vit, batch=32 * n), FSDP, one)
+        add("resnet", "data", functools.partial(resnet, batch=32 * n), "batch: data", one)
+        add("resnet", "fsdp", functools.partial(resnet, batch=32 * n), "batch: data; features: data", one)
+        add("moe", "fsdp", functools.partial(mixture, batch=2 * n), FSDP, one)
+        add("moe", "experts", functools.partial(mixture, batch=2 * n), EXPERTS, two)
+        add("ragged", "fsdp", functools.partial(mixture, "ragged", batch=2 * n), FSDP, one)
+    return found
+
+
+CASES = _cases()
+
+
+@dataclass
+class Result:
+    """A case compiled under one lowering: seconds of a step by the final schedule, and of them exposed; bytes; kernels."""
+
+    seconds: float
+    exposed: float
+    sent: float
+    peak: float
+    planned: float | None
+    planned_bytes: float
+    kernels: Counter[str]
+
+
+def result(case: Case, lowering: str, effort: Any) -> Result:
+    step, args, dims = case.make()
+    c = mp.compile(
+        step,
+        *args,
+        topology=case.topology,
+        mesh=case.mesh,
+        layout=case.layout,
+        dims=dims,
+        donate_argnums=0,
+        lowering=lowering,
+        effort=effort,
+    )  # type: ignore[call-overload]
+    e = c.exposed
+    assert e is not None
+    assert c.plan is not None
+    return Result(
+        e.schedule, e.seconds, c.bytes_sent, c.memory.peak, c.plan.seconds, c.plan.bytes_sent, kernels(c.as_text())
+    )
+
+
+def kernels(text: str) -> Counter[str]:
+    """Cycles of a step by what a kernel computes: the end of JAX's name, forward or backward, and the shape of its result."""
+    found: Counter[str] = Counter()
+    for run in walk(parse(text), lambda runs: sum(estimate(r.instruction) for r in runs)):
+        cycles = 0 if run.fused else estimate(run.instruction)
+        if cycles:
+            parts = run.instruction.op_name.split("/")
+            backward = "backward" if any("transpose(" in p for p in parts) else "forward"
+            shape = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", run.instruction.shape)
+            found[f"{backward} {'/'.join(parts[-2:])} {shape[:100]}"] += cycles * (run.count or 1)
+    return found
+
+
+def differences(ours: Counter[str], theirs: Counter[str], most: int) -> list[tuple[str, float, float]]:
+    """The kernels of two programs whose cycles differ most: (name, cycles of one, of the other)."""
+    names = sorted({*ours, *theirs}, key=lambda n: -abs(ours[n] - theirs[n]))
+    return [(n, ours[n], theirs[n]) for n in names[:most]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", help='this case; a pattern as "llama-*-v5p"; may be given again')
+    parser.add_argument("--effort", default="full", choices=("full", "fast"))
+    parser.add_argument("--kernels", action="store_true", help="the kernels whose cycles differ most")
+    args = parser.parse_args()
+    console = Console(width=180, highlight=False)
+    heads = ("case", "jit", "shard_map", "ratio", "planned", "error", "exposed", "sent", "jit", "plan", "peak", "jit")
+    table = Table(*heads, title=f"ms, GB; {args.effort} effort, jax {jax.__version__}")
+    for case in CASES:
+        if args.case and not any(fnmatch(case.name, p) for p in args.case):
+            continue
+        theirs, ours = (result(case, lowering, args.effort) for lowering in ("jit", "shard_map"))
+        planned = ours.planned or float("nan")
+        cells = [
+            case.name, f"{theirs.seconds * 1e3:.2f}", f"{ours.seconds * 1e3:.2f}", f"{ours.seconds / theirs.seconds:.3f}",
+            f"{planned * 1e3:.2f}", f"{planned / ours.seconds - 1:+.1%}", f"{ours.exposed * 1e3:.2f} ({theirs.exposed * 1e3:.2f})",
+            f"{ours.sent / 1e9:.3f}", f"{theirs.sent / 1e9:.3f}", f"{ours.planned_bytes / 1e9:.3f}", f"{ours.peak / 1e9:.2f}",
+            f"{theirs.peak / 1e9:.2f}",
+        ]  # fmt: skip
+        table.add_row(*cells)
+        console.print(" | ".join(cells))
+        if args.kernels:
+            console.print(f"  Mcycles {ours.kernels.total() / 1e6:.2f} ({theirs.kernels.total() / 1e6:.2f})")
+            for name, a, b in differences(ours.kernels, theirs.kernels, 20):
+                console.print(f"  {(a - b) / 1e6:+8.3f} {a / 1e6:8.3f} {b / 1e6:8.3f}  {name}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
