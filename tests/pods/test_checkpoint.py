@@ -17,6 +17,8 @@ import optax
 import pod_programs as programs
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.cli import main
@@ -145,6 +147,10 @@ def test_what_is_not_there_or_of_another_shape(saved):
         mp.CheckpointError, match=r"saved as float32\[16, 32\] \(embed mlp\), and is wanted as float32\[16, 16\]"
     ):
         run.restore({"0": {"up": {"kernel": jnp.ones((16, 16))}}}, partial=True)
+    for dtype in (jnp.bfloat16, np.int32):  # nothing is converted silently
+        says = rf"saved as float32\[16, 32\] \(embed mlp\), and is wanted as {jnp.dtype(dtype)}\[16, 32\]"
+        with pytest.raises(mp.CheckpointError, match=says):
+            run.restore({"0": {"up": {"kernel": jnp.ones((16, 32), dtype)}}}, partial=True)
     with pytest.raises(mp.CheckpointError, match=r"`0/drop/rngs/count` and \d+ more, which is not wanted"):
         run.restore({"0": {"up": {"kernel": jnp.ones((16, 32))}}})
     with pytest.raises(mp.CheckpointError, match="it has 0, 1"):
@@ -243,6 +249,24 @@ def test_one_number_changed_is_a_digest_error(saved, tmp_path):
     run.save(1, make()(jax.random.key(1)))  # the place is free again
     run.close()
     assert steps_of(str(tmp_path / "a")) == [0, 1]
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")])
+def test_replicas_that_disagree_are_not_saved(tmp_path, spec):
+    """One element of one copy, on the last device, is another number."""
+    mesh = mp.mesh("data=4, model=2")
+    right = jax.device_put(np.arange(16, dtype=np.float32).reshape(8, 2), NamedSharding(mesh, spec))
+    parts = [shard.data for shard in right.addressable_shards]
+    spoilt = np.array(parts[-1])
+    spoilt[0, 1] += 1
+    parts[-1] = jax.device_put(spoilt, parts[-1].device)
+    wrong = jax.make_array_from_single_device_arrays(right.shape, right.sharding, parts)
+    with mp.Checkpoints(tmp_path / "a") as run:
+        run.save(0, {"w": right, "v": right})
+        with pytest.raises(mp.DigestError, match="the copies of `w` on the devices differ") as caught:
+            run.save(1, {"w": wrong, "v": right})
+        assert caught.value.path == "w"
+    assert steps_of(str(tmp_path / "a")) == [0]
 
 
 def test_facts_that_were_edited(run):
