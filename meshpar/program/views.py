@@ -35,6 +35,7 @@ from .infer import again
 from .ir import Frame, Op, Program, Value
 
 MOST_USES = 4  # of one element in a lookup by constants
+MOST_SELECTED = 4  # arrays of which pieces are joined
 LARGEST_TABLE = 1 << 20
 
 _LOOKUPS = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
@@ -535,6 +536,8 @@ class _Writer:
                     view = _Picked(view.source, {**view.cuts, d: cut})
                 views.append(view)
         found = [v for v in views if isinstance(v, _Picked)]
+        if len(found) == len(views) and any(v.source is not found[0].source for v in found):
+            return self.selected(scope, op, d, found)
         if not found or any(d not in v.cuts or v.source is not found[0].source for v in found):
             return False
         others = [{k: c.table.tolist() for k, c in v.cuts.items() if k != d} for v in found]
@@ -543,6 +546,29 @@ class _Writer:
         table = np.concatenate([v.cuts[d].table if isinstance(v, _Picked) else np.full(v, ZERO) for v in views])
         cuts = {**found[0].cuts, d: _Cut(table, found[0].cuts[d].parts)}
         scope.views[op.eqn.outvars[0]] = _Picked(found[0].source, cuts, self.once(scope, op)(0), True)
+        return True
+
+    def selected(self, scope: _Scope, op: Op, d: int, views: Sequence[_Picked]) -> bool:
+        """Pieces of several arrays: each is brought to its place in a result of its own, from which elements are selected."""
+        parts = max((v.cuts[d].parts for v in views if d in v.cuts), default=1)
+        if parts == 1 or len(views) > MOST_SELECTED or any(v.cuts.keys() - {d} for v in views) or _extended(op.eqn):
+            return False
+        sizes = [v.shape[d] for v in views]
+        n = sum(sizes)
+        by = _Longer(n, -(-n // parts) * parts, parts)
+        pieces, ends = [], np.cumsum(sizes)
+        for view, size, end in zip(views, sizes, ends.tolist(), strict=True):
+            table = np.full(by.whole, ANY)
+            table[end - size : end] = view.cuts[d].table if d in view.cuts else np.arange(size)
+            pieces.append(self.emit(op, lambda x, table=table: _rearranged(x, {d: table}), view.source))
+
+        def select(*xs: Any) -> Any:
+            out = xs[-1]
+            for x, end in reversed(list(zip(xs[:-1], ends.tolist(), strict=False))):
+                out = jnp.where(lax.broadcasted_iota(np.int32, x.shape, d) < end, x, out)
+            return out
+
+        self.shorter(scope, op.eqn.outvars[0], self.emit(op, select, *pieces), {d: by})
         return True
 
     @staticmethod

@@ -355,3 +355,36 @@ def test_a_shifted_cross_entropy_gathers_no_logits():
     assert {c.op for c in plan.collectives} == {"collective-permute", "all-reduce"}
     one_label_of_each_row, weights, scalar = 4 * 4, 8 * 64 * 4 * 2 * 3 / 4, 6
     assert sum(c.total_bytes for c in plan.collectives) <= one_label_of_each_row + weights + 2 * scalar
+
+
+JOINED = {
+    "first row and a shift": lambda x: jnp.concatenate([x[:1] * 2, jnp.cos(x[:-1])]),
+    "uneven": lambda x: jnp.concatenate([x[:3], jnp.cos(x[5:])]) * 3,
+    "uneven, reduced": lambda x: jnp.sum(jnp.concatenate([x[:3], jnp.cos(x[5:])]) ** 2, 0),
+    "three arrays": lambda x: jnp.concatenate([x[1:2], jnp.sin(x)[2:9], jnp.cos(x)[::2]]),
+    "one array is not split": lambda x: jnp.concatenate([jnp.ones((2, 8)) * x[3, 0], x[2:]]),
+    "running sums": lambda x: lax.associative_scan(jnp.add, x),
+    "running products": lambda x: lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (jnp.cos(x), x))[1],
+    "running sums of 15": lambda x: lax.associative_scan(jnp.add, x[1:], reverse=True),
+    "not a number elsewhere": lambda x: jnp.concatenate([x[:4], jnp.log(x - x)[4:8], -jnp.zeros_like(x[:8])]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("layout", ["rows: data", "rows: data+model"])
+def test_joined_pieces_of_several_arrays_are_the_unsharded_ones(name, layout):
+    fn = JOINED[name]
+
+    def step(x):
+        return fn(x), jax.grad(lambda x: jnp.sum(jnp.sin(fn(x))))(x)
+
+    found = mp.jit(step, mesh="data=4, model=2", layout=layout, dims=DIMS)(X)
+    for a, b in zip(found, jax.jit(step)(X), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-5)
+        np.testing.assert_array_equal(np.signbit(np.asarray(a)[-1]), np.signbit(np.asarray(b)[-1]))
+
+
+def test_a_running_sum_by_halves_sends_single_rows():
+    x = jax.ShapeDtypeStruct((256, 8), jnp.float32)
+    plan = mp.plan(JOINED["running sums"], x, mesh="data=4, model=2", layout="rows: data", dims=DIMS)
+    assert sum(c.total_bytes for c in plan.collectives) < 32 * 8 * 4  # an all-gather sends 192 rows
