@@ -19,8 +19,9 @@ def accumulate(fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequ
     """Run a function of a batch in microbatches, and average what it returns.
 
     ``mp.accumulate(jax.value_and_grad(loss), 8)`` holds the activations of an eighth of the batch at a time. Under a layout the
-    gradients stay partial sums until the last microbatch, and are reduced once. Only those that a loop over layers stacks
-    up into shards (FSDP) are reduce-scattered layer by layer, in every microbatch: they are never held whole.
+    gradients stay partial sums until the last microbatch, in float32 where the model computes in bfloat16, and are reduced once.
+    Only gradients that a loop over layers stacks and that the layout shards (FSDP) are reduce-scattered layer by layer, in every
+    microbatch: no device has them unsharded.
 
     Args:
       fn: returns means over its batch (a loss, gradients of one): any tree of arrays.

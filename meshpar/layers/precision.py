@@ -12,20 +12,21 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..errors import LayoutSyntaxError
-from ..program.primitives import widen
+from ..program.primitives import reduce_in
 
 
 @dataclass(frozen=True)
 class Precision:
     """A policy of dtypes: ``loss = mp.Precision(compute="bfloat16")(loss_of)``, then ``jax.value_and_grad(loss)`` as ever.
 
-    The function sees its weights in ``compute``: so they are cast where they lie, and gathered in ``compute``. Their gradients
-    come in ``compute``, are summed over devices in ``reduce``, and handed to the optimizer in the dtype of the weights. Scalars and
-    integers stay as they are.
+    The function gets its weights in ``compute``: they are converted in their stored sharding and all-gathered in ``compute``. Their
+    gradients are computed in ``compute``, reduced over devices in ``reduce``, in loops over layers as well, and converted to the
+    dtype of the weights. Scalars and integers stay as they are.
 
     Attributes:
       compute: of the weights that the function sees; bfloat16 halves what FSDP gathers.
-      reduce: in which partial gradients travel: None: ``compute``; ``"float32"`` sends twice the bytes, and rounds once.
+      reduce: of the gradients while they are reduced over devices; None: ``compute``. ``"float32"`` sends twice the bytes of
+        bfloat16, and rounds once. ``"float16"`` with ``compute="float32"`` halves the bytes of a float32 model.
       keep: ends of tree paths whose weights the function sees as they are (``("scale", "bias")``).
     """
 
@@ -74,11 +75,7 @@ def _cast_forward(compute: Any, reduce: Any, x: jax.Array) -> tuple[jax.Array, j
 
 
 def _cast_backward(compute: Any, reduce: Any, like: jax.Array, ct: jax.Array) -> tuple[jax.Array]:
-    if jnp.promote_types(ct.dtype, reduce) == reduce:
-        ct = widen(ct, reduce)
-    else:
-        ct = ct.astype(reduce)
-    return (ct.astype(like.dtype),)
+    return (reduce_in(ct, reduce).astype(like.dtype),)
 
 
 _cast.defvjp(_cast_forward, _cast_backward)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..compat.quirks import before_exchange, gathered_apart, psum_scatter
+from ..compat.quirks import before_exchange, extremum, gathered_apart, psum_scatter
 from ..hardware.algorithms import ALGORITHMS, AlgorithmName
 from ..layout import Spec
 from ..plan.collectives import reduces
@@ -132,8 +132,14 @@ def combined(
     kind: str,
     grid: Mapping[str, int],
     begun: int = 0,
+    cpu: bool = False,
 ) -> Any:
-    """Combine the terms of an unreduced shard: (dim, axes, algorithm) of its reduce-scatters, then over axes."""
+    """Combine the terms of a partial shard: (dim, axes, algorithm) of its reduce-scatters, then over axes.
+
+    Args:
+      cpu: for XLA's CPU compiler (a :class:`Grid` says that itself).
+    """
+    cpu = cpu or (isinstance(grid, Grid) and grid.cpu)
     dtype = x.dtype
     if 0 in x.shape:
         spec = have
@@ -147,9 +153,9 @@ def combined(
         x, begun = scattered(x, axes[begun:], s.dim, "staged" if begun else s.algorithm, grid), 0
     axes = fine_names([a for a in over if grid[a] > 1], grid)
     if axes and reduces(kind, dtype):
-        x = (lax.psum if kind == "sum" else lax.pmax if kind in ("max", "or") else lax.pmin)(x, axes)
+        x = lax.psum(x, axes) if kind == "sum" else extremum(x, axes, "max" if kind in ("max", "or") else "min", cpu)
     elif axes:
         every = lax.all_gather(x, axes, axis=0)
-        together = {"prod": jnp.multiply, "and": jnp.bitwise_and, "or": jnp.bitwise_or}[kind]
+        together = {"prod": lax.mul, "and": lax.bitwise_and, "or": lax.bitwise_or, "max": lax.max, "min": lax.min}[kind]
         x = functools.reduce(together, [every[k] for k in range(every.shape[0])])
     return x.astype(dtype)

@@ -6,15 +6,17 @@ their gradients by the size of an idle mesh axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 
 from ..compat.jax import (
     HOST_MEMORY,
+    bind,
     close_over,
     constraint_params,
     literal_array,
@@ -27,12 +29,14 @@ from ..compat.jax import (
 from ..compat.quirks import short_strides
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
+from ..plan.collectives import reduces
 from ..plan.plan import Plan
 from ..plan.resharding import reshard
 from ..plan.spec import unsplit
 from ..plan.steps import Loop, Reduce, Run, Shard
 from ..program.ir import Frame, Op, Value
 from ..rules import having, primitive, run_local
+from ..rules.local import plain_params
 from ..rules.registry import SplitOp
 from ..rules.spmd import Grid
 from .collectives import combined
@@ -76,6 +80,7 @@ class _Rewriter:
         self.sizes = plan.sizes
         self.bound = frozenset(bound)
         self.grid = Grid(plan.sizes, {}, bound=bound)
+        self.cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
         self.params: dict[Spec, dict[str, Any]] = {}
         steps = list(plan.body.every)
         self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].data_free)}
@@ -289,6 +294,8 @@ class _Rewriter:
             return True
         if rule.given is not None:
             return False
+        if self.is_extremum(run):
+            return True
         if any(axes and kind == "permutation" for axes, kind in zip(run.axes, rule.kinds, strict=False)):
             return True
         return any(
@@ -297,6 +304,14 @@ class _Rewriter:
             if value is not None and dims
             for entry, factors in zip(self.rest(value) or (), dims, strict=False)
         )
+
+    def is_extremum(self, run: Run) -> bool:
+        """Whether an op is an extremum over devices that XLA's partitioner gets wrong, or has no all-reduce for.
+
+        On CPUs it loses a NaN (:data:`meshpar.compat.quirks.LOST_NAN`).
+        """
+        found = [(s.kind, s.value.aval.dtype) for s in run.results if s.partial and s.kind in ("max", "min")]
+        return any(not reduces(*each) or (self.cpu and jnp.issubdtype(each[1], jnp.floating)) for each in found)
 
     def is_mixed(self, shard: Shard) -> bool:
         """Whether an unreduced sum may be scattered over one of its axes and all-reduced over another."""
@@ -323,18 +338,22 @@ class _Rewriter:
             operands = [given[i] if i in given else literal_array(v) for i, v in enumerate(invars)]
             results = run_local(op, axes, operands, self.grid if self.bound else self.sizes)
             return tuple(
-                combined(y, shard.spec, scatters, over, shard.kind, self.grid if self.bound else self.sizes)
+                combined(
+                    y, shard.spec, scatters, over, shard.kind, self.grid if self.bound else self.sizes, cpu=self.cpu
+                )
                 for y, shard, (scatters, over) in zip(results, run.results, reduced, strict=True)
             )
 
         needs = [unsplit(len(v.aval.shape)) if s is None else s.spec for s, v in zip(run.operands, invars, strict=True)]
-        mapped = jax.shard_map(
+        mapped: Any = jax.shard_map(
             local,
             mesh=self.grid.mesh(self.mesh),
             in_specs=tuple(to_partition_spec(self.grid.spec(needs[i])) for i, _ in arrays),
             out_specs=tuple(to_partition_spec(self.grid.spec(spec)) for spec in after),
             check_vma=False,
         )
+        if self.is_extremum(run):
+            mapped = _with_derivative_of(op, invars, mapped)
         traced = make_generated_jaxpr(mapped, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
         inner: dict[Any, Any] = dict(zip(traced.jaxpr.invars, (v for _, v in arrays), strict=True))
         for var, const in zip(traced.jaxpr.constvars, traced.consts, strict=True):  # tables that a kernel is made with
@@ -366,6 +385,25 @@ def is_constrained(run: Run, result: Shard) -> bool:
     if run.op.rule is None or run.op.name in FREE or result.partial or result.data_free or not result.spec:
         return False
     return any(result.spec) or any(any(s.spec) for s in run.reads)
+
+
+def _with_derivative_of(op: Op, operands: Sequence[Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the operands of an op that are no literals, with the derivative of the op, which XLA partitions."""
+
+    @jax.custom_jvp
+    def function(*xs: Any) -> Any:
+        return run(*xs)
+
+    @function.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        def plain(*xs: Any) -> tuple[Any, ...]:
+            given = iter(xs)
+            every = [literal_array(v) if isinstance(v, Literal) else next(given) for v in operands]
+            return tuple(bind(op.eqn, every, plain_params(op.eqn.params)))
+
+        return function(*primals), jax.jvp(plain, primals, tangents)[1]
+
+    return function
 
 
 def _home(frame: Frame) -> Frame:

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import jax.numpy as jnp
+
 from ..hardware.algorithms import AlgorithmName
 from ..hardware.chips import CollectiveOp
 from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op
+from ..rules.partial import dtype_class
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -125,8 +128,14 @@ def scatters_of(
 
 
 def reduces(kind: str, dtype: Any) -> bool:
-    """Whether a collective combines such partial values; else (products, bits) they are gathered, and combined locally."""
-    return kind in ("sum", "max", "min") or (kind in ("and", "or") and str(dtype) == "bool")
+    """Whether an all-reduce combines such partial values; else they are gathered, and combined locally.
+
+    Gathered are products, bits of integers, and extrema of complex numbers and of 8-bit floating-point types, for which not every
+    backend has an all-reduce.
+    """
+    if kind in ("max", "min"):
+        return dtype_class(dtype) != "complex" and not (dtype_class(dtype) == "narrow" and jnp.finfo(dtype).bits < 16)
+    return kind == "sum" or (kind in ("and", "or") and dtype_class(dtype) == "bool")
 
 
 def human(n: float) -> str:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -24,12 +23,14 @@ from ..hardware.topology import chip_of, torus_of
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error
 from ..program.ir import Frame, Op, Program, Value
 from ..program.views import with_views
-from ..rules import LINEAR, SCALINGS, having
+from ..rules import having
+from ..rules.partial import Law
 from ..rules.rule import REDUCTIONS, Kind
 from ..rules.spmd import Send
 from .claims import Claims, Names, blocks_only, spec_of
 from .collectives import Collective, human, reduces, scatters_of, volume_of
 from .memo import Key, Memo, Planned, Recipe
+from .partial import law_of, named, readers, summed_into
 from .plan import Held, Placement, Plan
 from .reshape import reshape_axes
 from .resharding import Move, reshard, reshard_bytes
@@ -206,12 +207,10 @@ class _Accumulation:
     Attributes:
       carry: the carry as the body sees it.
       addend: what is added.
-      widened: the narrower value that ``addend`` was converted from, if it was.
     """
 
     carry: Value
     addend: Value
-    widened: Value | None
 
 
 class _Planner:
@@ -229,6 +228,9 @@ class _Planner:
       called: what collectives call a value and its dims.
       kept: what earlier plans on such a mesh came to; None: this is the first plan, or a layout that is resolved by cost.
       record: what planning the present op does, where that is to be kept; sized: it follows from the sizes of the mesh.
+      accumulated: the values that are read once, by linear ops alone, and end in a carry that a loop only adds to: whether an inner
+        loop stacks them on the way.
+      named: the results of conversions to a dtype in which the user asks a sum to be reduced.
       refused: ops with values that the layout does not divide.
       apart: ops whose steps follow from more than their own neighbourhood.
       left: seconds that collectives may take yet.
@@ -257,11 +259,13 @@ class _Planner:
         self.consts: dict[Value, _LoopConst] = {}
         self.hoisted: dict[Op, dict[Shard, None]] = {}
         self.accumulating: dict[Value, _Accumulation] = {}
+        self.accumulated: dict[Value, bool] = {}
         self.count: int | None = 1
         self.depth = 0
         self.here = _Building(program.root)
         self.weights = program.once(_weights)
-        self.readers = program.once(_readers)
+        self.readers = program.once(readers)
+        self.named = program.once(named)
         self.called = memo.called
         memo.plans += 1
         self.kept = of_mesh if memo.plans > 1 and layout.resolve == "order" and not self.claims.given else None
@@ -558,48 +562,74 @@ class _Planner:
         self.finish(op, out)
 
     def elementwise(self, op: Op) -> None:
-        (out,) = op.outs
+        out = op.outs[0]
         for v in op.ins:
             if v is not None and v in self.at:
                 self.reduce_if_shared(v)
         acc = next((self.accumulating[v] for v in op.ins if v is not None and v in self.accumulating), None)
         if acc is not None and self.accumulate(op, acc):
             return
-        waiting = [v for v in op.ins if v is not None and self.at[v].partial]
-        if waiting and self.stays_partial(op, out, waiting):
+        if self.stays_partial(op, out):
             return
-        for v in waiting:
-            self.reduce(v)
+        for v in op.ins:
+            if v is not None:
+                self.reduce(v)
         spec = self.claims.elementwise(op, out)
         if self.is_free(op):
-            self.made_from_no_data(out, self.rest(out))
+            for each in op.outs:
+                self.made_from_no_data(each, self.rest(each))
             return
         operands = [None if v is None else self.operand(op, v, stretched(spec, v.shape, out.shape)) for v in op.ins]
-        self.run(op, operands, [self.shard(out, spec)])
-        self.finish(op, out)
+        self.run(op, operands, [self.shard(each, spec) for each in op.outs])
+        for each in op.outs:
+            self.finish(op, each)
 
-    def stays_partial(self, op: Op, out: Value, waiting: Sequence[Value]) -> bool:
-        """Whether an elementwise op is linear in unreduced sums over the same axes, so that its result is one too."""
-        shards = [self.at[v] for v in waiting]
+    def stays_partial(self, op: Op, out: Value) -> bool:
+        """Apply an elementwise op to partial operands, if a law of its primitive allows that; the result is partial, too."""
+        positions = self.partial_operands(op)
+        if not positions or len(op.outs) > 1 or any(op.eqn.invars[i].aval.shape != out.shape for i in positions):
+            return False
+        source = op.ins[positions[0]]
+        assert source is not None
+        first = self.at[source]
+        if self.law(op, positions) is None:
+            return False
+        others = [v for i, v in enumerate(op.ins) if v is not None and i not in positions and v not in self.free]
+        if any(self.at[v].spec != stretched(first.spec, v.shape, out.shape) for v in others):
+            return False  # no other operand is moved for this
+        operands = [
+            None if v is None else self.operand(op, v, stretched(first.spec, v.shape, out.shape)) for v in op.ins
+        ]
+        self.run(op, operands, [self.shard(out, first.spec, first.partial, first.kind)])
+        self.follows(out, source)
+        return True
+
+    def partial_operands(self, op: Op) -> list[int]:
+        return [i for i, v in enumerate(op.ins) if v is not None and self.at[v].partial]
+
+    def law(self, op: Op, positions: Sequence[int]) -> Law | None:
+        """The law by which an op may be applied to its partial operands, at these positions; None: they are reduced first."""
+        shards = [self.at[v] for i in positions if (v := op.ins[i]) is not None]
         first = shards[0]
-        if any(v.shape != out.shape for v in waiting) or first.kind != "sum":
-            return False
         if any((s.partial, s.spec, s.kind) != (first.partial, first.spec, first.kind) for s in shards):
-            return False
-        if any(a.widened is waiting[0] and a.addend is out for a in self.accumulating.values()):
-            self.pass_on(op, waiting[0], out, first.spec)
-            return True
-        linear = op.name in LINEAR and len(waiting) == len(op.ins)
-        others = [v for v in op.ins if v is None or not self.at[v].partial]
-        scaled = op.name in SCALINGS and len(waiting) == 1 and all(v is None or not v.shape for v in others)
-        if op.name == "div":
-            scaled = scaled and op.ins[0] is waiting[0]
-        if linear or scaled:
-            self.pass_on(op, waiting[0], out, first.spec)
-        return linear or scaled
+            return None
+        return law_of(self.program, op, first.kind, positions, lambda law: self.is_used(law, op, first))
+
+    def is_used(self, law: Law, op: Op, shard: Shard) -> bool:
+        """Whether a law of an op that has its partial operands in a shard is to be used (:data:`meshpar.rules.partial.When`).
+
+        ``smaller`` is decided where the axes of the op are known.
+        """
+        (out,) = op.outs
+        if law.when == "widening":
+            if out not in self.accumulated:
+                return False
+            scatter, _ = scatters_of(shard.spec, self.rest(out), shard.partial, shard.kind)
+            return not (self.accumulated[out] and scatter)  # else it is reduced in every iteration
+        return law.when != "named" or out in self.named
 
     def pass_on(self, op: Op, value: Value, out: Value, spec: Spec, axes: Axes | None = None) -> None:
-        """A linear op on an unreduced sum makes an unreduced sum."""
+        """Apply an op to a partial operand; its result is partial, too."""
         shard = self.at[value]
         self.run(op, [self.lies(v) for v in op.ins], [self.shard(out, spec, shard.partial, shard.kind)], axes)
         self.follows(out, value)
@@ -625,31 +655,27 @@ class _Planner:
             self.refuse_other_axes(op)
         self.sized |= op.name == "reshape" or op.name in OPAQUE or rule.given is not None
         first = op.ins[0] if op.ins else None
-        self.reduce_if_shared(first)
-        if (
-            rule.strong
-            and 0 in rule.linear
-            and first is not None
-            and self.at[first].partial
-            and not op.eqn.outvars[1:]
-            and self.carry_partial(op, first)
-        ):
-            return
         for v in op.ins:
-            if v is not None:
-                self.reduce(v)
+            self.reduce_if_shared(v)
         names = self.claims.factor_names(op)
-        scopes = self.claims.op_scopes(op, op.outs)
-        costed = self.layout.resolve == "cost"
-        if rule.given is not None:
-            axes = list(rule.given)
-        else:
-            axes = self.claims.op(op, names, scopes, (lambda a: self.cost(op, a)) if costed else None)
+        positions, passed = self.partial_operands(op), None
+        law = self.law(op, positions) if positions and len(op.outs) == 1 else None
+        if law is not None:
+            if law.when == "smaller":
+                passed = self.smaller_partial(op, positions[0], self.claimed(op, names))
+            elif self.carry_partial(op, positions[0]):
+                return
+        for v in op.ins:
+            if v is not None and v is not passed:
+                self.reduce(v)
+        axes = list(rule.given) if rule.given is not None else self.claimed(op, names)
         if op.name == "reshape" and first is not None and not (first in self.free or first in self.consts):
             axes = list(reshape_axes(rule, axes, self.at[first].spec, self.rest(op.outs[0]), self.sizes))
         if rule.given is None:
             axes = self.spread(op, self.exchanged_or_whole(op, axes))
         partial, kind = self.partial_axes(op, axes)
+        if passed is not None:
+            partial, kind = [self.both_partial(partial[0], self.at[passed].partial)], self.at[passed].kind
         self.factor_axes[op] = axes
         if self.record is not None:
             self.record.axes, self.record.names = axes, names
@@ -669,12 +695,20 @@ class _Planner:
         ]
         self.run(op, operands, results, axes, self.sends(op, needs, axes))
         for out, over in zip(op.outs, partial, strict=True):
-            if over:
+            if passed is not None:
+                self.follows(out, passed)
+            elif over:
                 self.reduced_from[out] = (op, names)
                 if self.record is not None:
                     self.record.partial += (out,)
             else:
                 self.finish(op, out)
+
+    def claimed(self, op: Op, names: list[Names]) -> Axes:
+        """The axes that the layout assigns to the factors of an op."""
+        scopes = self.claims.op_scopes(op, op.outs)
+        costed = self.layout.resolve == "cost"
+        return self.claims.op(op, names, scopes, (lambda a: self.cost(op, a)) if costed else None)
 
     def exchanged_or_whole(self, op: Op, axes: Axes) -> Axes:
         """Work on whole dims where an exchange of blocks sends more: where not all that an op cuts or joins is split alike."""
@@ -797,13 +831,49 @@ class _Planner:
             partial.append(tuple(sorted({a for f in factors for a in axes[f]} - kept, key=order.index)))
         return partial, kind
 
-    def carry_partial(self, op: Op, value: Value) -> bool:
-        """Pass an unreduced sum through a transpose or reshape."""
+    def smaller_partial(self, op: Op, i: int, axes: Axes) -> Value | None:
+        """Operand i of an op, which is partial, if fewer bytes are sent where the result is reduced in its place.
+
+        Args:
+          axes: of the factors of the op, none of which may be one over which the operand is partial.
+        """
         self.sized = True
-        rule = op.rule
+        rule, value, (out,) = op.rule, op.ins[i], op.outs
         assert rule is not None
+        assert value is not None
+        shard = self.at[value]
+        need, made = spec_of(rule.ins[i], axes), spec_of(rule.outs[0], axes)
+        if need != shard.spec or any(a in shard.partial for got in axes for a in got):
+            return None
+        (own,), kind = self.partial_axes(op, axes)
+        if own and kind != shard.kind:
+            return None
+        before = self.reduction_bytes(value, need, shard.partial, kind)
+        before += self.bytes_between(value, self.rest(value), need)
+        before += self.reduction_bytes(out, made, own, kind)
+        return value if self.reduction_bytes(out, made, self.both_partial(own, shard.partial), kind) < before else None
+
+    def both_partial(self, a: Sequence[str], b: Sequence[str]) -> tuple[str, ...]:
+        """The axes of both, in the order of the mesh."""
+        return tuple(x for x in self.sizes if x in a or x in b)
+
+    def reduction_bytes(self, value: Value, spec: Spec, axes: tuple[str, ...], kind: Kind) -> float:
+        """Bytes that a device sends to reduce a partial value to its stored spec."""
+        scatter, reduced = scatters_of(spec, self.rest(value), axes, kind)
+        volume, sent = local_bytes(value.shape, itemsize(value.aval), spec, self.sizes), 0.0
+        for over in scatter.values():
+            sent += wire_bytes("reduce-scatter", volume, parts_of(over, self.sizes))
+            volume /= parts_of(over, self.sizes)
+        return sent + wire_bytes("all-reduce", volume, parts_of(reduced, self.sizes))
+
+    def carry_partial(self, op: Op, i: int) -> bool:
+        """Apply an op with a factor rule to a partial operand i where that is, if the op splits no factor otherwise."""
+        self.sized = True
+        rule, value = op.rule, op.ins[i]
+        assert rule is not None
+        assert value is not None
         axes: Axes = [()] * len(rule.sizes)
-        for entry, factors in zip(self.at[value].spec, rule.ins[0], strict=True):
+        for entry, factors in zip(self.at[value].spec, rule.ins[i], strict=True):
             if entry and factors:
                 f = factors[0]
                 if rule.kinds[f] != "pass_through" or rule.sizes[f] % parts_of(entry, self.sizes):
@@ -1189,7 +1259,7 @@ class _Planner:
             path = reshard(unsplit(len(spec)), spec, self.sizes)
             cut = Reshard(op, found[0], result, path, (), copy=True)
             return Recipe(needs, found, cut, {(value, spec): result})
-        specs = [spec] if op.rule is None or axes is None else [spec_of(d, axes) for d in op.rule.outs]
+        specs = [spec] * len(op.outs) if op.rule is None or axes is None else [spec_of(d, axes) for d in op.rule.outs]
         rest = iter(found)
         operands = tuple(None if v is None else next(rest) for v in op.ins)
         results = tuple(self.part(out, s, here) for out, s in zip(op.outs, specs, strict=True))
@@ -1276,6 +1346,8 @@ class _Planner:
             stacks.append(self.enters(op, i, v, ((), *spec)))
             self.made(self.shard(w, spec))
         self.accumulating.update((a.carry, a) for a in adding.values())
+        for a in adding.values():
+            self.find_accumulated(a.addend)
         self.apart.update(o for o in frame.ops for a in adding.values() if a.carry in o.ins or a.addend in o.outs)
         with self.inside(frame, op) as here:
             slices = [self.at[w] for w in inner[nc + nk :]]
@@ -1447,18 +1519,15 @@ class _Planner:
                 continue
             if uses[carry] != 1 or uses[total] != 1 or not (start is None or start in self.free):
                 continue
-            widened, made = None, addend.op
-            if (
-                made is not None
-                and made.name == "convert_element_type"
-                and uses[addend] == 1
-                and made.ins[0] is not None
-            ):
-                narrow, wide = made.ins[0].aval.dtype, addend.aval.dtype
-                if jnp.issubdtype(narrow, jnp.floating) and jnp.promote_types(narrow, wide) == wide:
-                    widened = made.ins[0]
-            found[k] = _Accumulation(carry, addend, widened)
+            found[k] = _Accumulation(carry, addend)
         return found
+
+    def find_accumulated(self, addend: Value) -> None:
+        """Note the conversions from which an addend is computed by ops that partial sums may pass."""
+        for value, stacked in summed_into(self.program, addend):
+            self.accumulated[value] = stacked
+            if value.op is not None and value.op.name == "convert_element_type":
+                self.apart.add(value.op)
 
     def accumulate(self, op: Op, acc: _Accumulation) -> bool:
         """Plan ``carry + addend``: where the addend is an unreduced sum, so is the carry, from its first value on."""
@@ -1482,25 +1551,6 @@ _CONTROL: Mapping[str, Callable[[_Planner, Op, list[Step | Callable[[], Step]]],
 def _weights(program: Program) -> dict[tuple[int, ...], str | None]:
     """The paths of the weights, by the classes of their dims."""
     return {tuple(map(program.unifier.find, v.nodes)): v.path for v in reversed(program.inputs) if v.kind == "params"}
-
-
-def _readers(program: Program) -> dict[Value, int]:
-    """How often each value is read; calls read nothing, what they hold does."""
-    found: dict[Value, int] = {}
-    frames = [program.root]
-    for op in program.root.walk():
-        if op.frames and op.name not in _CONTROL:
-            continue
-        frames += op.frames
-        for v in op.ins:
-            if v is not None:
-                found[v] = found.get(v, 0) + 1
-    for frame in frames:
-        for var in frame.jaxpr.outvars:
-            if not isinstance(var, Literal):
-                value = frame.env[var]
-                found[value] = found.get(value, 0) + 1
-    return found
 
 
 def _recomputes(op: Op) -> bool:

@@ -27,19 +27,22 @@ for _p in (name_dims_p, rename_dims_p, place_p):
     mlir.register_lowering(_p, lambda ctx, x, **_: [x])
 
 
-widen_p = Primitive("widen")
-widen_p.def_impl(lambda x, *, dtype: x.astype(dtype))
-widen_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
+reduce_in_p = Primitive("reduce_in")
+reduce_in_p.def_impl(lambda x, *, dtype: lax.convert_element_type(x, dtype))
+reduce_in_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
 mlir.register_lowering(
-    widen_p, mlir.lower_fun(lambda x, *, dtype: lax.convert_element_type(x, dtype), multiple_results=False)
+    reduce_in_p, mlir.lower_fun(lambda x, *, dtype: lax.convert_element_type(x, dtype), multiple_results=False)
 )
-ad.deflinear2(widen_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct, x.aval.dtype)])
-batching.defvectorized(widen_p)
+ad.deflinear2(reduce_in_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct, x.aval.dtype)])
+batching.defvectorized(reduce_in_p)
 
 
-def widen(x: Any, dtype: Any) -> Any:
-    """The array in a wider dtype; a partial sum is widened first and summed afterwards, which is what ``astype`` does not do."""
-    return x if x.dtype == dtype else widen_p.bind(x, dtype=jnp.dtype(dtype))
+def reduce_in(x: Any, dtype: Any) -> Any:
+    """Convert to a floating-point dtype in which partial sums are reduced.
+
+    A partial sum is converted first and reduced afterwards, in ``dtype``; ``astype`` to a narrower dtype reduces it first.
+    """
+    return reduce_in_p.bind(x, dtype=jnp.dtype(dtype))
 
 
 def named(x: Any, dims: DimsLike) -> Any:

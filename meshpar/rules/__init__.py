@@ -40,14 +40,10 @@ del (
 )
 
 ELEMENTWISE = having(lambda p: p.elementwise)
-LINEAR = having(lambda p: p.linear)
-SCALINGS = having(lambda p: p.scaling)
 
 __all__ = [
     "ELEMENTWISE",
-    "LINEAR",
     "PRIMITIVES",
-    "SCALINGS",
     "OpRule",
     "Primitive",
     "having",

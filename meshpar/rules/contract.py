@@ -10,6 +10,7 @@ from jax import lax
 
 from .halo import ShardWindow, dilate, fetch_window, sliding_window
 from .local import LocalOp, on_shards
+from .partial import CONTRACTS
 from .registry import SplitOp, always, register
 from .rule import Kind, NameLink, OpRule, exchange_kind, with_halo_sends
 
@@ -43,7 +44,7 @@ def _batches_mixed(op: SplitOp) -> bool:
     return op.mixed and bool(op.eqn.params["dimension_numbers"][1][0])
 
 
-register("dot_general", rule=dot_general, local=on_shards, product=True, manual=_batches_mixed)
+register("dot_general", rule=dot_general, local=on_shards, product=True, manual=_batches_mixed, partial=(CONTRACTS,))
 
 
 def ragged_dot_general(eqn, ins, outs) -> OpRule:

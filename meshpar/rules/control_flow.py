@@ -5,6 +5,7 @@ What is in their bodies has rules of its own.
 
 from __future__ import annotations
 
+from .partial import MOVES
 from .registry import Refusal, SplitOp, register
 
 
@@ -15,6 +16,6 @@ def _partitions_itself(op: SplitOp) -> Refusal:
 register("scan", "while", "cond")
 register("jit", "closed_call", "call", "remat2", "custom_lin", "composite", call=True)
 register("custom_jvp_call", "custom_vjp_call", call=True, own_derivative=True)
-register("name_dims", "rename_dims", "place", "sharding_constraint", identity=True, view=True)
+register("name_dims", "rename_dims", "place", "sharding_constraint", identity=True, view=True, partial=(MOVES,))
 register("pallas_call", "ffi_call", "tpu_custom_call", opaque=True)
 register("custom_partitioning", refuses=_partitions_itself)

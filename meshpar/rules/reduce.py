@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 
 from ..compat.jax import bind
 from .local import LocalOp, on_shards
+from .partial import MOVES, along
 from .registry import SplitOp, register
 from .rule import Kind, OpRule, exchange_kind, no_rule, same_dims
 from .spmd import Send
@@ -48,7 +50,9 @@ def _bits(op: SplitOp) -> bool:
 
 
 for _name, _kind in _KINDS.items():
-    register(_name, rule=reduce, local=on_shards, reduction=True, manual=_bits if _kind in ("and", "or") else None)
+    _manual = _bits if _kind in ("and", "or") else None
+    _law = along(_kind, when="smaller")
+    register(_name, rule=reduce, local=on_shards, reduction=True, manual=_manual, partial=(_law,))
 
 
 _POSITIONAL: dict[str, tuple[Kind, Callable[..., Any]]] = {
@@ -68,7 +72,7 @@ def positional(eqn, ins, outs) -> OpRule:
     if eqn.params["axis_index_groups"] is not None:
         return no_rule(ins, outs)
     kind, _ = _POSITIONAL[eqn.primitive.name]
-    r = OpRule([], [], strong=not axes, linear=(0,) if kind == "sum" and not axes else ())
+    r = OpRule([], [], strong=not axes, pairwise=True)
     r.ins = [tuple((r.factor(n, kind if i in axes else "pass_through"),) for i, n in enumerate(shape)) for shape in ins]
     r.outs = [tuple(d for i, d in enumerate(dims) if i not in axes) for dims in r.ins]
     return r
@@ -82,7 +86,15 @@ def _local_positional(at: LocalOp, *xs: Any) -> list[Any]:
     return bind(at.op.eqn, xs, {**at.params, "axes": names}) if names else list(xs)
 
 
-register(*_POSITIONAL, rule=positional, local=_local_positional, reduction=True)
+def _is_identity(eqn: Any) -> bool:
+    return not eqn.params["axes"]
+
+
+for _name, (_kind, _) in _POSITIONAL.items():
+    register(
+        _name, rule=positional, local=_local_positional, reduction=True,
+        partial=(replace(MOVES, holds=_is_identity), along(_kind, when="smaller")),
+    )  # fmt: skip
 
 
 def reduce_general(eqn, ins, outs) -> OpRule:

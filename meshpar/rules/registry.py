@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from .partial import Law
 from .rule import OpRule, RuleFn
 
 LocalForm = Callable[..., list[Any]]
@@ -59,8 +60,7 @@ class Primitive:
       rule: (equation, shapes of operands, shapes of results) → factor rule; None for elementwise ops, control flow and identities.
       local: what one device does to its shards; None: nothing is known, and no factor may be split.
       elementwise: every operand has the result's shape (factor i is dim i), stretches to it along dims of size 1, or is a scalar.
-      linear: elementwise, and linear in all operands together: it passes partial sums through.
-      scaling: linear in the first operand (a product: in either) where the others are scalars.
+      partial: the laws by which the op is applied to partial operands before they are reduced.
       addition: the sum of its operands.
       view: an identity or a relabelling of dims; moves no data.
       fusible: computed inside the kernels that read its result.
@@ -86,8 +86,7 @@ class Primitive:
     rule: RuleFn | None = None
     local: LocalForm | None = None
     elementwise: bool = False
-    linear: bool = False
-    scaling: bool = False
+    partial: tuple[Law, ...] = ()
     addition: bool = False
     view: bool = False
     fusible: bool = False

@@ -55,13 +55,13 @@ class OpRule:
       sizes, kinds: of every factor.
       strong: the op passes its data through, so joined dims are one class (transpose, reshape).
       name_links: factors of different sizes that may share a name (a slice and the array it is cut from).
-      linear: operands in which the op is linear, so that partial sums may pass through it unreduced.
       known: False: there is no rule, and everything is gathered.
       sharded_like: (leader, follower): the follower is split as the leader is (input and output rows of a convolution).
       sends: the collectives of the local form where permutation factors are split.
       sends_over: in place of ``sends``, where they depend on which axes the factors share.
       windows: (operand, dim) → (number of parts → what each device reads of that dim, and how it comes by it).
       given: the axes of every factor, where the op says them itself: the specs of a ``shard_map``; None: they are claimed.
+      pairwise: result k is computed from operand k alone, which shares no factor with the others.
       permutation_partial: a result that lacks a permutation factor is a partial sum over it (cotangents), not complete.
     """
 
@@ -71,7 +71,6 @@ class OpRule:
     kinds: list[Kind] = field(default_factory=list)
     strong: bool = False
     name_links: list[NameLink] = field(default_factory=list)
-    linear: tuple[int, ...] = ()
     known: bool = True
     sharded_like: list[tuple[int, int]] = field(default_factory=list)
     sends: Sends | None = None
@@ -79,6 +78,7 @@ class OpRule:
     windows: dict[tuple[int, int], Callable[[int], ShardWindow]] = field(default_factory=dict)
     given: list[tuple[str, ...]] | None = None
     permutation_partial: bool = False
+    pairwise: bool = False
 
     def factor(self, size: int, kind: Kind = "pass_through") -> int:
         """A new factor."""
@@ -97,8 +97,9 @@ class OpRule:
     def partial_factors(self, k: int) -> list[int]:
         """The factors that, when split, leave result k partial: contracted ones, and those that it alone lacks."""
         mine = {f for dim in self.outs[k] for f in dim}
+        read = sorted({f for dim in self.ins[k] for f in dim}) if self.pairwise else range(len(self.kinds))
         kinds = {*REDUCTIONS, "pass_through", *(("permutation",) if self.permutation_partial else ())}
-        return [f for f, kind in enumerate(self.kinds) if f not in mine and kind in kinds]
+        return [f for f in read if f not in mine and self.kinds[f] in kinds]
 
 
 RuleFn = Callable[[Any, list[tuple[int, ...]], list[tuple[int, ...]]], OpRule]
@@ -132,7 +133,7 @@ def no_rule(in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[in
 
 def same_dims(eqn: Any, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
     """Each result has the dims of its operand, but for those whose size changes."""
-    r = OpRule([], [])
+    r = OpRule([], [], pairwise=True)
     r.ins = [r.factors(s) for s in in_shapes]
     for dims, a, b in zip(r.ins, in_shapes, out_shapes, strict=False):
         r.outs.append(tuple(f if n == m else (r.factor(m),) for f, n, m in zip(dims, a, b, strict=True))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .local import LocalOp
+from .partial import LINEAR_ALONG, Law, along
 from .registry import register
 from .rule import OpRule, exchange_kind
 from .spmd import Send, axis_index
@@ -26,7 +27,7 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 def cumulative(eqn, ins, outs) -> OpRule:
     """Each device scans its block; the totals of the blocks are gathered, and those before its own combined in."""
     axis = eqn.params["axis"]
-    r = OpRule([], [], strong=True, linear=(0,) if eqn.primitive.name == "cumsum" else ())
+    r = OpRule([], [], strong=True)
     kind = exchange_kind(eqn)
     dims = tuple((r.factor(n, kind if i == axis else "pass_through"),) for i, n in enumerate(ins[0]))
     r.ins, r.outs = [dims], [dims]
@@ -79,4 +80,7 @@ def _with_offset(at: LocalOp, axes: tuple[str, ...], x: Any) -> Any:
     return jnp.where(first, mine, _COMBINE[at.op.name](*jnp.broadcast_arrays(others, mine)))
 
 
-register(*_COMBINE, rule=cumulative, local=_local_cumulative, pinned=True)
+_LAWS: dict[str, tuple[Law, ...]] = {"cumsum": (LINEAR_ALONG,), "cummax": (along("max"),), "cummin": (along("min"),)}
+
+for _name in _COMBINE:
+    register(_name, rule=cumulative, local=_local_cumulative, pinned=True, partial=_LAWS.get(_name, ()))

@@ -14,6 +14,7 @@ from jax import lax
 
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
 from .local import LocalOp, on_shards
+from .partial import MOVES
 from .registry import always, register
 from .rule import Kind, NameLink, OpRule, einsum, exchange_kind, with_halo_sends
 from .spmd import Factors, Send, axis_index
@@ -21,7 +22,7 @@ from .spmd import Factors, Send, axis_index
 
 def broadcast_in_dim(eqn, ins, outs) -> OpRule:
     (out,) = outs
-    r = OpRule([], [], linear=())
+    r = OpRule([], [])
     result = r.factors(out)
     dims = eqn.params["broadcast_dimensions"]
     operand = tuple(result[d] if n == out[d] else (r.factor(n),) for n, d in zip(ins[0], dims, strict=True))
@@ -38,13 +39,13 @@ register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_broadcast, fusi
 
 
 def transpose(eqn, ins, outs) -> OpRule:
-    r = OpRule([], [], strong=True, linear=(0,))
+    r = OpRule([], [], strong=True)
     dims = r.factors(ins[0])
     r.ins, r.outs = [dims], [tuple(dims[i] for i in eqn.params["permutation"])]
     return r
 
 
-register("transpose", rule=transpose, local=on_shards, view=True, free=True)
+register("transpose", rule=transpose, local=on_shards, view=True, free=True, partial=(MOVES,))
 
 
 def reshape(eqn, ins, outs) -> OpRule:
@@ -52,7 +53,7 @@ def reshape(eqn, ins, outs) -> OpRule:
     order = eqn.params["dimensions"] if eqn.primitive.name == "reshape" else None
     order = range(len(ins[0])) if order is None else order  # a reshape may transpose its operand first
     a, b = [ins[0][d] for d in order], outs[0]
-    r = OpRule([], [], strong=True, linear=(0,))
+    r = OpRule([], [], strong=True)
     left: list[Factors] = [()] * len(a)
     right: list[Factors] = [()] * len(b)
     for xs, ys in _runs(a, b):
@@ -79,8 +80,8 @@ def _local_reshape(at: LocalOp, *xs: Any) -> list[Any]:
     return at.run(*xs, new_sizes=at.out)
 
 
-register("reshape", rule=reshape, local=_local_reshape, view=True)
-register("squeeze", rule=reshape, local=on_shards, view=True, free=True)
+register("reshape", rule=reshape, local=_local_reshape, view=True, partial=(MOVES,))
+register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,))
 
 
 def _runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -189,7 +190,7 @@ def _part(operand, result, kind: Kind, lies: Sequence[range] = (), moved: Sequen
     Args:
       lies: of every dim, the elements of the larger array that the smaller one is.
     """
-    r = OpRule([], [], linear=(0,))
+    r = OpRule([], [])
     left, right = [], []
     for d, (n, m) in enumerate(zip(operand, result, strict=True)):
         apart = bool(moved) and moved[d]
@@ -221,7 +222,6 @@ def pad(eqn, ins, outs) -> OpRule:
         for (low, high, _), n, m in zip(config, ins[0], outs[0], strict=True)
     ]
     r = _part(ins[0], outs[0], exchange_kind(eqn), lies, [tuple(c) != (0, 0, 0) for c in config])
-    r.linear = ()
     r.ins.append(())
     for d, (low, high, inner) in enumerate(config):
         if (low, high, inner) != (0, 0, 0) and ins[0][d] > 1 and outs[0][d] > 1:
@@ -311,7 +311,7 @@ register("concatenate", rule=concatenate, local=_local_concatenate, fusible=True
 def split(eqn, ins, outs) -> OpRule:
     """Along the dim that is split devices exchange what their blocks of the pieces are made of."""
     axis, kind = eqn.params["axis"], exchange_kind(eqn)
-    r = OpRule([], [], linear=(0,))
+    r = OpRule([], [])
     if len(outs) == 1:  # all of it: `ravel_pytree` of a single array, put back
         r.ins = r.outs = [tuple((r.factor(n),) for n in ins[0])]
         return r

@@ -87,6 +87,40 @@ def test_sharded_gradients_of_stacked_layers_are_scattered_layer_by_layer(case):
     assert sorted((len(c.shape), c.count) for c in scattered) == [(2, 1), (2, LAYERS * MICRO), (2, LAYERS * MICRO)]
 
 
+def narrow_loss(p, x):
+    """Weights are converted to bfloat16 in each layer, as by Flax modules with ``dtype=bfloat16``."""
+
+    def layer(h, w):
+        return jnp.tanh(h @ w["a"].astype(h.dtype)) @ w["b"].astype(h.dtype), None
+
+    h, _ = jax.lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), p["layers"])
+    return jnp.square((h @ p["head"].astype(h.dtype)).astype(jnp.float32)).mean()
+
+
+def policy_loss(p, x):
+    return mp.Precision(compute="bfloat16")(lambda p, x: loss(p, x.astype(jnp.bfloat16)).astype(jnp.float32))(p, x)
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+@pytest.mark.parametrize("of", [narrow_loss, policy_loss])
+def test_gradients_of_a_bfloat16_model_are_reduced_once(case, of, lowering):
+    """In float32, whatever the number of microbatches; reduce-scattered layer by layer, they are sent in bfloat16."""
+
+    def means(p, x):
+        return mp.accumulate(jax.value_and_grad(of), MICRO)(p, x)
+
+    options = {"mesh": mp.mesh("data=4, model=2"), "dims": DIMS, "lowering": lowering}
+    f = mp.jit(means, layout="batch: data", **options)
+    sent = [(c.op, c.dtype, c.count) for c in f.plan(*case).collectives if len(c.shape) > 1]
+    assert sent == [("all-reduce", "float32", 1)] * 3
+    got, want = (jax.tree.leaves(fn(*case)) for fn in (f, jax.jit(means)))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
+    plan = mp.plan(means, *case, layout="batch: data; embed: data", **options)
+    scattered = [(c.dtype, c.count) for c in plan.collectives if c.op == "reduce-scatter"]
+    assert sorted(scattered) == [("bfloat16", LAYERS * MICRO)] * 2 + [("float32", 1)]
+
+
 def test_a_users_own_accumulating_loop_is_settled_once_too(case):
     p, x = case
 

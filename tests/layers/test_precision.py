@@ -49,6 +49,56 @@ def test_weights_are_gathered_narrow_and_gradients_summed_as_asked(case, reduce,
         np.testing.assert_allclose(a, b, atol=2e-3)
 
 
+STACKED = {"p/w": "layers embed mlp", "p/v": "layers mlp embed", "x": "batch embed"}
+
+
+@pytest.mark.parametrize(
+    ("compute", "reduce", "sent"),
+    [
+        ("bfloat16", None, "bfloat16"), ("bfloat16", "float32", "float32"), ("float32", "float16", "float16"),
+        ("float32", "bfloat16", "bfloat16"), ("float32", None, "float32"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("layout", ["batch: data", "batch: data; embed: data"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_gradients_of_stacked_weights_are_reduced_as_asked(case, compute, reduce, sent, layout, jitted):
+    """In the loop over layers, also where the loss is a function under ``jax.jit``."""
+    p = {k: np.stack([case[0][k]] * 3) for k in ("w", "v")}
+
+    def loss(p, x):
+        def layer(h, weights):
+            return h + jnp.tanh(h @ weights["w"]) @ weights["v"], None
+
+        h, _ = jax.lax.scan(jax.checkpoint(layer), x.astype(compute), p)
+        return jnp.square(h.astype(jnp.float32)).mean()
+
+    fn = jax.value_and_grad(mp.Precision(compute=compute, reduce=reduce)(jax.jit(loss) if jitted else loss))
+    f = mp.jit(fn, mesh=mp.mesh("data=4"), layout=layout, dims=STACKED, lowering="shard_map")
+    reduced = {(c.dtype, c.count) for c in f.plan(p, case[1]).collectives if c.op != "all-gather" and len(c.shape) > 1}
+    assert reduced == {(sent, 3)}
+    for a, b in zip(jax.tree.leaves(f(p, case[1])), jax.tree.leaves(jax.jit(fn)(p, case[1])), strict=True):
+        assert a.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("compute", "reduce", "sent"), [("bfloat16", None, "bfloat16"), ("float32", "float16", "float16")]
+)
+def test_a_float32_step_reduces_as_asked(case, compute, reduce, sent):
+    """Where the function promotes its weights to the float32 of its data, the gradient is converted before it is reduced."""
+
+    def loss(p, x):
+        return jnp.square(jnp.tanh(x @ p["w"]) @ p["v"]).mean()
+
+    fn = jax.grad(mp.Precision(compute=compute, reduce=reduce)(loss))
+    p = {k: case[0][k] for k in ("w", "v")}
+    dims = {k: v for k, v in DIMS.items() if k != "p/scale"}
+    f = mp.jit(fn, mesh=mp.mesh("data=4"), layout="batch: data", dims=dims, lowering="shard_map")
+    assert [(c.op, c.dtype) for c in f.plan(p, case[1]).collectives] == [("all-reduce", sent)] * 2
+    for a, b in zip(jax.tree.leaves(f(p, case[1])), jax.tree.leaves(jax.jit(fn)(p, case[1])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
+
+
 def test_a_wide_sum_rounds_less(case):
     """64 rows over 8 devices: partial gradients added in float32 are nearer to the float64 gradient than those in bfloat16."""
     exact = jax.grad(loss_of)(*case)

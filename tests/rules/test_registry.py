@@ -8,6 +8,7 @@ from jax import lax
 import meshpar as mp
 from meshpar.program.infer import CONTROL
 from meshpar.rules import PRIMITIVES, having, primitive
+from meshpar.rules.partial import LINEAR
 from meshpar.rules.registry import register
 
 
@@ -25,8 +26,9 @@ def test_a_primitive_has_one_entry():
 
 
 def test_traits_of_some():
-    assert {"add", "sub", "neg"} < having(lambda p: p.linear)
-    assert not {"mul", "exp", "max"} & having(lambda p: p.linear)
+    linear = having(lambda p: LINEAR in p.partial)
+    assert {"add", "add_any", "sub"} < linear
+    assert not {"mul", "exp", "max", "sign"} & linear
     assert {"transpose", "reshape", "copy", "name_dims"} < having(lambda p: p.view)
     assert not {"add", "broadcast_in_dim", "pad"} & having(lambda p: p.view)
     assert having(lambda p: p.product) == {"dot_general", "ragged_dot_general", "conv_general_dilated"}
@@ -60,7 +62,7 @@ def test_entries_are_complete(name):
     assert sum(ways) == 1
     if entry.manual is not None:
         assert entry.local is not None
-    if entry.linear or entry.scaling or entry.addition:
+    if entry.addition or LINEAR in entry.partial:
         assert entry.elementwise
     if entry.elementwise:
         assert entry.fusible

@@ -1,0 +1,74 @@
+"""Moves ``reduce_in`` into the loop or call whose result it converts.
+
+The gradients of stacked weights are stacked by the loop of the backward pass, which reduces each in its iteration. The dtype in
+which the user asks them to be reduced (:class:`meshpar.Precision`) is named after the loop: too late. Stacking commutes with a
+conversion, so the conversion is moved into the body of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal
+
+from ..compat.jax import body_of, closed_parts, new_var, replace_body, scan_counts
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
+
+
+def with_sunk_reductions(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The closed jaxpr, in which no ``reduce_in`` converts what a loop stacks or a call returns, where nothing else reads that."""
+    if not any(eqn.primitive.name == "reduce_in" for eqn in _all_equations(closed.jaxpr)):
+        return closed
+    return ClosedJaxpr(_sunk(closed.jaxpr), closed.consts)
+
+
+def _all_equations(jaxpr: Any) -> Iterable[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name == "scan" or eqn.primitive.name in _CALLS:
+            yield from _all_equations(closed_parts(body_of(eqn))[0])
+
+
+def _sunk(jaxpr: Any) -> Any:
+    eqns = list(jaxpr.eqns)
+    times: dict[Any, int] = {}
+    for v in (v for vs in (*(e.invars for e in eqns), jaxpr.outvars) for v in vs if not isinstance(v, Literal)):
+        times[v] = times.get(v, 0) + 1
+    maker = {v: (k, i) for k, eqn in enumerate(eqns) for i, v in enumerate(eqn.outvars)}
+    moved: dict[int, dict[int, Any]] = {}  # of an equation: result → the reduce_in that converts it
+    for j, eqn in enumerate(eqns):
+        x = eqn.invars[0] if eqn.primitive.name == "reduce_in" else None
+        if x is None or isinstance(x, Literal) or x not in maker or times[x] > 1:
+            continue
+        if x.aval.dtype == eqn.params["dtype"]:
+            continue
+        k, i = maker[x]
+        name = eqns[k].primitive.name
+        if name in _CALLS or (name == "scan" and i >= scan_counts(eqns[k].params)[1]):
+            moved.setdefault(k, {})[i] = eqn
+            eqns[j] = None
+    for k, eqn in enumerate(eqns):
+        if eqn is None or not (eqn.primitive.name == "scan" or eqn.primitive.name in _CALLS):
+            continue
+        body = closed_parts(body_of(eqn))[0]
+        found = moved.get(k, {})
+        inner = _sunk(_with_conversions(body, found) if found else body)
+        if inner is not body:
+            outvars = [found[i].outvars[0] if i in found else v for i, v in enumerate(eqn.outvars)]
+            eqns[k] = replace_body(eqn, [inner]).replace(outvars=outvars)
+    if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
+
+
+def _with_conversions(body: Any, found: dict[int, Any]) -> Any:
+    """A body whose results at some positions are converted as ``reduce_in`` equations outside convert them."""
+    eqns, outvars = list(body.eqns), list(body.outvars)
+    for i, conversion in found.items():
+        x = outvars[i]
+        out = new_var(x.aval.update(dtype=conversion.params["dtype"], weak_type=False))
+        eqns.append(conversion.replace(invars=[x], outvars=[out]))
+        outvars[i] = out
+    return body.replace(eqns=eqns, outvars=outvars)
