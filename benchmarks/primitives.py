@@ -33,7 +33,28 @@ QUICK = ("attention_causal", "conv_strided", "cumsum", "embedding", "roll", "top
 CHUNK = 8
 """Programs per process."""
 
-REASONS: dict[tuple[str, str, str], str] = {}
+_ORDER = 'the order of the layout\'s rules decides; with resolve="cost" {}'
+_TWICE = "two arguments have `{0}`, so a result has it twice and is resharded; equal to XLA's or less with one renamed (mp.rename)"
+REASONS: dict[tuple[str, str, str], str] = {
+    ("moe_one_hot", "*", "value"): _ORDER.format("14 kB"),
+    ("moe_one_hot", "*", "gradient"): _ORDER.format("27.7 kB"),
+    ("embedding", "fsdp+tensor", "value"): _ORDER.format("3.6 kB"),
+    (
+        "moe_by_sort",
+        "*",
+        "*",
+    ): "rows stay split, and weight gradients are all-reduced; XLA gathers the 32 rows, fewer bytes here",
+    **{(f"attention{x}", "*", "*"): _TWICE.format("s") for x in ("", "_causal", "_grouped", "_window", "_library")},
+    ("einsum_bilinear", "*", "*"): _TWICE.format("b"),
+    ("product", "*", "*"): "JAX has no all-reduce of products: partial products are gathered",
+    ("solve", "*", "*"): "custom_linear_solve is one op of unknown structure, so that its operands are gathered",
+    (
+        "conv_grouped",
+        "tensor",
+        "gradient",
+    ): "`c: data` splits the groups, so the result is made without `o: model` and resharded",
+    ("avg_pool_overlapping", "*", "gradient"): "the gradient pads 16 rows to 18, which four devices cannot share",
+}
 """Why a case (program, layout, what) may send more than the bound allows; ``*`` as a program's layout or what: any."""
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from primitive_programs import LAYOUTS, PROGRAMS
-from primitives import above, cases, largest_difference, report, run_case
+from primitives import REASONS, above, cases, largest_difference, reason, report, run_case
 
 
 def line(**changed):
@@ -74,3 +74,13 @@ def test_a_program_that_fails_is_an_error_of_its_row(monkeypatch):
 
     monkeypatch.setitem(PROGRAMS, "broken", PROGRAMS["softmax"]._replace(fn=broken))
     assert run_case("broken", "batch", "value", reference=0)["error"] == "KeyError: 'no such layer'"
+
+
+def test_reasons_are_those_of_cases():
+    everything = cases()
+    for program, layout, what in REASONS:
+        assert any(p == program and layout in (at, "*") and what in (w, "*") for p, at, w in everything), program
+    assert reason(line(program="product"))
+    assert not reason(line(program="softmax"))
+    assert reason(line(program="embedding", layout="fsdp+tensor"))
+    assert not reason(line(program="embedding", layout="batch"))
