@@ -743,7 +743,8 @@ class _Planner:
                 if any(rule.kinds[f] in ("need_replication", "permutation") for f in factors):
                     lost[tuple(a for a in entry if a not in used and self.sizes[a] > 1)] = None
         lost.pop((), None)
-        everywhere = set.intersection(*({f for factors in dims for f in factors[:1]} for dims in rule.outs))
+        results = [{f for factors in dims for f in factors[:1]} for dims in rule.outs]
+        everywhere = set.intersection(*results) if results else set()  # a callback has no results
         others = [f for f in sorted(everywhere) if rule.kinds[f] == "pass_through" and rule.sizes[f]]
         if not lost or not others:
             return axes
