@@ -3,8 +3,8 @@
     python benchmarks/soak.py [--only steps|layouts|shapes|functions] [--lowering shard_map] [--scale 1.0]
 
 Each row runs in a process of its own, on 8 virtual CPU devices, and reads the resident memory twice: at a first mark, when caches
-are filled and the allocator has its arenas, and at the end. Before each reading the garbage collector runs and free memory goes back
-to the system. The aim is a growth of at most 1 %.
+are filled and the allocator has its arenas, and at the end. Before each reading the garbage collector runs and free memory goes
+back to the system. The aim is a growth of at most 1 %.
 
 - steps: 10,000 steps of training with donated state; first mark after 2,000.
 - layouts: one program is planned anew under 200 different layouts, with seconds and memory; first mark after 100.
