@@ -69,16 +69,24 @@ def lower_to_shard_map(
     for shard in (*arguments, *outputs):
         check_blocks(shard.value, shard.spec, plan.sizes)
     grid = Grid(plan.sizes, plan.torus, isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu", bound)
-    run = jax.shard_map(
-        lambda *xs: tuple(_Device(grid).run(body, xs)),
+    empty = [0 in s.value.shape for s in body.inputs]
+
+    def on_device(*xs: Any) -> tuple[Any, ...]:
+        given = iter(xs)
+        operands = [_empty(s, plan.sizes) if e else next(given) for s, e in zip(body.inputs, empty, strict=True)]
+        return tuple(_Device(grid).run(body, operands))
+
+    run = jax.shard_map(  # Shardy refuses several operands if all of them are without elements
+        on_device,
         mesh=grid.mesh(mesh),
-        in_specs=tuple(to_partition_spec(grid.spec(s.spec)) for s in body.inputs),
+        in_specs=tuple(to_partition_spec(grid.spec(s.spec)) for s, e in zip(body.inputs, empty, strict=True) if not e),
         out_specs=tuple(to_partition_spec(grid.spec(s.spec)) for s in outputs),
         check_vma=False,
     )
 
     def typed(*xs: Any) -> list[Any]:
-        return [with_weak_type(x, v.aval.weak_type) for x, v in zip(run(*xs), program.outputs, strict=True)]
+        results = run(*(x for x, e in zip(xs, empty, strict=True) if not e))
+        return [with_weak_type(x, v.aval.weak_type) for x, v in zip(results, program.outputs, strict=True)]
 
     like = [jax.ShapeDtypeStruct(np.shape(c), c.dtype) for c in consts]
     like += [abstract_array(v.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in program.inputs]
@@ -108,6 +116,12 @@ def lower_to_shard_map(
             return jax.jvp(lambda *xs: unsharded(*every(xs)), primals, tangents)
 
     return lambda *xs: function(*itertools.compress(xs, used)), ins, outs
+
+
+def _empty(shard: Shard, sizes: dict[str, int]) -> Any:
+    """One device's block of an array without elements."""
+    shape = tuple(n // parts_of(axes, sizes) for n, axes in zip(shard.value.shape, shard.spec, strict=True))
+    return _zeros(jax.ShapeDtypeStruct(shape, shard.value.aval.dtype))
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Any:

@@ -316,6 +316,18 @@ def test_a_reduce_scatter_has_no_dim_of_size_one_before_the_one_that_is_scattere
     same(step, w, x, meshes=["data=4, model=2"], **kinds)
 
 
+def test_several_inputs_all_of_them_empty():
+    def step(x, y, z, keys):
+        return x.sum(1), y.sum(1), jnp.concatenate([z, jnp.ones((0, 2))], 1), y * 2, jax.random.key_data(keys)
+
+    x, y, keys = np.ones((8, 0), np.float32), np.ones((0, 4), np.float32), jax.random.split(jax.random.key(0), (8, 0))
+    dims = {"x": "rows _", "keys": "rows _"}
+    run = mp.jit(step, mesh=mp.mesh("data=8"), layout="rows: data", dims=dims, lowering="shard_map")
+    for got, want in zip(run(x, y, y, keys), step(x, y, y, keys), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
 def test_reshapes_of_empty_arrays():
     def step(x, y):
         empty = jnp.diff(x, axis=1)  # [2, 0, 3]
