@@ -16,6 +16,7 @@ import pytest
 import meshpar as mp
 from meshpar.cli import main
 from meshpar.errors import TargetError
+from meshpar.lab.lab import Lab
 from meshpar.target import concrete, load_target, parse_options
 
 TARGETS = """
@@ -438,3 +439,175 @@ def test_a_lab_that_cannot_be_opened(run, target):
         status, _, errors = run("lab", f"{target}:small", "--mesh", "data=4", "--port", port, "--no-browser")
     assert status == 2
     assert port in errors
+
+
+# -- every option arrives
+
+
+class Arrived(mp.MeshparError):
+    """What a command calls was called; raised in its place."""
+
+
+OPTIONS = {
+    "plan": [
+        (["--mesh", "data=4"], "mesh", "data=4"),
+        (["--layout", "embed: data"], "layout", "embed: data"),
+        (["--topology", "v5e:2x2"], "topology", "v5e:2x2"),
+        (["--donate", "state", "--donate", "batch"], "donate_argnames", ["state", "batch"]),
+        (["--lowering", "jit"], "lowering", "jit"),
+        (["--overlap", "ring"], "overlap", "ring"),
+        (["--options", "off"], "options", "off"),
+        (["--calibration", "here.json"], "calibration", "here.json"),
+        (["--strict"], "strict", True),
+    ],
+    "lab": [
+        (["--mesh", "data=4"], "mesh", "data=4"),
+        (["--layout", "embed: data"], "layout", "embed: data"),
+        (["--topology", "v5e:2x2"], "topology", "v5e:2x2"),
+        (["--donate", "batch"], "donate_argnames", ["batch"]),
+        (["--lowering", "jit"], "lowering", "jit"),
+        (["--overlap", "xla"], "overlap", "xla"),
+        (["--options", "off"], "options", "off"),
+        (["--calibration", "here.json"], "calibration", "here.json"),
+    ],
+    "compile": [
+        (["--mesh", "data=4"], "mesh", "data=4"),
+        (["--layout", "embed: data"], "layout", "embed: data"),
+        (["--topology", "v5e:2x2"], "topology", "v5e:2x2"),
+        (["--donate", "batch"], "donate_argnames", ["batch"]),
+        (["--lowering", "jit"], "lowering", "jit"),
+        (["--overlap", "off"], "overlap", "off"),
+        (["--options", "off"], "options", "off"),
+        (["--calibration", "CALIBRATION"], "calibration", "CALIBRATION"),
+        (["--effort", "full"], "effort", "full"),
+    ],
+    "search": [
+        (["--topology", "v5e:2x2"], "topology", "v5e:2x2"),
+        (["--mesh", "data=4"], "mesh", "data=4"),
+        (["--layout", "embed: data", "--layout", "dp"], "layouts", ["embed: data", "batch: data"]),
+        (["--fixed", "batch: data"], "fixed", "batch: data"),
+        (["--forbid", "mlp"], "forbid", "mlp"),
+        (["--objective", "memory"], "objective", "memory"),
+        (["--margin", "0.5"], "margin", 0.5),
+        (["--axes", "1"], "axes", 1),
+        (["--most", "7"], "most", 7),
+        (["--seconds", "2.5"], "seconds", 2.5),
+        (["--vary", "overlap=auto,xla"], "vary", {"overlap": ["auto", "xla"]}),
+        (["--calibration", "here.json"], "calibration", "here.json"),
+        (["--verify", "2"], "verify", 2),
+        (["--donate", "batch"], "donate_argnames", ["batch"]),
+        (["--lowering", "jit"], "lowering", "jit"),
+        (["--overlap", "off"], "overlap", "off"),
+    ],
+    "tune": [
+        (["--mesh", "data=4", "--mesh", "data=8"], "meshes", ["data=4", "data=8"]),
+        (["--layout", "embed: data"], "layouts", ["embed: data"]),
+        (["--lowering", "jit"], "lowering", "jit"),
+        (["--overlap", "off"], "overlap", "off"),
+        (["--options", "off"], "options", "off"),
+        (["--donate", "batch"], "donate_argnames", ["batch"]),
+        (["--rounds", "3"], "rounds", 3),
+        (["--tolerance", "0.5"], "tolerance", 0.5),
+    ],
+    "check": [
+        (["--mesh", "data=4", "--mesh", "data=8"], "meshes", ["data=4", "data=8"]),
+        (["--layout", "embed: data", "--layout", "dp"], "layouts", ["embed: data", "batch: data"]),
+        (["--lowering", "jit"], "lowerings", ("jit",)),
+        (["--lowering", "both"], "lowerings", ("jit", "shard_map")),
+        (["--tolerance", "0.5"], "tolerance", 0.5),
+    ],
+    "diff": [
+        (["--mesh", "data=4", "--mesh", "data=2"], "mesh", "data=4"),
+        (["--layout", "embed: data", "--layout", "dp"], "layout", "embed: data"),
+        (["--topology", "v5e:2x2"], "topology", "v5e:2x2"),
+        (["--donate", "batch"], "donate_argnames", ["batch"]),
+        (["--calibration", "here.json"], "calibration", "here.json"),
+    ],
+}  # fmt: skip
+"""command → (arguments, keyword of the call of the API that they set, its value)."""
+
+ELSEWHERE = {
+    "--help",
+    "--set",
+    "--json",
+    "--debug",
+    "--html",
+    "--steps",
+    "--port",
+    "--no-browser",
+    "--devices",
+    "--ints",
+}
+"""Options that no call of the API takes; they have tests of their own."""
+
+
+def recorded(monkeypatch, command: str) -> dict:
+    """The keywords of the one call that a command makes of the API, which is not made."""
+    calls: dict = {}
+
+    def record(*_, **keywords):
+        calls.update(keywords)
+        raise Arrived("it arrived")
+
+    if command in ("plan", "diff"):
+        monkeypatch.setattr("meshpar.cli.plan_of", record)
+    else:
+        monkeypatch.setattr(mp, command, record)
+    return calls
+
+
+@pytest.mark.parametrize(("command", "case"), [(c, case) for c, cases in OPTIONS.items() for case in cases],
+                         ids=lambda x: x if isinstance(x, str) else x[0][0])  # fmt: skip
+def test_an_option_arrives(run, target, monkeypatch, tmp_path, command, case):
+    given, keyword, value = case
+    measured = tmp_path / "measured.json"
+    mp.Calibration("cpu", "0.1", 0.1, 0.2, 0.3).save(measured)
+    given, value = ([str(measured) if x == "CALIBRATION" else x for x in xs] if isinstance(xs, list) else xs
+                    for xs in (given, value))  # fmt: skip
+    value = str(measured) if value == "CALIBRATION" else value
+    argv = [command, f"{target}:small", *given]
+    for option, default in (("--mesh", "data=4"), ("--layout", "dp"), ("--topology", "v5e:2x2")):
+        asked = option in given or (command in ("tune", "check") and option == "--topology")
+        if command == "compile" and "--calibration" in given and option == "--topology":
+            continue  # of CPUs
+        argv += [] if asked else [option, default]
+    calls = recorded(monkeypatch, command)
+    status, _, err = run(*argv)
+    assert (status, "it arrived" in err) == (2, True), err
+    assert (str(calls[keyword]) if command == "compile" and keyword == "layout" else calls[keyword]) == value
+    without = dict(calls)
+    calls.clear()
+    rest = (
+        [a for a in argv if a not in given]
+        if keyword not in ("mesh", "meshes", "layout", "layouts", "topology")
+        else None
+    )
+    if rest is not None:  # and is the option's doing
+        run(*rest)
+        assert calls[keyword] != without[keyword]
+
+
+def test_every_option_has_a_row():
+    from meshpar.cli import _parser
+
+    commands = next(a for a in _parser()._actions if a.choices and "plan" in a.choices).choices
+    for command, cases in OPTIONS.items():
+        known = {s for action in commands[command]._actions for s in action.option_strings if s.startswith("--")}
+        shown = {a for given, _, _ in cases for a in given if a.startswith("--")}
+        own = ELSEWHERE | ({"--calibration"} if command == "tune" else set())  # the file that it writes
+        assert known - own == shown, command
+
+
+def test_options_that_the_command_line_uses_itself(run, target, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(mp, "virtual_devices", lambda n: seen.append(("devices", n)))
+    monkeypatch.setattr("meshpar.cli.concrete", lambda found, ints: seen.append(("ints", ints)) or found.args)
+    for command in ("check", "tune"):
+        recorded(monkeypatch, command)
+        run(command, f"{target}:small", "--layout", "dp", "--mesh", "data=4", "--devices", "4", "--ints", "3")
+    assert seen == [("devices", 4), ("ints", 3)] * 2
+    served = []
+    monkeypatch.setattr(Lab, "serve", lambda self, port, browser: served.append((port, browser)))
+    lab = "lab", f"{target}:small", "--mesh", "data=4", "--layout", "dp"
+    assert [run(*lab, "--port", "81", "--no-browser")[0], run(*lab)[0]] == [0, 0]
+    assert served == [(81, False), (0, True)]

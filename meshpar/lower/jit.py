@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding
 
@@ -29,15 +28,14 @@ from ..compat.jax import (
 from ..compat.quirks import short_strides
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
-from ..plan.collectives import reduces
+from ..plan.manual import ManualOps
 from ..plan.plan import Plan
 from ..plan.resharding import reshard
 from ..plan.spec import unsplit
 from ..plan.steps import Loop, Reduce, Run, Shard
 from ..program.ir import Frame, Op, Value
-from ..rules import having, primitive, run_local
+from ..rules import having, run_local
 from ..rules.local import plain_params
-from ..rules.registry import SplitOp
 from ..rules.spmd import Grid
 from .collectives import combined
 
@@ -85,6 +83,7 @@ class _Rewriter:
         steps = list(plan.body.every)
         self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].data_free)}
         self.reduces = {s.source.value: s for s in steps if isinstance(s, Reduce)}
+        self.manual_ops = ManualOps(plan)
         self.hoisted = {s.op: s.hoisted for s in steps if isinstance(s, Loop)}
         made = [s for step in steps for s in (*step.makes, *(s for body in step.bodies for s in body.inputs))]
         self.unreduced = {s.value for s in made if s.partial}
@@ -192,7 +191,7 @@ class _Rewriter:
                 if any(b is not f.jaxpr for b, f in zip(bodies, op.frames, strict=True)):
                     new = replace_body(new, bodies)
                     changed = True
-            manual = self.is_manual(run)
+            manual = self.manual_ops.has(run)
             if op.name == "reshard":  # jax.random makes them; without explicit axes they say nothing
                 names[eqn.outvars[0]] = invars[0]
                 changed = True
@@ -281,43 +280,6 @@ class _Rewriter:
             return spec if made.spec != spec else None
         return spec if any(spec) or is_constrained(run, made) else None
 
-    def is_manual(self, run: Run | None) -> bool:
-        """Whether an op is partitioned here: XLA's partitioner must not touch it, or cannot.
-
-        So are ops that work along a split dim, and those around which such a dim rests split though they get it whole.
-        """
-        if run is None or run.axes is None or run.op.rule is None:
-            return False
-        op, rule = run.op, run.op.rule
-        manual = primitive(op.name).manual
-        if manual is not None and manual(SplitOp(op.eqn, rule, run.axes, any(map(self.is_mixed, run.results)))):
-            return True
-        if rule.given is not None:
-            return False
-        if self.is_extremum(run):
-            return True
-        if any(axes and kind == "permutation" for axes, kind in zip(run.axes, rule.kinds, strict=False)):
-            return True
-        return any(
-            entry and any(rule.kinds[f] == "permutation" for f in factors)
-            for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]
-            if value is not None and dims
-            for entry, factors in zip(self.rest(value) or (), dims, strict=False)
-        )
-
-    def is_extremum(self, run: Run) -> bool:
-        """Whether an op is an extremum over devices that XLA's partitioner gets wrong, or has no all-reduce for.
-
-        On CPUs it loses a NaN (:data:`meshpar.compat.quirks.LOST_NAN`).
-        """
-        found = [(s.kind, s.value.aval.dtype) for s in run.results if s.partial and s.kind in ("max", "min")]
-        return any(not reduces(*each) or (self.cpu and jnp.issubdtype(each[1], jnp.floating)) for each in found)
-
-    def is_mixed(self, shard: Shard) -> bool:
-        """Whether an unreduced sum may be scattered over one of its axes and all-reduced over another."""
-        step = self.reduces.get(shard.value)
-        return len(shard.partial) > 1 if step is None else bool(step.scatters and step.over)
-
     def manual(self, run: Run, invars: list[Any], eqns: list[Any]) -> dict[Any, Any]:
         """The op under ``shard_map``: its local form, unreduced results reduced."""
         op, eqn, axes = run.op, run.op.eqn, list(run.axes or ())
@@ -352,7 +314,7 @@ class _Rewriter:
             out_specs=tuple(to_partition_spec(self.grid.spec(spec)) for spec in after),
             check_vma=False,
         )
-        if self.is_extremum(run):
+        if self.manual_ops.is_extremum(run):
             mapped = _with_derivative_of(op, invars, mapped)
         traced = make_generated_jaxpr(mapped, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for _, v in arrays])
         inner: dict[Any, Any] = dict(zip(traced.jaxpr.invars, (v for _, v in arrays), strict=True))

@@ -12,7 +12,7 @@ its first stage: on v6e (`data=32, model=8`) staged ones leave 31 ms more expose
 A pass over a plan, after the one that looks for rings: it takes what leaves less exposed
 (:func:`meshpar.cost.exposed.sum_forms`).
 
-Under ``lowering="jit"`` nobody chooses: on v4, v5e, v5p and v6e (libtpu 0.0.42; sums over one and over several torus dimensions)
+Under ``lowering="jit"`` XLA decides: on v4, v5e, v5p and v6e (libtpu 0.0.42; sums over one and over several torus dimensions)
 XLA leaves a sum whole, and cuts it, where every device gets a part of its own, and scatters all others.
 """
 
@@ -26,10 +26,12 @@ from functools import partial
 from ..compat.quirks import WHOLE_SUM_CHIPS
 from ..cost.exposed import product_seconds, sum_forms, whole_form
 from ..cost.fusion import PRODUCTS
-from ..plan.collectives import Collective, duration, human
+from ..hardware.algorithms import wire_bytes
+from ..plan.collectives import Collective, duration, human, volume_of
+from ..plan.manual import ManualOps, on_cpus
 from ..plan.plan import Plan
 from ..plan.spec import parts_of
-from ..plan.steps import Body, Reduce, Scatter, rewritten
+from ..plan.steps import Body, Reduce, Scatter, Step, rewritten
 from ..program.ir import Value
 from .overlap import BY_COST, LEAST
 from .reach import home_of, reaches
@@ -42,6 +44,8 @@ router are 0.006, activations in a backward layer of Llama with sequence paralle
 def whole_sums(plan: Plan) -> Plan:
     """Send sums whole where that leaves less exposed, if ``plan.overlap`` is one of those that decide by cost; where XLA does, if
     it partitions."""
+    if plan.lowering == "jit" and on_cpus(plan):
+        return _without_reduce_scatters(plan)
     if plan.chip is None or not plan.chip.torus:
         return plan
     if plan.lowering == "jit" and plan.chip.name in WHOLE_SUM_CHIPS:
@@ -62,6 +66,39 @@ def whole_sums(plan: Plan) -> Plan:
 
     body = rewritten(plan.body, change)
     return plan if body is plan.body else replace(plan, body=body)
+
+
+def _without_reduce_scatters(plan: Plan) -> Plan:
+    """The plan with an all-reduce for every reduce-scatter that is left to XLA's partitioner.
+
+    XLA's compiler for CPUs makes no reduce-scatters (jaxlib 0.10.2): it all-reduces, and each device takes its slice. Ops that the
+    lowering partitions itself have theirs.
+    """
+    manual = ManualOps(plan)
+
+    def changed(step: Step) -> Step:
+        if not isinstance(step, Reduce) or not step.scatters:
+            return step
+        op = step.source.value.op
+        return step if op is not None and manual.has(plan.runs.get(op)) else _decided(plan, step, _as_all_reduce)
+
+    body = rewritten(plan.body, lambda body: body.with_steps(list(map(changed, body.steps))))
+    return plan if body is plan.body else replace(plan, body=body)
+
+
+def _as_all_reduce(plan: Plan, step: Reduce, old: Collective) -> Collective | None:
+    """The all-reduce in place of a reduce-scatter."""
+    if old.op != "reduce-scatter":
+        return None
+    devices = math.prod(plan.sizes[a] for a in old.axes)
+    sent = wire_bytes("all-reduce", volume_of(old.op, old.bytes, devices), devices)
+    form = whole_form(plan, old, 0.0)
+    why = (
+        f"XLA's compiler for CPUs makes no reduce-scatters: {human(sent)} sent by an all-reduce; "
+        f'lowering="shard_map" reduce-scatters, which sends {human(old.bytes)}'
+    )
+    seconds = old.seconds if form is None else form.seconds
+    return replace(old, op="all-reduce", algorithm="whole", bytes=sent, seconds=seconds, why=why)
 
 
 def _decided(plan: Plan, step: Reduce, change: Callable[[Plan, Reduce, Collective], Collective | None]) -> Reduce:

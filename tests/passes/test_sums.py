@@ -11,6 +11,7 @@ from arrays import bf16
 import meshpar as mp
 from meshpar.plan.steps import Reduce
 from meshpar.report.steps import plan_steps
+from meshpar.verify.hlo import collectives
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 
@@ -190,3 +191,42 @@ def test_a_loop_holds_the_whole_sum_of_a_gradient_to_its_end_where_cores_of_thei
     plan, least = made("auto"), made("xla")
     assert sums(plan) == [("all-reduce", "whole")] * 2
     assert plan.memory.peak - least.memory.peak == pytest.approx(held)
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("batch: data; embed: data; mlp: model", {"w": "embed mlp", "x": "batch embed"}),
+        ("batch: data; embed: data", {"w": "embed mlp", "x": "batch embed"}),
+        ("batch: data; mlp: model", {"w": "embed mlp", "x": "batch embed"}),
+    ],
+)
+def test_under_jit_on_cpus_the_plan_has_the_all_reduces_that_xla_makes_of_reduce_scatters(layout, names):
+    step = mp.jit(
+        lambda w, x: jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w),
+        mesh="data=4, model=2", layout=layout, dims=names, lowering="jit",
+    )  # fmt: skip
+    args = jnp.ones((16, 64)), jnp.ones((32, 16))
+    plan = step.plan(*args)
+    compiled = collectives(step.lower(*args).compile().as_text())
+    assert sorted((c.op, c.bytes) for c in plan.collectives) == sorted((c.op, c.bytes) for c in compiled)
+    ours = plan.replan(lowering="shard_map")
+    assert ours.bytes_sent <= plan.bytes_sent
+    for c in plan.collectives:
+        assert ("makes no reduce-scatters" in c.why) == (c.algorithm == "whole")
+
+
+def test_reduce_scatters_of_ops_that_the_jit_lowering_partitions_itself_stay():
+    """A convolution's gradient is reduce-scattered by its own shard_map, by XLA's compiler for CPUs too."""
+
+    def gradient(w, x):
+        y = lambda w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # noqa: E731
+        return jax.grad(lambda w: (y(w) ** 2).sum())(w)
+
+    dims = {"w": "_ _ channels features", "x": "batch _ _ channels"}
+    step = mp.jit(gradient, mesh="data=4, model=2", layout="batch: data; features: data", dims=dims, lowering="jit")
+    args = jnp.ones((3, 3, 4, 8)), jnp.ones((8, 4, 4, 4))
+    planned = [c for c in step.plan(*args).collectives if c.op == "reduce-scatter"]
+    compiled = [c for c in collectives(step.lower(*args).compile().as_text()) if c.op == "reduce-scatter"]
+    assert planned
+    assert [(c.algorithm, c.bytes) for c in planned] == [("native", c.bytes) for c in compiled]

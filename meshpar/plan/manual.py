@@ -1,0 +1,69 @@
+"""Which ops the ``"jit"`` lowering partitions itself, instead of leaving them to XLA's partitioner."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ..program.ir import Value
+from ..rules import primitive
+from ..rules.registry import SplitOp
+from .collectives import reduces
+from .plan import Plan
+from .spec import Spec
+from .steps import Reduce, Run, Shard
+
+
+def on_cpus(plan: Plan) -> bool:
+    """Whether the plan is for CPU devices that are here."""
+    return isinstance(plan.mesh, Mesh) and plan.mesh.devices.flat[0].platform == "cpu"
+
+
+class ManualOps:
+    """The ops of a plan that run by their local form under a ``shard_map`` around each: XLA's partitioner must not see them."""
+
+    def __init__(self, plan: Plan):
+        self.cpu = on_cpus(plan)
+        self.placements = plan.placements
+        self.reduces = {s.source.value: s for s in plan.body.every if isinstance(s, Reduce)}
+
+    def has(self, run: Run | None) -> bool:
+        """Whether an op is partitioned so: XLA's partitioner gets it wrong, or it works along a split dim.
+
+        So are ops around which such a dim is split in their operands or results, though they get it replicated.
+        """
+        if run is None or run.axes is None or run.op.rule is None:
+            return False
+        op, rule = run.op, run.op.rule
+        manual = primitive(op.name).manual
+        if manual is not None and manual(SplitOp(op.eqn, rule, run.axes, any(map(self._is_mixed, run.results)))):
+            return True
+        if rule.given is not None:
+            return False
+        if self.is_extremum(run):
+            return True
+        if any(axes and kind == "permutation" for axes, kind in zip(run.axes, rule.kinds, strict=False)):
+            return True
+        return any(
+            entry and any(rule.kinds[f] == "permutation" for f in factors)
+            for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]
+            if value is not None and dims
+            for entry, factors in zip(self._rest(value) or (), dims, strict=False)
+        )
+
+    def is_extremum(self, run: Run) -> bool:
+        """Whether an op is an extremum over devices that XLA's partitioner gets wrong, or has no all-reduce for.
+
+        On CPUs it loses a NaN (:data:`meshpar.compat.quirks.LOST_NAN`).
+        """
+        found = [(s.kind, s.value.aval.dtype) for s in run.results if s.partial and s.kind in ("max", "min")]
+        return any(not reduces(*each) or (self.cpu and jnp.issubdtype(each[1], jnp.floating)) for each in found)
+
+    def _rest(self, value: Value) -> Spec | None:
+        placed = self.placements.get(value)
+        return None if placed is None else placed.rest.spec
+
+    def _is_mixed(self, shard: Shard) -> bool:
+        """Whether an unreduced result may be reduce-scattered over one of its axes and all-reduced over another."""
+        step = self.reduces.get(shard.value)
+        return len(shard.partial) > 1 if step is None else bool(step.scatters and step.over)
