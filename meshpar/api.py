@@ -412,7 +412,7 @@ def search(
       UnsupportedError: options out of range; ``fixed`` splits a dim that ``forbid`` names.
     """
     if axes < 1:
-        raise UnsupportedError(f"axes={axes!r}: a mesh has at least one")
+        raise UnsupportedError(f"axes={axes!r}: a mesh has at least one", fixes=["axes=1, 2 or 3"])
     if seconds is not None and not seconds > 0:
         raise UnsupportedError(f"seconds={seconds!r}: a time limit is above 0", fixes=["leave it out for none"])
     given = {**keywords, **(kwargs or {})}

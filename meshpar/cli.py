@@ -294,7 +294,8 @@ def _search(args: argparse.Namespace) -> int:
     target = next(iter(targets.values()))
     if len({str(jax.tree.map(jax.typeof, each.args)) for each in targets.values()}) > 1:
         raise TargetError(
-            f"--vary {' '.join(args.vary)} changes the arguments of the step; only the step itself may vary"
+            f"--vary {' '.join(args.vary)} changes the arguments of the step; only the step itself may vary",
+            fixes=["--set for what changes shapes, one search for each"],
         )
     mesh = args.mesh or f"data={device_count(args.topology)}"
     layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
@@ -371,7 +372,10 @@ def _diff(args: argparse.Namespace) -> int:
     sides = []
     for values in (args.mesh, args.topology, args.layout):
         if values is not None and len(values) > 2:
-            raise TargetError("diff compares two plans: --mesh, --topology and --layout stand once or twice")
+            raise TargetError(
+                "diff compares two plans: --mesh, --topology and --layout stand once or twice",
+                fixes=["at most two values of each; `meshpar search` compares many layouts"],
+            )
         sides.append((None, None) if values is None else (values[0], values[-1]))
     (mesh_a, mesh_b), (where_a, where_b), (layout_a, layout_b) = sides
     a = _planned(args, target, mesh_a, where_a, layout_a)
@@ -467,7 +471,10 @@ def _donated(args: argparse.Namespace, target: Target) -> list[str]:
 
 def _save(shown: Any, path: str) -> None:
     if not Path(path).resolve().parent.is_dir():
-        raise TargetError(f"{path}: there is no folder {Path(path).parent}")
+        raise TargetError(
+            f"{path}: there is no folder {Path(path).parent}",
+            fixes=[f"create {Path(path).parent} first, or give a path in an existing folder"],
+        )
     shown.save(path)
 
 

@@ -49,7 +49,10 @@ def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | EllipsisTyp
                 fixes=['names are separated by spaces: "batch seq embed"; `_` leaves one unnamed'],
             )
     if out.count(...) > 1:
-        raise LayoutSyntaxError(f"{what} {text!r}: `...` stands twice")
+        raise LayoutSyntaxError(
+            f"{what} {text!r}: `...` stands twice",
+            fixes=["keep one `...`, and write `_` for each other dim without a name"],
+        )
     return tuple(out)
 
 
@@ -138,7 +141,10 @@ class PathDims:
         items = list(items)
         for item in items:
             if not isinstance(item, tuple | list) or len(item) != 2:
-                raise LayoutSyntaxError(f"dims={patterns!r}: {item!r} is not a pair (pattern, dims)")
+                raise LayoutSyntaxError(
+                    f"dims={patterns!r}: {item!r} is not a pair (pattern, dims)",
+                    fixes=['dims={"batch/tokens": "batch seq"}, or pairs: dims=[("batch/tokens", "batch seq")]'],
+                )
         self.items = tuple((str(p), parse_dims(d, what=f"dims of pattern {p!r}")) for p, d in items)
 
     def match(self, path: str) -> tuple[str, tuple[str | EllipsisType | None, ...]] | None:

@@ -219,7 +219,11 @@ def _check_fixed(tree: Any, argument_path: ArgumentPath | None = None) -> None:
                 names = [*(argument_path(int(names[1])) if names[0] == "0" else names[1:2]), *names[2:]]
             path = "/".join(names) or "the result"
             if argument_path is None:
-                raise UnsupportedError(f"{path}: a function returns JAX arrays, and {_described(x)} is none", path=path)
+                raise UnsupportedError(
+                    f"{path}: a function returns JAX arrays, and {_described(x)} is none",
+                    path=path,
+                    fixes=["return arrays and numbers only; what is static belongs outside of the step"],
+                )
             raise _no_array(path, x)
 
 

@@ -105,7 +105,10 @@ class Layout:
             self.from_pairs = True
         self.resolve = resolve or ("cost" if self.from_pairs else "order")
         if self.resolve not in ("order", "cost"):
-            raise LayoutSyntaxError(f"resolve={resolve!r}: it is 'order' or 'cost'")
+            raise LayoutSyntaxError(
+                f"resolve={resolve!r}: it is 'order' or 'cost'",
+                fixes=['leave it out: "order" for text, "cost" for lists and mappings'],
+            )
         for rule in self.rules:
             for axis in rule.axes:
                 if rule.axes.count(axis) > 1:
@@ -408,6 +411,7 @@ def _rule_of_pair(pair: object) -> Rule:
             raise TypeError
     except (TypeError, ValueError):
         raise LayoutSyntaxError(
-            f"logical axis rule {pair!r} is not a pair (name, axis), (name, (axis, …)) or (name, None)"
+            f"logical axis rule {pair!r} is not a pair (name, axis), (name, (axis, …)) or (name, None)",
+            fixes=['an axis of the mesh, a tuple of axes, or None: ("embed", "data"), ("batch", ("slice", "data"))'],
         ) from None
     return _rule(dim, axes, f"{dim}: {'+'.join(axes) or 'none'}")

@@ -36,7 +36,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             )
         sizes[m[1]] = int(m[2])
     if list(sizes.values()).count(-1) > 1:
-        raise LayoutSyntaxError(f"mesh {text!r}: only one axis may be -1")
+        raise LayoutSyntaxError(f"mesh {text!r}: only one axis may be -1", fixes=["give the sizes of all axes but one"])
     return sizes
 
 
@@ -104,6 +104,7 @@ def fill_mesh(sizes: dict[str, int], total: int) -> None:
                 raise MeshError(
                     f"mesh axis `{axis}=-1` cannot be filled: {total} devices do not divide by {rest}",
                     axis=axis,
+                    fixes=[f"sizes of the other axes whose product divides {total}"],
                 )
             sizes[axis] = max(1, total // rest)
 
@@ -123,7 +124,10 @@ def virtual_devices(count: int) -> None:
         if os.environ.get(DEVICES):
             return
         if count % processes:
-            raise MeshError(f"virtual_devices({count}): {processes} processes do not divide it")
+            raise MeshError(
+                f"virtual_devices({count}): {processes} processes do not divide it",
+                fixes=[f"a multiple of {processes}"],
+            )
         count //= processes
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -153,7 +157,10 @@ def planned_mesh(mesh: AnyMesh | str, topology: str | None) -> AnyMesh:
         sizes = parse_mesh(mesh)
         if -1 in sizes.values():
             if where is None:
-                raise MeshError(f"mesh ({mesh}): -1 needs a topology to fill")
+                raise MeshError(
+                    f"mesh ({mesh}): -1 needs a topology to fill",
+                    fixes=['topology="v5e:4x4", or the size of that axis'],
+                )
             fill_mesh(sizes, where.devices)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     if where is not None:

@@ -107,11 +107,13 @@ def _kind(x: Any) -> str:
 def _file(where: str) -> ModuleType:
     path = Path(where).resolve()
     if not path.is_file():
-        raise TargetError(f"there is no file {where}")
+        raise TargetError(
+            f"there is no file {where}", fixes=["the path of a Python file, from the folder that the command runs in"]
+        )
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise TargetError(f"{where} is no Python file")
+        raise TargetError(f"{where} is no Python file", fixes=["a file whose name ends in .py"])
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     failing_as_target(where, lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
     return module
@@ -123,7 +125,9 @@ def _module(where: str) -> ModuleType:
         return importlib.import_module(where)
     except ModuleNotFoundError as e:
         if e.name is None or not where.startswith(e.name):
-            raise TargetError(f"{where} fails: {e}") from e
+            raise TargetError(
+                f"{where} fails: {e}", fixes=["install what the module imports, or run with --debug for the traceback"]
+            ) from e
         raise TargetError(
             f"there is no module {where}", fixes=["a file is written with its suffix: file.py:function"]
         ) from e

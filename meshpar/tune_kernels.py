@@ -86,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
         try:
             tables = tuning.merge(tuning.read(tuning.SHIPPED), tuning.read(file))
         except ValueError as error:
-            raise TargetError(str(error)) from None
+            raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` says what it takes"]) from None
         _show(tables, file, console)
         return 0
     wanted = list(products(args.shape))
@@ -105,7 +105,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         found = tune_products(wanted, args.dtype, platform, device_kind(), bench, file, console)
     except ValueError as error:  # the file's
-        raise TargetError(str(error)) from None
+        raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` says what it takes"]) from None
     _show(found, file, console)
     return 0
 
@@ -148,7 +148,8 @@ def tune_products(
                 tuned = tuner.tune(measured, choices, limit=tuner.limit_of(dtype), done=done)
             except tuner.WrongValueError as error:
                 raise CheckError(
-                    f"tune-kernels: {product.shape_class} on {kind}: {error}; nothing is stored of it"
+                    f"tune-kernels: {product.shape_class} on {kind}: {error}; nothing is stored of it",
+                    fixes=["report it with the shapes and the chip; other shapes can be tuned"],
                 ) from error
             except (NotImplementedError, WorkerError) as error:
                 console.print(f"{product.shape_class}: {error}")

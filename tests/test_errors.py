@@ -1,5 +1,6 @@
 """Every error by its text: what is wrong, the facts, and the ways to fix it."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -624,3 +625,48 @@ def test_errors_of_tracing_name_the_function_and_the_argument(fn, args, argument
     with pytest.raises(type(ours.value)) as theirs:
         (nnx.jit if fn is on_module else jax.jit)(fn, **static)(*args)
     assert line in str(theirs.value)
+
+
+# -- every error has a fix
+
+PACKAGE = Path(mp.__file__).parent
+ERRORS = {k for k, v in vars(mp.errors).items() if isinstance(v, type) and issubclass(v, mp.MeshparError)}
+
+
+def constructions():
+    """(file and line, class, call) of every place that makes a MeshparError."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf8"))):
+            called = node.func if isinstance(node, ast.Call) else None
+            name = (
+                called.id if isinstance(called, ast.Name) else called.attr if isinstance(called, ast.Attribute) else ""
+            )
+            if name in ERRORS:
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", name, node
+
+
+def test_every_place_that_raises_an_error_gives_a_fix():
+    found = list(constructions())
+    assert len(found) > 200
+    without = []
+    for where, name, node in found:
+        fixes = next((k.value for k in node.keywords if k.arg == "fixes"), None)
+        given = any(k.arg is None for k in node.keywords)  # **facts
+        if not given and (fixes is None or (isinstance(fixes, ast.List) and not fixes.elts)):
+            without.append(f"{where}: {name}")
+    assert without == []
+
+
+@pytest.fixture(autouse=True)
+def every_error_has_a_fix(monkeypatch):
+    """Every error that a test of this module meets says what to write instead."""
+    made = []
+    init = mp.MeshparError.__init__
+
+    def noted(self, *args, **facts):
+        init(self, *args, **facts)
+        made.append(self)
+
+    monkeypatch.setattr(mp.MeshparError, "__init__", noted)
+    yield
+    assert [str(e) for e in made if not e.fixes] == []

@@ -33,7 +33,10 @@ def device_mesh(shape: Sequence[int], devices: Sequence[Any], slices: int, text:
         ici.append(n // outer)
         left //= outer
     if left != 1:
-        raise MeshError(f"mesh ({text}): the first axes must hold the {slices} slices")
+        raise MeshError(
+            f"mesh ({text}): the first axes must hold the {slices} slices",
+            fixes=[f"begin the mesh with an axis for the slices: slice={slices}, …"],
+        )
     return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
 
 

@@ -510,7 +510,10 @@ class Places:
         first = devices.flat[0]
         chip = chip_of_kind(getattr(first, "device_kind", ""))
         if chip is None or getattr(first, "coords", None) is None:
-            raise MeshError(f"devices of kind {getattr(first, 'device_kind', '?')!r} have no places on a torus")
+            raise MeshError(
+                f"devices of kind {getattr(first, 'device_kind', '?')!r} have no places on a torus",
+                fixes=['leave topology out, or give an abstract mesh with it: topology="v5e:4x4"'],
+            )
         at = np.array([_place(d) for d in devices.flat])
         return cls(at, _rings(chip, at.max(0) + 1))
 

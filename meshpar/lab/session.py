@@ -370,7 +370,9 @@ def _place(mesh: str, topology: str | None) -> Any:
     """
     sizes = parse_mesh(mesh)
     if math.prod(sizes.values()) > MOST_DEVICES:
-        raise MeshError(f"mesh ({mesh}) has more than {MOST_DEVICES} devices")
+        raise MeshError(
+            f"mesh ({mesh}) has more than {MOST_DEVICES} devices", fixes=[f"a mesh of at most {MOST_DEVICES} devices"]
+        )
     return planned_mesh(mesh, topology)
 
 

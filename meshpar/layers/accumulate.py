@@ -38,7 +38,10 @@ def accumulate(fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequ
       DivisibilityError: (when called) a batch that does not divide.
     """
     if microbatches < 1:
-        raise LayoutSyntaxError(f"mp.accumulate: microbatches={microbatches}, which must be at least 1")
+        raise LayoutSyntaxError(
+            f"mp.accumulate: microbatches={microbatches}, which must be at least 1",
+            fixes=["microbatches=1 computes the gradient of the whole batch at once"],
+        )
     where = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def pieces(x: Any) -> Any:
@@ -97,7 +100,10 @@ def microbatches(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: str 
       LayoutSyntaxError: ``rows`` below 1.
     """
     if rows < 1:
-        raise LayoutSyntaxError(f"mp.microbatches: rows={rows}, which must be at least 1")
+        raise LayoutSyntaxError(
+            f"mp.microbatches: rows={rows}, which must be at least 1",
+            fixes=["rows of the batch that one device holds at a time: at least 1"],
+        )
     spec = Layout(layout).spec((dim,), mesh, (batch,), path="the batch")
     axes = spec[0] if len(spec) else None
     parts = math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))

@@ -75,7 +75,9 @@ def attention(
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.ndim != 4:
             raise RankError(
-                f"attention: {name} must be [batch, seq, heads, head_dim], got rank {x.ndim}", shape=x.shape
+                f"attention: {name} must be [batch, seq, heads, head_dim], got rank {x.ndim}",
+                shape=x.shape,
+                fixes=[f"reshape {name} to [batch, seq, heads, head_dim]; a dim may be of size 1"],
             )
     together = q.shape[1] == k.shape[1]
     options = {
@@ -106,7 +108,10 @@ def _plan(
     try:
         return api.plan(operands, {a: n for a, n in over.items() if n > 1}, api.Options(**options))
     except ValueError as error:
-        raise MeshparError(str(error).replace("ring_attention:", "attention:", 1)) from None
+        raise MeshparError(
+            str(error).replace("ring_attention:", "attention:", 1),
+            fixes=["sizes, axes and options as in the docstring of mp.attention"],
+        ) from None
 
 
 # -- the two ops

@@ -67,9 +67,14 @@ def cross_entropy(
             ],
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise UnsupportedError(f"cross_entropy: labels are integers, not {labels.dtype}")
+        raise UnsupportedError(
+            f"cross_entropy: labels are integers, not {labels.dtype}", fixes=["labels.astype(jnp.int32)"]
+        )
     if over not in ("vocab", "tokens"):
-        raise UnsupportedError(f"cross_entropy: chunks are over 'vocab' or 'tokens', not over {over!r}")
+        raise UnsupportedError(
+            f"cross_entropy: chunks are over 'vocab' or 'tokens', not over {over!r}",
+            fixes=['over="vocab" or over="tokens"'],
+        )
     weights = jnp.ones(tokens, jnp.float32) if mask is None else mask.astype(jnp.float32)
     if ignore is not None:
         weights = jnp.where(labels == ignore, 0.0, weights)

@@ -73,7 +73,7 @@ class Checkpoints:
 
     def __init__(self, path: str | Path, *, keep: int | None = 3, every: int = 1, data: Any = None):
         if every < 1 or (keep is not None and keep < 1):
-            raise CheckpointError(f"keep={keep}, every={every}: both must be at least 1")
+            raise CheckpointError(f"keep={keep}, every={every}: both must be at least 1", fixes=["keep=2, every=1"])
         self.path = str(path) if "://" in str(path) else str(Path(path).expanduser().resolve())
         self.keep, self.every, self.data = keep, every, data
         self._manager: Any = None
@@ -119,7 +119,9 @@ class Checkpoints:
         differing = [path for path, digest in digests.items() if not digest]
         if differing:
             raise DigestError(
-                f"the copies of `{differing[0]}` on the devices differ: it is not saved", path=differing[0]
+                f"the copies of `{differing[0]}` on the devices differ: it is not saved",
+                path=differing[0],
+                fixes=["mp.check finds a step that computes replicas differently; restart from the checkpoint before"],
             )
         facts = {
             **self._facts,
@@ -351,10 +353,16 @@ def facts_of(path: str, step: int) -> dict[str, Any]:
         if not isinstance(facts, dict) or facts.get("check") != _check(facts):
             raise ValueError("its checksum differs")
     except (ValueError, OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"the facts of checkpoint {step} in {path} are damaged: {error}") from None
+        raise CheckpointError(
+            f"the facts of checkpoint {step} in {path} are damaged: {error}",
+            fixes=[
+                "`meshpar checkpoint verify PATH` says which checkpoints are complete; restore an older one: step=…"
+            ],
+        ) from None
     if facts.get("format") != FORMAT:
         raise CheckpointError(
-            f"checkpoint {step} in {path} is of format {facts.get('format')}, and this reads {FORMAT}"
+            f"checkpoint {step} in {path} is of format {facts.get('format')}, and this reads {FORMAT}",
+            fixes=["restore it with the version of meshpar that saved it"],
         )
     return facts
 

@@ -154,7 +154,10 @@ def _show_one(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     steps = steps_of(args.path) if args.step is None else [_one(args)]
     if not steps:
-        raise TargetError(f"{args.path} has no complete checkpoint")
+        raise TargetError(
+            f"{args.path} has no complete checkpoint",
+            fixes=["the folder of a run, which holds one folder for each step"],
+        )
     bad = 0
     for step in steps:
         wrong = verify(args.path, step)

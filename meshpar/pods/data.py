@@ -85,7 +85,10 @@ def put(batch: Any, *, mesh: Mesh, layout: Any, dims: Any = None, rows: Literal[
       MeshError: ``rows="mine"`` with other rows than those of this process's devices.
     """
     if rows not in ("all", "mine"):
-        raise MeshError(f"rows={rows!r}: it is 'all' or 'mine'")
+        raise MeshError(
+            f"rows={rows!r}: it is 'all' or 'mine'",
+            fixes=['rows="all": every process has the global batch; rows="mine": its own rows'],
+        )
     leaves, back = by_name(batch)
     spec_of = _specs(mesh, Layout(layout), dims, leaves)
     out = {}
@@ -121,7 +124,9 @@ def _row_range(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], path: st
     held = sorted({index[0].start or 0 for index in _indices(sharding, parts)})
     if mine % len(held):
         raise MeshError(
-            f"put: `{path}` has {mine} rows here, which {len(held)} groups of devices cannot share", path=path
+            f"put: `{path}` has {mine} rows here, which {len(held)} groups of devices cannot share",
+            path=path,
+            fixes=[f"a multiple of {len(held)} rows in every process"],
         )
     each = mine // len(held)
     return [part * each + r for part in held for r in range(each)], (each * parts, *shape[1:])
@@ -243,7 +248,10 @@ class Batches:
     def from_(self, position: int) -> Iterator[tuple[int, Any]]:
         """(n, batch n) from here on; ``prefetch`` batches are read and sent to the devices ahead of the one in use."""
         if position < 0:
-            raise DataPositionError(f"position {position}: batches are numbered from 0")
+            raise DataPositionError(
+                f"position {position}: batches are numbered from 0",
+                fixes=["the number of a batch, as `position` of an earlier run says it"],
+            )
         self.position = position
         end = None if self.epochs is None else self.epochs * self.per_epoch
         if self.prefetch < 1:
@@ -347,7 +355,10 @@ def batches(
       DivisibilityError: a batch that does not divide over the mesh.
     """
     if last not in ("drop", "pad"):
-        raise DataPositionError(f"last={last!r}: it is 'drop' or 'pad'")
+        raise DataPositionError(
+            f"last={last!r}: it is 'drop' or 'pad'",
+            fixes=['last="drop" leaves out the rows that fill no batch; last="pad" pads them'],
+        )
     made = Batches(
         source, batch=batch, seed=seed, mesh=mesh, layout=Layout(layout), dims=dims, prefetch=prefetch, last=last,
         shuffle=shuffle, epochs=epochs,

@@ -84,7 +84,9 @@ class _Tensors:
         found = Path(path)
         files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
         if not files or not all(f.is_file() for f in files):
-            raise CheckpointError(f"there is no safetensors file at {path}")
+            raise CheckpointError(
+                f"there is no safetensors file at {path}", fixes=["a .safetensors file, or a folder of them"]
+            )
         self._of: dict[str, Any] = {}
         for file in files:
             opened = safetensors().safe_open(str(file), framework="flax")
@@ -112,9 +114,13 @@ class _Reader:
                             fixes=["name them all: dims= of mp.init, or Flax metadata"])  # fmt: skip
         if sorted(mine + self.stacked) != sorted(named):
             raise RankError(f"rule {name!r}: the dims {dims!r}{f' and {self.stacked}' if self.stacked else ''} are not those of "
-                            f"`{leaf}`: {' '.join(named)!r}", path=leaf, shape=shape)  # fmt: skip
+                            f"`{leaf}`: {' '.join(named)!r}", path=leaf, shape=shape,
+                            fixes=[f"name all of `{' '.join(named)}`, each once"])  # fmt: skip
         if len(self.stacked) > 1:
-            raise LayoutSyntaxError(f"rule {name!r}: one {{dim}} of a name is stacked")
+            raise LayoutSyntaxError(
+                f"rule {name!r}: one {{dim}} of a name is stacked",
+                fixes=["stack one dim, and name the others in the rule's dims"],
+            )
         self.size = dict(zip(named, shape, strict=True))
         self.axis = {d: i for i, d in enumerate(named)}
         self.order = mine
@@ -132,7 +138,11 @@ class _Reader:
         tensor = self.files.slice_of(name)
         want = [int(np.prod([self.size[d] for d in group], dtype=int)) for group in self.groups]
         if list(tensor.get_shape()) != want:
-            raise CheckpointError(f"{name} is {tensor.get_shape()}, and `{self.leaf}` needs {want}", path=self.leaf)
+            raise CheckpointError(
+                f"{name} is {tensor.get_shape()}, and `{self.leaf}` needs {want}",
+                path=self.leaf,
+                fixes=["a rule with the dims in the order of the file, or a state of the file's sizes"],
+            )
         starts, shape, later = [], [], []
         for group in self.groups:
             outer, *inner = group

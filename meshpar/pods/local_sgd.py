@@ -45,7 +45,11 @@ class LocalSgd:
         layout: Layout, dims: PathDims, lowering: str, jit: Jit, init: Jit,
     ):  # fmt: skip
         if over not in mesh.shape:
-            raise MeshError(f"local_sgd: the mesh has no axis `{over}`", axis=over)
+            raise MeshError(
+                f"local_sgd: the mesh has no axis `{over}`",
+                axis=over,
+                fixes=[f"over= one of {', '.join(mesh.shape)}, or a mesh with the axis `{over}`"],
+            )
         taken = next((r for r in layout.rules if over in r.axes), None)
         if taken is not None:
             raise AxisConflictError(
@@ -53,7 +57,9 @@ class LocalSgd:
                 axis=over, rule=str(taken), fixes=[f"leave `{over}` out of the layout: replicas are independent"],
             )  # fmt: skip
         if every < 1:
-            raise UnsupportedError(f"local_sgd: every={every}, which must be at least 1")
+            raise UnsupportedError(
+                f"local_sgd: every={every}, which must be at least 1", fixes=["every=500, as DiLoCo has it"]
+            )
         self.step, self.every, self.tx, self.mesh, self.dims = step, every, outer, mesh, dims
         self.replicas = mesh.shape[over]
         self.layout = Layout(layout, optional=True).with_first([Rule(REPLICA, (over,))])
@@ -152,7 +158,9 @@ class LocalSgd:
         rows = x.shape[0]
         if rows % self.replicas:
             raise DivisibilityError(
-                f"local_sgd: {rows} rows of `{name}` do not divide among {self.replicas} replicas", path=name
+                f"local_sgd: {rows} rows of `{name}` do not divide among {self.replicas} replicas",
+                path=name,
+                fixes=[f"a batch of a multiple of {self.replicas} rows"],
             )
         shape = (self.replicas, rows // self.replicas, *x.shape[1:])
         if not isinstance(x, jax.Array):

@@ -61,7 +61,10 @@ def distributed(
     if not jax_pods.connected():
         given = {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
         if any(v is not None for v in given.values()) and None in given.values():
-            raise MeshError("mp.distributed needs coordinator=, processes= and process=, or none of them")
+            raise MeshError(
+                "mp.distributed needs coordinator=, processes= and process=, or none of them",
+                fixes=["leave all three out on TPU pods, Slurm and GKE, which say them"],
+            )
         if coordinator is None and PROCESS in os.environ:
             given = {
                 "coordinator_address": os.environ[ADDRESS],

@@ -257,7 +257,8 @@ class Judge:
             if silent > self.timeout and not said["over"]:
                 last = f"after {_last(said)}" if said["calls"] else "before its first call"
                 error = LostProcessError(
-                    f"process {p} is lost: no sign of life for {silent:.0f} s, {last}; it died, was stopped or is cut off"
+                    f"process {p} is lost: no sign of life for {silent:.0f} s, {last}; it died, was stopped or is cut off",
+                    fixes=["start the job again: `meshpar launch` does, from the last checkpoint"],
                 )
                 return Cause(p, "lost", f"LostProcessError: {error}", RESTARTABLE)
         cause = self.order(beats) or self.ended(beats)
@@ -306,7 +307,8 @@ class Judge:
                 q = next(q for q, other in beats.items() if other["count"] == most)
                 error = StuckProcessError(
                     f"process {p} is stuck: it is alive, but has not gone on from {_last(said)} for {now - since:.0f} s, "
-                    f"and process {q} waits in {_last(beats[q])}"
+                    f"and process {q} waits in {_last(beats[q])}",
+                    fixes=["its stack is in the log of the process; `--stuck SECONDS` waits longer"],
                 )
                 return Cause(p, "stuck", f"StuckProcessError: {error}", RESTARTABLE)
         return None

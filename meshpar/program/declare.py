@@ -77,13 +77,17 @@ def kernel_rule(
             args = tuple(jnp.asarray(x) for x in args)
             if len(args) != len(notation.ins):
                 raise RankError(
-                    f"kernel {name}: {len(args)} operands, but the rule {text!r} has {len(notation.ins)}", rule=text
+                    f"kernel {name}: {len(args)} operands, but the rule {text!r} has {len(notation.ins)}",
+                    rule=text,
+                    fixes=["one comma-separated list of dims for each operand, before the arrow"],
                 )
             kernel.sizes([x.shape for x in args])
             leaves, tree = jax.tree.flatten(kernel.shapes(*args))
             if len(leaves) != len(notation.outs):
                 raise RankError(
-                    f"kernel {name}: {len(leaves)} results, but the rule {text!r} has {len(notation.outs)}", rule=text
+                    f"kernel {name}: {len(leaves)} results, but the rule {text!r} has {len(notation.outs)}",
+                    rule=text,
+                    fixes=["one comma-separated list of dims for each result, after the arrow"],
                 )
             kernel.sizes([x.shape for x in args], [y.shape for y in leaves])
             return jax.tree.unflatten(tree, differentiable(kernel)(*args))

@@ -210,6 +210,7 @@ class Kernel:
                     f"kernel {self.name}: the rule {self.notation.text!r} gives {len(dims)} dims to an array of rank {len(shape)}",
                     shape=shape,
                     rule=self.notation.text,
+                    fixes=[f"name {len(shape)} dims in the rule, `_` for one without a name"],
                 )
             waiting += [(factors, n) for factors, n in zip(dims, shape, strict=True) if factors]
         waiting.sort(key=lambda item: len(item[0]))

@@ -82,7 +82,10 @@ def rename(x: Any, **names: str) -> Any:
     """
 
     if not names:
-        raise LayoutSyntaxError('mp.rename needs at least one name: mp.rename(k, seq="kv_seq")')
+        raise LayoutSyntaxError(
+            'mp.rename needs at least one name: mp.rename(k, seq="kv_seq")',
+            fixes=["old name = new name, once for each dim that is to be renamed"],
+        )
     for new in names.values():
         parse_dims((new,), what="mp.rename")
     return rename_dims_p.bind(jnp.asarray(x), pairs=tuple(sorted(names.items())), back=False)

@@ -144,7 +144,10 @@ class Search:
             ".txt": plain,
         }
         if path.suffix not in writers:
-            raise UnsupportedError(f"{path}: a search is saved as {', '.join(writers)}")
+            raise UnsupportedError(
+                f"{path}: a search is saved as {', '.join(writers)}",
+                fixes=[f'found.save("search{next(iter(writers))}")'],
+            )
         path.write_text(writers[path.suffix](self), "utf8")
 
     def _page(self) -> str:

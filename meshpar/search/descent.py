@@ -410,13 +410,17 @@ def search(
     """
     where = parse_topology(topology)
     if objective not in ("time", "memory"):
-        raise UnsupportedError(f"objective={objective!r}: it is 'time' or 'memory'")
+        raise UnsupportedError(
+            f"objective={objective!r}: it is 'time' or 'memory'",
+            fixes=['objective="time": the shortest step; objective="memory": the smallest peak'],
+        )
     if not 0 < margin <= 1:
         raise UnsupportedError(
-            f"margin={margin!r}: it is the part of the memory that may be used, above 0 and at most 1"
+            f"margin={margin!r}: it is the part of the memory that may be used, above 0 and at most 1",
+            fixes=["margin=0.85"],
         )
     if most < 1:
-        raise UnsupportedError(f"most={most!r}: a search plans at least one candidate")
+        raise UnsupportedError(f"most={most!r}: a search plans at least one candidate", fixes=["most=400"])
     given: list[Sizes] = meshes(where.devices, where.slices, axes)
     if mesh is not None:
         planned = planned_mesh(mesh, topology)

@@ -62,7 +62,7 @@ def tune(
     if not candidates:
         raise UnsupportedError("mp.tune was given no layouts", fixes=['layouts=["batch: data", "batch, embed: data"]'])
     if rounds < 1:
-        raise UnsupportedError(f"rounds={rounds!r}: every layout is measured at least once")
+        raise UnsupportedError(f"rounds={rounds!r}: every layout is measured at least once", fixes=["rounds=9"])
     devices = {d for c in candidates for d in c.subject.plan.mesh.devices.flat}  # type: ignore[union-attr]
     if len(devices) == 1:
         raise MeshError(
@@ -127,7 +127,10 @@ def _compare(candidates: Sequence[Candidate], tolerance: float, tell: Callable[[
         try:
             outs = jax.block_until_ready(subject.sharded(_placed(subject)))
         except jax.errors.JaxRuntimeError as e:
-            raise CompilerError(f"{candidate.name} does not run: {str(e).splitlines()[0]}") from e
+            raise CompilerError(
+                f"{candidate.name} does not run: {str(e).splitlines()[0]}",
+                fixes=["a smaller batch, or a layout that splits more"],
+            ) from e
         if not first:
             first = [host(x) for x in outs]
             continue

@@ -178,7 +178,12 @@ def compile_lowered(
         if error.startswith("RESOURCE_EXHAUSTED"):
             raise out_of_memory(error, job.topology, plan, capacity)
         headline = f"the compiler for {job.topology} refuses this program: {error.splitlines()[0]}"
-        refused = CompilerError(headline)
+        refused = CompilerError(
+            headline,
+            fixes=[
+                'the error\'s `log` has all that the compiler said; another layout, or lowering="jit", may avoid it'
+            ],
+        )
         refused.log = error
         raise refused
     memory = Memory(**archive.facts["memory"])
@@ -201,10 +206,16 @@ def _topology(devices: list[Any]) -> str:
     if found is not None:
         whole = len(topology_devices(found))
         if whole != len(devices):
-            raise MeshError(f"this program uses {len(devices)} of the {whole} devices of {found}")
+            raise MeshError(
+                f"this program uses {len(devices)} of the {whole} devices of {found}",
+                fixes=["a mesh that fills the topology, or a smaller topology"],
+            )
         return found
     if is_compile_only(devices[0]):
-        raise MeshError(f"devices of kind {devices[0].device_kind!r} belong to no topology that mp.mesh knows")
+        raise MeshError(
+            f"devices of kind {devices[0].device_kind!r} belong to no topology that mp.mesh knows",
+            fixes=['compile for one that mp.mesh knows: topology="v5e:4x4"'],
+        )
     if devices[0].platform == "cpu":
         ids = [d.id for d in sorted(jax.devices("cpu"), key=lambda d: d.id)]
         return f"cpu:{max(ids.index(d.id) for d in devices) + 1}"

@@ -190,7 +190,7 @@ def test_one_inside_another_needs_the_jit_lowering():
         return mp.jit(fn, mesh=MESH, layout="batch: data", dims={"x": "batch embed"}, lowering=lowering)(X)
 
     close(run("jit"), X[:, :8] + X[:, 8:])
-    with pytest.raises(UnsupportedError, match="shard_map in the body"):
+    with pytest.raises(UnsupportedError, match="has shard_map in its body"):
         run("shard_map")
 
 

@@ -171,7 +171,10 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
     """The number of experts."""
     shapes = {name: tuple(w.shape) for name, w in experts.items()}
     if not {"up", "down"} <= set(shapes) <= {"gate", "up", "down"}:
-        raise MeshparError(f"moe: experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}")
+        raise MeshparError(
+            f"moe: experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}",
+            fixes=['experts={"up": …, "down": …}, with "gate" for gated experts'],
+        )
     up, down = shapes["up"], shapes["down"]
     lead = len(up) - 2
     fits = lead in (1, 2) and x.ndim >= 2 and up[lead] == x.shape[-1] and shapes.get("gate", up) == up
@@ -179,7 +182,8 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
         raise MeshparError(
             f"moe: x {list(x.shape)} and experts "
             + ", ".join(f"{n} {list(s)}" for n, s in shapes.items())
-            + " do not fit: gate and up are [E, H, M] (or [O, I, H, M]), down [E, M, H], x [*tokens, H]"
+            + " do not fit: gate and up are [E, H, M] (or [O, I, H, M]), down [E, M, H], x [*tokens, H]",
+            fixes=["x is [*tokens, H], `up` and `gate` are [*E, H, F], `down` is [*E, F, H]"],
         )
     whole = [f"{n} {w.dtype}" for n, w in experts.items() if not jnp.issubdtype(w.dtype, jnp.floating)]
     if whole:
@@ -214,12 +218,16 @@ def _route(route: Callable[..., Routing], x: jax.Array, weights: Any, experts: i
     if set(parts) not in known or any(w.ndim < 2 or w.shape[0] != x.shape[-1] for w in parts.values()):
         raise MeshparError(
             "moe: router_weights must be [H, E], or a dict of kernel and noise, or of outer and inner, each [H, …]; got "
-            + ", ".join(f"{n} {list(w.shape)}" for n, w in parts.items())
+            + ", ".join(f"{n} {list(w.shape)}" for n, w in parts.items()),
+            fixes=["x is [*tokens, H]: the first dim of router weights is H"],
         )
     logits = {name: _project(x, w) for name, w in parts.items()}
     count = math.prod(parts["inner"].shape[1:]) if "inner" in parts else parts["kernel"].shape[1]
     if count != experts:
-        raise MeshparError(f"moe: router weights for {count} experts, of which there are {experts}")
+        raise MeshparError(
+            f"moe: router weights for {count} experts, of which there are {experts}",
+            fixes=[f"give the router a last dim of {experts}"],
+        )
     if "inner" in logits:
         return route(logits["outer"], logits["inner"], **options)
     if "noise" in logits:

@@ -51,11 +51,19 @@ def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array,
     """(float32 logits, 0 where a token cannot be routed; which tokens are real; which can be routed)."""
     experts = logits.shape[-1]
     if logits.ndim < 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise MeshparError(f"router: logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}")
+        raise MeshparError(
+            f"router: logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}",
+            fixes=["logits.astype(jnp.float32), with a last dim for the experts"],
+        )
     if not 1 <= k <= experts:
-        raise MeshparError(f"router: k={k} is not within 1…{experts}, the number of experts")
+        raise MeshparError(
+            f"router: k={k} is not within 1…{experts}, the number of experts", fixes=[f"k from 1 to {experts}"]
+        )
     if mask is not None and mask.shape != logits.shape[:-1]:
-        raise MeshparError(f"router: mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}")
+        raise MeshparError(
+            f"router: mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}",
+            fixes=[f"a boolean for every token: {list(logits.shape[:-1])}"],
+        )
     logits = logits.astype(jnp.float32)
     real, which = usable(logits, mask)
     return jnp.where(which[..., None], logits, 0.0), real, which
@@ -249,10 +257,14 @@ def deepseek_v3(
     experts = logits.shape[-1]
     top_groups = expert_groups if top_groups is None else top_groups
     if experts % expert_groups or not 1 <= top_groups <= expert_groups:
-        raise MeshparError(f"deepseek_v3: {top_groups} of {expert_groups} groups of {experts} experts")
+        raise MeshparError(
+            f"deepseek_v3: {top_groups} of {expert_groups} groups of {experts} experts",
+            fixes=["expert_groups divides the number of experts, and top_groups is at most expert_groups"],
+        )
     if top_groups * (experts // expert_groups) < k:
         raise MeshparError(
-            f"deepseek_v3: {top_groups} groups of {experts // expert_groups} experts hold fewer than k={k}"
+            f"deepseek_v3: {top_groups} groups of {experts // expert_groups} experts hold fewer than k={k}",
+            fixes=["more top_groups, or a smaller k"],
         )
     score = jax.nn.sigmoid(logits)
     if implementation in KERNELS:
@@ -312,9 +324,11 @@ def hash_router(ids: jax.Array, *, experts: int, k=1, capacity=None, groups=1, m
       experts: E. The k experts of an id lie E//k apart.
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise MeshparError(f"hash: ids must be integers, got {ids.dtype}")
+        raise MeshparError(f"hash: ids must be integers, got {ids.dtype}", fixes=["ids.astype(jnp.int32)"])
     if not 1 <= k <= experts:
-        raise MeshparError(f"hash: k={k} is not within 1…{experts}, the number of experts")
+        raise MeshparError(
+            f"hash: k={k} is not within 1…{experts}, the number of experts", fixes=[f"k from 1 to {experts}"]
+        )
     real = jnp.ones(ids.shape, bool) if mask is None else mask.astype(bool)
     h = ids.astype(jnp.uint32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a bijection of 32 bits that mixes them
@@ -337,13 +351,17 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
       outer_k: groups a token goes to. Weights are products of the two softmaxes over what was chosen.
     """
     if outer_k < 1 or k % outer_k:
-        raise MeshparError(f"two_level: outer_k={outer_k} does not divide k={k}")
+        raise MeshparError(f"two_level: outer_k={outer_k} does not divide k={k}", fixes=[f"outer_k that divides {k}"])
     if not 1 <= k // max(outer_k, 1) <= inner.shape[-1]:
         raise MeshparError(
-            f"two_level: k={k} in {outer_k} groups is more than the {inner.shape[-1]} experts of a group"
+            f"two_level: k={k} in {outer_k} groups is more than the {inner.shape[-1]} experts of a group",
+            fixes=["a smaller k, or a larger outer_k"],
         )
     if inner.shape[:-1] != outer.shape:
-        raise MeshparError(f"two_level: inner must be {[*outer.shape, 'I']}, got {list(inner.shape)}")
+        raise MeshparError(
+            f"two_level: inner must be {[*outer.shape, 'I']}, got {list(inner.shape)}",
+            fixes=["logits of the groups and, with one more dim, of the experts of each"],
+        )
     many, each = inner.shape[-2:]
     flat = inner.reshape(*outer.shape[:-1], many * each)
     joined, real, which = _read(jnp.concatenate([outer, flat], -1), 1, mask)

@@ -50,7 +50,10 @@ def capacity_of(group_size: int, experts: int, k: int, factor: float) -> int:
       MeshparError: the factor is not positive.
     """
     if not factor > 0:
-        raise MeshparError(f"capacity={factor} must be above 0, or None for a router without drops")
+        raise MeshparError(
+            f"capacity={factor} must be above 0, or None for a router without drops",
+            fixes=["capacity=1.25, or capacity=None"],
+        )
     return max(1, min(group_size, math.ceil(group_size * k * factor / experts)))
 
 
@@ -64,7 +67,10 @@ def in_groups(tokens: Sequence[int], groups: int) -> tuple[int, ...]:
     """
     total, left, shape = math.prod(tokens), groups, []
     if groups < 1 or total % groups:
-        raise MeshparError(f"groups={groups} does not divide the {total} tokens of {list(tokens)}")
+        raise MeshparError(
+            f"groups={groups} does not divide the {total} tokens of {list(tokens)}",
+            fixes=["groups that divides the number of tokens"],
+        )
     for n in tokens:
         outer = math.gcd(left, n)
         if outer not in (left, n):

@@ -84,11 +84,20 @@ def find_ways(
       MeshparError: an unknown strategy or exchange, "dense" where the axes do not allow it, or a slack below 1.
     """
     if strategy is not None and strategy not in STRATEGIES:
-        raise MeshparError(f"moe: strategy must be one of {', '.join(STRATEGIES)} or None, got {strategy!r}")
+        raise MeshparError(
+            f"moe: strategy must be one of {', '.join(STRATEGIES)} or None, got {strategy!r}",
+            fixes=["leave strategy out for the default"],
+        )
     if exchange is not None and exchange not in EXCHANGES:
-        raise MeshparError(f"moe: exchange must be one of {', '.join(EXCHANGES)} or None, got {exchange!r}")
+        raise MeshparError(
+            f"moe: exchange must be one of {', '.join(EXCHANGES)} or None, got {exchange!r}",
+            fixes=["leave exchange out for the default"],
+        )
     if slack < 1:
-        raise MeshparError(f"moe: slack={slack} must be at least 1, which is room for a balanced load")
+        raise MeshparError(
+            f"moe: slack={slack} must be at least 1, which is room for a balanced load",
+            fixes=["slack=1.25 has room for a quarter more than a balanced load"],
+        )
     every = [a for axes in expert_axes for a in axes]
     over = tuple(a for a in every if a in token_axes)
     rest = tuple(a for a in every if a not in token_axes)
@@ -121,7 +130,8 @@ def find_ways(
     if strategy == "dense":
         if not gathers:
             raise MeshparError(
-                'moe: strategy="dense" cannot gather experts over an axis that others of theirs lie within'
+                'moe: strategy="dense" cannot gather experts over an axis that others of theirs lie within',
+                fixes=['another order of the axes of `expert`, or strategy="a2a"'],
             )
         return Ways("dense", over, rest, *everything, devices)
     if strategy == "ring":
