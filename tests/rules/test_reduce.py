@@ -44,6 +44,53 @@ def test_its_gradient_is_the_unsharded_one(fn):
     np.testing.assert_allclose(jax.grad(inside)(X), jax.grad(loss)(X), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("lowering", BOTH)
+def test_integers_booleans_and_narrow_floats(lowering):
+    """Over one split dim and over both; no value is the identity of its reduction, no two devices' parts are alike."""
+    rng = np.random.default_rng(3)
+    n = rng.integers(2, 60, (16, 8)).astype(np.int8)
+    flags = np.arange(128).reshape(16, 8) % 11 != 3
+    halves = jnp.asarray(rng.integers(1, 9, (16, 8)) / 4, jnp.bfloat16)
+
+    def step(n, flags, halves):
+        u = n.astype(jnp.uint8)
+        made = {}
+        for axes in ((0,), (1,), (0, 1)):
+            made |= {
+                ("max", axes): (-n).max(axes),
+                ("min", axes): n.min(axes),
+                ("sum", axes): n.sum(axes),
+                ("narrow sum", axes): n.sum(axes, dtype=n.dtype),
+                ("prod", axes): jnp.prod(u | 1, axes, dtype=u.dtype),
+                ("and", axes): lax.reduce_and(u | 9, axes),
+                ("or", axes): lax.reduce_or(u & 6, axes),
+                ("xor", axes): lax.reduce_xor(n, axes),
+                ("unsigned min", axes): u.min(axes),
+                ("unsigned max", axes): u.max(axes),
+                ("all", axes): flags.all(axes),
+                ("any", axes): (~flags).any(axes),
+                ("none", axes): (flags & ~flags).any(axes),
+                ("odd", axes): lax.reduce_xor(flags, axes),
+                ("count", axes): flags.sum(axes),
+                ("half max", axes): (-halves).max(axes),
+                ("half min", axes): halves.min(axes),
+                ("half prod", axes): jnp.prod(jnp.sign(halves - 1.1), axes),
+            }
+        made |= {("argmax", a): jnp.argmax(-n, a) for a in (0, 1)} | {
+            ("argmin", a): jnp.argmin(halves, a) for a in (0, 1)
+        }
+        return {str(k): v for k, v in made.items()}
+
+    dims = {"*": "rows columns"}
+    run = mp.jit(
+        step, mesh=mp.mesh("data=4, model=2"), layout="rows: data; columns: model", dims=dims, lowering=lowering
+    )
+    got, want = run(n, flags, halves), jax.jit(step)(n, flags, halves)
+    for name in want:
+        assert got[name].dtype == want[name].dtype, name
+        np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(want[name]), err_msg=name)
+
+
 def test_a_mean_over_replicas_sends_the_mean():
     plan = assert_sends_the_plan(jax.vmap(centred, axis_name="i"), X, layout=LAYOUT, dims=DIMS)
     (sent,) = plan.collectives
