@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -41,6 +41,11 @@ class LRUCache(Generic[K, V]):
             oldest = min(list(self._entries.items()), key=lambda item: item[1][1])[0]
             self._entries.pop(oldest, None)
         return value
+
+    def setdefault(self, key: K, make: Callable[[], V]) -> V:
+        """The value of a key; if it has none, that which ``make`` returns, which is stored."""
+        found = self.get(key)
+        return self.put(key, make()) if found is None else found
 
     def clear(self) -> None:
         self._entries.clear()

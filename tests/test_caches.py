@@ -48,3 +48,13 @@ def test_threads_may_share_a_cache():
         t.join()
     assert not errors
     assert len(cache) <= 8
+
+
+def test_setdefault_makes_a_value_once():
+    cache, made = LRUCache(2), []
+    for k in "aabab":
+        assert cache.setdefault(k, lambda k=k: made.append(k) or k.upper()) == k.upper()
+    assert made == ["a", "b"]
+    cache.setdefault("c", str)
+    cache.setdefault("a", lambda: made.append("again") or "A")
+    assert made == ["a", "b", "again"]

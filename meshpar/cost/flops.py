@@ -12,8 +12,10 @@ import jax
 
 from meshpar_kernels._choose import OUTLINE
 
+from ..caches import LRUCache
 from ..compat.jax import closed_parts, in_recomputation, make_jaxpr
 from ..hardware.chips import Chip
+from ..plan.memo import MESHES
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, parts_of
 from ..plan.steps import Body, Run
@@ -103,13 +105,13 @@ class _Products:
     """What is known of a program's products on one device: by what meshes and chips are like, then by op and specs of operands."""
 
     def __init__(self, program: Program):
-        self.found: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = {}
+        self.found: LRUCache[tuple[Any, ...], dict[tuple[Any, ...], float]] = LRUCache(2 * MESHES)
 
 
 def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
     """:func:`padded_flops` on a plan's mesh, worked out once for every way in which operands lie in the plans of a program."""
     sizes = plan.sizes
-    found = plan.program.once(_Products).found.setdefault((tuple(sizes.items()), lanes), {})
+    found = plan.program.once(_Products).found.setdefault((tuple(sizes.items()), lanes), dict)
 
     def flops(run: Run) -> float:
         lhs, rhs = run.operands[:2]
@@ -126,7 +128,7 @@ def bytes_again_on(plan: Plan, chip: Chip) -> Callable[..., float]:
     sizes, vmem = plan.sizes, chip.per_device().vmem
     if vmem is None or chip.switch:
         return lambda *of: 0.0
-    found = plan.program.once(_Products).found.setdefault((tuple(sizes.items()), "again", vmem), {})
+    found = plan.program.once(_Products).found.setdefault((tuple(sizes.items()), "again", vmem), dict)
 
     def again(run: Run, beside: int, cut: Sequence[bool] = (True,) * 3, blocks: int = 1) -> float:
         lhs, rhs = run.operands[:2]

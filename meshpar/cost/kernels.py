@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..caches import LRUCache
 from ..layout import Spec
+from ..plan.memo import MESHES
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step
@@ -47,7 +49,7 @@ class _Bytes:
             for frame in op.frames:
                 values += frame.env.values()
         self.alike = {v: first.setdefault((v.shape, v.aval.dtype, tiles.of(v)), v) for v in values}
-        self.found: dict[Any, dict[tuple[Value, Spec], float]] = {}
+        self.found: LRUCache[Any, dict[tuple[Value, Spec], float]] = LRUCache(MESHES)
 
 
 class _Reader:
@@ -63,7 +65,7 @@ class _Reader:
         self.position = 0
         sizes_of = plan.program.once(_Bytes)
         self.alike = sizes_of.alike
-        self._bytes = sizes_of.found.setdefault((tuple(self.sizes.items()), self.tiles is None), {})
+        self._bytes = sizes_of.found.setdefault((tuple(self.sizes.items()), self.tiles is None), dict)
         self.parts = parts_of_sums(plan)
 
     def run(self) -> Region:

@@ -15,6 +15,7 @@ import jax
 from meshpar_kernels.collective_matmul import Dot, FusedGather, FusedScatter, interpreting
 from meshpar_kernels.collective_matmul.schedule import gather_hops
 
+from ..caches import LRUCache
 from ..cost.exposed import (
     Pair,
     exposed_by,
@@ -567,18 +568,19 @@ def fused_of(plan: Plan, pair: Pair, stages: Sequence[Stage]) -> FusedGather | F
         tuple(plan.sizes.items()), devices, pair.dim, pair.keep, pair.step.source.spec, pair.step.result.spec, pair.step.op,
         *((run.op, side, *(s and s.spec for s in run.operands)) for run, side in pair.dots),
     )  # fmt: skip
-    found = plan.program.once(_Fused).found
-    if key not in found:
+    cache = plan.program.once(_Fused).found
+    found = cache.get(key)
+    if found is None:
         made = _fused_gather(plan, pair, devices) if pair.gather else _fused_scatter(plan, pair, devices)
-        found[key] = "; ".join(made.reasons) if not isinstance(made, str) and made.reasons else made
-    return found[key]
+        found = cache.put(key, "; ".join(made.reasons) if not isinstance(made, str) and made.reasons else made)
+    return found
 
 
 class _Fused:
     """The calls of fused kernels for the pairs of a program, or why there is none: by mesh, products and specs."""
 
     def __init__(self, program: Program):
-        self.found: dict[tuple[Any, ...], FusedGather | FusedScatter | str] = {}
+        self.found: LRUCache[tuple[Any, ...], FusedGather | FusedScatter | str] = LRUCache(4096)
 
 
 def dot_of(op: Op, side: int) -> Dot:

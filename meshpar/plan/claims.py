@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..caches import LRUCache
 from ..layout import SCOPES, Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
 from ..rules import ELEMENTWISE, OpRule
@@ -64,6 +65,10 @@ class Answered:
     refused: tuple[int, ...]
 
 
+MAX_ANSWERS = 4096
+"""Sets of rules and mesh sizes for which the answers of a topic are cached."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Topic:
     """Questions about the same names, in the same scopes: the same rules answer them.
@@ -77,7 +82,7 @@ class Topic:
     questions: tuple[Any, ...]
     names: frozenset[str]
     scopes: tuple[str, ...] | None
-    answered: dict[tuple[tuple[Rule, ...], tuple[tuple[str, int], ...]], Answered]
+    answered: LRUCache[tuple[tuple[Rule, ...], tuple[tuple[str, int], ...]], Answered]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -402,10 +407,7 @@ class Claims:
             for topic in self.asked().topics:
                 scopes = topic.scopes or ()
                 mine = tuple(r for r in rules if r.dim in topic.names and (r.scope is None or r.scope in scopes))
-                key = mine, sizes
-                if key not in topic.answered:
-                    topic.answered[key] = self._answer_all(topic)
-                found.append(topic.answered[key])
+                found.append(topic.answered.setdefault((mine, sizes), lambda topic=topic: self._answer_all(topic)))
             self._all = tuple(found)
         return self._all
 
@@ -490,7 +492,7 @@ def _by_topic(questions: Iterable[tuple[Any, tuple[str, ...] | None]], ops: Mapp
         topics.setdefault((frozenset(n for names, _ in items for n in names), scopes), []).append((k, question))
     new = {k: at for at, (k, _) in enumerate(itertools.chain.from_iterable(topics.values()))}
     return Asked(
-        tuple(Topic(tuple(q for _, q in mine), *about, {}) for about, mine in topics.items()),
+        tuple(Topic(tuple(q for _, q in mine), *about, LRUCache(MAX_ANSWERS)) for about, mine in topics.items()),
         {(q, scopes): new[k] for (_, scopes), mine in topics.items() for k, q in mine},
         {op: tuple(new[k] for k in mine) for op, mine in ops.items()},
     )
