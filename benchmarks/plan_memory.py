@@ -130,7 +130,7 @@ def main() -> None:
         c, topology, mesh, layout = CASES[name.strip()]
         step, state, tokens = step_of(c)
         how: dict[str, Any] = {"mesh": mesh, "topology": topology, "layout": layout, "dims": DIMS, "donate_argnums": 0}
-        planned = mp.plan(step, state, tokens, **how).memory.peak
+        planned = mp.plan(step, state, tokens, lowering=args.lowering, **how).memory.peak
         real = mp.compile(step, state, tokens, lowering=args.lowering, effort="full", **how).memory.peak
         errors.append(planned / real - 1)
         table.add_row(
