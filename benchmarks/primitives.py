@@ -46,6 +46,12 @@ REASONS: dict[tuple[str, str, str], str] = {
     ): "rows stay split, and weight gradients are all-reduced; XLA gathers the 32 rows, fewer bytes here",
     **{(f"attention{x}", "*", "*"): _TWICE.format("s") for x in ("", "_causal", "_grouped", "_window", "_library")},
     ("einsum_bilinear", "*", "*"): _TWICE.format("b"),
+    ("dynamic_time_warping", "*", "*"): _TWICE.format("s"),
+    (
+        "ctc",
+        "sequence",
+        "*",
+    ): "two rows of a loop's stacked results are read from split shards, by all-reduces of 1.2 kB",
     ("product", "*", "*"): "JAX has no all-reduce of products: partial products are gathered",
     ("solve", "*", "*"): "custom_linear_solve is one op of unknown structure, so that its operands are gathered",
     (
