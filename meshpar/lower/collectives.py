@@ -17,6 +17,8 @@ from ..plan.collectives import reduces
 from ..plan.resharding import Move
 from ..plan.spec import parts_of
 from ..plan.steps import Reduce
+from ..rules.owned import addable
+from ..rules.rule import ADDED
 from ..rules.spmd import Grid, axis_index, fine_names, on_words, shape_in
 
 
@@ -121,7 +123,7 @@ def reduced(x: Any, step: Reduce, grid: Grid, begun: int = 0) -> Any:
     Args:
       begun: over how many axes (of the factored mesh), the first ones, a ring has scattered it already.
     """
-    return combined(x, step.source.spec, step.scatters, step.over, step.source.kind, grid, begun)
+    return combined(x, step.source.spec, step.scatters, step.over, step.source.kind, grid, begun, grid.cpu)
 
 
 def combined(
@@ -134,10 +136,15 @@ def combined(
     begun: int = 0,
     cpu: bool = False,
 ) -> Any:
-    """Combine the terms of a partial shard: (dim, axes, algorithm) of its reduce-scatters, then over axes.
+    """Combine the contributions to a partial shard.
 
     Args:
-      cpu: for XLA's CPU compiler (a :class:`Grid` says that itself).
+      have: the spec of the shard.
+      scatters: (dim, axes, algorithm) of its reduce-scatters; over: the axes of the all-reduce behind them.
+      kind: how contributions combine.
+      grid: the sizes of the axes.
+      begun: over how many axes, the first ones, it has been reduce-scattered already.
+      cpu: whether XLA's CPU compiler compiles the program.
     """
     cpu = cpu or (isinstance(grid, Grid) and grid.cpu)
     dtype = x.dtype
@@ -146,16 +153,19 @@ def combined(
         for s in scatters:
             spec = tuple((*entry, *s.axes) if i == s.dim else entry for i, entry in enumerate(spec))
         return jnp.zeros(shape_in(x.shape, have, spec, grid), dtype)
-    if dtype == np.bool_:  # a sum of booleans is a lookup, in which one device has the value
+    restore: Callable[[Any], Any] = functools.partial(lax.convert_element_type, new_dtype=dtype)
+    if kind == "indexed":
+        x, restore = addable(x, cpu)
+    elif dtype == np.bool_:
         x = x.astype(np.uint8)
     for s in scatters:
         axes = fine_names([a for a in s.axes if grid[a] > 1], grid)
         x, begun = scattered(x, axes[begun:], s.dim, "staged" if begun else s.algorithm, grid), 0
     axes = fine_names([a for a in over if grid[a] > 1], grid)
     if axes and reduces(kind, dtype):
-        x = lax.psum(x, axes) if kind == "sum" else extremum(x, axes, "max" if kind in ("max", "or") else "min", cpu)
+        x = lax.psum(x, axes) if kind in ADDED else extremum(x, axes, "max" if kind in ("max", "or") else "min", cpu)
     elif axes:
         every = lax.all_gather(x, axes, axis=0)
         together = {"prod": lax.mul, "and": lax.bitwise_and, "or": lax.bitwise_or, "max": lax.max, "min": lax.min}[kind]
         x = functools.reduce(together, [every[k] for k in range(every.shape[0])])
-    return x.astype(dtype)
+    return restore(x)

@@ -295,14 +295,14 @@ class _Rewriter:
                 reduced.append(((), shard.partial))
         arrays = [(i, v) for i, v in enumerate(invars) if not isinstance(v, Literal)]
 
+        grid = self.grid if self.bound else self.sizes
+
         def local(*xs):
             given = {i: x for (i, _), x in zip(arrays, xs, strict=True)}
             operands = [given[i] if i in given else literal_array(v) for i, v in enumerate(invars)]
-            results = run_local(op, axes, operands, self.grid if self.bound else self.sizes)
+            results = run_local(op, axes, operands, grid)
             return tuple(
-                combined(
-                    y, shard.spec, scatters, over, shard.kind, self.grid if self.bound else self.sizes, cpu=self.cpu
-                )
+                combined(y, shard.spec, scatters, over, shard.kind, grid, cpu=self.cpu)
                 for y, shard, (scatters, over) in zip(results, run.results, reduced, strict=True)
             )
 

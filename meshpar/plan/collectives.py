@@ -15,6 +15,7 @@ from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op
 from ..rules.partial import dtype_class
+from ..rules.rule import ADDED
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -121,7 +122,7 @@ def scatters_of(
     scatter: dict[int, tuple[str, ...]] = {}
     for a in axes:
         i = place.get(a)
-        if kind == "sum" and i is not None and rest[i][: len(held[i]) + 1] == (*held[i], a):
+        if kind in ADDED and i is not None and rest[i][: len(held[i]) + 1] == (*held[i], a):
             held[i].append(a)
             scatter[i] = (*scatter.get(i, ()), a)
     return scatter, tuple(a for a in axes if not any(a in s for s in scatter.values()))
@@ -135,7 +136,7 @@ def reduces(kind: str, dtype: Any) -> bool:
     """
     if kind in ("max", "min"):
         return dtype_class(dtype) != "complex" and not (dtype_class(dtype) == "narrow" and jnp.finfo(dtype).bits < 16)
-    return kind == "sum" or (kind in ("and", "or") and dtype_class(dtype) == "bool")
+    return kind in ADDED or (kind in ("and", "or") and dtype_class(dtype) == "bool")
 
 
 def human(n: float) -> str:

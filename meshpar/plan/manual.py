@@ -42,7 +42,7 @@ class ManualOps:
             return False
         if self.is_extremum(run):
             return True
-        if any(axes and kind == "permutation" for axes, kind in zip(run.axes, rule.kinds, strict=False)):
+        if any(axes and kind in ("permutation", "indexed") for axes, kind in zip(run.axes, rule.kinds, strict=False)):
             return True
         return any(
             entry and any(rule.kinds[f] == "permutation" for f in factors)

@@ -24,8 +24,9 @@ from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error
 from ..program.ir import Frame, Op, Program, Value
 from ..program.views import with_views
 from ..rules import having
-from ..rules.partial import Law
-from ..rules.rule import REDUCTIONS, Kind
+from ..rules.owned import adds_nothing
+from ..rules.partial import LINEAR, Law
+from ..rules.rule import ADDED, REDUCTIONS, Kind
 from ..rules.spmd import Send
 from .claims import Claims, Names, blocks_only, spec_of
 from .collectives import Collective, human, reduces, scatters_of, volume_of
@@ -63,6 +64,9 @@ LARGE_CONSTANT = 1e6
 
 MISSPELT = 0.8
 """How like a dim of the program an optional rule's must be to be taken for it: `heads?` is no misspelt `head_dim`."""
+
+LARGEST_GATHERED = 2
+"""An array that is read at some indices is gathered only if it has at most so many times the elements that are read."""
 
 Axes = list[tuple[str, ...]]
 """Of every factor of an op, the axes that split it."""
@@ -592,7 +596,8 @@ class _Planner:
         source = op.ins[positions[0]]
         assert source is not None
         first = self.at[source]
-        if self.law(op, positions) is None:
+        law = self.law(op, positions)
+        if law is None:
             return False
         others = [v for i, v in enumerate(op.ins) if v is not None and i not in positions and v not in self.free]
         if any(self.at[v].spec != stretched(first.spec, v.shape, out.shape) for v in others):
@@ -600,7 +605,7 @@ class _Planner:
         operands = [
             None if v is None else self.operand(op, v, stretched(first.spec, v.shape, out.shape)) for v in op.ins
         ]
-        self.run(op, operands, [self.shard(out, first.spec, first.partial, first.kind)])
+        self.run(op, operands, [self.shard(out, first.spec, first.partial, kind_by(law, first.kind))])
         self.follows(out, source)
         return True
 
@@ -611,9 +616,19 @@ class _Planner:
         """The law by which an op may be applied to its partial operands, at these positions; None: they are reduced first."""
         shards = [self.at[v] for i in positions if (v := op.ins[i]) is not None]
         first = shards[0]
-        if any((s.partial, s.spec, s.kind) != (first.partial, first.spec, first.kind) for s in shards):
+        kinds = {s.kind for s in shards}
+        if any((s.partial, s.spec) != (first.partial, first.spec) for s in shards) or (
+            len(kinds) > 1 and kinds - ADDED
+        ):
             return None
-        return law_of(self.program, op, first.kind, positions, lambda law: self.is_used(law, op, first))
+
+        def of(kind: Kind) -> Law | None:
+            return law_of(self.program, op, kind, positions, lambda law: self.is_used(law, op, first))
+
+        found = None if len(kinds) > 1 else of(first.kind)
+        if found is None and "indexed" in kinds and all(adds_nothing(s.value.aval.dtype) for s in shards):
+            return of("sum")  # where one device has an element, the contributions also add up to it
+        return found
 
     def is_used(self, law: Law, op: Op, shard: Shard) -> bool:
         """Whether a law of an op that has its partial operands in a shard is to be used (:data:`meshpar.rules.partial.When`).
@@ -628,10 +643,14 @@ class _Planner:
             return not (self.accumulated[out] and scatter)  # else it is reduced in every iteration
         return law.when != "named" or out in self.named
 
-    def pass_on(self, op: Op, value: Value, out: Value, spec: Spec, axes: Axes | None = None) -> None:
-        """Apply an op to a partial operand; its result is partial, too."""
+    def pass_on(
+        self, op: Op, value: Value, out: Value, spec: Spec, axes: Axes | None = None, law: Law | None = None
+    ) -> None:
+        """Apply an op to a partial operand by a law (None: it is an identity, or adds to a carry); its result is partial, too."""
         shard = self.at[value]
-        self.run(op, [self.lies(v) for v in op.ins], [self.shard(out, spec, shard.partial, shard.kind)], axes)
+        self.run(
+            op, [self.lies(v) for v in op.ins], [self.shard(out, spec, shard.partial, kind_by(law, shard.kind))], axes
+        )
         self.follows(out, value)
 
     def reduce_if_shared(self, value: Value | None) -> None:
@@ -663,7 +682,7 @@ class _Planner:
         if law is not None:
             if law.when == "smaller":
                 passed = self.smaller_partial(op, positions[0], self.claimed(op, names))
-            elif self.carry_partial(op, positions[0]):
+            elif self.carry_partial(op, positions[0], law):
                 return
         for v in op.ins:
             if v is not None and v is not passed:
@@ -672,10 +691,11 @@ class _Planner:
         if op.name == "reshape" and first is not None and not (first in self.free or first in self.consts):
             axes = list(reshape_axes(rule, axes, self.at[first].spec, self.rest(op.outs[0]), self.sizes))
         if rule.given is None:
-            axes = self.spread(op, self.exchanged_or_whole(op, axes))
+            axes = self.spread(op, self.exchanged_or_whole(op, self.indexed(op, axes)))
         partial, kind = self.partial_axes(op, axes)
         if passed is not None:
-            partial, kind = [self.both_partial(partial[0], self.at[passed].partial)], self.at[passed].kind
+            partial = [self.both_partial(partial[0], self.at[passed].partial)]
+            kind = kind_by(law, self.at[passed].kind)
         self.factor_axes[op] = axes
         if self.record is not None:
             self.record.axes, self.record.names = axes, names
@@ -762,6 +782,43 @@ class _Planner:
                     best, axes = cost, choice
         return axes
 
+    def indexed(self, op: Op, axes: Axes) -> Axes:
+        """Choose what an op that reads or writes an array at some indices does with the axes that shard the indexed dims.
+
+        The array stays as it is sharded, and these axes are taken from the op's other factors (those of the indices and
+        updates), unless the claims send fewer bytes. It is gathered for a read only if it has at most ``LARGEST_GATHERED`` times
+        the elements that are read, and that sends fewer bytes. A ``dynamic_slice`` in a loop that only reads the array is
+        treated as one that reads a window per iteration, of an array that may be gathered before the loop.
+        """
+        rule, value = op.rule, op.ins[0] if op.ins else None
+        if rule is None or value is None or "indexed" not in rule.kinds or value in self.free:
+            return axes
+        have = self.at[value].spec
+        pairs = zip(rule.ins[0], have, strict=True)
+        held = {f: entry for (f,), entry in pairs if rule.kinds[f] in ("pass_through", "indexed")}
+        taken = {a for entry in held.values() for a in entry}
+        if not taken:
+            return axes
+        self.sized = True
+        served = blocks_only(
+            rule, [held.get(f, tuple(a for a in got if a not in taken)) for f, got in enumerate(axes)], self.sizes
+        )
+        choices = [served, axes] if served != axes else [axes]
+        trips = 1
+        outer, n, m = value, math.prod(value.shape), math.prod(op.outs[0].shape)
+        while outer in self.consts:
+            trips *= self.consts[outer].loop.eqn.params["length"]
+            outer = self.consts[outer].outer
+        windows = trips if op.name == "dynamic_slice" else 1
+        cost = {id(c): self.cost(op, c) * trips for c in choices}
+        read = [f for f in held if rule.kinds[f] == "indexed" and (f,) not in rule.outs[0]]
+        if any(axes[f] for f in read) and n <= LARGEST_GATHERED * m * windows:
+            whole = [() if f in read else got for f, got in enumerate(axes)]
+            moved = self.bytes_between(value, have, spec_of(rule.ins[0], whole))
+            choices.append(whole)
+            cost[id(whole)] = (self.cost(op, whole) - moved) * trips + moved
+        return min(choices, key=lambda c: cost[id(c)])
+
     def refuse_opaque(self, op: Op) -> None:
         """A kernel without a rule may be called with whole operands only: nobody knows what it does to a shard."""
         for value in op.ins:
@@ -847,7 +904,7 @@ class _Planner:
         if need != shard.spec or any(a in shard.partial for got in axes for a in got):
             return None
         (own,), kind = self.partial_axes(op, axes)
-        if own and kind != shard.kind:
+        if own and kind != kind_by(LINEAR, shard.kind):
             return None
         before = self.reduction_bytes(value, need, shard.partial, kind)
         before += self.bytes_between(value, self.rest(value), need)
@@ -867,7 +924,7 @@ class _Planner:
             volume /= parts_of(over, self.sizes)
         return sent + wire_bytes("all-reduce", volume, parts_of(reduced, self.sizes))
 
-    def carry_partial(self, op: Op, i: int) -> bool:
+    def carry_partial(self, op: Op, i: int, law: Law) -> bool:
         """Apply an op with a factor rule to a partial operand i where that is, if the op splits no factor otherwise."""
         self.sized = True
         rule, value = op.rule, op.ins[i]
@@ -882,7 +939,7 @@ class _Planner:
                 axes[f] = entry
         if blocks_only(rule, axes, self.sizes) != axes:
             return False
-        self.pass_on(op, value, op.outs[0], spec_of(rule.outs[0], axes), axes)
+        self.pass_on(op, value, op.outs[0], spec_of(rule.outs[0], axes), axes, law)
         return True
 
     def cost(self, op: Op, axes: Axes) -> float:
@@ -900,7 +957,7 @@ class _Planner:
             spec, rest = spec_of(d, axes), self.rest(v)
             if partial:
                 volume = local_bytes(v.shape, itemsize(v.aval), spec, self.sizes)
-                scattered = kind == "sum" and all(any(a in entry for entry in rest) for a in partial)
+                scattered = kind in ADDED and all(any(a in entry for entry in rest) for a in partial)
                 total += wire_bytes(
                     "reduce-scatter" if scattered else "all-reduce", volume, parts_of(partial, self.sizes)
                 )
@@ -1056,7 +1113,8 @@ class _Planner:
             if mine and op.rule is not None and op.rule.kinds[f] in (*REDUCTIONS, "pass_through", "permutation"):
                 rule = self.claims.rule_text(names[f], mine[0])
                 dim = names[f][0] if names[f] else "a factor"
-                parts.append(f"`{rule or names_of(mine)}` splits `{dim}`, which {op.name} contracts")
+                does = "indexes" if op.rule.kinds[f] == "indexed" else "contracts"
+                parts.append(f"`{rule or names_of(mine)}` splits `{dim}`, which {op.name} {does}")
         return " and ".join(parts) or f"partial sums over {names_of(axes)}"
 
     def path(
@@ -1493,7 +1551,7 @@ class _Planner:
         """Whether reducing a value would split it further."""
         s = self.at[value]
         scatter, _ = scatters_of(s.spec, self.rest(value), s.partial, s.kind)
-        return bool(scatter) or s.kind != "sum"
+        return bool(scatter) or s.kind not in ADDED
 
     def accumulations(self, op: Op, frame: Frame, nc: int, nk: int) -> dict[int, _Accumulation]:
         """The carries that a loop only adds to, by their place among the carries, where they start from no data."""
@@ -1533,11 +1591,11 @@ class _Planner:
     def accumulate(self, op: Op, acc: _Accumulation) -> bool:
         """Plan ``carry + addend``: where the addend is an unreduced sum, so is the carry, from its first value on."""
         added = self.at[acc.addend]
-        if not added.partial or added.kind != "sum":
+        if not added.partial or added.kind not in ADDED:
             self.made(self.shard(acc.carry, self.rest(acc.carry)))
             return False
         self.made(self.shard(acc.carry, added.spec, added.partial))
-        self.pass_on(op, acc.addend, op.outs[0], added.spec)
+        self.pass_on(op, acc.addend, op.outs[0], added.spec, law=LINEAR)
         return True
 
 
@@ -1552,6 +1610,14 @@ _CONTROL: Mapping[str, Callable[[_Planner, Op, list[Step | Callable[[], Step]]],
 def _weights(program: Program) -> dict[tuple[int, ...], str | None]:
     """The paths of the weights, by the classes of their dims."""
     return {tuple(map(program.unifier.find, v.nodes)): v.path for v in reversed(program.inputs) if v.kind == "params"}
+
+
+def kind_by(law: Law | None, kind: Kind) -> Kind:
+    """How the contributions to the result of an op combine that is applied to an operand of a kind by a law.
+
+    An ``indexed`` operand of a law for sums is a sum: ``kind_by(LINEAR, "indexed") == "sum"``.
+    """
+    return kind if law is None or kind in law.kinds else "sum"
 
 
 def _recomputes(op: Op) -> bool:

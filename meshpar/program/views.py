@@ -589,8 +589,8 @@ class _Writer:
         kept = list(range(len(columns)))
         for c, (d, column) in enumerate(zip(lookup.into, columns, strict=False)):
             i = None if column is None or d not in lookup.taken or len(kept) == 1 else self.position(column)
-            if i is None or i in pairs.values() or index.shape[i] != array.shape[d]:
-                continue
+            if i is None or i == len(index.shape) - 1 or i in pairs.values() or index.shape[i] != array.shape[d]:
+                continue  # the last dim of the indices is that of their components, which no batch dim may be
             written = None if op.name == "gather" else op.outs[0]
             if max(self.parts(array, d), self.parts(index, i), self.parts(written, d)) > 1:
                 kept.remove(c)

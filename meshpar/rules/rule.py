@@ -13,17 +13,24 @@ import numpy as np
 from .halo import ShardWindow
 from .spmd import Factors, Send
 
-Kind = Literal["pass_through", "sum", "max", "min", "prod", "and", "or", "need_replication", "permutation"]
+Kind = Literal["pass_through", "sum", "max", "min", "prod", "and", "or", "indexed", "need_replication", "permutation"]
 """What splitting a factor means (Shardy's factor types).
 
 ``pass_through``: the factor runs through operands and results; each device does its part.
 ``sum`` and the other reductions: it is contracted; splitting it leaves partial results.
+``indexed``: a dim that is read or written at some indices. Each device serves its own block. A result without the factor (a read)
+is partial: each element comes from one device, the others contribute :func:`meshpar.rules.owned.neutral`. A result with the factor
+(a write) is complete.
 ``need_replication``: every device needs all of it.
 ``permutation``: it may be split; the op's local form communicates (halos, offsets of a running sum, candidates of a top-k,
 tokens to experts), and its results are complete.
 """
 
-REDUCTIONS: frozenset[Kind] = frozenset({"sum", "max", "min", "prod", "and", "or"})
+REDUCTIONS: frozenset[Kind] = frozenset({"sum", "max", "min", "prod", "and", "or", "indexed"})
+"""The kinds of factors that leave results without the factor partial; also how the contributions to a partial value combine."""
+
+ADDED: frozenset[Kind] = frozenset({"sum", "indexed"})
+"""The kinds of partial values whose contributions are added, so that they may be reduce-scattered."""
 
 Sends = Callable[[Sequence[tuple[int, ...]], Sequence[int]], list[Send]]
 """(shapes of the local operands, number of parts of every factor) → the collectives that the local form makes."""
@@ -146,6 +153,11 @@ def exchange_kind(eqn: Any) -> Kind:
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     plain = not any(jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) for a in avals)
     return "permutation" if plain and all(math.prod(a.shape) for a in avals) else "need_replication"
+
+
+def indexed_kind(eqn: Any) -> Kind:
+    """``indexed``; ``need_replication`` where an array has no elements."""
+    return "indexed" if all(math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)) else "need_replication"
 
 
 def with_halo_sends(r: OpRule, eqn: Any, why: str) -> OpRule:

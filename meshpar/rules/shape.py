@@ -14,9 +14,10 @@ from jax import lax
 
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
 from .local import LocalOp, on_shards
+from .owned import only_where
 from .partial import MOVES
-from .registry import always, register
-from .rule import Kind, NameLink, OpRule, einsum, exchange_kind, with_halo_sends
+from .registry import register
+from .rule import Kind, NameLink, OpRule, einsum, exchange_kind, indexed_kind, with_halo_sends
 from .spmd import Factors, Send, axis_index
 
 
@@ -126,12 +127,14 @@ def _common_factors(a: list[int], b: list[int]) -> list[tuple[int, int, int]] | 
 def slice_(eqn, ins, outs) -> OpRule:
     """Dims that are not cut pass through; along the others devices exchange what their blocks of the slice are made of.
 
-    One element of a dim (the last token) is a partial sum: the device that has it contributes it, the others zeros.
+    One element of a dim (the last token) is read from the device that has it: the dim is indexed.
     """
     p = eqn.params
     lies = [range(*ends) for ends in zip(p["start_indices"], p["limit_indices"], strict=True)]
     r = _part(ins[0], outs[0], exchange_kind(eqn), lies)
-    r.permutation_partial = True
+    for factors, n, m in zip(r.ins[0], ins[0], outs[0], strict=True):
+        if n != m and m == 1:
+            r.kinds[factors[0]] = indexed_kind(eqn)
     for d, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)):
         if n != m and m > 1:
             every = p["strides"][d] if p["strides"] else 1
@@ -161,27 +164,10 @@ def _local_slice(at: LocalOp, x: Any) -> list[Any]:
             mine = here if mine is None else mine & here
             starts[d], ends[d] = 0, 1
     (out,) = at.run(x, start_indices=tuple(starts), limit_indices=tuple(ends), strides=p["strides"] and strides)
-    return [out if mine is None else jnp.where(mine, out, jnp.zeros((), out.dtype))]
+    return [out if mine is None else only_where(mine, out)]
 
 
 register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True)
-
-
-def dynamic_slice(eqn, ins, outs) -> OpRule:
-    r = _part(ins[0], outs[0], "need_replication")
-    r.ins += [()] * (len(ins) - 1)
-    return r
-
-
-def _local_dynamic_slice(at: LocalOp, x: Any, *starts: Any) -> list[Any]:
-    """Starts are clamped here: of a slice of a slice XLA clamps the first start with the size of the second."""
-    sizes = at.out
-    ends = [min(n - m, np.iinfo(i.dtype).max) for n, m, i in zip(x.shape, sizes, starts, strict=True)]
-    clamped = [lax.clamp(np.zeros((), i.dtype), i, np.asarray(e, i.dtype)) for i, e in zip(starts, ends, strict=True)]
-    return at.run(x, *clamped, slice_sizes=sizes)
-
-
-register("dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always)
 
 
 def _part(operand, result, kind: Kind, lies: Sequence[range] = (), moved: Sequence[bool] = ()) -> OpRule:
@@ -250,25 +236,6 @@ def _local_pad(at: LocalOp, x: Any, fill: Any) -> list[Any]:
 
 
 register("pad", rule=pad, local=_local_pad, fusible=True, pinned=True)
-
-
-def dynamic_update_slice(eqn, ins, outs) -> OpRule:
-    """Dims that the update fills pass through; the others need replication."""
-    whole, part = ins[0], ins[1]
-    r = OpRule([], [])
-    left, update = [], []
-    for n, m in zip(whole, part, strict=True):
-        f = r.factor(n, "pass_through" if n == m else "need_replication")
-        left.append((f,))
-        update.append((f,) if n == m else (r.factor(m, "need_replication"),))
-        if n != m:
-            r.name_links.append(NameLink(f, update[-1][0]))
-    r.ins = [tuple(left), tuple(update), *((),) * (len(ins) - 2)]
-    r.outs = [tuple(left)]
-    return r
-
-
-register("dynamic_update_slice", rule=dynamic_update_slice, local=on_shards, pinned=True)
 
 
 def concatenate(eqn, ins, outs) -> OpRule:
@@ -455,9 +422,11 @@ def from_no_data(eqn, ins, outs) -> OpRule:
 
 def _local_iota(at: LocalOp, *xs: Any) -> list[Any]:
     d, shape = at.params["dimension"], at.out
-    (x,) = at.run(*xs, shape=shape)
     factors = at.rule.outs[0][d]
-    return [x + lax.convert_element_type(at.offset(factors, shape[d]), x.dtype)] if at.of(factors) else [x]
+    if not at.of(factors):
+        return at.run(*xs, shape=shape)
+    place = lax.broadcasted_iota(np.int32, shape, d) + at.offset(factors, shape[d])
+    return [place.astype(at.params["dtype"])]  # rounded once
 
 
 def _local_empty(at: LocalOp, *xs: Any) -> list[Any]:

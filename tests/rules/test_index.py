@@ -1,4 +1,4 @@
-"""Lookups along a dim that is split: an embedding, the logits of the targets."""
+"""Reads and writes at run-time indices along sharded dims."""
 
 import functools
 from collections import Counter
@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from collectives_of import planned_and_compiled
+from jax import lax
 
 import meshpar as mp
 
@@ -86,3 +87,319 @@ def test_a_search_gathers_the_sorted_array_once():
     dims = {"a": "bins", "v": "rows columns"}
     _, planned, compiled = planned_and_compiled(jnp.searchsorted, a, q, layout=layout, dims=dims)
     assert planned == compiled == {("all-gather", 16 * 4 * 3 / 4): 1}
+
+
+# -- every form of read and write, against the unsharded run
+
+N, C, B = 16, 4, 4
+SHAPES = {"x": (N, C), "b": (B, N, C), "u": (18, C)}
+DIMS = {"x": "rows cols", "b": "batch rows cols", "u": "updates cols"}
+
+
+def rows(x, i, size, mode):
+    numbers = lax.GatherDimensionNumbers((1, 2), (), (0,))
+    return lax.gather(x, i[:, None], numbers, (size, C), mode=mode, fill_value=2.5)
+
+
+def write_rows(op, x, i, u, mode):
+    return op(x, i[:, None], u, lax.ScatterDimensionNumbers((1, 2), (), (0,)), mode=mode)
+
+
+def reads(x, b, u, i, j, s):
+    one_each = jnp.arange(B)
+    return {
+        "vector": [
+            x[i],
+            x[i.reshape(2, 3)],
+            x[:, j],
+            jnp.take(x, i, 0),
+            jnp.take(x, i.astype(jnp.int8), 0, mode="clip"),
+        ],
+        "modes": [x.at[i].get(mode=m, fill_value=2.5) for m in ("fill", "clip")],
+        "two columns": [x.at[i, j].get(mode=m, fill_value=-1.5) for m in ("fill", "clip")],
+        "scalar": [x[s], x[s, j[0]], b[:, s], lax.dynamic_index_in_dim(x, s, 0)],
+        "slices": [lax.dynamic_slice_in_dim(x, s, n, 0) for n in (1, 3, 4, 5, 9, 15, 16)],
+        "slice of both": lax.dynamic_slice(x, (s, j[0]), (3, 2)),
+        "one array": jax.vmap(lambda s: lax.dynamic_slice_in_dim(x, s, 3))(i),
+        "batch": [jax.vmap(lambda b, s: lax.dynamic_slice_in_dim(b, s, n))(b, i[:B]) for n in (1, 3, 9)],  # noqa: B023
+        "pairs": [b[one_each, i[:B] % N], jnp.take_along_axis(b, (i[:B] % N)[:, None, None], 1)],
+        "windows": [rows(x, i, n, m) for n in (1, 3, 6) for m in ("clip", "fill")],
+    }
+
+
+def writes(x, b, u, i, j, s):
+    one_each, distinct = jnp.arange(B), (jnp.arange(6) * 5 + i[0]) % N
+    v = u[:6]
+    return {
+        "set": [x.at[distinct].set(v), x.at[distinct].set(v, unique_indices=True), x.at[s].set(v[0], mode="drop")],
+        "add": [x.at[i].add(v), x.at[i].add(v, mode="clip"), x.at[s].add(v[0]), x.at[s].add(v[0], mode="clip")],
+        "two columns": [x.at[i, j].add(v[:, 0], mode=m) for m in ("drop", "clip")],
+        "unique": [x.at[distinct].multiply(v, unique_indices=True), x.at[distinct].add(v, unique_indices=True)],
+        "columns": x.at[:, j].add(u[:N, :1], mode="drop"),
+        "updates": [lax.dynamic_update_slice_in_dim(x, u[:n], s, 0) for n in (1, 3, 4, 5, 9, 15, 16)],
+        "update of both": lax.dynamic_update_slice(x, u[:3, :2], (s, j[0])),
+        "batch": [
+            jax.vmap(lambda b, s: lax.dynamic_update_slice_in_dim(b, u[:n], s, 0))(b, i[:B])  # noqa: B023
+            for n in (1, 3, 9)
+        ],
+        "pairs": [b.at[one_each, i[:B]].set(u[:B], mode="drop"), b.at[one_each, i[:B]].add(u[:B], mode="clip")],
+        "windows": [write_rows(lax.scatter_add, x, i, u.reshape(6, 3, C), m) for m in ("clip", "drop")],
+    }
+
+
+def overwrites(x, b, u, i, j, s):
+    """Writes of which JAX has no gradient where indices are not unique, or where their order matters."""
+    scatters = (lax.scatter, lax.scatter_min, lax.scatter_max, lax.scatter_mul, lax.scatter_sub)
+    return {
+        "modes": [write_rows(op, x, i, u.reshape(6, 3, C), m) for op in scatters for m in ("clip", "drop")],
+        "methods": [getattr(x.at[i], m)(u[:6]) for m in ("set", "min", "max", "multiply", "subtract")],
+        "one": [getattr(x.at[s], m)(u[0]) for m in ("set", "min", "max", "multiply", "subtract")],
+    }
+
+
+def with_gradients(f):
+    def run(x, b, u, i, j, s):
+        out, pull = jax.vjp(lambda x, b, u: f(x, b, u, i, j, s), x, b, u)
+        return out, pull(jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape), out))
+
+    return run
+
+
+def negative_zeros(rng, *shape):
+    """Quarters, with zeros that are negative and a NaN with a payload."""
+    x = rng.integers(-8, 8, shape).astype(np.float32) / 4
+    x[x == 0] = -0.0
+    x.reshape(-1).view(np.uint32)[5] = 0x7FC12345
+    return x
+
+
+LAYOUTS = [
+    "rows: data+model",
+    "batch: data; rows: model",
+    "updates: model; rows: data; cols: model",
+    "rows: model; cols: data",
+]
+
+
+@pytest.mark.parametrize(
+    ("f", "layout", "lowering"),
+    [
+        pytest.param(f, layout, lowering, marks=() if k == f_index == 0 else pytest.mark.slow)
+        for f_index, lowering in enumerate(LOWERINGS)
+        for k, layout in enumerate(LAYOUTS)
+        for f in (reads, writes, overwrites)
+    ],
+)
+def test_reads_and_writes_equal_the_unsharded_run(f, layout, lowering):
+    rng = np.random.default_rng(LAYOUTS.index(layout))
+    arrays = [negative_zeros(rng, *shape) for shape in SHAPES.values()]
+    i, j, s = (rng.integers(-n - 2, n + 3, shape).astype(np.int32) for n, shape in ((N, 6), (C, 6), (N, ())))
+    step = f if f is overwrites else with_gradients(f)
+    run = mp.jit(step, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=DIMS, lowering=lowering)
+    got, want = run(*arrays, i, j, s), jax.jit(step)(*arrays, i, j, s)
+    values, expected = (got, want) if f is overwrites else (got[0], want[0])
+    for (path, a), b in zip(jax.tree.leaves_with_path(values), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+    if f is not overwrites:
+        for a, b in zip(got[1], want[1], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_indices_of_every_integer_type(lowering):
+    """Of more rows than the type counts, and beyond the largest int32."""
+    x = np.arange(512, dtype=np.float32).reshape(256, 2)
+    read = lax.GatherDimensionNumbers((1,), (0,), (0,))
+    write = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    indices = {
+        "int8": np.array([1, 100, -3, 127], np.int8),
+        "uint8": np.array([1, 200, 255, 0], np.uint8),
+        "int16": np.array([300, -300, 255, 7], np.int16),
+        "uint32": np.array([2**32 - 1, 2**31, 255, 7], np.uint32),
+    }
+    wide = {
+        t: np.clip(i.astype(np.int64), -1000, 1000).astype(np.int32) for t, i in indices.items()
+    }  # XLA's int8 wraps
+
+    def step(x, indices):
+        return {
+            (t, mode): (
+                lax.gather(x, i[:, None], read, (1, 2), mode=mode, fill_value=0.5),
+                lax.scatter_add(x, i[:, None], jnp.full((4, 2), 0.25), write, mode=mode),
+            )
+            for t, i in indices.items()
+            for mode in ("clip", "fill")
+        }
+
+    run = mp.jit(
+        step, mesh=mp.mesh("data=4, model=2"), layout="rows: data+model", dims={"x": "rows _"}, lowering=lowering
+    )
+    for a, b in zip(jax.tree.leaves(run(x, indices)), jax.tree.leaves(jax.jit(step)(x, wide)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_dtypes_without_addition_or_zero(lowering):
+    """Random keys; floats of one byte, of which ``float8_e8m0fnu`` has no zero; booleans; complex numbers."""
+    bits = np.arange(32, dtype=np.uint8).reshape(8, 4) * 8 + 1
+    xs = {
+        "keys": jax.random.split(jax.random.key(0), (8, 4)),
+        "e8m0": bits.view(jnp.float8_e8m0fnu),
+        "e4m3": bits.view(jnp.float8_e4m3fn),
+        "bool": bits % 3 == 0,
+        "bfloat16": np.full((8, 4), -0.0, jnp.bfloat16),
+        "complex": np.full((8, 4), complex(-0.0, 1), np.complex64),
+    }
+
+    def step(xs, i, s):
+        def each(x):
+            reads = [x[i], x[s], x[3], lax.dynamic_slice_in_dim(x, s, 3), jnp.take(x, i, 0, mode="clip"), x[i].T]
+            return [*reads, x.at[i].set(x[:3]), x.at[s].set(x[0]), lax.dynamic_update_slice_in_dim(x, x[:3], s, 0)]
+
+        return {name: each(x) for name, x in xs.items()}, xs["e8m0"][i].astype(jnp.float32)
+
+    args = xs, np.array([6, 1, 4], np.int32), np.int32(4)
+    run = mp.jit(
+        step, mesh=mp.mesh("data=4, model=2"), layout="rows: data", dims={"xs/*": "rows cols"}, lowering=lowering
+    )
+    for (path, a), b in zip(jax.tree.leaves_with_path(run(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+
+
+def test_a_window_dim_that_no_index_points_into():
+    """It is written, and read, at 0: on one device."""
+    x, j = np.arange(32, dtype=np.float32).reshape(8, 4), np.array([[1], [2]], np.int32)
+
+    def step(x, j):
+        added = lax.scatter_add(x, j, jnp.full(2, 10.0), lax.ScatterDimensionNumbers((), (0, 1), (1,)))
+        return added, lax.gather(x, j, lax.GatherDimensionNumbers((), (0, 1), (1,)), (1, 1))
+
+    run = mp.jit(step, mesh=mp.mesh("data=4, model=2"), layout="rows: data", dims={"x": "rows cols"})
+    want = x.copy()
+    want[0, 1:3] += 10
+    for a, b in zip(run(x, j), (want, x[0, 1:3]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_counted_indices_along_the_components():
+    """``iota`` along the last dim of the indices is one component of each, not a batch of rows."""
+    x, j = np.arange(10, dtype=np.float32).reshape(2, 5), np.array([[3], [1]], np.int32)
+
+    def step(x, j):
+        index = jnp.concatenate([lax.broadcasted_iota(jnp.int32, (2, 1), 1), j], 1)
+        return lax.gather(x, index, lax.GatherDimensionNumbers((), (0, 1), (0, 1)), (1, 1))
+
+    run = mp.jit(step, mesh=mp.mesh("data=4, model=2"), layout="two: model", dims={"x": "two n"})
+    np.testing.assert_array_equal(run(x, j), [3, 1])
+
+
+def test_counting_in_a_dtype_that_rounds():
+    """The global index is rounded once."""
+    x = np.zeros(516, jnp.bfloat16)
+    run = mp.jit(
+        lambda x: lax.iota(jnp.bfloat16, 516) + x, mesh=mp.mesh("data=4, model=2"), layout="n: data", dims={"x": "n"},
+        lowering="shard_map",
+    )  # fmt: skip
+    np.testing.assert_array_equal(
+        np.asarray(run(x), np.float32), np.arange(516).astype(jnp.bfloat16).astype(np.float32)
+    )
+
+
+# -- what is sent
+
+SENT = {  # (function, name of the dim of updates and indices, bytes of what is sent before the factor of 3 devices in 4
+    "update": (lambda x, u, i: lax.dynamic_update_slice_in_dim(x, u, i[0], 0), "rows", 8 * 32 * 4),
+    "set": (lambda x, u, i: x.at[i].set(u), "new", 0),
+    "add": (lambda x, u, i: x.at[i].add(u), "new", 0),
+    "one": (lambda x, u, i: x.at[i[0]].set(u[0]), "new", 0),
+    "queue": (lambda x, u, i: x.at[(i[0] + jnp.arange(8)) % 64].set(u), "new", 0),
+    "slice": (lambda x, u, i: lax.dynamic_slice_in_dim(x, i[0], 8, 0), "new", 2 * 8 * 32 * 4),
+    "take": (lambda x, u, i: x[i], "new", 2 * 8 * 32 * 4),
+    "most of it": (lambda x, u, i: lax.dynamic_slice_in_dim(x, i[0], 48, 0), "new", 64 * 32 * 4),
+    "set by batch": (lambda x, u, i: x.at[i].set(u), "batch", 8 * 33 * 4),
+    "take by batch": (lambda x, u, i: x[i] * 2, "batch", 2 * 8 * 32 * 4),
+}
+
+
+@pytest.mark.parametrize("layout", ["rows: data", "batch: data; rows: data"])
+@pytest.mark.parametrize("name", SENT)
+def test_bytes(name, layout):
+    """Writes send nothing but updates that are sharded; reads send what is read, or what is smaller, the array."""
+    f, dim, volume = SENT[name]
+    dims = {"x": "rows cols", "u": f"{dim} cols", "i": "new" if dim == "rows" else dim}
+    rules = "; ".join(r for r in layout.split("; ") if r.split(":")[0] in (*dims["x"].split(), dim))
+    x, u, i = np.zeros((64, 32), np.float32), np.zeros((8, 32), np.float32), np.arange(8, dtype=np.int32)
+    _, planned, compiled = planned_and_compiled(f, x, u, i, layout=rules, dims=dims)
+    assert planned == compiled
+    assert sum(size * count for (_, size), count in compiled.items()) <= volume * 3 / 4
+
+
+def test_a_loop_that_walks_over_an_array_gathers_it_once():
+    x = np.arange(64, dtype=np.float32).reshape(16, 4)
+
+    def walk(x, c):
+        return lax.scan(lambda c, i: (c * 0.5 + lax.dynamic_index_in_dim(x, i, 0, False), None), c, jnp.arange(16))[0]
+
+    _, planned, compiled = planned_and_compiled(walk, x, x[0], layout="rows: data", dims={"x": "rows cols"})
+    assert planned == compiled == {("all-gather", 16 * 4 * 4 * 3 / 4): 1}
+
+
+# -- decoding with a cache that is split by length
+
+
+def attend(cache, q, mask):
+    scores = jnp.where(mask, jnp.einsum("bhd,bshd->bhs", q, cache["k"]), -1e9)
+    return jnp.einsum("bhs,bshd->bhd", jax.nn.softmax(scores), cache["v"])
+
+
+def one_position(cache, new, q, position):
+    cache = {n: lax.dynamic_update_slice(cache[n], new[n][:, None], (0, position, 0, 0)) for n in cache}
+    return attend(cache, q, jnp.arange(cache["k"].shape[1]) <= position), cache
+
+
+def position_of_each(cache, new, q, positions):
+    write = jax.vmap(lambda c, x, p: lax.dynamic_update_slice(c, x[None], (p, 0, 0)))
+    cache = {n: write(cache[n], new[n], positions) for n in cache}
+    return attend(cache, q, jnp.arange(cache["k"].shape[1]) <= positions[:, None, None]), cache
+
+
+def row_of_each(cache, new, q, positions):
+    cache = {n: cache[n].at[jnp.arange(len(positions)), positions].set(new[n]) for n in cache}
+    return attend(cache, q, jnp.arange(cache["k"].shape[1]) <= positions[:, None, None]), cache
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("step", [one_position, position_of_each, row_of_each])
+@pytest.mark.parametrize("layout", ["cache: model", "cache: data+model", "batch: data; cache: model"])
+def test_decoding_with_a_cache_that_is_split_by_length(step, layout, lowering):
+    """The cache is written without communication; the softmax sends statistics and outputs."""
+    b, s, h, d = 4, 32, 2, 8
+    cache = {n: normal(b, s, h, d) for n in "kv"}
+    new = {n: normal(b, h, d) for n in "kv"}
+    q, position = normal(b, h, d), np.array([5, 31, 0, 17], np.int32)
+    position = position[1] if step is one_position else position
+    dims = {"cache/*": "batch cache heads head_dim", "new/*": "batch heads head_dim", "q": "batch heads head_dim"}
+    if step is not one_position:
+        dims["positions"] = "batch"
+    run = mp.jit(step, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=dims, lowering=lowering)
+    (out, after), (want, expected) = run(cache, new, q, position), jax.jit(step)(cache, new, q, position)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    for n in cache:
+        np.testing.assert_array_equal(after[n], expected[n])
+        assert after[n].sharding.shard_shape(after[n].shape)[1] < s
+    sent = run.plan(cache, new, q, position).collectives
+    assert {c.op for c in sent} == {"all-reduce"}
+    assert {c.shape for c in sent} <= {(b, h), (b, h, 1), (b, h, d)}
+
+
+def test_one_element_of_a_dim_and_an_uneven_slice_of_another():
+    """The blocks of the slice are exchanged or gathered as if all of the other dim were read."""
+    x = np.arange(4 * 16 * 8, dtype=np.float32).reshape(4, 16, 8)
+    for layout in ("rows: data", "rows: data; columns: model"):
+        run = mp.jit(
+            lambda x: x[:, 1:, 3], mesh=mp.mesh("data=4, model=2"), layout=layout, dims={"x": "batch rows columns"},
+            lowering="shard_map",
+        )  # fmt: skip
+        np.testing.assert_array_equal(run(x), x[:, 1:, 3])

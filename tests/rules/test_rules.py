@@ -353,7 +353,12 @@ def test_rule_fits_the_shapes(name):
         made = {f for dims in rule.outs for factors in dims for f in factors}
         assert read | made == {f for f in range(len(rule.sizes)) if f in read | made}
         for f, kind in enumerate(rule.kinds):
-            if kind not in ("pass_through", "need_replication", "permutation"):  # contracted: in operands only
+            if kind not in (
+                "pass_through",
+                "need_replication",
+                "permutation",
+                "indexed",
+            ):  # contracted: in operands only
                 assert f in read
                 assert f not in made
             if kind == "pass_through" and f in read and f in made:  # a result without it would be summed over it
@@ -365,7 +370,7 @@ def test_rule_fits_the_shapes(name):
             assert len(dims) == len(shape)  # results are spelt out in full
         for x, y, _ in rule.name_links:
             assert max(x, y) < len(rule.sizes)
-            assert rule.kinds[x] == rule.kinds[y]
+            assert rule.kinds[y] == ("need_replication" if rule.kinds[x] == "indexed" else rule.kinds[x])
             assert rule.kinds[x] in ("need_replication", "permutation")
         for leader, follower in rule.sharded_like:
             assert rule.kinds[leader] == "permutation"
@@ -436,8 +441,8 @@ def paste(parts, dims, rule, f: int, shape) -> np.ndarray:
 
 
 def splittable(rule) -> list[int]:
-    """Factors that are split without an exchange (those with one: test_halo.py, test_scan_like.py, test_sort.py)."""
-    exchanged = {f for f, kind in enumerate(rule.kinds) if kind in ("need_replication", "permutation")} | {
+    """Factors that are split without an exchange or an index (for those: test_halo, _index, _scan_like and _sort)."""
+    exchanged = {f for f, kind in enumerate(rule.kinds) if kind in ("need_replication", "permutation", "indexed")} | {
         f for _, f in rule.sharded_like
     }
     return [f for f, n in enumerate(rule.sizes) if f not in exchanged and n > 1 and n % 2 == 0]
@@ -573,35 +578,9 @@ def local_params(eqn, rule, f: int) -> dict[str, Any]:
     return p
 
 
-def masked_index(eqn, rule, f: int) -> bool:
-    """Whether indices point into the factor: a device then shifts them, and leaves out others."""
-    if f < 0:
-        return False
-    if eqn.primitive.name == "gather":
-        return rule.kinds[f] == "sum"
-    if eqn.primitive.name in ("scatter-add", "scatter-sub"):
-        dn = eqn.params["dimension_numbers"]
-        return any(f in rule.ins[0][d] for d in dn.inserted_window_dims)
-    return False
-
-
 def run_half(eqn, params, operands, rule, f: int, which: int):
     operands = list(operands)
     name = eqn.primitive.name
-    if masked_index(eqn, rule, f):
-        dn = params["dimension_numbers"]
-        into = dn.start_index_map if name == "gather" else dn.scatter_dims_to_operand_dims
-        d = next(d for d in range(operands[0].ndim) if f in rule.ins[0][d])
-        size = rule.sizes[f] // 2
-        indices = np.asarray(operands[1]).copy()
-        indices[..., into.index(d)] -= which * size
-        mine = (indices[..., into.index(d)] >= 0) & (indices[..., into.index(d)] < size)
-        operands[1] = indices
-        params = params | {"mode": lax.GatherScatterMode.FILL_OR_DROP}
-        if name == "gather":
-            params["fill_value"] = 0
-        else:
-            indices[..., into.index(d)] = np.where(mine, indices[..., into.index(d)], size)
     if name == "ragged_dot_general" and any(f in fs for fs in rule.ins[0]):
         (rows,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
         if f in rule.ins[0][rows]:  # the part of every group that is in this half
@@ -609,13 +588,6 @@ def run_half(eqn, params, operands, rule, f: int, which: int):
             operands[2] = np.diff(np.clip(np.cumsum(operands[2]) - which * n, 0, n), prepend=0).astype(np.int32)
     if name.startswith("scatter") and f >= 0 and rule.kinds[f] == "sum" and which == 1:
         operands[0] = np.zeros_like(operands[0])  # the operand is added once
-    if name == "gather" and masked_index(eqn, rule, f):
-        out = eqn.primitive.bind(*map(jnp.asarray, operands), **params)
-        keep = jnp.asarray(mine)
-        dn = params["dimension_numbers"]
-        for o in sorted(dn.offset_dims):
-            keep = jnp.expand_dims(keep, o)
-        return [np.asarray(jnp.where(keep, out, 0))]
     out = eqn.primitive.bind(*map(jnp.asarray, operands), **params)
     return [np.asarray(x) for x in (out if eqn.primitive.multiple_results else [out])]
 

@@ -1,0 +1,84 @@
+"""Arrays of which each element comes from one device: what the other devices contribute, and how contributions are combined.
+
+A read at an index along a sharded dim gives such an array: the device whose block contains the index contributes the element, the
+others contribute :func:`neutral`. The combined element has the owner's bits: the sign of a zero, the payload of a NaN, and dtypes
+without addition (random keys) or without a zero (``float8_e8m0fnu``) are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .spmd import on_words
+
+
+def neutral(dtype: Any) -> np.ndarray:
+    """The scalar that a device contributes where it owns nothing: -0.0 for floats that are added, else zero bits."""
+    dtype = np.dtype(dtype)
+    if _added(dtype):
+        return np.asarray(-0.0, dtype) if dtype.kind != "c" else np.asarray(complex(-0.0, -0.0), dtype)
+    return np.zeros(dtype.itemsize, np.uint8).view(dtype).reshape(())
+
+
+def adds_nothing(dtype: Any) -> bool:
+    """Whether :func:`neutral` is a zero, so that contributions may also be scaled, converted and added to other partial values."""
+    plain = not jnp.issubdtype(dtype, jax.dtypes.extended)
+    return plain and bool(neutral(dtype).astype(np.complex128) == 0)
+
+
+def only_where(mask: Any, x: Any) -> Any:
+    """``x`` where a mask is true, else :func:`neutral`.
+
+    Args:
+      mask: a boolean scalar, or an array of the shape of ``x``.
+      x: an array of any dtype, random keys included.
+    """
+
+    def masked(y: Any) -> Any:
+        full = lax.broadcast_in_dim(mask, y.shape, range(np.ndim(mask)))
+        return lax.select(full, y, jnp.full(y.shape, neutral(y.dtype)))
+
+    return on_words(x, masked)
+
+
+def addable(x: Any, cpu: bool) -> tuple[Any, Callable[[Any], Any]]:
+    """(an array to add over devices in place of ``x``, the function that recovers the elements from the result).
+
+    Floats of at least 2 bytes are added as they are: x + -0.0 is x. XLA's all-reduce on CPUs starts from +0.0 and flushes
+    subnormal numbers, and narrower floats do not all have a zero: these are added as unsigned integers of the same width.
+
+    Args:
+      x: a contribution to an array whose elements each come from one device.
+      cpu: whether XLA's CPU compiler makes the all-reduce.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(x)
+        return jax.random.key_data(x), lambda y: jax.random.wrap_key_data(y, impl=impl)
+    dtype = np.dtype(x.dtype)
+    if dtype == np.bool_:
+        return x.astype(np.uint8), lambda y: y.astype(np.bool_)
+    if jnp.issubdtype(dtype, jnp.integer):
+        wide = np.dtype(np.int8) if jnp.iinfo(dtype).bits < 8 else dtype
+        return x.astype(wide), lambda y: y.astype(dtype)
+    if _added(dtype) and not cpu:
+        return x, lambda y: y
+    if dtype.kind == "c":
+        words, restore = addable(jnp.stack([x.real, x.imag], -1), cpu)
+        return words, lambda y: lax.complex(*jnp.moveaxis(restore(y), -1, 0))
+    bits = jnp.finfo(dtype).bits
+    word = np.dtype(f"uint{max(bits, 8)}")
+    as_bits = jnp.uint4 if bits == 4 else word
+    sign = word.type(1 << (bits - 1) if _added(dtype) else 0)  # the bits of neutral become 0
+    words = lax.bitcast_convert_type(x, as_bits).astype(word) ^ sign
+    return words, lambda y: lax.bitcast_convert_type((y ^ sign).astype(as_bits), dtype)
+
+
+def _added(dtype: np.dtype) -> bool:
+    """Whether contributions of a dtype are added as numbers on accelerators."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and dtype.itemsize > 1
