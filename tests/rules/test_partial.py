@@ -319,3 +319,16 @@ def test_constants_that_may_scale_a_partial_sum(constant, passes):
     assert is_scale(2.0**22, inverse=True)  # the mean of 4 million elements
     assert not is_scale(2.0**22)
     assert not is_scale(2.0**-22, inverse=True)
+
+
+@pytest.mark.parametrize("wide", ["bfloat16", "float32"])
+@pytest.mark.parametrize("narrow", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
+def test_casts_of_narrow_partial_sums_can_be_planned(narrow, wide):
+    x = np.arange(8 * 4, dtype=np.float32).reshape(8, 4) % 3
+
+    def fn(x):
+        return x.astype(narrow)[2:3].astype(wide), (x.astype(narrow).sum(0)).astype(wide)
+
+    found = mp.jit(fn, mesh="data=4, model=2", layout="rows: data", dims={"x": "rows _"}, lowering="shard_map")(x)
+    for a, b in zip(found, jax.jit(fn)(x), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
