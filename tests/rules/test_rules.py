@@ -371,7 +371,7 @@ def test_rule_fits_the_shapes(name):
         for x, y, _ in rule.name_links:
             assert max(x, y) < len(rule.sizes)
             assert rule.kinds[y] == ("need_replication" if rule.kinds[x] == "indexed" else rule.kinds[x])
-            assert rule.kinds[x] in ("need_replication", "permutation")
+            assert rule.kinds[x] in ("need_replication", "permutation", "indexed")
         for leader, follower in rule.sharded_like:
             assert rule.kinds[leader] == "permutation"
             assert rule.kinds[follower] in ("permutation", "sum")
