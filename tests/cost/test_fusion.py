@@ -35,9 +35,7 @@ def quantized(w, x):
 
 
 def reductions(fn, *args, layout):
-    plan = mp.plan(
-        fn, *args, mesh="data=8", topology="v5e:2x4", layout=layout, dims={"w": "... rows _", "x": "rows _"}
-    )
+    plan = mp.plan(fn, *args, mesh="data=8", topology="v5e:2x4", layout=layout, dims={"w": "... rows _", "x": "rows _"})
     return [(k.count, k.bytes) for node, k in kernel_times(plan).items() if node.name == "reduce_max"]
 
 

@@ -236,10 +236,10 @@ def test_modes_that_do_not_exist_are_refused():
     with pytest.raises(mp.UnsupportedError, match="there is no overlap 'rings'"):
         mlp_plan("rings")
     with pytest.raises(mp.UnsupportedError, match='belongs to lowering="shard_map"'):
-        mp.jit(mlp, mesh=mp.mesh("data=4, model=2"), layout=MLP, overlap="pallas")
+        mp.jit(mlp, mesh=mp.mesh("data=4, model=2"), layout=MLP, lowering="jit", overlap="pallas")
     mesh = mp.mesh("data=4, model=2")
     with pytest.raises(mp.UnsupportedError, match='belongs to lowering="shard_map"'):
-        mp.jit(mlp, mesh=mesh, layout=MLP, overlap="ring")
+        mp.jit(mlp, mesh=mesh, layout=MLP, lowering="jit", overlap="ring")
     with pytest.raises(mp.UnsupportedError, match="there is no overlap 'fast'"):
         mp.jit(mlp, mesh=mesh, layout=MLP, lowering="shard_map", overlap="fast")
 
