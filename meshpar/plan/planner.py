@@ -795,7 +795,7 @@ class _Planner:
             return axes
         have = self.at[value].spec
         pairs = zip(rule.ins[0], have, strict=True)
-        held = {f: entry for (f,), entry in pairs if rule.kinds[f] in ("pass_through", "indexed")}
+        held = {f: entry for (f,), entry in pairs if rule.kinds[f] == "indexed"}
         taken = {a for entry in held.values() for a in entry}
         if not taken:
             return axes
@@ -811,7 +811,7 @@ class _Planner:
             outer = self.consts[outer].outer
         windows = trips if op.name == "dynamic_slice" else 1
         cost = {id(c): self.cost(op, c) * trips for c in choices}
-        read = [f for f in held if rule.kinds[f] == "indexed" and (f,) not in rule.outs[0]]
+        read = [f for f in held if (f,) not in rule.outs[0]]
         if any(axes[f] for f in read) and n <= LARGEST_GATHERED * m * windows:
             whole = [() if f in read else got for f, got in enumerate(axes)]
             moved = self.bytes_between(value, have, spec_of(rule.ins[0], whole))
