@@ -787,7 +787,8 @@ class _Planner:
 
         The array stays as it is sharded, and these axes are taken from the op's other factors (those of the indices and
         updates), unless the claims send fewer bytes. It is gathered for a read only if it has at most ``LARGEST_GATHERED`` times
-        the elements that are read, and that sends fewer bytes. A ``dynamic_slice`` in a loop that only reads the array is
+        the elements that are read, that sends fewer bytes, and the op is a ``dynamic_slice`` or in a loop that only reads the
+        array. A ``dynamic_slice`` in a loop that only reads the array is
         treated as one that reads a window per iteration, of an array that may be gathered before the loop.
         """
         rule, value = op.rule, op.ins[0] if op.ins else None
@@ -812,7 +813,8 @@ class _Planner:
         windows = trips if op.name == "dynamic_slice" else 1
         cost = {id(c): self.cost(op, c) * trips for c in choices}
         read = [f for f in held if (f,) not in rule.outs[0]]
-        if any(axes[f] for f in read) and n <= LARGEST_GATHERED * m * windows:
+        may_gather = op.name == "dynamic_slice" or outer is not value
+        if may_gather and any(axes[f] for f in read) and n <= LARGEST_GATHERED * m * windows:
             whole = [() if f in read else got for f, got in enumerate(axes)]
             moved = self.bytes_between(value, have, spec_of(rule.ins[0], whole))
             choices.append(whole)
