@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -147,6 +148,26 @@ def combined(
       cpu: whether XLA's CPU compiler compiles the program.
     """
     cpu = cpu or (isinstance(grid, Grid) and grid.cpu)
+    if kind != "indexed" or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return _combined(x, have, scatters, over, kind, grid, begun, cpu)
+
+    @jax.custom_jvp
+    def elements(x: Any) -> Any:
+        return _combined(x, have, scatters, over, kind, grid, begun, cpu)
+
+    @elements.defjvp
+    def _(
+        primals: Any, tangents: Any
+    ) -> Any:  # elements may be added as bits, which have no derivative: tangents are numbers
+        return elements(*primals), _combined(tangents[0], have, scatters, over, "sum", grid, begun, cpu)
+
+    return elements(x)
+
+
+def _combined(
+    x: Any, have: Spec, scatters: Sequence[Any], over: Sequence[str], kind: str, grid: Mapping[str, int], begun: int, cpu: bool
+) -> Any:  # fmt: skip
+    """:func:`combined`, without a derivative where elements are added as bits."""
     dtype = x.dtype
     if 0 in x.shape:
         spec = have

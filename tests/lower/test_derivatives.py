@@ -362,3 +362,22 @@ def at_zero(w, x):
 )
 def test_a_function_with_its_own_derivative_keeps_it(fn, forward, layout):
     assert_derivatives(fn, W, X, layout=layout, dims={k: DIMS[k] for k in "wx"}, forward=forward)
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_lookups_differentiated_from_outside(lowering):
+    """What one device reads for all may be sent as bits: its derivative is that of the numbers."""
+    x, i = jnp.arange(1.0, 9.0), jnp.int32(3)
+
+    def step(x, i):
+        rows = x[jnp.stack([i, i + 1])], lax.dynamic_slice(x, (i,), (2,)), lax.dynamic_update_slice(x * 2, x[:1], (i,))
+        return x[:1], x[3], x[i], *rows, x.at[i].set(x[0]), x.astype(jnp.bfloat16)[i].astype(jnp.float32)
+
+    def loss(of):
+        return lambda x: sum((jnp.sin(y) * (k + 1)).sum() for k, y in enumerate(of(x, i)))
+
+    run = mp.jit(step, mesh=mp.mesh("data=4, idle=2"), layout="rows: data", dims={"x": "rows"}, lowering=lowering)
+    np.testing.assert_allclose(jax.grad(loss(run))(x), jax.grad(loss(step))(x), rtol=1e-6)
+    tangents = [jax.jvp(lambda x, f=f: f(x, i), (x,), (jnp.cos(x),))[1] for f in (run, step)]
+    for got, want in zip(*tangents, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
