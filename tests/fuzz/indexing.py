@@ -7,8 +7,8 @@ from lookups import indices
 from statements import statement
 from writer import Skip, Var, Writer
 
-TYPES = ("jnp.int32", "jnp.int32", "jnp.uint8", "jnp.int16", "jnp.uint16", "jnp.uint32")
-"""Of indices; int8, of which XLA's partitioner ends the process, is left to :func:`narrow_indices`."""
+TYPES = ("jnp.int32", "jnp.int32", "jnp.uint32")
+"""Of indices; narrower ones, of which XLA's partitioner ends the process under ``lowering="jit"``, are :func:`narrow_indices`."""
 
 
 def at(w: Writer, ids: Var, n: int, mode: str, kind: str = "jnp.int32") -> str:
@@ -88,7 +88,7 @@ def narrow_indices(w: Writer) -> None:
     ids = indices(w, (1,))
     x = tall(w)
     mode = w.of(["clip", "fill", "promise_in_bounds"])
-    t = w.of(["jnp.int8", "jnp.uint8", "jnp.int16", "jnp.uint32"])
+    t = w.of(["jnp.int8", "jnp.uint8", "jnp.int16", "jnp.uint16", "jnp.uint32"])
     i = (
         f"({ids.name} * 15).astype({t})[:, None]"
         if mode == "promise_in_bounds"
