@@ -627,7 +627,16 @@ class _Planner:
 
         found = None if len(kinds) > 1 else of(first.kind)
         if found is None and "indexed" in kinds and all(adds_nothing(s.value.aval.dtype) for s in shards):
-            return of("sum")  # where one device has an element, the contributions also add up to it
+            law = of("sum")  # where one device has an element, the contributions also add up to it
+            operand, result = first.value.shape, op.outs[0].shape
+            if (
+                law is not None
+                and len(positions) == 1
+                and law.when == "always"
+                and math.prod(result) >= math.prod(operand)
+            ):
+                return None  # nothing less is sent later, and a device without an element, which has -0.0, may make +0.0 of it
+            return law
         return found
 
     def is_used(self, law: Law, op: Op, shard: Shard) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import device
 import pytest
@@ -79,16 +80,24 @@ def test_configurations_are_tuned_apart(command, tmp_path):
 
 
 def test_the_budget_ends_it_and_resuming_goes_on(command, tmp_path, monkeypatch):
-    monkeypatch.setenv("DEVICE_STUB_SECONDS", "1.5")
+    """By a clock that each outcome advances by ten seconds."""
+    clock = [0.0]
+    write = device.Runner.write
+
+    def advancing(self, outcome):
+        write(self, outcome)
+        clock[0] += 10
+
+    monkeypatch.setattr(device, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(device.Runner, "write", advancing)
     only = "forward/g64/random"
-    _, first, _ = command("--only", only, "--budget", "14")
+    _, first, _ = command("--only", only, "--budget", "55")
     done = statuses(first, "time/")
     everything = [t.id for t in device.timings("gpu") if only in t.id]
-    assert 0 < len(done) < len(everything)
+    assert len(done) == 4 < len(everything)  # after the machine and the names of the values
     record = tmp_path / "out" / "results.jsonl"
     with record.open("a") as file:  # as a command that was killed in the middle of a line leaves it
         file.write('{"id": "time/forward/g64/ran')
-    monkeypatch.setenv("DEVICE_STUB_SECONDS", "0")
     _, second, log = command("--only", only, "--resume", str(record), out="next")
     assert len(statuses(second, "time/")) == len(everything)
     assert len([line for line in log if line.startswith("time ")]) == len(everything) - len(done)

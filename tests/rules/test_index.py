@@ -403,3 +403,17 @@ def test_one_element_of_a_dim_and_an_uneven_slice_of_another():
             lowering="shard_map",
         )  # fmt: skip
         np.testing.assert_array_equal(run(x), x[:, 1:, 3])
+
+
+@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+def test_ops_after_a_read_keep_the_sign_of_zero(lowering):
+    """A device without the element contributes -0.0, of which a negation would make +0.0 before the contributions are added."""
+    x = jnp.zeros((16, 4)).at[3].set(-0.0)
+
+    def reads(x, i):
+        return 1 / -x[i], 1 / (x[i] * -2), 1 / jax.lax.dynamic_update_slice_in_dim(x, -x[:1], i, 0)
+
+    run = mp.jit(reads, mesh="data=4, model=2", layout="batch: data", dims={"x": "batch embed"}, lowering=lowering)
+    for i in (3, 5):
+        for got, want in zip(run(x, i), reads(x, i), strict=True):
+            np.testing.assert_array_equal(got, want)
