@@ -260,9 +260,8 @@ def test_the_plan_says_what_is_sent_and_what_was_not_split():
     plan, _, _ = sent(lambda x: x[:, 1:], x)
     (gather,) = plan.collectives
     assert gather.cause == "slice needs all of `rows`, which `rows: data` splits"
-    (note,) = plan.notes
+    (note,) = (note for note in plan.notes if "[2, 23, 2]" in note)
     assert "`rows: data`" in note
-    assert "[2, 23, 2]" in note
 
 
 def test_cost_counts_the_halos():
