@@ -24,6 +24,7 @@ from ..compat.jax import (
     replace_body,
     scan_counts,
     sharding_constraint_p,
+    with_weak_type,
 )
 from ..compat.quirks import short_strides
 from ..errors import UnsupportedError
@@ -63,7 +64,12 @@ def lower_to_jit(
     arguments = plan.body.inputs[len(closed.consts) :]
     ins = [sharding_of(s, mesh) for s in arguments]
     outs = [sharding_of(s, mesh) for s in plan.body.outputs if s is not None]
-    return run, ins, outs
+    weak = [v.aval.weak_type for v in plan.program.outputs]
+
+    def typed(*xs: Any) -> list[Any]:  # the local form of an op under a shard_map has strong types
+        return [with_weak_type(x, w) for x, w in zip(run(*xs), weak, strict=True)]
+
+    return typed, ins, outs
 
 
 def sharding_of(shard: Shard, mesh: AnyMesh) -> NamedSharding:

@@ -758,10 +758,12 @@ class _Planner:
         """Split another dim over the axes of a dim that the op needs replicated or exchanges, where this sends less.
 
         A sort along a dim split over n devices all-gathers V·(n-1)/n bytes. If it splits another dim instead, an all-to-all of the
-        operand and one of the result send 2·V/n·(n-1)/n.
+        operand and one of the result send 2·V/n·(n-1)/n. Not for kernels, whose rules say along which dims they communicate.
         """
         rule = op.rule
         assert rule is not None
+        if op.name == "kernel":
+            return axes
         exchanged = [f for f, kind in enumerate(rule.kinds) if kind == "permutation"]
         used = {a for f, got in enumerate(axes) if f not in exchanged for a in got}
         lost: dict[tuple[str, ...], None] = {}

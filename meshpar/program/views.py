@@ -49,7 +49,7 @@ _IDENTITY: dict[str, Callable[[Any], Any]] = {
     "reduce_prod": lambda dtype: 1,
     "reduce_max": lambda dtype: _least(dtype, 1),
     "reduce_min": lambda dtype: _least(dtype, -1),
-    "reduce_and": lambda dtype: ~np.zeros((), dtype),
+    "reduce_and": lambda dtype: np.bitwise_not(np.zeros((), dtype)),
     "reduce_or": lambda dtype: 0,
 }
 """The value that changes nothing in a reduction."""

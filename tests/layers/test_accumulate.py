@@ -117,7 +117,8 @@ def test_gradients_of_a_bfloat16_model_are_reduced_once(case, of, lowering):
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
     plan = mp.plan(means, *case, layout="batch: data; embed: data", **options)
-    scattered = [(c.dtype, c.count) for c in plan.collectives if c.op == "reduce-scatter"]
+    op = "reduce-scatter" if lowering == "shard_map" else "all-reduce"  # XLA makes no reduce-scatters for CPUs
+    scattered = [(c.dtype, c.count) for c in plan.collectives if c.op == op and len(c.shape) > 1]
     assert sorted(scattered) == [("bfloat16", LAYERS * MICRO)] * 2 + [("float32", 1)]
 
 

@@ -41,7 +41,8 @@ def test_weights_are_gathered_narrow_and_gradients_summed_as_asked(case, reduce,
     plan = f.plan(*case)
     big = [c for c in plan.collectives if len(c.shape) == 2 and 1 not in c.shape]  # without the scale
     assert {c.dtype for c in big if c.op == "all-gather"} == {"bfloat16"}
-    assert {c.dtype for c in big if c.op == "reduce-scatter"} == {travels}
+    op = "reduce-scatter" if lowering == "shard_map" else "all-reduce"  # XLA makes no reduce-scatters for CPUs
+    assert {c.dtype for c in big if c.op == op} == {travels}
     (p, value), (p_ref, value_ref) = f(*case), jax.jit(step)(*case)
     assert {x.dtype for x in jax.tree.leaves(p)} == {jnp.dtype("float32")}
     np.testing.assert_allclose(value, value_ref, rtol=1e-2)
