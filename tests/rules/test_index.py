@@ -199,7 +199,10 @@ def test_reads_and_writes_equal_the_unsharded_run(f, layout, lowering):
     got, want = run(*arrays, i, j, s), jax.jit(step)(*arrays, i, j, s)
     values, expected = (got, want) if f is overwrites else (got[0], want[0])
     for (path, a), b in zip(jax.tree.leaves_with_path(values), jax.tree.leaves(expected), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+        a, b = np.asarray(a), np.asarray(b)
+        if "updates" in layout:  # results are added over devices, on CPUs from +0.0 on
+            a, b = (np.where(x == 0, np.zeros((), x.dtype), x) for x in (a, b))
+        assert a.tobytes() == b.tobytes(), path
     if f is not overwrites:
         for a, b in zip(got[1], want[1], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
