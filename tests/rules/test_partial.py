@@ -44,6 +44,7 @@ def elementwise_cases(dtype):
     """(name, function of (new partial value, y, s, m)) of the elementwise primitives that take the dtype."""
     with np.errstate(all="ignore"):
         literals = [np.asarray(c).astype(jnp.dtype(dtype)) for c in constants(dtype)]
+    is_float = dtype_class(jnp.dtype(dtype)) not in ("integer", "bool")
     like = jax.ShapeDtypeStruct(SHAPE, dtype)
     for name in sorted(ELEMENTWISE):
         fn = {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor, "not": lax.bitwise_not}.get(name)
@@ -59,14 +60,16 @@ def elementwise_cases(dtype):
             if arity == 1:
                 yield name, lambda p, y, s, m, fn=fn: fn(p())
                 continue
-            yield name, lambda p, y, s, m, fn=fn: fn(p(), y)
-            yield name, lambda p, y, s, m, fn=fn: fn(y, p())
-            yield name, lambda p, y, s, m, fn=fn: fn(p(), p())
+            divides = name in ("div", "rem")
+            over = divisor if divides else lambda x: x
+            yield name, lambda p, y, s, m, fn=fn, over=over: fn(p(), over(y))
+            yield name, lambda p, y, s, m, fn=fn, over=over: fn(y, over(p()))
+            yield name, lambda p, y, s, m, fn=fn, over=over: fn(p(), over(p()))
             if name in ("mul", "div"):
-                yield name, lambda p, y, s, m, fn=fn: fn(p(), jnp.broadcast_to(s, SHAPE))
-                for c in literals:
+                yield name, lambda p, y, s, m, fn=fn, over=over: fn(p(), over(jnp.broadcast_to(s, SHAPE)))
+                for c in (c for c in literals if c or not divides or is_float):
                     yield name, lambda p, y, s, m, fn=fn, c=c: fn(p(), jnp.full(SHAPE, c))
-                yield name, lambda p, y, s, m, fn=fn, c=literals[2]: fn(jnp.full(SHAPE, c), p())
+                yield name, lambda p, y, s, m, fn=fn, over=over, c=literals[2]: fn(jnp.full(SHAPE, c), over(p()))
     zero = np.zeros((), jnp.dtype(dtype))
     for c in literals:
         yield "select_n", lambda p, y, s, m, c=c: jnp.where(m, p(), c)
@@ -135,6 +138,11 @@ def rule_cases(dtype):
         yield fn.__name__, lambda p, y, s, m, fn=fn: fn(p(), (0, 1))
     if dtype_class(jnp.dtype(dtype)) in ("float", "narrow"):
         yield "cumlogsumexp", lambda p, y, s, m: lax.cumlogsumexp(p(), 1)
+
+
+def divisor(x):
+    """Not 0, by which XLA's compilers divide integers differently."""
+    return x | 1 if x.dtype.kind in "iu" else x
 
 
 def finite(y):
