@@ -142,8 +142,12 @@ def make_layout(rng: random.Random, program: Program, mesh: str) -> mp.Layout:
 
 
 def way_outside(program: Program, every: int) -> str:
-    """How a program is differentiated from outside, by its seed: one in ``every``, four fifths of them in reverse; none for 0."""
-    if not every or program.seed % every or not program.grads:
+    """How a program is differentiated from outside, by its seed: one in ``every``, four fifths of them in reverse; none for 0.
+
+    None with special numbers (``s``): the lowered function has a derivative rule, in which the tangent of such an input, by which
+    nobody differentiates, is an array of zeros; times infinity it is NaN, as in any function with a rule.
+    """
+    if not every or program.seed % every or not program.grads or any(i.kind == "s" for i in program.inputs):
         return ""
     forward = program.seed // every % 5 == 0 and "custom_vjp" not in program.text  # which has no forward mode
     return "jvp" if forward else "vjp"
