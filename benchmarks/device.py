@@ -11,7 +11,7 @@ not timed after a wrong value of it, the baselines are. One JSON line is appende
 disk, so that a command that is killed loses nothing; `--resume` takes such a file and runs only what has no outcome yet.
 
 Order: the device's copy bandwidth and matmul rate; values of all kernels and forms against NumPy in float64; times of the matmuls
-beside the baselines, random loads first; routing; opt-in forms; NVLink kernels where there are two GPUs or more; tiles of the
+and of the baselines, random loads first; routing; opt-in forms; NVLink kernels where there are two GPUs or more; tiles of the
 matmuls. No task starts after `--budget` seconds.
 
 At the end, also when the budget is spent:
@@ -435,7 +435,7 @@ def _cell(text: str) -> str:
 
 
 def _lost(case: str, rows: Mapping[str, Outcome], ours: float | None) -> Iterator[str]:
-    """What is slower than a baseline (a bound is none) or, for an opt-in form, than the default form."""
+    """The kernels slower than a baseline (the dense bound does not count), and the opt-in forms slower than the default form."""
     if ours is None:
         return
     for name, outcome in rows.items():
@@ -453,7 +453,7 @@ def _lost(case: str, rows: Mapping[str, Outcome], ours: float | None) -> Iterato
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit status: 0, 1 where a value is wrong, 2 without a device."""
+    """The command; its exit status: 0; 1 if a value is wrong; 2 without a device, or if the record exists already."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for results.jsonl, results.md and tuned.json")
     parser.add_argument("--resume", type=Path, help="the results.jsonl of an earlier command")
@@ -482,15 +482,13 @@ def run_all(options: argparse.Namespace) -> int:
     record = options.out / "results.jsonl"
     outcomes = read(options.resume) if options.resume else {}
     if record.exists() and not (options.resume and record.samefile(options.resume)):
-        record.unlink()
+        print(f"{record} exists; resume it (--resume {record}), or give another --out")
+        return 2
     environment = ENVIRONMENT | {
         "JAX_COMPILATION_CACHE_DIR": str(options.cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    runner = Runner(record, deadline, {}, options.target, environment, options.only)
-    for outcome in outcomes.values():  # so that the new record is complete
-        if not record.exists() or outcome.id not in runner.outcomes:
-            runner.outcomes[outcome.id] = outcome
+    runner = Runner(record, deadline, dict(outcomes), options.target, environment, options.only)
     record.write_text("".join(json.dumps(dataclasses.asdict(o)) + "\n" for o in outcomes.values()))
 
     runner.run([Task("machine", {"kind": "machine"}, "machine", START_LIMIT)], always=True)

@@ -5,7 +5,7 @@
 
 The models use no kernel, option or name of meshpar: attention by einsum with materialized scores, masks by ``tril``, softmax in
 float32, bfloat16 weights, ``jax.checkpoint`` of every scanned layer, and a cross-entropy of optax. No pass was fitted to them.
-A case of ``examples/llama.py`` stands for those that passes were fitted to. Seconds are compute plus exposed communication of
+A case of ``examples/llama.py`` represents programs that passes were fitted to. Seconds are compute plus exposed communication of
 the final schedule (:mod:`meshpar.verify.exposed`); ``planned`` are those of the plan for ``"shard_map"``.
 """
 

@@ -7,8 +7,8 @@ are filled and the allocator has its arenas, and at the end. Before each reading
 back to the system. The aim is a growth of at most 1 %.
 
 - steps: 10,000 steps of training with donated state; first mark after 2,000.
-- layouts: one program is planned anew under 200 different layouts, with seconds and memory; first mark after 100.
-- shapes: 50 batch sizes in turn, 4 rounds; first mark after the first round, which compiles them.
+- layouts: one program is planned again under 200 different layouts, with seconds and memory; first mark after 100.
+- shapes: 50 batch sizes one after the other, 4 rounds; first mark after the first round, which compiles them.
 - functions: 400 functions that close over 1 MiB are jitted, called and deleted; first mark after 200. The garbage collector is off
   for the last 20, of which no array may be left.
 

@@ -35,7 +35,7 @@ Other = Literal["any", "scale", "divisor", "zero", "none"]
 ``scale``: a constant scalar (or an array of one constant) c with ``SCALES[0] <= |c| <= SCALES[1]``.
 ``divisor``: the inverse of one.
 ``zero``: an array of zeros, or a zero, that is constant.
-``none``: there is none; all operands are partial.
+``none``: no such operand is allowed; all operands are partial.
 """
 
 When = Literal["always", "smaller", "widening", "named"]
