@@ -24,7 +24,7 @@ def test_what_is_planned_is_sent(page):
         )
         sent[name] = sum(b * n for (_, b), n in compiled.items())
         assert sent[name] == sum(b * n for (_, b), n in planned.items())
-    assert sent["FSDP, Muon on whole matrices"] < 0.25 * sent["FSDP"]
+    assert sent["FSDP, Muon by layers"] < 0.25 * sent["FSDP"]
 
 
 def test_the_products_of_the_iteration_send_nothing(page):
