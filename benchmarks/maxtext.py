@@ -282,7 +282,7 @@ def turning(row: Row, overlap: Any) -> Row:
         step, args, how = arguments(each, overlap)
         return mp.plan(step, *args, **how).seconds or math.inf
 
-    return min((replace(row, rotary=rotary) for rotary in ("halves", "product")), key=seconds)
+    return min((replace(row, rotary=rotary) for rotary in ("halves", "matmul")), key=seconds)
 
 
 def compiled(row: Row, effort: Any, overlap: Any) -> mp.Compiled:

@@ -1,16 +1,16 @@
-"""The code of the pages: every fenced block is run, in the order of its page, and what it prints can be shown below it.
+"""Runs the fenced code blocks of the docs pages, in the order of each page, and inserts their output.
 
-A fence is ``python`` or ``bash``, perhaps with a word after it:
+A fence is ``python`` or ``bash``, optionally followed by a word:
 
-- ``error``: it must fail, and its error is what is shown;
-- ``no-run``, of bash alone: commands that need a network, another machine or minutes;
-- ``if-equinox``: it is run where that package is installed.
+- ``error``: the block must fail, and its output is the error;
+- ``no-run`` (bash only): commands that need a network, another machine or minutes;
+- ``if-equinox``: the block runs if that package is installed.
 
-Of a bash block the lines that begin with ``meshpar`` are run. The blocks of a page share one module, and a folder with a copy of
+In a bash block the lines that begin with ``meshpar`` run. The blocks of a page share one module, and a working directory with a copy of
 ``examples/``.
 
-``<!-- output -->`` right after a block stands for what it prints; ``<!-- output from="each device sends" to="note" -->`` for the
-lines from the first whose beginning matches one regular expression, up to the next whose beginning matches the other.
+``<!-- output -->`` right after a block is replaced by its output; ``<!-- output from="each device sends" to="note" -->`` by the output lines
+from the first one whose beginning matches the regular expression ``from``, up to the next one that matches ``to``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WIDTH = 100
-"""Columns of what is shown."""
+"""Width of shown output in columns."""
 
 _FENCE = re.compile(
     r"^```(?P<language>python|bash)(?: (?P<word>error|no-run|if-\w+))?\n(?P<code>.*?)^```\n"
@@ -50,7 +50,7 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its code, the line of the page at which that begins, and the places in the page's text."""
+    """A fenced block: its code, the first line of the code in the page, and its offsets in the page's text."""
 
     language: str
     word: str | None
@@ -64,17 +64,17 @@ class Block:
 
     @property
     def needs(self) -> str | None:
-        """The package without which it is not run."""
+        """The package that the block needs; None if it always runs."""
         return self.word.removeprefix("if-") if self.word and self.word.startswith("if-") else None
 
     @property
     def runs(self) -> bool:
-        """Whether it is run here."""
+        """Whether the block runs in this environment."""
         return self.word != "no-run" and (self.needs is None or importlib.util.find_spec(self.needs) is not None)
 
     @property
     def commands(self) -> list[str]:
-        """The command lines of meshpar in a bash block."""
+        """The meshpar command lines of a bash block."""
         lines = self.code.replace("\\\n", " ").splitlines()
         return [line for line in lines if line.startswith("meshpar ")]
 
@@ -83,7 +83,7 @@ def blocks_of(text: str) -> list[Block]:
     """The fenced blocks of Python and bash in a page.
 
     Raises:
-      ValueError: a fence of these languages that is written otherwise, or a place for output without its block.
+      ValueError: a malformed fence of these languages, or an output marker without a block.
     """
     found = []
     for m in _FENCE.finditer(text):
@@ -107,15 +107,15 @@ def blocks_of(text: str) -> list[Block]:
     places = text.count("<!-- output")
     if fences != len(found) or places != sum(b.shown for b in found):
         raise ValueError(
-            f"{fences} fences and {places} places for output, of which {len(found)} and {sum(b.shown for b in found)} are read: "
-            "a fence begins its line, and a place for output follows it"
+            f"{fences} fences and {places} output markers, but only {len(found)} and {sum(b.shown for b in found)} can be parsed: "
+            "a fence begins its line, and an output marker follows it"
         )
     return found
 
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """A folder of its own as the working directory, with the examples in it."""
+    """A temporary working directory with a copy of the examples."""
     before, path, modules, finders = os.getcwd(), list(sys.path), set(sys.modules), set(sys.path_importer_cache)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder).resolve()
@@ -134,15 +134,15 @@ def workplace() -> Iterator[Path]:
 
 
 def run_page(text: str, name: str) -> list[str]:
-    """What each block of a page prints; warnings are errors.
+    """Run the blocks of a page and return the output of each; warnings are errors.
 
     Args:
       text: the page.
-      name: its file's name, under which plans list its lines.
+      name: the file name that plans show with the lines of the page.
 
     Raises:
-      AssertionError: a block that must fail does not, or a command that must not does.
-      Exception: what a block raises.
+      AssertionError: a block that must fail succeeds, or a command that must succeed fails.
+      Exception: any exception that a block raises.
     """
     module = types.ModuleType(f"page_{Path(name).stem.replace('-', '_')}")
     sys.modules[module.__name__] = module
@@ -164,7 +164,7 @@ class _NarrowConsole(Console):
 
 @contextlib.contextmanager
 def _narrow_reports() -> Iterator[None]:
-    """Have meshpar's reports fit the pages."""
+    """Limit meshpar's reports to ``WIDTH`` columns."""
     import meshpar.cli  # noqa: F401 (imports every module with a report)
 
     with contextlib.ExitStack() as stack:
@@ -205,10 +205,10 @@ def _run(block: Block, module: types.ModuleType, name: str) -> str:
 
 
 def shown(block: Block, printed: str) -> str:
-    """The lines of what a block prints that its page asks for, ``…`` where some are left out.
+    """The part of a block's output that its page selects, with ``…`` for omitted lines.
 
     Raises:
-      ValueError: nothing is printed, or no line starts so.
+      ValueError: the output is empty, or no line matches.
     """
     lines = printed.rstrip("\n").split("\n")
     first, last = 0, len(lines)
@@ -231,7 +231,7 @@ def _wrapped(line: str) -> list[str]:
 
 
 def rendered(text: str, name: str) -> str:
-    """A page with what its blocks print in place, and with fences as Markdown has them."""
+    """The page with the output of its blocks inserted, and with standard Markdown fences."""
     blocks = blocks_of(text)
     parts, at = [], 0
     for block, output in zip(blocks, run_page(text, name), strict=True):

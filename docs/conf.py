@@ -1,4 +1,4 @@
-"""Sphinx's settings, and what it calls while it builds the site: the blocks of the pages are run."""
+"""Sphinx's settings, and the extension that runs the blocks of the pages during a build."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "helpers"), str(ROOT)]
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages show plans; no accelerator is taken for them
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages show plans, which need no accelerator
 
 import blocks  # noqa: E402
 import quick  # noqa: E402
@@ -37,7 +37,7 @@ html_show_copyright = html_show_sourcelink = html_copy_source = False
 
 add_module_names = False
 autodoc_default_options = {"members": True, "member-order": "bysource"}
-autodoc_typehints = "none"  # docstrings say what a thing is
+autodoc_typehints = "none"  # docstrings describe types
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style")]  # one line may say several
 
@@ -46,7 +46,7 @@ KEPT = ("llama3_8b.html",)
 
 
 def run_blocks(app: Any, name: str, source: list[str]) -> None:
-    """A page with what its blocks print in place."""
+    """The page with the output of its blocks inserted."""
     with blocks.workplace() as folder:
         source[0] = blocks.rendered(source[0], f"{name}.md")
         for kept in KEPT:

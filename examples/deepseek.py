@@ -26,14 +26,14 @@ LAYOUTS = {"fsdp": FSDP, "expert": EXPERT, "fsdp+expert": FSDP_EXPERT}
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """Sizes of a DeepSeek; ``mlp`` is that of the ``dense`` layers that come first, ``head_dim`` that of values.
+    """Sizes of a DeepSeek; ``mlp`` is the width of the MLPs of the first ``dense`` layers, ``head_dim`` the size of a value head.
 
     Attributes:
-      dense: layers without experts, of ``layers``.
-      rotated: features of a query and key that turn with the position, beside ``head_dim`` that do not.
+      dense: number of layers without experts, of ``layers``.
+      rotated: features of a query and key with rotary position embeddings, in addition to ``head_dim`` without.
       q_rank, kv_rank: sizes of the latent queries (0: none), and of the latent keys and values.
-      experts, chosen, expert_mlp, shared: experts, those that a token takes, their width, experts that every token takes.
-      groups, top_groups: of experts, and how many of them a token may use.
+      experts, chosen, expert_mlp, shared: number of experts, experts per token, their width, number of shared experts.
+      groups, top_groups: number of expert groups, and the number of groups that a token may use.
     """
 
     dense: int = 1
@@ -156,7 +156,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """What the chosen experts and the shared ones make of `x` [batch, seq, embed]."""
+        """The sum of the outputs of the chosen and the shared experts for `x` [batch, seq, embed]; the same shape."""
         c, wide = self.config, self.config.shared * self.config.expert_mlp
         plain = nn.initializers.lecun_normal()
         each = nn.initializers.lecun_normal(batch_axis=0)

@@ -1,12 +1,12 @@
-"""Llama in Flax Linen, at its real sizes, to be planned and compiled for pods that are not here.
+"""Llama in Flax Linen, at its real sizes, to be planned and compiled for pods that are not attached.
 
     meshpar plan examples/llama.py:llama3_8b --topology v5p:4x4x8
     meshpar plan examples/llama.py:llama3_70b --topology v5p:8x8x8 --mesh "data=64, model=8" --layout fsdp+tensor
 
 Each target returns a train step, its arguments as shapes (nothing is allocated), and the dims of the batch; the weights
-carry their names as Linen metadata. Weights and AdamW moments are float32, what is computed with them bfloat16: weights are
-cast before use, so they are gathered, and their gradients reduced, in bfloat16. Attention is the splash kernel that comes
-with JAX for TPUs; `attention=xla` runs everywhere, and holds the scores.
+carry their names as Linen metadata. Weights and AdamW moments are float32, the compute dtype is bfloat16: weights are
+cast before use, so they are gathered, and their gradients reduced, in bfloat16. Attention is JAX's splash kernel for TPUs;
+`attention=xla` runs everywhere, and materializes the scores.
 """
 
 import dataclasses
@@ -51,10 +51,17 @@ Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a Llama. ``dtype`` is what is computed in; weights are float32. ``loss_chunks``: see :func:`cross_entropy`;
-    ``loss``: which one, see :meth:`Head.__call__`; ``attention``: see :func:`attention`; ``remat``: what a layer keeps for the way
-    back, see :data:`REMAT`; ``interleave``: parts of the batch that go through a layer side by side, see :class:`Layer`;
-    ``rotary``: how features turn with their position, see :func:`rotate`."""
+    """Sizes and options of a Llama.
+
+    Attributes:
+      dtype: the compute dtype; weights are float32.
+      loss_chunks: chunks of the vocabulary, see :func:`cross_entropy`.
+      loss: implementation of the loss, see :meth:`Head.__call__`.
+      attention: implementation of attention, see :func:`attention`.
+      remat: residuals that a layer saves for the backward pass, see :data:`REMAT`.
+      interleave: number of interleaved microbatches in a layer, see :class:`Layer`.
+      rotary: implementation of rotary position embeddings, see :func:`rotate`.
+    """
 
     embed: int
     layers: int
@@ -79,17 +86,22 @@ _ATTENTION = _and(_save(*_QKV, "residual"), mp.checkpoint_policies.kernels_savea
 _EXCEPT_GATE = _and(_ATTENTION, _save("up_proj"))
 _MINIMAL = _and(_ATTENTION, _save(*_MLP))
 _COLLECTIVES = mp.checkpoint_policies.collectives_saveable
-REMAT: dict[str, Callable[..., bool] | None] = {  # what a layer keeps beside its input, and so does not compute again
+REMAT: dict[str, Callable[..., bool] | None] = {  # residuals that a layer saves, besides its input
     "full": None,  # nothing
-    "save_out_proj": _save("residual"),  # the stream between its blocks, after the sum over a split `heads`
-    "save_dot_with_context_except_mlp": _ATTENTION,  # and queries, keys, values and what the attention kernel made of them
-    "minimal_except_gate": _EXCEPT_GATE,  # and one of the MLP's two products
-    "minimal_with_context": _MINIMAL,  # and the other: norms and activations alone are computed again
-    "none": jax.checkpoint_policies.everything_saveable,  # all that the way back reads
-    "keep_collectives": _COLLECTIVES,  # what was gathered or summed for its blocks
+    "save_out_proj": _save(
+        "residual"
+    ),  # the residual stream between the blocks, after the reduction over sharded `heads`
+    "save_dot_with_context_except_mlp": _ATTENTION,  # also queries, keys, values and the attention kernel's results
+    "minimal_except_gate": _EXCEPT_GATE,  # also one of the MLP's two matmuls
+    "minimal_with_context": _MINIMAL,  # also the other: only norms and activations are recomputed
+    "none": jax.checkpoint_policies.everything_saveable,  # all residuals of the backward pass
+    "keep_collectives": _COLLECTIVES,  # results of collectives
     "minimal_with_collectives": _and(_MINIMAL, _COLLECTIVES),
 }
-EXPLICIT = ("keep_collectives", "minimal_with_collectives")  # whose layers say where a sequence is whole
+EXPLICIT = (
+    "keep_collectives",
+    "minimal_with_collectives",
+)  # policies whose layers mark where the sequence is unsharded
 
 LLAMA2_7B = Config(embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008, vocab=32000, rope_base=10_000.0)
 LLAMA3_8B = Config(embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=128256)
@@ -128,7 +140,7 @@ def tiny(batch: int = 8, seq: int = 16, **changes: Any) -> Target:
 def target(
     config: Config, batch: int, seq: int, model: Callable[[Any], nn.Module] | None = None, **changes: Any
 ) -> Target:
-    """The train step of a model, and what it takes: (step, (state, batch), dims).
+    """The train step of a model with its arguments: (step, (state, batch), dims).
 
     Args:
       config: sizes; ``changes`` replaces some of them (``layers=2``).
@@ -138,7 +150,7 @@ def target(
     """
     config, model = dataclasses.replace(config, **changes), model or Llama
     if config.interleave > 1 and model is not Llama:
-        raise ValueError(f"{model.__name__} takes its batch whole, not interleave={config.interleave}")
+        raise ValueError(f"{model.__name__} does not support interleave={config.interleave}")
     state = jax.eval_shape(lambda: state_of(model, config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     return step_of(model(config)), (state, {"inputs": tokens, "targets": tokens}), DIMS
@@ -190,15 +202,15 @@ class Llama(nn.Module):
         embedding = named(nn.initializers.normal(1.0), "vocab", "embed")
         x = nn.Embed(c.vocab, c.embed, dtype=c.dtype, embedding_init=embedding, name="embedding")(inputs)
         layer = Layer if c.interleave == 1 else nn.map_variables(Layer, "params", functools.partial(cast, c), init=True)
-        xs, _ = scanned(layer, c)(parts_of(x, c.interleave), None)
-        return Head(c, name="head")(norm(c, "norm")(whole_of(xs)), targets)
+        xs, _ = scanned(layer, c)(microbatches_of(x, c.interleave), None)
+        return Head(c, name="head")(norm(c, "norm")(batch_of(xs)), targets)
 
 
 def scanned(layer: type[nn.Module], config: Any, length: int | None = None, name: str = "layers") -> nn.Module:
-    """The layers as one loop, each run again on the way back: their weights are stacked along a dim `layers`.
+    """The layers as one scan with rematerialisation; their weights are stacked along a dim `layers`.
 
     Args:
-      length: how many; by default all that ``config`` says.
+      length: number of layers; by default ``config.layers``.
     """
     if config.remat not in REMAT:
         raise ValueError(f"there is no remat {config.remat!r}; there are {', '.join(REMAT)}")
@@ -219,8 +231,8 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, xs: tuple[jax.Array, ...], _: None) -> tuple[tuple[jax.Array, ...], None]:
-        """`xs`: parts of the batch, each [batch, seq, embed]. They need nothing of each other, so that what is gathered and
-        summed for the blocks of one (`seq: model`, `heads: model`) is on its way while the products of another run."""
+        """`xs`: interleaved microbatches, each [batch, seq, embed]. They are independent, so the collectives of one (`seq: model`,
+        `heads: model`) can overlap with the matmuls of another."""
         c = self.config
         before, block = norm(c, "attention_norm"), Attention(c, name="attention")
         xs = tuple(checkpoint_name(x + leave(c, block(enter(c, before(x)))), "residual") for x in xs)
@@ -228,33 +240,36 @@ class Layer(nn.Module):
         return tuple(x + leave(c, block(enter(c, before(x)))) for x in xs), None
 
 
-def parts_of(x: jax.Array, parts: int) -> tuple[jax.Array, ...]:
-    """`x` [batch, ...] in parts of as many sequences, every `parts`-th one, so that each device has its share of every part."""
+def microbatches_of(x: jax.Array, parts: int) -> tuple[jax.Array, ...]:
+    """`x` [batch, ...] as `parts` microbatches of equal size: microbatch i has the sequences i, i + parts, …, so each device has
+    sequences of every microbatch."""
     if parts == 1:
         return (x,)
     if x.shape[0] % parts:
-        raise ValueError(f"a batch of {x.shape[0]} cannot be cut into interleave={parts} parts of as many sequences")
+        raise ValueError(
+            f"a batch of {x.shape[0]} cannot be divided into interleave={parts} microbatches of equal size"
+        )
     cut = x.reshape(-1, parts, *x.shape[1:])
     return tuple(cut[:, part] for part in range(parts))
 
 
-def whole_of(xs: tuple[jax.Array, ...]) -> jax.Array:
-    """What :func:`parts_of` cut."""
+def batch_of(xs: tuple[jax.Array, ...]) -> jax.Array:
+    """The batch of the microbatches of :func:`microbatches_of`."""
     return xs[0] if len(xs) == 1 else jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:])
 
 
 def cast(config: Config, weights: Any) -> Any:
-    """Weights of products as they multiply, once for all parts, which so share what is gathered and the sum of its gradient."""
+    """The matmul weights in the compute dtype, cast once for all microbatches, which then share their all-gathers and gradient reductions."""
     return jax.tree.map(lambda w: w.astype(config.dtype) if w.ndim > 1 else w, weights)
 
 
 def enter(config: Config, x: jax.Array) -> jax.Array:
-    """What a block takes, `x` [batch, seq, embed], where it is to be kept: whole along the sequence."""
+    """The input of a block, `x` [batch, seq, embed], with the sequence renamed to `block_seq` (unsharded) if it is to be saved."""
     return mp.rename(x, seq="block_seq") if config.remat in EXPLICIT else x
 
 
 def leave(config: Config, x: jax.Array) -> jax.Array:
-    """What a block gives, `x` [batch, block_seq, embed], as the layout splits a sequence."""
+    """The output of a block, `x` [batch, block_seq, embed], with the sequence renamed back to `seq`, which the layout may shard."""
     return mp.rename(x, block_seq="seq") if config.remat in EXPLICIT else x
 
 
@@ -264,13 +279,13 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
-        shared = "kv_heads" if c.kv_heads < c.heads else "heads"  # as many: one dim, with one name
+        shared = "kv_heads" if c.kv_heads < c.heads else "heads"  # equal numbers: one dim, with one name
         q = dense(c, (c.heads, c.head_dim), ("embed", "heads", "head_dim"), name="query")(x)
         k = dense(c, (c.kv_heads, c.head_dim), ("embed", shared, "head_dim"), name="key")(x)
         v = dense(c, (c.kv_heads, c.head_dim), ("embed", shared, "head_dim"), name="value")(x)
         q = checkpoint_name(
             rotate(q, c.rope_base, c.rotary), "query_proj"
-        )  # turned already: nothing of it is made again
+        )  # after the rotation, which is then not recomputed
         k = checkpoint_name(rotate(k, c.rope_base, c.rotary), "key_proj")
         y = attention(q, k, checkpoint_name(v, "value_proj"), c.attention)
         return dense(c, (c.embed,), ("heads", "head_dim", "embed"), axis=(-2, -1), name="out")(y)
@@ -283,8 +298,8 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array, targets: jax.Array) -> jax.Array:
         """Mean cross-entropy of `targets` [batch, seq] by the logits of `x` [batch, seq, embed].
 
-        ``"recomputed"``: by :func:`cross_entropy`, which holds least. ``"vocab"``, ``"tokens"``: by :func:`meshpar.cross_entropy`,
-        over chunks of the vocabulary (for FSDP) or of the tokens (where a layout splits the vocabulary): logits are made once.
+        ``"recomputed"``: :func:`cross_entropy`, which needs the least memory. ``"vocab"``, ``"tokens"``: :func:`meshpar.cross_entropy`,
+        over chunks of the vocabulary (for FSDP) or of the tokens (where a layout shards the vocabulary), without recomputed logits.
         """
         c = self.config
         init = named(nn.initializers.lecun_normal(), "embed", "vocab")
@@ -308,8 +323,8 @@ class SwiGLU(nn.Module):
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, implementation: str = "splash") -> jax.Array:
     """Causal attention of `q` [batch, seq, heads, head_dim] over `k`, `v` [batch, seq, kv_heads, head_dim], as `q`.
 
-    ``"splash"``: the Pallas kernel for TPUs; head_dim and seq are multiples of 128. ``"xla"``: anywhere; it holds scores
-    [batch, heads, seq, seq]. ``"ring"``, ``"ulysses"``, ``"gathered"``: anywhere, and seq may be split over devices.
+    ``"splash"``: the Pallas kernel for TPUs; head_dim and seq are multiples of 128. ``"xla"``: any platform; it materializes scores
+    [batch, heads, seq, seq]. ``"ring"``, ``"ulysses"``, ``"gathered"``: any platform, and seq may be sharded.
     """
     if implementation == "splash":
         return splash(q, k, v)
@@ -323,7 +338,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, implementation: str = "s
 
 
 def splash(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """:func:`attention` by the Pallas kernel for TPUs, on what one device has: some of the batch, and some of the heads."""
+    """:func:`attention` by the Pallas kernel for TPUs; batch and heads may be sharded."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
     return jnp.swapaxes(heads_first(q, k, v, interpret=interpret), 1, 2)
 
@@ -352,15 +367,15 @@ def heads_first(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = F
 
 
 def rotate(x: jax.Array, base: float, by: str = "halves") -> jax.Array:
-    """Rotary position embedding of `x` [batch, seq, heads, head_dim]: pairs of features turn with their position.
+    """Rotary position embedding of `x` [batch, seq, heads, head_dim]: rotates pairs of features by an angle proportional to the position.
 
-    ``"halves"``: the features of a pair are cut apart, turned, and joined. ``"product"``: a product puts every feature in its
-    partner's place, which changes no bit of it; TPUs shift no lanes inside their kernels, so that halves are arrays in memory.
+    ``"halves"``: by a split and a concatenation, which on TPUs are arrays in memory, since kernels do not shift lanes.
+    ``"matmul"``: a matmul with a permutation matrix exchanges the features of each pair; the result is bitwise equal.
     """
-    if by == "product":
+    if by == "matmul":
         return turned(x, base)
     if by != "halves":
-        raise ValueError(f"there is no rotary {by!r}; there are halves, product")
+        raise ValueError(f"there is no rotary {by!r}; there are halves, matmul")
     angle = angles(x, base)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -368,14 +383,14 @@ def rotate(x: jax.Array, base: float, by: str = "halves") -> jax.Array:
 
 
 def angles(x: jax.Array, base: float) -> jax.Array:
-    """By how much the pairs of `x` turn, in radians, float32 [seq, 1, head_dim / 2]."""
+    """The rotation angle of each pair of `x` in radians, float32 [seq, 1, head_dim / 2]."""
     seq, half = x.shape[1], x.shape[-1] // 2
     return jnp.arange(seq)[:, None, None] * base ** (-jnp.arange(half) / half)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def turned(x: jax.Array, base: float, back: bool = False) -> jax.Array:
-    """:func:`rotate` by a product, or the way back: its inverse, which is its transpose."""
+    """:func:`rotate` by a matmul; with ``back`` its inverse, which is its transpose (for the backward pass)."""
     angle = angles(x, base)
     cos, sin = (jnp.concatenate([u, u], axis=-1) for u in (jnp.cos(angle), jnp.sin(angle)))
     partner = np.kron([[0, -1], [1, 0]] if back else [[0, 1], [-1, 0]], np.eye(x.shape[-1] // 2))
@@ -392,10 +407,10 @@ turned.defvjp(
 def cross_entropy(x: jax.Array, kernel: jax.Array, targets: jax.Array, chunks: int = 1) -> jax.Array:
     """The loss in nats, float32 [batch, seq], of `x` [batch, seq, embed] @ `kernel` [embed, vocab] at `targets` [batch, seq].
 
-    In chunks of the vocabulary (`vocab // chunks` logits at a time, made again on the way back), with a running maximum and
-    sum as in Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018): all logits, the whole kernel and its
-    gradient would be the largest arrays of a step. Word v is in chunk `v % chunks`, so that a vocabulary that is split over
-    devices is cut on each of them. The target's logit is picked by comparing, not by indexing, so what is split stays split.
+    Computes `vocab // chunks` logits at a time, recomputed in the backward pass, with a running maximum and sum (Milakov & Gimelshein,
+    "Online normalizer calculation for softmax", 2018): all logits, the full kernel and its gradient would be the largest arrays of a
+    step. Token v is in chunk `v % chunks`, so every device has tokens of each chunk of a sharded vocabulary. The logit of the target is selected by
+    comparison, not by indexing, so a sharded vocabulary stays sharded.
     """
     n = math.gcd(chunks, kernel.shape[1])
     words = jnp.arange(kernel.shape[1]).reshape(-1, n).T
@@ -416,7 +431,7 @@ def cross_entropy(x: jax.Array, kernel: jax.Array, targets: jax.Array, chunks: i
 
 
 def named(init: nn.initializers.Initializer, *dims: str | None) -> Any:
-    """An initializer that gives the weight's dims their names (None: none)."""
+    """An initializer that adds the names of the weight's dims (None: unnamed)."""
     return nn.with_logical_partitioning(init, dims)
 
 

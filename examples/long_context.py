@@ -1,10 +1,10 @@
-"""Context parallelism: a sequence split over devices, and three ways to bring queries and keys together.
+"""Context parallelism: a sequence sharded over devices, with three strategies for attention.
 
     python examples/long_context.py               # two minutes or less on 8 virtual CPU devices
 
-First a byte-level language model, its sequences split 8 ways, trains on the source of the Python standard library with ring
-attention, Ulysses and gathered K/V: the logits and losses are those of the model on one device. Then the plan of Llama 3 8B on
-a TPU pod that is not here: what each strategy holds and sends for 32K to 1M tokens. Nothing of that is allocated or measured.
+First a byte-level language model, with its sequences sharded 8 ways, trains on the source of the Python standard library with
+ring attention, Ulysses and gathered K/V: logits and losses equal the model's on one device. Then the plan of Llama 3 8B on
+a TPU pod that is not attached: the memory and the communication of each strategy for 32K to 1M tokens, not measured.
 """
 
 import argparse
@@ -164,8 +164,8 @@ def show(console: Console, rows: Sequence[Row]) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(
-        "\nThe estimate lets no send of attention hide; those of a ring do. Causal work is even under ulysses alone, here:\n"
-        "mp.attention(zigzag=…) evens it for tokens in zig-zag order.\n\nwhat strategy=None takes"
+        "\nThe estimate overlaps no collectives of attention; a ring's do overlap. Only ulysses balances causal work here;\n"
+        "mp.attention(zigzag=…) balances it for tokens in zig-zag order.\n\nchoice of strategy=None"
     )
     for tokens in dict.fromkeys(row.tokens for row in rows):
         found = costs(tokens)

@@ -37,12 +37,12 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """Sizes of a Mixtral; ``mlp`` is that of one expert.
+    """Sizes of a Mixtral; ``mlp`` is the width of one expert.
 
     Attributes:
-      experts, chosen: how many there are, and how many a token takes.
-      capacity: the places of an expert, as a multiple of an even share of a sequence's choices.
-      balance: the weight of the loss that keeps the experts evenly busy.
+      experts, chosen: number of experts, and experts per token.
+      capacity: slots of an expert, as a multiple of its even share of a sequence's choices.
+      balance: weight of the load-balancing loss.
     """
 
     experts: int = 8
@@ -110,7 +110,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(what the chosen experts make of `x` [batch, seq, embed], how unevenly they are busy: 1 when evenly)."""
+        """(weighted sum of the chosen experts' outputs for `x` [batch, seq, embed], load-balancing loss: 1 for an even load)."""
         c = self.config
         init = named(nn.initializers.lecun_normal(), "embed", "choice")
         router = self.param("router", init, (c.embed, c.experts), jnp.float32)

@@ -1,9 +1,9 @@
-"""ResNet-50 in Flax Linen, at its real size, to be planned and compiled for slices that are not here.
+"""ResNet-50 in Flax Linen, at its real size, to be planned and compiled for slices that are not attached.
 
     meshpar plan examples/resnet.py:resnet50 --topology v5e:4x4 --mesh "data=4, model=4" --layout data+height
 
-The statistics of its batch norms are those of the whole batch under every layout. `height: model` cuts the images: what a
-convolution sees beyond the edge of its part is sent for (a halo).
+Batch norms have the statistics of the global batch under every layout. `height: model` shards the images by height: convolutions
+exchange halos.
 """
 
 import functools
@@ -41,7 +41,7 @@ def resnet50(
       batch: images in a step.
       size: of a side of an image, in pixels.
       width: channels of the first stage.
-      dtype: what is computed in, and of the images.
+      dtype: the compute dtype, also of the images.
     """
     model = ResNet(width, classes, dtype)
     image = jnp.zeros((1, 32, 32, 3), jnp.float32)

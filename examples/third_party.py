@@ -74,7 +74,7 @@ def gpt2(layers: int = 2, embed: int = 64) -> Case:
         "*params/*/mlp/c_fc/kernel": "mlp embed",
         "*params/*/mlp/c_fc/bias": "mlp",
         "*params/*/mlp/c_proj/kernel": "embed mlp",
-        "*params/*": "embed",  # what is left: biases and norms of the residual stream
+        "*params/*": "embed",  # the other weights: biases and norms of the residual stream
     }
     data = {"batch/*": "batch seq"}
     batch = {"tokens": tokens, "positions": positions}
@@ -90,7 +90,7 @@ def gpt2(layers: int = 2, embed: int = 64) -> Case:
 
 
 def resnet(width: int = 16) -> Case:
-    """A residual conv net with batch norm, whose statistics are those of the whole batch under every layout."""
+    """A residual conv net with batch norm, which has the statistics of the global batch under every layout."""
     from jax_resnet import ResNet, ResNetBlock
 
     model = ResNet(block_cls=ResNetBlock, stage_sizes=[1, 1], hidden_sizes=(width, 2 * width), n_classes=16)

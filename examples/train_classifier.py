@@ -3,7 +3,7 @@
     python examples/train_classifier.py          # under a minute on 8 virtual CPU devices
     python examples/train_classifier.py --layout "batch: data" --mesh "data=8"
 
-The names come from Linen's own logical metadata: the model is what a Linen user writes today.
+The names come from Linen's logical metadata: the model is an ordinary Linen model.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def load_split(seed: int) -> tuple[Split, Split]:
 
 
 def shuffled_batches(images: np.ndarray, labels: np.ndarray, seed: int) -> Iterator[Split]:
-    """Whole batches in random order; the images that fill no batch wait for the next epoch."""
+    """Full batches in random order, without the remainder of the epoch."""
     order = np.random.default_rng(seed).permutation(len(labels))
     for start in range(0, len(labels) - BATCH + 1, BATCH):
         some = order[start : start + BATCH]

@@ -3,10 +3,10 @@
     python examples/train_lm.py                  # a few minutes on 8 virtual CPU devices
     python examples/train_lm.py --layout megatron --mesh "data=2, model=4"
     python examples/train_lm.py --layout "batch: data; mlp, vocab: model"
-    meshpar launch -n 2 examples/train_lm.py --checkpoint runs/a     # two processes; start it again, and it goes on
+    meshpar launch -n 2 examples/train_lm.py --checkpoint runs/a     # two processes; a second start resumes
 
-The model (lm/model.py) names the dims of its weights and knows of no device. The layout says over
-which mesh axis each name is split. Another layout gives another plan and the same losses.
+The model (lm/model.py) names the dims of its weights and is independent of devices. The layout says over
+which mesh axis each name is sharded. Another layout gives another plan and the same losses.
 """
 
 import argparse
@@ -44,7 +44,7 @@ LAYOUTS = {
     "fsdp+megatron": f"{MEGATRON}; embed: data",
     "fsdp+megatron+sp": f"{MEGATRON}; embed: data; seq: model",
 }
-DIMS = {"inputs": "batch seq", "targets": "batch seq"}  # the weights say theirs in lm/model.py
+DIMS = {"inputs": "batch seq", "targets": "batch seq"}  # lm/model.py names the dims of the weights
 
 Tokens = jax.Array | np.ndarray
 
@@ -52,9 +52,9 @@ Tokens = jax.Array | np.ndarray
 @dataclass(frozen=True)
 class Result:
     losses: list[float]  # nats per byte, one a step of this run
-    tokens_per_s: float  # median step; the first, which compiles, left out
+    tokens_per_s: float  # median over steps, without the first, which compiles
     held_out_bits_per_byte: float
-    stopped: bool = False  # told to, and saved
+    stopped: bool = False  # stopped by SIGTERM, after saving
 
 
 def loss_of(model: Transformer, inputs: Tokens, targets: Tokens, key: jax.Array | None = None) -> jax.Array:
@@ -69,7 +69,7 @@ def train_step(
     targets: Tokens,
     key: jax.Array,
 ) -> jax.Array:
-    key = jax.random.fold_in(key, optimizer.step[...])  # other dropout at every step
+    key = jax.random.fold_in(key, optimizer.step[...])  # a new dropout mask at every step
     loss, gradients = nnx.value_and_grad(loss_of)(model, inputs, targets, key)
     optimizer.update(model, gradients)
     return loss
@@ -84,9 +84,9 @@ def adamw(peak_rate: float, steps: int) -> optax.GradientTransformation:
 
 def main(argv: Sequence[str] | None = None) -> Result:
     args = parse(argv)
-    mp.distributed()  # one process of many, where it was started so
-    mp.virtual_devices(8)  # concerns the CPU alone: GPUs and TPUs are used as they are
-    first = jax.process_index() == 0  # writes what all know
+    mp.distributed()  # joins the other processes, if there are any
+    mp.virtual_devices(8)  # affects CPUs only: GPUs and TPUs are used as they are
+    first = jax.process_index() == 0  # writes the common output
     preset = args.layout in LAYOUTS
     rules = LAYOUTS[args.layout] if preset else args.layout
     mesh = mp.mesh(args.mesh or default_mesh(rules))
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     init = mp.init(create, mesh=mesh, layout=layout)
     run = mp.Checkpoints(args.checkpoint, every=args.every, data=data) if args.checkpoint else None
     if run is None:
-        (model, optimizer), at = init(init_key), 0  # born sharded
+        (model, optimizer), at = init(init_key), 0  # created sharded
     else:
         (model, optimizer), at = run.restore_or(init, init_key)
         console.print(f"step     {at} of {args.steps}, from {args.checkpoint}\n" if at else "")
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         if run is not None:
             run.close()
         if stopped:
-            console.print(f"told to stop after step {at + len(losses)}: saved in {args.checkpoint}")
+            console.print(f"stopped by a signal after step {at + len(losses)}: saved in {args.checkpoint}")
             return Result(losses, typical(rates), math.nan, stopped=True)
         with console.status("reading the held-out text"):
             nats = statistics.fmean(float(evaluate(model, *batch)) for batch in held_out)
@@ -191,11 +191,11 @@ def progress_bar(console: Console, steps: int) -> Progress:
 
 
 def show(progress: Progress, number: int, losses: list[float], rates: list[float]) -> None:
-    """Bring the bar to the last step; where there is no terminal to draw in, print some lines."""
+    """Update the progress bar; print some lines if the output is not a terminal."""
     task = progress.tasks[0]
     total = int(task.total or 0)
     if len(losses) == 1:
-        progress.start_task(task.id)  # only now, so that compiling does not count as time a step
+        progress.start_task(task.id)  # starts here, so that compilation does not count as step time
     now = f"loss {losses[-1]:.3f}  {typical(rates):,.0f} tokens/s"
     progress.update(task.id, completed=number, description="training", now=now)
     if not progress.console.is_terminal and number % max(1, total // 20) == 0:
@@ -203,7 +203,7 @@ def show(progress: Progress, number: int, losses: list[float], rates: list[float
 
 
 def typical(rates: list[float]) -> float:
-    """The median, without the first step, which compiles."""
+    """The median without the first step, which compiles."""
     return statistics.median(rates[1:] or rates or [0.0])
 
 
@@ -226,7 +226,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=6e-3, help="highest learning rate (%(default)s)")
     add("--seed", type=int, default=0)
     add("--eval-batches", type=positive, default=32)
-    add("--checkpoint", metavar="DIR", help="save there, and go on from what is there (needs meshpar[checkpoint])")
+    add("--checkpoint", metavar="DIR", help="save to and resume from this folder (needs meshpar[checkpoint])")
     add("--every", type=positive, default=100, help="steps between checkpoints (%(default)s)")
     add("--metrics", type=writable, metavar="FILE", help="a JSON line for every step, and one for the held-out text")
     add("--picture", type=writable, metavar="FILE", default="train_lm.png", help="(%(default)s)")
@@ -260,6 +260,6 @@ if __name__ == "__main__":
         result = main()
     except mp.MeshparError as error:
         if jax.process_count() > 1:
-            raise  # the other processes are told
+            raise  # the other processes end with this cause
         sys.exit(f"\n{error}")
-    sys.exit(75 if result.stopped else 0)  # 75: start it again
+    sys.exit(75 if result.stopped else 0)  # 75: restart to resume

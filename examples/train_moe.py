@@ -2,10 +2,10 @@
 
     python examples/train_moe.py                  # two minutes on 8 virtual CPU devices
     python examples/train_moe.py --layout tensor
-    python examples/train_moe.py --router switch --capacity 1.25     # a router that drops tokens, and says how many
+    python examples/train_moe.py --router switch --capacity 1.25     # a router that drops tokens, and counts them
 
-DeepSeek-V3's layers, small: sigmoid router, groups of experts, a bias that balances the load without a loss, a shared expert.
-The layout decides where the experts live: another layout sends other things, and has the same losses, loads and drops.
+Small layers with DeepSeek-V3's design: sigmoid router, expert groups, a bias that balances the load without a loss, a shared expert.
+The layout assigns the experts to devices: another layout has other collectives, and the same losses, loads and drops.
 """
 
 import argparse
@@ -36,16 +36,16 @@ LAYOUTS = {
     "fsdp": "batch: data; embed: data",
 }
 DIMS = {"inputs": "batch seq", "targets": "batch seq"}
-LOSSES = {"balance": 1e-3, "z": 1e-4, "importance": 1e-2, "load": 1e-2}  # weights of what the router may add
+LOSSES = {"balance": 1e-3, "z": 1e-4, "importance": 1e-2, "load": 1e-2}  # weights of the router's losses
 SHADES = " ▁▂▃▄▅▆▇█"
-CHOICES = {"switch": 1, "gshard": 2}  # experts a token takes, where the router says so
+CHOICES = {"switch": 1, "gshard": 2}  # experts per token of these routers
 
 Tokens = jax.Array | np.ndarray
 
 
 @dataclass(frozen=True)
 class Result:
-    losses: list[float]  # nats per byte, one a step, without what the router adds
+    losses: list[float]  # nats per byte, one a step, without the router's losses
     dropped: list[int]  # choices that no expert served, one a step, all layers
     load: np.ndarray  # int [layers, experts], of the last step
     held_out_bits_per_byte: float
@@ -69,7 +69,7 @@ def train_step(
 
 
 def picture(load: np.ndarray) -> str:
-    """One bar an expert, full at twice the mean; layers side by side."""
+    """A text bar for each expert, full at twice the mean load; layers separated by │."""
     rows = []
     for counts in load:
         height = np.clip(counts / max(counts.mean(), 1) * 4, 0, 8)
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     dropped: list[int] = []
     rates: list[float] = []
     load = np.zeros((args.layers, args.experts), int)
-    console.print(f"\nload of the {args.experts} experts, layer by layer; a bar that is half full is the mean")
+    console.print(f"\nload of the {args.experts} experts in each layer; half a bar is the mean")
     for number in range(1, args.steps + 1):
         began = time.perf_counter()
         loss, counts, drops = step(model, optimizer, *next(batches))

@@ -331,7 +331,7 @@ def test_splash_attention_of_a_short_sequence_is_an_error():
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 3e-6), (jnp.bfloat16, 8e-3)])
 def test_pairs_turn_as_in_numpy_in_float64_and_their_gradients_turn_back(dtype, tolerance):
     x, dy = (jax.random.normal(jax.random.key(i), (2, 6, 3, 8), dtype) for i in range(2))
-    (halves, product) = found = [jax.vjp(lambda x, by=by: llama.rotate(x, 1e4, by), x) for by in ("halves", "product")]
+    (halves, matmul) = found = [jax.vjp(lambda x, by=by: llama.rotate(x, 1e4, by), x) for by in ("halves", "matmul")]
     angle = np.arange(6)[:, None, None] * 1e4 ** (-np.arange(4) / 4)
     for y, pull in found:
         for given, have, sign in ((x, y, 1), (dy, pull(dy)[0], -1)):
@@ -343,19 +343,19 @@ def test_pairs_turn_as_in_numpy_in_float64_and_their_gradients_turn_back(dtype, 
     np.testing.assert_array_equal(product[1](dy)[0], halves[1](dy)[0])
 
 
-def test_rotary_by_a_product_changes_no_loss(real, losses):
+def test_rotary_by_a_matmul_changes_no_loss(real, losses):
     state, batch = real
-    step, found = jax.jit(llama.train_step(dataclasses.replace(llama.TINY, rotary="product"))), []
+    step, found = jax.jit(llama.train_step(dataclasses.replace(llama.TINY, rotary="matmul"))), []
     for _ in range(2):
         state, loss = step(state, batch)
         found.append(float(loss))
     assert found == pytest.approx(losses[:2], rel=1e-5)
 
 
-def test_rotary_by_a_product_gathers_no_tables_where_the_sequence_is_split():
+def test_rotary_by_a_matmul_gathers_no_tables_where_the_sequence_is_split():
     """The same collectives: cosines and sines are made where they are needed."""
     sent = []
-    for rotary in ("halves", "product"):
+    for rotary in ("halves", "matmul"):
         step, args, dims = llama.tiny(rotary=rotary)
         mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
         plan = mp.plan(step, *args, mesh=mesh, layout=llama.FSDP_TENSOR_SEQUENCE, dims=dims)
@@ -364,5 +364,5 @@ def test_rotary_by_a_product_gathers_no_tables_where_the_sequence_is_split():
 
 
 def test_an_unknown_rotary_is_an_error():
-    with pytest.raises(ValueError, match="no rotary 'thirds'; there are halves, product"):
+    with pytest.raises(ValueError, match="no rotary 'thirds'; there are halves, matmul"):
         llama.rotate(jnp.ones((1, 4, 1, 2)), 1e4, "thirds")
