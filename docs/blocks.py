@@ -6,11 +6,11 @@ A fence is ``python`` or ``bash``, optionally followed by a word:
 - ``no-run`` (bash only): commands that need a network, another machine or minutes;
 - ``if-equinox``: the block runs if that package is installed.
 
-In a bash block the lines that begin with ``meshpar`` run. The blocks of a page share one module, and a working directory with a copy of
-``examples/``.
+In a bash block the lines that begin with ``meshpar`` run. The blocks of a page share one module, and a working directory with a
+copy of ``examples/``.
 
-``<!-- output -->`` right after a block is replaced by its output; ``<!-- output from="each device sends" to="note" -->`` by the output lines
-from the first one whose beginning matches the regular expression ``from``, up to the next one that matches ``to``.
+``<!-- output -->`` right after a block is replaced by its output; ``<!-- output from="each device sends" to="note" -->`` by the
+output lines from the first one whose beginning matches the regular expression ``from``, up to the next one that matches ``to``.
 """
 
 from __future__ import annotations

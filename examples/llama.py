@@ -259,7 +259,8 @@ def batch_of(xs: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def cast(config: Config, weights: Any) -> Any:
-    """The matmul weights in the compute dtype, cast once for all microbatches, which then share their all-gathers and gradient reductions."""
+    """The matmul weights in the compute dtype, cast once for all microbatches, which then share their all-gathers and gradient
+    reductions."""
     return jax.tree.map(lambda w: w.astype(config.dtype) if w.ndim > 1 else w, weights)
 
 
@@ -298,8 +299,9 @@ class Head(nn.Module):
     def __call__(self, x: jax.Array, targets: jax.Array) -> jax.Array:
         """Mean cross-entropy of `targets` [batch, seq] by the logits of `x` [batch, seq, embed].
 
-        ``"recomputed"``: :func:`cross_entropy`, which needs the least memory. ``"vocab"``, ``"tokens"``: :func:`meshpar.cross_entropy`,
-        over chunks of the vocabulary (for FSDP) or of the tokens (where a layout shards the vocabulary), without recomputed logits.
+        ``"recomputed"``: :func:`cross_entropy`, which needs the least memory. ``"vocab"``, ``"tokens"``:
+        :func:`meshpar.cross_entropy`, over chunks of the vocabulary (for FSDP) or of the tokens (where a layout shards the
+        vocabulary), without recomputed logits.
         """
         c = self.config
         init = named(nn.initializers.lecun_normal(), "embed", "vocab")
@@ -367,7 +369,8 @@ def heads_first(q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = F
 
 
 def rotate(x: jax.Array, base: float, by: str = "halves") -> jax.Array:
-    """Rotary position embedding of `x` [batch, seq, heads, head_dim]: rotates pairs of features by an angle proportional to the position.
+    """Rotary position embedding of `x` [batch, seq, heads, head_dim]: rotates pairs of features by an angle proportional to the
+    position.
 
     ``"halves"``: by a split and a concatenation, which on TPUs are arrays in memory, since kernels do not shift lanes.
     ``"matmul"``: a matmul with a permutation matrix exchanges the features of each pair; the result is bitwise equal.
@@ -407,10 +410,10 @@ turned.defvjp(
 def cross_entropy(x: jax.Array, kernel: jax.Array, targets: jax.Array, chunks: int = 1) -> jax.Array:
     """The loss in nats, float32 [batch, seq], of `x` [batch, seq, embed] @ `kernel` [embed, vocab] at `targets` [batch, seq].
 
-    Computes `vocab // chunks` logits at a time, recomputed in the backward pass, with a running maximum and sum (Milakov & Gimelshein,
-    "Online normalizer calculation for softmax", 2018): all logits, the full kernel and its gradient would be the largest arrays of a
-    step. Token v is in chunk `v % chunks`, so every device has tokens of each chunk of a sharded vocabulary. The logit of the target is selected by
-    comparison, not by indexing, so a sharded vocabulary stays sharded.
+    Computes `vocab // chunks` logits at a time, recomputed in the backward pass, with a running maximum and sum (Milakov &
+    Gimelshein, "Online normalizer calculation for softmax", 2018): all logits, the full kernel and its gradient would be the
+    largest arrays of a step. Token v is in chunk `v % chunks`, so every device has tokens of each chunk of a sharded vocabulary.
+    The logit of the target is selected by comparison, not by indexing, so a sharded vocabulary stays sharded.
     """
     n = math.gcd(chunks, kernel.shape[1])
     words = jnp.arange(kernel.shape[1]).reshape(-1, n).T

@@ -4,8 +4,8 @@
     python examples/train_moe.py --layout tensor
     python examples/train_moe.py --router switch --capacity 1.25     # a router that drops tokens, and counts them
 
-Small layers with DeepSeek-V3's design: sigmoid router, expert groups, a bias that balances the load without a loss, a shared expert.
-The layout assigns the experts to devices: another layout has other collectives, and the same losses, loads and drops.
+Small layers with DeepSeek-V3's design: sigmoid router, expert groups, a bias that balances the load without a loss, a shared
+expert. The layout assigns the experts to devices: another layout has other collectives, and the same losses, loads and drops.
 """
 
 import argparse

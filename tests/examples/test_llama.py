@@ -166,9 +166,9 @@ def test_parts_beside_each_other_change_no_number(real, losses, remat, lowering)
     assert found == pytest.approx(losses[:2], rel=1e-5)
 
 
-def test_a_batch_that_does_not_go_into_its_parts_is_an_error():
+def test_a_batch_that_does_not_divide_into_microbatches_is_an_error():
     step, args, _ = llama.tiny(batch=6, interleave=4)
-    with pytest.raises(ValueError, match="batch of 6 cannot be cut into interleave=4 parts"):
+    with pytest.raises(ValueError, match="batch of 6 cannot be divided into interleave=4 microbatches"):
         jax.eval_shape(step, *args)
 
 
@@ -339,8 +339,8 @@ def test_pairs_turn_as_in_numpy_in_float64_and_their_gradients_turn_back(dtype, 
             z = (real + 1j * imaginary) * np.exp(sign * 1j * angle)
             assert have.dtype == dtype
             np.testing.assert_allclose(have, np.concatenate([z.real, z.imag], -1), rtol=tolerance, atol=tolerance)
-    np.testing.assert_array_equal(product[0], halves[0])
-    np.testing.assert_array_equal(product[1](dy)[0], halves[1](dy)[0])
+    np.testing.assert_array_equal(matmul[0], halves[0])
+    np.testing.assert_array_equal(matmul[1](dy)[0], halves[1](dy)[0])
 
 
 def test_rotary_by_a_matmul_changes_no_loss(real, losses):
