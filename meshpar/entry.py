@@ -33,7 +33,7 @@ from .compat.jax import (
     without_gc,
 )
 from .compat.quirks import not_far_ahead
-from .cost.flops import repeated_against_the_layout
+from .cost.flops import redundant_matmuls_despite_layout
 from .dims import Dims, PathDims, fit_dims, format_dims, near, path_matches
 from .errors import PatternError, RepeatedWarning, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, key_text, with_states
@@ -622,7 +622,7 @@ def _same_place(mine: Any, sharding: NamedSharding, ndim: int) -> bool:
 
 
 def _warn_of_repeated(plan: Plan) -> None:
-    found = repeated_against_the_layout(plan)
+    found = redundant_matmuls_despite_layout(plan)
     if found:
         share = sum(r.share for r in found)
         text = f"{100 * share:.0f} % of the products' FLOPs of this step are done more than once: {found[0]}"

@@ -6,11 +6,11 @@ from typing import Any
 
 from ..compat.quirks import LARGE
 from ..plan.plan import Plan
-from .memo import once_per_plan
+from .caching import cached_on_plan
 
 
-@once_per_plan
-def in_place(plan: Plan) -> dict[int, int]:
+@cached_on_plan
+def aliased_inputs(plan: Plan) -> dict[int, int]:
     """Which results take the place of donated inputs, by position: the first input of the same shape, dtype and spec."""
     arguments = plan.body.inputs[len(plan.body.inputs) - len(plan.program.inputs) :]
     free: dict[Any, list[int]] = {}
@@ -26,7 +26,7 @@ def in_place(plan: Plan) -> dict[int, int]:
     return out
 
 
-def gathered_apart(whole: float, shard: float) -> bool:
+def gathered_then_copied(whole: float, shard: float) -> bool:
     """Whether what is gathered for such a result lies beside its place first: bytes on a device of all of it, and before.
 
     XLA for TPUs (libtpu 0.0.42) does not gather into the memory of an argument. So that it does not copy all of these arguments

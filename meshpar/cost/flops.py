@@ -22,17 +22,17 @@ from ..plan.steps import Body, Run
 from ..program.ir import Frame, Op, Program
 from ..program.kernels import KernelWork
 from ..program.names import Part
-from .fusion import PRODUCTS
-from .memo import once_per_plan
+from .caching import cached_on_plan
+from .fusion import MATMULS
 
 OPAQUE = frozenset({"kernel", "pallas_call", "shard_map"})
 """Ops whose products are inside them."""
-WORKING = 16 * 2.0**20
+VMEM_RESERVED_BYTES = 16 * 2.0**20
 """Bytes of VMEM in which a kernel works."""
-TILES = 9.4e6
+VMEM_TILE_BYTES = 9.4e6
 """Bytes of these for a product's results: the sums of a tile and its arrays' buffers; the rest is for operands."""
-MUCH = 0.5  # of the products' FLOPs, from which on a call warns that they are done more than once
-MUCH_AGAIN = 1e9  # FLOPs of a device in a step, below which it does not
+MIN_REDUNDANT_SHARE = 0.5  # of the products' FLOPs, from which on a call warns that they are done more than once
+MIN_REDUNDANT_FLOPS = 1e9  # FLOPs of a device in a step, below which it does not
 
 _opaque: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 
@@ -57,7 +57,7 @@ def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
     return 2.0 * batch * up(k, lanes) * min(up(m, rows) * up(n, lanes), up(n, rows) * up(m, lanes))
 
 
-def bytes_again(
+def reread_bytes(
     run: Run, sizes: Mapping[str, int], vmem: float, beside: int = 0, cut: Sequence[bool] = (True,) * 3, blocks: int = 1
 ) -> float:
     """Bytes of one device's part of a product that are read from HBM more than once.
@@ -80,25 +80,25 @@ def bytes_again(
     batch, k = batch // (blocks if left and right and result else 1), k // (1 if result else blocks)
     m, n = m // (blocks if left and not right else 1), n // (blocks if right and not left else 1)
     lhs, rhs = (k * size * itemsize(v.aval) for size, v in zip((m, n), op.eqn.invars, strict=False))
-    if min(lhs, rhs) <= vmem - WORKING:
+    if min(lhs, rhs) <= vmem - VMEM_RESERVED_BYTES:
         return 0.0
-    side = math.sqrt(TILES / (4.0 + 2.0 * itemsize(op.eqn.outvars[0].aval) * (1 + beside)))
+    side = math.sqrt(VMEM_TILE_BYTES / (4.0 + 2.0 * itemsize(op.eqn.outvars[0].aval) * (1 + beside)))
     return batch * (lhs * (max(1.0, n / side) - 1) + rhs * (max(1.0, m / side) - 1))
 
 
-def smaller_operand(run: Run, sizes: Mapping[str, int]) -> float:
+def smaller_operand_bytes(run: Run, sizes: Mapping[str, int]) -> float:
     """Bytes of the smaller operand of one device's part of a product, of one element of its batch."""
     _, m, n, k = _local_sizes(run, sizes)
     return min(k * size * itemsize(v.aval) for size, v in zip((m, n), run.op.eqn.invars, strict=False))
 
 
 def _local_sizes(run: Run, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
-    """:func:`product_sizes` of one device's part of a product."""
+    """:func:`matmul_dims` of one device's part of a product."""
     lhs, rhs = (
         local_shape(var.aval.shape, None if shard is None else shard.spec, sizes)
         for var, shard in zip(run.op.eqn.invars[:2], run.operands, strict=False)
     )
-    return product_sizes(run.op.eqn, lhs, rhs)
+    return matmul_dims(run.op.eqn, lhs, rhs)
 
 
 class _Products:
@@ -123,8 +123,8 @@ def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
     return flops
 
 
-def bytes_again_on(plan: Plan, chip: Chip) -> Callable[..., float]:
-    """:func:`bytes_again` on a plan's mesh and a TPU, worked out once as :func:`flops_on` is; 0 elsewhere."""
+def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
+    """:func:`reread_bytes` on a plan's mesh and a TPU, worked out once as :func:`flops_on` is; 0 elsewhere."""
     sizes, vmem = plan.sizes, chip.per_device().vmem
     if vmem is None or chip.switch:
         return lambda *of: 0.0
@@ -134,13 +134,13 @@ def bytes_again_on(plan: Plan, chip: Chip) -> Callable[..., float]:
         lhs, rhs = run.operands[:2]
         key = run.op, lhs and lhs.spec, rhs and rhs.spec, beside, *cut, blocks
         if key not in found:
-            found[key] = bytes_again(run, sizes, vmem, beside, cut, blocks)
+            found[key] = reread_bytes(run, sizes, vmem, beside, cut, blocks)
         return found[key]
 
     return again
 
 
-def product_sizes(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+def matmul_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
     """(batch, rows, columns, contracted) of a product with operands of these shapes."""
     p = eqn.params
     if eqn.primitive.name == "conv_general_dilated":
@@ -179,12 +179,12 @@ def _flops_of(frame: Frame, count: int) -> float:
         for inner in op.frames:
             total += _flops_of(inner, count * (1 if inner.trips is None else inner.trips))
         if not in_recomputation(op.eqn):
-            total += count * (product_flops(op.eqn) if op.name in PRODUCTS else opaque_flops(op))
+            total += count * (matmul_flops(op.eqn) if op.name in MATMULS else opaque_flops(op))
     return total
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class RedundantMatmul:
     """Products of one line that several devices do alike.
 
     Attributes:
@@ -212,21 +212,21 @@ class Repeated:
         )
 
 
-def repeated_against_the_layout(plan: Plan) -> list[Repeated]:
+def redundant_matmuls_despite_layout(plan: Plan) -> list[RedundantMatmul]:
     """The repeated products along axes that a rule of the layout gives to some dim, where they are much of the step."""
     asked = {a for rule in plan.layout.rules for a in rule.axes}
-    found = [r for r in repeated_products(plan) if asked.intersection(r.axes)]
+    found = [r for r in redundant_matmuls(plan) if asked.intersection(r.axes)]
     again = sum(r.flops * (1 - 1 / r.times) for r in found)
-    return found if again >= MUCH_AGAIN and sum(r.share for r in found) >= MUCH else []
+    return found if again >= MIN_REDUNDANT_FLOPS and sum(r.share for r in found) >= MIN_REDUNDANT_SHARE else []
 
 
-@once_per_plan
-def repeated_products(plan: Plan) -> list[Repeated]:
+@cached_on_plan
+def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
     """The products that a layout leaves whole on an axis of the mesh, those that cost most first."""
     total = 0.0
     found: dict[tuple[str, tuple[str, ...], str], list[Any]] = {}
     for step, count in _runs(plan.body, 1):
-        if step.op.name not in PRODUCTS:
+        if step.op.name not in MATMULS:
             total += count * local_opaque_flops(step, plan.sizes)
             continue
         if step.axes is None:
@@ -247,7 +247,7 @@ def repeated_products(plan: Plan) -> list[Repeated]:
         times = parts_of(idle, plan.sizes)
         share = flops * (1 - 1 / times) / total if total else 0.0
         fix = _what_splits(plan, idle, dims)
-        out.append(Repeated(name, idle, times, tuple(dims), flops, share, source, fix))
+        out.append(RedundantMatmul(name, idle, times, tuple(dims), flops, share, source, fix))
     return sorted(out, key=lambda r: -r.share)
 
 
@@ -332,8 +332,8 @@ def _flops_in(jaxpr: Any) -> float:
 
 def _eqn_flops(eqn: Any) -> float:
     name, p = eqn.primitive.name, eqn.params
-    if name in PRODUCTS:
-        return product_flops(eqn)
+    if name in MATMULS:
+        return matmul_flops(eqn)
     if name == "pallas_call":
         estimate = p.get("cost_estimate")
         if estimate is not None:
@@ -350,8 +350,8 @@ def _eqn_flops(eqn: Any) -> float:
     return sum(map(_flops_in, bodies)) * (p["length"] if name == "scan" else 1)
 
 
-def product_flops(eqn: Any) -> float:
+def matmul_flops(eqn: Any) -> float:
     """FLOPs of a product on whole arrays."""
     lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
-    batch, m, n, k = product_sizes(eqn, lhs, rhs)
+    batch, m, n, k = matmul_dims(eqn, lhs, rhs)
     return 2.0 * batch * m * n * k

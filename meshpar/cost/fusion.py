@@ -26,16 +26,16 @@ from ..program.ir import Op, Value
 from ..rules import having
 
 VIEWS = having(lambda p: p.view)
-FUSED = having(lambda p: p.fusible) | {"one_hot!"}
+FUSIBLE = having(lambda p: p.fusible) | {"one_hot!"}
 SLICES = frozenset({"slice", "dynamic_slice", "gather"})
-PRODUCTS = having(lambda p: p.product)
+MATMULS = having(lambda p: p.product)
 REDUCTIONS = having(lambda p: p.reduction)
-_TAKES = REDUCTIONS | PRODUCTS | {"stack!", "copy!"}  # kernels that compute their operands as they read them
+_TAKES = REDUCTIONS | MATMULS | {"stack!", "copy!"}  # kernels that compute their operands as they read them
 _SMALL = 8
 """By how much what a kernel reads is smaller than the largest of it, to be rows and scalars."""
 
 
-class Item:
+class Buffer:
     """One shard of one value, in memory or only inside a kernel.
 
     Attributes:
@@ -66,7 +66,7 @@ class Item:
         "value",
     )
 
-    def __init__(self, bytes_: float, value: Value, node: Node | None):
+    def __init__(self, bytes_: float, value: Value, node: Kernel | None):
         self.bytes, self.value, self.node = bytes_, value, node
         self.elements = value.elements
         self.held = bytes_
@@ -75,12 +75,12 @@ class Item:
         self.joined = False
         self.stored = node is None
         self.carried = False
-        self.readers: Sequence[Node] = ()
+        self.readers: Sequence[Kernel] = ()
         self.through = False
         self.sliced = False
 
 
-class Node:
+class Kernel:
     """An op on one device, or a move between specs; after fusion, a kernel where ``root``.
 
     Attributes:
@@ -111,15 +111,15 @@ class Node:
         "writes",
     )
 
-    def __init__(self, name: str, step: Step | None, op: Op | None, ins: list[Item], position: int):
+    def __init__(self, name: str, step: Step | None, op: Op | None, ins: list[Buffer], position: int):
         self.name, self.step, self.op, self.ins, self.position = name, step, op, ins, position
-        self.outs: list[Item] = []
+        self.outs: list[Buffer] = []
         self.root = False
         self.joins = False
-        self.reads: Sequence[Item] = ()
-        self.writes: Sequence[Item] = ()
-        self.regions: tuple[Region, ...] = ()
-        self.carries: tuple[tuple[Item | None, Item], ...] = ()
+        self.reads: Sequence[Buffer] = ()
+        self.writes: Sequence[Buffer] = ()
+        self.regions: tuple[Computation, ...] = ()
+        self.carries: tuple[tuple[Buffer | None, Buffer], ...] = ()
         self.products: tuple[Run, ...] = ()
 
     @property
@@ -128,7 +128,7 @@ class Node:
         return line_of(self.op)
 
 
-class Region:
+class Computation:
     """The program, or the body of a loop: kernels in program order.
 
     Attributes:
@@ -140,18 +140,18 @@ class Region:
 
     def __init__(self, trips: int | None):
         self.trips = trips
-        self.nodes: list[Node] = []
-        self.inputs: list[Item] = []
-        self.constants: list[Item] = []
-        self.outputs: list[Item] = []
-        self.kernels: list[Node] = []
+        self.nodes: list[Kernel] = []
+        self.inputs: list[Buffer] = []
+        self.constants: list[Buffer] = []
+        self.outputs: list[Buffer] = []
+        self.kernels: list[Kernel] = []
 
 
-def fuse(region: Region) -> None:
+def fuse(region: Computation) -> None:
     """Decide what a region keeps in memory, and list its kernels with what they read and write."""
-    roots: dict[Item, tuple[Node, ...]] = {}  # of each, the kernels that read it
+    roots: dict[Buffer, tuple[Kernel, ...]] = {}  # of each, the kernels that read it
 
-    def read(items: Sequence[Item], readers: tuple[Node, ...]) -> None:
+    def read(items: Sequence[Buffer], readers: tuple[Kernel, ...]) -> None:
         for item in items:
             have = roots.get(item)
             if have is None:
@@ -161,20 +161,20 @@ def fuse(region: Region) -> None:
 
     for node in reversed(region.nodes):
         name = node.name
-        if name not in FUSED:
+        if name not in FUSIBLE:
             node.root = True
             takes = name in _TAKES
             if not takes:
                 for item in node.ins:
                     item.must = True
-            if name not in PRODUCTS or not isinstance(node.step, Run):
+            if name not in MATMULS or not isinstance(node.step, Run):
                 read(node.ins, (node,))
                 continue
             if len(node.outs) == 1:
                 (out,) = node.outs
                 if not out.must and not out.sliced and len(readers := roots.get(out, ())) == 1:
                     (reader,) = readers
-                    if (reader.name in FUSED or reader.name == "stack!") and not reader.products:
+                    if (reader.name in FUSIBLE or reader.name == "stack!") and not reader.products:
                         reader.products = (node.step,)
                         node.root = False
                         read(node.ins, readers)
@@ -193,7 +193,7 @@ def fuse(region: Region) -> None:
         if must or (len(readers) > 1 and not twice and not all(r.name in REDUCTIONS for r in readers)):
             node.root = True
             again = twice and not any(out.joined for out in node.outs)
-            through = [r for r in readers if r.name in _TAKES or r.name in FUSED] if again else []
+            through = [r for r in readers if r.name in _TAKES or r.name in FUSIBLE] if again else []
             for out in node.outs:
                 out.through = bool(through)
             readers = (node, *through)
@@ -206,10 +206,10 @@ def fuse(region: Region) -> None:
         for out in node.outs:
             out.stored = True
     own = set(region.nodes)  # what comes from outside a loop is in memory
-    done: dict[Node, int] = {}
+    done: dict[Kernel, int] = {}
     for node in kernels:
-        found: dict[Item, None] = {}
-        _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSED, own)
+        found: dict[Buffer, None] = {}
+        _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSIBLE, own)
         node.reads = list(found)
         node.writes = node.outs
         other = _also(node, done) if node.name in REDUCTIONS else None
@@ -227,14 +227,14 @@ def fuse(region: Region) -> None:
             item.readers = (*item.readers, other)
 
 
-def _joins_lanes(node: Node) -> bool:
+def _joins_lanes(node: Kernel) -> bool:
     """Whether an op joins arrays along their last dim."""
     if node.name != "concatenate" or node.op is None:
         return False
     return node.op.eqn.params["dimension"] == len(node.op.eqn.outvars[0].aval.shape) - 1
 
 
-def _also(node: Node, done: dict[Node, int]) -> Node | None:
+def _also(node: Kernel, done: dict[Kernel, int]) -> Kernel | None:
     """The kernel that does a reduction as well: it makes, or reads for a reduction, all that is large of what this one reads; or is
     a product that makes a part of it.
 
@@ -250,12 +250,14 @@ def _also(node: Node, done: dict[Node, int]) -> Node | None:
     for other in (*makers, *readers):
         more = [i for i in large if i not in other.writes and i not in other.reads]
         before = all(i.node not in done or done[i.node] < done[other] for i in (*rows, *more))
-        if (other.name in FUSED or other.name in _TAKES) and before and (other.products or not more):
+        if (other.name in FUSIBLE or other.name in _TAKES) and before and (other.products or not more):
             return other
     return None
 
 
-def _sources(items: Sequence[Item], found: dict[Item, None], seen: set[Item], takes: bool, own: set[Node]) -> None:
+def _sources(
+    items: Sequence[Buffer], found: dict[Buffer, None], seen: set[Buffer], takes: bool, own: set[Kernel]
+) -> None:
     """What a kernel reads from memory, of what these items are computed from."""
     for item in items:
         if (item.stored and not (takes and item.through)) or item.node not in own:

@@ -1,7 +1,7 @@
 """The time of each kernel of a plan on its chip: its products, its traffic with HBM, its elements' way through the vector units.
 
 Traffic is what :mod:`meshpar.cost.fusion` says a kernel reads and writes: each array once, but operands of products that do not
-stay on the chip as often as their tiles need (:func:`meshpar.cost.flops.bytes_again`), and images that are in VMEM not at all
+stay on the chip as often as their tiles need (:func:`meshpar.cost.flops.reread_bytes`), and images that are in VMEM not at all
 (:mod:`meshpar.cost.vmem`).
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from ..plan.plan import Plan
 from ..plan.spec import itemsize
 from ..plan.steps import Run
-from .donation import gathered_apart, in_place
-from .exposed import kernel_seconds
-from .flops import OPAQUE, WORKING, bytes_again_on, flops_on, local_opaque_flops
-from .fusion import SLICES, Item, Node, Region
-from .kernels import kernels_of
-from .memo import once_per_plan
+from .caching import cached_on_plan
+from .collective_matmul import kernel_seconds
+from .donation import aliased_inputs, gathered_then_copied
+from .flops import OPAQUE, VMEM_RESERVED_BYTES, flops_on, local_opaque_flops, reread_bytes_on
+from .fusion import SLICES, Buffer, Computation, Kernel
+from .kernels import computation_of
 from .tiles import Tiles
-from .vmem import in_vmem
+from .vmem import buffers_in_vmem
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class KernelTime:
     count: int
 
 
-@once_per_plan
-def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
+@cached_on_plan
+def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     """The kernels of a plan that take time, in order; none where the chip is not known."""
     if plan.chip is None:
         return {}
-    chip, region = plan.chip, kernels_of(plan)
+    chip, region = plan.chip, computation_of(plan)
     device = chip.per_device()
-    out: dict[Node, KernelTime] = {}
-    flops_of, again = flops_on(plan, chip.lanes), bytes_again_on(plan, chip)
-    results = {id(region.outputs[k]) for k in in_place(plan)} if chip.torus else set()
+    out: dict[Kernel, KernelTime] = {}
+    flops_of, again = flops_on(plan, chip.lanes), reread_bytes_on(plan, chip)
+    results = {id(region.outputs[k]) for k in aliased_inputs(plan)} if chip.torus else set()
     kernels = list(kernels_with_counts(region))
     home = {id(node): loop for node, loop, _ in kernels}
     stacked: dict[int, float] = {}
@@ -61,9 +61,11 @@ def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
         if made is not None and home.get(id(made)) == loop:
             stacked[id(made)] = stacked.get(id(made), 0.0) + node.reads[0].bytes
             stacked[id(node)] = 0.0
-    near: dict[Node, set[Item]] = {}
+    near: dict[Kernel, set[Buffer]] = {}
     if chip.torus and device.vmem is not None and chip.cores == 1:  # what two cores share is in HBM
-        near = in_vmem([node for node, *_ in kernels], plan.program.once(Tiles), device.vmem - WORKING)
+        near = buffers_in_vmem(
+            [node for node, *_ in kernels], plan.program.once(Tiles), device.vmem - VMEM_RESERVED_BYTES
+        )
     for node, _, count in kernels:
         if node.regions or stacked.get(id(node)) == 0.0:
             continue
@@ -79,7 +81,9 @@ def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
             traffic += stacked.get(id(node), 0.0)
             for run in node.products:
                 traffic += again(run, _beside(node, run))
-        elif any(id(i) in results and gathered_apart(i.bytes, sum(j.bytes for j in node.reads)) for i in node.writes):
+        elif any(
+            id(i) in results and gathered_then_copied(i.bytes, sum(j.bytes for j in node.reads)) for i in node.writes
+        ):
             traffic = 2 * node.writes[0].bytes  # it is gathered into other memory, and copied to its place
         rate = device.flops
         if node.products:
@@ -92,7 +96,7 @@ def kernel_times(plan: Plan) -> dict[Node, KernelTime]:
     return out
 
 
-def kernels_with_counts(region: Region, count: int = 1, loop: int = 0) -> Iterator[tuple[Node, int, int]]:
+def kernels_with_counts(region: Computation, count: int = 1, loop: int = 0) -> Iterator[tuple[Kernel, int, int]]:
     """(kernel, id of its region, how often it runs in a step); loops of unknown length once, every branch of a condition."""
     loop = id(region)
     for node in region.kernels:
@@ -101,7 +105,7 @@ def kernels_with_counts(region: Region, count: int = 1, loop: int = 0) -> Iterat
             yield from kernels_with_counts(body, count * (1 if body.trips is None else body.trips))
 
 
-def _product_of_stack(node: Node) -> Node | None:
+def _product_of_stack(node: Kernel) -> Kernel | None:
     """The product whose result this kernel writes into the stack of a loop: on TPUs it writes there itself (libtpu 0.0.42)."""
     if node.name != "stack!" or node.products or len(node.reads) != 1 or node.reads[0].bytes != node.ins[0].bytes:
         return None
@@ -109,7 +113,7 @@ def _product_of_stack(node: Node) -> Node | None:
     return made if made is not None and made.products else None
 
 
-def _elements(node: Node) -> float:
+def _elements(node: Kernel) -> float:
     """Elements that go through the vector units in a kernel: what it writes, or what it reads to add up."""
     written = sum(item.bytes / itemsize(item.value.aval) for item in node.writes)
     if node.products or node.name == "kernel":
@@ -117,14 +121,14 @@ def _elements(node: Node) -> float:
     return max([written, *(read_bytes(node, item) / itemsize(item.value.aval) for item in node.reads)])
 
 
-def _beside(node: Node, run: Run) -> int:
+def _beside(node: Kernel, run: Run) -> int:
     """How many arrays as large as a matmul's result its kernel reads or writes, other than the result or what replaces it: none in
     the kernel of a concatenation or pad, whose result is larger."""
     size = run.results[0].value.elements
     return max(0, sum(i.value.elements == size for i in (*node.reads, *node.writes)) - 1)
 
 
-def read_bytes(node: Node, item: Item) -> float:
+def read_bytes(node: Kernel, item: Buffer) -> float:
     """What a kernel reads of an array: all of it, or of a stack the slice that it works on."""
     if node.name in ("slice", "dynamic_slice") and item in node.ins:
         return min(item.bytes, sum(out.bytes for out in node.outs))

@@ -16,19 +16,19 @@ from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op, Program, Value
-from .fusion import FUSED, SLICES, VIEWS, Item, Node, Region, fuse
-from .memo import once_per_plan
+from .caching import cached_on_plan
+from .fusion import FUSIBLE, SLICES, VIEWS, Buffer, Computation, Kernel, fuse
 from .tiles import Tiles
 
 _PLACED = VIEWS | {"device_put"}
 _SCATTERS = frozenset({"scatter-add", "scatter_add", "scatter"})
 
-BLOCKS = 4
+REDUCE_RING_BUFFERS = 4
 """Blocks of a sum on a ring that are there at once: two leave, the next two are made."""
 
 
-@once_per_plan
-def kernels_of(plan: Plan) -> Region:
+@cached_on_plan
+def computation_of(plan: Plan) -> Computation:
     """The kernels of a plan: the region of the whole program, its loops inside."""
     return _Reader(plan).run()
 
@@ -57,18 +57,18 @@ class _Reader:
         self.plan, self.sizes = plan, plan.sizes
         tiles = None if plan.chip is None or plan.chip.switch else plan.program.once(Tiles)
         self.tiles = tiles if tiles is not None and tiles.images else None
-        self.items: dict[Shard, Item] = {}
+        self.items: dict[Shard, Buffer] = {}
         self.bases: dict[
-            Item, Item | None
+            Buffer, Buffer | None
         ] = {}  # what an array follows from, rows and scalars aside, if that is not itself
-        self.region = Region(1)
+        self.region = Computation(1)
         self.position = 0
         sizes_of = plan.program.once(_Bytes)
         self.alike = sizes_of.alike
         self._bytes = sizes_of.found.setdefault((tuple(self.sizes.items()), self.tiles is None), dict)
-        self.parts = parts_of_sums(plan)
+        self.parts = ring_block_counts(plan)
 
-    def run(self) -> Region:
+    def run(self) -> Computation:
         body, region = self.plan.body, self.region
         constants = len(body.inputs) - len(self.plan.program.inputs)
         region.constants += map(self.enter, body.inputs[:constants])
@@ -86,10 +86,10 @@ class _Reader:
 
     # -- items and nodes
 
-    def new(self, shard: Shard, node: Node | None) -> Item:
+    def new(self, shard: Shard, node: Kernel | None) -> Buffer:
         value = shard.value
         size = self.bytes(value, shard.spec)
-        item = self.items[shard] = Item(0.0 if value.on_host else size, value, node)
+        item = self.items[shard] = Buffer(0.0 if value.on_host else size, value, node)
         if value.on_host:
             item.host = size
         return item
@@ -104,27 +104,27 @@ class _Reader:
             self._bytes[key] = found
         return found
 
-    def enter(self, shard: Shard) -> Item:
+    def enter(self, shard: Shard) -> Buffer:
         return self.new(shard, None)
 
-    def item(self, shard: Shard | None) -> Item | None:
+    def item(self, shard: Shard | None) -> Buffer | None:
         """A shard in memory or in a kernel; None for literals and what is made from no data."""
         return None if shard is None else self.items.get(shard)
 
-    def node(self, name: str, step: Step | None, op: Op | None, ins: Sequence[Item | None]) -> Node:
-        node = Node(name, step, op, [i for i in ins if i is not None], self.position)
+    def node(self, name: str, step: Step | None, op: Op | None, ins: Sequence[Buffer | None]) -> Kernel:
+        node = Kernel(name, step, op, [i for i in ins if i is not None], self.position)
         if name in SLICES:
             for item in node.ins:
                 item.sliced = True
         self.region.nodes.append(node)
         return node
 
-    def out(self, node: Node, shard: Shard) -> Item:
+    def out(self, node: Kernel, shard: Shard) -> Buffer:
         item = self.new(shard, node)
         if self.parts and node.name != "move!" and shard in self.parts:
-            item.held *= min(1.0, BLOCKS / self.parts[shard])
+            item.held *= min(1.0, REDUCE_RING_BUFFERS / self.parts[shard])
         node.outs.append(item)
-        if node.name in FUSED:
+        if node.name in FUSIBLE:
             size, base, bases = item.bytes, None, self.bases
             for i in node.ins:
                 if i.bytes * 8 > size and (other := bases.get(i, i)) is not base:
@@ -188,7 +188,7 @@ class _Reader:
                     items[out] = item
             return
         some = [item for s in operands if s is not None and (item := items.get(s)) is not None]
-        if name in FUSED:
+        if name in FUSIBLE:
             for item in some:
                 if item.elements != 1:
                     break
@@ -201,7 +201,7 @@ class _Reader:
         for out in results:
             self.out(node, out)
 
-    def placed(self, step: Run, some: list[Item]) -> bool:
+    def placed(self, step: Run, some: list[Buffer]) -> bool:
         """Whether a view, or a copy between memories, needs no kernel that computes."""
         op = step.op
         if op.name == "device_put" and some and some[0].value.on_host != step.results[0].on_host:
@@ -263,9 +263,9 @@ class _Reader:
             if k < carries:
                 node.carries = (*node.carries, (firsts[k], made))
 
-    def inside(self, node: Node, body: Body, begin: Callable[[], None], leaves: str, carries: int) -> None:
+    def inside(self, node: Kernel, body: Body, begin: Callable[[], None], leaves: str, carries: int) -> None:
         """The region of a body; of its results, those that are carried stay there, the others are stacked or leave."""
-        outer, self.region = self.region, Region(body.trips)
+        outer, self.region = self.region, Computation(body.trips)
         begin()
         self.steps(body)
         for k, shard in enumerate(body.outputs):
@@ -285,7 +285,7 @@ _READ: dict[type[Step], Callable[[_Reader, Step], None]] = {
 }  # type: ignore[dict-item]  # fmt: skip
 
 
-def parts_of_sums(plan: Plan) -> dict[Shard, int]:
+def ring_block_counts(plan: Plan) -> dict[Shard, int]:
     """The unreduced sums that are made and sent block by block, and what they are sums of: how many blocks each has."""
     found: dict[Shard, int] = {}
     maker = {s: step for step in plan.body.every if isinstance(step, Run) for s in step.results}

@@ -20,13 +20,13 @@ from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
 from ..program.ir import Value
-from .donation import gathered_apart, in_place
-from .flight import running_of, waits_for_the_end
+from .buffer_roles import ROLES, buffer_roles
+from .caching import cached_on_plan
+from .donation import aliased_inputs, gathered_then_copied
 from .flops import local_work
-from .fusion import FUSED, Item, Node, Region
-from .kernels import BLOCKS, kernels_of
-from .kinds import KINDS, kinds_of
-from .memo import once_per_plan
+from .fusion import FUSIBLE, Buffer, Computation, Kernel
+from .kernels import REDUCE_RING_BUFFERS, computation_of
+from .schedule import kernel_schedules, waits_for_the_end
 
 HOLDS = frozenset({"kernel", "move!"})
 """Kernels that hold more than operands and results, as products do that run beside what is sent."""
@@ -48,10 +48,10 @@ class Memory:
     peak: float = 0.0
     host: float = 0.0
     by_kind: dict[str, float] = field(default_factory=dict)
-    points: list[tuple[int, float, Node]] = field(default_factory=list, repr=False)
+    points: list[tuple[int, float, Kernel]] = field(default_factory=list, repr=False)
     largest: list[tuple[str, float, str]] = field(default_factory=list, repr=False)
-    at: Node | None = field(default=None, repr=False)
-    live: list[tuple[Item, float]] = field(default_factory=list, repr=False)
+    at: Kernel | None = field(default=None, repr=False)
+    live: list[tuple[Buffer, float]] = field(default_factory=list, repr=False)
 
     @property
     def peak_source(self) -> str:
@@ -75,32 +75,32 @@ class Memory:
         }
 
 
-@once_per_plan
+@cached_on_plan
 def memory_of(plan: Plan) -> Memory:
     """What is live on a device over a step of the plan."""
     walk = _Live(plan)
-    walk.program(kernels_of(plan))
+    walk.program(computation_of(plan))
     return walk.memory()
 
 
 class _Live:
     def __init__(self, plan: Plan):
-        self.plan, self.kind_of = plan, kinds_of(plan)
+        self.plan, self.kind_of = plan, buffer_roles(plan)
         chip = plan.chip
         self.tpu = chip is not None and bool(chip.torus)
         self.copies = chip is not None and self.tpu and bool(chip.waits)
         self.postpones = self.tpu and plan.goes_on("all-gather")
-        self.running = running_of(plan)
-        self.points: list[tuple[int, float, Node]] = []
-        self.live: dict[int, tuple[Item, float]] = {}
+        self.running = kernel_schedules(plan)
+        self.points: list[tuple[int, float, Kernel]] = []
+        self.live: dict[int, tuple[Buffer, float]] = {}
         self.total = 0.0
         self.on_host = self.host = 0.0
         self.peak = -1.0
-        self.at: Node | None = None
-        self.events: list[tuple[Item, float | None]] = []  # what comes, with its bytes, and what goes
+        self.at: Kernel | None = None
+        self.events: list[tuple[Buffer, float | None]] = []  # what comes, with its bytes, and what goes
         self.before_peak = 0  # how many of these
-        self.more: list[tuple[Item, float]] = []  # at the peak
-        self.in_place: set[int] = set()
+        self.more: list[tuple[Buffer, float]] = []  # at the peak
+        self.aliased_inputs: set[int] = set()
         self.pieced: set[Value] = set()
         self.served: dict[Value, tuple[Step, GatherRing]] = {}
         for step in plan.body.every:
@@ -110,7 +110,7 @@ class _Live:
                 if step.ring.fused is None:
                     self.pieced.update([*made, *([step.result.value] if step.ring.keep else [])])
 
-    def add(self, item: Item, size: float | None = None) -> None:
+    def add(self, item: Buffer, size: float | None = None) -> None:
         if id(item) not in self.live:
             n = item.held if size is None else size
             self.live[id(item)] = (item, n)
@@ -119,14 +119,14 @@ class _Live:
             self.on_host += item.host
             self.host = max(self.host, self.on_host)
 
-    def drop(self, item: Item) -> None:
+    def drop(self, item: Buffer) -> None:
         found = self.live.pop(id(item), None)
         if found is not None:
             self.events.append((item, None))
             self.total -= found[1]
             self.on_host -= item.host
 
-    def sample(self, node: Node, under_way: Sequence[Item] = ()) -> None:
+    def sample(self, node: Kernel, under_way: Sequence[Buffer] = ()) -> None:
         more = {id(i): (i, i.held) for i in under_way if id(i) not in self.live} if under_way else {}
         total = self.total + sum([n for _, n in more.values()])
         self.points.append((node.position, total, node))
@@ -134,11 +134,11 @@ class _Live:
             self.peak, self.at = total, node
             self.before_peak, self.more = len(self.events), [*more.values()]
 
-    def program(self, region: Region) -> None:
+    def program(self, region: Computation) -> None:
         for item in (*region.constants, *region.inputs):
             self.add(item)
-        given_up = {id(region.inputs[i]) for i in in_place(self.plan).values()}
-        self.in_place = {id(region.outputs[k]) for k in in_place(self.plan)}
+        given_up = {id(region.inputs[i]) for i in aliased_inputs(self.plan).values()}
+        self.aliased_inputs = {id(region.outputs[k]) for k in aliased_inputs(self.plan)}
         if (
             self.tpu
         ):  # the memory of what a forward loop stacks waits for nothing, and is there from the start (libtpu 0.0.42)
@@ -153,7 +153,7 @@ class _Live:
         if self.at is None and region.nodes:
             self.sample(region.nodes[0])
 
-    def region(self, region: Region, kept: set[int]) -> None:
+    def region(self, region: Computation, kept: set[int]) -> None:
         """Walk the kernels of a region; ``kept`` are live to its end."""
         own = {id(item) for item in region.inputs}
         running = self.running[region]
@@ -164,7 +164,7 @@ class _Live:
                 self.loop(node, ends, kept)
             else:
                 # written over what ends here: elementwise, and sums over devices
-                free = list(ends) if node.name in FUSED or node.name == "move!" else []
+                free = list(ends) if node.name in FUSIBLE or node.name == "move!" else []
                 for out in node.writes:
                     over = next((i for i in free if i.bytes == out.bytes), None)
                     if over is not None:
@@ -183,7 +183,7 @@ class _Live:
                 if running.last.get(out, -1) <= index and id(out) not in kept:
                     self.drop(out)
 
-    def from_the_start(self, region: Region) -> list[Item]:
+    def from_the_start(self, region: Computation) -> list[Buffer]:
         """What rings put together block by block: in a loop body the TPU compiler (libtpu 0.0.42) allocates it before all else."""
         return [
             item
@@ -192,7 +192,7 @@ class _Live:
             if item.value in self.pieced and (node.name == "move!" or node.products)
         ]
 
-    def inside(self, node: Node) -> Item | None:
+    def inside(self, node: Kernel) -> Buffer | None:
         """What is held while a kernel runs, under the name of its first result: what an opaque one says, blocks in flight."""
         if node.name not in HOLDS and not node.products:
             return None
@@ -202,9 +202,9 @@ class _Live:
             else None
         )
         size = self.blocks(node) if work is None else work.memory
-        return None if (work is None and not size) or not node.outs else Item(size, node.outs[0].value, node)
+        return None if (work is None and not size) or not node.outs else Buffer(size, node.outs[0].value, node)
 
-    def blocks(self, node: Node) -> float:
+    def blocks(self, node: Kernel) -> float:
         """Bytes of the blocks that travel while a kernel multiplies, or while a sum is reduced."""
         total, sizes = 0.0, self.plan.sizes
         for step, ring in dict(
@@ -221,19 +221,19 @@ class _Live:
             total += beside(ring, size, ring.parts)
         return total
 
-    def gathered(self, node: Node) -> Item | None:
+    def gathered(self, node: Kernel) -> Buffer | None:
         """What is gathered for a result in the place of an argument: XLA for TPUs gathers into other memory, and copies.
 
         Where gathers are asynchronous the next one is under way before the last one was put in its place (libtpu 0.0.42: ZeRO-1 on
         v5p holds 40.3 GB with synchronous gathers, 52.3 with asynchronous ones).
         """
-        if node.name != "move!" or id(node.writes[0]) not in self.in_place:
+        if node.name != "move!" or id(node.writes[0]) not in self.aliased_inputs:
             return None
         (out,) = node.writes
-        apart = gathered_apart(out.bytes, sum(i.bytes for i in node.reads))
-        return Item((2 if self.postpones else 1) * out.bytes, out.value, node) if apart else None
+        apart = gathered_then_copied(out.bytes, sum(i.bytes for i in node.reads))
+        return Buffer((2 if self.postpones else 1) * out.bytes, out.value, node) if apart else None
 
-    def table(self, node: Node) -> Item | None:
+    def table(self, node: Kernel) -> Buffer | None:
         """The copy of a gathered table that a lookup takes its rows from.
 
         The TPU compiler (libtpu 0.0.42) makes a gathered dim the outermost in memory, whichever it is. Products take what they are
@@ -246,9 +246,9 @@ class _Live:
         made, rows = table.node, node.op.eqn.params["dimension_numbers"].start_index_map
         if made is None or made.name != "move!" or _gathered_rows(made, rows):
             return None
-        return Item(table.bytes, table.value, node)
+        return Buffer(table.bytes, table.value, node)
 
-    def loop(self, node: Node, ends: list[Item], kept: set[int]) -> None:
+    def loop(self, node: Kernel, ends: list[Buffer], kept: set[int]) -> None:
         """A loop or branch: its results from its start on (but stacks that nobody reads), and in turn what its bodies need."""
         ended = {id(i) for i in ends}
         for first, out in node.carries:  # the place of its first value
@@ -278,14 +278,14 @@ class _Live:
             assert abs(self.total - before) < 1 + 1e-9 * before
 
     def memory(self) -> Memory:
-        live: dict[int, tuple[Item, float]] = {}
+        live: dict[int, tuple[Buffer, float]] = {}
         for item, size in self.events[: self.before_peak]:
             if size is None:
                 del live[id(item)]
             else:
                 live[id(item)] = (item, size)
         best = [*live.values(), *self.more]
-        kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        kinds: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         largest = []
         for item, size in best:
             if size:
@@ -299,11 +299,11 @@ class _Live:
 
 
 def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:
-    """Bytes that a device holds while a ring runs, beside its operands, its results, and of a sum :data:`BLOCKS` blocks.
+    """Bytes that a device holds while a ring runs, beside its operands and results (and :data:`REDUCE_RING_BUFFERS` of a sum).
 
     A kernel has two buffers each way, whatever the number of devices, and its copies of what it cannot take as it lies. Around a
     ring two blocks of what is gathered leave while two arrive (the first that leave are the device's own); of a sum, the
-    blocks that leave and the next ones are in :data:`BLOCKS`, so that those which arrive are left.
+    blocks that leave and the next ones are in :data:`REDUCE_RING_BUFFERS`, so that those which arrive are left.
 
     Args:
       block: bytes of a block of what is sent.
@@ -311,11 +311,11 @@ def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:
     """
     gather = isinstance(ring, GatherRing)
     if ring.fused is not None:
-        return (4 if gather else 4 - min(BLOCKS, devices)) * block + ring.fused.held
+        return (4 if gather else 4 - min(REDUCE_RING_BUFFERS, devices)) * block + ring.fused.held
     return (min(4, devices - 1) if gather else min(2, devices - 1)) * block
 
 
-def _gathered_rows(node: Node, rows: Sequence[int]) -> bool:
+def _gathered_rows(node: Kernel, rows: Sequence[int]) -> bool:
     """Whether a move gathers nothing but these dims, or dims before which all others are of one element."""
     if not isinstance(node.step, Reshard):
         return True
@@ -324,7 +324,7 @@ def _gathered_rows(node: Node, rows: Sequence[int]) -> bool:
     return all(dim in rows or math.prod(shape[:dim]) == 1 for dim in dims)
 
 
-def _name(plan: Plan, item: Item) -> str:
+def _name(plan: Plan, item: Buffer) -> str:
     value = item.value
     made = value.op.name if value.op is not None else "constant" if value in plan.program.constants else "slice"
     dims = " ".join(d or "_" for d in plan.program.dims(value))

@@ -16,13 +16,13 @@ from ..plan.plan import Plan
 from ..plan.spec import parts_of
 from ..plan.steps import Reduce
 from ..program.ir import Op
-from .exposed import later_stages
-from .flight import beside_of, flights_of, hides, own
+from .caching import cached_on_plan
+from .collective_matmul import later_stage_seconds
 from .flops import model_flops
-from .fusion import Item, Node, Region, line_of
+from .fusion import Buffer, Computation, Kernel, line_of
 from .kernel_time import kernel_times
-from .kernels import kernels_of
-from .memo import once_per_plan
+from .kernels import computation_of
+from .schedule import async_collectives, concurrent_matmuls, hidden_collectives, separate_collectives
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Time:
         }  # fmt: skip
 
 
-@once_per_plan
+@cached_on_plan
 def time_of(plan: Plan) -> Time | None:
     """The time of a step on the plan's chip; None: it is not known."""
     if plan.chip is None:
@@ -135,13 +135,13 @@ def _estimate(plan: Plan) -> float:
     exposed = sum(
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     )
-    where, shares = hides(plan), _shares(plan)
-    parts = {node.step: b.exposed for found in beside_of(plan).values() for node, b in found.items()}
+    where, shares = hidden_collectives(plan), _shares(plan)
+    parts = {node.step: b.exposed for found in concurrent_matmuls(plan).values() for node, b in found.items()}
     for step in plan.body.every:
-        for c in own(step):
+        for c in separate_collectives(step):
             if c not in where:
                 exposed += (c.seconds or 0.0) * (c.count or 1) * parts.get(step, 1.0) * shares.get(c, 1.0)
-    return exposed + _clock(plan, kernels_of(plan))
+    return exposed + _clock(plan, computation_of(plan))
 
 
 def _shares(plan: Plan) -> dict[Collective, float]:
@@ -151,25 +151,25 @@ def _shares(plan: Plan) -> dict[Collective, float]:
     of a batch norm's two sums, and at the end of all for which no other sum waits (ResNet-50 on v5e: 99 of 321 sums, and one of
     them 88 MB of gradients). Here they go together that wait for as many others, or for which none waits.
     """
-    chip, where, out = plan.chip, hides(plan), dict[Collective, float]()
+    chip, where, out = plan.chip, hidden_collectives(plan), dict[Collective, float]()
     if chip is None or not chip.torus:
         return out
-    for region in flights_of(plan):
-        sums: dict[Node, Collective] = {}
+    for region in async_collectives(plan):
+        sums: dict[Kernel, Collective] = {}
         for node in region.kernels:
-            sent = own(node.step) if isinstance(node.step, Reduce) else ()
+            sent = separate_collectives(node.step) if isinstance(node.step, Reduce) else ()
             if len(sent) == 1 and sent[0].op == "all-reduce" and sent[0] not in where:
                 sums[node] = sent[0]
         if len(sums) < 2:
             continue
-        depth: dict[Node, int] = {}  # how many sums it waits for, one after the other
-        after: dict[Item, int] = {}  # ... and who reads this
+        depth: dict[Kernel, int] = {}  # how many sums it waits for, one after the other
+        after: dict[Buffer, int] = {}  # ... and who reads this
         for node in region.kernels:
             depth[node] = most = max([after.get(i, 0) for i in node.reads], default=0)
             for item in node.writes:
                 after[item] = most + (node in sums)
-        awaited: set[Item] = set()  # some sum follows from it
-        waits = set[Node]()
+        awaited: set[Buffer] = set()  # some sum follows from it
+        waits = set[Kernel]()
         for node in reversed(region.kernels):
             if not awaited.isdisjoint(node.writes):
                 waits.add(node)
@@ -188,15 +188,15 @@ def _shares(plan: Plan) -> dict[Collective, float]:
     return out
 
 
-def _clock(plan: Plan, region: Region) -> float:
-    """Seconds of one run of a region's kernels and of what hides behind them.
+def _clock(plan: Plan, region: Computation) -> float:
+    """Seconds of one run of a region's kernels and of what hidden_collectives behind them.
 
     Collectives that hide go one after the other. What is sent for ahead is on its way from when the product before the last one
     began, and the next kernel waits for it. A gradient is sent while the next product runs; the one after that waits for it,
-    and so does the loop's end (:func:`meshpar.cost.flight.running_of`). So large gradients beside short products are exposed,
-    however long their loop is.
+    and so does the loop's end (:func:`meshpar.cost.schedule.kernel_schedules`). So large gradients beside short products are
+    exposed,     however long their loop is.
     """
-    took, where, flights = kernel_times(plan), hides(plan), flights_of(plan)[region]
+    took, where, flights = kernel_times(plan), hidden_collectives(plan), async_collectives(plan)[region]
     now = links = 0.0
     begun = [0.0, 0.0]  # when the last two products began
     sent: list[float] = []  # when gradients arrive that are under way: before the last product, and since
@@ -205,10 +205,10 @@ def _clock(plan: Plan, region: Region) -> float:
         for body in node.regions:
             now += _clock(plan, body) * (1 if body.trips is None else body.trips)
         if node.name == "move!" and node.step is not None:
-            for c in own(node.step):
+            for c in separate_collectives(node.step):
                 if c not in where:
                     continue
-                seconds, late = c.seconds or 0.0, later_stages(plan, c)
+                seconds, late = c.seconds or 0.0, later_stage_seconds(plan, c)
                 if flights[node].ahead:
                     links = max(links, begun[0]) + seconds
                     now = max(now, links)

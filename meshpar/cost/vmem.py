@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .fusion import Item, Node
+from .fusion import Buffer, Kernel
 from .tiles import Tiles
 
 _APART = ("move!", "leave!", "stack!", "transfer!")
 """What reads and writes HBM."""
 
 
-def in_vmem(kernels: Sequence[Node], tiles: Tiles, room: float) -> dict[Node, set[Item]]:
+def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, room: float) -> dict[Kernel, set[Buffer]]:
     """The images that each kernel reads or writes in VMEM.
 
     The TPU compiler (libtpu 0.0.42, ResNet-50) leaves what is read soon after it is made or read in VMEM, as long as there is room,
@@ -31,8 +31,8 @@ def in_vmem(kernels: Sequence[Node], tiles: Tiles, room: float) -> dict[Node, se
     """
     if not tiles.images:
         return {}
-    uses: dict[Item, list[int]] = {}
-    some: list[Node] = []  # the kernels that work on images
+    uses: dict[Buffer, list[int]] = {}
+    some: list[Kernel] = []  # the kernels that work on images
     image_of = tiles.of
     for node in kernels:
         k = len(some)
@@ -46,7 +46,7 @@ def in_vmem(kernels: Sequence[Node], tiles: Tiles, room: float) -> dict[Node, se
             if k == len(some):
                 some.append(node)
     apart = [node.name in _APART or bool(node.regions) for node in some]
-    spans: list[tuple[int, bool, int, int, Item]] = []  # kernels between, fetched?, from, to
+    spans: list[tuple[int, bool, int, int, Buffer]] = []  # kernels between, fetched?, from, to
     for item, places in uses.items():
         if item.bytes > room:
             continue
@@ -60,7 +60,7 @@ def in_vmem(kernels: Sequence[Node], tiles: Tiles, room: float) -> dict[Node, se
             if k and multiplies and (n or not made):
                 spans.append((1, True, k - 1, k, item))
     spans.sort(key=lambda span: span[:3])
-    found: dict[Node, set[Item]] = {node: set() for node in some}
+    found: dict[Kernel, set[Buffer]] = {node: set() for node in some}
     there = [found[node] for node in some]
     left = [room] * len(some)
     for _, _, begin, end, item in spans:

@@ -9,9 +9,9 @@ from typing import TypeGuard
 import numpy as np
 
 from ..compat.quirks import COPIED_STACK_CHIPS, CUT_HERE, EPILOGUE_CHIPS, LARGE, LARGE_SUM
-from ..cost.donation import gathered_apart, in_place
-from ..cost.flops import smaller_operand
-from ..cost.fusion import FUSED, PRODUCTS, REDUCTIONS, VIEWS
+from ..cost.donation import aliased_inputs, gathered_then_copied
+from ..cost.flops import smaller_operand_bytes
+from ..cost.fusion import FUSIBLE, MATMULS, REDUCTIONS, VIEWS
 from ..plan.plan import Plan
 from ..plan.planner import IDENTITIES
 from ..plan.spec import itemsize, local_bytes
@@ -96,14 +96,18 @@ def _with_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
 
 def results_in_turn(plan: Plan) -> Plan:
     """Large results that are gathered into the place of donated arguments are put there one after the other."""
-    outputs = {plan.body.outputs[k].value for k in in_place(plan)}  # type: ignore[union-attr]
+    outputs = {plan.body.outputs[k].value for k in aliased_inputs(plan)}  # type: ignore[union-attr]
     last: list[Shard] = []
 
     def size(shard: Shard) -> float:
         return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
 
     def change(step: Reshard) -> Sequence[Step]:
-        if step.copy or step.result.value not in outputs or not gathered_apart(size(step.result), size(step.source)):
+        if (
+            step.copy
+            or step.result.value not in outputs
+            or not gathered_then_copied(size(step.result), size(step.source))
+        ):
             return (step,)
         steps: list[Step] = []
         if last:
@@ -192,7 +196,7 @@ def products_apart(plan: Plan) -> Plan:
             others = {s for each in ops for s in each.reads} - inside - products - spread
             beside = any(size(s) >= least for s in others)
             large = [s for s in read if size(s) >= least]
-            streams = smaller_operand(step, plan.sizes) > stays * 2**20
+            streams = smaller_operand_bytes(step, plan.sizes) > stays * 2**20
             cut: Sequence[Shard] = ()
             if len(large) > 1:
                 cut = (*given, *read) if streams or len(given) <= most else ()
@@ -203,7 +207,7 @@ def products_apart(plan: Plan) -> Plan:
         def across(step: Run) -> Run:
             if apart.keys().isdisjoint(step.operands) or _is_view(step):
                 return step
-            if not (_multiplies(step) or step.op.name in FUSED | REDUCTIONS):
+            if not (_multiplies(step) or step.op.name in FUSIBLE | REDUCTIONS):
                 return step
             return replace(step, operands=tuple(s if s is None else apart.get(s, s) for s in step.operands))
 
@@ -245,7 +249,7 @@ def stacks_in_order(plan: Plan) -> Plan:
 
 
 def _multiplies(step: Step) -> TypeGuard[Run]:
-    return isinstance(step, Run) and step.op.name in PRODUCTS
+    return isinstance(step, Run) and step.op.name in MATMULS
 
 
 def _between(
@@ -266,7 +270,7 @@ def _between(
                 results = [(r, made) for s, r in zip(step.sources, step.results, strict=True) if s is shard]
             elif _is_view(step):
                 results = [(r, r) for r in step.results]
-            elif step.op.name in FUSED:
+            elif step.op.name in FUSIBLE:
                 ops[step] = None
                 results = [(r, r) for r in step.results]
             elif step.op.name in REDUCTIONS:

@@ -1,7 +1,7 @@
 """Products beside collectives: which gathers and which reduce-scatters are sent in blocks while products run.
 
 A pass over a plan. For the gathers whose values products take, and the sums of products that are reduce-scattered, it decides by
-what is expected to be left exposed (:mod:`meshpar.cost.exposed`), and has a ring or a kernel send them instead.
+what is expected to be left exposed (:mod:`meshpar.cost.collective_matmul`), and has a ring or a kernel send them instead.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from meshpar_kernels.collective_matmul import Dot, FusedGather, FusedScatter, in
 from meshpar_kernels.collective_matmul.schedule import gather_hops
 
 from ..caches import LRUCache
-from ..cost.exposed import (
-    Pair,
-    exposed_by,
-    is_line,
-    product_seconds,
-    warn_of_lines,
+from ..cost.caching import free_caches, with_reasons
+from ..cost.collective_matmul import (
+    CollectiveMatmul,
+    exposed_seconds,
+    matmul_seconds,
+    warn_about_lines,
 )
-from ..cost.fusion import FUSED, VIEWS
-from ..cost.memo import released, reworded
+from ..cost.fusion import FUSIBLE, VIEWS
 from ..cost.time import time_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
@@ -106,10 +105,10 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
         )
         if xla - ring >= max(LEAST, TOLD * xla):
             best, other, forms[axes] = other, best, "ring"
-        released(other)
+        free_caches(other)
     told = tuple(replace(o, reason=f"{o.reason}; {steps[o.axes]}") if o.together else o for o in best.overlaps)
-    best = reworded(best, overlaps=told) if steps else best
-    warn_of_lines(best)
+    best = with_reasons(best, overlaps=told) if steps else best
+    warn_about_lines(best)
     return best
 
 
@@ -214,20 +213,20 @@ class _Pairs:
             if shard is not None and shard.partial:
                 reads[shard] = reads.get(shard, 0) + 1
 
-    def hops(self, pair: Pair) -> list[Collective]:
+    def hops(self, pair: CollectiveMatmul) -> list[Collective]:
         """What a ring would send for a pair."""
         if pair.step not in self._hops:
             self._hops[pair.step] = ring_collectives(self.plan, pair)
         return self._hops[pair.step]
 
-    def pair(self, step: Reshard | Reduce) -> Pair | None:
+    def pair(self, step: Reshard | Reduce) -> CollectiveMatmul | None:
         """The pair of a candidate, of products that are in no ring."""
         return self._pair(step) if self.taken else self.pairs.get(step)
 
-    def _pair(self, step: Reshard | Reduce) -> Pair | None:
+    def _pair(self, step: Reshard | Reduce) -> CollectiveMatmul | None:
         return self._gather(step) if isinstance(step, Reshard) else self._scatter(step)
 
-    def chained(self, pair: Pair) -> bool:
+    def chained(self, pair: CollectiveMatmul) -> bool:
         """Whether a pair waits for others or others for it: all but gathers of weights do."""
         if pair.step not in self._chained:
             self._chained[pair.step] = not pair.gather or not _follows_from_inputs(pair.value, self._carried)
@@ -236,7 +235,7 @@ class _Pairs:
     def ops_of_users(self, step: Reshard | Reduce) -> list[Op]:
         return [user.op for user in self.users.get(step.result, ()) if user.op is not None]
 
-    def _gather(self, step: Reshard) -> Pair | None:
+    def _gather(self, step: Reshard) -> CollectiveMatmul | None:
         """The products that one gathered value goes into, where some of them can run block by block."""
         if len(step.path) != 1 or step.path[0].op != "all-gather":
             return None
@@ -268,21 +267,21 @@ class _Pairs:
         if not dots:
             return None
         mine = {run for run, _ in dots}
-        return Pair(step, dim, move.axes, tuple(dots), any(user not in mine for user in users))
+        return CollectiveMatmul(step, dim, move.axes, tuple(dots), any(user not in mine for user in users))
 
     def _position(self, frame: Frame) -> dict[Op, int]:
         if frame not in self._positions:
             self._positions[frame] = {op: k for k, op in enumerate(frame.ops)}
         return self._positions[frame]
 
-    def _scatter(self, step: Reduce) -> Pair | None:
+    def _scatter(self, step: Reduce) -> CollectiveMatmul | None:
         """The products whose sum is reduce-scattered, where all that is between is linear and used once."""
         made = self.maker.get(step.source)
         if made is None or self.reads[step.source] != 1 or len(made.results) > 1 or step.source.kind != "sum":
             return None
         scatter = step.scatters[0]
         leaves = self._leaves(step.source, scatter.dim, self.home[step], step.source)
-        return None if not leaves else Pair(step, scatter.dim, scatter.axes, tuple(leaves))
+        return None if not leaves else CollectiveMatmul(step, scatter.dim, scatter.axes, tuple(leaves))
 
     def _leaves(self, shard: Shard, dim: int, home: Frame, top: Shard) -> list[tuple[Run, int]] | None:
         run = self.maker.get(shard)
@@ -323,7 +322,7 @@ def _can_stand_before(value: Value | None, frame: Frame, first: int, position: M
             continue
         if position[v.op] < first or v.op in found:
             continue
-        if v.op.frames or v.op.name not in FUSED | VIEWS or v.op.eqn.effects:
+        if v.op.frames or v.op.name not in FUSIBLE | VIEWS or v.op.eqn.effects:
             return False
         found.add(v.op)
         todo += v.op.ins
@@ -368,7 +367,7 @@ def _follows_from_inputs(value: Value, carried: set[Value]) -> bool:
             continue
         seen.add(v)
         if v.op is not None:
-            if v.op.name not in FUSED | VIEWS:
+            if v.op.name not in FUSIBLE | VIEWS:
                 return False
             todo += [x for x in v.op.ins if x is not None]
         elif v in carried:
@@ -399,12 +398,12 @@ class Free:
             self.left[home] = reach.bits(op for op in reach.products if op in self.runs and op not in self.taken)
         return reach
 
-    def beside(self, pair: Pair, home: Frame, users: Sequence[Op]) -> list[Run]:
+    def beside(self, pair: CollectiveMatmul, home: Frame, users: Sequence[Op]) -> list[Run]:
         """The products that can run while a value is gathered for some ops."""
         body = self._body(home)
         return [self.runs[op] for op in body.neither(self.left[home], pair.value.op, users)]
 
-    def followed(self, pair: Pair, home: Frame) -> bool:
+    def followed(self, pair: CollectiveMatmul, home: Frame) -> bool:
         """Whether products of the body follow from a value."""
         return self._body(home).is_followed(pair.value.op)
 
@@ -418,7 +417,7 @@ class Free:
 
 
 def _decision(
-    plan: Plan, pair: Pair, free: Free, found: _Pairs, form: Choice | None, chained: bool
+    plan: Plan, pair: CollectiveMatmul, free: Free, found: _Pairs, form: Choice | None, chained: bool
 ) -> tuple[Overlap, FusedGather | FusedScatter | None]:
     mode, first = plan.overlap, pair.step.collectives[0]
     devices = devices_of(plan.torus, pair.axes)
@@ -429,9 +428,9 @@ def _decision(
     if plan.chip is not None:
         part = None if isinstance(fused, str) else fused
         others = free.beside(pair, home, found.ops_of_users(pair.step)) if pair.gather else []
-        seconds = [product_seconds(plan, plan.chip, run) for run in others]
+        seconds = [matmul_seconds(plan, plan.chip, run) for run in others]
         waits = chained if pair.gather else free.followed(pair, home)
-        exposed = exposed_by(plan, plan.chip, pair, found.hops(pair), part, waits, seconds, mode in BY_COST)
+        exposed = exposed_seconds(plan, plan.chip, pair, found.hops(pair), part, waits, seconds, mode in BY_COST)
     choice: Choice = "xla"
     reason = ""
     if idle:
@@ -449,7 +448,7 @@ def _decision(
         elif not isinstance(fused, str):
             reason += '; a fused kernel would run it too (overlap="pallas"), but none was timed yet'
     free.take(home, others)
-    if exposed is not None and any(map(is_line, stages)):
+    if exposed is not None and any(s.line for s in stages):
         reason += f"; {names_of(pair.axes)} is no ring of the torus, so that hops share links"
     kind = "gather" if pair.gather else "scatter"
     origin = pair.dots[0][0].op
@@ -487,7 +486,7 @@ def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool, form:
 
 
 def _in_blocks(
-    plan: Plan, pair: Pair, choice: Choice, fused: FusedGather | FusedScatter | None, found: _Pairs
+    plan: Plan, pair: CollectiveMatmul, choice: Choice, fused: FusedGather | FusedScatter | None, found: _Pairs
 ) -> dict[Step, Step]:
     """The steps of a pair, as they are where a ring or a kernel runs it."""
     step = pair.step
@@ -516,7 +515,7 @@ def _in_blocks(
     return changes
 
 
-def ring_collectives(plan: Plan, pair: Pair) -> list[Collective]:
+def ring_collectives(plan: Plan, pair: CollectiveMatmul) -> list[Collective]:
     """What is sent instead of the one collective: its minor stages as before, the major one hop by hop."""
     old = pair.step.collectives[0]
     devices = devices_of(plan.torus, pair.axes)
@@ -548,7 +547,7 @@ def _like(
     return replace(old, op=op, bytes=size, algorithm=algorithm, why="", seconds=seconds, **other)
 
 
-def fused_of(plan: Plan, pair: Pair, stages: Sequence[Stage]) -> FusedGather | FusedScatter | str:
+def fused_of(plan: Plan, pair: CollectiveMatmul, stages: Sequence[Stage]) -> FusedGather | FusedScatter | str:
     """The call of the fused kernel (TPU: remote DMA while the matrix unit runs) for a pair, or why there is none.
 
     Args:
@@ -599,7 +598,7 @@ def _operand(plan: Plan, run: Run, side: int) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct(local_shape(value.shape, shard.spec, plan.sizes), value.aval.dtype)
 
 
-def _fused_gather(plan: Plan, pair: Pair, devices: int) -> FusedGather | str:
+def _fused_gather(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedGather | str:
     others = [_operand(plan, run, 1 - side) for run, side in pair.dots]
     found = [x for x in others if x is not None]
     shape = list(local_shape(pair.value.shape, pair.step.result.spec, plan.sizes))
@@ -610,7 +609,7 @@ def _fused_gather(plan: Plan, pair: Pair, devices: int) -> FusedGather | str:
     return FusedGather(x, found, [dot_of(run.op, side) for run, side in pair.dots], pair.dim, devices, pair.keep)
 
 
-def _fused_scatter(plan: Plan, pair: Pair, devices: int) -> FusedScatter | str:
+def _fused_scatter(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedScatter | str:
     operands = [(_operand(plan, run, 0), _operand(plan, run, 1)) for run, _ in pair.dots]
     found = [(a, b) for a, b in operands if a is not None and b is not None]
     if len(found) < len(operands):
@@ -622,7 +621,7 @@ def _fused_scatter(plan: Plan, pair: Pair, devices: int) -> FusedScatter | str:
     return FusedScatter(found, dots, dims, devices, dtype, dtype)
 
 
-def _transposed(pair: Pair) -> bool:
+def _transposed(pair: CollectiveMatmul) -> bool:
     """Whether a transpose stands between the products and their sum."""
     leaves = {run.op for run, _ in pair.dots}
     todo: list[Op | None] = [pair.value.op]

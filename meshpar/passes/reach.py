@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..cost.fusion import PRODUCTS
+from ..cost.fusion import MATMULS
 from ..program.ir import Frame, Op, Program
 
 
@@ -26,7 +26,7 @@ class Reach:
     def __init__(self, ops: Sequence[Op]):
         self.ops = ops
         self.place = {op: k for k, op in enumerate(ops)}
-        self.products = [op for op in ops if op.name in PRODUCTS]
+        self.products = [op for op in ops if op.name in MATMULS]
         makers = [
             {self.place[v.op] for v in op.ins if v is not None and v.op in self.place} - {k} for k, op in enumerate(ops)
         ]

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..compat.quirks import LARGE, LARGE_SUM
-from ..cost.fusion import FUSED, PRODUCTS, VIEWS
+from ..cost.fusion import FUSIBLE, MATMULS, VIEWS
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import (
@@ -150,7 +150,7 @@ class _Schedule:
         left: list[tuple[Op, int]] = []  # products from which no other follows, and how many have come since
         order = body.in_order(self.after)
         for op in body.products if order is body.frame.ops else order:
-            if op.name not in PRODUCTS or not op.outs:
+            if op.name not in MATMULS or not op.outs:
                 continue
             if not body.heavy_after(op):
                 if self._operands(op) >= LARGE and self._is_made(op.outs[0]):
@@ -175,7 +175,7 @@ class _Schedule:
         op = value.op
         if op is None:
             return []
-        if op.name in PRODUCTS:
+        if op.name in MATMULS:
             return [op]
         run = self.plan.runs.get(op)
         if run is None or not any(s.partial for s in run.reads):
@@ -195,7 +195,7 @@ class _Schedule:
         while op is not None and op.name in VIEWS and op.ins[0] is not None:
             op = op.ins[0].op
         size = self._bytes(shard)
-        return (size if op is not None and op.name in FUSED else 0.0), size
+        return (size if op is not None and op.name in FUSIBLE else 0.0), size
 
     def _operands(self, op: Op) -> float:
         run = self.plan.runs.get(op)
@@ -215,7 +215,7 @@ def _gathers(body: Body) -> Iterator[tuple[Reshard, list[Op]]]:
                 found.append(step)
                 dots = () if step.ring is None else step.ring.dots
                 users[step.result] = [dot.op for dot in dots if dot.op.frame is body.frame]
-        elif users and isinstance(step, Run) and step.op.name in PRODUCTS and step.in_ring != "gather":
+        elif users and isinstance(step, Run) and step.op.name in MATMULS and step.in_ring != "gather":
             for shard in step.reads:
                 if shard in users:
                     users[shard].append(step.op)
@@ -224,7 +224,7 @@ def _gathers(body: Body) -> Iterator[tuple[Reshard, list[Op]]]:
 
 def _frames(program: Program) -> dict[Frame, _Frame]:
     """The frames that have products."""
-    frames = dict.fromkeys(op.frame for op in program.root.walk() if op.name in PRODUCTS)
+    frames = dict.fromkeys(op.frame for op in program.root.walk() if op.name in MATMULS)
     return {frame: _Frame(frame) for frame in frames}
 
 
@@ -241,7 +241,7 @@ class _Frame:
         for k, makers in enumerate(self.needed):
             for op in makers:
                 self.followers.setdefault(op, []).append(k)
-        self.products = [op for op in frame.ops if op.name in PRODUCTS]
+        self.products = [op for op in frame.ops if op.name in MATMULS]
         self.users: dict[Value, list[Op]] = {}
         for op, values in self.reads.items():
             for v in values:

@@ -10,7 +10,7 @@ same time, and by the schedules of Llama 3 with sequence parallelism on v5p whol
 its first stage: on v6e (`data=32, model=8`) staged ones leave 31 ms more exposed (8B).
 
 A pass over a plan, after the one that looks for rings: it takes what leaves less exposed
-(:func:`meshpar.cost.exposed.sum_forms`).
+(:func:`meshpar.cost.collective_matmul.reduction_costs`).
 
 Under ``lowering="jit"`` XLA decides: on v4, v5e, v5p and v6e (libtpu 0.0.42; sums over one and over several torus dimensions)
 XLA leaves a sum whole, and cuts it, where every device gets a part of its own, and scatters all others.
@@ -24,8 +24,8 @@ from dataclasses import replace
 from functools import partial
 
 from ..compat.quirks import WHOLE_SUM_CHIPS
-from ..cost.exposed import product_seconds, sum_forms, whole_form
-from ..cost.fusion import PRODUCTS
+from ..cost.collective_matmul import all_reduce_cost, matmul_seconds, reduction_costs
+from ..cost.fusion import MATMULS
 from ..hardware.algorithms import wire_bytes
 from ..plan.collectives import Collective, duration, human, volume_of
 from ..plan.manual import ManualOps, on_cpus
@@ -92,7 +92,7 @@ def _as_all_reduce(plan: Plan, step: Reduce, old: Collective) -> Collective | No
         return None
     devices = math.prod(plan.sizes[a] for a in old.axes)
     sent = wire_bytes("all-reduce", volume_of(old.op, old.bytes, devices), devices)
-    form = whole_form(plan, old, 0.0)
+    form = all_reduce_cost(plan, old, 0.0)
     why = (
         f"XLA's compiler for CPUs makes no reduce-scatters: {human(sent)} sent by an all-reduce; "
         f'lowering="shard_map" reduce-scatters, which sends {human(old.bytes)}'
@@ -125,7 +125,7 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
     """
     if old.algorithm != "staged":
         return None
-    forms = sum_forms(plan, old, beside(plan, step.source.value))
+    forms = reduction_costs(plan, old, beside(plan, step.source.value))
     if "whole" not in forms:
         return None
     staged, whole = forms["staged"], forms["whole"]
@@ -142,7 +142,7 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
 def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Collective | None:
     """The all-reduce that XLA makes of a reduce-scatter if every device has a part of its own afterwards."""
     parts = math.prod(parts_of(s.axes, plan.sizes) for s in step.scatters)
-    whole = whole_form(plan, old, 0.0) if parts == plan.mesh.size else None
+    whole = all_reduce_cost(plan, old, 0.0) if parts == plan.mesh.size else None
     if whole is None:
         return None
     why = (
@@ -181,8 +181,8 @@ def _products(plan: Plan, values: Sequence[Value]) -> list[float]:
         run = None if value.op is None else plan.runs.get(value.op)
         if run is None:
             continue
-        if run.op.name in PRODUCTS:
-            found.append(product_seconds(plan, plan.chip, run))
+        if run.op.name in MATMULS:
+            found.append(matmul_seconds(plan, plan.chip, run))
         elif any(s.partial for s in run.reads):
             found += _products(plan, [s.value for s in run.reads])
     return found

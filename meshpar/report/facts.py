@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cost.flight import hides
-from ..cost.fusion import Node, Region, line_of
-from ..cost.kernels import kernels_of
+from ..cost.fusion import Computation, Kernel, line_of
+from ..cost.kernels import computation_of
+from ..cost.schedule import hidden_collectives
 from ..cost.time import OpTime, Time, time_of
 from ..dims import format_dims, path_matches
 from ..hardware.calibration import EFFICIENCIES
@@ -151,7 +151,7 @@ class Largest:
 def largest_values(plan: Plan, most: int = 12) -> list[Largest]:
     """The largest values between the arguments and the results that a device writes to its memory."""
     found: dict[Any, Largest] = {}
-    for node in _kernels(kernels_of(plan)):
+    for node in _kernels(computation_of(plan)):
         for item in node.writes:
             v = item.value
             if v.path is not None:
@@ -164,7 +164,7 @@ def largest_values(plan: Plan, most: int = 12) -> list[Largest]:
     return sorted(found.values(), key=lambda x: -x.bytes)[:most]
 
 
-def _kernels(region: Region) -> Iterator[Node]:
+def _kernels(region: Computation) -> Iterator[Kernel]:
     for node in region.kernels:
         yield node
         for body in node.regions:
@@ -237,12 +237,12 @@ def bodies(plan: Plan, most: int = 2) -> list[Body]:
     took: dict[Op | None, list[OpTime]] = {}
     for op in time.ops:
         took.setdefault(op.origin, []).append(op)
-    found = [_body(plan, node, body, took) for node, body in _loops(kernels_of(plan))]
+    found = [_body(plan, node, body, took) for node, body in _loops(computation_of(plan))]
     ranked = sorted((b for b in found if b.seconds), key=lambda b: -b.seconds * b.trips)[:most]
     return [b for b in found if any(b is r for r in ranked)]
 
 
-def _loops(region: Region) -> Iterator[tuple[Node, Region]]:
+def _loops(region: Computation) -> Iterator[tuple[Kernel, Computation]]:
     for node in region.kernels:
         for body in node.regions:
             if (body.trips or 1) > 1:
@@ -250,9 +250,9 @@ def _loops(region: Region) -> Iterator[tuple[Node, Region]]:
             yield from _loops(body)
 
 
-def _body(plan: Plan, node: Node, region: Region, took: dict[Op | None, list[OpTime]]) -> Body:
+def _body(plan: Plan, node: Kernel, region: Computation, took: dict[Op | None, list[OpTime]]) -> Body:
     out = Body(region.trips or 1, node.source)
-    hidden = hides(plan)
+    hidden = hidden_collectives(plan)
     busy = linked = 0.0
     for kernel in region.kernels:
         origin = kernel.products[0].op if kernel.products else kernel.op

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..cost.flops import repeated_products
+from ..cost.flops import redundant_matmuls
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.collectives import Collective, duration, human
@@ -109,7 +109,7 @@ def _held(plan: Plan) -> Table:
 
 def _repeated(plan: Plan) -> list[Text]:
     """Products that several devices do alike, where they are much of the step, and what would split them."""
-    found = repeated_products(plan)
+    found = redundant_matmuls(plan)
     share = sum(r.share for r in found)
     if share < REPEATED:
         return []

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..cost.flops import OPAQUE, opaque_flops, product_flops
-from ..cost.fusion import PRODUCTS, Item, Node
+from ..cost.flops import OPAQUE, matmul_flops, opaque_flops
+from ..cost.fusion import MATMULS, Buffer, Kernel
 from ..cost.kernel_time import kernel_times
 from ..hardware.chips import Chip
 from ..plan.claims import Answered, Asked, Claims
@@ -67,8 +67,8 @@ class _Units:
                 self._products(inner, count * (1 if inner.trips is None else inner.trips))
             if op.rule is None or op.rule.given is not None:
                 continue
-            if op.name in PRODUCTS:
-                self.flops[self.place[op]] = count * product_flops(op.eqn), str(op.eqn.invars[0].aval.dtype)
+            if op.name in MATMULS:
+                self.flops[self.place[op]] = count * matmul_flops(op.eqn), str(op.eqn.invars[0].aval.dtype)
             elif op.name in OPAQUE and (flops := opaque_flops(op)):
                 self.flops[self.place[op]] = count * flops, None
 
@@ -228,12 +228,12 @@ def _peak(plan: Plan) -> Iterator[_Piece]:
         yield _Piece(0.0, size, [item.value, *made], scales=node is None or node.name != "move!")
 
 
-def _computed(node: Node) -> list[Any]:
+def _computed(node: Kernel) -> list[Any]:
     """What a kernel's time follows from: what it reads, computes on the way, and writes."""
     units: dict[Any, None] = dict.fromkeys([node.op, *(run.op for run in node.products)])
     reads = set(node.reads)
-    todo: list[Item] = [*node.writes, *node.ins, *reads]
-    seen: set[Item] = set()
+    todo: list[Buffer] = [*node.writes, *node.ins, *reads]
+    seen: set[Buffer] = set()
     while todo:
         item = todo.pop()
         if item in seen:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..compat.jax import without_gc
-from ..cost.memo import released
+from ..cost.caching import free_caches
 from ..errors import CompilerError, MeshError, MeshparError, UnsupportedError
 from ..hardware.topology import Torus, joined, parse_topology, torus_of_slices
 from ..layout import Layout, Rule
@@ -198,7 +198,7 @@ class _Evaluation:
             self._pieces[point] = Pieces(plan, sent)
             self.gained, self._least = (len(self._tried), self.planned), row
         self.rows[point] = row
-        released(plan)
+        free_caches(plan)
         if self._best is None or self.key(row) < self.key(self._best):
             self._best = row
         self._tell()

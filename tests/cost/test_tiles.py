@@ -6,7 +6,7 @@ import pytest
 from arrays import bf16
 
 import meshpar as mp
-from meshpar.cost.kernels import kernels_of
+from meshpar.cost.kernels import computation_of
 from meshpar.cost.tiles import tiled
 
 
@@ -20,7 +20,7 @@ def bytes_of(batch, channels, topology="v5e:4x4", layout="batch: data"):
         fn, bf16(batch, 16, 16, 128), bf16(3, 3, 128, channels), mesh="data=16", topology=topology, layout=layout,
         dims={"x": "batch height width inner", "w": "_ _ inner features"},
     )  # fmt: skip
-    return kernels_of(plan).outputs[0].bytes / (2 * 16 * 16)  # elements of one place of the images on a device
+    return computation_of(plan).outputs[0].bytes / (2 * 16 * 16)  # elements of one place of the images on a device
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_a_gpu_has_no_tiles():
 def test_a_program_without_convolutions_has_the_bytes_of_its_elements():
     plan = mp.plan(lambda x: jnp.tanh(x), bf16(64, 7, 7, 3), mesh="data=16", topology="v5e:4x4", layout="batch: data",
                    dims={"x": "batch _ _ channels"})  # fmt: skip
-    assert kernels_of(plan).outputs[0].bytes == 2 * 4 * 7 * 7 * 3
+    assert computation_of(plan).outputs[0].bytes == 2 * 4 * 7 * 7 * 3

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
-from meshpar.cost.flops import bytes_again_on
+from meshpar.cost.flops import reread_bytes_on
 from meshpar.cost.kernel_time import kernel_times
-from meshpar.cost.kernels import kernels_of
+from meshpar.cost.kernels import computation_of
 from meshpar.hardware.chips import CHIPS
 
 F32 = 4
@@ -360,7 +360,7 @@ def test_a_plan_that_is_gone_leaves_none_of_its_kernels_behind():
     made = plan_step(layout=FSDP, donate_argnums=0)
     assert made.seconds
     assert made.memory.peak
-    kernels = weakref.ref(kernels_of(made))
+    kernels = weakref.ref(computation_of(made))
     del made
     gc.collect()
     assert kernels() is None
@@ -448,7 +448,7 @@ def test_blocks_of_a_product_that_stay_on_the_chip_are_read_once():
         dims=dims,
     )
     (run,) = made.runs.values()
-    again = bytes_again_on(made, made.chip)
+    again = reread_bytes_on(made, made.chip)
     assert again(run, 0) > 0
     assert again(run, 0, (True, False, True), 8) == 0
     assert 0 < again(run, 0, (False, True, True), 8) < again(run, 0)

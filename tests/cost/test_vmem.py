@@ -17,7 +17,7 @@ def conv(x, w):
     return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def kernels_of(fn, images, topology="v5e:2x4", weights=2):
+def computation_of(fn, images, topology="v5e:2x4", weights=2):
     """(primitive, bytes to and from HBM) of each kernel, with so many images a device."""
     args = [bf16(8 * images, SIDE, SIDE, FEATURES), *[bf16(1, 1, FEATURES, FEATURES)] * weights]
     dims = {"x": "batch height width _"}
@@ -43,7 +43,7 @@ def two(x, v, w):
 )
 def test_what_the_next_product_reads_stays_where_there_is_room(topology, images, between):
     size = BF16 * images * ELEMENTS
-    (_, first), (_, second) = kernels_of(two, images, topology)
+    (_, first), (_, second) = computation_of(two, images, topology)
     assert first == (1 + between) * size + WEIGHTS
     assert second == (1 + between) * size + WEIGHTS
 
@@ -53,7 +53,7 @@ def test_other_kernels_read_what_is_in_vmem_as_they_read_hbm():
         return conv(jnp.sort(conv(x, v), -1), w)
 
     size = BF16 * 512 * ELEMENTS
-    assert kernels_of(fn, 512) == [
+    assert computation_of(fn, 512) == [
         ("conv_general_dilated", size + WEIGHTS), ("sort", size), ("conv_general_dilated", size + WEIGHTS),
     ]  # fmt: skip
 
@@ -66,13 +66,13 @@ def test_what_is_read_later_is_there_if_it_has_room_beside_what_the_kernel_befor
         return conv(jnp.sort(conv(jnp.sort(conv(x, u), -1), v), -1) + x, w)
 
     size = BF16 * images * ELEMENTS
-    *_, (_, last) = kernels_of(fn, images, weights=3)
+    *_, (_, last) = computation_of(fn, images, weights=3)
     assert last == (1 + read) * size + WEIGHTS
 
 
 def test_results_and_what_is_sent_are_in_hbm():
     size = BF16 * 512 * ELEMENTS
-    assert kernels_of(lambda x, w: conv(x, w), 512, weights=1) == [("conv_general_dilated", 2 * size + WEIGHTS)]
+    assert computation_of(lambda x, w: conv(x, w), 512, weights=1) == [("conv_general_dilated", 2 * size + WEIGHTS)]
 
 
 def test_arrays_that_are_no_images_are_read_and_written():

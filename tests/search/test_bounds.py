@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.cost.kernels import kernels_of
-from meshpar.cost.memo import released
+from meshpar.cost.caching import free_caches
+from meshpar.cost.kernels import computation_of
 from meshpar.passes import walked_again
 from meshpar.plan.claims import Claims
 from meshpar.plan.planner import TooLong
@@ -121,11 +121,11 @@ def test_what_was_worked_out_of_a_plan_is_freed_without_the_garbage_collector():
         plan = base().replan(layout="batch, embed: data; mlp: model")
         assert plan.seconds
         assert plan.memory.peak
-        kernels = weakref.ref(kernels_of(plan))
-        before = sum(type(x).__name__ in ("Node", "Item") for x in gc.get_objects())
-        released(plan)
+        kernels = weakref.ref(computation_of(plan))
+        before = sum(type(x).__name__ in ("Kernel", "Buffer") for x in gc.get_objects())
+        free_caches(plan)
         del plan
         assert kernels() is None
-        assert sum(type(x).__name__ in ("Node", "Item") for x in gc.get_objects()) < 0.1 * before
+        assert sum(type(x).__name__ in ("Kernel", "Buffer") for x in gc.get_objects()) < 0.1 * before
     finally:
         gc.enable()

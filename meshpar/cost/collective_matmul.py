@@ -5,12 +5,13 @@ With A devices on a ring, t the seconds of a hop (blocks go both ways at once), 
 - a collective of its own is exposed for as long as it takes; but on chips whose programs go on beside gathers the gather of what
   waits for nothing (a weight) is not: the TPU compiler sends for it while the products before it run; nor is as much of a gather
   as other products of its body run meanwhile (:class:`meshpar.passes.overlap.Free`); of a sum that
-  nothing waits for see :func:`sum_forms`;
+  nothing waits for see :func:`reduction_costs`;
 - a ring takes the time of all it computes, and waits: ``(A-1)/2`` times for what of t is longer than what runs beside it, 2·m, the
   first time m, and if A is even a last time for t/2; a product of no pair that can run meanwhile hides one of these. On devices
   of two cores whose programs wait for gathers, as by default, the compiler orders one product beside a hop, whatever there is (in
   every ring of the Llama layers on v5p); with the options that plans come with it does as elsewhere. What that is longer than the
-  products themselves is exposed. Every block costs a start, and :func:`light_work` is computed apart; sums that travel are added
+  products themselves is exposed. Every block costs a start, and :func:`ring_overhead_seconds` is computed apart; sums that travel
+  are added
   up before they go on, so that their hop is that much longer, while those of the other way can be added during it. Rows that do
   not fill the matrix unit are paid for; a product takes the longer of its arithmetic and of its memory traffic, and each of its
   blocks reads all of the operand that is not cut; around a line hops may be synchronous (``Chip.lines_wait``);
@@ -39,20 +40,20 @@ from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
-from .flops import bytes_again_on, flops_on
+from .flops import flops_on, reread_bytes_on
 
-BLOCK = 2e-6
+BLOCK_START_SECONDS = 2e-6
 """Seconds that starting the products of one more block takes, or a kernel."""
-GATHERED, SCATTERED = 1 / 36 + 2 / 172, 1 / 36 + 1 / 92 + 2 / 64
+GATHER_COPY_CYCLES, SCATTER_COPY_CYCLES = 1 / 36 + 2 / 172, 1 / 36 + 1 / 92 + 2 / 64
 """Cycles of a core for each element of the block of the device opposite, which comes in halves: the halves are cut out one by one
 (36 elements a cycle) and written into their place (172); of a sum cut out once more, both at once (92), and padded to be joined
 (64). So the TPU compiler (libtpu 0.0.42) has it on v5e and v5p, whatever their HBM."""
-BETWEEN = 0.5
+ELEMENTWISE_HBM_EFFICIENCY = 0.5
 """Part of HBM's bandwidth at which such ops run where the chip's clock is not known."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Pair:
+class CollectiveMatmul:
     """Products beside a collective: they multiply what it gathers, or it reduce-scatters what they add up to.
 
     Attributes:
@@ -77,13 +78,9 @@ class Pair:
         return self.step.result.value
 
 
-def is_line(stage: Stage) -> bool:
-    """Whether blocks that go around come back over the links on which they went: two devices have nothing to come back from."""
-    return stage.line
-
-
-def exposed_by(
-    plan: Plan, chip: Chip, pair: Pair, hops: Sequence[Collective], fused: FusedGather | FusedScatter | None, chained: bool,
+def exposed_seconds(
+    plan: Plan, chip: Chip, pair: CollectiveMatmul, hops: Sequence[Collective],
+    fused: FusedGather | FusedScatter | None, chained: bool,
     others: Sequence[float] = (), whole: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds, once, in which nothing is multiplied, by choice; ``pallas`` where there is a kernel.
@@ -103,16 +100,16 @@ def exposed_by(
         first.op, volume_of(first.op, first.bytes, parts_of(first.axes, plan.sizes)), stages, chip, first.algorithm
     )
     memory = device.hbm_bandwidth * chip.hbm_efficiency
-    products = [product_seconds(plan, chip, run) for run in runs]
+    products = [matmul_seconds(plan, chip, run) for run in runs]
     total = sum(products)
     devices, (stage, *_) = devices_of(plan.torus, pair.axes), major_of(plan.torus, pair.axes) or [Stage(1)]
     rest = sum(c.seconds or 0.0 for c in hops if c.algorithm != "ring")
     hop = hop_seconds(max((c.bytes for c in hops if c.algorithm == "ring"), default=0.0), stage, chip)
     last = 0.0 if devices % 2 else hop / (1 if devices == 2 else 2)
     steps = (devices - 1) // 2
-    each, once = light_work(plan, chip, pair, devices)
-    blocks = sum(product_seconds(plan, chip, run, pair, devices) for run in runs)
-    block = blocks + BLOCK * len(runs) + each
+    each, once = ring_overhead_seconds(plan, chip, pair, devices)
+    blocks = sum(matmul_seconds(plan, chip, run, pair, devices) for run in runs)
+    block = blocks + BLOCK_START_SECONDS * len(runs) + each
     waits: list[float] = []
     if stage.line and chip.lines_wait:
         waits.append(
@@ -131,7 +128,7 @@ def exposed_by(
     if pair.gather and plan.goes_on("all-gather"):
         alone = max(0.0, alone - sum(others)) if chained else 0.0
     elif not pair.gather:
-        forms = sum_forms(plan, first, 0.0 if chained else total, whole=whole)
+        forms = reduction_costs(plan, first, 0.0 if chained else total, whole=whole)
         alone = min(form.exposed for form in forms.values())
     if not pair.gather:  # whole sums of several products go through memory, blocks of them do not
         more = itemsize(pair.value.aval) * _elements(plan, runs[0].results[0])
@@ -139,12 +136,14 @@ def exposed_by(
     out = {"xla": alone, "ring": rest + max(0.0, block * devices + once - total) + sum(waits)}
     if fused is not None:
         sending = steps * hop + last
-        out["pallas"] = rest + max(0.0, sending - total) + min(hop, sending) + BLOCK + fused.copied / memory
+        out["pallas"] = (
+            rest + max(0.0, sending - total) + min(hop, sending) + BLOCK_START_SECONDS + fused.copied / memory
+        )
     return out
 
 
 @dataclass(frozen=True, slots=True)
-class SumForm:
+class ReductionCost:
     """A form of a sum that ends split, once: bytes that a device sends, seconds on its links, and how many of these are exposed."""
 
     bytes: float
@@ -152,28 +151,30 @@ class SumForm:
     exposed: float
 
 
-def sum_forms(plan: Plan, c: Collective, products: float, *, whole: bool = True) -> dict[AlgorithmName, SumForm]:
+def reduction_costs(
+    plan: Plan, c: Collective, products: float, *, whole: bool = True
+) -> dict[AlgorithmName, ReductionCost]:
     """The forms of a reduce-scatter: as it is, and ``whole`` if it is staged over torus dimensions of a slice.
 
     Where programs need not wait for them, the TPU compiler (libtpu 0.0.42) runs the next product beside all of a whole sum, and
-    beside the first stage of a staged one (:func:`later_stages`).
+    beside the first stage of a staged one (:func:`later_stage_seconds`).
 
     Args:
       products: seconds of what is multiplied meanwhile; 0: nothing is.
       whole: with the whole sum.
     """
     assert plan.chip is not None
-    late, seconds = later_stages(plan, c), c.seconds or 0.0
+    late, seconds = later_stage_seconds(plan, c), c.seconds or 0.0
     hidden = products if plan.goes_on(c.op) else 0.0
-    found: dict[AlgorithmName, SumForm] = {
-        c.algorithm: SumForm(c.bytes, seconds, late + max(0.0, seconds - late - hidden))
+    found: dict[AlgorithmName, ReductionCost] = {
+        c.algorithm: ReductionCost(c.bytes, seconds, late + max(0.0, seconds - late - hidden))
     }
-    if whole and c.algorithm == "staged" and (one := whole_form(plan, c, products)) is not None:
+    if whole and c.algorithm == "staged" and (one := all_reduce_cost(plan, c, products)) is not None:
         found["whole"] = one
     return found
 
 
-def whole_form(plan: Plan, c: Collective, products: float) -> SumForm | None:
+def all_reduce_cost(plan: Plan, c: Collective, products: float) -> ReductionCost | None:
     """A reduce-scatter as an all-reduce over the torus of one slice; None: it is none, or it crosses slices."""
     stages = [s for a in c.axes for s in plan.torus[a]]
     if c.op != "reduce-scatter" or plan.chip is None or any(s.dim == "slice" for s in stages):
@@ -182,10 +183,10 @@ def whole_form(plan: Plan, c: Collective, products: float) -> SumForm | None:
     volume = volume_of(c.op, c.bytes, devices)
     seconds = seconds_of("all-reduce", volume, stages, plan.chip, "whole")
     hidden = products if plan.goes_on("all-reduce") else 0.0
-    return SumForm(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
+    return ReductionCost(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
 
 
-def later_stages(plan: Plan, c: Collective) -> float:
+def later_stage_seconds(plan: Plan, c: Collective) -> float:
     """Seconds, once, of a staged reduce-scatter after its first stage.
 
     Where programs need not wait for reduce-scatters, the TPU compiler (libtpu 0.0.42) runs the next product beside the first stage
@@ -198,7 +199,7 @@ def later_stages(plan: Plan, c: Collective) -> float:
     return seconds_of(c.op, volume / stages[0].size, stages[1:], plan.chip, c.algorithm)
 
 
-def product_seconds(plan: Plan, chip: Chip, run: Run, pair: Pair | None = None, blocks: int = 1) -> float:
+def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | None = None, blocks: int = 1) -> float:
     """A product on one device: its arithmetic, rounded up to the matrix unit, beside its traffic with HBM and its results' way
     through the vector units.
 
@@ -214,7 +215,7 @@ def product_seconds(plan: Plan, chip: Chip, run: Run, pair: Pair | None = None, 
     ]
     cut = [True] * len(sizes) if pair is None else _cut(pair, run)
     traffic = sum(size / blocks if mine else size for size, mine in zip(sizes, cut, strict=True))
-    traffic += bytes_again_on(plan, chip)(run, 0, cut[:3], blocks)
+    traffic += reread_bytes_on(plan, chip)(run, 0, cut[:3], blocks)
     return kernel_seconds(
         chip,
         flops_on(plan, chip.lanes)(run) / rate / blocks,
@@ -245,7 +246,7 @@ def kernel_seconds(chip: Chip, products: float, traffic: float, elements: float,
     return math.hypot(products, traffic + vector_seconds(chip, elements))
 
 
-def _cut(pair: Pair, run: Run) -> list[bool]:
+def _cut(pair: CollectiveMatmul, run: Run) -> list[bool]:
     """Which of a product's operands and results a block has a part of."""
     side = next(side for other, side in pair.dots if other is run)
     (lc, rc), (lb, rb) = run.op.eqn.params["dimension_numbers"]
@@ -260,7 +261,7 @@ def _cut(pair: Pair, run: Run) -> list[bool]:
     return [left, not left, True]
 
 
-def light_seconds(chip: Chip, elements: float, size: float) -> float:
+def elementwise_seconds(chip: Chip, elements: float, size: float) -> float:
     """Seconds of elementwise work apart from products.
 
     Args:
@@ -268,7 +269,7 @@ def light_seconds(chip: Chip, elements: float, size: float) -> float:
       size: bytes of each, read and written together.
     """
     memory = elements * size / (chip.per_device().hbm_bandwidth * chip.hbm_efficiency)
-    return memory + vector_seconds(chip, elements) if chip.clock else memory / BETWEEN
+    return memory + vector_seconds(chip, elements) if chip.clock else memory / ELEMENTWISE_HBM_EFFICIENCY
 
 
 def vector_seconds(chip: Chip, elements: float) -> float:
@@ -281,7 +282,7 @@ def vector_seconds(chip: Chip, elements: float) -> float:
     return elements / (chip.vector * chip.cores * chip.clock) if chip.clock else 0.0
 
 
-def light_work(plan: Plan, chip: Chip, pair: Pair, devices: int) -> tuple[float, float]:
+def ring_overhead_seconds(plan: Plan, chip: Chip, pair: CollectiveMatmul, devices: int) -> tuple[float, float]:
     """Seconds of what a ring computes beside its products: (for each block, once).
 
     The TPU compiler (libtpu 0.0.42) does not fuse what stands between hops with the products. As the schedules of Llama-3-8B
@@ -301,33 +302,35 @@ def light_work(plan: Plan, chip: Chip, pair: Pair, devices: int) -> tuple[float,
     size = itemsize(pair.value.aval)
     if not pair.gather:
         block = _elements(plan, pair.dots[0][0].results[0]) / devices
-        added = light_seconds(chip, block, 3 * size)
-        return (devices - 1 - opposite) / devices * added, opposite * (added + _halves(chip, block, size, SCATTERED))
+        added = elementwise_seconds(chip, block, 3 * size)
+        return (devices - 1 - opposite) / devices * added, opposite * (
+            added + _halves(chip, block, size, SCATTER_COPY_CYCLES)
+        )
     each = 0.0
     for run, side in pair.dots:
         (lc, rc), _ = run.op.eqn.params["dimension_numbers"]
         if pair.dim in (lc, rc)[side]:
-            each += light_seconds(chip, _elements(plan, run.results[0]), 8.0)
+            each += elementwise_seconds(chip, _elements(plan, run.results[0]), 8.0)
     block = _elements(plan, pair.step.result) / devices
-    return each, opposite * _halves(chip, block, size, GATHERED)
+    return each, opposite * _halves(chip, block, size, GATHER_COPY_CYCLES)
 
 
 def _halves(chip: Chip, block: float, size: float, cycles: float) -> float:
     """Seconds in which halves of a block of so many elements are cut out and joined."""
-    return cycles * block / (chip.cores * chip.clock) if chip.clock else 2 * light_seconds(chip, block, 2 * size)
+    return cycles * block / (chip.cores * chip.clock) if chip.clock else 2 * elementwise_seconds(chip, block, 2 * size)
 
 
 def _elements(plan: Plan, shard: Shard) -> int:
     return math.prod(local_shape(shard.value.shape, shard.spec, plan.sizes))
 
 
-def warn_of_lines(plan: Plan) -> None:
+def warn_about_lines(plan: Plan) -> None:
     """Warn once of the axes that blocks go around although they are no rings of the torus, and say what that costs."""
     if plan.chip is None:
         return
     lines: dict[tuple[str, ...], list[Collective]] = {}
     for c in plan.collectives:
-        if c.algorithm in ("ring", "pallas") and any(map(is_line, major_of(plan.torus, c.axes))):
+        if c.algorithm in ("ring", "pallas") and any(s.line for s in major_of(plan.torus, c.axes)):
             lines.setdefault(c.axes, []).append(c)
     parts = []
     for axes, hops in lines.items():

@@ -13,7 +13,7 @@ from ..plan.plan import Plan
 T = TypeVar("T")
 
 
-def once_per_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
+def cached_on_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
     """Keep what a function of a plan gives with the plan: plans do not change."""
     name = f"{fn.__module__}.{fn.__qualname__}"
 
@@ -28,7 +28,7 @@ def once_per_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
     return once
 
 
-def reworded(plan: Plan, **words: Any) -> Plan:
+def with_reasons(plan: Plan, **words: Any) -> Plan:
     """The plan with other words in it; all that was worked out of it holds for the new one."""
     new = replace(plan, **words)
     for name, figure in vars(plan).items():
@@ -36,14 +36,14 @@ def reworded(plan: Plan, **words: Any) -> Plan:
     return new
 
 
-def released(plan: Plan) -> None:
+def free_caches(plan: Plan) -> None:
     """Take from a plan that nobody reads any more what was worked out of it, so that counts of references free that.
 
     Kernels and their arrays refer to each other; left to the garbage collector, those of the many plans of a search would have all
     that is kept of the program looked through, again and again.
     """
     kept = vars(plan)
-    todo = [kept.get("meshpar.cost.kernels.kernels_of")]
+    todo = [kept.get("meshpar.cost.kernels.computation_of")]
     while todo:
         region = todo.pop()
         if region is None:

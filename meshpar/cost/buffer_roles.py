@@ -7,12 +7,12 @@ from collections.abc import Callable
 from ..compat.jax import pass_of
 from ..plan.plan import Plan
 from ..program.ir import Op, Program, Value
-from .fusion import FUSED, Item, Node
-from .kernels import kernels_of
-from .memo import once_per_plan
+from .caching import cached_on_plan
+from .fusion import FUSIBLE, Buffer, Kernel
+from .kernels import computation_of
 
 KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
-KINDS = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs", "constants")
+ROLES = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs", "constants")
 
 
 class _Known:
@@ -39,7 +39,7 @@ class _Known:
             self._like_weights[value] = self._classes(value) in self._weights
         return self._like_weights[value]
 
-    def pass_of(self, node: Node) -> str | None:
+    def pass_of(self, node: Kernel) -> str | None:
         """Whether a kernel belongs to a forward or a backward pass: its op does, or the loop it stands in."""
         if node.op is None:
             return None
@@ -52,13 +52,13 @@ class _Known:
         return self.passes[node.op]
 
 
-@once_per_plan
-def kinds_of(plan: Plan) -> Callable[[Item], str]:
+@cached_on_plan
+def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
     """What an item is: by its path, else by the weight that it has the dims of, else by who reads it."""
     known = plan.program.once(_Known)
-    constants = set(kernels_of(plan).constants)
+    constants = set(computation_of(plan).constants)
 
-    def kind(item: Item) -> str:
+    def kind(item: Buffer) -> str:
         if item in constants:
             return "constants"
         value, made = item.value, item.node
@@ -79,12 +79,12 @@ def kinds_of(plan: Plan) -> Callable[[Item], str]:
     return kind
 
 
-def _of_inputs(item: Item) -> bool:
+def _of_inputs(item: Buffer) -> bool:
     """Whether an item is an input converted or moved."""
     for _ in range(100):
         if item.node is None:
             return True
-        if item.node.name not in FUSED | {"move!", "copy!"} or len(item.node.ins) != 1:
+        if item.node.name not in FUSIBLE | {"move!", "copy!"} or len(item.node.ins) != 1:
             return False
         item = item.node.ins[0]
     return False

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.cost.flops import repeated_products
+from meshpar.cost.flops import redundant_matmuls
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 UP, DOWN = jax.ShapeDtypeStruct((32, 128), jnp.float32), jax.ShapeDtypeStruct((128, 32), jnp.float32)
@@ -25,7 +25,7 @@ def plan_of(layout, mesh="data=4, model=2"):
 @pytest.mark.parametrize("layout", ["batch: data; mlp: model", "batch: data+model"])
 def test_a_layout_that_splits_every_product_repeats_none(layout):
     plan = plan_of(layout)
-    assert repeated_products(plan) == []
+    assert redundant_matmuls(plan) == []
     assert "more than once" not in str(plan)
 
 
@@ -35,7 +35,7 @@ def test_a_layout_that_splits_every_product_repeats_none(layout):
 )
 def test_what_is_whole_on_an_axis_is_done_by_every_device_along_it(layout, axes, times):
     plan = plan_of(layout)
-    found = repeated_products(plan)
+    found = redundant_matmuls(plan)
     assert {(r.axes, r.times) for r in found} == {(axes, times)}
     devices = 8
     needed = 2 * 2 * 64 * 32 * 128 / devices
@@ -43,13 +43,13 @@ def test_what_is_whole_on_an_axis_is_done_by_every_device_along_it(layout, axes,
     assert sum(r.share for r in found) == pytest.approx(1 - 1 / times)
     text = str(plan)
     assert f"{times} × the FLOPs needed" in text
-    assert "test_repeated.py" in text
+    assert "test_redundant.py" in text
 
 
 def test_a_dim_that_does_not_divide_is_said_too():
     plan = mp.plan(lambda x, up: x @ up, jax.ShapeDtypeStruct((6, 32), jnp.float32), UP, mesh="data=4", layout="batch?: data",
                    dims={"x": "batch embed", "up": "embed mlp"})  # fmt: skip
-    (found,) = repeated_products(plan)
+    (found,) = redundant_matmuls(plan)
     assert (found.axes, found.times, found.share) == (("data",), 4, 0.75)
 
 
@@ -75,7 +75,7 @@ def test_the_first_call_warns_of_products_that_every_device_does():
     assert said.filename == __file__
     text = str(said.message)
     assert "every device along data does all of dot_general at" in text
-    assert "test_repeated.py" in text
+    assert "test_redundant.py" in text
     assert "2 × the FLOPs needed" in text
     assert "a rule `dim: data` for one of its dims (rows embed mlp) splits it" in text
 
@@ -85,7 +85,7 @@ def test_a_batch_smaller_than_its_axis_is_said_with_its_size():
         lambda x, up: jnp.tanh(x @ up), jax.ShapeDtypeStruct((4, 1024), jnp.float32), LARGE["up"], mesh="data=8",
         layout="batch?: data", dims={"x": "batch embed", "up": "embed mlp"},
     )  # fmt: skip
-    (repeated,) = repeated_products(found)
+    (repeated,) = redundant_matmuls(found)
     assert "`batch?: data` does not divide `batch` of 4: make it a multiple of 8" in str(repeated)
 
 

@@ -9,8 +9,8 @@ import pytest
 from arrays import F32, f32
 
 import meshpar as mp
-from meshpar.cost.flight import beside_of, flights_of, running_of, waits_for_the_end
-from meshpar.cost.kernels import kernels_of
+from meshpar.cost.kernels import computation_of
+from meshpar.cost.schedule import async_collectives, concurrent_matmuls, kernel_schedules, waits_for_the_end
 from meshpar.hardware.chips import CHIPS
 
 ROWS, EMBED, MLP = 16, 32, 64
@@ -35,7 +35,7 @@ def planned(fn, layout="batch: data; embed: data"):
 
 def beside(plan):
     """(kernel, what is under way beside it)."""
-    running = running_of(plan)[kernels_of(plan)]
+    running = kernel_schedules(plan)[computation_of(plan)]
     return [(k, running.beside.get(i, [])) for i, k in enumerate(running.kernels)]
 
 
@@ -49,18 +49,18 @@ def test_a_gradient_is_sent_while_the_product_after_it_runs():
     plan = planned(step)
     assert {c.op for c in plan.collectives} == {"all-gather", "reduce-scatter"}
     whole = F32 * EMBED * MLP  # of `down`, as every device has made it for its rows
-    sums = [k for k in kernels_of(plan).kernels if k.name == "move!" and k.reads[0].bytes == whole]
+    sums = [k for k in computation_of(plan).kernels if k.name == "move!" and k.reads[0].bytes == whole]
     flying = [items for _, items in beside(plan)]
-    first = kernels_of(plan).kernels.index(sums[0])
-    after = next(i for i, k in enumerate(kernels_of(plan).kernels) if i > first and k.products)
+    first = computation_of(plan).kernels.index(sums[0])
+    after = next(i for i, k in enumerate(computation_of(plan).kernels) if i > first and k.products)
     assert sums[0].reads[0] in flying[after]
     assert all(sums[0].reads[0] not in items for items in flying[after + 1 :])
 
 
 def test_what_a_product_made_cannot_be_sent_for_ahead():
     plan = planned(loss, layout="mlp: data")
-    (summed,) = [k for k in kernels_of(plan).kernels if k.name == "move!"]
-    assert summed not in flights_of(plan)[kernels_of(plan)]
+    (summed,) = [k for k in computation_of(plan).kernels if k.name == "move!"]
+    assert summed not in async_collectives(plan)[computation_of(plan)]
     assert not any(items for _, items in beside(plan))
 
 
@@ -86,7 +86,7 @@ def test_blocks_of_gradients_are_left_to_the_end_of_a_loop_where_collectives_run
     plan = mp.plan(scanned, params, f32(rows, EMBED), overlap="ring", **how)
     other = replace(plan, chip=replace(plan.chip, waits=CHIPS["v5p"].waits))
 
-    loops = [r for k in kernels_of(plan).kernels for r in k.regions]
+    loops = [r for k in computation_of(plan).kernels for r in k.regions]
     (backward,) = [r for r in loops if waits_for_the_end(plan, r)]
     late = {id(i): i.bytes for i in waits_for_the_end(plan, backward)}
     assert F32 * (rows // 16) * MLP in late.values()  # what `down` multiplied
@@ -108,9 +108,9 @@ def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they
     }
     plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", **how)
 
-    loops = [r for r in running_of(plan) if r.trips == layers]
-    (backward,) = [r for r in loops if any(b.products for b in beside_of(plan)[r].values())]
-    running, besides = running_of(plan)[backward], beside_of(plan)[backward]
+    loops = [r for r in kernel_schedules(plan) if r.trips == layers]
+    (backward,) = [r for r in loops if any(b.products for b in concurrent_matmuls(plan)[r].values())]
+    running, besides = kernel_schedules(plan)[backward], concurrent_matmuls(plan)[backward]
     place = {node: k for k, node in enumerate(running.kernels)}
     assert sorted(running.kernels, key=id) == sorted(backward.kernels, key=id)
     late = [(move, k) for move, b in besides.items() for k in b.products]
@@ -122,7 +122,7 @@ def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they
     assert all(maker.get(item, -1) <= place[k] for k in running.kernels for item in k.reads)
 
     alone = replace(plan, chip=replace(plan.chip, waits=CHIPS["v5p"].waits))  # programs wait: nothing runs beside them
-    assert not any(b.products for besides in beside_of(alone).values() for b in besides.values())
+    assert not any(b.products for besides in concurrent_matmuls(alone).values() for b in besides.values())
     assert plan.memory.peak > alone.memory.peak
 
 
@@ -136,7 +136,7 @@ def test_a_sum_that_options_put_on_the_sparse_cores_has_one_product_beside_it(to
     plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", lowering="shard_map", **how)
     found = {
         move: len(beside.products)
-        for besides in beside_of(plan).values()
+        for besides in concurrent_matmuls(plan).values()
         for move, beside in besides.items()
         if move.step is not None and any(c.op == "all-reduce" for c in move.step.sends)
     }
@@ -166,7 +166,7 @@ def test_there_is_an_order_in_which_products_run_beside_what_they_are_said_to(pa
     layout = "batch: data; mlp: model; seq: model"
     plan = mp.plan(jax.grad(loss), params, *xs, overlap="xla", lowering="shard_map", mesh="data=4, model=4",
                    topology="v5e:4x4", layout=layout, dims=dims)  # fmt: skip
-    found = {region: besides for region, besides in beside_of(plan).items() if region.trips == 4}
+    found = {region: besides for region, besides in concurrent_matmuls(plan).items() if region.trips == 4}
     assert any(b.products for besides in found.values() for b in besides.values())
     for region, besides in found.items():
         order: TopologicalSorter[object] = TopologicalSorter()
@@ -187,9 +187,12 @@ def test_sums_that_programs_wait_for_are_left_to_the_end_of_a_body():
     how = {"mesh": "data=4", "topology": "v5e:2x2", "layout": "batch: data; embed: data", "dims": dims}
     plan = mp.plan(scanned, params, f32(ROWS, EMBED), overlap="xla", **how)
     found = [
-        (r, m, f) for r, fs in flights_of(plan).items() for m, f in fs.items() if r.trips == layers and not f.ahead
+        (r, m, f)
+        for r, fs in async_collectives(plan).items()
+        for m, f in fs.items()
+        if r.trips == layers and not f.ahead
     ]
     assert found
     assert all(f.last and not f.apart for _, _, f in found)
     for region, move, _ in found:
-        assert move.reads[0] in running_of(plan)[region].beside[len(region.kernels) - 1]
+        assert move.reads[0] in kernel_schedules(plan)[region].beside[len(region.kernels) - 1]
