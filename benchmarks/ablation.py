@@ -52,9 +52,6 @@ def ingredients() -> dict[str, list[Replacement]]:
     no_overlap = lambda plan: {c: {} for c in schedule.async_collectives(plan)}  # noqa: E731
     vmem = [(kernel_time, "buffers_in_vmem", lambda *args: {})]
     padding = [(Tiles, "padding", lambda *args: 1.0)]
-    merged = [(step_time, "_shares", lambda plan: {})]
-    body_end = [(memory, "waits_for_the_end", lambda *args: [])]
-    stacks = [(kernel_time, "_product_of_stack", lambda kernel: None)]
     hypot = [(kernel_time, "kernel_seconds", _longer_of_matmul_and_traffic)]
     return {
         "vector units": [(collective_matmul, "vector_seconds", lambda *args: 0.0)],
@@ -68,11 +65,6 @@ def ingredients() -> dict[str, list[Replacement]]:
         ],
         "async collectives on a clock (else max)": [(step_time, "_clock", _longer_of_kernels_and_links)],
         "later stages of a staged reduce-scatter block": [(step_time, "later_stage_seconds", lambda *args: 0.0)],
-        "all-reduces that the compiler merges": merged,
-        "matmul writes into its loop's stack": stacks,
-        "blocks of gradients left to the end of a body": body_end,
-        "the last three": [*merged, *stacks, *body_end],
-        "the last three, and hypot": [*merged, *stacks, *body_end, *hypot],
         "results gathered, then copied": [
             (memory, "gathered_then_copied", lambda *args: False), (kernel_time, "gathered_then_copied", lambda *args: False)
         ],

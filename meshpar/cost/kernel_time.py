@@ -54,20 +54,13 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     flops_of, again = flops_on(plan, chip.lanes), reread_bytes_on(plan, chip)
     results = {id(region.outputs[k]) for k in aliased_inputs(plan)} if chip.torus else set()
     kernels = list(kernels_with_counts(region))
-    home = {id(node): loop for node, loop, _ in kernels}
-    stacked: dict[int, float] = {}
-    for node, loop, _ in kernels if chip.torus else ():
-        made = _product_of_stack(node)
-        if made is not None and home.get(id(made)) == loop:
-            stacked[id(made)] = stacked.get(id(made), 0.0) + node.reads[0].bytes
-            stacked[id(node)] = 0.0
     near: dict[Kernel, set[Buffer]] = {}
     if chip.torus and device.vmem is not None and chip.cores == 1:  # what two cores share is in HBM
         near = buffers_in_vmem(
             [node for node, *_ in kernels], plan.program.once(Tiles), device.vmem - VMEM_RESERVED_BYTES
         )
     for node, _, count in kernels:
-        if node.regions or stacked.get(id(node)) == 0.0:
+        if node.regions:
             continue
         flops = sum(map(flops_of, node.products))
         if node.name in OPAQUE and isinstance(node.step, Run):
@@ -78,7 +71,6 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             traffic = sum(item.bytes for item in node.writes if item not in here)
             traffic += sum(read_bytes(node, i) for i in node.reads if not (node.products and i in here))
             traffic += sum(i.bytes for i in node.ins) if node.name == "stack!" else 0.0
-            traffic += stacked.get(id(node), 0.0)
             for run in node.products:
                 traffic += again(run, _beside(node, run))
         elif any(
@@ -103,14 +95,6 @@ def kernels_with_counts(region: Computation, count: int = 1, loop: int = 0) -> I
         yield node, loop, count
         for body in node.regions:
             yield from kernels_with_counts(body, count * (1 if body.trips is None else body.trips))
-
-
-def _product_of_stack(node: Kernel) -> Kernel | None:
-    """The product whose result this kernel writes into the stack of a loop: on TPUs it writes there itself (libtpu 0.0.42)."""
-    if node.name != "stack!" or node.products or len(node.reads) != 1 or node.reads[0].bytes != node.ins[0].bytes:
-        return None
-    made = node.reads[0].node
-    return made if made is not None and made.products else None
 
 
 def _elements(node: Kernel) -> float:

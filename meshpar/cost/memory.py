@@ -26,7 +26,7 @@ from .donation import aliased_inputs, gathered_then_copied
 from .flops import local_work
 from .fusion import FUSIBLE, Buffer, Computation, Kernel
 from .kernels import REDUCE_RING_BUFFERS, computation_of
-from .schedule import kernel_schedules, waits_for_the_end
+from .schedule import kernel_schedules
 
 HOLDS = frozenset({"kernel", "move!"})
 """Kernels that hold more than operands and results, as products do that run beside what is sent."""
@@ -262,7 +262,6 @@ class _Live:
         self.sample(node)
         for region in node.regions:
             inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
-            inside |= {id(i) for i in waits_for_the_end(self.plan, region)}
             before = self.total
             for item in region.inputs:  # the loop's own results stand for them outside
                 self.live[id(item)] = (item, 0.0)

@@ -1,9 +1,8 @@
 """What is under way beside the kernels of a plan, and until when: it follows from the plan, its chip and its options.
 
 Time and memory read it here: which collectives wait for nothing in their region (:func:`async_collectives`), which products run
-beside those that others wait for (:func:`concurrent_matmuls`), in what order kernels run therefore, and what is held beside each
-(:func:`kernel_schedules`), and what nothing waits for and is kept for the end (:func:`waits_for_the_end`). Whether programs go on
-beside a kind of collectives at all is ``Plan.goes_on``.
+beside those that others wait for (:func:`concurrent_matmuls`), and in what order kernels run therefore, with what is held beside each
+(:func:`kernel_schedules`). Whether programs go on beside a kind of collectives at all is ``Plan.goes_on``.
 """
 
 from __future__ import annotations
@@ -273,15 +272,3 @@ def _made_here(item: Buffer, region: Computation, inside: set[Kernel], seen: dic
         light = item.node.name in _LIGHT
         seen[item] = not light or any(_made_here(i, region, inside, seen) for i in item.node.ins)
     return seen[item]
-
-
-def waits_for_the_end(plan: Plan, region: Computation) -> list[Buffer]:
-    """Operands of products that are made block by block when their sum is reduced, a body's last work.
-
-    Where the TPU compiler (libtpu 0.0.42, default effort) sends gathers asynchronously, it was seen to leave the blocks of
-    weights' gradients to the end of a loop's body, with the gathered activations and cotangents that they are made of in memory.
-    """
-    if plan.chip is None or not plan.chip.torus or not plan.goes_on("all-gather"):
-        return []
-    late = [n for n in region.kernels if any(run.in_ring == "reduce" for run in n.products)]
-    return [item for node in late for item in node.reads]

@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..hardware.collective_time import seconds_of
-from ..plan.collectives import Collective, duration, human, volume_of
+from ..plan.collectives import Collective, duration, human
 from ..plan.plan import Plan
-from ..plan.spec import parts_of
-from ..plan.steps import Reduce
 from ..program.ir import Op
 from .caching import cached_on_plan
 from .collective_matmul import later_stage_seconds
 from .flops import model_flops
-from .fusion import Buffer, Computation, Kernel, line_of
+from .fusion import Computation, line_of
 from .kernel_time import kernel_times
 from .kernels import computation_of
 from .schedule import async_collectives, concurrent_matmuls, hidden_collectives, separate_collectives
@@ -66,7 +63,7 @@ class Time:
       seconds: the estimate: the kernels one after the other; collectives of
         weights and gradients, which wait for nothing else in their loop, behind the kernels of that loop as far as those last,
         if its programs go on beside them (``Plan.waits``; of a staged sum beside its first stage); the other collectives on
-        top, sums of which none waits for another as one; of what runs in blocks, what its products do not hide.
+        top; of what runs in blocks, what its products do not hide.
       model_flops: of the products that the model asks for, on all devices together: without recomputation, without what
         devices do twice, nothing rounded up.
       ops: every kernel.
@@ -135,57 +132,13 @@ def _estimate(plan: Plan) -> float:
     exposed = sum(
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     )
-    where, shares = hidden_collectives(plan), _shares(plan)
+    where = hidden_collectives(plan)
     parts = {node.step: b.exposed for found in concurrent_matmuls(plan).values() for node, b in found.items()}
     for step in plan.body.every:
         for c in separate_collectives(step):
             if c not in where:
-                exposed += (c.seconds or 0.0) * (c.count or 1) * parts.get(step, 1.0) * shares.get(c, 1.0)
+                exposed += (c.seconds or 0.0) * (c.count or 1) * parts.get(step, 1.0)
     return exposed + _clock(plan, computation_of(plan))
-
-
-def _shares(plan: Plan) -> dict[Collective, float]:
-    """The part of their own seconds that sums take where they are sent together.
-
-    The TPU compiler (libtpu 0.0.42) makes one all-reduce of those of a dtype over the same devices of which none waits for another:
-    of a batch norm's two sums, and at the end of all for which no other sum waits (ResNet-50 on v5e: 99 of 321 sums, and one of
-    them 88 MB of gradients). Here they go together that wait for as many others, or for which none waits.
-    """
-    chip, where, out = plan.chip, hidden_collectives(plan), dict[Collective, float]()
-    if chip is None or not chip.torus:
-        return out
-    for region in async_collectives(plan):
-        sums: dict[Kernel, Collective] = {}
-        for node in region.kernels:
-            sent = separate_collectives(node.step) if isinstance(node.step, Reduce) else ()
-            if len(sent) == 1 and sent[0].op == "all-reduce" and sent[0] not in where:
-                sums[node] = sent[0]
-        if len(sums) < 2:
-            continue
-        depth: dict[Kernel, int] = {}  # how many sums it waits for, one after the other
-        after: dict[Buffer, int] = {}  # ... and who reads this
-        for node in region.kernels:
-            depth[node] = most = max([after.get(i, 0) for i in node.reads], default=0)
-            for item in node.writes:
-                after[item] = most + (node in sums)
-        awaited: set[Buffer] = set()  # some sum follows from it
-        waits = set[Kernel]()
-        for node in reversed(region.kernels):
-            if not awaited.isdisjoint(node.writes):
-                waits.add(node)
-            if node in sums or node in waits:
-                awaited.update(node.reads)
-        groups: dict[Any, list[Collective]] = {}
-        for node, c in sums.items():
-            dtype = node.outs[0].value.aval.dtype
-            groups.setdefault((c.axes, c.algorithm, dtype, depth[node] if node in waits else None), []).append(c)
-        for (axes, algorithm, *_), group in groups.items():
-            volume = sum(volume_of(c.op, c.bytes, parts_of(axes, plan.sizes)) for c in group)
-            stages = [s for a in axes for s in plan.torus[a]]
-            together = seconds_of("all-reduce", volume, stages, chip, algorithm)
-            apart = sum(c.seconds or 0.0 for c in group)
-            out.update(dict.fromkeys(group, min(1.0, together / apart) if apart else 1.0))
-    return out
 
 
 def _clock(plan: Plan, region: Computation) -> float:

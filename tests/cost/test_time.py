@@ -99,41 +99,6 @@ def test_a_product_does_the_sums_of_what_it_makes_and_reads_the_rest_for_them():
     assert op.bytes == BF16 * (1024 * 512 + 512 * 2048 + 2 * n) + 2 * F32 * 2048
 
 
-def exposed(fn, *shapes, topology):
-    """Seconds of a step on 16 devices in which nothing is computed."""
-    made = plan(fn, *(array(*s, dtype=jnp.float32) for s in shapes), layout="rows: data", topology=topology,
-                dims={"x": "rows _"})  # fmt: skip
-    return made.seconds - sum(op.seconds * op.count for op in made.time.ops), len(made.collectives)
-
-
-@pytest.mark.parametrize(("topology", "hops"), [("v5e:4x4", 2 * 6), ("2x h100:8", None)])
-def test_sums_of_which_none_waits_for_another_are_sent_together(topology, hops):
-    """On TPUs; a hop takes 1 µs."""
-
-    def moments(x):
-        return x.sum(0), (x * x).sum(0)
-
-    def variance(x):
-        mean = x.sum(0) / len(x)
-        return ((x - mean) ** 2).sum(0), (x * x).sum(0)
-
-    one, sent = exposed(lambda x: x.sum(0), (1024, 128), topology=topology)
-    assert sent == 1
-    two, sent = exposed(moments, (1024, 128), topology=topology)
-    assert sent == 2
-    assert two == pytest.approx(one if hops else 2 * one)
-    three, sent = exposed(variance, (1024, 128), topology=topology)
-    assert sent == 3
-    assert three == pytest.approx((2 if hops else 3) * one)  # the variance waits for the mean
-    assert hops is None or one == pytest.approx(hops * 1e-6)
-
-
-def test_what_sums_that_are_sent_together_bring_adds_up():
-    one, _ = exposed(lambda x: x.sum(0), (16, 2**24), topology="v5e:4x4")
-    two, _ = exposed(lambda x: (x.sum(0), (x * x).sum(0)), (16, 2**24), topology="v5e:4x4")
-    assert two == pytest.approx(2 * one)
-
-
 @pytest.mark.parametrize(("topology", "goes_on"), [("v5e:4x4", False), ("tpu7x:2x2x2", True)])
 def test_a_sum_that_products_wait_for_runs_beside_those_that_do_not_where_programs_go_on(topology, goes_on):
     def fn(x, w, v, y, u):
@@ -241,24 +206,6 @@ def test_a_loop_reads_of_a_stack_the_slice_that_it_works_on():
 
     ops = {op.name: op.bytes for op in plan(fn, array(64, 4096)).time.ops}
     assert ops["slice"] == 2 * BF16 * 4096  # a sort takes an array: read from the stack, written
-
-
-@pytest.mark.parametrize(("topology", "kernels"), [("v5p:2x2x4", 1), ("h100:16", 2)])
-def test_on_tpus_a_product_writes_into_the_stack_itself(topology, kernels):
-    """What a layer multiplies is stacked, and read by the next op: two results of one kernel, or two kernels."""
-
-    def layer(x, w):
-        y = x @ w
-        return jnp.tanh(y), y
-
-    size = BF16 * 4096 * 4096
-    ops = plan(
-        lambda x, w: jax.lax.scan(layer, x, w), array(4096, 4096), array(6, 4096, 4096), topology=topology
-    ).time.ops
-    (product,) = [op for op in ops if op.flops]
-    copies = [op for op in ops if op.name == "stack"]
-    assert product.bytes == (4 if kernels == 1 else 3) * size  # two operands, and its result once or twice
-    assert [op.bytes for op in copies] == [2 * size] * (kernels - 1)
 
 
 def test_loops_multiply_and_a_backward_pass_is_twice_the_forward_one():
