@@ -159,7 +159,7 @@ class _Live:
         running = self.running[region]
         for index, node in enumerate(running.kernels):
             own.update(map(id, node.writes))
-            ends = [i for i in node.reads if running.last[i] == index and id(i) in own and id(i) not in kept]
+            ends = [i for i in node.reads if running.last_read[i] == index and id(i) in own and id(i) not in kept]
             if node.regions:
                 self.loop(node, ends, kept)
             else:
@@ -174,13 +174,13 @@ class _Live:
                 held = self.inside(node) or self.gathered(node) or self.table(node)
                 if held is not None:
                     self.add(held)
-                self.sample(node, running.beside.get(index, ()))
+                self.sample(node, running.in_flight.get(index, ()))
                 if held is not None:
                     self.drop(held)
             for item in ends:
                 self.drop(item)
             for out in node.writes:
-                if running.last.get(out, -1) <= index and id(out) not in kept:
+                if running.last_read.get(out, -1) <= index and id(out) not in kept:
                     self.drop(out)
 
     def from_the_start(self, region: Computation) -> list[Buffer]:

@@ -1,8 +1,12 @@
-"""What is under way beside the kernels of a plan, and until when: it follows from the plan, its chip and its options.
+"""Which collectives are in flight while each kernel runs, and until when.
 
-Time and memory read it here: which collectives wait for nothing in their region (:func:`async_collectives`), which products run
-beside those that others wait for (:func:`concurrent_matmuls`), and in what order kernels run therefore, with what is held beside each
-(:func:`kernel_schedules`). Whether programs go on beside a kind of collectives at all is ``Plan.goes_on``.
+One analysis per computation (the program, or the body of a loop), which time and memory read:
+
+- :func:`async_collectives`: the collectives that kernels of their computation need not wait for;
+- :func:`concurrent_matmuls`: for the other collectives, the matmuls that run concurrently, and the part that stays exposed;
+- :func:`kernel_schedules`: the order of the kernels, and the buffers that stay live for a collective in flight.
+
+All follow from the plan, its chip and its compiler options. ``Plan.goes_on`` says which kinds of collectives are asynchronous.
 """
 
 from __future__ import annotations
@@ -27,78 +31,79 @@ _LIGHT = FUSIBLE | VIEWS | {"move!", "copy!"}
 
 @dataclass(frozen=True, slots=True)
 class AsyncCollective:
-    """A collective that waits for nothing in its region, or that nothing there waits for.
+    """How a collective overlaps whose result no kernel of its computation depends on, or whose operand none computes.
 
     Attributes:
-      ahead: it brings what its region reads but does not make (a weight); else its result only leaves the region, or is a gradient.
-      last: it is under way to the end of its region, or sent there.
-      apart: what it gives lies in other memory than what it sends.
+      prefetched: its operand comes from outside the computation (an all-gather of a weight), so that it is sent before it is
+        needed. Otherwise its result only leaves the computation, or is a gradient.
+      until_end: it is in flight, or is sent, until the computation ends.
+      separate_result: its result has a buffer of its own, other than its operand's.
     """
 
-    ahead: bool
-    last: bool = False
-    apart: bool = False
+    prefetched: bool
+    until_end: bool = False
+    separate_result: bool = False
 
 
 @cached_on_plan
 def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollective]]:
-    """The collectives of every region that kernels need not wait for, by the move.
+    """For every computation of a plan, the ``move!`` kernels whose collectives other kernels need not wait for.
 
-    Where options have sums made by cores of their own (SparseCores), the TPU compiler (libtpu 0.0.42, default effort) has those
-    that are sent whole under way to the end of a body, all at once. Sums of gradients that programs wait for it leaves to a
-    body's end.
+    With all-reduces on the SparseCores, the TPU compiler (libtpu 0.0.42, default effort) has the all-reduces of gradients in flight
+    until the end of a loop body, all at once. It sends reductions of gradients that block programs at the end of the body.
     """
-    chip, kind_of = plan.chip, buffer_roles(plan)
-    offloaded = _on_own_cores(plan, "all-reduce")
+    chip, role_of = plan.chip, buffer_roles(plan)
+    offloaded = _on_sparse_cores(plan, "all-reduce")
     tpu = chip is not None and bool(chip.torus)
 
-    def behind(node: Kernel) -> AsyncCollective:
-        if tpu and isinstance(node.step, Reduce):
-            if offloaded and any(s.algorithm == "whole" for s in node.step.scatters):
+    def of_result(move: Kernel) -> AsyncCollective:
+        if tpu and isinstance(move.step, Reduce):
+            if offloaded and any(s.algorithm == "whole" for s in move.step.scatters):
                 return AsyncCollective(False, True, True)
-            return AsyncCollective(False, _leaves(node) and not any(plan.goes_on(c.op) for c in node.step.sends))
+            return AsyncCollective(False, _only_leaves(move) and not any(plan.goes_on(c.op) for c in move.step.sends))
         return AsyncCollective(False)
 
     out: dict[Computation, dict[Kernel, AsyncCollective]] = {}
-    for region in _regions(computation_of(plan)):
-        ahead, found = ahead_of(region), out.setdefault(region, {})
-        for node in region.kernels:
-            if node.name == "move!" and ahead(node):
-                found[node] = AsyncCollective(True)
-            elif node.name == "move!" and (_leaves(node) or all(kind_of(o) == "gradients" for o in node.outs)):
-                found[node] = behind(node)
+    for computation in _with_bodies(computation_of(plan)):
+        prefetchable, overlapped = prefetchable_moves(computation), out.setdefault(computation, {})
+        for kernel in computation.kernels:
+            if kernel.name != "move!":
+                continue
+            if prefetchable(kernel):
+                overlapped[kernel] = AsyncCollective(True)
+            elif _only_leaves(kernel) or all(role_of(buffer) == "gradients" for buffer in kernel.outs):
+                overlapped[kernel] = of_result(kernel)
     return out
 
 
-def _regions(region: Computation) -> Iterator[Computation]:
-    yield region
-    for node in region.kernels:
-        for body in node.regions:
-            yield from _regions(body)
+def _with_bodies(computation: Computation) -> Iterator[Computation]:
+    """A computation, and the bodies of its loops at any depth."""
+    yield computation
+    for kernel in computation.kernels:
+        for body in kernel.regions:
+            yield from _with_bodies(body)
 
 
-def _leaves(node: Kernel) -> bool:
-    """Whether what a move gives only leaves its region, as a slice of a stack."""
-    return all(k.name == "stack!" for o in node.outs for k in o.readers)
+def _only_leaves(move: Kernel) -> bool:
+    """Whether the result of a collective is only written into the stack of a loop (``stack!``)."""
+    return all(reader.name == "stack!" for buffer in move.outs for reader in buffer.readers)
 
 
 @cached_on_plan
 def hidden_collectives(plan: Plan) -> dict[Collective, int]:
-    """The collectives that hide behind kernels, and the loop (the id of its region) whose kernels they are: those of
-    :func:`async_collectives` that programs do not wait for.
-    """
+    """The asynchronous collectives of :func:`async_collectives` → ``id`` of the computation whose kernels hide them."""
     return {
-        c: id(region)
-        for region, flights in async_collectives(plan).items()
-        for node in flights
-        if node.step is not None
-        for c in node.step.sends
+        c: id(computation)
+        for computation, overlapped in async_collectives(plan).items()
+        for kernel in overlapped
+        if kernel.step is not None
+        for c in kernel.step.sends
         if plan.goes_on(c.op)
     }
 
 
 def separate_collectives(step: Step) -> Sequence[Collective]:
-    """The collectives of a step that are sent by themselves: those of rings are in the decisions."""
+    """The collectives of a step without those of its ring (a collective matmul), whose exposed time is in ``Plan.overlaps``."""
     if isinstance(step, Reshard | Reduce) and step.ring is not None:
         return [c for c in step.sends if c.algorithm not in ("ring", "pallas") and not c.first]
     return step.sends
@@ -106,169 +111,182 @@ def separate_collectives(step: Step) -> Sequence[Collective]:
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentMatmuls:
-    """What runs beside a collective that products wait for.
+    """The matmuls that run while a collective is in flight that other matmuls depend on.
 
     Attributes:
-      products: the kernels.
-      exposed: the part of its time in which none of them runs.
+      kernels: of these matmuls.
+      exposed: the part of the collective's seconds in which none of them runs, in [0, 1].
     """
 
-    products: tuple[Kernel, ...]
+    kernels: tuple[Kernel, ...]
     exposed: float
 
 
 @cached_on_plan
 def concurrent_matmuls(plan: Plan) -> dict[Computation, dict[Kernel, ConcurrentMatmuls]]:
-    """What runs beside the collectives of every region that products wait for, by the move, where programs go on beside them.
+    """For every computation, its ``move!`` kernels that matmuls depend on → the matmuls concurrent with their collectives.
 
-    Those products that neither make what it sends nor follow from what it gives, each beside one, so that there is an order in
-    which all run so. So the TPU compiler (libtpu 0.0.42) has it in backward layers of Llama: beside what is gathered of a cotangent
-    runs the recomputed forward pass, beside the sum of the next one the gradients of the weights; all-reduces are asynchronous
-    where reduce-scatters are, on cores of their own. It schedules from the end of a body: the last collective takes the last
-    products. To a sum that its options put on the SparseCores (v5p, v6e) it gives hardly a latency: one product is beside it, and
-    none where none follows from it.
+    Only collectives of kinds that are asynchronous (``Plan.goes_on``) have any. A matmul is concurrent with one collective at most,
+    neither computes its operand nor reads its result, and all of these choices hold in one order of the kernels.
+
+    As in the TPU compiler's schedules (libtpu 0.0.42) of backward layers of Llama: the recomputed forward pass runs during the
+    all-gather of a cotangent, the matmuls of weight gradients during the reduction of the next cotangent; all-reduces are
+    asynchronous where reduce-scatters are, on the SparseCores. The compiler schedules from the end of a body: the last collective
+    takes the last matmuls. It assumes a short latency of a reduction on the SparseCores (v5p, v6e): one matmul is concurrent with
+    it, and none if no matmul follows from its result.
     """
-    took, where = kernel_times(plan), hidden_collectives(plan)
-    return {region: _beside(plan, region, took, where) for region in async_collectives(plan)}
+    times, hidden = kernel_times(plan), hidden_collectives(plan)
+    return {computation: _concurrent_in(plan, computation, times, hidden) for computation in async_collectives(plan)}
 
 
-def _beside(
-    plan: Plan, region: Computation, took: Mapping[Kernel, KernelTime], where: Mapping[Collective, int]
+def _concurrent_in(
+    plan: Plan, computation: Computation, times: Mapping[Kernel, KernelTime], hidden: Mapping[Collective, int]
 ) -> dict[Kernel, ConcurrentMatmuls]:
+    """:func:`concurrent_matmuls` of one computation."""
     moves: dict[Kernel, float] = {}
-    for node in region.nodes:
-        if node.name == "move!" and node.step is not None:
-            seconds = sum(
-                c.seconds or 0.0 for c in separate_collectives(node.step) if c not in where and _goes_on(plan, c)
-            )
+    for kernel in computation.nodes:
+        if kernel.name == "move!" and kernel.step is not None:
+            sent = [c for c in separate_collectives(kernel.step) if c not in hidden and _is_async(plan, c)]
+            seconds = sum(c.seconds or 0.0 for c in sent)
             if seconds:
-                moves[node] = seconds
+                moves[kernel] = seconds
     if not moves:
         return {}
-    products = [node for node in region.nodes if node.products and node not in moves and node in took]
-    both = [*moves, *products]
-    bits = {node: 1 << k for k, node in enumerate(both)}
-    found: dict[Kernel, int] = {}
-    for node in region.nodes:
-        mine = bits.get(node, 0)
-        for item in node.ins:
-            if item.node is not None:
-                mine |= found.get(item.node, 0)
-        found[node] = mine
-    before = [found[node] for node in both]  # of each, which of them come before it, and itself
+    matmuls = [kernel for kernel in computation.nodes if kernel.products and kernel not in moves and kernel in times]
+    both = [*moves, *matmuls]
+    bits = {kernel: 1 << k for k, kernel in enumerate(both)}
+    ancestors: dict[Kernel, int] = {}  # sets of moves and matmuls, as bits; each with itself
+    for kernel in computation.nodes:
+        mask = bits.get(kernel, 0)
+        for buffer in kernel.ins:
+            if buffer.node is not None:
+                mask |= ancestors.get(buffer.node, 0)
+        ancestors[kernel] = mask
+    before = [ancestors[kernel] for kernel in both]
     followed = functools.reduce(operator.or_, before[len(moves) :], 0)
     free = list(range(len(moves), len(both)))[::-1]
     out: dict[Kernel, ConcurrentMatmuls] = {}
-    for n, (node, seconds) in reversed([*enumerate(moves.items())]):
-        left, taken, bit = seconds, list[Kernel](), bits[node]
-        alone = node.step is not None and any(_on_own_cores(plan, c.op) for c in separate_collectives(node.step))
-        most = int(bool(followed & bit)) if alone else len(products)
-        able = [k for k in free if not before[k] & bit and not before[n] >> k & 1] if most else []
-        while able and left > 0 and len(taken) < most:
-            k, *able = able
-            left -= took[both[k]].seconds
+    for n, (move, seconds) in reversed([*enumerate(moves.items())]):
+        left, taken, bit = seconds, list[Kernel](), bits[move]
+        on_sparse_cores = move.step is not None and any(
+            _on_sparse_cores(plan, c.op) for c in separate_collectives(move.step)
+        )
+        limit = int(bool(followed & bit)) if on_sparse_cores else len(matmuls)
+        candidates = [k for k in free if not before[k] & bit and not before[n] >> k & 1] if limit else []
+        while candidates and left > 0 and len(taken) < limit:
+            k, *candidates = candidates
+            left -= times[both[k]].seconds
             taken.append(both[k])
             free.remove(k)
-            # each begins when what the other waits for is there; what waits for one waits for both
-            pair, waits = bit | 1 << k, before[n] | before[k]
-            before = [mine | waits if mine & pair else mine for mine in before]
-            able = [k for k in able if not before[k] & bit and not before[n] >> k & 1]
-        out[node] = ConcurrentMatmuls(tuple(taken), max(0.0, left) / seconds)
+            # each starts when the operands of both exist; what depends on one of them depends on both
+            pair, ancestors_of_both = bit | 1 << k, before[n] | before[k]
+            before = [mask | ancestors_of_both if mask & pair else mask for mask in before]
+            candidates = [k for k in candidates if not before[k] & bit and not before[n] >> k & 1]
+        out[move] = ConcurrentMatmuls(tuple(taken), max(0.0, left) / seconds)
     return out
 
 
-def _on_own_cores(plan: Plan, op: CollectiveOp) -> bool:
-    """Whether options have such sums made by cores of their own."""
+def _on_sparse_cores(plan: Plan, op: CollectiveOp) -> bool:
+    """Whether compiler options put reductions of this kind on the SparseCores: the chip's default is a synchronous one."""
     return (
         op in ("all-reduce", "reduce-scatter") and plan.chip is not None and op in plan.chip.waits and plan.goes_on(op)
     )
 
 
-def _goes_on(plan: Plan, c: Collective) -> bool:
+def _is_async(plan: Plan, c: Collective) -> bool:
+    """Whether a gather or reduction is asynchronous in programs for the plan's chip."""
     return c.op in ("all-gather", "reduce-scatter", "all-reduce") and plan.goes_on(c.op)
 
 
 @dataclass(slots=True)
 class KernelSchedule:
-    """The kernels of a region in the order in which they run.
+    """The kernels of a computation in the order in which they run.
 
     Attributes:
-      kernels: of the region.
-      last: where each array is read last.
-      beside: what is under way beside kernels, and held for it, by their place.
+      kernels: in this order.
+      last_read: buffer → index of the last kernel that reads it.
+      in_flight: index of a kernel → the buffers that stay live during it because a collective in flight reads or writes them.
     """
 
     kernels: list[Kernel]
-    last: dict[Buffer, int] = field(default_factory=dict)
-    beside: dict[int, list[Buffer]] = field(default_factory=dict)
+    last_read: dict[Buffer, int] = field(default_factory=dict)
+    in_flight: dict[int, list[Buffer]] = field(default_factory=dict)
 
 
 @cached_on_plan
 def kernel_schedules(plan: Plan) -> dict[Computation, KernelSchedule]:
-    """The kernels of every region in the order in which they run.
+    """For every computation, the order of its kernels, and the buffers of collectives in flight.
 
-    They run in the order of the program; but in bodies of loops products that come before a collective and run beside it (the
-    gradients of weights beside what is sent of cotangents) come after it, with all that follows from them. What it sends is held
-    until they are done. (Without loops, ResNet-50 with split features on v5e, the compiler holds what the program's order does.) A
-    value that is sent for ahead arrives while the product before the one that reads it runs; a gradient is under way until
-    the next product is done: the TPU compiler (libtpu 0.0.42, default effort) was seen to schedule about one collective ahead
-    and one behind. It puts sums that are under way to the end into other memory.
+    The order is the program's, except in loop bodies: a matmul that is concurrent with a later collective (the gradient of a weight
+    with the reduction of a cotangent) runs after it, as does all that depends on the matmul, and the collective's operand stays
+    live until then. (Without loops, ResNet-50 with split features on v5e, the compiler's peak is that of the program's order.)
+
+    A prefetched weight arrives while the matmul before its reader runs; a gradient is in flight until the next matmul ends: the TPU
+    compiler (libtpu 0.0.42, default effort) was observed to schedule about one collective before and one after.
     """
-    flights, besides, whole = async_collectives(plan), concurrent_matmuls(plan), computation_of(plan)
-    return {region: _running(region, flights[region], {} if region is whole else besides[region]) for region in flights}
+    overlapped, concurrent, program = async_collectives(plan), concurrent_matmuls(plan), computation_of(plan)
+    return {c: _schedule(c, overlapped[c], {} if c is program else concurrent[c]) for c in overlapped}
 
 
-def _running(
-    region: Computation, flights: Mapping[Kernel, AsyncCollective], besides: Mapping[Kernel, ConcurrentMatmuls]
+def _schedule(
+    computation: Computation,
+    overlapped: Mapping[Kernel, AsyncCollective],
+    concurrent: Mapping[Kernel, ConcurrentMatmuls],
 ) -> KernelSchedule:
-    out = KernelSchedule(_in_turn(region, besides))
-    kernels, under_way = out.kernels, out.beside
-    for k, node in enumerate(kernels):
-        for item in node.reads:
-            out.last[item] = k
+    """:func:`kernel_schedules` of one computation."""
+    out = KernelSchedule(_in_order(computation, concurrent))
+    kernels, in_flight = out.kernels, out.in_flight
+    for k, kernel in enumerate(kernels):
+        for buffer in kernel.reads:
+            out.last_read[buffer] = k
     heavy = [i for i, k in enumerate(kernels) if k.products or k.name == "kernel"]
-    end, place = len(kernels), {node: k for k, node in enumerate(kernels)}
-    for node, flight in flights.items():
-        j = place[node]
-        if flight.ahead:
-            begin, after, items = max((i for i in heavy if i < j), default=j), j, [*node.writes]
+    end, index = len(kernels), {kernel: k for k, kernel in enumerate(kernels)}
+    for move, collective in overlapped.items():
+        j = index[move]
+        if collective.prefetched:
+            begin, after, buffers = max((i for i in heavy if i < j), default=j), j, [*move.writes]
         else:
-            begin, after = j + 1, end if flight.last else min((i + 1 for i in heavy if i > j), default=end)
-            items = [*node.reads, *(Buffer(i.bytes, i.value, node) for i in node.reads if flight.apart)]
+            begin = j + 1
+            after = end if collective.until_end else min((i + 1 for i in heavy if i > j), default=end)
+            copies = [Buffer(b.bytes, b.value, move) for b in move.reads if collective.separate_result]
+            buffers = [*move.reads, *copies]
         for i in range(begin, after):
-            under_way.setdefault(i, []).extend(items)
-    for node, beside in besides.items():
-        for k in beside.products:
-            if place[k] > place[node]:
-                under_way.setdefault(place[k], []).extend(node.reads)
+            in_flight.setdefault(i, []).extend(buffers)
+    for move, matmuls in concurrent.items():
+        for kernel in matmuls.kernels:
+            if index[kernel] > index[move]:
+                in_flight.setdefault(index[kernel], []).extend(move.reads)
     return out
 
 
-def _in_turn(region: Computation, besides: Mapping[Kernel, ConcurrentMatmuls]) -> list[Kernel]:
-    place = {node: float(k) for k, node in enumerate(region.kernels)}
-    late = {k: place[node] + 0.5 for node, b in besides.items() for k in b.products if place[k] < place[node]}
-    if not late:
-        return region.kernels
-    maker = {item: node for node in region.kernels for item in node.writes}
-    for node in region.kernels:
-        after = [place[made] for item in node.reads if (made := maker.get(item)) is not None and made is not node]
-        place[node] = max([place[node], late.get(node, 0.0), *after])
-    return sorted(region.kernels, key=place.__getitem__)
+def _in_order(computation: Computation, concurrent: Mapping[Kernel, ConcurrentMatmuls]) -> list[Kernel]:
+    """The kernels in program order, but each concurrent matmul after its collective, and what reads its result after that."""
+    index = {kernel: float(k) for k, kernel in enumerate(computation.kernels)}
+    delayed = {k: index[move] + 0.5 for move, m in concurrent.items() for k in m.kernels if index[k] < index[move]}
+    if not delayed:
+        return computation.kernels
+    maker = {buffer: kernel for kernel in computation.kernels for buffer in kernel.writes}
+    for kernel in computation.kernels:
+        makers = [maker.get(buffer) for buffer in kernel.reads]
+        after = [index[made] for made in makers if made is not None and made is not kernel]
+        index[kernel] = max([index[kernel], delayed.get(kernel, 0.0), *after])
+    return sorted(computation.kernels, key=index.__getitem__)
 
 
-def ahead_of(region: Computation) -> Callable[[Kernel], bool]:
-    """Whether a move brings what its region reads but does not make (a weight), so that it can be sent for ahead.
+def prefetchable_moves(computation: Computation) -> Callable[[Kernel], bool]:
+    """A function that says whether a ``move!`` kernel's operand comes from outside the computation (a weight).
 
-    What light ops (elementwise ones, views, other moves) make of such a value counts as not made.
+    Light ops (elementwise ones, views, other moves) on such values count as outside too; what a loop carries does not.
     """
-    inside, seen = set(region.nodes), dict[Buffer, bool]()
-    return lambda node: not any(_made_here(item, region, inside, seen) for item in node.ins)
+    inside, cache = set(computation.nodes), dict[Buffer, bool]()
+    return lambda move: not any(_is_computed(buffer, computation, inside, cache) for buffer in move.ins)
 
 
-def _made_here(item: Buffer, region: Computation, inside: set[Kernel], seen: dict[Buffer, bool]) -> bool:
-    if item.node is None or item.node not in inside:
-        return item.carried and item in region.inputs
-    if item not in seen:
-        light = item.node.name in _LIGHT
-        seen[item] = not light or any(_made_here(i, region, inside, seen) for i in item.node.ins)
-    return seen[item]
+def _is_computed(buffer: Buffer, computation: Computation, inside: set[Kernel], cache: dict[Buffer, bool]) -> bool:
+    """Whether a buffer is carried by the computation's loop, or follows from a kernel inside that is not light."""
+    if buffer.node is None or buffer.node not in inside:
+        return buffer.carried and buffer in computation.inputs
+    if buffer not in cache:
+        light = buffer.node.name in _LIGHT
+        cache[buffer] = not light or any(_is_computed(b, computation, inside, cache) for b in buffer.node.ins)
+    return cache[buffer]

@@ -162,7 +162,7 @@ def _clock(plan: Plan, region: Computation) -> float:
                 if c not in where:
                     continue
                 seconds, late = c.seconds or 0.0, later_stage_seconds(plan, c)
-                if flights[node].ahead:
+                if flights[node].prefetched:
                     links = max(links, begun[0]) + seconds
                     now = max(now, links)
                 else:

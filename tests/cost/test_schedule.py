@@ -36,7 +36,7 @@ def planned(fn, layout="batch: data; embed: data"):
 def beside(plan):
     """(kernel, what is under way beside it)."""
     running = kernel_schedules(plan)[computation_of(plan)]
-    return [(k, running.beside.get(i, [])) for i, k in enumerate(running.kernels)]
+    return [(k, running.in_flight.get(i, [])) for i, k in enumerate(running.kernels)]
 
 
 def test_a_weight_is_sent_for_while_the_product_before_it_runs():
@@ -92,11 +92,11 @@ def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they
     plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", **how)
 
     loops = [r for r in kernel_schedules(plan) if r.trips == layers]
-    (backward,) = [r for r in loops if any(b.products for b in concurrent_matmuls(plan)[r].values())]
+    (backward,) = [r for r in loops if any(b.kernels for b in concurrent_matmuls(plan)[r].values())]
     running, besides = kernel_schedules(plan)[backward], concurrent_matmuls(plan)[backward]
     place = {node: k for k, node in enumerate(running.kernels)}
     assert sorted(running.kernels, key=id) == sorted(backward.kernels, key=id)
-    late = [(move, k) for move, b in besides.items() for k in b.products]
+    late = [(move, k) for move, b in besides.items() for k in b.kernels]
     assert late
     assert all(place[move] < place[k] for move, k in late)
     gradients = [k for _, k in late if set(k.writes[0].value.shape[-2:]) == {EMBED, MLP}]
@@ -105,7 +105,7 @@ def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they
     assert all(maker.get(item, -1) <= place[k] for k in running.kernels for item in k.reads)
 
     alone = replace(plan, chip=replace(plan.chip, waits=CHIPS["v5p"].waits))  # programs wait: nothing runs beside them
-    assert not any(b.products for besides in concurrent_matmuls(alone).values() for b in besides.values())
+    assert not any(b.kernels for besides in concurrent_matmuls(alone).values() for b in besides.values())
     assert plan.memory.peak > alone.memory.peak
 
 
@@ -118,7 +118,7 @@ def test_a_sum_that_options_put_on_the_sparse_cores_has_one_product_beside_it(to
     how = {"mesh": "data=2, model=4", "topology": topology, "layout": "batch: data; mlp: model", "dims": dims}
     plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", lowering="shard_map", **how)
     found = {
-        move: len(beside.products)
+        move: len(beside.kernels)
         for besides in concurrent_matmuls(plan).values()
         for move, beside in besides.items()
         if move.step is not None and any(c.op == "all-reduce" for c in move.step.sends)
@@ -150,14 +150,14 @@ def test_there_is_an_order_in_which_products_run_beside_what_they_are_said_to(pa
     plan = mp.plan(jax.grad(loss), params, *xs, overlap="xla", lowering="shard_map", mesh="data=4, model=4",
                    topology="v5e:4x4", layout=layout, dims=dims)  # fmt: skip
     found = {region: besides for region, besides in concurrent_matmuls(plan).items() if region.trips == 4}
-    assert any(b.products for besides in found.values() for b in besides.values())
+    assert any(b.kernels for besides in found.values() for b in besides.values())
     for region, besides in found.items():
         order: TopologicalSorter[object] = TopologicalSorter()
         for node in region.nodes:
             order.add((node, "begins"), *((i.node, "ends") for i in node.ins if i.node is not None))
             order.add((node, "ends"), (node, "begins"))
         for move, beside in besides.items():
-            for k in beside.products:
+            for k in beside.kernels:
                 order.add((k, "begins"), (move, "begins"))
                 order.add((move, "ends"), (k, "ends"))
         order.prepare()  # which is an error where there is a cycle
@@ -173,9 +173,9 @@ def test_sums_that_programs_wait_for_are_left_to_the_end_of_a_body():
         (r, m, f)
         for r, fs in async_collectives(plan).items()
         for m, f in fs.items()
-        if r.trips == layers and not f.ahead
+        if r.trips == layers and not f.prefetched
     ]
     assert found
-    assert all(f.last and not f.apart for _, _, f in found)
+    assert all(f.until_end and not f.separate_result for _, _, f in found)
     for region, move, _ in found:
-        assert move.reads[0] in kernel_schedules(plan)[region].beside[len(region.kernels) - 1]
+        assert move.reads[0] in kernel_schedules(plan)[region].in_flight[len(region.kernels) - 1]
