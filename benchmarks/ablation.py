@@ -63,7 +63,7 @@ def ingredients() -> dict[str, list[Replacement]]:
         "matmuls concurrent with collectives": [
             (schedule, "concurrent_matmuls", no_overlap), (step_time, "concurrent_matmuls", no_overlap)
         ],
-        "async collectives on a clock (else max)": [(step_time, "_clock", _longer_of_kernels_and_links)],
+        "async collectives on a clock (else max)": [(step_time, "_run_seconds", _longer_of_kernels_and_links)],
         "later stages of a staged reduce-scatter block": [(step_time, "later_stage_seconds", lambda *args: 0.0)],
         "results gathered, then copied": [
             (memory, "gathered_then_copied", lambda *args: False), (kernel_time, "gathered_then_copied", lambda *args: False)

@@ -61,7 +61,7 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
     def kind(item: Buffer) -> str:
         if item in constants:
             return "constants"
-        value, made = item.value, item.node
+        value, made = item.value, item.made_by
         if value.path is not None and (made is None or value.op is not None):  # an argument or a result
             if value.kind in KIND_NAMES:
                 return KIND_NAMES[value.kind]
@@ -82,9 +82,9 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
 def _of_inputs(item: Buffer) -> bool:
     """Whether an item is an input converted or moved."""
     for _ in range(100):
-        if item.node is None:
+        if item.made_by is None:
             return True
-        if item.node.name not in FUSIBLE | {"move!", "copy!"} or len(item.node.ins) != 1:
+        if item.made_by.name not in FUSIBLE | {"move!", "copy!"} or len(item.made_by.ins) != 1:
             return False
-        item = item.node.ins[0]
+        item = item.made_by.ins[0]
     return False

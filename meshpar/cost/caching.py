@@ -1,4 +1,4 @@
-"""A figure of a plan is worked out once."""
+"""Results of functions of a plan, cached on the plan."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ T = TypeVar("T")
 
 
 def cached_on_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
-    """Keep what a function of a plan gives with the plan: plans do not change."""
+    """A function of a plan that computes its result once per plan; plans are immutable, and free their results with them."""
     name = f"{fn.__module__}.{fn.__qualname__}"
 
     @functools.wraps(fn)
     def once(plan: Plan) -> T:
-        kept = vars(plan)  # where cached properties lie too; what refers to the plan does not outlive it there
-        if name not in kept:
+        cache = vars(plan)  # where cached properties are as well; a result that refers to the plan does not outlive it
+        if name not in cache:
             with without_gc():
-                kept[name] = fn(plan)
-        return cast(T, kept[name])
+                cache[name] = fn(plan)
+        return cast(T, cache[name])
 
     return once
 
 
-def with_reasons(plan: Plan, **words: Any) -> Plan:
-    """The plan with other words in it; all that was worked out of it holds for the new one."""
-    new = replace(plan, **words)
-    for name, figure in vars(plan).items():
-        vars(new).setdefault(name, figure)
+def with_reasons(plan: Plan, **reasons: Any) -> Plan:
+    """A copy of a plan with other values of fields that are prose (reasons of decisions); it shares all cached results."""
+    new = replace(plan, **reasons)
+    for name, result in vars(plan).items():
+        vars(new).setdefault(name, result)
     return new
 
 
 def free_caches(plan: Plan) -> None:
-    """Take from a plan that nobody reads any more what was worked out of it, so that counts of references free that.
+    """Clear the cached results of a plan that is no longer used, so that reference counting frees them.
 
-    Kernels and their arrays refer to each other; left to the garbage collector, those of the many plans of a search would have all
-    that is kept of the program looked through, again and again.
+    Kernels and buffers refer to each other. Left to the garbage collector, those of the many plans of a search would make it
+    traverse all objects of the program repeatedly.
     """
-    kept = vars(plan)
-    todo = [kept.get("meshpar.cost.kernels.computation_of")]
+    cache = vars(plan)
+    todo = [cache.get("meshpar.cost.kernels.computation_of")]
     while todo:
         region = todo.pop()
         if region is None:
             continue
         for node in region.nodes:
-            todo += node.regions
+            todo += node.bodies
             node.ins, node.outs, node.reads, node.writes, node.carries = [], [], (), (), ()
-    kept.clear()
+    cache.clear()

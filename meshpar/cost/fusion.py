@@ -53,30 +53,30 @@ class Buffer:
     __slots__ = (
         "bytes",
         "carried",
+        "concatenated",
         "elements",
-        "held",
-        "host",
-        "joined",
-        "must",
-        "node",
+        "host_bytes",
+        "live_bytes",
+        "made_by",
+        "must_store",
         "readers",
+        "recomputed",
         "sliced",
         "stored",
-        "through",
         "value",
     )
 
     def __init__(self, bytes_: float, value: Value, node: Kernel | None):
-        self.bytes, self.value, self.node = bytes_, value, node
+        self.bytes, self.value, self.made_by = bytes_, value, node
         self.elements = value.elements
-        self.held = bytes_
-        self.host = 0.0
-        self.must = False
-        self.joined = False
+        self.live_bytes = bytes_
+        self.host_bytes = 0.0
+        self.must_store = False
+        self.concatenated = False
         self.stored = node is None
         self.carried = False
         self.readers: Sequence[Kernel] = ()
-        self.through = False
+        self.recomputed = False
         self.sliced = False
 
 
@@ -96,17 +96,17 @@ class Kernel:
     """
 
     __slots__ = (
+        "bodies",
         "carries",
+        "from_several",
         "ins",
-        "joins",
+        "is_root",
+        "matmuls",
         "name",
         "op",
         "outs",
         "position",
-        "products",
         "reads",
-        "regions",
-        "root",
         "step",
         "writes",
     )
@@ -114,13 +114,13 @@ class Kernel:
     def __init__(self, name: str, step: Step | None, op: Op | None, ins: list[Buffer], position: int):
         self.name, self.step, self.op, self.ins, self.position = name, step, op, ins, position
         self.outs: list[Buffer] = []
-        self.root = False
-        self.joins = False
+        self.is_root = False
+        self.from_several = False
         self.reads: Sequence[Buffer] = ()
         self.writes: Sequence[Buffer] = ()
-        self.regions: tuple[Computation, ...] = ()
+        self.bodies: tuple[Computation, ...] = ()
         self.carries: tuple[tuple[Buffer | None, Buffer], ...] = ()
-        self.products: tuple[Run, ...] = ()
+        self.matmuls: tuple[Run, ...] = ()
 
     @property
     def source(self) -> str:
@@ -162,46 +162,46 @@ def fuse(region: Computation) -> None:
     for node in reversed(region.nodes):
         name = node.name
         if name not in FUSIBLE:
-            node.root = True
+            node.is_root = True
             takes = name in _TAKES
             if not takes:
                 for item in node.ins:
-                    item.must = True
+                    item.must_store = True
             if name not in MATMULS or not isinstance(node.step, Run):
                 read(node.ins, (node,))
                 continue
             if len(node.outs) == 1:
                 (out,) = node.outs
-                if not out.must and not out.sliced and len(readers := roots.get(out, ())) == 1:
+                if not out.must_store and not out.sliced and len(readers := roots.get(out, ())) == 1:
                     (reader,) = readers
-                    if (reader.name in FUSIBLE or reader.name == "stack!") and not reader.products:
-                        reader.products = (node.step,)
-                        node.root = False
+                    if (reader.name in FUSIBLE or reader.name == "stack!") and not reader.matmuls:
+                        reader.matmuls = (node.step,)
+                        node.is_root = False
                         read(node.ins, readers)
                         continue
-            node.products = (*node.products, node.step)
+            node.matmuls = (*node.matmuls, node.step)
             read(node.ins, (node,))
             continue
         readers, must = (), False
         for out in node.outs:
             if mine := roots.get(out):
                 readers = tuple(dict.fromkeys((*readers, *mine))) if readers else mine
-                must |= out.must
+                must |= out.must_store
         if not readers:
             continue  # nobody reads it
-        twice = not node.joins
+        twice = not node.from_several
         if must or (len(readers) > 1 and not twice and not all(r.name in REDUCTIONS for r in readers)):
-            node.root = True
-            again = twice and not any(out.joined for out in node.outs)
+            node.is_root = True
+            again = twice and not any(out.concatenated for out in node.outs)
             through = [r for r in readers if r.name in _TAKES or r.name in FUSIBLE] if again else []
             for out in node.outs:
-                out.through = bool(through)
+                out.recomputed = bool(through)
             readers = (node, *through)
         read(node.ins, readers)
         if _joins_lanes(node):
             for item in node.ins:
-                item.must = item.joined = True
-    kernels = [node for node in region.nodes if node.root]
+                item.must_store = item.concatenated = True
+    kernels = [node for node in region.nodes if node.is_root]
     for node in kernels:
         for out in node.outs:
             out.stored = True
@@ -243,14 +243,14 @@ def _also(node: Kernel, done: dict[Kernel, int]) -> Kernel | None:
     most = max((i.bytes for i in node.reads), default=0.0)
     large = [i for i in node.reads if i.bytes * _SMALL > most]
     rows = [i for i in node.reads if i.bytes * _SMALL <= most]
-    makers = [i.node for i in large if i.node is not None and i.node in done]
+    makers = [i.made_by for i in large if i.made_by is not None and i.made_by in done]
     readers = (
         r for i in large[:1] for r in i.readers if r.name in REDUCTIONS and r in done
     )  # not those of other regions
     for other in (*makers, *readers):
         more = [i for i in large if i not in other.writes and i not in other.reads]
-        before = all(i.node not in done or done[i.node] < done[other] for i in (*rows, *more))
-        if (other.name in FUSIBLE or other.name in _TAKES) and before and (other.products or not more):
+        before = all(i.made_by not in done or done[i.made_by] < done[other] for i in (*rows, *more))
+        if (other.name in FUSIBLE or other.name in _TAKES) and before and (other.matmuls or not more):
             return other
     return None
 
@@ -260,11 +260,11 @@ def _sources(
 ) -> None:
     """What a kernel reads from memory, of what these items are computed from."""
     for item in items:
-        if (item.stored and not (takes and item.through)) or item.node not in own:
+        if (item.stored and not (takes and item.recomputed)) or item.made_by not in own:
             found[item] = None
-        elif item.node is not None and item not in seen:
+        elif item.made_by is not None and item not in seen:
             seen.add(item)
-            _sources(item.node.ins, found, seen, takes, own)
+            _sources(item.made_by.ins, found, seen, takes, own)
 
 
 def line_of(op: Op | None) -> str:

@@ -1,8 +1,8 @@
-"""The time of each kernel of a plan on its chip: its products, its traffic with HBM, its elements' way through the vector units.
+"""The seconds of each kernel of a plan on its chip: matmuls, HBM traffic, vector units.
 
-Traffic is what :mod:`meshpar.cost.fusion` says a kernel reads and writes: each array once, but operands of products that do not
-stay on the chip as often as their tiles need (:func:`meshpar.cost.flops.reread_bytes`), and images that are in VMEM not at all
-(:mod:`meshpar.cost.vmem`).
+Traffic is the bytes of the buffers that a kernel reads and writes (:mod:`meshpar.cost.fusion`), each once; but a matmul operand
+that does not fit into VMEM counts once for each tile of the result (:func:`meshpar.cost.flops.reread_bytes`), and an image that is in
+VMEM does not count (:mod:`meshpar.cost.vmem`).
 """
 
 from __future__ import annotations
@@ -25,107 +25,119 @@ from .vmem import buffers_in_vmem
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """A kernel on one device, once.
+    """One run of a kernel on one device.
 
     Attributes:
-      flops: of its products, dims rounded up to the matrix unit.
-      bytes: to and from HBM, without what is copied to and from VMEM beside kernels.
-      busy, moved: seconds of its products at the matrix unit's rate, of its traffic at HBM's rate.
-      seconds: of both, and the way through the vector units, together.
-      count: how often it runs in a step; loops of unknown length count once.
+      flops: of its matmuls, dims rounded up to the matrix unit.
+      bytes: read from and written to HBM; copies to and from VMEM during other kernels do not count.
+      matmul_seconds: of the FLOPs at the matrix unit's rate.
+      traffic_seconds: of the bytes at HBM's rate.
+      seconds: of the kernel, with its overlap of matmuls, traffic and vector units (:func:`kernel_seconds`).
+      count: runs in a step; a loop of unknown length counts once.
     """
 
     flops: float
     bytes: float
-    busy: float
-    moved: float
+    matmul_seconds: float
+    traffic_seconds: float
     seconds: float
     count: int
 
 
 @cached_on_plan
 def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
-    """The kernels of a plan that take time, in order; none where the chip is not known."""
+    """The times of a plan's kernels that compute or move data, in program order; empty without a chip."""
     if plan.chip is None:
         return {}
-    chip, region = plan.chip, computation_of(plan)
+    chip, computation = plan.chip, computation_of(plan)
     device = chip.per_device()
     out: dict[Kernel, KernelTime] = {}
-    flops_of, again = flops_on(plan, chip.lanes), reread_bytes_on(plan, chip)
-    results = {id(region.outputs[k]) for k in aliased_inputs(plan)} if chip.torus else set()
-    kernels = list(kernels_with_counts(region))
-    near: dict[Kernel, set[Buffer]] = {}
-    if chip.torus and device.vmem is not None and chip.cores == 1:  # what two cores share is in HBM
-        near = buffers_in_vmem(
-            [node for node, *_ in kernels], plan.program.once(Tiles), device.vmem - VMEM_RESERVED_BYTES
+    flops_of, reread = flops_on(plan, chip.lanes), reread_bytes_on(plan, chip)
+    results = {id(computation.outputs[k]) for k in aliased_inputs(plan)} if chip.torus else set()
+    kernels = list(kernels_with_counts(computation))
+    in_vmem: dict[Kernel, set[Buffer]] = {}
+    if chip.torus and device.vmem is not None and chip.cores == 1:  # buffers that two cores share are in HBM
+        in_vmem = buffers_in_vmem(
+            [kernel for kernel, *_ in kernels], plan.program.once(Tiles), device.vmem - VMEM_RESERVED_BYTES
         )
-    for node, _, count in kernels:
-        if node.regions:
+    for kernel, _, count in kernels:
+        if kernel.bodies:
             continue
-        flops = sum(map(flops_of, node.products))
-        if node.name in OPAQUE and isinstance(node.step, Run):
-            flops += local_opaque_flops(node.step, plan.sizes)
+        flops = sum(map(flops_of, kernel.matmuls))
+        if kernel.name in OPAQUE and isinstance(kernel.step, Run):
+            flops += local_opaque_flops(kernel.step, plan.sizes)
         traffic = 0.0
-        if node.name not in ("move!", "leave!"):
-            here = near.get(node, ())
-            traffic = sum(item.bytes for item in node.writes if item not in here)
-            traffic += sum(read_bytes(node, i) for i in node.reads if not (node.products and i in here))
-            traffic += sum(i.bytes for i in node.ins) if node.name == "stack!" else 0.0
-            for run in node.products:
-                traffic += again(run, _beside(node, run))
+        if kernel.name not in ("move!", "leave!"):
+            resident = in_vmem.get(kernel, ())
+            traffic = sum(buffer.bytes for buffer in kernel.writes if buffer not in resident)
+            traffic += sum(read_bytes(kernel, i) for i in kernel.reads if not (kernel.matmuls and i in resident))
+            traffic += sum(i.bytes for i in kernel.ins) if kernel.name == "stack!" else 0.0
+            for run in kernel.matmuls:
+                traffic += reread(run, _other_result_sized_buffers(kernel, run))
         elif any(
-            id(i) in results and gathered_then_copied(i.bytes, sum(j.bytes for j in node.reads)) for i in node.writes
+            id(i) in results and gathered_then_copied(i.bytes, sum(j.bytes for j in kernel.reads))
+            for i in kernel.writes
         ):
-            traffic = 2 * node.writes[0].bytes  # it is gathered into other memory, and copied to its place
+            traffic = 2 * kernel.writes[0].bytes  # gathered into a buffer of its own, then copied
         rate = device.flops
-        if node.products:
-            rate = device.matmul_rate(str(node.products[0].op.eqn.invars[0].aval.dtype))
-        busy, moved = flops / (rate * chip.matmul_efficiency), traffic / (device.hbm_bandwidth * chip.hbm_efficiency)
-        if busy or moved:
-            convolves = any(run.op.name == "conv_general_dilated" for run in node.products)
-            seconds = kernel_seconds(chip, busy, moved, _elements(node) if moved else 0.0, convolves)
-            out[node] = KernelTime(flops, traffic, busy, moved, seconds, count)
+        if kernel.matmuls:
+            rate = device.matmul_rate(str(kernel.matmuls[0].op.eqn.invars[0].aval.dtype))
+        matmul_seconds, traffic_seconds = (
+            flops / (rate * chip.matmul_efficiency),
+            traffic / (device.hbm_bandwidth * chip.hbm_efficiency),
+        )
+        if matmul_seconds or traffic_seconds:
+            convolves = any(run.op.name == "conv_general_dilated" for run in kernel.matmuls)
+            seconds = kernel_seconds(
+                chip, matmul_seconds, traffic_seconds, _elements(kernel) if traffic_seconds else 0.0, convolves
+            )
+            out[kernel] = KernelTime(flops, traffic, matmul_seconds, traffic_seconds, seconds, count)
     return out
 
 
-def kernels_with_counts(region: Computation, count: int = 1, loop: int = 0) -> Iterator[tuple[Kernel, int, int]]:
-    """(kernel, id of its region, how often it runs in a step); loops of unknown length once, every branch of a condition."""
-    loop = id(region)
-    for node in region.kernels:
-        yield node, loop, count
-        for body in node.regions:
+def kernels_with_counts(computation: Computation, count: int = 1, loop: int = 0) -> Iterator[tuple[Kernel, int, int]]:
+    """(kernel, ``id`` of its computation, runs in a step) of a computation and of its bodies at any depth.
+
+    A loop of unknown length counts once; so does every branch of a ``cond``.
+    """
+    loop = id(computation)
+    for kernel in computation.kernels:
+        yield kernel, loop, count
+        for body in kernel.bodies:
             yield from kernels_with_counts(body, count * (1 if body.trips is None else body.trips))
 
 
-def _elements(node: Kernel) -> float:
-    """Elements that go through the vector units in a kernel: what it writes, or what it reads to add up."""
-    written = sum(item.bytes / itemsize(item.value.aval) for item in node.writes)
-    if node.products or node.name == "kernel":
+def _elements(kernel: Kernel) -> float:
+    """The number of elements that a kernel's vector units process: those written, or those read if it reduces more."""
+    written = sum(buffer.bytes / itemsize(buffer.value.aval) for buffer in kernel.writes)
+    if kernel.matmuls or kernel.name == "kernel":
         return written
-    return max([written, *(read_bytes(node, item) / itemsize(item.value.aval) for item in node.reads)])
+    return max([written, *(read_bytes(kernel, buffer) / itemsize(buffer.value.aval) for buffer in kernel.reads)])
 
 
-def _beside(node: Kernel, run: Run) -> int:
-    """How many arrays as large as a matmul's result its kernel reads or writes, other than the result or what replaces it: none in
-    the kernel of a concatenation or pad, whose result is larger."""
+def _other_result_sized_buffers(kernel: Kernel, run: Run) -> int:
+    """The number of buffers that a matmul's kernel reads or writes besides the result, of as many elements as the result.
+
+    Examples: 1 for ``x @ w + y``; 0 for ``x @ w``, and for a kernel that pads the result (the written buffer is larger).
+    """
     size = run.results[0].value.elements
-    return max(0, sum(i.value.elements == size for i in (*node.reads, *node.writes)) - 1)
+    return max(0, sum(i.value.elements == size for i in (*kernel.reads, *kernel.writes)) - 1)
 
 
-def read_bytes(node: Kernel, item: Buffer) -> float:
-    """What a kernel reads of an array: all of it, or of a stack the slice that it works on."""
-    if node.name in ("slice", "dynamic_slice") and item in node.ins:
-        return min(item.bytes, sum(out.bytes for out in node.outs))
-    if not item.sliced or any(item is i for i in node.ins):
-        return item.bytes
-    todo, least = list(node.ins), item.bytes
+def read_bytes(kernel: Kernel, buffer: Buffer) -> float:
+    """The bytes of a buffer that a kernel reads: all, or only those of the slices that it takes of it (of a loop's stack)."""
+    if kernel.name in ("slice", "dynamic_slice") and buffer in kernel.ins:
+        return min(buffer.bytes, sum(out.bytes for out in kernel.outs))
+    if not buffer.sliced or any(buffer is i for i in kernel.ins):
+        return buffer.bytes
+    todo, smallest = list(kernel.ins), buffer.bytes
     seen: set[int] = set()
     while todo:
         i = todo.pop()
-        if id(i) in seen or (i.stored and not i.through) or i.node is None:
+        if id(i) in seen or (i.stored and not i.recomputed) or i.made_by is None:
             continue
         seen.add(id(i))
-        if i.node.name in SLICES and any(j is item for j in i.node.ins):
-            least = min(least, i.bytes)
-        todo += i.node.ins
-    return least
+        if i.made_by.name in SLICES and any(j is buffer for j in i.made_by.ins):
+            smallest = min(smallest, i.bytes)
+        todo += i.made_by.ins
+    return smallest

@@ -91,7 +91,7 @@ class _Reader:
         size = self.bytes(value, shard.spec)
         item = self.items[shard] = Buffer(0.0 if value.on_host else size, value, node)
         if value.on_host:
-            item.host = size
+            item.host_bytes = size
         return item
 
     def bytes(self, value: Value, spec: Spec) -> float:
@@ -122,14 +122,14 @@ class _Reader:
     def out(self, node: Kernel, shard: Shard) -> Buffer:
         item = self.new(shard, node)
         if self.parts and node.name != "move!" and shard in self.parts:
-            item.held *= min(1.0, REDUCE_RING_BUFFERS / self.parts[shard])
+            item.live_bytes *= min(1.0, REDUCE_RING_BUFFERS / self.parts[shard])
         node.outs.append(item)
         if node.name in FUSIBLE:
             size, base, bases = item.bytes, None, self.bases
             for i in node.ins:
                 if i.bytes * 8 > size and (other := bases.get(i, i)) is not base:
                     if other is not None and base is not None:
-                        node.joins = True
+                        node.from_several = True
                         break
                     base = base or other
             else:
@@ -152,7 +152,7 @@ class _Reader:
         sent = any(m.op != "slice" for m in step.path)
         out = self.out(self.node("move!" if sent else "slice", step, step.op, [item]), step.result)
         if step.ring is not None and not step.ring.keep:
-            out.held = 0.0  # its blocks are gone when they are multiplied: memory.py counts those in flight
+            out.live_bytes = 0.0  # its blocks are gone when they are multiplied: memory.py counts those in flight
 
     def reduce(self, step: Reduce) -> None:
         item = self.item(step.source)
@@ -165,7 +165,7 @@ class _Reader:
             if item is not None and step.opaque:  # through integers: a copy
                 self.out(self.node("copy!", step, result.value.op, [item]), result)
             elif item is not None:
-                item.must |= not step.after  # it is in memory, whatever reads it
+                item.must_store |= not step.after  # it is in memory, whatever reads it
                 self.items[result] = item
 
     def order(self, step: Order) -> None:
@@ -212,7 +212,7 @@ class _Reader:
         if op.name in VIEWS and len(some) <= 1 and len(step.results) == 1:
             if some:
                 (view,), (out,) = some, step.results
-                if (view.bytes or view.host) != self.bytes(out.value, out.spec):
+                if (view.bytes or view.host_bytes) != self.bytes(out.value, out.spec):
                     self.out(self.node("slice", step, op, some), out)
                 else:
                     self.items[out] = view
@@ -255,7 +255,7 @@ class _Reader:
                     self.region.inputs.append(mine)
                 for shard, item in zip(body.inputs[carries:], stacks, strict=False):
                     if item is not None:
-                        self.out(self.node("slice", None, step.op, [item]), shard).host = 0.0
+                        self.out(self.node("slice", None, step.op, [item]), shard).host_bytes = 0.0
 
             self.inside(node, body, begin, "stack!" if scan else "leave!", carries if body is step.body else 0)
         for k, out in enumerate(step.results):
@@ -273,9 +273,9 @@ class _Reader:
             if item is not None:
                 self.node("leave!" if k < carries else leaves, None, node.op, [item])
                 if k >= carries and leaves == "stack!":
-                    item.host = 0.0  # it is copied into the stack on the host
+                    item.host_bytes = 0.0  # it is copied into the stack on the host
         fuse(self.region)
-        node.regions = (*node.regions, self.region)
+        node.bodies = (*node.bodies, self.region)
         self.region = outer
 
 

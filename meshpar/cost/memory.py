@@ -112,11 +112,11 @@ class _Live:
 
     def add(self, item: Buffer, size: float | None = None) -> None:
         if id(item) not in self.live:
-            n = item.held if size is None else size
+            n = item.live_bytes if size is None else size
             self.live[id(item)] = (item, n)
             self.events.append((item, n))
             self.total += n
-            self.on_host += item.host
+            self.on_host += item.host_bytes
             self.host = max(self.host, self.on_host)
 
     def drop(self, item: Buffer) -> None:
@@ -124,10 +124,10 @@ class _Live:
         if found is not None:
             self.events.append((item, None))
             self.total -= found[1]
-            self.on_host -= item.host
+            self.on_host -= item.host_bytes
 
     def sample(self, node: Kernel, under_way: Sequence[Buffer] = ()) -> None:
-        more = {id(i): (i, i.held) for i in under_way if id(i) not in self.live} if under_way else {}
+        more = {id(i): (i, i.live_bytes) for i in under_way if id(i) not in self.live} if under_way else {}
         total = self.total + sum([n for _, n in more.values()])
         self.points.append((node.position, total, node))
         if total > self.peak:
@@ -142,7 +142,7 @@ class _Live:
         if (
             self.tpu
         ):  # the memory of what a forward loop stacks waits for nothing, and is there from the start (libtpu 0.0.42)
-            loops = [node for node in region.kernels if node.regions]
+            loops = [node for node in region.kernels if node.bodies]
             carried = {id(out) for node in loops for _, out in node.carries}
             for item in (out for node in loops for out in node.writes if id(out) not in carried):
                 if self.kind_of(item) == "saved activations":
@@ -160,7 +160,7 @@ class _Live:
         for index, node in enumerate(running.kernels):
             own.update(map(id, node.writes))
             ends = [i for i in node.reads if running.last_read[i] == index and id(i) in own and id(i) not in kept]
-            if node.regions:
+            if node.bodies:
                 self.loop(node, ends, kept)
             else:
                 # written over what ends here: elementwise, and sums over devices
@@ -189,12 +189,12 @@ class _Live:
             item
             for node in region.kernels
             for item in node.writes
-            if item.value in self.pieced and (node.name == "move!" or node.products)
+            if item.value in self.pieced and (node.name == "move!" or node.matmuls)
         ]
 
     def inside(self, node: Kernel) -> Buffer | None:
         """What is held while a kernel runs, under the name of its first result: what an opaque one says, blocks in flight."""
-        if node.name not in HOLDS and not node.products:
+        if node.name not in HOLDS and not node.matmuls:
             return None
         work = (
             local_work(node.step, self.plan.sizes)
@@ -208,7 +208,7 @@ class _Live:
         """Bytes of the blocks that travel while a kernel multiplies, or while a sum is reduced."""
         total, sizes = 0.0, self.plan.sizes
         for step, ring in dict(
-            self.served[run.results[0].value] for run in node.products if run.in_ring == "gather"
+            self.served[run.results[0].value] for run in node.matmuls if run.in_ring == "gather"
         ).items():
             assert isinstance(step, Reshard)
             value = step.result.value
@@ -243,7 +243,7 @@ class _Live:
         if node.name != "gather" or not self.copies or not node.ins or node.op is None:
             return None
         table = node.ins[0]
-        made, rows = table.node, node.op.eqn.params["dimension_numbers"].start_index_map
+        made, rows = table.made_by, node.op.eqn.params["dimension_numbers"].start_index_map
         if made is None or made.name != "move!" or _gathered_rows(made, rows):
             return None
         return Buffer(table.bytes, table.value, node)
@@ -260,13 +260,13 @@ class _Live:
             if out.readers or id(out) in kept | carried:
                 self.add(out)
         self.sample(node)
-        for region in node.regions:
+        for region in node.bodies:
             inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
             before = self.total
             for item in region.inputs:  # the loop's own results stand for them outside
                 self.live[id(item)] = (item, 0.0)
                 self.events.append((item, 0.0))
-                self.on_host += item.host
+                self.on_host += item.host_bytes
             for item in self.from_the_start(region):
                 self.add(item)
             outer = {id(i) for i in region.inputs}

@@ -80,7 +80,7 @@ def _with_bodies(computation: Computation) -> Iterator[Computation]:
     """A computation, and the bodies of its loops at any depth."""
     yield computation
     for kernel in computation.kernels:
-        for body in kernel.regions:
+        for body in kernel.bodies:
             yield from _with_bodies(body)
 
 
@@ -152,15 +152,15 @@ def _concurrent_in(
                 moves[kernel] = seconds
     if not moves:
         return {}
-    matmuls = [kernel for kernel in computation.nodes if kernel.products and kernel not in moves and kernel in times]
+    matmuls = [kernel for kernel in computation.nodes if kernel.matmuls and kernel not in moves and kernel in times]
     both = [*moves, *matmuls]
     bits = {kernel: 1 << k for k, kernel in enumerate(both)}
     ancestors: dict[Kernel, int] = {}  # sets of moves and matmuls, as bits; each with itself
     for kernel in computation.nodes:
         mask = bits.get(kernel, 0)
         for buffer in kernel.ins:
-            if buffer.node is not None:
-                mask |= ancestors.get(buffer.node, 0)
+            if buffer.made_by is not None:
+                mask |= ancestors.get(buffer.made_by, 0)
         ancestors[kernel] = mask
     before = [ancestors[kernel] for kernel in both]
     followed = functools.reduce(operator.or_, before[len(moves) :], 0)
@@ -239,7 +239,7 @@ def _schedule(
     for k, kernel in enumerate(kernels):
         for buffer in kernel.reads:
             out.last_read[buffer] = k
-    heavy = [i for i, k in enumerate(kernels) if k.products or k.name == "kernel"]
+    heavy = [i for i, k in enumerate(kernels) if k.matmuls or k.name == "kernel"]
     end, index = len(kernels), {kernel: k for k, kernel in enumerate(kernels)}
     for move, collective in overlapped.items():
         j = index[move]
@@ -284,9 +284,9 @@ def prefetchable_moves(computation: Computation) -> Callable[[Kernel], bool]:
 
 def _is_computed(buffer: Buffer, computation: Computation, inside: set[Kernel], cache: dict[Buffer, bool]) -> bool:
     """Whether a buffer is carried by the computation's loop, or follows from a kernel inside that is not light."""
-    if buffer.node is None or buffer.node not in inside:
+    if buffer.made_by is None or buffer.made_by not in inside:
         return buffer.carried and buffer in computation.inputs
     if buffer not in cache:
-        light = buffer.node.name in _LIGHT
-        cache[buffer] = not light or any(_is_computed(b, computation, inside, cache) for b in buffer.node.ins)
+        light = buffer.made_by.name in _LIGHT
+        cache[buffer] = not light or any(_is_computed(b, computation, inside, cache) for b in buffer.made_by.ins)
     return cache[buffer]

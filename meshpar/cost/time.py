@@ -1,11 +1,12 @@
-"""The time of a planned step on a chip: what each kernel computes and reads, what each collective sends, and what limits.
+"""The seconds of a planned step on a chip, with the totals of compute, HBM traffic and communication, and the bottleneck.
 
-A kernel's products at the matrix unit's rate, its traffic with HBM, and the way of its elements through the vector units overlap
-(:mod:`meshpar.cost.kernel_time`).
+The estimate runs the kernels (:mod:`meshpar.cost.kernel_time`) in order, with the collectives of :mod:`meshpar.cost.schedule` in
+flight; other collectives add the part of their time that stays exposed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +28,12 @@ class OpTime:
     """One kernel on one device.
 
     Attributes:
-      name: the primitive whose result it is.
-      flops: of its products, once, dims rounded up to the matrix unit.
-      bytes: to and from HBM, once.
-      seconds: once.
-      count: how often it runs in a step; loops of unknown length count once.
-      origin: its op.
+      name: the primitive that computes its result.
+      flops: of the matmuls of one run, dims rounded up to the matrix unit.
+      bytes: read from and written to HBM in one run.
+      seconds: of one run.
+      count: runs in a step; a loop of unknown length counts once.
+      origin: the op of the program that it computes.
     """
 
     name: str
@@ -54,18 +55,18 @@ class OpTime:
 
 @dataclass(slots=True)
 class Time:
-    """Seconds of a step on one device (all do the same).
+    """Seconds of a step on one device; every device does the same.
 
     Attributes:
-      compute: all products at the matrix unit's rate.
-      memory: all traffic at HBM's rate.
-      communication: all collectives, one after the other, each by itself.
-      seconds: the estimate: the kernels one after the other; collectives of
-        weights and gradients, which wait for nothing else in their loop, behind the kernels of that loop as far as those last,
-        if its programs go on beside them (``Plan.waits``; of a staged sum beside its first stage); the other collectives on
-        top; of what runs in blocks, what its products do not hide.
-      model_flops: of the products that the model asks for, on all devices together: without recomputation, without what
-        devices do twice, nothing rounded up.
+      compute: of all matmuls, at the matrix unit's rate.
+      memory: of all traffic, at HBM's rate.
+      communication: of all collectives, sequentially.
+      seconds: the estimate of the step. Kernels run sequentially. Asynchronous collectives of weights and gradients
+        (``Plan.goes_on``) are hidden by the kernels of their loop body as far as these last; the other collectives add their
+        seconds, less those of concurrent matmuls; a collective matmul (ring) adds its exposed seconds.
+      model_flops: of the matmuls that the model needs, on all devices together, without recomputation, redundant work and
+        rounding up.
+      peak_flops: FLOP/s of all devices together.
       ops: every kernel.
     """
 
@@ -105,81 +106,80 @@ class Time:
 
 @cached_on_plan
 def time_of(plan: Plan) -> Time | None:
-    """The time of a step on the plan's chip; None: it is not known."""
+    """The time of a step on the plan's chip; None without a chip."""
     if plan.chip is None:
         return None
     ops: list[OpTime] = []
     compute = memory = 0.0
-    for node, k in kernel_times(plan).items():
-        compute += k.busy * k.count
-        memory += k.moved * k.count
-        name = node.products[0].op.name if node.products else node.name.rstrip("!")
-        origin = node.products[0].op if node.products else node.op
+    for kernel, k in kernel_times(plan).items():
+        compute += k.matmul_seconds * k.count
+        memory += k.traffic_seconds * k.count
+        name = kernel.matmuls[0].op.name if kernel.matmuls else kernel.name.rstrip("!")
+        origin = kernel.matmuls[0].op if kernel.matmuls else kernel.op
         ops.append(OpTime(name, k.flops, k.bytes, k.seconds, k.count, origin))
     model = model_flops(plan)
     communication = sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives)
     seconds = _estimate(plan)
-    devices = 1
-    for n in plan.sizes.values():
-        devices *= n
-    out = Time(compute, memory, communication, seconds, model, plan.chip.per_device().flops * devices, ops)
+    peak_flops = plan.chip.per_device().flops * math.prod(plan.sizes.values())
+    out = Time(compute, memory, communication, seconds, model, peak_flops, ops)
     out.bottleneck = _bottleneck(out, plan.collectives)
     return out
 
 
 def _estimate(plan: Plan) -> float:
-    """The step: what its loops take on a clock, what collectives of their own leave exposed, what rings do."""
+    """Seconds of a step: kernels with the collectives that they hide, and the exposed seconds of all others."""
     exposed = sum(
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
     )
-    where = hidden_collectives(plan)
-    parts = {node.step: b.exposed for found in concurrent_matmuls(plan).values() for node, b in found.items()}
+    hidden = hidden_collectives(plan)
+    exposed_part = {move.step: m.exposed for moves in concurrent_matmuls(plan).values() for move, m in moves.items()}
     for step in plan.body.every:
         for c in separate_collectives(step):
-            if c not in where:
-                exposed += (c.seconds or 0.0) * (c.count or 1) * parts.get(step, 1.0)
-    return exposed + _clock(plan, computation_of(plan))
+            if c not in hidden:
+                exposed += (c.seconds or 0.0) * (c.count or 1) * exposed_part.get(step, 1.0)
+    return exposed + _run_seconds(plan, computation_of(plan))
 
 
-def _clock(plan: Plan, region: Computation) -> float:
-    """Seconds of one run of a region's kernels and of what hidden_collectives behind them.
+def _run_seconds(plan: Plan, computation: Computation) -> float:
+    """Seconds of one run of a computation: its kernels, with the asynchronous collectives of weights and gradients in flight.
 
-    Collectives that hide go one after the other. What is sent for ahead is on its way from when the product before the last one
-    began, and the next kernel waits for it. A gradient is sent while the next product runs; the one after that waits for it,
-    and so does the loop's end (:func:`meshpar.cost.schedule.kernel_schedules`). So large gradients beside short products are
-    exposed,     however long their loop is.
+    The links send one of these at a time. A prefetched weight is sent from the start of the matmul before the last one, and the
+    next kernel blocks on it. A gradient is sent during the next matmul; the matmul after that blocks on it, and so does the end of
+    the computation. Large gradients next to short matmuls are therefore exposed, however long the loop is. Later stages of a
+    staged reduce-scatter block the kernels (:func:`later_stage_seconds`).
     """
-    took, where, flights = kernel_times(plan), hidden_collectives(plan), async_collectives(plan)[region]
-    now = links = 0.0
-    begun = [0.0, 0.0]  # when the last two products began
-    sent: list[float] = []  # when gradients arrive that are under way: before the last product, and since
-    waiting: list[float] = []
-    for node in region.kernels:
-        for body in node.regions:
-            now += _clock(plan, body) * (1 if body.trips is None else body.trips)
-        if node.name == "move!" and node.step is not None:
-            for c in separate_collectives(node.step):
-                if c not in where:
+    times, hidden = kernel_times(plan), hidden_collectives(plan)
+    overlapped = async_collectives(plan)[computation]
+    now = links_free = 0.0
+    starts = [0.0, 0.0]  # of the last two matmuls
+    sent: list[float] = []  # ends of the gradients' collectives that started since the last matmul
+    awaited: list[float] = []  # ... and of those before, on which the next matmul blocks
+    for kernel in computation.kernels:
+        for body in kernel.bodies:
+            now += _run_seconds(plan, body) * (1 if body.trips is None else body.trips)
+        if kernel.name == "move!" and kernel.step is not None:
+            for c in separate_collectives(kernel.step):
+                if c not in hidden:
                     continue
-                seconds, late = c.seconds or 0.0, later_stage_seconds(plan, c)
-                if flights[node].prefetched:
-                    links = max(links, begun[0]) + seconds
-                    now = max(now, links)
+                seconds, blocking = c.seconds or 0.0, later_stage_seconds(plan, c)
+                if overlapped[kernel].prefetched:
+                    links_free = max(links_free, starts[0]) + seconds
+                    now = max(now, links_free)
                 else:
-                    links = max(links, now) + seconds - late
-                    sent.append(links)
-                    now += late
-        if node in took:
-            if node.products:
-                now = max([now, *waiting])
-                waiting, sent = sent, []
-                begun = [begun[1], now]
-            now += took[node].seconds
-    return max(now, links)
+                    links_free = max(links_free, now) + seconds - blocking
+                    sent.append(links_free)
+                    now += blocking
+        if kernel in times:
+            if kernel.matmuls:
+                now = max([now, *awaited])
+                awaited, sent = sent, []
+                starts = [starts[1], now]
+            now += times[kernel].seconds
+    return max(now, links_free)
 
 
 def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:
-    """What limits, in words, with the largest collective and its cause, or the largest kernel."""
+    """A sentence: the largest of compute, HBM traffic and communication, with its largest collective and cause, or kernel."""
     parts = {"communication": time.communication, "compute": time.compute, "memory traffic": time.memory}
     name, most = max(parts.items(), key=lambda x: x[1])
     if most == 0:
@@ -195,7 +195,7 @@ def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:
                 f"{'+'.join(axes)}: {cause}")  # fmt: skip
     if name == "compute":
         top = max(time.ops, key=lambda o: o.flops * o.count)
-        return f"compute: {duration(most)} of products ({others}); the largest is {top.name} at {top.source}"
+        return f"compute: {duration(most)} of matmuls ({others}); the largest is {top.name} at {top.source}"
     top = max(time.ops, key=lambda o: o.bytes * o.count)
     return (f"memory traffic: {duration(most)} ({others}); most of it, {human(top.bytes * top.count)}, by {top.name} at "
             f"{top.source}")  # fmt: skip

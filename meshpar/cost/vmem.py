@@ -45,7 +45,7 @@ def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, room: float) -> dic
                 continue
             if k == len(some):
                 some.append(node)
-    apart = [node.name in _APART or bool(node.regions) for node in some]
+    apart = [node.name in _APART or bool(node.bodies) for node in some]
     spans: list[tuple[int, bool, int, int, Buffer]] = []  # kernels between, fetched?, from, to
     for item, places in uses.items():
         if item.bytes > room:
@@ -54,7 +54,7 @@ def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, room: float) -> dic
         for n, k in enumerate(places):
             if apart[k]:
                 continue
-            multiplies, last, first = bool(some[k].products), places[n - 1], n == 1 and made
+            multiplies, last, first = bool(some[k].matmuls), places[n - 1], n == 1 and made
             if n and (multiplies or first) and not apart[last]:
                 spans.append((k - last, False, last if first else max(0, last - 1), k, item))
             if k and multiplies and (n or not made):

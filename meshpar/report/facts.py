@@ -167,7 +167,7 @@ def largest_values(plan: Plan, most: int = 12) -> list[Largest]:
 def _kernels(region: Computation) -> Iterator[Kernel]:
     for node in region.kernels:
         yield node
-        for body in node.regions:
+        for body in node.bodies:
             yield from _kernels(body)
 
 
@@ -244,7 +244,7 @@ def bodies(plan: Plan, most: int = 2) -> list[Body]:
 
 def _loops(region: Computation) -> Iterator[tuple[Kernel, Computation]]:
     for node in region.kernels:
-        for body in node.regions:
+        for body in node.bodies:
             if (body.trips or 1) > 1:
                 yield node, body
             yield from _loops(body)
@@ -255,7 +255,7 @@ def _body(plan: Plan, node: Kernel, region: Computation, took: dict[Op | None, l
     hidden = hidden_collectives(plan)
     busy = linked = 0.0
     for kernel in region.kernels:
-        origin = kernel.products[0].op if kernel.products else kernel.op
+        origin = kernel.matmuls[0].op if kernel.matmuls else kernel.op
         if kernel.name == "move!":
             for c in () if kernel.step is None else kernel.step.sends:
                 seconds, waits = c.seconds or 0.0, c not in hidden

@@ -207,7 +207,7 @@ class _Piece:
 
 def _seconds(plan: Plan) -> Iterator[_Piece]:
     for node, took in kernel_times(plan).items():
-        products = [run.op for run in node.products] or (
+        products = [run.op for run in node.matmuls] or (
             [node.op] if node.op is not None and node.name in OPAQUE else []
         )
         yield _Piece(took.seconds * took.count, 0.0, _computed(node), products, node.name != "move!")
@@ -223,14 +223,14 @@ def _seconds(plan: Plan) -> Iterator[_Piece]:
 
 def _peak(plan: Plan) -> Iterator[_Piece]:
     for item, size in plan.memory.live:
-        node = item.node
+        node = item.made_by
         made = [] if node is None else [node.op, getattr(node.step, "op", None)]
         yield _Piece(0.0, size, [item.value, *made], scales=node is None or node.name != "move!")
 
 
 def _computed(node: Kernel) -> list[Any]:
     """What a kernel's time follows from: what it reads, computes on the way, and writes."""
-    units: dict[Any, None] = dict.fromkeys([node.op, *(run.op for run in node.products)])
+    units: dict[Any, None] = dict.fromkeys([node.op, *(run.op for run in node.matmuls)])
     reads = set(node.reads)
     todo: list[Buffer] = [*node.writes, *node.ins, *reads]
     seen: set[Buffer] = set()
@@ -240,7 +240,7 @@ def _computed(node: Kernel) -> list[Any]:
             continue
         seen.add(item)
         units[item.value] = None
-        if item.node is not None and item not in reads:
-            units[item.node.op] = None
-            todo += item.node.ins
+        if item.made_by is not None and item not in reads:
+            units[item.made_by.op] = None
+            todo += item.made_by.ins
     return list(units)

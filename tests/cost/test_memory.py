@@ -156,7 +156,7 @@ def test_what_a_forward_loop_stacks_is_there_from_the_start():
     args, peaks = (array(16, 128, 128), array(8, 128)), []
     for topology in ("v5e:1x1", "h100:1"):
         memory = plan(fn, *args, mesh="data=1", topology=topology).memory
-        peaks.append(max(n for i, n, _ in memory.points if i < min(i for i, _, node in memory.points if node.regions)))
+        peaks.append(max(n for i, n, _ in memory.points if i < min(i for i, _, node in memory.points if node.bodies)))
     assert peaks[0] - peaks[1] == F32 * 16 * 8 * 128
 
 

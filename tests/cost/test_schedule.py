@@ -41,7 +41,7 @@ def beside(plan):
 
 def test_a_weight_is_sent_for_while_the_product_before_it_runs():
     found = beside(planned(lambda params, x: loss(params, x)))
-    products = [sum(i.bytes for i in items) for k, items in found if k.products]
+    products = [sum(i.bytes for i in items) for k, items in found if k.matmuls]
     assert products[:2] == [F32 * EMBED * MLP, 0]  # `down` comes beside the first; nothing beside the last
 
 
@@ -52,7 +52,7 @@ def test_a_gradient_is_sent_while_the_product_after_it_runs():
     sums = [k for k in computation_of(plan).kernels if k.name == "move!" and k.reads[0].bytes == whole]
     flying = [items for _, items in beside(plan)]
     first = computation_of(plan).kernels.index(sums[0])
-    after = next(i for i, k in enumerate(computation_of(plan).kernels) if i > first and k.products)
+    after = next(i for i, k in enumerate(computation_of(plan).kernels) if i > first and k.matmuls)
     assert sums[0].reads[0] in flying[after]
     assert all(sums[0].reads[0] not in items for items in flying[after + 1 :])
 
@@ -131,7 +131,7 @@ def test_a_sum_that_options_put_on_the_sparse_cores_has_one_product_beside_it(to
 
 def is_followed(node):
     """Whether products of its body follow from what a kernel gives."""
-    return any(k.products or is_followed(k) for item in node.outs for k in item.readers)
+    return any(k.matmuls or is_followed(k) for item in node.outs for k in item.readers)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -154,7 +154,7 @@ def test_there_is_an_order_in_which_products_run_beside_what_they_are_said_to(pa
     for region, besides in found.items():
         order: TopologicalSorter[object] = TopologicalSorter()
         for node in region.nodes:
-            order.add((node, "begins"), *((i.node, "ends") for i in node.ins if i.node is not None))
+            order.add((node, "begins"), *((i.made_by, "ends") for i in node.ins if i.made_by is not None))
             order.add((node, "ends"), (node, "begins"))
         for move, beside in besides.items():
             for k in beside.kernels:
