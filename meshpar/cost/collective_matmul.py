@@ -1,22 +1,21 @@
-"""What is expected to stay exposed of a pair: sent by a collective of its own, on a ring, or by a fused kernel.
+"""Exposed seconds of a collective next to matmuls: as a collective of its own, as a ring, or in a fused kernel.
 
-With A devices on a ring, t the seconds of a hop (blocks go both ways at once), m those of the products of a block:
+A collective matmul is an all-gather whose result matmuls read, or a reduce-scatter of what matmuls compute. With A devices on a
+ring, t the seconds of a ring step (chunks are sent both ways at once) and m the seconds of the matmuls of a chunk:
 
-- a collective of its own is exposed for as long as it takes; but on chips whose programs go on beside gathers the gather of what
-  waits for nothing (a weight) is not: the TPU compiler sends for it while the products before it run; nor is as much of a gather
-  as other products of its body run meanwhile (:class:`meshpar.passes.overlap.Free`); of a sum that
-  nothing waits for see :func:`reduction_costs`;
-- a ring takes the time of all it computes, and waits: ``(A-1)/2`` times for what of t is longer than what runs beside it, 2·m, the
-  first time m, and if A is even a last time for t/2; a product of no pair that can run meanwhile hides one of these. On devices
-  of two cores whose programs wait for gathers, as by default, the compiler orders one product beside a hop, whatever there is (in
-  every ring of the Llama layers on v5p); with the options that plans come with it does as elsewhere. What that is longer than the
-  products themselves is exposed. Every block costs a start, and :func:`ring_overhead_seconds` is computed apart; sums that travel
-  are added
-  up before they go on, so that their hop is that much longer, while those of the other way can be added during it. Rows that do
-  not fill the matrix unit are paid for; a product takes the longer of its arithmetic and of its memory traffic, and each of its
-  blocks reads all of the operand that is not cut; around a line hops may be synchronous (``Chip.lines_wait``);
-- a kernel takes ``max(T_matmul, T_comm)`` and one hop more, the first or the last, beside which there is nothing to multiply; and
-  what is copied to bring its operands into the form that it takes.
+- A separate collective is exposed for its whole duration, with two exceptions where the kind is asynchronous (``Plan.goes_on``).
+  The all-gather of a weight is prefetched, and not exposed. Another all-gather is hidden by other matmuls of its body
+  (:class:`meshpar.passes.overlap.Free`). For reductions see :func:`reduction_costs`.
+- A ring takes the seconds of all that it computes, plus stalls. Each of the (A-1)/2 ring steps stalls for max(0, t - 2m), the first
+  one for max(0, t - m); an even A adds a step of t/2. Another matmul that can run meanwhile hides one of these stalls. On chips of
+  two cores whose programs block on all-gathers (the default), the compiler overlaps one matmul with a ring step, whatever their
+  number (in every ring of Llama layers on v5p). The seconds beyond those of the matmuls alone are exposed.
+  Each chunk costs a start, and :func:`ring_overhead_seconds` is added. The received chunk of a reduction is added before it is sent
+  on, which lengthens the ring step; the addition for the other direction overlaps. Rows that do not fill the matrix unit are
+  rounded up. A matmul of a chunk rereads the operand that is not chunked. Around a line, ring steps may be synchronous
+  (``Chip.lines_wait``).
+- A fused kernel takes max(matmuls, communication) plus one ring step, the first or the last, which no matmul overlaps, plus the
+  copies that bring its operands into its layout.
 """
 
 from __future__ import annotations
@@ -42,25 +41,28 @@ from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
 from .flops import flops_on, reread_bytes_on
 
+# Fitted to schedules of libtpu 0.0.42 (benchmarks/overlap.py, Llama 3 8B layers on v5e and v5p):
+
 BLOCK_START_SECONDS = 2e-6
-"""Seconds that starting the products of one more block takes, or a kernel."""
+"""Seconds to start the matmuls of one more chunk, or a fused kernel."""
 GATHER_COPY_CYCLES, SCATTER_COPY_CYCLES = 1 / 36 + 2 / 172, 1 / 36 + 1 / 92 + 2 / 64
-"""Cycles of a core for each element of the block of the device opposite, which comes in halves: the halves are cut out one by one
-(36 elements a cycle) and written into their place (172); of a sum cut out once more, both at once (92), and padded to be joined
-(64). So the TPU compiler (libtpu 0.0.42) has it on v5e and v5p, whatever their HBM."""
+"""Core cycles for each element of the opposite device's chunk, which is sent in halves, one each way.
+
+The halves are sliced one by one (36 elements a cycle). Those of a gather are written into their place (172 elements a cycle); those
+of a reduction are sliced once more, both at once (92), and padded to be concatenated (64). HBM bandwidth does not matter."""
 ELEMENTWISE_HBM_EFFICIENCY = 0.5
-"""Part of HBM's bandwidth at which such ops run where the chip's clock is not known."""
+"""Part of HBM's bandwidth that elementwise ops between ring steps reach on chips of unknown clock."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CollectiveMatmul:
-    """Products beside a collective: they multiply what it gathers, or it reduce-scatters what they add up to.
+    """An all-gather with the matmuls that read its result, or a reduce-scatter with the matmuls whose sum it reduces.
 
     Attributes:
-      step: the resharding that gathers, or the reduction.
-      dim, axes: the dim that is gathered or scattered, over these axes.
-      dots: the products, each with which operand is gathered, or the dim of its result that is scattered.
-      keep: others read the gathered value too.
+      step: the all-gather, or the reduction.
+      dim, axes: the dim that is gathered or scattered, and the mesh axes.
+      dots: (matmul, index of its gathered operand), or (matmul, dim of its result that is scattered).
+      keep: other steps read the gathered value too.
     """
 
     step: Reshard | Reduce
@@ -80,71 +82,78 @@ class CollectiveMatmul:
 
 def exposed_seconds(
     plan: Plan, chip: Chip, pair: CollectiveMatmul, hops: Sequence[Collective],
-    fused: FusedGather | FusedScatter | None, chained: bool,
-    others: Sequence[float] = (), whole: bool = False,
+    fused: FusedGather | FusedScatter | None, on_critical_path: bool,
+    others: Sequence[float] = (), allow_all_reduce: bool = False,
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds, once, in which nothing is multiplied, by choice; ``pallas`` where there is a kernel.
+    """Exposed seconds of one run, by implementation: ``xla`` (a separate collective), ``ring``, and ``pallas`` if ``fused``.
 
     Args:
-      hops: what a ring would send instead.
-      fused: the kernel that takes the pair.
-      chained: it waits for something, or something for it: it is no gather of a weight, and no scatter that products follow.
-      others: seconds of the products of no pair that can run while a gather is sent.
-      whole: a scatter of its own may be sent as a whole sum.
+      hops: the collectives of the ring.
+      fused: the fused kernel for these matmuls; None: there is none.
+      on_critical_path: kernels depend on the collective and it on them. False for an all-gather of a weight, and for a
+        reduce-scatter on which no matmul depends.
+      others: seconds of the other matmuls of the body that can run during an all-gather.
+      allow_all_reduce: a separate reduce-scatter may be an all-reduce followed by a local slice.
     """
     runs = [run for run, _ in pair.dots]
     device = chip.per_device()
     stages = [s for a in pair.axes for s in plan.torus[a]]
     first = pair.step.collectives[0]
-    alone = seconds_of(
+    separate = seconds_of(
         first.op, volume_of(first.op, first.bytes, parts_of(first.axes, plan.sizes)), stages, chip, first.algorithm
     )
     memory = device.hbm_bandwidth * chip.hbm_efficiency
-    products = [matmul_seconds(plan, chip, run) for run in runs]
-    total = sum(products)
+    total = sum(matmul_seconds(plan, chip, run) for run in runs)
     devices, (stage, *_) = devices_of(plan.torus, pair.axes), major_of(plan.torus, pair.axes) or [Stage(1)]
-    rest = sum(c.seconds or 0.0 for c in hops if c.algorithm != "ring")
+    minor = sum(c.seconds or 0.0 for c in hops if c.algorithm != "ring")
     hop = hop_seconds(max((c.bytes for c in hops if c.algorithm == "ring"), default=0.0), stage, chip)
     last = 0.0 if devices % 2 else hop / (1 if devices == 2 else 2)
     steps = (devices - 1) // 2
-    each, once = ring_overhead_seconds(plan, chip, pair, devices)
-    blocks = sum(matmul_seconds(plan, chip, run, pair, devices) for run in runs)
-    block = blocks + BLOCK_START_SECONDS * len(runs) + each
-    waits: list[float] = []
+    per_chunk, once = ring_overhead_seconds(plan, chip, pair, devices)
+    matmuls = sum(matmul_seconds(plan, chip, run, pair, devices) for run in runs)
+    chunk = matmuls + BLOCK_START_SECONDS * len(runs) + per_chunk
+    stalls: list[float] = []
     if stage.line and chip.lines_wait:
-        waits.append(
+        stalls.append(
             sum((c.seconds or 0.0) * (c.count or 1) for c in hops if c.algorithm == "ring") / (first.count or 1)
         )
         others = ()
     elif chip.cores > 1 and not plan.goes_on("all-gather"):
-        one = blocks / max(1, len(runs))
-        waits += [max(0.0, hop - one)] * steps + [max(0.0, last - one)]
+        one = matmuls / max(1, len(runs))
+        stalls += [max(0.0, hop - one)] * steps + [max(0.0, last - one)]
     else:
-        # sums go on when what came is in them; what is gathered goes on at once
-        added = each if not pair.gather else 0.0
-        waits += [max(0.0, hop + added - block)] * (steps > 0) + [max(0.0, hop + added - 2 * block)] * (steps - 1)
-        waits += [max(0.0, last + added - (2 if steps else 1) * block)] * (last > 0)
-    waits = [max(0.0, w - other) for w, other in zip_longest(waits, others[: len(waits)], fillvalue=0.0)]
+        # a chunk of a reduction is sent on after the addition, a gathered one immediately
+        added = per_chunk if not pair.gather else 0.0
+        stalls += [max(0.0, hop + added - chunk)] * (steps > 0) + [max(0.0, hop + added - 2 * chunk)] * (steps - 1)
+        stalls += [max(0.0, last + added - (2 if steps else 1) * chunk)] * (last > 0)
+    stalls = [max(0.0, stall - other) for stall, other in zip_longest(stalls, others[: len(stalls)], fillvalue=0.0)]
     if pair.gather and plan.goes_on("all-gather"):
-        alone = max(0.0, alone - sum(others)) if chained else 0.0
+        separate = max(0.0, separate - sum(others)) if on_critical_path else 0.0
     elif not pair.gather:
-        forms = reduction_costs(plan, first, 0.0 if chained else total, whole=whole)
-        alone = min(form.exposed for form in forms.values())
-    if not pair.gather:  # whole sums of several products go through memory, blocks of them do not
+        hidden_by = 0.0 if on_critical_path else total
+        costs = reduction_costs(plan, first, hidden_by, allow_all_reduce=allow_all_reduce)
+        separate = min(cost.exposed for cost in costs.values())
+    if not pair.gather:  # a full-size sum of several matmuls is written and read again, a chunk of it is not
         more = itemsize(pair.value.aval) * _elements(plan, runs[0].results[0])
         total += (len(runs) - 1) * more / memory
-    out = {"xla": alone, "ring": rest + max(0.0, block * devices + once - total) + sum(waits)}
+    out = {"xla": separate, "ring": minor + max(0.0, chunk * devices + once - total) + sum(stalls)}
     if fused is not None:
         sending = steps * hop + last
         out["pallas"] = (
-            rest + max(0.0, sending - total) + min(hop, sending) + BLOCK_START_SECONDS + fused.copied / memory
+            minor + max(0.0, sending - total) + min(hop, sending) + BLOCK_START_SECONDS + fused.copied / memory
         )
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionCost:
-    """A form of a sum that ends split, once: bytes that a device sends, seconds on its links, and how many of these are exposed."""
+    """The cost of one run of a reduction whose result is sharded, on one device.
+
+    Attributes:
+      bytes: sent.
+      seconds: on the links.
+      exposed: of these seconds, those that no matmul hides.
+    """
 
     bytes: float
     seconds: float
@@ -152,45 +161,51 @@ class ReductionCost:
 
 
 def reduction_costs(
-    plan: Plan, c: Collective, products: float, *, whole: bool = True
+    plan: Plan, c: Collective, matmuls: float, *, allow_all_reduce: bool = True
 ) -> dict[AlgorithmName, ReductionCost]:
-    """The forms of a reduce-scatter: as it is, and ``whole`` if it is staged over torus dimensions of a slice.
+    """The costs of a reduce-scatter by algorithm: its own, and ``whole`` (an all-reduce, then a local slice) if its own is staged.
 
-    Where programs need not wait for them, the TPU compiler (libtpu 0.0.42) runs the next product beside all of a whole sum, and
-    beside the first stage of a staged one (:func:`later_stage_seconds`).
+    Where reductions are asynchronous, the TPU compiler (libtpu 0.0.42) overlaps the next matmul with all of an all-reduce, but only
+    with the first stage of a staged reduce-scatter (:func:`later_stage_seconds`).
 
     Args:
-      products: seconds of what is multiplied meanwhile; 0: nothing is.
-      whole: with the whole sum.
+      matmuls: seconds of the matmuls that run meanwhile.
+      allow_all_reduce: include ``whole``.
     """
     assert plan.chip is not None
     late, seconds = later_stage_seconds(plan, c), c.seconds or 0.0
-    hidden = products if plan.goes_on(c.op) else 0.0
-    found: dict[AlgorithmName, ReductionCost] = {
+    hidden = matmuls if plan.goes_on(c.op) else 0.0
+    costs: dict[AlgorithmName, ReductionCost] = {
         c.algorithm: ReductionCost(c.bytes, seconds, late + max(0.0, seconds - late - hidden))
     }
-    if whole and c.algorithm == "staged" and (one := all_reduce_cost(plan, c, products)) is not None:
-        found["whole"] = one
-    return found
+    if allow_all_reduce and c.algorithm == "staged" and (one := all_reduce_cost(plan, c, matmuls)) is not None:
+        costs["whole"] = one
+    return costs
 
 
-def all_reduce_cost(plan: Plan, c: Collective, products: float) -> ReductionCost | None:
-    """A reduce-scatter as an all-reduce over the torus of one slice; None: it is none, or it crosses slices."""
+def all_reduce_cost(plan: Plan, c: Collective, matmuls: float) -> ReductionCost | None:
+    """The cost of an all-reduce in place of a reduce-scatter ``c``.
+
+    None if ``c`` is no reduce-scatter, the chip is not known, or devices of several slices take part.
+
+    Args:
+      matmuls: seconds of the matmuls that run meanwhile, if all-reduces are asynchronous.
+    """
     stages = [s for a in c.axes for s in plan.torus[a]]
     if c.op != "reduce-scatter" or plan.chip is None or any(s.dim == "slice" for s in stages):
         return None
     devices = math.prod(s.size for s in stages)
     volume = volume_of(c.op, c.bytes, devices)
     seconds = seconds_of("all-reduce", volume, stages, plan.chip, "whole")
-    hidden = products if plan.goes_on("all-reduce") else 0.0
+    hidden = matmuls if plan.goes_on("all-reduce") else 0.0
     return ReductionCost(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
 
 
 def later_stage_seconds(plan: Plan, c: Collective) -> float:
-    """Seconds, once, of a staged reduce-scatter after its first stage.
+    """Seconds of one run of a staged reduce-scatter after its first stage; 0 for other collectives.
 
-    Where programs need not wait for reduce-scatters, the TPU compiler (libtpu 0.0.42) runs the next product beside the first stage
-    of a gradient's, and waits for the later ones (backward layers of Llama on v5p, sums on the SparseCores).
+    Where reduce-scatters are asynchronous, the TPU compiler (libtpu 0.0.42) overlaps the next matmul with the first stage of a
+    gradient's reduction, and blocks on the later ones (backward layers of Llama on v5p, reductions on the SparseCores).
     """
     stages = [s for s, _ in joined(s for a in c.axes for s in plan.torus[a])]
     if c.op != "reduce-scatter" or c.algorithm != "staged" or len(stages) < 2 or plan.chip is None:
@@ -200,11 +215,11 @@ def later_stage_seconds(plan: Plan, c: Collective) -> float:
 
 
 def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | None = None, blocks: int = 1) -> float:
-    """A product on one device: its arithmetic, rounded up to the matrix unit, beside its traffic with HBM and its results' way
-    through the vector units.
+    """Seconds of a matmul on one device: arithmetic rounded up to the matrix unit, HBM traffic, vector units for its result.
 
     Args:
-      pair, blocks: of one of so many blocks in which it is made: what is not cut along the pair's dim is read anew for each.
+      pair, blocks: the seconds of one chunk of ``blocks`` instead; operands that are not chunked along the dim of ``pair`` are
+        read in full for each chunk.
     """
     device, op = chip.per_device(), run.op
     rate = device.matmul_rate(str(op.eqn.invars[0].aval.dtype)) * chip.matmul_efficiency
@@ -214,7 +229,7 @@ def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | No
         for v, s in shards
     ]
     cut = [True] * len(sizes) if pair is None else _cut(pair, run)
-    traffic = sum(size / blocks if mine else size for size, mine in zip(sizes, cut, strict=True))
+    traffic = sum(size / blocks if is_cut else size for size, is_cut in zip(sizes, cut, strict=True))
     traffic += reread_bytes_on(plan, chip)(run, 0, cut[:3], blocks)
     return kernel_seconds(
         chip,
@@ -224,37 +239,37 @@ def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | No
     )
 
 
-def kernel_seconds(chip: Chip, products: float, traffic: float, elements: float, convolves: bool = False) -> float:
-    """Seconds of a kernel: on GPUs the longer of its products and its traffic.
+def kernel_seconds(chip: Chip, matmuls: float, traffic: float, elements: float, convolves: bool = False) -> float:
+    """Seconds of a kernel: on GPUs max(matmuls, traffic), on TPUs hypot(matmuls, traffic + vector units).
 
-    On TPUs the vector units work on its elements and then on the next operand, so that they and its traffic add up
-    (:func:`vector_seconds`); products go on beside both. The TPU compiler's own estimates (libtpu 0.0.42, Llama on v5e and v5p)
-    are near the longer of the two where one is much longer, and some 1.4 times that where they are alike: blocks of a weight's
-    gradient of 229,000 cycles of products and 245,000 of traffic take 343,000. Convolutions wait for their traffic: of ResNet-50 on
-    v5e a weight's gradient of 33 µs of products and 143 of traffic takes 174, one of 83 and 71 takes 161.
+    On TPUs HBM traffic and vector units alternate: their seconds add up (:func:`vector_seconds`). Matmuls overlap with both.
+    The TPU compiler's estimates (libtpu 0.0.42, Llama on v5e and v5p) are near the longer one where one is much longer, and some
+    1.4 times that where they are equal: a chunk of a weight gradient with 229,000 cycles of matmuls and 245,000 of traffic takes
+    343,000. Convolutions do not overlap with their traffic: in ResNet-50 on v5e a weight gradient with 33 µs of arithmetic and 143
+    of traffic takes 174, one with 83 and 71 takes 161.
 
     Args:
-      products: seconds on the matrix units.
+      matmuls: seconds on the matrix units.
       traffic: seconds of reading and writing HBM.
-      elements: that go through the vector units.
-      convolves: the products are convolutions.
+      elements: number that the vector units process.
+      convolves: the matmuls are convolutions.
     """
     if chip.switch:
-        return max(products, traffic)
+        return max(matmuls, traffic)
     if convolves:
-        return math.hypot(products, vector_seconds(chip, elements)) + traffic
-    return math.hypot(products, traffic + vector_seconds(chip, elements))
+        return math.hypot(matmuls, vector_seconds(chip, elements)) + traffic
+    return math.hypot(matmuls, traffic + vector_seconds(chip, elements))
 
 
 def _cut(pair: CollectiveMatmul, run: Run) -> list[bool]:
-    """Which of a product's operands and results a block has a part of."""
+    """For (left operand, right operand, result) of a matmul: whether a chunk has only a part of it."""
     side = next(side for other, side in pair.dots if other is run)
     (lc, rc), (lb, rb) = run.op.eqn.params["dimension_numbers"]
     if pair.gather:
         contracted, batch = pair.dim in (lc, rc)[side], pair.dim in (lb, rb)[side]
-        mine = [contracted or batch] * 2
-        mine[side] = True
-        return [*mine, not contracted]
+        operands = [contracted or batch] * 2
+        operands[side] = True
+        return [*operands, not contracted]
     if side < len(lb):
         return [True, True, True]
     left = side - len(lb) < len(run.op.eqn.invars[0].aval.shape) - len(lc) - len(lb)
@@ -262,39 +277,39 @@ def _cut(pair: CollectiveMatmul, run: Run) -> list[bool]:
 
 
 def elementwise_seconds(chip: Chip, elements: float, size: float) -> float:
-    """Seconds of elementwise work apart from products.
+    """Seconds of an elementwise kernel of its own.
 
     Args:
-      elements: that come out.
-      size: bytes of each, read and written together.
+      elements: of its result.
+      size: bytes read and written for each element.
     """
     memory = elements * size / (chip.per_device().hbm_bandwidth * chip.hbm_efficiency)
     return memory + vector_seconds(chip, elements) if chip.clock else memory / ELEMENTWISE_HBM_EFFICIENCY
 
 
 def vector_seconds(chip: Chip, elements: float) -> float:
-    """Seconds that so many elements take through the vector units of a device, if its clock is known, else 0.
+    """Seconds in which a device's vector units process ``elements``; 0 if the chip's clock is not known.
 
-    So the TPU compiler (libtpu 0.0.42) has it of residual sums, norms, activations, conversions and the optimizer's sums alike,
-    beside some 1 to 1.2 times their traffic with HBM: on v5e 1024 elements take 10 cycles, and 4.3 for each 2 kB that they read
-    or write, be it one array or fourteen; and so on the other chips.
+    Fitted to the TPU compiler's estimates (libtpu 0.0.42) of residual sums, norms, activations, conversions and optimizer updates:
+    on v5e 10 cycles for 1024 elements, and 4.3 for each 2 kB that they read or write, in one array or fourteen. Their HBM traffic
+    takes 1 to 1.2 times its seconds at full bandwidth.
     """
     return elements / (chip.vector * chip.cores * chip.clock) if chip.clock else 0.0
 
 
 def ring_overhead_seconds(plan: Plan, chip: Chip, pair: CollectiveMatmul, devices: int) -> tuple[float, float]:
-    """Seconds of what a ring computes beside its products: (for each block, once).
+    """(seconds for each chunk, seconds once) of the elementwise work of a ring.
 
-    The TPU compiler (libtpu 0.0.42) does not fuse what stands between hops with the products. As the schedules of Llama-3-8B
-    layers have it (``benchmarks/overlap.py``), in blocks of what is sent:
+    The TPU compiler (libtpu 0.0.42) does not fuse the ops between ring steps with the matmuls. By the schedules of Llama 3 8B
+    layers (``benchmarks/overlap.py``):
 
-    - a scatter: of every block that comes but the first, the sum of what came and of this device's products; where there is a
-      device opposite, its block is added in halves, which are cut out of it and joined to the rest, once;
-    - a gather: the block of the device opposite is cut and joined, once. Results are written in place by the products; over
-      contracted blocks, the float32 sum of each product is read and written for each block;
+    - A reduce-scatter adds each received chunk but the first to the matmuls' result. For an even number of devices, the chunk of
+      the opposite device is added in halves, which are sliced and concatenated once.
+    - An all-gather slices and concatenates the chunk of the opposite device once. Matmuls write their results in place; if the
+      contracted dim is chunked, the float32 accumulator of each matmul is read and written for each chunk.
 
-    What a whole product computes as it reads it (a converted weight, an activation) is there before products in blocks; but these
-    are then so much shorter.
+    Producers that a full-size matmul would fuse (a converted weight, an activation) are computed before a chunked one; the matmuls
+    are shorter by as much.
     """
     if devices == 1:
         return 0.0, 0.0
@@ -316,16 +331,17 @@ def ring_overhead_seconds(plan: Plan, chip: Chip, pair: CollectiveMatmul, device
 
 
 def _halves(chip: Chip, block: float, size: float, cycles: float) -> float:
-    """Seconds in which halves of a block of so many elements are cut out and joined."""
+    """Seconds to slice and concatenate the halves of a chunk of ``block`` elements of ``size`` bytes, at ``cycles`` an element."""
     return cycles * block / (chip.cores * chip.clock) if chip.clock else 2 * elementwise_seconds(chip, block, 2 * size)
 
 
 def _elements(plan: Plan, shard: Shard) -> int:
+    """The number of elements of a shard on one device."""
     return math.prod(local_shape(shard.value.shape, shard.spec, plan.sizes))
 
 
 def warn_about_lines(plan: Plan) -> None:
-    """Warn once of the axes that blocks go around although they are no rings of the torus, and say what that costs."""
+    """Warn (``TorusWarning``) of mesh axes with rings whose devices form no ring of the torus, with the seconds that this costs."""
     if plan.chip is None:
         return
     lines: dict[tuple[str, ...], list[Collective]] = {}
@@ -335,22 +351,21 @@ def warn_about_lines(plan: Plan) -> None:
     parts = []
     for axes, hops in lines.items():
         (stage,) = major_of(plan.torus, axes)
-        lie = (
-            f"{stage.size} devices in a line along {stage.dim}"
-            if stage.dim
-            else f"{stage.size} devices that jump about"
-        )
-        lie += f", {stage.stride} places apart" if stage.stride > 1 else ""
-        took, round_ = 0.0, 0.0
+        shape = f"in a line along {stage.dim}" if stage.dim else "that are no neighbours"
+        stride = f", {stage.stride} places apart" if stage.stride > 1 else ""
+        line_seconds, ring_seconds = 0.0, 0.0
         for c in hops:
-            runs, both = 1 if c.count is None else c.count, min(2, stage.size - 1)
-            took += runs * hop_seconds(c.bytes, stage, plan.chip) / both
-            round_ += runs * hop_seconds(c.bytes, replace(stage, wraps=True), plan.chip) / both
+            runs, directions = 1 if c.count is None else c.count, min(2, stage.size - 1)
+            line_seconds += runs * hop_seconds(c.bytes, stage, plan.chip) / directions
+            ring_seconds += runs * hop_seconds(c.bytes, replace(stage, wraps=True), plan.chip) / directions
         parts.append(
-            f"{names_of(axes)} is no ring of the torus ({lie}): what goes around it in blocks comes back over the same links, "
-            f"and takes {duration(took)} a step, around a ring {duration(round_)}"
+            f"{names_of(axes)} is no ring of the torus ({stage.size} devices {shape}{stride}): its ring steps share links in both "
+            f"directions and take {duration(line_seconds)} a step; around a ring they would take {duration(ring_seconds)}"
         )
     if parts:
         where = f" on {plan.topology or plan.chip.name}"
-        text = "; ".join(parts) + f"; costed so{where}. A mesh whose axis covers a whole side that wraps has rings"
-        warnings.warn(text, TorusWarning, stacklevel=user_stacklevel())
+        text = (
+            "; ".join(parts)
+            + f". The plan's seconds{where} include this. A mesh axis along a full torus dimension that wraps "
+        )
+        warnings.warn(text + "is a ring", TorusWarning, stacklevel=user_stacklevel())

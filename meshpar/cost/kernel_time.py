@@ -1,8 +1,8 @@
 """The seconds of each kernel of a plan on its chip: matmuls, HBM traffic, vector units.
 
-Traffic is the bytes of the buffers that a kernel reads and writes (:mod:`meshpar.cost.fusion`), each once; but a matmul operand
-that does not fit into VMEM counts once for each tile of the result (:func:`meshpar.cost.flops.reread_bytes`), and an image that is in
-VMEM does not count (:mod:`meshpar.cost.vmem`).
+Traffic is the bytes of the buffers that a kernel reads and writes (:mod:`meshpar.cost.fusion`), each once. But a matmul operand
+that does not fit into VMEM counts once for each tile of the result (:func:`meshpar.cost.flops.reread_bytes`); an image that is
+in VMEM does not count (:mod:`meshpar.cost.vmem`).
 """
 
 from __future__ import annotations

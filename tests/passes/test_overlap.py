@@ -168,16 +168,14 @@ def test_a_line_of_the_torus_costs_twice_and_warns_once(overlap):
     with pytest.warns(mp.TorusWarning) as said:
         line = mlp_plan(overlap, width=WIDE, **LINE)
     (text,) = [str(w.message) for w in said]
-    assert text.startswith(
-        "`model` is no ring of the torus (8 devices in a line along x): what goes around it in blocks"
-    )
-    assert text.endswith("; costed so on v6e:8x8. A mesh whose axis covers a whole side that wraps has rings")
+    assert text.startswith("`model` is no ring of the torus (8 devices in a line along x): its ring steps share links")
+    assert "on v6e:8x8" in text
     assert "no ring of the torus" not in ring.overlaps[0].reason
     assert "`model` is no ring of the torus" in line.overlaps[0].reason
     hop = line.collectives[0]
     assert 2 * hop.seconds == pytest.approx(hop.bytes * 2 / (9e10 * 0.8))
     took = sum(c.seconds * c.count for c in line.collectives)
-    took, around = text.split("and takes ")[1].split(" a step, around a ring ")
+    took, around = text.split("and take ")[1].split(" a step; around a ring they would take ")
     assert float(took.split(" ms")[0]) == pytest.approx(2 * float(around.split(" ms")[0]), rel=1e-2)
 
 
