@@ -285,7 +285,7 @@ def turning(row: Row, overlap: Any) -> Row:
     return min((replace(row, rotary=rotary) for rotary in ("halves", "matmul")), key=seconds)
 
 
-def compiled(row: Row, effort: Any, overlap: Any) -> mp.Compiled:
+def compiled(row: Row, effort: Any, overlap: Any) -> mp.types.Compiled:
     step, args, how = arguments(row, overlap)
     return mp.compile(step, *args, **how, effort=effort)
 

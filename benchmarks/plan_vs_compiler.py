@@ -62,7 +62,7 @@ def differences(plan: Plan, found: Iterable[HloCollective]) -> list[Difference]:
     the results that experts send back where a layer is run again for its gradient.
 
     Args:
-      found: of a program, read right after partitioning (:attr:`meshpar.Compiled.collectives`); its loops are counted.
+      found: of a program, read right after partitioning (:attr:`meshpar.types.Compiled.collectives`); its loops are counted.
     """
     planned, compiled = planned_sends(plan), compiled_sends(found, plan.sizes)
     out = [
@@ -124,7 +124,7 @@ class Figures:
     Attributes:
       planned_peak, compiled_peak: bytes.
       planned_seconds: of the plan's kernels, one after the other, without communication.
-      cycles: the compiler's own estimate of the same (:attr:`meshpar.Compiled.cycles`); None: not a TPU program.
+      cycles: the compiler's own estimate of the same (:attr:`meshpar.types.Compiled.cycles`); None: not a TPU program.
     """
 
     planned_peak: float

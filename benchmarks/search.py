@@ -105,7 +105,7 @@ def found_by(text: str, topology: str, batch: int, most: int) -> tuple[Any, Sear
     target = load_target(str(EXAMPLES / text), {"batch": batch})
     began = time.process_time()
     found = mp.search(
-        target.step, *target.args, topology=topology, dims=target.dims, donate_argnames="state", most=most
+        target.step, *target.args, topology=topology, dims=target.dims, donate_argnames="state", max_plans=most
     )
     took = time.process_time() - began
     schemes = [r for r in found.rows if r.name and r.fits]

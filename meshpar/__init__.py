@@ -4,109 +4,49 @@
 >>> mesh = mp.mesh("data=4, model=2")
 >>> layout = mp.Layout("batch: data; heads, mlp, vocab: model; embed: data")
 >>> step = mp.jit(train_step, mesh=mesh, layout=layout, dims={"batch/tokens": "batch seq"})
+
+Errors are in ``mp.errors``, the classes that functions return in ``mp.types``.
 """
+
+from typing import NoReturn
 
 from . import (
     errors,
     layouts,
     report,  # noqa: F401 (plans learn from reports how they are shown)
+    types,
 )
-from .api import check, compile, init, jit, lab, local_sgd, plan, search, tune
-from .errors import (
-    AgreementError,
-    AxisConflictError,
-    CheckError,
-    CheckpointError,
-    CheckpointWarning,
-    CompilerError,
-    DataPositionError,
-    DigestError,
-    DivisibilityError,
-    JoinError,
-    JoinWarning,
-    LayoutSyntaxError,
-    LostProcessError,
-    LoweringWarning,
-    MeshError,
-    MeshparError,
-    OutOfMemoryError,
-    PatternError,
-    RankError,
-    RepeatedWarning,
-    ReplicatedWarning,
-    StuckProcessError,
-    TargetError,
-    TorusWarning,
-    UnknownAxisError,
-    UnknownDimError,
-    UnsupportedError,
-)
+from .api import calibrate, check, compile, init, jit, lab, local_sgd, plan, search
+from .errors import JoinWarning, MeshparError
 from .global_arrays import fetch
-from .hardware.calibration import Calibration
-from .jitted import Jitted
 from .layers import checkpoint_policies
-from .layers.accumulate import accumulate, microbatches
+from .layers.accumulate import accumulate_gradients, microbatches_for
 from .layers.attention import attention
 from .layers.loss import cross_entropy
 from .layers.precision import Precision
-from .layout import Layout, Rule
+from .layout import Layout
 from .mesh import mesh, virtual_devices
-from .plan.collectives import Collective
 from .planned import Plan
 from .pods.checkpoint import Checkpoints
 from .pods.data import batches, put
-from .pods.local_sgd import LocalSgd
 from .pods.start import distributed
 from .program.declare import kernel_rule
-from .program.kernels import KernelSend, KernelWork
 from .program.primitives import named, rename
-from .verify.aot import Compiled, compile_lowered
+from .verify.aot import compile_lowered
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AgreementError",
-    "AxisConflictError",
-    "Calibration",
-    "CheckError",
-    "CheckpointError",
-    "CheckpointWarning",
     "Checkpoints",
-    "Collective",
-    "Compiled",
-    "CompilerError",
-    "DataPositionError",
-    "DigestError",
-    "DivisibilityError",
-    "Jitted",
-    "JoinError",
     "JoinWarning",
-    "KernelSend",
-    "KernelWork",
     "Layout",
-    "LayoutSyntaxError",
-    "LocalSgd",
-    "LostProcessError",
-    "LoweringWarning",
-    "MeshError",
     "MeshparError",
-    "OutOfMemoryError",
-    "PatternError",
     "Plan",
     "Precision",
-    "RankError",
-    "RepeatedWarning",
-    "ReplicatedWarning",
-    "Rule",
-    "StuckProcessError",
-    "TargetError",
-    "TorusWarning",
-    "UnknownAxisError",
-    "UnknownDimError",
-    "UnsupportedError",
-    "accumulate",
+    "accumulate_gradients",
     "attention",
     "batches",
+    "calibrate",
     "check",
     "checkpoint_policies",
     "compile",
@@ -122,12 +62,31 @@ __all__ = [
     "layouts",
     "local_sgd",
     "mesh",
-    "microbatches",
+    "microbatches_for",
     "named",
     "plan",
     "put",
     "rename",
     "search",
-    "tune",
+    "types",
     "virtual_devices",
-]  # fmt: skip
+]
+
+_RENAMED = {"accumulate": "accumulate_gradients", "microbatches": "microbatches_for", "tune": "calibrate"}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Raise the AttributeError for a name that is not public; it names what a former public name is called now."""
+    if name in _RENAMED:
+        new = _RENAMED[name]
+    elif name in errors.__all__:
+        new = f"errors.{name}"
+    elif name in types.__all__:
+        new = f"types.{name}"
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    raise AttributeError(f"`mp.{name}` is now `mp.{new}`", name=name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,4 +1,4 @@
-"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check``, ``mp.search``, ``mp.tune``, …: a function, a mesh and a layout in."""
+"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check``, ``mp.search``, ``mp.calibrate``, …: a function, a mesh and a layout in."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from .keywords import options_apart
 from .lab import Lab
 from .lab.session import Draft, Session
 from .layout import AnyMesh, Layout
+from .measurement import CalibrationResult, Candidate
+from .measurement import calibrate as calibrate_candidates
 from .mesh import mesh as make_mesh
 from .mesh import planned_mesh
 from .plan.collectives import duration, human
@@ -29,8 +31,6 @@ from .planned import Plan
 from .pods.local_sgd import LocalSgd
 from .search import Objective, Row, Search
 from .search import search as search_from
-from .tune import Candidate, Tuning
-from .tune import tune as tune_candidates
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout
 from .verify.jobs import Progress, progress_line
@@ -106,8 +106,8 @@ def jit(
         the plan sends, as far as the compiler at hand knows them (within another ``jax.jit``, which refuses options, none).
         ``"off"`` or None: none. The plan's ``options`` say which, why, and what was left out.
       compiler_options: as in ``jax.jit``; they win.
-      calibration: what :func:`tune` fitted, or the file that it was saved to: ``.plan`` and ``overlap="auto"`` are priced with what
-        was measured instead of with the chip table, and devices that the table does not have, CPUs, are priced at all.
+      calibration: the result of :func:`calibrate`, or the file it was saved to. ``.plan`` and ``overlap="auto"`` then use the
+        measured efficiencies instead of those of the chip table; devices that are not in the table (CPUs) get estimates too.
 
     Returns:
       A :class:`Jitted` with the signature of ``fn``: call it; ``.plan(*args)``, ``.check(*args)``, ``.lower(*args)``,
@@ -246,7 +246,7 @@ def check(
       raises: raise at the first difference; else only note it in the report.
 
     Returns:
-      A :class:`meshpar.verify.check.Report`: print it, or read ``ok`` and ``rows``.
+      A :class:`meshpar.types.Report`: print it, or read ``ok`` and ``rows``.
 
     Raises:
       CheckError: a leaf differs by more than rounding (:mod:`meshpar.verify.check` defines it): its path, by how much, the first op
@@ -362,9 +362,9 @@ def compile(
 def search(
     fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str, mesh: str | None = None,
     dims: DimsPatterns = None,
-    fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time", margin: float = 0.85,
-    axes: int = 3, most: int = 400, seconds: float | None = None, layouts: Iterable[LayoutLike] = (), verify: int = 0,
-    vary: Mapping[str, Sequence[Any]] | None = None,
+    fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time", memory_fraction: float = 0.85,
+    max_axes: int = 3, max_plans: int = 400, time_limit: float | None = None, layouts: Iterable[LayoutLike] = (), verify: int = 0,
+    choices: Mapping[str, Sequence[Any]] | None = None,
     lowering: Lowering = "auto", overlap: Mode | None = None, calibration: CalibrationLike = None, progress: Progress = None,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
@@ -374,8 +374,8 @@ def search(
 
     The known schemes (``mp.layouts``) are planned on every mesh with as many axes as they take; from the best of them, rules are
     changed one dim after the other for as long as that helps. Every candidate is planned exactly, as :func:`meshpar.plan` does;
-    nothing is compiled but with ``verify``. Memory that does not fit is refused. Without ``seconds`` the answer is the same every
-    time. The seconds are the plan's estimates: what is found is a layout to try.
+    nothing is compiled but with ``verify``. Memory that does not fit is refused. Without ``time_limit`` the result is
+    deterministic. The seconds are the plan's estimates: what is found is a layout to try.
 
     Args:
       fn: a function, e.g. a train step; or several of the same arguments by name, of which one is chosen as well.
@@ -383,25 +383,26 @@ def search(
       **keywords: those by keyword.
       kwargs: more keyword arguments of ``fn``: those that are called as an option of ``search`` is.
       topology: the slice, ``"v5e:16x16"``, as in :func:`meshpar.plan`.
-      mesh: the only mesh to try, as text; default: all with at most ``axes`` axes, called ``data``, ``model``, ``third``, after
+      mesh: the only mesh to try, as text; default: all with at most ``max_axes`` axes, called ``data``, ``model``, ``third``, after
         ``slice`` where there are several slices.
       dims, static_argnums, static_argnames, donate_argnums, donate_argnames, lowering, overlap, calibration: as in
         :func:`meshpar.plan`.
       fixed: rules that every layout begins with: ``"batch: data"``.
       forbid: dims that are never split: ``"head_dim, seq"``.
       objective: ``"time"``: the shortest step of those that fit; ``"memory"``: the smallest peak.
-      margin: the part of a device's memory that a plan's peak may take.
-      most: how many candidates are planned at most; ``seconds``: after how long no more are.
+      memory_fraction: the part of a device's memory that a plan's peak may take.
+      max_plans: how many candidates are planned at most.
+      time_limit: seconds after which no more plans are begun.
       layouts: of your own, planned beside the others on the meshes that have their axes.
       verify: how many of the best are compiled (as :func:`meshpar.compile`: the first at full effort, which takes minutes for a
         large model); one that the compiler refuses is passed over.
-      vary: values of which one each is chosen as well: ``{"overlap": ["auto", "xla"], "microbatches": [1, 2, 4]}``. ``overlap`` is
-        that of the lowering; everything else is a keyword argument of ``fn``, static. Every combination is a program that is
-        traced and searched; ``most`` counts for each.
+      choices: more options with the values to choose from: ``{"overlap": ["auto", "xla"], "microbatches": [1, 2, 4]}``.
+        ``overlap`` is that of the lowering; every other one is a static keyword argument of ``fn``. Each combination of values
+        is a program that is traced and searched; ``max_plans`` counts for each.
       progress: a line on stderr; None: on a terminal only; or a function of its text.
 
     Returns:
-      :class:`meshpar.search.Search`: print it; ``best.mesh`` and ``best.layout`` are text for :func:`meshpar.jit`; ``rows``,
+      :class:`meshpar.types.Search`: print it; ``best.mesh`` and ``best.layout`` are text for :func:`meshpar.jit`; ``rows``,
       ``front``, ``why(layout)``, ``plan()``, ``to_json()``. Interrupted (Ctrl-C) after its first plan, it has the best
       so far. Where nothing fits, ``fits`` is False and ``best`` is what needs the least memory.
 
@@ -411,16 +412,16 @@ def search(
       UnknownDimError: ``fixed`` or ``forbid`` names a dim that the program does not have.
       UnsupportedError: options out of range; ``fixed`` splits a dim that ``forbid`` names.
     """
-    if axes < 1:
-        raise UnsupportedError(f"axes={axes!r}: a mesh has at least one", fixes=["axes=1, 2 or 3"])
-    if seconds is not None and not seconds > 0:
-        raise UnsupportedError(f"seconds={seconds!r}: a time limit is above 0", fixes=["leave it out for none"])
+    if max_axes < 1:
+        raise UnsupportedError(f"max_axes={max_axes!r}: a mesh has at least one", fixes=["max_axes=1, 2 or 3"])
+    if time_limit is not None and not time_limit > 0:
+        raise UnsupportedError(f"time_limit={time_limit!r}: a time limit is above 0", fixes=["leave it out for none"])
     given = {**keywords, **(kwargs or {})}
     options: dict[str, Any] = {
         "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
         "donate_argnames": donate_argnames,
     }  # fmt: skip
-    programs = dict(_variants(fn, vary or {}, None if lowering == "jit" else overlap, lowering))
+    programs = dict(_variants(fn, choices or {}, None if lowering == "jit" else overlap, lowering))
     measured = calibrations(calibration)
 
     def compiled(row: Row, whole: bool) -> str:
@@ -445,20 +446,21 @@ def search(
             for name, (program, more, mode) in programs.items()
         }  # fmt: skip
         return search_from(
-            bases, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective, margin=margin, axes=axes, most=most,
-            seconds=seconds, layouts=layouts, verify=verify, compiled=compiled, tell=tell,
+            bases, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective,
+            memory_fraction=memory_fraction, max_axes=max_axes, max_plans=max_plans, time_limit=time_limit,
+            layouts=layouts, verify=verify, compiled=compiled, tell=tell,
         )  # fmt: skip
 
 
 @options_apart
-def tune(
+def calibrate(
     fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Mesh | str | Iterable[Mesh | str] | None = None,
     meshes: Mesh | str | Iterable[Mesh | str] | None = None, dims: DimsPatterns = None, lowering: Lowering = "auto",
-    overlap: Mode | None = None, rounds: int = 9, most: int = 4, tolerance: float = 1e-5, progress: Progress = None,
+    overlap: Mode | None = None, rounds: int = 9, max_layouts: int = 4, tolerance: float = 1e-5, progress: Progress = None,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
     options: OptionsMode | None = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Any,
-) -> Tuning:  # fmt: skip
+) -> CalibrationResult:  # fmt: skip
     """Measure a step under a few layouts on the devices that are here, and fit the chip's efficiencies to what was measured.
 
     Every layout is planned, compiled and run once; its results are compared with those of the first, which they equal up to
@@ -472,7 +474,7 @@ def tune(
       fn: a function, e.g. a train step, or what :func:`jit` made of one (then dims, donated and static arguments are its own).
       *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
       **keywords: those by keyword.
-      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``tune`` is.
+      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``calibrate`` is.
       layouts: texts, :class:`Layout` and Flax rule lists, each measured on every mesh; pairs (mesh, layout); or what
         :func:`search` returned, whose best rows are measured.
       mesh, meshes: one of the two: a mesh or several, as for :func:`check`. Not for pairs and searches, which have their own;
@@ -480,12 +482,13 @@ def tune(
       dims, lowering, overlap, options, static_argnums, static_argnames, donate_argnums, donate_argnames: as in :func:`jit`; what is
         donated is copied before every run, beside the clock.
       rounds: how often each layout is measured.
-      most: of a search, how many of its rows that fit.
+      max_layouts: of a search, how many of its rows that fit.
       tolerance: as in :func:`check`.
       progress: a line on stderr; None: on a terminal only; or a function of its text.
 
     Returns:
-      :class:`meshpar.tune.Tuning`: print it; ``rows`` best first, ``best.mesh`` and ``best.layout`` are text for :func:`jit`;
+      :class:`meshpar.types.CalibrationResult`: print it; ``rows`` best first, ``best.mesh`` and ``best.layout`` are text for
+      :func:`jit`;
       ``calibration.save("chip.json")``.
 
     Raises:
@@ -495,12 +498,12 @@ def tune(
       UnsupportedError: no layouts; options out of range; devices of several kinds.
       MeshparError: a layout that cannot be planned, before anything runs.
     """
-    _check_function(fn, "tune")
+    _check_function(fn, "calibrate")
     check_lowering(lowering, overlap)
     if mesh is not None and meshes is not None:
-        raise MeshError("mp.tune was given both mesh= and meshes=", fixes=["all meshes in one of them"])
+        raise MeshError("mp.calibrate was given both mesh= and meshes=", fixes=["all meshes in one of them"])
     given = {**keywords, **(kwargs or {})}
-    pairs = list(_pairs(layouts, mesh if meshes is None else meshes, most))
+    pairs = list(_pairs(layouts, mesh if meshes is None else meshes, max_layouts))
     if isinstance(fn, Jitted):
         steps = fn._other
         changed: dict[str, Any] = {} if dims is None else {"dims": _patterns(dims)}
@@ -512,24 +515,24 @@ def tune(
         }  # fmt: skip
     with contextlib.ExitStack() as stack:
         candidates = []
-        tell = stack.enter_context(progress_line("tuning", progress))
+        tell = stack.enter_context(progress_line("calibrating", progress))
         for where, layout in pairs:
             step: Jitted[..., Any] = steps(
                 mesh=where, layout=layout, lowering=lowering, overlap=None if lowering == "jit" else overlap, **changed
             )
             subject = stack.enter_context(step._subject(args, given))
             candidates.append(Candidate(str(layout), subject))
-        return tune_candidates(candidates, rounds=rounds, tolerance=tolerance, tell=tell)
+        return calibrate_candidates(candidates, rounds=rounds, tolerance=tolerance, tell=tell)
 
 
-def _pairs(layouts: Any, meshes: Any, most: int) -> Iterator[tuple[Mesh, Layout]]:
+def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, Layout]]:
     """(mesh, layout) of everything that is to be measured, each once.
 
     Raises:
       MeshError: a layout has several axes, and there is no mesh.
     """
     if isinstance(layouts, Search):
-        rows = [r for r in layouts.rows if r.fits and r.variant == layouts.best.variant][:most]
+        rows = [r for r in layouts.rows if r.fits and r.variant == layouts.best.variant][:max_layouts]
         layouts = [(r.mesh, r.layout) for r in rows]
     single = isinstance(layouts, str | Layout | Mapping)
     items: list[Any] = [layouts] if single or _is_pair(layouts) else list(layouts)
@@ -565,20 +568,21 @@ def _is_pair(item: Any) -> bool:
 
 
 def _variants(
-    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], vary: Mapping[str, Sequence[Any]], overlap: Mode | None,
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], choices: Mapping[str, Sequence[Any]], overlap: Mode | None,
     lowering: Lowering,
 ) -> Iterator[tuple[str, tuple[Callable[..., Any], dict[str, Any], Mode | None]]]:  # fmt: skip
     """(name, (function, its keywords, overlap)) of every program that a search plans."""
     functions = dict(fn) if isinstance(fn, Mapping) else {"": fn}
     for function in functions.values():
         _check_function(function, "search")
-    for name, values in vary.items():
+    for name, values in choices.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise UnsupportedError(
-                f"vary={{{name!r}: {values!r}}}: it is a list of values", fixes=[f"vary={{{name!r}: [{values!r}]}}"]
+                f"choices={{{name!r}: {values!r}}}: it is a list of values",
+                fixes=[f"choices={{{name!r}: [{values!r}]}}"],
             )
-    for (called, function), *chosen in itertools.product(functions.items(), *vary.values()):
-        more = dict(zip(vary, chosen, strict=True))
+    for (called, function), *chosen in itertools.product(functions.items(), *choices.values()):
+        more = dict(zip(choices, chosen, strict=True))
         said = ", ".join(filter(None, [called, *(f"{k}={v}" for k, v in more.items())]))
         mode: Any = more.pop("overlap", overlap)
         check_lowering(lowering, mode)
@@ -611,7 +615,7 @@ def lab(
         :func:`meshpar.plan`.
 
     Returns:
-      A :class:`meshpar.lab.Lab`. A notebook shows it (with the extra ``lab``); ``serve()`` opens it in a browser; ``mesh``,
+      A :class:`meshpar.types.Lab`. A notebook shows it (with the extra ``lab``); ``serve()`` opens it in a browser; ``mesh``,
       ``layout`` and ``plan`` are those that the page shows.
 
     Raises:

@@ -1,4 +1,5 @@
-"""The command line: ``meshpar plan|lab|compile|search|tune|check|diff TARGET``, ``launch``, ``checkpoint``, ``tune-kernels``."""
+"""The command line: ``meshpar plan|lab|compile|search|calibrate|check|diff TARGET``, and ``launch``, ``checkpoint``,
+``tune-kernels``."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ arguments as jax.ShapeDtypeStruct (nothing is allocated), and tree-path patterns
   meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8
   meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp+tensor
   meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
-  meshpar tune    examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
+  meshpar calibrate examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
   meshpar check   examples/llama.py:tiny --layout fsdp --layout "batch: data; mlp: model"
 """
 EXIT = """\
@@ -51,10 +52,33 @@ exit status: 0: well; 1: it does not hold: a layout changes a number, the compil
 2: bad input (the message says what to write instead)."""
 
 
+RENAMED_COMMANDS = {"tune": "calibrate"}
+RENAMED_FLAGS = {
+    "--margin": "--memory-fraction",
+    "--axes": "--max-axes",
+    "--most": "--max-plans",
+    "--seconds": "--time-limit",
+    "--vary": "--choices",
+}
+"""Former flags of ``meshpar search`` → what they are called now."""
+
+
+def _renamed(words: Sequence[str]) -> str | None:
+    """The error text for a former command or flag among the words of a command line; None: there is none."""
+    if words and words[0] in RENAMED_COMMANDS:
+        return f"the command `{words[0]}` is now `{RENAMED_COMMANDS[words[0]]}`"
+    flags = [word.partition("=")[0] for word in words if words[0] == "search"]
+    return next((f"{flag} is now {RENAMED_FLAGS[flag]}" for flag in flags if flag in RENAMED_FLAGS), None)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    args = _parser().parse_args(argv)
-    if not os.environ.get("JAX_PLATFORMS") and not (args.run is _tune or getattr(args, "accelerator", False)):
+    parser = _parser()
+    given = sys.argv[1:] if argv is None else list(argv)
+    if (renamed := _renamed(given)) is not None:
+        parser.error(renamed)
+    args = parser.parse_args(given)
+    if not os.environ.get("JAX_PLATFORMS") and not (args.run is _calibrate or getattr(args, "accelerator", False)):
         jax.config.update("jax_platforms", "cpu")  # nothing else needs the accelerators, which others may be using
     warnings.simplefilter("ignore", JoinWarning)  # plans list their joins
     try:
@@ -77,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
     commands = parser.add_subparsers(
-        metavar="plan|lab|compile|search|tune|check|diff|launch|checkpoint|tune-kernels", required=True
+        metavar="plan|lab|compile|search|calibrate|check|diff|launch|checkpoint|tune-kernels", required=True
     )
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., Any]:
@@ -105,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         "help": "who partitions: meshpar (shard_map), XLA (jit), or meshpar unless an op has no local form (%(default)s)",
     }
     options = "options of the TPU compiler: meshpar's, or none (%(default)s)"
-    calibration = "what `meshpar tune` measured of such devices, instead of the chip table"
+    calibration = "what `meshpar calibrate` measured of such devices, instead of the chip table"
     donate = "arguments that the step may overwrite (default: `state`, if there is one)"
 
     add = command("plan", _plan, "what each device holds and sends, how long it takes, and why; nothing is compiled")
@@ -160,12 +184,12 @@ def _parser() -> argparse.ArgumentParser:
         default="time",
         help="the shortest step, or the smallest peak (%(default)s)",
     )
-    add("--margin", type=float, default=0.85, help="the part of the memory that may be used (%(default)s)")
-    add("--axes", type=int, default=3, help="axes of a mesh at most (%(default)s)")
-    add("--most", type=int, default=400, help="candidates to plan at most (%(default)s)")
-    add("--seconds", type=float, help="begin no more plans after so long")
+    add("--memory-fraction", type=float, default=0.85, help="the part of the memory that may be used (%(default)s)")
+    add("--max-axes", type=int, default=3, help="axes of a mesh at most (%(default)s)")
+    add("--max-plans", type=int, default=400, help="candidates to plan at most (%(default)s)")
+    add("--time-limit", type=float, help="begin no more plans after so long")
     add(
-        "--vary", action="append", default=[], metavar="NAME=A,B",
+        "--choices", action="append", default=[], metavar="NAME=A,B",
         help="choose one of these as well, of `overlap` or of an argument of the target: remat=full,none; several may be given",
     )  # fmt: skip
     add("--calibration", metavar="FILE", help=calibration)
@@ -176,8 +200,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--overlap", choices=MODES, help=overlap + " (default: auto)")
 
     add = command(
-        "tune",
-        _tune,
+        "calibrate",
+        _calibrate,
         "run the step under some layouts on the devices here, in turn, and fit the chip's efficiencies to it",
     )
     add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: one axis over all devices)')
@@ -283,7 +307,7 @@ def _compile(args: argparse.Namespace) -> int:
 
 def _search(args: argparse.Namespace) -> int:
     given = parse_options(args.set)
-    vary = dict(_choices(text) for text in args.vary)
+    vary = dict(_choices(text) for text in args.choices)
     modes = vary.pop("overlap", None)
     targets = {
         ", ".join(f"{k}={v}" for k, v in zip(vary, chosen, strict=True)): load_target(
@@ -294,7 +318,7 @@ def _search(args: argparse.Namespace) -> int:
     target = next(iter(targets.values()))
     if len({str(jax.tree.map(jax.typeof, each.args)) for each in targets.values()}) > 1:
         raise TargetError(
-            f"--vary {' '.join(args.vary)} changes the arguments of the step; only the step itself may vary",
+            f"--choices {' '.join(args.choices)} changes the arguments of the step; only the step itself may vary",
             fixes=["--set for what changes shapes, one search for each"],
         )
     mesh = args.mesh or f"data={device_count(args.topology)}"
@@ -304,8 +328,9 @@ def _search(args: argparse.Namespace) -> int:
         lambda: mp.search(
             {name: each.step for name, each in targets.items()}, *target.args, topology=args.topology, mesh=args.mesh,
             dims=target.dims, layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
-            margin=args.margin, axes=args.axes, most=args.most, seconds=args.seconds, verify=args.verify,
-            vary={"overlap": modes} if modes else None, lowering=args.lowering, overlap=args.overlap,
+            memory_fraction=args.memory_fraction, max_axes=args.max_axes, max_plans=args.max_plans,
+            time_limit=args.time_limit, verify=args.verify,
+            choices={"overlap": modes} if modes else None, lowering=args.lowering, overlap=args.overlap,
             calibration=args.calibration,
             donate_argnames=_donated(args, target),
         ),
@@ -321,12 +346,12 @@ def _choices(text: str) -> tuple[str, list[Any]]:
     name, _, values = text.partition("=")
     chosen = [parse_options([f"{name}={v.strip()}"]) for v in values.split(",") if v.strip()]
     if not chosen or len({tuple(c) for c in chosen}) > 1:
-        raise TargetError(f"--vary {text!r}: it is a name and values", fixes=["--vary remat=full,none"])
+        raise TargetError(f"--choices {text!r}: it is a name and values", fixes=["--choices remat=full,none"])
     key = next(iter(chosen[0]))
     return key, [c[key] for c in chosen]
 
 
-def _tune(args: argparse.Namespace) -> int:
+def _calibrate(args: argparse.Namespace) -> int:
     target = load_target(args.target, parse_options(args.set))
     mp.virtual_devices(args.devices)
     if args.calibration and Path(args.calibration).exists():
@@ -336,7 +361,7 @@ def _tune(args: argparse.Namespace) -> int:
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
     chosen = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
     values = failing_as_target(target.name, lambda: concrete(target, args.ints))
-    found = mp.tune(
+    found = mp.calibrate(
         target.step, *values, layouts=chosen, meshes=args.mesh, dims=target.dims, lowering=args.lowering,
         overlap=args.overlap, options=args.options, rounds=args.rounds, tolerance=args.tolerance,
         donate_argnames=_donated(args, target),
@@ -422,7 +447,7 @@ def _plan_of(
             target.step, *target.args, mesh=mesh, topology=topology, layout=layout, dims=target.dims, strict=strict,
             donate_argnames=_donated(args, target), lowering=getattr(args, "lowering", "auto"),
             overlap=getattr(args, "overlap", None), options=getattr(args, "options", "auto"),
-            calibration=getattr(args, "calibration", None) if args.run is not _tune else None,
+            calibration=getattr(args, "calibration", None) if args.run is not _calibrate else None,
         ),
     )  # fmt: skip
 

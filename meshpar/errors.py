@@ -4,6 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+__all__ = [
+    "AgreementError",
+    "AxisConflictError",
+    "CheckError",
+    "CheckpointError",
+    "CheckpointWarning",
+    "CompilerError",
+    "DataPositionError",
+    "DigestError",
+    "DivisibilityError",
+    "JoinError",
+    "JoinWarning",
+    "LayoutSyntaxError",
+    "LostProcessError",
+    "LoweringWarning",
+    "MeshError",
+    "MeshparError",
+    "OutOfMemoryError",
+    "PatternError",
+    "RankError",
+    "RepeatedWarning",
+    "ReplicatedWarning",
+    "StuckProcessError",
+    "TargetError",
+    "TorusWarning",
+    "UnknownAxisError",
+    "UnknownDimError",
+    "UnsupportedError",
+]
+
 
 class MeshparError(ValueError):
     """Base of all meshpar errors: a headline, then the facts, one a line, then the ways to fix it.

@@ -413,7 +413,7 @@ class Jitted(Generic[P, R]):
         """Compare this layout with the unsharded run on these arguments; see :func:`meshpar.check`.
 
         Returns:
-          A :class:`meshpar.verify.check.Report`: print it.
+          A :class:`meshpar.types.Report`: print it.
 
         Raises:
           CheckError: a result differs, and rounding does not explain it.

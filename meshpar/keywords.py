@@ -4,12 +4,48 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from .errors import UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+RENAMED_OPTIONS = {
+    "search": {
+        "axes": "max_axes",
+        "margin": "memory_fraction",
+        "most": "max_plans",
+        "seconds": "time_limit",
+        "vary": "choices",
+    },
+    "calibrate": {"most": "max_layouts"},
+}
+"""Function → former names of its options → what they are called now."""
+
+
+def refuse_renamed_options(api: str, fn: Any, keywords: Iterable[str]) -> None:
+    """Raise the TypeError for an option that has another name now, unless ``fn`` has an argument of that name.
+
+    Args:
+      api: the meshpar function, ``"search"``.
+      fn: the user's function, or several by name.
+      keywords: the keyword arguments that are no options of ``api``.
+    """
+    renamed = RENAMED_OPTIONS.get(api, {})
+    for old in sorted(renamed.keys() & set(keywords)):
+        functions = fn.values() if isinstance(fn, Mapping) else [fn]
+        if not any(_takes(f, old) for f in functions):
+            raise TypeError(f"mp.{api}: the option `{old}` is now `{renamed[old]}`")
+
+
+def _takes(fn: Any, name: str) -> bool:
+    """Whether a function accepts a keyword argument of this name; False where its signature cannot be read."""
+    try:
+        parameters = inspect.signature(getattr(fn, "__wrapped__", fn)).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def options_apart(api: F) -> F:
@@ -23,6 +59,7 @@ def options_apart(api: F) -> F:
 
     @functools.wraps(api)
     def checked(fn: Any, *args: Any, **keywords: Any) -> Any:
+        refuse_renamed_options(api.__name__, fn, keywords.keys() - options)
         shared = options & keywords.keys()
         if shared and "kwargs" not in keywords:
             try:

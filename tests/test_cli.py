@@ -220,7 +220,9 @@ def test_an_interrupt_is_no_traceback(run, target):
 
 def test_tune_and_what_it_fitted(run, target, tmp_path):
     kept, page = tmp_path / "here.json", tmp_path / "tuned.html"
-    status, out, err = run("tune", f"{target}:small", "--rounds", "1", "--calibration", str(kept), "--html", str(page))
+    status, out, err = run(
+        "calibrate", f"{target}:small", "--rounds", "1", "--calibration", str(kept), "--html", str(page)
+    )
     assert (status, err) == (0, "")
     assert {"batch: data", "batch, embed: data"} <= {line.strip() for line in out.splitlines()}
     assert page.read_text().count("<tr>") == 3
@@ -230,13 +232,13 @@ def test_tune_and_what_it_fitted(run, target, tmp_path):
     status, out, _ = run("compile", *how, "--json")
     assert json.loads(out)["calibration"]["measured_on"].startswith("cpu, jaxlib")
     status, out, _ = run(
-        "tune", f"{target}:small", "--rounds", "1", "--mesh", "data=4, model=2", "--layout", "dp", "--json"
+        "calibrate", f"{target}:small", "--rounds", "1", "--mesh", "data=4, model=2", "--layout", "dp", "--json"
     )
     assert [r["layout"] for r in json.loads(out)["rows"]] == ["batch: data"]
     status, _, err = run("search", f"{target}:small", "--topology", "v5e:2x2", "--calibration", str(kept))
     assert (status, "the calibration is of cpu" in err) == (2, True)
     kept.write_text("{}")
-    status, _, err = run("tune", f"{target}:small", "--calibration", str(kept))
+    status, _, err = run("calibrate", f"{target}:small", "--calibration", str(kept))
     assert (status, "is no calibration file" in err) == (2, True)
 
 
@@ -259,7 +261,7 @@ def test_a_check_that_fails_has_status_one(run, target, monkeypatch):
     import meshpar as mp
     from meshpar.verify.check import Report, Row
 
-    wrong = Row("data=8", "batch: data", "jit", "0/w", 0.5, 3, error=mp.CheckError("0/w differs"))
+    wrong = Row("data=8", "batch: data", "jit", "0/w", 0.5, 3, error=mp.errors.CheckError("0/w differs"))
     monkeypatch.setattr(mp, "check", lambda *_, **__: Report(rows=[wrong]))
     status, out, _ = run("check", f"{target}:small", "--layout", "dp")
     assert status == 1
@@ -383,7 +385,7 @@ def test_it_runs_as_a_module(target):
 
 
 def test_search_prints_the_choice_and_json(run, target):
-    arguments = ["search", f"{target}:small", "--topology", "v5e:2x2", "--axes", "2", "--layout", "fsdp"]
+    arguments = ["search", f"{target}:small", "--topology", "v5e:2x2", "--max-axes", "2", "--layout", "fsdp"]
     status, out, _ = run(*arguments)
     assert status == 0
     assert out.startswith("search  ")
@@ -391,24 +393,24 @@ def test_search_prints_the_choice_and_json(run, target):
     found = json.loads(out)
     assert found["fits"]
     assert any(row["name"] == "yours" and row["layout"] == "batch, embed: data" for row in found["rows"])
-    status, out, _ = run(*arguments, "--margin", "1e-9")
+    status, out, _ = run(*arguments, "--memory-fraction", "1e-9")
     assert status == 1
     assert "NOTHING FITS" in out
     assert run(*arguments, "--forbid", "batsh")[0] == 2
 
 
 def test_search_varies_the_target_and_writes_a_page(run, target, tmp_path):
-    arguments = ["search", f"{target}:twice", "--topology", "v5e:2x2", "--axes", "1", "--vary", "times=1,3"]
-    status, out, _ = run(*arguments, "--vary", "overlap=off,auto", "--html", str(tmp_path / "found.html"), "--json")
+    arguments = ["search", f"{target}:twice", "--topology", "v5e:2x2", "--max-axes", "1", "--choices", "times=1,3"]
+    status, out, _ = run(*arguments, "--choices", "overlap=off,auto", "--html", str(tmp_path / "found.html"), "--json")
     assert status == 0
     rows = json.loads(out)["rows"]
     assert {r["variant"] for r in rows} == {f"times={n}, overlap={m}" for n in (1, 3) for m in ("off", "auto")}
     assert json.loads(out)["best"]["variant"].startswith("times=1")
     assert "<svg" in (tmp_path / "found.html").read_text()
     small = ["search", f"{target}:small", "--topology", "v5e:2x2"]
-    assert "changes the arguments" in run(*small, "--vary", "batch=8,16")[2]
+    assert "changes the arguments" in run(*small, "--choices", "batch=8,16")[2]
     for bad in ("times", "=1", "a=1,b=2"):
-        assert run(*small, "--vary", bad)[0] == 2
+        assert run(*small, "--choices", bad)[0] == 2
 
 
 def test_the_lab_is_served_until_ctrl_c(target):
@@ -488,18 +490,18 @@ OPTIONS = {
         (["--fixed", "batch: data"], "fixed", "batch: data"),
         (["--forbid", "mlp"], "forbid", "mlp"),
         (["--objective", "memory"], "objective", "memory"),
-        (["--margin", "0.5"], "margin", 0.5),
-        (["--axes", "1"], "axes", 1),
-        (["--most", "7"], "most", 7),
-        (["--seconds", "2.5"], "seconds", 2.5),
-        (["--vary", "overlap=auto,xla"], "vary", {"overlap": ["auto", "xla"]}),
+        (["--memory-fraction", "0.5"], "memory_fraction", 0.5),
+        (["--max-axes", "1"], "max_axes", 1),
+        (["--max-plans", "7"], "max_plans", 7),
+        (["--time-limit", "2.5"], "time_limit", 2.5),
+        (["--choices", "overlap=auto,xla"], "choices", {"overlap": ["auto", "xla"]}),
         (["--calibration", "here.json"], "calibration", "here.json"),
         (["--verify", "2"], "verify", 2),
         (["--donate", "batch"], "donate_argnames", ["batch"]),
         (["--lowering", "jit"], "lowering", "jit"),
         (["--overlap", "off"], "overlap", "off"),
     ],
-    "tune": [
+    "calibrate": [
         (["--mesh", "data=4", "--mesh", "data=8"], "meshes", ["data=4", "data=8"]),
         (["--layout", "embed: data"], "layouts", ["embed: data"]),
         (["--lowering", "jit"], "lowering", "jit"),
@@ -561,13 +563,13 @@ def recorded(monkeypatch, command: str) -> dict:
 def test_an_option_arrives(run, target, monkeypatch, tmp_path, command, case):
     given, keyword, value = case
     measured = tmp_path / "measured.json"
-    mp.Calibration("cpu", "0.1", 0.1, 0.2, 0.3).save(measured)
+    mp.types.Calibration("cpu", "0.1", 0.1, 0.2, 0.3).save(measured)
     given, value = ([str(measured) if x == "CALIBRATION" else x for x in xs] if isinstance(xs, list) else xs
                     for xs in (given, value))  # fmt: skip
     value = str(measured) if value == "CALIBRATION" else value
     argv = [command, f"{target}:small", *given]
     for option, default in (("--mesh", "data=4"), ("--layout", "dp"), ("--topology", "v5e:2x2")):
-        asked = option in given or (command in ("tune", "check") and option == "--topology")
+        asked = option in given or (command in ("calibrate", "check") and option == "--topology")
         if command == "compile" and "--calibration" in given and option == "--topology":
             continue  # of CPUs
         argv += [] if asked else [option, default]
@@ -594,7 +596,7 @@ def test_every_option_has_a_row():
     for command, cases in OPTIONS.items():
         known = {s for action in commands[command]._actions for s in action.option_strings if s.startswith("--")}
         shown = {a for given, _, _ in cases for a in given if a.startswith("--")}
-        own = ELSEWHERE | ({"--calibration"} if command == "tune" else set())  # the file that it writes
+        own = ELSEWHERE | ({"--calibration"} if command == "calibrate" else set())  # the file that it writes
         assert known - own == shown, command
 
 
@@ -602,7 +604,7 @@ def test_options_that_the_command_line_uses_itself(run, target, monkeypatch, tmp
     seen = []
     monkeypatch.setattr(mp, "virtual_devices", lambda n: seen.append(("devices", n)))
     monkeypatch.setattr("meshpar.cli.concrete", lambda found, ints: seen.append(("ints", ints)) or found.args)
-    for command in ("check", "tune"):
+    for command in ("check", "calibrate"):
         recorded(monkeypatch, command)
         run(command, f"{target}:small", "--layout", "dp", "--mesh", "data=4", "--devices", "4", "--ints", "3")
     assert seen == [("devices", 4), ("ints", 3)] * 2

@@ -58,7 +58,7 @@ def lines(error: str) -> list[list[str]]:
 
 
 def test_unknown_dim_with_a_near_name():
-    error = text(mp.UnknownDimError, plan, "batch: data; embd: model")
+    error = text(mp.errors.UnknownDimError, plan, "batch: data; embd: model")
     assert error == textwrap.dedent("""\
         rule `embd: model` names dim `embd`, which no value of the program has
           rule    embd: model
@@ -67,7 +67,7 @@ def test_unknown_dim_with_a_near_name():
 
 
 def test_unknown_dim_without_a_near_name():
-    error = text(mp.UnknownDimError, plan, "batch: data; zzz: model")
+    error = text(mp.errors.UnknownDimError, plan, "batch: data; zzz: model")
     assert "dims there are: batch, embed, mlp" in error
 
 
@@ -81,11 +81,11 @@ def test_unknown_dim_in_init_is_a_misspelling_only_where_a_name_is_near():
         return mp.init(create, mesh=mesh, layout=layout, dims={"up": "embed mlp"}).plan()
 
     assert init("batch: data; embed: data").outputs[0].dims == ("embed", "mlp")  # the batch's rule
-    assert "did you mean `embed`?" in text(mp.UnknownDimError, init, "embd: data")
+    assert "did you mean `embed`?" in text(mp.errors.UnknownDimError, init, "embd: data")
 
 
 def test_unknown_axis_with_a_near_name():
-    error = text(mp.UnknownAxisError, plan, "batch: data; mlp: modl")
+    error = text(mp.errors.UnknownAxisError, plan, "batch: data; mlp: modl")
     assert error == textwrap.dedent("""\
         rule `mlp: modl` names axis `modl`, which the mesh (data=4, model=2) does not have
           rule    mlp: modl
@@ -94,11 +94,11 @@ def test_unknown_axis_with_a_near_name():
 
 
 def test_unknown_axis_without_a_near_name():
-    assert "axes there are: data, model" in text(mp.UnknownAxisError, plan, "batch: expert")
+    assert "axes there are: data, model" in text(mp.errors.UnknownAxisError, plan, "batch: expert")
 
 
 def test_an_axis_twice_in_one_rule():
-    error = text(mp.AxisConflictError, mp.Layout, "batch: data+model+data")
+    error = text(mp.errors.AxisConflictError, mp.Layout, "batch: data+model+data")
     assert error == textwrap.dedent("""\
         rule `batch: data+model+data` asks for axis `data` twice
           rule    batch: data+model+data
@@ -106,11 +106,11 @@ def test_an_axis_twice_in_one_rule():
 
 
 def test_an_axis_twice_in_a_pair():
-    assert "`data` twice" in text(mp.AxisConflictError, mp.Layout, [("batch", ("data", "data"))])
+    assert "`data` twice" in text(mp.errors.AxisConflictError, mp.Layout, [("batch", ("data", "data"))])
 
 
 def test_errors_have_their_facts_as_attributes():
-    with pytest.raises(mp.UnknownAxisError) as error:
+    with pytest.raises(mp.errors.UnknownAxisError) as error:
         plan("mlp: modl")
     assert (error.value.dim, error.value.axis, error.value.rule) == ("mlp", "modl", "mlp: modl")
     assert error.value.fixes[0] == "did you mean `model`?"
@@ -121,7 +121,7 @@ def test_errors_have_their_facts_as_attributes():
 
 
 def test_a_size_that_does_not_divide():
-    error = text(mp.DivisibilityError, plan, "batch: data; mlp: data", args=arguments(mlp=30))
+    error = text(mp.errors.DivisibilityError, plan, "batch: data; mlp: data", args=arguments(mlp=30))
     assert error == textwrap.dedent("""\
         params/down: dim `mlp` of size 30 does not divide over data=4 (it leaves 2)
           tensor  params/down  float32[30, 16]
@@ -132,7 +132,7 @@ def test_a_size_that_does_not_divide():
 
 
 def test_a_size_that_does_not_divide_over_two_axes():
-    error = text(mp.DivisibilityError, plan, "batch: data+model", args=arguments(batch=4))
+    error = text(mp.errors.DivisibilityError, plan, "batch: data+model", args=arguments(batch=4))
     assert "x: dim `batch` of size 4 does not divide over data=4 × model=2 (it leaves 4)" in error
     assert "tensor  x  float32[4, 16]" in error
     assert "make `batch` 8: the nearest multiples of 8" in error
@@ -145,7 +145,7 @@ def test_with_a_question_mark_it_is_left_whole_and_noted():
 
 def test_the_size_of_a_spec():
     mesh = mp.mesh("data=4, model=2")
-    error = text(mp.DivisibilityError, mp.Layout("embed: data").spec, "embed", mesh, (10,), path="w")
+    error = text(mp.errors.DivisibilityError, mp.Layout("embed: data").spec, "embed", mesh, (10,), path="w")
     assert "w: dim `embed` of size 10 does not divide over data=4 (it leaves 2)" in error
     assert "make `embed` 8 or 12: the nearest multiples of 4" in error
 
@@ -155,7 +155,7 @@ def test_what_init_makes_must_divide():
         return {"params": {"up": jnp.ones((16, 30))}}
 
     init = mp.init(create, mesh=mp.mesh("data=4, model=2"), layout="mlp: data", dims={"*up": "embed mlp"})
-    error = text(mp.DivisibilityError, init.plan)
+    error = text(mp.errors.DivisibilityError, init.plan)
     assert "params/up: dim `mlp` of size 30 does not divide over data=4 (it leaves 2)" in error
 
 
@@ -169,7 +169,7 @@ def swapped(strict):
 
 
 def test_a_join_is_an_error_when_strict():
-    error = text(mp.JoinError, swapped, strict=True)
+    error = text(mp.errors.JoinError, swapped, strict=True)
     head = error.splitlines()[0]
     assert head in (
         "`embed` and `mlp` are the same dim of the program",
@@ -203,7 +203,7 @@ def test_no_join_no_warning():
 
 
 def test_a_pattern_that_matches_nothing():
-    error = text(mp.PatternError, plan, "batch: data", dims=DIMS | {"params/upp": "embed mlp"})
+    error = text(mp.errors.PatternError, plan, "batch: data", dims=DIMS | {"params/upp": "embed mlp"})
     assert error == textwrap.dedent("""\
         the dims= pattern 'params/upp' matches no tensor
           tensor  params/upp
@@ -212,14 +212,14 @@ def test_a_pattern_that_matches_nothing():
 
 
 def test_a_pattern_far_from_any_path():
-    error = text(mp.PatternError, plan, "batch: data", dims=DIMS | {"*/kernel": "embed mlp"})
+    error = text(mp.errors.PatternError, plan, "batch: data", dims=DIMS | {"*/kernel": "embed mlp"})
     assert "the dims= pattern '*/kernel' matches no tensor" in error
     assert "paths are: params/down, params/up, x" in error
 
 
 def test_a_shadowed_pattern():
     dims = {"params/*": "_ _", "params/up": "embed mlp", "x": "batch embed"}
-    error = text(mp.PatternError, plan, "batch: data", dims=dims)
+    error = text(mp.errors.PatternError, plan, "batch: data", dims=dims)
     assert error == textwrap.dedent("""\
         the dims= pattern 'params/up' is never used: 'params/*' stands before it \
 and matches the same tensors
@@ -228,14 +228,14 @@ and matches the same tensors
 
 
 def test_the_same_dim_twice_in_one_value():
-    error = text(mp.LayoutSyntaxError, plan, "batch: data", dims=DIMS | {"params/up": "embed embed"})
+    error = text(mp.errors.LayoutSyntaxError, plan, "batch: data", dims=DIMS | {"params/up": "embed embed"})
     assert error == textwrap.dedent("""\
         dims of pattern 'params/up' 'embed embed': the dim `embed` stands twice in one value
           fix     name the second one apart, e.g. `embed_out` or `kv_embed`""")
 
 
 def test_the_same_dim_twice_in_mp_named():
-    error = text(mp.LayoutSyntaxError, jax.eval_shape, lambda x: mp.named(x, "a a"), shape(2, 2))
+    error = text(mp.errors.LayoutSyntaxError, jax.eval_shape, lambda x: mp.named(x, "a a"), shape(2, 2))
     assert "mp.named dims 'a a': the dim `a` stands twice in one value" in error
 
 
@@ -243,7 +243,7 @@ def test_the_same_dim_twice_in_mp_named():
 
 
 def test_rank_of_a_pattern():
-    error = text(mp.RankError, plan, "batch: data", dims=DIMS | {"x": "batch seq embed"})
+    error = text(mp.errors.RankError, plan, "batch: data", dims=DIMS | {"x": "batch seq embed"})
     assert error == textwrap.dedent("""\
         x has 2 dimensions, but the pattern 'x' names 3: `batch seq embed`
           tensor  x  [8, 16]
@@ -267,7 +267,7 @@ def test_rank_of_a_pattern():
 def test_rank_of_a_pattern_that_matches_more_than_parameters(paths, pattern, found):
     leaves = [Leaf(path, shape(*[8] * rank), None, None) for path, rank in paths.items()]
     error = text(
-        mp.RankError, lambda: [annotation_of(x, PathDims({pattern: "mlp embed"}), set(), leaves) for x in leaves]
+        mp.errors.RankError, lambda: [annotation_of(x, PathDims({pattern: "mlp embed"}), set(), leaves) for x in leaves]
     )
     if found is None:
         assert "match only" not in error
@@ -285,7 +285,7 @@ def test_rank_of_a_pattern_that_matches_factored_moments():
 
     params, x = arguments(256, 512)
     options = {"fn": step, "args": (params, jax.eval_shape(optimizer.init, params), x)}
-    error = text(mp.RankError, plan, "embed: data", dims={"*/down": "mlp embed"}, **options)
+    error = text(mp.errors.RankError, plan, "embed: data", dims={"*/down": "mlp embed"}, **options)
     assert 'match only arrays with 2 dims: {"*params/down": "mlp embed"}' in error
     plan("embed: data", dims={"*params/down": "mlp embed"}, **options)
 
@@ -300,7 +300,7 @@ def test_rank_of_flax_metadata():
 
     variables = jax.eval_shape(Model().init, jax.random.key(0), shape(8, 16))
     error = text(
-        mp.RankError,
+        mp.errors.RankError,
         plan,
         "batch: data",
         dims={"x": "batch embed"},
@@ -317,7 +317,7 @@ def test_rank_of_mp_named():
     def fn(x):
         return mp.named(x, "batch seq embed")
 
-    error = text(mp.RankError, plan, "batch: data", dims={"x": "batch embed"}, fn=fn, args=(shape(8, 16),))
+    error = text(mp.errors.RankError, plan, "batch: data", dims={"x": "batch embed"}, fn=fn, args=(shape(8, 16),))
     assert "the value has 2 dimensions, but mp.named names 3: `batch seq embed`" in error
     assert "tensor  the value  [8, 16]" in error
 
@@ -330,7 +330,7 @@ def test_rename_of_a_dim_that_is_not_there():
         return mp.rename(x * 2, sequence="kv_seq")  # this line
 
     error = text(
-        mp.UnknownDimError,
+        mp.errors.UnknownDimError,
         plan,
         "batch: data",
         dims={"x": "batch seq"},
@@ -347,15 +347,15 @@ def test_rename_of_a_dim_that_is_not_there():
 
 def test_rename_without_names_or_to_no_name():
     x = jnp.ones((2, 2))
-    assert "mp.rename needs at least one name" in text(mp.LayoutSyntaxError, mp.rename, x)
-    assert "'a b' is not a name" in text(mp.LayoutSyntaxError, mp.rename, x, seq="a b")
+    assert "mp.rename needs at least one name" in text(mp.errors.LayoutSyntaxError, mp.rename, x)
+    assert "'a b' is not a name" in text(mp.errors.LayoutSyntaxError, mp.rename, x, seq="a b")
 
 
 # -- meshes
 
 
 def test_a_mesh_that_needs_more_devices_than_there_are():
-    error = text(mp.MeshError, mp.mesh, "data=8, model=2")
+    error = text(mp.errors.MeshError, mp.mesh, "data=8, model=2")
     assert error == textwrap.dedent("""\
         mesh (data=8, model=2) needs 16 devices, but there are 8 (cpu)
           fix     call mp.virtual_devices(16) before the first use of a device, for 16 CPU stand-ins
@@ -364,7 +364,7 @@ def test_a_mesh_that_needs_more_devices_than_there_are():
 
 def test_a_mesh_that_devices_do_not_fill():
     assert "mesh axis `data=-1` cannot be filled: 8 devices do not divide by 3" in text(
-        mp.MeshError, mp.mesh, "data=-1, model=3"
+        mp.errors.MeshError, mp.mesh, "data=-1, model=3"
     )
 
 
@@ -374,7 +374,7 @@ def test_virtual_devices_too_late():
         jax.devices()
         try:
             mp.virtual_devices(4)
-        except mp.MeshError as error:
+        except mp.errors.MeshError as error:
             print(error)
     """
     out = subprocess.run(
@@ -394,14 +394,14 @@ def test_an_abstract_mesh_plans_but_does_not_run():
     params, x = arguments()
     assert step.plan(params, x).collectives
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape), (params, x))
-    assert "an abstract mesh has no devices to run on" in text(mp.MeshError, step, *zeros)
+    assert "an abstract mesh has no devices to run on" in text(mp.errors.MeshError, step, *zeros)
 
 
 def test_an_abstract_mesh_cannot_be_checked_on():
     mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     step = mp.jit(loss, mesh=mesh, layout="batch: data", dims=DIMS)
     assert "an abstract mesh has no devices to run on, and a check runs the step" in text(
-        mp.MeshError, step.check, *arguments()
+        mp.errors.MeshError, step.check, *arguments()
     )
 
 
@@ -409,7 +409,7 @@ def test_an_abstract_mesh_cannot_be_checked_on():
 
 
 def test_a_bad_lowering():
-    error = text(mp.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", lowering="jitt")
+    error = text(mp.errors.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", lowering="jitt")
     assert "there is no lowering 'jitt'" in error
     assert "did you mean `jit`?" in error
 
@@ -417,7 +417,7 @@ def test_a_bad_lowering():
 @pytest.mark.parametrize("what", ["static", "donate"])
 def test_a_bad_argname(what):
     names = {f"{what}_argnames": "parms"}
-    error = text(mp.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", **names)
+    error = text(mp.errors.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", **names)
     assert f"{what}_argnames: the function has no argument `parms`" in error
     assert "did you mean `params`?" in error
 
@@ -425,7 +425,7 @@ def test_a_bad_argname(what):
 @pytest.mark.parametrize("what", ["static", "donate"])
 def test_a_bad_argnum(what):
     nums = {f"{what}_argnums": 7}
-    error = text(mp.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", **nums)
+    error = text(mp.errors.UnsupportedError, mp.jit, loss, mesh=mp.mesh("data=8"), layout="", **nums)
     assert f"{what}_argnums: " in error
     assert "7" in error
     assert "2 positional arguments" in error
@@ -434,7 +434,7 @@ def test_a_bad_argnum(what):
 def test_nothing_is_silently_replicated():
     """A rule whose dim nothing has is an error even where the other rules work."""
     for misspelt in ("btch: data", "batch: data; mpl: model", "opt.embd: data"):
-        text(mp.UnknownDimError, plan, misspelt)
+        text(mp.errors.UnknownDimError, plan, misspelt)
 
 
 # -- what is no array, no mesh, no layout
@@ -453,14 +453,14 @@ def test_nothing_is_silently_replicated():
 def test_arguments_that_are_no_arrays(value, path, says):
     step = mp.jit(lambda x, extra: x, mesh=mp.mesh("data=8"), layout="", dims={"x": "batch _"})
     for call in (step, step.plan, step.lower):
-        error = text(mp.UnsupportedError, call, np.ones((8, 2)), value)
+        error = text(mp.errors.UnsupportedError, call, np.ones((8, 2)), value)
         assert error.startswith(f"{path}: {says}")
     assert ("static_argnames='extra'" in error) == (path == "extra")
 
 
 def test_results_that_are_no_arrays():
     step = mp.jit(lambda x: {"x": x, "name": "abc"}, mesh=mp.mesh("data=8"), layout="")
-    assert text(mp.UnsupportedError, step, np.ones((8, 2))).startswith(
+    assert text(mp.errors.UnsupportedError, step, np.ones((8, 2))).startswith(
         "name: a function returns JAX arrays, and the text 'abc'"
     )
 
@@ -468,7 +468,7 @@ def test_results_that_are_no_arrays():
 def test_a_static_argument_without_a_hash():
     step = mp.jit(lambda x, sizes: x, mesh=mp.mesh("data=8"), layout="", static_argnames="sizes")
     for call in (lambda: step(np.ones(8), [1]), lambda: step.plan(np.ones(8), sizes=[1])):
-        assert text(mp.UnsupportedError, call).startswith(
+        assert text(mp.errors.UnsupportedError, call).startswith(
             "sizes: a static argument must have a hash, and a list has none"
         )
 
@@ -479,7 +479,7 @@ def test_a_donated_array_is_not_used_again():
                   dims={"state/w": "batch _", "x": "batch _"}, donate_argnames="state")  # fmt: skip
     state = jax.device_put({"w": np.ones((8, 2), np.float32)}, jax.NamedSharding(mesh, jax.P("data")))
     step(state, np.ones((8, 2), np.float32))
-    error = text(mp.UnsupportedError, step, state, np.ones((8, 2), np.float32))
+    error = text(mp.errors.UnsupportedError, step, state, np.ones((8, 2), np.float32))
     assert error.startswith("state/w: this array was donated to an earlier call")
 
 
@@ -487,7 +487,7 @@ def test_a_mean_over_devices_is_to_be_deleted():
     def fn(x):
         return jax.lax.pmean(x.sum(), "data")  # that line
 
-    error = text(mp.UnsupportedError, plan, "batch: data", dims={"x": "batch _"}, fn=fn, args=(shape(8, 16),))
+    error = text(mp.errors.UnsupportedError, plan, "batch: data", dims={"x": "batch _"}, fn=fn, args=(shape(8, 16),))
     assert error.startswith("`data` is no axis inside a step")
     assert "delete the pmean" in error
     code = Path(__file__).read_text().splitlines()
@@ -499,34 +499,38 @@ def test_a_mean_over_devices_is_to_be_deleted():
     [
         (
             lambda: mp.jit(loss, mesh="data=8", layout="", dims="batch embed"),
-            mp.LayoutSyntaxError,
+            mp.errors.LayoutSyntaxError,
             "dims='batch embed'",
         ),
-        (lambda: mp.jit(loss, mesh="data=8", layout="", dims=["batch"]), mp.LayoutSyntaxError, "'batch' is not a pair"),
+        (
+            lambda: mp.jit(loss, mesh="data=8", layout="", dims=["batch"]),
+            mp.errors.LayoutSyntaxError,
+            "'batch' is not a pair",
+        ),
         (
             lambda: mp.jit(loss, mesh="data=8", layout="", dims={"x": 3}),
-            mp.LayoutSyntaxError,
+            mp.errors.LayoutSyntaxError,
             "pattern 'x' 3 are no dims",
         ),
-        (lambda: mp.jit(loss, mesh=(4, 2), layout=""), mp.MeshError, "mesh=(4, 2) is no mesh"),
-        (lambda: mp.jit(42, mesh="data=8", layout=""), mp.UnsupportedError, "mp.jit takes a function, not 42"),
+        (lambda: mp.jit(loss, mesh=(4, 2), layout=""), mp.errors.MeshError, "mesh=(4, 2) is no mesh"),
+        (lambda: mp.jit(42, mesh="data=8", layout=""), mp.errors.UnsupportedError, "mp.jit takes a function, not 42"),
         (
             lambda: mp.jit(mp.jit(loss, mesh="data=8", layout=""), mesh="data=8", layout=""),
-            mp.UnsupportedError,
+            mp.errors.UnsupportedError,
             "loss.on(mesh, layout=…)",
         ),
         (
             lambda: mp.plan(mp.jit(loss, mesh="data=8", layout=""), mesh="data=8", layout=""),
-            mp.UnsupportedError,
+            mp.errors.UnsupportedError,
             "loss.plan",
         ),
         (
             lambda: mp.compile(mp.jit(loss, mesh="data=8", layout=""), layout="batch: data", lowering="shard_map"),
-            mp.UnsupportedError,
+            mp.errors.UnsupportedError,
             "lowering, layout: what mp.jit made of a function has its own",
         ),
-        (lambda: mp.Layout(42), mp.LayoutSyntaxError, "Layout(42) is neither text nor a list of rules"),
-        (lambda: mp.mesh((4, 2)), mp.LayoutSyntaxError, 'mp.mesh("data=4, model=2")'),
+        (lambda: mp.Layout(42), mp.errors.LayoutSyntaxError, "Layout(42) is neither text nor a list of rules"),
+        (lambda: mp.mesh((4, 2)), mp.errors.LayoutSyntaxError, 'mp.mesh("data=4, model=2")'),
     ],
 )
 def test_things_of_another_kind(call, kind, says):
@@ -540,7 +544,9 @@ def test_a_misspelt_dim_is_refused_in_every_form_of_a_layout(layout):
     x = jnp.ones((8, 4))
     for run in (mp.jit, mp.init):
         step = run(lambda x: x * 2, mesh="data=8", layout=layout, dims={"x": "batch embed"})
-        with pytest.raises(mp.UnknownDimError, match="names dim `btach`, which no value of the program has") as caught:
+        with pytest.raises(
+            mp.errors.UnknownDimError, match="names dim `btach`, which no value of the program has"
+        ) as caught:
             step.plan(x)
         assert caught.value.fixes[0] == "did you mean `batch`?"
 
@@ -553,7 +559,7 @@ def test_a_rule_list_may_have_dims_of_other_models_and_says_which_have_no_effect
         ("batches", None),
     ]  # `batch` has a rule, so `batches` is no misspelling
     with pytest.warns(
-        mp.ReplicatedWarning, match=r"nothing of this program is split over `model`, of size 2, .*\(mlp: model\)"
+        mp.errors.ReplicatedWarning, match=r"nothing of this program is split over `model`, of size 2, .*\(mlp: model\)"
     ):
         plan = mp.plan(lambda x: x * 2, x, mesh="data=4, model=2", layout=rules, dims={"x": "batch embed"})
     said = ["no value is split over `model`: its devices all do the same work",
@@ -578,7 +584,7 @@ def test_no_warning_where_no_rule_asks_for_the_idle_axis(layout):
 @pytest.mark.parametrize("layout", [{"batch": "data"}, [("batch", "data")]], ids=["dict", "list"])
 def test_a_rule_list_without_any_effect_warns_once(layout):
     step = mp.jit(lambda x: x * 2, mesh="data=8", layout=layout, dims={"x": "rows columns"})
-    with pytest.warns(mp.ReplicatedWarning, match="Dims of the program: columns, rows") as said:
+    with pytest.warns(mp.errors.ReplicatedWarning, match="Dims of the program: columns, rows") as said:
         step(jnp.ones((8, 4)))
     assert len(said) == 1
     with warnings.catch_warnings():

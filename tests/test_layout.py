@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar import Layout, Rule
+from meshpar import Layout
 from meshpar.errors import (
     AxisConflictError,
     DivisibilityError,
@@ -23,6 +23,7 @@ from meshpar.errors import (
     UnknownDimError,
 )
 from meshpar.layout import claim
+from meshpar.types import Rule
 
 MAXTEXT = json.loads((Path(__file__).parent / "data" / "maxtext_rules.json").read_text())
 
@@ -373,7 +374,7 @@ def test_an_appended_rule_changes_no_earlier_claim(rules, dims):
 
 def test_public_names():
     assert mp.Layout is Layout
-    assert mp.Rule is Rule
+    assert mp.types.Rule is Rule
 
 
 def test_dims_that_a_function_need_not_have(mesh):

@@ -54,9 +54,9 @@ def test_each_plans_a_model_that_lacks_some_of_its_dims(name, heads):
 
 
 def test_an_optional_dim_that_is_misspelt_is_an_error():
-    with pytest.raises(mp.UnknownDimError, match="did you mean `embed`"):
+    with pytest.raises(mp.errors.UnknownDimError, match="did you mean `embed`"):
         planned("batch: data; embd?: data", "data=4")
-    with pytest.raises(mp.UnknownDimError):
+    with pytest.raises(mp.errors.UnknownDimError):
         planned("batch: data; kv_heads: data", "data=4")
     assert planned("batch: data; kv_heads?: data", "data=4", heads=False).inputs
 

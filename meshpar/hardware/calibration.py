@@ -26,7 +26,7 @@ EFFICIENCIES = ("matmul_efficiency", "hbm_efficiency", "link_efficiency")
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The efficiencies of one kind of device, as :func:`meshpar.tune` fits them; plans that are given it are priced with them.
+    """The efficiencies of one kind of device, as :func:`meshpar.calibrate` fits them; plans that are given it are priced with them.
 
     Attributes:
       device_kind: ``jax.Device.device_kind``.
@@ -99,7 +99,7 @@ def calibrations(given: CalibrationLike) -> Calibrations:
     for c in found:
         if not isinstance(c, Calibration):
             raise UnsupportedError(
-                f"calibration={c!r} is none", fixes=["the file that `mp.tune(…).calibration.save(file)` wrote"]
+                f"calibration={c!r} is none", fixes=["the file that `mp.calibrate(…).calibration.save(file)` wrote"]
             )
     return found
 
@@ -124,13 +124,13 @@ def read_calibrations(path: str | Path) -> Calibrations:
             raise ValueError("it has no device")
     except FileNotFoundError:
         raise UnsupportedError(
-            f"there is no calibration file {path}", fixes=["meshpar tune TARGET --calibration FILE writes it"]
+            f"there is no calibration file {path}", fixes=["meshpar calibrate TARGET --calibration FILE writes it"]
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UnsupportedError(
             f"{path} is no calibration file: {where}: {said}",
-            fixes=["meshpar tune TARGET --calibration FILE writes one"],
+            fixes=["meshpar calibrate TARGET --calibration FILE writes one"],
         ) from None
     return tuple(found)
 
@@ -198,7 +198,7 @@ def calibrated(chip: Chip | None, where: AnyMesh, given: Calibrations) -> Chip |
         raise MeshError(
             f"the calibration is {why}, and the plan is for {what}",
             fixes=["say what it runs on: topology=…"] if what.startswith("an abstract") else [
-                "mp.tune (meshpar tune) on such devices", "or plan without a calibration, by the chip table"],
+                "mp.calibrate (meshpar calibrate) on such devices", "or plan without a calibration, by the chip table"],
         )  # fmt: skip
     best = max(mine, key=lambda c: (c.jaxlib == JAXLIB, _version(c.jaxlib)))
     return best.on(chip)

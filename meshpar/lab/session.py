@@ -283,7 +283,7 @@ class Session:
             if base.chip is None or base.topology != topology:
                 with quiet():
                     base = base.replan(layout="", mesh=_place("data=-1", topology), topology=topology)
-            found = search({"": base}, topology, seconds=SEARCH, layouts=self._layouts.values(), tell=job.tell)
+            found = search({"": base}, topology, time_limit=SEARCH, layouts=self._layouts.values(), tell=job.tell)
             with quiet():
                 return [_row_of("found", Draft(found.best.mesh, topology, found.best.layout), found.plan())]
 

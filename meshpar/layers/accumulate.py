@@ -15,11 +15,14 @@ from ..errors import DivisibilityError, LayoutSyntaxError
 from ..layout import AnyMesh, Layout
 
 
-def accumulate(fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequence[int] = 1) -> Callable[..., Any]:
+def accumulate_gradients(
+    fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequence[int] = 1
+) -> Callable[..., Any]:
     """Run a function of a batch in microbatches, and average what it returns.
 
-    ``mp.accumulate(jax.value_and_grad(loss), 8)`` holds the activations of an eighth of the batch at a time. Under a layout the
-    gradients stay partial sums until the last microbatch, in float32 where the model computes in bfloat16, and are reduced once.
+    ``mp.accumulate_gradients(jax.value_and_grad(loss), 8)`` holds the activations of an eighth of the batch at a time. Under
+    a layout the gradients stay partial sums until the last microbatch, in float32 where the model computes in bfloat16, and are
+    reduced once.
     Only gradients that a loop over layers stacks and that the layout shards (FSDP) are reduce-scattered layer by layer, in every
     microbatch: no device has them unsharded.
 
@@ -39,7 +42,7 @@ def accumulate(fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequ
     """
     if microbatches < 1:
         raise LayoutSyntaxError(
-            f"mp.accumulate: microbatches={microbatches}, which must be at least 1",
+            f"mp.accumulate_gradients: microbatches={microbatches}, which must be at least 1",
             fixes=["microbatches=1 computes the gradient of the whole batch at once"],
         )
     where = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -48,7 +51,7 @@ def accumulate(fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequ
         shape = np.shape(x)
         if not shape or shape[0] % microbatches:
             raise DivisibilityError(
-                f"mp.accumulate: a batch of shape {list(shape)} does not divide into {microbatches} microbatches",
+                f"mp.accumulate_gradients: a batch of shape {list(shape)} does not divide into {microbatches} microbatches",
                 shape=shape,
                 fixes=[f"make its leading dim a multiple of {microbatches}", "or list the batches in argnums="],
             )
@@ -82,8 +85,8 @@ def accumulate(fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequ
     return run
 
 
-def microbatches(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: str = "batch") -> int:
-    """How many microbatches let a device hold at most so many rows at a time: for :func:`accumulate`.
+def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: str = "batch") -> int:
+    """How many microbatches let a device hold at most so many rows at a time: for :func:`accumulate_gradients`.
 
     The batch stays what it is on any number of devices, and so do the losses; on fewer devices it is taken in more pieces.
 
@@ -101,7 +104,7 @@ def microbatches(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: str 
     """
     if rows < 1:
         raise LayoutSyntaxError(
-            f"mp.microbatches: rows={rows}, which must be at least 1",
+            f"mp.microbatches_for: rows={rows}, which must be at least 1",
             fixes=["rows of the batch that one device holds at a time: at least 1"],
         )
     spec = Layout(layout).spec((dim,), mesh, (batch,), path="the batch")

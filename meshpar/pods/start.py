@@ -39,8 +39,8 @@ def distributed(
 
     The same script runs as one process (then this does nothing), under ``meshpar launch``, and wherever JAX finds a cluster by
     itself: TPU pods, GKE, Slurm, Open MPI. Afterwards ``jax.devices()`` are those of all processes. From then on the
-    processes compare, once for every compiled function, what they are about to run (:class:`meshpar.AgreementError`), and watch
-    each other: one that dies, stops or raises ends all, with its cause on stderr. Exit status 75: starting again may help;
+    processes compare, once for every compiled function, what they are about to run (:class:`meshpar.errors.AgreementError`), and
+    watch each other: one that dies, stops or raises ends all, with its cause on stderr. Exit status 75: starting again may help;
     1: the program failed; 2: its mesh or layout cannot be.
 
     Args:

@@ -41,7 +41,7 @@ class Search:
     Attributes:
       best: the choice; where nothing fits, the candidate that needs the least memory.
       rows: the best candidates and the known schemes, best first.
-      topology, objective, margin: as they were asked for.
+      topology, objective, memory_fraction: as they were asked for.
       planned: how many candidates were planned; ``ended``: why no more were.
       refused: the layouts of the user's own that could not be planned, and why.
       usable: bytes of a device that a plan's peak may take.
@@ -49,7 +49,7 @@ class Search:
 
     topology: str
     objective: Objective
-    margin: float
+    memory_fraction: float
     best: Row
     rows: tuple[Row, ...]
     planned: int
@@ -101,7 +101,7 @@ class Search:
         if other.memory.peak > self.usable:
             lines.append(
                 f"does not fit: {human(other.memory.peak)} of the {human(self.usable)} that may be used "
-                f"({self.margin:.0%} of a {other.chip.name}); most of it is"
+                f"({self.memory_fraction:.0%} of a {other.chip.name}); most of it is"
             )
             kinds = sorted(other.memory.by_kind.items(), key=lambda k: -k[1])
             lines += [f"  {human(size)} of {kind}" for kind, size in kinds[:3]]
@@ -122,7 +122,7 @@ class Search:
         """Rows and choice as JSON."""
         return json.dumps(
             {
-                "topology": self.topology, "objective": self.objective, "margin": self.margin, "fits": self.fits,
+                "topology": self.topology, "objective": self.objective, "memory_fraction": self.memory_fraction, "fits": self.fits,
                 "larger": self.larger,
                 "planned": self.planned, "ended": self.ended, "refused": self.refused,
                 "calibration": self._base.calibration,

@@ -397,7 +397,8 @@ def _sent(plan: record.Plan) -> float:
 
 def search(
     bases: Mapping[str, Plan], topology: str, *, fixed: Any = "", forbid: str | Sequence[str] = (), mesh: str | None = None,
-    objective: Objective = "time", margin: float = 0.85, axes: int = 3, most: int = 400, seconds: float | None = None,
+    objective: Objective = "time", memory_fraction: float = 0.85, max_axes: int = 3, max_plans: int = 400,
+    time_limit: float | None = None,
     layouts: Iterable[Any] = (), verify: int = 0, compiled: Callable[[Row, bool], str] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Search:  # fmt: skip
@@ -414,14 +415,16 @@ def search(
             f"objective={objective!r}: it is 'time' or 'memory'",
             fixes=['objective="time": the shortest step; objective="memory": the smallest peak'],
         )
-    if not 0 < margin <= 1:
+    if not 0 < memory_fraction <= 1:
         raise UnsupportedError(
-            f"margin={margin!r}: it is the part of the memory that may be used, above 0 and at most 1",
-            fixes=["margin=0.85"],
+            f"memory_fraction={memory_fraction!r}: it is the part of the memory that may be used, above 0 and at most 1",
+            fixes=["memory_fraction=0.85"],
         )
-    if most < 1:
-        raise UnsupportedError(f"most={most!r}: a search plans at least one candidate", fixes=["most=400"])
-    given: list[Sizes] = meshes(where.devices, where.slices, axes)
+    if max_plans < 1:
+        raise UnsupportedError(
+            f"max_plans={max_plans!r}: a search plans at least one candidate", fixes=["max_plans=400"]
+        )
+    given: list[Sizes] = meshes(where.devices, where.slices, max_axes)
     if mesh is not None:
         planned = planned_mesh(mesh, topology)
         given = [tuple(dict(planned.shape).items())]
@@ -434,9 +437,12 @@ def search(
             fixes=["call the axes data, model, third (slice: over several slices)", "or give the mesh: mesh='…'"],
         )  # fmt: skip
     whole = forbid.replace(",", " ").split() if isinstance(forbid, str) else forbid
-    until = None if seconds is None else time.monotonic() + seconds
+    until = None if time_limit is None else time.monotonic() + time_limit
     searched = [
-        (_Evaluation(name, base, topology, objective, margin, most, until, tell), Space.of(base.program, held, whole))
+        (
+            _Evaluation(name, base, topology, objective, memory_fraction, max_plans, until, tell),
+            Space.of(base.program, held, whole),
+        )
         for name, base in bases.items()
     ]
     ended, refused = NOTHING, list[str]()
@@ -457,7 +463,7 @@ def search(
         searched = [(evaluate, space) for evaluate, space in searched if evaluate.rows] or searched
         if not searched[0][0].rows:
             raise interrupt or next(iter(searched[0][0].illegal.values()))
-        return _answer(searched, ended, margin, verify, compiled, list(dict.fromkeys(refused)))
+        return _answer(searched, ended, memory_fraction, verify, compiled, list(dict.fromkeys(refused)))
 
 
 def _plan_yours(evaluate: _Evaluation, layout: Layout, given: Sequence[Sizes]) -> list[str]:

@@ -66,7 +66,7 @@ def first_call(layout, mesh="data=2, model=2", dims="rows embed", times=1):
         warnings.simplefilter("always")
         for _ in range(times):
             jax.block_until_ready(run(**LARGE))
-    return [w for w in said if w.category is mp.RepeatedWarning]
+    return [w for w in said if w.category is mp.errors.RepeatedWarning]
 
 
 def test_the_first_call_warns_of_products_that_every_device_does():

@@ -298,7 +298,7 @@ def test_replanning_is_planning():
     other = made.replan(mesh=AbstractMesh((8,), ("data",)), topology="v5e:2x4")
     assert other.sizes == {"data": 8}
     assert other.time.compute == pytest.approx(2 * made.time.compute)
-    with pytest.raises(mp.UnknownAxisError, match="model"):
+    with pytest.raises(mp.errors.UnknownAxisError, match="model"):
         made.replan(layout="mlp: model")
 
 

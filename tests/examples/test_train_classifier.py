@@ -27,7 +27,7 @@ def test_another_layout_gives_the_same_losses(run):
 
 
 def test_an_unknown_dim_is_explained():
-    with pytest.raises(mp.UnknownDimError, match="wide"):
+    with pytest.raises(mp.errors.UnknownDimError, match="wide"):
         train_classifier.main(["--layout", "batch: data; wyde: model"])
 
 

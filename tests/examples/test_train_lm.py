@@ -113,11 +113,11 @@ def test_bad_flags_are_explained(flags, words, capsys):
 @pytest.mark.parametrize(
     ("flags", "error", "words"),
     [
-        (["--mesh", "data=64"], mp.MeshError, "needs 64 devices, but there are 8"),
-        (["--mesh", "data:8"], mp.LayoutSyntaxError, "data:8"),
-        (["--layout", "batch: dta"], mp.UnknownAxisError, "data"),
-        (["--layout", "bath: data"], mp.UnknownDimError, "batch"),
-        (["--batch", "6"], mp.DivisibilityError, "batch"),
+        (["--mesh", "data=64"], mp.errors.MeshError, "needs 64 devices, but there are 8"),
+        (["--mesh", "data:8"], mp.errors.LayoutSyntaxError, "data:8"),
+        (["--layout", "batch: dta"], mp.errors.UnknownAxisError, "data"),
+        (["--layout", "bath: data"], mp.errors.UnknownDimError, "batch"),
+        (["--batch", "6"], mp.errors.DivisibilityError, "batch"),
     ],
 )
 def test_what_cannot_be_laid_out_is_explained(flags, error, words):

@@ -385,7 +385,7 @@ def test_nnx_metadata_of_another_rank(mesh):
             with nnx.use_eager_sharding(False):
                 self.w = nnx.Param(jnp.ones((16, 32)), out_sharding=("embed",))
 
-    with pytest.raises(mp.RankError, match="model/w has 2 dimensions, but its Flax metadata names 1"):
+    with pytest.raises(mp.errors.RankError, match="model/w has 2 dimensions, but its Flax metadata names 1"):
         mp.plan(lambda model, x: x @ model.w[...], Bad(), x(), mesh=mesh, layout="", dims=TOKENS)
 
 

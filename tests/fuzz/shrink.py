@@ -87,7 +87,7 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, layout=mp.Layout(str(case.layout)))
 
 
-def _layout(case: Case, rules: Sequence[mp.Rule]) -> mp.Layout:
+def _layout(case: Case, rules: Sequence[mp.types.Rule]) -> mp.Layout:
     return mp.Layout("; ".join(map(str, rules)), resolve=case.layout.resolve)
 
 

@@ -12,8 +12,8 @@ from meshpar.hardware.calibration import JAXLIB, calibrated, calibrations, read_
 from meshpar.hardware.chips import CHIPS
 from meshpar.hardware.topology import chip_of
 
-CPU = mp.Calibration("cpu", JAXLIB, 0.1, 0.2, 0.3, layouts=3, error=0.05, hbm=1e9, notes=("links hardly matter",))
-V5E = mp.Calibration("TPU v5 lite", JAXLIB, 0.5, 0.6, 0.7)
+CPU = mp.types.Calibration("cpu", JAXLIB, 0.1, 0.2, 0.3, layouts=3, error=0.05, hbm=1e9, notes=("links hardly matter",))
+V5E = mp.types.Calibration("TPU v5 lite", JAXLIB, 0.5, 0.6, 0.7)
 
 
 def f(x, w):
@@ -77,7 +77,9 @@ def test_of_a_chip_in_the_table_only_efficiencies_change():
 
 def test_a_search_is_priced_with_it():
     found = [
-        mp.search(f, *SHAPES, topology="v5e:2x4", dims={"x": "a b", "w": "b c"}, mesh="data=8", most=4, calibration=c)
+        mp.search(
+            f, *SHAPES, topology="v5e:2x4", dims={"x": "a b", "w": "b c"}, mesh="data=8", max_plans=4, calibration=c
+        )
         for c in (None, V5E)
     ]
     assert found[1].best.seconds > found[0].best.seconds
@@ -97,13 +99,13 @@ def test_a_search_is_priced_with_it():
     ],
 )
 def test_of_other_devices(options, says):
-    with pytest.raises(mp.MeshError, match=says):
+    with pytest.raises(mp.errors.MeshError, match=says):
         planned(**options)
     assert calibrated(chip_of("v5e:2x4"), mp.mesh("data=8"), ()) == CHIPS["v5e"]
 
 
 def test_devices_of_another_kind():
-    with pytest.raises(mp.MeshError, match="of TPU v5 lite, and the plan is for devices of kind 'cpu'"):
+    with pytest.raises(mp.errors.MeshError, match="of TPU v5 lite, and the plan is for devices of kind 'cpu'"):
         planned(mesh=mp.mesh("data=4, model=2"), calibration=V5E)
 
 
@@ -131,15 +133,15 @@ def test_devices_of_another_kind():
 def test_files_that_are_none(tmp_path, content, says):
     path = tmp_path / "bad.json"
     path.write_text(content)
-    with pytest.raises(mp.UnsupportedError, match=says):
+    with pytest.raises(mp.errors.UnsupportedError, match=says):
         planned(calibration=path)
-    with pytest.raises(mp.UnsupportedError, match="is no calibration file"):
+    with pytest.raises(mp.errors.UnsupportedError, match="is no calibration file"):
         CPU.save(path)  # nor is it overwritten
     assert path.read_text() == content
 
 
 def test_no_file():
-    with pytest.raises(mp.UnsupportedError, match="there is no calibration file"):
+    with pytest.raises(mp.errors.UnsupportedError, match="there is no calibration file"):
         planned(calibration="/nowhere.json")
-    with pytest.raises(mp.UnsupportedError, match="is none"):
+    with pytest.raises(mp.errors.UnsupportedError, match="is none"):
         planned(calibration=[3])

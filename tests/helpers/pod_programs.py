@@ -161,7 +161,7 @@ def check_and_compile() -> Any:
 def leave_one_out() -> str:
     try:
         mp.mesh("data=2")
-    except mp.MeshError as error:
+    except mp.errors.MeshError as error:
         return str(error)
     return ""
 

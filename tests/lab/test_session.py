@@ -190,7 +190,7 @@ def test_pages_go_before_a_search_and_a_search_can_be_stopped(session):
 
 
 def test_a_lab_is_priced_with_a_calibration():
-    measured = mp.Calibration("TPU v5 lite", "0.1", 0.5, 0.6, 0.7)
+    measured = mp.types.Calibration("TPU v5 lite", "0.1", 0.5, 0.6, 0.7)
     session = lab_program.lab(calibration=measured).session
     assert session.plan().seconds > lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES)).seconds
     assert f"calibrated on {measured.name}" in ask(session, lab_program.RULES)["plan"]["html"]["cards"]

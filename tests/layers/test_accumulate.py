@@ -21,7 +21,7 @@ def loss(p, x):
 
 
 def step(p, x):
-    value, grads = mp.accumulate(jax.value_and_grad(loss), MICRO)(p, x)
+    value, grads = mp.accumulate_gradients(jax.value_and_grad(loss), MICRO)(p, x)
     return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), value
 
 
@@ -50,7 +50,7 @@ def test_integers_are_summed_and_narrow_floats_are_added_up_in_float32():
         return (x > 0).sum(), x.mean(), {"max": x.max()}
 
     x = jnp.arange(1, 65, dtype=jnp.bfloat16)
-    n, mean, rest = mp.accumulate(count, 8)(None, x)
+    n, mean, rest = mp.accumulate_gradients(count, 8)(None, x)
     assert int(n) == 64
     assert n.dtype == jnp.int32
     assert (mean.dtype, rest["max"].dtype) == (jnp.bfloat16, jnp.bfloat16)
@@ -59,9 +59,9 @@ def test_integers_are_summed_and_narrow_floats_are_added_up_in_float32():
 
 def test_what_does_not_divide():
     with pytest.raises(LayoutSyntaxError, match="microbatches=0"):
-        mp.accumulate(loss, 0)
+        mp.accumulate_gradients(loss, 0)
     with pytest.raises(DivisibilityError, match=r"\[6, 2\] does not divide into 4"):
-        mp.accumulate(lambda p, x: x.sum(), 4)(1.0, jnp.ones((6, 2)))
+        mp.accumulate_gradients(lambda p, x: x.sum(), 4)(1.0, jnp.ones((6, 2)))
 
 
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
@@ -107,7 +107,7 @@ def test_gradients_of_a_bfloat16_model_are_reduced_once(case, of, lowering):
     """In float32, whatever the number of microbatches; reduce-scattered layer by layer, they are sent in bfloat16."""
 
     def means(p, x):
-        return mp.accumulate(jax.value_and_grad(of), MICRO)(p, x)
+        return mp.accumulate_gradients(jax.value_and_grad(of), MICRO)(p, x)
 
     options = {"mesh": mp.mesh("data=4, model=2"), "dims": DIMS, "lowering": lowering}
     f = mp.jit(means, layout="batch: data", **options)
@@ -168,11 +168,11 @@ def test_a_carry_that_is_read_is_settled_each_time(case):
     ],
 )
 def test_microbatches_keep_the_batch_on_fewer_devices(text, rows, want):
-    assert mp.microbatches(64, rows=rows, mesh=mp.mesh(text), layout="batch: data") == want
+    assert mp.microbatches_for(64, rows=rows, mesh=mp.mesh(text), layout="batch: data") == want
 
 
 def test_microbatches_of_what_does_not_divide():
-    with pytest.raises(mp.DivisibilityError):
-        mp.microbatches(60, rows=4, mesh=mp.mesh("data=8"), layout="batch: data")
-    with pytest.raises(mp.LayoutSyntaxError, match="rows=0"):
-        mp.microbatches(64, rows=0, mesh=mp.mesh("data=8"), layout="batch: data")
+    with pytest.raises(mp.errors.DivisibilityError):
+        mp.microbatches_for(60, rows=4, mesh=mp.mesh("data=8"), layout="batch: data")
+    with pytest.raises(mp.errors.LayoutSyntaxError, match="rows=0"):
+        mp.microbatches_for(64, rows=0, mesh=mp.mesh("data=8"), layout="batch: data")

@@ -203,7 +203,7 @@ def test_bad_input(options, says):
 
 def test_ranks_and_heads_that_do_not_fit(grid):
     q, k, v, ids = arrays(heads=6, kv_heads=2)
-    with pytest.raises(mp.RankError, match=r"q must be .* rank 3"):
+    with pytest.raises(mp.errors.RankError, match=r"q must be .* rank 3"):
         mp.attention(q[0], k, v)
     fn = functools.partial(step, strategy="ulysses")
     with pytest.raises(mp.MeshparError, match=r"6 heads do not divide over 4 devices; .*take any heads"):

@@ -78,7 +78,7 @@ EXPECTED = {"io_callback": X * 2 + 1, "cumsum": X.cumsum(1), "custom_partitionin
 def test_auto_is_jit_where_an_op_has_no_local_form(op):
     step, why = WITHOUT_LOCAL_FORM[op]
     run = mp.jit(step, **HOW)
-    with pytest.warns(mp.LoweringWarning, match=f'"auto" is "jit".*{op} at .*test_lowering.py') as said:
+    with pytest.warns(mp.errors.LoweringWarning, match=f'"auto" is "jit".*{op} at .*test_lowering.py') as said:
         plan = run.plan(X)
     assert len(said) == 1
     assert (plan.lowering, plan.overlap) == ("jit", "off")
@@ -88,7 +88,7 @@ def test_auto_is_jit_where_an_op_has_no_local_form(op):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it was said once
         np.testing.assert_array_equal(run(X), EXPECTED[op])
-    with pytest.raises(mp.UnsupportedError) as refused:
+    with pytest.raises(mp.errors.UnsupportedError) as refused:
         mp.jit(step, **HOW, lowering="shard_map")(X)
     assert refused.value.headline == f"{op} {why}" or why in refused.value.headline
     assert refused.value.fixes[0] == 'use lowering="jit"'
@@ -128,7 +128,7 @@ def test_the_overlap_mode_follows_the_lowering(asked, lowering, overlap):
 
 def test_every_entry_has_the_same_default():
     defaults = {}
-    for entry in (api.jit, api.plan, api.compile, api.search, api.tune, api.lab, api.local_sgd, Jitted.__init__):
+    for entry in (api.jit, api.plan, api.compile, api.search, api.calibrate, api.lab, api.local_sgd, Jitted.__init__):
         defaults[entry.__qualname__] = inspect.signature(entry).parameters["lowering"].default
     assert set(defaults.values()) == {"auto"}, defaults
     assert inspect.signature(api.check).parameters["lowerings"].default == ("auto",)
@@ -140,7 +140,7 @@ def test_a_plan_says_its_lowering_wherever_it_is_shown(tmp_path):
     args = X, np.ones((4, 4), np.float32)
     how = {**HOW, "dims": {"x": "batch embed", "w": "embed mlp"}}
     ours, xla = (mp.plan(lambda x, w: x @ w, *args, **how, lowering=k) for k in ("auto", "jit"))
-    with pytest.warns(mp.LoweringWarning):
+    with pytest.warns(mp.errors.LoweringWarning):
         forced = mp.plan(counted, X, **HOW)
     estimate = "lowering  jit (estimate: XLA partitions this program"
     assert "\nlowering  shard_map\n" in str(ours)
@@ -167,7 +167,7 @@ def test_what_is_copied_has_the_lowering_and_is_priced_as_it_runs():
     step = lambda w, x: jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)  # noqa: E731
     args = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
     dims = {"w": "embed mlp", "x": "batch embed"}
-    found = mp.search(step, *args, topology="v5e:4x4", dims=dims, most=20, progress=False)
+    found = mp.search(step, *args, topology="v5e:4x4", dims=dims, max_plans=20, progress=False)
     best = found.best
     assert best.lowering == "shard_map"
     assert f"lowering  {best.lowering}" in str(found)

@@ -165,7 +165,7 @@ LINE = {"mesh": "data=8, model=8", "topology": "v6e:8x8", "batch": 128}
 @pytest.mark.parametrize("overlap", ["ring", "pallas", "auto"])
 def test_a_line_of_the_torus_costs_twice_and_warns_once(overlap):
     ring = mlp_plan(overlap, topology="v6e:16x16", width=WIDE)
-    with pytest.warns(mp.TorusWarning) as said:
+    with pytest.warns(mp.errors.TorusWarning) as said:
         line = mlp_plan(overlap, width=WIDE, **LINE)
     (text,) = [str(w.message) for w in said]
     assert text.startswith("`model` is no ring of the torus (8 devices in a line along x): its ring steps share links")
@@ -195,7 +195,7 @@ def test_a_line_of_the_torus_costs_twice_and_warns_once(overlap):
 def test_which_axes_are_rings(where, text, recwarn):
     plan = mlp_plan("ring", **where)
     assert {o.choice for o in plan.overlaps} == {"ring"}
-    said = [str(w.message) for w in recwarn.list if w.category is mp.TorusWarning]
+    said = [str(w.message) for w in recwarn.list if w.category is mp.errors.TorusWarning]
     assert [text in s for s in said] == ([] if text is None else [True])
 
 
@@ -231,14 +231,14 @@ def test_products_that_share_a_gather_share_its_ring_and_others_find_it_kept():
 
 
 def test_modes_that_do_not_exist_are_refused():
-    with pytest.raises(mp.UnsupportedError, match="there is no overlap 'rings'"):
+    with pytest.raises(mp.errors.UnsupportedError, match="there is no overlap 'rings'"):
         mlp_plan("rings")
-    with pytest.raises(mp.UnsupportedError, match='belongs to lowering="shard_map"'):
+    with pytest.raises(mp.errors.UnsupportedError, match='belongs to lowering="shard_map"'):
         mp.jit(mlp, mesh=mp.mesh("data=4, model=2"), layout=MLP, lowering="jit", overlap="pallas")
     mesh = mp.mesh("data=4, model=2")
-    with pytest.raises(mp.UnsupportedError, match='belongs to lowering="shard_map"'):
+    with pytest.raises(mp.errors.UnsupportedError, match='belongs to lowering="shard_map"'):
         mp.jit(mlp, mesh=mesh, layout=MLP, lowering="jit", overlap="ring")
-    with pytest.raises(mp.UnsupportedError, match="there is no overlap 'fast'"):
+    with pytest.raises(mp.errors.UnsupportedError, match="there is no overlap 'fast'"):
         mp.jit(mlp, mesh=mesh, layout=MLP, lowering="shard_map", overlap="fast")
 
 
@@ -272,7 +272,7 @@ def test_every_block_reads_the_operand_that_is_not_cut():
 
 def test_around_a_line_a_v5e_waits_for_every_hop():
     line = {"mesh": "data=8, model=8", "topology": "v5e:8x8"}
-    with pytest.warns(mp.TorusWarning):
+    with pytest.warns(mp.errors.TorusWarning):
         rings = mlp_plan("ring", width=WIDE, batch=32, **line)
     for o in rings.overlaps:
         assert o.exposed["ring"] > o.exposed["xla"]

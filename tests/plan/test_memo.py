@@ -24,7 +24,7 @@ def microbatches():
     """A transformer's gradients in two microbatches, whose sums a loop carries unreduced."""
 
     def step(state, batch):
-        loss, gradients = mp.accumulate(jax.value_and_grad(model.loss_of), 2)(state["params"], batch)
+        loss, gradients = mp.accumulate_gradients(jax.value_and_grad(model.loss_of), 2)(state["params"], batch)
         updates, opt_state = model.OPTIMIZER.update(gradients, state["opt_state"], state["params"])
         return {"params": jax.tree.map(lambda p, u: p + u, state["params"], updates), "opt_state": opt_state}, loss
 

@@ -66,7 +66,7 @@ def test_plans_of_examples_are_well_formed(name):
     assert_well_formed(plan)
     for overlap in ("off", "ring") if name in QUICK else MODES:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mp.TorusWarning)
+            warnings.simplefilter("ignore", mp.errors.TorusWarning)
             assert_well_formed(plan.replan(overlap=overlap))
 
 

@@ -141,19 +141,19 @@ def test_plain_orbax_reads_it(saved):
 def test_what_is_not_there_or_of_another_shape(saved):
     run = mp.Checkpoints(saved[0])
     like = {"0": {"up": {"kernl": jnp.ones((16, 32))}}}
-    with pytest.raises(mp.CheckpointError, match=r"has no `0/up/kernl`(.|\n)*did you mean `0/up/kernel`"):
+    with pytest.raises(mp.errors.CheckpointError, match=r"has no `0/up/kernl`(.|\n)*did you mean `0/up/kernel`"):
         run.restore(like, partial=True)
     with pytest.raises(
-        mp.CheckpointError, match=r"saved as float32\[16, 32\] \(embed mlp\), and is wanted as float32\[16, 16\]"
+        mp.errors.CheckpointError, match=r"saved as float32\[16, 32\] \(embed mlp\), and is wanted as float32\[16, 16\]"
     ):
         run.restore({"0": {"up": {"kernel": jnp.ones((16, 16))}}}, partial=True)
     for dtype in (jnp.bfloat16, np.int32):  # nothing is converted silently
         says = rf"saved as float32\[16, 32\] \(embed mlp\), and is wanted as {jnp.dtype(dtype)}\[16, 32\]"
-        with pytest.raises(mp.CheckpointError, match=says):
+        with pytest.raises(mp.errors.CheckpointError, match=says):
             run.restore({"0": {"up": {"kernel": jnp.ones((16, 32), dtype)}}}, partial=True)
-    with pytest.raises(mp.CheckpointError, match=r"`0/drop/rngs/count` and \d+ more, which is not wanted"):
+    with pytest.raises(mp.errors.CheckpointError, match=r"`0/drop/rngs/count` and \d+ more, which is not wanted"):
         run.restore({"0": {"up": {"kernel": jnp.ones((16, 32))}}})
-    with pytest.raises(mp.CheckpointError, match="it has 0, 1"):
+    with pytest.raises(mp.errors.CheckpointError, match="it has 0, 1"):
         run.restore(like, step=7)
     state, _ = run.restore({"0": {"up": {"kernel": jnp.ones((16, 32))}}}, partial=True)
     np.testing.assert_array_equal(state["0"]["up"]["kernel"], saved[1][1][0].up.kernel[...])
@@ -166,9 +166,9 @@ def test_it_keeps_the_newest_and_waits_for_its_time(tmp_path):
         assert run.save(11, {"w": jnp.full(3, 11)}) is False
         run.wait()
         assert run.steps() == [8, 11]
-    with pytest.raises(mp.CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(mp.errors.CheckpointError, match="there is no checkpoint"):
         mp.Checkpoints(tmp_path / "b").restore({"w": jnp.ones(3)})
-    with pytest.raises(mp.CheckpointError, match="both must be at least 1"):
+    with pytest.raises(mp.errors.CheckpointError, match="both must be at least 1"):
         mp.Checkpoints(tmp_path / "b", every=0)
 
 
@@ -204,10 +204,10 @@ def test_damage_is_found_and_the_older_one_restored(saved, tmp_path, how):
         spoil(tmp_path / str(k) / "1" / path, how, draw)
         run = mp.Checkpoints(tmp_path / str(k))
         with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", mp.CheckpointWarning)
+            warnings.simplefilter("always", mp.errors.CheckpointWarning)
             state, at = run.restore(like)
         assert same(state, saved[1][at - 1]), path
-        warned = [w for w in said if w.category is mp.CheckpointWarning]
+        warned = [w for w in said if w.category is mp.errors.CheckpointWarning]
         if at == 1:
             assert run.steps() == [0]
             assert (tmp_path / str(k) / "1.damaged").exists()
@@ -221,7 +221,7 @@ def test_damage_is_found_and_the_older_one_restored(saved, tmp_path, how):
 
 def test_a_checkpoint_of_others_stays_where_it_is(run):
     shutil.rmtree(Path(run.path) / "1" / "meshpar")
-    with pytest.raises(mp.CheckpointError, match=r"mp\.Checkpoints did not write it"):
+    with pytest.raises(mp.errors.CheckpointError, match=r"mp\.Checkpoints did not write it"):
         run.restore(make().abstract(jax.random.key(0)))
     assert (Path(run.path) / "1").exists()
 
@@ -241,9 +241,9 @@ def test_one_number_changed_is_a_digest_error(saved, tmp_path):
         shutil.rmtree(state)
         ocp.PyTreeCheckpointer().save(state, tree)
     run = mp.Checkpoints(tmp_path / "a")
-    with pytest.raises(mp.DigestError, match="`0/up/kernel` is not what was saved"):
+    with pytest.raises(mp.errors.DigestError, match="`0/up/kernel` is not what was saved"):
         run.restore(make().abstract(jax.random.key(0)), step=1)
-    with pytest.warns(mp.CheckpointWarning, match="`0/up/kernel`"):
+    with pytest.warns(mp.errors.CheckpointWarning, match="`0/up/kernel`"):
         _, at = run.restore(make().abstract(jax.random.key(0)))
     assert at == 1
     run.save(1, make()(jax.random.key(1)))  # the place is free again
@@ -263,7 +263,7 @@ def test_replicas_that_disagree_are_not_saved(tmp_path, spec):
     wrong = jax.make_array_from_single_device_arrays(right.shape, right.sharding, parts)
     with mp.Checkpoints(tmp_path / "a") as run:
         run.save(0, {"w": right, "v": right})
-        with pytest.raises(mp.DigestError, match="the copies of `w` on the devices differ") as caught:
+        with pytest.raises(mp.errors.DigestError, match="the copies of `w` on the devices differ") as caught:
             run.save(1, {"w": wrong, "v": right})
         assert caught.value.path == "w"
     assert steps_of(str(tmp_path / "a")) == [0]
@@ -274,7 +274,7 @@ def test_facts_that_were_edited(run):
     text = path.read_text()
     assert '"next": 2' in text
     path.write_text(text.replace('"next": 2', '"next": 3'))
-    with pytest.raises(mp.CheckpointError, match="its checksum differs"):
+    with pytest.raises(mp.errors.CheckpointError, match="its checksum differs"):
         run.restore(make().abstract(jax.random.key(0)), step=1)
 
 
@@ -447,5 +447,5 @@ def test_every_row_once_over_four_two_and_three_processes(pods, tmp_path):
 def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, tmp_path, package, use):
     (tmp_path / "w.safetensors").touch()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(mp.CheckpointError, match=r'pip install "meshpar\[checkpoint\]"'):
+    with pytest.raises(mp.errors.CheckpointError, match=r'pip install "meshpar\[checkpoint\]"'):
         use(tmp_path)

@@ -105,18 +105,18 @@ def test_positions_of_other_data(mesh):
         ({"batch": 8}, "batch=4"),
         ({"shuffle": False}, "order="),
     ]:
-        with pytest.raises(mp.DataPositionError, match=says):
+        with pytest.raises(mp.errors.DataPositionError, match=says):
             make(**other).go_to(facts)
 
 
 def test_bad_input(mesh):
-    with pytest.raises(mp.DataPositionError, match="the source has 3 rows"):
+    with pytest.raises(mp.errors.DataPositionError, match="the source has 3 rows"):
         mp.batches(np.arange(3), batch=4, mesh=mesh, layout="batch: data")
-    with pytest.raises(mp.DivisibilityError, match="`batch` of size 6"):
+    with pytest.raises(mp.errors.DivisibilityError, match="`batch` of size 6"):
         mp.batches(np.arange(30), batch=6, mesh=mesh, layout="batch: data")
-    with pytest.raises(mp.PatternError, match="'tokns' matches no leaf"):
+    with pytest.raises(mp.errors.PatternError, match="'tokns' matches no leaf"):
         mp.batches(Rows(20), batch=4, mesh=mesh, layout=LAYOUT, dims={"tokns": "batch seq"})[0]
-    with pytest.raises(mp.DataPositionError, match="'drop' or 'pad'"):
+    with pytest.raises(mp.errors.DataPositionError, match="'drop' or 'pad'"):
         mp.batches(np.arange(30), batch=4, mesh=mesh, layout="batch: data", last="keep")  # type: ignore[arg-type]
 
 
@@ -129,8 +129,8 @@ def test_put(mesh):
     np.testing.assert_array_equal(got["tokens"], batch["tokens"])
     mine = mp.put(batch["tokens"], mesh=mesh, layout=LAYOUT, dims="batch seq", rows="mine")  # one process: all of them
     np.testing.assert_array_equal(mine, batch["tokens"])
-    with pytest.raises(mp.DivisibilityError):
+    with pytest.raises(mp.errors.DivisibilityError):
         mp.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT)
-    with pytest.raises(mp.MeshError, match="6 rows here"):
+    with pytest.raises(mp.errors.MeshError, match="6 rows here"):
         mp.put(np.ones((6, 4)), mesh=mesh, layout=LAYOUT, rows="mine")
     assert isinstance(mp.fetch(jax.numpy.ones(3)), np.ndarray)

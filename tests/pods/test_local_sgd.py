@@ -83,14 +83,14 @@ def test_bad_input():
         train_step,
         **{"over": "slice", "every": 2, "outer": OUTER, "mesh": mesh, "layout": "batch: data", "dims": DIMS, **kw},
     )
-    with pytest.raises(mp.MeshError, match="no axis `pod`"):
+    with pytest.raises(mp.errors.MeshError, match="no axis `pod`"):
         make(over="pod")
-    with pytest.raises(mp.AxisConflictError, match="`batch: slice\\+data` asks for it as well"):
+    with pytest.raises(mp.errors.AxisConflictError, match="`batch: slice\\+data` asks for it as well"):
         make(layout="batch: slice+data")
-    with pytest.raises(mp.UnsupportedError, match="every=0"):
+    with pytest.raises(mp.errors.UnsupportedError, match="every=0"):
         make(every=0)
     run = make()
-    with pytest.raises(mp.UnsupportedError, match="no leaf of the state is a parameter"):
+    with pytest.raises(mp.errors.UnsupportedError, match="no leaf of the state is a parameter"):
         run.init(lambda key: {"w": jax.numpy.ones(3)})(jax.random.key(0))
-    with pytest.raises(mp.DivisibilityError, match="7 rows of `x`"):
+    with pytest.raises(mp.errors.DivisibilityError, match="7 rows of `x`"):
         run(0, run.init(programs.create)(jax.random.key(0)), programs.batch(0, 7))

@@ -87,8 +87,8 @@ def _experts_send(avals, parts):
     x = avals[0]
     whole = (x.shape[0] * parts["tokens"], x.shape[1])
     return [
-        mp.KernelSend("all-gather", ("tokens",), x.shape, x.dtype, "all tokens"),
-        mp.KernelSend("all-reduce", ("expert",), whole, x.dtype, "sums over experts"),
+        mp.types.KernelSend("all-gather", ("tokens",), x.shape, x.dtype, "all tokens"),
+        mp.types.KernelSend("all-reduce", ("expert",), whole, x.dtype, "sums over experts"),
     ]
 
 

@@ -86,7 +86,7 @@ def test_files(found, tmp_path):
     assert "http" not in page
     found.save(tmp_path / "diff.json")
     assert json.loads((tmp_path / "diff.json").read_text()) == json.loads(found.to_json())
-    with pytest.raises(mp.UnsupportedError, match=r"\.html, \.json, \.txt"):
+    with pytest.raises(mp.errors.UnsupportedError, match=r"\.html, \.json, \.txt"):
         found.save(tmp_path / "diff.png")
 
 

@@ -61,7 +61,7 @@ def model(batch, seq=1024, embed=4096, mlp=16384, vocab=1024):
 
 @functools.cache
 def found(topology="v5e:4x4", batch=64, options=(), **sizes):
-    options = {"most": 120, "axes": 2, **dict(options)}
+    options = {"max_plans": 120, "max_axes": 2, **dict(options)}
     return mp.search(
         train_step, *model(batch, **sizes), topology=topology, dims=DIMS, donate_argnames="state", **options
     )
@@ -77,7 +77,7 @@ def test_a_product_whose_sizes_divide_in_one_way_only():
     assert {str(r) for r in mp.Layout(got.best.layout).rules} == {"a: two", "c: four"}
 
 
-@pytest.mark.filterwarnings("ignore::meshpar.TorusWarning")
+@pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
 def test_figures_are_those_of_the_plan():
     got = found()
     for row in got.rows[:5]:
@@ -98,7 +98,7 @@ def test_nothing_planned_fits_and_is_shorter_by_more_than_a_tie():
         assert {"data parallel", "fsdp", "megatron", "fsdp megatron"} <= {r.name for r in got.rows}
 
 
-@pytest.mark.filterwarnings("ignore::meshpar.TorusWarning")
+@pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
 @pytest.mark.parametrize("batch", [4, 1024])
 def test_it_is_as_good_as_planning_every_layout(batch):
     """All axes for batch, embed and mlp, in every order of the rules."""
@@ -143,10 +143,10 @@ def test_a_huge_vocabulary_is_split():
 def test_a_model_that_fits_only_with_split_optimizer_state():
     """Weights of 1.1 GB a device fit whole; with their moments they do not."""
     sizes = {"batch": 64, "embed": 8192, "mlp": 32768}
-    whole = found(**sizes, options=(("margin", 1.0),))
+    whole = found(**sizes, options=(("memory_fraction", 1.0),))
     replicated = next(r for r in whole.rows if r.name == "data parallel")
     margin = 0.9 * replicated.peak / V5E
-    got = found(**sizes, options=(("margin", margin), ("forbid", "mlp, vocab")))
+    got = found(**sizes, options=(("memory_fraction", margin), ("forbid", "mlp, vocab")))
     assert got.fits
     assert not next(r for r in got.rows if r.name == "data parallel").fits
     assert got.best.peak <= margin * V5E
@@ -180,7 +180,7 @@ def test_a_mixture_of_experts_splits_its_experts():
         topology="v5e:4x4",
         dims=dims,
         mesh="data=16",
-        most=60,
+        max_plans=60,
     )
     splits = {r.dim: r.axes for r in mp.Layout(got.best.layout).rules if r.scope is None}
     assert splits["experts"] == ("data",)
@@ -196,11 +196,11 @@ def llama(batch, mesh, most):
     step, args, dims = module.llama3_8b(batch=batch)
     own = [module.FSDP_TENSOR_SEQUENCE] if "model" in mesh else []
     return mp.search(
-        step, *args, topology="v5e:16x16", mesh=mesh, dims=dims, donate_argnames="state", most=most, layouts=own
+        step, *args, topology="v5e:16x16", mesh=mesh, dims=dims, donate_argnames="state", max_plans=most, layouts=own
     )
 
 
-@pytest.mark.filterwarnings("ignore::meshpar.TorusWarning")
+@pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
 def test_many_tokens_a_chip_hardly_beat_fsdp():
     got = llama(512, "data=256", 40)
     fsdp = next(r for r in got.rows if r.name == "fsdp")
@@ -208,7 +208,7 @@ def test_many_tokens_a_chip_hardly_beat_fsdp():
     assert any(r.dim == "batch" and r.axes == ("data",) for r in mp.Layout(got.best.layout).rules)
 
 
-@pytest.mark.filterwarnings("ignore::meshpar.TorusWarning")
+@pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
 def test_few_tokens_a_chip_are_better_off_with_another_layout_than_the_usual_one():
     usual = next(r for r in llama(32, "data=32, model=8", 8).rows if r.name == "yours")
     got = llama(32, "data=8, model=32", 40)
@@ -217,7 +217,7 @@ def test_few_tokens_a_chip_are_better_off_with_another_layout_than_the_usual_one
 
 
 def test_nothing_fits_names_the_slice_on_which_it_would():
-    got = found(topology="v5e:2x2", batch=64, embed=8192, mlp=32768, options=(("margin", 0.2), ("most", 12)))
+    got = found(topology="v5e:2x2", batch=64, embed=8192, mlp=32768, options=(("memory_fraction", 0.2), ("most", 12)))
     assert not got.fits
     topology, mesh = got.larger
     assert f"this layout fits on {topology} with the mesh {mesh}" in str(got)
@@ -231,7 +231,7 @@ def test_nothing_fits_names_the_slice_on_which_it_would():
     assert found().larger is None
 
 
-@pytest.mark.filterwarnings("ignore::meshpar.TorusWarning")
+@pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
 def test_equal_answers_to_the_claims_are_equal_plans():
     base = mp.plan(
         train_step, *model(64), mesh="data=4, model=4", topology="v5e:4x4", layout="", dims=DIMS, overlap="auto"
@@ -358,7 +358,7 @@ def test_pictures(tmp_path):
     assert "http" not in page.replace("http-equiv", "")
     assert page.count("<tr>") == 1 + min(40, len(got.rows))
     assert "<svg" in got._repr_html_()
-    with pytest.raises(mp.UnsupportedError, match="is saved as"):
+    with pytest.raises(mp.errors.UnsupportedError, match="is saved as"):
         got.save(tmp_path / "a.pdf")
 
 
@@ -382,7 +382,7 @@ def test_own_layouts_that_cannot_be_planned_are_said():
     assert got.refused[0].startswith(f"`{illegal}` could not be planned: tokens: dim `batch` of size 65")
     assert got.refused[1] == f"`{elsewhere}` could not be planned: no mesh tried has its axes and no others"
     assert "no mesh tried" in str(got)
-    with pytest.raises(mp.UnsupportedError, match="reads rules in order"):
+    with pytest.raises(mp.errors.UnsupportedError, match="reads rules in order"):
         found(options=(("layouts", (mp.Layout("batch: data", resolve="cost"),)),))
 
 
@@ -437,13 +437,13 @@ def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
     def compile(fn, *args, mesh, layout, effort, **options):
         asked.append((mesh, layout, effort))
         if len(asked) == 1:
-            raise mp.CompilerError("no")
+            raise mp.errors.CompilerError("no")
         memory = type("Memory", (), {"peak": 1e9})
         exposed = type("Exposed", (), {"schedule": 0.25})
         return type("Compiled", (), {"memory": memory, "bytes_sent": 2e9, "exposed": exposed})
 
     monkeypatch.setattr(api, "compile", compile)
-    got = mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS, verify=2, most=40)
+    got = mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS, verify=2, max_plans=40)
     assert [effort for *_, effort in asked] == ["full", "full", "fast"]
     assert got.rows[0].compiled == "refused: no"
     assert (got.best.mesh, got.best.layout) == asked[1][:2]
@@ -461,14 +461,14 @@ def test_programs_that_vary_are_chosen_from():
 
     def step(params, tokens, pieces=1):
         gradients = jax.value_and_grad(loss)
-        return (mp.accumulate(gradients, pieces) if pieces > 1 else gradients)(params, tokens)
+        return (mp.accumulate_gradients(gradients, pieces) if pieces > 1 else gradients)(params, tokens)
 
     params, tokens = model(64)[0]["params"], model(64)[1]
     dims = {k.replace("state/*/", "params/"): v for k, v in DIMS.items()}
     where = {"topology": "v5e:4x4", "dims": dims}
-    options = {**where, "mesh": "data=4, model=4", "most": 30}
+    options = {**where, "mesh": "data=4, model=4", "max_plans": 30}
     vary = {"pieces": [1, 4], "overlap": ["auto", "off"]}
-    got = mp.search(step, params, tokens, vary=vary, objective="memory", **options)
+    got = mp.search(step, params, tokens, choices=vary, objective="memory", **options)
     assert {r.variant for r in got.rows} == {f"pieces={n}, overlap={m}" for n in (1, 4) for m in ("auto", "off")}
     assert got.best.variant.startswith("pieces=4")
     for row in got.rows[:6]:
@@ -482,11 +482,11 @@ def test_programs_that_vary_are_chosen_from():
     assert "longer" in other or "as good" in other
     alone = mp.search({"a": step}, params, tokens, **options)
     assert {r.variant for r in alone.rows} == {"a"}
-    with pytest.raises(mp.UnsupportedError, match="was not searched"):
+    with pytest.raises(mp.errors.UnsupportedError, match="was not searched"):
         got.why("batch: data", variant="pieces=2")
     bad: Any = {"pieces": 2}
-    with pytest.raises(mp.UnsupportedError, match="it is a list of values"):
-        mp.search(step, params, tokens, vary=bad, **options)
+    with pytest.raises(mp.errors.UnsupportedError, match="it is a list of values"):
+        mp.search(step, params, tokens, choices=bad, **options)
 
 
 @pytest.mark.slow
@@ -508,17 +508,21 @@ def test_the_answer_does_not_depend_on_the_hash_seed():
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"objective": "bytes"}, mp.UnsupportedError, "'time' or 'memory'"),
-        ({"margin": 0.0}, mp.UnsupportedError, "margin=0.0"),
-        ({"most": 0}, mp.UnsupportedError, "at least one"),
-        ({"axes": 0}, mp.UnsupportedError, "axes=0"),
-        ({"seconds": -1.0}, mp.UnsupportedError, "seconds=-1.0"),
-        ({"fixed": "batch: data", "forbid": "seq, batch"}, mp.UnsupportedError, "splits `batch`, which forbid='batch'"),
-        ({"forbid": "batsh"}, mp.UnknownDimError, "no such dim"),
-        ({"fixed": "batsh: data"}, mp.UnknownDimError, "batsh"),
-        ({"fixed": "batch: rows"}, mp.MeshError, "no mesh tried has"),
-        ({"topology": "v5e:3x5"}, mp.MeshError, "v5e"),
-        ({"mesh": "data=3"}, mp.MeshError, "16"),
+        ({"objective": "bytes"}, mp.errors.UnsupportedError, "'time' or 'memory'"),
+        ({"memory_fraction": 0.0}, mp.errors.UnsupportedError, "memory_fraction=0.0"),
+        ({"max_plans": 0}, mp.errors.UnsupportedError, "at least one"),
+        ({"max_axes": 0}, mp.errors.UnsupportedError, "max_axes=0"),
+        ({"time_limit": -1.0}, mp.errors.UnsupportedError, "time_limit=-1.0"),
+        (
+            {"fixed": "batch: data", "forbid": "seq, batch"},
+            mp.errors.UnsupportedError,
+            "splits `batch`, which forbid='batch'",
+        ),
+        ({"forbid": "batsh"}, mp.errors.UnknownDimError, "no such dim"),
+        ({"fixed": "batsh: data"}, mp.errors.UnknownDimError, "batsh"),
+        ({"fixed": "batch: rows"}, mp.errors.MeshError, "no mesh tried has"),
+        ({"topology": "v5e:3x5"}, mp.errors.MeshError, "v5e"),
+        ({"mesh": "data=3"}, mp.errors.MeshError, "16"),
     ],
 )
 def test_bad_input(options, error, says):

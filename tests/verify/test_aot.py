@@ -82,13 +82,13 @@ def test_for_cpus(mesh):
 
 
 def test_what_is_compiled_is_chosen_by_a_calibration(mesh):
-    measured = mp.Calibration("cpu", "0.1", 0.1, 0.2, 0.3)
+    measured = mp.types.Calibration("cpu", "0.1", 0.1, 0.2, 0.3)
     compiled = mp.compile(step, state(), X, mesh=mesh, lowering="shard_map", calibration=measured, **HOW)
     assert compiled.plan.chip.calibration == measured.name
     assert f"calibrated on {measured.name}" in str(compiled)
     with pytest.raises(UnsupportedError, match="calibration: what"):
         mp.compile(mp.jit(step, mesh=mesh, **HOW), state(), X, calibration=measured)
-    other = mp.Calibration("TPU v5 lite", "0.1", 0.1, 0.2, 0.3)
+    other = mp.types.Calibration("TPU v5 lite", "0.1", 0.1, 0.2, 0.3)
     with pytest.raises(MeshError, match="the calibration is of TPU v5 lite"):
         mp.compile(step, state(), X, mesh=mesh, calibration=other, **HOW)
 

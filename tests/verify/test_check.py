@@ -121,7 +121,7 @@ def test_train_step_is_equal_on_every_mesh(state: State, x: np.ndarray, layout: 
 def test_one_mesh_or_several_by_either_name(x: np.ndarray) -> None:
     for given in ({"mesh": "data=8"}, {"meshes": "data=8"}, {"mesh": ["data=8"]}, {"meshes": ["data=8"]}):
         assert len(check(jnp.tanh, x, layouts="batch: data", dims={"*": "batch _"}, **given).rows) == 1
-    with pytest.raises(mp.MeshError, match="both mesh= and meshes="):
+    with pytest.raises(mp.errors.MeshError, match="both mesh= and meshes="):
         check(jnp.tanh, x, layouts="batch: data", dims={"*": "batch _"}, mesh="data=8", meshes=["data=4, idle=2"])
 
 

@@ -118,7 +118,7 @@ def test_the_fused_kernels_compile_in_a_step():
     """On two lines of a v5e; the kernels are in the final program as often as the plan has them."""
     args = of_layer(8, 1024, 512, 2048, lambda s: jax.ShapeDtypeStruct(s, jnp.bfloat16))
     step = jax.value_and_grad(layer, argnums=(0, 1, 2, 3))
-    with pytest.warns(mp.TorusWarning, match="`model` is no ring of the torus"):
+    with pytest.warns(mp.errors.TorusWarning, match="`model` is no ring of the torus"):
         compiled = mp.compile(
             step, *args, overlap="pallas", mesh="data=4, model=4", topology="v5e:4x4", cache=False,
             progress=lambda _: None, **LAYER,

@@ -20,7 +20,7 @@ from ..report.text import plain
 
 
 @dataclass(frozen=True, slots=True)
-class TunedRow:
+class CalibrationRow:
     """A layout that was measured.
 
     Attributes:
@@ -46,8 +46,8 @@ class TunedRow:
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """What :func:`meshpar.tune` measured: print it; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
+class CalibrationResult:
+    """What :func:`meshpar.calibrate` measured: print it; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
 
     Attributes:
       device_kind, devices: on what.
@@ -60,17 +60,17 @@ class Tuning:
     device_kind: str
     devices: int
     rounds: int
-    rows: tuple[TunedRow, ...]
+    rows: tuple[CalibrationRow, ...]
     calibration: Calibration
     listed: bool
 
     @property
-    def best(self) -> TunedRow:
+    def best(self) -> CalibrationRow:
         """The layout of the shortest step."""
         return self.rows[0]
 
     @property
-    def ties(self) -> tuple[TunedRow, ...]:
+    def ties(self) -> tuple[CalibrationRow, ...]:
         """Layouts that the spread of the rounds does not tell from the best, without it."""
         best = self.best
         return tuple(r for r in self.rows[1:] if r.seconds - r.spread <= best.seconds + best.spread)
@@ -91,7 +91,11 @@ class Tuning:
         Raises:
           UnsupportedError: another suffix.
         """
-        save(self, path, {".json": Tuning.to_json, ".html": lambda t: page(t._title, t._html()), ".txt": plain})
+        save(
+            self,
+            path,
+            {".json": CalibrationResult.to_json, ".html": lambda t: page(t._title, t._html()), ".txt": plain},
+        )
 
     @property
     def _title(self) -> str:
@@ -141,7 +145,7 @@ class Tuning:
 
     def __rich__(self) -> Any:
         best = self.best
-        head = Text.assemble(("tune", "bold"), f"    {self._title}, medians of {self.rounds} interleaved rounds")
+        head = Text.assemble(("calibrate", "bold"), f"    {self._title}, medians of {self.rounds} interleaved rounds")
         choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout}\n",
                                ("lowering", "bold"), f"  {best.lowering}")  # fmt: skip
         shown = Table(box=None, pad_edge=False)
@@ -165,4 +169,4 @@ class Tuning:
 
     def __repr__(self) -> str:
         best = self.best
-        return f"<Tuning of {self._title}: {best.mesh}: {best.layout}; {duration(best.seconds)} a step>"
+        return f"<CalibrationResult of {self._title}: {best.mesh}: {best.layout}; {duration(best.seconds)} a step>"

@@ -21,8 +21,8 @@ from ..plan.collectives import duration
 from ..planned import Plan
 from ..verify.check import Subject, check_subject
 from ..verify.numbers import Difference, host, mesh_text, worst_of
-from .answer import TunedRow, Tuning
 from .fit import fit
+from .result import CalibrationResult, CalibrationRow
 
 Clock = Callable[[], float]
 LISTED, NOMINAL = (0.02, 1.0), (1e-4, 1e4)
@@ -50,23 +50,25 @@ class Candidate:
         return f"`{self.layout or '(nothing split)'}` on {mesh_text(self.subject.plan.mesh)}"
 
 
-def tune(
+def calibrate(
     candidates: Sequence[Candidate], *, rounds: int, tolerance: float, tell: Callable[[str], None], clock: Clock = time.perf_counter
-) -> Tuning:  # fmt: skip
-    """As :func:`meshpar.tune`, of layouts that were planned.
+) -> CalibrationResult:  # fmt: skip
+    """As :func:`meshpar.calibrate`, of layouts that were planned.
 
     Args:
       tell: is told how far it is.
       clock: seconds.
     """
     if not candidates:
-        raise UnsupportedError("mp.tune was given no layouts", fixes=['layouts=["batch: data", "batch, embed: data"]'])
+        raise UnsupportedError(
+            "mp.calibrate was given no layouts", fixes=['layouts=["batch: data", "batch, embed: data"]']
+        )
     if rounds < 1:
         raise UnsupportedError(f"rounds={rounds!r}: every layout is measured at least once", fixes=["rounds=9"])
     devices = {d for c in candidates for d in c.subject.plan.mesh.devices.flat}  # type: ignore[union-attr]
     if len(devices) == 1:
         raise MeshError(
-            "mp.tune was given one device, on which all layouts are the same program",
+            "mp.calibrate was given one device, on which all layouts are the same program",
             fixes=["mp.virtual_devices(8) before the first use of a device, for CPU stand-ins", "or a mesh of more devices"],
         )  # fmt: skip
     kinds = {d.device_kind for d in devices}
@@ -168,7 +170,7 @@ def _explained(first: Candidate, other: Candidate, differ: Mapping[str, Differen
 
 def _answer(
     candidates: Sequence[Candidate], times: Sequence[Sequence[float]], rounds: int, tell: Callable[[str], None]
-) -> Tuning:
+) -> CalibrationResult:
     kind = candidates[0].subject.plan.mesh.devices.flat[0].device_kind  # type: ignore[union-attr]
     seconds = [statistics.median(t) for t in times]
     spreads = [_spread(t) for t in times]
@@ -200,12 +202,12 @@ def _answer(
         notes=fitted.notes,
     )
     rows = [
-        TunedRow(mesh_text(c.subject.plan.mesh), c.layout, s, spread, p, f, c.plan.lowering)
+        CalibrationRow(mesh_text(c.subject.plan.mesh), c.layout, s, spread, p, f, c.plan.lowering)
         for c, s, spread, p, f in zip(candidates, seconds, spreads, planned, fitted.planned, strict=True)
     ]
     count = len({d for c in candidates for d in c.subject.plan.mesh.devices.flat})  # type: ignore[union-attr]
     ranked = sorted(rows, key=lambda r: (r.seconds, r.layout))
-    return Tuning(kind, count, rounds, tuple(ranked), calibration, listed=chip is not None)
+    return CalibrationResult(kind, count, rounds, tuple(ranked), calibration, listed=chip is not None)
 
 
 def _spread(times: Sequence[float]) -> float:

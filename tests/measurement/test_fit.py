@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.tune import fit
+from meshpar.measurement import fit
 
 
 def seconds_of(parts):
@@ -55,7 +55,7 @@ def test_efficiencies_stay_within_bounds():
     assert "links came out at the least that is allowed, 0.02" in little.notes
 
 
-@pytest.mark.filterwarnings("ignore::meshpar.TorusWarning")
+@pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
 def test_plans_priced_with_other_efficiencies_give_these_back():
     """What is hidden behind products, and kernels of which traffic and products overlap, are as plans have them."""
 
@@ -80,7 +80,7 @@ def test_plans_priced_with_other_efficiencies_give_these_back():
     plans = [base.replan(layout=text) for text in layouts]
 
     def predict(e):
-        return [p.replan(calibration=mp.Calibration("TPU v5 lite", "0.10.2", *e)).seconds for p in plans]
+        return [p.replan(calibration=mp.types.Calibration("TPU v5 lite", "0.10.2", *e)).seconds for p in plans]
 
     true = (0.55, 0.7, 0.35)
     found = fit(predict, (1, 1, 0.8), predict(true), bounds=(0.02, 1.0))

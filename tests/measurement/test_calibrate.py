@@ -12,7 +12,7 @@ from flax import nnx
 
 import meshpar as mp
 from meshpar.hardware.calibration import JAXLIB
-from meshpar.tune import Candidate, tune
+from meshpar.measurement import Candidate, calibrate
 
 OPTIMIZER = optax.adam(1e-2)
 DIMS = {"state/*/up": "embed mlp", "state/*/down": "mlp embed", "x": "batch embed"}
@@ -41,7 +41,7 @@ def arguments():
 def test_layouts_are_measured_and_the_arguments_left_alone(tmp_path):
     state, x = arguments()
     told = []
-    found = mp.tune(
+    found = mp.calibrate(
         train_step,
         state,
         x,
@@ -109,7 +109,7 @@ def test_rounds_are_interleaved_and_medians_taken():
         step = mp.jit(lambda x: x + 1, mesh="data=8", layout=mp.Layout(layout, optional=True), dims={"x": "a b"})
         with step._subject((x,), {}) as subject:
             candidates.append(taking(Candidate(layout, subject), k + 1.0, {4}))
-    found = tune(candidates, rounds=3, tolerance=1e-5, tell=lambda text: None, clock=clock)
+    found = calibrate(candidates, rounds=3, tolerance=1e-5, tell=lambda text: None, clock=clock)
     assert [(r.layout, r.seconds) for r in found.rows] == [("a: data", 1), ("b: data", 2), ("", 3)]
     assert all(r.spread > 0 for r in found.rows)
     firsts = [order[3 + 6 * r] for r in range(3)]  # the first runs compare; then two runs each, all in every round
@@ -126,8 +126,8 @@ def test_numbers_that_differ_are_caught():
             "bad": x * next(traced),
         }  # what the layout must not do: other meshes are traced anew
 
-    with pytest.raises(mp.CheckError) as caught:
-        mp.tune(
+    with pytest.raises(mp.errors.CheckError) as caught:
+        mp.calibrate(
             step, jnp.ones((8, 4)), layouts=[("data=8", "a: data"), ("rows=8", "a: rows")], dims={"x": "a b"}, rounds=1
         )
     assert caught.value.path == "bad"
@@ -142,7 +142,7 @@ def test_rounding_that_adam_blows_up_is_no_difference():
         updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"])
         return optax.apply_updates(state["params"], updates), opt_state
 
-    found = mp.tune(step, *arguments(), layouts=LAYOUTS[:2], mesh=MESH, dims=DIMS, rounds=1)
+    found = mp.calibrate(step, *arguments(), layouts=LAYOUTS[:2], mesh=MESH, dims=DIMS, rounds=1)
     assert len(found.rows) == 2
 
 
@@ -156,7 +156,7 @@ def test_modules_are_measured_and_not_updated():
         return jnp.sum(x @ model.w[...])
 
     model = Model()
-    found = mp.tune(
+    found = mp.calibrate(
         step, model, jnp.ones((8, 8)), layouts=["batch: data", "mlp: data"], dims={"x": "batch embed"}, rounds=1
     )
     assert len(found.rows) == 2
@@ -171,32 +171,32 @@ def test_what_jit_returned_and_pairs_and_searches():
         (mp.mesh("data=2, model=4"), mp.Layout("batch: data; mlp: model")),
         ("data=8", "batch: data"),
     ]
-    found = mp.tune(step, state, x, layouts=pairs, rounds=1)
+    found = mp.calibrate(step, state, x, layouts=pairs, rounds=1)
     assert {(r.mesh, r.layout) for r in found.rows} == {
         ("data=8", "batch: data"),
         ("data=2, model=4", "batch: data; mlp: model"),
     }
-    searched = mp.search(train_step, state, x, topology="v5e:2x4", dims=DIMS, donate_argnames="state", most=8)
-    again = mp.tune(train_step, state, x, layouts=searched, most=2, dims=DIMS, rounds=1)
+    searched = mp.search(train_step, state, x, topology="v5e:2x4", dims=DIMS, donate_argnames="state", max_plans=8)
+    again = mp.calibrate(train_step, state, x, layouts=searched, max_layouts=2, dims=DIMS, rounds=1)
     assert {(r.mesh, r.layout) for r in again.rows} == {(r.mesh, r.layout) for r in searched.rows[:2]}
 
 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"layouts": []}, mp.UnsupportedError, "no layouts"),
-        ({"layouts": "batch: data; mlp: model", "mesh": None}, mp.MeshError, "no mesh says their sizes"),
-        ({"layouts": "batch: data", "mesh": "data=1"}, mp.MeshError, "one device"),
-        ({"layouts": "batch: data", "mesh": "data=16"}, mp.MeshError, "needs 16 devices"),
-        ({"layouts": ["batch: data", "batch: rows"]}, mp.UnknownAxisError, "rows"),
-        ({"layouts": "batch: data+model; embed: data", "mesh": "data=8, model=3"}, mp.MeshError, "24"),
-        ({"layouts": [("data=3", "batch: data")], "mesh": None}, mp.DivisibilityError, "batch"),
-        ({"layouts": [("data=8", "batch: data")]}, mp.MeshError, "have their own meshes"),
-        ({"layouts": "batch: data", "meshes": "data=8"}, mp.MeshError, "both mesh= and meshes="),
-        ({"layouts": "batch: data", "rounds": 0}, mp.UnsupportedError, "rounds=0"),
-        ({"layouts": "batch: data", "lowering": "gspmd"}, mp.UnsupportedError, "no lowering"),
+        ({"layouts": []}, mp.errors.UnsupportedError, "no layouts"),
+        ({"layouts": "batch: data; mlp: model", "mesh": None}, mp.errors.MeshError, "no mesh says their sizes"),
+        ({"layouts": "batch: data", "mesh": "data=1"}, mp.errors.MeshError, "one device"),
+        ({"layouts": "batch: data", "mesh": "data=16"}, mp.errors.MeshError, "needs 16 devices"),
+        ({"layouts": ["batch: data", "batch: rows"]}, mp.errors.UnknownAxisError, "rows"),
+        ({"layouts": "batch: data+model; embed: data", "mesh": "data=8, model=3"}, mp.errors.MeshError, "24"),
+        ({"layouts": [("data=3", "batch: data")], "mesh": None}, mp.errors.DivisibilityError, "batch"),
+        ({"layouts": [("data=8", "batch: data")]}, mp.errors.MeshError, "have their own meshes"),
+        ({"layouts": "batch: data", "meshes": "data=8"}, mp.errors.MeshError, "both mesh= and meshes="),
+        ({"layouts": "batch: data", "rounds": 0}, mp.errors.UnsupportedError, "rounds=0"),
+        ({"layouts": "batch: data", "lowering": "gspmd"}, mp.errors.UnsupportedError, "no lowering"),
     ],
 )
 def test_bad_input(options, error, says):
     with pytest.raises(error, match=says):
-        mp.tune(train_step, *arguments(), dims=DIMS, **{"mesh": MESH, **options})
+        mp.calibrate(train_step, *arguments(), dims=DIMS, **{"mesh": MESH, **options})

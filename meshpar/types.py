@@ -1,0 +1,35 @@
+"""Classes that meshpar functions return or accept, for annotations and ``isinstance``; they are not made by hand.
+
+``mp.Layout``, ``mp.Plan``, ``mp.Precision`` and ``mp.Checkpoints`` are at the top level.
+"""
+
+from .hardware.calibration import Calibration
+from .jitted import Jitted
+from .lab import Lab
+from .layout import Rule
+from .measurement import CalibrationResult, CalibrationRow
+from .plan.collectives import Collective
+from .pods.local_sgd import LocalSgd
+from .program.kernels import KernelSend, KernelWork
+from .report import PlanDiff
+from .search import Row, Search
+from .verify.aot import Compiled
+from .verify.check import Report
+
+__all__ = [
+    "Calibration",
+    "CalibrationResult",
+    "CalibrationRow",
+    "Collective",
+    "Compiled",
+    "Jitted",
+    "KernelSend",
+    "KernelWork",
+    "Lab",
+    "LocalSgd",
+    "PlanDiff",
+    "Report",
+    "Row",
+    "Rule",
+    "Search",
+]
