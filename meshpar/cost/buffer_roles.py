@@ -1,4 +1,4 @@
-"""What an array in a device's memory is: a parameter, optimizer state, a gradient, a saved activation, or something else."""
+"""The role of a buffer in a train step: parameter, optimizer state, gradient, saved activation, or another."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROLES = ("parameters", "optimizer state", "gradients", "saved activations", "tem
 
 
 class _Known:
-    """What of a program says what an item is.
+    """The facts of a program from which roles follow.
 
     Attributes:
-      passes: whether ops belong to a forward or a backward pass, as far as it was asked.
+      passes: op → ``"forward"``, ``"backward"`` or None, cached.
     """
 
     def __init__(self, program: Program):
@@ -40,7 +40,7 @@ class _Known:
         return self._like_weights[value]
 
     def pass_of(self, node: Kernel) -> str | None:
-        """Whether a kernel belongs to a forward or a backward pass: its op does, or the loop it stands in."""
+        """``"forward"`` or ``"backward"``, by the name stack of the kernel's op or of the loops around it; None: neither."""
         if node.op is None:
             return None
         if node.op not in self.passes:
@@ -54,7 +54,11 @@ class _Known:
 
 @cached_on_plan
 def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
-    """What an item is: by its path, else by the weight that it has the dims of, else by who reads it."""
+    """A function from a buffer to its role, one of :data:`ROLES`.
+
+    Arguments and results have the role of their path. Other buffers are gradients if they have the dims of a weight, saved
+    activations if the forward pass makes them and the backward pass reads them, else temporaries.
+    """
     known = plan.program.once(_Known)
     constants = set(computation_of(plan).constants)
 
@@ -80,7 +84,7 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
 
 
 def _of_inputs(item: Buffer) -> bool:
-    """Whether an item is an input converted or moved."""
+    """Whether a buffer is a converted or resharded input of its computation."""
     for _ in range(100):
         if item.made_by is None:
             return True

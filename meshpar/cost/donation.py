@@ -1,4 +1,4 @@
-"""Results that take the place of donated arguments: which they are, and which are gathered into other memory first."""
+"""Results that alias donated arguments, and whether XLA gathers them into another buffer first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .caching import cached_on_plan
 
 @cached_on_plan
 def aliased_inputs(plan: Plan) -> dict[int, int]:
-    """Which results take the place of donated inputs, by position: the first input of the same shape, dtype and spec."""
+    """Index of a result → index of the donated input whose memory it takes: the first one of equal shape, dtype and spec."""
     arguments = plan.body.inputs[len(plan.body.inputs) - len(plan.program.inputs) :]
     free: dict[Any, list[int]] = {}
     for i in sorted(plan.donated):
@@ -27,9 +27,13 @@ def aliased_inputs(plan: Plan) -> dict[int, int]:
 
 
 def gathered_then_copied(whole: float, shard: float) -> bool:
-    """Whether what is gathered for such a result lies beside its place first: bytes on a device of all of it, and before.
+    """Whether XLA for TPUs all-gathers a result that aliases an argument into another buffer, and copies it.
 
-    XLA for TPUs (libtpu 0.0.42) does not gather into the memory of an argument. So that it does not copy all of these arguments
-    when the program begins, large results are put there one after the other.
+    XLA (libtpu 0.0.42) does not gather into the memory of an argument. To prevent it from copying all of these arguments at the
+    start of the program, large results are copied one after the other.
+
+    Args:
+      whole: bytes of the result on a device.
+      shard: bytes before the all-gather.
     """
     return whole >= max(LARGE, 2 * shard)

@@ -1,20 +1,20 @@
-"""What of a planned program reaches a device's memory: the kernels into which a compiler fuses it, and what each reads and writes.
+"""Fusion of the ops of one device into kernels, with the buffers that each kernel reads from and writes to memory.
 
-:mod:`meshpar.cost.kernels` lists the ops; the rule by which they are joined:
+:mod:`meshpar.cost.kernels` lists the ops. The rules by which :func:`fuse` joins them:
 
-- reshapes, transposes and names are views of their operand; what is made from no data is free;
-- elementwise ops, broadcasts, slices, one-hot scatters and their like are computed inside the kernels that read them: where one
-  kernel reads them, or where they follow from one array (rows and scalars aside), so that doing them twice reads no more;
-- products, reductions and writes into a stack take such producers in; collectives, loops, sorts and gathers take arrays;
-- a product takes in the elementwise ops that alone read it, unless they read another product, or slices of it;
-- what is joined along its last dim (the halves of a rotary embedding) is in memory before, as lanes do not shift inside a kernel;
-- a reduction is done by the kernel that makes what it reads, or by one that reads the same for a reduction; a product reads for
-  it what it does not make (both sums of a norm's gradient, in the kernel that makes the cotangent); what reductions alone read is
-  not written;
-- the rest is written to memory and read from there.
+- Reshapes, transposes and names are views of their operand. Input-independent values cost nothing.
+- Elementwise ops, broadcasts, slices, one-hot scatters and the like are computed inside the kernels that read them, if one kernel
+  reads them, or if they depend on one array (besides rows and scalars), so that computing them twice reads no more.
+- Matmuls, reductions and writes into a loop's stack fuse such producers; collectives, loops, sorts and gathers read buffers.
+- A matmul fuses the elementwise ops that only it feeds, unless they read another matmul, or slices of its result.
+- Operands of a concatenation along the last dim (the halves of a rotary embedding) are buffers, as a kernel does not shift lanes.
+- A reduction is computed by the kernel that makes its operand, or by one that reads the same for a reduction. A matmul reads what
+  it does not make for it (both sums of a norm's gradient, in the kernel of the cotangent). Operands of reductions only are not
+  written.
+- All other values are written to memory and read from there.
 
-It is what XLA's TPU compiler was seen to do with Transformer train steps (libtpu 0.0.42): exponentials too are done twice rather
-than stored.
+XLA's TPU compiler was observed to fuse Transformer train steps so (libtpu 0.0.42); it recomputes exponentials rather than storing
+them.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ FUSIBLE = having(lambda p: p.fusible) | {"one_hot!"}
 SLICES = frozenset({"slice", "dynamic_slice", "gather"})
 MATMULS = having(lambda p: p.product)
 REDUCTIONS = having(lambda p: p.reduction)
-_TAKES = REDUCTIONS | MATMULS | {"stack!", "copy!"}  # kernels that compute their operands as they read them
-_SMALL = 8
-"""By how much what a kernel reads is smaller than the largest of it, to be rows and scalars."""
+_TAKES = REDUCTIONS | MATMULS | {"stack!", "copy!"}  # kernels that fuse the producers of their operands
+_ROW_RATIO = 8
+"""An operand is a row or a scalar if the largest operand of its kernel is at least so many times its bytes."""
 
 
 class Buffer:
-    """One shard of one value, in memory or only inside a kernel.
+    """The shard of one value on a device: in memory, or only an intermediate inside a kernel.
 
     Attributes:
-      bytes: on this device.
-      held: bytes of it that are there at once: less, if it is made and sent block by block.
-      host: its bytes in the host's memory, if it lies there; a device has none of it then.
-      value: whose shard it is; elements: of that value.
-      node: what makes it; None: it comes into its region from outside.
-      must: some reader takes arrays only; joined: it is joined with others along its last dim.
+      bytes: on a device; 0 for a value in host memory.
+      live_bytes: of these, bytes allocated at once: fewer if a ring computes and sends it in chunks.
+      host_bytes: its bytes in host memory.
+      value, elements: the value, and its number of elements on all devices.
+      made_by: the kernel that computes it; None for inputs of the computation.
+      must_store: some reader needs it in memory.
+      concatenated: it is an operand of a concatenation along its last dim.
       stored: it is in memory.
+      carried: it is the carry of a loop, inside the body.
+      readers: the kernels that read it.
+      recomputed: kernels that can compute it do so, although it is in memory for others.
       sliced: one of :data:`SLICES` reads it.
-      through: kernels that can compute it do so, though it is in memory for others.
     """
 
     __slots__ = (
@@ -81,18 +84,19 @@ class Buffer:
 
 
 class Kernel:
-    """An op on one device, or a move between specs; after fusion, a kernel where ``root``.
+    """An op or a resharding on one device; after :func:`fuse`, a kernel if it is the root of a fusion.
 
     Attributes:
-      name: of the primitive; ``move!``, ``stack!`` (a loop writes a slice), ``leave!`` (a result or carry),
-        ``transfer!`` (a copy to or from the host's memory).
-      step: the step of the plan that it stands for; None: the ends of bodies.
-      op: the op of the program it belongs to.
-      reads, writes: of a kernel: what it takes from memory and puts there.
-      regions: the bodies of a loop.
-      carries: of a loop: (first value, last value) of what it carries; None: made from no data.
-      products: the products it computes.
-      joins: it follows from more than one array.
+      name: of the primitive; ``move!`` (collectives), ``stack!`` (a loop writes its slice), ``leave!`` (a result or carry of a
+        body), ``copy!``, ``transfer!`` (to or from host memory).
+      step: the step of the plan; None at the ends of bodies.
+      op: the op of the program that the step is for.
+      ins, outs: its operands and results, in memory or not; position: index of its step in program order.
+      is_root: it is a kernel; reads, writes: the buffers that this kernel reads from and writes to memory.
+      bodies: of a loop or branch.
+      carries: of a loop, (first value, last value) of each carry; None: the first value is input-independent.
+      matmuls: the steps of the matmuls that the kernel computes.
+      from_several: it depends on more than one array (rows and scalars do not count).
     """
 
     __slots__ = (
@@ -129,13 +133,14 @@ class Kernel:
 
 
 class Computation:
-    """The program, or the body of a loop: kernels in program order.
+    """The kernels of the program, or of the body of a loop or branch, in program order.
 
     Attributes:
-      trips: how often it runs each time the kernel that holds it runs (None: not known).
-      inputs: of the program: its arguments; of a loop body: what it carries, its own to overwrite.
-      constants: of the program: arrays that it closes over, whole; they are part of the compiled program.
-      outputs: of the program: its results.
+      trips: trip count each time its loop runs; None: not known.
+      nodes: all ops; kernels: those that are kernels after fusion.
+      inputs: the program's arguments, or the carries of a loop body, which it may overwrite.
+      constants: of the program, the arrays that it closes over, replicated; they are part of the compiled program.
+      outputs: the program's results.
     """
 
     def __init__(self, trips: int | None):
@@ -147,8 +152,8 @@ class Computation:
         self.kernels: list[Kernel] = []
 
 
-def fuse(region: Computation) -> None:
-    """Decide what a region keeps in memory, and list its kernels with what they read and write."""
+def fuse(computation: Computation) -> None:
+    """Fuse the ops of a computation: set ``kernels``, their ``reads``, ``writes`` and ``matmuls``, and which buffers are stored."""
     roots: dict[Buffer, tuple[Kernel, ...]] = {}  # of each, the kernels that read it
 
     def read(items: Sequence[Buffer], readers: tuple[Kernel, ...]) -> None:
@@ -159,7 +164,7 @@ def fuse(region: Computation) -> None:
             elif have is not readers:
                 roots[item] = tuple(dict.fromkeys((*have, *readers)))
 
-    for node in reversed(region.nodes):
+    for node in reversed(computation.nodes):
         name = node.name
         if name not in FUSIBLE:
             node.is_root = True
@@ -188,12 +193,12 @@ def fuse(region: Computation) -> None:
                 readers = tuple(dict.fromkeys((*readers, *mine))) if readers else mine
                 must |= out.must_store
         if not readers:
-            continue  # nobody reads it
+            continue  # dead code
         twice = not node.from_several
         if must or (len(readers) > 1 and not twice and not all(r.name in REDUCTIONS for r in readers)):
             node.is_root = True
-            again = twice and not any(out.concatenated for out in node.outs)
-            through = [r for r in readers if r.name in _TAKES or r.name in FUSIBLE] if again else []
+            recompute = twice and not any(out.concatenated for out in node.outs)
+            through = [r for r in readers if r.name in _TAKES or r.name in FUSIBLE] if recompute else []
             for out in node.outs:
                 out.recomputed = bool(through)
             readers = (node, *through)
@@ -201,22 +206,22 @@ def fuse(region: Computation) -> None:
         if _joins_lanes(node):
             for item in node.ins:
                 item.must_store = item.concatenated = True
-    kernels = [node for node in region.nodes if node.is_root]
+    kernels = [node for node in computation.nodes if node.is_root]
     for node in kernels:
         for out in node.outs:
             out.stored = True
-    own = set(region.nodes)  # what comes from outside a loop is in memory
+    own = set(computation.nodes)  # values from outside a loop are in memory
     done: dict[Kernel, int] = {}
     for node in kernels:
         found: dict[Buffer, None] = {}
         _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSIBLE, own)
         node.reads = list(found)
         node.writes = node.outs
-        other = _also(node, done) if node.name in REDUCTIONS else None
+        other = _merged_with(node, done) if node.name in REDUCTIONS else None
         if other is None:
             other = node
-            done[node] = len(region.kernels)
-            region.kernels.append(node)
+            done[node] = len(computation.kernels)
+            computation.kernels.append(node)
         else:
             mine = set(other.writes)
             other.reads = list(dict.fromkeys([*other.reads, *(i for i in found if i not in mine)]))
@@ -234,19 +239,19 @@ def _joins_lanes(node: Kernel) -> bool:
     return node.op.eqn.params["dimension"] == len(node.op.eqn.outvars[0].aval.shape) - 1
 
 
-def _also(node: Kernel, done: dict[Kernel, int]) -> Kernel | None:
-    """The kernel that does a reduction as well: it makes, or reads for a reduction, all that is large of what this one reads; or is
-    a product that makes a part of it.
+def _merged_with(node: Kernel, done: dict[Kernel, int]) -> Kernel | None:
+    """The earlier kernel that also computes a reduction; None: the reduction is a kernel of its own.
 
-    What it needs besides must be there before: so the greatest element and the sum of what is less it are two kernels.
+    It computes, or reads for another reduction, all large operands of this one, or is a matmul that computes one of them. The
+    other operands must exist before it: the maximum of a softmax and the sum of exponentials are two kernels.
     """
     most = max((i.bytes for i in node.reads), default=0.0)
-    large = [i for i in node.reads if i.bytes * _SMALL > most]
-    rows = [i for i in node.reads if i.bytes * _SMALL <= most]
+    large = [i for i in node.reads if i.bytes * _ROW_RATIO > most]
+    rows = [i for i in node.reads if i.bytes * _ROW_RATIO <= most]
     makers = [i.made_by for i in large if i.made_by is not None and i.made_by in done]
     readers = (
         r for i in large[:1] for r in i.readers if r.name in REDUCTIONS and r in done
-    )  # not those of other regions
+    )  # not those of other computations
     for other in (*makers, *readers):
         more = [i for i in large if i not in other.writes and i not in other.reads]
         before = all(i.made_by not in done or done[i.made_by] < done[other] for i in (*rows, *more))
@@ -258,7 +263,7 @@ def _also(node: Kernel, done: dict[Kernel, int]) -> Kernel | None:
 def _sources(
     items: Sequence[Buffer], found: dict[Buffer, None], seen: set[Buffer], takes: bool, own: set[Kernel]
 ) -> None:
-    """What a kernel reads from memory, of what these items are computed from."""
+    """Add to ``found`` the buffers in memory that ``items`` are computed from, through the ops that the kernel fuses."""
     for item in items:
         if (item.stored and not (takes and item.recomputed)) or item.made_by not in own:
             found[item] = None

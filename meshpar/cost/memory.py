@@ -1,11 +1,10 @@
-"""The memory of a plan: what is live on a device after every kernel, by kind, and the line at which it peaks.
+"""The memory of a plan: the bytes that are live on a device after every kernel, by role, and the line of the peak.
 
-Arguments are there from the beginning, as are arrays that the function closes over, which are part of the compiled program;
-donated arguments give way to the results that take their place. A kernel's results are
-live from it to their last reader; a kernel may write over an operand that ends with it if both are as large. A loop holds
-what it reads, carries and stacks, and once what its body needs. What a kernel computes on the way to its result is not in
-memory: :mod:`meshpar.cost.fusion` has the rule. Only opaque kernels may say what they hold inside (``works=``), and what is
-sent in blocks beside products has buffers (:func:`beside`).
+Arguments are live from the start, as are arrays that the function closes over; the results that alias donated arguments replace
+them. A kernel's result is live until its last reader; a kernel may overwrite an operand of the same size that ends with it. A loop
+has its operands, carries and stacks live, and once the buffers of its body. Intermediates inside a kernel are not in memory
+(:mod:`meshpar.cost.fusion`). Opaque kernels may declare scratch memory (``works=``), and collective matmuls have buffers
+(:func:`ring_buffer_bytes`).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from .fusion import FUSIBLE, Buffer, Computation, Kernel
 from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import kernel_schedules
 
-HOLDS = frozenset({"kernel", "move!"})
-"""Kernels that hold more than operands and results, as products do that run beside what is sent."""
+HAVE_BUFFERS = frozenset({"kernel", "move!"})
+"""Names of kernels, besides matmuls, that may have buffers other than operands and results."""
 
 
 @dataclass(slots=True)
@@ -37,12 +36,14 @@ class Memory:
     """Bytes on one device over a step.
 
     Attributes:
-      peak: the most that is live.
-      by_kind: what that consists of: parameters, optimizer state, gradients, saved activations, temporaries, other inputs,
+      peak: the largest sum of live bytes.
+      by_kind: the bytes at the peak by role: parameters, optimizer state, gradients, saved activations, temporaries, other inputs,
         constants (arrays that the function closes over); without those that are zero.
-      host: bytes in the host's memory for each device, the most that is there at once.
-      points: (index of the op in program order, live bytes, the kernel) after every kernel; loop bodies once.
-      live: what the peak consists of: each array with its bytes.
+      host: the largest sum of bytes in host memory, for each device.
+      points: (index of the op in program order, live bytes, kernel) after every kernel; loop bodies once.
+      largest: (name, bytes, role) of the twelve largest buffers at the peak.
+      at: the kernel of the peak.
+      live: (buffer, bytes) of all buffers at the peak.
     """
 
     peak: float = 0.0
@@ -55,7 +56,7 @@ class Memory:
 
     @property
     def peak_source(self) -> str:
-        """The user's line whose kernel the peak is at, ``file.py:12 (function)``."""
+        """The user's line of the kernel at the peak, ``file.py:12 (function)``."""
         return "" if self.at is None else self.at.source
 
     @property
@@ -64,7 +65,7 @@ class Memory:
         return [(i, n, node.name.rstrip("!")) for i, n, node in self.points]
 
     def to_dict(self) -> dict[str, Any]:
-        """Peak, bytes on the host, its line, bytes by kind, the largest arrays at the peak, the curve."""
+        """All of this as JSON: peak, host bytes, line and buffers of the peak, bytes by role, curve."""
         return {
             "peak": self.peak,
             "host": self.host,
@@ -77,7 +78,7 @@ class Memory:
 
 @cached_on_plan
 def memory_of(plan: Plan) -> Memory:
-    """What is live on a device over a step of the plan."""
+    """The live bytes on a device over a step of the plan."""
     walk = _Live(plan)
     walk.program(computation_of(plan))
     return walk.memory()
@@ -97,9 +98,9 @@ class _Live:
         self.on_host = self.host = 0.0
         self.peak = -1.0
         self.at: Kernel | None = None
-        self.events: list[tuple[Buffer, float | None]] = []  # what comes, with its bytes, and what goes
-        self.before_peak = 0  # how many of these
-        self.more: list[tuple[Buffer, float]] = []  # at the peak
+        self.events: list[tuple[Buffer, float | None]] = []  # allocations with their bytes, and frees (None)
+        self.before_peak = 0  # number of events before the peak
+        self.more: list[tuple[Buffer, float]] = []  # buffers of collectives in flight at the peak
         self.aliased_inputs: set[int] = set()
         self.pieced: set[Value] = set()
         self.served: dict[Value, tuple[Step, GatherRing]] = {}
@@ -139,9 +140,7 @@ class _Live:
             self.add(item)
         given_up = {id(region.inputs[i]) for i in aliased_inputs(self.plan).values()}
         self.aliased_inputs = {id(region.outputs[k]) for k in aliased_inputs(self.plan)}
-        if (
-            self.tpu
-        ):  # the memory of what a forward loop stacks waits for nothing, and is there from the start (libtpu 0.0.42)
+        if self.tpu:  # libtpu 0.0.42 allocates the stacks of saved activations at the start of the program
             loops = [node for node in region.kernels if node.bodies]
             carried = {id(out) for node in loops for _, out in node.carries}
             for item in (out for node in loops for out in node.writes if id(out) not in carried):
@@ -154,7 +153,7 @@ class _Live:
             self.sample(region.nodes[0])
 
     def region(self, region: Computation, kept: set[int]) -> None:
-        """Walk the kernels of a region; ``kept`` are live to its end."""
+        """Allocate and free the buffers of a computation in its schedule's order; those in ``kept`` (ids) stay live to its end."""
         own = {id(item) for item in region.inputs}
         running = self.running[region]
         for index, node in enumerate(running.kernels):
@@ -163,7 +162,7 @@ class _Live:
             if node.bodies:
                 self.loop(node, ends, kept)
             else:
-                # written over what ends here: elementwise, and sums over devices
+                # elementwise kernels and collectives overwrite an operand that ends with them
                 free = list(ends) if node.name in FUSIBLE or node.name == "move!" else []
                 for out in node.writes:
                     over = next((i for i in free if i.bytes == out.bytes), None)
@@ -184,7 +183,7 @@ class _Live:
                     self.drop(out)
 
     def from_the_start(self, region: Computation) -> list[Buffer]:
-        """What rings put together block by block: in a loop body the TPU compiler (libtpu 0.0.42) allocates it before all else."""
+        """The buffers that rings fill in chunks: the TPU compiler (libtpu 0.0.42) allocates them at the start of a loop body."""
         return [
             item
             for node in region.kernels
@@ -193,8 +192,8 @@ class _Live:
         ]
 
     def inside(self, node: Kernel) -> Buffer | None:
-        """What is held while a kernel runs, under the name of its first result: what an opaque one says, blocks in flight."""
-        if node.name not in HOLDS and not node.matmuls:
+        """The scratch memory of a kernel as one buffer: declared by an opaque kernel, or chunks of a ring in flight; None: none."""
+        if node.name not in HAVE_BUFFERS and not node.matmuls:
             return None
         work = (
             local_work(node.step, self.plan.sizes)
@@ -205,7 +204,7 @@ class _Live:
         return None if (work is None and not size) or not node.outs else Buffer(size, node.outs[0].value, node)
 
     def blocks(self, node: Kernel) -> float:
-        """Bytes of the blocks that travel while a kernel multiplies, or while a sum is reduced."""
+        """Bytes of a ring's chunks in flight while a kernel runs its matmuls, or while it reduces their sum."""
         total, sizes = 0.0, self.plan.sizes
         for step, ring in dict(
             self.served[run.results[0].value] for run in node.matmuls if run.in_ring == "gather"
@@ -214,18 +213,18 @@ class _Live:
             value = step.result.value
             devices = devices_of(self.plan.torus, ring.axes)
             size = local_bytes(value.shape, itemsize(value.aval), step.result.spec, sizes)
-            total += beside(ring, size / devices, devices)
+            total += ring_buffer_bytes(ring, size / devices, devices)
         if isinstance(node.step, Reduce) and node.step.ring is not None:
             value, ring = node.step.result.value, node.step.ring
             size = local_bytes(value.shape, itemsize(value.aval), node.step.result.spec, sizes)
-            total += beside(ring, size, ring.parts)
+            total += ring_buffer_bytes(ring, size, ring.parts)
         return total
 
     def gathered(self, node: Kernel) -> Buffer | None:
-        """What is gathered for a result in the place of an argument: XLA for TPUs gathers into other memory, and copies.
+        """The buffer into which XLA for TPUs gathers a result that aliases an argument, before it copies it; None: none.
 
-        Where gathers are asynchronous the next one is under way before the last one was put in its place (libtpu 0.0.42: ZeRO-1 on
-        v5p holds 40.3 GB with synchronous gathers, 52.3 with asynchronous ones).
+        With asynchronous all-gathers there are two: the next one starts before the last one is copied (libtpu 0.0.42: ZeRO-1 on v5p
+        peaks at 40.3 GB with synchronous all-gathers, at 52.3 with asynchronous ones).
         """
         if node.name != "move!" or id(node.writes[0]) not in self.aliased_inputs:
             return None
@@ -234,11 +233,10 @@ class _Live:
         return Buffer((2 if self.postpones else 1) * out.bytes, out.value, node) if apart else None
 
     def table(self, node: Kernel) -> Buffer | None:
-        """The copy of a gathered table that a lookup takes its rows from.
+        """The copy of an all-gathered lookup table in row-major layout; None: the lookup needs none.
 
-        The TPU compiler (libtpu 0.0.42) makes a gathered dim the outermost in memory, whichever it is. Products take what they are
-        given as it lies; rows, and results, lie as they are numbered, so that all of it is copied once. Where collectives run on
-        cores of their own (tpu7x), these bring the rows in order.
+        The TPU compiler (libtpu 0.0.42) makes the dim that is all-gathered the outermost in memory. Matmuls read any layout; a
+        lookup reads rows, so that the table is copied once. Where collectives run on cores of their own (tpu7x), these order rows.
         """
         if node.name != "gather" or not self.copies or not node.ins or node.op is None:
             return None
@@ -249,9 +247,9 @@ class _Live:
         return Buffer(table.bytes, table.value, node)
 
     def loop(self, node: Kernel, ends: list[Buffer], kept: set[int]) -> None:
-        """A loop or branch: its results from its start on (but stacks that nobody reads), and in turn what its bodies need."""
+        """Allocate a loop's results (but stacks without readers), then allocate and free the buffers of each of its bodies."""
         ended = {id(i) for i in ends}
-        for first, out in node.carries:  # the place of its first value
+        for first, out in node.carries:  # the carry overwrites its first value
             if first is not None and id(first) in ended and first.bytes == out.bytes:
                 ended.discard(id(first))
                 self.drop(first)
@@ -263,7 +261,7 @@ class _Live:
         for region in node.bodies:
             inside = {id(i) for k in region.kernels if k.name == "leave!" for i in k.reads}
             before = self.total
-            for item in region.inputs:  # the loop's own results stand for them outside
+            for item in region.inputs:  # they share the memory of the loop's results
                 self.live[id(item)] = (item, 0.0)
                 self.events.append((item, 0.0))
                 self.on_host += item.host_bytes
@@ -297,15 +295,15 @@ class _Live:
         return Memory(max(self.peak, 0.0), self.host, by_kind, self.points, top, self.at, best)
 
 
-def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:
-    """Bytes that a device holds while a ring runs, beside its operands and results (and :data:`REDUCE_RING_BUFFERS` of a sum).
+def ring_buffer_bytes(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:
+    """Bytes of the buffers of a ring, besides operands, results, and the :data:`REDUCE_RING_BUFFERS` chunks of a reduction.
 
-    A kernel has two buffers each way, whatever the number of devices, and its copies of what it cannot take as it lies. Around a
-    ring two blocks of what is gathered leave while two arrive (the first that leave are the device's own); of a sum, the
-    blocks that leave and the next ones are in :data:`REDUCE_RING_BUFFERS`, so that those which arrive are left.
+    A fused kernel has two buffers each way, whatever the number of devices, and copies of operands whose layout it does not take.
+    In a gather ring two chunks are sent while two arrive (the first two sent are the device's own shard). In a reduction, the sent
+    chunks and the next ones are the :data:`REDUCE_RING_BUFFERS`, and those that arrive are counted here.
 
     Args:
-      block: bytes of a block of what is sent.
+      block: bytes of a chunk.
       devices: of the ring.
     """
     gather = isinstance(ring, GatherRing)
@@ -315,7 +313,7 @@ def beside(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:
 
 
 def _gathered_rows(node: Kernel, rows: Sequence[int]) -> bool:
-    """Whether a move gathers nothing but these dims, or dims before which all others are of one element."""
+    """Whether a ``move!`` all-gathers only these dims, or dims after dims of size 1 only (row-major either way)."""
     if not isinstance(node.step, Reshard):
         return True
     shape = node.step.result.value.shape

@@ -1,4 +1,4 @@
-"""Which images a TPU has in its VMEM when a kernel reads or writes them."""
+"""The images that a TPU has in VMEM when a kernel reads or writes them."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from collections.abc import Sequence
 from .fusion import Buffer, Kernel
 from .tiles import Tiles
 
-_APART = ("move!", "leave!", "stack!", "transfer!")
-"""What reads and writes HBM."""
+_HBM_KERNELS = ("move!", "leave!", "stack!", "transfer!")
+"""Names of kernels that read and write HBM."""
 
 
 def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, room: float) -> dict[Kernel, set[Buffer]]:
-    """The images that each kernel reads or writes in VMEM.
+    """The images that each kernel reads or writes in VMEM instead of HBM.
 
-    The TPU compiler (libtpu 0.0.42, ResNet-50) leaves what is read soon after it is made or read in VMEM, as long as there is room,
-    and has what a product reads copied there while the kernel before runs. The product then takes no time for its traffic with HBM
-    (1x1 convolutions of v5e to 51 million results: 590 µs from HBM to HBM, 459 from VMEM; to a quarter of them 83 from VMEM to
-    VMEM); other kernels take as long for what they read there, and none for what they write (sums of two arrays of 51 million: 766
-    and 627 µs).
+    The TPU compiler (libtpu 0.0.42, ResNet-50) leaves a buffer in VMEM that is read soon after it is written or read, as long as it
+    fits, and prefetches the operands of a matmul into VMEM during the kernel before. The matmul then takes no time for HBM traffic
+    (1x1 convolutions on v5e with 51 million results: 590 µs from HBM to HBM, 459 from VMEM; with a quarter of them 83 from VMEM to
+    VMEM). Other kernels take as long for reads, and no time for writes (additions of two arrays of 51 million: 766 and 627 µs).
 
-    Here those that stay for the shortest time have the room first. Other arrays than images are not looked at: a Transformer's
-    products outlast their traffic, and of what they could find in VMEM the compiler keeps about half there. Nor are devices of two
-    cores: on v5p it keeps no array of over 26 MB, and next to none of the forward pass.
+    Buffers with the shortest lifetime are placed first. Only images are considered: matmuls of a Transformer last longer than their
+    traffic, and the compiler places about half of the other buffers that would fit. Devices of two cores are not considered: on v5p
+    the compiler places no array of over 26 MB, and almost none of the forward pass.
 
     Args:
       kernels: in the order in which they run.
-      tiles: of the program: what its images are.
-      room: bytes.
+      tiles: the images of the program.
+      room: bytes of VMEM for buffers.
     """
     if not tiles.images:
         return {}
@@ -45,7 +44,7 @@ def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, room: float) -> dic
                 continue
             if k == len(some):
                 some.append(node)
-    apart = [node.name in _APART or bool(node.bodies) for node in some]
+    apart = [node.name in _HBM_KERNELS or bool(node.bodies) for node in some]
     spans: list[tuple[int, bool, int, int, Buffer]] = []  # kernels between, fetched?, from, to
     for item, places in uses.items():
         if item.bytes > room:
