@@ -1,4 +1,4 @@
-"""FLOPs of products: on one device with dims rounded up to its matrix unit, of the model, and inside opaque kernels."""
+"""FLOPs of matmuls and convolutions: of one device, of the model, inside opaque kernels, and redundant ones."""
 
 from __future__ import annotations
 
@@ -26,28 +26,34 @@ from .caching import cached_on_plan
 from .fusion import MATMULS
 
 OPAQUE = frozenset({"kernel", "pallas_call", "shard_map"})
-"""Ops whose products are inside them."""
+"""Names of ops whose matmuls are inside a kernel or a nested jaxpr."""
+
+# Fitted to schedules of libtpu 0.0.42 (benchmarks/agreement.py, Llama 3 70B on v5p and tpu7x):
+
 VMEM_RESERVED_BYTES = 16 * 2.0**20
-"""Bytes of VMEM in which a kernel works."""
+"""Bytes of VMEM that are not available for the operands of a kernel."""
 VMEM_TILE_BYTES = 9.4e6
-"""Bytes of these for a product's results: the sums of a tile and its arrays' buffers; the rest is for operands."""
-MIN_REDUNDANT_SHARE = 0.5  # of the products' FLOPs, from which on a call warns that they are done more than once
-MIN_REDUNDANT_FLOPS = 1e9  # FLOPs of a device in a step, below which it does not
+"""Of these, bytes for a tile of a matmul's result: its accumulator, and two buffers of each array of that size."""
+
+MIN_REDUNDANT_SHARE = 0.5
+"""Part of a step's FLOPs that must be redundant for a call to warn."""
+MIN_REDUNDANT_FLOPS = 1e9
+"""FLOPs of a device in a step that must be redundant for a call to warn."""
 
 _opaque: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 
 
 def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
-    """FLOPs of one device's part of a product, dims rounded up to the matrix unit.
+    """FLOPs of one device's share of a matmul, dims rounded up to the matrix unit.
 
     Args:
       sizes: axis → size of the mesh.
-      lanes: side of the matrix unit: free and contracted dims round up to it, the other free dim to 8 (4 bytes) or 16 (2
-        bytes) rows; 1: nothing is rounded.
+      lanes: side of the matrix unit. The contracted dim and one free dim round up to it, the other free dim to 8 rows (4 bytes an
+        element) or 16 (2 bytes), whichever free dim gives less; 1: nothing is rounded.
     """
     op = run.op
     rows = 1 if lanes == 1 else max(8, int(32 // itemsize(op.eqn.invars[0].aval)))
-    batch, m, n, k = _local_sizes(run, sizes)
+    batch, m, n, k = _local_matmul_dims(run, sizes)
     if 0 in (batch, m, n, k):
         return 0.0
 
@@ -58,42 +64,47 @@ def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
 
 
 def reread_bytes(
-    run: Run, sizes: Mapping[str, int], vmem: float, beside: int = 0, cut: Sequence[bool] = (True,) * 3, blocks: int = 1
+    run: Run,
+    sizes: Mapping[str, int],
+    vmem: float,
+    other_arrays: int = 0,
+    cut: Sequence[bool] = (True,) * 3,
+    blocks: int = 1,
 ) -> float:
-    """Bytes of one device's part of a product that are read from HBM more than once.
+    """Bytes of the operands of one device's share of a matmul that are read from HBM beyond the first time.
 
-    The TPU compiler (libtpu 0.0.42) keeps an operand in VMEM where it fits beside what kernels work in, 16 MiB, and reads both
-    once. Else it multiplies tiles of results, for each of which rows of one operand and columns of the other are read: as large as
-    their sums, in float32, and two buffers of each array fit (1024 by 1152 of 2 bytes for Llama 3 70B on v5p, 416 by 640 with five
-    arrays beside).
+    The TPU compiler (libtpu 0.0.42) reads both operands once if one fits into VMEM, less :data:`VMEM_RESERVED_BYTES`. Otherwise it
+    computes the result in tiles, and reads rows of one operand and columns of the other for each. A tile is as large as its float32
+    accumulator and two buffers of each array allow: 1024 by 1152 for 2-byte elements in Llama 3 70B on v5p, 416 by 640 with five
+    other arrays.
 
     Args:
-      vmem: bytes of on-chip memory.
-      beside: arrays as large as the result that are read or written with it.
-      cut, blocks: of one of so many blocks in which it is made: whether each operand and the result is cut for it.
+      vmem: bytes of VMEM.
+      other_arrays: other arrays of the result's size that the kernel reads or writes.
+      cut, blocks: for one of ``blocks`` chunks instead: whether (left operand, right operand, result) are chunked.
     """
     op = run.op
     if op.name != "dot_general":
         return 0.0
-    batch, m, n, k = _local_sizes(run, sizes)
+    batch, m, n, k = _local_matmul_dims(run, sizes)
     left, right, result = cut
     batch, k = batch // (blocks if left and right and result else 1), k // (1 if result else blocks)
     m, n = m // (blocks if left and not right else 1), n // (blocks if right and not left else 1)
     lhs, rhs = (k * size * itemsize(v.aval) for size, v in zip((m, n), op.eqn.invars, strict=False))
     if min(lhs, rhs) <= vmem - VMEM_RESERVED_BYTES:
         return 0.0
-    side = math.sqrt(VMEM_TILE_BYTES / (4.0 + 2.0 * itemsize(op.eqn.outvars[0].aval) * (1 + beside)))
+    side = math.sqrt(VMEM_TILE_BYTES / (4.0 + 2.0 * itemsize(op.eqn.outvars[0].aval) * (1 + other_arrays)))
     return batch * (lhs * (max(1.0, n / side) - 1) + rhs * (max(1.0, m / side) - 1))
 
 
 def smaller_operand_bytes(run: Run, sizes: Mapping[str, int]) -> float:
-    """Bytes of the smaller operand of one device's part of a product, of one element of its batch."""
-    _, m, n, k = _local_sizes(run, sizes)
+    """Bytes of the smaller operand of one device's share of a matmul, for one element of its batch dims."""
+    _, m, n, k = _local_matmul_dims(run, sizes)
     return min(k * size * itemsize(v.aval) for size, v in zip((m, n), run.op.eqn.invars, strict=False))
 
 
-def _local_sizes(run: Run, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
-    """:func:`matmul_dims` of one device's part of a product."""
+def _local_matmul_dims(run: Run, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    """(batch, rows, columns, contracted) of one device's share of a matmul, see :func:`matmul_dims`."""
     lhs, rhs = (
         local_shape(var.aval.shape, None if shard is None else shard.spec, sizes)
         for var, shard in zip(run.op.eqn.invars[:2], run.operands, strict=False)
@@ -101,17 +112,21 @@ def _local_sizes(run: Run, sizes: Mapping[str, int]) -> tuple[int, int, int, int
     return matmul_dims(run.op.eqn, lhs, rhs)
 
 
-class _Products:
-    """What is known of a program's products on one device: by what meshes and chips are like, then by op and specs of operands."""
+class _MatmulCache:
+    """Cached numbers of a program's matmuls.
+
+    Attributes:
+      found: (sizes of a mesh, property of a chip) → (op, specs of its operands, …) → FLOPs or bytes.
+    """
 
     def __init__(self, program: Program):
         self.found: LRUCache[tuple[Any, ...], dict[tuple[Any, ...], float]] = LRUCache(2 * MESHES)
 
 
 def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
-    """:func:`padded_flops` on a plan's mesh, worked out once for every way in which operands lie in the plans of a program."""
+    """A function from a matmul's step to its :func:`padded_flops` on the plan's mesh, cached for all plans of the program."""
     sizes = plan.sizes
-    found = plan.program.once(_Products).found.setdefault((tuple(sizes.items()), lanes), dict)
+    found = plan.program.once(_MatmulCache).found.setdefault((tuple(sizes.items()), lanes), dict)
 
     def flops(run: Run) -> float:
         lhs, rhs = run.operands[:2]
@@ -124,32 +139,32 @@ def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
 
 
 def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
-    """:func:`reread_bytes` on a plan's mesh and a TPU, worked out once as :func:`flops_on` is; 0 elsewhere."""
+    """A function from a matmul's step to its :func:`reread_bytes` on a TPU, cached as in :func:`flops_on`; 0 on other chips."""
     sizes, vmem = plan.sizes, chip.per_device().vmem
     if vmem is None or chip.switch:
         return lambda *of: 0.0
-    found = plan.program.once(_Products).found.setdefault((tuple(sizes.items()), "again", vmem), dict)
+    found = plan.program.once(_MatmulCache).found.setdefault((tuple(sizes.items()), "again", vmem), dict)
 
-    def again(run: Run, beside: int, cut: Sequence[bool] = (True,) * 3, blocks: int = 1) -> float:
+    def again(run: Run, other_arrays: int, cut: Sequence[bool] = (True,) * 3, blocks: int = 1) -> float:
         lhs, rhs = run.operands[:2]
-        key = run.op, lhs and lhs.spec, rhs and rhs.spec, beside, *cut, blocks
+        key = run.op, lhs and lhs.spec, rhs and rhs.spec, other_arrays, *cut, blocks
         if key not in found:
-            found[key] = reread_bytes(run, sizes, vmem, beside, cut, blocks)
+            found[key] = reread_bytes(run, sizes, vmem, other_arrays, cut, blocks)
         return found[key]
 
     return again
 
 
 def matmul_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
-    """(batch, rows, columns, contracted) of a product with operands of these shapes."""
+    """(batch, rows, columns, contracted) sizes of a matmul or convolution with operands of shapes ``lhs`` and ``rhs``."""
     p = eqn.params
     if eqn.primitive.name == "conv_general_dilated":
         dn = p["dimension_numbers"]
         kernel = math.prod(rhs) // max(1, rhs[dn.rhs_spec[0]])
         out = eqn.outvars[0].aval.shape
-        kernel //= math.prod(p["lhs_dilation"])  # the gradient of a strided one: what lies between is zero
-        places = lhs[dn.lhs_spec[0]] * math.prod(out[i] for i in dn.out_spec[2:]) // p["batch_group_count"]
-        return 1, places, rhs[dn.rhs_spec[0]], kernel
+        kernel //= math.prod(p["lhs_dilation"])  # gradient of a strided one: the elements between are zeros
+        rows = lhs[dn.lhs_spec[0]] * math.prod(out[i] for i in dn.out_spec[2:]) // p["batch_group_count"]
+        return 1, rows, rhs[dn.rhs_spec[0]], kernel
     if eqn.primitive.name == "ragged_dot_general":
         dn = p["ragged_dot_dimension_numbers"]
         (lc, rc), (lb, rb) = dn.dot_dimension_numbers
@@ -164,7 +179,7 @@ def matmul_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, 
 
 
 def model_flops(plan: Plan) -> float:
-    """FLOPs of the program's products on whole arrays, recomputation left out."""
+    """FLOPs of the program's matmuls on all devices together, without recomputation and redundant work."""
     return plan.program.once(_model_flops)
 
 
@@ -173,7 +188,7 @@ def _model_flops(program: Program) -> float:
 
 
 def _flops_of(frame: Frame, count: int) -> float:
-    """FLOPs of a frame that runs ``count`` times, recomputation left out."""
+    """FLOPs of the matmuls of ``count`` runs of a frame (a jaxpr at a call site), without recomputation."""
     total = 0.0
     for op in frame.ops:
         for inner in op.frames:
@@ -185,15 +200,17 @@ def _flops_of(frame: Frame, count: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RedundantMatmul:
-    """Products of one line that several devices do alike.
+    """The matmuls of one source line that several devices compute redundantly.
 
     Attributes:
       name: the primitive.
-      axes: the axes along which every device does the same; times: how many devices that are.
-      dims: the names of the dims of their operands.
-      flops: of a device in a step, those of the products as a whole; share: the part of all products' FLOPs that is done again.
+      axes: mesh axes along which all devices compute the same.
+      times: number of these devices.
+      dims: names of the operands' dims.
+      flops: of these matmuls, of one device in a step.
+      share: the redundant part of the FLOPs of all matmuls, in [0, 1].
       source: the user's line.
-      fix: what would split them.
+      fix: a change of the layout that splits them.
     """
 
     name: str
@@ -207,22 +224,23 @@ class RedundantMatmul:
 
     def __str__(self) -> str:
         return (
-            f"every device along {'+'.join(self.axes)} does all of {self.name} at {self.source}: "
+            f"every device along {'+'.join(self.axes)} computes all of {self.name} at {self.source}: "
             f"{self.times} × the FLOPs needed; {self.fix}"
         )
 
 
 def redundant_matmuls_despite_layout(plan: Plan) -> list[RedundantMatmul]:
-    """The repeated products along axes that a rule of the layout gives to some dim, where they are much of the step."""
-    asked = {a for rule in plan.layout.rules for a in rule.axes}
-    found = [r for r in redundant_matmuls(plan) if asked.intersection(r.axes)]
-    again = sum(r.flops * (1 - 1 / r.times) for r in found)
-    return found if again >= MIN_REDUNDANT_FLOPS and sum(r.share for r in found) >= MIN_REDUNDANT_SHARE else []
+    """The redundant matmuls along axes that some rule of the layout uses; empty if they are a small part of the step."""
+    used = {a for rule in plan.layout.rules for a in rule.axes}
+    redundant = [r for r in redundant_matmuls(plan) if used.intersection(r.axes)]
+    flops = sum(r.flops * (1 - 1 / r.times) for r in redundant)
+    share = sum(r.share for r in redundant)
+    return redundant if flops >= MIN_REDUNDANT_FLOPS and share >= MIN_REDUNDANT_SHARE else []
 
 
 @cached_on_plan
 def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
-    """The products that a layout leaves whole on an axis of the mesh, those that cost most first."""
+    """The matmuls that are replicated over some mesh axis, one entry for each line and set of axes, largest share first."""
     total = 0.0
     found: dict[tuple[str, tuple[str, ...], str], list[Any]] = {}
     for step, count in _runs(plan.body, 1):
@@ -246,13 +264,13 @@ def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
     for (name, idle, source), (flops, dims) in found.items():
         times = parts_of(idle, plan.sizes)
         share = flops * (1 - 1 / times) / total if total else 0.0
-        fix = _what_splits(plan, idle, dims)
+        fix = _suggested_fix(plan, idle, dims)
         out.append(RedundantMatmul(name, idle, times, tuple(dims), flops, share, source, fix))
     return sorted(out, key=lambda r: -r.share)
 
 
 def _runs(body: Body, count: int) -> Iterator[tuple[Run, int]]:
-    """The ops of a body that runs ``count`` times, those of inner bodies too, each with how often it runs."""
+    """(step, runs in a program step) of every op of a body that runs ``count`` times, bodies inside it included."""
     for step in body.steps:
         for inner in step.bodies:
             yield from _runs(inner, count * (1 if inner.trips is None else inner.trips))
@@ -260,8 +278,8 @@ def _runs(body: Body, count: int) -> Iterator[tuple[Run, int]]:
             yield step, count
 
 
-def _what_splits(plan: Plan, idle: Sequence[str], dims: Mapping[str, Part]) -> str:
-    """What would split products with these dims (the major part of each) over an axis that none of them has."""
+def _suggested_fix(plan: Plan, idle: Sequence[str], dims: Mapping[str, Part]) -> str:
+    """Advice: a rule or a size with which matmuls with these dims (name → its major part) are split over an idle axis."""
     for names, size in dims.values():
         for rule in (plan.layout.rules[i] for i in plan.layout.rules_of(names)):
             parts = parts_of(rule.axes, plan.sizes)
@@ -272,7 +290,7 @@ def _what_splits(plan: Plan, idle: Sequence[str], dims: Mapping[str, Part]) -> s
 
 
 def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
-    """FLOPs of one device's part of an opaque kernel: what it says itself, else its share of the factors that are split."""
+    """FLOPs of one device's share of an opaque kernel: as the kernel declares, else divided by the axes of its split factors."""
     work = local_work(run, sizes)
     if work is not None and work.flops is not None:
         return work.flops
@@ -285,7 +303,7 @@ def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
 
 
 def local_work(run: Run, sizes: Mapping[str, int]) -> KernelWork | None:
-    """What a kernel of :func:`meshpar.kernel_rule` says that one device computes and holds; None: it does not say."""
+    """The FLOPs and memory that a kernel of :func:`meshpar.kernel_rule` declares for one device; None: it declares none."""
     op = run.op
     if op.name != "kernel" or op.eqn.params["kernel"].works is None:
         return None
@@ -302,11 +320,10 @@ def local_work(run: Run, sizes: Mapping[str, int]) -> KernelWork | None:
 
 
 def opaque_flops(op: Op) -> float:
-    """FLOPs of the products inside a kernel of :func:`meshpar.kernel_rule` or a ``pallas_call``; those of a ``shard_map`` of the
-    user's own, on all devices together; 0 for other ops.
+    """FLOPs of the matmuls inside an opaque op on unsharded operands; 0 for other ops.
 
-    Of a Pallas kernel, what its ``cost_estimate`` says, else its products at every step of its grid (the larger branch of a
-    condition; a block that it skips counts).
+    Opaque ops are kernels of :func:`meshpar.kernel_rule`, ``pallas_call``, and the user's own ``shard_map`` (all devices together).
+    A Pallas kernel counts its ``cost_estimate``, else its matmuls at every step of its grid (the larger branch of a condition).
     """
     if op.name == "pallas_call":
         return _eqn_flops(op.eqn)
@@ -316,8 +333,8 @@ def opaque_flops(op: Op) -> float:
     if op.name != "kernel":
         return 0.0
     kernel, avals = op.eqn.params["kernel"], [v.aval for v in op.eqn.invars]
-    if (whole := kernel.work(avals, {}, {})) is not None and whole.flops is not None:
-        return whole.flops
+    if (work := kernel.work(avals, {}, {})) is not None and work.flops is not None:
+        return work.flops
     memo = _opaque.setdefault(kernel, {})
     key = tuple((a.shape, str(a.dtype)) for a in avals)
     if key not in memo:
@@ -351,7 +368,7 @@ def _eqn_flops(eqn: Any) -> float:
 
 
 def matmul_flops(eqn: Any) -> float:
-    """FLOPs of a product on whole arrays."""
+    """FLOPs of a matmul or convolution equation on unsharded operands."""
     lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
     batch, m, n, k = matmul_dims(eqn, lhs, rhs)
     return 2.0 * batch * m * n * k

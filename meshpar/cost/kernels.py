@@ -1,6 +1,6 @@
-"""What one device does, read off the steps of a plan: ops, collectives, loops with their bodies, joined to kernels.
+"""The computation of one device, from the steps of a plan: its ops, collectives and loops, fused into kernels.
 
-Calls are in place; a loop body is a region of its own. :mod:`meshpar.cost.fusion` then joins the ops to kernels.
+Calls are inlined; the body of a loop is a computation of its own. :mod:`meshpar.cost.fusion` fuses the ops.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _PLACED = VIEWS | {"device_put"}
 _SCATTERS = frozenset({"scatter-add", "scatter_add", "scatter"})
 
 REDUCE_RING_BUFFERS = 4
-"""Blocks of a sum on a ring that are there at once: two leave, the next two are made."""
+"""Chunks of a reduction ring that are live at once: two are sent while the next two are computed."""
 
 
 @cached_on_plan
 def computation_of(plan: Plan) -> Computation:
-    """The kernels of a plan: the region of the whole program, its loops inside."""
+    """The computation of a plan's program, with the bodies of its loops inside, fused."""
     return _Reader(plan).run()
 
 
 class _Bytes:
-    """Bytes of shards of a program's values.
+    """Cached bytes of the shards of a program's values.
 
     Attributes:
-      alike: of a value the first one of its shape and dtype, an image of the same dims if it is one.
-      found: by the sizes of a mesh and whether tiles count, then by such a value and its spec.
+      alike: value → the first value of its shape and dtype (and of its batch and channel dims, for images).
+      found: (sizes of a mesh, no image tiles) → (such a value, spec) → bytes on a device.
     """
 
     def __init__(self, program: Program):
@@ -108,7 +108,7 @@ class _Reader:
         return self.new(shard, None)
 
     def item(self, shard: Shard | None) -> Buffer | None:
-        """A shard in memory or in a kernel; None for literals and what is made from no data."""
+        """The buffer of a shard; None for literals and input-independent shards."""
         return None if shard is None else self.items.get(shard)
 
     def node(self, name: str, step: Step | None, op: Op | None, ins: Sequence[Buffer | None]) -> Kernel:
@@ -202,7 +202,7 @@ class _Reader:
             self.out(node, out)
 
     def placed(self, step: Run, some: list[Buffer]) -> bool:
-        """Whether a view, or a copy between memories, needs no kernel that computes."""
+        """Add a view, or a copy to or from host memory; False if the op is neither, and needs a kernel that computes."""
         op = step.op
         if op.name == "device_put" and some and some[0].value.on_host != step.results[0].on_host:
             node = self.node("transfer!", step, op, some)
@@ -220,7 +220,7 @@ class _Reader:
         return False
 
     def one_hot(self, step: Run) -> bool:
-        """Whether a scatter only puts one element into each row of zeros: a comparison with the index, in effect."""
+        """Whether a scatter writes one element into each row of zeros: a one-hot encoding, which is elementwise."""
         op = step.op
         if self.item(step.operands[0]) is not None:
             return False
@@ -239,7 +239,7 @@ class _Reader:
             self.out(node, out)
 
     def loop(self, step: Loop) -> None:
-        """A loop: its operands in memory, a region for each body, its results."""
+        """Add a loop: a kernel with its operands and results, and a computation for each body."""
         scan = step.op.name == "scan"
         carries = len(step.inits)
         firsts = [self.item(s) for s in step.inits]
@@ -264,7 +264,7 @@ class _Reader:
                 node.carries = (*node.carries, (firsts[k], made))
 
     def inside(self, node: Kernel, body: Body, begin: Callable[[], None], leaves: str, carries: int) -> None:
-        """The region of a body; of its results, those that are carried stay there, the others are stacked or leave."""
+        """Add the computation of a body to a kernel; results from index ``carries`` on end in a kernel named ``leaves``."""
         outer, self.region = self.region, Computation(body.trips)
         begin()
         self.steps(body)
@@ -286,7 +286,7 @@ _READ: dict[type[Step], Callable[[_Reader, Step], None]] = {
 
 
 def ring_block_counts(plan: Plan) -> dict[Shard, int]:
-    """The unreduced sums that are made and sent block by block, and what they are sums of: how many blocks each has."""
+    """Partial values that a ring computes and reduces in chunks, with the terms of their sums → number of chunks."""
     found: dict[Shard, int] = {}
     maker = {s: step for step in plan.body.every if isinstance(step, Run) for s in step.results}
     for step in plan.body.every:

@@ -1,4 +1,4 @@
-"""How images lie in a TPU's memory: in tiles of 8 by 128 elements, which a few channels do not fill."""
+"""Padding of images in a TPU's memory: tiles of 8 by 128 elements, which few channels do not fill."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SUBLANES, LANES = 8, 128
 
 
 class Tiles:
-    """By how much tiles make the images of a program larger.
+    """The images of a program, and the padding of their shards.
 
-    The compiler lays what a convolution makes out with channels and batch innermost, in either order (libtpu 0.0.42 was seen to do
-    so), and pads one to a multiple of 128, the other to one of 8: 64 channels of 64 images take twice their bytes. Arrays
-    without convolutions have sizes that fill tiles, or can be laid out so that they do.
+    The compiler stores operands and results of convolutions with channels and batch innermost, in either order (observed with
+    libtpu 0.0.42), and pads one to a multiple of 128, the other to one of 8: 64 channels of 64 images take twice their bytes.
+    Programs without convolutions have arrays whose sizes fill tiles, or that can be stored so that they do.
     """
 
     def __init__(self, program: Program):
@@ -37,7 +37,7 @@ class Tiles:
         return b, c, batch, channels
 
     def of(self, value: Value) -> tuple[int, int] | None:
-        """Which dims of an image are its batch and its channels; None: it is none."""
+        """(index of the batch dim, of the channel dim) of an image; None for other values."""
         rank = len(value.shape)
         if rank < 3 or not self.images:
             return None
@@ -47,7 +47,7 @@ class Tiles:
         return self._of[value]
 
     def padding(self, value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
-        """How many times its bytes a shard takes."""
+        """The factor by which tiles increase the bytes of a shard; 1 for values that are not images."""
         image = self.of(value)
         if image is None:
             return 1.0
@@ -56,6 +56,6 @@ class Tiles:
 
 
 def tiled(rows: int, columns: int) -> int:
-    """Elements that tiles hold for so many rows and columns; fewer than 8 rows have tiles of 1, 2 or 4."""
+    """The number of elements, padding included, of tiles for ``rows`` by ``columns``; fewer than 8 rows have tiles of 1, 2 or 4."""
     high = min(SUBLANES, 1 << (rows - 1).bit_length())
     return -(-rows // high) * high * (-(-columns // LANES) * LANES)
