@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from .compat import nnx
 from .compat.jax import (
     PLACED,
     abstract_array,

@@ -15,10 +15,10 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .caches import LRUCache
+from .compat import nnx
 from .compat.jax import in_explicit_mesh, is_graph_node, jit_disabled, trace_context, without_gc
 from .dims import PathDims, did_you_mean
 from .entry import (

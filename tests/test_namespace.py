@@ -1,5 +1,9 @@
 """The names that ``meshpar`` has, and what it says of former ones."""
 
+import json
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -65,3 +69,26 @@ def test_the_former_command_names_the_new_one(capsys: pytest.CaptureFixture[str]
         main(["tune", "anything.py:f"])
     assert ended.value.code == 2
     assert "`calibrate`" in capsys.readouterr().err
+
+
+def test_the_import_loads_no_notebook_server_or_module_library():
+    """Of the modules that ``import meshpar`` adds to jax, flax and optax: the slow ones are loaded when they are used."""
+    program = """
+import json, sys
+import jax, flax, optax
+before = set(sys.modules)
+import meshpar
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    added = set(json.loads(run.stdout))
+    assert "meshpar.api" in added
+    assert not added & {
+        "IPython",
+        "http.server",
+        "flax.nnx",
+        "treescope",
+        "anywidget",
+        "orbax.checkpoint",
+        "rich.progress",
+    }

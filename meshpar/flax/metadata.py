@@ -9,9 +9,9 @@ from typing import Any
 
 import flax.core.meta
 import jax
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..compat import nnx
 from ..compat.jax import is_graph_node, patched_constraints
 from ..dims import Dims, fit_dims, format_dims, parse_dims
 from ..errors import RankError
@@ -67,7 +67,7 @@ class _PureState:
         self.leaves, self.tree = leaves, tree
 
     @property
-    def state(self) -> nnx.State:
+    def state(self) -> Any:
         return jax.tree.unflatten(self.tree, self.leaves)
 
     def tree_flatten(self) -> tuple[Any, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from flax import nnx
 
+from ..compat import nnx
 from ..compat.jax import is_graph_node
 from ..errors import CheckpointError
 from ..flax import flatten_named

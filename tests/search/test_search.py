@@ -155,7 +155,7 @@ def test_a_model_that_fits_only_with_split_optimizer_state():
 def test_fsdp_against_megatron_on_both_sides_of_the_tokens_a_chip():
     """Gathered weights cost the same whatever the batch is, reduced activations grow with it."""
     for batch, first, second in ((4, "megatron", "fsdp"), (1024, "fsdp", "megatron")):
-        got = found(batch=batch, options=(("most", 40),))
+        got = found(batch=batch, options=(("max_plans", 40),))
         least = {name: min(r.seconds for r in got.rows if r.name == name) for name in (first, second)}
         assert least[first] < least[second]
 
@@ -217,7 +217,9 @@ def test_few_tokens_a_chip_are_better_off_with_another_layout_than_the_usual_one
 
 
 def test_nothing_fits_names_the_slice_on_which_it_would():
-    got = found(topology="v5e:2x2", batch=64, embed=8192, mlp=32768, options=(("memory_fraction", 0.2), ("most", 12)))
+    got = found(
+        topology="v5e:2x2", batch=64, embed=8192, mlp=32768, options=(("memory_fraction", 0.2), ("max_plans", 12))
+    )
     assert not got.fits
     topology, mesh = got.larger
     assert f"this layout fits on {topology} with the mesh {mesh}" in str(got)
@@ -414,7 +416,7 @@ def test_interrupted_or_out_of_time_it_has_the_best_so_far():
 
     got = mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS, progress=stop)
     assert (got.ended, got.planned) == ("interrupted", 5)
-    few = found(options=(("most", 7),))
+    few = found(options=(("max_plans", 7),))
     assert (few.planned, few.ended) == (7, "stopped at 7 plans")
     short = found(options=(("seconds", 1e-6),))
     assert (short.planned, short.ended) == (1, "stopped at the time limit")
