@@ -186,7 +186,7 @@ def reduction_costs(
 def all_reduce_cost(plan: Plan, c: Collective, matmuls: float) -> ReductionCost | None:
     """The cost of an all-reduce in place of a reduce-scatter ``c``.
 
-    None if ``c`` is no reduce-scatter, the chip is not known, or devices of several slices take part.
+    None if ``c`` is not a reduce-scatter, the chip is not known, or devices of several slices take part.
 
     Args:
       matmuls: seconds of the matmuls that run meanwhile, if all-reduces are asynchronous.

@@ -127,8 +127,8 @@ class _Live:
             self.total -= found[1]
             self.on_host -= item.host_bytes
 
-    def sample(self, node: Kernel, under_way: Sequence[Buffer] = ()) -> None:
-        more = {id(i): (i, i.live_bytes) for i in under_way if id(i) not in self.live} if under_way else {}
+    def sample(self, node: Kernel, in_flight: Sequence[Buffer] = ()) -> None:
+        more = {id(i): (i, i.live_bytes) for i in in_flight if id(i) not in self.live} if in_flight else {}
         total = self.total + sum([n for _, n in more.values()])
         self.points.append((node.position, total, node))
         if total > self.peak:
@@ -229,8 +229,8 @@ class _Live:
         if node.name != "move!" or id(node.writes[0]) not in self.aliased_inputs:
             return None
         (out,) = node.writes
-        apart = gathered_then_copied(out.bytes, sum(i.bytes for i in node.reads))
-        return Buffer((2 if self.postpones else 1) * out.bytes, out.value, node) if apart else None
+        copied = gathered_then_copied(out.bytes, sum(i.bytes for i in node.reads))
+        return Buffer((2 if self.postpones else 1) * out.bytes, out.value, node) if copied else None
 
     def table(self, node: Kernel) -> Buffer | None:
         """The copy of an all-gathered lookup table in row-major layout; None: the lookup needs none.

@@ -11,7 +11,7 @@ _HBM_KERNELS = ("move!", "leave!", "stack!", "transfer!")
 """Names of kernels that read and write HBM."""
 
 
-def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, room: float) -> dict[Kernel, set[Buffer]]:
+def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, capacity: float) -> dict[Kernel, set[Buffer]]:
     """The images that each kernel reads or writes in VMEM instead of HBM.
 
     The TPU compiler (libtpu 0.0.42, ResNet-50) leaves a buffer in VMEM that is read soon after it is written or read, as long as it
@@ -26,7 +26,7 @@ def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, room: float) -> dic
     Args:
       kernels: in the order in which they run.
       tiles: the images of the program.
-      room: bytes of VMEM for buffers.
+      capacity: bytes of VMEM for buffers.
     """
     if not tiles.images:
         return {}
@@ -44,24 +44,24 @@ def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, room: float) -> dic
                 continue
             if k == len(some):
                 some.append(node)
-    apart = [node.name in _HBM_KERNELS or bool(node.bodies) for node in some]
+    in_hbm = [node.name in _HBM_KERNELS or bool(node.bodies) for node in some]
     spans: list[tuple[int, bool, int, int, Buffer]] = []  # kernels between, fetched?, from, to
     for item, places in uses.items():
-        if item.bytes > room:
+        if item.bytes > capacity:
             continue
         made = item in some[places[0]].writes
         for n, k in enumerate(places):
-            if apart[k]:
+            if in_hbm[k]:
                 continue
             multiplies, last, first = bool(some[k].matmuls), places[n - 1], n == 1 and made
-            if n and (multiplies or first) and not apart[last]:
+            if n and (multiplies or first) and not in_hbm[last]:
                 spans.append((k - last, False, last if first else max(0, last - 1), k, item))
             if k and multiplies and (n or not made):
                 spans.append((1, True, k - 1, k, item))
     spans.sort(key=lambda span: span[:3])
     found: dict[Kernel, set[Buffer]] = {node: set() for node in some}
     there = [found[node] for node in some]
-    left = [room] * len(some)
+    left = [capacity] * len(some)
     for _, _, begin, end, item in spans:
         while begin <= end and item in there[begin]:
             begin += 1
