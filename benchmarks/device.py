@@ -48,7 +48,7 @@ import nvlink_cases
 from meshpar_kernels import tuning
 from meshpar_kernels.isolation import Worker, WorkerError
 from meshpar_kernels.tuner import MARGIN
-from meshpar_kernels.tuning import Config, Product
+from meshpar_kernels.tuning import Config, MatmulKey
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "meshpar"
@@ -170,7 +170,7 @@ def nvlink_timings(devices: int) -> Iterator[Task]:
             yield Task(f"nvlink/{kernel}/{shape}/{name}", request, "nvlink", 90.0, checked)
 
 
-def tuned_products() -> dict[str, tuple[str, Product]]:
+def tuned_products() -> dict[str, tuple[str, MatmulKey]]:
     """`"kernel/shape"` → what the tuner varies, most used first."""
     kernels = ("forward", "d lhs", "d rhs")
     return {f"{k}/{s}": (k, device_cases.product_of(k, s)) for s in TUNED_SHAPES for k in kernels}

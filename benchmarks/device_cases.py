@@ -15,7 +15,7 @@ from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference, tpu_gather
 from meshpar_kernels.routing import tpu as routing_tpu
 from meshpar_kernels.shapes import MATMULS, MODELS
-from meshpar_kernels.tuning import Product
+from meshpar_kernels.tuning import MatmulKey
 
 TOKENS = 8192
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -192,12 +192,12 @@ def implementations(kernel: str, platform: str) -> list[str]:
     return [name for name in BASELINES[platform] if name not in dropped[kernel]]
 
 
-def product_of(kernel: str, shape: str) -> Product:
+def product_of(kernel: str, shape: str) -> MatmulKey:
     """The matmul of a case, as the tuning table names it."""
     s = MATMULS[shape]
     k, n = (s.n, s.k) if kernel == "d lhs" else (s.k, s.n)
     op = "grouped_matmul_transpose" if kernel == "d rhs" else "grouped_matmul"
-    return Product(op, s.m, k, n, s.groups, matrices=2 if kernel == "swiglu" else 1, transposed=kernel == "d lhs")
+    return MatmulKey(op, s.m, k, n, s.groups, matrices=2 if kernel == "swiglu" else 1, transposed=kernel == "d lhs")
 
 
 def _optional_forward(transpose_rhs: bool) -> dict[str, Callable[..., Any]]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from meshpar_kernels import tuner
 from meshpar_kernels.timing import device_seconds
-from meshpar_kernels.tuning import Product
+from meshpar_kernels.tuning import MatmulKey
 
 OURS = "meshpar"
 
@@ -135,7 +135,7 @@ def time_nvlink(shape: str, name: str) -> dict[str, Any]:
 
 def configs(product: dict[str, Any], dtype: str) -> list[dict[str, Any]]:
     """The tuner's candidates, the analytic choice first; of several numbers of stages the largest alone."""
-    found = tuner.candidates(Product(**product), dtype, tuner.platform())
+    found = tuner.candidates(MatmulKey(**product), dtype, tuner.platform())
     first, *rest = found
     fewer = dict.fromkeys(config._replace(stages=None) for config in rest)
     return [config._asdict() for config in (first, *fewer)]

@@ -209,7 +209,7 @@ def build_shared(kernel: str, shape: str):
         arguments = [((8 * s.rows, 8 * s.k), bf16, 1), ((8 * s.k, s.n), bf16, 0)]
 
         def scatter(x, w):
-            return collective_matmul.matmul_reduce_scatter(x, w, "a", implementation="pallas", wire_dtype=bf16)
+            return collective_matmul.matmul_reduce_scatter(x, w, "a", implementation="pallas", comm_dtype=bf16)
 
         return scatter, arguments, 0, flops
     rows = int(shape.removesuffix("MiB")) * 2**20 // 4 // 1024

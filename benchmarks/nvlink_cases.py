@@ -183,7 +183,7 @@ def value_cases() -> Iterator[tuple[str, Callable[[], float]]]:
                 yield f"{kernel}, rows, K, columns {size}", functools.partial(value, case, devices)
             case = fused(gathers, 200, 136, 264, devices)
             yield f"{kernel}, gradients", functools.partial(gradients, case, devices)
-        case = fused(False, 100, 200, 264, devices, wire_dtype=F32)
+        case = fused(False, 100, 200, 264, devices, comm_dtype=F32)
         yield f"matmul-rs, {devices} GPUs, float32 sums", functools.partial(value, case, devices)
         for dtype in (F32, BF16):
             case = small(300_000, devices, dtype)

@@ -16,7 +16,7 @@ from meshpar_kernels import tuner, tuning
 from meshpar_kernels._compat import device_kind
 from meshpar_kernels.isolation import WorkerError
 from meshpar_kernels.shapes import MATMULS, MatmulShape
-from meshpar_kernels.tuning import Product
+from meshpar_kernels.tuning import MatmulKey
 
 from .errors import CheckError, TargetError
 from .target import parse_options
@@ -54,7 +54,7 @@ def add_command(commands: Any) -> None:
     sub.add_argument("--list", action="store_true", help="print what is in the tables, and measure nothing")
 
 
-def products(shapes: list[str] | None) -> Iterator[Product]:
+def products(shapes: list[str] | None) -> Iterator[MatmulKey]:
     """The products of a layer with these sizes: forward, with a gate, and the two gradients.
 
     Raises:
@@ -62,11 +62,11 @@ def products(shapes: list[str] | None) -> Iterator[Product]:
     """
     for text in shapes or list(MATMULS):
         s = MATMULS.get(text) or _sizes(text)
-        yield Product("grouped_matmul", s.m, s.k, s.n, s.groups)
+        yield MatmulKey("grouped_matmul", s.m, s.k, s.n, s.groups)
         if text not in MATMULS or text.endswith("-up"):
-            yield Product("grouped_matmul", s.m, s.k, s.n, s.groups, matrices=2)
-        yield Product("grouped_matmul", s.m, s.n, s.k, s.groups, transposed=True)
-        yield Product("grouped_matmul_transpose", s.m, s.k, s.n, s.groups)
+            yield MatmulKey("grouped_matmul", s.m, s.k, s.n, s.groups, matrices=2)
+        yield MatmulKey("grouped_matmul", s.m, s.n, s.k, s.groups, transposed=True)
+        yield MatmulKey("grouped_matmul_transpose", s.m, s.k, s.n, s.groups)
 
 
 def _sizes(text: str) -> MatmulShape:
@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
             ],
         )
 
-    def bench(product: Product) -> tuner.Bench:
+    def bench(product: MatmulKey) -> tuner.Bench:
         return tuner.IsolatedBench(product, args.dtype)
 
     try:
@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def tune_products(
-    wanted: list[Product], dtype: str, platform: str, kind: str, bench: Callable[[Product], tuner.Bench], file: Path,
+    wanted: list[MatmulKey], dtype: str, platform: str, kind: str, bench: Callable[[MatmulKey], tuner.Bench], file: Path,
     console: Console,
 ) -> tuning.Table:  # fmt: skip
     """Tune, with a bar for each product, and extend the file after each.

@@ -27,13 +27,13 @@ class Peers(NamedTuple):
     Attributes:
       axes, sizes: of the mesh.
       rank: of this device.
-      place: its coordinates on all mesh axes: a warp by itself cannot ask for them.
+      coords: its coordinates on all mesh axes: a warp by itself cannot ask for them.
     """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     rank: Any
-    place: dict[str, Any]
+    coords: dict[str, Any]
 
     @classmethod
     def of(cls, axes: Sequence[str], sizes: Sequence[int]) -> Peers:
@@ -42,19 +42,19 @@ class Peers(NamedTuple):
             return cls(tuple(axes), tuple(sizes), jnp.int32(0), {})
         mesh = jax.sharding.get_abstract_mesh()
         names = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
-        place = {name: lax.axis_index(name) for name in names}
-        rank = place[axes[0]]
+        coords = {name: lax.axis_index(name) for name in names}
+        rank = coords[axes[0]]
         for name, size in zip(axes[1:], sizes[1:], strict=True):
-            rank = rank * size + place[name]
-        return cls(tuple(axes), tuple(sizes), rank, place)
+            rank = rank * size + coords[name]
+        return cls(tuple(axes), tuple(sizes), rank, coords)
 
     def device(self, rank: Any) -> dict[str, Any]:
         """That of this rank, as kernels name devices."""
-        found = dict(self.place)
+        coords_of_rank = dict(self.coords)
         for name, size in zip(reversed(self.axes[1:]), reversed(self.sizes[1:]), strict=True):
-            found[name] = lax.rem(rank, jnp.int32(size))
+            coords_of_rank[name] = lax.rem(rank, jnp.int32(size))
             rank = lax.div(rank, jnp.int32(size))
-        return {**found, self.axes[0]: rank}
+        return {**coords_of_rank, self.axes[0]: rank}
 
 
 def machine_reasons(devices: int, axes: Sequence[str] = (), blocks: int = 0) -> list[str]:

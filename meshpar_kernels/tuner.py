@@ -18,7 +18,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels.grouped_matmul import gpu, grouped_matmul, grouped_matmul_transpose, tpu_tiles
 from meshpar_kernels.isolation import Worker
 from meshpar_kernels.timing import device_seconds
-from meshpar_kernels.tuning import Config, Entry, Product
+from meshpar_kernels.tuning import Config, Entry, MatmulKey
 
 __all__ = [
     "Bench",
@@ -120,7 +120,7 @@ def tune(
     return Tuned(Entry(best, medians[best], analytic, jax.__version__), medians, refused, wrong)
 
 
-def candidates(product: Product, dtype: Any, platform: str) -> list[Config]:
+def candidates(product: MatmulKey, dtype: Any, platform: str) -> list[Config]:
     """The analytic choice first, then others that fit on-chip memory; [] where the kernel has none for this product.
 
     Args:
@@ -130,7 +130,7 @@ def candidates(product: Product, dtype: Any, platform: str) -> list[Config]:
     return list(dict.fromkeys((_for_tpu if platform == "tpu" else _for_gpu)(product, itemsize)))
 
 
-def _for_gpu(p: Product, itemsize: int) -> list[Config]:
+def _for_gpu(p: MatmulKey, itemsize: int) -> list[Config]:
     back = p.op == "grouped_matmul_transpose"
 
     def config(tile: gpu.Tile) -> Config:
@@ -154,7 +154,7 @@ def _for_gpu(p: Product, itemsize: int) -> list[Config]:
     return [config(tile) for tile in tiles]
 
 
-def _for_tpu(p: Product, itemsize: int) -> list[Config]:
+def _for_tpu(p: MatmulKey, itemsize: int) -> list[Config]:
     if p.op == "grouped_matmul_transpose":
         first = tpu_tiles.pick_transpose_tile(p.rows, p.k, p.n, p.groups, itemsize)
         tiles = [tpu_tiles.Tile(m, k, n) for m in (128, 256, 512) for k in _widths(p.k) for n in _widths(p.n)]
@@ -174,7 +174,7 @@ class DeviceBench:
     The reference is the loop of XLA, whose sums do not depend on a tile.
     """
 
-    def __init__(self, product: Product, dtype: Any):
+    def __init__(self, product: MatmulKey, dtype: Any):
         self.product = product
         p, rng = product, np.random.default_rng(0)
         back = p.op == "grouped_matmul_transpose"
@@ -200,8 +200,8 @@ class DeviceBench:
         return call
 
     def error(self, config: Config) -> float:
-        said = {name: value for name, value in config._asdict().items() if value is not None}
-        function = jax.jit(self._function(implementation="pallas", **said))
+        requested = {name: value for name, value in config._asdict().items() if value is not None}
+        function = jax.jit(self._function(implementation="pallas", **requested))
         got = np.asarray(function(*self.operands), np.float32)
         self.compiled[config] = function
         delta = float(np.abs(got - self.want).max()) / max(float(np.abs(self.want).max()), 1e-30)
@@ -221,7 +221,7 @@ class IsolatedBench:
       limit: seconds for the check, and for the timing, of one configuration.
     """
 
-    def __init__(self, product: Product, dtype: Any, *, limit: float = 120):
+    def __init__(self, product: MatmulKey, dtype: Any, *, limit: float = 120):
         self.limit = limit
         self._fields = {"product": dataclasses.asdict(product), "dtype": jnp.dtype(dtype).name}
         self._worker = Worker(f"{__name__}:measure")
@@ -233,9 +233,9 @@ class IsolatedBench:
         Raises:
           WorkerError: the configuration was refused, failed, crashed the process, or took longer than the limit.
         """
-        found = self._worker.call({**self._fields, "config": config._asdict()}, self.limit)
-        self._seconds[config] = found["seconds"]
-        return found["error"]
+        reply = self._worker.call({**self._fields, "config": config._asdict()}, self.limit)
+        self._seconds[config] = reply["seconds"]
+        return reply["error"]
 
     def seconds(self, config: Config) -> list[float]:
         return self._seconds[config]
@@ -246,7 +246,7 @@ class IsolatedBench:
 
 @functools.lru_cache(maxsize=1)
 def _bench(dtype: str, **product: Any) -> DeviceBench:
-    return DeviceBench(Product(**product), dtype)
+    return DeviceBench(MatmulKey(**product), dtype)
 
 
 def measure(product: dict[str, Any], dtype: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -261,5 +261,5 @@ def measure(product: dict[str, Any], dtype: str, config: dict[str, Any]) -> dict
 def platform() -> str:
     """ "tpu" or "cuda", whose kernels can be tuned here; "" where there is no such device."""
     jax.devices()
-    found = _compat.backend_platform()
-    return found if found in ("tpu", "cuda") else ""
+    reply = _compat.backend_platform()
+    return reply if reply in ("tpu", "cuda") else ""

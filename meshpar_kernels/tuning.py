@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 
-__all__ = ["VARIABLE", "Config", "Entry", "Product", "lookup", "merge", "path", "read", "write"]
+__all__ = ["VARIABLE", "Config", "Entry", "MatmulKey", "lookup", "merge", "path", "read", "write"]
 
 VARIABLE = "MESHPAR_KERNEL_TABLE"
 """Environment variable: the user's table, a file."""
@@ -48,7 +48,7 @@ class Config(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class MatmulKey:
     """A grouped product: "grouped_matmul", [M, K] by [G, K, N], or "grouped_matmul_transpose", [M, K]ᵀ[M, N] by groups.
 
     Attributes:
@@ -181,7 +181,7 @@ def write(file: Path, table: Table) -> None:
     os.replace(to.name, file)
 
 
-def lookup(platform: str, product: Product, dtype: Any) -> Config | None:
+def lookup(platform: str, product: MatmulKey, dtype: Any) -> Config | None:
     """What was measured for this product on the device that is traced for; None: nothing was.
 
     Args:

@@ -45,7 +45,7 @@ def run_reduce_ring(step: Reduce, ring: ReduceRing, x: dict[Shard, Any], grid: G
         return made if len(ring.leaves) > 1 else finish([made])
     dots = [dot_of(op, 0) for op, _ in products]
     dims = [d for _, d in ring.leaves]
-    return dots_scatter(operands, dots, dims, major, ring.dim, dtype, finish=finish, wire_dtype=dtype)
+    return dots_scatter(operands, dots, dims, major, ring.dim, dtype, finish=finish, comm_dtype=dtype)
 
 
 def _finish(value: Value, leaves: Sequence[Op]) -> Callable[[list[Any]], Any]:

@@ -65,20 +65,20 @@ class Sent:
     def bytes(self, devices: int) -> float:
         """Bytes that a device sends in all, of so many on all axes."""
         devices = devices if self.stage is None else self.stage[1]
-        whole = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        full = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         part = {"all-gather": devices - 1, "collective-permute": 1}.get(self.op, (devices - 1) / devices)
-        return whole * part * self.times
+        return full * part * self.times
 
     def seconds(self, devices: int, machine: Machine) -> float:
         """On a ring of devices with links both ways."""
         devices = devices if self.stage is None else self.stage[1]
-        whole = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        full = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         hops = {"collective-permute": abs(self.step)}.get(self.op, devices // 2)
         carried = {
-            "all-gather": whole * (devices - 1) / 2,
-            "reduce-scatter": whole * (devices - 1) / devices / 2,
-            "all-to-all": whole * devices / 8,  # over the cut through the middle
-            "collective-permute": whole * min(abs(self.step), devices - abs(self.step)),
+            "all-gather": full * (devices - 1) / 2,
+            "reduce-scatter": full * (devices - 1) / devices / 2,
+            "all-to-all": full * devices / 8,  # over the cut through the middle
+            "collective-permute": full * min(abs(self.step), devices - abs(self.step)),
         }[self.op]
         if self.op == "collective-permute" and self.stage is not None and devices > 2:
             carried /= 2  # blocks of a stage go both ways at once
@@ -138,12 +138,12 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> t
         back, left = [], c.devices
         for axis, size in c.stages:
             for name, s, _ in keys:
-                whole, why = (s[0], s[1] * left, *s[2:]), f"gradients of {name}, summed"
+                full, why = (s[0], s[1] * left, *s[2:]), f"gradients of {name}, summed"
                 block = (s[0], s[1] * left // size, *s[2:])
                 back.append(
                     Sent("collective-permute", block, wide, why, size - 1, stage=(axis, size))
                     if c.ring_scatter
-                    else Sent("reduce-scatter", whole, wide, why, stage=(axis, size))
+                    else Sent("reduce-scatter", full, wide, why, stage=(axis, size))
                 )
             left //= size
         return there, [*there, *back]
@@ -152,15 +152,15 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> t
         more = f", each sent to {many} devices" if many > 1 else ""
         copied = [(name, (*s[:2], s[2] * many, s[3]), d) for name, s, d in keys]
         into = [Sent("all-to-all", s, d, f"{name} of this device's heads{more}") for name, s, d in copied]
-        whole = Sent("all-to-all", q.shape, q.dtype, "queries of this device's heads")
+        full = Sent("all-to-all", q.shape, q.dtype, "queries of this device's heads")
         into += [Sent("all-gather", x.shape[:2], jnp.int32, "segment ids of all tokens") for x in (q, k)[:segments]]
-        there = [whole, *into, _ulysses(out_shape, q.dtype, "results back to their tokens"),
+        there = [full, *into, _ulysses(out_shape, q.dtype, "results back to their tokens"),
                  _ulysses(q.shape[:3], wide, "log-sum-exp back to their tokens")]  # fmt: skip
         per_row = [
             _ulysses(q.shape[:3], wide, f"{name} of this device's heads") for name in ("log-sum-exp", "row sums")
         ]
         home = [(name, (*s[:2], s[2] * many, s[3]), wide if many > 1 else d) for name, s, d in keys]
-        back = [whole, *into, _ulysses(out_shape, q.dtype, "gradients of this device's heads"), *per_row,
+        back = [full, *into, _ulysses(out_shape, q.dtype, "gradients of this device's heads"), *per_row,
                 _ulysses(q.shape, q.dtype, "gradients of queries back to their tokens"),
                 *(_ulysses(s, d, f"gradients of {name} back to their tokens") for name, s, d in home)]  # fmt: skip
         return there, back
@@ -236,8 +236,8 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
     split = c.devices if strategy == "ulysses" else 1
     block = q.shape[0] * q.shape[2] // split * math.prod(chunks) * 4.0
     # sums: of the results, or of the queries' gradients; scores and weights, on the way back their gradients too
-    sums = size(q, wide=True) if backward else 4.0 * math.prod(q.shape[:3]) * v.shape[3]
-    base = sums + block * (4 if backward else 2) + size(q) + (size(q) + sums if backward else 0)
+    weighted = size(q, wide=True) if backward else 4.0 * math.prod(q.shape[:3]) * v.shape[3]
+    base = weighted + block * (4 if backward else 2) + size(q) + (size(q) + weighted if backward else 0)
     keys, grads = size(k, v), size(k, v, wide=True) if backward else 0.0
     if c.devices == 1:
         return base + grads
@@ -251,7 +251,7 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
         return base + rest + ulysses.copies(k.shape[2], c.devices) * (keys + grads)
     # what a block adds to the sums; K/V here and on their way; gradients of this device's, of those at hand, on their way,
     # and of one block
-    return base + sums + 2 * keys + 4 * grads
+    return base + weighted + 2 * keys + 4 * grads
 
 
 def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str, str]:

@@ -155,8 +155,8 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
                 part = _einsum("bhgqk,bhkd->bhgqd", p.astype(key.v.dtype), key.v)
                 return new, total * fade + p.sum(-1), out * fade[..., None] + part
 
-            seen = s.mask.any_visible(pos, key.pos, seg, key.seg)
-            return lax.cond(seen, block, lambda carry: carry, carry), None
+            is_visible = s.mask.any_visible(pos, key.pos, seg, key.seg)
+            return lax.cond(is_visible, block, lambda carry: carry, carry), None
 
         (top, total, out), _ = lax.scan(add, start, keys)
         some = total > 0
@@ -231,8 +231,8 @@ def backward(
                 )
 
             nothing = _compat.same_varying(x, jnp.zeros(x.shape, jnp.float32), *zeros)[1:]
-            seen = s.mask.any_visible(pos, key.pos, seg, key.seg)
-            parts = lax.cond(seen, block, lambda: nothing)
+            is_visible = s.mask.any_visible(pos, key.pos, seg, key.seg)
+            parts = lax.cond(is_visible, block, lambda: nothing)
             return (d_x.at[i].add(parts[0]), d_k + parts[1], d_v + parts[2]), None
 
         (d_x, d_k, d_v), _ = lax.scan(add, (d_x, *zeros), (many, x, pos, seg, grads, lses, dotses))

@@ -13,11 +13,11 @@ __all__ = ["backward", "forward"]
 
 
 def _all_keys(c: Context, x: Operands) -> Keys:
-    def whole(a: jax.Array) -> jax.Array:
+    def full(a: jax.Array) -> jax.Array:
         return lax.all_gather(a, c.axes, axis=1, tiled=True)
 
     seg = x.key_segments
-    return Keys(whole(x.k), whole(x.v), c.all_positions(x.k.shape[1]), None if seg is None else whole(seg))
+    return Keys(full(x.k), full(x.v), c.all_positions(x.k.shape[1]), None if seg is None else full(seg))
 
 
 def _mine(c: Context, x: Operands) -> Queries:

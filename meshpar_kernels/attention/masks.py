@@ -31,24 +31,24 @@ class Mask:
 
     def allowed(self, q_pos, k_pos):
         """Whether queries at these positions see keys at those; the arguments broadcast."""
-        seen = k_pos != NOWHERE
+        is_visible = k_pos != NOWHERE
         away = q_pos - k_pos
         if self.causal:
-            seen = seen & (away >= 0)
+            is_visible = is_visible & (away >= 0)
         if self.window is not None:
-            seen = seen & (away < self.window)
+            is_visible = is_visible & (away < self.window)
             if not self.causal:
-                seen = seen & (away > -self.window)
-        return seen
+                is_visible = is_visible & (away > -self.window)
+        return is_visible
 
     def visible(
         self, q_pos: jax.Array, k_pos: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
     ) -> jax.Array:
         """bool [B or 1, Q, K], of positions [Q] and [K] and segment ids [B, Q] and [B, K]."""
-        seen = self.allowed(q_pos[:, None], k_pos[None, :])[None]
+        is_visible = self.allowed(q_pos[:, None], k_pos[None, :])[None]
         if q_seg is not None and k_seg is not None:
-            seen = seen & (q_seg[:, :, None] == k_seg[:, None, :])
-        return seen
+            is_visible = is_visible & (q_seg[:, :, None] == k_seg[:, None, :])
+        return is_visible
 
     def any_visible(
         self, q_pos: jax.Array, k_pos: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
@@ -56,39 +56,39 @@ class Mask:
         """bool []: False only where no query sees any key, by the extremes of positions and segment ids."""
         real = k_pos != NOWHERE
         least, most = jnp.where(real, k_pos, np.iinfo(np.int32).max).min(), k_pos.max()
-        seen = real.any() & self.reaches(q_pos.min(), q_pos.max(), least, most)
+        is_visible = real.any() & self.reaches(q_pos.min(), q_pos.max(), least, most)
         if q_seg is not None and k_seg is not None:
-            seen &= ((q_seg.min(1) <= k_seg.max(1)) & (k_seg.min(1) <= q_seg.max(1))).any()
-        return seen
+            is_visible &= ((q_seg.min(1) <= k_seg.max(1)) & (k_seg.min(1) <= q_seg.max(1))).any()
+        return is_visible
 
     def all_visible(
         self, q_pos: jax.Array, k_pos: jax.Array, q_seg: jax.Array | None, k_seg: jax.Array | None
     ) -> jax.Array:
         """bool []: True only where every query sees every key, by the extremes of positions and segment ids."""
         nearest, farthest = q_pos.min() - k_pos.max(), q_pos.max() - k_pos.min()
-        seen = (k_pos != NOWHERE).all()
+        is_visible = (k_pos != NOWHERE).all()
         if self.causal:
-            seen &= nearest >= 0
+            is_visible &= nearest >= 0
         if self.window is not None:
-            seen &= farthest < self.window
+            is_visible &= farthest < self.window
             if not self.causal:
-                seen &= nearest > -self.window
+                is_visible &= nearest > -self.window
         if q_seg is not None and k_seg is not None:
             least, most = jnp.minimum(q_seg.min(1), k_seg.min(1)), jnp.maximum(q_seg.max(1), k_seg.max(1))
-            seen &= (least == most).all()
-        return seen
+            is_visible &= (least == most).all()
+        return is_visible
 
     def reaches(self, q_first, q_last, k_first, k_last):
         """Whether some query of a run of positions sees some key of another; both ends included."""
         nearest, farthest = q_first - k_last, q_last - k_first  # of query position - key position
-        seen = farthest >= nearest
+        is_visible = farthest >= nearest
         if self.causal:
-            seen &= farthest >= 0
+            is_visible &= farthest >= 0
         if self.window is not None:
-            seen &= nearest < self.window
+            is_visible &= nearest < self.window
             if not self.causal:
-                seen &= farthest > -self.window
-        return seen
+                is_visible &= farthest > -self.window
+        return is_visible
 
 
 # -- the order of tokens
@@ -103,10 +103,10 @@ def positions(index, total: int, zigzag: int):
     """
     if zigzag == 1:
         return index
-    piece = total // (2 * zigzag)
-    slot, within = index // piece, index % piece
+    chunk = total // (2 * zigzag)
+    slot, within = index // chunk, index % chunk
     device = slot // 2
-    return (device + slot % 2 * (2 * zigzag - 1 - 2 * device)) * piece + within
+    return (device + slot % 2 * (2 * zigzag - 1 - 2 * device)) * chunk + within
 
 
 def zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
@@ -152,10 +152,10 @@ def _take_blocks(op: str, x: jax.Array, devices: int, axis: int, *, inverse: boo
 
 def runs(first: int, length: int, total: int, zigzag: int) -> Iterator[tuple[int, int]]:
     """The runs of positions (both ends included) that tokens `first` … `first + length - 1` of the array make up."""
-    piece = total if zigzag == 1 else total // (2 * zigzag)
+    chunk = total if zigzag == 1 else total // (2 * zigzag)
     at, end = first, first + length
     while at < end:
-        stop = min(end, (at // piece + 1) * piece)
+        stop = min(end, (at // chunk + 1) * chunk)
         start = int(positions(np.asarray(at), total, zigzag))
         yield start, start + stop - at - 1
         at = stop

@@ -38,14 +38,14 @@ class Stream:
 
 def streams(c: Context, q_len: int, k_len: int) -> list[Stream]:
     """How K and V travel; lengths of one device. Segment ids are not known yet, so they stop no stream."""
-    seen = [d for d in devices_seen(c.softmax.mask, c.devices, q_len, k_len, c.zigzag) if d]
-    if not seen:
+    is_visible = [d for d in devices_seen(c.softmax.mask, c.devices, q_len, k_len, c.zigzag) if d]
+    if not is_visible:
         return []
     # of the ways to split the offsets between up and down, the one with the fewest hops; then the most even
-    cuts = range(len(seen) + 1) if c.both_ways else (len(seen),)
+    cuts = range(len(is_visible) + 1) if c.both_ways else (len(is_visible),)
 
     def hops(cut: int) -> tuple[int, int]:
-        return (seen[cut - 1] if cut else 0), (c.devices - seen[cut] if cut < len(seen) else 0)
+        return (is_visible[cut - 1] if cut else 0), (c.devices - is_visible[cut] if cut < len(is_visible) else 0)
 
     up, down = min((hops(cut) for cut in cuts), key=lambda h: (sum(h), max(h)))
     half = k_len // 2
@@ -64,7 +64,7 @@ class Leg:
 
     first: int
     count: int
-    here: tuple[int, ...]
+    block_indices: tuple[int, ...]
     onward: tuple[int, ...]
 
 
@@ -72,13 +72,13 @@ def legs(moving: Sequence[Stream], start: int, *, first_alone: bool = False) -> 
     """The hops from `start` on, with equal ones in a row joined (the first stays alone, if told so)."""
     out: list[Leg] = []
     for t in range(start, max((s.hops for s in moving), default=0) + 1):
-        here, onward = (tuple(i for i, s in enumerate(moving) if s.hops >= n) for n in (t, t + 1))
+        block_indices, onward = (tuple(i for i, s in enumerate(moving) if s.hops >= n) for n in (t, t + 1))
         last = out[-1] if out else None
-        same = last is not None and here == onward == last.here == last.onward
+        same = last is not None and block_indices == onward == last.block_indices == last.onward
         if last is not None and same and not (first_alone and last.first == start):
             out[-1] = dataclasses.replace(last, count=last.count + 1)
         else:
-            out.append(Leg(t, 1, here, onward))
+            out.append(Leg(t, 1, block_indices, onward))
     return out
 
 
@@ -96,9 +96,10 @@ def _load(moving: Sequence[Stream], k: jax.Array, v: jax.Array, seg: jax.Array |
 def _keys(c: Context, moving: Sequence[Stream], leg: Leg, cargo: dict[int, Cargo], t: Any, each: int) -> Keys:
     """What has arrived after t hops, as one, with its positions."""
     pos = [
-        c.positions((c.rank() - moving[i].step * t) % c.devices, each, moving[i].low, moving[i].high) for i in leg.here
+        c.positions((c.rank() - moving[i].step * t) % c.devices, each, moving[i].low, moving[i].high)
+        for i in leg.block_indices
     ]
-    k, v, seg = zip(*(cargo[i] for i in leg.here), strict=True)
+    k, v, seg = zip(*(cargo[i] for i in leg.block_indices), strict=True)
     ids = None if seg[0] is None else jnp.concatenate(seg, 1)
     return Keys(jnp.concatenate(k, 1), jnp.concatenate(v, 1), jnp.concatenate(pos), ids)
 
@@ -115,13 +116,13 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     q, k, v, q_seg, _ = x
     each, k_seg = k.shape[1], x.key_segments
     moving = streams(c, q.shape[1], each)
-    mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
+    own_block = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
     cargo = _load(moving, k, v, k_seg)
     if sum(s.high - s.low for s in moving) == each:  # the streams together start as what is here
         done, start = nothing(q, v.shape[3]), 0
     else:
         cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
-        done, start = c.forward(mine, Keys(k, v, c.positions(c.rank(), each), k_seg), aligned=c.in_order), 1
+        done, start = c.forward(own_block, Keys(k, v, c.positions(c.rank(), each), k_seg), aligned=c.in_order), 1
 
     for leg in legs(moving, start):
 
@@ -129,8 +130,8 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
             done, cargo = carry
             sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
             keys = _keys(c, moving, leg, cargo, t, each)
-            seen = c.softmax.mask.any_visible(mine.pos, keys.pos, q_seg, keys.seg)
-            done = lax.cond(seen, lambda done: merge(done, c.forward(mine, keys)), lambda done: done, done)
+            is_visible = c.softmax.mask.any_visible(own_block.pos, keys.pos, q_seg, keys.seg)
+            done = lax.cond(is_visible, lambda done: merge(done, c.forward(own_block, keys)), lambda done: done, done)
             return done, sent
 
         done, cargo = _repeat(leg, hop, (done, cargo))
@@ -146,38 +147,38 @@ def backward(
     moving = streams(c, q.shape[1], each)
     cargo = _load(moving, k, v, k_seg)
     cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
-    mine = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
+    own_block = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
     own = Keys(k, v, c.positions(c.rank(), each), k_seg)
-    d_q, d_k, d_v = c.backward(mine, own, grad, lse, dots, out, aligned=c.in_order)
+    d_q, d_k, d_v = c.backward(own_block, own, grad, lse, dots, out, aligned=c.in_order)
 
     def through(d_q: jax.Array, keys: Keys) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """(d_q with the share of these keys, their gradients)."""
 
         def block(d_q: jax.Array) -> Any:
-            more, d_k, d_v = c.backward(mine, keys, grad, lse, dots, out)
+            more, d_k, d_v = c.backward(own_block, keys, grad, lse, dots, out)
             return d_q + more, (d_k, d_v)
 
         zeros = _compat.same_varying(q, *(jnp.zeros(x.shape, jnp.float32) for x in (keys.k, keys.v)))[1:]
-        seen = c.softmax.mask.any_visible(mine.pos, keys.pos, q_seg, keys.seg)
-        return lax.cond(seen, block, lambda d_q: (d_q, zeros), d_q)
+        is_visible = c.softmax.mask.any_visible(own_block.pos, keys.pos, q_seg, keys.seg)
+        return lax.cond(is_visible, block, lambda d_q: (d_q, zeros), d_q)
 
     under_way: dict[int, Any] = {}  # gradients of what has arrived, so far
     for leg in legs(moving, 1, first_alone=True):  # which finds no gradients under way
-        lengths = [moving[i].high - moving[i].low for i in leg.here]
+        lengths = [moving[i].high - moving[i].low for i in leg.block_indices]
         cuts = [sum(lengths[:n]) for n in range(1, len(lengths))]
 
         def hop(carry: Any, t: Any, leg: Leg = leg, cuts: Sequence[int] = cuts) -> Any:
             d_q, cargo, under_way = carry
             sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
-            followed = {i: c.shift(under_way[i], moving[i].step) for i in leg.here if i in under_way}
+            followed = {i: c.shift(under_way[i], moving[i].step) for i in leg.block_indices if i in under_way}
             d_q, share = through(d_q, _keys(c, moving, leg, cargo, t, each))
-            for i, *mine in zip(leg.here, *(jnp.split(x, cuts, 1) for x in share), strict=True):
+            for i, *own_block in zip(leg.block_indices, *(jnp.split(x, cuts, 1) for x in share), strict=True):
                 before = followed.get(i)
-                followed[i] = mine if before is None else jax.tree.map(jnp.add, before, mine)
+                followed[i] = own_block if before is None else jax.tree.map(jnp.add, before, own_block)
             return d_q, sent, followed
 
         d_q, cargo, under_way = _repeat(leg, hop, (d_q, cargo, under_way))
-        for i in set(leg.here) - set(leg.onward):  # they go home, to whom the keys belong
+        for i in set(leg.block_indices) - set(leg.onward):  # they go home, to whom the keys belong
             s = moving[i]
             home = c.shift(under_way.pop(i), -s.step * s.hops)
             d_k, d_v = (a.at[:, s.low : s.high].add(b) for a, b in zip((d_k, d_v), home, strict=True))

@@ -75,8 +75,8 @@ def _sight(s: Softmax, q: Queries, k: Keys, bq: int, bk: int) -> jax.Array:
     q_pos, k_pos = q.pos.reshape(-1, bq), k.pos.reshape(-1, bk)
     batch = q.x.shape[0]
     if q.seg is None or k.seg is None:
-        seen = jax.vmap(lambda a: jax.vmap(lambda b: one(a, b, None, None))(k_pos))(q_pos)
-        return jnp.broadcast_to(seen, (batch, *seen.shape))
+        is_visible = jax.vmap(lambda a: jax.vmap(lambda b: one(a, b, None, None))(k_pos))(q_pos)
+        return jnp.broadcast_to(is_visible, (batch, *is_visible.shape))
     q_seg, k_seg = q.seg.reshape(batch, -1, 1, bq), k.seg.reshape(batch, -1, 1, bk)
     by_key = jax.vmap(one, (None, 0, None, 0))
     return jax.vmap(lambda a, b: jax.vmap(by_key, (0, None, 0, None))(q_pos, k_pos, a, b))(q_seg, k_seg)
@@ -122,14 +122,14 @@ def _scores(s: Softmax, q_ref, k_ref, ids: tuple[Any, ...] | None) -> tuple[jax.
         scores, slope = s.softcap * turned, 1.0 - turned * turned
     if ids is None:
         return scores, slope, None
-    seen = s.mask.allowed(ids[0][...], ids[1][...].T)
+    is_visible = s.mask.allowed(ids[0][...], ids[1][...].T)
     if len(ids) == 4:
-        seen &= ids[2][0] == ids[3][0].T
-    return scores, slope, seen
+        is_visible &= ids[2][0] == ids[3][0].T
+    return scores, slope, is_visible
 
 
-def _hide(values: jax.Array, seen: jax.Array | None, instead: float) -> jax.Array:
-    return values if seen is None else jnp.where(seen, values, instead)
+def _hide(values: jax.Array, is_visible: jax.Array | None, instead: float) -> jax.Array:
+    return values if is_visible is None else jnp.where(is_visible, values, instead)
 
 
 def _by_sight(entry: jax.Array, ids: tuple[Any, ...], work: Any) -> None:
@@ -143,7 +143,7 @@ def _by_sight(entry: jax.Array, ids: tuple[Any, ...], work: Any) -> None:
 
 def _forward_kernel(table, *refs, s: Softmax, ids: int):
     q_ref, k_ref, v_ref, *rest = refs
-    id_refs, (out_ref, lse_ref, top, total, sums) = tuple(rest[:ids]), rest[ids:]
+    id_refs, (out_ref, lse_ref, top, total, weighted) = tuple(rest[:ids]), rest[ids:]
     batch, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     many = pl.num_programs(3)
 
@@ -151,16 +151,16 @@ def _forward_kernel(table, *refs, s: Softmax, ids: int):
     def _():
         top[...] = jnp.full_like(top, HIDDEN)
         total[...] = jnp.zeros_like(total)
-        sums[...] = jnp.zeros_like(sums)
+        weighted[...] = jnp.zeros_like(weighted)
 
     def add(ids):
-        scores, _, seen = _scores(s, q_ref, k_ref, ids)
-        scores = _hide(scores, seen, HIDDEN)
+        scores, _, is_visible = _scores(s, q_ref, k_ref, ids)
+        scores = _hide(scores, is_visible, HIDDEN)
         new = jnp.maximum(top[...], scores.max(0, keepdims=True))
-        p = _hide(jnp.exp(scores - new), seen, 0.0)
+        p = _hide(jnp.exp(scores - new), is_visible, 0.0)
         fade = jnp.exp(top[...] - new)
         total[...] = total[...] * fade + p.sum(0, keepdims=True)
-        sums[...] = sums[...] * fade + _dot(v_ref[0, 0], p.astype(v_ref.dtype), (0, 0))
+        weighted[...] = weighted[...] * fade + _dot(v_ref[0, 0], p.astype(v_ref.dtype), (0, 0))
         top[...] = new
 
     _by_sight(table[(batch * pl.num_programs(2) + i) * many + j], id_refs, add)
@@ -169,7 +169,7 @@ def _forward_kernel(table, *refs, s: Softmax, ids: int):
     def _():
         some = total[...] > 0
         divisor = jnp.where(some, total[...], 1.0)
-        out_ref[0, 0] = (sums[...] / divisor).T
+        out_ref[0, 0] = (weighted[...] / divisor).T
         lse_ref[0, 0] = jnp.where(some, top[...] + jnp.log(divisor), -jnp.inf)
 
 
@@ -233,30 +233,30 @@ def _estimate(pairs: int, width: int, q: Queries, k: Keys) -> pl.CostEstimate:
 
 def _weights(s: Softmax, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids) -> tuple[jax.Array, jax.Array]:
     """(softmax weights, gradients of the scores before the scale's product), both [keys, queries]."""
-    scores, slope, seen = _scores(s, q_ref, k_ref, ids)
-    p = _hide(jnp.exp(scores - lse_ref[0, 0]), seen, 0.0)
+    scores, slope, is_visible = _scores(s, q_ref, k_ref, ids)
+    p = _hide(jnp.exp(scores - lse_ref[0, 0]), is_visible, 0.0)
     d_p = _dot(v_ref[0, 0], grad_ref[0, 0], (1, 1))
     return p, p * (d_p - dots_ref[0, 0]) * slope * s.scale
 
 
 def _queries_kernel(table, *refs, s: Softmax, ids: int):
     q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, *rest = refs
-    id_refs, (out_ref, sums) = tuple(rest[:ids]), rest[ids:]
+    id_refs, (out_ref, weighted) = tuple(rest[:ids]), rest[ids:]
     batch, i, j, many = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.num_programs(3)
 
     @pl.when(j == 0)
     def _():
-        sums[...] = jnp.zeros_like(sums)
+        weighted[...] = jnp.zeros_like(weighted)
 
     def add(ids):
         _, d_s = _weights(s, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids)
-        sums[...] += _dot(d_s.astype(k_ref.dtype), k_ref[0, 0], (0, 0))
+        weighted[...] += _dot(d_s.astype(k_ref.dtype), k_ref[0, 0], (0, 0))
 
     _by_sight(table[(batch * pl.num_programs(2) + i) * many + j], id_refs, add)
 
     @pl.when(j == many - 1)
     def _():
-        out_ref[0, 0] = sums[...]
+        out_ref[0, 0] = weighted[...]
 
 
 def _keys_kernel(table, *refs, s: Softmax, ids: int, blocks: int):

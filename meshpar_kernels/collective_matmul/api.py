@@ -90,19 +90,19 @@ def matmul_reduce_scatter(
     implementation: str | None = None,
     precision: Any = None,
     preferred_element_type: Any = None,
-    wire_dtype: Any = None,
+    comm_dtype: Any = None,
     tile: int = ring.TILE,
     num_sms: int | None = None,
 ) -> jax.Array:
     """Multiply, sum the products of all devices, and keep a block of rows: `lax.psum_scatter(x @ w, axis_name, tiled=True)`.
 
-    Sums are made in float32 and travel in `wire_dtype`. Implementations as in `all_gather_matmul`.
+    Sums are made in float32 and travel in `comm_dtype`. Implementations as in `all_gather_matmul`.
 
     Args:
       x: [M, k], M a multiple of the number A of devices of `axis_name`.
       w: [k, N].
       axis_name, implementation, precision, preferred_element_type, tile, num_sms: as in `all_gather_matmul`.
-      wire_dtype: what sums are sent as. None: float32, which doubles the bytes of bfloat16 products; bfloat16 rounds at every
+      comm_dtype: what sums are sent as. None: float32, which doubles the bytes of bfloat16 products; bfloat16 rounds at every
         hop, as a reduce-scatter of bfloat16 does.
 
     Returns:
@@ -117,7 +117,7 @@ def matmul_reduce_scatter(
     if x.shape[0] % devices:
         raise ValueError(f"{op}: the {x.shape[0]} rows of x{list(x.shape)} do not divide over {devices} devices")
     x, w = _compat.same_varying(x, w)
-    wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
+    wire = None if comm_dtype is None else jnp.dtype(comm_dtype)
     return _scatter(
         x, w, _How(_plain(axis_name), implementation, precision, preferred_element_type, wire, tile, num_sms)
     )
@@ -171,9 +171,9 @@ def _scattering(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Implementati
     return {
         "pallas_tpu": _scatter_kernel(how, x, w, dot, _scatter_tpu),
         "pallas_gpu": _scatter_kernel(how, x, w, dot, _scatter_gpu),
-        "ring": lambda x, w, dot: ring.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire, tile=how.tile),
-        "xla": lambda x, w, dot: xla.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire),
-        "reference": lambda x, w, dot: reference.dot_scatter(x, w, dot, how.axis, 0, wire_dtype=how.wire),
+        "ring": lambda x, w, dot: ring.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire, tile=how.tile),
+        "xla": lambda x, w, dot: xla.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire),
+        "reference": lambda x, w, dot: reference.dot_scatter(x, w, dot, how.axis, 0, comm_dtype=how.wire),
     }
 
 
@@ -299,8 +299,8 @@ def _gather_forward(x: jax.Array, w: jax.Array, how: _How) -> tuple[jax.Array, A
     return _gather(x, w, how), (x, w)
 
 
-def _gather_backward(how: _How, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    op, (x, w) = "all_gather_matmul", kept
+def _gather_backward(how: _How, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    op, (x, w) = "all_gather_matmul", saved
     dx = _scattered(op, how, g, w, _dot(how, (1, 1), dtype=x.dtype))
     (dw,) = _gathered(op, _without_kernel(how), x, [g], [_dot(how, (0, 0), dtype=w.dtype)])
     return dx, dw
@@ -318,8 +318,8 @@ def _scatter_forward(x: jax.Array, w: jax.Array, how: _How) -> tuple[jax.Array, 
     return _scatter(x, w, how), (x, w)
 
 
-def _scatter_backward(how: _How, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    op, (x, w) = "matmul_reduce_scatter", kept
+def _scatter_backward(how: _How, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    op, (x, w) = "matmul_reduce_scatter", saved
     dots = [_dot(how, (1, 1), dtype=x.dtype), _dot(how, (0, 0), side=1, dtype=w.dtype)]
     if not _by_kernel(how):
         dx, dw = _gathered(op, how, g, [w, x], dots)

@@ -34,10 +34,10 @@ class _Sides(NamedTuple):
 
 def _sides(dot: Dot, side: int, ranks: tuple[int, int]) -> _Sides:
     (lc, rc), _ = dot.dimension_numbers
-    mine, others = ((lc, rc), (rc, lc))[side]
-    order = sorted(range(len(mine)), key=lambda i: mine[i])
+    own, others = ((lc, rc), (rc, lc))[side]
+    order = sorted(range(len(own)), key=lambda i: own[i])
     free = [tuple(d for d in range(n) if d not in c) for n, c in zip(ranks, (lc, rc), strict=True)]
-    return _Sides(free[side], tuple(mine[i] for i in order), free[1 - side], tuple(others[i] for i in order))
+    return _Sides(free[side], tuple(own[i] for i in order), free[1 - side], tuple(others[i] for i in order))
 
 
 def _sorted(dims: Sequence[int]) -> bool:
@@ -81,7 +81,7 @@ class _Fused:
         self.parts = [
             _sides(dot, side, (lhs.ndim, rhs.ndim)) for dot, side, (lhs, rhs) in zip(dots, sides, pairs, strict=True)
         ]
-        self.mine = [pair[self.side] for pair in pairs]
+        self.own = [pair[self.side] for pair in pairs]
         self.others = [pair[1 - self.side] for pair in pairs]
         first = self.parts[0]
         self.transposed = not _sorted((*first.other_summed, *first.other_free))
@@ -108,7 +108,7 @@ class _Fused:
         return flat[0] if len(flat) == 1 else lax.concatenate(flat, int(join_rows == self.transposed))
 
     def check(self, tile: tpu.Tile | None, out_dtype: Any) -> None:
-        found = tpu.unsupported(self.mine[0], self.others[0], self.rows, self.k, self.n, self.devices, tile, out_dtype)
+        found = tpu.unsupported(self.own[0], self.others[0], self.rows, self.k, self.n, self.devices, tile, out_dtype)
         self.reasons = Unsupported((*self.reasons, *found))
 
 
@@ -162,7 +162,7 @@ class FusedGather(_Fused):
         assert self.tile is not None, self.reasons
         first = self.parts[0]
         flat = lax.reshape(lax.transpose(x, (*first.free, *first.summed)), (self.rows, self.k))
-        out, *kept = tpu_gather.all_gather_matmul(
+        out, *saved = tpu_gather.all_gather_matmul(
             flat, self.weights(others, False), axis_name, tile=self.tile, out_dtype=self.dtypes[0],
             transposed=self.transposed, precision=self.dots[0].precision, keep=self.keep,
         )  # fmt: skip
@@ -174,7 +174,7 @@ class FusedGather(_Fused):
                 y = lax.transpose(y, (*range(rows, y.ndim), *range(rows)))
             results.append(y)
             at += n
-        for rows in kept:
+        for rows in saved:
             y = self._blocks_in_place(rows, x.shape, [x.shape[d] for d in first.summed])
             order = (*first.free, *first.summed)
             results.append(lax.transpose(y, [order.index(d) for d in range(len(order))]))
@@ -199,45 +199,45 @@ class FusedScatter(_Fused):
       dims: of every product's result, the dim that is scattered.
       devices: of the ring.
       dtype: of the result.
-      wire_dtype: of the sums that travel.
+      comm_dtype: of the sums that travel.
     """
 
     def __init__(
         self, operands: Sequence[tuple[Any, Any]], dots: Sequence[Dot], dims: Sequence[int], devices: int, dtype: Any,
-        wire_dtype: Any,
+        comm_dtype: Any,
     ):  # fmt: skip
         owners = [
             int(dim >= lhs.ndim - len(dot.dimension_numbers[0][0]))
             for (lhs, _), dot, dim in zip(operands, dots, dims, strict=True)
         ]
         super().__init__(operands, dots, owners, devices)
-        self.dims, self.dtype, self.wire = list(dims), jnp.dtype(dtype), jnp.dtype(wire_dtype)
+        self.dims, self.dtype, self.wire = list(dims), jnp.dtype(dtype), jnp.dtype(comm_dtype)
         self.tile: tpu.Tile | None = None
         if self.reasons:
             return
         results = {
             (tuple(x.shape[d] for d in p.free), tuple(w.shape[d] for d in p.other_free))
-            for p, x, w in zip(self.parts, self.mine, self.others, strict=True)
+            for p, x, w in zip(self.parts, self.own, self.others, strict=True)
         }
-        first, x = self.parts[0], self.mine[0]
+        first, x = self.parts[0], self.own[0]
         # of the operand that has the rows, the dim that is scattered
         self.at = dims[0] - (0 if self.side == 0 else len(first.other_free))
         if len(results) > 1 or len(set(dims)) > 1:
             self.reasons = Unsupported(("the products of the sum have different shapes",))
             return
-        whole = x.shape[first.free[self.at]]
-        if whole % devices:
-            self.reasons = Unsupported((f"{whole} rows do not divide over {devices} devices",))
+        full = x.shape[first.free[self.at]]
+        if full % devices:
+            self.reasons = Unsupported((f"{full} rows do not divide over {devices} devices",))
             return
         self.rows = _size(x.shape, first.free) // devices
-        self.k = sum(_size(a.shape, p.summed) for p, a in zip(self.parts, self.mine, strict=True))
+        self.k = sum(_size(a.shape, p.summed) for p, a in zip(self.parts, self.own, strict=True))
         self.n = _size(self.others[0].shape, first.other_free)
         self.tile = tpu.pick_tile(self.rows, self.k, self.n, devices, jnp.dtype(x.dtype).itemsize)
         self.check(self.tile, self.dtype)
         if self.wire not in (jnp.float32, jnp.bfloat16):
             self.reasons = Unsupported((*self.reasons, f"sums are to travel as {self.wire}"))
         moved = len(dots) > 1 or _size(x.shape, first.free[: self.at]) > 1
-        for p, a in zip(self.parts, self.mine, strict=True):
+        for p, a in zip(self.parts, self.own, strict=True):
             self.copied += 2 * _bytes(a) * (moved or not _sorted((*p.free, *p.summed)))
         if self.side == 1:
             self.after = 2.0 * self.rows * self.n * self.dtype.itemsize
@@ -249,7 +249,7 @@ class FusedScatter(_Fused):
         def plain(*flat: jax.Array) -> jax.Array:
             pairs = list(zip(flat[::2], flat[1::2], strict=True))
             return ring.dots_scatter(
-                pairs, self.dots, self.dims, axis_name, self.dims[0], self.dtype, wire_dtype=self.wire
+                pairs, self.dots, self.dims, axis_name, self.dims[0], self.dtype, comm_dtype=self.wire
             )
 
         def run(*flat: jax.Array) -> jax.Array:
@@ -263,7 +263,7 @@ class FusedScatter(_Fused):
         others = [pair[1 - self.side] for pair in operands]
         y = tpu_scatter.matmul_reduce_scatter(
             flat[0] if len(flat) == 1 else lax.concatenate(flat, 1), self.weights(others, True), axis_name,
-            tile=self.tile, out_dtype=self.dtype, wire_dtype=self.wire, transposed=self.transposed,
+            tile=self.tile, out_dtype=self.dtype, comm_dtype=self.wire, transposed=self.transposed,
             precision=self.dots[0].precision,
         )  # fmt: skip
         first, x = self.parts[0], operands[0][self.side]

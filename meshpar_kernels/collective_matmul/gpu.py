@@ -15,7 +15,7 @@ from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
 from meshpar_kernels.collective_matmul.gpu_peers import COLUMNS, SLOTS
 from meshpar_kernels.grouped_matmul.gpu import DTYPES, INNER, MOST_STAGES, ROW_BYTES, SMEM_BYTES
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, tile_columns, untiled
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, misaligned, tile_columns
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
 __all__ = ["all_gather_matmul", "gather_order", "matmul_reduce_scatter", "scatter_order", "unsupported"]
@@ -44,13 +44,13 @@ def _tile(n: int, itemsize: int, taken: int) -> Tile:
 
 def gather_order(rows: int, k: int, n: int, devices: int, itemsize: int) -> Order:
     """Tiles of `all_gather_matmul` for blocks of so many rows; results leave through two slots of 128 bytes' columns."""
-    pieces = SLOTS * PIECE * PIECE * itemsize if devices > 1 else 0
-    return Order(devices, rows, k, n, _tile(n, itemsize, 2 * HEIGHT * 128 + pieces), own_first=True)
+    num_chunks = SLOTS * PIECE * PIECE * itemsize if devices > 1 else 0
+    return Order(devices, rows, k, n, _tile(n, itemsize, 2 * HEIGHT * 128 + num_chunks), own_first=True)
 
 
-def scatter_order(rows: int, k: int, n: int, devices: int, itemsize: int, *, wire_dtype: Any, out_dtype: Any) -> Order:
+def scatter_order(rows: int, k: int, n: int, devices: int, itemsize: int, *, comm_dtype: Any, out_dtype: Any) -> Order:
     """Tiles of `matmul_reduce_scatter` for blocks of so many rows; sums have two slots, and results one."""
-    taken = HEIGHT * COLUMNS * (2 * jnp.dtype(wire_dtype).itemsize + jnp.dtype(out_dtype).itemsize)
+    taken = HEIGHT * COLUMNS * (2 * jnp.dtype(comm_dtype).itemsize + jnp.dtype(out_dtype).itemsize)
     return Order(devices, rows, k, n, _tile(n, itemsize, taken if devices > 1 else 2 * HEIGHT * 128), own_first=False)
 
 
@@ -72,12 +72,12 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, out_dtype: Any, wire_dtype: Any, transposed: bool,
+    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, out_dtype: Any, comm_dtype: Any, transposed: bool,
     num_sms: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """x[M, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
     major = _compat.gpu_architecture()[0]
-    options = {"out_dtype": out_dtype, "wire_dtype": wire_dtype, "transposed": transposed}
+    options = {"out_dtype": out_dtype, "wire_dtype": comm_dtype, "transposed": transposed}
     blocks = x.reshape(order.devices, order.rows, order.k)
     out = KERNELS[major].matmul_reduce_scatter(
         blocks, w, order, _axis(axis_name), num_sms=blocks_of(num_sms), **options
@@ -115,7 +115,7 @@ def unsupported(
     columns = tile_columns(x.dtype.itemsize)
     narrow = [tile_columns(jnp.dtype(dtype).itemsize) for dtype in dtypes.values()]  # of what is written
     cuts = ALIGNMENT if transposed else columns, *narrow
-    reasons += untiled(rows=(order.rows, ALIGNMENT), K=(order.k, columns, ALIGNMENT), columns=(order.n, *cuts))
+    reasons += misaligned(rows=(order.rows, ALIGNMENT), K=(order.k, columns, ALIGNMENT), columns=(order.n, *cuts))
     if order.rows < 1 or order.k < 1 or order.n < 1:
         reasons.append("an operand is empty")
     if not isinstance(axis_name, str) and len(axis_name) > 1:

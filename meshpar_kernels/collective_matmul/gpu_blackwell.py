@@ -40,14 +40,14 @@ def _walk(
       copy_rows: (turn, row, step of the tile, stage, barrier): starts the load of a step's rows, when they are there.
       store: what writes a tile: (its number, turn, row, column, its sums in float32: first column, columns → values).
     """
-    x_smem, w_smem, sums, full, empty, done, read = memory
+    x_smem, w_smem, acc, full, empty, done, read = memory
     tile = order.tile
     warpgroup = lax.axis_index("warpgroup")
     multiprocessor = lax.axis_index("multiprocessor")
 
     def slot_of(used):
         slot = lax.rem(used, jnp.int32(2))
-        return slot, sums.at[:, pl.ds(slot * tile.n, tile.n)]
+        return slot, acc.at[:, pl.ds(slot * tile.n, tile.n)]
 
     def each_tile(work):
         """`work` on (number, turn, row, column) of each tile, its steps, and the steps and tiles before."""
@@ -59,12 +59,12 @@ def _walk(
         lax.fori_loop(0, share(order.tiles, multiprocessor, num_sms), one, None)
 
     def copies(tile_at, i, stage, barrier):
-        _, turn, row, column = tile_at
-        copy_rows(turn, row, i, x_smem.at[stage], barrier)
+        _, step_index, row, column = tile_at
+        copy_rows(step_index, row, i, x_smem.at[stage], barrier)
         inner, outer = pl.ds(i * tile.k, tile.k), pl.ds(column * tile.n, tile.n)
         gpu.copy_gmem_to_smem(w.at[(outer, inner) if transposed else (inner, outer)], w_smem.at[stage], barrier)
 
-    def products(_, i, stage, total):
+    def matmuls(_, i, stage, total):
         weights = _compat.transpose_ref(w_smem.at[stage]) if transposed else w_smem.at[stage]
         gpu.tcgen05_mma(total, x_smem.at[stage], weights, accumulate=i > 0)
 
@@ -82,7 +82,7 @@ def _walk(
 
     @pl.when(warpgroup == MULTIPLYING)
     def _():
-        multiply_tiles(gpu, tile.stages, slot_of, (full, empty, done, read), each_tile, copies, products)
+        multiply_tiles(gpu, tile.stages, slot_of, (full, empty, done, read), each_tile, copies, matmuls)
 
     @pl.when(warpgroup == WRITER)
     def _():
@@ -90,31 +90,43 @@ def _walk(
 
 
 def _gather_kernel(
-    x, w, out, came: Any, staging, memory, sending, *, gpu, order: Order, axis: str, transposed: bool, num_sms: int
+    x,
+    w,
+    out,
+    recv_buffer: Any,
+    staging,
+    memory,
+    sending,
+    *,
+    gpu,
+    order: Order,
+    axis: str,
+    transposed: bool,
+    num_sms: int,
 ):
     tile, alone = order.tile, order.devices == 1
     peers = Peers.of((axis,), (order.devices,))
     arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
-    def copy_rows(turn, row, i, there, barrier):
-        here = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
+    def copy_rows(step_index, row, i, dst, barrier):
+        src_slice = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
 
-        @pl.when(turn == 0)
+        @pl.when(step_index == 0)
         def _():
-            gpu.copy_gmem_to_smem(x.at[here], there, barrier)
+            gpu.copy_gmem_to_smem(x.at[src_slice], dst, barrier)
 
-        if came is not None and arrived is not None:
+        if recv_buffer is not None and arrived is not None:
 
-            @pl.when((turn > 0) & (i == 0))
+            @pl.when((step_index > 0) & (i == 0))
             def _():
-                pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)
+                pl.semaphore_wait(arrived.at[step_index - 1, row], order.expected(row), decrement=False)
 
-            @pl.when(turn > 0)
+            @pl.when(step_index > 0)
             def _():
-                gpu.copy_gmem_to_smem(came.at[turn - 1, *here], there, barrier)
+                gpu.copy_gmem_to_smem(recv_buffer.at[step_index - 1, *src_slice], dst, barrier)
 
-    def store(_, turn, row, column, columns):
-        target = out.at[order.block(turn, peers.rank), pl.ds(row * tile.m, tile.m)]
+    def store(_, step_index, row, column, columns):
+        target = out.at[order.block(step_index, peers.rank), pl.ds(row * tile.m, tile.m)]
         width = staging.shape[-1]
         gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left, width).astype(out.dtype), staging)
 
@@ -131,41 +143,53 @@ def _gather_kernel(
         def _():
             slots, loaded = sending
             multiprocessor = lax.axis_index("multiprocessor")
-            gpu_peers.push(gpu, order, peers, x, came, slots, loaded, arrived, multiprocessor, num_sms)
+            gpu_peers.push(gpu, order, peers, x, recv_buffer, slots, loaded, arrived, multiprocessor, num_sms)
 
 
 def _scatter_kernel(
-    x, w, out, came: Any, staging, memory, moving, *, gpu, order: Order, axis: str, transposed: bool, num_sms: int
+    x,
+    w,
+    out,
+    recv_buffer: Any,
+    staging,
+    memory,
+    moving,
+    *,
+    gpu,
+    order: Order,
+    axis: str,
+    transposed: bool,
+    num_sms: int,
 ):
     tile, alone = order.tile, order.devices == 1
     peers = Peers.of((axis,), (order.devices,))
     summed: Any = None if alone else gpu_peers.counts(gpu, (order.row_tiles, order.column_tiles))
 
-    def copy_rows(turn, row, i, there, barrier):
-        here = order.block(turn, peers.rank), pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
-        gpu.copy_gmem_to_smem(x.at[here], there, barrier)
+    def copy_rows(step_index, row, i, dst, barrier):
+        src_slice = order.block(step_index, peers.rank), pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
+        gpu.copy_gmem_to_smem(x.at[src_slice], dst, barrier)
 
-    def store(number, turn, row, column, columns):
+    def store(number, step_index, row, column, columns):
         first = row * tile.m
         target = out.at[pl.ds(first, tile.m)]
         width = staging.shape[-1]
-        if came is None or summed is None:
+        if recv_buffer is None or summed is None:
             gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left, width).astype(out.dtype), staging)
             return
         travelling, landed = moving
-        gpu_peers.tell(gpu, order, peers, summed, number - num_sms, 0)
+        gpu_peers.signal_tile(gpu, order, peers, summed, number - num_sms, 0)
 
-        @pl.when(turn < order.devices - 1)
+        @pl.when(step_index < order.devices - 1)
         def _():
             gpu_peers.send(
-                gpu, order, peers, came, turn, first, column, lambda left: columns(left, width), travelling
+                gpu, order, peers, recv_buffer, step_index, first, column, lambda left: columns(left, width), travelling
             )  # fmt: skip
 
-        @pl.when(turn == order.devices - 1)
+        @pl.when(step_index == order.devices - 1)
         def _():
             pl.semaphore_wait(summed.at[row, column], order.devices - 1, decrement=False)
             gpu_peers.add_up(
-                gpu, order, came, target, first, column, lambda left: columns(left, width), travelling,
+                gpu, order, recv_buffer, target, first, column, lambda left: columns(left, width), travelling,
                 lambda slot: landed.at[slot], staging, gpu.Layout.TCGEN05,
             )  # fmt: skip
 
@@ -176,7 +200,7 @@ def _scatter_kernel(
     def _():
         if summed is not None:
             last = multiprocessor + (share(order.tiles, multiprocessor, num_sms) - 1) * num_sms
-            gpu_peers.tell(gpu, order, peers, summed, last, 0)
+            gpu_peers.signal_tile(gpu, order, peers, summed, last, 0)
         gpu.wait_smem_to_gmem(0)
 
 

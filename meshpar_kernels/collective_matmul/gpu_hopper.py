@@ -57,7 +57,7 @@ def _walk(
     full, empty = stages
     warpgroup = lax.axis_index("warpgroup")
     multiprocessor = lax.axis_index("multiprocessor")
-    mine = share(order.tiles, multiprocessor, num_sms)
+    num_own = share(order.tiles, multiprocessor, num_sms)
 
     def each_tile(work: Callable[..., None]) -> None:
         def one(i: Any, step: Any) -> Any:
@@ -65,14 +65,14 @@ def _walk(
             work(number, *order.at(number), step)
             return step + order.steps
 
-        lax.fori_loop(0, mine, one, jnp.int32(0))
+        lax.fori_loop(0, num_own, one, jnp.int32(0))
 
     @pl.when(warpgroup == LOADING)
     def _():
         gpu.set_max_registers(40, action="decrease")
 
-        def load_tile(_, turn, row, column, step):
-            load_stages(gpu, step, order.steps, order.tile.stages, full, empty, load(turn, row, column))
+        def load_tile(_, step_index, row, column, step):
+            load_stages(gpu, step, order.steps, order.tile.stages, full, empty, load(step_index, row, column))
 
         if beside is None:
             each_tile(load_tile)
@@ -88,65 +88,77 @@ def _walk(
     def _():
         gpu.set_max_registers(232, action="increase")
 
-        def make_tile(number, turn, row, column, step):
-            def with_sums(sums):
-                def products(_, slot):
-                    multiply(sums, slot, warpgroup)
+        def make_tile(number, step_index, row, column, step):
+            def with_acc(acc):
+                def matmuls(_, slot):
+                    multiply(acc, slot, warpgroup)
 
-                multiply_stages(gpu, step, order.steps, order.tile.stages, full, empty, products)
-                store(number, turn, row, column, sums[...], warpgroup)
+                multiply_stages(gpu, step, order.steps, order.tile.stages, full, empty, matmuls)
+                store(number, step_index, row, column, acc[...], warpgroup)
 
-            pl.run_scoped(with_sums, gpu.ACC((ROWS, order.tile.n), jnp.float32))
+            pl.run_scoped(with_acc, gpu.ACC((ROWS, order.tile.n), jnp.float32))
 
         each_tile(make_tile)
 
 
-def _copy_weights(gpu: Any, order: Order, transposed: bool, w: Any, column: Any, i: Any, there: Any, barrier: Any):
+def _copy_weights(gpu: Any, order: Order, transposed: bool, w: Any, column: Any, i: Any, dst: Any, barrier: Any):
     inner, outer = pl.ds(i * order.tile.k, order.tile.k), pl.ds(column * order.tile.n, order.tile.n)
-    gpu.copy_gmem_to_smem(w.at[(outer, inner) if transposed else (inner, outer)], there, barrier)
+    gpu.copy_gmem_to_smem(w.at[(outer, inner) if transposed else (inner, outer)], dst, barrier)
 
 
-def _start_products(gpu: Any, transposed: bool, x_smem: Any, w_smem: Any, sums: Any, slot: Any, warpgroup: Any):
+def _start_products(gpu: Any, transposed: bool, x_smem: Any, w_smem: Any, acc: Any, slot: Any, warpgroup: Any):
     weights = _compat.transpose_ref(w_smem.at[slot]) if transposed else w_smem.at[slot]
-    gpu.wgmma(sums, x_smem.at[slot, pl.ds(warpgroup * ROWS, ROWS)], weights)
+    gpu.wgmma(acc, x_smem.at[slot, pl.ds(warpgroup * ROWS, ROWS)], weights)
 
 
 def _gather_kernel(
-    x, w, out, came: Any, staging, memory, sending, *, gpu, order: Order, axis: str, transposed: bool, num_sms: int
+    x,
+    w,
+    out,
+    recv_buffer: Any,
+    staging,
+    memory,
+    sending,
+    *,
+    gpu,
+    order: Order,
+    axis: str,
+    transposed: bool,
+    num_sms: int,
 ):
     tile, alone = order.tile, order.devices == 1
     x_smem, w_smem, full, empty = memory
     peers = Peers.of((axis,), (order.devices,))
     arrived: Any = None if alone else gpu_peers.counts(gpu, (order.devices - 1, order.row_tiles))
 
-    def load(turn, row, column):
+    def load(step_index, row, column):
         if arrived is not None:
 
-            @pl.when(turn > 0)
+            @pl.when(step_index > 0)
             def _():
-                pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)
+                pl.semaphore_wait(arrived.at[step_index - 1, row], order.expected(row), decrement=False)
 
         def copies(i, slot, barrier):
-            here = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
+            src_slice = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
 
-            @pl.when(turn == 0)
+            @pl.when(step_index == 0)
             def _():
-                gpu.copy_gmem_to_smem(x.at[here], x_smem.at[slot], barrier)
+                gpu.copy_gmem_to_smem(x.at[src_slice], x_smem.at[slot], barrier)
 
-            if came is not None:
+            if recv_buffer is not None:
 
-                @pl.when(turn > 0)
+                @pl.when(step_index > 0)
                 def _():
-                    gpu.copy_gmem_to_smem(came.at[turn - 1, *here], x_smem.at[slot], barrier)
+                    gpu.copy_gmem_to_smem(recv_buffer.at[step_index - 1, *src_slice], x_smem.at[slot], barrier)
 
             _copy_weights(gpu, order, transposed, w, column, i, w_smem.at[slot], barrier)
 
         return copies
 
-    def store(_, turn, row, column, sums, warpgroup):
-        value = sums.astype(out.dtype)
+    def store(_, step_index, row, column, acc, warpgroup):
+        value = acc.astype(out.dtype)
         step = staging.shape[-1]
-        target = out.at[order.block(turn, peers.rank), pl.ds(row * tile.m + warpgroup * ROWS, ROWS)]
+        target = out.at[order.block(step_index, peers.rank), pl.ds(row * tile.m + warpgroup * ROWS, ROWS)]
         gpu_peers.write(
             gpu, target, column, tile.n, lambda left: value[:, left : left + step], staging.at[warpgroup]
         )  # fmt: skip
@@ -156,7 +168,7 @@ def _gather_kernel(
 
     def push():
         slots, loaded = sending
-        gpu_peers.push(gpu, order, peers, x, came, slots, loaded, arrived, multiprocessor, num_sms)
+        gpu_peers.push(gpu, order, peers, x, recv_buffer, slots, loaded, arrived, multiprocessor, num_sms)
 
     _walk(gpu, order, num_sms, (full, empty), load, multiply, store, None if alone else push)
 
@@ -166,48 +178,60 @@ def _gather_kernel(
 
 
 def _scatter_kernel(
-    x, w, out, came: Any, staging, memory, moving, *, gpu, order: Order, axis: str, transposed: bool, num_sms: int
+    x,
+    w,
+    out,
+    recv_buffer: Any,
+    staging,
+    memory,
+    moving,
+    *,
+    gpu,
+    order: Order,
+    axis: str,
+    transposed: bool,
+    num_sms: int,
 ):
     tile, alone = order.tile, order.devices == 1
     x_smem, w_smem, full, empty = memory
     peers = Peers.of((axis,), (order.devices,))
     summed: Any = None if alone else gpu_peers.counts(gpu, (order.parts, order.column_tiles))
 
-    def load(turn, row, column):
-        block = order.block(turn, peers.rank)
+    def load(step_index, row, column):
+        block = order.block(step_index, peers.rank)
 
         def copies(i, slot, barrier):
-            here = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
-            gpu.copy_gmem_to_smem(x.at[block, *here], x_smem.at[slot], barrier)
+            src_slice = pl.ds(row * tile.m, tile.m), pl.ds(i * tile.k, tile.k)
+            gpu.copy_gmem_to_smem(x.at[block, *src_slice], x_smem.at[slot], barrier)
             _copy_weights(gpu, order, transposed, w, column, i, w_smem.at[slot], barrier)
 
         return copies
 
-    def store(number, turn, row, column, sums, warpgroup):
+    def store(number, step_index, row, column, acc, warpgroup):
         first = row * tile.m + warpgroup * ROWS
         target = out.at[pl.ds(first, ROWS)]
         step = staging.shape[-1]
 
         def columns(left):
-            return sums[:, left : left + step]
+            return acc[:, left : left + step]
 
-        if came is None or summed is None:
-            whole = staging.at[warpgroup]
-            gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left).astype(out.dtype), whole)
+        if recv_buffer is None or summed is None:
+            full_tile = staging.at[warpgroup]
+            gpu_peers.write(gpu, target, column, tile.n, lambda left: columns(left).astype(out.dtype), full_tile)
             return
         travelling, landed = moving[0].at[warpgroup], moving[1]
-        gpu_peers.tell(gpu, order, peers, summed, number - num_sms, warpgroup)
+        gpu_peers.signal_tile(gpu, order, peers, summed, number - num_sms, warpgroup)
 
-        @pl.when(turn < order.devices - 1)
+        @pl.when(step_index < order.devices - 1)
         def _():
-            gpu_peers.send(gpu, order, peers, came, turn, first, column, columns, travelling)
+            gpu_peers.send(gpu, order, peers, recv_buffer, step_index, first, column, columns, travelling)
 
-        @pl.when(turn == order.devices - 1)
+        @pl.when(step_index == order.devices - 1)
         def _():
             part = row * (tile.m // ROWS) + warpgroup
             pl.semaphore_wait(summed.at[part, column], order.devices - 1, decrement=False)
             gpu_peers.add_up(
-                gpu, order, came, target, first, column, columns, travelling,
+                gpu, order, recv_buffer, target, first, column, columns, travelling,
                 lambda slot: landed.at[warpgroup * 2 + slot], staging.at[warpgroup], gpu.Layout.WGMMA,
             )  # fmt: skip
 
@@ -220,7 +244,7 @@ def _scatter_kernel(
     def _():
         if summed is not None:
             last = multiprocessor + (share(order.tiles, multiprocessor, num_sms) - 1) * num_sms
-            gpu_peers.tell(gpu, order, peers, summed, last, warpgroup)
+            gpu_peers.signal_tile(gpu, order, peers, summed, last, warpgroup)
         gpu.wait_smem_to_gmem(0)
 
 

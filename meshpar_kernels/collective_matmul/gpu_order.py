@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, place
+from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, rasterize
 
 __all__ = ["PIECE", "Order", "share"]
 
@@ -72,26 +72,26 @@ class Order(NamedTuple):
     def at(self, number: Any) -> tuple[Any, Any, Any]:
         """Turn, row tile in the block, and column tile of the tile with this number."""
         each = self.row_tiles * self.column_tiles
-        turn = lax.div(number, jnp.int32(each))
-        row, column = place(number - turn * each, jnp.int32(self.row_tiles), self.column_tiles)
-        return turn, row, column
+        step_index = lax.div(number, jnp.int32(each))
+        row, column = rasterize(number - step_index * each, jnp.int32(self.row_tiles), self.column_tiles)
+        return step_index, row, column
 
-    def block(self, turn: Any, rank: Any) -> Any:
+    def block(self, step_index: Any, rank: Any) -> Any:
         """Whose rows a device works with in a turn."""
-        return lax.rem(rank + turn + (0 if self.own_first else 1), jnp.int32(self.devices))
+        return lax.rem(rank + step_index + (0 if self.own_first else 1), jnp.int32(self.devices))
 
     # -- a gather's sends: hop h brings to a device what it works with in turn h + 1
 
     @property
-    def pieces(self) -> int:
+    def num_chunks(self) -> int:
         """Of a block."""
         return cdiv(self.rows, PIECE) * cdiv(self.k, PIECE)
 
-    def piece(self, number: Any) -> tuple[Any, Any, Any]:
+    def chunk(self, number: Any) -> tuple[Any, Any, Any]:
         """Hop, and row and column in pieces, of what a device sends with this number."""
         across = cdiv(self.k, PIECE)
-        hop = lax.div(number, jnp.int32(self.pieces))
-        rest = number - hop * self.pieces
+        hop = lax.div(number, jnp.int32(self.num_chunks))
+        rest = number - hop * self.num_chunks
         row = lax.div(rest, jnp.int32(across))
         return hop, row, rest - row * across
 

@@ -28,7 +28,20 @@ from meshpar_kernels._nvlink import Peers
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order, share
 from meshpar_kernels.grouped_matmul.gpu_parts import ring, smem
 
-__all__ = ["AHEAD", "COLUMNS", "LAG", "SLOTS", "add_up", "counts", "gather", "push", "scatter", "send", "tell", "write"]
+__all__ = [
+    "AHEAD",
+    "COLUMNS",
+    "LAG",
+    "SLOTS",
+    "add_up",
+    "counts",
+    "gather",
+    "push",
+    "scatter",
+    "send",
+    "signal_tile",
+    "write",
+]
 
 AHEAD = 1
 """Pieces that are fetched before the one that is sent."""
@@ -49,25 +62,25 @@ def counts(gpu: Any, shape: tuple[int, ...]) -> Any:
 
 
 def push(
-    gpu: Any, order: Order, peers: Peers, x: Any, came: Any, slots: Any, loaded: Any, arrived: Any,
+    gpu: Any, order: Order, peers: Peers, x: Any, recv_buffer: Any, slots: Any, loaded: Any, arrived: Any,
     multiprocessor: Any, multiprocessors: int,
 ) -> None:  # fmt: skip
     """Send this device's rows to all others, as one warp or warpgroup of each multiprocessor.
 
     Args:
       x: [rows, K].
-      came: [A - 1, rows, K], of which hop h writes block h at the receiver.
+      recv_buffer: [A - 1, rows, K], of which hop h writes block h at the receiver.
       slots, loaded: [SLOTS, PIECE, PIECE] of shared memory, and barriers.
       arrived: counts [A - 1, row tiles] of pieces.
     """
-    mine = share((order.devices - 1) * order.pieces, multiprocessor, multiprocessors)
+    num_own = share((order.devices - 1) * order.num_chunks, multiprocessor, multiprocessors)
 
     def part(i: Any) -> tuple[Any, Any, Any, Any]:
-        hop, row, column = order.piece(multiprocessor + i * multiprocessors)
+        hop, row, column = order.chunk(multiprocessor + i * multiprocessors)
         return hop, row, pl.ds(row * PIECE, PIECE), pl.ds(column * PIECE, PIECE)
 
     def one(i: Any, _: Any) -> None:
-        @pl.when(i < mine)
+        @pl.when(i < num_own)
         def _():
             _, _, rows, columns = part(i)
             slot = ring(SLOTS, i)
@@ -75,7 +88,7 @@ def push(
 
         now = i - AHEAD
 
-        @pl.when((now >= 0) & (now < mine))
+        @pl.when((now >= 0) & (now < num_own))
         def _():
             hop, _, rows, columns = part(now)
             slot = ring(SLOTS, now)
@@ -84,12 +97,12 @@ def push(
 
                 @pl.when(hop == h)
                 def _(h=h):
-                    there = gpu.remote_ref(came, peers.device(order.receiver(h, peers.rank)))
-                    gpu.copy_smem_to_gmem(slots.at[slot], there.at[h, rows, columns])
+                    dst = gpu.remote_ref(recv_buffer, peers.device(order.receiver(h, peers.rank)))
+                    gpu.copy_smem_to_gmem(slots.at[slot], dst.at[h, rows, columns])
 
             gpu.wait_smem_to_gmem(LAG)
 
-        @pl.when(now >= mine)
+        @pl.when(now >= num_own)
         def _():
             gpu.wait_smem_to_gmem(0)
 
@@ -101,7 +114,7 @@ def push(
             count = arrived.at[hop, lax.div(row, jnp.int32(order.tile.m // PIECE))]
             pl.semaphore_signal(count, 1, device_id=peers.device(order.receiver(hop, peers.rank)))
 
-    lax.fori_loop(0, mine + AHEAD + LAG, one, None)
+    lax.fori_loop(0, num_own + AHEAD + LAG, one, None)
 
 
 def write(gpu: Any, target: Any, column: Any, width: int, columns: Callable[[int], jax.Array], staging: Any) -> None:
@@ -123,16 +136,16 @@ def write(gpu: Any, target: Any, column: Any, width: int, columns: Callable[[int
 
 
 def send(
-    gpu: Any, order: Order, peers: Peers, came: Any, turn: Any, row: Any, column: Any,
+    gpu: Any, order: Order, peers: Peers, recv_buffer: Any, step_index: Any, row: Any, column: Any,
     columns: Callable[[int], jax.Array], staging: Any,
 ) -> None:  # fmt: skip
     """Send a tile's sums to the device whose rows they are of.
 
     Args:
-      came: [A - 1, rows, n], of which turn t writes block t at the receiver.
+      recv_buffer: [A - 1, rows, n], of which turn t writes block t at the receiver.
       row: the first, in the block.
       columns: first column in the tile → as many columns as a slot has, in float32.
-      staging: [2, height, columns] of shared memory, from which all copies of the tile before are complete (`tell`).
+      staging: [2, height, columns] of shared memory, from which all copies of the tile before are complete (`signal_tile`).
     """
     _, height, step = staging.shape
     for c, left in enumerate(range(0, order.tile.n, step)):
@@ -140,40 +153,40 @@ def send(
         gpu.wait_smem_to_gmem(1, wait_read_only=True)
         staging[c % 2] = value
         gpu.commit_smem()
-        there = pl.ds(row, height), pl.ds(column * order.tile.n + left, step)
+        dst = pl.ds(row, height), pl.ds(column * order.tile.n + left, step)
         for t in range(order.devices - 1):
 
-            @pl.when(turn == t)
-            def _(t=t, c=c, there=there):
-                peer = gpu.remote_ref(came, peers.device(order.block(t, peers.rank)))
-                gpu.copy_smem_to_gmem(staging.at[c % 2], peer.at[t, *there])
+            @pl.when(step_index == t)
+            def _(t=t, c=c, dst=dst):
+                peer = gpu.remote_ref(recv_buffer, peers.device(order.block(t, peers.rank)))
+                gpu.copy_smem_to_gmem(staging.at[c % 2], peer.at[t, *dst])
 
 
-def tell(gpu: Any, order: Order, peers: Peers, summed: Any, number: Any, part: Any) -> None:
+def signal_tile(gpu: Any, order: Order, peers: Peers, summed: Any, number: Any, part: Any) -> None:
     """Tell the receiver of tile `number` that it is there, if there was such a tile and it was sent.
 
     Args:
       summed: counts [parts of a block, column tiles] of senders.
       part: which part of a tile's rows.
     """
-    turn, row, column = order.at(jnp.maximum(number, 0))
+    step_index, row, column = order.at(jnp.maximum(number, 0))
 
-    @pl.when((number >= 0) & (turn < order.devices - 1))
+    @pl.when((number >= 0) & (step_index < order.devices - 1))
     def _():
         gpu.wait_smem_to_gmem(0)
         high = summed.shape[0] // order.row_tiles
-        receiver = order.block(turn, peers.rank)
+        receiver = order.block(step_index, peers.rank)
         pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=peers.device(receiver))
 
 
 def add_up(
-    gpu: Any, order: Order, came: Any, target: Any, row: Any, column: Any, columns: Callable[[int], jax.Array],
+    gpu: Any, order: Order, recv_buffer: Any, target: Any, row: Any, column: Any, columns: Callable[[int], jax.Array],
     arriving: Any, landed: Any, staging: Any, layout: Any,
 ) -> None:  # fmt: skip
     """Add what the others sent to this device's own sums, the same way round every time, and write the result.
 
     Args:
-      came: as `send` wrote it.
+      recv_buffer: as `send` wrote it.
       target: [rows, n] of the result, from this tile's first row on.
       row, columns: as in `send`.
       arriving, landed: [2, height, columns] of shared memory, and as many barriers.
@@ -187,10 +200,10 @@ def add_up(
     def fetch(number: Any) -> None:
         """Start the copy of the columns, and of the sender, with this number."""
         group = lax.div(number, jnp.int32(others))
-        there = pl.ds(column * order.tile.n + group * step, step)
+        dst = pl.ds(column * order.tile.n + group * step, step)
         slot = lax.rem(number, jnp.int32(2))
         gpu.copy_gmem_to_smem(
-            came.at[number - group * others, pl.ds(row, height), there], arriving.at[slot], landed(slot)
+            recv_buffer.at[number - group * others, pl.ds(row, height), dst], arriving.at[slot], landed(slot)
         )
 
     fetch(jnp.int32(0))
@@ -230,9 +243,9 @@ def _launch(
     alone = order.devices == 1
 
     def body(x: Any, w: Any, out: Any, *refs: Any) -> None:
-        came, staging, *rest = (None, *refs) if alone else refs
+        recv_buffer, staging, *rest = (None, *refs) if alone else refs
         own, moving = rest[: len(memory)], rest[len(memory) :]
-        kernel(x, w, out, came, staging, own, moving, gpu=gpu, order=order, num_sms=num_sms, **options)
+        kernel(x, w, out, recv_buffer, staging, own, moving, gpu=gpu, order=order, num_sms=num_sms, **options)
 
     found = gpu.kernel(
         body,
@@ -269,17 +282,17 @@ def gather(
     """
     rows, k = x.shape
     out = _compat.out_struct((order.devices, rows, order.n), out_dtype, x, w)
-    came = _compat.out_struct((order.devices - 1, rows, k), x.dtype, x, w)
+    recv_buffer = _compat.out_struct((order.devices - 1, rows, k), x.dtype, x, w)
     moving = [gpu.SMEM((SLOTS, PIECE, PIECE), x.dtype), gpu.Barrier(num_barriers=SLOTS)]
     scratch = _staging(gpu, order, parts, out_dtype), memory, moving
-    return _launch(gpu, kernel, x, w, order, [out, came], scratch, name="meshpar_all_gather_matmul", **options)
+    return _launch(gpu, kernel, x, w, order, [out, recv_buffer], scratch, name="meshpar_all_gather_matmul", **options)
 
 
 def scatter(
     gpu: Any, kernel: Callable[..., None], memory: list[Any], x: jax.Array, w: jax.Array, order: Order, *,
-    parts: tuple[int, ...], out_dtype: Any, wire_dtype: Any, **options: Any,
+    parts: tuple[int, ...], out_dtype: Any, comm_dtype: Any, **options: Any,
 ) -> jax.Array:  # fmt: skip
-    """x[A, M/A, k] times w, summed over all devices → this one's rows [M/A, N], by a kernel with `send`, `tell` and `add_up`.
+    """x[A, M/A, k] times w, reduce-scattered → [M/A, N] of this device, by a kernel that uses `send`, `signal_tile`, `add_up`.
 
     Args:
       kernel: (x, w, result, [A - 1, M/A, N] of the others' sums or None, the staging of `add_up` or, alone, of `write`, the
@@ -287,12 +300,14 @@ def scatter(
       memory, parts, options: as in `gather`.
     """
     out = _compat.out_struct((order.rows, order.n), out_dtype, x, w)
-    came = _compat.out_struct((order.devices - 1, order.rows, order.n), wire_dtype, x, w)
+    recv_buffer = _compat.out_struct((order.devices - 1, order.rows, order.n), comm_dtype, x, w)
     height = order.tile.m // math.prod(parts)
     moving = [
-        smem(gpu, (*parts, 2, height, COLUMNS), wire_dtype), gpu.Barrier(num_barriers=2 * math.prod(parts))
+        smem(gpu, (*parts, 2, height, COLUMNS), comm_dtype), gpu.Barrier(num_barriers=2 * math.prod(parts))
     ]  # fmt: skip
     alone = order.devices == 1
     staging = _staging(gpu, order, parts, out_dtype) if alone else smem(gpu, (*parts, height, COLUMNS), out_dtype)
     scratch = staging, memory, moving
-    return _launch(gpu, kernel, x, w, order, [out, came], scratch, name="meshpar_matmul_reduce_scatter", **options)
+    return _launch(
+        gpu, kernel, x, w, order, [out, recv_buffer], scratch, name="meshpar_matmul_reduce_scatter", **options
+    )

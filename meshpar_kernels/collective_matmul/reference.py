@@ -18,18 +18,18 @@ def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_nam
     devices, rows = lax.axis_size(axis_name), x.shape[dim]
     shape = tuple(n * devices if d == dim else n for d, n in enumerate(x.shape))
     placed = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, lax.axis_index(axis_name) * rows, dim)
-    whole = lax.psum(placed, axis_name)
-    return [dot.of(whole, other) for dot, other in zip(dots, others, strict=True)]
+    full = lax.psum(placed, axis_name)
+    return [dot.of(full, other) for dot, other in zip(dots, others, strict=True)]
 
 
 def dot_scatter(
-    lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int, *, wire_dtype: Any = None
+    lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int, *, comm_dtype: Any = None
 ) -> jax.Array:
     """The product summed over all devices, of which each keeps its block."""
-    del wire_dtype
+    del comm_dtype
     dtype = dot.dtype(lhs, rhs)
-    kept = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
-    whole = lax.psum(dot(lhs, rhs, kept), axis_name)
-    rows = whole.shape[dim] // lax.axis_size(axis_name)
-    mine = lax.dynamic_slice_in_dim(whole, lax.axis_index(axis_name) * rows, rows, dim)
-    return lax.convert_element_type(mine, dtype)
+    saved = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    full = lax.psum(dot(lhs, rhs, saved), axis_name)
+    rows = full.shape[dim] // lax.axis_size(axis_name)
+    own = lax.dynamic_slice_in_dim(full, lax.axis_index(axis_name) * rows, rows, dim)
+    return lax.convert_element_type(own, dtype)

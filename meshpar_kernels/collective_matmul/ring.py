@@ -19,7 +19,7 @@ from jax import lax
 
 from meshpar_kernels import _compat
 from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype, block_of, place_of
-from meshpar_kernels.collective_matmul.schedule import full_hops, halves
+from meshpar_kernels.collective_matmul.schedule import full_hops, split_rows
 
 __all__ = ["dot_scatter", "dots_scatter", "gather_dots"]
 
@@ -60,23 +60,23 @@ def gather_dots(
     if devices == 1:
         return [dot.of(x, other) for dot, other in zip(dots, others, strict=True)] + [x] * keep
     me = lax.axis_index(axis_name)
-    sums: list[_Blocks | _Kept] = [
+    accumulators: list[_Blocks | _FullSum] = [
         _Blocks(dot, x, other, dim, devices) for dot, other in zip(dots, others, strict=True)
     ]
-    sums += [_Kept(x, dim, devices)] * keep
-    totals = [s.empty() for s in sums]
+    accumulators += [_FullSum(x, dim, devices)] * keep
+    totals = [s.empty() for s in accumulators]
 
     def multiply(totals: list[jax.Array], blocks: list[tuple[jax.Array, Any]]) -> list[jax.Array]:
         """blocks: (block, how many places above this device it is from)."""
         placed = [(block, _modulo(me + away, devices) * rows) for block, away in blocks]
-        return [s.add(total, placed, tile) for s, total in zip(sums, totals, strict=True)]
+        return [s.add(total, placed, tile) for s, total in zip(accumulators, totals, strict=True)]
 
     up, down = _neighbours(devices)
     hop_up = functools.partial(lax.ppermute, axis_name=axis_name, perm=up)
     hop_down = functools.partial(lax.ppermute, axis_name=axis_name, perm=down)
     hops = full_hops(devices)
-    last = halves(devices, rows)
-    together = max(1, math.ceil(tile / (2 * min(s.rows for s in sums))))  # pairs of blocks to a product
+    last = split_rows(devices, rows)
+    together = max(1, math.ceil(tile / (2 * min(s.rows for s in accumulators))))  # pairs of blocks to a product
 
     waiting: list[tuple[jax.Array, Any]] = [(x, 0)]
     above = below = x  # the blocks that are sent on next
@@ -107,10 +107,10 @@ def gather_dots(
         totals = multiply(totals, waiting)
         waiting = [(opposite, devices // 2)]
     totals = multiply(totals, waiting)
-    return [s.result(total) for s, total in zip(sums, totals, strict=True)]
+    return [s.result(total) for s, total in zip(accumulators, totals, strict=True)]
 
 
-class _Kept:
+class _FullSum:
     """The gathered operand itself."""
 
     def __init__(self, x: jax.Array, dim: int, devices: int):
@@ -138,16 +138,16 @@ class _Blocks:
         ranks = (x.ndim, other.ndim) if dot.side == 0 else (other.ndim, x.ndim)
         self.dot, self.other, self.dim, self.x = dot, other, dim, x
         self.role, self.at = place_of(dot, dot.side, dim, ranks)
-        whole = tuple(n * devices if d == dim else n for d, n in enumerate(x.shape))
-        pair = (whole, other.shape) if dot.side == 0 else (other.shape, whole)
+        full_shape = tuple(n * devices if d == dim else n for d, n in enumerate(x.shape))
+        pair = (full_shape, other.shape) if dot.side == 0 else (other.shape, full_shape)
         dtype = dot.dtype(x, other) if dot.side == 0 else dot.dtype(other, x)
         self.shape, self.dtype = dot.shape(*pair), dtype
-        self.kept = accumulator_dtype(dtype) if self.role == "contract" else dtype
+        self.saved = accumulator_dtype(dtype) if self.role == "contract" else dtype
         alike = dot.dimension_numbers[0][dot.side] if self.role == "contract" else _free(dot, dot.side, x.ndim)
         self.rows = max(1, math.prod(x.shape[d] for d in alike))
 
     def empty(self) -> jax.Array:
-        made = lax.full(self.shape, 0, self.kept) if self.role == "contract" else lax.empty(self.shape, self.kept)
+        made = lax.full(self.shape, 0, self.saved) if self.role == "contract" else lax.empty(self.shape, self.saved)
         return _compat.same_varying(made, self.x)[0]
 
     def add(self, total: jax.Array, blocks: list[tuple[jax.Array, Any]], tile: int) -> jax.Array:
@@ -162,7 +162,7 @@ class _Blocks:
         if self.role != "free":
             other = lax.dynamic_slice_in_dim(other, start, block.shape[self.dim], self.at)
         if self.role == "contract":
-            return total + self.dot.of(block, other, self.kept)
+            return total + self.dot.of(block, other, self.saved)
         out = self.at
         if self.role == "batch":
             out = self.dot.dimension_numbers[1][self.dot.side].index(self.dim)
@@ -173,7 +173,7 @@ class _Blocks:
         rows = blocks[0][0].shape[self.dim]
         if self.role == "contract":
             others = [lax.dynamic_slice_in_dim(self.other, s, rows, self.at) for _, s in blocks]
-            return total + self.dot.of(joined, lax.concatenate(others, self.at), self.kept)
+            return total + self.dot.of(joined, lax.concatenate(others, self.at), self.saved)
         product = self.dot.of(joined, self.other)
         for k, (_, start) in enumerate(blocks):
             part = lax.slice_in_dim(product, k * rows, (k + 1) * rows, axis=self.at)
@@ -191,7 +191,7 @@ def dot_scatter(
     axis_name: Axes,
     dim: int,
     *,
-    wire_dtype: Any = None,
+    comm_dtype: Any = None,
     tile: int = TILE,
 ) -> jax.Array:
     """A product summed over a mesh axis and scattered along a dim of the result, block by block as it is made.
@@ -203,7 +203,7 @@ def dot_scatter(
       dot: the product (``side`` is not looked at).
       axis_name: one mesh axis, or several as one, the first major.
       dim: a free or batch dim of the result.
-      wire_dtype: what products, and on every hop sums, are rounded to, as a reduce-scatter of that dtype rounds them; None:
+      comm_dtype: what products, and on every hop sums, are rounded to, as a reduce-scatter of that dtype rounds them; None:
         float32 (the result's own dtype if that is wider, or no float).
       tile: rows that a product should have at least.
 
@@ -211,7 +211,7 @@ def dot_scatter(
       ValueError: the dim does not divide over the devices.
     """
     return dots_scatter(
-        [(lhs, rhs)], [dot], [dim], axis_name, dim, dot.dtype(lhs, rhs), wire_dtype=wire_dtype, tile=tile
+        [(lhs, rhs)], [dot], [dim], axis_name, dim, dot.dtype(lhs, rhs), comm_dtype=comm_dtype, tile=tile
     )
 
 
@@ -224,7 +224,7 @@ def dots_scatter(
     dtype: Any,
     *,
     finish: Callable[[list[jax.Array]], jax.Array] | None = None,
-    wire_dtype: Any = None,
+    comm_dtype: Any = None,
     tile: int = TILE,
 ) -> jax.Array:
     """What several products make together, summed over a mesh axis and scattered: :func:`dot_scatter` of a sum of products.
@@ -237,7 +237,7 @@ def dots_scatter(
       dim: where that dim is in what `finish` makes.
       dtype: of the result.
       finish: blocks of the products → a block of the result: linear in all of them, as a sum of transposes is; None: their sum.
-      wire_dtype, tile: as in :func:`dot_scatter`.
+      comm_dtype, tile: as in :func:`dot_scatter`.
 
     Raises:
       ValueError: the dim does not divide over the devices.
@@ -247,16 +247,16 @@ def dots_scatter(
     operands = list(zip(flat, flat, strict=True))
     devices = lax.axis_size(axis_name)
     shapes = [dot.shape(lhs.shape, rhs.shape) for dot, (lhs, rhs) in zip(dots, operands, strict=True)]
-    sums = accumulator_dtype(dtype)
+    accumulators = accumulator_dtype(dtype)
     if devices == 1:
-        whole = finish([dot(lhs, rhs, sums) for dot, (lhs, rhs) in zip(dots, operands, strict=True)])
-        return lax.convert_element_type(whole, dtype)
+        full_shape = finish([dot(lhs, rhs, accumulators) for dot, (lhs, rhs) in zip(dots, operands, strict=True)])
+        return lax.convert_element_type(full_shape, dtype)
     for shape, d in zip(shapes, dims, strict=True):
         if shape[d] % devices:
             raise ValueError(f"dot_scatter: dim {d} of the result {list(shape)} does not divide over {devices} devices")
     rows = shapes[0][dims[0]] // devices
     me = lax.axis_index(axis_name)
-    wire = sums if wire_dtype is None else jnp.dtype(wire_dtype)
+    wire = accumulators if comm_dtype is None else jnp.dtype(comm_dtype)
     owners = [block_of(dot, d, (a.ndim, b.ndim)) for dot, d, (a, b) in zip(dots, dims, operands, strict=True)]
 
     def parts(away: Sequence[Any], after: Sequence[jax.Array] = ()) -> list[jax.Array]:
@@ -273,14 +273,14 @@ def dots_scatter(
             for side, d in owner:
                 blocks = [lax.dynamic_slice_in_dim(cut[side], s, rows, d) for s in starts]
                 cut[side] = blocks[0] if len(blocks) == 1 else lax.concatenate(blocks, d)
-            made.append(dot(cut[0], cut[1], sums if wire_dtype is None else wire))
+            made.append(dot(cut[0], cut[1], accumulators if comm_dtype is None else wire))
         block = finish(made)
         if len(starts) == 1:
             return [block]
         return [lax.slice_in_dim(block, k * rows, (k + 1) * rows, axis=dim) for k in range(len(starts))]
 
     def wide(x: jax.Array) -> jax.Array:
-        return lax.convert_element_type(x, sums)
+        return lax.convert_element_type(x, accumulators)
 
     def sent(x: jax.Array) -> jax.Array:
         return lax.convert_element_type(x, wire)
@@ -316,7 +316,7 @@ def dots_scatter(
     going_up = going_down = None
     if devices % 2 == 0:
         opposite = made(devices // 2)
-        last = halves(devices, rows)
+        last = split_rows(devices, rows)
         if last is None:
             going_up = hop(opposite, up)
             if hops:
@@ -337,8 +337,8 @@ def dots_scatter(
         return lax.convert_element_type(add(going_up, made(0)), dtype)
 
     def on(away: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        mine, other = made(away, carry), made(-away, carry)  # while those before them travel
-        return sent(add(hop(carry[0], up), mine)), sent(add(hop(carry[1], down), other))
+        own, other = made(away, carry), made(-away, carry)  # while those before them travel
+        return sent(add(hop(carry[0], up), own)), sent(add(hop(carry[1], down), other))
 
     assert going_up is not None
     carry = (sent(going_up), sent(going_down))
@@ -360,10 +360,10 @@ def _onto(part: jax.Array, arrived: jax.Array, dim: int, start: int) -> jax.Arra
     """Add to some rows."""
     rows = part.shape[dim]
     stop = start + arrived.shape[dim]
-    pieces = [lax.slice_in_dim(part, 0, start, axis=dim)] * (start > 0)
-    pieces.append(lax.slice_in_dim(part, start, stop, axis=dim) + arrived)
-    pieces += [lax.slice_in_dim(part, stop, rows, axis=dim)] * (stop < rows)
-    return lax.concatenate(pieces, dim)
+    chunks = [lax.slice_in_dim(part, 0, start, axis=dim)] * (start > 0)
+    chunks.append(lax.slice_in_dim(part, start, stop, axis=dim) + arrived)
+    chunks += [lax.slice_in_dim(part, stop, rows, axis=dim)] * (stop < rows)
+    return lax.concatenate(chunks, dim)
 
 
 def _free(dot: Dot, side: int, rank: int) -> list[int]:
@@ -372,10 +372,10 @@ def _free(dot: Dot, side: int, rank: int) -> list[int]:
     return [d for d in range(rank) if d not in contract[side] and d not in batch[side]]
 
 
-def _modulo(place: Any, devices: int) -> Any:
-    """An index of a device on the ring, -devices ≤ place < 2 · devices, wrapped around: int32, also where x64 makes ``place``
+def _modulo(position: Any, devices: int) -> Any:
+    """An index of a device on the ring, -devices ≤ place < 2 · devices, wrapped around: int32, also where x64 makes ``position``
     (a loop's counter added to it) int64."""
-    return lax.rem(lax.convert_element_type(place, jnp.int32) + jnp.int32(devices), jnp.int32(devices))
+    return lax.rem(lax.convert_element_type(position, jnp.int32) + jnp.int32(devices), jnp.int32(devices))
 
 
 def _neighbours(devices: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

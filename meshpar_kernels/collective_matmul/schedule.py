@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Hop", "full_hops", "gather_hops", "halves", "scatter_hops"]
+__all__ = ["Hop", "full_hops", "gather_hops", "scatter_hops", "split_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def full_hops(devices: int) -> int:
     return (devices - 1) // 2
 
 
-def halves(devices: int, rows: int) -> tuple[int, int] | None:
+def split_rows(devices: int, rows: int) -> tuple[int, int] | None:
     """(rows of the opposite block that go up, rows that go down); None: there is no opposite block, or it is not cut."""
     if devices % 2 or devices == 2 or rows < 2:
         return None
@@ -43,7 +43,7 @@ def gather_hops(devices: int, rows: int) -> list[Hop]:
     """
     hops = [Hop(rows, 2 * full_hops(devices))] if devices > 2 else []
     if devices % 2 == 0:
-        half = halves(devices, rows)
+        half = split_rows(devices, rows)
         if half is None:
             hops.append(Hop(rows, 1))
         elif half[0] == half[1]:

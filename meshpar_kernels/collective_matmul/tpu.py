@@ -23,7 +23,7 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collectives.ppermute import rank_of
-from meshpar_kernels.collectives.tpu import coordinates, meet
+from meshpar_kernels.collectives.tpu import coordinates, entry_barrier
 from meshpar_kernels.grouped_matmul.tpu_tiles import vmem_limit, vmem_to_plan_with
 
 __all__ = [
@@ -127,42 +127,46 @@ def unsupported(
     return Unsupported(reasons)
 
 
-def multiply(x_ref, w_ref, total, transposed: bool, precision: Any) -> None:
+def multiply(x_ref, w_ref, acc, transposed: bool, precision: Any) -> None:
     """total = x · w, in float32, by blocks that the compiler can schedule."""
-    (rows, k), n = x_ref.shape, total.shape[1]
+    (rows, k), n = x_ref.shape, acc.shape[1]
 
     def blocks(size: int, most: int, work: Callable[[Any, int], None]) -> None:
         number = cdiv(size, most)
         length = size if number == 1 else cdiv(cdiv(size, number), 128) * 128
-        whole = size // length
-        if whole == 1:
+        full = size // length
+        if full == 1:
             work(0, length)
         else:
 
-            @pl.loop(0, whole)
+            @pl.loop(0, full)
             def _(b):
                 work(pl.multiple_of(b * length, length), length)
 
         if size % length:
-            work(whole * length, size % length)
+            work(full * length, size % length)
 
-    def product(here: Any, inner: Any, columns: Any) -> jax.Array:
+    def partial_product(row_slice: Any, inner: Any, columns: Any) -> jax.Array:
         contract = ((1,), (1,)) if transposed else ((1,), (0,))
         right = w_ref[columns, inner] if transposed else w_ref[inner, columns]
         return lax.dot_general(
-            x_ref[here, inner], right, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
+            x_ref[row_slice, inner],
+            right,
+            (contract, ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
 
     def strip(first_row: Any, height: int) -> None:
         def block(first_column: Any, width: int) -> None:
-            here, columns = pl.ds(first_row, height), pl.ds(first_column, width)
+            row_slice, columns = pl.ds(first_row, height), pl.ds(first_column, width)
             if k <= BLOCK[1]:
-                total[here, columns] = product(here, slice(None), columns)
+                acc[row_slice, columns] = partial_product(row_slice, slice(None), columns)
                 return
-            total[here, columns] = jnp.zeros((height, width), jnp.float32)
+            acc[row_slice, columns] = jnp.zeros((height, width), jnp.float32)
 
             def add(first: Any, length: int) -> None:
-                total[here, columns] += product(here, pl.ds(first, length), columns)
+                acc[row_slice, columns] += partial_product(row_slice, pl.ds(first, length), columns)
 
             blocks(k, BLOCK[1], add)
 
@@ -188,14 +192,14 @@ class Ring:
         self.receiver = neighbours  # of what goes up, and of what goes down
         self.sender = neighbours[::-1]
 
-    def meet(self) -> None:
+    def entry_barrier(self) -> None:
         """Wait for both neighbours: their buffers are there."""
-        meet(self.receiver)
+        entry_barrier(self.receiver)
 
-    def say_free(self, credit, lane: int) -> None:
+    def release_slot(self, free_slots, channel: int) -> None:
         """Tell a lane's sender that a buffer is free."""
         pl.semaphore_signal(
-            credit.at[lane], 1, device_id=self.sender[lane]
+            free_slots.at[channel], 1, device_id=self.sender[channel]
         )  # fmt: skip
 
 

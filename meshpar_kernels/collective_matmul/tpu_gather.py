@@ -62,49 +62,49 @@ class Gathering(NamedTuple):
 
     def row(self, v: jax.Array, rank: jax.Array) -> jax.Array:
         """Row tile of the result."""
-        phase, way, i, _ = self.at(v)
-        away = jnp.where(way == UP, -phase, phase)
+        phase, direction, i, _ = self.at(v)
+        away = jnp.where(direction == UP, -phase, phase)
         return block_at(rank, away, self.devices) * self.tiles + i
 
 
 def _gather_kernel(
-    rank_ref, x_ref, w_ref, out_ref, came, *rest,
+    rank_ref, x_ref, w_ref, out_ref, recv_buffer, *rest,
     order: Gathering, axes, sizes, transposed: bool, precision: Any, cut: int, keep: bool,
 ):  # fmt: skip
     """One (row tile, column tile).
 
-    In phase p the blocks that came in step p-1 are sent on in step p, and multiplied meanwhile. `came[way, step % 2]`
+    In phase p the blocks that came in step p-1 are sent on in step p, and multiplied meanwhile. `recv_buffer[direction, step % 2]`
     receives; `cut` rows of the opposite block go up, the rest down. With `keep` the first of `rest` takes the rows themselves.
     """
     del rank_ref  # the block specs read it
-    kept = rest[:keep]
-    tiles, total, tile_sem, sent_sem, came_sem, credit = rest[keep:]
+    saved = rest[:keep]
+    tiles, acc, tile_sem, sent_sem, recv_sem, free_slots = rest[keep:]
     v, j = pl.program_id(0), pl.program_id(1)
     ring = Ring(axes, sizes)
     rows, height = x_ref.shape[0], tiles.shape[1]
     full, steps = full_hops(order.devices), order.steps
-    phase, way, i, q = order.at(v)
+    phase, direction, i, q = order.at(v)
 
-    def message(way: int, first: bool, half: bool, turn: Any):
+    def message(direction: int, first: bool, half: bool, parity: Any):
         """What goes one way in a step: this device's block first, then what came before."""
-        source = x_ref if first else came.at[way, 1 - turn]
-        target = came.at[way, turn]
+        source = x_ref if first else recv_buffer.at[direction, 1 - parity]
+        target = recv_buffer.at[direction, parity]
         if half:
-            part = pl.ds(0, cut) if way == UP else pl.ds(cut, rows - cut)
-            source, target = source.at[part], came.at[UP, turn].at[part]
+            part = pl.ds(0, cut) if direction == UP else pl.ds(cut, rows - cut)
+            source, target = source.at[part], recv_buffer.at[UP, parity].at[part]
         return pltpu.make_async_remote_copy(
-            source, target, sent_sem.at[way], came_sem.at[way, turn],
-            device_id=ring.receiver[way],
+            source, target, sent_sem.at[direction], recv_sem.at[direction, parity],
+            device_id=ring.receiver[direction],
         )  # fmt: skip
 
     def each_message(step: Any, act: Callable[[Any], None]) -> None:
         """`act` on the messages of a step."""
-        turn = lax.rem(step, 2)
+        parity = lax.rem(step, 2)
 
         def some(first: bool, half: bool) -> None:
-            ways = (UP, DOWN) if not half or cut < rows else (UP,)
-            for one in ways:
-                act(message(one, first, half, turn))
+            directions = (UP, DOWN) if not half or cut < rows else (UP,)
+            for one in directions:
+                act(message(one, first, half, parity))
 
         for first in (True, False):
             of_kind = (step == 0) if first else (step > 0)
@@ -113,29 +113,29 @@ def _gather_kernel(
             if steps > full and first == (full == 0):
                 pl.when(of_kind & (step == full))(functools.partial(some, first, True))
 
-    def load(way: Any, i: Any, phase: Any, turn: Any, act: Callable[[Any], None]) -> None:
+    def load(direction: Any, i: Any, phase: Any, parity: Any, act: Callable[[Any], None]) -> None:
         """`act` on the copy of a row tile to chip memory."""
-        here = pl.ds(pl.multiple_of(i * height, height), height)
+        row_slice = pl.ds(pl.multiple_of(i * height, height), height)
 
         @pl.when(phase == 0)
         def _():
-            act(pltpu.make_async_copy(x_ref.at[here], tiles.at[turn], tile_sem.at[turn]))
+            act(pltpu.make_async_copy(x_ref.at[row_slice], tiles.at[parity], tile_sem.at[parity]))
 
         @pl.when(phase > 0)
         def _():
-            source = came.at[way, lax.rem(phase + 1, 2), here]
-            act(pltpu.make_async_copy(source, tiles.at[turn], tile_sem.at[turn]))
+            source = recv_buffer.at[direction, lax.rem(phase + 1, 2), row_slice]
+            act(pltpu.make_async_copy(source, tiles.at[parity], tile_sem.at[parity]))
 
     def start(copy) -> None:
         copy.start()
 
-    turn = lax.rem(v, 2)
+    parity = lax.rem(v, 2)
 
     @pl.when(j == 0)
     def before():
         @pl.when(v == 0)
         def _():
-            ring.meet()
+            ring.entry_barrier()
 
         @pl.when(q == 0)
         def _():
@@ -146,22 +146,22 @@ def _gather_kernel(
             @pl.when((phase >= 2) & (phase < steps))
             def _():
                 for one in (UP, DOWN):
-                    pl.semaphore_wait(credit.at[one], 1)
+                    pl.semaphore_wait(free_slots.at[one], 1)
 
             each_message(phase, start)
-            load(way, i, phase, turn, start)
+            load(direction, i, phase, parity, start)
 
-        load(way, i, phase, turn, lambda copy: copy.wait())
-        for rows_ref in kept:
-            rows_ref[...] = tiles[turn]
+        load(direction, i, phase, parity, lambda copy: copy.wait())
+        for rows_ref in saved:
+            rows_ref[...] = tiles[parity]
 
         @pl.when(q + 1 < order.length(phase))
         def _():
-            _, next_way, next_i, _ = order.at(v + 1)
-            load(next_way, next_i, phase, 1 - turn, start)
+            _, next_direction, next_i, _ = order.at(v + 1)
+            load(next_direction, next_i, phase, 1 - parity, start)
 
-    multiply(tiles.at[turn], w_ref, total, transposed, precision)
-    out_ref[...] = total[...].astype(out_ref.dtype)
+    multiply(tiles.at[parity], w_ref, acc, transposed, precision)
+    out_ref[...] = acc[...].astype(out_ref.dtype)
 
     @pl.when((q + 1 == order.length(phase)) & (j == pl.num_programs(1) - 1))
     def after():
@@ -170,7 +170,7 @@ def _gather_kernel(
         @pl.when((phase >= 1) & (phase + 1 < steps))
         def _():
             for one in (UP, DOWN):
-                ring.say_free(credit, one)
+                ring.release_slot(free_slots, one)
 
 
 def all_gather_matmul(
@@ -191,7 +191,7 @@ def all_gather_matmul(
     def tall(width: int, column: Callable[[Any], Any]) -> pl.BlockSpec:
         return pl.BlockSpec((tile.m, width), lambda v, j, rank: (order.row(v, rank[0]), column(j)))
 
-    out, _, *kept = run(
+    out, _, *saved = run(
         functools.partial(
             _gather_kernel, order=order, axes=axes, sizes=sizes, transposed=transposed, precision=precision, cut=cut,
             keep=keep,
@@ -218,4 +218,4 @@ def all_gather_matmul(
         ],
         cost=cost_of(devices * rows, k, n, x.dtype, out_dtype, (devices - 1) * rows * k * itemsize),
     )  # fmt: skip
-    return [out, *kept]
+    return [out, *saved]

@@ -67,136 +67,138 @@ class Scattering(NamedTuple):
         """Number of the message, way and row tile of a visit; the number is `messages` for the own block."""
         u = jnp.maximum(v - self.even * self.tiles, 0)
         q = lax.rem(u, 2 * self.tiles)
-        number, way, i = lax.div(u, 2 * self.tiles) + self.even, lax.div(q, self.tiles), lax.rem(q, self.tiles)
+        number, direction, i = lax.div(u, 2 * self.tiles) + self.even, lax.div(q, self.tiles), lax.rem(q, self.tiles)
         if self.even:
             opposite = v < self.tiles
             number, i = jnp.where(opposite, 0, number), jnp.where(opposite, v, i)
-            way = jnp.where(opposite, (v >= self.cut).astype(jnp.int32), way)
-        return number, way, i
+            direction = jnp.where(opposite, (v >= self.cut).astype(jnp.int32), direction)
+        return number, direction, i
 
     def row(self, v: jax.Array, rank: jax.Array) -> jax.Array:
         """Row tile of x."""
-        number, way, i = self.at(v)
+        number, direction, i = self.at(v)
         far = full_hops(self.devices) + self.even - number
-        return block_at(rank, jnp.where(way == UP, far, -far), self.devices) * self.tiles + i
+        return block_at(rank, jnp.where(direction == UP, far, -far), self.devices) * self.tiles + i
 
-    def came(self, number: jax.Array, way: int, i: jax.Array) -> jax.Array:
+    def recv_buffer(self, number: jax.Array, direction: int, i: jax.Array) -> jax.Array:
         """Whether sums come one way for row tile i of what is message `number` here."""
         some = number >= 1
         if not self.even:
             return some
-        mine = i < self.cut if way == UP else i >= self.cut
+        mine = i < self.cut if direction == UP else i >= self.cut
         return some & ((number > 1) | mine)
 
 
 def _scatter_kernel(
-    rank_ref, x_ref, w_ref, out_ref, came, total, sums, leaving, sums_sem, sent_sem, came_sem, credit,
+    rank_ref, x_ref, w_ref, out_ref, recv_buffer, acc, partials, leaving, partials_sem, sent_sem, recv_sem, free_slots,
     *, order: Scattering, axes, sizes, transposed: bool, precision: Any,
 ):  # fmt: skip
     """One (row tile, column tile): its product, and the sums that came for it, go on to the next device.
 
-    `came[way, message % 2]` receives; `leaving` holds the last two tiles that were sent.
+    `recv_buffer[direction, message % 2]` receives; `leaving` holds the last two tiles that were sent.
     """
     del rank_ref
     v, j = pl.program_id(0), pl.program_id(1)
     columns = pl.num_programs(1)
     ring = Ring(axes, sizes)
-    height, width = total.shape
-    number, way, i = order.at(v)
+    height, width = acc.shape
+    number, direction, i = order.at(v)
     own = v >= order.own
-    here = pl.ds(pl.multiple_of(i * height, height), height)
-    there = pl.ds(pl.multiple_of(j * width, width), width)
+    row_slice = pl.ds(pl.multiple_of(i * height, height), height)
+    column_slice = pl.ds(pl.multiple_of(j * width, width), width)
     sent = v * columns + j
-    turn = lax.rem(sent, 2)
+    parity = lax.rem(sent, 2)
 
-    def out_copy(lane: int, slot: Any, turn: Any):
+    def out_copy(channel: int, slot: Any, parity: Any):
         """A tile on its way to the next device."""
         return pltpu.make_async_remote_copy(
-            leaving.at[turn], came.at[lane, slot, here, there], sent_sem.at[turn], came_sem.at[lane, slot, i],
-            device_id=ring.receiver[lane],
+            leaving.at[parity], recv_buffer.at[channel, slot, row_slice, column_slice],
+            sent_sem.at[parity], recv_sem.at[channel, slot, i], device_id=ring.receiver[channel],
         )  # fmt: skip
 
-    def wait_sent(turn: Any) -> None:
-        out_copy(UP, 0, turn).wait_send()
+    def wait_sent(parity: Any) -> None:
+        out_copy(UP, 0, parity).wait_send()
 
-    def in_copy(lane: int):
+    def in_copy(channel: int):
         return pltpu.make_async_copy(
-            came.at[lane, lax.rem(number + 1, 2), here, there], sums.at[lane], sums_sem.at[lane]
+            recv_buffer.at[channel, lax.rem(number + 1, 2), row_slice, column_slice],
+            partials.at[channel],
+            partials_sem.at[channel],
         )
 
     @pl.when((v == 0) & (j == 0))
     def _():
-        ring.meet()
+        ring.entry_barrier()
 
-    expected = [order.came(number, lane, i) & (own | (way == lane)) for lane in (UP, DOWN)]
-    for lane in (UP, DOWN):
+    expected = [order.recv_buffer(number, channel, i) & (own | (direction == channel)) for channel in (UP, DOWN)]
+    for channel in (UP, DOWN):
 
-        @pl.when(expected[lane])
-        def _(lane=lane):
+        @pl.when(expected[channel])
+        def _(channel=channel):
             @pl.when(j == 0)
             def _():  # all columns of the row tile, which came in as many messages
                 slot = lax.rem(number + 1, 2)
-                row = came.at[lane, slot, here]
+                row = recv_buffer.at[channel, slot, row_slice]
                 pltpu.make_async_remote_copy(
-                    row, row, sent_sem.at[0], came_sem.at[lane, slot, i],
-                    device_id=ring.sender[lane],
+                    row, row, sent_sem.at[0], recv_sem.at[channel, slot, i],
+                    device_id=ring.sender[channel],
                 ).wait_recv()  # fmt: skip
 
-            in_copy(lane).start()
+            in_copy(channel).start()
 
-    multiply(x_ref, w_ref, total, transposed, precision)
-    for lane in (UP, DOWN):
+    multiply(x_ref, w_ref, acc, transposed, precision)
+    for channel in (UP, DOWN):
 
-        @pl.when(expected[lane])
-        def _(lane=lane):
-            in_copy(lane).wait()
-            total[...] += sums[lane].astype(jnp.float32)
+        @pl.when(expected[channel])
+        def _(channel=channel):
+            in_copy(channel).wait()
+            acc[...] += partials[channel].astype(jnp.float32)
 
     last = (i == order.tiles - 1) & (j == columns - 1)
 
     @pl.when(own)
     def _():
-        out_ref[...] = total[...].astype(out_ref.dtype)
+        out_ref[...] = acc[...].astype(out_ref.dtype)
 
         @pl.when((v == order.own) & (j == 0))
         def _():
-            for k in range(min(2, order.own * (out_columns := came.shape[3] // width))):
+            for k in range(min(2, order.own * (out_columns := recv_buffer.shape[3] // width))):
                 wait_sent(lax.rem(jnp.int32(order.own * out_columns - 1 - k), 2))
 
     @pl.when(~own)
     def _():
         @pl.when(sent >= 2)
         def _():
-            wait_sent(turn)
+            wait_sent(parity)
 
-        leaving[turn] = total[...].astype(leaving.dtype)
-        for lane in (UP, DOWN):
+        leaving[parity] = acc[...].astype(leaving.dtype)
+        for channel in (UP, DOWN):
 
-            @pl.when(way == lane)
-            def _(lane=lane):
+            @pl.when(direction == channel)
+            def _(channel=channel):
                 if order.messages > 2:
 
                     @pl.when((number >= 2) & (i == 0) & (j == 0))
                     def _():
-                        pl.semaphore_wait(credit.at[lane], 1)
+                        pl.semaphore_wait(free_slots.at[channel], 1)
 
-                out_copy(lane, lax.rem(number, 2), turn).start()
+                out_copy(channel, lax.rem(number, 2), parity).start()
                 if order.messages > 2:
 
                     @pl.when(last & (number >= 1) & (number + 1 < order.messages))
                     def _():
-                        ring.say_free(credit, lane)
+                        ring.release_slot(free_slots, channel)
 
 
 def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, axis_name: Axes, *, tile: Tile, out_dtype: Any, wire_dtype: Any, transposed: bool,
+    x: jax.Array, w: jax.Array, axis_name: Axes, *, tile: Tile, out_dtype: Any, comm_dtype: Any, transposed: bool,
     precision: Any,
 ) -> jax.Array:  # fmt: skip
     """x[M, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
     axes, sizes = ring_of(axis_name)
     devices = math.prod(sizes)
-    whole, k = x.shape
-    rows = whole // devices
+    full, k = x.shape
+    rows = full // devices
     n = w.shape[0] if transposed else w.shape[1]
     order = Scattering(devices, rows // tile.m)
 
@@ -204,7 +206,7 @@ def matmul_reduce_scatter(
         own = v >= order.own  # until then the first tile stays, and nothing is written
         return jnp.where(own, v - order.own, 0), jnp.where(own, j, 0)
 
-    sent = (devices - 1) * rows * n * jnp.dtype(wire_dtype).itemsize
+    sent = (devices - 1) * rows * n * jnp.dtype(comm_dtype).itemsize
     out, _ = run(
         functools.partial(
             _scatter_kernel, order=order, axes=axes, sizes=sizes, transposed=transposed, precision=precision
@@ -221,14 +223,14 @@ def matmul_reduce_scatter(
         out_specs=[pl.BlockSpec(tile, out_at), pl.BlockSpec(memory_space=pl.ANY)],
         scratch=[
             pltpu.VMEM(tile, jnp.float32),
-            pltpu.VMEM((2, *tile), wire_dtype),
-            pltpu.VMEM((2, *tile), wire_dtype),
+            pltpu.VMEM((2, *tile), comm_dtype),
+            pltpu.VMEM((2, *tile), comm_dtype),
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.SemaphoreType.DMA((2,)),
             pltpu.SemaphoreType.DMA((2, 2, order.tiles)),
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
-        results=[((rows, n), out_dtype), ((2, 2, rows, n), wire_dtype)],  # nobody reads the second
-        cost=cost_of(whole, k, n, x.dtype, out_dtype, sent),
+        results=[((rows, n), out_dtype), ((2, 2, rows, n), comm_dtype)],  # nobody reads the second
+        cost=cost_of(full, k, n, x.dtype, out_dtype, sent),
     )
     return out

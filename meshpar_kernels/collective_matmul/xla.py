@@ -19,12 +19,12 @@ def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_nam
 
 
 def dot_scatter(
-    lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int, *, wire_dtype: Any = None
+    lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int, *, comm_dtype: Any = None
 ) -> jax.Array:
     """The product, then one reduce-scatter."""
     dtype = dot.dtype(lhs, rhs)
-    whole = dot(lhs, rhs, accumulator_dtype(dtype))
-    if wire_dtype is not None:
-        whole = lax.convert_element_type(whole, wire_dtype)
-    out = lax.psum_scatter(whole, axis_name, scatter_dimension=dim, tiled=True)
+    full = dot(lhs, rhs, accumulator_dtype(dtype))
+    if comm_dtype is not None:
+        full = lax.convert_element_type(full, comm_dtype)
+    out = lax.psum_scatter(full, axis_name, scatter_dimension=dim, tiled=True)
     return lax.convert_element_type(out, dtype)

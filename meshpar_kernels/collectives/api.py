@@ -202,8 +202,8 @@ def _check(
     refuse_sharded(op, x=x)
     sizes = [lax.axis_size(a) for a in axes]
     wraps = [True] * len(axes) if rings is None else [bool(r) for r in rings]
-    kept = [k for k, n in enumerate(sizes) if n > 1]
-    return tuple(axes[k] for k in kept), tuple(sizes[k] for k in kept), tuple(wraps[k] for k in kept)
+    saved = [k for k, n in enumerate(sizes) if n > 1]
+    return tuple(axes[k] for k in saved), tuple(sizes[k] for k in saved), tuple(wraps[k] for k in saved)
 
 
 def _whole(algorithm: str, axes, outer) -> bool:
@@ -229,17 +229,17 @@ def _gather_now(algorithm, axes, sizes, rings, outer, x):
     if algorithm not in TABLES:
         return _by_xla("all_gather", algorithm, x, axes, outer)
     table = _table("all_gather", algorithm, sizes, rings)
-    mine = _cut(x[None], table.colours, algorithm)[0]
+    own = _cut(x[None], table.chunks, algorithm)[0]
     if algorithm == "pallas":
-        every = _by_kernel("all_gather", table, mine, axes)
+        every = _by_kernel("all_gather", table, own, axes)
     else:
         # every slot is written before it is read
-        (buffer,) = _compat.varying_over(axes, lax.empty((table.ranks, *mine.shape), x.dtype))
-        buffer, mine = _compat.same_varying(buffer, mine)
-        start = (ppermute.rank_of(axes), *[0] * mine.ndim)
-        buffer = lax.dynamic_update_slice(buffer, mine[None], start)
-        every = ppermute.run(table, buffer.reshape(table.slots, *mine.shape[1:]), axes)
-    return _joined(every, table.colours, x.shape).reshape(-1, *x.shape[1:])
+        (buffer,) = _compat.varying_over(axes, lax.empty((table.ranks, *own.shape), x.dtype))
+        buffer, own = _compat.same_varying(buffer, own)
+        start = (ppermute.rank_of(axes), *[0] * own.ndim)
+        buffer = lax.dynamic_update_slice(buffer, own[None], start)
+        every = ppermute.run(table, buffer.reshape(table.slots, *own.shape[1:]), axes)
+    return _joined(every, table.chunks, x.shape).reshape(-1, *x.shape[1:])
 
 
 def _scatter_now(algorithm, axes, sizes, rings, outer, x):
@@ -247,12 +247,12 @@ def _scatter_now(algorithm, axes, sizes, rings, outer, x):
         return _by_xla("reduce_scatter", algorithm, x, axes, outer)
     table = _table("reduce_scatter", algorithm, sizes, rings)
     block = (x.shape[0] // table.ranks, *x.shape[1:])
-    blocks = _cut(x.reshape(table.ranks, *block), table.colours, algorithm)
+    blocks = _cut(x.reshape(table.ranks, *block), table.chunks, algorithm)
     slots = blocks.reshape(table.slots, *blocks.shape[2:])
     run = _by_kernel if algorithm == "pallas" else _by_table
-    sums = run("reduce_scatter", table, slots, axes).reshape(blocks.shape)
-    mine = lax.dynamic_index_in_dim(sums, ppermute.rank_of(axes), keepdims=False)
-    return _joined(mine, table.colours, block)[0]
+    summed = run("reduce_scatter", table, slots, axes).reshape(blocks.shape)
+    own = lax.dynamic_index_in_dim(summed, ppermute.rank_of(axes), keepdims=False)
+    return _joined(own, table.chunks, block)[0]
 
 
 def _reduce_now(algorithm, axes, sizes, rings, outer, x):
@@ -262,13 +262,13 @@ def _reduce_now(algorithm, axes, sizes, rings, outer, x):
         flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % math.prod(sizes)))
         part = _scatter_now(algorithm, axes, sizes, rings, outer, flat)
-        sums = _gather_now(algorithm, axes, sizes, rings, outer, part)
+        summed = _gather_now(algorithm, axes, sizes, rings, outer, part)
     else:
         table = _table("all_reduce", algorithm, sizes, rings)
         flat = x.reshape(-1)
         flat = jnp.pad(flat, (0, -flat.size % table.slots))
-        sums = ppermute.run(table, flat.reshape(table.slots, -1), axes).reshape(-1)
-    return sums[: x.size].reshape(x.shape)
+        summed = ppermute.run(table, flat.reshape(table.slots, -1), axes).reshape(-1)
+    return summed[: x.size].reshape(x.shape)
 
 
 def _by_table(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
@@ -284,7 +284,7 @@ def _by_kernel(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
     return dispatch(kind, "pallas", functions, "pallas_tpu", slots)
 
 
-def _cut(blocks: jax.Array, colours: int, algorithm: str) -> jax.Array:
+def _cut(blocks: jax.Array, chunks: int, algorithm: str) -> jax.Array:
     """[n, *block] → [n, colours, ...]: each block in as many parts as there are colours; for the kernel, [rows, columns].
 
     Rows are padded to whole parts where that costs little; else a block is laid out anew, as one row.
@@ -294,19 +294,19 @@ def _cut(blocks: jax.Array, colours: int, algorithm: str) -> jax.Array:
     pack = 32 // blocks.dtype.itemsize
     if kernel and blocks.ndim > 2 and blocks.shape[-1] % 128 == 0:
         blocks = blocks.reshape(n, -1, blocks.shape[-1])
-    unit = colours * (pack if kernel else 1)
+    unit = chunks * (pack if kernel else 1)
     fits = blocks.ndim == 3 and blocks.shape[-1] % 128 == 0 if kernel else blocks.ndim > 1
     if fits and (blocks.shape[1] % unit == 0 or blocks.shape[1] >= 8 * unit):
         rows = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % unit), *[(0, 0)] * (blocks.ndim - 2)))
-        return rows.reshape(n, colours, -1, *rows.shape[2:])
+        return rows.reshape(n, chunks, -1, *rows.shape[2:])
     flat = blocks.reshape(n, -1)
-    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % (unit * 128 if kernel else colours))))
-    return flat.reshape(n, colours, -1, 128) if kernel else flat.reshape(n, colours, -1)
+    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % (unit * 128 if kernel else chunks))))
+    return flat.reshape(n, chunks, -1, 128) if kernel else flat.reshape(n, chunks, -1)
 
 
-def _joined(parts: jax.Array, colours: int, block: tuple[int, ...]) -> jax.Array:
+def _joined(parts: jax.Array, chunks: int, block: tuple[int, ...]) -> jax.Array:
     """[n·colours, ...] → [n, *block]: undo `_cut`."""
-    n = len(parts) // colours
+    n = len(parts) // chunks
     if parts.ndim > 2 and parts.shape[-1] == block[-1]:  # rows, perhaps of several dimensions
         rows = parts.reshape(n, -1, *parts.shape[2:])
         wanted = math.prod(block) // math.prod(rows.shape[2:])

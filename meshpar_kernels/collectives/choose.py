@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from meshpar_kernels.collectives.table import Line, colours_of, hops_along
+from meshpar_kernels.collectives.table import Line, chunks_of, hops_along
 
 __all__ = ["Axis", "Choice", "choose", "ring_profile"]
 
@@ -147,7 +147,7 @@ def ring_profile(sizes: Sequence[int], rings: Sequence[bool]) -> list[dict[int, 
     """For each step of the coloured rings: slots over the busiest link of each axis that is used. As the simulator counts
     them on the table, without the table."""
     steps: list[dict[int, int]] = []
-    for order in colours_of(len(sizes), True):
+    for order in chunks_of(len(sizes), True):
         at, width = 0, 1
         for dim in order:
             form: Line = "ring" if rings[dim] or sizes[dim] <= 2 else "line"
@@ -180,8 +180,8 @@ def _native(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> fl
     inside = sum(a.hops * a.latency for a in inner)
     inside += volume * (size - 1) / size / sum(a.rate for a in inner) if inner else 0.0
     once = inside + _one_after_the_other(volume / size, outer)
-    whole = kind == "reduce_scatter" and len(inner) > 1
-    return once * (2 if whole else _rounds(kind))
+    full_reduce = kind == "reduce_scatter" and len(inner) > 1
+    return once * (2 if full_reduce else _rounds(kind))
 
 
 def _staged(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
@@ -253,8 +253,10 @@ def _everyone(block: float, axes: Sequence[Axis]) -> float:
     busiest = 0.0
     for axis in axes:
         n, half = axis.size, axis.size // 2
-        ways = half * (half + 1) / 2 if axis.ring else half * (n - half)  # over a link, along one line of the axis
-        busiest = max(busiest, ways * group / n * block / (axis.link * 1e9))
+        directions = (
+            half * (half + 1) / 2 if axis.ring else half * (n - half)
+        )  # over a link, along one line of the axis
+        busiest = max(busiest, directions * group / n * block / (axis.link * 1e9))
     return sum(a.hops * a.latency for a in axes) + busiest
 
 

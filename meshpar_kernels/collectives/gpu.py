@@ -43,53 +43,53 @@ def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int, axes: 
     return Unsupported([*reasons, *machine_reasons(group, axes)])
 
 
-def _kernel(x, out, came, *, gpu: Any, axes, sizes, piece: int, vector: int, blocks: int):
+def _kernel(x, out, recv_buffer, *, gpu: Any, axes, sizes, chunk: int, vector: int, blocks: int):
     peers = Peers.of(axes, sizes)
     devices = math.prod(sizes)
-    told = pl.get_global(gpu.SemaphoreType.REGULAR((blocks,)))
+    arrived = pl.get_global(gpu.SemaphoreType.REGULAR((blocks,)))
     block = lax.axis_index("block")
-    pieces = x.shape[0] // piece
-    mine = lax.div(pieces - block + (blocks - 1), jnp.int32(blocks))
-    layout = gpu.Layout.WG_STRIDED((piece,), vector)
+    num_chunks = x.shape[0] // chunk
+    num_own = lax.div(num_chunks - block + (blocks - 1), jnp.int32(blocks))
+    layout = gpu.Layout.WG_STRIDED((chunk,), vector)
     wide = jnp.int32 if x.dtype == jnp.int32 else jnp.float32
 
-    def place(i: Any) -> Any:
-        return pl.ds((block + i * blocks) * piece, piece)
+    def chunk_slice(i: Any) -> Any:
+        return pl.ds((block + i * blocks) * chunk, chunk)
 
     def write(i: Any, _: None) -> None:
-        value = _compat.load_gmem(x, place(i), layout)
+        value = _compat.load_gmem(x, chunk_slice(i), layout)
 
         def to(r: Any, _: None) -> None:
-            gpu.remote_ref(came, peers.device(r))[peers.rank, place(i)] = value
+            gpu.remote_ref(recv_buffer, peers.device(r))[peers.rank, chunk_slice(i)] = value
 
         lax.fori_loop(0, devices, to, None)
 
-    def tell(r: Any, _: None) -> None:
-        pl.semaphore_signal(told.at[block], 1, device_id=peers.device(r))
+    def signal(r: Any, _: None) -> None:
+        pl.semaphore_signal(arrived.at[block], 1, device_id=peers.device(r))
 
     def add_up(i: Any, _: None) -> None:
         def add(r: Any, total: jax.Array) -> jax.Array:
-            return total + _compat.load_gmem(came, (r, place(i)), layout).astype(wide)
+            return total + _compat.load_gmem(recv_buffer, (r, chunk_slice(i)), layout).astype(wide)
 
-        first = _compat.load_gmem(came, (0, place(i)), layout).astype(wide)
-        out[place(i)] = lax.fori_loop(1, devices, add, first).astype(out.dtype)
+        first = _compat.load_gmem(recv_buffer, (0, chunk_slice(i)), layout).astype(wide)
+        out[chunk_slice(i)] = lax.fori_loop(1, devices, add, first).astype(out.dtype)
 
-    lax.fori_loop(0, mine, write, None)
-    lax.fori_loop(0, devices, tell, None)
-    pl.semaphore_wait(told.at[block], devices, decrement=False)
-    lax.fori_loop(0, mine, add_up, None)
+    lax.fori_loop(0, num_own, write, None)
+    lax.fori_loop(0, devices, signal, None)
+    pl.semaphore_wait(arrived.at[block], devices, decrement=False)
+    lax.fori_loop(0, num_own, add_up, None)
 
 
 def all_reduce_small(x: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> jax.Array:
     """The sum over all devices of x, of any shape and at most 4 MiB, in float32 but for integers: bit for bit the same on all."""
     gpu = _compat.mosaic_gpu()
     vector = 16 // x.dtype.itemsize
-    piece = THREADS * VECTORS * vector
-    flat = jnp.pad(x.reshape(-1), (0, -x.size % piece))
-    blocks = min(BLOCKS, flat.size // piece)
+    chunk = THREADS * VECTORS * vector
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % chunk))
+    blocks = min(BLOCKS, flat.size // chunk)
     out, _ = gpu.kernel(
         functools.partial(
-            _kernel, gpu=gpu, axes=tuple(axes), sizes=tuple(sizes), piece=piece, vector=vector, blocks=blocks
+            _kernel, gpu=gpu, axes=tuple(axes), sizes=tuple(sizes), chunk=chunk, vector=vector, blocks=blocks
         ),
         out_type=[
             _compat.out_struct(flat.shape, x.dtype, x),

@@ -69,16 +69,16 @@ def in_order(kind: str, x: jax.Array, axes: Sequence[str], dim: int, order: Sequ
       order: numbers of the axes; a gather takes them backwards.
     """
     sizes = [lax.axis_size(a) for a in axes]
-    whole = kind == "reduce_scatter"
-    block = x.shape[dim] // (math.prod(sizes) if whole else 1)
+    full_reduce = kind == "reduce_scatter"
+    block = x.shape[dim] // (math.prod(sizes) if full_reduce else 1)
     before, after = x.shape[:dim], x.shape[dim + 1 :]
-    x = x.reshape(*before, *(sizes if whole else [1] * len(axes)), block, *after)
-    for k in order if whole else reversed(order):
-        if whole:
+    x = x.reshape(*before, *(sizes if full_reduce else [1] * len(axes)), block, *after)
+    for k in order if full_reduce else reversed(order):
+        if full_reduce:
             x = lax.psum_scatter(x, axes[k], scatter_dimension=dim + k, tiled=True)
         else:
             x = lax.all_gather(x, axes[k], axis=dim + k, tiled=True)
-    return x.reshape(*before, block if whole else block * math.prod(sizes), *after)
+    return x.reshape(*before, block if full_reduce else block * math.prod(sizes), *after)
 
 
 def coloured(kind: str, x: jax.Array, axes: Sequence[str], dim: int = 0) -> jax.Array:
@@ -89,19 +89,19 @@ def coloured(kind: str, x: jax.Array, axes: Sequence[str], dim: int = 0) -> jax.
         flat = coloured("all_gather", coloured("reduce_scatter", flat, axes), axes)
         return flat[: x.size].reshape(shape)
     group = math.prod(lax.axis_size(a) for a in axes)
-    colours = range(len(axes))
+    chunks = range(len(axes))
     block = x.shape[dim] // (group if kind == "reduce_scatter" else 1)
     if not x.size:
-        return in_order(kind, x, axes, dim, colours)
-    ends = [block * c // len(axes) for c in (*colours, len(axes))]
+        return in_order(kind, x, axes, dim, chunks)
+    ends = [block * c // len(axes) for c in (*chunks, len(axes))]
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     blocks = x.reshape(*before, -1, block, *after)
     shares = []
-    for c in colours:
+    for c in chunks:
         if ends[c] == ends[c + 1]:
             continue
         share = lax.slice_in_dim(blocks, ends[c], ends[c + 1], axis=dim + 1).reshape(*before, -1, *after)
-        share = in_order(kind, share, axes, dim, [*colours[c:], *colours[:c]])
+        share = in_order(kind, share, axes, dim, [*chunks[c:], *chunks[:c]])
         shares.append(share.reshape(*before, -1, ends[c + 1] - ends[c], *after))
     return lax.concatenate(shares, dim + 1).reshape(*before, -1, *after)
 

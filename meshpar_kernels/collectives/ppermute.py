@@ -88,8 +88,8 @@ def _write(
         starts = jnp.asarray(box.starts)[rank]
         return lax.dynamic_update_slice(buffer, new.reshape(*box.sizes, *rest), (*starts, *[0] * len(rest)))
     flat = buffer.reshape(-1, *rest)
-    here = jnp.asarray(slots, jnp.int32)[rank]  # -1: nothing came
-    flat = flat.at[jnp.where(here < 0, len(flat), here)].set(new.reshape(-1, *rest), mode="drop")
+    own_slots = jnp.asarray(slots, jnp.int32)[rank]  # -1: nothing came
+    flat = flat.at[jnp.where(own_slots < 0, len(flat), own_slots)].set(new.reshape(-1, *rest), mode="drop")
     return flat.reshape(buffer.shape)
 
 
@@ -143,30 +143,30 @@ def run(table: Table, buffer: jax.Array, axes: Sequence[str]) -> jax.Array:
       [slots, ...] at the end: all blocks (all-gather), the sums in the device's own slots
         (reduce-scatter), the sums in all (all-reduce).
     """
-    shape = (*table.sizes, table.colours)
+    shape = (*table.sizes, table.chunks)
     dims = len(shape)
     rest = buffer.shape[1:]
     rank = rank_of(axes)
     names, number = _in_mesh_order(axes)
     (buffer,) = _compat.varying_over(axes, buffer.reshape(*shape, *rest))
     passed_on = _passed_on(table)
-    kept: dict[tuple[int, int], jax.Array] = {}
+    saved: dict[tuple[int, int], jax.Array] = {}
     used = set(passed_on.values())
-    gone = {origin for (step, k), origin in passed_on.items() if table.steps[step][k].add}
+    forwarded = {origin for (step, k), origin in passed_on.items() if table.steps[step][k].add}
     for step, transfers in enumerate(table.steps):
         arrived = []
         for k, t in enumerate(transfers):
             source, into = _windows(t, shape)
             before = passed_on.get((step, k))
-            sent = kept.pop(before) if before in kept else _read(buffer, t.slots, source, rank, dims)
+            sent = saved.pop(before) if before in saved else _read(buffer, t.slots, source, rank, dims)
             arrived.append((t, into, lax.ppermute(sent, names, [(number[a], number[b]) for a, b in t.pairs])))
         for k, (t, into, new) in enumerate(arrived):
             slots = t.received()
             if t.add:
-                here = _read(buffer, np.maximum(slots, 0), into, rank, dims)
-                new = _sum(here, new.reshape(here.shape))
+                own_slots = _read(buffer, np.maximum(slots, 0), into, rank, dims)
+                new = _sum(own_slots, new.reshape(own_slots.shape))
             if (step, k) in used:
-                kept[step, k] = new
-            if not t.add or (step, k) not in gone:  # a partial sum that leaves again is not looked at here
+                saved[step, k] = new
+            if not t.add or (step, k) not in forwarded:  # a partial sum that leaves again is not looked at here
                 buffer = _write(buffer, new, slots, into, rank, dims)
     return buffer.reshape(table.slots, *rest)

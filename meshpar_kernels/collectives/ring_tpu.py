@@ -19,7 +19,7 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collectives.ppermute import rank_of, window
 from meshpar_kernels.collectives.table import Table
-from meshpar_kernels.collectives.tpu import coordinates, meet
+from meshpar_kernels.collectives.tpu import coordinates, entry_barrier
 
 __all__ = ["all_gather", "reduce_scatter", "unsupported"]
 
@@ -41,8 +41,8 @@ def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype) -> Unsupp
         reasons.append("an axis does not wrap around, and on a line not every device sends in every step")
     elif not never_overtakes(table):
         reasons.append("a device could send more than its receiver has room for")
-    if 2 * DEPTH * table.lanes > SEMAPHORES:
-        reasons.append(f"{table.lanes} lanes need more than {SEMAPHORES} semaphores")
+    if 2 * DEPTH * table.channels > SEMAPHORES:
+        reasons.append(f"{table.channels} lanes need more than {SEMAPHORES} semaphores")
     if dtype not in (jnp.float32, jnp.bfloat16):
         reasons.append(f"x is {dtype}; the kernel takes float32 and bfloat16")
     pack = 32 // jnp.dtype(dtype).itemsize
@@ -60,7 +60,7 @@ def never_overtakes(table: Table) -> bool:
     for n, step in enumerate(table.steps):
         known = over.copy()
         for t in step:
-            steps = used.setdefault(t.lane, [])
+            steps = used.setdefault(t.channel, [])
             if len(steps) >= DEPTH and (over[ranks, t.to] < steps[-DEPTH]).any():
                 return False
             steps.append(n)
@@ -81,28 +81,28 @@ class _Plan:
     """
 
     def __init__(self, table: Table):
-        shape = (*table.sizes, table.colours)
+        shape = (*table.sizes, table.chunks)
         self.dims = len(shape)
         self.width = 2 * self.dims + 2
         self.boxes: list[tuple[int, ...]] = []
         self.transfers = [t for step in table.steps for t in step]
-        rows, seen = [], dict.fromkeys(range(table.lanes), 0)
+        rows, uses_of = [], dict.fromkeys(range(table.channels), 0)
         self.uses: list[int] = []
         for t in self.transfers:
-            sent, came = window(t.slots, shape), window(t.received(), shape)
-            if sent is None or came is None:
+            sent, recv_buffer = window(t.slots, shape), window(t.received(), shape)
+            if sent is None or recv_buffer is None:
                 raise ValueError("this table sends slots that are no boxes of the buffer")
             origin = np.argsort(t.to)
-            rows.append(np.concatenate([sent.starts, came.starts, t.to[:, None], origin[:, None]], axis=1))
+            rows.append(np.concatenate([sent.starts, recv_buffer.starts, t.to[:, None], origin[:, None]], axis=1))
             self.boxes.append(sent.sizes)
-            self.uses.append(seen[t.lane])
-            seen[t.lane] += 1
-        self.total = seen
+            self.uses.append(uses_of[t.channel])
+            uses_of[t.channel] += 1
+        self.total = uses_of
         self.rows = np.concatenate(rows, axis=1).astype(np.int32)
 
-    def of(self, lane: int, use: int) -> int:
+    def of(self, channel: int, use: int) -> int:
         """Number of the transfer that is a lane's use."""
-        return next(k for k, t in enumerate(self.transfers) if t.lane == lane and self.uses[k] == use)
+        return next(k for k, t in enumerate(self.transfers) if t.channel == channel and self.uses[k] == use)
 
 
 def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tuple[str, ...]):
@@ -111,10 +111,10 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
     An all-gather's messages go to their place in `buffer`. Those of a reduce-scatter go to a receive buffer of their lane,
     and are added to `buffer`, which begins as the device's own array.
     """
-    *came, keep_sem, sent_sem, came_sem = rest[: table.lanes * (table.kind != "all_gather") + 3]
-    adding = rest[len(came) + 3 :]
+    *recv_buffer, keep_sem, sent_sem, recv_sem = rest[: table.channels * (table.kind != "all_gather") + 3]
+    adding = rest[len(recv_buffer) + 3 :]
     gathers = table.kind == "all_gather"
-    dims, shape = plan.dims, (*table.sizes, table.colours)
+    dims, shape = plan.dims, (*table.sizes, table.chunks)
 
     def number_at(k: int, column: int):
         return rows_ref[k * plan.width + column]
@@ -122,19 +122,19 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
     def device(k: int, receiving: bool):
         return coordinates(number_at(k, 2 * dims + receiving), axes, table.sizes)
 
-    def place(k: int, receiving: bool):
+    def block_ref(k: int, receiving: bool):
         index = []
-        for d, (extent, whole) in enumerate(zip(plan.boxes[k], shape, strict=True)):
-            start = 0 if extent == whole else number_at(k, receiving * dims + d)
+        for d, (extent, full_extent) in enumerate(zip(plan.boxes[k], shape, strict=True)):
+            start = 0 if extent == full_extent else number_at(k, receiving * dims + d)
             index.append(pl.ds(start, extent))
         return buffer.at[tuple(index)]
 
     def copy_of(k: int, receiving: bool):
         """The message of a transfer, as its sender or its receiver sees it."""
-        lane, turn = plan.transfers[k].lane, plan.uses[k] % DEPTH
-        target = place(k, receiving) if gathers else came[lane].at[turn]
+        channel, slot = plan.transfers[k].channel, plan.uses[k] % DEPTH
+        target = block_ref(k, receiving) if gathers else recv_buffer[channel].at[slot]
         return pltpu.make_async_remote_copy(
-            place(k, receiving), target, sent_sem.at[lane, turn], came_sem.at[lane, turn],
+            block_ref(k, receiving), target, sent_sem.at[channel, slot], recv_sem.at[channel, slot],
             device_id=device(k, receiving),
         )  # fmt: skip
 
@@ -142,27 +142,27 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
     keep = pltpu.make_async_copy(x_ref, buffer.at[tuple(pl.ds(at[a], 1) for a in axes)], keep_sem) if gathers else None
     if keep is not None:
         keep.start()
-    first = [plan.of(lane, 0) for lane in range(table.lanes) if plan.total[lane]]
-    meet([device(k, receiving) for k in first for receiving in (False, True)])
+    first = [plan.of(channel, 0) for channel in range(table.channels) if plan.total[channel]]
+    entry_barrier([device(k, receiving) for k in first for receiving in (False, True)])
     if keep is not None:
         keep.wait()
     k = 0
     for step in table.steps:
-        here = range(k, k + len(step))
+        transfers_of_step = range(k, k + len(step))
         k += len(step)
-        for n in here:
-            lane, use = plan.transfers[n].lane, plan.uses[n]
+        for n in transfers_of_step:
+            channel, use = plan.transfers[n].channel, plan.uses[n]
             if use >= DEPTH:
-                copy_of(plan.of(lane, use - DEPTH), False).wait_send()
+                copy_of(plan.of(channel, use - DEPTH), False).wait_send()
             copy_of(n, False).start()
-        for n in here:
-            lane, use = plan.transfers[n].lane, plan.uses[n]
+        for n in transfers_of_step:
+            channel, use = plan.transfers[n].channel, plan.uses[n]
             copy_of(n, True).wait_recv()
             if not gathers:
-                _add(place(n, True), came[lane].at[use % DEPTH], *adding)
-    for lane, total in plan.total.items():
+                _add(block_ref(n, True), recv_buffer[channel].at[use % DEPTH], *adding)
+    for channel, total in plan.total.items():
         for use in range(max(0, total - DEPTH), total):
-            copy_of(plan.of(lane, use), False).wait_send()
+            copy_of(plan.of(channel, use), False).wait_send()
 
 
 def _rows_at_once(rows: int, columns: int, itemsize: int) -> int:
@@ -187,15 +187,15 @@ def _add(into, new, old_ref, new_ref, sum_ref, sems) -> None:
         return ref.at[tuple(index)]
 
     def reads(i):
-        turn = lax.rem(i, 2)
+        slot = lax.rem(i, 2)
         return (
-            pltpu.make_async_copy(part(into, i), old_ref.at[turn], sems.at[0, turn]),
-            pltpu.make_async_copy(part(new, i), new_ref.at[turn], sems.at[1, turn]),
+            pltpu.make_async_copy(part(into, i), old_ref.at[slot], sems.at[0, slot]),
+            pltpu.make_async_copy(part(new, i), new_ref.at[slot], sems.at[1, slot]),
         )
 
     def write(i):
-        turn = lax.rem(i, 2)
-        return pltpu.make_async_copy(sum_ref.at[turn], part(into, i), sems.at[2, turn])
+        slot = lax.rem(i, 2)
+        return pltpu.make_async_copy(sum_ref.at[slot], part(into, i), sems.at[2, slot])
 
     for copy in reads(jnp.int32(0)):
         copy.start()
@@ -214,9 +214,9 @@ def _add(into, new, old_ref, new_ref, sum_ref, sems) -> None:
         def _():
             write(i - 2).wait()
 
-        turn = lax.rem(i, 2)
-        total = old_ref[turn].astype(jnp.float32) + new_ref[turn].astype(jnp.float32)
-        sum_ref[turn] = total.astype(sum_ref.dtype)
+        slot = lax.rem(i, 2)
+        total = old_ref[slot].astype(jnp.float32) + new_ref[slot].astype(jnp.float32)
+        sum_ref[slot] = total.astype(sum_ref.dtype)
         write(i).start()
 
     for i in range(max(0, blocks - 2), blocks):
@@ -227,19 +227,19 @@ def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     plan = _Plan(table)
     gathers = table.kind == "all_gather"
     part = x.shape[-2:]
-    shape = (*table.sizes, table.colours, *part)
+    shape = (*table.sizes, table.chunks, *part)
     nbytes = math.prod(shape) * x.dtype.itemsize
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     outs = [_compat.out_struct(shape, x.dtype, x)]
     if not gathers:  # a receive buffer for each lane; XLA allots them, as results that nobody reads
-        for lane in range(table.lanes):
-            box = plan.boxes[plan.of(lane, 0)]
+        for channel in range(table.channels):
+            box = plan.boxes[plan.of(channel, 0)]
             outs.append(_compat.out_struct((DEPTH, *box, *part), x.dtype, x))
     tile = (2, _rows_at_once(part[0], part[1], x.dtype.itemsize), part[1])
     adding = [] if gathers else [pltpu.VMEM(tile, x.dtype)] * 3 + [pltpu.SemaphoreType.DMA((3, 2))]
     name = f"ring_{table.kind}"
-    mine = jnp.asarray(plan.rows)[rank_of(axes)]
-    (mine,) = _compat.varying_over(axes, mine)
+    own_rows = jnp.asarray(plan.rows)[rank_of(axes)]
+    (own_rows,) = _compat.varying_over(axes, own_rows)
     out = pl.pallas_call(
         functools.partial(_kernel, table=table, plan=plan, axes=axes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -249,8 +249,8 @@ def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
             out_specs=[anywhere] * len(outs),
             scratch_shapes=[
                 pltpu.SemaphoreType.DMA,
-                pltpu.SemaphoreType.DMA((table.lanes, DEPTH)),
-                pltpu.SemaphoreType.DMA((table.lanes, DEPTH)),
+                pltpu.SemaphoreType.DMA((table.channels, DEPTH)),
+                pltpu.SemaphoreType.DMA((table.channels, DEPTH)),
                 *adding,
             ],
         ),
@@ -266,7 +266,7 @@ def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
             remote_bytes_transferred=nbytes // table.ranks * (table.ranks - 1),
         ),
         name=f"meshpar_{name}",
-    )(mine, x)
+    )(own_rows, x)
     return out[0]
 
 
@@ -279,5 +279,5 @@ def all_gather(table: Table, parts: jax.Array, axes: tuple[str, ...]) -> jax.Arr
 def reduce_scatter(table: Table, slots: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """[slots, rows, columns] → the same with the sums in the device's own slots, and what is left of the partial sums in the
     others. Sums of bfloat16 are rounded once a hop."""
-    shape = (*table.sizes, table.colours, *slots.shape[1:])
+    shape = (*table.sizes, table.chunks, *slots.shape[1:])
     return _call(table, slots.reshape(shape), axes).reshape(slots.shape)

@@ -77,7 +77,7 @@ def simulate(table: Table, torus: Sequence[int] | None = None, rings: Sequence[b
       ScheduleError: with the row that is wrong.
     """
     ranks, slots = table.ranks, table.slots
-    owner = np.arange(slots) // table.colours
+    owner = np.arange(slots) // table.chunks
     # who[r, s, q]: how often rank q's contribution is in slot s of rank r
     who = np.zeros((ranks, slots, ranks), np.int32)
     if table.kind == "all_gather":
@@ -93,15 +93,15 @@ def simulate(table: Table, torus: Sequence[int] | None = None, rings: Sequence[b
         before = who.copy()
         read: set[tuple[int, int]] = set()
         written: set[tuple[int, int]] = set()
-        lanes: set[int] = set()
+        channels: set[int] = set()
         load: dict[Link, int] = {}
         far = 0
         for t in transfers:
-            if t.lane in lanes:
-                raise ScheduleError(f"step {number}: lane {t.lane} is used twice")
-            lanes.add(t.lane)
+            if t.channel in channels:
+                raise ScheduleError(f"step {number}: lane {t.channel} is used twice")
+            channels.add(t.channel)
             if len({d for _, d in t.pairs}) != len(t.pairs):
-                raise ScheduleError(f"step {number}, lane {t.lane}: two ranks send to one")
+                raise ScheduleError(f"step {number}, lane {t.channel}: two ranks send to one")
             for source, target in t.pairs:
                 route = list(_route(source, target, torus, rings))
                 far = max(far, len(route))
@@ -151,11 +151,11 @@ def _check_end(table: Table, who: np.ndarray, owner: np.ndarray) -> None:
 
 def _route(source: int, target: int, torus: Sequence[int], rings: Sequence[bool]) -> Iterator[Link]:
     """The links from one rank to another: along one dimension after the other, the shorter way."""
-    here = list(np.unravel_index(source, torus))
-    there = np.unravel_index(target, torus)
+    position = list(np.unravel_index(source, torus))
+    target_position = np.unravel_index(target, torus)
     for dim, n in enumerate(torus):
-        ahead = (int(there[dim]) - int(here[dim])) % n
-        forward = ahead <= n - ahead if rings[dim] else there[dim] >= here[dim]
-        while here[dim] != there[dim]:
-            yield int(np.ravel_multi_index(tuple(here), torus)), dim, 1 if forward else -1
-            here[dim] = (here[dim] + (1 if forward else -1)) % n
+        ahead = (int(target_position[dim]) - int(position[dim])) % n
+        forward = ahead <= n - ahead if rings[dim] else target_position[dim] >= position[dim]
+        while position[dim] != target_position[dim]:
+            yield int(np.ravel_multi_index(tuple(position), torus)), dim, 1 if forward else -1
+            position[dim] = (position[dim] + (1 if forward else -1)) % n

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-__all__ = ["Hop", "Line", "Row", "Table", "Transfer", "colours_of", "gather_table", "hops_along", "table_of"]
+__all__ = ["Hop", "Line", "Row", "Table", "Transfer", "chunks_of", "gather_table", "hops_along", "table_of"]
 
 Line = Literal["ring", "one-way", "line", "doubling", "direct"]
 """How one dimension is gathered: a ring both ways or one way, a line without wrap-around, in
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     """One slot sent by one rank."""
 
     step: int
-    lane: int
+    channel: int
     source: int
     source_slot: int
     target: int
@@ -48,13 +48,13 @@ class Transfer:
     """What all ranks send at once in a step: a (partial) permutation.
 
     Attributes:
-      lane: number of the pair of semaphores. A lane has the same sender and receiver in every step.
+      channel: number of the pair of semaphores. A lane has the same sender and receiver in every step.
       to: int [A], the rank to which each rank sends; -1: none.
       slots: int [A, w], the slots that a rank sends; they come into the same slots there.
       add: whether they are added to what is there.
     """
 
-    lane: int
+    channel: int
     to: np.ndarray
     slots: np.ndarray
     add: bool
@@ -79,13 +79,13 @@ class Table:
     Attributes:
       kind: "all_gather", "reduce_scatter" or "all_reduce".
       sizes: ranks along each dimension; a rank's number is row-major in them.
-      colours: into how many parts a block is cut.
+      chunks: into how many parts a block is cut.
       steps: what is sent in each.
     """
 
     kind: str
     sizes: tuple[int, ...]
-    colours: int
+    chunks: int
     steps: tuple[tuple[Transfer, ...], ...]
 
     @property
@@ -96,12 +96,12 @@ class Table:
     @property
     def slots(self) -> int:
         """Slots of a rank's buffer."""
-        return self.ranks * self.colours
+        return self.ranks * self.chunks
 
     @property
-    def lanes(self) -> int:
+    def channels(self) -> int:
         """How many lanes there are."""
-        return 1 + max((t.lane for step in self.steps for t in step), default=-1)
+        return 1 + max((t.channel for step in self.steps for t in step), default=-1)
 
     def rows(self) -> Iterator[Row]:
         """Every slot sent, in the order of the steps."""
@@ -109,7 +109,7 @@ class Table:
             for t in transfers:
                 for source, target in t.pairs:
                     for slot in t.slots[source].tolist():
-                        yield Row(step, t.lane, source, slot, target, slot, t.add)
+                        yield Row(step, t.channel, source, slot, target, slot, t.add)
 
     def reversed(self) -> Table:
         """The reduce-scatter of an all-gather."""
@@ -121,27 +121,27 @@ class Table:
                 for source, target in t.pairs:
                     origin[target] = source
                 slots = np.where(origin[:, None] >= 0, t.slots[origin], 0)
-                back.append(Transfer(t.lane, origin, slots, True))
+                back.append(Transfer(t.channel, origin, slots, True))
             steps.append(tuple(back))
-        return Table("reduce_scatter", self.sizes, self.colours, tuple(steps))
+        return Table("reduce_scatter", self.sizes, self.chunks, tuple(steps))
 
     def then(self, other: Table) -> Table:
         """This reduce-scatter, and the all-gather after it: an all-reduce."""
-        lanes = self.lanes
-        moved = tuple(tuple(dataclasses.replace(t, lane=t.lane + lanes) for t in step) for step in other.steps)
-        return Table("all_reduce", self.sizes, self.colours, self.steps + moved)
+        channels = self.channels
+        moved = tuple(tuple(dataclasses.replace(t, channel=t.channel + channels) for t in step) for step in other.steps)
+        return Table("all_reduce", self.sizes, self.chunks, self.steps + moved)
 
 
 class Hop(NamedTuple):
     """What happens along one dimension of n ranks in one step, one way.
 
     Attributes:
-      way: number of the lane among those of the dimension.
+      direction: number of the lane among those of the dimension.
       to: int [n], place to which each place sends; -1: none.
       blocks: int [n, w], the blocks that a place sends.
     """
 
-    way: int
+    direction: int
     to: np.ndarray
     blocks: np.ndarray
 
@@ -152,23 +152,23 @@ def hops_along(n: int, form: Line) -> list[list[Hop]]:
     Raises:
       ValueError: no such form.
     """
-    place = np.arange(n)
+    position = np.arange(n)
     steps: list[list[Hop]] = []
     if form in ("ring", "one-way"):
         back = (n - 1) // 2 if form == "ring" else 0
         for t in range(n - 1 - back):
-            hops = [Hop(0, (place + 1) % n, (place - t)[:, None] % n)]
+            hops = [Hop(0, (position + 1) % n, (position - t)[:, None] % n)]
             if t < back:
-                hops.append(Hop(1, (place - 1) % n, (place + t)[:, None] % n))
+                hops.append(Hop(1, (position - 1) % n, (position + t)[:, None] % n))
             steps.append(hops)
     elif form == "line":
         for t in range(n - 1):
-            right = (place + 1 < n) & (place - t >= 0)
-            left = (place - 1 >= 0) & (place + t < n)
+            right = (position + 1 < n) & (position - t >= 0)
+            left = (position - 1 >= 0) & (position + t < n)
             steps.append(
                 [
-                    Hop(0, np.where(right, place + 1, -1), np.maximum(place - t, 0)[:, None]),
-                    Hop(1, np.where(left, place - 1, -1), np.minimum(place + t, n - 1)[:, None]),
+                    Hop(0, np.where(right, position + 1, -1), np.maximum(position - t, 0)[:, None]),
+                    Hop(1, np.where(left, position - 1, -1), np.minimum(position + t, n - 1)[:, None]),
                 ]
             )
     elif form == "doubling":
@@ -176,20 +176,20 @@ def hops_along(n: int, form: Line) -> list[list[Hop]]:
         for t in range((n - 1).bit_length()):
             reach = 1 << t
             if even:  # partners exchange aligned runs of blocks
-                hop = Hop(t, place ^ reach, (place // reach * reach)[:, None] + np.arange(reach))
+                hop = Hop(t, position ^ reach, (position // reach * reach)[:, None] + np.arange(reach))
             else:  # each sends what it has, starting at its own block, as much as is still missing there
                 width = min(reach, n - reach)
-                hop = Hop(t, (place - reach) % n, (place[:, None] + np.arange(width)) % n)
+                hop = Hop(t, (position - reach) % n, (position[:, None] + np.arange(width)) % n)
             steps.append([hop])
     elif form == "direct":
         if n > 1:
-            steps.append([Hop(k - 1, (place + k) % n, place[:, None]) for k in range(1, n)])
+            steps.append([Hop(k - 1, (position + k) % n, position[:, None]) for k in range(1, n)])
     else:
         raise ValueError(f"no form {form!r} of a dimension; there are {Line.__args__}")
     return steps
 
 
-def colours_of(dims: int, coloured: bool) -> list[tuple[int, ...]]:
+def chunks_of(dims: int, coloured: bool) -> list[tuple[int, ...]]:
     """The order in which each colour gathers the dimensions: minor first; coloured: all rotations."""
     order = tuple(reversed(range(dims)))
     return [order[k:] + order[:k] for k in range(dims if coloured else 1)]
@@ -216,32 +216,32 @@ def gather_table(sizes: Sequence[int], forms: Sequence[Line], orders: Sequence[S
     shape = (*sizes, len(orders))
     coords = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1)
     steps: list[list[Transfer]] = []
-    lane = 0
-    for colour, order in enumerate(orders):
+    channel = 0
+    for chunk, order in enumerate(orders):
         at = 0
         gathered: list[int] = []
         for dim in order:
-            ways = 0
+            directions = 0
             for t, hops in enumerate(hops_along(sizes[dim], forms[dim])):
                 while len(steps) <= at + t:
                     steps.append([])
                 for hop in hops:
-                    ways = max(ways, hop.way + 1)
-                    steps[at + t].append(_spread(shape, coords, dim, hop, gathered, colour, lane + hop.way))
+                    directions = max(directions, hop.direction + 1)
+                    steps[at + t].append(_spread(shape, coords, dim, hop, gathered, chunk, channel + hop.direction))
             at += len(hops_along(sizes[dim], forms[dim]))
-            lane += ways
+            channel += directions
             gathered.append(dim)
     return Table("all_gather", sizes, len(orders), tuple(tuple(s) for s in steps))
 
 
-def _spread(shape, coords: np.ndarray, dim: int, hop: Hop, gathered: list[int], colour: int, lane: int) -> Transfer:
+def _spread(shape, coords: np.ndarray, dim: int, hop: Hop, gathered: list[int], chunk: int, channel: int) -> Transfer:
     """A hop along one dimension as a transfer of the whole group: with all blocks of the dimensions
     gathered before."""
     ranks, sizes = len(coords), shape[:-1]
-    to_place = hop.to[coords[:, dim]]
-    there = coords.copy()
-    there[:, dim] = np.maximum(to_place, 0)
-    to = np.where(to_place >= 0, np.ravel_multi_index(tuple(there.T), sizes), -1)
+    target_position = hop.to[coords[:, dim]]
+    target_coords = coords.copy()
+    target_coords[:, dim] = np.maximum(target_position, 0)
+    to = np.where(target_position >= 0, np.ravel_multi_index(tuple(target_coords.T), sizes), -1)
     index: list[np.ndarray] = []
     wide = [d for d in range(len(sizes)) if d in gathered or d == dim]
     for d in range(len(sizes)):
@@ -252,11 +252,11 @@ def _spread(shape, coords: np.ndarray, dim: int, hop: Hop, gathered: list[int], 
         else:
             index.append(coords[:, d].reshape(ranks, *[1] * len(wide)))
             continue
-        place = [1] * len(wide)
-        place[wide.index(d)] = values.shape[1]
-        index.append(values.reshape(ranks, *place))
-    slots = np.ravel_multi_index(tuple(np.broadcast_arrays(*index, np.int64(colour))), shape)
-    return Transfer(lane, to, slots.reshape(ranks, -1), False)
+        position = [1] * len(wide)
+        position[wide.index(d)] = values.shape[1]
+        index.append(values.reshape(ranks, *position))
+    slots = np.ravel_multi_index(tuple(np.broadcast_arrays(*index, np.int64(chunk))), shape)
+    return Transfer(channel, to, slots.reshape(ranks, -1), False)
 
 
 @functools.lru_cache(maxsize=64)
@@ -279,7 +279,7 @@ def table_of(kind: str, algorithm: str, sizes: tuple[int, ...], rings: tuple[boo
     elif algorithm in ("ring", "one-way"):
         forms: list[Line] = [algorithm if wraps or n <= 2 else "line" for n, wraps in zip(sizes, rings, strict=True)]
         used = sum(n > 1 for n in sizes)
-        orders = colours_of(len(sizes), algorithm == "ring" and used == len(sizes))
+        orders = chunks_of(len(sizes), algorithm == "ring" and used == len(sizes))
         gather = gather_table(sizes, forms, orders)
     else:
         raise ValueError(f"no table for algorithm {algorithm!r}; there are 'ring', 'one-way', 'doubling', 'direct'")

@@ -19,7 +19,7 @@ from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels.collectives.choose import SMALL_BYTES
 from meshpar_kernels.collectives.ppermute import rank_of
 
-__all__ = ["all_reduce_small", "coordinates", "meet", "small_unsupported"]
+__all__ = ["all_reduce_small", "coordinates", "entry_barrier", "small_unsupported"]
 
 SMALL_VMEM = 40 << 20
 """On-chip memory for what the one-shot all-reduce receives."""
@@ -34,7 +34,7 @@ def coordinates(rank: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> A
     return found
 
 
-def meet(devices: Sequence[Any]) -> None:
+def entry_barrier(devices: Sequence[Any]) -> None:
     """Wait until these devices have come to this point too: their buffers are there. Each must name this one as often."""
     barrier = pltpu.get_barrier_semaphore()
     for device in devices:
@@ -58,16 +58,18 @@ def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int) -> Uns
     return Unsupported(reasons)
 
 
-def _small_kernel(x_ref, out_ref, came, sent_sem, came_sem, *, axes, sizes):
+def _small_kernel(x_ref, out_ref, recv_buffer, sent_sem, recv_sem, *, axes, sizes):
     """Everyone sends to everyone; sums in the order of the ranks, so that they are the same everywhere."""
     group = math.prod(sizes)
     rank = rank_of(axes)
     peers = [coordinates(lax.rem(rank + k, jnp.int32(group)), axes, sizes) for k in range(1, group)]
-    meet(peers)
-    copies = [pltpu.make_async_remote_copy(x_ref, came.at[rank], sent_sem, came_sem, device_id=peer) for peer in peers]
+    entry_barrier(peers)
+    copies = [
+        pltpu.make_async_remote_copy(x_ref, recv_buffer.at[rank], sent_sem, recv_sem, device_id=peer) for peer in peers
+    ]
     for copy in copies:
         copy.start()
-    came[rank] = x_ref[...]
+    recv_buffer[rank] = x_ref[...]
     for copy in copies:
         copy.wait()
     wide = jnp.int32 if x_ref.dtype == jnp.int32 else jnp.float32
@@ -76,11 +78,11 @@ def _small_kernel(x_ref, out_ref, came, sent_sem, came_sem, *, axes, sizes):
 
     @pl.loop(0, rows // step)
     def add(k):
-        here = pl.ds(k * step, step)
-        total = came[0, here].astype(wide)
+        row_slice = pl.ds(k * step, step)
+        total = recv_buffer[0, row_slice].astype(wide)
         for r in range(1, group):
-            total += came[r, here].astype(wide)
-        out_ref[here] = total.astype(out_ref.dtype)
+            total += recv_buffer[r, row_slice].astype(wide)
+        out_ref[row_slice] = total.astype(out_ref.dtype)
 
 
 def all_reduce_small(x: jax.Array, axes: tuple[str, ...], sizes: tuple[int, ...]) -> jax.Array:

@@ -201,9 +201,9 @@ def expert_dispatch(
         if plan is not None:
             expert = jnp.where(plan.rows >= 0, expert, -1)
         expert = jnp.where((expert >= 0) & (expert < experts), expert, experts)
-        mine = lax.all_gather(expert, axis_name, tiled=True) - lax.axis_index(axis_name) * each
+        own = lax.all_gather(expert, axis_name, tiled=True) - lax.axis_index(axis_name) * each
         weight = None if weight is None else lax.all_gather(weight, axis_name, tiled=True)
-        d = _pick(Sorted.of(RoutePlan.of(mine, each)), expert.shape[1], weight, rows, first, strategy="ring",
+        d = _pick(Sorted.of(RoutePlan.of(own, each)), expert.shape[1], weight, rows, first, strategy="ring",
                   axis_name=axis_name, devices=devices, tokens=tokens)  # fmt: skip
         return arranged(x, d.slots, d.sources), d
     rows = max(expert.size, 1) if rows is None else rows
@@ -212,15 +212,15 @@ def expert_dispatch(
     sent = spread(x, slots, sources, implementation)
     comes = lax.all_to_all(goes, axis_name, 0, 0, tiled=True)
     arrived = _exchange(op, exchange, sent, goes.sum(1), comes.sum(1), axis_name)
-    place, row_sources = merge(comes, rows)
+    position, row_sources = merge(comes, rows)
     scale = None
     if weight is not None:
         scale = lax.all_to_all(choices_to_rows(weight, slots, sources), axis_name, 0, 0, tiled=True)
-        scale = choices_to_rows(scale[:, None], place[:, None], row_sources)
-    return arranged(arrived, place[:, None], row_sources), Dispatch(
+        scale = choices_to_rows(scale[:, None], position[:, None], row_sources)
+    return arranged(arrived, position[:, None], row_sources), Dispatch(
         slots=slots,
         sources=sources,
-        rows=place[:, None],
+        rows=position[:, None],
         row_sources=row_sources,
         row_scale=scale,
         group_sizes=comes.sum(0, dtype=jnp.int32),
@@ -247,7 +247,7 @@ def _pick(
     choices: Sorted, k: int, weight: jax.Array | None, rows: int | None, first: jax.Array | int, **how: Any
 ) -> Dispatch:
     """One buffer for the experts of this device."""
-    n = choices.place.shape[0]
+    n = choices.position.shape[0]
     rows = max(n, 1) if rows is None else rows
     slots, sources, sizes, counts = window(choices, 1, rows, first)
     slots = slots.reshape(-1, k)

@@ -79,7 +79,7 @@ def _by_gpu(how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs)
     moved = gpu.send(operand, how.receives, how.rows, runs, how.axes, how.sizes)
     if output is None:
         return moved
-    come = covered(runs.place, runs.came, how.receives)[:, None, None]
+    come = covered(runs.recv_start, runs.recv_size, how.receives)[:, None, None]
     return jnp.where(come, moved, output)
 
 
@@ -96,7 +96,7 @@ def _backward(how: _How, saved: tuple[Runs, Runs, jax.Array | None], grad: jax.A
         nothing, grad = _compat.same_varying(nothing, grad)
     returned: Any = _move(how._replace(sends=how.receives, receives=how.sends), grad, nothing, back, runs, None)
     if how.keeps:
-        come = covered(runs.place, runs.came, how.receives)[:, None, None]
+        come = covered(runs.recv_start, runs.recv_size, how.receives)[:, None, None]
         return returned, jnp.where(come, 0, grad), None, None, None
     return returned, None, None, None, None
 
@@ -118,21 +118,21 @@ def move_rows(
     width = math.prod(operand.shape[1:])
     lanes = 128 if width % 128 == 0 else width
     views = [x.reshape(len(x), width // lanes, lanes) for x in (operand, output)]
-    (*views, _) = _compat.same_varying(*views, runs.came)
+    (*views, _) = _compat.same_varying(*views, runs.recv_size)
     how = _How(op, implementation, axes, sizes, 1, len(operand), len(output), keeps=True)
     moved: Any = _move(how, *views, runs, back, twice)
     return moved.reshape(output.shape)
 
 
 def exchange_slots(
-    op: str, implementation: str, x: jax.Array, sent: jax.Array, came: jax.Array, axis_name: Axes
+    op: str, implementation: str, x: jax.Array, sent: jax.Array, recv_size: jax.Array, axis_name: Axes
 ) -> jax.Array:
     """An all-to-all of slots of which only the first rows are in use; the others are left as they are found in memory.
 
     Args:
       op, implementation: as in `dispatch`.
       x: [devices·rows, H]: slot i goes to device i. Copied in whole tiles, of 8 or 16 rows, if these divide `rows`.
-      sent, came: int32 [devices], rows in use of what goes to device i, and of what comes from it.
+      sent, recv_size: int32 [devices], rows in use of what goes to device i, and of what comes from it.
       axis_name: mesh axes of more than one device.
 
     Returns:
@@ -146,9 +146,9 @@ def exchange_slots(
     lanes = 128 if unit == 1 and width % 128 == 0 else width
     units = x.reshape(total // unit, unit if unit > 1 else width // lanes, lanes)
     first = jnp.arange(devices, dtype=jnp.int32) * (rows // unit)
-    mine = jnp.broadcast_to(lax.axis_index(axis_name).astype(jnp.int32) * (rows // unit), (devices,))
-    went, comes = ((-(-n // unit)).astype(jnp.int32) for n in (sent, came))
-    runs = Runs(first, went, mine, first, comes, mine)
+    own = jnp.broadcast_to(lax.axis_index(axis_name).astype(jnp.int32) * (rows // unit), (devices,))
+    went, comes = ((-(-n // unit)).astype(jnp.int32) for n in (sent, recv_size))
+    runs = Runs(first, went, own, first, comes, own)
     units, *numbers = _compat.same_varying(units, *_compat.varying_over(axes, *runs))
     runs = Runs(*numbers)
     how = _How(op, implementation, axes, sizes, unit, len(units), len(units), keeps=False)

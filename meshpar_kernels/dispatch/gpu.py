@@ -66,11 +66,11 @@ def _kernel(
         receiver = lax.rem(peers.rank + hop, jnp.int32(devices))
         start, size, target = (runs[field * devices + receiver] for field in range(3))
         device = peers.device(receiver)
-        there = gpu.remote_ref(result, device) if hop else result
-        mine = lax.div(jnp.maximum(size - block, 0) + (blocks - 1), jnp.int32(blocks))
+        dst = gpu.remote_ref(result, device) if hop else result
+        own = lax.div(jnp.maximum(size - block, 0) + (blocks - 1), jnp.int32(blocks))
 
-        def one(i: Any, _: Any, start=start, target=target, there=there, mine=mine) -> None:
-            @pl.when(i < mine)
+        def one(i: Any, _: Any, start=start, target=target, dst=dst, own=own) -> None:
+            @pl.when(i < own)
             def _():
                 slot = lax.rem(i, jnp.int32(SLOTS))
                 gpu.copy_gmem_to_smem(operand.at[start + block + i * blocks], slots.at[slot], loaded.at[slot])
@@ -81,11 +81,11 @@ def _kernel(
             def _():
                 slot = lax.rem(now, jnp.int32(SLOTS))
                 gpu.barrier_wait(loaded.at[slot])
-                gpu.copy_smem_to_gmem(slots.at[slot], there.at[target + block + now * blocks])
+                gpu.copy_smem_to_gmem(slots.at[slot], dst.at[target + block + now * blocks])
                 gpu.wait_smem_to_gmem(LAG)
 
         # no row, no turn: what is behind is fetched without a row to send, what is ahead is sent without one to fetch
-        lax.fori_loop(0, jnp.where(mine > 0, mine + AHEAD, 0), one, None)
+        lax.fori_loop(0, jnp.where(own > 0, own + AHEAD, 0), one, None)
         gpu.wait_smem_to_gmem(0)
         if hop:
             pl.semaphore_signal(arrived, 1, device_id=device)

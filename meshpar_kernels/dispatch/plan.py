@@ -19,23 +19,23 @@ class Sorted(NamedTuple):
 
     Attributes:
       expert: int32 [n], of every choice; E for one that is none.
-      place: int32 [n], of every choice among all that are sorted; -1 for one that is none.
+      position: int32 [n], of every choice among all that are sorted; -1 for one that is none.
       order: int32 [n], the choice in every place; past the last one anything.
       offsets: int32 [E + 1], first place of each expert, and the number of choices that are some.
     """
 
     expert: jax.Array
-    place: jax.Array
+    position: jax.Array
     order: jax.Array
     offsets: jax.Array
 
     @classmethod
     def of(cls, plan: RoutePlan) -> Sorted:
         """The choices that a plan keeps; nothing is sorted."""
-        place = plan.rows.reshape(-1)
-        kept = jnp.where(place >= 0, plan.expert.reshape(-1), plan.counts.shape[0])
-        order = jnp.pad(plan.sources, (0, place.shape[0] - plan.buffer_rows))
-        return cls(kept, place, order, plan.offsets)
+        position = plan.rows.reshape(-1)
+        local_expert = jnp.where(position >= 0, plan.expert.reshape(-1), plan.counts.shape[0])
+        order = jnp.pad(plan.sources, (0, position.shape[0] - plan.buffer_rows))
+        return cls(local_expert, position, order, plan.offsets)
 
 
 class Window(NamedTuple):
@@ -61,12 +61,12 @@ def window(choices: Sorted, buckets: int, rows: int, first: jax.Array | int) -> 
     starts = choices.offsets[::each]
     counts = starts[1:] - starts[:-1]
     bucket = jnp.minimum(choices.expert // each, buckets - 1)
-    ahead = choices.place - starts[bucket] - first
-    here = (choices.place >= 0) & (ahead >= 0) & (ahead < rows)
-    slots = jnp.where(here, bucket * rows + ahead, -1)
-    place = first + jnp.arange(rows, dtype=jnp.int32)[None, :]
-    index = jnp.clip(starts[:-1, None] + place, 0, max(n - 1, 0))
-    live = place < counts[:, None]
+    ahead = choices.position - starts[bucket] - first
+    in_window = (choices.position >= 0) & (ahead >= 0) & (ahead < rows)
+    slots = jnp.where(in_window, bucket * rows + ahead, -1)
+    position = first + jnp.arange(rows, dtype=jnp.int32)[None, :]
+    index = jnp.clip(starts[:-1, None] + position, 0, max(n - 1, 0))
+    live = position < counts[:, None]
     sources = jnp.where(live, choices.order[index], -1) if n else jnp.full((buckets, rows), -1, jnp.int32)
     edges = [x.reshape(buckets, each) - starts[:-1, None] - first for x in (choices.offsets[:-1], choices.offsets[1:])]
     begin, end = (jnp.clip(x, 0, rows) for x in edges)
@@ -95,10 +95,10 @@ def merge(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
 
     run = run_of(begins.reshape(-1))
     ahead = row - begins.reshape(-1)[run]
-    place = jnp.where(ahead < sizes.reshape(-1)[run], targets.reshape(-1)[run] + ahead, -1)
+    position = jnp.where(ahead < sizes.reshape(-1)[run], targets.reshape(-1)[run] + ahead, -1)
     run = run_of(targets.T.reshape(-1))
     source = begins.T.reshape(-1)[run] + row - targets.T.reshape(-1)[run]
-    return place, jnp.where(row < ends[-1], source, -1)
+    return position, jnp.where(row < ends[-1], source, -1)
 
 
 @functools.partial(

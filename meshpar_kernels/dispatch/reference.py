@@ -24,7 +24,7 @@ def ragged_all_to_all(
     row = jnp.arange(output.shape[0])
     for source in range(operands.shape[0]):
         ahead = row - targets[source]
-        mine = (ahead >= 0) & (ahead < sizes[source])
+        own = (ahead >= 0) & (ahead < sizes[source])
         taken = operands[source][jnp.clip(starts[source] + ahead, 0, operand.shape[0] - 1)]
-        output = jnp.where(mine.reshape(-1, *(1,) * (output.ndim - 1)), taken, output)
+        output = jnp.where(own.reshape(-1, *(1,) * (output.ndim - 1)), taken, output)
     return output

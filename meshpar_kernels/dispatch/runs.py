@@ -18,20 +18,20 @@ class Runs(NamedTuple):
 
     Attributes:
       start, size, target: rows `start[i]` … `start[i] + size[i] - 1` go to device i, to its rows from `target[i]` on.
-      place, came, source: from device i come `came[i]` rows, to the rows from `place[i]` on here, out of its rows from
-        `source[i]` on.
+      recv_start, recv_size, source: device i sends this device `recv_size[i]` rows, its own from `source[i]` on; they are
+        written from row `recv_start[i]` on.
     """
 
     start: jax.Array
     size: jax.Array
     target: jax.Array
-    place: jax.Array
-    came: jax.Array
+    recv_start: jax.Array
+    recv_size: jax.Array
     source: jax.Array
 
     def back(self) -> Runs:
         """The same rows on the way back: what came goes, and what went comes."""
-        return Runs(self.place, self.came, self.source, self.start, self.size, self.target)
+        return Runs(self.recv_start, self.recv_size, self.source, self.start, self.size, self.target)
 
 
 def clip(
@@ -45,9 +45,9 @@ def clip(
       sends, receives: rows of the operand and of the output. A run ends where one of them ends; one that would begin before
         the first row of either is left out.
     """
-    room = jnp.minimum(sends - start, receives - target)
-    room = jnp.where((start < 0) | (target < 0), 0, jnp.clip(room, 0, rows))
-    sent = jnp.clip(size, 0, room).astype(jnp.int32)
+    limit = jnp.minimum(sends - start, receives - target)
+    limit = jnp.where((start < 0) | (target < 0), 0, jnp.clip(limit, 0, rows))
+    sent = jnp.clip(size, 0, limit).astype(jnp.int32)
     return sent, (jnp.maximum(size, 0) - sent).sum(dtype=jnp.int32)
 
 
@@ -71,14 +71,14 @@ def agree(start: jax.Array, size: jax.Array, target: jax.Array, axis_name: Axes)
     """
     twice = sent_twice(start, size)
     returned = jnp.where(twice, 0, size)
-    told = jnp.stack([target, size, start, returned], 1).astype(jnp.int32)
-    place, came, source, returns = lax.all_to_all(told, axis_name, 0, 0, tiled=True).T
-    runs = Runs(told[:, 2], told[:, 1], told[:, 0], place, came, source)
-    return runs, runs._replace(size=returned, came=returns).back(), twice
+    sent_info = jnp.stack([target, size, start, returned], 1).astype(jnp.int32)
+    recv_start, recv_size, source, returns = lax.all_to_all(sent_info, axis_name, 0, 0, tiled=True).T
+    runs = Runs(sent_info[:, 2], sent_info[:, 1], sent_info[:, 0], recv_start, recv_size, source)
+    return runs, runs._replace(size=returned, recv_size=returns).back(), twice
 
 
-def covered(place: jax.Array, came: jax.Array, rows: int) -> jax.Array:
+def covered(recv_start: jax.Array, recv_size: jax.Array, rows: int) -> jax.Array:
     """bool [rows]: the rows of the output that something comes to."""
-    edges = jnp.zeros(rows + 1, jnp.int32).at[place].add(jnp.where(came > 0, 1, 0), mode="drop")
-    edges = edges.at[place + came].add(jnp.where(came > 0, -1, 0), mode="drop")
+    edges = jnp.zeros(rows + 1, jnp.int32).at[recv_start].add(jnp.where(recv_size > 0, 1, 0), mode="drop")
+    edges = edges.at[recv_start + recv_size].add(jnp.where(recv_size > 0, -1, 0), mode="drop")
     return jnp.cumsum(edges)[:rows] > 0

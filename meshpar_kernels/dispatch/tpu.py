@@ -54,7 +54,7 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
     `runs_ref` holds start, size, target and what comes, for one device after the other. All counts are in units: slices of
     the leading dimension, which has no tiles.
     """
-    result, sent_sem, came_sem, kept_sem = rest[-4:]
+    result, sent_sem, recv_sem, copy_sem = rest[-4:]
     devices = math.prod(sizes)
     rank = rank_of(axes)
 
@@ -71,23 +71,23 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
 
     def part(device: Any, ahead: Any, length: int) -> tuple[Any, Any]:
         """Where `length` units of a device's run lie, `ahead` from its beginning, and where they go."""
-        here, there = number(0, device) + ahead, number(2, device) + ahead
-        return operand.at[pl.ds(here, length)], result.at[pl.ds(there, length)]
+        src, dst = number(0, device) + ahead, number(2, device) + ahead
+        return operand.at[pl.ds(src, length)], result.at[pl.ds(dst, length)]
 
     def send(device: Any, ahead: Any, length: int) -> None:
         source, target = part(device, ahead, length)
         pltpu.make_async_remote_copy(
-            source, target, sent_sem, came_sem, device_id=coordinates(device, axes, sizes)
+            source, target, sent_sem, recv_sem, device_id=coordinates(device, axes, sizes)
         ).start()  # fmt: skip
 
     def keep(ahead: Any, length: int) -> None:
-        pltpu.make_async_copy(*part(rank, ahead, length), kept_sem).start()
+        pltpu.make_async_copy(*part(rank, ahead, length), copy_sem).start()
 
     def rest_of(size: jax.Array, act: Callable[[Any, int], None]) -> None:
         for length in _each_length(block):
             pl.when((size & length) != 0)(functools.partial(act, size - (size & (2 * length - 1)), length))
 
-    def whole(size: jax.Array, act: Callable[[Any, int], None]) -> None:
+    def copy_rows(size: jax.Array, act: Callable[[Any, int], None]) -> None:
         pl.loop(0, lax.div(size, jnp.int32(block)))(lambda b: act(b * block, block))
         rest_of(size, act)
 
@@ -97,7 +97,7 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
     def _(k):
         pl.semaphore_signal(barrier, 1, device_id=coordinates(peer(k), axes, sizes))
 
-    whole(number(1, rank), keep)  # its own rows, before the others are there
+    copy_rows(number(1, rank), keep)  # its own rows, before the others are there
     pl.semaphore_wait(barrier, devices - 1)
     longest = lax.fori_loop(1, devices, lambda k, most: jnp.maximum(most, number(1, peer(k))), jnp.int32(0))
 
@@ -115,18 +115,18 @@ def _kernel(runs_ref, operand, *rest, axes: tuple[str, ...], sizes: tuple[int, .
     # semaphores count bytes, so that only the sum matters
     def like(ahead: Any, length: int):
         del ahead
-        piece = result.at[pl.ds(0, length)]
+        chunk = result.at[pl.ds(0, length)]
         neighbour = coordinates(peer(1), axes, sizes)
-        return pltpu.make_async_remote_copy(piece, piece, sent_sem, came_sem, device_id=neighbour)
+        return pltpu.make_async_remote_copy(chunk, chunk, sent_sem, recv_sem, device_id=neighbour)
 
     def own(ahead: Any, length: int) -> None:
         del ahead
-        piece = result.at[pl.ds(0, length)]
-        pltpu.make_async_copy(piece, piece, kept_sem).wait()
+        chunk = result.at[pl.ds(0, length)]
+        pltpu.make_async_copy(chunk, chunk, copy_sem).wait()
 
-    whole(total(3), lambda ahead, length: like(ahead, length).wait_recv())
-    whole(total(1), lambda ahead, length: like(ahead, length).wait_send())
-    whole(number(1, rank), own)
+    copy_rows(total(3), lambda ahead, length: like(ahead, length).wait_recv())
+    copy_rows(total(1), lambda ahead, length: like(ahead, length).wait_send())
+    copy_rows(number(1, rank), own)
 
 
 def send(
@@ -144,7 +144,7 @@ def send(
     unit = math.prod(operand.shape[1:]) * operand.dtype.itemsize
     most = max(1, min(len(operand), units, BLOCK_BYTES // unit))
     block = 1 << (most.bit_length() - 1)
-    numbers = jnp.stack([runs.start, runs.size, runs.target, runs.came]).reshape(-1).astype(jnp.int32)
+    numbers = jnp.stack([runs.start, runs.size, runs.target, runs.recv_size]).reshape(-1).astype(jnp.int32)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     given = [] if output is None else [output]
     nbytes = operand.size * operand.dtype.itemsize

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshpar_kernels._choose import refuse_sharded
 from meshpar_kernels.grouped_matmul.gradients import matmul_with_gradient, transpose_with_gradient
-from meshpar_kernels.grouped_matmul.products import Options
+from meshpar_kernels.grouped_matmul.matmuls import Options
 from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, QUANTIZED
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose"]

@@ -50,12 +50,12 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
     copy_rows,
     mask_rows,
     peer_index,
-    place,
+    rasterize,
     ring,
     smem,
 )
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
-from meshpar_kernels.grouped_matmul.schedule import visit_spans
+from meshpar_kernels.grouped_matmul.schedule import span_tile_steps
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose", "multiply_tiles"]
 
@@ -63,7 +63,7 @@ LOADER, MULTIPLIER = 0, 1
 """Warps of the first warpgroup."""
 
 
-def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products, *, cluster: int = 1, ready=None):
+def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *, cluster: int = 1, ready=None):
     """The loads and the products of all tiles, each in a warp that goes through them by itself: so the next tile's operands
     are on their way while the products of one are still to be started.
 
@@ -71,7 +71,7 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products, 
       slot_of: number of a slot's use → the slot, and its sums.
       each_tile: calls a function with what makes up each tile, its steps, and the steps and tiles before it.
       copies: (tile, i, stage, barrier): starts the loads of step i.
-      products: (tile, i, stage, total): starts its products.
+      matmuls: (tile, i, stage, total): starts its products.
       cluster: blocks, of which the first starts the products of all.
       ready: what the multiplying warp waits for instead of `full`.
     """
@@ -103,7 +103,7 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products, 
         def product(i, _):
             stage = ring(stages, step + i)
             gpu.barrier_wait(loaded.at[stage])
-            products(tile, i, stage, total)
+            matmuls(tile, i, stage, total)
             gpu.tcgen05_commit_arrive(empty.at[stage], **pair)
 
         lax.fori_loop(0, steps, product, None)
@@ -126,43 +126,45 @@ def _pair(cluster: int) -> dict[str, str]:
     return {"collective_axis": PEER} if cluster > 1 else {}
 
 
-def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, scaled, num_sms):
+def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, scaled, num_sms):
     k, n = shape
     first, low, high, group, live, number, lhs, *refs = refs
-    rhs, refs = refs[:halves], refs[halves:]
+    rhs, refs = refs[:num_rhs], refs[num_rhs:]
     scale = refs.pop(0) if scaled else None
-    out, lhs_smem, rhs_smem, (swizzled, plain), sums, full, empty, done, read = refs
+    out, lhs_smem, rhs_smem, (swizzled, plain), acc, full, empty, done, read = refs
     columns, stages = pl.cdiv(n, tile.n), tile.stages
     warpgroup = lax.axis_index("warpgroup")
     multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
     clusters = cluster_count(num_sms, tile.cluster)
-    visits = number[0]
-    mine = lax.div(visits * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
+    tile_steps = number[0]
+    num_own = lax.div(tile_steps * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
     def slot_of(used):
         slot = lax.rem(used, jnp.int32(2))
-        return slot, sums.at[:, pl.ds(slot * (halves * tile.n), halves * tile.n)]
+        return slot, acc.at[:, pl.ds(slot * (num_rhs * tile.n), num_rhs * tile.n)]
 
     def each_tile(work):
         """`work` on (visit, column) of each tile, its steps (0 for one of no group), and the steps and live tiles before."""
 
         def one(i, before):
             step, used = before
-            visit, column = place(multiprocessor + i * clusters, visits, columns)
-            steps = live[visit] * pl.cdiv(k, tile.k)
-            work((visit, column), steps, step, used)
-            return step + steps, used + live[visit]
+            tile_step, column = rasterize(multiprocessor + i * clusters, tile_steps, columns)
+            steps = live[tile_step] * pl.cdiv(k, tile.k)
+            work((tile_step, column), steps, step, used)
+            return step + steps, used + live[tile_step]
 
-        lax.fori_loop(0, mine, one, (jnp.int32(0), jnp.int32(0)))
+        lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
 
     def copies(tile_at, i, stage, barrier):
-        visit, column = tile_at
-        inner, g = pl.ds(i * tile.k, tile.k), group[visit]
-        rows, outer = pl.ds(first[visit], tile.cluster * tile.m), pl.ds(column * tile.n, tile.n)
+        tile_step, column = tile_at
+        inner, g = pl.ds(i * tile.k, tile.k), group[tile_step]
+        rows, outer = pl.ds(first[tile_step], tile.cluster * tile.m), pl.ds(column * tile.n, tile.n)
         gpu.copy_gmem_to_smem(lhs.at[rows, inner], lhs_smem.at[stage], barrier, **part(0))
-        here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
+        src_slice = (g, outer, inner) if transpose_rhs else (g, inner, outer)
         for half, matrix in enumerate(rhs):
-            gpu.copy_gmem_to_smem(matrix.at[here], rhs_smem.at[stage, half], barrier, **part(0 if transpose_rhs else 1))
+            gpu.copy_gmem_to_smem(
+                matrix.at[src_slice], rhs_smem.at[stage, half], barrier, **part(0 if transpose_rhs else 1)
+            )
 
     def part(dim):
         """For a copy of which each block of a cluster has its part of a dim, and the first one counts."""
@@ -170,18 +172,18 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
             return {}
         return {"collective_axes": PEER, "leader_tracked": gpu.CopyPartition.PARTITIONED(dim)}
 
-    def products(_, i, stage, total):
-        for half in range(halves):
+    def matmuls(_, i, stage, total):
+        for half in range(num_rhs):
             weights = rhs_smem.at[stage, half]
             weights = _compat.transpose_ref(weights) if transpose_rhs else weights
-            there = total.at[:, pl.ds(half * tile.n, tile.n)]
-            gpu.tcgen05_mma(there, lhs_smem.at[stage], weights, accumulate=i > 0, **_pair(tile.cluster))
+            dst = total.at[:, pl.ds(half * tile.n, tile.n)]
+            gpu.tcgen05_mma(dst, lhs_smem.at[stage], weights, accumulate=i > 0, **_pair(tile.cluster))
 
     def sums_of(row, total, left, width):
         """Columns of the result, from tensor memory."""
         values = [
             gpu.async_load_tmem(total.at[:, pl.ds(half * tile.n + left, width)], layout=gpu.Layout.TCGEN05)
-            for half in range(halves)
+            for half in range(num_rhs)
         ]
         value = activate(values, activation)
         if scaled:
@@ -192,26 +194,26 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
     def write(row, column, begin, end, values):
         """Rows [begin, end) of a tile; `values(left, width)` are its columns. Both stagings are the same memory."""
         width = swizzled.shape[2]
-        whole = (begin == 0) & (end == tile.m)
+        full_tile = (begin == 0) & (end == tile.m)
         target = out.at[pl.ds(row, tile.m)]
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
         for c, left in enumerate(range(0, tile.n, width)):
-            there = pl.ds(column * tile.n + left, width)
+            dst = pl.ds(column * tile.n + left, width)
             value = values(left, width)
 
-            @pl.when(whole)
-            def _(value=value, c=c, there=there):
+            @pl.when(full_tile)
+            def _(value=value, c=c, dst=dst):
                 gpu.wait_smem_to_gmem(1, wait_read_only=True)
                 swizzled[c % 2] = value
                 gpu.commit_smem()
-                gpu.copy_smem_to_gmem(swizzled.at[c % 2], target.at[:, there])
+                gpu.copy_smem_to_gmem(swizzled.at[c % 2], target.at[:, dst])
 
-            @pl.when(~whole)
-            def _(value=value, there=there):
+            @pl.when(~full_tile)
+            def _(value=value, dst=dst):
                 gpu.wait_smem_to_gmem(0, wait_read_only=True)
                 _compat.store_smem(plain, value)
                 gpu.commit_smem()
-                copy_rows(gpu, plain, target, begin, end, there, tile.m)
+                copy_rows(gpu, plain, target, begin, end, dst, tile.m)
 
     def write_sums(row, column, begin, end, used):
         slot, total = slot_of(used)
@@ -225,8 +227,8 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
 
     def write_tile(tile_at, steps, step, used):
         del steps, step
-        visit, column = tile_at
-        row, alive, begin, end = first[visit], live[visit] > 0, low[visit], high[visit]
+        tile_step, column = tile_at
+        row, alive, begin, end = first[tile_step], live[tile_step] > 0, low[tile_step], high[tile_step]
         if tile.cluster > 1:
             above = peer * tile.m
             row, begin, end = row + above, jnp.clip(begin - above, 0, tile.m), jnp.clip(end - above, 0, tile.m)
@@ -242,7 +244,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
     @pl.when(warpgroup == 0)
     def _():
         barriers = full, empty, done, read
-        multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products, cluster=tile.cluster)
+        multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, cluster=tile.cluster)
 
     @pl.when(warpgroup == 1)
     def _():
@@ -263,14 +265,14 @@ def grouped_matmul(
     tile: Tile,
     num_sms: int,
 ) -> jax.Array:
-    """As `reference.grouped_matmul`, without indices; tiles as on Hopper (`visit_spans`)."""
+    """As `reference.grouped_matmul`, without indices; tiles as on Hopper (`span_tile_steps`)."""
     gpu = _compat.mosaic_gpu()
     rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
-    halves = len(rhs)
+    num_rhs = len(rhs)
     width = min(tile.n, 128 // out_dtype.itemsize)
     own = tile.n // tile.cluster
     rhs_tile = (own, tile.k) if transpose_rhs else (tile.k, own)
-    operands = [*visit_spans(bounds, rows, tile.cluster * tile.m), lhs, *rhs]
+    operands = [*span_tile_steps(bounds, rows, tile.cluster * tile.m), lhs, *rhs]
     if row_scale is not None:
         operands.append(padded_scale(row_scale, tile.cluster * tile.m))
     tensor_core = {"num_arrivals": 1, "orders_tensor_core": True}
@@ -282,17 +284,17 @@ def grouped_matmul(
             tile=tile,
             transpose_rhs=transpose_rhs,
             activation=activation,
-            halves=halves,
+            num_rhs=num_rhs,
             scaled=row_scale is not None,
             num_sms=num_sms,
         ),
         out_type=_compat.out_struct((rows, n), out_dtype, lhs, *rhs),
         scratch_types=[
             smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
-            smem(gpu, (tile.stages, halves, *rhs_tile), lhs.dtype),
+            smem(gpu, (tile.stages, num_rhs, *rhs_tile), lhs.dtype),
             gpu.RefUnion(smem(gpu, (2, tile.m, width), out_dtype), gpu.SMEM((tile.m, width), out_dtype)),
-            gpu.TMEM((tile.m, 2 * halves * tile.n), jnp.float32, collective=tile.cluster > 1),
-            gpu.Barrier(num_arrivals=1 + halves, num_barriers=tile.stages),
+            gpu.TMEM((tile.m, 2 * num_rhs * tile.n), jnp.float32, collective=tile.cluster > 1),
+            gpu.Barrier(num_arrivals=1 + num_rhs, num_barriers=tile.stages),
             gpu.Barrier(num_barriers=tile.stages, **tensor_core),
             gpu.Barrier(num_barriers=2, **tensor_core),
             cluster_barrier(gpu, tile.cluster, num_barriers=2, **tensor_core),
@@ -307,16 +309,16 @@ def grouped_matmul(
 
 def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     k, n, groups = shape
-    bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, sums, full, empty, done, read, masked = refs
+    bounds, lhs, rhs, out, lhs_smem, rhs_smem, staging, acc, full, empty, done, read, masked = refs
     high, wide, stages = pl.cdiv(k, tile.cluster * tile.m), pl.cdiv(n, tile.n), tile.stages
     warpgroup, pair = lax.axis_index("warpgroup"), _pair(tile.cluster)
     multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
     clusters = cluster_count(num_sms, tile.cluster)
-    mine = lax.div(groups * high * wide - multiprocessor + (clusters - 1), jnp.int32(clusters))
+    num_own = lax.div(groups * high * wide - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
     def slot_of(used):
         slot = lax.rem(used, jnp.int32(2))
-        return slot, sums.at[:, pl.ds(slot * tile.n, tile.n)]
+        return slot, acc.at[:, pl.ds(slot * tile.n, tile.n)]
 
     def each_tile(work):
         """`work` on (group, strip of this block, column, its rows) of each tile, its steps, and the steps and live tiles before."""
@@ -325,22 +327,22 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
             step, used = before
             number = multiprocessor + i * clusters
             group = lax.div(number, jnp.int32(high * wide))
-            strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
+            strip, column = rasterize(number - group * (high * wide), jnp.int32(high), wide)
             rows = GroupRows.of(bounds, group, tile.k)
             work((group, strip * tile.cluster + peer, column, rows), rows.steps, step, used)
             return step + rows.steps, used + (rows.steps > 0).astype(jnp.int32)
 
-        lax.fori_loop(0, mine, one, (jnp.int32(0), jnp.int32(0)))
+        lax.fori_loop(0, num_own, one, (jnp.int32(0), jnp.int32(0)))
 
     def copies(tile_at, i, stage, barrier):
         _, strip, column, rows = tile_at
-        here = pl.ds(rows.first + i * tile.k, tile.k)
-        gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
+        src_slice = pl.ds(rows.first + i * tile.k, tile.k)
+        gpu.copy_gmem_to_smem(lhs.at[src_slice, pl.ds(strip * tile.m, tile.m)], lhs_smem.at[stage], barrier)
         own = tile.n // tile.cluster
-        right = rhs.at[here, pl.ds((column * tile.cluster + peer) * own, own)]
+        right = rhs.at[src_slice, pl.ds((column * tile.cluster + peer) * own, own)]
         gpu.copy_gmem_to_smem(right, rhs_smem.at[stage], barrier)
 
-    def products(tile_at, i, stage, total):
+    def matmuls(tile_at, i, stage, total):
         if not pair:
             low, high = tile_at[-1].span(i, tile.k)
 
@@ -388,8 +390,8 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         gpu.barrier_wait(done.at[slot])
 
         def values(left, width):
-            there = total.at[:, pl.ds(left, width)]
-            return gpu.async_load_tmem(there, layout=gpu.Layout.TCGEN05).astype(out.dtype)
+            dst = total.at[:, pl.ds(left, width)]
+            return gpu.async_load_tmem(dst, layout=gpu.Layout.TCGEN05).astype(out.dtype)
 
         write(target, column, values)
         gpu.wait_load_tmem()
@@ -414,7 +416,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     @pl.when(warpgroup == 0)
     def _():
         barriers, how = (full, empty, done, read), {"cluster": tile.cluster, "ready": masked if pair else None}
-        multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, products, **how)
+        multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, **how)
 
     @pl.when(warpgroup == 1)
     def _():

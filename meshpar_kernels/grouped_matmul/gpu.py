@@ -12,7 +12,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.grouped_matmul import blackwell, hopper
 from meshpar_kernels.grouped_matmul.gpu_parts import ROWS as PART
-from meshpar_kernels.grouped_matmul.gpu_parts import Tile, tile_columns, untiled
+from meshpar_kernels.grouped_matmul.gpu_parts import Tile, misaligned, tile_columns
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
 __all__ = [
@@ -89,19 +89,19 @@ def grouped_matmul_transpose(
 
 
 def pick_tile(
-    n: int, itemsize: int, halves: int = 1, *, cluster: int | None = None, pingpong: bool | None = None
+    n: int, itemsize: int, num_rhs: int = 1, *, cluster: int | None = None, pingpong: bool | None = None
 ) -> Tile:
     """The widest tile whose accumulators fit the registers and that leaves few columns empty.
 
     Args:
       n: columns of the result.
       itemsize: bytes of an element of the operands.
-      halves: matrices of each group, 1 or 2.
+      num_rhs: matrices of each group, 1 or 2.
       cluster, pingpong: as in `Tile`.
     """
-    widths = [w for w in (256, 128, 64) if w * halves <= _most_columns(pingpong)]
+    widths = [w for w in (256, 128, 64) if w * num_rhs <= _most_columns(pingpong)]
     width = next((w for w in widths if -(-n // w) * w <= 1.1 * n), widths[-1])
-    return make_tile(ROWS, INNER, width, itemsize, halves, cluster=cluster, pingpong=pingpong)
+    return make_tile(ROWS, INNER, width, itemsize, num_rhs, cluster=cluster, pingpong=pingpong)
 
 
 def _most_columns(pingpong: bool | None) -> int:
@@ -110,21 +110,21 @@ def _most_columns(pingpong: bool | None) -> int:
 
 
 def make_tile(
-    m: int, k: int, n: int, itemsize: int, halves: int = 1, stages: int | None = None, cluster: int | None = None,
+    m: int, k: int, n: int, itemsize: int, num_rhs: int = 1, stages: int | None = None, cluster: int | None = None,
     pingpong: bool | None = None,
 ) -> Tile:  # fmt: skip
     """A tile with so many stages; None: with as many as shared memory has room for, at most `MOST_STAGES`. Neither shared loads
     nor ping-pong where nothing is said of them."""
-    fitting = min(MOST_STAGES, _stages(m, k, n, itemsize, halves, cluster or 1))
+    fitting = min(MOST_STAGES, _stages(m, k, n, itemsize, num_rhs, cluster or 1))
     if pingpong:
         fitting -= fitting % hopper.CONSUMERS
     return Tile(m, n, k, fitting if stages is None else stages, cluster or 1, bool(pingpong))
 
 
-def _stages(m: int, k: int, n: int, itemsize: int, halves: int, cluster: int) -> int:
+def _stages(m: int, k: int, n: int, itemsize: int, num_rhs: int, cluster: int) -> int:
     """As many as shared memory has room for. Blackwell's blocks have their part of the columns of a cluster's tile."""
     columns = n // cluster if _compat.gpu_architecture()[0] == 10 else n
-    return (SMEM_BYTES - STAGING_BYTES) // max((m + halves * columns) * k * itemsize, 1)
+    return (SMEM_BYTES - STAGING_BYTES) // max((m + num_rhs * columns) * k * itemsize, 1)
 
 
 def make_transpose_tile(tile: tuple[int, int, int], itemsize: int, **options: Any) -> Tile:
@@ -134,31 +134,39 @@ def make_transpose_tile(tile: tuple[int, int, int], itemsize: int, **options: An
 
 
 def matmul_unsupported(
-    lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, halves: int, *, k: int, n: int, transpose_rhs: bool
+    lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, num_rhs: int, *, k: int, n: int, transpose_rhs: bool
 ) -> Unsupported:
     """Why the GPU kernels cannot multiply these operands.
 
     Args:
       lhs: one operand, whose rows are brought to what the kernel takes; the other has its dtype.
-      halves: matrices of each group, 1 or 2.
+      num_rhs: matrices of each group, 1 or 2.
       k, n: contracted elements, and columns of the result.
     """
     columns = tile_columns(lhs.dtype.itemsize)
     cut = ALIGNMENT if transpose_rhs else columns  # of the weights' dim of N
-    reasons = untiled(K=(k, columns, ALIGNMENT), N=(n, cut, tile_columns(out_dtype.itemsize)))
+    reasons = misaligned(K=(k, columns, ALIGNMENT), N=(n, cut, tile_columns(out_dtype.itemsize)))
     row = k if transpose_rhs else n
-    return _unsupported(lhs, out_dtype, tile, halves, reasons, k=k, row=row, columns=n)
+    return _unsupported(lhs, out_dtype, tile, num_rhs, reasons, k=k, row=row, columns=n)
 
 
 def transpose_unsupported(lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, *, k: int, n: int) -> Unsupported:
     """The same of the transpose, whose result is [G, k, n]."""
     columns = tile_columns(lhs.dtype.itemsize)
-    reasons = untiled(K=(k, columns, ALIGNMENT), N=(n, columns, tile_columns(out_dtype.itemsize)))
+    reasons = misaligned(K=(k, columns, ALIGNMENT), N=(n, columns, tile_columns(out_dtype.itemsize)))
     return _unsupported(lhs, out_dtype, tile, 1, reasons, k=k, row=n, columns=n)
 
 
 def _unsupported(
-    lhs: jax.Array, out_dtype: jnp.dtype, tile: Tile, halves: int, reasons: list[str], *, k: int, row: int, columns: int
+    lhs: jax.Array,
+    out_dtype: jnp.dtype,
+    tile: Tile,
+    num_rhs: int,
+    reasons: list[str],
+    *,
+    k: int,
+    row: int,
+    columns: int,
 ) -> Unsupported:
     """`reasons`, and what both products refuse.
 
@@ -174,12 +182,12 @@ def _unsupported(
         f"{name}: rows of {n} bytes are no multiple of {ROW_BYTES}" for name, n in rows.items() if n % ROW_BYTES
     ]
     most, fewest = _most_columns(tile.pingpong), 4 if tile.pingpong else 2
-    if tile.m != ROWS or tile.k % INNER or tile.n % 64 or not 0 < tile.n * halves <= most:
+    if tile.m != ROWS or tile.k % INNER or tile.n % 64 or not 0 < tile.n * num_rhs <= most:
         reasons.append(
             f"tile ({tile.m}, {tile.k}, {tile.n}): the kernel takes {ROWS} rows, multiples of {INNER} contracted "
-            f"elements and of 64 columns, at most {most // halves}{' with pingpong' * tile.pingpong}"
+            f"elements and of 64 columns, at most {most // num_rhs}{' with pingpong' * tile.pingpong}"
         )
-    elif (fitting := _stages(tile.m, tile.k, tile.n, lhs.dtype.itemsize, halves, tile.cluster)) < fewest:
+    elif (fitting := _stages(tile.m, tile.k, tile.n, lhs.dtype.itemsize, num_rhs, tile.cluster)) < fewest:
         number = {2: "two", 4: "four"}[fewest]
         reasons.append(f"tile ({tile.m}, {tile.k}, {tile.n}): {number} stages of it do not fit shared memory")
     elif not fewest <= tile.stages <= fitting:

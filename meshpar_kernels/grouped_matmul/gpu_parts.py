@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
 __all__ = [
-    "BAND",
     "PEER",
+    "RASTER_GROUP",
     "ROWS",
     "GroupRows",
     "Tile",
@@ -26,18 +26,18 @@ __all__ = [
     "cluster_grid",
     "copy_rows",
     "mask_rows",
+    "misaligned",
     "peer_index",
-    "place",
+    "rasterize",
     "ring",
     "smem",
     "tile_columns",
-    "untiled",
 ]
 
 ROWS = 64
 """Rows of one `wgmma`, and of what one warpgroup masks at a time."""
 
-BAND = 16
+RASTER_GROUP = 16
 """Visits that share a stretch of columns before the next: both operands of it stay in the L2 cache."""
 
 PEER = "peer"
@@ -87,15 +87,15 @@ def peer_index(cluster: int) -> Any:
     return lax.axis_index(PEER) if cluster > 1 else 0
 
 
-def activate(products: Sequence[jax.Array], activation: str | None) -> jax.Array:
+def activate(matmuls: Sequence[jax.Array], activation: str | None) -> jax.Array:
     """`reference.activate` of what the compilers know: exponentials, which may overflow to a quotient of 0."""
-    x = products[0]
+    x = matmuls[0]
     if activation == "relu":
         x = jnp.maximum(x, 0.0)
     elif activation is not None:  # gelu: (1 + tanh(u)) / 2 is the logistic function of 2u
         slope = x if activation == "silu" else GELU * (x + 0.044715 * x * x * x)
         x = x / (1.0 + jnp.exp(-slope))
-    return x if len(products) == 1 else x * products[1]
+    return x if len(matmuls) == 1 else x * matmuls[1]
 
 
 def smem(gpu: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -114,7 +114,7 @@ def tile_columns(itemsize: int) -> int:
     return 128 // itemsize
 
 
-def untiled(**sizes: tuple[int, ...]) -> list[str]:
+def misaligned(**sizes: tuple[int, ...]) -> list[str]:
     """Why the copy engine cannot cut arrays into the tiles of shared memory: it cuts what is longer than a tile.
 
     Args:
@@ -134,11 +134,11 @@ def copy_rows(gpu: Any, source: Any, target: Any, low: jax.Array, high: jax.Arra
     number = high - low
     length = 1 << (rows.bit_length() - 1)
     while length:
-        here = low
+        src_slice = low
 
         @pl.when((number & length) != 0)
-        def _(here=here, length=length):
-            gpu.copy_smem_to_gmem(source.at[pl.ds(here, length)], target.at[pl.ds(here, length), columns])
+        def _(src_slice=src_slice, length=length):
+            gpu.copy_smem_to_gmem(source.at[pl.ds(src_slice, length)], target.at[pl.ds(src_slice, length), columns])
 
         low = low + (number & length)
         length //= 2
@@ -148,13 +148,13 @@ def ring(stages: int, step: jax.Array) -> jax.Array:
     return lax.rem(step, jnp.int32(stages))
 
 
-def place(tile: jax.Array, visits: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
-    """Visit and column tile of the tile with this number: `BAND` visits go through all columns together."""
-    band = lax.div(tile, jnp.int32(BAND * columns))
-    height = jnp.minimum(BAND, visits - band * BAND)
-    rest = tile - band * (BAND * columns)
+def rasterize(tile: jax.Array, tile_steps: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
+    """Visit and column tile of the tile with this number: `RASTER_GROUP` visits go through all columns together."""
+    raster_group = lax.div(tile, jnp.int32(RASTER_GROUP * columns))
+    height = jnp.minimum(RASTER_GROUP, tile_steps - raster_group * RASTER_GROUP)
+    rest = tile - raster_group * (RASTER_GROUP * columns)
     column = lax.div(rest, height)
-    return band * BAND + (rest - column * height), column
+    return raster_group * RASTER_GROUP + (rest - column * height), column
 
 
 def chunks(value: jax.Array, column: jax.Array, width: int) -> list[tuple[jax.Array, Any]]:
@@ -169,8 +169,8 @@ def mask_rows(gpu: Any, values: Any, low: jax.Array, high: jax.Array) -> None:
     row = gpu.broadcasted_iota(jnp.int32, (rows, ROWS), 0, layout=gpu.Layout.WGMMA)
     for left in range(0, columns, ROWS):
         part = values.at[:, pl.ds(left, ROWS)]
-        there = gpu.layout_cast(part[...], gpu.Layout.WGMMA)
-        part[...] = jnp.where((row >= low) & (row < high), there, jnp.zeros_like(there))
+        dst = gpu.layout_cast(part[...], gpu.Layout.WGMMA)
+        part[...] = jnp.where((row >= low) & (row < high), dst, jnp.zeros_like(dst))
 
 
 class GroupRows(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul.products import Options, gather, product, transpose_product
+from meshpar_kernels.grouped_matmul.matmuls import Options, gather, matmul, transpose_product
 from meshpar_kernels.grouped_matmul.reference import activate
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
 
@@ -55,7 +55,7 @@ _constant.defvjp(_constant_fwd, lambda name, _, grad: (grad,), symbolic_zeros=Tr
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(options, lhs, rhs, rhs_scale, group_sizes, group_offset, lhs_indices, index_rows, row_scale):
     del index_rows
-    return product(options, lhs, rhs, group_sizes, group_offset, row_scale, lhs_indices, rhs_scale)
+    return matmul(options, lhs, rhs, group_sizes, group_offset, row_scale, lhs_indices, rhs_scale)
 
 
 def _plain(options: Options, lhs: jax.Array) -> Options:
@@ -63,9 +63,9 @@ def _plain(options: Options, lhs: jax.Array) -> Options:
     return dataclasses.replace(options, activation=None, out_dtype=lhs.dtype, **chosen)
 
 
-def _activated(options: Options, products: Sequence[jax.Array]):
+def _activated(options: Options, matmuls: Sequence[jax.Array]):
     """`activate` in float32, and its pullback."""
-    return jax.vjp(lambda *p: activate(p, options.activation), *(p.astype(jnp.float32) for p in products))
+    return jax.vjp(lambda *p: activate(p, options.activation), *(p.astype(jnp.float32) for p in matmuls))
 
 
 def _matmul_fwd(options, *args):
@@ -74,15 +74,15 @@ def _matmul_fwd(options, *args):
     if options.activation is None and len(rhs) == 1:
         return _matmul(options, *args), ([], *args)
     rows = gather(options, lhs, indices)
-    products = [
-        product(_plain(options, lhs), rows, [m], group_sizes, group_offset, None, rhs_scale=s)
+    matmuls = [
+        matmul(_plain(options, lhs), rows, [m], group_sizes, group_offset, None, rhs_scale=s)
         for m, s in _with_scales(rhs, rhs_scale)
     ]
-    value = _activated(options, products)[0]
+    value = _activated(options, matmuls)[0]
     if row_scale is not None:
         scale = _in_a_group(row_scale.astype(jnp.float32), len(rows), group_sizes, group_offset, rhs[0].shape[0])
         value = value * scale[:, None]
-    return value.astype(options.out_dtype), (products, *args)
+    return value.astype(options.out_dtype), (matmuls, *args)
 
 
 def _with_scales(rhs: Sequence[jax.Array], rhs_scale: Sequence[jax.Array]):
@@ -92,7 +92,7 @@ def _with_scales(rhs: Sequence[jax.Array], rhs_scale: Sequence[jax.Array]):
 
 def _matmul_bwd(options, saved, grad):
     """Quantized weights have none."""
-    products, lhs, rhs, rhs_scale, group_sizes, group_offset, indices, index_rows, row_scale = saved
+    matmuls, lhs, rhs, rhs_scale, group_sizes, group_offset, indices, index_rows, row_scale = saved
     plain = _plain(options, lhs)
     back = dataclasses.replace(plain, transpose_rhs=not options.transpose_rhs, transpose_scale=True)
     groups = rhs[0].shape[0]
@@ -100,8 +100,8 @@ def _matmul_bwd(options, saved, grad):
     total = rows.shape[0]
 
     grad_scale, scale, grads = None, row_scale, [grad]
-    if products:
-        value, pull = _activated(options, products)
+    if matmuls:
+        value, pull = _activated(options, matmuls)
         grad = grad.astype(jnp.float32)
         if row_scale is not None:
             grad_scale = _row_dots(grad, value)
@@ -110,7 +110,7 @@ def _matmul_bwd(options, saved, grad):
     grads = [g.astype(lhs.dtype) for g in grads]
 
     parts = [
-        product(back, g, [m], group_sizes, group_offset, None, rhs_scale=s)
+        matmul(back, g, [m], group_sizes, group_offset, None, rhs_scale=s)
         for g, (m, s) in zip(grads, _with_scales(rhs, rhs_scale), strict=True)
     ]
     grad_rows = parts[0]
@@ -132,8 +132,8 @@ def _matmul_bwd(options, saved, grad):
     if index_rows is not None:
         grad_lhs = gather(options, grad_rows, index_rows)
     elif indices is not None:
-        here = (indices >= 0) & (indices < lhs.shape[0])
-        target = jnp.where(here, indices, lhs.shape[0])
+        in_range = (indices >= 0) & (indices < lhs.shape[0])
+        target = jnp.where(in_range, indices, lhs.shape[0])
         grad_lhs = jnp.zeros(lhs.shape, jnp.float32).at[target].add(grad_rows.astype(jnp.float32), mode="drop")
     return (
         grad_lhs.astype(lhs.dtype),
@@ -166,8 +166,8 @@ def _transpose_bwd(options, groups, saved, grad):
     grad = grad.astype(lhs.dtype)
     forward = _plain(options, lhs)
     back = dataclasses.replace(forward, transpose_rhs=True)
-    grad_lhs = product(back, rhs, [grad], group_sizes, group_offset, row_scale)
-    grad_rhs = product(forward, lhs, [grad], group_sizes, group_offset, None)
+    grad_lhs = matmul(back, rhs, [grad], group_sizes, group_offset, row_scale)
+    grad_rhs = matmul(forward, lhs, [grad], group_sizes, group_offset, None)
     grad_scale = None
     if row_scale is not None:
         total = lhs.shape[0]

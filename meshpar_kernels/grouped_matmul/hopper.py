@@ -52,12 +52,12 @@ from meshpar_kernels.grouped_matmul.gpu_parts import (
     copy_rows,
     mask_rows,
     peer_index,
-    place,
+    rasterize,
     ring,
     smem,
 )
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
-from meshpar_kernels.grouped_matmul.schedule import visit_spans
+from meshpar_kernels.grouped_matmul.schedule import span_tile_steps
 
 __all__ = ["CONSUMERS", "grouped_matmul", "grouped_matmul_transpose", "load_stages", "multiply_stages"]
 
@@ -92,13 +92,13 @@ def _drain(gpu: Any, step, stages: int, empty, base: int = 0) -> None:
     lax.fori_loop(0, jnp.minimum(step, stages), one, None)
 
 
-def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, products, base: Any = 0) -> jax.Array:
-    """Multiply as the stages fill; `products(i, slot)` starts the products of step i. The ring as in `load_stages`."""
+def multiply_stages(gpu: Any, step, steps, stages: int, full, empty, matmuls, base: Any = 0) -> jax.Array:
+    """Multiply as the stages fill; `matmuls(i, slot)` starts the products of step i. The ring as in `load_stages`."""
 
     def one(i, step):
         slot = base + ring(stages, step)
         gpu.barrier_wait(full.at[slot])
-        products(i, slot)
+        matmuls(i, slot)
         gpu.wgmma_wait(1)
 
         @pl.when(i > 0)
@@ -136,40 +136,40 @@ def _shared(tile: Tile) -> dict[str, Any]:
     return {"collective_axes": PEER} if tile.cluster > 1 else {}
 
 
-def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, scaled, num_sms):
+def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, scaled, num_sms):
     k, n = shape
     first, low, high, group, live, number, lhs, *refs = refs
-    rhs, refs = refs[:halves], refs[halves:]
+    rhs, refs = refs[:num_rhs], refs[num_rhs:]
     scale = refs.pop(0) if scaled else None
     out, lhs_smem, rhs_smem, staging, full, empty = refs
     columns = pl.cdiv(pl.cdiv(n, tile.n), tile.cluster)  # of clusters
     warpgroup = lax.axis_index("warpgroup")
     multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
     clusters = cluster_count(num_sms, tile.cluster)
-    visits = number[0]
-    mine = lax.div(visits * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
+    tile_steps = number[0]
+    num_own = lax.div(tile_steps * columns - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
     def each_tile(work):
         def one(i, step):
-            visit, column = place(multiprocessor + i * clusters, visits, columns)
-            return work(visit, column * tile.cluster + peer, live[visit] * pl.cdiv(k, tile.k), step)
+            tile_step, column = rasterize(multiprocessor + i * clusters, tile_steps, columns)
+            return work(tile_step, column * tile.cluster + peer, live[tile_step] * pl.cdiv(k, tile.k), step)
 
-        return lax.fori_loop(0, mine, one, jnp.int32(0))
+        return lax.fori_loop(0, num_own, one, jnp.int32(0))
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
         gpu.set_max_registers(40, action="decrease")
 
-        def load(visit, column, steps, step):
-            row, g = first[visit], group[visit]
+        def load(tile_step, column, steps, step):
+            row, g = first[tile_step], group[tile_step]
 
             def copies(i, slot, barrier):
                 inner = pl.ds(i * tile.k, tile.k)
                 gpu.copy_gmem_to_smem(lhs.at[pl.ds(row, tile.m), inner], lhs_smem.at[slot], barrier, **_shared(tile))
                 outer = pl.ds(column * tile.n, tile.n)
-                here = (g, outer, inner) if transpose_rhs else (g, inner, outer)
+                src_slice = (g, outer, inner) if transpose_rhs else (g, inner, outer)
                 for half, matrix in enumerate(rhs):
-                    gpu.copy_gmem_to_smem(matrix.at[here], rhs_smem.at[slot, half], barrier)
+                    gpu.copy_gmem_to_smem(matrix.at[src_slice], rhs_smem.at[slot, half], barrier)
 
             return load_stages(gpu, step, steps, tile.stages, full, empty, copies)
 
@@ -182,26 +182,26 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
         gpu.set_max_registers(232, action="increase")
         part = pl.ds(warpgroup * ROWS, ROWS)
 
-        def compute(visit, column, steps, step):
-            row = first[visit] + warpgroup * ROWS
-            begin = jnp.clip(low[visit] - warpgroup * ROWS, 0, ROWS)
-            end = jnp.clip(high[visit] - warpgroup * ROWS, 0, ROWS)
+        def compute(tile_step, column, steps, step):
+            row = first[tile_step] + warpgroup * ROWS
+            begin = jnp.clip(low[tile_step] - warpgroup * ROWS, 0, ROWS)
+            end = jnp.clip(high[tile_step] - warpgroup * ROWS, 0, ROWS)
 
-            def products(sums):
+            def matmuls(acc):
                 def start(_, slot):
-                    for half, total in enumerate(sums):
+                    for half, total in enumerate(acc):
                         weights = rhs_smem.at[slot, half]
                         weights = _compat.transpose_ref(weights) if transpose_rhs else weights
                         gpu.wgmma(total, lhs_smem.at[slot, part], weights)
 
                 return start
 
-            def with_sums(*sums):
-                multiply_stages(gpu, step, steps, tile.stages, full, empty, products(sums))
-                value = activate([total[...] for total in sums], activation)
+            def with_sums(*acc):
+                multiply_stages(gpu, step, steps, tile.stages, full, empty, matmuls(acc))
+                value = activate([total[...] for total in acc], activation)
                 if scaled:
                     factor = _compat.load_gmem(scale, pl.ds(row, ROWS), gpu.Layout.WGMMA.reduce(1))
-                    factor = jnp.where(live[visit] > 0, factor, 0.0)
+                    factor = jnp.where(live[tile_step] > 0, factor, 0.0)
                     value = value * lax.broadcast_in_dim(factor, value.shape, [0])
                 for w, (swizzled, plain) in enumerate(staging):
 
@@ -211,7 +211,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, halves, s
 
             @pl.when(end > begin)
             def _():
-                pl.run_scoped(with_sums, *[gpu.ACC((ROWS, tile.n), jnp.float32)] * halves)
+                pl.run_scoped(with_sums, *[gpu.ACC((ROWS, tile.n), jnp.float32)] * num_rhs)
 
             @pl.when(end <= begin)
             def _():
@@ -231,31 +231,31 @@ def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, sta
     """
     slots, _, width = staging.shape
     parts = chunks(value, column, width)
-    for c, (chunk, there) in enumerate(parts):
+    for c, (chunk, dst) in enumerate(parts):
         gpu.wait_smem_to_gmem(0 if c == 0 and len(parts) % slots else slots - 1, wait_read_only=True)
         staging[c % slots] = chunk
         gpu.commit_smem()
-        gpu.copy_smem_to_gmem(staging.at[c % slots], target.at[:, there])
+        gpu.copy_smem_to_gmem(staging.at[c % slots], target.at[:, dst])
 
 
 def _store(gpu: Any, value, out, row, column, begin, end, whole_staging, staging) -> None:
     """Write the rows [begin, end) of a warpgroup's part. The two stagings are the same memory."""
     value = value.astype(out.dtype)
     target = out.at[pl.ds(row, ROWS)]
-    whole = (begin == 0) & (end == ROWS)
+    full_tile = (begin == 0) & (end == ROWS)
     gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(whole)
+    @pl.when(full_tile)
     def _():
         _store_whole(gpu, value, target, column, whole_staging)
 
-    @pl.when(~whole)
+    @pl.when(~full_tile)
     def _():
-        for chunk, there in chunks(value, column, staging.shape[1]):
+        for chunk, dst in chunks(value, column, staging.shape[1]):
             gpu.wait_smem_to_gmem(0, wait_read_only=True)
             _compat.store_smem(staging, chunk)
             gpu.commit_smem()
-            copy_rows(gpu, staging, target, begin, end, there, ROWS)
+            copy_rows(gpu, staging, target, begin, end, dst, ROWS)
 
 
 def grouped_matmul(
@@ -273,15 +273,15 @@ def grouped_matmul(
 ) -> jax.Array:
     """As `reference.grouped_matmul`, without indices.
 
-    Tiles begin with a group, where a copy may begin (`visit_spans`); a warpgroup whose half of a tile has no row of the
+    Tiles begin with a group, where a copy may begin (`span_tile_steps`); a warpgroup whose half of a tile has no row of the
     group does not multiply. What other groups' rows in a tile make is not written.
     """
     gpu = _compat.mosaic_gpu()
     rows, k, n, _, bounds = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
-    halves = len(rhs)
+    num_rhs = len(rhs)
     width = min(tile.n, 128 // out_dtype.itemsize)
     rhs_tile = (tile.n, tile.k) if transpose_rhs else (tile.k, tile.n)
-    operands = [*visit_spans(bounds, rows, tile.m), lhs, *rhs]
+    operands = [*span_tile_steps(bounds, rows, tile.m), lhs, *rhs]
     if row_scale is not None:
         operands.append(padded_scale(row_scale, tile.m))
     kernel = functools.partial(
@@ -291,7 +291,7 @@ def grouped_matmul(
         tile=tile,
         transpose_rhs=transpose_rhs,
         activation=activation,
-        halves=halves,
+        num_rhs=num_rhs,
         scaled=row_scale is not None,
         num_sms=num_sms,
     )
@@ -300,9 +300,9 @@ def grouped_matmul(
         out_type=_compat.out_struct((rows, n), out_dtype, lhs, *rhs),
         scratch_types=[
             smem(gpu, (tile.stages, tile.m, tile.k), lhs.dtype),
-            smem(gpu, (tile.stages, halves, *rhs_tile), lhs.dtype),
+            smem(gpu, (tile.stages, num_rhs, *rhs_tile), lhs.dtype),
             [gpu.RefUnion(smem(gpu, (2, ROWS, width), out_dtype), gpu.SMEM((ROWS, width), out_dtype))] * CONSUMERS,
-            gpu.Barrier(num_arrivals=1 + halves, num_barriers=tile.stages),
+            gpu.Barrier(num_arrivals=1 + num_rhs, num_barriers=tile.stages),
             cluster_barrier(gpu, tile.cluster, num_arrivals=CONSUMERS, num_barriers=tile.stages),
         ],
         **cluster_grid(num_sms, tile.cluster),
@@ -333,15 +333,15 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     multiprocessor, peer = lax.axis_index("multiprocessor"), peer_index(tile.cluster)
     clusters = cluster_count(num_sms, tile.cluster)
     tiles = groups * high * wide
-    mine = lax.div(tiles - multiprocessor + (clusters - 1), jnp.int32(clusters))
+    num_own = lax.div(tiles - multiprocessor + (clusters - 1), jnp.int32(clusters))
 
     def tile_at(i):
         """Group, first column of lhs, column tile of rhs and rows of the i-th tile here; no rows beyond the last."""
         number = jnp.minimum(multiprocessor + i * clusters, tiles - 1)
         group = lax.div(number, jnp.int32(high * wide))
-        strip, column = place(number - group * (high * wide), jnp.int32(high), wide)
+        strip, column = rasterize(number - group * (high * wide), jnp.int32(high), wide)
         rows = GroupRows.of(bounds, group, tile.k)
-        rows = rows._replace(steps=jnp.where(i < mine, rows.steps, 0))
+        rows = rows._replace(steps=jnp.where(i < num_own, rows.steps, 0))
         return group, (strip * tile.cluster + peer) * tile.m, column, rows
 
     @pl.when(warpgroup == CONSUMERS)
@@ -352,18 +352,18 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
             _, left, column, rows = tile_at(i)
 
             def copies(i, slot, barrier):
-                here = pl.ds(rows.first + i * tile.k, tile.k)
-                gpu.copy_gmem_to_smem(lhs.at[here, pl.ds(left, tile.m)], lhs_smem.at[slot], barrier)
-                right = rhs.at[here, pl.ds(column * tile.n, tile.n)]
+                src_slice = pl.ds(rows.first + i * tile.k, tile.k)
+                gpu.copy_gmem_to_smem(lhs.at[src_slice, pl.ds(left, tile.m)], lhs_smem.at[slot], barrier)
+                right = rhs.at[src_slice, pl.ds(column * tile.n, tile.n)]
                 gpu.copy_gmem_to_smem(right, rhs_smem.at[slot], barrier, **_shared(tile))
 
             return load_stages(gpu, step, rows.steps, stages, full, empty, copies, base)
 
-        def one(turn, loaded):
-            return tuple(load(turn * rings + r, step, r * stages) for r, step in enumerate(loaded))
+        def one(round_index, loaded):
+            return tuple(load(round_index * rings + r, step, r * stages) for r, step in enumerate(loaded))
 
-        turns = lax.div(mine + (rings - 1), jnp.int32(rings))
-        loaded = lax.fori_loop(0, turns, one, (jnp.int32(0),) * rings)
+        rounds = lax.div(num_own + (rings - 1), jnp.int32(rings))
+        loaded = lax.fori_loop(0, rounds, one, (jnp.int32(0),) * rings)
         for r, step in enumerate(loaded):
             if tile.cluster > 1:
                 _drain(gpu, step, stages, empty, r * stages)
@@ -375,8 +375,8 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         part = warpgroup if rings == 1 else 0
         height = tile.m // together
 
-        def compute(turn, step):
-            group, left, column, rows = tile_at(turn * rings + r)
+        def compute(round_index, step):
+            group, left, column, rows = tile_at(round_index * rings + r)
 
             def with_sums(total):
                 def start(i, slot):
@@ -409,7 +409,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
             pl.run_scoped(with_sums, gpu.ACC((height, tile.n), jnp.float32))
             return step + rows.steps
 
-        lax.fori_loop(0, lax.div(mine - r + (rings - 1), jnp.int32(rings)), compute, jnp.int32(0))
+        lax.fori_loop(0, lax.div(num_own - r + (rings - 1), jnp.int32(rings)), compute, jnp.int32(0))
         gpu.wait_smem_to_gmem(0)
 
 

@@ -38,10 +38,10 @@ ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def activate(products: Sequence[jax.Array], activation: str | None) -> jax.Array:
+def activate(matmuls: Sequence[jax.Array], activation: str | None) -> jax.Array:
     """Of the products with each of the matrices, float32 [M, N]: act(first), times the second if there are two."""
-    value = ACTIVATIONS[activation](products[0])
-    return value if len(products) == 1 else value * products[1]
+    value = ACTIVATIONS[activation](matmuls[0])
+    return value if len(matmuls) == 1 else value * matmuls[1]
 
 
 def gather_rows(lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
@@ -50,8 +50,8 @@ def gather_rows(lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
         return lhs
     if lhs.shape[0] == 0:
         return jnp.zeros((indices.shape[0], lhs.shape[1]), lhs.dtype)
-    here = (indices >= 0) & (indices < lhs.shape[0])
-    return jnp.where(here[:, None], lhs[jnp.where(here, indices, 0)], 0)
+    in_range = (indices >= 0) & (indices < lhs.shape[0])
+    return jnp.where(in_range[:, None], lhs[jnp.where(in_range, indices, 0)], 0)
 
 
 def dequantized(
@@ -100,23 +100,23 @@ def grouped_matmul(
         return [dequantized(m[g], s[g], jnp.float32, **how) for m, s in zip(rhs, rhs_scale, strict=True)]
 
     def one(g, totals):
-        mine = (row >= bounds[g]) & (row < bounds[g + 1])
-        products = [
+        in_group = (row >= bounds[g]) & (row < bounds[g + 1])
+        matmuls = [
             jnp.dot(
-                jnp.where(mine, lhs, 0),
+                jnp.where(in_group, lhs, 0),
                 matrix.T if transpose_rhs else matrix,
                 precision=precision(lhs.dtype),
                 preferred_element_type=jnp.float32,
             )
             for matrix in matrices(g)
         ]
-        return [jnp.where(mine, product, total) for product, total in zip(products, totals, strict=True)]
+        return [jnp.where(in_group, matmul, total) for matmul, total in zip(matmuls, totals, strict=True)]
 
     totals = [jnp.zeros((rows, width), jnp.float32)] * len(rhs)
     total = activate(lax.fori_loop(0, groups, one, totals), activation)
     if row_scale is not None:
-        mine = (row >= bounds[0]) & (row < bounds[-1])
-        total = jnp.where(mine, total * row_scale[:, None], 0.0)
+        in_group = (row >= bounds[0]) & (row < bounds[-1])
+        total = jnp.where(in_group, total * row_scale[:, None], 0.0)
     return total.astype(out_dtype)
 
 
@@ -138,10 +138,10 @@ def grouped_matmul_transpose(
         rhs = (rhs.astype(jnp.float32) * row_scale[:, None]).astype(rhs.dtype)
 
     def one(g):
-        mine = (row >= bounds[g]) & (row < bounds[g + 1])
+        in_group = (row >= bounds[g]) & (row < bounds[g + 1])
         return jnp.dot(
-            jnp.where(mine, lhs, 0).T,
-            jnp.where(mine, rhs, 0),
+            jnp.where(in_group, lhs, 0).T,
+            jnp.where(in_group, rhs, 0),
             precision=precision(lhs.dtype),
             preferred_element_type=jnp.float32,
         ).astype(out_dtype)

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 __all__ = [
     "ALIGNMENT",
     "Spans",
-    "Visits",
+    "TileSteps",
     "executed_rows",
     "executed_span_rows",
     "group_bounds",
-    "visit_groups",
-    "visit_rows",
-    "visit_spans",
+    "group_tile_steps",
+    "row_tile_steps",
+    "span_tile_steps",
 ]
 
 
-class Visits(NamedTuple):
+class TileSteps(NamedTuple):
     """Visits in the order of the rows; each is a row tile and a group with rows in it.
 
     All int32. Only the first `number` entries of the [V] arrays mean something.
@@ -71,19 +71,19 @@ def _list(
     first = jnp.clip(start // tile, 0, tiles - 1)
     number = jnp.where(end > start, (end - 1) // tile - first + 1, wanted.astype(jnp.int32))
     until = jnp.cumsum(number, dtype=jnp.int32)
-    visit = jnp.minimum(jnp.arange(length, dtype=jnp.int32), until[-1] - 1)
-    segment = (visit[:, None] >= until[None, :]).sum(1, dtype=jnp.int32)
-    mine = segment[:, None] == jnp.arange(start.shape[0], dtype=jnp.int32)[None, :]
+    tile_step = jnp.minimum(jnp.arange(length, dtype=jnp.int32), until[-1] - 1)
+    segment = (tile_step[:, None] >= until[None, :]).sum(1, dtype=jnp.int32)
+    in_group = segment[:, None] == jnp.arange(start.shape[0], dtype=jnp.int32)[None, :]
 
     def pick(values):
         """`values[segment]`; as a gather it would be one small program for each element on TPU."""
-        return jnp.where(mine, values[None, :], 0).sum(1, dtype=jnp.int32)
+        return jnp.where(in_group, values[None, :], 0).sum(1, dtype=jnp.int32)
 
-    tile_of = pick(first - (until - number)) + visit
+    tile_of = pick(first - (until - number)) + tile_step
     return segment, tile_of, pick(start), pick(end), until[-1]
 
 
-def visit_rows(bounds: jax.Array, rows: int, tile: int) -> Visits:
+def row_tile_steps(bounds: jax.Array, rows: int, tile: int) -> TileSteps:
     """Visits that meet every row of the result exactly once, as [M, N] needs them.
 
     Segments are the rows before the local groups, each group, and the rows after; empty ones are
@@ -106,10 +106,10 @@ def visit_rows(bounds: jax.Array, rows: int, tile: int) -> Visits:
     last = jnp.max(jnp.where(has_rows, jnp.arange(groups, dtype=jnp.int32), 0))
     first = jnp.argmax(has_rows).astype(jnp.int32)
     group = jnp.clip(segment - 1, first, last)
-    return Visits(tile_of, group, begin, stop, live.astype(jnp.int32), number)
+    return TileSteps(tile_of, group, begin, stop, live.astype(jnp.int32), number)
 
 
-def visit_groups(bounds: jax.Array, rows: int, tile: int) -> Visits:
+def group_tile_steps(bounds: jax.Array, rows: int, tile: int) -> TileSteps:
     """Visits that meet every group, an empty one once, as [G, K, N] needs them.
 
     At most ⌈rows / tile⌉ + groups visits.
@@ -119,7 +119,7 @@ def visit_groups(bounds: jax.Array, rows: int, tile: int) -> Visits:
     length = -(-rows // tile) + groups
     wanted = jnp.ones(groups, bool)
     group, tile_of, begin, stop, number = _list(start, end, wanted, length, rows, tile)
-    return Visits(tile_of, group, begin, stop, (stop > begin).astype(jnp.int32), number)
+    return TileSteps(tile_of, group, begin, stop, (stop > begin).astype(jnp.int32), number)
 
 
 ALIGNMENT = 8
@@ -133,8 +133,8 @@ class Spans(NamedTuple):
     Attributes:
       first: first row of the tile, which lies within the array if that has `tile` rows.
       low, high: the rows [low, high) of the tile that are the visit's, counted from `first`.
-      group: as in `Visits`.
-      live: as in `Visits`.
+      group: as in `TileSteps`.
+      live: as in `TileSteps`.
       number: [1] how many visits there are.
     """
 
@@ -146,11 +146,11 @@ class Spans(NamedTuple):
     number: jax.Array
 
 
-def visit_spans(bounds: jax.Array, rows: int, tile: int) -> Spans:
+def span_tile_steps(bounds: jax.Array, rows: int, tile: int) -> Spans:
     """Visits that meet every row of the result once, for kernels whose loads begin at any multiple of `ALIGNMENT` rows.
 
     A group's tiles begin at the last such row before it, or where the array ends a tile later, so at most its first and its last
-    tile are incomplete. Segments as in `visit_rows`; at most ⌈(rows + (`ALIGNMENT` - 1) · (groups + 1)) / tile⌉ + groups + 1
+    tile are incomplete. Segments as in `row_tile_steps`; at most ⌈(rows + (`ALIGNMENT` - 1) · (groups + 1)) / tile⌉ + groups + 1
     visits.
 
     Args:
@@ -164,10 +164,10 @@ def visit_spans(bounds: jax.Array, rows: int, tile: int) -> Spans:
     length = -(-(rows + (ALIGNMENT - 1) * (groups + 1)) // tile) + groups + 1
     aligned = start // ALIGNMENT * ALIGNMENT
     until = jnp.cumsum(jnp.where(end > start, -(-(end - aligned) // tile), 0), dtype=jnp.int32)
-    visit = jnp.minimum(jnp.arange(length, dtype=jnp.int32), until[-1] - 1)
-    segment = (visit[:, None] >= until[None, :]).sum(1, dtype=jnp.int32)
-    place = visit - jnp.where(segment > 0, until[jnp.maximum(segment - 1, 0)], 0)
-    begin = aligned[segment] + place * tile
+    tile_step = jnp.minimum(jnp.arange(length, dtype=jnp.int32), until[-1] - 1)
+    segment = (tile_step[:, None] >= until[None, :]).sum(1, dtype=jnp.int32)
+    index = tile_step - jnp.where(segment > 0, until[jnp.maximum(segment - 1, 0)], 0)
+    begin = aligned[segment] + index * tile
     row = jnp.minimum(begin, max(rows - tile, 0))
     live = (segment > 0) & (segment <= groups)
     return Spans(
@@ -181,7 +181,7 @@ def visit_spans(bounds: jax.Array, rows: int, tile: int) -> Spans:
 
 
 def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int:
-    """Rows that the tensor cores work on in the walk of `visit_spans`, of whose tiles the parts of `part` rows
+    """Rows that the tensor cores work on in the walk of `span_tile_steps`, of whose tiles the parts of `part` rows
     without a row of the group are left out. Plain Python, for reports and tests."""
     total, start = 0, 0
     for size in sizes:

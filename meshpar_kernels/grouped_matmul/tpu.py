@@ -17,7 +17,7 @@ from meshpar_kernels._choose import body
 from meshpar_kernels.grouped_matmul import tpu_gather, tpu_tiles
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale
 from meshpar_kernels.grouped_matmul.reference import activate
-from meshpar_kernels.grouped_matmul.schedule import visit_rows
+from meshpar_kernels.grouped_matmul.schedule import row_tile_steps
 from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, dot, in_blocks, row_mask
 from meshpar_kernels.grouped_matmul.tpu_tiles import Tile, cdiv
 
@@ -32,7 +32,7 @@ def _matmul_kernel(
     live,
     *refs,
     transpose_rhs: bool,
-    halves: int,
+    num_rhs: int,
     activation: str | None,
     scaled: bool,
     gathered: tuple[int, ...],
@@ -45,27 +45,27 @@ def _matmul_kernel(
     del group_of  # the block specs read it
     refs = list(refs)
     operands, refs = (refs[: tpu_gather.OPERANDS], refs[tpu_gather.OPERANDS :]) if gathered else (refs[:1], refs[1:])
-    rhs_refs = [refs.pop(0) for _ in range(halves)]
-    rhs_scales = [refs.pop(0) for _ in range(halves)] if quantized else []
+    rhs_refs = [refs.pop(0) for _ in range(num_rhs)]
+    rhs_scales = [refs.pop(0) for _ in range(num_rhs)] if quantized else []
     scale_ref: Any = refs.pop(0) if scaled else None
     out_ref = refs.pop(0)
-    stretch, visit = pl.program_id(0), pl.program_id(1)
+    column_tile, tile_step = pl.program_id(0), pl.program_id(1)
     if gathered:
-        mine, refs = refs[-tpu_gather.SCRATCH :], refs[: -tpu_gather.SCRATCH]
-        lhs_ref = tpu_gather.gather_tile(tpu_gather.GatherRefs(*operands, *mine), visit, tile_of, *gathered)
+        in_group, refs = refs[-tpu_gather.SCRATCH :], refs[: -tpu_gather.SCRATCH]
+        lhs_ref = tpu_gather.gather_tile(tpu_gather.GatherRefs(*operands, *in_group), tile_step, tile_of, *gathered)
     else:
         (lhs_ref,) = operands
     scale_column = refs.pop() if scaled else None
-    sums = refs
+    acc = refs
     (rows, k), n = lhs_ref.shape, out_ref.shape[1]
-    low = start[visit] - tile_of[visit] * rows
-    high = end[visit] - tile_of[visit] * rows
+    low = start[tile_step] - tile_of[tile_step] * rows
+    high = end[tile_step] - tile_of[tile_step] * rows
 
     contract = (1, 1 if transpose_rhs else 0)
 
-    def operands_of(half, here, inner, columns):
+    def operands_of(half, row_slice, inner, columns):
         weights = rhs_refs[half].at[0]
-        return lhs_ref[here, inner], weights[columns, inner] if transpose_rhs else weights[inner, columns]
+        return lhs_ref[row_slice, inner], weights[columns, inner] if transpose_rhs else weights[inner, columns]
 
     def factors(half, position, lanes):
         """The scales that hold at a position among the blocks: float32 [1, lanes]."""
@@ -73,61 +73,61 @@ def _matmul_kernel(
         block = jnp.minimum(lax.div(position, scale_block), blocks - 1) if blocks > 1 else 0
         return rhs_scales[half][0, pl.ds(block, 1), lanes]
 
-    def product(half, here, first_k, length, columns):
+    def product(half, row_slice, first_k, length, columns):
         if not quantized:
-            return dot(*operands_of(half, here, pl.ds(first_k, length), columns), contract)
+            return dot(*operands_of(half, row_slice, pl.ds(first_k, length), columns), contract)
         if transpose_scale:  # one block of columns, and factors along what is contracted
-            left, right = operands_of(half, here, pl.ds(first_k, length), columns)
-            scale = factors(half, stretch * n + columns.start, pl.ds(first_k, length))
+            left, right = operands_of(half, row_slice, pl.ds(first_k, length), columns)
+            scale = factors(half, column_tile * n + columns.start, pl.ds(first_k, length))
             if transpose_rhs:
                 return dot(left, (right.astype(jnp.float32) * scale).astype(left.dtype), contract)
             return dot((left.astype(jnp.float32) * scale).astype(left.dtype), right.astype(left.dtype), contract)
         step = steps.unit_k if rhs_scales[half].shape[1] > 1 else length
         parts = []
         for begin in range(0, length, step):
-            left, right = operands_of(half, here, pl.ds(first_k + begin, step), columns)
+            left, right = operands_of(half, row_slice, pl.ds(first_k + begin, step), columns)
             parts.append(dot(left, right.astype(left.dtype), contract) * factors(half, first_k + begin, columns))
         return functools.reduce(jnp.add, parts)
 
     def multiply(first_row, size, begin):
-        here = pl.ds(first_row, size)
+        row_slice = pl.ds(first_row, size)
 
         def one_block(first_column, width):
             columns = pl.ds(first_column, width)
-            if sums:
-                totals = [total.at[:size, :width] for total in sums]
+            if acc:
+                totals = [total.at[:size, :width] for total in acc]
                 for total in totals:
                     total[...] = jnp.zeros_like(total)
 
                 def add(first, length):
                     for half, total in enumerate(totals):
-                        total[...] += product(half, here, first, length, columns)
+                        total[...] += product(half, row_slice, first, length, columns)
 
                 in_blocks(k, steps.most_k, add, steps.unit_k)
-                products = [total[...] for total in totals]
+                matmuls = [total[...] for total in totals]
             else:
-                products = [product(half, here, 0, k, columns) for half in range(halves)]
-            value = activate(products, activation)
+                matmuls = [product(half, row_slice, 0, k, columns) for half in range(num_rhs)]
+            value = activate(matmuls, activation)
             if scale_column is not None:
-                value = value * scale_column[here]
+                value = value * scale_column[row_slice]
             value = value.astype(out_ref.dtype)
             if begin is not None:
-                mine = row_mask(first_row, size, jnp.maximum(low, begin), high)
-                value = jnp.where(mine, value, out_ref[here, columns])
-            out_ref[here, columns] = value
+                in_group = row_mask(first_row, size, jnp.maximum(low, begin), high)
+                value = jnp.where(in_group, value, out_ref[row_slice, columns])
+            out_ref[row_slice, columns] = value
 
         in_blocks(n, steps.most_n, one_block, steps.unit_n)
 
-    @pl.when(live[visit] > 0)
+    @pl.when(live[tile_step] > 0)
     def _():
         if scale_column is not None:
             scale_column[...] = scale_ref[...].T
         by_rows(low, high, rows, tpu_tiles.PIECES, tpu_tiles.pack(lhs_ref.dtype.itemsize), multiply)
 
-    @pl.when(live[visit] == 0)
+    @pl.when(live[tile_step] == 0)
     def _():
-        mine = row_mask(0, rows, low, high)
-        out_ref[...] = jnp.where(mine, jnp.zeros_like(out_ref), out_ref[...])
+        in_group = row_mask(0, rows, low, high)
+        out_ref[...] = jnp.where(in_group, jnp.zeros_like(out_ref), out_ref[...])
 
 
 def grouped_matmul(
@@ -159,10 +159,10 @@ def grouped_matmul(
     gathered = lhs_indices is not None
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
     _, k, n, _, bounds = matmul_problem(rows, rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
-    halves = len(rhs)
+    num_rhs = len(rhs)
     tm, _, tn = tile
     steps_n = cdiv(n, tn)
-    visits = visit_rows(bounds, rows, tm)
+    tile_steps = row_tile_steps(bounds, rows, tm)
 
     if transpose_rhs:
         rhs_spec = pl.BlockSpec((1, tn, k), lambda i, v, t, g, *_: (g[v], i, 0))
@@ -173,12 +173,12 @@ def grouped_matmul(
         in_specs, operands = [pl.BlockSpec((tm, k), lambda i, v, t, *_: (t[v], 0))], [lhs]
     else:
         in_specs, operands = tpu_gather.specs(rows, tm), tpu_gather.operands(lhs, lhs_indices, tm)
-    in_specs += [rhs_spec] * halves
+    in_specs += [rhs_spec] * num_rhs
     operands += rhs
     blocks = rhs_scale[0].shape[1] if rhs_scale else 0
     if rhs_scale:
         wide = (1, blocks, k if transpose_scale else tn)
-        in_specs += [pl.BlockSpec(wide, lambda i, v, t, g, *_: (g[v], 0, 0 if transpose_scale else i))] * halves
+        in_specs += [pl.BlockSpec(wide, lambda i, v, t, g, *_: (g[v], 0, 0 if transpose_scale else i))] * num_rhs
         operands += rhs_scale
     scale_block = (n if transpose_scale else k) // max(blocks, 1)
     steps = tpu_tiles.steps(k, tn, blocks, scale_block, transpose_scale)
@@ -186,8 +186,8 @@ def grouped_matmul(
         in_specs.append(pl.BlockSpec((1, tm), lambda i, v, t, *_: (0, t[v])))
         operands.append(padded_scale(row_scale, tm)[None])  # as a column it would fill 128 lanes
     most_rows = min(tm, max(tpu_tiles.BLOCK[0], tpu_tiles.PIECES[-1]))
-    sums = pltpu.VMEM((most_rows, min(tn, tpu_tiles.BLOCK[2])), jnp.float32)
-    scratch = [sums] * (halves if k > steps.most_k else 0)
+    acc = pltpu.VMEM((most_rows, min(tn, tpu_tiles.BLOCK[2])), jnp.float32)
+    scratch = [acc] * (num_rhs if k > steps.most_k else 0)
     if row_scale is not None:
         scratch.append(pltpu.VMEM((tm, 1), jnp.float32))
     if gathered:
@@ -196,7 +196,7 @@ def grouped_matmul(
     kernel = functools.partial(
         _matmul_kernel,
         transpose_rhs=transpose_rhs,
-        halves=halves,
+        num_rhs=num_rhs,
         activation=activation,
         scaled=row_scale is not None,
         gathered=(lhs.shape[0], cdiv(rows, tm)) if gathered else (),
@@ -209,7 +209,7 @@ def grouped_matmul(
         body(kernel),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            grid=(steps_n, visits.number),
+            grid=(steps_n, tile_steps.number),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((tm, tn), lambda i, v, t, *_: (t[v], i)),
             scratch_shapes=scratch,
@@ -221,7 +221,7 @@ def grouped_matmul(
             disable_bounds_checks=gathered,  # 14 of 25 bundles a row; `tpu_gather` keeps its rows within bounds itself
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * rows * k * n * halves,
+            flops=2 * rows * k * n * num_rhs,
             transcendentals=rows * n * (activation is not None),
             bytes_accessed=(4 if gathered else itemsize) * steps_n * rows * k
             + sum(matrix.nbytes for matrix in rhs)
@@ -229,4 +229,4 @@ def grouped_matmul(
             + out_dtype.itemsize * rows * n,
         ),
         name="meshpar_gathered_matmul" if gathered else "meshpar_grouped_matmul",
-    )(*visits[:5], *operands)
+    )(*tile_steps[:5], *operands)

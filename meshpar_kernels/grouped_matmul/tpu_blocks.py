@@ -38,13 +38,13 @@ def by_rows(low: jax.Array, high: jax.Array, rows: int, pieces: tuple[int, ...],
       pieces: numbers of rows, ascending, each a multiple of `pack`.
       pack: rows that share registers: a product begins at a multiple of it.
     """
-    whole = (low <= 0) & (high >= rows)
+    full_tile = (low <= 0) & (high >= rows)
 
-    @pl.when(whole)
+    @pl.when(full_tile)
     def _():
         in_blocks(rows, tpu_tiles.BLOCK[0], lambda first, size: work(first, size, None))
 
-    @pl.when(~whole)
+    @pl.when(~full_tile)
     def _():
         sizes = tpu_tiles.fitting(pieces, rows)
         # `lax.div`, not `//`, which asks for the sign, and that asks the host for its TPU

@@ -98,7 +98,7 @@ def scratch(tile: int, k: int, dtype: Any) -> list[Any]:
     ]
 
 
-def gather_tile(refs: GatherRefs, visit: jax.Array, tile_of: Any, limit: int, tiles: int) -> Any:
+def gather_tile(refs: GatherRefs, tile_step: jax.Array, tile_of: Any, limit: int, tiles: int) -> Any:
     """At a tile's first visit: start the copies of the next tile's rows, and put this one's in order.
 
     Args:
@@ -109,7 +109,7 @@ def gather_tile(refs: GatherRefs, visit: jax.Array, tile_of: Any, limit: int, ti
     Returns:
       The reference to the tile, [tile, K].
     """
-    here = tile_of[visit]
+    row_slice = tile_of[tile_step]
     tile = refs.rows.shape[0]
     packed = refs.rows.dtype == jnp.bfloat16
     source = refs.source.bitcast(jnp.int32) if packed and refs.source.dtype != jnp.int32 else refs.source
@@ -127,29 +127,29 @@ def gather_tile(refs: GatherRefs, visit: jax.Array, tile_of: Any, limit: int, ti
 
     def put_in_order(slot):
         def strip(s, _):
-            there = pl.ds(pl.multiple_of(s * STRIP, STRIP), STRIP)
-            index = refs.column[there]
+            column_slice = pl.ds(pl.multiple_of(s * STRIP, STRIP), STRIP)
+            index = refs.column[column_slice]
             known = (index >= 0) & (index < limit)
             for left in range(0, refs.rows.shape[1], LANES):
                 lanes = slice(left, min(left + LANES, refs.rows.shape[1]))
-                value = refs.buffer[slot, there, lanes]
+                value = refs.buffer[slot, column_slice, lanes]
                 if packed:
                     value = jnp.where((index & 1) > 0, value & jnp.int32(-65536), value << 16)
                     value = lax.bitcast_convert_type(value, jnp.float32)
-                refs.rows[there, lanes] = jnp.where(known, value, 0.0).astype(refs.rows.dtype)
+                refs.rows[column_slice, lanes] = jnp.where(known, value, 0.0).astype(refs.rows.dtype)
             return 0
 
         lax.fori_loop(0, tile // STRIP, strip, 0)
 
-    @pl.when((visit == 0) | (tile_of[jnp.maximum(visit - 1, 0)] != here))
+    @pl.when((tile_step == 0) | (tile_of[jnp.maximum(tile_step - 1, 0)] != row_slice))
     def _():
-        slot = lax.rem(here, 2)
+        slot = lax.rem(row_slice, 2)
 
-        @pl.when(visit == 0)
+        @pl.when(tile_step == 0)
         def _():
             fetch(refs.now, slot)
 
-        @pl.when(here + 1 < tiles)
+        @pl.when(row_slice + 1 < tiles)
         def _():
             fetch(refs.following, 1 - slot)
 

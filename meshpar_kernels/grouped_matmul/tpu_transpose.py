@@ -13,7 +13,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import body
 from meshpar_kernels.grouped_matmul import tpu_tiles
 from meshpar_kernels.grouped_matmul.problem import padded_scale, transpose_problem
-from meshpar_kernels.grouped_matmul.schedule import visit_groups
+from meshpar_kernels.grouped_matmul.schedule import group_tile_steps
 from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, dot, in_blocks, row_mask
 from meshpar_kernels.grouped_matmul.tpu_tiles import Tile, cdiv
 
@@ -26,45 +26,45 @@ def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
     scale_column = refs.pop() if scaled else None
     lhs_ref, rhs_ref, *scale_ref, out_ref, total = refs
     rows = lhs_ref.shape[0]
-    visit, visits = pl.program_id(2), pl.num_programs(2)
-    low = start[visit] - tile_of[visit] * rows
-    high = end[visit] - tile_of[visit] * rows
-    before = group_of[jnp.maximum(visit - 1, 0)]
-    after = group_of[jnp.minimum(visit + 1, visits - 1)]
+    tile_step, tile_steps = pl.program_id(2), pl.num_programs(2)
+    low = start[tile_step] - tile_of[tile_step] * rows
+    high = end[tile_step] - tile_of[tile_step] * rows
+    before = group_of[jnp.maximum(tile_step - 1, 0)]
+    after = group_of[jnp.minimum(tile_step + 1, tile_steps - 1)]
 
-    @pl.when((visit == 0) | (before != group_of[visit]))
+    @pl.when((tile_step == 0) | (before != group_of[tile_step]))
     def _():
         total[...] = jnp.zeros_like(total)
 
     def multiply(first_row, size, begin):
-        here = pl.ds(first_row, size)
-        mine = None if begin is None else row_mask(first_row, size, jnp.maximum(low, begin), high)
+        row_slice = pl.ds(first_row, size)
+        in_group = None if begin is None else row_mask(first_row, size, jnp.maximum(low, begin), high)
 
         def one_strip(first_k, height):
-            left = lhs_ref[here, pl.ds(first_k, height)]
-            if mine is not None:
-                left = jnp.where(mine, left, jnp.zeros_like(left))
+            left = lhs_ref[row_slice, pl.ds(first_k, height)]
+            if in_group is not None:
+                left = jnp.where(in_group, left, jnp.zeros_like(left))
 
             def one_block(first_n, width):
-                right = rhs_ref[here, pl.ds(first_n, width)]
+                right = rhs_ref[row_slice, pl.ds(first_n, width)]
                 if scale_column is not None:
-                    right = (right.astype(jnp.float32) * scale_column[here]).astype(rhs_ref.dtype)
-                if mine is not None:
-                    right = jnp.where(mine, right, jnp.zeros_like(right))
-                there = (pl.ds(first_k, height), pl.ds(first_n, width))
-                total[there] += dot(left, right, (0, 0))
+                    right = (right.astype(jnp.float32) * scale_column[row_slice]).astype(rhs_ref.dtype)
+                if in_group is not None:
+                    right = jnp.where(in_group, right, jnp.zeros_like(right))
+                column_slice = (pl.ds(first_k, height), pl.ds(first_n, width))
+                total[column_slice] += dot(left, right, (0, 0))
 
             in_blocks(rhs_ref.shape[1], tpu_tiles.TRANSPOSE_BLOCK[1], one_block)
 
         in_blocks(lhs_ref.shape[1], tpu_tiles.TRANSPOSE_BLOCK[0], one_strip)
 
-    @pl.when(live[visit] > 0)
+    @pl.when(live[tile_step] > 0)
     def _():
         if scale_column is not None:
             scale_column[...] = scale_ref[0][...].T
         by_rows(low, high, rows, tpu_tiles.PIECES, tpu_tiles.pack(lhs_ref.dtype.itemsize), multiply)
 
-    @pl.when((visit == visits - 1) | (after != group_of[visit]))
+    @pl.when((tile_step == tile_steps - 1) | (after != group_of[tile_step]))
     def _():
         out_ref[0] = total[...].astype(out_ref.dtype)
 
@@ -85,7 +85,7 @@ def grouped_matmul_transpose(
     problem = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
     rows, k, n = problem.rows, problem.k, problem.n
     tm, tk, tn = tile
-    visits = visit_groups(problem.bounds, rows, tm)
+    tile_steps = group_tile_steps(problem.bounds, rows, tm)
     in_specs = [
         pl.BlockSpec((tm, tk), lambda i, j, v, t, *_: (t[v], i)),
         pl.BlockSpec((tm, tn), lambda i, j, v, t, *_: (t[v], j)),
@@ -102,7 +102,7 @@ def grouped_matmul_transpose(
         body(functools.partial(_transpose_kernel, scaled=row_scale is not None)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
-            grid=(steps_k, steps_n, visits.number),
+            grid=(steps_k, steps_n, tile_steps.number),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((1, tk, tn), lambda i, j, v, t, g, *_: (g[v], i, j)),
             scratch_shapes=scratch,
@@ -119,4 +119,4 @@ def grouped_matmul_transpose(
             + out_dtype.itemsize * groups * k * n,
         ),
         name="meshpar_grouped_matmul_transpose",
-    )(*visits[:5], *operands)
+    )(*tile_steps[:5], *operands)

@@ -12,7 +12,7 @@ from jax import lax
 from meshpar_kernels._compat import same_varying
 from meshpar_kernels.grouped_matmul.problem import matmul_problem, padded_scale, transpose_problem
 from meshpar_kernels.grouped_matmul.reference import activate, dequantized, gather_rows, precision
-from meshpar_kernels.grouped_matmul.schedule import visit_groups, visit_rows
+from meshpar_kernels.grouped_matmul.schedule import group_tile_steps, row_tile_steps
 
 __all__ = ["grouped_matmul", "grouped_matmul_transpose", "row_tile"]
 
@@ -50,7 +50,7 @@ def grouped_matmul(
     problem = matmul_problem(lhs.shape[0], rhs[0], group_sizes, group_offset, transpose_rhs=transpose_rhs)
     rows = problem.rows
     tile = row_tile(rows, problem.groups)
-    visits = visit_rows(problem.bounds, rows, tile)
+    tile_steps = row_tile_steps(problem.bounds, rows, tile)
     lhs = _pad_rows(lhs, tile)
     scale = None if row_scale is None else padded_scale(row_scale, tile)
     contract = ((1,), (1 if transpose_rhs else 0,))
@@ -64,10 +64,10 @@ def grouped_matmul(
         return [dequantized(m, s, lhs.dtype, **how) for m, s in zip(found, scales, strict=True)]
 
     def one(v, out):
-        first = visits.tile[v] * tile
+        first = tile_steps.tile[v] * tile
         row = first + jnp.arange(tile)[:, None]
-        mine = (row >= visits.start[v]) & (row < visits.end[v])
-        products = [
+        in_group = (row >= tile_steps.start[v]) & (row < tile_steps.end[v])
+        matmuls = [
             lax.dot_general(
                 lax.dynamic_slice_in_dim(lhs, first, tile),
                 matrix,
@@ -75,17 +75,17 @@ def grouped_matmul(
                 precision=precision(lhs.dtype),
                 preferred_element_type=jnp.float32,
             )
-            for matrix in matrices(visits.group[v])
+            for matrix in matrices(tile_steps.group[v])
         ]
-        value = activate(products, activation)
+        value = activate(matmuls, activation)
         if scale is not None:
             value = value * lax.dynamic_slice_in_dim(scale, first, tile)[:, None]
-        value = jnp.where(visits.live[v] > 0, value, 0.0).astype(out_dtype)
+        value = jnp.where(tile_steps.live[v] > 0, value, 0.0).astype(out_dtype)
         old = lax.dynamic_slice_in_dim(out, first, tile)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, value, old), first, 0)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(in_group, value, old), first, 0)
 
     out = jnp.zeros((lhs.shape[0], problem.n), out_dtype)
-    return lax.fori_loop(0, visits.number, one, _vary_like(out, lhs, *rhs, *rhs_scale))[:rows]
+    return lax.fori_loop(0, tile_steps.number, one, _vary_like(out, lhs, *rhs, *rhs_scale))[:rows]
 
 
 def grouped_matmul_transpose(
@@ -101,30 +101,30 @@ def grouped_matmul_transpose(
     """As `reference.grouped_matmul_transpose`, by visits; sums in float32 [G, K, N]."""
     problem = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
     tile = row_tile(problem.rows, groups)
-    visits = visit_groups(problem.bounds, problem.rows, tile)
+    tile_steps = group_tile_steps(problem.bounds, problem.rows, tile)
     lhs, rhs = _pad_rows(lhs, tile), _pad_rows(rhs, tile)
     scale = None if row_scale is None else padded_scale(row_scale, tile)
 
     def one(v, out):
-        first = visits.tile[v] * tile
+        first = tile_steps.tile[v] * tile
         row = first + jnp.arange(tile)[:, None]
-        mine = (row >= visits.start[v]) & (row < visits.end[v])
+        in_group = (row >= tile_steps.start[v]) & (row < tile_steps.end[v])
         right = lax.dynamic_slice_in_dim(rhs, first, tile)
         if scale is not None:
             factor = lax.dynamic_slice_in_dim(scale, first, tile)[:, None]
             right = (right.astype(jnp.float32) * factor).astype(rhs.dtype)
         product = lax.dot_general(
-            jnp.where(mine, lax.dynamic_slice_in_dim(lhs, first, tile), 0),
-            jnp.where(mine, right, 0),
+            jnp.where(in_group, lax.dynamic_slice_in_dim(lhs, first, tile), 0),
+            jnp.where(in_group, right, 0),
             (((0,), (0,)), ((), ())),
             precision=precision(lhs.dtype),
             preferred_element_type=jnp.float32,
         )
-        old = lax.dynamic_index_in_dim(out, visits.group[v], keepdims=False)
-        return lax.dynamic_update_index_in_dim(out, old + product, visits.group[v], 0)
+        old = lax.dynamic_index_in_dim(out, tile_steps.group[v], keepdims=False)
+        return lax.dynamic_update_index_in_dim(out, old + product, tile_steps.group[v], 0)
 
     out = jnp.zeros((groups, lhs.shape[1], rhs.shape[1]), jnp.float32)
-    return lax.fori_loop(0, visits.number, one, _vary_like(out, lhs, rhs)).astype(out_dtype)
+    return lax.fori_loop(0, tile_steps.number, one, _vary_like(out, lhs, rhs)).astype(out_dtype)
 
 
 def _vary_like(out: jax.Array, *operands: jax.Array) -> jax.Array:

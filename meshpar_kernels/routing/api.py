@@ -124,8 +124,8 @@ def _route(
 ) -> RoutePlan:
     choice: Any = _choose(options, implementation, logits, bias)
     expert, weight, rank, counts = choice
-    kept = counts if capacity is None else jnp.minimum(counts, capacity)
-    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(kept, dtype=jnp.int32)])
+    admitted = counts if capacity is None else jnp.minimum(counts, capacity)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(admitted, dtype=jnp.int32)])
     return RoutePlan(
         expert=expert,
         weight=weight,

@@ -70,9 +70,9 @@ def _top(x: jax.Array) -> jax.Array:
     return jnp.max(x, axis=-1, keepdims=True)
 
 
-def _first(hit: jax.Array, place: jax.Array, none: int) -> jax.Array:
+def _first(hit: jax.Array, column_index: jax.Array, none: int) -> jax.Array:
     """Lowest place where `hit`, `none` if nowhere."""
-    return jnp.min(jnp.where(hit, place, none), axis=-1, keepdims=True)
+    return jnp.min(jnp.where(hit, column_index, none), axis=-1, keepdims=True)
 
 
 def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: int) -> jax.Array:
@@ -80,11 +80,11 @@ def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: i
     tokens, experts = value.shape
     size = experts // groups
     left = value.reshape(tokens, groups, size)
-    place = lax.broadcasted_iota(jnp.int32, left.shape, 2)
+    column_index = lax.broadcasted_iota(jnp.int32, left.shape, 2)
     total = None
     for _ in range(min(group_top, size)):
         best = _top(left)
-        left = jnp.where(place == _first(left == best, place, size), -jnp.inf, left)
+        left = jnp.where(column_index == _first(left == best, column_index, size), -jnp.inf, left)
         total = best if total is None else total + jnp.where(best > -jnp.inf, best, 0.0)
     assert total is not None
     # The round's best group is the first of the largest; what was taken counts as NaN, which is never equal.
@@ -95,9 +95,9 @@ def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: i
     for _ in range(top_groups):
         open_ = taken == 0
         best = _top(jnp.where(open_, left, -jnp.inf))
-        here = group == _first(open_ & (left == best), group, groups)
-        taken = jnp.where(here, 1, taken)
-        allowed = jnp.where(here, 1, allowed)
+        selected = group == _first(open_ & (left == best), group, groups)
+        taken = jnp.where(selected, 1, taken)
+        allowed = jnp.where(selected, 1, allowed)
     spread = jnp.broadcast_to(allowed.reshape(tokens, groups, 1), (tokens, groups, size))
     return spread.reshape(tokens, experts) > 0
 
@@ -121,16 +121,16 @@ def _route_kernel(
     tokens, experts = shape
     step = pl.program_id(0)
     token = step * block + lax.broadcasted_iota(jnp.int32, (block, 1), 0)
-    place = lax.broadcasted_iota(jnp.int32, (block, width), 1)
-    there = (token < tokens) & (place < experts)
+    column_index = lax.broadcasted_iota(jnp.int32, (block, width), 1)
+    in_bounds = (token < tokens) & (column_index < experts)
     row = jnp.broadcast_to(token, (block, width))
-    logits = triton.load(logits_ref.at[row, place], mask=there, other=-jnp.inf).astype(jnp.float32)
+    logits = triton.load(logits_ref.at[row, column_index], mask=in_bounds, other=-jnp.inf).astype(jnp.float32)
 
     bad = (logits != logits) | (logits == jnp.inf)
     top = _top(jnp.where(bad, -jnp.inf, logits))
     any_bad = jnp.max(bad.astype(jnp.int32), axis=-1, keepdims=True) > 0
     valid = (top > -jnp.inf) & ~any_bad
-    safe = jnp.where(there, jnp.where(valid, logits, 0.0), -jnp.inf)
+    safe = jnp.where(in_bounds, jnp.where(valid, logits, 0.0), -jnp.inf)
     if score == "softmax":
         power = jnp.exp(safe - jnp.where(valid, top, 0.0))
         value = power / jnp.sum(power, axis=-1, keepdims=True)
@@ -155,16 +155,16 @@ def _route_kernel(
 
     # Loops, not unrolled: a round is long. What it finds goes into its column of [tokens, k].
     results = (block, max(_power(k), 2))
-    turn = lax.broadcasted_iota(jnp.int32, results, 1)
+    position = lax.broadcasted_iota(jnp.int32, results, 1)
 
     def choose(j, carry):
         left, chosen, index, weight = carry
-        best = _first((left == _top(left)) & (left > -jnp.inf), place, experts)
-        here = (place == best) & (place < experts)
-        share = jnp.sum(jnp.where(here, value, 0.0), axis=-1, keepdims=True)
-        left = jnp.where(here, -jnp.inf, left)
-        chosen = jnp.where(here, 1, chosen)
-        return left, chosen, jnp.where(turn == j, best, index), jnp.where(turn == j, share, weight)
+        best = _first((left == _top(left)) & (left > -jnp.inf), column_index, experts)
+        selected = (column_index == best) & (column_index < experts)
+        share = jnp.sum(jnp.where(selected, value, 0.0), axis=-1, keepdims=True)
+        left = jnp.where(selected, -jnp.inf, left)
+        chosen = jnp.where(selected, 1, chosen)
+        return left, chosen, jnp.where(position == j, best, index), jnp.where(position == j, share, weight)
 
     none = jnp.zeros((block, width), jnp.int32)
     index, weight = jnp.full(results, experts, jnp.int32), jnp.zeros(results, jnp.float32)
@@ -176,16 +176,16 @@ def _route_kernel(
     before = lax.cumsum(chosen, axis=0) - chosen
 
     def look_up(j, rank):
-        expert = jnp.sum(jnp.where(turn == j, index, 0), axis=-1, keepdims=True)
-        found = jnp.sum(jnp.where(place == expert, before, 0), axis=-1, keepdims=True)
-        return jnp.where((turn == j) & (expert < experts), found, rank)
+        expert = jnp.sum(jnp.where(position == j, index, 0), axis=-1, keepdims=True)
+        expert_rank = jnp.sum(jnp.where(column_index == expert, before, 0), axis=-1, keepdims=True)
+        return jnp.where((position == j) & (expert < experts), expert_rank, rank)
 
     rank = lax.fori_loop(0, k, look_up, jnp.full(results, -1, jnp.int32))
-    here = (jnp.broadcast_to(token, results), turn)
-    made = (token < tokens) & (turn < k)
-    triton.store(expert_ref.at[here], index, mask=made)
-    triton.store(weight_ref.at[here], weight * scale, mask=made)
-    triton.store(rank_ref.at[here], rank, mask=made)
+    selected = (jnp.broadcast_to(token, results), position)
+    made = (token < tokens) & (position < k)
+    triton.store(expert_ref.at[selected], index, mask=made)
+    triton.store(weight_ref.at[selected], weight * scale, mask=made)
+    triton.store(rank_ref.at[selected], rank, mask=made)
     line = lax.broadcasted_iota(jnp.int32, (width,), 0)
     counts = (jnp.full((width,), step, jnp.int32), line)
     triton.store(counts_ref.at[counts], jnp.sum(chosen, axis=0), mask=line < experts)
@@ -212,12 +212,12 @@ def route(
         block = min(max(BLOCK // width, 2), 128, max(_power(tokens), 2))
     blocks = _cdiv(tokens, block)
     operands = [logits] if bias is None else [logits, bias]
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    full_array = pl.BlockSpec(memory_space=pl.ANY)
     expert, weight, rank, counts = pl.pallas_call(
         functools.partial(_route_kernel, shape=(tokens, experts), block=block, width=width, **options),
         grid=(blocks,),
-        in_specs=[whole] * len(operands),
-        out_specs=[whole] * 4,
+        in_specs=[full_array] * len(operands),
+        out_specs=[full_array] * 4,
         out_shape=[
             _compat.out_struct((tokens, k), jnp.int32, logits),
             _compat.out_struct((tokens, k), jnp.float32, logits),
@@ -261,14 +261,14 @@ def _gather_sum_kernel(index_ref, *refs, shape: tuple[int, int, int], k: int, ro
     inside = row < total_rows
     total = jnp.zeros((rows, width), jnp.float32)
     for j in range(k):
-        here = (row, jnp.full((rows,), j, jnp.int32))
-        index = triton.load(index_ref.at[here], mask=inside, other=-1)
+        selected = (row, jnp.full((rows,), j, jnp.int32))
+        index = triton.load(index_ref.at[selected], mask=inside, other=-1)
         wanted = (index >= 0) & (index < limit)
         mask = wanted[:, None] & (column < columns)
         source = jnp.broadcast_to(index[:, None], (rows, width))
         term = triton.load(x_ref.at[source, column], mask=mask, other=0.0).astype(jnp.float32)
         if weight_ref:
-            factor = triton.load(weight_ref[0].at[here], mask=wanted, other=0.0)
+            factor = triton.load(weight_ref[0].at[selected], mask=wanted, other=0.0)
             term = term * factor.astype(jnp.float32)[:, None]
         total += jnp.where(mask, term, 0.0)
     target = jnp.broadcast_to(row[:, None], (rows, width))
@@ -284,12 +284,12 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, inte
     width = min(_power(columns), 1024)
     rows = max(1, min(ELEMENTS // width, _power(total_rows)))
     operands = [index.astype(jnp.int32)] + ([] if weight is None else [weight]) + [x]
-    whole = pl.BlockSpec(memory_space=pl.ANY)
+    full_array = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         functools.partial(_gather_sum_kernel, shape=(total_rows, limit, columns), k=k, rows=rows, width=width),
         grid=(_cdiv(total_rows, rows), _cdiv(columns, width)),
-        in_specs=[whole] * len(operands),
-        out_specs=whole,
+        in_specs=[full_array] * len(operands),
+        out_specs=full_array,
         out_shape=_compat.out_struct((total_rows, columns), x.dtype, *operands),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
         cost_estimate=pl.CostEstimate(

@@ -59,13 +59,13 @@ class RoutePlan:
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
         every = jnp.arange(experts + 1, dtype=jnp.int32)
         offsets = jnp.searchsorted(flat[order], every, side="left").astype(jnp.int32)
-        place = jnp.arange(flat.shape[0], dtype=jnp.int32)
-        place = jnp.zeros_like(flat).at[order].set(place, unique_indices=True).reshape(expert.shape)
+        column_index = jnp.arange(flat.shape[0], dtype=jnp.int32)
+        column_index = jnp.zeros_like(flat).at[order].set(column_index, unique_indices=True).reshape(expert.shape)
         return cls(
             expert=expert,
             weight=chosen.astype(jnp.float32),
             counts=offsets[1:] - offsets[:-1],
-            rank=jnp.where(chosen, place - offsets[expert], -1),
+            rank=jnp.where(chosen, column_index - offsets[expert], -1),
             offsets=offsets,
             dropped=flat.shape[0] - offsets[-1],
             order=order,
@@ -114,7 +114,7 @@ class RoutePlan:
         """
         experts = self.counts.shape[0]
         expert, rank = self.expert.T.reshape(-1), self.rank.T.reshape(-1)
-        kept = expert < experts
+        admitted = expert < experts
         if self.capacity is not None:
-            kept &= rank < self.capacity
-        return jnp.where(kept, self.offsets[jnp.minimum(expert, experts - 1)] + rank, -1)
+            admitted &= rank < self.capacity
+        return jnp.where(admitted, self.offsets[jnp.minimum(expert, experts - 1)] + rank, -1)

@@ -119,9 +119,9 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None) -> jax.
     if x.shape[0] == 0:
         return total.astype(x.dtype)
     for j in range(k):
-        here = (index[:, j] >= 0) & (index[:, j] < x.shape[0])
-        term = x[jnp.where(here, index[:, j], 0)].astype(jnp.float32)
+        selected = (index[:, j] >= 0) & (index[:, j] < x.shape[0])
+        term = x[jnp.where(selected, index[:, j], 0)].astype(jnp.float32)
         if weight is not None:
             term = term * weight[:, j, None]
-        total = total + jnp.where(here[:, None], term, 0.0)
+        total = total + jnp.where(selected[:, None], term, 0.0)
     return total.astype(x.dtype)

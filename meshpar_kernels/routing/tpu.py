@@ -147,10 +147,10 @@ def _route_kernel(
     for _ in range(k):
         best = _top(left)
         index.append(_first((left == best) & (left > -jnp.inf), row, experts))
-        here = row == index[-1]
-        chosen = jnp.where(here, 1.0, chosen)
-        left = jnp.where(here, -jnp.inf, left)
-        weight.append(_total(jnp.where(here, value, 0.0)))
+        selected = row == index[-1]
+        chosen = jnp.where(selected, 1.0, chosen)
+        left = jnp.where(selected, -jnp.inf, left)
+        weight.append(_total(jnp.where(selected, value, 0.0)))
     if renormalize:
         total = sum(weight[1:], start=weight[0])
         inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)

@@ -108,14 +108,14 @@ def _gather_sum_kernel(
             total = jnp.zeros((16, lanes.stop - lanes.start), jnp.float32)
             for j in range(k):
                 word = buffer[slot, pl.ds(pl.multiple_of(j * rows + first, 16), 16), lanes]
-                here = index[:, j : j + 1]
+                selected = index[:, j : j + 1]
                 if packed:
-                    odd = (here & 1) > 0
+                    odd = (selected & 1) > 0
                     word = jnp.where(odd, word & jnp.int32(-65536), word << 16)
                     word = lax.bitcast_convert_type(word, jnp.float32)
                 if weight_col is not None:
                     word = word * weight_col[pl.ds(first, 16), j : j + 1]
-                total += jnp.where((here >= 0) & (here < limit), word, 0.0)
+                total += jnp.where((selected >= 0) & (selected < limit), word, 0.0)
             out_ref[pl.ds(first, 16), lanes] = total.astype(out_ref.dtype)
         return 0
 

@@ -159,9 +159,9 @@ def ragged(
         return exchange.send(x[r], room, 1, runs, ("a",), (devices,), blocks)  # pyright: ignore[reportArgumentType]
 
     for rank, (out, *_) in enumerate(gpus.run(send, once=False)):
-        came = [x[s, start[s, rank] : start[s, rank] + sizes[s, rank], 0] for s in range(devices)]
+        recv_buffer = [x[s, start[s, rank] : start[s, rank] + sizes[s, rank], 0] for s in range(devices)]
         want = np.full((room, 128), np.nan)
-        want[: sizes[:, rank].sum()] = np.concatenate(came)
+        want[: sizes[:, rank].sum()] = np.concatenate(recv_buffer)
         if not np.array_equal(out.reshape(room, 128), want, equal_nan=True):
             raise Fault("value", f"ragged_all_to_all on device {rank}")
     return gpus.machine

@@ -88,7 +88,7 @@ def test_sums_in_bfloat16_are_made_in_float32_and_travel_as_asked():
     exact = x.astype(float) @ w.astype(float)
     error = {}
     for wire in (None, jnp.bfloat16):
-        f = functools.partial(matmul_reduce_scatter, axis_name="a", implementation="ring", wire_dtype=wire)
+        f = functools.partial(matmul_reduce_scatter, axis_name="a", implementation="ring", comm_dtype=wire)
         f = on(mesh_of(8), f, (P(None, "a"), P("a", None)), P("a", None))
         found = f(x, w)
         assert found.dtype == jnp.bfloat16

@@ -90,7 +90,7 @@ def test_several_axes_bfloat16_and_wire():
     x = draw(4, 64, K, dtype=jnp.bfloat16)
     for wire in (None, jnp.bfloat16):
         got = simulated(
-            lambda x, w, a, wire=wire: matmul_reduce_scatter(x, w, a, implementation="pallas", wire_dtype=wire),
+            lambda x, w, a, wire=wire: matmul_reduce_scatter(x, w, a, implementation="pallas", comm_dtype=wire),
             x,
             w,
             (2, 2),
@@ -151,13 +151,13 @@ def test_orders_of_visits(devices, tiles):
         assert rows[-tiles:] == [rank * tiles + i for i in range(tiles)]
     came = {}
     for v in every:
-        number, way, i = (int(n) for n in scatter.at(v))
+        number, direction, i = (int(n) for n in scatter.at(v))
         if int(v) < scatter.own:
-            came.setdefault((number + 1, way), set()).add(i)
+            came.setdefault((number + 1, direction), set()).add(i)
     for v in every:
-        number, way, i = (int(n) for n in scatter.at(v))
-        ways = (0, 1) if int(v) >= scatter.own else (way,)
-        for one in ways:
+        number, direction, i = (int(n) for n in scatter.at(v))
+        directions = (0, 1) if int(v) >= scatter.own else (direction,)
+        for one in directions:
             expected = bool(scatter.came(jnp.int32(number), one, jnp.int32(i)))
             assert expected == (i in came.get((number, one), set())), (number, one, i)
 
@@ -182,7 +182,7 @@ def test_what_the_kernels_refuse():
     with pytest.raises(NotImplementedError, match="no tile of a block of 12 rows, K=128 and 128 columns fits 48 MiB"):
         refused(matmul_reduce_scatter, ((48, 128), f32), ((128, 128), f32))
     with pytest.raises(NotImplementedError, match="sums are to travel as float16"):
-        refused(matmul_reduce_scatter, ((32, 128), f32), ((128, 128), f32), wire_dtype=jnp.float16)
+        refused(matmul_reduce_scatter, ((32, 128), f32), ((128, 128), f32), comm_dtype=jnp.float16)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

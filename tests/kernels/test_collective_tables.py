@@ -32,7 +32,7 @@ def test_steps_and_bytes_of_rings(n):
     one = simulate(table_of("all_gather", "one-way", (n,), (True,)))
     assert both.steps == math.ceil((n - 1) / 2)
     assert one.steps == n - 1
-    forward = [slots for (_, _, way), slots in both.per_link().items() if way == 1]
+    forward = [slots for (_, _, direction), slots in both.per_link().items() if direction == 1]
     assert forward == [math.ceil((n - 1) / 2)] * n
     assert set(one.per_link().values()) == {n - 1}
 
@@ -55,11 +55,11 @@ def test_a_line_never_uses_the_link_that_is_not_there():
 
 
 @pytest.mark.parametrize(("sizes", "ways"), [((4, 4), 4), ((3, 3), 4), ((4, 4, 4), 6)])
-def test_colours_use_all_links_in_every_step_of_a_cube(sizes, ways):
+def test_colours_use_all_links_in_every_step_of_a_cube(sizes, directions):
     """Every torus dimension, both directions, from the first step on; and evenly but for the longer half of even rings."""
     for kind in ("all_gather", "reduce_scatter"):
         trace = simulate(table_of(kind, "ring", sizes, (True,) * len(sizes)))
-        links = math.prod(sizes) * ways
+        links = math.prod(sizes) * directions
         assert len(trace.per_link()) == links
         odd = sizes[0] % 2
         busy = [len(load) for load in trace.loads]
@@ -77,15 +77,15 @@ def test_no_more_is_sent_than_must_be():
         for sizes in SIZES:
             table = table_of("all_gather", algorithm, sizes, (True,) * len(sizes))
             came = np.bincount([row.target for row in table.rows()], minlength=table.ranks)
-            assert (came == (table.ranks - 1) * table.colours).all(), (algorithm, sizes)
+            assert (came == (table.ranks - 1) * table.chunks).all(), (algorithm, sizes)
 
 
 def test_a_reduce_scatter_is_the_all_gather_backwards():
     gather = table_of("all_gather", "ring", (3, 4), (True, False))
     scatter = table_of("reduce_scatter", "ring", (3, 4), (True, False))
     steps = len(gather.steps)
-    forth = {(r.step, r.lane, r.source, r.target, r.source_slot) for r in gather.rows()}
-    back = {(steps - 1 - r.step, r.lane, r.target, r.source, r.source_slot) for r in scatter.rows()}
+    forth = {(r.step, r.channel, r.source, r.target, r.source_slot) for r in gather.rows()}
+    back = {(steps - 1 - r.step, r.channel, r.target, r.source, r.source_slot) for r in scatter.rows()}
     assert forth == back
     assert all(r.add for r in scatter.rows())
 

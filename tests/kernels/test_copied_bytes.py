@@ -108,7 +108,7 @@ def test_a_tile_that_is_loaded_for_nothing_shows(monkeypatch):
     """The first visit again, without rows to write: all values are right."""
 
     def visits(bounds, rows, tile):
-        spans = schedule.visit_spans(bounds, rows, tile)
+        spans = schedule.span_tile_steps(bounds, rows, tile)
         again = [jnp.concatenate([x[:1], x]) for x in spans[:-1]]
         return schedule.Spans(*again, number=spans.number + 1)._replace(
             low=again[1].at[0].set(0), high=again[2].at[0].set(0)

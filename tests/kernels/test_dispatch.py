@@ -108,9 +108,11 @@ def test_what_does_not_fit_is_counted_and_comes_in_another_round(strategy):
     y, left, _ = on_devices(functools.partial(layer, strategy=strategy, carried=True, rows=rows))(
         X, expert, WEIGHT, MATRICES
     )
-    kept = (abs(np.asarray(y)) > 0).any(-1)
-    assert kept.sum() == 16  # the first of each device, or of all: the rest was dropped, and nothing written past
-    np.testing.assert_allclose(np.asarray(y)[kept], expected(expert)[kept], rtol=1e-5, atol=1e-5)
+    local_expert = (abs(np.asarray(y)) > 0).any(-1)
+    assert (
+        local_expert.sum() == 16
+    )  # the first of each device, or of all: the rest was dropped, and nothing written past
+    np.testing.assert_allclose(np.asarray(y)[local_expert], expected(expert)[local_expert], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["a2a", "ring"])
@@ -184,11 +186,11 @@ def test_of_a_plan_with_the_copy_left_to_the_product(strategy):
 
     want = np.zeros((A * T, H))
     for i in range(A):
-        mine = slice(i * T, (i + 1) * T)
-        expert, weight, _, rank, offsets, _ = oracle.route(logits[mine], K, capacity=2)
-        kept = np.where(oracle.buffer_rows(expert, rank, offsets) >= 0, expert, E)
-        for t, j in np.argwhere(kept < E):
-            want[i * T + t] += weight[t, j] * (X[i * T + t].astype(float) @ hidden[kept[t, j]])
+        own = slice(i * T, (i + 1) * T)
+        expert, weight, _, rank, offsets, _ = oracle.route(logits[own], K, capacity=2)
+        local_expert = np.where(oracle.buffer_rows(expert, rank, offsets) >= 0, expert, E)
+        for t, j in np.argwhere(local_expert < E):
+            want[i * T + t] += weight[t, j] * (X[i * T + t].astype(float) @ hidden[local_expert[t, j]])
     if strategy == "local":
         results = [jax.jit(functools.partial(step, copy=copy))(X[:T], logits[:T], hidden) for copy in (False, True)]
         np.testing.assert_allclose(results[0][1], want[:T], rtol=1e-5, atol=1e-5)
@@ -207,14 +209,14 @@ def test_slots_sorted_by_expert_are_merged():
     sizes = R.integers(0, 4, (5, 3)) * (R.random((5, 3)) < 0.7)
     sizes[2] = 0
     rows = int(sizes.sum(1).max())
-    place, source = (np.asarray(x) for x in merge(jnp.asarray(sizes, jnp.int32), rows))
+    position, source = (np.asarray(x) for x in merge(jnp.asarray(sizes, jnp.int32), rows))
     expert = np.full((5, rows), 3)
     for slot, each in enumerate(sizes):
         expert[slot, : each.sum()] = np.repeat(np.arange(3), each)
     flat = expert.reshape(-1)
     order = np.argsort(flat, kind="stable")[: sizes.sum()]
     np.testing.assert_array_equal(source, [*order, *[-1] * (5 * rows - len(order))])
-    np.testing.assert_array_equal(place, [list(order).index(i) if i in order else -1 for i in range(5 * rows)])
+    np.testing.assert_array_equal(position, [list(order).index(i) if i in order else -1 for i in range(5 * rows)])
 
 
 # -- the ragged all-to-all

@@ -199,8 +199,8 @@ def test_grouped_matmul_takes_what_compiles(odd, major, monkeypatch):
         if transposed:
             continue
         said = gpu.transpose_unsupported(lhs, out, tile, k=k, n=n)
-        sums = functools.partial(gpu.grouped_matmul_transpose, groups=g, **options)
-        check(said, lambda lhs, rhs, sizes, sums=sums: sums(lhs, rhs, sizes, None, None), lhs, struct(m, n), sizes)
+        acc = functools.partial(gpu.grouped_matmul_transpose, groups=g, **options)
+        check(said, lambda lhs, rhs, sizes, acc=acc: acc(lhs, rhs, sizes, None, None), lhs, struct(m, n), sizes)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_the_forms_take_what_compiles(major, how, monkeypatch):
         product = functools.partial(gpu.grouped_matmul, transpose_rhs=False, activation=None, **options)
         check(said, lambda lhs, rhs, sizes: product(lhs, [rhs], sizes, None, None), lhs, rhs, sizes)
     said = gpu.transpose_unsupported(lhs, BF16, tile, k=256, n=512)
-    sums = functools.partial(gpu.grouped_matmul_transpose, groups=2, **options)
-    check(said, lambda lhs, grad, sizes: sums(lhs, grad, sizes, None, None), lhs, grad, sizes)
+    acc = functools.partial(gpu.grouped_matmul_transpose, groups=2, **options)
+    check(said, lambda lhs, grad, sizes: acc(lhs, grad, sizes, None, None), lhs, grad, sizes)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ TABLES = {
         "_transpose_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
     },
     "collective_matmul.gpu_hopper": {
-        "_gather_kernel: pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)":
+        "_gather_kernel: pl.semaphore_wait(arrived.at[step_index - 1, row], order.expected(row), decrement=False)":
             (EARLY, "a tile's rows are loaded when all pieces of them came from the peer"),
         "_gather_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
         "_scatter_kernel: pl.semaphore_wait(summed.at[part, column], order.devices - 1, decrement=False)":
@@ -69,7 +69,7 @@ TABLES = {
         "_walk: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
         "_walk: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
         "_walk: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
-        "_gather_kernel: pl.semaphore_wait(arrived.at[turn - 1, row], order.expected(row), decrement=False)":
+        "_gather_kernel: pl.semaphore_wait(arrived.at[step_index - 1, row], order.expected(row), decrement=False)":
             (EARLY, "a tile's rows are loaded when all pieces of them came from the peer"),
         "_gather_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
         "_scatter_kernel: pl.semaphore_wait(summed.at[row, column], order.devices - 1, decrement=False)":
@@ -86,16 +86,16 @@ TABLES = {
         "write: gpu.commit_smem()": (EARLY, "the copy engine sees what was staged"),
         "send: gpu.wait_smem_to_gmem(1, wait_read_only=True)": (EARLY, "this slot of sums was read"),
         "send: gpu.commit_smem()": (EARLY, "the copy engine sees the sums"),
-        "tell: gpu.wait_smem_to_gmem(0)": (EARLY, "the sums that the peer is told of have been written there"),
-        "tell: pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=peers.device(receiver))":
+        "signal_tile: gpu.wait_smem_to_gmem(0)": (EARLY, "the sums that the peer is told of have been written there"),
+        "signal_tile: pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=peers.device(receiver))":
             ("hang", "one more sender's sums are in the peer's memory"),
         "add_up: gpu.commit_smem()": (EARLY, "the copy engine sees the result; all threads have read what came"),
         "add_up: gpu.barrier_wait(landed(slot))": (EARLY, "a peer's sums are in their slot"),
         "add_up: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
     },
     "collectives.gpu": {
-        "_kernel: pl.semaphore_signal(told.at[block], 1, device_id=peers.device(r))": ("hang", "this block's pieces are there"),
-        "_kernel: pl.semaphore_wait(told.at[block], devices, decrement=False)": (EARLY, "those of all devices are"),
+        "_kernel: pl.semaphore_signal(arrived.at[block], 1, device_id=peers.device(r))": ("hang", "this block's pieces are there"),
+        "_kernel: pl.semaphore_wait(arrived.at[block], devices, decrement=False)": (EARLY, "those of all devices are"),
     },
     "dispatch.gpu": {
         "_kernel: gpu.barrier_wait(loaded.at[slot])": (EARLY, "a row is sent when it is in its slot"),

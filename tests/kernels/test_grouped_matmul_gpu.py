@@ -132,7 +132,7 @@ def test_spans_meet_every_row_once(name, rows):
     """Also that no visit leaves the array or mixes groups, and that each begins where a copy may."""
     tile = 16
     bounds = schedule.group_bounds(jnp.asarray(SIZES[name]), rows, None, G)
-    spans = schedule.visit_spans(bounds, rows, tile)
+    spans = schedule.span_tile_steps(bounds, rows, tile)
     number = int(spans.number[0])
     assert number <= spans.first.shape[0] == -(-(rows + 7 * (G + 1)) // tile) + G + 1
     group = oracle.group_of_row(SIZES[name], rows)
@@ -157,7 +157,7 @@ def test_tiles():
     assert gpu.pick_tile(2048, 2) == Tile(128, 256, 64, 4)
     assert gpu.pick_tile(1408, 2).n == 256  # 9 % of empty columns
     assert gpu.pick_tile(384, 2).n == 128
-    assert gpu.pick_tile(2048, 2, halves=2).n == 128
+    assert gpu.pick_tile(2048, 2, num_rhs=2).n == 128
 
 
 def refuses(words, *, dtype=BF16, k=K, tile=None, **options):

@@ -14,8 +14,10 @@ EARLY = "race value late leftover"
 
 TABLES = {
     "collectives.tpu": {
-        "meet: pl.semaphore_signal(barrier, 1, device_id=device)": ("hang", "to all that send here: this device is in the kernel"),
-        "meet: pl.semaphore_wait(barrier, len(devices))": (EARLY, "all that are sent to are in the kernel"),
+        "entry_barrier: pl.semaphore_signal(barrier, 1, device_id=device)": (
+            "hang", "to all that send here: this device is in the kernel"
+        ),
+        "entry_barrier: pl.semaphore_wait(barrier, len(devices))": (EARLY, "all that are sent to are in the kernel"),
         "_small_kernel: copy.start()": ("hang", "this device's array, to a peer"),
         "_small_kernel: copy.wait()": (EARLY, "a peer has it, and another's came"),
     },
@@ -24,8 +26,8 @@ TABLES = {
         "_kernel: keep.wait()": (EARLY, "it is there, and may be sent"),
         "_kernel: copy_of(n, False).start()": ("hang", "a message of this step, to the neighbour"),
         "_kernel: copy_of(n, True).wait_recv()": (EARLY, "what comes in this step is there"),
-        "_kernel: copy_of(plan.of(lane, use - DEPTH), False).wait_send()": (EARLY, "the semaphore counts one message at a time"),
-        "_kernel: copy_of(plan.of(lane, use), False).wait_send()": (EARLY, "the last messages have left"),
+        "_kernel: copy_of(plan.of(channel, use - DEPTH), False).wait_send()": (EARLY, "the semaphore counts one message at a time"),
+        "_kernel: copy_of(plan.of(channel, use), False).wait_send()": (EARLY, "the last messages have left"),
         "_add: copy.start()": ("hang", "a block of both operands, to chip memory"),
         "_add: copy.wait()": (EARLY, "it is there"),
         "_add: write(i).start()": ("hang", "the sum, to its place"),
@@ -47,18 +49,18 @@ TABLES = {
     },
     "collective_matmul.tpu_gather": {
         "_gather_kernel: copy.start()": ("hang", "a message of this phase, or a row tile to chip memory"),
-        "_gather_kernel: load(way, i, phase, turn, lambda copy: copy.wait())": (EARLY, "the row tile is there"),
+        "_gather_kernel: load(direction, i, phase, turn, lambda copy: copy.wait())": (EARLY, "the row tile is there"),
         "_gather_kernel: each_message(phase - 1, lambda copy: copy.wait_recv())": (EARLY, "the blocks of this phase came"),
         "_gather_kernel: each_message(phase, lambda copy: copy.wait_send())": (EARLY, "they were sent on"),
-        "_gather_kernel: pl.semaphore_wait(credit.at[one], 1)": (EARLY, "the receiver's buffer is free"),
+        "_gather_kernel: pl.semaphore_wait(free_slots.at[one], 1)": (EARLY, "the receiver's buffer is free"),
     },
     "collective_matmul.tpu_scatter": {
-        "_scatter_kernel: out_copy(lane, lax.rem(number, 2), turn).start()": ("hang", "a tile's sums, to the neighbour"),
+        "_scatter_kernel: out_copy(channel, lax.rem(number, 2), turn).start()": ("hang", "a tile's sums, to the neighbour"),
         "_scatter_kernel: out_copy(UP, 0, turn).wait_send()": (EARLY, "the tile before last has left its slot"),
         "_scatter_kernel: ).wait_recv()  # fmt: skip": (EARLY, "the sums for a row tile came"),
-        "_scatter_kernel: in_copy(lane).start()": ("hang", "a tile of them, to chip memory"),
-        "_scatter_kernel: in_copy(lane).wait()": (EARLY, "it is there"),
-        "_scatter_kernel: pl.semaphore_wait(credit.at[lane], 1)": (EARLY, "the receiver's buffer is free"),
+        "_scatter_kernel: in_copy(channel).start()": ("hang", "a tile of them, to chip memory"),
+        "_scatter_kernel: in_copy(channel).wait()": (EARLY, "it is there"),
+        "_scatter_kernel: pl.semaphore_wait(free_slots.at[channel], 1)": (EARLY, "the receiver's buffer is free"),
     },
 }  # fmt: skip
 """Module → the call in the kernel → how its absence is noticed, and what it says or waits for."""
@@ -89,9 +91,9 @@ def test_without_its_entry_barrier_a_kernel_writes_to_devices_that_are_not_there
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_without_the_receivers_credit_its_buffers_are_overwritten(name):
-    credit = {site for site in PROTOCOLS.sites_of(name) if "credit" in site or "Ring: pl.semaphore_signal" in site}
-    assert len(credit) == 2
-    fault = noticed(KERNELS[name], credit)
+    free_slots = {site for site in PROTOCOLS.sites_of(name) if "credit" in site or "Ring: pl.semaphore_signal" in site}
+    assert len(free_slots) == 2
+    fault = noticed(KERNELS[name], free_slots)
     assert fault is not None
     assert fault.kind in ("race", "value")
 

@@ -15,9 +15,9 @@ from meshpar.tune_kernels import products, tune_products
 from meshpar_kernels import _compat, grouped_matmul, tuner, tuning
 from meshpar_kernels.grouped_matmul import gpu, hopper
 from meshpar_kernels.isolation import Worker
-from meshpar_kernels.tuning import Config, Product
+from meshpar_kernels.tuning import Config, MatmulKey
 
-PRODUCT = Product("grouped_matmul", 8192, 2048, 2048, 64)
+PRODUCT = MatmulKey("grouped_matmul", 8192, 2048, 2048, 64)
 ANALYTIC, FAST, WRONG, BROKEN = (Config((128, 64, n), 4) for n in (256, 128, 64, 192))
 
 
@@ -106,10 +106,10 @@ def test_a_table_is_read_as_it_was_written_and_the_users_wins(tmp_path, monkeypa
     tuning.write(file, merged)
     monkeypatch.setenv(tuning.VARIABLE, str(file))
     monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
-    near = Product("grouped_matmul", 9000, 2048, 2048, 60)
+    near = MatmulKey("grouped_matmul", 9000, 2048, 2048, 60)
     assert tuning.lookup("cuda", near, jnp.bfloat16) == FAST
     assert tuning.lookup("cuda", near, jnp.float32) is None
-    assert tuning.lookup("cuda", Product("grouped_matmul", 8192, 2048, 2048, 64, transposed=True), "bfloat16") is None
+    assert tuning.lookup("cuda", MatmulKey("grouped_matmul", 8192, 2048, 2048, 64, transposed=True), "bfloat16") is None
     assert tuning.lookup("tpu", near, jnp.bfloat16) is None
     monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA B200")
     assert tuning.lookup("cuda", near, jnp.bfloat16) is None
@@ -167,7 +167,7 @@ def test_the_kernel_takes_what_the_table_has_and_the_caller_wins(monkeypatch, tm
         jnp.zeros((2, 128, 512), jnp.bfloat16),
         jnp.asarray([128, 128]),
     )
-    shape = Product("grouped_matmul", 256, 128, 512, 2).shape_class
+    shape = MatmulKey("grouped_matmul", 256, 128, 512, 2).shape_class
 
     def taken(config=None, **options):
         tuning.write(tmp_path / "table.json", {"NVIDIA H200": {shape: {"bfloat16": entry(config)}}} if config else {})

@@ -15,7 +15,7 @@ from meshpar_kernels.grouped_matmul import gpu, reference, tpu, tpu_tiles, tpu_t
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference as routing_reference
 from meshpar_kernels.routing import tpu_gather
-from meshpar_kernels.tuning import Config, Product, lookup
+from meshpar_kernels.tuning import Config, MatmulKey, lookup
 
 __all__ = ["Options", "gather", "product", "transpose_product"]
 
@@ -76,7 +76,7 @@ def product(
 ) -> jax.Array:  # fmt: skip
     """`grouped_matmul` of the rows of lhs in their order, or of `lhs[indices]`; `rhs_scale` is float32 [G, B, N] for each of
     rhs, or [G, B, K] with `transpose_scale`."""
-    halves = len(rhs)
+    num_rhs = len(rhs)
     k, n = lhs.shape[1], rhs[0].shape[1] if options.transpose_rhs else rhs[0].shape[2]
     rows = lhs.shape[0] if indices is None else indices.shape[0]
     if 0 in (rows, *lhs.shape, *rhs[0].shape):
@@ -84,11 +84,11 @@ def product(
     if indices is not None and options.implementation is None and options.gather is None and not by_default(GATHER):
         lhs, indices = gather(options, lhs, indices), None
     itemsize = lhs.dtype.itemsize
-    shape = Product("grouped_matmul", rows, k, n, rhs[0].shape[0], halves, options.transpose_rhs)
+    shape = MatmulKey("grouped_matmul", rows, k, n, rhs[0].shape[0], num_rhs, options.transpose_rhs)
 
     def refuses(tile: gpu.Tile) -> Unsupported:
         how = {"k": k, "n": n, "transpose_rhs": options.transpose_rhs}
-        reasons = gpu.matmul_unsupported(lhs, options.out_dtype, tile, halves, **how)
+        reasons = gpu.matmul_unsupported(lhs, options.out_dtype, tile, num_rhs, **how)
         if rhs_scale:
             reasons = Unsupported(
                 (f"rhs is {rhs[0].dtype} with scales; the kernel takes weights of lhs's dtype", *reasons)
@@ -96,9 +96,9 @@ def product(
         return reasons
 
     def made(config: Config) -> gpu.Tile:
-        return gpu.make_tile(*config.tile, itemsize, halves, config.stages, config.cluster)
+        return gpu.make_tile(*config.tile, itemsize, num_rhs, config.stages, config.cluster)
 
-    analytic = gpu.pick_tile(n, itemsize, halves, cluster=options.cluster)
+    analytic = gpu.pick_tile(n, itemsize, num_rhs, cluster=options.cluster)
     gpu_tile, num_sms = _on_gpu(options, shape, lhs.dtype, analytic, made, refuses)
     kwargs: dict[str, Any] = {
         "transpose_rhs": options.transpose_rhs,
@@ -149,23 +149,23 @@ def _gathering_first(function):
 
 
 def _on_gpu(
-    options: Options, shape: Product, dtype: Any, analytic: gpu.Tile, made: Callable[[Config], gpu.Tile],
+    options: Options, shape: MatmulKey, dtype: Any, analytic: gpu.Tile, made: Callable[[Config], gpu.Tile],
     refuses: Callable[[gpu.Tile], Unsupported],
 ) -> tuple[gpu.Tile, int | None]:  # fmt: skip
     """(tile, blocks of the grid): what was asked for, else what was measured, where it fits, else the analytic choice."""
-    said = {name: getattr(options, name) for name in ("stages", "num_sms", "cluster", "pingpong")}
-    said = {name: value for name, value in said.items() if value is not None}
+    requested = {name: getattr(options, name) for name in ("stages", "num_sms", "cluster", "pingpong")}
+    requested = {name: value for name, value in requested.items() if value is not None}
     if options.tile is not None:
-        return made(Config(options.tile, **said)), options.num_sms
-    found = lookup("cuda", shape, dtype)
-    if found is not None and not refuses(made(found)):
-        return made(found._replace(**said)), said.get("num_sms", found.num_sms)
-    said.pop("num_sms", None)
-    return analytic._replace(**said), options.num_sms
+        return made(Config(options.tile, **requested)), options.num_sms
+    tuned = lookup("cuda", shape, dtype)
+    if tuned is not None and not refuses(made(tuned)):
+        return made(tuned._replace(**requested)), requested.get("num_sms", tuned.num_sms)
+    requested.pop("num_sms", None)
+    return analytic._replace(**requested), options.num_sms
 
 
 def _on_tpu(
-    options: Options, shape: Product, lhs: jax.Array, rhs: Sequence[jax.Array], indices, rhs_scale, kernel
+    options: Options, shape: MatmulKey, lhs: jax.Array, rhs: Sequence[jax.Array], indices, rhs_scale, kernel
 ) -> Unsupported | Callable[..., jax.Array]:
     """The TPU kernel, or why it cannot run; with its own gather where that is asked for or pays.
 
@@ -188,9 +188,9 @@ def _on_tpu(
     def tile_of(gathered: bool) -> tpu_tiles.Tile | None:
         if options.tile is not None:
             return tpu_tiles.Tile(*options.tile)
-        found = None if gathered or rhs_scale else lookup("tpu", shape, lhs.dtype)
-        if found is not None and found.tile[1] == k and n % found.tile[2] == 0:
-            return tpu_tiles.Tile(*found.tile)
+        tuned = None if gathered or rhs_scale else lookup("tpu", shape, lhs.dtype)
+        if tuned is not None and tuned.tile[1] == k and n % tuned.tile[2] == 0:
+            return tpu_tiles.Tile(*tuned.tile)
         sizes = (rows, k, n, rhs[0].shape[0], lhs.dtype.itemsize, len(rhs))
         return tpu_tiles.pick_tile(*sizes, gathered=gathered, **quantized)
 
@@ -214,12 +214,12 @@ def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, grou
     if 0 in (*lhs.shape, *rhs.shape):
         return jnp.zeros((groups, k, n), options.out_dtype)
     itemsize = lhs.dtype.itemsize
-    shape = Product("grouped_matmul_transpose", lhs.shape[0], k, n, groups)
-    found = lookup("tpu", shape, lhs.dtype)
+    shape = MatmulKey("grouped_matmul_transpose", lhs.shape[0], k, n, groups)
+    tuned = lookup("tpu", shape, lhs.dtype)
     if options.tile is not None:
         tile = tpu_tiles.Tile(*options.tile)
-    elif found is not None and k % found.tile[1] == 0 and n % found.tile[2] == 0:
-        tile = tpu_tiles.Tile(*found.tile)
+    elif tuned is not None and k % tuned.tile[1] == 0 and n % tuned.tile[2] == 0:
+        tile = tpu_tiles.Tile(*tuned.tile)
     else:
         tile = tpu_tiles.pick_transpose_tile(lhs.shape[0], k, n, groups, itemsize)
     refuses = functools.partial(gpu.transpose_unsupported, lhs, options.out_dtype, k=k, n=n)
