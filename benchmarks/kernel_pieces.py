@@ -4,7 +4,7 @@
     python benchmarks/kernel_pieces.py --chips v6e
 
 Needs libtpu but no TPU. For each number of rows that the grouped matmul multiplies at once in a tile which groups share
-(`tpu_tiles.PIECES`), and for a whole block, the instruction bundles of one masked product: [rows, 2048]·[2048, 512] forward,
+(`tpu_tiles.ROW_CHUNKS`), and for a whole block, the instruction bundles of one masked product: [rows, 2048]·[2048, 512] forward,
 [rows, 512]ᵀ·[rows, 1024] for the transpose. A bundle takes a cycle or more; nothing was timed.
 
 Then for each shape a multinomial load of the groups: rows multiplied over M, and bundles over those of M/512 whole
@@ -117,11 +117,11 @@ def main() -> None:
         compile_products(arguments.one[0], arguments.one[1], json.loads(arguments.one[2]))
         return
     from meshpar_kernels.grouped_matmul import schedule
-    from meshpar_kernels.grouped_matmul.tpu_tiles import PIECES
+    from meshpar_kernels.grouped_matmul.tpu_tiles import ROW_CHUNKS
     from meshpar_kernels.shapes import MATMULS
 
     cost = {}
-    sizes = [*PIECES, TILE]
+    sizes = [*ROW_CHUNKS, TILE]
     print("bundles of one product     " + "".join(f"{size:>7}" for size in sizes), "rows")
     for chip in arguments.chips.split(","):
         for kind in ("forward", "transpose"):
@@ -131,13 +131,13 @@ def main() -> None:
     for name, s in MATMULS.items():
         load = np.random.default_rng(0).multinomial(s.m, np.full(s.groups, 1 / s.groups)).tolist()
         even = [s.m // s.groups] * s.groups
-        rows = schedule.executed_rows(load, s.m, TILE, PIECES, 16) / s.m
-        before = walk(load, PIECES, dict.fromkeys((*PIECES, TILE), 128) | {TILE: TILE}, aligned=True) / s.m
+        rows = schedule.executed_rows(load, s.m, TILE, ROW_CHUNKS, 16) / s.m
+        before = walk(load, ROW_CHUNKS, dict.fromkeys((*ROW_CHUNKS, TILE), 128) | {TILE: TILE}, aligned=True) / s.m
         print(f"{name:<19}rows {rows:.3f} (before {before:.3f})")
         for (chip, kind), of in cost.items():
             ideal = s.m / TILE * of[TILE]
             now, then, equal = (
-                walk(groups, PIECES, of, aligned) / ideal
+                walk(groups, ROW_CHUNKS, of, aligned) / ideal
                 for groups, aligned in ((load, False), (load, True), (even, False))
             )
             print(f"  {chip:<8}{kind:<10} bundles {now:.2f} (before {then:.2f}), even {equal:.2f}")

@@ -414,7 +414,7 @@ def executed(shape: str) -> str:
     tile = tpu_tiles.pick_tile(s.m, s.k, s.n, s.groups, 2, 1)
     even = [s.m // s.groups] * s.groups
     load = np.random.default_rng(0).multinomial(s.m, np.full(s.groups, 1 / s.groups)).tolist()
-    ratios = [schedule.executed_rows(x, s.m, tile.m, tpu_tiles.PIECES, 16) / s.m for x in (even, load)]
+    ratios = [schedule.executed_rows(x, s.m, tile.m, tpu_tiles.ROW_CHUNKS, 16) / s.m for x in (even, load)]
     return f"{ratios[0]:.2f} / {ratios[1]:.2f}"
 
 

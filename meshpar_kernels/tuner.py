@@ -120,14 +120,14 @@ def tune(
     return Tuned(Entry(best, medians[best], analytic, jax.__version__), medians, refused, wrong)
 
 
-def candidates(product: MatmulKey, dtype: Any, platform: str) -> list[Config]:
+def candidates(matmul: MatmulKey, dtype: Any, platform: str) -> list[Config]:
     """The analytic choice first, then others that fit on-chip memory; [] where the kernel has none for this product.
 
     Args:
       platform: "tpu" or "cuda".
     """
     itemsize = jnp.dtype(dtype).itemsize
-    return list(dict.fromkeys((_for_tpu if platform == "tpu" else _for_gpu)(product, itemsize)))
+    return list(dict.fromkeys((_for_tpu if platform == "tpu" else _for_gpu)(matmul, itemsize)))
 
 
 def _for_gpu(p: MatmulKey, itemsize: int) -> list[Config]:
@@ -174,9 +174,9 @@ class DeviceBench:
     The reference is the loop of XLA, whose sums do not depend on a tile.
     """
 
-    def __init__(self, product: MatmulKey, dtype: Any):
-        self.product = product
-        p, rng = product, np.random.default_rng(0)
+    def __init__(self, matmul: MatmulKey, dtype: Any):
+        self.matmul = matmul
+        p, rng = matmul, np.random.default_rng(0)
         back = p.op == "grouped_matmul_transpose"
         weights = (p.groups, p.n, p.k) if p.transposed else (p.groups, p.k, p.n)
         shapes = [(p.rows, p.k), *([(p.rows, p.n)] if back else [weights] * p.matrices)]
@@ -187,7 +187,7 @@ class DeviceBench:
         self.compiled: dict[Config, Callable[..., jax.Array]] = {}
 
     def _function(self, **how: Any) -> Callable[..., jax.Array]:
-        p = self.product
+        p = self.matmul
 
         def call(lhs: jax.Array, *others: jax.Array) -> jax.Array:
             if p.op == "grouped_matmul_transpose":
@@ -221,9 +221,9 @@ class IsolatedBench:
       limit: seconds for the check, and for the timing, of one configuration.
     """
 
-    def __init__(self, product: MatmulKey, dtype: Any, *, limit: float = 120):
+    def __init__(self, matmul: MatmulKey, dtype: Any, *, limit: float = 120):
         self.limit = limit
-        self._fields = {"product": dataclasses.asdict(product), "dtype": jnp.dtype(dtype).name}
+        self._fields = {"matmul": dataclasses.asdict(matmul), "dtype": jnp.dtype(dtype).name}
         self._worker = Worker(f"{__name__}:measure")
         self._seconds: dict[Config, list[float]] = {}
 
@@ -245,13 +245,13 @@ class IsolatedBench:
 
 
 @functools.lru_cache(maxsize=1)
-def _bench(dtype: str, **product: Any) -> DeviceBench:
-    return DeviceBench(MatmulKey(**product), dtype)
+def _bench(dtype: str, **matmul: Any) -> DeviceBench:
+    return DeviceBench(MatmulKey(**matmul), dtype)
 
 
-def measure(product: dict[str, Any], dtype: str, config: dict[str, Any]) -> dict[str, Any]:
+def measure(matmul: dict[str, Any], dtype: str, config: dict[str, Any]) -> dict[str, Any]:
     """Error of one configuration, and its seconds where the error is within `limit_of`; called in a worker process."""
-    bench = _bench(dtype, **product)
+    bench = _bench(dtype, **matmul)
     chosen = Config(**{**config, "tile": tuple(config["tile"])})
     error = bench.error(chosen)
     right = error <= limit_of(dtype)

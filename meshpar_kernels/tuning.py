@@ -181,7 +181,7 @@ def write(file: Path, table: Table) -> None:
     os.replace(to.name, file)
 
 
-def lookup(platform: str, product: MatmulKey, dtype: Any) -> Config | None:
+def lookup(platform: str, matmul: MatmulKey, dtype: Any) -> Config | None:
     """What was measured for this product on the device that is traced for; None: nothing was.
 
     Args:
@@ -194,7 +194,7 @@ def lookup(platform: str, product: MatmulKey, dtype: Any) -> Config | None:
     if not kind or kind.startswith("TPU") != (platform == "tpu"):
         return None
     for table in (read(path()), read(SHIPPED)):
-        entry = table.get(kind, {}).get(product.shape_class, {}).get(jnp.dtype(dtype).name)
+        entry = table.get(kind, {}).get(matmul.shape_class, {}).get(jnp.dtype(dtype).name)
         if entry is not None:
             return entry.config
     return None

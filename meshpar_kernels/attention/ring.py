@@ -162,24 +162,24 @@ def backward(
         is_visible = c.softmax.mask.any_visible(own_block.pos, keys.pos, q_seg, keys.seg)
         return lax.cond(is_visible, block, lambda d_q: (d_q, zeros), d_q)
 
-    under_way: dict[int, Any] = {}  # gradients of what has arrived, so far
+    in_flight: dict[int, Any] = {}  # gradients of what has arrived, so far
     for leg in legs(moving, 1, first_alone=True):  # which finds no gradients under way
         lengths = [moving[i].high - moving[i].low for i in leg.block_indices]
         cuts = [sum(lengths[:n]) for n in range(1, len(lengths))]
 
         def hop(carry: Any, t: Any, leg: Leg = leg, cuts: Sequence[int] = cuts) -> Any:
-            d_q, cargo, under_way = carry
+            d_q, cargo, in_flight = carry
             sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
-            followed = {i: c.shift(under_way[i], moving[i].step) for i in leg.block_indices if i in under_way}
+            followed = {i: c.shift(in_flight[i], moving[i].step) for i in leg.block_indices if i in in_flight}
             d_q, share = through(d_q, _keys(c, moving, leg, cargo, t, each))
             for i, *own_block in zip(leg.block_indices, *(jnp.split(x, cuts, 1) for x in share), strict=True):
                 before = followed.get(i)
                 followed[i] = own_block if before is None else jax.tree.map(jnp.add, before, own_block)
             return d_q, sent, followed
 
-        d_q, cargo, under_way = _repeat(leg, hop, (d_q, cargo, under_way))
+        d_q, cargo, in_flight = _repeat(leg, hop, (d_q, cargo, in_flight))
         for i in set(leg.block_indices) - set(leg.onward):  # they go home, to whom the keys belong
             s = moving[i]
-            home = c.shift(under_way.pop(i), -s.step * s.hops)
+            home = c.shift(in_flight.pop(i), -s.step * s.hops)
             d_k, d_v = (a.at[:, s.low : s.high].add(b) for a, b in zip((d_k, d_v), home, strict=True))
     return d_q, d_k, d_v

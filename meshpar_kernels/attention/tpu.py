@@ -318,7 +318,7 @@ def backward(
         ]
 
     def call(
-        kernel: Any, grid: tuple[int, ...], axis: int, at: tuple[Any, Any], outs: Any, products: int, name: str
+        kernel: Any, grid: tuple[int, ...], axis: int, at: tuple[Any, Any], outs: Any, matmuls: int, name: str
     ) -> Any:
         shapes, out_specs, scratch = outs
         of_q, of_k = at
@@ -334,7 +334,7 @@ def backward(
             ),
             out_shape=[_compat.out_struct(x, jnp.float32, q.x, k.k) for x in shapes],
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-            cost_estimate=_estimate(pairs, products, q, k),
+            cost_estimate=_estimate(pairs, matmuls, q, k),
             name=name,
         )(_table(sight, axis), *operands, *ids.arrays)
 

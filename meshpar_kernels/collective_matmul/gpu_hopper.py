@@ -43,7 +43,7 @@ def _walk(
     load: Callable[..., Callable[..., None]],
     multiply: Callable[..., None],
     store: Callable[..., None],
-    beside: Callable[[], None] | None = None,
+    concurrent: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """The loading and the multiplying warpgroups' work.
 
@@ -52,7 +52,7 @@ def _walk(
       load: (turn, row, column) → what starts the copies of (step, slot, barrier).
       multiply: what starts the products of (sums, slot, warpgroup).
       store: what writes a tile: (its number, turn, row, column, sums, warpgroup).
-      beside: what another warp does while one loads.
+      concurrent: what another warp does while one loads.
     """
     full, empty = stages
     warpgroup = lax.axis_index("warpgroup")
@@ -74,10 +74,10 @@ def _walk(
         def load_tile(_, step_index, row, column, step):
             load_stages(gpu, step, order.steps, order.tile.stages, full, empty, load(step_index, row, column))
 
-        if beside is None:
+        if concurrent is None:
             each_tile(load_tile)
             return
-        other = beside
+        other = concurrent
 
         @gpu.warp_map
         def _(warp):

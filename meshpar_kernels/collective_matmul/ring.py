@@ -174,9 +174,9 @@ class _Blocks:
         if self.role == "contract":
             others = [lax.dynamic_slice_in_dim(self.other, s, rows, self.at) for _, s in blocks]
             return total + self.dot.of(joined, lax.concatenate(others, self.at), self.saved)
-        product = self.dot.of(joined, self.other)
+        matmul = self.dot.of(joined, self.other)
         for k, (_, start) in enumerate(blocks):
-            part = lax.slice_in_dim(product, k * rows, (k + 1) * rows, axis=self.at)
+            part = lax.slice_in_dim(matmul, k * rows, (k + 1) * rows, axis=self.at)
             total = lax.dynamic_update_slice_in_dim(total, part, start, self.at)
         return total
 

@@ -238,10 +238,10 @@ def _doubling(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> 
     for axis in reversed(axes):
         while width < min(inside * axis.size, group):
             reach = max(1, width // inside)
-            apart = min(reach, axis.size - reach) if axis.ring else reach
+            distance = min(reach, axis.size - reach) if axis.ring else reach
             sent = min(width, group - width)
             # of `reach` neighbouring devices each sends over the link in the middle
-            total += max(1, apart) * (axis.latency + sent * block / (axis.link * 1e9))
+            total += max(1, distance) * (axis.latency + sent * block / (axis.link * 1e9))
             width *= 2
         inside *= axis.size
     return _rounds(kind) * (total + 4 * volume / memory)

@@ -100,13 +100,13 @@ def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *
         def _():
             gpu.barrier_wait(read.at[slot])
 
-        def product(i, _):
+        def matmul(i, _):
             stage = ring(stages, step + i)
             gpu.barrier_wait(loaded.at[stage])
             matmuls(tile, i, stage, total)
             gpu.tcgen05_commit_arrive(empty.at[stage], **pair)
 
-        lax.fori_loop(0, steps, product, None)
+        lax.fori_loop(0, steps, matmul, None)
 
         @pl.when(steps > 0)
         def _():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul.matmuls import Options, gather, matmul, transpose_product
+from meshpar_kernels.grouped_matmul.matmuls import Options, gather, matmul, transpose_matmul
 from meshpar_kernels.grouped_matmul.reference import activate
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
 
@@ -124,7 +124,7 @@ def _matmul_bwd(options, saved, grad):
     if not rhs_scale:
         weights = dataclasses.replace(plain, transpose_rhs=False, out_dtype=rhs[0].dtype)
         pairs = [(g, rows) if options.transpose_rhs else (rows, g) for g in grads]
-        grad_rhs = tuple(transpose_product(weights, groups, *pair, group_sizes, group_offset, scale) for pair in pairs)
+        grad_rhs = tuple(transpose_matmul(weights, groups, *pair, group_sizes, group_offset, scale) for pair in pairs)
     if grad_scale is not None and row_scale is not None:
         grad_scale = _in_a_group(grad_scale, total, group_sizes, group_offset, groups)
         grad_scale = grad_scale.astype(row_scale.dtype)
@@ -152,7 +152,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _transpose(options, groups, lhs, rhs, group_sizes, group_offset, row_scale):
-    return transpose_product(options, groups, lhs, rhs, group_sizes, group_offset, row_scale)
+    return transpose_matmul(options, groups, lhs, rhs, group_sizes, group_offset, row_scale)
 
 
 def _transpose_fwd(options, groups, *args):

@@ -17,7 +17,7 @@ from meshpar_kernels.routing import reference as routing_reference
 from meshpar_kernels.routing import tpu_gather
 from meshpar_kernels.tuning import Config, MatmulKey, lookup
 
-__all__ = ["Options", "gather", "product", "transpose_product"]
+__all__ = ["Options", "gather", "matmul", "transpose_matmul"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.A
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def product(
+def matmul(
     options: Options, lhs: jax.Array, rhs: Sequence[jax.Array], group_sizes, group_offset, row_scale, indices=None,
     rhs_scale: Sequence[jax.Array] = (),
 ) -> jax.Array:  # fmt: skip
@@ -208,7 +208,7 @@ def _on_tpu(
     return reasons or functools.partial(kernel, tile=tile, first=True)
 
 
-def transpose_product(options: Options, groups: int, lhs, rhs, group_sizes, group_offset, row_scale) -> jax.Array:
+def transpose_matmul(options: Options, groups: int, lhs, rhs, group_sizes, group_offset, row_scale) -> jax.Array:
     """`grouped_matmul_transpose`."""
     k, n = lhs.shape[1], rhs.shape[1]
     if 0 in (*lhs.shape, *rhs.shape):

@@ -194,11 +194,11 @@ def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int
     return total
 
 
-def executed_rows(sizes: list[int], rows: int, tile: int, pieces: tuple[int, ...], pack: int) -> int:
+def executed_rows(sizes: list[int], rows: int, tile: int, row_chunks: tuple[int, ...], pack: int) -> int:
     """Rows that the matrix unit works on for these groups: the waste at group borders is in here.
 
     A tile that one group fills is multiplied whole. Of another the rows of the group are: from the pack in which they
-    begin on, the largest of the ascending `pieces` repeated, then the smallest that holds the rest. Plain Python, for
+    begin on, the largest of the ascending `row_chunks` repeated, then the smallest that holds the rest. Plain Python, for
     reports and tests.
     """
     total, start = 0, 0
@@ -210,7 +210,7 @@ def executed_rows(sizes: list[int], rows: int, tile: int, pieces: tuple[int, ...
             if high - low == tile:
                 total += tile
             elif high > low:
-                rest = length % pieces[-1]
-                total += length - rest + min((p for p in pieces if p >= rest), default=0) * (rest > 0)
+                rest = length % row_chunks[-1]
+                total += length - rest + min((p for p in row_chunks if p >= rest), default=0) * (rest > 0)
         start = end
     return total

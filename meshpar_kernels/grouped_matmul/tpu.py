@@ -73,7 +73,7 @@ def _matmul_kernel(
         block = jnp.minimum(lax.div(position, scale_block), blocks - 1) if blocks > 1 else 0
         return rhs_scales[half][0, pl.ds(block, 1), lanes]
 
-    def product(half, row_slice, first_k, length, columns):
+    def matmul(half, row_slice, first_k, length, columns):
         if not quantized:
             return dot(*operands_of(half, row_slice, pl.ds(first_k, length), columns), contract)
         if transpose_scale:  # one block of columns, and factors along what is contracted
@@ -101,12 +101,12 @@ def _matmul_kernel(
 
                 def add(first, length):
                     for half, total in enumerate(totals):
-                        total[...] += product(half, row_slice, first, length, columns)
+                        total[...] += matmul(half, row_slice, first, length, columns)
 
                 in_blocks(k, steps.most_k, add, steps.unit_k)
                 matmuls = [total[...] for total in totals]
             else:
-                matmuls = [product(half, row_slice, 0, k, columns) for half in range(num_rhs)]
+                matmuls = [matmul(half, row_slice, 0, k, columns) for half in range(num_rhs)]
             value = activate(matmuls, activation)
             if scale_column is not None:
                 value = value * scale_column[row_slice]
@@ -122,7 +122,7 @@ def _matmul_kernel(
     def _():
         if scale_column is not None:
             scale_column[...] = scale_ref[...].T
-        by_rows(low, high, rows, tpu_tiles.PIECES, tpu_tiles.pack(lhs_ref.dtype.itemsize), multiply)
+        by_rows(low, high, rows, tpu_tiles.ROW_CHUNKS, tpu_tiles.pack(lhs_ref.dtype.itemsize), multiply)
 
     @pl.when(live[tile_step] == 0)
     def _():
@@ -185,7 +185,7 @@ def grouped_matmul(
     if row_scale is not None:
         in_specs.append(pl.BlockSpec((1, tm), lambda i, v, t, *_: (0, t[v])))
         operands.append(padded_scale(row_scale, tm)[None])  # as a column it would fill 128 lanes
-    most_rows = min(tm, max(tpu_tiles.BLOCK[0], tpu_tiles.PIECES[-1]))
+    most_rows = min(tm, max(tpu_tiles.BLOCK[0], tpu_tiles.ROW_CHUNKS[-1]))
     acc = pltpu.VMEM((most_rows, min(tn, tpu_tiles.BLOCK[2])), jnp.float32)
     scratch = [acc] * (num_rhs if k > steps.most_k else 0)
     if row_scale is not None:

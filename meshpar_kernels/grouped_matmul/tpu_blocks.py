@@ -24,18 +24,18 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     )
 
 
-def by_rows(low: jax.Array, high: jax.Array, rows: int, pieces: tuple[int, ...], pack: int, work) -> None:
+def by_rows(low: jax.Array, high: jax.Array, rows: int, row_chunks: tuple[int, ...], pack: int, work) -> None:
     """Cover the rows [low, high) of a tile with products.
 
     Calls `work(first, size, begin)` for a product of the rows [first, first + size), of which those from `begin`
     on are new. A tile that is one group's goes by large blocks, and `begin` is None: no row need be masked. Else
-    the largest of the `pieces` is repeated, from the pack in which the group begins, while more is left than the next
+    the largest of the `row_chunks` is repeated, from the pack in which the group begins, while more is left than the next
     smaller one holds; then comes the smallest that holds the rest. Where one would leave the tile it begins earlier.
 
     Args:
       low, high: rows of the group, counted from the tile's first; may lie outside of it.
       rows: of the tile, a multiple of `pack`.
-      pieces: numbers of rows, ascending, each a multiple of `pack`.
+      row_chunks: numbers of rows, ascending, each a multiple of `pack`.
       pack: rows that share registers: a product begins at a multiple of it.
     """
     full_tile = (low <= 0) & (high >= rows)
@@ -46,7 +46,7 @@ def by_rows(low: jax.Array, high: jax.Array, rows: int, pieces: tuple[int, ...],
 
     @pl.when(~full_tile)
     def _():
-        sizes = tpu_tiles.fitting(pieces, rows)
+        sizes = tpu_tiles.fitting(row_chunks, rows)
         # `lax.div`, not `//`, which asks for the sign, and that asks the host for its TPU
         begin = lax.div(jnp.maximum(low, 0), pack) * pack
         length = jnp.minimum(high, rows) - begin

@@ -39,7 +39,7 @@ def vmem_limit() -> int:
     return _compat.tpu_vmem() * 7 // 8
 
 
-PIECES = (16, 32, 64, 96, 128, 144, 160, 192, 256)
+ROW_CHUNKS = (16, 32, 64, 96, 128, 144, 160, 192, 256)
 """Numbers of rows that are multiplied at once in a tile which several groups share.
 
 A product loads the weights into the matrix unit, however few its rows: on v5p 16 rows take a third of the cycles of
@@ -83,9 +83,9 @@ def pack(itemsize: int) -> int:
     return 32 // itemsize
 
 
-def fitting(pieces: tuple[int, ...], rows: int) -> tuple[int, ...]:
+def fitting(row_chunks: tuple[int, ...], rows: int) -> tuple[int, ...]:
     """Those of the pieces that a tile of so many rows can have; none is longer than it."""
-    return (*(size for size in pieces if size < min(rows, pieces[-1])), min(rows, pieces[-1]))
+    return (*(size for size in row_chunks if size < min(rows, row_chunks[-1])), min(rows, row_chunks[-1]))
 
 
 def _widths(size: int, most: int, cores: int) -> list[int]:
@@ -99,7 +99,7 @@ def _widths(size: int, most: int, cores: int) -> list[int]:
     return sorted({d for d in found if d <= min(most, size)} | {size})
 
 
-def _in_turn(steps: int, cores: int) -> float:
+def _serialized_steps(steps: int, cores: int) -> float:
     """By how much cores that wait lengthen what `steps` steps, which they share, would take if they shared it evenly."""
     return cores * cdiv(steps, cores) / steps
 
@@ -191,7 +191,7 @@ def pick_tile(
                 continue
             moved = moved_element * rows * k * steps + groups * halves * (rhs_itemsize * k * n + scale_bytes)
             each = (2e5 * visits + GATHERED_ROW * rows * gathered) * steps / cores
-            cost = ((moved + each) * _in_turn(steps, cores), held)
+            cost = ((moved + each) * _serialized_steps(steps, cores), held)
             if best is None or cost < best[0]:
                 best = (cost, Tile(tm, k, tn))
     return None if best is None else best[1]
@@ -217,7 +217,7 @@ def pick_transpose_tile(
                 shared = steps_k if steps_k > 1 else steps_n  # the compiler splits the first parallel dim of the grid
                 moved = rows * (k * steps_n + n * steps_k) + groups * k * n
                 each = 2e5 * visits * steps_k * steps_n / cores
-                cost = ((itemsize * moved + each) * _in_turn(shared, cores), held)
+                cost = ((itemsize * moved + each) * _serialized_steps(shared, cores), held)
                 if best is None or cost < best[0]:
                     best = (cost, Tile(tm, tk, tn))
     return None if best is None else best[1]

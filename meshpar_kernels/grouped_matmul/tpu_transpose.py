@@ -62,7 +62,7 @@ def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):
     def _():
         if scale_column is not None:
             scale_column[...] = scale_ref[0][...].T
-        by_rows(low, high, rows, tpu_tiles.PIECES, tpu_tiles.pack(lhs_ref.dtype.itemsize), multiply)
+        by_rows(low, high, rows, tpu_tiles.ROW_CHUNKS, tpu_tiles.pack(lhs_ref.dtype.itemsize), multiply)
 
     @pl.when((tile_step == tile_steps - 1) | (after != group_of[tile_step]))
     def _():

@@ -113,7 +113,7 @@ def grouped_matmul_transpose(
         if scale is not None:
             factor = lax.dynamic_slice_in_dim(scale, first, tile)[:, None]
             right = (right.astype(jnp.float32) * factor).astype(rhs.dtype)
-        product = lax.dot_general(
+        matmul = lax.dot_general(
             jnp.where(in_group, lax.dynamic_slice_in_dim(lhs, first, tile), 0),
             jnp.where(in_group, right, 0),
             (((0,), (0,)), ((), ())),
@@ -121,7 +121,7 @@ def grouped_matmul_transpose(
             preferred_element_type=jnp.float32,
         )
         old = lax.dynamic_index_in_dim(out, tile_steps.group[v], keepdims=False)
-        return lax.dynamic_update_index_in_dim(out, old + product, tile_steps.group[v], 0)
+        return lax.dynamic_update_index_in_dim(out, old + matmul, tile_steps.group[v], 0)
 
     out = jnp.zeros((groups, lhs.shape[1], rhs.shape[1]), jnp.float32)
     return lax.fori_loop(0, tile_steps.number, one, _vary_like(out, lhs, rhs)).astype(out_dtype)

@@ -61,7 +61,7 @@ def test_every_key_in_sight_arrives_once_and_no_farther_than_needed(devices, bot
             met[i, i * each : (i + 1) * each] += not together
         for leg in ring.legs(moving, 0 if together else 1):
             for t in range(leg.first, leg.first + leg.count):
-                for i, n in itertools.product(range(devices), leg.here):
+                for i, n in itertools.product(range(devices), leg.block_indices):
                     s = moving[n]
                     source = (i - s.step * t) % devices
                     met[i, source * each + s.low : source * each + s.high] += 1

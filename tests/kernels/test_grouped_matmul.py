@@ -105,10 +105,10 @@ def test_gradients(name):
     scale = options.pop("row_scale", None)
 
     @jax.jit
-    def product(lhs, rhs, scale):
+    def matmul(lhs, rhs, scale):
         return grouped_matmul(lhs, rhs, sizes, row_scale=scale, implementation="xla", **options)
 
-    check_grads(product, (lhs, rhs, scale), order=1, modes=["rev"], atol=3e-2, rtol=3e-2)
+    check_grads(matmul, (lhs, rhs, scale), order=1, modes=["rev"], atol=3e-2, rtol=3e-2)
 
 
 def test_the_gradient_of_gathered_rows_by_their_places():
@@ -132,12 +132,12 @@ def test_gradients_of_the_transpose():
     sizes = jnp.asarray([9, 0, 11, 14])
 
     @jax.jit
-    def product(lhs, rhs, scale):
+    def matmul(lhs, rhs, scale):
         return grouped_matmul_transpose(lhs, rhs, sizes, row_scale=scale, implementation="xla")
 
     rng = np.random.default_rng(7)  # differences in float32 cancel: one fixed draw, whatever tests ran before
     args = tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((M, K), (M, N), (M,)))
-    check_grads(product, args, order=1, modes=["rev"], atol=3e-2, rtol=3e-2)
+    check_grads(matmul, args, order=1, modes=["rev"], atol=3e-2, rtol=3e-2)
 
 
 def test_nothing_leaks_into_gradients():
@@ -146,10 +146,10 @@ def test_nothing_leaks_into_gradients():
     lhs, scale, cotangent, up = normal(M, K), normal(M), normal(M, N), normal(G, K, N)
 
     def pull(lhs, scale, cotangent):
-        def product(lhs, rhs, scale):
+        def matmul(lhs, rhs, scale):
             return grouped_matmul(lhs, (rhs, up), sizes, row_scale=scale, activation="silu")
 
-        return jax.vjp(product, lhs, rhs, scale)[1](cotangent)
+        return jax.vjp(matmul, lhs, rhs, scale)[1](cotangent)
 
     want = jax.jit(pull)(lhs, scale, cotangent)
     got = jax.jit(pull)(*(x.at[25:].set(jnp.nan) for x in (lhs, scale, cotangent)))
@@ -178,10 +178,10 @@ def test_quantized_weights(name, implementation):
     rhs, scale = quantized(dtype, *(like[0] if gated else like).shape), (scale, scale[::-1]) if gated else scale
     rhs = (rhs, rhs[::-1]) if gated else rhs
 
-    def product(lhs, rhs, **more):
+    def matmul(lhs, rhs, **more):
         return grouped_matmul(lhs, rhs, sizes, implementation=implementation, **options, **more)
 
-    got, pull = jax.vjp(lambda lhs: product(lhs, rhs, rhs_scale=scale), lhs)
+    got, pull = jax.vjp(lambda lhs: matmul(lhs, rhs, rhs_scale=scale), lhs)
     np.testing.assert_allclose(
         got, oracle.grouped_matmul(lhs, rhs, sizes, rhs_scale=scale, **options), rtol=1e-4, atol=1e-4
     )
@@ -193,7 +193,7 @@ def test_quantized_weights(name, implementation):
         return jnp.asarray(found.swapaxes(1, 2) if transposed else found, jnp.float32)
 
     same = tuple(map(dense, rhs, scale)) if gated else dense(rhs, scale)
-    want = jax.vjp(lambda lhs: product(lhs, same), lhs)[1](jnp.cos(got))[0]
+    want = jax.vjp(lambda lhs: matmul(lhs, same), lhs)[1](jnp.cos(got))[0]
     np.testing.assert_allclose(pull(jnp.cos(got))[0], want, rtol=1e-4, atol=1e-4)
 
 
@@ -304,7 +304,7 @@ def test_work_done_is_close_to_the_work_asked_for():
     """Rows multiplied by the TPU kernel's tiles and pieces of bfloat16, over the rows there are."""
 
     def executed(sizes, rows):
-        return schedule.executed_rows(sizes, rows, 512, tpu_tiles.PIECES, tpu_tiles.pack(2))
+        return schedule.executed_rows(sizes, rows, 512, tpu_tiles.ROW_CHUNKS, tpu_tiles.pack(2))
 
     assert executed([2048] * 8, 16384) == 16384
     assert executed([128] * 64, 8192) == 8192

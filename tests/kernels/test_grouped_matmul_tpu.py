@@ -223,10 +223,10 @@ def test_quantized_weights(dtype, blocks, transposed, more, monkeypatch):
     grad = normal(100, n, dtype=jnp.bfloat16)
 
     def pulled(lhs, implementation):
-        def product(lhs):
+        def matmul(lhs):
             return grouped_matmul(lhs, rhs, jnp.asarray(sizes), implementation=implementation, **how, **more)
 
-        return jax.vjp(product, lhs)[1](grad.astype(lhs.dtype))[0]
+        return jax.vjp(matmul, lhs)[1](grad.astype(lhs.dtype))[0]
 
     with _compat.race_detection():
         got = jax.block_until_ready(pulled(lhs, "pallas"))
