@@ -149,7 +149,7 @@ def own_block(gathers: bool, rows: int, k: int, n: int) -> float:
         if gathers:
             order = collective_matmul_gpu.gather_order(rows, k, n, 1, 2)
             return collective_matmul_gpu.all_gather_matmul(x, w, "a", order, **options)
-        dtypes = {"wire_dtype": jnp.dtype(jnp.float32), "out_dtype": jnp.bfloat16}
+        dtypes = {"comm_dtype": jnp.dtype(jnp.float32), "out_dtype": jnp.bfloat16}
         order = collective_matmul_gpu.scatter_order(rows, k, n, 1, 2, **dtypes)
         return collective_matmul_gpu.matmul_reduce_scatter(x, w, "a", order, **options | dtypes)
 

@@ -79,7 +79,7 @@ def fused(gathers: bool, rows: int, k: int, n: int, devices: int, **options: Any
     else:
         arguments = [((devices * rows, devices * k), BF16), ((devices * k, n), BF16)]
         into, out, op = (columns, split), split, matmul_reduce_scatter
-        options = {"wire_dtype": BF16, **options}
+        options = {"comm_dtype": BF16, **options}
 
     def local(implementation: str) -> Callable[..., jax.Array]:
         return lambda x, w: op(x, w, "a", implementation=implementation, **options)

@@ -1,4 +1,4 @@
-"""Products fused with the all-gather before them, or with the reduce-scatter after them."""
+"""Matmuls fused with the all-gather of an operand, or with the reduce-scatter of the result."""
 
 from meshpar_kernels._compat import interpreting as interpreting
 from meshpar_kernels.collective_matmul.api import all_gather_matmul as all_gather_matmul

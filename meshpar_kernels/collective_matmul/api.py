@@ -102,8 +102,8 @@ def matmul_reduce_scatter(
       x: [M, k], M a multiple of the number A of devices of `axis_name`.
       w: [k, N].
       axis_name, implementation, precision, preferred_element_type, tile, num_sms: as in `all_gather_matmul`.
-      comm_dtype: what sums are sent as. None: float32, which doubles the bytes of bfloat16 products; bfloat16 rounds at every
-        hop, as a reduce-scatter of bfloat16 does.
+      comm_dtype: dtype in which partial results are sent. None: float32, twice the bytes of a bfloat16 matmul; bfloat16 rounds at
+        every hop, as a reduce-scatter of bfloat16 does.
 
     Returns:
       [M/A, N]: the rows of this device. Differentiable: x's gradient is an `all_gather_matmul`, and w's uses the same blocks as
@@ -147,7 +147,7 @@ def _check(op: str, x: jax.Array, w: jax.Array, axis_name: Axes, tile: int, num_
         ) from e
 
 
-# -- the two products and their gradients
+# -- the two fused matmuls and their gradients
 
 
 def _dot(how: _How, contract: tuple[int, int], side: int = 0, dtype: Any = None) -> Dot:
@@ -201,7 +201,7 @@ def _gather_kernel(
 def _scatter_kernel(
     how: _How, x: jax.Array, w: jax.Array, dot: Dot, kernel: Callable[..., Any]
 ) -> Callable[..., Any] | Unsupported:
-    """A kernel for the product and its scattered sums."""
+    """The kernel of the matmul and its reduce-scatter."""
     if lax.axis_size(how.axis) == 1:
         return lambda x, w, dot: dot(x, w)
     found = kernel(how, x, w, dot)
@@ -240,14 +240,14 @@ def _scatter_tpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..
         return reasons
     wire = _wire(how)
     if wire not in (jnp.float32, jnp.bfloat16):
-        return Unsupported((f"sums are to travel as {wire}; the kernel sends float32 or bfloat16",))
-    options = {"tile": tile, "out_dtype": out, "wire_dtype": wire, "transposed": _transposed(dot)}
+        return Unsupported((f"comm_dtype is {wire}; the kernel sends float32 or bfloat16",))
+    options = {"tile": tile, "out_dtype": out, "comm_dtype": wire, "transposed": _transposed(dot)}
     return lambda x, w: tpu_scatter.matmul_reduce_scatter(x, w, how.axis, precision=how.precision, **options)
 
 
 def _scatter_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..., Any] | Unsupported:
     devices, (rows, k), out = lax.axis_size(how.axis), x.shape, dot.dtype(x, w)
-    dtypes = {"out_dtype": out, "wire_dtype": _wire(how)}
+    dtypes = {"out_dtype": out, "comm_dtype": _wire(how)}
     order = gpu.scatter_order(rows // devices, k, _columns(w, dot), devices, x.dtype.itemsize, **dtypes)
     reasons = gpu.unsupported(x, w, how.axis, order, transposed=_transposed(dot), num_sms=how.num_sms, **dtypes)
     if reasons:
@@ -257,7 +257,7 @@ def _scatter_gpu(how: _How, x: jax.Array, w: jax.Array, dot: Dot) -> Callable[..
 
 
 def _run(op: str, how: _How, functions: Implementations, *args: Any) -> Any:
-    """Products and lists of them are static: only arrays go through the choice of a platform."""
+    """`Dot`s and lists of them are static arguments: only arrays pass through the choice of a platform."""
     arrays, tree = jax.tree.flatten(args, is_leaf=lambda a: isinstance(a, Dot))
     static = {k: a for k, a in enumerate(arrays) if isinstance(a, Dot)}
 

@@ -32,7 +32,7 @@ class Dot:
     preferred_element_type: Any = None
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, dtype: Any = None) -> jax.Array:
-        """The product, in another dtype where one is given."""
+        """The `lax.dot_general` of lhs and rhs, with result dtype `dtype` if one is given."""
         return lax.dot_general(
             lhs,
             rhs,
@@ -62,7 +62,7 @@ class Dot:
 
 
 def place_of(dot: Dot, side: int, dim: int, ranks: tuple[int, int]) -> tuple[Literal["free", "contract", "batch"], int]:
-    """What a dim of an operand is to a product: ("free", dim of the result), ("contract" or "batch", dim of the other operand).
+    """The role of an operand's dim in a `dot_general`: ("free", result dim), ("contract" or "batch", dim of the other operand).
 
     A batch dim is the dim of the result at its place among the batch dims.
     """
@@ -76,7 +76,7 @@ def place_of(dot: Dot, side: int, dim: int, ranks: tuple[int, int]) -> tuple[Lit
 
 
 def block_of(dot: Dot, out_dim: int, ranks: tuple[int, int]) -> list[tuple[int, int]]:
-    """(operand, dim) of what a dim of the result is made of: one for a free dim, both for a batch dim."""
+    """(operand, dim) pairs that a dim of the result comes from: one pair for a free dim, two for a batch dim."""
     contract, batch = dot.dimension_numbers
     if out_dim < len(batch[0]):
         return [(s, batch[s][out_dim]) for s in (0, 1)]

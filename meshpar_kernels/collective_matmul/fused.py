@@ -1,4 +1,4 @@
-"""The fused TPU products for a compiler: `lax.dot_general`s of any rank, brought to the two dims that the kernels take.
+"""The fused TPU matmuls for a compiler: `lax.dot_general`s of any rank, reshaped to the two-dim operands that the kernels take.
 
 Rows are the dims of the gathered (or scattered) operand that are not summed over, columns those of the other. Blocks stand first
 where the kernels put them together, so that a block dim that is not the first has to be moved. Several products of one
@@ -24,7 +24,7 @@ __all__ = ["FusedGather", "FusedScatter"]
 
 
 class _Sides(NamedTuple):
-    """The dims of a product: of the operand that has the rows, and of the other one; what is summed over in the same order."""
+    """The dims of a `dot_general`: of the operand with the rows, and of the other one; contracted dims are in the same order."""
 
     free: tuple[int, ...]
     summed: tuple[int, ...]
@@ -53,7 +53,7 @@ def _bytes(x: Any) -> float:
 
 
 class _Fused:
-    """What both have in common: the products, and how their other operands become one.
+    """Base class of `FusedGather` and `FusedScatter`: the matmuls, and how their second operands are concatenated.
 
     Attributes:
       reasons: why the kernel cannot take them; empty if it can.
@@ -67,9 +67,9 @@ class _Fused:
         self.rows = self.k = self.n = 0
         reasons = []
         if any(dot.dimension_numbers[1][0] for dot in dots):
-            reasons.append("a product has batch dims")
+            reasons.append("a matmul has batch dims")
         if len(set(sides)) > 1:
-            reasons.append("the rows stand left in one product and right in another")
+            reasons.append("the rows are in the left operand of one matmul and in the right operand of another")
         if len({str(dot.precision) for dot in dots}) > 1:
             reasons.append("products of several precisions")
         self.dtypes = [jnp.dtype(dot.dtype(*pair)) for dot, pair in zip(dots, pairs, strict=True)]
@@ -117,9 +117,9 @@ class FusedGather(_Fused):
 
     Args:
       x: this device's block of the gathered operand; like the others an array, or what has its shape and dtype.
-      others: the other operand of every product.
+      others: the second operand of every matmul.
       dots: how each is made; ``side`` says which operand ``x`` is.
-      dim: of x, along which blocks stand in the order of the devices.
+      dim: of x, which is sharded over the mesh axis.
       devices: of the ring.
       keep: the gathered operand is wanted too.
     """
@@ -135,7 +135,7 @@ class FusedGather(_Fused):
             return
         first = self.parts[0]
         if dim in first.summed or any(p.summed != first.summed for p in self.parts):
-            self.reasons = Unsupported(("the gathered dim is summed over, or the products sum over different dims",))
+            self.reasons = Unsupported(("the gathered dim is contracted, or the matmuls contract different dims",))
             return
         self.rows, self.k = _size(x.shape, first.free), _size(x.shape, first.summed)
         self.columns = [_size(w.shape, p.other_free) for p, w in zip(self.parts, self.others, strict=True)]
@@ -151,7 +151,7 @@ class FusedGather(_Fused):
         self.copied += self.after
 
     def __call__(self, x: jax.Array, others: Sequence[jax.Array], axis_name: Axes) -> list[jax.Array]:
-        """As `meshpar_kernels.collective_matmul.gather_dots`; its gradient is that of the ring."""
+        """As `meshpar_kernels.collective_matmul.gather_dots`; its gradient is computed by the ring."""
 
         def plain(x: jax.Array, *others: jax.Array) -> list[jax.Array]:
             return ring.gather_dots(x, others, self.dots, axis_name, self.dim, keep=self.keep)
@@ -191,15 +191,15 @@ class FusedGather(_Fused):
 
 
 class FusedScatter(_Fused):
-    """A sum of products that is scattered, by the kernel of `matmul_reduce_scatter`.
+    """A reduce-scattered sum of matmuls, by the kernel of `matmul_reduce_scatter`.
 
     Args:
-      operands: (lhs, rhs) of every product: arrays, or what has their shape and dtype.
+      operands: (lhs, rhs) of every matmul: arrays, or `jax.ShapeDtypeStruct`s.
       dots: how each is made.
-      dims: of every product's result, the dim that is scattered.
+      dims: of every matmul's result, the dim that is scattered.
       devices: of the ring.
       dtype: of the result.
-      comm_dtype: of the sums that travel.
+      comm_dtype: dtype in which partial results are sent.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class FusedScatter(_Fused):
         self.tile = tpu.pick_tile(self.rows, self.k, self.n, devices, jnp.dtype(x.dtype).itemsize)
         self.check(self.tile, self.dtype)
         if self.wire not in (jnp.float32, jnp.bfloat16):
-            self.reasons = Unsupported((*self.reasons, f"sums are to travel as {self.wire}"))
+            self.reasons = Unsupported((*self.reasons, f"comm_dtype is {self.wire}"))
         moved = len(dots) > 1 or _size(x.shape, first.free[: self.at]) > 1
         for p, a in zip(self.parts, self.own, strict=True):
             self.copied += 2 * _bytes(a) * (moved or not _sorted((*p.free, *p.summed)))
@@ -244,7 +244,7 @@ class FusedScatter(_Fused):
         self.copied += self.after
 
     def __call__(self, operands: Sequence[tuple[jax.Array, jax.Array]], axis_name: Axes) -> jax.Array:
-        """The products, added up and summed over the devices: this one's block. Its gradient is that of the ring."""
+        """The sum of the matmuls, reduce-scattered over the devices: this device's block. Its gradient is that of the ring."""
 
         def plain(*flat: jax.Array) -> jax.Array:
             pairs = list(zip(flat[::2], flat[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""The fused products on NVIDIA GPUs with NVLink (Mosaic GPU): which kernel, which tile, and what none of them takes."""
+"""The fused matmuls on NVIDIA GPUs with NVLink (Mosaic GPU): choice of kernel and tile, and reasons why none can run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEIGHT = 2 * ROWS
 """Rows of a tile."""
 
 RESERVED = 32
-"""Multiprocessors that the kernels leave free if not told otherwise: as many blocks as a collective of NCCL has at most. If both
+"""Multiprocessors (SMs) that the kernels leave free by default: as many as an NCCL collective has blocks at most. If both
 needed all of them, the kernel on one GPU could wait for blocks that NCCL keeps from starting on another, and NCCL there for its
 blocks here, which the kernel keeps from starting."""
 
@@ -36,7 +36,7 @@ SPARE = 1024
 
 
 def _tile(n: int, itemsize: int, taken: int) -> Tile:
-    """The widest tile that leaves few columns empty, with as many stages as fit beside `taken` bytes."""
+    """The widest tile with few padding columns, with as many stages as fit in shared memory next to `taken` bytes."""
     width = next((w for w in (256, 128, 64) if -(-n // w) * w <= 1.1 * n), 64)
     stage = (HEIGHT + width) * INNER * itemsize
     return Tile(HEIGHT, width, INNER, min(MOST_STAGES, (SMEM_BYTES - SPARE - taken) // stage))
@@ -49,7 +49,7 @@ def gather_order(rows: int, k: int, n: int, devices: int, itemsize: int) -> Orde
 
 
 def scatter_order(rows: int, k: int, n: int, devices: int, itemsize: int, *, comm_dtype: Any, out_dtype: Any) -> Order:
-    """Tiles of `matmul_reduce_scatter` for blocks of so many rows; sums have two slots, and results one."""
+    """Tile of `matmul_reduce_scatter` for blocks of `rows` rows; partial results have two slots in shared memory, results one."""
     taken = HEIGHT * COLUMNS * (2 * jnp.dtype(comm_dtype).itemsize + jnp.dtype(out_dtype).itemsize)
     return Order(devices, rows, k, n, _tile(n, itemsize, taken if devices > 1 else 2 * HEIGHT * 128), own_first=False)
 
@@ -67,7 +67,7 @@ def all_gather_matmul(
     major = _compat.gpu_architecture()[0]
     options = {"out_dtype": out_dtype, "transposed": transposed, "num_sms": blocks_of(num_sms)}
     out = KERNELS[major].all_gather_matmul(x, w, order, _axis(axis_name), **options)
-    out = _compat.same_varying(out, x, w)[0]  # Mosaic GPU forgets what its results vary over
+    out = _compat.same_varying(out, x, w)[0]  # Mosaic GPU results lose their varying mesh axes
     return out.reshape(order.devices * order.rows, order.n)
 
 
@@ -77,7 +77,7 @@ def matmul_reduce_scatter(
 ) -> jax.Array:  # fmt: skip
     """x[M, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
     major = _compat.gpu_architecture()[0]
-    options = {"out_dtype": out_dtype, "wire_dtype": comm_dtype, "transposed": transposed}
+    options = {"out_dtype": out_dtype, "comm_dtype": comm_dtype, "transposed": transposed}
     blocks = x.reshape(order.devices, order.rows, order.k)
     out = KERNELS[major].matmul_reduce_scatter(
         blocks, w, order, _axis(axis_name), num_sms=blocks_of(num_sms), **options
@@ -113,7 +113,7 @@ def unsupported(
         if size * x.dtype.itemsize % ROW_BYTES:
             reasons.append(f"{name}={size}: rows of {size * x.dtype.itemsize} bytes are no multiple of {ROW_BYTES}")
     columns = tile_columns(x.dtype.itemsize)
-    narrow = [tile_columns(jnp.dtype(dtype).itemsize) for dtype in dtypes.values()]  # of what is written
+    narrow = [tile_columns(jnp.dtype(dtype).itemsize) for dtype in dtypes.values()]
     cuts = ALIGNMENT if transposed else columns, *narrow
     reasons += misaligned(rows=(order.rows, ALIGNMENT), K=(order.k, columns, ALIGNMENT), columns=(order.n, *cuts))
     if order.rows < 1 or order.k < 1 or order.n < 1:

@@ -1,7 +1,7 @@
-"""The fused products on Blackwell GPUs (sm_100a, Mosaic GPU): `tcgen05` while NVLink brings or takes rows.
+"""The fused matmuls on Blackwell GPUs (sm_100a, Mosaic GPU): `tcgen05` overlapped with copies over NVLink.
 
-As on Hopper (`gpu_hopper`), with other roles. One warp loads, one starts the products, a warpgroup writes, sends or adds up; the
-sums have two slots in tensor memory, so that a tile is multiplied while the one before leaves. A gather has a third
+As on Hopper (`gpu_hopper`), with other roles. One warp loads, one issues the matmuls, a warpgroup writes, sends or adds up; the
+accumulators have two slots in tensor memory, so that a tile is multiplied while the one before leaves. A gather has a third
 warpgroup, which sends this device's rows.
 
 Stages and slots change hands as in `grouped_matmul.blackwell`.
@@ -38,7 +38,7 @@ def _walk(
 
     Args:
       copy_rows: (turn, row, step of the tile, stage, barrier): starts the load of a step's rows, when they are there.
-      store: what writes a tile: (its number, turn, row, column, its sums in float32: first column, columns → values).
+      store: writes a tile: (tile number, step, row, column, float32 accumulator: first column, columns → values).
     """
     x_smem, w_smem, acc, full, empty, done, read = memory
     tile = order.tile
@@ -205,7 +205,7 @@ def _scatter_kernel(
 
 
 def _memory(gpu: Any, order: Order, transposed: bool, dtype: Any) -> list[Any]:
-    """Stages, sums, and their barriers, as `_walk` takes them."""
+    """Scratch buffers for stages and accumulators, and their barriers, in the order of `_walk`'s `memory`."""
     tile = order.tile
     w_tile = (tile.n, tile.k) if transposed else (tile.k, tile.n)
     tensor_core = {"num_arrivals": 1, "orders_tensor_core": True}

@@ -1,11 +1,11 @@
-"""The fused products on Hopper GPUs (sm_90a, Mosaic GPU): `wgmma` while NVLink brings or takes rows.
+"""The fused matmuls on Hopper GPUs (sm_90a, Mosaic GPU): `wgmma` overlapped with copies over NVLink.
 
 One block of threads on every multiprocessor walks the tiles of the result (`gpu_order`). A loading warpgroup and two multiplying
 ones have stages of shared memory between them, which change hands as in `grouped_matmul.hopper`. In a gather another warp of the
-loading warpgroup sends this device's rows (`gpu_peers.push`), and the loading one waits for the pieces of a tile's rows before it
-loads them. A scatter's multiplying warpgroups send their sums instead of writing them, and add up what came in the last turn.
+loading warpgroup sends this device's rows (`gpu_peers.push`), and the loading one waits for the chunks of a tile's rows before it
+loads them. A scatter's multiplying warpgroups send partial results and add up the received ones in the last step.
 
-All blocks must be able to run at once: one that waits for what a peer's block sends would keep others from starting, without end.
+All blocks must be resident at once: a block that waits for a peer's block would otherwise keep other blocks from starting.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def _walk(
 
     Args:
       stages: the barriers `full` and `empty`.
-      load: (turn, row, column) → what starts the copies of (step, slot, barrier).
-      multiply: what starts the products of (sums, slot, warpgroup).
-      store: what writes a tile: (its number, turn, row, column, sums, warpgroup).
-      concurrent: what another warp does while one loads.
+      load: (step index, row, column) → a function (K step, slot, barrier) that starts the copies of a stage.
+      multiply: (accumulator, slot, warpgroup) → issues the `wgmma`s of one stage.
+      store: writes a tile: (tile number, step, row, column, accumulator, warpgroup).
+      concurrent: run by a second warp concurrently with the loading warp.
     """
     full, empty = stages
     warpgroup = lax.axis_index("warpgroup")

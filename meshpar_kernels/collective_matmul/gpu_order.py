@@ -1,9 +1,9 @@
-"""In which order the fused products on GPUs make their tiles, and what each device sends to whom: plain arithmetic.
+"""Tile order of the fused matmuls on GPUs, and which block each device sends to which: plain arithmetic.
 
 Over NVLink and its switch every device reaches every other one at full speed, so nothing goes round a ring: what one
 device has for another is sent there at once. Turn by turn, device r works with block (r + turn) mod A, so that in
 no turn two devices work with the same block or send to the same device. A gather begins with its own block, which is there;
-a scatter ends with it, when the others' sums have come.
+a scatter ends with it, when the partial results of the other devices have arrived.
 
 The same functions serve the kernels, on traced numbers, and their tests, on arrays of numbers.
 """
@@ -20,7 +20,7 @@ from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, rasterize
 __all__ = ["PIECE", "Order", "share"]
 
 PIECE = 64
-"""Rows and columns of what a gather sends at a time: 8 KiB of bfloat16."""
+"""Rows and columns of one chunk that a gather sends: 8 KiB in bfloat16."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -33,7 +33,7 @@ def share(total: int, multiprocessor: Any, multiprocessors: int) -> Any:
 
 
 class Order(NamedTuple):
-    """The tiles of a product with blocks of rows on every device.
+    """The tiles of a matmul whose rows are sharded over the devices.
 
     Attributes:
       devices: A.
@@ -77,10 +77,10 @@ class Order(NamedTuple):
         return step_index, row, column
 
     def block(self, step_index: Any, rank: Any) -> Any:
-        """Whose rows a device works with in a turn."""
+        """Rank of the device whose block of rows a device multiplies in a step."""
         return lax.rem(rank + step_index + (0 if self.own_first else 1), jnp.int32(self.devices))
 
-    # -- a gather's sends: hop h brings to a device what it works with in turn h + 1
+    # -- a gather's sends: hop h delivers the block that the receiver multiplies in step h + 1
 
     @property
     def num_chunks(self) -> int:
@@ -88,7 +88,7 @@ class Order(NamedTuple):
         return cdiv(self.rows, PIECE) * cdiv(self.k, PIECE)
 
     def chunk(self, number: Any) -> tuple[Any, Any, Any]:
-        """Hop, and row and column in pieces, of what a device sends with this number."""
+        """(hop, row chunk, column chunk) of the chunk with this number, of all that a device sends."""
         across = cdiv(self.k, PIECE)
         hop = lax.div(number, jnp.int32(self.num_chunks))
         rest = number - hop * self.num_chunks
@@ -96,15 +96,15 @@ class Order(NamedTuple):
         return hop, row, rest - row * across
 
     def receiver(self, hop: Any, rank: Any) -> Any:
-        """Who works with this device's block in turn ``hop + 1``."""
+        """Rank of the device that multiplies this device's block in step ``hop + 1``."""
         return lax.rem(rank + (self.devices - 1 - hop), jnp.int32(self.devices))
 
     def expected(self, row: Any) -> Any:
-        """How many pieces make up the rows of a tile."""
+        """Number of chunks that cover the rows of a tile: the count at which its arrival semaphore is complete."""
         high = self.tile.m // PIECE
         return jnp.minimum(high, cdiv(self.rows, PIECE) - row * high) * cdiv(self.k, PIECE)
 
-    # -- a scatter's sends: a tile's sums, in parts of so many rows as one warpgroup writes
+    # -- a scatter's sends: a tile's partial results, in parts of as many rows as one warpgroup writes
 
     @property
     def parts(self) -> int:

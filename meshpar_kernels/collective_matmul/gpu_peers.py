@@ -1,13 +1,13 @@
-"""How the fused products on GPUs send and receive, on Hopper and Blackwell alike: copies into peers' memory, and counts.
+"""Sending and receiving of the fused matmuls on GPUs, for Hopper and Blackwell: copies into peer memory, and arrival semaphores.
 
-What is sent goes from shared memory by the copy engine to the peer's buffer (`remote_ref`, over NVLink). A sender waits until
-its copies are complete (not only read), then adds one to a count in the peer's memory, released to the system; the
-receiver waits until the count is full, which acquires what was written. Counts are zero at the start, only grow, and every
+Data is copied from shared memory by TMA to the peer's receive buffer (`remote_ref`, over NVLink). A sender waits until
+its copies are complete (not only read), then adds one to an arrival semaphore in the peer's memory (release, system scope); the
+receiver waits until the semaphore has its final value (acquire). Semaphores are zero at the start, only grow, and every
 buffer is written once in a launch, so no sender ever waits for a receiver. XLA lets all devices begin a launch together, after
 the counts are zero.
 
-A peer that the copy engine writes to must be known when the launch is prepared, so there is one copy instruction for each
-peer, of which one is taken.
+The TMA descriptor of a peer's buffer is made before the launch, so there is one copy instruction for each peer, and one of
+them is executed.
 
 `gather` and `scatter` run a kernel with the memory that this needs around it.
 """
@@ -47,13 +47,13 @@ AHEAD = 1
 """Pieces that are fetched before the one that is sent."""
 
 LAG = 2
-"""Copies to a peer under way before the oldest is waited for."""
+"""Copies to a peer in flight before the oldest is waited for."""
 
 COLUMNS = 64
-"""Columns of sums that are sent or added up at a time."""
+"""Columns of partial results that are sent or added up at a time."""
 
 SLOTS = AHEAD + LAG + 1
-"""A slot is fetched into anew when its copy, `AHEAD + LAG + 1` pieces ago, is complete."""
+"""A slot is reused when the copy out of it, `AHEAD + LAG + 1` chunks earlier, is complete."""
 
 
 def counts(gpu: Any, shape: tuple[int, ...]) -> Any:
@@ -71,7 +71,7 @@ def push(
       x: [rows, K].
       recv_buffer: [A - 1, rows, K], of which hop h writes block h at the receiver.
       slots, loaded: [SLOTS, PIECE, PIECE] of shared memory, and barriers.
-      arrived: counts [A - 1, row tiles] of pieces.
+      arrived: semaphores [A - 1, row tiles] that count chunks.
     """
     num_own = share((order.devices - 1) * order.num_chunks, multiprocessor, multiprocessors)
 
@@ -163,7 +163,7 @@ def send(
 
 
 def signal_tile(gpu: Any, order: Order, peers: Peers, summed: Any, number: Any, part: Any) -> None:
-    """Tell the receiver of tile `number` that it is there, if there was such a tile and it was sent.
+    """Signal the receiver of tile `number` that the tile has arrived, if the tile exists and was sent.
 
     Args:
       summed: counts [parts of a block, column tiles] of senders.
@@ -183,7 +183,7 @@ def add_up(
     gpu: Any, order: Order, recv_buffer: Any, target: Any, row: Any, column: Any, columns: Callable[[int], jax.Array],
     arriving: Any, landed: Any, staging: Any, layout: Any,
 ) -> None:  # fmt: skip
-    """Add what the others sent to this device's own sums, the same way round every time, and write the result.
+    """Add the partial results of the other devices to this device's own, in the same order in every run; write the result.
 
     Args:
       recv_buffer: as `send` wrote it.
@@ -235,7 +235,7 @@ def _launch(
     """Run a kernel; a device that is alone has no buffer for others, and moves nothing.
 
     Args:
-      results: what is returned, and the buffer that others write to.
+      results: the result, and the receive buffer that peers write to.
       scratch: staging, the kernel's own memory, and what moving needs.
       options: of the kernel.
     """
@@ -278,7 +278,7 @@ def gather(
         barriers of `push`).
       memory: of shared and tensor memory, and barriers: the kernel's own.
       parts: how many warpgroups share the rows of a tile, each with a staging of its own; () for one without a leading dim.
-      options: warpgroups, num_sms, and what the kernel takes.
+      options: warpgroups, num_sms, and further arguments of the kernel.
     """
     rows, k = x.shape
     out = _compat.out_struct((order.devices, rows, order.n), out_dtype, x, w)
@@ -295,8 +295,8 @@ def scatter(
     """x[A, M/A, k] times w, reduce-scattered → [M/A, N] of this device, by a kernel that uses `send`, `signal_tile`, `add_up`.
 
     Args:
-      kernel: (x, w, result, [A - 1, M/A, N] of the others' sums or None, the staging of `add_up` or, alone, of `write`, the
-        refs of `memory`, slots and barriers of sums that leave or come).
+      kernel: (x, w, result, [A - 1, M/A, N] of received partial results or None, the staging of `add_up` or, alone, of `write`, the
+        refs of `memory`, slots and barriers of partial results that are sent or received).
       memory, parts, options: as in `gather`.
     """
     out = _compat.out_struct((order.rows, order.n), out_dtype, x, w)

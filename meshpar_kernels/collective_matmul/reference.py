@@ -25,7 +25,7 @@ def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_nam
 def dot_scatter(
     lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int, *, comm_dtype: Any = None
 ) -> jax.Array:
-    """The product summed over all devices, of which each keeps its block."""
+    """The matmul, summed over all devices; returns this device's block."""
     del comm_dtype
     dtype = dot.dtype(lhs, rhs)
     saved = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

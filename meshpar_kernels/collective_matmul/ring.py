@@ -1,7 +1,7 @@
-"""Collective products on a bidirectional ring of `ppermute`s: blocks travel while the ones before them are multiplied.
+"""Collective matmuls on a bidirectional ring of `ppermute`s: a block is sent while the block before it is multiplied.
 
 The decomposition is that of Wang et al., "Overlap communication with dependent computation via decomposition in large deep
-learning models" (ASPLOS 2023). Both directions carry whole blocks half of the way round, so that products keep the size of a
+learning models" (ASPLOS 2023). Each direction carries full blocks half of the way round, so that matmuls keep the size of a
 block; a block too small for the matrix unit is multiplied together with its neighbours. Nothing is transposed or reshaped:
 blocks are slices of operands and of results.
 """
@@ -24,7 +24,7 @@ from meshpar_kernels.collective_matmul.schedule import full_hops, split_rows
 __all__ = ["dot_scatter", "dots_scatter", "gather_dots"]
 
 TILE = 256
-"""Rows of a product from which on the matrix unit is kept busy: smaller blocks are multiplied together."""
+"""Rows of a matmul at which the matrix unit is fully used: smaller blocks are multiplied together."""
 UNROLLED = 16
 """Hops each way up to which a ring is written out; longer ones are loops."""
 
@@ -41,19 +41,19 @@ def gather_dots(
 ) -> list[jax.Array]:
     """Products of an operand that is gathered over a mesh axis, its blocks multiplied as they arrive.
 
-    Equal to ``[dot(lax.all_gather(x, axis_name, axis=dim, tiled=True), other), …]``; one ring serves all products.
+    Equal to ``[dot(lax.all_gather(x, axis_name, axis=dim, tiled=True), other), …]``; one ring serves all matmuls.
 
     Args:
       x: this device's block; blocks stand along ``dim`` in the order of the devices.
-      others: the other operand of every product, whole along what it shares with ``dim``.
-      dots: how each product is made; ``side`` says which operand ``x`` is. ``dim`` may be a free, a contracting or a batch dim,
-        another one in every product. Sums over blocks are float32.
+      others: the second operand of every matmul, unsharded along the dim that it shares with ``dim``.
+      dots: dimension numbers of each matmul; ``side`` says which operand ``x`` is. ``dim`` may be a free, contracting or batch
+        dim, another one in every matmul. Blocks are accumulated in float32.
       axis_name: one mesh axis, or several as one, the first major.
-      keep: return the gathered operand as well, behind the products.
-      tile: rows that a product should have at least.
+      keep: return the gathered operand as well, after the matmuls.
+      tile: least number of rows of a matmul.
 
     Returns:
-      The products, each in the dtype that its `lax.dot_general` has.
+      The matmuls, each in the dtype that its `lax.dot_general` has.
     """
     x, *others = _compat.same_varying(x, *others)
     devices, rows = lax.axis_size(axis_name), x.shape[dim]
@@ -76,7 +76,7 @@ def gather_dots(
     hop_down = functools.partial(lax.ppermute, axis_name=axis_name, perm=down)
     hops = full_hops(devices)
     last = split_rows(devices, rows)
-    together = max(1, math.ceil(tile / (2 * min(s.rows for s in accumulators))))  # pairs of blocks to a product
+    together = max(1, math.ceil(tile / (2 * min(s.rows for s in accumulators))))  # pairs of blocks in one matmul
 
     waiting: list[tuple[jax.Array, Any]] = [(x, 0)]
     above = below = x  # the blocks that are sent on next
@@ -194,18 +194,18 @@ def dot_scatter(
     comm_dtype: Any = None,
     tile: int = TILE,
 ) -> jax.Array:
-    """A product summed over a mesh axis and scattered along a dim of the result, block by block as it is made.
+    """A matmul reduce-scattered over a mesh axis along a dim of the result, block by block as it is computed.
 
     Equal to ``lax.psum_scatter(dot(lhs, rhs), axis_name, scatter_dimension=dim, tiled=True)``, summed in float32.
 
     Args:
       lhs, rhs: this device's part of the operands.
-      dot: the product (``side`` is not looked at).
+      dot: dimension numbers of the matmul (``side`` is ignored).
       axis_name: one mesh axis, or several as one, the first major.
       dim: a free or batch dim of the result.
-      comm_dtype: what products, and on every hop sums, are rounded to, as a reduce-scatter of that dtype rounds them; None:
-        float32 (the result's own dtype if that is wider, or no float).
-      tile: rows that a product should have at least.
+      comm_dtype: dtype to which blocks, and at every ring step partial results, are rounded, as in a reduce-scatter of that dtype;
+        None: float32 (the result's own dtype if that is wider, or no float).
+      tile: least number of rows of a matmul.
 
     Raises:
       ValueError: the dim does not divide over the devices.
@@ -227,16 +227,16 @@ def dots_scatter(
     comm_dtype: Any = None,
     tile: int = TILE,
 ) -> jax.Array:
-    """What several products make together, summed over a mesh axis and scattered: :func:`dot_scatter` of a sum of products.
+    """A function of several matmuls, reduce-scattered over a mesh axis: :func:`dot_scatter` of a sum of matmuls.
 
     Args:
-      operands: (lhs, rhs) of every product.
+      operands: (lhs, rhs) of every matmul.
       dots: how each is made.
-      dims: of every product's result, the dim that is scattered.
+      dims: of every matmul's result, the dim that is scattered.
       axis_name: one mesh axis, or several as one, the first major.
       dim: where that dim is in what `finish` makes.
       dtype: of the result.
-      finish: blocks of the products → a block of the result: linear in all of them, as a sum of transposes is; None: their sum.
+      finish: blocks of the matmuls → a block of the result: linear in all of them, e.g. a sum of transposes; None: their sum.
       comm_dtype, tile: as in :func:`dot_scatter`.
 
     Raises:
@@ -260,7 +260,7 @@ def dots_scatter(
     owners = [block_of(dot, d, (a.ndim, b.ndim)) for dot, d, (a, b) in zip(dots, dims, operands, strict=True)]
 
     def parts(away: Sequence[Any], after: Sequence[jax.Array] = ()) -> list[jax.Array]:
-        """This device's part of the blocks of devices so many places above it, made in one product.
+        """This device's contribution to the blocks of the devices at these distances on the ring, computed in one matmul.
 
         Args:
           after: what must be there before: else a compiler makes the blocks of all hops at once, and holds them.
@@ -351,7 +351,7 @@ def dots_scatter(
 
 
 def _rows(dot: Dot, owner: list[tuple[int, int]], pair: tuple[jax.Array, jax.Array], rows: int) -> int:
-    """Rows of the product that makes one block."""
+    """Rows of the matmul that computes one block."""
     side, owned = owner[0]
     return math.prod(rows if d == owned else pair[side].shape[d] for d in _free(dot, side, pair[side].ndim))
 

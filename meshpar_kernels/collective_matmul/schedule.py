@@ -1,7 +1,7 @@
-"""What a bidirectional ring sends, hop by hop: the same for gathering and, in reverse, for scattering.
+"""The blocks that a bidirectional ring sends in each ring step, for gathering and, in reverse, for scattering.
 
-With A devices, whole blocks travel ``(A-1)//2`` hops each way. If A is even, the block of the device opposite is still missing:
-it goes on by one hop in two halves, one each way. Two devices send one block, once.
+With A devices, full blocks travel ``(A-1)//2`` hops in each direction. If A is even, the block of the opposite device is still
+missing: it travels one more hop, half of it in each direction. Two devices send one block, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Hop:
 
 
 def full_hops(devices: int) -> int:
-    """How many hops a whole block travels each way."""
+    """Number of hops that a full block travels in each direction."""
     return (devices - 1) // 2
 
 

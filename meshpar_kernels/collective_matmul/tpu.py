@@ -1,9 +1,10 @@
-"""What the fused products on TPU (Mosaic) have in common: tiles, the product of a tile, and the ring.
+"""Shared parts of the fused matmuls on TPU (Mosaic): tile sizes, the matmul of a tile, and the ring.
 
-Remote DMA goes both ways round a ring while the matrix unit runs. The kernels walk over (row tile, column tile) of all blocks
-of rows, in the order in which the ring brings or wants them. Weights, results and what lies still go through the pipeline of
-the grid; what travels is moved by hand. A sender waits for the receiver's word before it uses a buffer again. With an even
-number of devices the block of the device opposite travels in two halves, one each way.
+Remote DMA runs in both directions round a ring, concurrently with the matrix unit. The kernels iterate over (row tile, column
+tile) of all blocks of rows, in the order in which the ring delivers or needs them. Operands that stay on a device go through the
+pipeline of the grid; blocks that are sent are copied by explicit DMA. A sender waits for a free-slot semaphore of the receiver
+before it reuses a buffer. With an even number of devices the block of the opposite device travels in two halves, one in each
+direction.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 BLOCK = (512, 2048, 512)
-"""Most rows, contracted columns and columns of one product that the compiler schedules as a whole."""
+"""Largest (M, K, N) of one `dot_general`, which the compiler schedules as one basic block."""
 
 TILES = 32
 """Most row tiles of a block: each has semaphores of its own."""
@@ -85,7 +86,7 @@ def pick_tile(
     best = None
     for tm in heights:
         for tn in widths:
-            # two of each operand, two of the result, of what came and of what goes in float32, and one of sums
+            # two buffers of each operand and of the result, two float32 ones each for received and sent tiles, one accumulator
             held = 2 * itemsize * (tm * k * (1 + keep) + k * tn + tm * tn) + 4 * 5 * tm * tn
             if held > vmem:
                 continue
@@ -128,7 +129,7 @@ def unsupported(
 
 
 def multiply(x_ref, w_ref, acc, transposed: bool, precision: Any) -> None:
-    """total = x · w, in float32, by blocks that the compiler can schedule."""
+    """acc = x · w in float32, in blocks of at most `BLOCK`."""
     (rows, k), n = x_ref.shape, acc.shape[1]
 
     def blocks(size: int, most: int, work: Callable[[Any, int], None]) -> None:
@@ -182,22 +183,22 @@ def weights_spec(k: int, tn: int, transposed: bool) -> pl.BlockSpec:
 
 
 class Ring:
-    """This device on the ring, inside a kernel."""
+    """This device's rank and neighbours on the ring, inside a kernel."""
 
     def __init__(self, axes: tuple[str, ...], sizes: tuple[int, ...]):
         devices = math.prod(sizes)
         self.rank = rank_of(axes)
         above, below = lax.rem(self.rank + 1, devices), lax.rem(self.rank + (devices - 1), devices)
         neighbours = [coordinates(r, axes, sizes) for r in (above, below)]
-        self.receiver = neighbours  # of what goes up, and of what goes down
+        self.receiver = neighbours  # in direction UP, and in direction DOWN
         self.sender = neighbours[::-1]
 
     def entry_barrier(self) -> None:
-        """Wait for both neighbours: their buffers are there."""
+        """Block until both neighbours have entered the kernel, so that their buffers can be written."""
         entry_barrier(self.receiver)
 
     def release_slot(self, free_slots, channel: int) -> None:
-        """Tell a lane's sender that a buffer is free."""
+        """Signal the sender of a channel that a receive slot is free."""
         pl.semaphore_signal(
             free_slots.at[channel], 1, device_id=self.sender[channel]
         )  # fmt: skip
@@ -230,8 +231,8 @@ def run(
 
     Args:
       name: of the public function.
-      grid: visits of row tiles, and column tiles.
-      results: shapes and dtypes; what lies in HBM is allotted by XLA.
+      grid: (steps over row tiles, column tiles).
+      results: shapes and dtypes; XLA allocates those in HBM.
     """
     (rank,) = _compat.varying_over(axes, rank_of(axes))
     x, w = _compat.same_varying(x, w)

@@ -1,4 +1,4 @@
-"""Gather, then multiply, on TPU: a block that arrives is sent on, and multiplied meanwhile. Two buffers each way in HBM."""
+"""All-gather matmul on TPU: a received block is forwarded while it is multiplied. Two HBM buffers for each direction."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ __all__ = ["Gathering", "all_gather_matmul"]
 
 
 class Gathering(NamedTuple):
-    """The order of a gather's visits: a row tile of this device's block, then of the pairs that arrive, then of the opposite
-    one.
+    """The order of a gather's grid steps: row tiles of this device's block, then of the pairs of blocks that arrive, then of the
+    block of the opposite device.
 
     Attributes:
       devices, tiles: of the ring, and row tiles of a block.
@@ -45,18 +45,18 @@ class Gathering(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Sends each way, that of the opposite block included."""
+        """Sends in each direction, including the send of the opposite block."""
         return full_hops(self.devices) + (self.devices % 2 == 0)
 
     def at(self, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Phase, way (0: what goes up), row tile, and tiles since the phase began, of a visit."""
+        """(phase, direction (0: UP), row tile, tiles since the phase began) of grid step v."""
         u = jnp.maximum(v - self.tiles, 0)
         phase = jnp.where(v < self.tiles, 0, 1 + lax.div(u, 2 * self.tiles))
         q = jnp.where(v < self.tiles, v, lax.rem(u, 2 * self.tiles))
         return phase, lax.div(q, self.tiles), lax.rem(q, self.tiles), q
 
     def length(self, phase: jax.Array) -> jax.Array:
-        """Visits of a phase."""
+        """Number of grid steps of a phase."""
         single = (phase == 0) | ((phase == self.steps) & (self.devices % 2 == 0))
         return jnp.where(single, self.tiles, 2 * self.tiles)
 
@@ -71,9 +71,9 @@ def _gather_kernel(
     rank_ref, x_ref, w_ref, out_ref, recv_buffer, *rest,
     order: Gathering, axes, sizes, transposed: bool, precision: Any, cut: int, keep: bool,
 ):  # fmt: skip
-    """One (row tile, column tile).
+    """One grid step: multiply a (row tile, column tile).
 
-    In phase p the blocks that came in step p-1 are sent on in step p, and multiplied meanwhile. `recv_buffer[direction, step % 2]`
+    In phase p the blocks received in step p-1 are forwarded in step p, and multiplied meanwhile. `recv_buffer[direction, step % 2]`
     receives; `cut` rows of the opposite block go up, the rest down. With `keep` the first of `rest` takes the rows themselves.
     """
     del rank_ref  # the block specs read it
@@ -86,7 +86,7 @@ def _gather_kernel(
     phase, direction, i, q = order.at(v)
 
     def message(direction: int, first: bool, half: bool, parity: Any):
-        """What goes one way in a step: this device's block first, then what came before."""
+        """The copy sent in one direction in a step: this device's block first, then the block received in the step before."""
         source = x_ref if first else recv_buffer.at[direction, 1 - parity]
         target = recv_buffer.at[direction, parity]
         if half:

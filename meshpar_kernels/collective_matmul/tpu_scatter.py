@@ -1,5 +1,5 @@
-"""Multiply, then scatter, on TPU: a tile of a product is added to the sums that came for it, and sent on from chip memory at
-once, so that its way is hidden behind all tiles of both directions before its turn comes at the next device."""
+"""Matmul reduce-scatter on TPU: a result tile is added to the received partial tile, and sent on from VMEM at once, so that the
+transfer is hidden behind all tiles of both directions that the next device computes before it needs this one."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ __all__ = ["Scattering", "matmul_reduce_scatter"]
 
 
 class Scattering(NamedTuple):
-    """The order of a scatter's visits: the opposite block, whose sums have the longest way, pairs of nearer ones, and this
-    device's own.
+    """The order of a scatter's grid steps: the opposite block, whose partial results travel farthest, pairs of nearer blocks, and
+    this device's own.
 
     Attributes:
       devices, tiles: of the ring, and row tiles of a block.
@@ -45,12 +45,12 @@ class Scattering(NamedTuple):
 
     @property
     def even(self) -> int:
-        """1 if there is a device opposite."""
+        """1 if the number of devices is even, so that one device is opposite to this one; else 0."""
         return int(self.devices % 2 == 0)
 
     @property
     def messages(self) -> int:
-        """Blocks sent each way; the first is the opposite one's half."""
+        """Blocks sent in each direction; the first is half of the opposite block."""
         return full_hops(self.devices) + self.even
 
     @property
@@ -64,7 +64,7 @@ class Scattering(NamedTuple):
         return (self.devices - 1) * self.tiles
 
     def at(self, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Number of the message, way and row tile of a visit; the number is `messages` for the own block."""
+        """(message number, direction, row tile) of a grid step; the number is `messages` for the device's own block."""
         u = jnp.maximum(v - self.even * self.tiles, 0)
         q = lax.rem(u, 2 * self.tiles)
         number, direction, i = lax.div(u, 2 * self.tiles) + self.even, lax.div(q, self.tiles), lax.rem(q, self.tiles)
@@ -81,7 +81,7 @@ class Scattering(NamedTuple):
         return block_at(rank, jnp.where(direction == UP, far, -far), self.devices) * self.tiles + i
 
     def recv_buffer(self, number: jax.Array, direction: int, i: jax.Array) -> jax.Array:
-        """Whether sums come one way for row tile i of what is message `number` here."""
+        """bool: whether partial results arrive in one direction for row tile i of message `number`."""
         some = number >= 1
         if not self.even:
             return some
@@ -93,7 +93,7 @@ def _scatter_kernel(
     rank_ref, x_ref, w_ref, out_ref, recv_buffer, acc, partials, leaving, partials_sem, sent_sem, recv_sem, free_slots,
     *, order: Scattering, axes, sizes, transposed: bool, precision: Any,
 ):  # fmt: skip
-    """One (row tile, column tile): its product, and the sums that came for it, go on to the next device.
+    """One grid step: the matmul of a (row tile, column tile) plus the received partial tile, sent to the next device.
 
     `recv_buffer[direction, message % 2]` receives; `leaving` holds the last two tiles that were sent.
     """
@@ -110,7 +110,7 @@ def _scatter_kernel(
     parity = lax.rem(sent, 2)
 
     def out_copy(channel: int, slot: Any, parity: Any):
-        """A tile on its way to the next device."""
+        """The remote copy of a tile to the next device."""
         return pltpu.make_async_remote_copy(
             leaving.at[parity], recv_buffer.at[channel, slot, row_slice, column_slice],
             sent_sem.at[parity], recv_sem.at[channel, slot, i], device_id=ring.receiver[channel],

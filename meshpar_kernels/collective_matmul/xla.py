@@ -1,4 +1,4 @@
-"""The same with XLA's own collectives, before or after the product."""
+"""The collective matmuls with XLA's own collectives, before or after the matmul."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["dot_scatter", "gather_dots"]
 
 
 def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_name: Axes, dim: int) -> list[jax.Array]:
-    """One all-gather, then the products."""
+    """One all-gather, then the matmuls."""
     x = lax.all_gather(x, axis_name, axis=dim, tiled=True)
     return [dot.of(x, other) for dot, other in zip(dots, others, strict=True)]
 
@@ -21,7 +21,7 @@ def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_nam
 def dot_scatter(
     lhs: jax.Array, rhs: jax.Array, dot: Dot, axis_name: Axes, dim: int, *, comm_dtype: Any = None
 ) -> jax.Array:
-    """The product, then one reduce-scatter."""
+    """The matmul, then one reduce-scatter."""
     dtype = dot.dtype(lhs, rhs)
     full = dot(lhs, rhs, accumulator_dtype(dtype))
     if comm_dtype is not None:

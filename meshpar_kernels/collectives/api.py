@@ -87,7 +87,7 @@ def reduce_scatter(
 ) -> jax.Array:
     """Sum over all devices, and keep this device's block. Inside `jax.shard_map`.
 
-    "native" over several torus dimensions is compiled by XLA for TPUs to an all-reduce of the whole
+    "native" over several torus dimensions is compiled by XLA for TPUs to an all-reduce of the full-size
     array, with twice the bytes and all of it in memory; the others are not.
 
     Args:
@@ -125,7 +125,7 @@ def all_reduce(
     """Sum over all devices: a reduce-scatter, and an all-gather after it. Inside `jax.shard_map`.
 
     Args:
-      x: any shape, the same on all devices; padded with zeros to whole blocks where it must be.
+      x: any shape, the same on all devices; padded with zeros to a multiple of the block where needed.
       axis_name, implementation, rings, outer: as in `all_gather`. With "hierarchical" only the blocks
         scattered inside cross the outer axes.
 
@@ -196,7 +196,7 @@ def _check(
     inside = [a for a in outer if a not in axes]
     if inside or (implementation == "hierarchical") != bool(outer):
         raise ValueError(
-            f"{op}: implementation='hierarchical' needs outer=, those of the axes {list(axes)} that are slow, and no other "
+            f"{op}: implementation='hierarchical' needs outer=, the slow axes among {list(axes)}, and no other "
             f"takes it; got outer={list(outer)}, implementation={implementation!r}"
         )
     refuse_sharded(op, x=x)
@@ -285,9 +285,9 @@ def _by_kernel(kind: str, table: Table, slots: jax.Array, axes) -> jax.Array:
 
 
 def _cut(blocks: jax.Array, chunks: int, algorithm: str) -> jax.Array:
-    """[n, *block] → [n, colours, ...]: each block in as many parts as there are colours; for the kernel, [rows, columns].
+    """[n, *block] → [n, chunks, ...]: each block cut into `chunks` parts; for the kernel, each part is [rows, columns].
 
-    Rows are padded to whole parts where that costs little; else a block is laid out anew, as one row.
+    Rows are padded to equal parts where that costs little; else a block is flattened to one row, which copies it.
     """
     n = len(blocks)
     kernel = algorithm == "pallas"
@@ -305,7 +305,7 @@ def _cut(blocks: jax.Array, chunks: int, algorithm: str) -> jax.Array:
 
 
 def _joined(parts: jax.Array, chunks: int, block: tuple[int, ...]) -> jax.Array:
-    """[n·colours, ...] → [n, *block]: undo `_cut`."""
+    """[n·chunks, ...] → [n, *block]: undo `_cut`."""
     n = len(parts) // chunks
     if parts.ndim > 2 and parts.shape[-1] == block[-1]:  # rows, perhaps of several dimensions
         rows = parts.reshape(n, -1, *parts.shape[2:])

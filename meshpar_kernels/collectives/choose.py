@@ -43,7 +43,7 @@ class Axis:
 
     @property
     def hops(self) -> int:
-        """Links between the two devices that are farthest apart."""
+        """Number of links between the two most distant devices."""
         if self.outer:
             return 1
         return self.size // 2 if self.ring else self.size - 1
@@ -81,7 +81,7 @@ def choose(
 
     - "native": V·(A-1)/A over the sum of the W_d, and all hops once; an all-reduce twice that. A reduce-scatter over more
       than one torus axis is what XLA makes of it, an all-reduce.
-    - "staged": each axis in turn, with what the axes before it leave or have gathered.
+    - "staged": one axis after the other, each with the shards that the axes before it have scattered or gathered.
     - "coloured": each share of V so, beginning with another axis; XLA runs the shares one after the other, and slices and
       joins them in memory.
     - "hierarchical": as "staged" with the outer axes where the array is smallest; where there are some.
@@ -89,13 +89,13 @@ def choose(
       latency. "ring" also moves every byte through memory to and from the buffers of each `ppermute`; "pallas" does so for
       the partial sums of a reduce-scatter only.
     - "one-way": rings one way, one axis after the other.
-    - "doubling": log2 A steps; partners 2^t apart share the links between them.
+    - "doubling": log2 A steps; partners at distance 2^t share the links between them.
     - "direct": one step over the farthest way, everyone's blocks on the busiest link; an all-reduce takes two.
-    - "small": `all_reduce_small`, one step with everyone's whole array; for an all-reduce of at most 4 MiB.
+    - "small": `all_reduce_small`, one step in which every device sends its full array to all; for an all-reduce of at most 4 MiB.
 
     Args:
       kind: "all_gather", "reduce_scatter" or "all_reduce".
-      nbytes: V, the whole array: gathered, before scattering, or summed.
+      nbytes: V, bytes of the full array: the gathered one, the one before scattering, or the summed one.
       axes: of the group, major first: `Axis`, or (size, ring, GB/s of a link one way, seconds of a hop).
       hbm: GB/s of a device's memory, read and write together; None: memory traffic costs nothing.
       candidates: the algorithms to choose from; None: all.
@@ -232,7 +232,7 @@ def _one_way(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> f
 
 
 def _doubling(kind: str, volume: float, axes: Sequence[Axis], memory: float) -> float:
-    """Over the flat group: the partners of a step lie along one axis, `reach` places apart (on a ring no farther than half)."""
+    """Over the flat group: the partners of a step lie along one axis, at distance `reach` (on a ring at most half of it)."""
     group = math.prod(a.size for a in axes)
     block, total, width, inside = volume / group, 0.0, 1, 1
     for axis in reversed(axes):

@@ -1,8 +1,8 @@
-"""The one-shot all-reduce over NVLink (Mosaic GPU): everyone writes its array to everyone, and sums what came.
+"""The one-shot all-reduce over NVLink (Mosaic GPU): each device writes its array to all others, and sums the received arrays.
 
-Every block of threads has its pieces of the array to itself: it writes them into all devices' buffers, tells the block of the
-same number on each that they are there, waits for as many words, and sums the pieces in the order of the devices. So a block waits
-for nothing but its own kind elsewhere. `multimem`, which sums in the switch, is not used: its order is not said.
+Each thread block owns some chunks of the array: it writes them into all devices' receive buffers, signals the block of the same
+number on each device, waits for one signal from each, and sums the chunks in the order of the devices. So a block waits only
+for blocks of its own number. `multimem`, which sums in the switch, is not used: its order of summation is unspecified.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["all_reduce_small", "small_unsupported"]
 
 THREADS = 128
 VECTORS = 4
-"""Loads of 16 bytes that a thread makes for a piece."""
+"""16-byte loads of a thread for one chunk."""
 
 BLOCKS = 64
-"""Blocks of threads, all of which must run at the same time; fewer where there are fewer pieces."""
+"""Blocks of threads, all of which must run at the same time; fewer where there are fewer chunks."""
 
 
 def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int, axes: Sequence[str] = ()) -> Unsupported:
-    """Why the one-shot kernel cannot sum an array."""
+    """Reasons why the one-shot kernel cannot sum an array of this shape and dtype; empty if it can."""
     reasons = []
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32):
         reasons.append(f"x is {dtype}; the kernel takes float32, bfloat16, float16 and int32")
@@ -81,7 +81,7 @@ def _kernel(x, out, recv_buffer, *, gpu: Any, axes, sizes, chunk: int, vector: i
 
 
 def all_reduce_small(x: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> jax.Array:
-    """The sum over all devices of x, of any shape and at most 4 MiB, in float32 but for integers: bit for bit the same on all."""
+    """The sum of x over all devices, accumulated in float32 (integers in int32), bit-identical on all devices; at most 4 MiB."""
     gpu = _compat.mosaic_gpu()
     vector = 16 // x.dtype.itemsize
     chunk = THREADS * VECTORS * vector
@@ -93,7 +93,7 @@ def all_reduce_small(x: jax.Array, axes: Sequence[str], sizes: Sequence[int]) ->
         ),
         out_type=[
             _compat.out_struct(flat.shape, x.dtype, x),
-            _compat.out_struct((math.prod(sizes), flat.size), x.dtype, x),  # what everyone wrote
+            _compat.out_struct((math.prod(sizes), flat.size), x.dtype, x),  # the receive buffer
         ],
         scratch_types=[],
         grid=(blocks,),
@@ -103,5 +103,5 @@ def all_reduce_small(x: jax.Array, axes: Sequence[str], sizes: Sequence[int]) ->
         kernel_name="meshpar_all_reduce_small",
         compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
     )(flat)  # fmt: skip
-    out = _compat.same_varying(out, x)[0]  # Mosaic GPU forgets what its results vary over
+    out = _compat.same_varying(out, x)[0]  # Mosaic GPU results lose their varying mesh axes
     return out[: x.size].reshape(x.shape)

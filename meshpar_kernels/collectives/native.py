@@ -39,7 +39,7 @@ def staged(kind: str, x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 def hierarchical(kind: str, x: jax.Array, axes: Sequence[str], outer: Sequence[str]) -> jax.Array:
     """What crosses the slow axes is as small as it can be: a gather crosses them first, a scatter
-    last, and an all-reduce crosses them with what is scattered inside."""
+    last, and an all-reduce over them sums only the shard that the reduce-scatter over the inner axes leaves."""
     inner = [a for a in axes if a not in outer]
     outside = [a for a in axes if a in outer]
     sizes = [lax.axis_size(a) for a in axes]

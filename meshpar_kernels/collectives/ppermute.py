@@ -1,7 +1,7 @@
 """Tables run by `jax.lax.ppermute`: pure JAX, on any platform.
 
 All sends of a step are read from the buffer before what comes in is written, so XLA can start them
-together; what is one box of the buffer is sliced, not gathered.
+together; slots that form one box of the buffer are sliced, not gathered.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ def _write(
         starts = jnp.asarray(box.starts)[rank]
         return lax.dynamic_update_slice(buffer, new.reshape(*box.sizes, *rest), (*starts, *[0] * len(rest)))
     flat = buffer.reshape(-1, *rest)
-    own_slots = jnp.asarray(slots, jnp.int32)[rank]  # -1: nothing came
+    own_slots = jnp.asarray(slots, jnp.int32)[rank]  # -1: nothing received
     flat = flat.at[jnp.where(own_slots < 0, len(flat), own_slots)].set(new.reshape(-1, *rest), mode="drop")
     return flat.reshape(buffer.shape)
 
 
 @functools.lru_cache(maxsize=64)
 def _passed_on(table: Table) -> dict[tuple[int, int], tuple[int, int]]:
-    """(step, number) of a transfer → that of an earlier one, if it sends on just what came there and nothing was added since:
+    """{(step, number) of a transfer: (step, number) of an earlier one}, if it forwards exactly those slots unmodified:
     it need not be read from the buffer. If it is a partial sum, it need not have been written either."""
     came: dict[bytes, tuple[int, int] | None] = {}  # None: sums of several
     found = {}
@@ -140,8 +140,8 @@ def run(table: Table, buffer: jax.Array, axes: Sequence[str]) -> jax.Array:
       axes: mesh axes of the surrounding `shard_map`.
 
     Returns:
-      [slots, ...] at the end: all blocks (all-gather), the sums in the device's own slots
-        (reduce-scatter), the sums in all (all-reduce).
+      [slots, ...] at the end: all blocks (all-gather), the reduced blocks in the device's own slots
+        (reduce-scatter) or in all slots (all-reduce).
     """
     shape = (*table.sizes, table.chunks)
     dims = len(shape)

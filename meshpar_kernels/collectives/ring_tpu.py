@@ -24,8 +24,8 @@ from meshpar_kernels.collectives.tpu import coordinates, entry_barrier
 __all__ = ["all_gather", "reduce_scatter", "unsupported"]
 
 DEPTH = 2
-"""Buffers, and pairs of semaphores, of a lane. Nobody tells a sender that one is free again: in a ring both ways a device is
-never more than a step ahead of its neighbours, since each step waits for what they send in it (`never_overtakes`)."""
+"""Buffers, and pairs of semaphores, of a channel. No signal says that a buffer is free: in a bidirectional ring a device is
+never more than a step ahead of its neighbours, since each step waits for the data that they send in it (`never_overtakes`)."""
 
 SEMAPHORES = 256
 """Most DMA semaphores that a kernel asks for."""
@@ -52,7 +52,7 @@ def unsupported(table: Table, part: tuple[int, ...], dtype: jnp.dtype) -> Unsupp
 
 
 def never_overtakes(table: Table) -> bool:
-    """Whether every receiver has taken a message before the sender uses its buffer again, `DEPTH` messages of the lane later, by
+    """Whether every receiver has taken a message before the sender uses its buffer again, `DEPTH` messages of the channel later, by
     what all devices wait for anyway."""
     ranks = np.arange(table.ranks)
     over = np.full((table.ranks, table.ranks), -1)  # [r, q]: the last step that r knows q to be through with
@@ -77,7 +77,7 @@ class _Plan:
       rows: int32 [A, ...], for each rank and transfer: where the box that it sends starts, where the box that comes starts,
         and the ranks of receiver and sender.
       boxes: extent of each transfer's box.
-      uses: for each transfer, how often its lane was used before; and how often it will be in all.
+      uses: for each transfer, how often its channel was used before; and how often it is used in total.
     """
 
     def __init__(self, table: Table):
@@ -101,15 +101,15 @@ class _Plan:
         self.rows = np.concatenate(rows, axis=1).astype(np.int32)
 
     def of(self, channel: int, use: int) -> int:
-        """Number of the transfer that is a lane's use."""
+        """Index of the transfer that is use number `use` of a channel."""
         return next(k for k, t in enumerate(self.transfers) if t.channel == channel and self.uses[k] == use)
 
 
 def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tuple[str, ...]):
     """Follow the table: in each step start all sends, then take what comes.
 
-    An all-gather's messages go to their place in `buffer`. Those of a reduce-scatter go to a receive buffer of their lane,
-    and are added to `buffer`, which begins as the device's own array.
+    An all-gather's messages are written straight into `buffer`. A reduce-scatter's messages go to a receive buffer of their
+    channel, and are added to `buffer`, which begins as the device's own array.
     """
     *recv_buffer, keep_sem, sent_sem, recv_sem = rest[: table.channels * (table.kind != "all_gather") + 3]
     adding = rest[len(recv_buffer) + 3 :]
@@ -166,7 +166,7 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
 
 
 def _rows_at_once(rows: int, columns: int, itemsize: int) -> int:
-    """The most rows of a slot that make a block of `TILE_BYTES`, in whole registers."""
+    """Most rows of a slot that fit a block of `TILE_BYTES`, a multiple of the register tile's rows."""
     pack = 32 // itemsize
     fits = [n for n in range(pack, rows + 1, pack) if rows % n == 0 and n * columns * itemsize <= TILE_BYTES]
     return max(fits, default=pack)
@@ -231,7 +231,7 @@ def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     nbytes = math.prod(shape) * x.dtype.itemsize
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     outs = [_compat.out_struct(shape, x.dtype, x)]
-    if not gathers:  # a receive buffer for each lane; XLA allots them, as results that nobody reads
+    if not gathers:  # one receive buffer for each channel, allocated by XLA as scratch outputs
         for channel in range(table.channels):
             box = plan.boxes[plan.of(channel, 0)]
             outs.append(_compat.out_struct((DEPTH, *box, *part), x.dtype, x))
@@ -271,13 +271,13 @@ def _call(table: Table, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def all_gather(table: Table, parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """[colours, rows, columns] of this device → [slots, rows, columns] of all."""
+    """[chunks, rows, columns] of this device → [slots, rows, columns] of all devices."""
     local = parts.reshape(*[1] * len(table.sizes), *parts.shape)
     return _call(table, local, axes).reshape(table.slots, *parts.shape[1:])
 
 
 def reduce_scatter(table: Table, slots: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """[slots, rows, columns] → the same with the sums in the device's own slots, and what is left of the partial sums in the
+    """[slots, rows, columns] → the same, with the reduced blocks in the device's own slots, and leftover partial sums in the
     others. Sums of bfloat16 are rounded once a hop."""
     shape = (*table.sizes, table.chunks, *slots.shape[1:])
     return _call(table, slots.reshape(shape), axes).reshape(slots.shape)

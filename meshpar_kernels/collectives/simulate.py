@@ -1,4 +1,4 @@
-"""A simulator of schedules, in NumPy: whether a table gives the right data, and what it asks of the
+"""A simulator of schedules, in NumPy: checks that a table yields the right data, and counts the traffic of the
 links."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Link = tuple[int, int, int]
 
 
 class ScheduleError(ValueError):
-    """A table that is wrong: it reads what is not there, overwrites what was not read, or ends with
+    """A wrong table: it reads an empty slot, overwrites an unread one, or ends with
     wrong data."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a schedule asks of the links.
+    """Link traffic of a schedule.
 
     Attributes:
       loads: for each step, slots over each link that is used.
@@ -98,10 +98,10 @@ def simulate(table: Table, torus: Sequence[int] | None = None, rings: Sequence[b
         far = 0
         for t in transfers:
             if t.channel in channels:
-                raise ScheduleError(f"step {number}: lane {t.channel} is used twice")
+                raise ScheduleError(f"step {number}: channel {t.channel} is used twice")
             channels.add(t.channel)
             if len({d for _, d in t.pairs}) != len(t.pairs):
-                raise ScheduleError(f"step {number}, lane {t.channel}: two ranks send to one")
+                raise ScheduleError(f"step {number}, channel {t.channel}: two ranks send to one")
             for source, target in t.pairs:
                 route = list(_route(source, target, torus, rings))
                 far = max(far, len(route))

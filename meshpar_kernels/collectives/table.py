@@ -1,12 +1,12 @@
 """Schedules of collectives as tables: who sends which slot to whom, in which step.
 
 Each rank of a group holds a buffer of slots. A group of sizes (s0, s1, …) over as many torus
-dimensions, and C colours, has s0·s1·…·C slots: slot (i0, i1, …, c) is colour c's part of the block
+dimensions, and C chunks, has s0·s1·…·C slots: slot (i0, i1, …, c) is chunk c of the block
 that belongs to rank (i0, i1, …). A table only says where slots go, so that a simulator can check it
 and several backends can follow it.
 
-A reduce-scatter is an all-gather read backwards, with sums in place of copies: in an all-gather
-each slot comes to each rank once, along a tree; backwards that tree is a reduction.
+A reduce-scatter is an all-gather read backwards, with additions in place of copies: in an all-gather
+each slot reaches each rank once, along a tree; backwards that tree is a reduction.
 
 Sources: the ring of Patarasuk and Yuan (2009), known from Baidu's all-reduce; recursive doubling
 and its form for groups that are no power of two (Bruck et al. 1997; Thakur et al. 2005); one torus
@@ -48,10 +48,10 @@ class Transfer:
     """What all ranks send at once in a step: a (partial) permutation.
 
     Attributes:
-      channel: number of the pair of semaphores. A lane has the same sender and receiver in every step.
+      channel: number of the pair of semaphores. A channel has the same sender and receiver in every step.
       to: int [A], the rank to which each rank sends; -1: none.
       slots: int [A, w], the slots that a rank sends; they come into the same slots there.
-      add: whether they are added to what is there.
+      add: whether they are added to the slot's content.
     """
 
     channel: int
@@ -79,8 +79,8 @@ class Table:
     Attributes:
       kind: "all_gather", "reduce_scatter" or "all_reduce".
       sizes: ranks along each dimension; a rank's number is row-major in them.
-      chunks: into how many parts a block is cut.
-      steps: what is sent in each.
+      chunks: number of parts into which a block is cut.
+      steps: the transfers of each step.
     """
 
     kind: str
@@ -133,12 +133,12 @@ class Table:
 
 
 class Hop(NamedTuple):
-    """What happens along one dimension of n ranks in one step, one way.
+    """The sends along one dimension of n ranks in one step and one direction.
 
     Attributes:
-      direction: number of the lane among those of the dimension.
-      to: int [n], place to which each place sends; -1: none.
-      blocks: int [n, w], the blocks that a place sends.
+      direction: index of the channel among the channels of the dimension.
+      to: int [n], rank to which each rank of the dimension sends; -1: none.
+      blocks: int [n, w], the blocks that each rank sends.
     """
 
     direction: int
@@ -177,7 +177,7 @@ def hops_along(n: int, form: Line) -> list[list[Hop]]:
             reach = 1 << t
             if even:  # partners exchange aligned runs of blocks
                 hop = Hop(t, position ^ reach, (position // reach * reach)[:, None] + np.arange(reach))
-            else:  # each sends what it has, starting at its own block, as much as is still missing there
+            else:  # each sends its blocks from its own on, as many as the receiver still lacks
                 width = min(reach, n - reach)
                 hop = Hop(t, (position - reach) % n, (position[:, None] + np.arange(width)) % n)
             steps.append([hop])
@@ -190,19 +190,19 @@ def hops_along(n: int, form: Line) -> list[list[Hop]]:
 
 
 def chunks_of(dims: int, coloured: bool) -> list[tuple[int, ...]]:
-    """The order in which each colour gathers the dimensions: minor first; coloured: all rotations."""
+    """The order in which each chunk gathers the dimensions: minor first; coloured: one rotation for each chunk."""
     order = tuple(reversed(range(dims)))
     return [order[k:] + order[:k] for k in range(dims if coloured else 1)]
 
 
 def gather_table(sizes: Sequence[int], forms: Sequence[Line], orders: Sequence[Sequence[int]] | None = None) -> Table:
-    """An all-gather over torus dimensions, one after the other, in one order for each colour.
+    """An all-gather over torus dimensions, one after the other, in one order for each chunk.
 
     Args:
       sizes: ranks along each dimension, major first.
       forms: how each dimension is gathered.
-      orders: for each colour the dimensions in the order in which it gathers them; None: one
-        colour, minor dimension first.
+      orders: for each chunk the dimensions in the order in which it gathers them; None: one
+        chunk, minor dimension first.
 
     Raises:
       ValueError: sizes below 1, or orders that are no permutations of the dimensions.
@@ -235,7 +235,7 @@ def gather_table(sizes: Sequence[int], forms: Sequence[Line], orders: Sequence[S
 
 
 def _spread(shape, coords: np.ndarray, dim: int, hop: Hop, gathered: list[int], chunk: int, channel: int) -> Transfer:
-    """A hop along one dimension as a transfer of the whole group: with all blocks of the dimensions
+    """A hop along one dimension as a transfer of the full group: with all blocks of the dimensions
     gathered before."""
     ranks, sizes = len(coords), shape[:-1]
     target_position = hop.to[coords[:, dim]]
@@ -265,8 +265,8 @@ def table_of(kind: str, algorithm: str, sizes: tuple[int, ...], rings: tuple[boo
 
     Args:
       kind: "all_gather", "reduce_scatter", "all_reduce".
-      algorithm: "ring" (both ways, a colour for each dimension), "one-way" (Baidu's ring, one
-        colour), "doubling", "direct" (both over the flat group).
+      algorithm: "ring" (bidirectional, one chunk for each dimension), "one-way" (Baidu's ring, one
+        chunk), "doubling", "direct" (both over the flat group).
       sizes: ranks along each dimension.
       rings: whether each dimension wraps around; a ring is run as a line where it does not.
 

@@ -22,7 +22,7 @@ from meshpar_kernels.collectives.ppermute import rank_of
 __all__ = ["all_reduce_small", "coordinates", "entry_barrier", "small_unsupported"]
 
 SMALL_VMEM = 40 << 20
-"""On-chip memory for what the one-shot all-reduce receives."""
+"""Bytes of VMEM for the receive buffer of the one-shot all-reduce."""
 
 
 def coordinates(rank: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> Any:
@@ -35,7 +35,10 @@ def coordinates(rank: jax.Array, axes: Sequence[str], sizes: Sequence[int]) -> A
 
 
 def entry_barrier(devices: Sequence[Any]) -> None:
-    """Wait until these devices have come to this point too: their buffers are there. Each must name this one as often."""
+    """Block until these devices have entered the kernel, so that their buffers can be written.
+
+    The relation must be symmetric: each of `devices` signals this device as often as it is listed here.
+    """
     barrier = pltpu.get_barrier_semaphore()
     for device in devices:
         pl.semaphore_signal(barrier, 1, device_id=device)
@@ -46,7 +49,7 @@ def entry_barrier(devices: Sequence[Any]) -> None:
 
 
 def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int) -> Unsupported:
-    """Why the one-shot kernel cannot sum an array."""
+    """Reasons why the one-shot kernel cannot sum an array of this shape and dtype; empty if it can."""
     reasons = []
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.int32):
@@ -59,7 +62,7 @@ def small_unsupported(shape: Sequence[int], dtype: jnp.dtype, group: int) -> Uns
 
 
 def _small_kernel(x_ref, out_ref, recv_buffer, sent_sem, recv_sem, *, axes, sizes):
-    """Everyone sends to everyone; sums in the order of the ranks, so that they are the same everywhere."""
+    """Each device sends its array to all; the sum is taken in the order of the ranks, so that it is the same on all devices."""
     group = math.prod(sizes)
     rank = rank_of(axes)
     peers = [coordinates(lax.rem(rank + k, jnp.int32(group)), axes, sizes) for k in range(1, group)]
@@ -86,10 +89,10 @@ def _small_kernel(x_ref, out_ref, recv_buffer, sent_sem, recv_sem, *, axes, size
 
 
 def all_reduce_small(x: jax.Array, axes: tuple[str, ...], sizes: tuple[int, ...]) -> jax.Array:
-    """As `api.all_reduce_small`, for arrays that `small_unsupported` has nothing against."""
+    """As `api.all_reduce_small`, for arrays without reasons from `small_unsupported`."""
     group = math.prod(sizes)
     flat = x.reshape(-1)
-    pack = 128 * 32 // x.dtype.itemsize  # whole registers
+    pack = 128 * 32 // x.dtype.itemsize  # a multiple of the register tile
     rows = -(-flat.size // pack) * pack // 128
     flat = jnp.pad(flat, (0, rows * 128 - flat.size)).reshape(rows, 128)
     nbytes = flat.size * x.dtype.itemsize

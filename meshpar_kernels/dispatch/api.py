@@ -41,12 +41,12 @@ def ragged_all_to_all(
 
     Rows `input_offsets[i]` … `input_offsets[i] + send_sizes[i] - 1` of the operand go to device i, and are written there from
     row `output_offsets[i]` on; the other rows of `output` stay as they are. Runs of one device that meet at a receiver leave
-    there what came last.
+    the rows of the last one to arrive.
 
     - "padded" pads every run to `rows` and uses a plain all-to-all: it sends devices·rows rows, however few are in use, and
       needs no support for ragged collectives, which the CPU lacks and which TPU slices with limited routing (v5e) refuse.
     - "pallas" is a TPU kernel that copies each run from the operand to its place at the receiver, by remote DMA: it sends
-      what is in use, needs no buffers, and no support by XLA. Rows are multiples of 128 elements.
+      only valid rows, needs no buffers, and no support by XLA. Rows are multiples of 128 elements.
 
     Args:
       operand: [N, …]. output: [M, …], operand's dtype and trailing dims.
@@ -124,8 +124,8 @@ def expert_dispatch(
 
     - "a2a": each device sends each other one at most `rows` rows (an all-to-all of devices·rows rows each way; with the
       exchange "pallas" only those in use).
-    - "ring": all tokens come to all devices, each of which picks its own, at most `rows` (an all-gather, and on the way back
-      a reduce-scatter, which XLA runs as rings). Fewer bytes when devices ≤ about k.
+    - "ring": all tokens come to all devices, each of which picks its own, at most `rows` (an all-gather, and in the reverse
+      direction a reduce-scatter, which XLA runs as rings). Fewer bytes when devices ≤ about k.
 
     Without an axis, or with one device, nothing is sent, and `rows` bounds the one buffer.
 
@@ -136,14 +136,14 @@ def expert_dispatch(
       experts: E, a multiple of the number of devices; of a plan its own.
       weight: float32 [T, k], sent along to scale the rows where the experts are (`Dispatch.row_scale`): the backward pass
         then needs no row of the result. None: see `expert_combine`.
-      copy: False leaves the rows as they arrive: the product with the experts' first matrices copies them, by
+      copy: False leaves the rows in order of arrival: the matmul with the experts' first matrices gathers them, by
         `Dispatch.lhs_indices` and `Dispatch.lhs_rows`.
       axis_name: mesh axis that the experts, and the tokens, are split over; several count as one, the first major.
       rows: see above; None: no load is too much (a2a, and T·k·devices for the others).
       first: int32 [], place of the first choice in this window among those for one device (a2a) or in this buffer.
       implementation: of the copies of rows on one device, as in `permute`.
       exchange: how rows go to other devices under "a2a", here and in `expert_combine`. None and "padded": XLA's all-to-all
-        of whole buffers. "pallas": the kernel of `ragged_all_to_all`, straight from buffer to buffer; H is a multiple of 128,
+        of full buffers. "pallas": the kernel of `ragged_all_to_all`, straight from buffer to buffer; H is a multiple of 128,
         and `rows` best one of 16. No default, as no TPU has timed it.
 
     Returns:
@@ -163,7 +163,7 @@ def expert_dispatch(
             raise ValueError(f"{op}: experts={experts}, but the plan is of {plan.counts.shape[0]}")
         experts = plan.counts.shape[0]
     elif experts is None:
-        raise ValueError(f"{op}: experts=, their number, is needed beside an array of experts")
+        raise ValueError(f"{op}: experts=, the number of experts, is required with an array of experts")
     if x.ndim != 2 or expert.ndim != 2 or expert.shape[0] != x.shape[0]:
         raise ValueError(f"{op}: x must be [T, H] and expert [T, k], got {list(x.shape)} and {list(expert.shape)}")
     if not jnp.issubdtype(expert.dtype, jnp.integer):
@@ -275,7 +275,7 @@ def expert_combine(
       y: [R, H], in the order of the buffer of `expert_dispatch`.
       dispatch: from it.
       weight: float32 [T, k] of this device's tokens, or None for ones.
-      implementation: of the sums, as in `combine`.
+      implementation: of the weighted sum, as in `combine`.
 
     Returns:
       [T, H] in y's dtype, summed in float32 on one device. Differentiable in y and weight.

@@ -1,4 +1,4 @@
-"""Rows straight into their place at the receiver: the kernels as functions with gradients."""
+"""Rows copied straight to their final rows at the receiver: the kernels as differentiable functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KERNELS = ("pallas", "pallas_tpu", "pallas_gpu")
 
 
 class _How(NamedTuple):
-    """What is known when a program is traced.
+    """Static arguments of the exchange.
 
     Attributes:
       op: public name, for messages.
@@ -62,7 +62,7 @@ def _tpu_unsupported(operand: jax.Array, axes: tuple[str, ...]) -> Unsupported:
 def _move(
     how: _How, operand: jax.Array, output: jax.Array | None, runs: Runs, back: Runs, twice: jax.Array | None
 ) -> jax.Array:
-    """Send runs of units [sends, a, b] → [receives, a, b]; `back` and `twice` are for the way back, as `agree` has them."""
+    """Send runs of units [sends, a, b] → [receives, a, b]; `back` and `twice`, from `agree`, are for the backward pass."""
     del back, twice
     functions = {
         "pallas_tpu": _tpu_unsupported(operand, how.axes)
@@ -110,7 +110,7 @@ def move_rows(
 ) -> jax.Array:  # fmt: skip
     """`ragged_all_to_all` by a kernel, of runs that fit, over more than one device.
 
-    A row is one unit: where it is not contiguous in memory it is laid out anew. In the gradient of an operand of which a
+    A row is one unit: where it is not contiguous in memory it is copied. In the gradient of an operand of which a
     device sends a row twice everything that no other row explains would be wrong, so that device's is NaN.
     """
     axes, sizes = _group(axis_name)
@@ -131,8 +131,8 @@ def exchange_slots(
 
     Args:
       op, implementation: as in `dispatch`.
-      x: [devices·rows, H]: slot i goes to device i. Copied in whole tiles, of 8 or 16 rows, if these divide `rows`.
-      sent, recv_size: int32 [devices], rows in use of what goes to device i, and of what comes from it.
+      x: [devices·rows, H]: slot i goes to device i. Copied in tiles of 8 or 16 rows, if these divide `rows`.
+      sent, recv_size: int32 [devices], valid rows sent to device i, and received from it.
       axis_name: mesh axes of more than one device.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The ragged all-to-all on NVIDIA GPUs (Mosaic GPU): the copy engines write rows into peers' memory, over NVLink.
+"""The ragged all-to-all on NVIDIA GPUs (Mosaic GPU): TMA writes rows into peers' memory, over NVLink.
 
 Each block of the grid takes every n-th row of every run: from memory into one of a few slots of shared memory, and from there to
 the receiver. It tells the receiver once its copies of a run are complete, which releases them to the system; a receiver waits
@@ -25,13 +25,13 @@ from meshpar_kernels.dispatch.runs import Runs
 __all__ = ["BLOCKS", "send", "unsupported"]
 
 BLOCKS = 64
-"""Blocks of the grid. Each has a few rows under way; what NVLink takes is less than half of the multiprocessors can copy."""
+"""Blocks of the grid. Each has a few rows in flight; less than half of the multiprocessors saturate NVLink."""
 
 AHEAD = 2
 """Rows that are fetched before the one that is sent."""
 
 LAG = 2
-"""Copies to a peer under way before the oldest is waited for."""
+"""Copies to a peer in flight before the oldest is waited for."""
 
 SLOTS = AHEAD + LAG + 1
 SMEM_BYTES = 200 << 10
@@ -84,7 +84,7 @@ def _kernel(
                 gpu.copy_smem_to_gmem(slots.at[slot], dst.at[target + block + now * blocks])
                 gpu.wait_smem_to_gmem(LAG)
 
-        # no row, no turn: what is behind is fetched without a row to send, what is ahead is sent without one to fetch
+        # pipeline prologue and epilogue: the first iterations only fetch a row, the last ones only send one
         lax.fori_loop(0, jnp.where(own > 0, own + AHEAD, 0), one, None)
         gpu.wait_smem_to_gmem(0)
         if hop:
@@ -103,7 +103,7 @@ def send(
 
     Args:
       operand: [N, a, b], a unit being [a, b]: `rows` rows one after the other.
-      units: N of the result. Units that nothing comes to are left as they are found in memory.
+      units: N of the result. Units without a sender keep the content of the memory.
       runs: in units, that fit: the kernel checks nothing, and hangs if devices do not agree.
       axes, sizes: mesh axes of the group, and their sizes.
       blocks: of the grid; more than there are multiprocessors run one after the other.
@@ -122,5 +122,5 @@ def send(
         kernel_name="meshpar_ragged_all_to_all",
         compiler_params=gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Lane),
     )(numbers, operand.reshape(-1, *row))
-    out = _compat.same_varying(out, operand, numbers)[0]  # Mosaic GPU forgets what its results vary over
+    out = _compat.same_varying(out, operand, numbers)[0]  # Mosaic GPU results lose their varying mesh axes
     return out.reshape(units, *operand.shape[1:])

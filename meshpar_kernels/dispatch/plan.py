@@ -18,10 +18,10 @@ class Sorted(NamedTuple):
     """n choices sorted by expert, in their own order within one.
 
     Attributes:
-      expert: int32 [n], of every choice; E for one that is none.
-      position: int32 [n], of every choice among all that are sorted; -1 for one that is none.
-      order: int32 [n], the choice in every place; past the last one anything.
-      offsets: int32 [E + 1], first place of each expert, and the number of choices that are some.
+      expert: int32 [n], of every choice; E for an unused one.
+      position: int32 [n], of every choice in the sorted order; -1 for an unused one.
+      order: int32 [n], the choice at every position; undefined past the last one.
+      offsets: int32 [E + 1], first position of each expert, and the number of used choices.
     """
 
     expert: jax.Array
@@ -43,7 +43,7 @@ class Window(NamedTuple):
 
     Attributes:
       slots: int32 [n], row of every choice; -1 if it is not in this window.
-      sources: int32 [buckets·rows], choice in every row; -1 where there is none.
+      sources: int32 [buckets·rows], choice in every row; -1 for an empty row.
       sizes: int32 [buckets, E / buckets], rows of every expert.
       counts: int32 [buckets], choices of a bucket, in this window or not.
     """
@@ -80,7 +80,7 @@ def merge(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
       sizes: int32 [slots, E], rows of every expert in each slot; at most `rows` a slot.
 
     Returns:
-      (int32 [slots·rows], place of every row, -1 if it is not in use; int32 [slots·rows], the row in every place, or -1).
+      (int32 [slots·rows], new position of every row, -1 if it is empty; int32 [slots·rows], the row at every position, or -1).
     """
     slots, experts = sizes.shape
     begins = (
@@ -115,7 +115,7 @@ class Dispatch:
       rows, row_sources: the same between what arrived and the experts' buffer (a2a only).
       row_scale: float32 [R], weight of each row of the experts' buffer, for `grouped_matmul`; None if none was given.
       group_sizes: int32 [E / devices], rows of each expert of this device, for `grouped_matmul`.
-      most: int32 [], the largest number of rows that one buffer had to hold, from first place 0 on: of this device for one
+      most: int32 [], the largest number of rows that one buffer had to hold, from first position 0 on: of this device for one
         other (a2a), of all devices for this one (ring, local). A buffer of that many rows drops nothing.
       dropped: int32 [], choices beyond this window: of this device (a2a), for this device (ring, local).
     """

@@ -14,7 +14,7 @@ __all__ = ["choices_to_rows", "spread", "sum_back"]
 
 
 def spread(x: jax.Array, slots: jax.Array, sources: jax.Array, implementation: str | None) -> jax.Array:
-    """Row r of the result is the token of choice `sources[r]`, 0 where there is none: [T, H] → [R, H]."""
+    """[T, H] → [R, H]: row r of the result is the token of choice `sources[r]`, or 0 if that is negative."""
     if 0 in x.shape or 0 in slots.shape:
         return jnp.zeros((sources.shape[0], x.shape[1]), x.dtype)
     if not sparse(slots, sources):
@@ -43,7 +43,7 @@ def sum_back(
 
 
 def choices_to_rows(values: jax.Array, slots: jax.Array, sources: jax.Array) -> jax.Array:
-    """One number a choice → one a row, 0 where there is none: [T, k] → [R]. Its transpose gathers as well."""
+    """[T, k] → [R]: the value of the choice of each row, 0 for an empty row. The transpose is a gather too."""
     if values.size == 0:
         return jnp.zeros(sources.shape, values.dtype)
     rows: Any = _permute("reference", values.reshape(-1, 1), None, slots.reshape(-1, 1), sources)

@@ -1,4 +1,4 @@
-"""Runs of rows that devices send each other: which rows, where to, and what comes; in integers, on one device."""
+"""Runs of contiguous rows that devices send each other: offsets and sizes of the sent and received runs, as integer arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Axes = str | tuple[str, ...]
 
 
 class Runs(NamedTuple):
-    """What one device sends to each of the others, and what each of them sends here; all int32 [devices].
+    """The runs that one device sends to each device, and receives from each; all int32 [devices].
 
     Attributes:
       start, size, target: rows `start[i]` … `start[i] + size[i] - 1` go to device i, to its rows from `target[i]` on.
@@ -30,18 +30,18 @@ class Runs(NamedTuple):
     source: jax.Array
 
     def back(self) -> Runs:
-        """The same rows on the way back: what came goes, and what went comes."""
+        """The reverse exchange: received runs are sent, and sent runs are received."""
         return Runs(self.recv_start, self.recv_size, self.source, self.start, self.size, self.target)
 
 
 def clip(
     start: jax.Array, size: jax.Array, target: jax.Array, *, rows: int, sends: int, receives: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(rows of each run that can be sent, int32 [devices]; those of all runs that cannot, int32 []).
+    """(rows of each run that fit, int32 [devices]; number of rows of all runs that do not fit, int32 []).
 
     Args:
-      start, size, target: as asked for.
-      rows: the longest run that there is room for.
+      start, size, target: as requested.
+      rows: longest run that is allowed.
       sends, receives: rows of the operand and of the output. A run ends where one of them ends; one that would begin before
         the first row of either is left out.
     """
@@ -59,15 +59,15 @@ def sent_twice(start: jax.Array, size: jax.Array) -> jax.Array:
 
 
 def agree(start: jax.Array, size: jax.Array, target: jax.Array, axis_name: Axes) -> tuple[Runs, Runs, jax.Array]:
-    """Learn from the others what they send here.
+    """Exchange offsets and sizes, so that each device knows which runs it receives.
 
     Args:
       start, size, target: int32 [devices], of this device's runs, which fit.
       axis_name: mesh axes of the group.
 
     Returns:
-      (runs, runs on the way back, bool [] whether this device sends a row twice). A row that was sent twice would have to come
-      back as a sum, which no copy makes: the way back of such a device is empty.
+      (runs, reverse runs, bool [] whether this device sends a row twice). The gradient of a row that was sent twice is a sum,
+      which no copy computes: the reverse runs of such a device are empty.
     """
     twice = sent_twice(start, size)
     returned = jnp.where(twice, 0, size)
@@ -78,7 +78,7 @@ def agree(start: jax.Array, size: jax.Array, target: jax.Array, axis_name: Axes)
 
 
 def covered(recv_start: jax.Array, recv_size: jax.Array, rows: int) -> jax.Array:
-    """bool [rows]: the rows of the output that something comes to."""
+    """bool [rows]: the rows of the output that are received from some device."""
     edges = jnp.zeros(rows + 1, jnp.int32).at[recv_start].add(jnp.where(recv_size > 0, 1, 0), mode="drop")
     edges = edges.at[recv_start + recv_size].add(jnp.where(recv_size > 0, -1, 0), mode="drop")
     return jnp.cumsum(edges)[:rows] > 0

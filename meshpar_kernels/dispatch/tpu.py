@@ -1,4 +1,4 @@
-"""The ragged all-to-all on TPU (Mosaic): remote DMA from the rows of the sender straight to their place at the receiver."""
+"""The ragged all-to-all on TPU (Mosaic): remote DMA from the rows of the sender straight to their final rows at the receiver."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def unsupported(dtype: Any, width: int) -> Unsupported:
 
 
 def _each_length(block: int) -> list[int]:
-    """What the rest of a run, shorter than a block, is cut into: powers of two, the largest first."""
+    """Copy sizes for the remainder of a run, which is shorter than a block: powers of two, the largest first."""
     return [1 << k for k in reversed(range(block.bit_length() - 1))]
 
 
@@ -136,7 +136,7 @@ def send(
 
     Args:
       operand: [N, a, b], a unit being [a, b].
-      output: [units, a, b], the rows that nothing comes to; None: they are left as they are found in memory.
+      output: [units, a, b], the content of rows without a sender; None: they are undefined.
       units: N of the result.
       runs: in units, that fit: the kernel checks nothing, and hangs if devices do not agree.
       axes, sizes: mesh axes of the group, and their sizes.

@@ -14,7 +14,7 @@ from meshpar_kernels._choose import Unsupported
 __all__ = [
     "BLOCK",
     "GATHERED_ROW",
-    "PIECES",
+    "ROW_CHUNKS",
     "TRANSPOSE_BLOCK",
     "Tile",
     "cdiv",

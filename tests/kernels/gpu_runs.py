@@ -108,7 +108,7 @@ def scatter(
 ) -> Machine:  # fmt: skip
     """`matmul_reduce_scatter` on all devices, with `rows` rows for each."""
     x, w = draw(0, devices, devices, rows, k), draw(1, devices, *((n, k) if transposed else (k, n)))
-    dtypes = {"wire_dtype": wire, "out_dtype": F32}
+    dtypes = {"comm_dtype": wire, "out_dtype": F32}
     order = fused.scatter_order(rows, k, n, devices, 2, **dtypes)
     order = order if tile is None else order._replace(tile=tile)
     gpus = Gpus(devices, schedule, dropped)

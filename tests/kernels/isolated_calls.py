@@ -24,7 +24,7 @@ def behave(how: str, count: list[int] | None = None):
     return {"pid": os.getpid(), "how": how, "count": count}
 
 
-def measure(product: dict, dtype: str, config: dict):
+def measure(matmul: dict, dtype: str, config: dict):
     """As `tuner.measure`: a tile of 192 columns aborts, one of 64 is wrong."""
     columns = config["tile"][2]
     if columns == 192:

@@ -150,7 +150,7 @@ def test_the_product_of_a_device_that_is_alone(kernels):
     x, w = normal(m, k), normal(n, k)
     want = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     gather = gpu.gather_order(m, k, n, 1, 2)
-    dtypes = {"out_dtype": jnp.dtype(jnp.float32), "wire_dtype": jnp.dtype(jnp.float32)}
+    dtypes = {"out_dtype": jnp.dtype(jnp.float32), "comm_dtype": jnp.dtype(jnp.float32)}
     scatter = gpu.scatter_order(m, k, n, 1, 2, **dtypes)
     options = {"transposed": True, "num_sms": 2}
     with _compat.gpu_race_detection():
@@ -190,8 +190,8 @@ def test_a_gather_multiplies_what_came_and_sends_its_own_rows(kernels, one_of_se
 def test_a_scatter_sends_others_their_sums_and_adds_what_came(kernels, one_of_several):
     rows, k, n = 200, 64, 192
     x, w = normal(DEVICES, rows, k), normal(k, n)
-    dtypes = {"out_dtype": jnp.dtype(jnp.float32), "wire_dtype": BF16 if kernels is gpu_hopper else jnp.dtype("f")}
-    others = jnp.asarray(3 * RNG.normal(size=(DEVICES - 1, rows, n)), dtypes["wire_dtype"])
+    dtypes = {"out_dtype": jnp.dtype(jnp.float32), "comm_dtype": BF16 if kernels is gpu_hopper else jnp.dtype("f")}
+    others = jnp.asarray(3 * RNG.normal(size=(DEVICES - 1, rows, n)), dtypes["comm_dtype"])
     order = gpu.scatter_order(rows, k, n, DEVICES, 2, **dtypes)
     options = {"transposed": False, "num_sms": 2, **dtypes}
     out, sent = one_of_several(RANK, DEVICES, others, kernels.matmul_reduce_scatter, x, w, order, "a", **options)
@@ -229,7 +229,7 @@ def traced(op, x, w, mesh=None, axis="a", **options):
         (all_gather_matmul, normal(8, 64), normal(64, 30), {}, "columns=30: rows of 60 bytes are no multiple of 16"),
         (all_gather_matmul, normal(8, 64), normal(64, 64), {"axis": ("a", "b"), "mesh": (2, 2)}, "over one mesh axis"),
         (all_gather_matmul, normal(0, 64), normal(64, 64), {}, "an operand is empty"),
-        (matmul_reduce_scatter, normal(8, 64), normal(64, 64), {"wire_dtype": jnp.int8}, "wire_dtype is int8; the kernel takes"),
+        (matmul_reduce_scatter, normal(8, 64), normal(64, 64), {"comm_dtype": jnp.int8}, "wire_dtype is int8; the kernel takes"),
         (matmul_reduce_scatter, normal(8, 64), normal(64, 64), {"preferred_element_type": jnp.float64}, "out_dtype is float64"),
     ],
 )  # fmt: skip

@@ -54,7 +54,7 @@ def test_a_line_never_uses_the_link_that_is_not_there():
     assert simulate(table_of("all_gather", "ring", (6,), (True,)), (6,), (False,)).hops[0] == 5
 
 
-@pytest.mark.parametrize(("sizes", "ways"), [((4, 4), 4), ((3, 3), 4), ((4, 4, 4), 6)])
+@pytest.mark.parametrize(("sizes", "directions"), [((4, 4), 4), ((3, 3), 4), ((4, 4, 4), 6)])
 def test_colours_use_all_links_in_every_step_of_a_cube(sizes, directions):
     """Every torus dimension, both directions, from the first step on; and evenly but for the longer half of even rings."""
     for kind in ("all_gather", "reduce_scatter"):
@@ -120,7 +120,7 @@ def test_mutants_are_caught():
         "copied": (changed(scatter, 0, add=False), "overwritten before it was read"),
         "twice": (dataclasses.replace(scatter, steps=(scatter.steps[0], *scatter.steps)), "at the end slot"),
         "to itself": (changed(scatter, 0, to=np.arange(5)), "read and written in one step"),
-        "lane": (dataclasses.replace(gather, steps=((first, first), *gather.steps[1:])), "lane 0 is used twice"),
+        "lane": (dataclasses.replace(gather, steps=((first, first), *gather.steps[1:])), "channel 0 is used twice"),
     }
     for name, (table, message) in mutants.items():
         with pytest.raises(ScheduleError, match=message):

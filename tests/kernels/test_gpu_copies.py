@@ -256,7 +256,7 @@ def test_fused_products_take_what_compiles(major, monkeypatch):
     monkeypatch.setattr(fused._compat, "gpu_architecture", lambda: (major, 0))
     mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec()
-    dtypes = {"out_dtype": BF16, "wire_dtype": F32}
+    dtypes = {"out_dtype": BF16, "comm_dtype": F32}
     for odd in [{"rows": 4}, {"rows": 20}, {"k": 72}, {"k": 40}, {"n": 72}, {"n": 48}]:
         rows, k, n = ({"rows": 64, "k": 64, "n": 64} | odd).values()
         for transposed in (False, True) if "n" in odd else (False,):

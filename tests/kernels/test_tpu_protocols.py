@@ -39,24 +39,24 @@ TABLES = {
             ("hang", "to all peers: this device is in the kernel"),
         "_kernel: pl.semaphore_wait(barrier, devices - 1)": (EARLY, "all peers are"),
         "_kernel: ).start()  # fmt: skip": ("hang", "a block of rows, to a peer"),
-        "_kernel: pltpu.make_async_copy(*part(rank, ahead, length), kept_sem).start()": ("hang", "the rows that stay"),
-        "_kernel: whole(total(3), lambda ahead, length: like(ahead, length).wait_recv())": (EARLY, "all rows came"),
-        "_kernel: whole(total(1), lambda ahead, length: like(ahead, length).wait_send())": (EARLY, "all rows have left"),
-        "_kernel: pltpu.make_async_copy(piece, piece, kept_sem).wait()": (EARLY, "the rows that stay are there"),
+        "_kernel: pltpu.make_async_copy(*part(rank, ahead, length), copy_sem).start()": ("hang", "the rows that stay"),
+        "_kernel: copy_rows(total(3), lambda ahead, length: like(ahead, length).wait_recv())": (EARLY, "all rows came"),
+        "_kernel: copy_rows(total(1), lambda ahead, length: like(ahead, length).wait_send())": (EARLY, "all rows have left"),
+        "_kernel: pltpu.make_async_copy(chunk, chunk, copy_sem).wait()": (EARLY, "the rows that stay are there"),
     },
     "collective_matmul.tpu": {
-        "Ring: pl.semaphore_signal(": ("hang", "to a lane's sender: this buffer of the lane is free"),
+        "Ring: pl.semaphore_signal(": ("hang", "to a channel's sender: this buffer of the channel is free"),
     },
     "collective_matmul.tpu_gather": {
         "_gather_kernel: copy.start()": ("hang", "a message of this phase, or a row tile to chip memory"),
-        "_gather_kernel: load(direction, i, phase, turn, lambda copy: copy.wait())": (EARLY, "the row tile is there"),
+        "_gather_kernel: load(direction, i, phase, parity, lambda copy: copy.wait())": (EARLY, "the row tile is there"),
         "_gather_kernel: each_message(phase - 1, lambda copy: copy.wait_recv())": (EARLY, "the blocks of this phase came"),
         "_gather_kernel: each_message(phase, lambda copy: copy.wait_send())": (EARLY, "they were sent on"),
         "_gather_kernel: pl.semaphore_wait(free_slots.at[one], 1)": (EARLY, "the receiver's buffer is free"),
     },
     "collective_matmul.tpu_scatter": {
-        "_scatter_kernel: out_copy(channel, lax.rem(number, 2), turn).start()": ("hang", "a tile's sums, to the neighbour"),
-        "_scatter_kernel: out_copy(UP, 0, turn).wait_send()": (EARLY, "the tile before last has left its slot"),
+        "_scatter_kernel: out_copy(channel, lax.rem(number, 2), parity).start()": ("hang", "a tile's sums, to the neighbour"),
+        "_scatter_kernel: out_copy(UP, 0, parity).wait_send()": (EARLY, "the tile before last has left its slot"),
         "_scatter_kernel: ).wait_recv()  # fmt: skip": (EARLY, "the sums for a row tile came"),
         "_scatter_kernel: in_copy(channel).start()": ("hang", "a tile of them, to chip memory"),
         "_scatter_kernel: in_copy(channel).wait()": (EARLY, "it is there"),
@@ -91,7 +91,9 @@ def test_without_its_entry_barrier_a_kernel_writes_to_devices_that_are_not_there
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_without_the_receivers_credit_its_buffers_are_overwritten(name):
-    free_slots = {site for site in PROTOCOLS.sites_of(name) if "credit" in site or "Ring: pl.semaphore_signal" in site}
+    free_slots = {
+        site for site in PROTOCOLS.sites_of(name) if "free_slots" in site or "Ring: pl.semaphore_signal" in site
+    }
     assert len(free_slots) == 2
     fault = noticed(KERNELS[name], free_slots)
     assert fault is not None

@@ -114,7 +114,7 @@ def scatter(
     rows, k, n, tile = 32, 128, 256, Tile(16, 128)
     x, w = draw(0, devices, devices * rows, k, dtype=F32), draw(1, devices, k, n, dtype=F32)
     tpus = Tpus(sizes, axes, schedule, dropped)
-    options = {"tile": tile, "out_dtype": F32, "wire_dtype": wire, "transposed": False, "precision": None}
+    options = {"tile": tile, "out_dtype": F32, "comm_dtype": wire, "transposed": False, "precision": None}
     found = tpus.run(lambda r: tpu_scatter.matmul_reduce_scatter(x[r], w[r], axes, **options))
     total = sum(x[r] @ w[r] for r in range(devices))
     for rank, (out, *_) in enumerate(found):
