@@ -19,7 +19,7 @@ VARIABLE = "MESHPAR_KERNELS"
 """Environment variable: "pallas" or "reference", see `dispatch`. It is read when a program is traced."""
 
 _INSTEAD_OF_RAGGED_DOT = (
-    "lax.ragged_dot makes dense products or copies of all weights; no device has timed the kernel yet"
+    "lax.ragged_dot makes dense matmuls or copies of all weights; no device has timed the kernel yet"
 )
 
 DEFAULT_KERNELS: dict[str, str] = dict.fromkeys(("grouped_matmul", "grouped_matmul_transpose"), _INSTEAD_OF_RAGGED_DOT)
@@ -58,7 +58,7 @@ def dispatch(
       `DEFAULT_KERNELS` alone, which is logged once. A vendor's library (`VENDORS`) goes before `fallback` on its platform, but
       not with `MESHPAR_KERNELS=reference`.
 
-    The platform is the one that JAX lowers for, not that of the machine which traces: a program compiled here
+    The platform is the one that JAX lowers for, not the platform of the machine that traces: a program compiled here
     for a TPU elsewhere gets the TPU kernel. Inside the TPU interpreter (`_compat.interpreting`)
     `"pallas"` means the TPU kernel, inside the GPU interpreter the GPU kernel.
 
@@ -68,7 +68,7 @@ def dispatch(
 
     Raises:
       ValueError: no implementation has this name, or the variable no such value.
-      NotImplementedError: what was asked for cannot take these arguments; carries every reason.
+      NotImplementedError: the requested implementation cannot take these arguments; the message has every reason.
     """
     usable = {
         name: _in_32_bits(f) if name in PLATFORM_OF else f

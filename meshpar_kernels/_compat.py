@@ -1,6 +1,6 @@
-"""The one place of this package that knows JAX versions (0.10.2 to 0.12).
+"""The only module of this package that depends on JAX versions (0.10.2 to 0.12).
 
-Everything else imports from here what differs between them, or what is not public in all of them.
+All other modules import from it the names that differ between versions, or are not public in all of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def interpreting() -> bool:
     """Whether Pallas TPU kernels traced now run in the interpreter.
 
     True inside `race_detection` and inside JAX's own `pltpu.force_tpu_interpret_mode`. The value
-    is part of JAX's trace-cache key, so a jitted function is traced anew on entering or leaving.
+    is part of JAX's trace-cache key, so a jitted function is retraced on entering or leaving.
     """
     value = _config.pallas_tpu_interpret_mode_context_manager.value
     return bool(value) and "GPU" not in type(value).__name__
@@ -164,7 +164,7 @@ def _cudnn() -> Any:
 
 
 def cudnn_reasons() -> list[str]:
-    """Why JAX cannot use cuDNN's attention on the GPUs that it has found; where it has found none it is taken to be there."""
+    """Why JAX cannot use cuDNN's attention on the GPUs that it has found; without GPUs cuDNN is assumed available."""
     if backend_platform() != "cuda":
         return []
     versions = _cudnn().cuda_versions
@@ -172,7 +172,7 @@ def cudnn_reasons() -> list[str]:
 
 
 def _cudnn_operands(q: Any, causal: bool, window: int | None, scale: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(bias, lengths, offsets and pages: none of them; what is fixed while tracing)."""
+    """(empty bias, lengths, offsets and pages; static arguments)."""
     fused = _cudnn()
     static = {
         "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "sliding_window_length": window,
@@ -210,7 +210,7 @@ def _mesh_kind() -> str:
 
 
 def device_kind() -> str:
-    """What the device that kernels traced now are for is called, found as in `gpu_architecture`; "" where nothing says it."""
+    """`device_kind` of the device that is traced for, looked up as in `gpu_architecture`; "" if unknown."""
     kind = _mesh_kind()
     device: Any = _config.default_device.value
     if not kind and device is None and xla_bridge.backends_are_initialized():
@@ -228,7 +228,7 @@ def backend_platform() -> str:
 
 def multiprocessors() -> int:
     """How many the GPU has that kernels traced now are for: the device's own number where it is one that JAX has found, else
-    what is known of its kind, else those of an H100 or H200 with SXM (132) or a B200 (148)."""
+    the number for its kind, else the one of an H100 or H200 with SXM (132) or a B200 (148)."""
     kind, device = _mesh_kind(), _config.default_device.value
     if device is None and xla_bridge.backends_are_initialized():
         device = backend.get_default_device()
@@ -255,14 +255,14 @@ def host_reasons(axes: Sequence[str]) -> list[str]:
     reasons = (
         []
         if ids == sorted(ids)
-        else [f"the mesh has its devices in the order {ids}; the kernel needs that of their ids"]
+        else [f"the mesh has its devices in the order {ids}; the kernel needs the order of their ids"]
     )
     rest = [d for d, name in enumerate(mesh.axis_names) if name not in axes]
     groups = np.moveaxis(mesh.devices, rest, range(len(rest))).reshape(-1, math.prod(mesh.shape[a] for a in axes))
     across = [sorted({d.process_index for d in group}) for group in groups if len({d.process_index for d in group}) > 1]
     if across:
         reasons.append(
-            f"{', '.join(map(repr, axes))} joins devices of the processes {across[0]}; NVLink joins those of one"
+            f"{', '.join(map(repr, axes))} joins devices of the processes {across[0]}; NVLink joins the devices of one"
         )
     return reasons
 
@@ -281,7 +281,7 @@ def tpu_cores() -> int:
 def gpu_architecture() -> tuple[int, int]:
     """Compute capability of the GPU that kernels traced now are for.
 
-    That of the mesh which is traced for (`shard_map`), if its devices are of a known kind; else that of
+    The architecture of the mesh that is traced for (`shard_map`), if its devices are of a known kind; else that of
     `jax.default_device`, which may be a device of a topology; else that of the first device, if JAX has looked
     for devices yet. (9, 0) where that is no GPU, as JAX itself assumes when it compiles for one.
     """

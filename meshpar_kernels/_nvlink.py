@@ -27,7 +27,7 @@ class Peers(NamedTuple):
     Attributes:
       axes, sizes: of the mesh.
       rank: of this device.
-      coords: its coordinates on all mesh axes: a warp by itself cannot ask for them.
+      coords: its coordinates on all mesh axes, since `lax.axis_index` is not available inside one warp.
     """
 
     axes: tuple[str, ...]
@@ -49,7 +49,7 @@ class Peers(NamedTuple):
         return cls(tuple(axes), tuple(sizes), rank, coords)
 
     def device(self, rank: Any) -> dict[str, Any]:
-        """That of this rank, as kernels name devices."""
+        """{mesh axis: coordinate} of the device of this rank, the form in which kernels name devices."""
         coords_of_rank = dict(self.coords)
         for name, size in zip(reversed(self.axes[1:]), reversed(self.sizes[1:]), strict=True):
             coords_of_rank[name] = lax.rem(rank, jnp.int32(size))
@@ -58,7 +58,7 @@ class Peers(NamedTuple):
 
 
 def machine_reasons(devices: int, axes: Sequence[str] = (), blocks: int = 0) -> list[str]:
-    """Why so many GPUs of the kind that is traced for cannot run a kernel that writes to its peers.
+    """Reasons why this number of GPUs cannot run a kernel that writes to peers; empty if they can.
 
     Args:
       axes: of the mesh, which join them.

@@ -75,7 +75,7 @@ class MatmulShape:
 
 MATMULS = {
     "g64": MatmulShape(m=8192, k=2048, n=2048, groups=64),
-    # 8192 tokens, two experts each; the up matrix stands for the gate as well
+    # 8192 tokens, two experts each; the up matrix represents the gate as well
     "mixtral-8x7b-up": MatmulShape(m=16384, k=4096, n=14336, groups=8),
     "mixtral-8x7b-down": MatmulShape(m=16384, k=14336, n=4096, groups=8),
     # what one of 8 devices holds: 32 of the 256 experts, and 8192 rows for them
@@ -101,12 +101,12 @@ ATTENTION = {
 
 @dataclasses.dataclass(frozen=True)
 class FusedShape:
-    """A product fused with its gather or scatter: `[rows·A, k] @ [k, n]` on each of A devices.
+    """A matmul fused with its gather or scatter: `[rows·A, k] @ [k, n]` on each of A devices.
 
     Attributes:
       rows: of one device's block.
       k, n: contracted and resulting columns on one device.
-      gathers: rows are gathered before the product; else its sums are scattered over them.
+      gathers: rows are all-gathered before the matmul; else its result is reduce-scattered over them.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""Measuring which tile, how many stages and how many blocks a grouped product takes the least time with, on the device at hand."""
+"""Measures the fastest tile, number of stages and number of blocks of a grouped matmul on the local device."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class WrongValueError(Exception):
 
 
 class Bench(Protocol):
-    """One product on one device."""
+    """One matmul on one device."""
 
     def error(self, config: Config) -> float:
-        """Largest difference from the reference over its largest value; raises what the compiler raises."""
+        """Largest difference from the reference over its largest value; raises the compiler's exceptions."""
         ...
 
     def seconds(self, config: Config) -> Sequence[float]:
@@ -59,7 +59,7 @@ class Bench(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What came out for one product.
+    """The measurements of one matmul.
 
     Attributes:
       entry: for the table.
@@ -75,7 +75,7 @@ class Tuned:
 
 
 def limit_of(dtype: Any) -> float:
-    """What the error of a result may be: a few roundings of its dtype."""
+    """Largest accepted error of a result: a few roundings of its dtype."""
     return {"bfloat16": 1e-2, "float16": 2e-3}.get(jnp.dtype(dtype).name, 1e-4)
 
 
@@ -91,7 +91,7 @@ def tune(
 
     Raises:
       WrongValueError: the first one is wrong.
-      Exception: what the compiler says of the first one.
+      Exception: the compiler's, for the first configuration.
     """
     medians: dict[Config, float] = {}
     refused: dict[Config, str] = {}
@@ -121,7 +121,7 @@ def tune(
 
 
 def candidates(matmul: MatmulKey, dtype: Any, platform: str) -> list[Config]:
-    """The analytic choice first, then others that fit on-chip memory; [] where the kernel has none for this product.
+    """The analytic choice first, then others that fit on-chip memory; [] if the kernel cannot run this matmul.
 
     Args:
       platform: "tpu" or "cuda".
@@ -171,7 +171,7 @@ def _widths(size: int) -> list[int]:
 class DeviceBench:
     """A product of random numbers, on the first device; groups of a random load, which is what routers make.
 
-    The reference is the loop of XLA, whose sums do not depend on a tile.
+    The reference is the loop of XLA, whose order of summation does not depend on a tile.
     """
 
     def __init__(self, matmul: MatmulKey, dtype: Any):

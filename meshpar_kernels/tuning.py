@@ -1,6 +1,6 @@
-"""The tuning table: tiles, stages and blocks of the grouped products that were measured, by device kind, shape class and dtype.
+"""The tuning table: tiles, stages and blocks of the measured grouped matmuls, by device kind, shape class and dtype.
 
-`tuned.json` beside this file is what is shipped; a file of the user's own (`path`) extends it, and wins where both have an entry.
+`tuned.json` is the shipped table; a file of the user's own (`path`) extends it, and wins where both have an entry.
 Where neither has one, a kernel takes the analytic choice. Both are read when a program is traced.
 """
 
@@ -30,13 +30,13 @@ FORMAT = 1
 
 
 class Config(NamedTuple):
-    """What a kernel can be told.
+    """Tuning options of a kernel.
 
     Attributes:
       tile: (rows, K, N) of a step.
       stages: of the GPU kernel's shared memory; None: as many as fit.
       num_sms: blocks of the GPU kernel's grid; None: one a multiprocessor.
-      cluster: blocks, 1 or 2, of the GPU kernel that share loads (Hopper) or products (Blackwell); None: 1.
+      cluster: blocks, 1 or 2, of the GPU kernel that share loads (Hopper) or matmuls (Blackwell); None: 1.
       pingpong: whether the warpgroups of Hopper's transpose have a tile each; None: not.
     """
 
@@ -49,7 +49,8 @@ class Config(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MatmulKey:
-    """A grouped product: "grouped_matmul", [M, K] by [G, K, N], or "grouped_matmul_transpose", [M, K]ᵀ[M, N] by groups.
+    """Sizes of a grouped matmul, key of the table: "grouped_matmul", [M, K] by [G, K, N], or
+    "grouped_matmul_transpose", [M, K]ᵀ[M, N] by groups.
 
     Attributes:
       matrices: 2 with a gate, else 1.
@@ -66,7 +67,7 @@ class MatmulKey:
 
     @property
     def shape_class(self) -> str:
-        """What the products of one entry have in common: rows and groups to the nearest power of two."""
+        """Key of a table entry: sizes, with rows and groups rounded to the nearest power of two."""
         rows, groups = (2 ** round(math.log2(max(n, 1))) for n in (self.rows, self.groups))
         more = f" matrices={self.matrices}" if self.matrices > 1 else ""
         return f"{self.op} rows={rows} K={self.k} N={self.n} groups={groups}{more}{' transposed' * self.transposed}"
@@ -182,7 +183,7 @@ def write(file: Path, table: Table) -> None:
 
 
 def lookup(platform: str, matmul: MatmulKey, dtype: Any) -> Config | None:
-    """What was measured for this product on the device that is traced for; None: nothing was.
+    """The measured configuration for this matmul on the device that is traced for; None if there is none.
 
     Args:
       platform: "tpu" or "cuda", of the kernel that asks; a device of the other one has nothing for it.

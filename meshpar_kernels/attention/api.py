@@ -1,4 +1,4 @@
-"""`ring_attention` and what it costs: checks, choice of strategy, gradients."""
+"""`ring_attention` and its cost estimate: checks, choice of strategy, gradients."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def ring_attention(
       Hkv to divide too, or A by Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
     - "gathered": K and V are all-gathered; in the backward pass again, and their gradients reduce-scattered in float32.
     - None: `attention_costs` says which, at its default figures: of those whose heads divide and that need at most 2 GiB
-      beside operands and results, the one with the least estimated time; ring only from 256K tokens, if another fits.
+      in addition to operands and results, the one with the least estimated time; ring only from 256K tokens, if another fits.
 
     On a device scores are made in chunks, forward and backward, so that none of the three ever holds S×S of them; saved for
-    the backward pass are q, k, v, the result, and one float32 log-sum-exp a row and head. Softmax and sums are in float32,
+    the backward pass are q, k, v, the result, and one float32 log-sum-exp a row and head. Softmax and accumulators are in float32,
     float32 operands are multiplied in full precision.
 
     Args:
@@ -109,7 +109,7 @@ def ring_attention(
 
 
 class Plan(NamedTuple):
-    """What is fixed while tracing: a `Context` and the strategy."""
+    """Static arguments: a `Context` and the strategy."""
 
     context: Context
     strategy: str
@@ -140,7 +140,7 @@ def plan(x: Operands, axes: Mapping[str, int], options: Options) -> Plan:
     if strategy == "ulysses" and (why := ulysses.refusal(x.q.shape[2], x.k.shape[2], devices)) is not None:
         raise ValueError(
             f'{OP}: strategy="ulysses": {why}; it needs heads that divide over the devices, and K/V heads that do, or '
-            'whose number divides that of the devices. "ring" and "gathered" take any heads'
+            'whose number divides the number of devices. "ring" and "gathered" take any heads'
         )
     if strategy is None:
         strategy = "ring" if devices == 1 else costs(context, x.q, x.k, x.v, segments=x.segments).strategy
@@ -161,12 +161,12 @@ def attention_costs(
 
     The estimate of time is α-β on a ring with links both ways: all-gather and reduce-scatter (A-1)/2 local blocks per link,
     all-to-all A/8 of its operand, permute its operand; plus FLOPs of visible pairs on the busiest device at the peak rate.
-    The ring's sends hide behind its attention, but each of its hops reads and writes the float32 sums once more.
+    The ring's sends hide behind its attention, but each of its hops reads and writes the float32 accumulators once more.
 
     Args:
       q, k, v: arrays or `jax.ShapeDtypeStruct`, of one device: [B, S/A, H, D].
       devices: A.
-      segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2. What they mask is not known here.
+      segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2. The pairs that they mask are unknown.
       machine: figures of a device, and the memory that attention may take; None: a TPU v5p, 2 GiB.
       options: causal, window, scale, softcap, both_ways, chunks, scatter as in `ring_attention`; zigzag: the number of devices that
         the tokens are in zig-zag order for.
@@ -182,7 +182,7 @@ def attention_costs(
     return costs(c, q, k, v, segments=segments, machine=machine)
 
 
-# -- the two directions, for those who save what lies between them
+# -- forward and backward pass as separate functions, for callers that save the residuals themselves
 
 
 def forward(p: Plan, x: Operands) -> tuple[jax.Array, jax.Array]:

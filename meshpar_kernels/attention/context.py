@@ -1,4 +1,4 @@
-"""What the strategies share: which mesh axes the sequence is split over, who holds what, and the attention of one device."""
+"""Shared by the strategies: mesh axes of the sequence, which tokens each device has, and the attention of one device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What is fixed while tracing.
+    """Static arguments of the attention.
 
     Attributes:
       axes: the mesh axes that the sequence is split over, the first major.
@@ -83,7 +83,7 @@ class Context:
 
         One mesh axis after the other, the major one first, which leaves the blocks in order: XLA compiles a reduce-scatter over
         several torus dimensions to an all-reduce, which sends twice as much, and in the backward pass of attention it does so
-        with one for each dimension too. Rings of permutes stay what they are.
+        with one for each dimension too. Rings of permutes are unchanged.
         """
         for name in self.axes:
             if self.ring_scatter:
@@ -108,8 +108,8 @@ class Context:
         self, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array, out: jax.Array | None = None, *,
         aligned: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-        """`flash.backward`, by the implementation asked for; without the whole result `out` not by cuDNN."""
-        by_cudnn: Any = Unsupported(("the whole result is not at hand in this backward pass",))
+        """`flash.backward`, by the implementation asked for; cuDNN requires the full result `out`."""
+        by_cudnn: Any = Unsupported(("the full result is not available in this backward pass",))
         if out is not None:
             refused = cudnn.unsupported(self.softmax, q, k, aligned=aligned)
             by_cudnn = refused or functools.partial(cudnn.backward, self.softmax, out=out)

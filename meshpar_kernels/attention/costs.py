@@ -24,10 +24,10 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Figures of one device, those of a TPU v5p by default (JAX scaling book).
+    """Hardware rates of one device, by default of a TPU v5p (JAX scaling book).
 
     Attributes:
-      flops: FLOP/s of dense products.
+      flops: FLOP/s of dense matmuls.
       link: bytes/s one way over one link of a ring that both ways can be used of.
       memory_bandwidth: bytes/s.
       latency: seconds a hop.
@@ -47,9 +47,9 @@ class Sent:
 
     Attributes:
       op: "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
-      shape, dtype: of what a device passes in.
+      shape, dtype: of the operand on one device.
       times: how often.
-      why: what it carries.
+      why: name of the arrays sent, for reports.
       step: of a permute: how far on the ring.
       stage: the axis, and its size, that it runs over; None: all axes.
     """
@@ -90,11 +90,11 @@ class AttentionCost:
     """One strategy, on the device with the most to do; forward and backward pass together unless said otherwise.
 
     Attributes:
-      forward, backward: what is sent.
+      forward, backward: the collectives of each pass.
       bytes_sent: of both.
       memory: bytes at most, in the backward pass, beyond operands, results and their gradients.
       flops: of the products of queries and keys, and of weights and values: 7 such (2 forward, 5 backward).
-      seconds: estimate; sends of "ring" hide behind the attention, those of the others do not.
+      seconds: estimate; sends of "ring" are overlapped with the attention, sends of the other strategies are not.
       refused: why this strategy cannot be taken; None: it can.
     """
 
@@ -157,7 +157,8 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> t
         there = [full, *into, _ulysses(out_shape, q.dtype, "results back to their tokens"),
                  _ulysses(q.shape[:3], wide, "log-sum-exp back to their tokens")]  # fmt: skip
         per_row = [
-            _ulysses(q.shape[:3], wide, f"{name} of this device's heads") for name in ("log-sum-exp", "row sums")
+            _ulysses(q.shape[:3], wide, f"{name} of this device's heads")
+            for name in ("log-sum-exp", "row sum of grad·out")
         ]
         home = [(name, (*s[:2], s[2] * many, s[3]), wide if many > 1 else d) for name, s, d in keys]
         back = [full, *into, _ulysses(out_shape, q.dtype, "gradients of this device's heads"), *per_row,
@@ -193,7 +194,7 @@ def costs(c: Context, q: Any, k: Any, v: Any, *, segments: int = 0, machine: Mac
 def work(c: Context, strategy: str, q: Any, k: Any, v: Any) -> tuple[tuple[float, float], tuple[float, float]]:
     """(FLOPs of the device with the most to do, bytes beyond operands and results), forward and backward.
 
-    FLOPs are those of the products for pairs in sight: two forward, five backward. Shapes are of one device.
+    FLOPs are those of the matmuls over unmasked pairs: two forward, five backward. Shapes are of one device.
     """
     batch, each, heads, _ = q.shape
     pairs = visible_pairs(c.softmax.mask, c.devices, each * c.devices, k.shape[1] * c.devices, c.zigzag)
@@ -215,7 +216,7 @@ def _cost(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: M
     comm = sum(s.seconds(c.devices, m) for s in (*sent[0], *sent[1]))
     seconds = flops / m.flops
     if strategy == "ring":
-        # two streams use links of their own; every hop reads and writes what it adds to
+        # two streams use links of their own; every hop reads and writes its accumulators
         moving = ring.streams(c, q.shape[1], k.shape[1])
         hops = max((s.hops for s in moving), default=0)
         touched = math.prod(q.shape[:3]) * (q.shape[3] + v.shape[3]) * 4 * 2 * hops
@@ -227,7 +228,7 @@ def _cost(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: M
 
 
 def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool) -> float:
-    """Bytes beyond operands and results: scores of one chunk, what has arrived, float32 sums, copies in chunks."""
+    """Bytes beyond operands and results: scores of one chunk, received blocks, float32 accumulators, chunked copies."""
 
     def size(*xs: Any, wide: bool = False) -> float:
         return sum(math.prod(x.shape) * (4 if wide else jnp.dtype(x.dtype).itemsize) for x in xs)
@@ -235,7 +236,7 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
     chunks = min(c.softmax.chunks[0], q.shape[1]), min(c.softmax.chunks[1], k.shape[1])
     split = c.devices if strategy == "ulysses" else 1
     block = q.shape[0] * q.shape[2] // split * math.prod(chunks) * 4.0
-    # sums: of the results, or of the queries' gradients; scores and weights, on the way back their gradients too
+    # accumulators of the results, or of the queries' gradients; scores and weights, in the backward pass their gradients too
     weighted = size(q, wide=True) if backward else 4.0 * math.prod(q.shape[:3]) * v.shape[3]
     base = weighted + block * (4 if backward else 2) + size(q) + (size(q) + weighted if backward else 0)
     keys, grads = size(k, v), size(k, v, wide=True) if backward else 0.0
@@ -249,7 +250,7 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
     if strategy == "ulysses":
         rest = size(q) * (2 if backward else 1)  # with the gradients of the results
         return base + rest + ulysses.copies(k.shape[2], c.devices) * (keys + grads)
-    # what a block adds to the sums; K/V here and on their way; gradients of this device's, of those at hand, on their way,
+    # a block's contribution; local K/V and K/V in flight; gradients of the local K/V, of the received ones, in flight,
     # and of one block
     return base + weighted + 2 * keys + 4 * grads
 
@@ -260,7 +261,10 @@ def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str,
     limit = f"{m.memory / GIB:.3g} GiB"
     if not fit:
         name = _least(able, lambda cost: cost.memory)
-        return name, f"none stays within {limit} beside its operands; {name} needs the least, {_gib(able[name])}"
+        return (
+            name,
+            f"none stays within {limit} in addition to its operands; {name} needs the least, {_gib(able[name])}",
+        )
     short = tokens < RING_FROM and len(fit) > 1
     names = [n for n in fit if n != "ring"] if short else list(fit)
     name = _least({n: fit[n] for n in names}, lambda cost: cost.seconds)

@@ -60,7 +60,7 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
 def backward(
     s: Softmax, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array, out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `flash.backward`; `out` is the whole result, from which cuDNN makes the sums of its rows itself."""
+    """See `flash.backward`; `out` is the full result, from which cuDNN computes Σ grad·out of each row itself."""
     del dots
     saved = jnp.swapaxes(lse, 1, 2).astype(jnp.float32), out.astype(q.x.dtype), grad.astype(q.x.dtype)
     grads = _compat.cudnn_backward(q.x, k.k, k.v, *saved, **_how(s))

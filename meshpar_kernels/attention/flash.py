@@ -1,4 +1,4 @@
-"""Attention of the queries and keys on one device, in chunks, with what the parts of a longer softmax are merged by.
+"""Attention of the queries and keys on one device, in chunks, with log-sum-exps by which parts of a longer softmax are merged.
 
 The forward pass keeps a running maximum and sum (Milakov & Gimelshein 2018) and never holds more scores than one chunk of
 queries by one of keys; the backward pass makes them again from the log-sum-exp (FlashAttention-2, Dao 2023, algorithm 2).
@@ -23,7 +23,7 @@ Q_CHUNK, K_CHUNK = 512, 1024
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """What is fixed while tracing.
+    """Static arguments of the attention of one device.
 
     Attributes:
       scale: factor on the scores q·k.
@@ -108,7 +108,7 @@ def _key_chunks(k: Keys, size: int) -> Keys:
 
 
 def _scores(s: Softmax, x: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scores [B, Hkv, G, q, k], what the softcap multiplies their gradient by), float32."""
+    """(scores [B, Hkv, G, q, k], derivative of the softcap at each score), float32."""
     raw = _einsum("bhgqd,bhkd->bhgqk", x, k) * s.scale
     if s.softcap is None:
         return raw, jnp.ones((), jnp.float32)
@@ -174,7 +174,7 @@ def nothing(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
 
 
 def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Attention over the keys of both, from (result, log-sum-exp) over those of each."""
+    """Attention over the keys of both, from (result, log-sum-exp) over the keys of each."""
     top = jnp.maximum(a[1], b[1])
     safe = jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp(a[1] - safe), jnp.exp(b[1] - safe)
@@ -189,7 +189,7 @@ def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tup
 
 
 def row_dots(grad: jax.Array, out: jax.Array) -> jax.Array:
-    """Σ grad·out of each row, float32 [B, Q, H]: what the softmax's gradient subtracts."""
+    """Σ grad·out of each row, float32 [B, Q, H]: the term that the softmax's gradient subtracts."""
     return (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
 
 
@@ -199,8 +199,8 @@ def backward(
     """Float32 gradients of q.x, k.k and k.v through these keys alone.
 
     Args:
-      grad: [B, Q, H, Dv], of the whole result.
-      lse: float32 [B, Q, H], over all keys that the softmax ran over; dots: `row_dots` of the whole result.
+      grad: [B, Q, H, Dv], of the full result.
+      lse: float32 [B, Q, H], over all keys that the softmax ran over; dots: `row_dots` of the full result.
     """
     length, kv_heads = q.x.shape[1], k.k.shape[2]
     if 0 in q.x.shape or 0 in k.v.shape:

@@ -19,7 +19,7 @@ NOWHERE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """What is fixed while tracing; segment ids come beside it.
+    """The static part of a mask; segment ids are separate arrays.
 
     Attributes:
       causal: a query sees no later key.
@@ -95,7 +95,7 @@ class Mask:
 
 
 def positions(index, total: int, zigzag: int):
-    """The position of the token that lies at `index` of an array of `total` tokens.
+    """The position of the token at `index` of an array of `total` tokens.
 
     Args:
       index: int array (NumPy or JAX), 0…total-1.
@@ -113,7 +113,7 @@ def zigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
     """Put tokens in zig-zag order: split in 2·A blocks, device i gets blocks i and 2A - 1 - i, so that causal work balances.
 
     Args:
-      x: whole array, tokens along `axis`.
+      x: full (unsharded) array, tokens along `axis`.
       devices: A; 1 leaves the order as it is.
 
     Returns:
@@ -147,7 +147,7 @@ def _take_blocks(op: str, x: jax.Array, devices: int, axis: int, *, inverse: boo
     return jnp.take(blocks, order, axis=axis).reshape(x.shape)
 
 
-# -- what is known before anything runs (NumPy)
+# -- static visibility (NumPy)
 
 
 def runs(first: int, length: int, total: int, zigzag: int) -> Iterator[tuple[int, int]]:
@@ -175,7 +175,7 @@ def devices_seen(mask: Mask, devices: int, q_len: int, k_len: int, zigzag: int) 
 
 
 def visible_pairs(mask: Mask, devices: int, q_len: int, k_len: int, zigzag: int) -> list[int]:
-    """Pairs of a query of each device and any key that it sees (whole lengths; segments aside), in closed form."""
+    """Pairs of a query of each device and any key that it sees (full lengths, without segments), in closed form."""
 
     def seen_by(first: int, last: int) -> int:
         """Σ over queries first…last of the number of keys in sight."""

@@ -1,4 +1,4 @@
-"""What `ring_attention` is asked for and what it is given, each one record that carries its checks."""
+"""The options and the operands of `ring_attention`: two records with their checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Options:
     """The options of `ring_attention`, where each is described.
 
     Attributes:
-      zigzag: tokens are in zig-zag order for so many devices, which need not be those of the mesh; 1: in order.
+      zigzag: tokens are in zig-zag order for so many devices, which may differ from the mesh's; 1: in order.
 
     Raises:
       ValueError: what cannot be, whatever the operands are.

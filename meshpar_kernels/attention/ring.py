@@ -1,10 +1,10 @@
 """Ring attention: queries stay, keys and values go round (Liu et al. 2023), while attention to those at hand is computed.
 
 The K/V of a device travel in streams. Where all devices see each other, one half of every device's tokens goes up the ring
-and the other half down, so that both directions of a link are used. Where a window limits sight, whole blocks go as far as
+and the other half down, so that both directions of a link are used. With a window, full blocks go as far as
 somebody sees them and no farther. Each send is issued before the attention to what has arrived, so that XLA can hide it.
 
-On the way back K and V are sent again, and their gradients travel with them, in float32, one step behind.
+In the backward pass K and V are sent again, and their gradients with them, in float32, one step behind.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Leg:
     """So many hops in which the same streams (by number) arrive, and the same go on.
 
     Attributes:
-      first: number of its first hop; hop 0 is what a device has from the start.
+      first: number of its first hop; hop 0 is the device's own block.
     """
 
     first: int
@@ -69,7 +69,7 @@ class Leg:
 
 
 def legs(moving: Sequence[Stream], start: int, *, first_alone: bool = False) -> list[Leg]:
-    """The hops from `start` on, with equal ones in a row joined (the first stays alone, if told so)."""
+    """The hops from `start` on, with equal ones in a row joined (the first is not joined with `first_alone`)."""
     out: list[Leg] = []
     for t in range(start, max((s.hops for s in moving), default=0) + 1):
         block_indices, onward = (tuple(i for i, s in enumerate(moving) if s.hops >= n) for n in (t, t + 1))
@@ -118,7 +118,7 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     moving = streams(c, q.shape[1], each)
     own_block = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
     cargo = _load(moving, k, v, k_seg)
-    if sum(s.high - s.low for s in moving) == each:  # the streams together start as what is here
+    if sum(s.high - s.low for s in moving) == each:  # the streams together start with this device's block
         done, start = nothing(q, v.shape[3]), 0
     else:
         cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
@@ -162,8 +162,8 @@ def backward(
         is_visible = c.softmax.mask.any_visible(own_block.pos, keys.pos, q_seg, keys.seg)
         return lax.cond(is_visible, block, lambda d_q: (d_q, zeros), d_q)
 
-    in_flight: dict[int, Any] = {}  # gradients of what has arrived, so far
-    for leg in legs(moving, 1, first_alone=True):  # which finds no gradients under way
+    in_flight: dict[int, Any] = {}  # gradients of the received blocks, so far
+    for leg in legs(moving, 1, first_alone=True):  # no gradients are in flight yet
         lengths = [moving[i].high - moving[i].low for i in leg.block_indices]
         cuts = [sum(lengths[:n]) for n in range(1, len(lengths))]
 

@@ -1,6 +1,6 @@
 """Attention of the queries and keys on one device in three TPU kernels: results, gradients of queries, gradients of keys.
 
-Each step has one block of scores in VMEM, transposed ([keys, queries]), so that what there is one of for each query lies along
+Each step has one block of scores in VMEM, transposed ([keys, queries]), so that per-query values are stored along
 lanes. A table that is made from positions and segment ids before says of every block whether no pair is in sight, some or all: the
 first are not computed, and not fetched either, as their steps name the next block that is needed; the last need no mask.
 """
@@ -23,7 +23,7 @@ from meshpar_kernels.attention.flash import Keys, Queries, Softmax, precision
 __all__ = ["backward", "forward", "unsupported"]
 
 BLOCKS = (512, 256, 128)
-MOST_BLOCKS = 1 << 16  # of the table of blocks in sight, which lies in scalar memory
+MOST_BLOCKS = 1 << 16  # of the table of unmasked blocks, which is in scalar memory
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 WIDTH = 64
 """Of a head, a multiple of this."""
@@ -232,7 +232,7 @@ def _estimate(pairs: int, width: int, q: Queries, k: Keys) -> pl.CostEstimate:
 
 
 def _weights(s: Softmax, q_ref, k_ref, v_ref, grad_ref, lse_ref, dots_ref, ids) -> tuple[jax.Array, jax.Array]:
-    """(softmax weights, gradients of the scores before the scale's product), both [keys, queries]."""
+    """(softmax weights, gradients of the unscaled scores), both [keys, queries]."""
     scores, slope, is_visible = _scores(s, q_ref, k_ref, ids)
     p = _hide(jnp.exp(scores - lse_ref[0, 0]), is_visible, 0.0)
     d_p = _dot(v_ref[0, 0], grad_ref[0, 0], (1, 1))

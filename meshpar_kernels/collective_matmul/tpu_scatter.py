@@ -80,7 +80,7 @@ class Scattering(NamedTuple):
         far = full_hops(self.devices) + self.even - number
         return block_at(rank, jnp.where(direction == UP, far, -far), self.devices) * self.tiles + i
 
-    def recv_buffer(self, number: jax.Array, direction: int, i: jax.Array) -> jax.Array:
+    def receives(self, number: jax.Array, direction: int, i: jax.Array) -> jax.Array:
         """bool: whether partial results arrive in one direction for row tile i of message `number`."""
         some = number >= 1
         if not self.even:
@@ -130,7 +130,7 @@ def _scatter_kernel(
     def _():
         ring.entry_barrier()
 
-    expected = [order.recv_buffer(number, channel, i) & (own | (direction == channel)) for channel in (UP, DOWN)]
+    expected = [order.receives(number, channel, i) & (own | (direction == channel)) for channel in (UP, DOWN)]
     for channel in (UP, DOWN):
 
         @pl.when(expected[channel])

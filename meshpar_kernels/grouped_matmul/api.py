@@ -1,4 +1,4 @@
-"""`grouped_matmul` and its transpose: what they promise, and checks of the arguments."""
+"""`grouped_matmul` and `grouped_matmul_transpose`: the public functions, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def grouped_matmul(
     """Multiply the rows of each group by that group's matrix.
 
     The first `group_sizes[0]` rows of lhs are multiplied by `rhs[0]`, the next `group_sizes[1]` by
-    `rhs[1]`, and so on. Rows of no group become 0, whatever lhs holds there. Products are summed
+    `rhs[1]`, and so on. Rows of no group become 0, whatever lhs contains there. Matmuls are accumulated
     in float32; float32 operands are multiplied in full precision. No dense fallback, and no copy
     of the weights, in either direction.
 
@@ -54,7 +54,7 @@ def grouped_matmul(
     Args:
       lhs: [M, K], or [T, K] with `lhs_indices`. float32 or bfloat16 in the kernels.
       rhs: [G, K, N], or [G, N, K] with `transpose_rhs`; lhs's dtype. Or a pair (gate, up) of them: the result is
-        act(gate product) · up product. Apart, so that a split of N leaves the same columns of both on a device.
+        act(lhs · gate) · (lhs · up). In separate arrays, so that a split of N leaves the same columns of both on a device.
       group_sizes: int [G] or, with a `group_offset`, of all groups. Negative sizes count as 0;
         what goes past M is cut off.
       transpose_rhs: contract rhs's last dimension.
@@ -68,7 +68,7 @@ def grouped_matmul(
       row_scale: [M], factor on each row of the result (after the activation), in float32.
       rhs_scale: of quantized weights, rhs of int8 or float8_e4m3fn: float [G, N], or [G, B, N] for B blocks of K (B divides
         K), whatever `transpose_rhs`; a pair where rhs is one. The weights are rhs · rhs_scale, and constants: the gradient of lhs
-        is through them, theirs is not defined. A kernel converts and scales what it has in VMEM, and "xla" one group's at a
+        is through them, theirs is not defined. A kernel converts and scales what it has in VMEM, and "xla" those for one group at a
         time, so that no dequantized copy of all exists. On TPUs where the blocks are multiples of 128, or one; there is no GPU
         kernel for them.
       out_dtype: dtype of the result; None: lhs's.
@@ -76,7 +76,7 @@ def grouped_matmul(
         an NVIDIA GPU, and the kernel can take these arguments, else "xla", a loop over tiles (and always with
         `MESHPAR_KERNELS=reference`). "reference" multiplies all rows by all groups. "pallas" is the kernel of the
         platform, or an error: what it cannot take (float32 on a GPU, a GPU before Hopper) is said there and not hidden.
-      tile: (rows, K, N) of one step of the Pallas kernel; None: what the tuning table has for this product on this
+      tile: (rows, K, N) of one step of the Pallas kernel; None: the tuning table's entry for this matmul on this
         device, else the one that moves the fewest bytes (see `meshpar_kernels.tuning`).
       gather: with `lhs_indices`: "fused" lets the TPU kernel copy the rows into the tiles it multiplies, so that
         lhs[lhs_indices] never exists, once for each stretch of `tile` columns; "first" gathers by a kernel of its own.
@@ -87,15 +87,15 @@ def grouped_matmul(
       num_sms: blocks of the GPU kernel's grid, each on a multiprocessor for itself. None: of the table, else as many as
         the GPU has.
       cluster: 2 joins two blocks of the GPU kernel. On Hopper they have tiles side by side, and the copy engine brings the rows
-        that both need once, to both (TMA multicast); where their number is odd, the last has an empty one beside it. On Blackwell
+        that both need once, to both (TMA multicast); where their number is odd, the last is paired with an empty one. On Blackwell
         their tensor cores multiply a tile of 256 rows together ("2-CTA"), of `tile` columns, a multiple of 128. 1: each block
         for itself. None: of the table, else 1.
       debug: warn at run time about group sizes that are negative or go past M.
 
     Returns:
       [M, N]. Differentiable with respect to lhs, rhs (if it has no scales) and row_scale; both
-      gradients of the product use the same implementation. The gradient of an empty group is zero.
-      With an activation, or a pair, differentiating keeps the products, [M, N] each in lhs's dtype.
+      gradients use the same implementation. The gradient of an empty group is zero.
+      With an activation, or a pair, differentiation saves the matmuls, [M, N] each in lhs's dtype.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit, operands sharded outside of `shard_map`, or a derivative of
@@ -132,7 +132,7 @@ def grouped_matmul(
         or not jnp.issubdtype(lhs_rows.dtype, jnp.integer)
     ):  # fmt: skip
         raise ValueError(
-            f"{op}: lhs_rows must be int [T, j], T={lhs.shape[0]}, beside lhs_indices; got "
+            f"{op}: lhs_rows must be int [T, j], T={lhs.shape[0]}, together with lhs_indices; got "
             f"{lhs_rows.dtype}{list(lhs_rows.shape)}"
         )
     rows = lhs.shape[0] if lhs_indices is None else lhs_indices.shape[0]
@@ -185,12 +185,12 @@ def grouped_matmul_transpose(
       group_sizes: as in `grouped_matmul`. Rows of no group are not looked at: they may hold NaN.
       groups: G, how many groups from `group_offset` on are summed; None: all.
       group_offset: first group.
-      row_scale: [M], factor on each row's product, in float32.
+      row_scale: [M], float32 factor on each row of lhs.
       out_dtype: dtype of the result; None: lhs's.
       implementation, tile, stages, num_sms, debug: as in `grouped_matmul`.
       cluster: as there; side by side are tiles of the same columns of rhs, and a tile of both has 256 rows of K.
       pingpong: on Hopper, each of a block's two multiplying warpgroups has a tile for itself, at most 128 columns wide, and one
-        multiplies while the other writes: for groups of few rows, where a tile is written after few products. None: of the
+        multiplies while the other writes: for groups of few rows, where a tile is written after few matmuls. None: of the
         table, else not.
 
     Returns:

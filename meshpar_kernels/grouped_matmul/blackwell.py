@@ -1,4 +1,4 @@
-"""Grouped matmul for Blackwell GPUs (sm_100a, Mosaic GPU): TMA loads, `tcgen05`, sums in tensor memory.
+"""Grouped matmul for Blackwell GPUs (sm_100a, Mosaic GPU): TMA loads, `tcgen05`, accumulators in tensor memory.
 
 One block per multiprocessor walks the tiles of the result, as on Hopper. One warp loads, one starts the
 products, and a warpgroup writes results; the sums have two slots in tensor memory, so that a tile is
@@ -6,10 +6,10 @@ multiplied while the one before is written.
 
 - `full[s]`: all copies of a stage have landed; the multiplying warp waits for it.
 - `empty[s]`: the products of a stage are done, which the tensor core itself reports
-  (`tcgen05_commit_arrive`: all products that the warp started before it). The loading warp waits for it from a stage's
+  (`tcgen05_commit_arrive`: all matmuls that the warp issued before it). The loading warp waits for it from a stage's
   second use on. Both count steps over all tiles.
-- `done[a]`: the sums of slot a are complete (in the same way); the writing warpgroup waits for it.
-- `read[a]`: the writing warpgroup has the sums in registers (`wait_load_tmem`); the multiplying warp waits
+- `done[a]`: the accumulator of slot a is complete (in the same way); the writing warpgroup waits for it.
+- `read[a]`: the writing warpgroup has the accumulator in registers (`wait_load_tmem`); the multiplying warp waits
   for it from a slot's second use on. Tiles of no group use no slot, on either side.
 
 The transpose has a third warpgroup, which zeroes other groups' rows in a group's first and last stage: it too waits for
@@ -17,8 +17,8 @@ The transpose has a third warpgroup, which zeroes other groups' rows in a group'
 something to zero. `commit_smem` makes the zeros visible to the tensor core before that.
 
 In a cluster (`Tile.cluster`) the tensor cores of two blocks multiply together ("2-CTA"): a tile of twice the rows, of which each
-block has its half of the sums and loads its half of lhs and half of the columns of rhs; both cores read both halves of rhs. The
-first block's warp starts the products, so it waits for what both have:
+block has its half of the accumulator and loads its half of lhs and half of the columns of rhs; both cores read both halves of rhs.
+The first block's warp issues the matmuls, so it waits for the loads of both:
 - `full` is the first block's, and counts what both load; of the transpose each has its own, whose masking warpgroup waits
   for it, and arrives at `masked` in both blocks at every stage.
 - `empty` and `done` complete in both blocks, by the tensor core's report to both.
@@ -65,15 +65,15 @@ LOADER, MULTIPLIER = 0, 1
 
 def multiply_tiles(gpu, stages, slot_of, barriers, each_tile, copies, matmuls, *, cluster: int = 1, ready=None):
     """The loads and the products of all tiles, each in a warp that goes through them by itself: so the next tile's operands
-    are on their way while the products of one are still to be started.
+    are in flight before the matmuls of one of them are issued.
 
     Args:
-      slot_of: number of a slot's use → the slot, and its sums.
+      slot_of: use number → (slot, its accumulator).
       each_tile: calls a function with what makes up each tile, its steps, and the steps and tiles before it.
       copies: (tile, i, stage, barrier): starts the loads of step i.
-      matmuls: (tile, i, stage, total): starts its products.
+      matmuls: (tile, i, stage, accumulator): issues the matmuls of step i.
       cluster: blocks, of which the first starts the products of all.
-      ready: what the multiplying warp waits for instead of `full`.
+      ready: barriers that the multiplying warp waits for instead of `full`.
     """
     full, empty, done, read = barriers
     loaded = full if ready is None else ready

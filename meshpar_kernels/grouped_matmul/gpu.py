@@ -54,7 +54,7 @@ def _whole_tiles(rows: int, *arrays: jax.Array | None) -> list[Any]:
 def _run(name: str, *operands: Any, num_sms: int | None, **options: Any) -> jax.Array:
     kernel = getattr(KERNELS[_compat.gpu_architecture()[0]], name)
     out = kernel(*operands, num_sms=_compat.multiprocessors() if num_sms is None else num_sms, **options)
-    return _compat.same_varying(out, *jax.tree.leaves(operands))[0]  # Mosaic GPU forgets what its results vary over
+    return _compat.same_varying(out, *jax.tree.leaves(operands))[0]  # Mosaic GPU results lose their varying mesh axes
 
 
 def grouped_matmul(
@@ -139,7 +139,7 @@ def matmul_unsupported(
     """Why the GPU kernels cannot multiply these operands.
 
     Args:
-      lhs: one operand, whose rows are brought to what the kernel takes; the other has its dtype.
+      lhs: one operand, whose rows are padded for the kernel; the other has its dtype.
       num_rhs: matrices of each group, 1 or 2.
       k, n: contracted elements, and columns of the result.
     """
@@ -168,7 +168,7 @@ def _unsupported(
     row: int,
     columns: int,
 ) -> Unsupported:
-    """`reasons`, and what both products refuse.
+    """`reasons`, and the reasons common to the matmul and its transpose.
 
     Args:
       k, row, columns: lengths of the rows of lhs, of the other operand, and of the result.

@@ -1,4 +1,4 @@
-"""What the Hopper and the Blackwell kernel share: tiles, their order, and how results get out."""
+"""Shared by the Hopper and the Blackwell kernel: tile sizes, rasterization order, and writing of results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS = 64
 """Rows of one `wgmma`, and of what one warpgroup masks at a time."""
 
 RASTER_GROUP = 16
-"""Visits that share a stretch of columns before the next: both operands of it stay in the L2 cache."""
+"""Row tiles that are computed for all columns before the next row tiles, so that operands stay in the L2 cache."""
 
 PEER = "peer"
 """Axis of the blocks of a cluster."""
@@ -47,7 +47,7 @@ GELU = 2 * math.sqrt(2 / math.pi)
 
 
 class Tile(NamedTuple):
-    """What a block makes at a time.
+    """The tile of the result that a block computes at a time.
 
     Attributes:
       m, n: rows and columns of the result's tile.
@@ -88,7 +88,7 @@ def peer_index(cluster: int) -> Any:
 
 
 def activate(matmuls: Sequence[jax.Array], activation: str | None) -> jax.Array:
-    """`reference.activate` of what the compilers know: exponentials, which may overflow to a quotient of 0."""
+    """`reference.activate` in operations that both compilers support: exponentials, which may overflow to a quotient of 0."""
     x = matmuls[0]
     if activation == "relu":
         x = jnp.maximum(x, 0.0)
@@ -102,7 +102,7 @@ def smem(gpu: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory laid out in swizzled tiles, as `wgmma` reads and TMA writes without bank conflicts.
 
     A copy to or from it must begin at a multiple of the tile, in rows and columns, in global memory too (`ALIGNMENT`): else the
-    engine brings zeros, and drops, what the compiler and JAX's interpreter do not say.
+    engine silently loads zeros and drops stores, which neither the compiler nor JAX's interpreter reports.
     """
     swizzle = gpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
     tiling = (ALIGNMENT, swizzle // jnp.dtype(dtype).itemsize)
@@ -115,7 +115,7 @@ def tile_columns(itemsize: int) -> int:
 
 
 def misaligned(**sizes: tuple[int, ...]) -> list[str]:
-    """Why the copy engine cannot cut arrays into the tiles of shared memory: it cuts what is longer than a tile.
+    """Reasons why TMA cannot cut arrays into the tiles of shared memory: a dim longer than a tile must be a multiple of it.
 
     Args:
       sizes: by name, elements of a dim, and of the tiles that it is cut into in one array or another.

@@ -69,7 +69,7 @@ def _activated(options: Options, matmuls: Sequence[jax.Array]):
 
 
 def _matmul_fwd(options, *args):
-    """With an activation the products are kept, in lhs's dtype: made again they would cost a third of the forward pass."""
+    """With an activation the matmuls are saved, in lhs's dtype: recomputation would cost a third of the forward pass."""
     lhs, rhs, rhs_scale, group_sizes, group_offset, indices, _, row_scale = args
     if options.activation is None and len(rhs) == 1:
         return _matmul(options, *args), ([], *args)

@@ -1,7 +1,7 @@
 """Grouped matmul for Hopper GPUs (sm_90a, Mosaic GPU): TMA loads, `wgmma`, one loading and two
 multiplying warpgroups.
 
-One block per multiprocessor walks the tiles of the result. A ring of shared-memory stages lies between the
+One block per multiprocessor iterates over the tiles of the result. A ring of shared-memory stages is between the
 loading warpgroup, which runs ahead into the next tile, and the two multiplying ones, of which each holds
 half of the tile in registers.
 
@@ -18,7 +18,7 @@ In a cluster (`Tile.cluster`) two blocks make tiles side by side: of the same ro
 of rhs), so both go through the same steps whatever the groups are. What both tiles need is loaded once: each block's copy is of
 half of it, lands in the memory of both, and is counted at the `full` of both, which wait for all bytes. So a stage may be loaded
 again when both blocks are through with it, and an arrival at `empty` counts in both. Of these, one thread arrives for its
-warpgroup, whose other warps must have seen `full` before: the products say so, and where there are none `commit_smem` does. A
+warpgroup, whose other warps must have observed `full` before: the matmuls imply it; without matmuls `commit_smem` does. A
 block ends when all its stages are free, since until then the other one arrives at its barriers (`_drain`).
 
 How a result gets out: registers → shared memory; `commit_smem` makes these writes visible to the copy
@@ -132,7 +132,7 @@ def _skip(gpu: Any, step, steps, stages: int, full, empty, cluster: int) -> jax.
 
 
 def _shared(tile: Tile) -> dict[str, Any]:
-    """For the copy of what the blocks of a cluster have in common: each loads its part of it for all."""
+    """Arguments of a multicast copy of a tile that the blocks of a cluster share: each block loads one part for all."""
     return {"collective_axes": PEER} if tile.cluster > 1 else {}
 
 
@@ -224,7 +224,7 @@ def _matmul_kernel(*refs, gpu, shape, tile, transpose_rhs, activation, num_rhs, 
 
 
 def _store_whole(gpu: Any, value: jax.Array, target: Any, column: jax.Array, staging: Any) -> None:
-    """Write all rows of a warpgroup's part, through the slots of `staging` in turn.
+    """Write all rows of a warpgroup's part, through the slots of `staging` in round-robin order.
 
     A slot is free when all but the last `slots - 1` copies have read theirs; where the turns do not go up in
     the chunks of a tile, the first chunk waits for all copies of the tile before.
@@ -321,7 +321,7 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
     where two multiply one tile waits at `masked` for the other. The stage then goes back to the loading warpgroup as any other.
 
     Ping-pong: each warpgroup has every other tile for itself, and a ring of half of the stages for these. The loading one
-    fills the rings in the order of the tiles, which is all that orders their products: while one warpgroup writes a tile, the
+    fills the rings in the order of the tiles, which is all that orders their matmuls: while one warpgroup writes a tile, the
     stages of the other's are full.
     """
     k, n, groups = shape

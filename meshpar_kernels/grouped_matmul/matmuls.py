@@ -1,4 +1,4 @@
-"""One product, without gradient: which implementation, with which tile."""
+"""One grouped matmul, without gradient: choice of implementation and tile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Options", "gather", "matmul", "transpose_matmul"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is fixed while tracing."""
+    """Static arguments of a grouped matmul."""
 
     transpose_rhs: bool
     activation: str | None
@@ -131,7 +131,7 @@ def matmul(
         "reference": plain(reference.grouped_matmul),
     }
     if indices is not None and options.gather == "fused" and options.implementation is not None:
-        reason = Unsupported(["it gathers the rows before the product (gather='fused' is the TPU kernel's)"])
+        reason = Unsupported(["it gathers the rows before the matmul (gather='fused' is for the TPU kernel)"])
         functions = {name: f if name == "pallas_tpu" else reason for name, f in functions.items()}
     operands = (lhs, rhs, group_sizes, group_offset, row_scale, indices, rhs_scale)
     return _dispatch(options, "grouped_matmul", functions, *operands)
@@ -152,7 +152,7 @@ def _on_gpu(
     options: Options, shape: MatmulKey, dtype: Any, analytic: gpu.Tile, made: Callable[[Config], gpu.Tile],
     refuses: Callable[[gpu.Tile], Unsupported],
 ) -> tuple[gpu.Tile, int | None]:  # fmt: skip
-    """(tile, blocks of the grid): what was asked for, else what was measured, where it fits, else the analytic choice."""
+    """(tile, blocks of the grid): as requested, else from the tuning table if that fits, else the analytic choice."""
     requested = {name: getattr(options, name) for name in ("stages", "num_sms", "cluster", "pingpong")}
     requested = {name: value for name, value in requested.items() if value is not None}
     if options.tile is not None:
@@ -169,7 +169,7 @@ def _on_tpu(
 ) -> Unsupported | Callable[..., jax.Array]:
     """The TPU kernel, or why it cannot run; with its own gather where that is asked for or pays.
 
-    It pays where one stretch of columns holds the whole result. Else every stretch would copy the rows again, which
+    It pays where one column tile covers all columns of the result. Else the rows would be copied for each column tile, which
     costs the scalar core more than reading them in order, and they are gathered first.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the kernels and the loop work out of their operands first: sizes, where the groups begin, factors of the rows."""
+"""Derived from the operands before a kernel or loop runs: sizes, first rows of the groups, padded row factors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Problem", "matmul_problem", "padded_scale", "transpose_problem"]
 
 
 class Problem(NamedTuple):
-    """Sizes of one grouped product, or of one transpose.
+    """Sizes of one grouped matmul, or of one transpose.
 
     Attributes:
       rows: M, of lhs in the order of the groups (after a gather).
@@ -52,5 +52,5 @@ def transpose_problem(
 
 
 def padded_scale(row_scale: jax.Array, tile: int) -> jax.Array:
-    """[M] → float32 [⌈M / tile⌉·tile], so that a tile's factors can be read whole."""
+    """[M] → float32 [⌈M / tile⌉·tile], padded so that the factors of every tile can be loaded."""
     return jnp.pad(row_scale.astype(jnp.float32), (0, -row_scale.shape[0] % tile))

@@ -39,7 +39,7 @@ ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
 
 
 def activate(matmuls: Sequence[jax.Array], activation: str | None) -> jax.Array:
-    """Of the products with each of the matrices, float32 [M, N]: act(first), times the second if there are two."""
+    """From the float32 matmuls [M, N] with each matrix: act(first), times the second if there are two."""
     value = ACTIVATIONS[activation](matmuls[0])
     return value if len(matmuls) == 1 else value * matmuls[1]
 
@@ -83,7 +83,7 @@ def grouped_matmul(
     out_dtype: jnp.dtype,
     transpose_scale: bool = False,
 ) -> jax.Array:
-    """One masked product for each group: G times the arithmetic. See
+    """One masked matmul for each group: G times the arithmetic. See
     `meshpar_kernels.grouped_matmul`."""
     lhs = gather_rows(lhs, lhs_indices)
     if rhs_scale:
@@ -130,7 +130,7 @@ def grouped_matmul_transpose(
     groups: int,
     out_dtype: jnp.dtype,
 ) -> jax.Array:
-    """One masked product for each group. See `meshpar_kernels.grouped_matmul_transpose`."""
+    """One masked matmul for each group. See `meshpar_kernels.grouped_matmul_transpose`."""
     rows = lhs.shape[0]
     bounds = group_bounds(group_sizes, rows, group_offset, groups)
     row = jnp.arange(rows)[:, None]

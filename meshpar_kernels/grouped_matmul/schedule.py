@@ -1,4 +1,4 @@
-"""Which row tile meets which group: the list of visits that the kernels walk."""
+"""Tile steps: the list of (row tile, group) pairs that the kernels iterate over."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = [
 
 
 class TileSteps(NamedTuple):
-    """Visits in the order of the rows; each is a row tile and a group with rows in it.
+    """Tile steps in the order of the rows; each is a row tile and a group with rows in it.
 
     All int32. Only the first `number` entries of the [V] arrays mean something.
 
     Attributes:
       tile: [V] row tile.
-      group: [V] group, among those that the weights hold.
-      start, end: [V] first row and past-the-last row of the group, in the whole array.
+      group: [V] index of the group in the local weights.
+      start, end: [V] first row and past-the-last row of the group, in the full array.
       live: [V] 1 for a group, 0 for rows of no local group, which become zero.
-      number: [] how many visits there are.
+      number: [] number of tile steps.
     """
 
     tile: jax.Array
@@ -65,8 +65,8 @@ def group_bounds(group_sizes: jax.Array, rows: int, group_offset: jax.Array | No
 def _list(
     start: jax.Array, end: jax.Array, wanted: jax.Array, length: int, rows: int, tile: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Segment, tile, start and end of each visit, and their number. A segment that is `wanted` has one at
-    least."""
+    """(segment, tile, start, end) of each tile step, and the number of steps. A segment that is `wanted` has at least one
+    step."""
     tiles = -(-rows // tile)
     first = jnp.clip(start // tile, 0, tiles - 1)
     number = jnp.where(end > start, (end - 1) // tile - first + 1, wanted.astype(jnp.int32))
@@ -84,10 +84,10 @@ def _list(
 
 
 def row_tile_steps(bounds: jax.Array, rows: int, tile: int) -> TileSteps:
-    """Visits that meet every row of the result exactly once, as [M, N] needs them.
+    """Tile steps that cover every row of the result exactly once, for a result [M, N].
 
     Segments are the rows before the local groups, each group, and the rows after; empty ones are
-    left out, so there are at most ⌈rows / tile⌉ + groups + 1 visits.
+    left out, so there are at most ⌈rows / tile⌉ + groups + 1 tile steps.
 
     Args:
       bounds: from `group_bounds`.
@@ -101,7 +101,7 @@ def row_tile_steps(bounds: jax.Array, rows: int, tile: int) -> TileSteps:
     unwanted = jnp.zeros(groups + 2, bool)
     segment, tile_of, begin, stop, number = _list(start, end, unwanted, length, rows, tile)
     live = (segment > 0) & (segment <= groups)
-    # Rows of no group fetch the weights of the group beside them, which are there anyway.
+    # Rows of no group fetch the weights of the adjacent group, which are loaded anyway.
     has_rows = end[1:-1] > start[1:-1]
     last = jnp.max(jnp.where(has_rows, jnp.arange(groups, dtype=jnp.int32), 0))
     first = jnp.argmax(has_rows).astype(jnp.int32)
@@ -110,9 +110,9 @@ def row_tile_steps(bounds: jax.Array, rows: int, tile: int) -> TileSteps:
 
 
 def group_tile_steps(bounds: jax.Array, rows: int, tile: int) -> TileSteps:
-    """Visits that meet every group, an empty one once, as [G, K, N] needs them.
+    """Tile steps that cover every group, an empty one once, for a result [G, K, N].
 
-    At most ⌈rows / tile⌉ + groups visits.
+    At most ⌈rows / tile⌉ + groups tile steps.
     """
     groups = bounds.shape[0] - 1
     start, end = bounds[:-1], bounds[1:]
@@ -123,15 +123,15 @@ def group_tile_steps(bounds: jax.Array, rows: int, tile: int) -> TileSteps:
 
 
 ALIGNMENT = 8
-"""Rows of a tile of shared memory. The GPU's copy engine sees the array in global memory cut into such tiles too, and takes or
-gives only whole ones from where a window begins: so windows begin at multiples of it."""
+"""Rows of a tile of shared memory. TMA cuts the array in global memory into such tiles too, and copies only complete
+tiles from the start of a window: so windows begin at multiples of it."""
 
 
 class Spans(NamedTuple):
-    """Visits whose tiles begin at any multiple of `ALIGNMENT` rows. All int32, [V]; only the first `number` mean something.
+    """Tile steps whose tiles begin at any multiple of `ALIGNMENT` rows. All int32, [V]; only the first `number` mean something.
 
     Attributes:
-      first: first row of the tile, which lies within the array if that has `tile` rows.
+      first: first row of the tile, which is inside the array if that has `tile` rows.
       low, high: the rows [low, high) of the tile that are the visit's, counted from `first`.
       group: as in `TileSteps`.
       live: as in `TileSteps`.
@@ -147,7 +147,7 @@ class Spans(NamedTuple):
 
 
 def span_tile_steps(bounds: jax.Array, rows: int, tile: int) -> Spans:
-    """Visits that meet every row of the result once, for kernels whose loads begin at any multiple of `ALIGNMENT` rows.
+    """Tile steps that cover every row of the result once, for kernels whose loads begin at any multiple of `ALIGNMENT` rows.
 
     A group's tiles begin at the last such row before it, or where the array ends a tile later, so at most its first and its last
     tile are incomplete. Segments as in `row_tile_steps`; at most ⌈(rows + (`ALIGNMENT` - 1) · (groups + 1)) / tile⌉ + groups + 1
@@ -197,9 +197,9 @@ def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int
 def executed_rows(sizes: list[int], rows: int, tile: int, row_chunks: tuple[int, ...], pack: int) -> int:
     """Rows that the matrix unit works on for these groups: the waste at group borders is in here.
 
-    A tile that one group fills is multiplied whole. Of another the rows of the group are: from the pack in which they
-    begin on, the largest of the ascending `row_chunks` repeated, then the smallest that holds the rest. Plain Python, for
-    reports and tests.
+    A tile that one group fills is multiplied in full. Of another tile, the group's rows are multiplied: from the pack in
+    which they begin on, the largest of the ascending `row_chunks` repeated, then the smallest that holds the rest. Plain
+    Python, for reports and tests.
     """
     total, start = 0, 0
     for size in sizes:

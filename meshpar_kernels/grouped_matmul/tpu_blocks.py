@@ -1,4 +1,4 @@
-"""How the TPU kernels cut the product of one visit into products that the compiler schedules as a whole."""
+"""Cuts the matmul of one tile step of the TPU kernels into `dot_general`s that the compiler schedules as one basic block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 
 def by_rows(low: jax.Array, high: jax.Array, rows: int, row_chunks: tuple[int, ...], pack: int, work) -> None:
-    """Cover the rows [low, high) of a tile with products.
+    """Cover the rows [low, high) of a tile with matmuls.
 
     Calls `work(first, size, begin)` for a product of the rows [first, first + size), of which those from `begin`
     on are new. A tile that is one group's goes by large blocks, and `begin` is None: no row need be masked. Else
@@ -35,8 +35,8 @@ def by_rows(low: jax.Array, high: jax.Array, rows: int, row_chunks: tuple[int, .
     Args:
       low, high: rows of the group, counted from the tile's first; may lie outside of it.
       rows: of the tile, a multiple of `pack`.
-      row_chunks: numbers of rows, ascending, each a multiple of `pack`.
-      pack: rows that share registers: a product begins at a multiple of it.
+      row_chunks: row counts of a matmul, ascending, each a multiple of `pack`.
+      pack: rows that share registers: a matmul begins at a multiple of it.
     """
     full_tile = (low <= 0) & (high >= rows)
 
@@ -71,7 +71,7 @@ def by_rows(low: jax.Array, high: jax.Array, rows: int, row_chunks: tuple[int, .
 
 
 def in_blocks(size: int, most: int, work, unit: int = 128) -> None:
-    """`work(first, length)` on about equal blocks of 0…size, multiples of `unit`: a loop, and what is left over."""
+    """Call `work(first, length)` on about equal blocks of 0…size, multiples of `unit`: a loop, and one call for the remainder."""
     number = cdiv(size, most)
     length = size if number == 1 else cdiv(cdiv(size, number), unit) * unit
     number = size // length

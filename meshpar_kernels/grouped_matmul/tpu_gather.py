@@ -4,7 +4,7 @@ Two tiles' buffers take turns. At the first visit of a tile the copies of the ne
 tile's own are waited for; so they land while the tile is multiplied. Only for the first tile of each stretch of columns
 is there nothing to do meanwhile.
 
-Two bfloat16 rows share 32-bit words in HBM, and a copy moves whole words, so twice the bytes needed; the half that is
+Two bfloat16 rows share 32-bit words in HBM, and a copy moves 32-bit words, so twice the bytes needed; the half that is
 meant is picked out in VMEM. Indices out of range copy some row, of which zeros are made.
 """
 
@@ -38,7 +38,7 @@ LANES = 512
 
 
 class GatherRefs(NamedTuple):
-    """What the kernel has at hand for the gather.
+    """References of the kernel that the gather uses.
 
     Attributes:
       now, following: SMEM int32 [1, 1, tile], rows (of words) to fetch for this tile and for the next.
@@ -63,7 +63,7 @@ class GatherRefs(NamedTuple):
 def operands(lhs: jax.Array, indices: jax.Array, tile: int) -> list[jax.Array]:
     """By tiles what to fetch (twice) and the indices; and lhs (in the interpreter as words: it cannot view bfloat16 so).
 
-    What to fetch is worked out here, since the copies are limited by what the scalar core does for each.
+    Addresses are computed in advance, since the copies are limited by the scalar core's work for each.
     """
     packed = lhs.dtype == jnp.bfloat16
     tiles = cdiv(indices.shape[0], tile)

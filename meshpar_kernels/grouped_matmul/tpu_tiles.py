@@ -35,27 +35,27 @@ def vmem_to_plan_with() -> int:
 
 
 def vmem_limit() -> int:
-    """Bytes that the compiler may use: what it needs beside the tiles is not known before."""
+    """Bytes of VMEM that the compiler may use, in addition to the tiles its own temporaries."""
     return _compat.tpu_vmem() * 7 // 8
 
 
 ROW_CHUNKS = (16, 32, 64, 96, 128, 144, 160, 192, 256)
 """Numbers of rows that are multiplied at once in a tile which several groups share.
 
-A product loads the weights into the matrix unit, however few its rows: on v5p 16 rows take a third of the cycles of
+A matmul loads the weights into the matrix unit, however few its rows: on v5p 16 rows take a third of the cycles of
 128, on v6e, with its larger units, 0.6 of them (scheduled bundles, [rows, 2048] times [2048, 512]). So what a group has
 in a shared tile goes at once up to 256 rows, and is rounded up by little.
 """
 
 BLOCK = (512, 2048, 512)
-"""Most rows, contracted columns and columns of one product that the compiler schedules as a whole.
+"""Largest (M, K, N) of one matmul, which the compiler schedules as one basic block.
 
 Larger ones unroll into programs that take minutes to compile; smaller ones load weights into the
 matrix unit more often than they use them (v6e: 60 % busy at 128 rows, 89 % at 512).
 """
 
 TRANSPOSE_BLOCK = (512, 1024)
-"""As `BLOCK`, for the most K and N of the transpose, which reads and writes its sums each time."""
+"""As `BLOCK`, for the most K and N of the transpose, which reads and writes its accumulator each time."""
 
 
 GATHERED_ROW = 10_000
@@ -63,7 +63,7 @@ GATHERED_ROW = 10_000
 
 
 SCALED_STEP = 512
-"""Contracted columns whose blocks with scales of their own are unrolled into one product."""
+"""Contracted columns whose separately scaled blocks are unrolled into one matmul."""
 
 
 class Tile(NamedTuple):
@@ -79,12 +79,12 @@ def cdiv(a: int, b: int) -> int:
 
 
 def pack(itemsize: int) -> int:
-    """Rows that share a register; a product may begin at any multiple of it."""
+    """Rows that share a register; a matmul may begin at any multiple of it."""
     return 32 // itemsize
 
 
 def fitting(row_chunks: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """Those of the pieces that a tile of so many rows can have; none is longer than it."""
+    """The row chunks that a tile of `rows` rows can use; none is longer than the tile."""
     return (*(size for size in row_chunks if size < min(rows, row_chunks[-1])), min(rows, row_chunks[-1]))
 
 
@@ -105,7 +105,7 @@ def _serialized_steps(steps: int, cores: int) -> float:
 
 
 class Steps(NamedTuple):
-    """Most contracted columns and columns of one product within a tile, and what their numbers are multiples of."""
+    """Largest K and N of one matmul within a tile, and the units that divide them."""
 
     most_k: int
     unit_k: int
@@ -114,7 +114,7 @@ class Steps(NamedTuple):
 
 
 def steps(k: int, n: int, blocks: int, block: int, transpose_scale: bool) -> Steps:
-    """With several blocks of K that have scales of their own, parts of a block; with blocks of columns, products within one.
+    """With several blocks of K that have scales of their own, parts of a block; with blocks of columns, matmuls within one.
 
     Args:
       k, n: of the tile.

@@ -80,7 +80,7 @@ def grouped_matmul_transpose(
     out_dtype: jnp.dtype,
     tile: Tile,
 ) -> jax.Array:
-    """As `reference.grouped_matmul_transpose`. Grid: K, columns, visits; one tile of sums in
+    """As `reference.grouped_matmul_transpose`. Grid: K, columns, tile steps; one accumulator tile in
     VMEM."""
     problem = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
     rows, k, n = problem.rows, problem.k, problem.n

@@ -98,7 +98,7 @@ def grouped_matmul_transpose(
     groups: int,
     out_dtype: jnp.dtype,
 ) -> jax.Array:
-    """As `reference.grouped_matmul_transpose`, by visits; sums in float32 [G, K, N]."""
+    """As `reference.grouped_matmul_transpose`, by tile steps; accumulated in float32 [G, K, N]."""
     problem = transpose_problem(lhs, rhs, group_sizes, group_offset, groups=groups)
     tile = row_tile(problem.rows, groups)
     tile_steps = group_tile_steps(problem.bounds, problem.rows, tile)

@@ -1,4 +1,4 @@
-"""Routing tokens to experts: `route` decides, `permute` copies rows to the experts, `combine` sums
+"""Routing tokens to experts: `route` decides, `permute` copies rows to the experts, `combine` adds
 them back."""
 
 from meshpar_kernels.routing.api import combine as combine

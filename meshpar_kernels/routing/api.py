@@ -64,7 +64,7 @@ def route(
       scale: factor on the weights, after that.
       capacity: most rows of an expert; the later choices beyond it are dropped and counted. None:
         no limit, nothing is dropped.
-      implementation: "pallas_tpu", "pallas_gpu", "pallas" (that of the platform) or "reference". None: "reference", unless
+      implementation: "pallas_tpu", "pallas_gpu", "pallas" (the kernel for the platform) or "reference". None: "reference", unless
         `MESHPAR_KERNELS=pallas`; see `meshpar_kernels._choose.dispatch`.
 
     Returns:
@@ -193,7 +193,7 @@ def permute(
       x: [T, H], float32 or bfloat16 (other dtypes: implementation "reference").
       plan: from `route`.
       weight: float32 [T, k], or None for ones; differentiable.
-      implementation: "pallas_tpu", "pallas_gpu", "pallas" (that of the platform) or "reference". None: "reference", unless
+      implementation: "pallas_tpu", "pallas_gpu", "pallas" (the kernel for the platform) or "reference". None: "reference", unless
         `MESHPAR_KERNELS=pallas`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Routing on NVIDIA GPUs (Pallas-Triton): one kernel that chooses, one that gathers rows and sums them.
+"""Routing on NVIDIA GPUs (Pallas-Triton): one kernel that chooses, one that gathers rows and adds them.
 
 Triton and not Mosaic GPU: rows at arbitrary indices have no form that Hopper's copy engine could fetch, so
 both ops are ordinary loads, 16 bytes a thread, which Triton coalesces; it has reductions and scans over
@@ -58,7 +58,7 @@ def route_unsupported(logits: jax.Array, *, k: int, groups: int, top_groups: int
     if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         reasons.append(f"logits are {logits.dtype}; the kernel takes float32, bfloat16 and float16")
     if experts > BLOCK // 2:
-        reasons.append(f"E={experts} is above {BLOCK // 2}, where a token's logits leave no room in registers")
+        reasons.append(f"E={experts} is above {BLOCK // 2}, at which a token's logits exceed the registers")
     if groups > top_groups and (_power(experts) != experts or _power(groups) != groups):
         reasons.append(f"{groups} groups of {experts} experts: with groups, both must be powers of two")
     if tokens * max(experts, k) >= 2**31:
@@ -87,7 +87,7 @@ def _best_groups(value: jax.Array, *, groups: int, top_groups: int, group_top: i
         left = jnp.where(column_index == _first(left == best, column_index, size), -jnp.inf, left)
         total = best if total is None else total + jnp.where(best > -jnp.inf, best, 0.0)
     assert total is not None
-    # The round's best group is the first of the largest; what was taken counts as NaN, which is never equal.
+    # The round's best group is the first of the largest; a group already taken is NaN, which is never equal.
     left = total.reshape(tokens, groups)
     group = lax.broadcasted_iota(jnp.int32, left.shape, 1)
     allowed = jnp.zeros(left.shape, jnp.int32)
@@ -153,7 +153,7 @@ def _route_kernel(
         )
     left = jnp.where(reachable, key, -jnp.inf)
 
-    # Loops, not unrolled: a round is long. What it finds goes into its column of [tokens, k].
+    # Loops, not unrolled: a round is long. Its choice goes into one column of [tokens, k].
     results = (block, max(_power(k), 2))
     position = lax.broadcasted_iota(jnp.int32, results, 1)
 

@@ -23,7 +23,7 @@ class RoutePlan:
     A buffer of R = T·k rows (with a capacity: min(T·k, E·capacity)) holds the kept choices sorted
     by expert, in the order of the tokens within an expert, without gaps: `permute` fills it,
       `grouped_matmul(buffer, ..., plan.group_sizes)` works on it,
-    `combine` sums it back.
+    `combine` adds it up.
 
     Attributes:
       expert: int32 [T, k], best first. E where a choice could not be made: the token's logits hold

@@ -37,7 +37,7 @@ def route_unsupported(logits: jax.Array, *, k: int, **_) -> Unsupported:
     if tokens >= MAX_COUNT:
         reasons.append(f"T={tokens} reaches 2^24, above which float32 counts are not exact")
     if experts > 4096:
-        reasons.append(f"E={experts} is above 4096, where a block of logits leaves no room in VMEM")
+        reasons.append(f"E={experts} is above 4096, at which a block of logits exceeds VMEM")
     if k > 128:
         reasons.append(f"k={k} is above 128: the choices of a token must fit one vector register")
     return Unsupported(reasons)
@@ -156,7 +156,7 @@ def _route_kernel(
         inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
         weight = [w * inverse for w in weight]
 
-    # Rank: choices of the same expert by earlier tokens, in this block (a product with a strict
+    # Rank: choices of the same expert by earlier tokens, in this block (a matmul with a strict
     # triangle; a token takes an expert once at most) and before it.
     earlier = lax.broadcasted_iota(jnp.int32, (block, block), 0) < lax.broadcasted_iota(jnp.int32, (block, block), 1)
     before = seen[...] + jnp.dot(
@@ -178,7 +178,7 @@ def route(logits: jax.Array, bias: jax.Array | None, *, block: int = 256, **opti
 
     Each of the k rounds takes the largest key and then the lowest expert that holds it. Results
     are written as [k, T], since an array with k lanes would fill 128. Where E is no multiple of
-    128 the logits are read as [E, T] for the same reason; XLA lays out the product that makes them
+    128 the logits are read as [E, T] for the same reason; XLA lays out the matmul that produces them
     accordingly.
     """
     tokens, experts = logits.shape

@@ -28,9 +28,9 @@ def gather_sum_unsupported(x: jax.Array, index: jax.Array) -> Unsupported:
     if index.shape[1] > 32:
         reasons.append(f"k={index.shape[1]} rows to sum are more than 32, which VMEM has no room for")
     if x.shape[1] % 128:
-        reasons.append(f"H={x.shape[1]} is no multiple of 128: a row is copied in whole registers")
+        reasons.append(f"H={x.shape[1]} is not a multiple of 128: a row is copied register by register")
     if x.shape[1] > 32768:
-        reasons.append(f"H={x.shape[1]} is above 32768, where a block of rows leaves no room in VMEM")
+        reasons.append(f"H={x.shape[1]} is above 32768, at which a block of rows exceeds VMEM")
     return Unsupported(reasons)
 
 
@@ -126,7 +126,7 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, bloc
     """As `reference.gather_sum`: one copy per row from HBM to VMEM, summed there in float32,
     written once.
 
-    Two bfloat16 rows share 32-bit words in HBM, and a copy moves whole words: so bfloat16 reads
+    Two bfloat16 rows share 32-bit words in HBM, and a copy moves 32-bit words: so bfloat16 reads
     twice the bytes it needs. About `block` rows are in flight while as many are summed. Unused
     choices (-1) fetch row 0 and are masked. An odd number of bfloat16 rows is padded by one first.
     """
@@ -148,7 +148,7 @@ def gather_sum(x: jax.Array, index: jax.Array, weight: jax.Array | None, *, bloc
         slabs *= 2
     slab = width // slabs
     view = packed and not _compat.interpreting()
-    # worked out here, since the copies are limited by what the scalar core does for each
+    # computed in advance, since the copies are limited by the scalar core's work for each
     fetched = by_block(jnp.clip(index, 0, limit - 1) >> int(packed), 0)
     block_shape = (1, k, rows)
     operands = [fetched, fetched, by_block(index, -1)]

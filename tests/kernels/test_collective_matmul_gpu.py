@@ -56,7 +56,7 @@ def gathered(order):
     blocks = RNG.normal(size=(order.devices, order.rows, order.k))
     came = np.full((order.devices, order.devices - 1, order.rows, order.k), np.nan)
     told = np.zeros((order.devices, order.devices - 1, order.row_tiles), int)
-    hop, row, column = (np.asarray(x) for x in order.piece(numbers((order.devices - 1) * order.pieces)))
+    hop, row, column = (np.asarray(x) for x in order.chunk(numbers((order.devices - 1) * order.num_chunks)))
     for sender in range(order.devices):
         receivers = np.asarray(order.receiver(jnp.asarray(hop), jnp.int32(sender)))
         for h, r, c, receiver in zip(hop, row, column, receivers, strict=True):
@@ -93,7 +93,7 @@ class TooFewPieces(Order):
 
 class WrongPiece(Order):
     def piece(self, number):
-        hop, row, column = super().piece(number)
+        hop, row, column = super().chunk(number)
         return hop, row, column * 0
 
 

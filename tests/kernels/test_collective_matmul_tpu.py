@@ -158,7 +158,7 @@ def test_orders_of_visits(devices, tiles):
         number, direction, i = (int(n) for n in scatter.at(v))
         directions = (0, 1) if int(v) >= scatter.own else (direction,)
         for one in directions:
-            expected = bool(scatter.came(jnp.int32(number), one, jnp.int32(i)))
+            expected = bool(scatter.receives(jnp.int32(number), one, jnp.int32(i)))
             assert expected == (i in came.get((number, one), set())), (number, one, i)
 
 

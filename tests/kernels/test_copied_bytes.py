@@ -116,7 +116,7 @@ def test_a_tile_that_is_loaded_for_nothing_shows(monkeypatch):
 
     for module in gpu_runs.GROUPED.values():
         once = gpu_runs.product(module, LOADS[0], rows=ROWS).copied
-        monkeypatch.setattr(module, "visit_spans", visits)
+        monkeypatch.setattr(module, "span_tile_steps", visits)
         again = gpu_runs.product(module, LOADS[0], rows=ROWS).copied
         tile = gpu_runs.TILE
         assert again["input 6"] - once["input 6"] == tile.m * 128 * 2 * (128 // tile.n)
