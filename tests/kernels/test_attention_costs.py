@@ -161,7 +161,14 @@ def test_copies_of_heads_cost_bytes():
         (262144, 24, 8, None, "ring", "gathered needs .* GiB, above 2 GiB"),
         (131072, 24, 8, Machine(memory=float(1 << 30)), "ring", "ring is left"),
         (524288, 24, 8, Machine(memory=float(1 << 40)), "ring", "ring takes the least time"),
-        (1 << 23, 32, 8, None, "ulysses", "none stays within 2 GiB beside its operands; ulysses needs the least"),
+        (
+            1 << 23,
+            32,
+            8,
+            None,
+            "ulysses",
+            "none stays within 2 GiB in addition to its operands; ulysses needs the least",
+        ),
         (32768, 32, 8, Machine(latency=1.0, memory=float(1 << 40)), "gathered", "gathered takes the least time"),
     ],
 )

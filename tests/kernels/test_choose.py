@@ -94,10 +94,10 @@ def test_axes_that_cross_hosts_are_refused(monkeypatch):
     monkeypatch.setattr(_compat._mesh, "get_concrete_mesh", lambda: two_hosts)
     assert machine_reasons(2, ("gpu",)) == []
     (reason,) = machine_reasons(2, ("host",))
-    assert reason == "'host' joins devices of the processes [0, 1]; NVLink joins those of one"
+    assert reason == "'host' joins devices of the processes [0, 1]; NVLink joins the devices of one"
     monkeypatch.setattr(_compat._mesh, "get_concrete_mesh", lambda: mesh_of((0, 0), (2, 0), (1, 0), (3, 0)))
     (reason,) = machine_reasons(2, ("gpu",))
-    assert "in the order [0, 2, 1, 3]; the kernel needs that of their ids" in reason
+    assert "in the order [0, 2, 1, 3]; the kernel needs the order of their ids" in reason
     monkeypatch.setattr(_compat._mesh, "get_concrete_mesh", lambda: types.SimpleNamespace(empty=True))
     assert machine_reasons(2, ("gpu",)) == []
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -92,7 +92,7 @@ class TooFewPieces(Order):
 
 
 class WrongPiece(Order):
-    def piece(self, number):
+    def chunk(self, number):
         hop, row, column = super().chunk(number)
         return hop, row, column * 0
 
@@ -229,7 +229,7 @@ def traced(op, x, w, mesh=None, axis="a", **options):
         (all_gather_matmul, normal(8, 64), normal(64, 30), {}, "columns=30: rows of 60 bytes are no multiple of 16"),
         (all_gather_matmul, normal(8, 64), normal(64, 64), {"axis": ("a", "b"), "mesh": (2, 2)}, "over one mesh axis"),
         (all_gather_matmul, normal(0, 64), normal(64, 64), {}, "an operand is empty"),
-        (matmul_reduce_scatter, normal(8, 64), normal(64, 64), {"comm_dtype": jnp.int8}, "wire_dtype is int8; the kernel takes"),
+        (matmul_reduce_scatter, normal(8, 64), normal(64, 64), {"comm_dtype": jnp.int8}, "comm_dtype is int8; the kernel takes"),
         (matmul_reduce_scatter, normal(8, 64), normal(64, 64), {"preferred_element_type": jnp.float64}, "out_dtype is float64"),
     ],
 )  # fmt: skip

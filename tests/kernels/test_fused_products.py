@@ -104,11 +104,11 @@ def test_what_the_kernels_do_not_take_is_said():
     x, w = shape(4, 256, 4096), shape(4096, 1792)
     gather = lambda x, w, dot, dim=1: FusedGather(x, [w], [dot], dim, 8).reasons  # noqa: E731
     assert not gather(x, w, Dot(ROWS_COLUMNS))
-    assert gather(x, w, Dot(ROWS_COLUMNS), dim=2)[0].startswith("the gathered dim is summed over")
+    assert gather(x, w, Dot(ROWS_COLUMNS), dim=2)[0].startswith("the gathered dim is contracted")
     assert "multiples of 128" in gather(x, shape(4096, 100), Dot(ROWS_COLUMNS))[0]
     assert gather(x, shape(4096, 128, dtype=jnp.float32), Dot(ROWS_COLUMNS)) == ("products of several dtypes",)
     batched = Dot((((2,), (1,)), ((0,), (0,))))
-    assert gather(x, shape(4, 4096, 128), batched) == ("a product has batch dims",)
+    assert gather(x, shape(4, 4096, 128), batched) == ("a matmul has batch dims",)
     mixed = FusedGather(x, [w, w], [Dot(ROWS_COLUMNS), Dot(ROWS_COLUMNS, 0, HIGHEST)], 1, 8)
     assert mixed.reasons == ("products of several precisions",)
     scatter = FusedScatter(
