@@ -181,7 +181,7 @@ def test_what_the_kernels_refuse():
         refused(all_gather_matmul, ((16, 128), jnp.float16), ((128, 128), jnp.float16))
     with pytest.raises(NotImplementedError, match="no tile of a block of 12 rows, K=128 and 128 columns fits 48 MiB"):
         refused(matmul_reduce_scatter, ((48, 128), f32), ((128, 128), f32))
-    with pytest.raises(NotImplementedError, match="sums are to travel as float16"):
+    with pytest.raises(NotImplementedError, match="comm_dtype is float16"):
         refused(matmul_reduce_scatter, ((32, 128), f32), ((128, 128), f32), comm_dtype=jnp.float16)
 
 
