@@ -287,7 +287,7 @@ def test_nothing_is_written_past_the_end():
         ({"rows": 0}, "rows=0 must be at least 1"),
         ({"weight": np.ones((T, 3), "f")}, "weight must be"),
         ({"expert": np.zeros((T, K), "f")}, "expert must be integers"),
-        ({"experts": None}, "experts=, their number, is needed"),
+        ({"experts": None}, "experts=, the number of experts, is required"),
         ({"expert": RoutePlan.of(jnp.zeros((T, K), int), 8)}, "experts=16, but the plan is of 8"),
     ],
 )
