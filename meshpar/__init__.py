@@ -16,7 +16,7 @@ from . import (
     report,  # noqa: F401 (plans learn from reports how they are shown)
     types,
 )
-from .api import calibrate, check, compile, init, jit, lab, local_sgd, plan, search
+from .api import calibrate, check, compile, init, jit, lab, local_sgd, plan, search, shardings
 from .errors import JoinWarning, MeshparError
 from .global_arrays import fetch
 from .layers import checkpoint_policies
@@ -68,6 +68,7 @@ __all__ = [
     "put",
     "rename",
     "search",
+    "shardings",
     "types",
     "virtual_devices",
 ]

@@ -9,11 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
 import jax
+import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from .dims import DimsLike, PathDims
-from .errors import MeshError, UnsupportedError
+from .compat import nnx
+from .compat.jax import is_graph_node
+from .dims import Dims, DimsLike, PathDims
+from .entry import is_static, named_tree
+from .errors import MeshError, UnknownDimError, UnsupportedError
+from .flax import Leaf
 from .hardware.calibration import CalibrationLike, calibrations
 from .hardware.options import OptionsMode, check_options
 from .hardware.topology import device_count, topology_of
@@ -21,11 +26,11 @@ from .jitted import KEEP, Jitted, LayoutLike, Lowering, Mode, P, R, auto_mesh, c
 from .keywords import options_apart
 from .lab import Lab
 from .lab.session import Draft, Session
-from .layout import AnyMesh, Layout
+from .layout import Layout
 from .measurement import CalibrationResult, Candidate
 from .measurement import calibrate as calibrate_candidates
+from .mesh import MeshLike, MeshSizes, context_mesh, mesh_text, planned_mesh
 from .mesh import mesh as make_mesh
-from .mesh import planned_mesh
 from .plan.collectives import duration, human
 from .planned import Plan
 from .pods.local_sgd import LocalSgd
@@ -35,6 +40,7 @@ from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout
 from .verify.jobs import Progress, progress_line
 
+Meshes = Mesh | MeshSizes | Sequence[Mesh | MeshSizes] | None
 DimsPatterns = Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | PathDims | None
 
 
@@ -57,16 +63,16 @@ class _JitOptions(TypedDict, total=False):
 
 @overload
 def jit(
-    fn: Callable[P, R], *, mesh: AnyMesh | str, layout: LayoutLike, **options: Unpack[_JitOptions]
+    fn: Callable[P, R], *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[_JitOptions]
 ) -> Jitted[P, R]: ...
 @overload
 def jit(
-    fn: None = None, *, mesh: AnyMesh | str, layout: LayoutLike, **options: Unpack[_JitOptions]
+    fn: None = None, *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[_JitOptions]
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
 def jit(
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: AnyMesh | str,
+    mesh: MeshLike | None = None,
     layout: LayoutLike,
     dims: DimsPatterns = None,
     lowering: Lowering = "auto",
@@ -86,7 +92,8 @@ def jit(
     Args:
       fn: an ordinary function of arrays, trees of arrays, and nnx modules or optimizers (updated in place, as
         ``nnx.jit`` does). Used as a decorator if left out, of methods as well: ``self`` is the first of the arguments.
-      mesh: from :func:`meshpar.mesh`, its text, or any ``jax.sharding.Mesh`` (of which Explicit axes are taken as Auto ones).
+      mesh: from :func:`meshpar.mesh`, its axes and sizes (``"data=4, model=2"``, ``{"data": 4, "model": 2}``), or any
+        ``jax.sharding.Mesh`` (Explicit axes are treated as Auto). Left out: the mesh of ``jax.set_mesh`` when ``jit`` is called.
       layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
       dims: tree-path patterns → dims, for what carries no Flax metadata: ``{"batch/tokens": "batch seq"}``.
       lowering: ``"shard_map"``: meshpar partitions, and what the plan lists is what is sent. ``"jit"``: XLA partitions, guided by
@@ -140,7 +147,7 @@ def jit(
 
 @options_apart
 def plan(
-    fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str, layout: LayoutLike, dims: DimsPatterns = None,
+    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike, dims: DimsPatterns = None,
     lowering: Lowering = "auto", overlap: Mode | None = None, topology: str | None = None, strict: bool = False,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
@@ -156,7 +163,8 @@ def plan(
       **keywords: those by keyword.
       kwargs: more keyword arguments of ``fn``: those that are called as an option of ``plan`` is. (Where ``fn`` has an argument
         of that name, a bare keyword is refused unless the argument is given by position or ``kwargs`` is given.)
-      mesh: a mesh, a ``jax.sharding.AbstractMesh``, or text, ``"data=64, model=8"`` (-1 fills the topology).
+      mesh: a mesh, a ``jax.sharding.AbstractMesh``, or axes and sizes, ``"data=64, model=8"`` (-1 fills the topology). Left
+        out: the mesh of ``jax.set_mesh`` or ``jax.sharding.use_abstract_mesh``.
       layout, dims, strict, static_argnums, static_argnames: as in :func:`meshpar.jit`.
       lowering, overlap: as in :func:`meshpar.jit`, and with the same defaults.
       topology: what an abstract mesh lies on, for times: ``"v5p:8x8x8"``, ``"2x v5e:16x16"``, ``"4x h100:8"`` (nodes of GPUs).
@@ -186,7 +194,12 @@ def plan(
 
 
 def init(
-    create: Callable[P, R], *, mesh: AnyMesh | str, layout: LayoutLike, dims: DimsPatterns = None, strict: bool = False
+    create: Callable[P, R],
+    *,
+    mesh: MeshLike | None = None,
+    layout: LayoutLike,
+    dims: DimsPatterns = None,
+    strict: bool = False,
 ) -> Jitted[P, R]:
     """Make parameters and optimizer state born sharded: no device ever holds them whole.
 
@@ -205,13 +218,56 @@ def init(
     return Jitted(create, device_mesh(mesh), Layout(layout), _patterns(dims), strict=strict, init=True)
 
 
+def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, dims: DimsPatterns = None) -> Any:
+    """The ``NamedSharding`` that a layout gives to every array of a tree: for the user's own ``jax.jit`` or ``jax.device_put``.
+
+    The shardings are those with which :func:`init` returns the tree. Nothing is traced, so an array without a name of its own
+    (Flax metadata, ``dims``) is replicated; optimizer state has the names of the parameters with the same path.
+
+        state_shardings = mp.shardings(state, "embed: data; mlp: model", mesh, dims={"*/kernel": "embed mlp"})
+        step = jax.jit(train_step, in_shardings=(state_shardings, None), out_shardings=(state_shardings, None))
+
+    Args:
+      tree: arrays or ``jax.ShapeDtypeStruct``, linen variables with metadata; of an nnx module, its ``nnx.state``.
+      layout: as in :func:`jit`; rules for dims that the tree does not have are ignored.
+      mesh: as in :func:`jit`, or an abstract mesh.
+      dims: tree-path patterns → dims; paths are relative to the tree: ``{"params/up": "embed mlp"}``.
+
+    Returns:
+      A tree like ``tree`` with a ``jax.sharding.NamedSharding`` for every array; None for a leaf that is no array.
+
+    Raises:
+      UnknownAxisError, DivisibilityError: a rule that does not fit the mesh or an array.
+      PatternError, RankError: a pattern that matches no array, or one of another rank.
+      UnknownDimError: no array has a named dim.
+      MeshError: no mesh, or one with Manual axes.
+    """
+    rules, where = Layout(layout), device_mesh(mesh)
+    tree = nnx.state(tree) if is_graph_node(tree) else tree
+    named = named_tree(tree, _patterns(dims))
+    if rules.rules and not any(names and any(names) for _, names in named) and any(np.ndim(x.value) for x, _ in named):
+        raise UnknownDimError(
+            "no array of the tree has a named dim",
+            fixes=['name them by their tree paths: dims={"*/kernel": "embed mlp"}', "or by Flax metadata"],
+        )
+
+    def of(leaf: Leaf, names: Dims | None) -> NamedSharding | None:
+        if is_static(leaf.value):
+            return None
+        shape = np.shape(leaf.value)
+        dims = names or (None,) * len(shape)
+        return NamedSharding(where, rules.spec(dims, where, shape, scope=leaf.kind, path=leaf.path))
+
+    return jax.tree.unflatten(jax.tree.structure(tree), [of(leaf, names) for leaf, names in named])
+
+
 @options_apart
 def check(
     fn: Callable[..., Any],
     *args: Any,
     layouts: Any,
-    mesh: Mesh | str | Iterable[Mesh | str] | None = None,
-    meshes: Mesh | str | Iterable[Mesh | str] | None = None,
+    mesh: Meshes = None,
+    meshes: Meshes = None,
     dims: DimsPatterns = None,
     lowerings: Sequence[Lowering] = ("auto",),
     overlap: Mode | None = None,
@@ -283,7 +339,7 @@ def check(
 
 @options_apart
 def compile(
-    fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str | None = None, layout: LayoutLike | None = None,
+    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike | None = None,
     dims: DimsPatterns = None, lowering: Lowering = "auto", overlap: Mode | None = None, topology: str | None = None,
     effort: Effort = "fast", timeout: float | None = None, cache: bool = True, progress: Progress = None,
     options: OptionsMode | None = "auto", compiler_options: Mapping[str, Any] | None = None, strict: bool = False,
@@ -303,7 +359,8 @@ def compile(
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
       **keywords: those by keyword.
       kwargs: more keyword arguments of ``fn``: those that are called as an option of ``compile`` is.
-      mesh: a mesh, an abstract mesh, or text (``"data=16, model=16"``) with ``topology``.
+      mesh: a mesh; or an abstract mesh, or axes and sizes (``"data=16, model=16"``), with ``topology``. Left out: the mesh of
+        ``jax.set_mesh``.
       layout, dims, lowering, overlap, strict, keep_unused, static_argnums, static_argnames, donate_argnums, donate_argnames: as in
         :func:`meshpar.jit`; what is donated matters to the peak memory.
       topology: ``"v5e:16x16"``, ``"v5p:8x8x8"``, ``"tpu7x:4x4x4"``, ``"2x v6e:16x16"``, ``"h200:8"``, ``"b200:8"``. Left out, the
@@ -326,9 +383,9 @@ def compile(
     """
     _check_function(fn, "compile")
     if not isinstance(fn, Jitted):
-        if layout is None or mesh is None:
+        if layout is None:
             raise UnsupportedError(
-                f"mp.compile needs {'a layout' if layout is None else 'a mesh'}",
+                "mp.compile needs a layout",
                 fixes=['mp.compile(step, state, batch, mesh="data=16, model=16", topology="v5e:16x16", layout=…)'],
             )
         check_lowering(lowering, overlap)
@@ -454,8 +511,8 @@ def search(
 
 @options_apart
 def calibrate(
-    fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Mesh | str | Iterable[Mesh | str] | None = None,
-    meshes: Mesh | str | Iterable[Mesh | str] | None = None, dims: DimsPatterns = None, lowering: Lowering = "auto",
+    fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Meshes = None,
+    meshes: Meshes = None, dims: DimsPatterns = None, lowering: Lowering = "auto",
     overlap: Mode | None = None, rounds: int = 9, max_layouts: int = 4, tolerance: float = 1e-5, progress: Progress = None,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
@@ -536,11 +593,11 @@ def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, 
         layouts = [(r.mesh, r.layout) for r in rows]
     single = isinstance(layouts, str | Layout | Mapping)
     items: list[Any] = [layouts] if single or _is_pair(layouts) else list(layouts)
-    asked = None if meshes is None else [meshes] if isinstance(meshes, Mesh | str) else list(meshes)
+    asked = None if meshes is None else [meshes] if isinstance(meshes, Mesh | str | Mapping) else list(meshes)
     found: dict[tuple[Any, ...], tuple[Mesh, Layout]] = {}
 
-    def add(where: Mesh | str, layout: Layout) -> None:
-        made = make_mesh(where) if isinstance(where, str) else auto_mesh(where)
+    def add(where: MeshLike, layout: Layout) -> None:
+        made = device_mesh(where)
         if not isinstance(made, Mesh):
             raise MeshError("an abstract mesh has no devices to measure on", fixes=['mp.mesh("data=4, model=2")'])
         found.setdefault((tuple(made.shape.items()), str(layout)), (made, layout))
@@ -591,7 +648,7 @@ def _variants(
 
 @options_apart
 def lab(
-    fn: Callable[..., Any], *args: Any, mesh: AnyMesh | str | None = None, topology: str | None = None,
+    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, topology: str | None = None,
     layout: LayoutLike | None = None, dims: DimsPatterns = None, lowering: Lowering = "auto",
     overlap: Mode | None = None, layouts: Mapping[str, str] | None = None,
     static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
@@ -623,14 +680,18 @@ def lab(
       MeshparError: as :func:`meshpar.plan`, but for what concerns the layout, which the page says.
     """
     _check_function(fn, "lab")
+    if mesh is None and topology is None:
+        try:
+            mesh = context_mesh()
+        except MeshError:
+            raise MeshError("no machine is given", fixes=['topology="v5e:16x16"', 'mesh="data=4, model=2"']) from None
     if isinstance(mesh, Mesh):
         topology = topology or topology_of(list(mesh.devices.flat))
-    if mesh is None and topology is None:
-        raise MeshError("no machine is given", fixes=['topology="v5e:16x16"', 'mesh="data=4, model=2"'])
-    sizes = (
-        {"data": device_count(topology or "")} if mesh is None else dict(planned_mesh(_text_of(mesh), topology).shape)
-    )
-    where = ", ".join(f"{a}={n}" for a, n in sizes.items())
+    if mesh is None:
+        sizes = {"data": device_count(topology or "")}
+    else:
+        sizes = dict(planned_mesh(mesh if isinstance(mesh, str | Mapping) else dict(mesh.shape), topology).shape)
+    where = mesh_text(sizes)
     check_lowering(lowering, overlap)
     given = {**keywords, **(kwargs or {})}
     shared: dict[str, Any] = {
@@ -663,10 +724,6 @@ def lab(
             layouts=layouts or {}, compile=compiled,
         )
     )  # fmt: skip
-
-
-def _text_of(mesh: AnyMesh | str) -> str:
-    return mesh if isinstance(mesh, str) else ", ".join(f"{a}={n}" for a, n in dict(mesh.shape).items())
 
 
 def _layout_text(layout: LayoutLike) -> str:

@@ -157,6 +157,11 @@ def leaf_key(x: Any) -> Hashable:
     )
 
 
+def is_static(x: Any) -> bool:
+    """Whether a leaf is no array or number: text, a function, a NumPy array of objects."""
+    return isinstance(leaf_key(x), Fixed)
+
+
 def _abstract(shape: tuple[int, ...], dtype: Any, weak_type: bool, host: bool) -> Any:
     """What a leaf is traced as: its shape, dtype and memory, and nothing of how it is split."""
     return abstract_array(shape, jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True), weak_type, host)
@@ -397,6 +402,20 @@ def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], argument_pat
     for k in sorted(kwargs):
         out += flatten_named(kwargs[k], (k,))
     return out
+
+
+def named_tree(tree: Any, patterns: PathDims) -> list[tuple[Leaf, Dims | None]]:
+    """The leaves of a tree, each with its dims: those of a pattern, of its Flax metadata, or, of optimizer state, of its parameter.
+
+    Raises:
+      PatternError, RankError: a pattern that matches no leaf, or one of another rank.
+    """
+    leaves = flatten_named(tree)
+    used: set[str] = set()
+    dims = [annotation_of(leaf, patterns, used, leaves) for leaf in leaves]
+    _name_state(leaves, dims)
+    _check_patterns(patterns, used, [leaf.path for leaf in leaves])
+    return list(zip(leaves, dims, strict=True))
 
 
 def _twins(named: list[Leaf], annotations: list[Dims | None]) -> Callable[[Leaf], tuple[Leaf, Dims | None] | None]:

@@ -44,6 +44,7 @@ from .hardware.options import OptionsMode
 from .keywords import options_apart
 from .layout import AnyMesh, Layout
 from .lower import LOWERINGS
+from .mesh import MeshLike, context_mesh
 from .mesh import mesh as make_mesh
 from .passes import make_plan
 from .passes.overlap import MODES
@@ -82,9 +83,16 @@ def check_lowering(lowering: Any, overlap: Any) -> None:
         )
 
 
-def device_mesh(mesh: AnyMesh | str) -> AnyMesh:
-    """A mesh as users give it; text is one over the devices that are here."""
-    return make_mesh(mesh) if isinstance(mesh, str) else auto_mesh(mesh)
+def device_mesh(mesh: MeshLike | None) -> AnyMesh:
+    """The mesh that ``mesh=`` of :func:`meshpar.jit` describes, with Auto axes: axes and sizes are those of a mesh over this
+    program's devices; None is the mesh of the context (:func:`meshpar.mesh.context_mesh`).
+
+    Raises:
+      LayoutSyntaxError, MeshError: none, or one with Manual axes.
+    """
+    if isinstance(mesh, str | Mapping):
+        return make_mesh(mesh)
+    return auto_mesh(context_mesh() if mesh is None else mesh)
 
 
 def auto_mesh(mesh: AnyMesh) -> AnyMesh:
@@ -427,7 +435,7 @@ class Jitted(Generic[P, R]):
 
     @options_apart
     def compile(
-        self, /, *args: Any, mesh: AnyMesh | str | None = None, topology: str | None = None, effort: Effort = "fast",
+        self, /, *args: Any, mesh: MeshLike | None = None, topology: str | None = None, effort: Effort = "fast",
         timeout: float | None = None, cache: bool = True, progress: Progress = None,
         compiler_options: Mapping[str, Any] | None = None, kwargs: Mapping[str, Any] | None = None, **keywords: Any,
     ) -> Compiled:  # fmt: skip
@@ -453,7 +461,7 @@ class Jitted(Generic[P, R]):
         )  # fmt: skip
 
     def on(
-        self, mesh: AnyMesh | str | None = None, *, layout: LayoutLike | None = None, lowering: Lowering | None = None,
+        self, mesh: MeshLike | None = None, *, layout: LayoutLike | None = None, lowering: Lowering | None = None,
     ) -> Jitted[P, R]:  # fmt: skip
         """The same function on another mesh, under another layout, or by another lowering; what is left out stays.
 

@@ -159,6 +159,41 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._key == other._key
 
+    def __or__(self, other: Layout | str | Mapping[str, object] | Sequence[object]) -> Layout:
+        """This layout with rules of another one: those of the right operand win.
+
+        A rule is replaced by the right operand's rules for the same dim in the same scope, which take its position. The right
+        operand's other rules follow at the end, so that the rules of this layout take precedence where both want one axis:
+        given ``"batch: data; mlp: model" | "mlp: none; heads: model"``, returns ``"batch: data; mlp: none; heads: model"``.
+        ``resolve`` is that of the left operand; a dim that either operand has as optional is optional.
+
+        Raises:
+          LayoutSyntaxError, AxisConflictError: an operand that is no layout.
+        """
+        if not isinstance(other, Layout | str | Mapping | list | tuple):
+            return NotImplemented
+        right = Layout(other)
+        replacing: dict[tuple[str, str | None], list[Rule]] = {}
+        for rule in right.rules:
+            replacing.setdefault((rule.dim, rule.scope), []).append(rule)
+        replaced = replacing.keys() & {(r.dim, r.scope) for r in self.rules}
+        rules: list[Rule] = []
+        for rule in self.rules:
+            key = (rule.dim, rule.scope)
+            rules += replacing.pop(key, []) if key in replaced else [rule]
+        rules += [r for r in right.rules if (r.dim, r.scope) not in replaced]
+        out = Layout(self)
+        out.from_pairs = self.from_pairs or right.from_pairs
+        out.optional = self.optional | right.optional
+        out._set(tuple(rules))
+        return out
+
+    def __ror__(self, other: Layout | str | Mapping[str, object] | Sequence[object]) -> Layout:
+        """The other layout with the rules of this one, which win; see :meth:`__or__`."""
+        if not isinstance(other, Layout | str | Mapping | list | tuple):
+            return NotImplemented
+        return Layout(other) | self
+
     def with_first(self, rules: Sequence[Rule]) -> Layout:
         """This layout with some rules before its own."""
         out = Layout(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,33 +18,102 @@ from .errors import LayoutSyntaxError, MeshError
 from .hardware.topology import check_fills, parse_topology, topology_devices
 from .layout import AnyMesh
 
-_AXIS = re.compile(r"\s*([A-Za-z_][\w\-]*)\s*=\s*(-?\d+)\s*\Z")
+_NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")
+_AXIS = re.compile(r"\s*([^=]*?)\s*=\s*(-?\d+)\s*\Z")
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """``"data=4, model=2"`` → ``{"data": 4, "model": 2}``; one size may be -1."""
+MeshSizes = str | Mapping[str, int]
+"""Axes and sizes of a mesh: ``"data=4, model=2"`` or ``{"data": 4, "model": 2}``. One size may be -1."""
+
+MeshLike = AnyMesh | MeshSizes
+
+
+def parse_mesh(spec: MeshSizes | Sequence[int], names: Sequence[str] | None = None) -> dict[str, int]:
+    """The axes and sizes of a mesh, as a dictionary: given ``"data=4, model=2"``, returns ``{"data": 4, "model": 2}``.
+
+    Args:
+      spec: text, a mapping, or the sizes alone, ``(4, 2)``. One size may be -1: the rest of the devices.
+      names: the axes, if ``spec`` has the sizes alone.
+
+    Raises:
+      LayoutSyntaxError: an invalid axis name or size, an axis that is given twice, or two sizes of -1.
+    """
     sizes: dict[str, int] = {}
-    if not isinstance(text, str):
-        raise LayoutSyntaxError(f"mesh {text!r} is no text", fixes=['name the axes: mp.mesh("data=4, model=2")'])
-    for part in text.split(","):
-        m = _AXIS.match(part)
-        if m is None or m[1] in sizes or int(m[2]) == 0 or int(m[2]) < -1:
-            why = "stands twice" if m and m[1] in sizes else "is not `axis=size`"
+    for axis, size in _axes_and_sizes(spec, names):
+        valid = isinstance(size, int | np.integer) and not isinstance(size, bool) and (size > 0 or size == -1)
+        if axis in sizes or not valid or not isinstance(axis, str) or not _NAME.match(axis):
+            why = "is given twice" if axis in sizes else "is not `axis=size`"
             raise LayoutSyntaxError(
-                f"mesh {text!r}: {part.strip()!r} {why}",
+                f"mesh {spec!r}: {f'{axis}={size}'.strip('=')!r} {why}",
                 fixes=['write `mp.mesh("data=4, model=2")`; one size may be -1, which fills'],
             )
-        sizes[m[1]] = int(m[2])
+        sizes[axis] = int(size)
     if list(sizes.values()).count(-1) > 1:
-        raise LayoutSyntaxError(f"mesh {text!r}: only one axis may be -1", fixes=["give the sizes of all axes but one"])
+        raise LayoutSyntaxError(f"mesh {spec!r}: only one axis may be -1", fixes=["give the sizes of all axes but one"])
     return sizes
 
 
-def mesh(text: str, *, topology: str | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """A plain ``jax.sharding.Mesh`` with Auto axes.
+def _axes_and_sizes(spec: Any, names: Sequence[str] | None) -> Iterator[tuple[Any, Any]]:
+    """Pairs (axis, size), unchecked: the size of a part of a text that is not ``axis=integer`` is ``""``.
+
+    Raises:
+      LayoutSyntaxError: a value of another type, or sizes whose number is not that of the axes.
+    """
+    if isinstance(spec, str) and names is None:
+        for part in spec.split(","):
+            m = _AXIS.match(part)
+            yield (part.strip(), "") if m is None else (m[1], int(m[2]))
+    elif isinstance(spec, Mapping) and names is None:
+        yield from spec.items()
+    elif isinstance(spec, Sequence) and not isinstance(spec, str) and names is not None:
+        axes = names.replace(",", " ").split() if isinstance(names, str) else list(names)
+        if len(axes) != len(spec):
+            raise LayoutSyntaxError(
+                f"mesh {tuple(spec)}: {len(spec)} sizes, but {len(axes)} axes: {', '.join(map(str, axes))}",
+                fixes=['one name for each size: mp.mesh((4, 2), ("data", "model"))'],
+            )
+        yield from zip(axes, spec, strict=True)
+    else:
+        raise LayoutSyntaxError(
+            f"mesh {spec!r}{'' if names is None else f', {names!r}'}: not text, a mapping, or sizes with the names of the axes",
+            fixes=['mp.mesh("data=4, model=2")', 'mp.mesh({"data": 4, "model": 2})', 'mp.mesh((4, 2), ("data", "model"))'],
+        )  # fmt: skip
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Axes and sizes as text: given ``{"data": 4, "model": 2}``, returns ``"data=4, model=2"``."""
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def context_mesh() -> AnyMesh:
+    """The mesh of the innermost ``jax.set_mesh``, or the abstract mesh of ``jax.sharding.use_abstract_mesh``.
+
+    Raises:
+      MeshError: this thread is in neither.
+    """
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        raise MeshError(
+            "no mesh is given, and none is set",
+            fixes=['mesh="data=4, model=2"', "or with jax.set_mesh(mesh): around the call"],
+        )
+    try:
+        concrete = jax.sharding.get_mesh()
+    except ValueError:  # inside jax.jit, where only the abstract mesh is known
+        return abstract
+    return concrete if dict(concrete.shape) == dict(abstract.shape) else abstract
+
+
+def mesh(
+    spec: MeshSizes | Sequence[int], names: Sequence[str] | None = None, *, topology: str | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:  # fmt: skip
+    """A ``jax.sharding.Mesh`` with Auto axes: ``mp.mesh("data=4, model=2")``.
 
     Args:
-      text: axes and sizes, ``"data=4, model=2"``; -1 takes what is left of the devices.
+      spec: axes and sizes, as text, ``"data=4, model=2"``, or as a mapping, ``{"data": 4, "model": 2}``; or the sizes alone,
+        ``(4, 2)``. One size may be -1: the rest of the devices.
+      names: the axes, if ``spec`` has the sizes alone: ``("data", "model")``.
       topology: devices that are not here: a TPU slice, ``"v5e:16x16"``, or several, ``"2x v5e:16x16"`` (joined by DCN: the first
         axes), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"`` (TensorCores). It needs the compiler's
         package (``libtpu``, or JAX's CUDA plugin), no hardware.
@@ -52,11 +121,12 @@ def mesh(text: str, *, topology: str | None = None, devices: Sequence[Any] | Non
         out as ``topology`` lays out the same slices.
 
     Raises:
-      LayoutSyntaxError: text that is no mesh.
+      LayoutSyntaxError: ``spec`` or ``names`` that describe no mesh.
       MeshError: more devices asked for than there are, a slice that the mesh does not fill, or a process none of whose
         devices would be in it.
     """
-    sizes = parse_mesh(text)
+    sizes = parse_mesh(spec, names)
+    text = mesh_text(sizes)
     if topology is not None:
         return _topology_mesh(text, sizes, topology)
     every = devices is None
@@ -140,25 +210,27 @@ def virtual_devices(count: int) -> None:
             ) from None
 
 
-def planned_mesh(mesh: AnyMesh | str, topology: str | None) -> AnyMesh:
-    """The mesh to plan on: text becomes an abstract mesh, of which one size may be -1 where a topology says how many.
+def planned_mesh(mesh: MeshLike | None, topology: str | None) -> AnyMesh:
+    """The mesh to plan on: axes and sizes become an abstract mesh, where a size of -1 needs a topology; None: the mesh of the
+    context (:func:`context_mesh`).
 
     Raises:
       LayoutSyntaxError: text that is no mesh.
       MeshError: a mesh that does not fill the topology, or a topology beside devices.
     """
+    mesh = context_mesh() if mesh is None else mesh
     if isinstance(mesh, Mesh) and topology is not None:
         raise MeshError(
             f"topology {topology!r} beside a mesh of devices, which know where they are",
             fixes=["leave it out, or give the mesh as text"],
         )
     where = None if topology is None else parse_topology(topology)
-    if isinstance(mesh, str):
+    if isinstance(mesh, str | Mapping):
         sizes = parse_mesh(mesh)
         if -1 in sizes.values():
             if where is None:
                 raise MeshError(
-                    f"mesh ({mesh}): -1 needs a topology to fill",
+                    f"mesh ({mesh_text(sizes)}): -1 needs a topology to fill",
                     fixes=['topology="v5e:4x4", or the size of that axis'],
                 )
             fill_mesh(sizes, where.devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
 from .hardware.calibration import EFFICIENCIES, CalibrationLike, calibrations
 from .hardware.options import OptionsMode
-from .layout import AnyMesh, Layout
-from .mesh import planned_mesh
+from .layout import Layout
+from .mesh import MeshLike, planned_mesh
 from .passes import replan
 from .plan import plan as record
 
@@ -46,7 +47,7 @@ class Plan(record.Plan):
         return None if self.time is None else self.time.seconds
 
     def replan(
-        self, *, layout: Any = None, mesh: AnyMesh | str | None = None, topology: str | None = None, strict: bool = False,
+        self, *, layout: Any = None, mesh: MeshLike | None = None, topology: str | None = None, strict: bool = False,
         lowering: str | None = None, overlap: str | None = None, options: OptionsMode | None = None,
         calibration: CalibrationLike = None,
     ) -> Plan:  # fmt: skip
@@ -62,7 +63,7 @@ class Plan(record.Plan):
           UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
         """
         other = None if layout is None else Layout(layout)
-        where = planned_mesh(mesh, topology) if isinstance(mesh, str) else mesh
+        where = planned_mesh(mesh, topology) if isinstance(mesh, str | Mapping) else mesh
         measured = None if calibration is None else calibrations(calibration)
         return Plan.of(
             replan(

@@ -391,3 +391,56 @@ def test_dims_that_a_function_need_not_have(mesh):
         mp.plan(lambda w: w * 2, w, mesh=mesh, layout=layout, dims={"w": "embed batches"})
     with pytest.raises(UnknownDimError, match=r"no rule for `sequence`"):
         Layout("batch: data", optional="sequence")
+
+
+# -- layouts joined by |
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "want"),
+    [
+        ("batch: data; embed: data", "mlp: model", "batch: data; embed: data; mlp: model"),
+        ("batch: data; mlp: model; seq: x", "mlp: none; heads: model", "batch: data; mlp: none; seq: x; heads: model"),
+        ("mlp: model; embed: data; mlp: data", "mlp: x", "mlp: x; embed: data"),
+        ("mlp: model; embed: data", "mlp: x; seq: y; mlp: z", "mlp: x; mlp: z; embed: data; seq: y"),
+        ("mlp: model", "mlp?: model", "mlp?: model"),
+        ("mlp: model", "opt.mlp: data", "mlp: model; opt.mlp: data"),
+        ('"*/up".mlp: model; mlp: x', '"*/up".mlp: data', '"*/up".mlp: data; mlp: x'),
+        ("", "batch: data", "batch: data"),
+        ("batch: data", "", "batch: data"),
+    ],
+)
+def test_the_right_operand_wins(left, right, want):
+    assert Layout(left) | right == Layout(want)
+    assert left | Layout(right) == Layout(want)
+    assert Layout(left) | Layout(right) == Layout(want)
+
+
+def test_a_joined_layout_keeps_how_it_is_resolved_and_what_is_optional():
+    flax_rules = Layout([("embed", "data"), ("mlp", "model")])
+    assert (flax_rules | "mlp: none").resolve == "cost"
+    assert (flax_rules | "mlp: none").from_pairs
+    assert ("batch: data" | flax_rules).resolve == "order"
+    assert str(flax_rules | {"heads": "model"}) == "embed: data; mlp, heads: model"
+    assert (Layout("batch: data", optional=True) | Layout("seq: x", optional="seq")).optional == {"batch", "seq"}
+
+
+def test_presets_take_more_rules():
+    joined = mp.layouts.fsdp() | "mlp: model"
+    assert joined.rules[: len(mp.layouts.fsdp().rules)] == mp.layouts.fsdp().rules
+    assert joined.rules[-1] == Rule("mlp", ("model",))
+
+
+@pytest.mark.parametrize("bad", [3, None, 1.5, {1, 2}])
+def test_only_layouts_join(bad):
+    with pytest.raises(TypeError):
+        Layout("batch: data") | bad
+    with pytest.raises(TypeError):
+        bad | Layout("batch: data")
+
+
+def test_a_joined_layout_must_be_one():
+    with pytest.raises(mp.errors.LayoutSyntaxError):
+        Layout("batch: data") | "mlp"
+    with pytest.raises(mp.errors.AxisConflictError):
+        "mlp: model+model" | Layout("batch: data")

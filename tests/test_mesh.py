@@ -5,6 +5,7 @@ import os
 import random
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -29,7 +30,7 @@ def test_parse():
         ("data=0", "'data=0' is not `axis=size`"),
         ("data=-2", "'data=-2' is not `axis=size`"),
         ("data=x", "'data=x' is not `axis=size`"),
-        ("data=2, data=4", "'data=4' stands twice"),
+        ("data=2, data=4", "'data=4' is given twice"),
         ("data=-1, model=-1", "only one axis may be -1"),
     ],
 )
@@ -111,3 +112,85 @@ def test_describing_a_slice_leaves_the_cluster_to_be_found(monkeypatch):
     else:
         assert mp.mesh("data=8", topology="v6e:2x4").size == 8
     assert "TPU_SKIP_MDS_QUERY" not in os.environ
+
+
+# -- axes and sizes as users write them; the mesh of the context
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [("data=4, model=2",), ({"data": 4, "model": 2},), ((4, 2), ("data", "model")), ([-1, 2], "data model"),
+     ({"data": 4, "model": -1},)],
+)  # fmt: skip
+def test_a_mesh_is_text_or_a_mapping_or_sizes_with_names(spec):
+    made, want = mp.mesh(*spec), jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    assert made == want
+    assert dict(made.shape) == {"data": 4, "model": 2}
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (((4, 2),), "not text, a mapping, or sizes"), (((4, 2), ("data",)), "2 sizes, but 1 axes"), ((4,), "not text"),
+        (("data=4", ("data",)), "not text"), (({"data": 0},), "is not `axis=size`"), (({"data": "4"},), "is not `axis=size`"),
+        (({"data": True},), "is not `axis=size`"), (({4: 2},), "is not `axis=size`"),
+        (((4, 2), ("data", "data")), "is given twice"),
+        (({"data": -1, "model": -1},), "only one axis may be -1"), (({"da ta": 4},), "is not `axis=size`"), ((None,), "not text"),
+    ],
+)  # fmt: skip
+def test_what_is_no_mesh_says_so(spec, said):
+    with pytest.raises(mp.errors.LayoutSyntaxError, match=said):
+        mp.mesh(*spec)
+
+
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+DIMS_OF_X = {"x": "batch embed"}
+
+
+def doubled(x):
+    return 2 * x
+
+
+def test_the_options_that_take_a_mesh_take_a_mapping():
+    step = mp.jit(doubled, mesh={"data": 4, "model": 2}, layout="batch: data", dims=DIMS_OF_X)
+    assert step(X).sharding.spec == jax.P("data")
+    assert step.on({"data": 8}).mesh.shape == {"data": 8}
+    plan = mp.plan(doubled, X, mesh={"data": -1}, topology="v5e:2x2", layout="batch: data", dims=DIMS_OF_X)
+    assert plan.sizes == {"data": 4}
+    assert plan.replan(mesh={"data": 2}).sizes == {"data": 2}
+    assert mp.check(doubled, X, layouts="batch: data", mesh={"data": 8}, dims=DIMS_OF_X).ok
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_without_a_mesh_it_is_that_of_set_mesh(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    options = {"layout": "batch: data; embed: model", "dims": DIMS_OF_X}
+    with jax.set_mesh(mesh):
+        step = mp.jit(doubled, **options)
+        made = mp.init(doubled, **options)
+        plan = mp.plan(doubled, X, **options)
+        shardings = mp.shardings({"x": X}, options["layout"], dims={"x": "batch embed"})
+    for out in (step(X), made(X)):
+        assert dict(out.sharding.mesh.shape) == {"data": 4, "model": 2}
+        assert out.sharding.spec == jax.P("data", "model")
+        np.testing.assert_array_equal(out, 2 * X)
+    assert plan.sizes == {"data": 4, "model": 2}
+    assert shardings["x"] == step(X).sharding
+
+
+def test_without_a_mesh_an_abstract_one_of_the_context_is_planned_on():
+    abstract = jax.sharding.AbstractMesh((16,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(abstract):
+        assert mp.plan(doubled, jnp.ones((16, 4)), layout="batch: data", dims=DIMS_OF_X).sizes == {"data": 16}
+        step = mp.jit(doubled, layout="batch: data", dims=DIMS_OF_X)
+    with pytest.raises(mp.errors.MeshError, match="abstract"):
+        step(jnp.ones((16, 4)))
+
+
+@pytest.mark.parametrize("call", [
+    lambda **o: mp.jit(doubled, **o), lambda **o: mp.init(doubled, **o), lambda **o: mp.plan(doubled, X, **o),
+    lambda **o: mp.compile(doubled, X, **o), lambda layout, dims: mp.shardings({"x": X}, layout, dims=dims),
+])  # fmt: skip
+def test_without_any_mesh_is_an_error(call):
+    with pytest.raises(mp.errors.MeshError, match="no mesh is given, and none is set"):
+        call(layout="batch: data", dims=DIMS_OF_X)

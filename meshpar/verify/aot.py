@@ -22,6 +22,7 @@ from ..errors import CompilerError, MeshError, UnsupportedError
 from ..hardware.topology import chip_of, topology_devices, topology_of
 from ..keywords import options_apart
 from ..layout import AnyMesh
+from ..mesh import MeshLike, context_mesh
 from ..mesh import mesh as make_mesh
 from ..plan.collectives import duration, human
 from ..plan.plan import Plan
@@ -228,14 +229,15 @@ def _topology(devices: list[Any]) -> str:
     )
 
 
-def mesh_to_compile_for(mesh: AnyMesh | str, topology: str | None) -> Mesh:
+def mesh_to_compile_for(mesh: MeshLike | None, topology: str | None) -> Mesh:
     """A mesh over the devices of a topology, or over those it has.
 
     Raises:
       MeshError: neither says any devices, or they are different ones.
     """
-    if isinstance(mesh, str):
+    if isinstance(mesh, str | Mapping):
         return make_mesh(mesh, topology=topology)
+    mesh = context_mesh() if mesh is None else mesh
     if topology is None:
         if not isinstance(mesh, Mesh):
             raise MeshError("an abstract mesh has no devices to compile for", fixes=['add topology="v5e:16x16"'])

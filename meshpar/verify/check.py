@@ -18,7 +18,7 @@ An op that does something else is wrong, and the error names its line.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..errors import CheckError, DivisibilityError
 from ..layout import Layout
+from ..mesh import MeshSizes
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
 from .localize import Localizer
@@ -132,19 +133,19 @@ def check_layouts(
     subject: Callable[[Mesh, Layout, Lowering], AbstractContextManager[Subject]],
     *,
     layouts: Any,
-    meshes: Mesh | str | Iterable[Mesh | str] | None,
+    meshes: Mesh | MeshSizes | Sequence[Mesh | MeshSizes] | None,
     lowerings: Sequence[Lowering],
     tolerance: float = 1e-5,
     raises: bool = True,
 ) -> Report:
     """:func:`meshpar.check`, for a step that ``subject`` lowers for a mesh, a layout and a lowering."""
-    asked = [meshes] if isinstance(meshes, Mesh | str) else None if meshes is None else list(meshes)
+    asked = [meshes] if isinstance(meshes, Mesh | str | Mapping) else None if meshes is None else list(meshes)
     case = _Case(tolerance)
     report = Report(tolerance=tolerance)
     refused: DivisibilityError | None = None
     for layout in each_layout(layouts):
         for m in _default_meshes(layout) if asked is None else asked:
-            m = make_mesh(m) if isinstance(m, str) else m
+            m = make_mesh(m) if isinstance(m, str | Mapping) else m
             for lowering in lowerings:
                 try:
                     with subject(m, layout, lowering) as it:
