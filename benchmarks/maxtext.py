@@ -41,7 +41,7 @@ from rich.table import Table
 
 import meshpar as mp
 from meshpar.hardware.topology import parse_topology
-from meshpar.passes.overlap import MODES
+from meshpar.passes.collective_matmul import MODES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import llama

@@ -25,7 +25,7 @@ from .errors import CheckError, CompilerError, JoinWarning, MeshparError, Target
 from .hardware.calibration import read_calibrations
 from .hardware.topology import device_count
 from .layouts import PRESETS
-from .passes.overlap import MODES
+from .passes.collective_matmul import MODES
 from .planned import Plan
 from .pods.cli import add_commands
 from .report import plan_steps

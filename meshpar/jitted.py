@@ -47,7 +47,7 @@ from .lower import LOWERINGS
 from .mesh import MeshLike, context_mesh
 from .mesh import mesh as make_mesh
 from .passes import make_plan
-from .passes.overlap import MODES
+from .passes.collective_matmul import MODES
 from .planned import Plan
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, Subject, check_layouts

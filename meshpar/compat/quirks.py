@@ -47,7 +47,7 @@ LONG_HELD = Quirk(
     test="tests/passes/test_schedule.py::test_gradients_of_layers_are_not_left_to_the_end",
     remove="when the scheduler bounds live memory by itself",
 )
-LARGE = 2**24
+LARGE_BUFFER_BYTES = 2**24
 """Bytes of operands or results on a device from which on it matters how long they are held (:data:`LONG_HELD`)."""
 
 LOOPS_FIRST = Quirk(
@@ -56,7 +56,7 @@ LOOPS_FIRST = Quirk(
     test="tests/passes/test_barriers.py::test_a_loop_waits_for_what_was_large_before_it",
     remove="with LONG_HELD",
 )
-LARGE_SUM = 2**26
+SERIALIZED_REDUCTION_BYTES = 2**26
 """Bytes of a reduce-scattered sum on a device for which the next loop waits (:data:`LOOPS_FIRST`)."""
 
 CUT_LATE = Quirk(
@@ -65,7 +65,7 @@ CUT_LATE = Quirk(
     test="tests/passes/test_barriers.py::test_a_large_scattered_sum_is_cut_where_it_is_made",
     remove="when reduce-scatters stay what they are",
 )
-CUT_HERE = LARGE_SUM // 4
+SLICE_BARRIER_BYTES = SERIALIZED_REDUCTION_BYTES // 4
 """Bytes of a sum on a device from which on its scattered part stands behind a barrier (:data:`CUT_LATE`)."""
 
 ROUNDED_STACK = Quirk(
@@ -84,12 +84,13 @@ JOINED_EPILOGUE = Quirk(
     test="tests/passes/test_barriers.py::test_a_product_of_which_several_operands_are_made_is_apart",
     remove="when these kernels take no longer than the product and the elementwise ops one after the other",
 )
-EPILOGUE_CHIPS = {"v5e": (3, 64), "v5p": (0, 32), "v6e": (1, 64), "tpu7x": (0, 32)}
-"""The chips for which a product of at least ``LARGE`` bytes stands apart (:data:`JOINED_EPILOGUE`): of how many products at most
-several arrays are computed (on v6e the kernel takes no longer than its product where gate and up are made beside it), and MiB
+EPILOGUE_LIMITS = {"v5e": (3, 64), "v5p": (0, 32), "v6e": (1, 64), "tpu7x": (0, 32)}
+"""The chips on which a matmul with a result of at least ``LARGE_BUFFER_BYTES`` bytes is compiled to a separate kernel
+(:data:`JOINED_EPILOGUE`): of how many matmuls at most several arrays are computed (on v6e the kernel takes no longer than its
+matmul where gate and up are computed in it), and MiB
 of an operand that stays in VMEM. A product with a larger one on both sides always stands apart; of v5p and tpu7x no other does."""
 
-WHOLE_SUM_CHIPS = ("v4", "v5e", "v5p", "v6e")
+ALL_REDUCE_CHIPS = ("v4", "v5e", "v5p", "v6e")
 """The chips for which XLA's partitioner (libtpu 0.0.42) was seen to leave a sum whole where every device gets a part of its
 own; for tpu7x it scatters them (Llama 3 8B under FSDP sends 47.8 GB a step there)."""
 
@@ -215,7 +216,7 @@ def opaque(x: Any) -> Any:
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
-def gathered_apart(x: Any, axes: Sequence[str], dim: int) -> Any:
+def separate_all_gather(x: Any, axes: Sequence[str], dim: int) -> Any:
     """An all-gather into other memory than that of the result (:data:`NOT_IN_PLACE`)."""
     pieces = lax.all_gather(x, tuple(axes), axis=0, tiled=False)
     y = jnp.moveaxis(pieces, 0, dim).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])

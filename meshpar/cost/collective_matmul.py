@@ -5,7 +5,7 @@ ring, t the seconds of a ring step (chunks are sent both ways at once) and m the
 
 - A separate collective is exposed for its whole duration, with two exceptions where the kind is asynchronous (``Plan.goes_on``).
   The all-gather of a weight is prefetched, and not exposed. Another all-gather is hidden by other matmuls of its body
-  (:class:`meshpar.passes.overlap.Free`). For reductions see :func:`reduction_costs`.
+  (:class:`meshpar.passes.collective_matmul.Free`). For reductions see :func:`reduction_costs`.
 - A ring takes the seconds of all that it computes, plus stalls. Each of the (A-1)/2 ring steps stalls for max(0, t - 2m), the first
   one for max(0, t - m); an even A adds a step of t/2. Another matmul that can run meanwhile hides one of these stalls. On chips of
   two cores whose programs block on all-gathers (the default), the compiler overlaps one matmul with a ring step, whatever their
@@ -13,7 +13,7 @@ ring, t the seconds of a ring step (chunks are sent both ways at once) and m the
   Each chunk costs a start, and :func:`ring_overhead_seconds` is added. The received chunk of a reduction is added before it is sent
   on, which lengthens the ring step; the addition for the other direction overlaps. Rows that do not fill the matrix unit are
   rounded up. A matmul of a chunk rereads the operand that is not chunked. Around a line, ring steps may be synchronous
-  (``Chip.lines_wait``).
+  (``Chip.line_permutes_are_sync``).
 - A fused kernel takes max(matmuls, communication) plus one ring step, the first or the last, which no matmul overlaps, plus the
   copies that bring its operands into its layout.
 """
@@ -113,7 +113,7 @@ def exposed_seconds(
     matmuls = sum(matmul_seconds(plan, chip, run, pair, devices) for run in runs)
     chunk = matmuls + BLOCK_START_SECONDS * len(runs) + per_chunk
     stalls: list[float] = []
-    if stage.line and chip.lines_wait:
+    if stage.line and chip.line_permutes_are_sync:
         stalls.append(
             sum((c.seconds or 0.0) * (c.count or 1) for c in hops if c.algorithm == "ring") / (first.count or 1)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat.quirks import LARGE
+from ..compat.quirks import LARGE_BUFFER_BYTES
 from ..plan.plan import Plan
 from .caching import cached_on_plan
 
@@ -36,4 +36,4 @@ def gathered_then_copied(whole: float, shard: float) -> bool:
       whole: bytes of the result on a device.
       shard: bytes before the all-gather.
     """
-    return whole >= max(LARGE, 2 * shard)
+    return whole >= max(LARGE_BUFFER_BYTES, 2 * shard)

@@ -89,7 +89,7 @@ class _Live:
         self.plan, self.kind_of = plan, buffer_roles(plan)
         chip = plan.chip
         self.tpu = chip is not None and bool(chip.torus)
-        self.copies = chip is not None and self.tpu and bool(chip.waits)
+        self.copies = chip is not None and self.tpu and bool(chip.sync_collectives)
         self.postpones = self.tpu and plan.goes_on("all-gather")
         self.running = kernel_schedules(plan)
         self.points: list[tuple[int, float, Kernel]] = []

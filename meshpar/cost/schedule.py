@@ -189,7 +189,10 @@ def _concurrent_in(
 def _on_sparse_cores(plan: Plan, op: CollectiveOp) -> bool:
     """Whether compiler options put reductions of this kind on the SparseCores: the chip's default is a synchronous one."""
     return (
-        op in ("all-reduce", "reduce-scatter") and plan.chip is not None and op in plan.chip.waits and plan.goes_on(op)
+        op in ("all-reduce", "reduce-scatter")
+        and plan.chip is not None
+        and op in plan.chip.sync_collectives
+        and plan.goes_on(op)
     )
 
 

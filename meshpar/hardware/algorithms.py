@@ -117,9 +117,9 @@ _TABLE = (
     Algorithm("staged", _one_by_one, _SCATTER),
     # the same, inside slices before it crosses them
     Algorithm("hierarchical", _slices_last, _SCATTER, between_slices=True),
-    # the links of all torus dims at once, at twice the bytes (meshpar.passes.sums)
+    # the links of all torus dims at once, at twice the bytes (meshpar.passes.all_reduce_choice)
     Algorithm("whole", _all_at_once, cut=True),
-    # hops around the major torus dim beside matmuls (meshpar.passes.overlap): each hop is a collective-permute of its own
+    # hops around the major torus dim beside matmuls (meshpar.passes.collective_matmul): each hop is a collective-permute of its own
     Algorithm("ring", _one_by_one),
     # the same hops, sent by a fused Pallas kernel
     Algorithm("pallas", _one_by_one, compiled=False),
@@ -144,11 +144,11 @@ def choose_algorithm(
     - A reduce-scatter over several torus dims is ``staged``, across slices ``staged`` or ``hierarchical``, by the α-β model that
       planner and kernels share (:func:`meshpar_kernels.collectives.choose`). XLA makes an all-reduce of the native one, which sends
       twice the bytes and holds the whole array: it is left out, also where it would be as fast. Where that is shorter beside
-      what else a program does, :mod:`meshpar.passes.sums` has it later.
+      what else a program does, :mod:`meshpar.passes.all_reduce_choice` has it later.
     - Every other collective is ``native``: none sends less, and it alone has the links of all torus dims at once.
 
     A stand-alone ring of ``ppermute``s is not weighed: in compiled schedules its sums and copies cost more than its links save,
-    for every reduce-scatter that was compiled. Beside products rings are decided on by :mod:`meshpar.passes.overlap`.
+    for every reduce-scatter that was compiled. Beside products rings are decided on by :mod:`meshpar.passes.collective_matmul`.
 
     Args:
       op: its kind.

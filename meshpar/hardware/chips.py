@@ -54,11 +54,11 @@ class Chip:
       vector: elements that the vector units of a core take in a cycle, apart from what reading and writing them takes: from
         libtpu's own estimates for sums, norms, conversions and optimizers of 1 to 14 operands (1024 elements in 10.1, 8.2, 6.5
         and 4.4 cycles on v5e, v5p, v6e and tpu7x).
-      waits: collectives that XLA schedules synchronously on this chip, with its default options. libtpu 0.0.42: of 103 programs
-        compiled for devices of two cores none has an asynchronous gather, nor has one of v6e (Llama, three layouts); of 132 for
-        v5e and tpu7x 39 do. Sums are synchronous but on tpu7x, where collectives run on cores of their own.
-      lines_wait: whether permutes around a line of the torus are synchronous. libtpu 0.0.42 makes them so for v5e (lines of 4 and 8
-        devices of an 8x8 and a 16x16; not in a 4x4), there not around rings, and nowhere for the other chips.
+      sync_collectives: collectives that XLA schedules synchronously on this chip, with its default options. libtpu 0.0.42: of 103
+        programs compiled for devices of two cores none has an asynchronous gather, nor has one of v6e (Llama, three layouts); of
+        132 for v5e and tpu7x 39 do. Sums are synchronous but on tpu7x, where collectives run on cores of their own.
+      line_permutes_are_sync: whether permutes around a line of the torus are synchronous. libtpu 0.0.42 makes them so for v5e
+        (lines of 4 and 8 devices of an 8x8 and a 16x16; not in a 4x4), there not around rings, and nowhere for the other chips.
       source: where the figures are from; ``~`` before those that are less certain.
       calibration: the devices and the version of jaxlib that its efficiencies were measured with; "": they are the table's.
     """
@@ -91,8 +91,8 @@ class Chip:
     clock: float = 0.0
     cores: int = 1
     vector: int = 100
-    waits: frozenset[CollectiveOp] = frozenset()
-    lines_wait: bool = False
+    sync_collectives: frozenset[CollectiveOp] = frozenset()
+    line_permutes_are_sync: bool = False
     source: str = ""
     calibration: str = ""
 
@@ -176,16 +176,16 @@ _SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _TABLE = (
     Chip("v4", ("TPU v4",), 2.75e14, None, 30.75 * GIB, 1.23e12, 4.5e10, 6, (16, 16, 16), 6.2e9, 128 * 2**20,
          slices=_SMALL, cube=4, accelerators=("v4",), counted=2, target="v4", target_config="megacore",
-         clock=1.05e9, cores=2, waits=_ALL, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         clock=1.05e9, cores=2, sync_collectives=_ALL, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v5e", ("TPU v5 lite", "TPU v5e"), 1.97e14, 3.94e14, 15.75 * GIB, 8.1e11, 4.5e10, 4, (16, 16), 3.1e9, 128 * 2**20,
          slices=_FLAT, accelerators=("v5litepod", "v5e"), target="v5e",
-         hbm_efficiency=0.89, clock=1.5e9, waits=_SUMS, lines_wait=True, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         hbm_efficiency=0.89, clock=1.5e9, sync_collectives=_SUMS, line_permutes_are_sync=True, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v5p", ("TPU v5", "TPU v5p"), 4.59e14, 9.18e14, 95.74 * GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20,
          slices=_SMALL, cube=4, accelerators=("v5p",), counted=2, target="v5p",
-         hbm_efficiency=0.85, clock=1.75e9, cores=2, vector=125, waits=_ALL, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         hbm_efficiency=0.85, clock=1.75e9, cores=2, vector=125, sync_collectives=_ALL, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v6e", ("TPU v6 lite", "TPU v6e"), 9.18e14, 1.84e15, 31.25 * GIB, 1.64e12, 9e10, 4, (16, 16), 1.25e10, 128 * 2**20,
          lanes=256, slices=_FLAT, accelerators=("v6e",), target="v6e",
-         matmul_efficiency=0.9, clock=1.75e9, vector=160, waits=_ALL, source=f"vendor page; {_USABLE}; ~dcn"),
+         matmul_efficiency=0.9, clock=1.75e9, vector=160, sync_collectives=_ALL, source=f"vendor page; {_USABLE}; ~dcn"),
     Chip("tpu7x", ("TPU7x",), 2.31e15, 4.61e15, 2 * 94.75 * GIB, 7.38e12, 9.5e10, 6, (16, 16, 36), 1.25e10, 64 * 2**20,
          devices=2, lanes=256, slices=_SMALL, cube=4, accelerators=("tpu7x",), counted=2, target="tpu7x",
          matmul_efficiency=0.87, clock=2.2e9, vector=235,

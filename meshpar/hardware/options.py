@@ -25,7 +25,7 @@ class OptionGroup:
       values: option → value.
       chips: for which chips of the table.
       when: set where a plan sends by one of these.
-      frees: collectives that are no longer synchronous with them (``Chip.waits``).
+      frees: collectives that are no longer synchronous with them (``Chip.sync_collectives``).
       why: what the compiler does without them.
       measured: what they changed in compiled programs, with which compiler.
     """
@@ -118,7 +118,7 @@ class Options:
             out.update(group.values)
         return {**out, **dict(self.given)}
 
-    def waits(self, chip: Chip | None) -> frozenset[CollectiveOp]:
+    def sync_collectives(self, chip: Chip | None) -> frozenset[CollectiveOp]:
         """The collectives that programs for a chip wait for when they are compiled with these options."""
         if chip is None:
             return frozenset()
@@ -127,7 +127,7 @@ class Options:
         for group in GROUPS:
             if chip.name in group.chips and all(mine.get(k) == str(v).lower() for k, v in group.values.items()):
                 freed |= group.frees
-        return chip.waits - freed
+        return chip.sync_collectives - freed
 
     def to_dict(self) -> dict[str, Any]:
         def shown(group: OptionGroup) -> dict[str, Any]:

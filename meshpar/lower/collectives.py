@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..compat.quirks import before_exchange, extremum, gathered_apart, psum_scatter
+from ..compat.quirks import before_exchange, extremum, psum_scatter, separate_all_gather
 from ..hardware.algorithms import ALGORITHMS, AlgorithmName
 from ..layout import Spec
 from ..plan.collectives import reduces
@@ -54,7 +54,7 @@ def _slice(x: Any, move: Move, grid: Grid) -> Any:
 def _all_gather(x: Any, move: Move, grid: Grid, apart: bool) -> Any:
     (dim,) = move.dims
     axes = fine_names(move.axes, grid)
-    return gathered_apart(x, axes, dim) if apart else lax.all_gather(x, axes, axis=dim, tiled=True)
+    return separate_all_gather(x, axes, dim) if apart else lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
 def _all_to_all(x: Any, move: Move, grid: Grid) -> Any:

@@ -9,7 +9,7 @@ from jax import lax
 
 from meshpar_kernels.collective_matmul import dots_scatter, gather_dots
 
-from ..passes.overlap import dot_of
+from ..passes.collective_matmul import dot_of
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard
 from ..program.ir import Op, Value
 from ..rules.spmd import Grid

@@ -1,7 +1,7 @@
 """Functions from plan to plan.
 
-The first, :func:`meshpar.passes.overlap.overlap`, chooses between forms by their steps: it runs the others on each, those of
-:data:`PASSES`, which are in their order.
+The first, :func:`meshpar.passes.collective_matmul.overlap`, compares plans with and without ring decompositions: it runs
+the other passes (:data:`PASSES`, in that order) on each of them.
 """
 
 import math
@@ -20,12 +20,12 @@ from ..layout import AnyMesh, Layout
 from ..plan.plan import Plan
 from ..plan.planner import planned
 from ..program.ir import Program
-from .barriers import loops_in_turn, products_apart, results_in_turn, slices_apart, stacks_in_order
-from .crossings import note_crossings
+from .all_reduce_choice import choose_all_reduce
+from .barriers import order_stacks, separate_matmuls, separate_slices, serialize_loops, serialize_results
+from .collective_matmul import overlap as send
 from .lowering import AUTO, resolve_lowering
-from .overlap import overlap as send
 from .schedule import schedule
-from .sums import whole_sums
+from .slice_traffic import note_crossings
 
 
 class Pass(NamedTuple):
@@ -42,13 +42,13 @@ class Pass(NamedTuple):
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass(whole_sums, ("shard_map", "jit")),
+    Pass(choose_all_reduce, ("shard_map", "jit")),
     Pass(schedule),
-    Pass(products_apart),
-    Pass(stacks_in_order),
-    Pass(loops_in_turn),
-    Pass(results_in_turn),
-    Pass(slices_apart),
+    Pass(separate_matmuls),
+    Pass(order_stacks),
+    Pass(serialize_loops),
+    Pass(serialize_results),
+    Pass(separate_slices),
     Pass(note_crossings, ("shard_map", "jit")),
 )
 
@@ -66,8 +66,9 @@ def make_plan(
       topology: the slices that an abstract mesh lies on, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may take.
       lowering: ``"auto"``, ``"shard_map"``, or ``"jit"``, under which XLA partitions; see :func:`resolve_lowering`.
-      overlap: how all-gathers before matmuls and reduce-scatters after them are made: :data:`meshpar.passes.overlap.MODES`; and
-        whether a reduce-scatter may be replaced by an all-reduce (:mod:`meshpar.passes.sums`). None: the lowering's default.
+      overlap: how all-gathers before matmuls and reduce-scatters after them are made:
+        :data:`meshpar.passes.collective_matmul.MODES`; and whether a reduce-scatter may be replaced by an all-reduce
+        (:mod:`meshpar.passes.all_reduce_choice`). None: the lowering's default.
       options: ``auto``: the compiler's options of :mod:`meshpar.hardware.options`; ``compiler_options``: the user's own.
       calibrations: what was measured of devices.
 
@@ -165,7 +166,9 @@ def replan(
     """
     if lowering is None:
         lowering = AUTO if plan.asked_lowering == "jit" and overlap not in (None, "off") else plan.asked_lowering
-    walked = walked_again(plan, layout=layout, mesh=mesh, topology=topology, strict=strict, calibrations=calibrations)
+    walked = plan_without_passes(
+        plan, layout=layout, mesh=mesh, topology=topology, strict=strict, calibrations=calibrations
+    )
     return _noted(
         with_passes(
             replace(
@@ -178,7 +181,7 @@ def replan(
     )
 
 
-def walked_again(
+def plan_without_passes(
     plan: Plan, *, layout: Layout | None = None, mesh: AnyMesh | None = None, topology: str | None = None,
     strict: bool = False, calibrations: Calibrations | None = None, most: float = math.inf,
 ) -> Plan:  # fmt: skip

@@ -8,7 +8,13 @@ from typing import TypeGuard
 
 import numpy as np
 
-from ..compat.quirks import COPIED_STACK_CHIPS, CUT_HERE, EPILOGUE_CHIPS, LARGE, LARGE_SUM
+from ..compat.quirks import (
+    COPIED_STACK_CHIPS,
+    EPILOGUE_LIMITS,
+    LARGE_BUFFER_BYTES,
+    SERIALIZED_REDUCTION_BYTES,
+    SLICE_BARRIER_BYTES,
+)
 from ..cost.donation import aliased_inputs, gathered_then_copied
 from ..cost.flops import smaller_operand_bytes
 from ..cost.fusion import FUSIBLE, MATMULS, REDUCTIONS, VIEWS
@@ -23,7 +29,7 @@ def _again(shard: Shard) -> Shard:
     return Shard(shard.value, shard.spec, shard.partial, shard.kind)
 
 
-def loops_in_turn(plan: Plan) -> Plan:
+def serialize_loops(plan: Plan) -> Plan:
     """A loop waits for the loops and the large reduce-scattered sums before it.
 
     The compiler may order what is independent as it likes, and likes to keep whole gradients and gathered weights waiting while it
@@ -39,10 +45,10 @@ def loops_in_turn(plan: Plan) -> Plan:
         def change(step: Reduce | Loop) -> Sequence[Step]:
             if isinstance(step, Reduce):
                 before, after = size(step.source, step.source.spec), size(step.source, step.scattered)
-                if after >= before or before < CUT_HERE:
+                if after >= before or before < SLICE_BARRIER_BYTES:
                     return (step,)
                 raw = _again(step.result)
-                if before >= LARGE_SUM:
+                if before >= SERIALIZED_REDUCTION_BYTES:
                     came.append(step.result)
                 return replace(step, result=raw), Barrier(step.op, (raw,), (step.result,))
             if step.op.name != "scan":
@@ -94,7 +100,7 @@ def _with_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
     return _with_body(plan, rewritten(plan.body, inner))
 
 
-def results_in_turn(plan: Plan) -> Plan:
+def serialize_results(plan: Plan) -> Plan:
     """Large results that are gathered into the place of donated arguments are put there one after the other."""
     outputs = {plan.body.outputs[k].value for k in aliased_inputs(plan)}  # type: ignore[union-attr]
     last: list[Shard] = []
@@ -120,7 +126,7 @@ def results_in_turn(plan: Plan) -> Plan:
     return _with_body(plan, with_others(plan.body, Reshard, change)) if outputs else plan
 
 
-def slices_apart(plan: Plan) -> Plan:
+def separate_slices(plan: Plan) -> Plan:
     """Slices of a stack of floats that a loop rounds to a narrower type cannot be seen through.
 
     Else the compiler rounds all of the stack before the loop, and holds both.
@@ -140,7 +146,7 @@ def slices_apart(plan: Plan) -> Plan:
     return _with_scans(plan, change)
 
 
-def products_apart(plan: Plan) -> Plan:
+def separate_matmuls(plan: Plan) -> Plan:
     """A large matrix product is a kernel of its own where much is computed from its result.
 
     Else the compiler computes it inside the product, and its matrix units wait meanwhile, or multiply smaller tiles
@@ -150,9 +156,9 @@ def products_apart(plan: Plan) -> Plan:
     - sums over what it makes and other arrays: the way back of a norm.
     """
     chip = None if plan.chip is None else plan.chip.name
-    if chip not in EPILOGUE_CHIPS:
+    if chip not in EPILOGUE_LIMITS:
         return plan
-    most, stays = EPILOGUE_CHIPS[chip]
+    most, stays = EPILOGUE_LIMITS[chip]
 
     def size(shard: Shard) -> float:
         return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
@@ -166,7 +172,7 @@ def products_apart(plan: Plan) -> Plan:
             if isinstance(step, Run):
                 name = step.op.name
                 if name == "dot_general":
-                    if step.in_ring != "reduce" and size(step.results[0]) >= LARGE:
+                    if step.in_ring != "reduce" and size(step.results[0]) >= LARGE_BUFFER_BYTES:
                         makers.append(step)
                         products.update(step.results)
                 elif name == "broadcast_in_dim":
@@ -221,7 +227,7 @@ def products_apart(plan: Plan) -> Plan:
     return _with_body(plan, _homes(plan.body, home))
 
 
-def stacks_in_order(plan: Plan) -> Plan:
+def order_stacks(plan: Plan) -> Plan:
     """What loops stack of large products lies as the products of the way back read it, on chips where these take another order.
 
     (:data:`meshpar.compat.quirks.COPIED_STACK`)
@@ -235,7 +241,11 @@ def stacks_in_order(plan: Plan) -> Plan:
         for run in body.with_calls:
             if isinstance(run, Run) and (_multiplies(run) or (_is_view(run) and run.reads[0] in products)):
                 products.update(run.results)
-        new = {s: _again(s) for s in body.outputs[carries:] if s in products and len(s.spec) == 3 and size(s) >= LARGE}
+        new = {
+            s: _again(s)
+            for s in body.outputs[carries:]
+            if s in products and len(s.spec) == 3 and size(s) >= LARGE_BUFFER_BYTES
+        }
         if not new:
             return step
         orders = tuple(Order(s.value.op, s, made, (0, 2, 1)) for s, made in new.items())

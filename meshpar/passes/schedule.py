@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..compat.quirks import LARGE, LARGE_SUM
+from ..compat.quirks import LARGE_BUFFER_BYTES, SERIALIZED_REDUCTION_BYTES
 from ..cost.fusion import FUSIBLE, MATMULS, VIEWS
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
@@ -112,7 +112,7 @@ class _Schedule:
         readers: dict[tuple[Frame, Value], list[Op]] = {}  # products of a value with a large gathered operand
         for step, users in _gathers(self.plan.body):
             value = step.source.value
-            if self._bytes(step.result) < LARGE:
+            if self._bytes(step.result) < LARGE_BUFFER_BYTES:
                 continue
             for op in users:
                 for v in op.ins:
@@ -140,8 +140,10 @@ class _Schedule:
                     self._wait(body, op, last)
 
     def _blocks_a_loop(self, step: Reduce, body: _Body, value: Value) -> bool:
-        """Whether an asynchronous reduction is one that a loop after ``value`` waits for (:func:`.barriers.loops_in_turn`)."""
-        if self._bytes(step.source) < LARGE_SUM or not any(self.plan.goes_on(c.op) for c in step.collectives):
+        """Whether an asynchronous reduction is one that a loop after ``value`` waits for (:func:`.barriers.serialize_loops`)."""
+        if self._bytes(step.source) < SERIALIZED_REDUCTION_BYTES or not any(
+            self.plan.goes_on(c.op) for c in step.collectives
+        ):
             return False
         assert value.op is not None
         return any(op.name == "scan" for op in body.follows(value.op))
@@ -153,7 +155,7 @@ class _Schedule:
             if op.name not in MATMULS or not op.outs:
                 continue
             if not body.heavy_after(op):
-                if self._operands(op) >= LARGE and self._is_made(op.outs[0]):
+                if self._operands(op) >= LARGE_BUFFER_BYTES and self._is_made(op.outs[0]):
                     left.append((op, 0))
                 continue
             left = [(o, n + 1) for o, n in left]

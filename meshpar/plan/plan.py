@@ -249,13 +249,13 @@ class Plan:
         return self.body.runs
 
     @cached_property
-    def waits(self) -> frozenset[CollectiveOp]:
+    def sync_collectives(self) -> frozenset[CollectiveOp]:
         """The collectives that its programs wait for, on its chip and with its options of the compiler."""
-        return self.options.waits(self.chip)
+        return self.options.sync_collectives(self.chip)
 
     def goes_on(self, op: CollectiveOp) -> bool:
         """Whether its programs go on beside collectives of a kind, where something is there to do."""
-        return op not in self.waits
+        return op not in self.sync_collectives
 
     @property
     def bytes_sent(self) -> float:

@@ -28,7 +28,7 @@ from ..errors import CompilerError, MeshError, MeshparError, UnsupportedError
 from ..hardware.topology import Torus, joined, parse_topology, torus_of_slices
 from ..layout import Layout, Rule
 from ..mesh import planned_mesh
-from ..passes import walked_again, with_passes
+from ..passes import plan_without_passes, with_passes
 from ..plan import plan as record
 from ..plan.claims import Claims
 from ..plan.collectives import duration, human
@@ -243,7 +243,9 @@ class _Evaluation:
 
     def _walked(self, point: Point, most: float = math.inf) -> record.Plan:
         where = planned_mesh(point.mesh, self.topology)
-        return walked_again(self.base, layout=Layout(point.layout), mesh=where, topology=self.topology, most=most)
+        return plan_without_passes(
+            self.base, layout=Layout(point.layout), mesh=where, topology=self.topology, most=most
+        )
 
     def alike(self, one: Point, other: Point) -> bool:
         """Whether two candidates on a mesh have the same seconds and peak."""

@@ -104,7 +104,7 @@ def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they
     maker = {item: place[k] for k in running.kernels for item in k.writes}
     assert all(maker.get(item, -1) <= place[k] for k in running.kernels for item in k.reads)
 
-    alone = replace(plan, chip=replace(plan.chip, waits=CHIPS["v5p"].waits))  # programs wait: nothing runs beside them
+    alone = replace(plan, chip=replace(plan.chip, sync_collectives=CHIPS["v5p"].sync_collectives))
     assert not any(b.kernels for besides in concurrent_matmuls(alone).values() for b in besides.values())
     assert plan.memory.peak > alone.memory.peak
 

@@ -58,8 +58,8 @@ def test_a_plan_shows_its_options_and_waits_for_what_they_leave():
     plan, off = planned("v5p:2x2x2"), planned("v5p:2x2x2", options="off")
     assert dict(GATHERS.values).items() <= plan.options.values.items()
     assert off.options.values == {}
-    assert off.waits == CHIPS["v5p"].waits
-    assert "all-gather" in off.waits - plan.waits
+    assert off.sync_collectives == CHIPS["v5p"].sync_collectives
+    assert "all-gather" in off.sync_collectives - plan.sync_collectives
     assert plan.seconds < off.seconds
     assert json.loads(plan.to_json())["options"]["values"] == plan.options.values
     assert all(group.name in str(plan) for group in plan.options.groups)
@@ -72,11 +72,11 @@ def test_what_the_user_gives_wins():
     plan = planned("v5p:2x2x2", compiler_options={name: False, "xla_mine": 3})
     assert plan.options.values[name] is False
     assert plan.options.values["xla_mine"] == 3
-    assert "all-gather" in plan.waits
+    assert "all-gather" in plan.sync_collectives
     by_hand = planned("v5p:2x2x2", options=None, compiler_options=dict.fromkeys(GATHERS.values, "true"))
     assert by_hand.options.groups == ()
-    assert "all-gather" not in by_hand.waits
-    assert planned("v5p:2x2x2", options="off").replan().waits == CHIPS["v5p"].waits
+    assert "all-gather" not in by_hand.sync_collectives
+    assert planned("v5p:2x2x2", options="off").replan().sync_collectives == CHIPS["v5p"].sync_collectives
 
 
 def test_options_that_a_compiler_does_not_know_are_left_out_as_a_group_and_said():
@@ -84,7 +84,7 @@ def test_options_that_a_compiler_does_not_know_are_left_out_as_a_group_and_said(
     chosen = choose_options(CHIPS["v5p"], {"all-gather"}, unknown=lambda values: {name: "no such option"})
     assert not set(GATHERS.values) & set(chosen.values)
     assert (GATHERS, "no such option") in chosen.left_out
-    assert "all-gather" in chosen.waits(CHIPS["v5p"])
+    assert "all-gather" in chosen.sync_collectives(CHIPS["v5p"])
 
 
 def test_a_mode_that_does_not_exist_is_refused(mesh):

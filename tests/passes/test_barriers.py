@@ -17,7 +17,7 @@ import meshpar as mp
 from meshpar.hardware.topology import parse_topology
 from meshpar.lower.shard_map import lower_to_shard_map
 from meshpar.passes import barriers
-from meshpar.passes.barriers import products_apart, stacks_in_order
+from meshpar.passes.barriers import order_stacks, separate_matmuls
 from meshpar.plan.planner import planned
 from meshpar.plan.steps import Barrier, Loop, Order, Reduce, Run
 
@@ -222,11 +222,11 @@ def test_a_product_that_reads_tiles_stays_with_the_sums_of_it_alone():
 
 @pytest.mark.parametrize("fn", [gated, normed])
 def test_what_stands_apart_is_the_same(fn, monkeypatch):
-    monkeypatch.setattr(barriers, "EPILOGUE_CHIPS", {"v5p": (0, 0)})
-    monkeypatch.setattr(barriers, "LARGE", 0)
+    monkeypatch.setattr(barriers, "EPILOGUE_LIMITS", {"v5p": (0, 0)})
+    monkeypatch.setattr(barriers, "LARGE_BUFFER_BYTES", 0)
     args = (normal(16, 64), normal(64, 16)) if fn is normed else gated_args(normal, 64, 32)
     how = {"layout": "batch: data", "dims": {"x": "batch _"}}
-    assert steps_of(unchanged(fn, args, how, products_apart, parse_topology("v5p:2x2x2").chip), Barrier)
+    assert steps_of(unchanged(fn, args, how, separate_matmuls, parse_topology("v5p:2x2x2").chip), Barrier)
 
 
 def kept(w, x):
@@ -262,7 +262,7 @@ def test_what_lies_in_another_order_is_the_same():
     args = kept_args(normal, 2, 8192)
     how = {"layout": "batch: data", "dims": {"x": "batch _ _"}}
     v6e = parse_topology("v6e:2x4").chip
-    assert steps_of(unchanged(kept, args, how, stacks_in_order, v6e), Order)
+    assert steps_of(unchanged(kept, args, how, order_stacks, v6e), Order)
 
 
 # -- slices that a loop rounds

@@ -16,7 +16,7 @@ from jax import lax
 from well_formed import assert_well_formed
 
 import meshpar as mp
-from meshpar.passes.overlap import MODES
+from meshpar.passes.collective_matmul import MODES
 from meshpar.plan.planner import planned
 from meshpar.plan.steps import (
     Barrier,

@@ -10,7 +10,7 @@ import pytest
 import meshpar as mp
 from meshpar.cost.caching import free_caches
 from meshpar.cost.kernels import computation_of
-from meshpar.passes import walked_again
+from meshpar.passes import plan_without_passes
 from meshpar.plan.claims import Claims
 from meshpar.plan.planner import TooLong
 from meshpar.search.bounds import Pieces, least_of
@@ -66,7 +66,7 @@ def sent(plan):
 
 
 def pieces_of(plan):
-    return Pieces(plan, sent(walked_again(plan, layout=plan.asked, mesh=plan.mesh, topology=plan.topology)))
+    return Pieces(plan, sent(plan_without_passes(plan, layout=plan.asked, mesh=plan.mesh, topology=plan.topology)))
 
 
 def test_no_plan_is_below_what_another_has_that_follows_from_the_same_answers():
@@ -101,17 +101,17 @@ def test_what_another_plan_may_send_grows_with_the_seconds_it_may_take():
     for layout in LAYOUTS:
         other = plan.replan(layout=layout)
         kernels = pieces.least(Claims(other.program, mp.Layout(layout), other.sizes)).kernels
-        walked = walked_again(plan, layout=mp.Layout(layout))
+        walked = plan_without_passes(plan, layout=mp.Layout(layout))
         assert sent(walked) <= pieces.most_sent(kernels, 1.01 * other.seconds)
 
 
 def test_a_walk_ends_where_its_collectives_take_longer_than_they_may():
     plan = base()
     for layout in LAYOUTS[1:]:
-        most = sent(walked_again(plan, layout=mp.Layout(layout)))
-        assert walked_again(plan, layout=mp.Layout(layout), most=most * 1.001).collectives
+        most = sent(plan_without_passes(plan, layout=mp.Layout(layout)))
+        assert plan_without_passes(plan, layout=mp.Layout(layout), most=most * 1.001).collectives
         with pytest.raises(TooLong):
-            walked_again(plan, layout=mp.Layout(layout), most=most * 0.999)
+            plan_without_passes(plan, layout=mp.Layout(layout), most=most * 0.999)
 
 
 def test_what_was_worked_out_of_a_plan_is_freed_without_the_garbage_collector():

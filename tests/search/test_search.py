@@ -426,7 +426,7 @@ def test_interrupted_in_its_first_plan_it_has_none(monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("meshpar.search.descent"), "walked_again", stop)
+    monkeypatch.setattr(importlib.import_module("meshpar.search.descent"), "plan_without_passes", stop)
     with pytest.raises(KeyboardInterrupt):
         mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS)
 

@@ -49,21 +49,21 @@ from ..plan.steps import (
     rewritten,
 )
 from ..program.ir import Frame, Op, Program, Value
-from .reach import Reach, reaches
+from .dependencies import Reachability, reaches
 
 MODES = ("auto", "xla", "ring", "pallas", "off")
 """``auto``: by cost, of ``xla`` and ``ring``; ``xla``, ``ring``: that way wherever it is possible; ``pallas``: by the fused TPU
 kernel wherever it takes the pair, as ``auto`` elsewhere; ``off``: not looked for. ``xla`` and ``off`` give one program, and with
-``ring`` the one that sends least: sums are sent whole by the others alone (:mod:`meshpar.passes.sums`)."""
+``ring`` the one that sends least: sums are sent whole by the others alone (:mod:`meshpar.passes.all_reduce_choice`)."""
 BY_COST = ("auto", "pallas")
 """The modes in which cost decides what else is not asked for."""
-LEAST = 5e-6
+MIN_GAIN_SECONDS = 5e-6
 """Seconds, once, that a ring, or a whole sum, must save."""
-TOLD = 0.02
+MIN_JOINT_GAIN = 0.02
 """Part of a step that rings decided together must save: they hold more memory and take longer to compile, and nearer than that a
 plan does not tell forms apart. Of two Llama layers of 8B and 70B they were to save 3.1 and 3.1 % of the step on v5e, 1.5 and 5.7 %
 on v5p, and of a whole Llama 8B on v5p 1.2 %; by the compiler's schedules it is 5.4, 8.2, -0.3, 1.7 and -0.1 %."""
-MOST = 64
+MAX_RING_SIZE = 64
 """Devices of the longest ring."""
 
 
@@ -89,7 +89,7 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
         raise UnsupportedError(f"there is no overlap {mode!r}", fixes=did_you_mean(mode, MODES, "modes"))
     if mode == "off":
         return rest(plan)
-    found = _Pairs(plan)
+    found = CollectiveMatmulPairs(plan)
     chains = _chains(plan, found) if mode in BY_COST and plan.chip is not None else []
     forms: dict[tuple[str, ...], Choice] = {}
     forms.update((axes, "xla") for axes in chains)
@@ -103,7 +103,7 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
         steps[axes] = (
             f"the step takes {duration(ring)} with all of {names_of(axes)} in blocks, {duration(xla)} with none"
         )
-        if xla - ring >= max(LEAST, TOLD * xla):
+        if xla - ring >= max(MIN_GAIN_SECONDS, MIN_JOINT_GAIN * xla):
             best, other, forms[axes] = other, best, "ring"
         free_caches(other)
     told = tuple(replace(o, reason=f"{o.reason}; {steps[o.axes]}") if o.together else o for o in best.overlaps)
@@ -118,13 +118,13 @@ def _seconds(plan: Plan) -> float:
     return found.seconds
 
 
-def _chains(plan: Plan, found: _Pairs) -> list[tuple[str, ...]]:
+def _chains(plan: Plan, found: CollectiveMatmulPairs) -> list[tuple[str, ...]]:
     """The axes over which activations are gathered for products, and that rings are possible on."""
-    gathers = [p for p in found.pairs.values() if p.gather and 1 < devices_of(plan.torus, p.axes) <= MOST]
+    gathers = [p for p in found.pairs.values() if p.gather and 1 < devices_of(plan.torus, p.axes) <= MAX_RING_SIZE]
     return list(dict.fromkeys(p.axes for p in gathers if found.chained(p)))
 
 
-def _sent(plan: Plan, found: _Pairs, forms: Mapping[tuple[str, ...], Choice]) -> Plan:
+def _sent(plan: Plan, found: CollectiveMatmulPairs, forms: Mapping[tuple[str, ...], Choice]) -> Plan:
     """The plan with its pairs sent as they are decided.
 
     Args:
@@ -157,7 +157,7 @@ def _sent(plan: Plan, found: _Pairs, forms: Mapping[tuple[str, ...], Choice]) ->
 # -- finding
 
 
-class _Pairs:
+class CollectiveMatmulPairs:
     """The products of a plan that stand beside collectives.
 
     Attributes:
@@ -392,8 +392,8 @@ class Free:
         self.taken = {run.op for run in taken}
         self.left: dict[Frame, int] = {}
 
-    def _body(self, home: Frame) -> Reach:
-        reach = self.program.once(reaches).get(home) or Reach([])
+    def _body(self, home: Frame) -> Reachability:
+        reach = self.program.once(reaches).get(home) or Reachability([])
         if home not in self.left:
             self.left[home] = reach.bits(op for op in reach.products if op in self.runs and op not in self.taken)
         return reach
@@ -417,7 +417,7 @@ class Free:
 
 
 def _decision(
-    plan: Plan, pair: CollectiveMatmul, free: Free, found: _Pairs, form: Choice | None, chained: bool
+    plan: Plan, pair: CollectiveMatmul, free: Free, found: CollectiveMatmulPairs, form: Choice | None, chained: bool
 ) -> tuple[Overlap, FusedGather | FusedScatter | None]:
     mode, first = plan.overlap, pair.step.collectives[0]
     devices = devices_of(plan.torus, pair.axes)
@@ -467,16 +467,16 @@ def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool, form:
     """
     if exposed is None:
         return "xla", "the chip is not known"
-    if devices > MOST:
-        return "xla", f"a ring of {devices} devices is longer than {MOST}"
+    if devices > MAX_RING_SIZE:
+        return "xla", f"a ring of {devices} devices is longer than {MAX_RING_SIZE}"
     xla, ring = exposed["xla"], exposed["ring"]
-    choice: Choice = form or ("ring" if xla - ring >= LEAST else "xla")
+    choice: Choice = form or ("ring" if xla - ring >= MIN_GAIN_SECONDS else "xla")
     if choice == "ring":
         hidden = f": {100 * (1 - ring / xla):.0f} % hidden" if ring < xla else ""
         return choice, f"blocks travel while {'others are multiplied' if gather else 'the next are made'}{hidden}"
     if xla == 0:
         return choice, "the compiler sends for it while other products run"
-    if xla - ring >= LEAST:
+    if xla - ring >= MIN_GAIN_SECONDS:
         return choice, "with all that goes over the same axes there is too little to gain"
     few = "the products of a block are too short to hide a hop, and what stands between hops"
     return choice, few if ring else "there is too little to gain"
@@ -486,7 +486,11 @@ def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool, form:
 
 
 def _in_blocks(
-    plan: Plan, pair: CollectiveMatmul, choice: Choice, fused: FusedGather | FusedScatter | None, found: _Pairs
+    plan: Plan,
+    pair: CollectiveMatmul,
+    choice: Choice,
+    fused: FusedGather | FusedScatter | None,
+    found: CollectiveMatmulPairs,
 ) -> dict[Step, Step]:
     """The steps of a pair, as they are where a ring or a kernel runs it."""
     step = pair.step

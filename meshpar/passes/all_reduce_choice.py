@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ..compat.quirks import WHOLE_SUM_CHIPS
+from ..compat.quirks import ALL_REDUCE_CHIPS
 from ..cost.collective_matmul import all_reduce_cost, matmul_seconds, reduction_costs
 from ..cost.fusion import MATMULS
 from ..hardware.algorithms import wire_bytes
@@ -33,22 +33,22 @@ from ..plan.plan import Plan
 from ..plan.spec import parts_of
 from ..plan.steps import Body, Reduce, Scatter, Step, rewritten
 from ..program.ir import Value
-from .overlap import BY_COST, LEAST
-from .reach import home_of, reaches
+from .collective_matmul import BY_COST, MIN_GAIN_SECONDS
+from .dependencies import home_of, reaches
 
-FEW = 0.1
+MAX_BLOCKING_FRACTION = 0.1
 """Of the seconds of a body's sums: if products wait for no more, none of them stands behind gradients. (Statistics of Mixtral's
 router are 0.006, activations in a backward layer of Llama with sequence parallelism 0.4 to 0.6.)"""
 
 
-def whole_sums(plan: Plan) -> Plan:
+def choose_all_reduce(plan: Plan) -> Plan:
     """Send sums whole where that leaves less exposed, if ``plan.overlap`` is one of those that decide by cost; where XLA does, if
     it partitions."""
     if plan.lowering == "jit" and on_cpus(plan):
         return _without_reduce_scatters(plan)
     if plan.chip is None or not plan.chip.torus:
         return plan
-    if plan.lowering == "jit" and plan.chip.name in WHOLE_SUM_CHIPS:
+    if plan.lowering == "jit" and plan.chip.name in ALL_REDUCE_CHIPS:
         partitioned = True
     elif plan.lowering != "jit" and plan.overlap in BY_COST:
         partitioned = False
@@ -129,7 +129,7 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
     if "whole" not in forms:
         return None
     staged, whole = forms["staged"], forms["whole"]
-    if (staged.seconds - whole.seconds if queued else staged.exposed - whole.exposed) < LEAST:
+    if (staged.seconds - whole.seconds if queued else staged.exposed - whole.exposed) < MIN_GAIN_SECONDS:
         return None
     why = (
         f"whole {duration(whole.seconds)} on the links of all torus dimensions at once, {duration(whole.exposed)} of it exposed; "
@@ -160,11 +160,12 @@ def beside(plan: Plan, value: Value) -> float:
 
 
 def _waits_for_sums(plan: Plan, body: Body) -> bool:
-    """Whether the sums for which products of a body wait are more than :data:`FEW` of all that it sends in sums."""
+    """Whether the reductions that matmuls of a body depend on take more than :data:`MAX_BLOCKING_FRACTION` of the time
+    of all reductions of the body."""
     sums = [s for s in body.steps if isinstance(s, Reduce)]
     seconds = [math.fsum(c.seconds or 0.0 for c in s.sends) for s in sums]
     waited = math.fsum(n for s, n in zip(sums, seconds, strict=True) if _waited_for(plan, s.source.value))
-    return waited > FEW * math.fsum(seconds)
+    return waited > MAX_BLOCKING_FRACTION * math.fsum(seconds)
 
 
 def _waited_for(plan: Plan, value: Value) -> bool:

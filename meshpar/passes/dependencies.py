@@ -8,15 +8,15 @@ from ..cost.fusion import MATMULS
 from ..program.ir import Frame, Op, Program
 
 
-def reaches(program: Program) -> dict[Frame, Reach]:
+def reaches(program: Program) -> dict[Frame, Reachability]:
     """What the ops of every body reach."""
     ops: dict[Frame, list[Op]] = {}
     for op in program.root.walk():
         ops.setdefault(home_of(op.frame), []).append(op)
-    return {frame: Reach(mine) for frame, mine in ops.items()}
+    return {frame: Reachability(mine) for frame, mine in ops.items()}
 
 
-class Reach:
+class Reachability:
     """Which ops of a body come before which, as bits of integers.
 
     Args:
