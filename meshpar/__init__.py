@@ -26,7 +26,7 @@ from .layers.loss import cross_entropy
 from .layers.precision import Precision
 from .layout import Layout
 from .mesh import mesh, virtual_devices
-from .planned import Plan
+from .plan_api import Plan
 from .pods.checkpoint import Checkpoints
 from .pods.data import batches, put
 from .pods.start import distributed

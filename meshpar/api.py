@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 import numpy as np
@@ -15,77 +15,59 @@ from jax.sharding import Mesh, NamedSharding
 
 from .compat import nnx
 from .compat.jax import is_graph_node
-from .dims import Dims, DimsLike, PathDims
-from .entry import is_static, named_tree
+from .dims import Dims
 from .errors import MeshError, UnknownDimError, UnsupportedError
 from .flax import Leaf
-from .hardware.calibration import CalibrationLike, calibrations
-from .hardware.options import OptionsMode, check_options
 from .hardware.topology import device_count, topology_of
-from .jitted import KEEP, Jitted, LayoutLike, Lowering, Mode, P, R, auto_mesh, check_lowering, device_mesh
-from .keywords import options_apart
+from .jitted import NO_DONATION, Jitted, LayoutLike, P, R
 from .lab import Lab
 from .lab.session import Draft, Session
 from .layout import Layout
 from .measurement import CalibrationResult, Candidate
 from .measurement import calibrate as calibrate_candidates
-from .mesh import MeshLike, MeshSizes, context_mesh, mesh_text, planned_mesh
+from .mesh import MeshLike, MeshSizes, auto_mesh, context_mesh, device_mesh, mesh_text, parse_mesh, planned_mesh
 from .mesh import mesh as make_mesh
+from .options import (
+    OPTIONS,
+    CallKeywords,
+    DimsPatterns,
+    Lowering,
+    StepKeywords,
+    StepOptions,
+    check_lowering,
+    options_apart,
+    path_dims,
+    split_keywords,
+    takes_step_options,
+)
 from .plan.collectives import duration, human
-from .planned import Plan
+from .plan_api import Plan
 from .pods.local_sgd import LocalSgd
 from .search import Objective, Row, Search
 from .search import search as search_from
+from .tracing import is_static, named_tree
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout
 from .verify.jobs import Progress, progress_line
 
 Meshes = Mesh | MeshSizes | Sequence[Mesh | MeshSizes] | None
-DimsPatterns = Mapping[str, DimsLike] | Iterable[tuple[str, DimsLike]] | PathDims | None
-
-
-class _JitOptions(TypedDict, total=False):
-    """The options of :func:`jit` that may be left out."""
-
-    dims: DimsPatterns
-    lowering: Lowering
-    overlap: Mode | None
-    strict: bool
-    static_argnums: int | Sequence[int] | None
-    static_argnames: str | Iterable[str] | None
-    donate_argnums: int | Sequence[int] | None
-    donate_argnames: str | Iterable[str] | None
-    keep_unused: bool
-    options: OptionsMode | None
-    compiler_options: Mapping[str, Any] | None
-    calibration: CalibrationLike
 
 
 @overload
 def jit(
-    fn: Callable[P, R], *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[_JitOptions]
+    fn: Callable[P, R], *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[StepKeywords]
 ) -> Jitted[P, R]: ...
 @overload
 def jit(
-    fn: None = None, *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[_JitOptions]
+    fn: None = None, *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[StepKeywords]
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+@takes_step_options
 def jit(
     fn: Callable[..., Any] | None = None,
     *,
     mesh: MeshLike | None = None,
     layout: LayoutLike,
-    dims: DimsPatterns = None,
-    lowering: Lowering = "auto",
-    overlap: Mode | None = None,
-    strict: bool = False,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Iterable[str] | None = None,
-    keep_unused: bool = False,
-    options: OptionsMode | None = "auto",
-    compiler_options: Mapping[str, Any] | None = None,
-    calibration: CalibrationLike = None,
+    **options: Unpack[StepKeywords],
 ) -> Any:
     """Compile a function so that it runs sharded, as the layout says. Results do not depend on the layout, up to rounding.
 
@@ -128,32 +110,16 @@ def jit(
       MeshparError: the rest at the first call or plan; see :mod:`meshpar.errors`.
     """
     if fn is None:
-        return functools.partial(
-            jit, mesh=mesh, layout=layout, dims=dims, lowering=lowering, overlap=overlap, strict=strict,
-            static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
-            keep_unused=keep_unused, options=options, compiler_options=compiler_options, calibration=calibration,
-        )  # fmt: skip
+        return functools.partial(jit, mesh=mesh, layout=layout, **options)
     _check_function(fn, "jit")
-    check_lowering(lowering, overlap)
-    return Jitted(
-        fn, device_mesh(mesh), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
-        static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames, keep_unused=keep_unused, options=check_options(options),
-        compiler_options=compiler_options, overlap=None if lowering == "jit" else overlap,
-        calibrations=calibrations(calibration),
-    )  # fmt: skip
+    return Jitted(fn, device_mesh(mesh), Layout(layout), _step_options("jit", options))
 
 
 @options_apart
+@takes_step_options
 def plan(
-    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike, dims: DimsPatterns = None,
-    lowering: Lowering = "auto", overlap: Mode | None = None, topology: str | None = None, strict: bool = False,
-    static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
-    options: OptionsMode | None = "auto", compiler_options: Mapping[str, Any] | None = None,
-    calibration: CalibrationLike = None,
-    kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+    fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike, topology: str | None = None,
+    kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
 ) -> Plan:  # fmt: skip
     """What a layout makes each device hold and send, without devices and without compiling.
 
@@ -165,12 +131,10 @@ def plan(
         of that name, a bare keyword is refused unless the argument is given by position or ``kwargs`` is given.)
       mesh: a mesh, a ``jax.sharding.AbstractMesh``, or axes and sizes, ``"data=64, model=8"`` (-1 fills the topology). Left
         out: the mesh of ``jax.set_mesh`` or ``jax.sharding.use_abstract_mesh``.
-      layout, dims, strict, static_argnums, static_argnames: as in :func:`meshpar.jit`.
-      lowering, overlap: as in :func:`meshpar.jit`, and with the same defaults.
+      layout, dims, lowering, overlap, strict, options, …: as in :func:`meshpar.jit`, and with the same defaults.
       topology: what an abstract mesh lies on, for times: ``"v5p:8x8x8"``, ``"2x v5e:16x16"``, ``"4x h100:8"`` (nodes of GPUs).
         Neither devices nor a compiler are needed. A mesh over devices knows its own.
       donate_argnums, donate_argnames: arguments whose memory the results may take; as in ``jax.jit``.
-      options, compiler_options: of the compiler, as in :func:`meshpar.jit`: what programs wait for follows from them.
       calibration: as in :func:`meshpar.jit`; the plan names it. With one of devices that have no topology text (CPUs), an abstract
         mesh without ``topology`` is one of these.
 
@@ -184,28 +148,20 @@ def plan(
       MeshparError: as :func:`meshpar.jit`; and what does not fit the arguments; see :mod:`meshpar.errors`.
     """
     _check_function(fn, "plan")
-    check_lowering(lowering, overlap)
-    return Jitted(
-        fn, auto_mesh(planned_mesh(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering, strict=strict,
-        static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames, topology=topology, overlap=None if lowering == "jit" else overlap,
-        options=check_options(options), compiler_options=compiler_options, calibrations=calibrations(calibration),
-    ).plan(*args, **keywords, **(kwargs or {}))  # fmt: skip
+    options, call = split_keywords(keywords, kwargs)
+    where = auto_mesh(planned_mesh(mesh, topology))
+    return Jitted(fn, where, Layout(layout), StepOptions(**options), topology=topology).plan(*args, **call)
 
 
+@takes_step_options
 def init(
-    create: Callable[P, R],
-    *,
-    mesh: MeshLike | None = None,
-    layout: LayoutLike,
-    dims: DimsPatterns = None,
-    strict: bool = False,
+    create: Callable[P, R], *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[StepKeywords]
 ) -> Jitted[P, R]:
     """Make parameters and optimizer state born sharded: no device ever holds them whole.
 
     Args:
       create: makes the state (``create(rng)``): trees of arrays, linen variables with metadata, nnx modules and optimizers.
-      mesh, layout, strict: as in :func:`meshpar.jit`; rules for dims that the state does not have are left aside.
+      mesh, layout, and the other options: as in :func:`meshpar.jit`; rules for dims that the state does not have are ignored.
       dims: patterns over the tree paths of what ``create`` returns.
 
     Returns:
@@ -215,7 +171,7 @@ def init(
       MeshparError: as :func:`meshpar.jit`.
     """
     _check_function(create, "init")
-    return Jitted(create, device_mesh(mesh), Layout(layout), _patterns(dims), strict=strict, init=True)
+    return Jitted(create, device_mesh(mesh), Layout(layout), _step_options("init", options), init=True)
 
 
 def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, dims: DimsPatterns = None) -> Any:
@@ -244,7 +200,7 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
     """
     rules, where = Layout(layout), device_mesh(mesh)
     tree = nnx.state(tree) if is_graph_node(tree) else tree
-    named = named_tree(tree, _patterns(dims))
+    named = named_tree(tree, path_dims(dims))
     if rules.rules and not any(names and any(names) for _, names in named) and any(np.ndim(x.value) for x, _ in named):
         raise UnknownDimError(
             "no array of the tree has a named dim",
@@ -262,21 +218,18 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
 
 
 @options_apart
+@takes_step_options
 def check(
     fn: Callable[..., Any],
     *args: Any,
     layouts: Any,
     mesh: Meshes = None,
     meshes: Meshes = None,
-    dims: DimsPatterns = None,
-    lowerings: Sequence[Lowering] = ("auto",),
-    overlap: Mode | None = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Iterable[str] | None = None,
+    lowerings: Sequence[Lowering] | None = None,
     tolerance: float = 1e-5,
     raises: bool = True,
     kwargs: Mapping[str, Any] | None = None,
-    **keywords: Any,
+    **keywords: Unpack[CallKeywords],
 ) -> Report:
     """Run a function sharded in every way asked for; compare every leaf of its results with the run on one device.
 
@@ -293,9 +246,8 @@ def check(
         and 2×2×n/4 over the layout's axes in the order of its rules, with an idle axis for the sizes that are left;
         those over which a size does not divide are skipped, and the report says so.
       meshes: the same as ``mesh``; one of the two is given.
-      dims, static_argnums, static_argnames: as in :func:`meshpar.jit`; those of ``fn`` where ``mp.jit`` returned it.
-      lowerings: as in :func:`meshpar.jit`, one or several.
-      overlap: as in :func:`meshpar.jit`, for the lowerings that take it.
+      dims, static_argnums, …: as in :func:`meshpar.jit`; by default those of ``fn`` if ``mp.jit`` returned it. Nothing is donated.
+      lowerings: several lowerings, in place of ``lowering``; an ``overlap`` is used by those that take one.
       tolerance: the largest difference allowed, as a part of the largest value of the leaf, for f32 and wider; narrower
         floats get more by their precision, at most 16 of their ulps. Integers, booleans and keys must be equal, NaNs
         and infinities at the same places.
@@ -313,24 +265,18 @@ def check(
     _check_function(fn, "check")
     if mesh is not None and meshes is not None:
         raise MeshError("mp.check was given both mesh= and meshes=", fixes=["all meshes in one of them"])
-    given = {**keywords, **(kwargs or {})}
-    steps = fn._other if isinstance(fn, Jitted) else functools.partial(Jitted, fn)
-    options: dict[str, Any] = KEEP if dims is None and isinstance(fn, Jitted) else {**KEEP, "dims": _patterns(dims)}
-    if static_argnums is not None or static_argnames is not None:
-        options = {**options, "static_argnums": static_argnums, "static_argnames": static_argnames}
+    options, call = split_keywords(keywords, kwargs)
+    overlap, lowering = options.pop("overlap", None), options.pop("lowering", None)
+    lowerings = lowerings or (lowering or (fn.lowering if isinstance(fn, Jitted) else "auto"),)
+    steps = _steps(fn, {**options, **NO_DONATION})
 
     def subject(m: Mesh, layout: Layout, lowering: Lowering) -> Any:
-        step: Jitted[..., Any] = steps(
-            mesh=auto_mesh(m),
-            layout=layout,
-            lowering=lowering,
-            overlap=None if lowering == "jit" else overlap,
-            **options,
-        )
-        return step._subject(args, given)
+        mode = None if lowering == "jit" else overlap
+        step = steps(mesh=auto_mesh(m), layout=layout, lowering=lowering, overlap=mode)
+        return step._check_subject(args, call)
 
-    for lowering in lowerings:
-        check_lowering(lowering, None)
+    for each in lowerings:
+        check_lowering(each, overlap if len(lowerings) == 1 else None)
     return check_layouts(
         subject, layouts=layouts, meshes=meshes if mesh is None else mesh, lowerings=lowerings, tolerance=tolerance,
         raises=raises,
@@ -338,15 +284,11 @@ def check(
 
 
 @options_apart
+@takes_step_options
 def compile(
     fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike | None = None,
-    dims: DimsPatterns = None, lowering: Lowering = "auto", overlap: Mode | None = None, topology: str | None = None,
-    effort: Effort = "fast", timeout: float | None = None, cache: bool = True, progress: Progress = None,
-    options: OptionsMode | None = "auto", compiler_options: Mapping[str, Any] | None = None, strict: bool = False,
-    keep_unused: bool = False,
-    static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
-    calibration: CalibrationLike = None, kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+    topology: str | None = None, effort: Effort = "fast", timeout: float | None = None, cache: bool = True,
+    progress: Progress = None, kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
 ) -> Compiled:  # fmt: skip
     """Compile a function under a layout with the real compiler, ahead of time and without the hardware.
 
@@ -361,16 +303,13 @@ def compile(
       kwargs: more keyword arguments of ``fn``: those that are called as an option of ``compile`` is.
       mesh: a mesh; or an abstract mesh, or axes and sizes (``"data=16, model=16"``), with ``topology``. Left out: the mesh of
         ``jax.set_mesh``.
-      layout, dims, lowering, overlap, strict, keep_unused, static_argnums, static_argnames, donate_argnums, donate_argnames: as in
-        :func:`meshpar.jit`; what is donated matters to the peak memory.
+      layout, dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`; what is donated matters to the peak memory.
       topology: ``"v5e:16x16"``, ``"v5p:8x8x8"``, ``"tpu7x:4x4x4"``, ``"2x v6e:16x16"``, ``"h200:8"``, ``"b200:8"``. Left out, the
         mesh says it. A mesh of CPU devices without ``topology`` is compiled for CPUs.
       effort: ``"fast"``, or ``"full"``: the compiler's default.
       timeout: seconds the compiler may take.
       cache: whether to look on disk, and to write there.
       progress: a line on stderr; None: on a terminal only; or a function of its text.
-      options, compiler_options: of the compiler, as in :func:`meshpar.jit`.
-      calibration: as in :func:`meshpar.jit`: ``overlap="auto"`` chooses by it what is compiled.
 
     Returns:
       A :class:`Compiled`.
@@ -382,50 +321,38 @@ def compile(
         devices.
     """
     _check_function(fn, "compile")
+    options, call = split_keywords(keywords, kwargs)
     if not isinstance(fn, Jitted):
         if layout is None:
             raise UnsupportedError(
                 "mp.compile needs a layout",
                 fixes=['mp.compile(step, state, batch, mesh="data=16, model=16", topology="v5e:16x16", layout=…)'],
             )
-        check_lowering(lowering, overlap)
-        fn = Jitted(
-            fn, auto_mesh(mesh_to_compile_for(mesh, topology)), Layout(layout), _patterns(dims), lowering=lowering,
-            strict=strict, keep_unused=keep_unused, overlap=None if lowering == "jit" else overlap,
-            static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames, options=check_options(options), calibrations=calibrations(calibration),
-        )  # fmt: skip
+        where = auto_mesh(mesh_to_compile_for(mesh, topology))
+        fn = Jitted(fn, where, Layout(layout), StepOptions(**options))
         mesh = topology = None
     elif own := [
-        *(["lowering"] if lowering != "auto" else []), *(["strict"] if strict else []),
-        *(["keep_unused"] if keep_unused else []), *(["options"] if options != "auto" else []),
-        *(k for k, v in {
-            "layout": layout, "dims": dims, "overlap": overlap, "static_argnums": static_argnums,
-            "static_argnames": static_argnames, "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
-            "calibration": calibration,
-        }.items() if v is not None),
-    ]:  # fmt: skip
+        *(["layout"] if layout is not None else []),
+        *(k for k, v in options.items() if k != "compiler_options" and v != getattr(StepOptions, k, None)),
+    ]:
         raise UnsupportedError(
             f"{', '.join(own)}: what mp.jit made of a function has its own",
             fixes=["leave it out, or step.on(layout=…, lowering=…) before, or give the function itself"],
         )
     return fn.compile(
         *args, mesh=mesh, topology=topology, effort=effort, timeout=timeout, cache=cache, progress=progress,
-        compiler_options=compiler_options, kwargs={**keywords, **(kwargs or {})},
+        compiler_options=options.get("compiler_options"), kwargs=call,
     )  # fmt: skip
 
 
 @options_apart
+@takes_step_options
 def search(
-    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str, mesh: str | None = None,
-    dims: DimsPatterns = None,
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str, mesh: MeshSizes | None = None,
     fixed: LayoutLike = "", forbid: str | Sequence[str] = (), objective: Objective = "time", memory_fraction: float = 0.85,
-    max_axes: int = 3, max_plans: int = 400, time_limit: float | None = None, layouts: Iterable[LayoutLike] = (), verify: int = 0,
-    choices: Mapping[str, Sequence[Any]] | None = None,
-    lowering: Lowering = "auto", overlap: Mode | None = None, calibration: CalibrationLike = None, progress: Progress = None,
-    static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
-    kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+    max_axes: int = 3, max_plans: int = 400, time_limit: float | None = None, layouts: Iterable[LayoutLike] = (),
+    verify: int = 0, choices: Mapping[str, Sequence[Any]] | None = None, progress: Progress = None,
+    kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
 ) -> Search:  # fmt: skip
     """The layout and the mesh with which a step takes the least time on a slice, as far as plans tell.
 
@@ -442,8 +369,7 @@ def search(
       topology: the slice, ``"v5e:16x16"``, as in :func:`meshpar.plan`.
       mesh: the only mesh to try, as text; default: all with at most ``max_axes`` axes, called ``data``, ``model``, ``third``, after
         ``slice`` where there are several slices.
-      dims, static_argnums, static_argnames, donate_argnums, donate_argnames, lowering, overlap, calibration: as in
-        :func:`meshpar.plan`.
+      dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`.
       fixed: rules that every layout begins with: ``"batch: data"``.
       forbid: dims that are never split: ``"head_dim, seq"``.
       objective: ``"time"``: the shortest step of those that fit; ``"memory"``: the smallest peak.
@@ -473,34 +399,25 @@ def search(
         raise UnsupportedError(f"max_axes={max_axes!r}: a mesh has at least one", fixes=["max_axes=1, 2 or 3"])
     if time_limit is not None and not time_limit > 0:
         raise UnsupportedError(f"time_limit={time_limit!r}: a time limit is above 0", fixes=["leave it out for none"])
-    given = {**keywords, **(kwargs or {})}
-    options: dict[str, Any] = {
-        "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-    }  # fmt: skip
-    programs = dict(_variants(fn, choices or {}, None if lowering == "jit" else overlap, lowering))
-    measured = calibrations(calibration)
+    options, call = split_keywords(keywords, kwargs)
+    programs = dict(_variants(fn, choices or {}, StepOptions(**options)))
+    mesh = mesh_text(parse_mesh(mesh)) if isinstance(mesh, Mapping) else mesh
 
     def compiled(row: Row, whole: bool) -> str:
-        program, more, mode = programs[row.variant]
+        program = programs[row.variant]
         found = compile(
-            program, *args, mesh=row.mesh, topology=topology, layout=row.layout, dims=dims, lowering=lowering, overlap=mode,
-            effort="full" if whole else "fast", progress=progress, calibration=measured, kwargs={**given, **more},
-            **with_static(more),
+            program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if whole else "fast",
+            progress=progress, kwargs={**call, **program.keywords}, **vars(program.options),
         )  # fmt: skip
         schedule = "" if found.exposed is None or not whole else f", {duration(found.exposed.schedule)} by its schedule"
         return f"compiled: {human(found.memory.peak)}, sends {human(found.bytes_sent)}{schedule}"
 
-    def with_static(more: Mapping[str, Any]) -> dict[str, Any]:
-        names = options["static_argnames"] or ()
-        return {**options, "static_argnames": (*([names] if isinstance(names, str) else names), *more)}
-
     where = auto_mesh(planned_mesh(mesh or "data=-1", topology))
     with progress_line(f"searching {topology}", progress) as tell:
         bases = {
-            name: Jitted(program, where, Layout(""), _patterns(dims), lowering=lowering, topology=topology, overlap=mode,
-                         calibrations=measured, **with_static(more)).plan(*args, **{**given, **more})
-            for name, (program, more, mode) in programs.items()
+            name: Jitted(program.fn, where, Layout(""), program.options, topology=topology)
+            .plan(*args, **{**call, **program.keywords})
+            for name, program in programs.items()
         }  # fmt: skip
         return search_from(
             bases, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective,
@@ -510,13 +427,11 @@ def search(
 
 
 @options_apart
+@takes_step_options
 def calibrate(
-    fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Meshes = None,
-    meshes: Meshes = None, dims: DimsPatterns = None, lowering: Lowering = "auto",
-    overlap: Mode | None = None, rounds: int = 9, max_layouts: int = 4, tolerance: float = 1e-5, progress: Progress = None,
-    static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
-    options: OptionsMode | None = "auto", kwargs: Mapping[str, Any] | None = None, **keywords: Any,
+    fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Meshes = None, meshes: Meshes = None, rounds: int = 9,
+    max_layouts: int = 4, tolerance: float = 1e-5, progress: Progress = None, kwargs: Mapping[str, Any] | None = None,
+    **keywords: Unpack[CallKeywords],
 ) -> CalibrationResult:  # fmt: skip
     """Measure a step under a few layouts on the devices that are here, and fit the chip's efficiencies to what was measured.
 
@@ -536,8 +451,8 @@ def calibrate(
         :func:`search` returned, whose best rows are measured.
       mesh, meshes: one of the two: a mesh or several, as for :func:`check`. Not for pairs and searches, which have their own;
         default: one axis over all devices, for layouts that have one.
-      dims, lowering, overlap, options, static_argnums, static_argnames, donate_argnums, donate_argnames: as in :func:`jit`; what is
-        donated is copied before every run, beside the clock.
+      dims, lowering, donate_argnames, …: as in :func:`jit`; donated arguments are copied before every run, outside of the measured
+        time.
       rounds: how often each layout is measured.
       max_layouts: of a search, how many of its rows that fit.
       tolerance: as in :func:`check`.
@@ -556,30 +471,31 @@ def calibrate(
       MeshparError: a layout that cannot be planned, before anything runs.
     """
     _check_function(fn, "calibrate")
-    check_lowering(lowering, overlap)
     if mesh is not None and meshes is not None:
         raise MeshError("mp.calibrate was given both mesh= and meshes=", fixes=["all meshes in one of them"])
-    given = {**keywords, **(kwargs or {})}
+    options, call = split_keywords(keywords, kwargs)
+    steps = _steps(fn, options)
     pairs = list(_pairs(layouts, mesh if meshes is None else meshes, max_layouts))
-    if isinstance(fn, Jitted):
-        steps = fn._other
-        changed: dict[str, Any] = {} if dims is None else {"dims": _patterns(dims)}
-    else:
-        steps = functools.partial(Jitted, fn)
-        changed = {
-            "dims": _patterns(dims), "static_argnums": static_argnums, "static_argnames": static_argnames,
-            "donate_argnums": donate_argnums, "donate_argnames": donate_argnames, "options": check_options(options),
-        }  # fmt: skip
     with contextlib.ExitStack() as stack:
         candidates = []
         tell = stack.enter_context(progress_line("calibrating", progress))
         for where, layout in pairs:
-            step: Jitted[..., Any] = steps(
-                mesh=where, layout=layout, lowering=lowering, overlap=None if lowering == "jit" else overlap, **changed
-            )
-            subject = stack.enter_context(step._subject(args, given))
+            subject = stack.enter_context(steps(mesh=where, layout=layout)._check_subject(args, call))
             candidates.append(Candidate(str(layout), subject))
         return calibrate_candidates(candidates, rounds=rounds, tolerance=tolerance, tell=tell)
+
+
+def _steps(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Jitted[..., Any]]:
+    """Makes the step of a mesh, a layout and perhaps other options: given a function, with these options; given a ``Jitted``, with
+    its own options, of which these replace some.
+
+    Raises:
+      UnsupportedError, LayoutSyntaxError: options that do not exist.
+    """
+    if isinstance(fn, Jitted):
+        return functools.partial(fn._with, **options)
+    base = StepOptions(**options)
+    return lambda mesh, layout, **changed: Jitted(fn, mesh, layout, base.changed(**changed))
 
 
 def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, Layout]]:
@@ -624,11 +540,25 @@ def _is_pair(item: Any) -> bool:
     return isinstance(first, Mesh) or (isinstance(first, str) and "=" in first)
 
 
+class _Variant(NamedTuple):
+    """A program of a search: a function, its own keyword arguments, and the options under which it is planned."""
+
+    fn: Callable[..., Any]
+    keywords: dict[str, Any]
+    options: StepOptions
+
+
 def _variants(
-    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], choices: Mapping[str, Sequence[Any]], overlap: Mode | None,
-    lowering: Lowering,
-) -> Iterator[tuple[str, tuple[Callable[..., Any], dict[str, Any], Mode | None]]]:  # fmt: skip
-    """(name, (function, its keywords, overlap)) of every program that a search plans."""
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    choices: Mapping[str, Sequence[Any]],
+    options: StepOptions,
+) -> Iterator[tuple[str, _Variant]]:
+    """(name, program) of every function with every combination of choices: given choices ``{"remat": ["full", "none"]}`` for one
+    function, the names ``"remat=full"`` and ``"remat=none"``.
+
+    Raises:
+      UnsupportedError: no function, choices that are no list, or an overlap that does not exist.
+    """
     functions = dict(fn) if isinstance(fn, Mapping) else {"": fn}
     for function in functions.values():
         _check_function(function, "search")
@@ -638,23 +568,20 @@ def _variants(
                 f"choices={{{name!r}: {values!r}}}: it is a list of values",
                 fixes=[f"choices={{{name!r}: [{values!r}]}}"],
             )
-    for (called, function), *chosen in itertools.product(functions.items(), *choices.values()):
-        more = dict(zip(choices, chosen, strict=True))
-        said = ", ".join(filter(None, [called, *(f"{k}={v}" for k, v in more.items())]))
-        mode: Any = more.pop("overlap", overlap)
-        check_lowering(lowering, mode)
-        yield said, (function, more, mode)
+    for (function_name, function), *values in itertools.product(functions.items(), *choices.values()):
+        keywords = dict(zip(choices, values, strict=True))
+        name = ", ".join(filter(None, [function_name, *(f"{k}={v}" for k, v in keywords.items())]))
+        mode = keywords.pop("overlap", options.overlap)
+        check_lowering(options.lowering, mode)
+        yield name, _Variant(function, keywords, options.changed(overlap=mode).with_static(keywords))
 
 
 @options_apart
+@takes_step_options
 def lab(
     fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, topology: str | None = None,
-    layout: LayoutLike | None = None, dims: DimsPatterns = None, lowering: Lowering = "auto",
-    overlap: Mode | None = None, layouts: Mapping[str, str] | None = None,
-    static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
-    options: OptionsMode | None = "auto", calibration: CalibrationLike = None, kwargs: Mapping[str, Any] | None = None,
-    **keywords: Any,
+    layout: LayoutLike | None = None, layouts: Mapping[str, str] | None = None, kwargs: Mapping[str, Any] | None = None,
+    **keywords: Unpack[CallKeywords],
 ) -> Lab:  # fmt: skip
     """A page on which layouts and meshes are tried: rules are edited, figures of the plan follow.
 
@@ -668,8 +595,7 @@ def lab(
       mesh, topology: where the page begins, as in :func:`meshpar.plan`; default: one axis over all of the topology.
       layout: with which it begins, read in order; default: FSDP, as far as the program has dims for it.
       layouts: name → more layouts that the page offers to begin with, beside ``mp.layouts``.
-      dims, lowering, overlap, options, calibration, static_argnums, static_argnames, donate_argnums, donate_argnames: as in
-        :func:`meshpar.plan`.
+      dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`.
 
     Returns:
       A :class:`meshpar.types.Lab`. A notebook shows it (with the extra ``lab``); ``serve()`` opens it in a browser; ``mesh``,
@@ -692,18 +618,9 @@ def lab(
     else:
         sizes = dict(planned_mesh(mesh if isinstance(mesh, str | Mapping) else dict(mesh.shape), topology).shape)
     where = mesh_text(sizes)
-    check_lowering(lowering, overlap)
-    given = {**keywords, **(kwargs or {})}
-    shared: dict[str, Any] = {
-        "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames, "lowering": lowering, "overlap": None if lowering == "jit" else overlap,
-        "options": check_options(options),
-    }  # fmt: skip
-    measured = calibrations(calibration)
-    base = Jitted(
-        fn, auto_mesh(planned_mesh(where, topology)), Layout(""), _patterns(dims), topology=topology, calibrations=measured,
-        **shared,
-    ).plan(*args, **given)  # fmt: skip
+    options, call = split_keywords(keywords, kwargs)
+    step = StepOptions(**options)
+    base = Jitted(fn, auto_mesh(planned_mesh(where, topology)), Layout(""), step, topology=topology).plan(*args, **call)
     if layout is None:
         names = base.program.all_names()
         layout = "; ".join(f"{dim}?: {next(iter(sizes))}" for dim in ("batch", "embed") if dim in names)
@@ -713,8 +630,7 @@ def lab(
             draft.mesh if draft.topology is not None else make_mesh(draft.mesh)
         )  # without a topology: the devices here
         return compile(
-            fn, *args, mesh=where, topology=draft.topology, layout=draft.layout, dims=dims, progress=tell, kwargs=given,
-            calibration=measured or None, **shared,
+            fn, *args, mesh=where, topology=draft.topology, layout=draft.layout, progress=tell, kwargs=call, **vars(step),
         )  # fmt: skip
 
     name = getattr(fn, "__name__", "step")
@@ -752,7 +668,7 @@ def local_sgd(
     """
     return LocalSgd(
         step, over=over, every=every, outer=outer, mesh=mesh, layout=Layout(layout),
-        dims=_patterns(dims), lowering=lowering, jit=jit, init=init,
+        dims=path_dims(dims), lowering=lowering, jit=jit, init=init,
     )  # fmt: skip
 
 
@@ -773,5 +689,14 @@ def _check_function(fn: Any, name: str) -> None:
         raise UnsupportedError(f"mp.{name} takes a function, not {fn!r}", fixes=[f"mp.{name}(step, mesh=…, layout=…)"])
 
 
-def _patterns(dims: DimsPatterns) -> PathDims:
-    return dims if isinstance(dims, PathDims) else PathDims(dims)
+def _step_options(api: str, options: Mapping[str, Any]) -> StepOptions:
+    """The options of ``mp.jit`` or ``mp.init``.
+
+    Raises:
+      TypeError: a keyword that is no option.
+      UnsupportedError, LayoutSyntaxError: a value that an option does not have.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"{api}() got an unexpected keyword argument {name!r}")
+    return StepOptions(**options)

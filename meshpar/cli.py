@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from rich.console import Console
@@ -25,8 +25,8 @@ from .errors import CheckError, CompilerError, JoinWarning, MeshparError, Target
 from .hardware.calibration import read_calibrations
 from .hardware.topology import device_count
 from .layouts import PRESETS
-from .passes.collective_matmul import MODES
-from .planned import Plan
+from .options import Lowering, add_flags, given_flags
+from .plan_api import Plan
 from .pods.cli import add_commands
 from .report import plan_steps
 from .report.text import fits
@@ -96,15 +96,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(e, CheckError | CompilerError) else 2
 
 
+COMMANDS = "plan|lab|compile|search|calibrate|check|diff|launch|checkpoint|tune-kernels"
+MESH = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the whole topology)'
+LAYOUT = (
+    'rules, "batch: data; embed: data", or a name: of the target\'s LAYOUTS, or fsdp, megatron, … '
+    "(default: FSDP, as far as its dims exist)"
+)
+TOPOLOGY = 'what it runs on: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
+
+Add = Callable[..., Any]
+"""The ``add_argument`` of a command's parser."""
+
+
 def _parser() -> argparse.ArgumentParser:
+    """The parser of all commands; ``run`` of what it parses is the command's function."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
-    commands = parser.add_subparsers(
-        metavar="plan|lab|compile|search|calibrate|check|diff|launch|checkpoint|tune-kernels", required=True
-    )
+    commands = parser.add_subparsers(metavar=COMMANDS, required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], about: str) -> Callable[..., Any]:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], add_arguments: Callable[[Add], None], about: str
+    ) -> None:
         sub = commands.add_parser(
             name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=EXIT, formatter_class=raw
         )
@@ -114,133 +127,103 @@ def _parser() -> argparse.ArgumentParser:
                          help='arguments for the target: "batch=512, seq=4096"')  # fmt: skip
         sub.add_argument("--json", action="store_true", help="print JSON")
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
-        return sub.add_argument
+        add_arguments(sub.add_argument)
 
-    mesh = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the whole topology)'
-    layout = (
-        'rules, "batch: data; embed: data", or a name: of the target\'s LAYOUTS, or fsdp, megatron, … '
-        "(default: FSDP, as far as its dims exist)"
-    )
-    topology = 'what it runs on: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"'
-    overlap = "collective-matmul mode of the shard_map lowering"
-    partitioner = {
-        "choices": ("auto", "jit", "shard_map"),
-        "default": "auto",
-        "help": "who partitions: meshpar (shard_map), XLA (jit), or meshpar unless an op has no local form (%(default)s)",
-    }
-    options = "options of the TPU compiler: meshpar's, or none (%(default)s)"
-    calibration = "what `meshpar calibrate` measured of such devices, instead of the chip table"
-    donate = "arguments that the step may overwrite (default: `state`, if there is one)"
-
-    add = command("plan", _plan, "what each device holds and sends, how long it takes, and why; nothing is compiled")
-    add("--mesh", help=mesh)
-    add("--layout", help=layout)
-    add("--topology", help=topology)
-    add("--donate", metavar="NAME", action="append", help=donate)
-    add("--lowering", **partitioner)
-    add("--overlap", choices=MODES, help=overlap + " (default: auto)")
-    add("--options", choices=("auto", "off"), default="auto", help=options)
-    add("--calibration", metavar="FILE", help=calibration)
-    add("--strict", action="store_true", help="two names for one dim are an error")
-    add("--html", metavar="FILE", help="write the plan as a page of its own")
-    add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
-
-    add = command(
-        "lab", _lab, "a page in the browser on which rules and meshes are edited, and the figures of the plan follow"
-    )
-    add("--mesh", help=mesh)
-    add("--layout", help=layout)
-    add("--topology", help=topology)
-    add("--donate", metavar="NAME", action="append", help=donate)
-    add("--lowering", **partitioner)
-    add("--overlap", choices=MODES, help=overlap + " (default: auto)")
-    add("--options", choices=("auto", "off"), default="auto", help=options)
-    add("--calibration", metavar="FILE", help=calibration)
-    add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
-    add("--no-browser", action="store_true", help="print the page's address, and open nothing")
-
-    add = command("compile", _compile, "the real compiler's memory and collectives, for devices that are not here")
-    add("--mesh", help=mesh)
-    add("--layout", help=layout)
-    add("--topology", help=topology + "; without one, for as many CPUs as the mesh has")
-    add("--donate", metavar="NAME", action="append", help=donate)
-    add("--lowering", **partitioner)
-    add("--overlap", choices=MODES, help=overlap + " (default: auto)")
-    add("--options", choices=("auto", "off"), default="auto", help=options)
-    add("--calibration", metavar="FILE", help=calibration)
-    add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
-
-    add = command("search", _search, "the layout and the mesh of the shortest step that fits, by its plan")
-    add("--topology", required=True, help=topology)
-    add("--mesh", help='the only mesh to try, "data=64, model=8" (default: all that the topology has)')
-    add(
-        "--layout", action="append", default=[], help="one of your own, planned beside the others; several may be given"
-    )
-    add("--fixed", default="", metavar="RULES", help='rules that every layout begins with: "batch: data"')
-    add("--forbid", default="", metavar="DIMS", help='dims that are never split: "head_dim, seq"')
-    add(
-        "--objective",
-        choices=("time", "memory"),
-        default="time",
-        help="the shortest step, or the smallest peak (%(default)s)",
-    )
-    add("--memory-fraction", type=float, default=0.85, help="the part of the memory that may be used (%(default)s)")
-    add("--max-axes", type=int, default=3, help="axes of a mesh at most (%(default)s)")
-    add("--max-plans", type=int, default=400, help="candidates to plan at most (%(default)s)")
-    add("--time-limit", type=float, help="begin no more plans after so long")
-    add(
-        "--choices", action="append", default=[], metavar="NAME=A,B",
-        help="choose one of these as well, of `overlap` or of an argument of the target: remat=full,none; several may be given",
-    )  # fmt: skip
-    add("--calibration", metavar="FILE", help=calibration)
-    add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
-    add("--html", metavar="FILE", help="write it as a page of its own, with time against memory as a picture")
-    add("--donate", metavar="NAME", action="append", help=donate)
-    add("--lowering", **partitioner)
-    add("--overlap", choices=MODES, help=overlap + " (default: auto)")
-
-    add = command(
-        "calibrate",
-        _calibrate,
-        "run the step under some layouts on the devices here, in turn, and fit the chip's efficiencies to it",
-    )
-    add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: one axis over all devices)')
-    add(
-        "--layout",
-        action="append",
-        help="as for plan; several may be given (default: those LAYOUTS of the target that have the mesh's axes)",
-    )
-    add("--lowering", **partitioner)
-    add("--overlap", choices=MODES, help=overlap + " (default: auto)")
-    add("--options", choices=("auto", "off"), default="auto", help=options)
-    add("--donate", metavar="NAME", action="append", help=donate)
-    add("--rounds", type=int, default=9, help="how often each layout is measured (%(default)s)")
-    add("--devices", type=int, default=8, help="virtual devices, where there are only CPUs (%(default)s)")
-    add("--tolerance", type=float, default=1e-5, help="part of a leaf's largest value (%(default)s)")
-    add("--ints", type=int, default=8, help="integers of the arguments are drawn below this (%(default)s)")
-    add("--calibration", metavar="FILE", help="put what is fitted there, for --calibration of plan and search")
-    add("--html", metavar="FILE", help="write it as a page of its own")
-
-    add = command(
-        "check", _check, "run the step unsharded and sharded on virtual CPU devices, and compare every number"
-    )
-    add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: meshes of all shapes)')
-    add("--layout", action="append", help="as for plan; several may be given")
-    add("--lowering", **{**partitioner, "choices": (*partitioner["choices"], "both")})
-    add("--devices", type=int, default=8, help="virtual devices (%(default)s)")
-    add("--tolerance", type=float, default=1e-5, help="part of a leaf's largest value (%(default)s)")
-    add("--ints", type=int, default=8, help="integers of the arguments are drawn below this (%(default)s)")
-
-    add = command("diff", _diff, "two plans side by side: other layouts, or other meshes")
-    add("--mesh", action="append", help="once or twice; " + mesh)
-    add("--layout", action="append", help="once or twice; " + layout)
-    add("--topology", action="append", help="once or twice; " + topology)
-    add("--donate", metavar="NAME", action="append", help=donate)
-    add("--calibration", metavar="FILE", help=calibration)
-    add("--html", metavar="FILE", help="write it as a page of its own")
+    command("plan", _plan, _plan_arguments,
+            "memory, communication and time of a layout on each device, with their causes; nothing is compiled")  # fmt: skip
+    command("lab", _lab, _lab_arguments, "a page in the browser to edit layouts and meshes; the plan's numbers follow")
+    command("compile", _compile, _compile_arguments,
+            "memory and collectives by the real compiler, for devices that need not be attached")  # fmt: skip
+    command("search", _search, _search_arguments, "the layout and the mesh of the shortest step that fits, by its plan")
+    command("calibrate", _calibrate, _calibrate_arguments,
+            "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times")  # fmt: skip
+    command("check", _check, _check_arguments,
+            "run the step unsharded and sharded on virtual CPU devices, and compare every number")  # fmt: skip
+    command("diff", _diff, _diff_arguments, "two plans next to each other: other layouts, or other meshes")
     add_commands(commands)
     add_tuning(commands)
     return parser
+
+
+def _machine_and_layout(add: Add, topology: str = TOPOLOGY) -> None:
+    add("--mesh", help=MESH)
+    add("--layout", help=LAYOUT)
+    add("--topology", help=topology)
+
+
+def _plan_arguments(add: Add) -> None:
+    _machine_and_layout(add)
+    add_flags(add)
+    add("--html", metavar="FILE", help="write the plan as an HTML page")
+    add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
+
+
+def _lab_arguments(add: Add) -> None:
+    _machine_and_layout(add)
+    add_flags(add)
+    add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
+    add("--no-browser", action="store_true", help="print the page's address, and open nothing")
+
+
+def _compile_arguments(add: Add) -> None:
+    _machine_and_layout(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
+    add_flags(add)
+    add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
+
+
+def _search_arguments(add: Add) -> None:
+    add("--topology", required=True, help=TOPOLOGY)
+    add("--mesh", help='the only mesh to try, "data=64, model=8" (default: all that the topology has)')
+    add("--layout", action="append", default=[], help="a layout of your own to plan as well; several may be given")
+    add("--fixed", default="", metavar="RULES", help='rules that every layout begins with: "batch: data"')
+    add("--forbid", default="", metavar="DIMS", help='dims that are never split: "head_dim, seq"')
+    add("--objective", choices=("time", "memory"), default="time",
+        help="the shortest step, or the smallest peak memory (%(default)s)")  # fmt: skip
+    add("--memory-fraction", type=float, default=0.85, help="fraction of the memory that may be used (%(default)s)")
+    add("--max-axes", type=int, default=3, help="the most axes of a mesh (%(default)s)")
+    add("--max-plans", type=int, default=400, help="the most candidates that are planned (%(default)s)")
+    add("--time-limit", type=float, help="seconds after which no more plans are begun")
+    add("--choices", action="append", default=[], metavar="NAME=A,B",
+        help="values to choose from as well, of `overlap` or of an argument of the target: remat=full,none; several may be given",
+        )  # fmt: skip
+    add("--verify", type=int, default=0, metavar="N", help="compile the best N with the real compiler (%(default)s)")
+    add("--html", metavar="FILE", help="write the result as an HTML page, with a chart of time and memory")
+    add_flags(add)
+
+
+def _calibrate_arguments(add: Add) -> None:
+    add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: one axis over all devices)')
+    add("--layout", action="append",
+        help="as for plan; several may be given (default: those LAYOUTS of the target that have the mesh's axes)")  # fmt: skip
+    add_flags(add, without=["calibration"])
+    add("--rounds", type=int, default=9, help="number of measurements of each layout (%(default)s)")
+    add("--calibration", metavar="FILE", help="where to save the result, for --calibration of plan and search")
+    add("--html", metavar="FILE", help="write the result as an HTML page")
+    _numbers(add)
+
+
+def _check_arguments(add: Add) -> None:
+    add("--mesh", action="append", help='"data=2, model=4"; several may be given (default: meshes of all shapes)')
+    add("--layout", action="append", help="as for plan; several may be given")
+    add("--lowering", choices=(*get_args(Lowering), "both"), default="auto", help="as for plan, or both (%(default)s)")
+    add_flags(add, without=["lowering", "donate_argnames"])
+    _numbers(add)
+
+
+def _diff_arguments(add: Add) -> None:
+    add("--mesh", action="append", help="once or twice; " + MESH)
+    add("--layout", action="append", help="once or twice; " + LAYOUT)
+    add("--topology", action="append", help="once or twice; " + TOPOLOGY)
+    add_flags(add)
+    add("--html", metavar="FILE", help="write the comparison as an HTML page")
+
+
+def _numbers(add: Add) -> None:
+    """Flags of the commands that run the step."""
+    add("--devices", type=int, default=8, help="number of virtual devices, where there are only CPUs (%(default)s)")
+    add("--tolerance", type=float, default=1e-5,
+        help="allowed difference, as a fraction of a leaf's largest value (%(default)s)")  # fmt: skip
+    add("--ints", type=int, default=8, help="integers of the arguments are drawn below this (%(default)s)")
 
 
 # -- the commands
@@ -248,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(args: argparse.Namespace) -> int:
     target = load_target(args.target, parse_options(args.set))
-    plan = _planned(args, target, args.mesh, args.topology, args.layout, strict=args.strict)
+    plan = _planned(args, target, args.mesh, args.topology, args.layout)
     if args.html:
         _save(plan, args.html)
     if args.steps and not args.json:
@@ -265,9 +248,8 @@ def _lab(args: argparse.Namespace) -> int:
     found = failing_as_target(
         target.name,
         lambda: mp.lab(
-            target.step, *target.args, mesh=mesh, topology=args.topology, layout=layout, dims=target.dims,
-            lowering=args.lowering, overlap=args.overlap, options=args.options, layouts=target.layouts,
-            calibration=args.calibration, donate_argnames=_donated(args, target),
+            target.step, *target.args, mesh=mesh, topology=args.topology, layout=layout, layouts=target.layouts,
+            **_options(args, target),
         ),
     )  # fmt: skip
     found.session.title = args.target
@@ -290,9 +272,7 @@ def _compile(args: argparse.Namespace) -> int:
         print(f"devices  {args.topology}, as its compiler describes them", file=sys.stderr)
     compiled = mp.compile(
         target.step, *target.args, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
-        layout=planned.asked or planned.layout, dims=target.dims, lowering=args.lowering, overlap=args.overlap,
-        effort=args.effort, options=args.options, calibration=args.calibration,
-        donate_argnames=_donated(args, target), progress=True,
+        layout=planned.asked or planned.layout, effort=args.effort, progress=True, **_options(args, target),
     )  # fmt: skip
     facts = {
         "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),
@@ -327,12 +307,10 @@ def _search(args: argparse.Namespace) -> int:
         target.name,
         lambda: mp.search(
             {name: each.step for name, each in targets.items()}, *target.args, topology=args.topology, mesh=args.mesh,
-            dims=target.dims, layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
+            layouts=layouts, fixed=args.fixed, forbid=args.forbid, objective=args.objective,
             memory_fraction=args.memory_fraction, max_axes=args.max_axes, max_plans=args.max_plans,
             time_limit=args.time_limit, verify=args.verify,
-            choices={"overlap": modes} if modes else None, lowering=args.lowering, overlap=args.overlap,
-            calibration=args.calibration,
-            donate_argnames=_donated(args, target),
+            choices={"overlap": modes} if modes else None, **_options(args, target),
         ),
     )  # fmt: skip
     if args.html:
@@ -362,9 +340,8 @@ def _calibrate(args: argparse.Namespace) -> int:
     chosen = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
     values = failing_as_target(target.name, lambda: concrete(target, args.ints))
     found = mp.calibrate(
-        target.step, *values, layouts=chosen, meshes=args.mesh, dims=target.dims, lowering=args.lowering,
-        overlap=args.overlap, options=args.options, rounds=args.rounds, tolerance=args.tolerance,
-        donate_argnames=_donated(args, target),
+        target.step, *values, layouts=chosen, meshes=args.mesh, rounds=args.rounds, tolerance=args.tolerance,
+        **_options(args, target),
     )  # fmt: skip
     if args.calibration:
         found.calibration.save(args.calibration)
@@ -383,9 +360,10 @@ def _check(args: argparse.Namespace) -> int:
     if meshes is None and args.layout is None:
         meshes = [f"data={args.devices}"]
     chosen = [_layout(args, target, text, _data_mesh(meshes, args.devices), None) for text in layouts]
+    lowerings = ("jit", "shard_map") if args.lowering == "both" else (args.lowering,)
     report = mp.check(
-        target.step, *values, layouts=chosen, meshes=meshes, dims=target.dims, tolerance=args.tolerance, raises=False,
-        lowerings=("jit", "shard_map") if args.lowering == "both" else (args.lowering,),
+        target.step, *values, layouts=chosen, meshes=meshes, tolerance=args.tolerance, raises=False,
+        lowerings=lowerings, **_options(args, target),
     )  # fmt: skip
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     _show(args, str(report), lambda: json.dumps({"ok": report.ok, "rows": rows, "skipped": report.skipped}))
@@ -416,16 +394,11 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _planned(
-    args: argparse.Namespace,
-    target: Target,
-    mesh: str | None,
-    topology: str | None,
-    layout: str | None,
-    strict: bool = False,
+    args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
 ) -> Plan:
-    """The target's plan; what is left out has its default, and is said."""
+    """The target's plan; defaults of a mesh and a layout that are left out are printed to stderr."""
     mesh = _mesh(args, mesh, topology)
-    return _plan_of(args, target, mesh, topology, _layout(args, target, layout, mesh, topology), strict)
+    return _plan_of(args, target, mesh, topology, _layout(args, target, layout, mesh, topology))
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> str:
@@ -438,18 +411,22 @@ def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> s
     return mesh
 
 
-def _plan_of(
-    args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str, strict: bool = False
-) -> Plan:
+def _plan_of(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:
+    options = _options(args, target)
     return failing_as_target(
         target.name,
-        lambda: plan_of(
-            target.step, *target.args, mesh=mesh, topology=topology, layout=layout, dims=target.dims, strict=strict,
-            donate_argnames=_donated(args, target), lowering=getattr(args, "lowering", "auto"),
-            overlap=getattr(args, "overlap", None), options=getattr(args, "options", "auto"),
-            calibration=getattr(args, "calibration", None) if args.run is not _calibrate else None,
-        ),
-    )  # fmt: skip
+        lambda: plan_of(target.step, *target.args, mesh=mesh, topology=topology, layout=layout, **options),
+    )
+
+
+def _options(args: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """The options of the step, as keyword arguments for the Python API: those of the flags, and those of the target."""
+    given = {**given_flags(args), "dims": target.dims, "donate_argnames": _donated(args, target)}
+    if args.run is _check:
+        del given["lowering"]  # which may be "both"
+    if args.run is _calibrate:
+        del given["calibration"]  # the file that it writes
+    return given
 
 
 def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: str, topology: str | None) -> str:
@@ -487,8 +464,8 @@ def _data_mesh(meshes: Sequence[str] | None, devices: int) -> str:
 
 
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:
-    if getattr(args, "donate", None):
-        return args.donate
+    if getattr(args, "donate_argnames", None):
+        return args.donate_argnames
     code = getattr(target.step, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
     return ["state"] if "state" in names else []

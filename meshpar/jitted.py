@@ -6,156 +6,53 @@ import contextlib
 import copy
 import functools
 import inspect
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from .caches import LRUCache
 from .compat import nnx
 from .compat.jax import in_explicit_mesh, is_graph_node, jit_disabled, trace_context, without_gc
-from .dims import PathDims, did_you_mean
-from .entry import (
+from .compiled import CompiledStep, lower_step
+from .errors import MeshError, UnsupportedError
+from .flax import Leaf, capture_names, flatten_named, pure_states
+from .global_arrays import place
+from .layout import AnyMesh, Layout
+from .mesh import MeshLike, device_mesh
+from .options import Lowering, Mode, StepOptions, options_apart, selected_arguments
+from .passes import make_plan
+from .plan_api import Plan
+from .tracing import (
     Call,
-    Entry,
     Fixed,
-    Flat,
-    Traced,
+    FlatFunction,
+    TracedStep,
     annotation_of,
     has_graph_nodes,
     leaf_key,
-    lowered,
-    traced,
+    trace_call,
     type_key,
     unhashable,
     with_statics,
 )
-from .errors import MeshError, UnsupportedError
-from .flax import Leaf, capture_names, flatten_named, pure_states
-from .global_arrays import place
-from .hardware.calibration import Calibrations
-from .hardware.options import OptionsMode
-from .keywords import options_apart
-from .layout import AnyMesh, Layout
-from .lower import LOWERINGS
-from .mesh import MeshLike, context_mesh
-from .mesh import mesh as make_mesh
-from .passes import make_plan
-from .passes.collective_matmul import MODES
-from .planned import Plan
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, Subject, check_layouts
 from .verify.jobs import Progress
 
-KEEP: dict[str, Any] = {"donate_argnums": None, "donate_argnames": None}
+NO_DONATION: dict[str, Any] = {"donate_argnums": None, "donate_argnames": None}
 """Options of a step that leaves its arguments alone."""
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 
-Lowering = Literal["auto", "jit", "shard_map"]
-Mode = Literal["auto", "xla", "ring", "pallas", "off"]
 LayoutLike = Layout | str | Mapping[str, Any] | Sequence[Any]
-
-
-# -- what users hand in
-
-
-def check_lowering(lowering: Any, overlap: Any) -> None:
-    known = ("auto", *LOWERINGS)
-    if lowering not in known:
-        raise UnsupportedError(
-            f"there is no lowering {lowering!r}", fixes=did_you_mean(str(lowering), known, "lowerings")
-        )
-    if overlap is not None and overlap not in MODES:
-        raise UnsupportedError(f"there is no overlap {overlap!r}", fixes=did_you_mean(str(overlap), MODES, "modes"))
-    if lowering == "jit" and overlap in ("ring", "pallas"):
-        raise UnsupportedError(
-            f'overlap={overlap!r} belongs to lowering="shard_map": in lowering="jit" XLA partitions, and decides what overlaps',
-            fixes=['leave lowering out, or lowering="shard_map"', "or leave overlap out"],
-        )
-
-
-def device_mesh(mesh: MeshLike | None) -> AnyMesh:
-    """The mesh that ``mesh=`` of :func:`meshpar.jit` describes, with Auto axes: axes and sizes are those of a mesh over this
-    program's devices; None is the mesh of the context (:func:`meshpar.mesh.context_mesh`).
-
-    Raises:
-      LayoutSyntaxError, MeshError: none, or one with Manual axes.
-    """
-    if isinstance(mesh, str | Mapping):
-        return make_mesh(mesh)
-    return auto_mesh(context_mesh() if mesh is None else mesh)
-
-
-def auto_mesh(mesh: AnyMesh) -> AnyMesh:
-    """The mesh with Auto axes; those of ``jax.make_mesh``, Explicit by default, are the same devices.
-
-    Raises:
-      MeshError: no mesh, or one with Manual axes.
-    """
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise MeshError(
-            f"mesh={mesh!r} is no mesh", fixes=['mp.mesh("data=4, model=2"), or the text alone: "data=4, model=2"']
-        )
-    kinds = getattr(mesh, "axis_types", ())
-    if AxisType.Manual in kinds:
-        raise MeshError(
-            "a mesh with Manual axes is one inside a shard_map, where everything is placed by hand",
-            fixes=["call mp.jit's function outside of the shard_map"],
-        )
-    if AxisType.Explicit not in kinds:
-        return mesh
-    auto = (AxisType.Auto,) * len(kinds)
-    if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
-    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
-
-
-def _selected_arguments(signature: inspect.Signature | None, nums: Any, names: Any, what: str) -> frozenset[int | str]:
-    """The positions and names of the arguments that ``<what>_argnums`` and ``<what>_argnames`` select, as ``jax.jit`` reads them.
-
-    If only positions or only names are given, the signature adds the others. A negative position counts from the end of the
-    parameters, or, if the function has ``*args``, from the end of the positional arguments of a call.
-
-    Raises:
-      UnsupportedError: an argument that the function does not have.
-    """
-    infer = (nums is None) != (names is None)
-    nums = () if nums is None else (nums,) if isinstance(nums, int) else tuple(nums)
-    names = () if names is None else (names,) if isinstance(names, str) else tuple(names)
-    out: set[int | str] = {*names, *map(operator.index, nums)}
-    if signature is None:
-        return frozenset(out)
-    params = list(signature.parameters.values())
-    kinds = {p.kind for p in params}
-    positional = [p.name for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    by_name = [p.name for p in params if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for n in names:
-        if inspect.Parameter.VAR_KEYWORD not in kinds and n not in by_name:
-            raise UnsupportedError(
-                f"{what}_argnames: the function has no argument `{n}` that can be passed by name",
-                fixes=did_you_mean(n, by_name, "arguments"),
-            )
-    if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        for n in nums:
-            if not -len(positional) <= n < len(positional):
-                raise UnsupportedError(
-                    f"{what}_argnums: the function has {len(positional)} positional arguments, so there is no argument {n}",
-                    fixes=[f"arguments are {', '.join(f'{i}: {p}' for i, p in enumerate(positional))}"],
-                )
-        out = {n % len(positional) if isinstance(n, int) else n for n in out}
-    if infer:
-        out |= {positional[i] for i in out if isinstance(i, int) and 0 <= i < len(positional)} & set(by_name)
-        out |= {positional.index(n) for n in names if n in positional}
-    return frozenset(out)
 
 
 MAX_CALLS = 2048
@@ -164,16 +61,16 @@ caches as many traces."""
 
 
 @dataclass(eq=False, slots=True)
-class _Kept:
+class _Caches:
     """Cached results by the keys of calls; one object for a method of all instances. nnx objects are taken apart under it.
 
     Attributes:
       nodes: some call had nnx objects.
     """
 
-    programs: LRUCache[Any, Traced] = field(default_factory=lambda: LRUCache(MAX_CALLS))
+    programs: LRUCache[Any, TracedStep] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     plans: LRUCache[Any, Plan] = field(default_factory=lambda: LRUCache(MAX_CALLS))
-    entries: LRUCache[Any, Entry] = field(default_factory=lambda: LRUCache(MAX_CALLS))
+    compiled: LRUCache[Any, CompiledStep] = field(default_factory=lambda: LRUCache(MAX_CALLS))
     nodes: bool = False
 
 
@@ -190,36 +87,23 @@ class Jitted(Generic[P, R]):
     """
 
     def __init__(
-        self, fn: Callable[P, R], mesh: AnyMesh, layout: Layout, dims: PathDims, *, lowering: Lowering = "auto",
-        overlap: Mode | None = None, strict: bool = False, topology: str | None = None, init: bool = False,
-        static_argnums: int | Sequence[int] | None = None, static_argnames: str | Iterable[str] | None = None,
-        donate_argnums: int | Sequence[int] | None = None, donate_argnames: str | Iterable[str] | None = None,
-        keep_unused: bool = False, options: OptionsMode = "auto", compiler_options: Mapping[str, Any] | None = None,
-        calibrations: Calibrations = (),
+        self, fn: Callable[P, R], mesh: AnyMesh, layout: Layout, options: StepOptions, *, topology: str | None = None,
+        init: bool = False,
     ):  # fmt: skip
         functools.update_wrapper(self, fn, updated=())
         given = getattr(fn, "__dict__", {})
         self.__dict__.update({k: x for k, x in given.items() if not hasattr(Jitted, k) and k != "__wrapped__"})
-        self._options = {
-            "mesh": mesh, "layout": layout, "dims": dims, "lowering": lowering, "overlap": overlap, "strict": strict,
-            "topology": topology, "init": init, "static_argnums": static_argnums, "static_argnames": static_argnames,
-            "donate_argnums": donate_argnums, "donate_argnames": donate_argnames, "keep_unused": keep_unused,
-            "options": options, "compiler_options": compiler_options, "calibrations": calibrations,
-        }  # fmt: skip
         self.mesh, self.layout, self.topology = mesh, layout, topology
-        self.lowering: Lowering = lowering
-        self.overlap: Mode | None = overlap
+        self.lowering: Lowering = options.lowering
+        self.overlap: Mode | None = options.overlap
         self._fn: Callable[..., Any] = fn
-        self._dims, self._strict, self._init = dims, strict, init
-        self._keep_unused, self._compiler_options = keep_unused, dict(compiler_options or {})
-        self._options_mode: OptionsMode = options
-        self._calibrations = calibrations
+        self._options, self._init = options, init
         try:
             self._signature: inspect.Signature | None = inspect.signature(fn)
         except (TypeError, ValueError):
             self._signature = None
-        self._static = _selected_arguments(self._signature, static_argnums, static_argnames, "static")
-        self._donated = _selected_arguments(self._signature, donate_argnums, donate_argnames, "donate")
+        self._static = selected_arguments(self._signature, options.static_argnums, options.static_argnames, "static")
+        self._donated = selected_arguments(self._signature, options.donate_argnums, options.donate_argnames, "donate")
         self._from_end = frozenset(n for n in self._static if isinstance(n, int) and n < 0) or None
         both = sorted(n for n in self._static & self._donated if isinstance(n, str)) or self._static & self._donated
         if both:
@@ -228,7 +112,7 @@ class Jitted(Generic[P, R]):
                 fixes=["leave it out of donate_argnums and donate_argnames"],
             )
         self._bound: tuple[Any, ...] = ()
-        self._kept = _Kept()
+        self._caches = _Caches()
 
     # -- what users call
 
@@ -245,11 +129,11 @@ class Jitted(Generic[P, R]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         given = (*self._bound, *args)
-        kept = self._kept
-        if kept.entries and not (kept.nodes or self._init or jit_disabled() or in_explicit_mesh()):
+        caches = self._caches
+        if caches.compiled and not (caches.nodes or self._init or jit_disabled() or in_explicit_mesh()):
             call = self._call(given, kwargs)
             try:
-                entry = kept.entries.get(call.key)
+                entry = caches.compiled.get(call.key)
             except TypeError:  # a value without a hash, which the slow path names
                 entry = None
             if entry is not None:
@@ -258,7 +142,14 @@ class Jitted(Generic[P, R]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted[P, R]:
         """A copy of the function with the same options, and nothing compiled."""
-        other = Jitted(copy.deepcopy(self._fn, memo), **self._options)
+        other = Jitted(
+            copy.deepcopy(self._fn, memo),
+            self.mesh,
+            self.layout,
+            self._options,
+            topology=self.topology,
+            init=self._init,
+        )
         return other.__get__(*copy.deepcopy(self._bound, memo)) if self._bound else other
 
     def __repr__(self) -> str:
@@ -273,7 +164,7 @@ class Jitted(Generic[P, R]):
         Raises:
           MeshparError: names, sizes or rules that do not fit; see :mod:`meshpar.errors`.
         """
-        with self._opened((*self._bound, *args), kwargs) as call:
+        with self._flattened((*self._bound, *args), kwargs) as call:
             return self._plan(call)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -284,7 +175,7 @@ class Jitted(Generic[P, R]):
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace for these arguments, as ``jax.jit(f).trace`` does."""
-        with self._opened((*self._bound, *args), kwargs) as call:
+        with self._flattened((*self._bound, *args), kwargs) as call:
             entry = self._entry(call)
         arrays = range(len(call.leaves)) if entry.arrays is None else entry.arrays
         placed: list[Any] = [None] * len(call.leaves)
@@ -303,7 +194,7 @@ class Jitted(Generic[P, R]):
         nums, names = _prefix_donation(call_args, call_kwargs, set(entry.donated))
         jitted = jax.jit(
             step, out_shardings=of.result(entry.out_shardings), donate_argnums=nums, donate_argnames=names,
-            keep_unused=self._keep_unused, compiler_options=entry.plan.options.values or None,
+            keep_unused=self._options.keep_unused, compiler_options=entry.plan.options.values or None,
         )  # fmt: skip
         with without_gc():
             return jitted.trace(*call_args, **call_kwargs)
@@ -320,7 +211,7 @@ class Jitted(Generic[P, R]):
                     return self._fn(*args, **kwargs)
 
                 return nnx.eval_shape(plain, *call.dynamic)
-        with self._opened(args, kwargs) as call:
+        with self._flattened(args, kwargs) as call:
             traced = self._trace(call)
         avals = [v.aval for v in traced.program.outputs]
         return traced.result([jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals])
@@ -337,7 +228,7 @@ class Jitted(Generic[P, R]):
         args = (*self._bound, *args)
         if has_graph_nodes((args, kwargs)):  # which the results update
             args, kwargs = nnx.clone((args, kwargs))
-        with self._opened(args, kwargs) as call:
+        with self._flattened(args, kwargs) as call:
             entry = self._entry(call)
             out = entry.traced.result(
                 [
@@ -345,7 +236,7 @@ class Jitted(Generic[P, R]):
                     for v, s in zip(entry.plan.program.outputs, entry.out_shardings, strict=True)
                 ]
             )
-            return self._closed(call, out)
+            return self._unflattened(call, out)
 
     def shardings(self, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Where the arguments belong: for each, in the order given, a tree like it of ``jax.sharding.NamedSharding``.
@@ -388,14 +279,14 @@ class Jitted(Generic[P, R]):
                 self._signature.bind(*self._bound, *args, **kwargs)
             held = {h.path: h for h in self.plan(*args, **kwargs).inputs}
         except TypeError:  # some of the arguments
-            plan = self._kept.plans.latest()
+            plan = self._caches.plans.latest()
             held = {h.path: h for h in plan.inputs} if plan is not None else {}
 
         def placed(leaf: Leaf) -> Any:
             known = held.get(leaf.path)
             if known is not None and known.shape == np.shape(leaf.value):
                 return place(leaf.value, NamedSharding(mesh, known.spec))
-            dims = annotation_of(leaf, self._dims, set())
+            dims = annotation_of(leaf, self._options.dims, set())
             if dims is None:
                 raise UnsupportedError(
                     f"{leaf.path}: nothing says yet where it belongs",
@@ -429,7 +320,7 @@ class Jitted(Generic[P, R]):
         """
         here = self._device_mesh("a check runs the step")
         return check_layouts(
-            lambda mesh, *_: self._other(mesh=mesh, **KEEP)._subject(args, kwargs),
+            lambda mesh, *_: self._with(mesh=mesh, **NO_DONATION)._check_subject(args, kwargs),
             layouts=[self.layout], meshes=here, lowerings=[self.lowering],
         )  # fmt: skip
 
@@ -454,7 +345,7 @@ class Jitted(Generic[P, R]):
         where = mesh_to_compile_for(mesh, topology)
         step = self if where is self.mesh else self.on(where)
         if compiler_options:
-            step = step._other(compiler_options={**self._compiler_options, **compiler_options})
+            step = step._with(compiler_options={**self._options.compiler_options, **compiler_options})
         return compile_lowered(
             step.lower(*args, **given), effort=effort, timeout=timeout, cache=cache, progress=progress,
             name=getattr(self, "__name__", "step"), plan=step.plan(*args, **given), mesh=step.mesh,
@@ -471,24 +362,26 @@ class Jitted(Generic[P, R]):
           MeshError, LayoutSyntaxError, UnsupportedError: as :func:`meshpar.jit`.
         """
         lowering = lowering or self.lowering
-        return self._other(
+        return self._with(
             mesh=self.mesh if mesh is None else device_mesh(mesh), lowering=lowering,
             layout=self.layout if layout is None else Layout(layout),
             overlap=None if lowering == "jit" else self.overlap, topology=self.topology if mesh is None else None,
         )  # fmt: skip
 
-    def _other(self, **changed: Any) -> Jitted[P, R]:
-        """The same function with other options of ``__init__``; it shares the programs where these are the same."""
-        check_lowering(changed.get("lowering", self.lowering), None)
-        other = Jitted(self._fn, **{**self._options, **changed})
+    def _with(self, **changed: Any) -> Jitted[P, R]:
+        """The same function on another ``mesh`` or ``topology``, under another ``layout``, or with other options of
+        :class:`StepOptions`; it shares the cached programs if a program does not depend on what changed."""
+        own = {"mesh": self.mesh, "layout": self.layout, "topology": self.topology}
+        where = {k: changed.pop(k, v) for k, v in own.items()}
+        other = Jitted(self._fn, options=self._options.changed(**changed), init=self._init, **where)
         axes = set(other.mesh.axis_names)
-        if (other._dims, other._static, axes) == (self._dims, self._static, set(self.mesh.axis_names)):
-            other._kept.programs = self._kept.programs
+        if (other._options.dims, other._static, axes) == (self._options.dims, self._static, set(self.mesh.axis_names)):
+            other._caches.programs = self._caches.programs
         return other.__get__(*self._bound) if self._bound else other
 
     def clear_cache(self) -> None:
         """Forget programs, plans and compiled code."""
-        for cache in (self._kept.programs, self._kept.plans, self._kept.entries):
+        for cache in (self._caches.programs, self._caches.plans, self._caches.compiled):
             cache.clear()
 
     # -- arguments and results
@@ -498,11 +391,11 @@ class Jitted(Generic[P, R]):
         if jit_disabled():
             with self._no_names()():
                 return self._fn(*args, **kwargs)
-        with self._opened(args, kwargs) as call:
-            return self._closed(call, self._entry(call)(call.leaves))
+        with self._flattened(args, kwargs) as call:
+            return self._unflattened(call, self._entry(call)(call.leaves))
 
     @contextlib.contextmanager
-    def _opened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Call]:
+    def _flattened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Call]:
         """The call, while in this context: nnx objects are taken apart.
 
         Raises:
@@ -516,9 +409,9 @@ class Jitted(Generic[P, R]):
                     jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
                 )
             if nodes:
-                self._kept.nodes = True
-                stack.enter_context(nnx.update_context(self._kept))
-                args, kwargs = nnx.to_tree(pure_states((args, dict(kwargs))), ctxtag=self._kept)
+                self._caches.nodes = True
+                stack.enter_context(nnx.update_context(self._caches))
+                args, kwargs = nnx.to_tree(pure_states((args, dict(kwargs))), ctxtag=self._caches)
             call = self._call(args, kwargs, nodes)
             try:
                 hash(call.key)
@@ -526,9 +419,9 @@ class Jitted(Generic[P, R]):
                 raise unhashable(call, self._argument_path) from None
             yield call
 
-    def _closed(self, call: Call, out: Any) -> Any:
+    def _unflattened(self, call: Call, out: Any) -> Any:
         """A function's result; nnx objects are updated, and put together again."""
-        return nnx.from_tree(out, ctxtag=self._kept, is_inner=False)[2] if call.nodes else out
+        return nnx.from_tree(out, ctxtag=self._caches, is_inner=False)[2] if call.nodes else out
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: bool = False) -> Call:
         statics: tuple[tuple[int | str, Any], ...] = ()
@@ -577,40 +470,43 @@ class Jitted(Generic[P, R]):
 
     # -- programs, plans, entries
 
-    def _trace(self, call: Call) -> Traced:
-        found = self._kept.programs.get(call.key)
+    def _trace(self, call: Call) -> TracedStep:
+        found = self._caches.programs.get(call.key)
         if found is None:
-            made = traced(call, self._flat(call), self._argument_path, self._dims, self.mesh.axis_names, self._init)
-            found = self._kept.programs.put(call.key, made)
+            made = trace_call(
+                call, self._flat(call), self._argument_path, self._options.dims, self.mesh.axis_names, self._init
+            )
+            found = self._caches.programs.put(call.key, made)
         return found
 
     def _plan(self, call: Call) -> Plan:
-        plan = self._kept.plans.get(call.key)
+        plan = self._caches.plans.get(call.key)
         if plan is None:
-            program = self._trace(call).program
+            program, step = self._trace(call).program, self._options
             with without_gc():
                 made = make_plan(
-                    program, self.layout, self.mesh, strict=self._strict, init=self._init, topology=self.topology,
-                    donated=self._donated_leaves(call), lowering=self.lowering, overlap=self.overlap,
-                    options=self._options_mode, compiler_options=self._compiler_options, calibrations=self._calibrations,
+                    program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
+                    donated=self._donated_leaves(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
+                    compiler_options=step.compiler_options, calibrations=step.calibration,
                 )  # fmt: skip
-            plan = self._kept.plans.put(call.key, Plan.of(made))
+            plan = self._caches.plans.put(call.key, Plan.of(made))
         return plan
 
-    def _entry(self, call: Call) -> Entry:
-        entry = self._kept.entries.get(call.key)
+    def _entry(self, call: Call) -> CompiledStep:
+        entry = self._caches.compiled.get(call.key)
         if entry is None:
-            entry = self._kept.entries.put(call.key, self._lower(call, self._plan(call)))
+            entry = self._caches.compiled.put(call.key, self._lower(call, self._plan(call)))
         return entry
 
-    def _lower(self, call: Call, plan: Plan) -> Entry:
-        return lowered(
-            plan, self._trace(call), self._flat(call), self._device_mesh(), strict=self._strict,
-            dims=self._dims, names_off=self._no_names(), keep_unused=self._keep_unused, compiler_options=self._compiler_options,
+    def _lower(self, call: Call, plan: Plan) -> CompiledStep:
+        step = self._options
+        return lower_step(
+            plan, self._trace(call), self._flat(call), self._device_mesh(), strict=step.strict, dims=step.dims,
+            names_off=self._no_names(), keep_unused=step.keep_unused, compiler_options=step.compiler_options,
         )  # fmt: skip
 
-    def _flat(self, call: Call) -> Flat:
-        return Flat(self._fn, call.without_leaves(), self._kept if call.nodes else None)
+    def _flat(self, call: Call) -> FlatFunction:
+        return FlatFunction(self._fn, call.without_leaves(), self._caches if call.nodes else None)
 
     def _device_mesh(self, why: str = "") -> Mesh:
         if not isinstance(self.mesh, Mesh):
@@ -628,9 +524,9 @@ class Jitted(Generic[P, R]):
         )
 
     @contextlib.contextmanager
-    def _subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Subject]:
+    def _check_subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Subject]:
         """What a check runs and compares, for these arguments."""
-        with self._opened((*self._bound, *args), kwargs) as call:
+        with self._flattened((*self._bound, *args), kwargs) as call:
             entry = self._entry(call)
             function = self._flat(call)
             arrays = call.leaves if entry.arrays is None else [call.leaves[i] for i in entry.arrays]

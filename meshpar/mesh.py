@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .compat.devices import device_mesh
+from .compat.devices import device_mesh as ordered_devices
 from .compat.processes import DEVICES, process_count
 from .errors import LayoutSyntaxError, MeshError
 from .hardware.topology import check_fills, parse_topology, topology_devices
@@ -155,10 +155,49 @@ def mesh(
         )
     if need == len(devices) and devices[0].platform == "tpu":
         devices.sort(key=lambda d: d.id)  # as a described slice lists them: both cores of a chip side by side
-        array = device_mesh(shape, devices, len({getattr(d, "slice_index", 0) for d in devices}), text)
+        array = ordered_devices(shape, devices, len({getattr(d, "slice_index", 0) for d in devices}), text)
     else:
         array = np.asarray(devices[:need], dtype=object).reshape(shape)
     return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def device_mesh(mesh: MeshLike | None) -> AnyMesh:
+    """The mesh that ``mesh=`` of :func:`meshpar.jit` describes, with Auto axes: axes and sizes are those of a mesh over this
+    program's devices; None is the mesh of the context (:func:`meshpar.mesh.context_mesh`).
+
+    Raises:
+      LayoutSyntaxError, MeshError: none, or one with Manual axes.
+    """
+    if isinstance(mesh, str | Mapping):
+        return _make_mesh(mesh)
+    return auto_mesh(context_mesh() if mesh is None else mesh)
+
+
+def auto_mesh(mesh: AnyMesh) -> AnyMesh:
+    """The mesh with Auto axes; those of ``jax.make_mesh``, Explicit by default, are the same devices.
+
+    Raises:
+      MeshError: no mesh, or one with Manual axes.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(
+            f"mesh={mesh!r} is no mesh", fixes=['mp.mesh("data=4, model=2"), or the text alone: "data=4, model=2"']
+        )
+    kinds = getattr(mesh, "axis_types", ())
+    if AxisType.Manual in kinds:
+        raise MeshError(
+            "a mesh with Manual axes is one inside a shard_map, where everything is placed by hand",
+            fixes=["call mp.jit's function outside of the shard_map"],
+        )
+    if AxisType.Explicit not in kinds:
+        return mesh
+    auto = (AxisType.Auto,) * len(kinds)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
+
+
+_make_mesh = mesh  # for functions with a parameter `mesh`
 
 
 def fill_mesh(sizes: dict[str, int], total: int) -> None:
@@ -249,5 +288,5 @@ def _topology_mesh(text: str, sizes: dict[str, int], topology: str) -> Mesh:
     if where.chip.switch:
         array = np.asarray(devices, dtype=object).reshape(shape)  # hosts first: the last axes share one host's NVLink
     else:
-        array = device_mesh(shape, devices, where.slices, text)
+        array = ordered_devices(shape, devices, where.slices, text)
     return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -471,6 +471,7 @@ OPTIONS = {
         (["--overlap", "xla"], "overlap", "xla"),
         (["--options", "off"], "options", "off"),
         (["--calibration", "here.json"], "calibration", "here.json"),
+        (["--strict"], "strict", True),
     ],
     "compile": [
         (["--mesh", "data=4"], "mesh", "data=4"),
@@ -482,6 +483,7 @@ OPTIONS = {
         (["--options", "off"], "options", "off"),
         (["--calibration", "CALIBRATION"], "calibration", "CALIBRATION"),
         (["--effort", "full"], "effort", "full"),
+        (["--strict"], "strict", True),
     ],
     "search": [
         (["--topology", "v5e:2x2"], "topology", "v5e:2x2"),
@@ -500,6 +502,8 @@ OPTIONS = {
         (["--donate", "batch"], "donate_argnames", ["batch"]),
         (["--lowering", "jit"], "lowering", "jit"),
         (["--overlap", "off"], "overlap", "off"),
+        (["--options", "off"], "options", "off"),
+        (["--strict"], "strict", True),
     ],
     "calibrate": [
         (["--mesh", "data=4", "--mesh", "data=8"], "meshes", ["data=4", "data=8"]),
@@ -510,6 +514,7 @@ OPTIONS = {
         (["--donate", "batch"], "donate_argnames", ["batch"]),
         (["--rounds", "3"], "rounds", 3),
         (["--tolerance", "0.5"], "tolerance", 0.5),
+        (["--strict"], "strict", True),
     ],
     "check": [
         (["--mesh", "data=4", "--mesh", "data=8"], "meshes", ["data=4", "data=8"]),
@@ -517,6 +522,10 @@ OPTIONS = {
         (["--lowering", "jit"], "lowerings", ("jit",)),
         (["--lowering", "both"], "lowerings", ("jit", "shard_map")),
         (["--tolerance", "0.5"], "tolerance", 0.5),
+        (["--overlap", "off"], "overlap", "off"),
+        (["--options", "off"], "options", "off"),
+        (["--calibration", "CALIBRATION"], "calibration", "CALIBRATION"),
+        (["--strict"], "strict", True),
     ],
     "diff": [
         (["--mesh", "data=4", "--mesh", "data=2"], "mesh", "data=4"),
@@ -524,6 +533,10 @@ OPTIONS = {
         (["--topology", "v5e:2x2"], "topology", "v5e:2x2"),
         (["--donate", "batch"], "donate_argnames", ["batch"]),
         (["--calibration", "here.json"], "calibration", "here.json"),
+        (["--lowering", "jit"], "lowering", "jit"),
+        (["--overlap", "ring"], "overlap", "ring"),
+        (["--options", "off"], "options", "off"),
+        (["--strict"], "strict", True),
     ],
 }  # fmt: skip
 """command → (arguments, keyword of the call of the API that they set, its value)."""

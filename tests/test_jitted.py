@@ -312,7 +312,7 @@ def test_caches_are_bounded(monkeypatch):
     run = step(lambda x, s: traces.append(s) or x * s, "shard_map", static_argnames="s")
     for s in range(5):
         np.testing.assert_array_equal(run(x(), s), x() * s)
-    assert [len(c) for c in (run._kept.programs, run._kept.plans, run._kept.entries)] == [3, 3, 3]
+    assert [len(c) for c in (run._caches.programs, run._caches.plans, run._caches.compiled)] == [3, 3, 3]
     for s in (2, 3, 4):
         run(x(), s)
     assert traces == [0, 1, 2, 3, 4]

@@ -6,7 +6,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.layouts import PRESETS
-from meshpar.planned import Plan
+from meshpar.plan_api import Plan
 
 f32 = jnp.float32
 DIMS = {"w/q": "embed heads head_dim", "w/up": "embed mlp", "w/down": "mlp embed", "x": "batch seq embed"}

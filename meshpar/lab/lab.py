@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..planned import Plan
+from ..plan_api import Plan
 from .session import Session
 
 

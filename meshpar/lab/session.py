@@ -18,7 +18,7 @@ from ..layout import Layout
 from ..layouts import PRESETS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan.collectives import duration, human
-from ..planned import Plan
+from ..plan_api import Plan
 from ..report.facts import kernel_seconds
 from ..search import search
 from ..search.answer import quiet

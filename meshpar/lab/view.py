@@ -8,7 +8,7 @@ from typing import Any
 from ..cost.memory import memory_of
 from ..layout import Rule
 from ..plan.collectives import duration, human
-from ..planned import Plan
+from ..plan_api import Plan
 from ..report import html
 from ..report.diff import PlanDiff, diff_body
 from ..report.facts import Effect, effects

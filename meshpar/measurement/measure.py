@@ -18,7 +18,7 @@ from ..global_arrays import place
 from ..hardware.calibration import JAXLIB, Calibration
 from ..hardware.chips import chip_of_kind
 from ..plan.collectives import duration
-from ..planned import Plan
+from ..plan_api import Plan
 from ..verify.check import Subject, check_subject
 from ..verify.numbers import Difference, host, mesh_text, worst_of
 from .fit import fit

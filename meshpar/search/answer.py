@@ -22,7 +22,7 @@ from ..hardware.topology import Topology, parse_topology
 from ..layout import Layout
 from ..mesh import parse_mesh
 from ..plan.collectives import Collective, duration, human
-from ..planned import Plan
+from ..plan_api import Plan
 from ..report.facts import rates
 from ..report.html import number, page, style, table
 from ..report.text import plain

@@ -19,7 +19,7 @@ from ..cost.kernel_time import kernel_times
 from ..hardware.chips import Chip
 from ..plan.claims import Answered, Asked, Claims
 from ..plan.spec import itemsize
-from ..planned import Plan
+from ..plan_api import Plan
 from ..program.ir import Frame, Op, Program, Value
 
 HIDES = 0.65

@@ -33,7 +33,7 @@ from ..plan import plan as record
 from ..plan.claims import Claims
 from ..plan.collectives import duration, human
 from ..plan.planner import TooLong
-from ..planned import Plan
+from ..plan_api import Plan
 from .answer import Objective, Search, quiet
 from .bounds import Least, Pieces, least_of
 from .row import Row

@@ -20,10 +20,10 @@ from ..compat.jax import without_gc
 from ..cost.memory import memory_of
 from ..errors import CompilerError, MeshError, UnsupportedError
 from ..hardware.topology import chip_of, topology_devices, topology_of
-from ..keywords import options_apart
 from ..layout import AnyMesh
 from ..mesh import MeshLike, context_mesh
 from ..mesh import mesh as make_mesh
+from ..options import options_apart
 from ..plan.collectives import duration, human
 from ..plan.plan import Plan
 from ..report.facts import rates

@@ -107,7 +107,7 @@ def test_rounds_are_interleaved_and_medians_taken():
     candidates = []
     for k, layout in enumerate(["a: data", "b: data", ""]):
         step = mp.jit(lambda x: x + 1, mesh="data=8", layout=mp.Layout(layout, optional=True), dims={"x": "a b"})
-        with step._subject((x,), {}) as subject:
+        with step._check_subject((x,), {}) as subject:
             candidates.append(taking(Candidate(layout, subject), k + 1.0, {4}))
     found = calibrate(candidates, rounds=3, tolerance=1e-5, tell=lambda text: None, clock=clock)
     assert [(r.layout, r.seconds) for r in found.rows] == [("a: data", 1), ("b: data", 2), ("", 3)]

@@ -16,8 +16,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 
 import meshpar as mp
 from meshpar import api
-from meshpar.jitted import Jitted
 from meshpar.lower import LOWERINGS
+from meshpar.options import StepOptions
 from meshpar.passes import PASSES
 from meshpar.plan.steps import Run
 from meshpar.rules import registry
@@ -128,10 +128,20 @@ def test_the_overlap_mode_follows_the_lowering(asked, lowering, overlap):
 
 def test_every_entry_has_the_same_default():
     defaults = {}
-    for entry in (api.jit, api.plan, api.compile, api.search, api.calibrate, api.lab, api.local_sgd, Jitted.__init__):
+    for entry in (
+        api.jit,
+        api.init,
+        api.plan,
+        api.check,
+        api.compile,
+        api.search,
+        api.calibrate,
+        api.lab,
+        api.local_sgd,
+    ):
         defaults[entry.__qualname__] = inspect.signature(entry).parameters["lowering"].default
     assert set(defaults.values()) == {"auto"}, defaults
-    assert inspect.signature(api.check).parameters["lowerings"].default == ("auto",)
+    assert StepOptions().lowering == "auto"
     state = mp.init(lambda: {"w": jnp.ones((8, 4))}, mesh="data=8", layout="embed: data", dims={"w": "embed mlp"})
     assert state.plan().lowering == "shard_map"
 
