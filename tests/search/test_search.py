@@ -418,7 +418,7 @@ def test_interrupted_or_out_of_time_it_has_the_best_so_far():
     assert (got.ended, got.planned) == ("interrupted", 5)
     few = found(options=(("max_plans", 7),))
     assert (few.planned, few.ended) == (7, "stopped at 7 plans")
-    short = found(options=(("seconds", 1e-6),))
+    short = found(options=(("time_limit", 1e-6),))
     assert (short.planned, short.ended) == (1, "stopped at the time limit")
 
 
