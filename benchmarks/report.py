@@ -6,7 +6,8 @@
 
 A stored table is a file ``results/NAME.md``: the command, the date, versions and conditions of the measurement, then the Markdown
 tables that the command printed and notes. ``FILE`` in a command is a log of no further interest. ``--run`` replaces the tables and
-states today's date and the installed versions; notes of the earlier measurement are dropped. RESULTS.md has the tables of :data:`SECTIONS` and links to the others.
+states today's date and the installed versions; notes of the earlier measurement are dropped. RESULTS.md has the tables of
+:data:`SECTIONS` and links to the others.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Section:
 SECTIONS = (
     Section(
         "Overhead and memory of mp.jit",
-        "Time of a call, of tracing and of planning, compared with `jax.jit` under hand-written PartitionSpecs (medians; plans: CPU "
-        "time). Resident memory of a process after its caches are filled, and at the end; each row is a process of its own.",
+        "Time of a call, of tracing and of planning, compared with `jax.jit` under hand-written PartitionSpecs (medians; plans: "
+        "CPU time). Resident memory of a process after its caches are filled, and at the end; each row is a process of its own.",
         ("overhead", "soak"),
     ),
     Section(
@@ -104,8 +105,8 @@ SECTIONS = (
     ),
     Section(
         "Both lowerings",
-        "Bytes that a device sends in a step and peak memory of the final TPU program, by XLA's partitioner (`jit`) and by the plan's "
-        "collectives (`shard_map`), under the same layout.",
+        "Bytes that a device sends in a step and peak memory of the final TPU program, by XLA's partitioner (`jit`) and by the "
+        "plan's collectives (`shard_map`), under the same layout.",
         ("partition",),
     ),
     Section(
@@ -120,8 +121,8 @@ SECTIONS = (
     ),
     Section(
         "MaxText: step time",
-        "Step time by the final schedule at full remat, and with the fastest policy that fits. Ratios are to MaxText's best program "
-        "that fits and to its peak memory. Splash attention has no cycles in either schedule.",
+        "Step time by the final schedule at full remat, and with the fastest policy that fits. Ratios are to MaxText's best "
+        "program that fits and to its peak memory. Splash attention has no cycles in either schedule.",
         ("maxtext-schedule",),
         "meshpar",
     ),
@@ -179,8 +180,8 @@ def page() -> str:
     lines = [
         "# Results",
         "",
-        "Each table is the output of the command above it; the line names date, versions and machine, and notes below a table say which "
-        "rows are of an earlier version of the code. Nothing was run on a TPU or a GPU: where a row names one, the program was "
+        "Each table is the output of the command above it; the line names date, versions and machine, and notes below a table say "
+        "which rows are of an earlier version of the code. Nothing was run on a TPU or a GPU: where a row names one, the program was "
         "compiled ahead of time. "
         "`python benchmarks/report.py` writes this page from `benchmarks/results`; with `--run NAME` it measures again.",
     ]
