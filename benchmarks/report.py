@@ -181,8 +181,8 @@ def page() -> str:
         "# Results",
         "",
         "Each table is the output of the command above it; the line names date, versions and machine, and notes below a table say "
-        "which rows are of an earlier version of the code. Nothing was run on a TPU or a GPU: where a row names one, the program was "
-        "compiled ahead of time. "
+        "which rows are of an earlier version of the code. Nothing was run on a TPU or a GPU: where a row names one, the program "
+        "was compiled ahead of time. "
         "`python benchmarks/report.py` writes this page from `benchmarks/results`; with `--run NAME` it measures again.",
     ]
     for section in SECTIONS:
