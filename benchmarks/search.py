@@ -30,10 +30,10 @@ from meshpar.hardware.topology import parse_topology
 from meshpar.layout import Rule
 from meshpar.mesh import planned_mesh
 from meshpar.plan.claims import Claims
-from meshpar.plan.collectives import duration, human
 from meshpar.search import Search
 from meshpar.search.space import Point, Space, meshes
 from meshpar.target import load_target
+from meshpar.units import format_memory, format_seconds
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SLICES = ("v5e:16x16", "v5p:8x8x8", "tpu7x:4x4x4")
@@ -121,9 +121,9 @@ def searched(text: str, topology: str, batch: int, most: int) -> list[str]:
         return "–" if row is None else f"{found.best.seconds / row.seconds:.3f}"
 
     return [
-        f"{topology}, batch {batch}", duration(found.best.seconds) if found.fits else "nothing fits",
-        f"{found.best.mesh}\n{found.best.layout}", human(found.best.peak),
-        "none fits" if best is None else f"{best.name}, {best.mesh}\n{duration(best.seconds)}",
+        f"{topology}, batch {batch}", format_seconds(found.best.seconds) if found.fits else "nothing fits",
+        f"{found.best.mesh}\n{found.best.layout}", format_memory(found.best.peak),
+        "none fits" if best is None else f"{best.name}, {best.mesh}\n{format_seconds(best.seconds)}",
         ratio(best), ratio(maxtext), str(found.planned), f"{took:.1f}",
     ]  # fmt: skip
 
@@ -142,8 +142,9 @@ def confirmed(text: str, topology: str, batch: int, most: int) -> None:
         assert c.exposed is not None
         console.print(
             f"{text.partition(':')[2]}, {batch}, {topology} | {what} | {row.mesh} | {row.layout} | planned "
-            f"{duration(row.seconds)} | schedule {duration(c.exposed.schedule)} | exposed {duration(c.exposed.seconds)} | "
-            f"peak {human(row.peak)} | compiled {human(c.memory.peak)}"
+            f"{format_seconds(row.seconds)} | schedule {format_seconds(c.exposed.schedule)} | "
+            f"exposed {format_seconds(c.exposed.seconds)} | "
+            f"peak {format_memory(row.peak)} | compiled {format_memory(c.memory.peak)}"
         )
 
 
@@ -167,13 +168,15 @@ def exhaustive(text: str, topology: str, batch: int, mesh: str, few: Sequence[st
     if min(least.values()) == math.inf:
         print(f"  none of {texts} layouts fits")
         return
-    print(f"  all {texts} layouts, {len(least)} different: {duration(min(least.values()))} at best, {took:.0f} CPU s")
+    print(
+        f"  all {texts} layouts, {len(least)} different: {format_seconds(min(least.values()))} at best, {took:.0f} CPU s"
+    )
     began = time.process_time()
     others = [d for d in base.program.all_names() if d not in few and "'" not in d]
     found = mp.search(target.step, *target.args, forbid=others, **how)
     took = time.process_time() - began
     print(
-        f"  searched: {duration(found.best.seconds)}, {found.planned} plans, {took:.0f} CPU s; "
+        f"  searched: {format_seconds(found.best.seconds)}, {found.planned} plans, {took:.0f} CPU s; "
         f"{found.best.seconds / min(least.values()):.3f} of the best; {found.best.layout}"
     )
 
@@ -218,7 +221,7 @@ def beside_random(text: str, topology: str, batch: int, most: int, number: int) 
         return space.point(at, rules)
 
     print(
-        f"{text.partition(':')[2]}, batch {batch}, {topology}: found {duration(found.best.seconds)}, {found.planned} plans"
+        f"{text.partition(':')[2]}, batch {batch}, {topology}: found {format_seconds(found.best.seconds)}, {found.planned} plans"
     )
     for what, draw in (("anywhere", anywhere), ("up to three rules from it", beside)):
         drawn = {(p.mesh, p.layout) for p in (draw() for _ in range(number))}

@@ -40,12 +40,12 @@ from .options import (
     split_keywords,
     takes_step_options,
 )
-from .plan.collectives import duration, human
 from .plan_api import Plan
 from .pods.local_sgd import LocalSgd
 from .search import Objective, Row, Search
 from .search import search as search_from
 from .tracing import is_static, named_tree
+from .units import format_bytes, format_memory, format_seconds
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout
 from .verify.jobs import Progress, progress_line
@@ -409,8 +409,10 @@ def search(
             program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if whole else "fast",
             progress=progress, kwargs={**call, **program.keywords}, **vars(program.options),
         )  # fmt: skip
-        schedule = "" if found.exposed is None or not whole else f", {duration(found.exposed.schedule)} by its schedule"
-        return f"compiled: {human(found.memory.peak)}, sends {human(found.bytes_sent)}{schedule}"
+        schedule = (
+            "" if found.exposed is None or not whole else f", {format_seconds(found.exposed.schedule)} by its schedule"
+        )
+        return f"compiled: {format_memory(found.memory.peak)}, sends {format_bytes(found.bytes_sent)}{schedule}"
 
     where = auto_mesh(planned_mesh(mesh or "data=-1", topology))
     with progress_line(f"searching {topology}", progress) as tell:

@@ -23,6 +23,7 @@ import numpy as np
 from .compat.jax import without_gc
 from .errors import MeshparError, TargetError
 from .flax import flatten_named
+from .units import format_memory
 
 MOST_BYTES = 2e9
 _SHAPE = (
@@ -164,7 +165,7 @@ def concrete(target: Target, ints: int = 8) -> tuple[Any, ...]:
     total = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves if not _is_key(x))
     if total > MOST_BYTES:
         raise TargetError(
-            f"{target.name}: a check runs the step, and its arguments are {total / 1e9:.0f} GB",
+            f"{target.name}: a check runs the step, and its arguments are {format_memory(total)}",
             fixes=['make it small, as with --set "layers=2, batch=8"', "or check a smaller target of the same model"],
         )
     rng = np.random.default_rng(0)

@@ -34,11 +34,12 @@ from ..hardware.algorithms import AlgorithmName, wire_bytes
 from ..hardware.chips import Chip
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, devices_of, joined, major_of
-from ..plan.collectives import Collective, duration, volume_of
+from ..plan.collectives import Collective, volume_of
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
+from ..units import format_seconds
 from .flops import flops_on, reread_bytes_on
 
 # Fitted to schedules of libtpu 0.0.42 (benchmarks/overlap.py, Llama 3 8B layers on v5e and v5p):
@@ -360,7 +361,8 @@ def warn_about_lines(plan: Plan) -> None:
             ring_seconds += runs * hop_seconds(c.bytes, replace(stage, wraps=True), plan.chip) / directions
         parts.append(
             f"{names_of(axes)} is no ring of the torus ({stage.size} devices {shape}{stride}): its ring steps share links in both "
-            f"directions and take {duration(line_seconds)} a step; around a ring they would take {duration(ring_seconds)}"
+            f"directions and take {format_seconds(line_seconds)} a step; around a ring they would take "
+            f"{format_seconds(ring_seconds)}"
         )
     if parts:
         where = f" on {plan.topology or plan.chip.name}"

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..plan.collectives import Collective, duration, human
+from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..program.ir import Op
+from ..units import format_bytes, format_seconds
 from .caching import cached_on_plan
 from .collective_matmul import later_stage_seconds
 from .flops import model_flops
@@ -184,18 +185,20 @@ def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:
     name, most = max(parts.items(), key=lambda x: x[1])
     if most == 0:
         return "nothing to do"
-    others = ", ".join(f"{k} {duration(v)}" for k, v in parts.items() if k != name)
+    others = ", ".join(f"{k} {format_seconds(v)}" for k, v in parts.items() if k != name)
     if name == "communication":
         groups: dict[Any, float] = {}
         for c in collectives:
             key = (c.op, c.axes, c.cause)
             groups[key] = groups.get(key, 0.0) + (c.seconds or 0.0) * (c.count or 1)
         (op, axes, cause), seconds = max(groups.items(), key=lambda x: x[1])
-        return (f"communication: {duration(most)} of collectives ({others}); most of it, {duration(seconds)}, is {op} over "
+        return (f"communication: {format_seconds(most)} of collectives ({others}); most of it, "
+                f"{format_seconds(seconds)}, is {op} over "
                 f"{'+'.join(axes)}: {cause}")  # fmt: skip
     if name == "compute":
         top = max(time.ops, key=lambda o: o.flops * o.count)
-        return f"compute: {duration(most)} of matmuls ({others}); the largest is {top.name} at {top.source}"
+        return f"compute: {format_seconds(most)} of matmuls ({others}); the largest is {top.name} at {top.source}"
     top = max(time.ops, key=lambda o: o.bytes * o.count)
-    return (f"memory traffic: {duration(most)} ({others}); most of it, {human(top.bytes * top.count)}, by {top.name} at "
+    return (f"memory traffic: {format_seconds(most)} ({others}); most of it, {format_bytes(top.bytes * top.count)}, "
+            f"by {top.name} at "
             f"{top.source}")  # fmt: skip

@@ -17,12 +17,12 @@ from ..hardware.topology import device_count, parse_topology
 from ..layout import Layout
 from ..layouts import PRESETS
 from ..mesh import parse_mesh, planned_mesh
-from ..plan.collectives import duration, human
 from ..plan_api import Plan
 from ..report.facts import kernel_seconds
 from ..search import search
 from ..search.answer import quiet
 from ..search.space import meshes
+from ..units import format_bytes, format_memory, format_seconds
 from ..verify.aot import Compiled
 from . import view
 from .jobs import Job, Turns, as_json
@@ -304,13 +304,17 @@ class Session:
             compiled = self._compile(draft, told)
             of = compiled.exposed
             rows = [
-                ("peak memory of a device", human(peak), human(compiled.memory.peak)),
-                ("sent by each device", human(plan.bytes_sent), human(compiled.bytes_sent)),
+                ("peak memory of a device", format_memory(peak), format_memory(compiled.memory.peak)),
+                ("sent by each device", format_bytes(plan.bytes_sent), format_bytes(compiled.bytes_sent)),
             ]
             if of is not None and took is not None:
                 rows += [
-                    ("waits for its links", duration(took.seconds - kernel_seconds(took)), duration(of.seconds)),
-                    ("a step; by the compiler's schedule", duration(took.seconds), duration(of.schedule)),
+                    (
+                        "waits for its links",
+                        format_seconds(took.seconds - kernel_seconds(took)),
+                        format_seconds(of.seconds),
+                    ),
+                    ("a step; by the compiler's schedule", format_seconds(took.seconds), format_seconds(of.schedule)),
                 ]
             how = "from the cache" if compiled.cached else f"in {compiled.compile_seconds:.0f} s"
             return {
@@ -414,7 +418,7 @@ def _row_of(name: str, draft: Draft, plan: Plan) -> dict[str, Any]:
     return {
         "name": name, "mesh": draft.mesh, "layout": draft.layout, "rules": statements(draft.layout), "seconds": plan.seconds,
         "peak": peak, "sent": plan.bytes_sent, "fits": None if chip is None else peak <= chip.per_device().hbm,
-        "says": [duration(plan.seconds) if plan.seconds is not None else "–", human(peak)],
+        "says": [format_seconds(plan.seconds) if plan.seconds is not None else "–", format_memory(peak)],
     }  # fmt: skip
 
 

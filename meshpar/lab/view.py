@@ -7,11 +7,11 @@ from typing import Any
 
 from ..cost.memory import memory_of
 from ..layout import Rule
-from ..plan.collectives import duration, human
 from ..plan_api import Plan
 from ..report import html
 from ..report.diff import PlanDiff, diff_body
 from ..report.facts import Effect, effects
+from ..units import format_bytes, format_memory, format_seconds
 
 COLLECTIVES = 10
 """Of the largest kinds of collectives, how many the page lists."""
@@ -74,11 +74,11 @@ def _together(did: Sequence[Effect], plan: Plan) -> dict[str, Any]:
     whole, local = sum(e.whole for e in did), sum(e.local for e in did)
     says = []
     if whole:
-        says.append(f"{human(whole)} → {human(local)}")
+        says.append(f"{format_memory(whole)} → {format_memory(local)}")
     elif any(e.values for e in did):
         says.append(f"splits {sum(e.values for e in did)} values")
     if sent:
-        says.append(f"sends {human(sent)}" + (f", {duration(seconds)}" if plan.chip is not None else ""))
+        says.append(f"sends {format_bytes(sent)}" + (f", {format_seconds(seconds)}" if plan.chip is not None else ""))
     return {"sent": sent, "seconds": seconds, "says": " · ".join(says) or "does nothing"}
 
 

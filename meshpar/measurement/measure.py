@@ -17,8 +17,8 @@ from ..errors import CheckError, CompilerError, MeshError, UnsupportedError
 from ..global_arrays import place
 from ..hardware.calibration import JAXLIB, Calibration
 from ..hardware.chips import chip_of_kind
-from ..plan.collectives import duration
 from ..plan_api import Plan
+from ..units import format_seconds
 from ..verify.check import Subject, check_subject
 from ..verify.numbers import Difference, host, mesh_text, worst_of
 from .fit import fit
@@ -85,7 +85,7 @@ def calibrate(
             times[k].append(_once(candidates[k].subject, clock))
             run += 1
             best = min(min(t) for t in times if t)
-            tell(f"{rounds * len(candidates)} runs, the shortest {duration(best)}; run {run}")
+            tell(f"{rounds * len(candidates)} runs, the shortest {format_seconds(best)}; run {run}")
     return _answer(candidates, times, rounds, tell)
 
 

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..hardware.calibration import EFFICIENCIES, Calibration
-from ..plan.collectives import duration
 from ..report.html import number, page, style, table
 from ..report.save import save
 from ..report.text import plain
+from ..units import format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class CalibrationResult:
         head = (
             f'<h1>{escape(self._title)}</h1><p class="dim">medians of {self.rounds} interleaved rounds</p>'
             f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br><code>{best.lowering}</code>"
-            f"<br>{duration(best.seconds)} a step</p>"
+            f"<br>{format_seconds(best.seconds)} a step</p>"
         )
         heads = [
             ("step", "n"),
@@ -132,9 +132,9 @@ class CalibrationResult:
             ("mesh, layout", ""),
         ]
         cells = [
-            "<tr>" + number(duration(r.seconds), r.seconds) + number(duration(r.spread), r.spread)
-            + f'<td class="n more" data-v="{r.planned:.6g}">{duration(r.planned)}</td>' + number(f"{r.ratio:.2f}", r.ratio)
-            + f'<td class="n more" data-v="{r.fitted:.6g}">{duration(r.fitted)}</td>'
+            "<tr>" + number(format_seconds(r.seconds), r.seconds) + number(format_seconds(r.spread), r.spread)
+            + f'<td class="n more" data-v="{r.planned:.6g}">{format_seconds(r.planned)}</td>' + number(f"{r.ratio:.2f}", r.ratio)
+            + f'<td class="n more" data-v="{r.fitted:.6g}">{format_seconds(r.fitted)}</td>'
             + f"<td><code>{escape(r.mesh)}</code><br><code>{escape(r.layout)}</code></td></tr>"
             for r in self.rows
         ]  # fmt: skip
@@ -155,11 +155,11 @@ class CalibrationResult:
         for r in self.rows[:12]:
             where = Text.assemble(r.mesh, "\n", (r.layout or "(nothing split)", "dim"))
             shown.add_row(
-                duration(r.seconds),
-                duration(r.spread),
-                duration(r.planned),
+                format_seconds(r.seconds),
+                format_seconds(r.spread),
+                format_seconds(r.planned),
                 f"{r.ratio:.2f}",
-                duration(r.fitted),
+                format_seconds(r.fitted),
                 where,
             )
         return Group(head, Text(), choice, Text(), shown, Text(), *(Text(line, style="dim") for line in self._said))
@@ -169,4 +169,6 @@ class CalibrationResult:
 
     def __repr__(self) -> str:
         best = self.best
-        return f"<CalibrationResult of {self._title}: {best.mesh}: {best.layout}; {duration(best.seconds)} a step>"
+        return (
+            f"<CalibrationResult of {self._title}: {best.mesh}: {best.layout}; {format_seconds(best.seconds)} a step>"
+        )

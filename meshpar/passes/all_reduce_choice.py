@@ -27,12 +27,13 @@ from ..compat.quirks import ALL_REDUCE_CHIPS
 from ..cost.collective_matmul import all_reduce_cost, matmul_seconds, reduction_costs
 from ..cost.fusion import MATMULS
 from ..hardware.algorithms import wire_bytes
-from ..plan.collectives import Collective, duration, human, volume_of
+from ..plan.collectives import Collective, volume_of
 from ..plan.manual import ManualOps, on_cpus
 from ..plan.plan import Plan
 from ..plan.spec import parts_of
 from ..plan.steps import Body, Reduce, Scatter, Step, rewritten
 from ..program.ir import Value
+from ..units import format_bytes, format_seconds
 from .collective_matmul import BY_COST, MIN_GAIN_SECONDS
 from .dependencies import home_of, reaches
 
@@ -94,8 +95,8 @@ def _as_all_reduce(plan: Plan, step: Reduce, old: Collective) -> Collective | No
     sent = wire_bytes("all-reduce", volume_of(old.op, old.bytes, devices), devices)
     form = all_reduce_cost(plan, old, 0.0)
     why = (
-        f"XLA's compiler for CPUs makes no reduce-scatters: {human(sent)} sent by an all-reduce; "
-        f'lowering="shard_map" reduce-scatters, which sends {human(old.bytes)}'
+        f"XLA's compiler for CPUs makes no reduce-scatters: {format_bytes(sent)} sent by an all-reduce; "
+        f'lowering="shard_map" reduce-scatters, which sends {format_bytes(old.bytes)}'
     )
     seconds = old.seconds if form is None else form.seconds
     return replace(old, op="all-reduce", algorithm="whole", bytes=sent, seconds=seconds, why=why)
@@ -132,9 +133,11 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
     if (staged.seconds - whole.seconds if queued else staged.exposed - whole.exposed) < MIN_GAIN_SECONDS:
         return None
     why = (
-        f"whole {duration(whole.seconds)} on the links of all torus dimensions at once, {duration(whole.exposed)} of it exposed; "
-        f"staged {duration(staged.seconds)}, {duration(staged.exposed)} exposed. It sends {human(whole.bytes)} instead of "
-        f"{human(old.bytes)}"
+        f"whole {format_seconds(whole.seconds)} on the links of all torus dimensions at once, "
+        f"{format_seconds(whole.exposed)} of it exposed; "
+        f"staged {format_seconds(staged.seconds)}, {format_seconds(staged.exposed)} exposed. It sends "
+        f"{format_bytes(whole.bytes)} instead of "
+        f"{format_bytes(old.bytes)}"
     )
     return replace(old, op="all-reduce", algorithm="whole", bytes=whole.bytes, seconds=whole.seconds, why=why)
 
@@ -146,8 +149,9 @@ def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Collective | N
     if whole is None:
         return None
     why = (
-        f'XLA leaves a sum of which every device has a part whole: {human(whole.bytes)} sent; lowering="shard_map" can scatter it, '
-        f"which sends {human(old.bytes)}"
+        f"XLA leaves a sum of which every device has a part whole: {format_bytes(whole.bytes)} sent; "
+        f'lowering="shard_map" can scatter it, '
+        f"which sends {format_bytes(old.bytes)}"
     )
     return replace(old, op="all-reduce", algorithm="whole", bytes=whole.bytes, seconds=whole.seconds, why=why)
 

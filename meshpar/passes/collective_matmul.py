@@ -31,7 +31,7 @@ from ..hardware.algorithms import AlgorithmName, wire_bytes
 from ..hardware.chips import CollectiveOp
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, devices_of, major_of, major_stage
-from ..plan.collectives import Collective, duration
+from ..plan.collectives import Collective
 from ..plan.plan import Choice, Overlap, Plan
 from ..plan.spec import local_shape, names_of, parts_of
 from ..plan.steps import (
@@ -49,6 +49,7 @@ from ..plan.steps import (
     rewritten,
 )
 from ..program.ir import Frame, Op, Program, Value
+from ..units import format_seconds
 from .dependencies import Reachability, reaches
 
 MODES = ("auto", "xla", "ring", "pallas", "off")
@@ -101,7 +102,7 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
         other = rest(_sent(plan, found, {**forms, axes: "ring"}))
         xla, ring = _seconds(best), _seconds(other)
         steps[axes] = (
-            f"the step takes {duration(ring)} with all of {names_of(axes)} in blocks, {duration(xla)} with none"
+            f"the step takes {format_seconds(ring)} with all of {names_of(axes)} in blocks, {format_seconds(xla)} with none"
         )
         if xla - ring >= max(MIN_GAIN_SECONDS, MIN_JOINT_GAIN * xla):
             best, other, forms[axes] = other, best, "ring"

@@ -137,21 +137,3 @@ def reduces(kind: str, dtype: Any) -> bool:
     if kind in ("max", "min"):
         return dtype_class(dtype) != "complex" and not (dtype_class(dtype) == "narrow" and jnp.finfo(dtype).bits < 16)
     return kind in ADDED or (kind in ("and", "or") and dtype_class(dtype) == "bool")
-
-
-def human(n: float) -> str:
-    """Bytes for people: ``1.5 MB`` (decimal)."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(n) < 1000 or unit == "TB":
-            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.3g} {unit}"
-        n /= 1000
-    raise AssertionError
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: ``1.23 s``, ``45.6 ms``, ``7.89 µs``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        n = seconds * scale
-        if abs(n) >= 1 or unit == "µs":
-            return f"{n:.3g} {unit}" if abs(n) < 100 else f"{n:.0f} {unit}"
-    raise AssertionError

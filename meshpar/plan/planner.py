@@ -28,8 +28,9 @@ from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, REDUCTIONS, Kind
 from ..rules.spmd import Send
+from ..units import format_memory
 from .claims import Claims, Names, blocks_only, spec_of
-from .collectives import Collective, human, reduces, scatters_of, volume_of
+from .collectives import Collective, reduces, scatters_of, volume_of
 from .memo import Key, Memo, Planned, Recipe
 from .partial import law_of, named, readers, summed_into
 from .plan import Held, Placement, Plan
@@ -353,7 +354,8 @@ class _Planner:
         reader = next((op for op in self.program.root.walk() if constant in op.ins), None)
         where = f", read at {reader.source}," if reader is not None and reader.source else ""
         return (
-            f"{constant.aval.dtype}{list(constant.shape)} ({human(size)}){where} is closed over: it is compiled into the program, "
+            f"{constant.aval.dtype}{list(constant.shape)} ({format_memory(size)}){where} is closed over: it is compiled into "
+            f"the program, "
             "and every device holds all of it; pass it as an argument, which a rule can split"
         )
 

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from ..cost.memory import memory_of
 from ..cost.time import time_of
-from ..plan.collectives import duration, human
 from ..plan.plan import Held, Plan
+from ..units import format_bytes, format_memory, format_seconds
 from .facts import chips_of
 from .html import Ink, lowering, number, page, style, table
 from .save import save
@@ -43,7 +43,15 @@ class Figure:
         """A value for people."""
         if x is None:
             return "–"
-        return human(x) if self.unit == "bytes" else duration(x) if self.unit == "seconds" else f"{100 * x:.0f} %"
+        return (
+            format_memory(x)
+            if self.unit == "memory"
+            else format_bytes(x)
+            if self.unit == "bytes"
+            else format_seconds(x)
+            if self.unit == "seconds"
+            else f"{100 * x:.0f} %"
+        )
 
     @property
     def change(self) -> str:
@@ -87,7 +95,9 @@ class PlanDiff:
             k: {"mesh": p.sizes, "topology": p.topology, "layout": str(p.layout), "lowering": p.lowering}
             for k, p in (("a", self.a), ("b", self.b))
         }
-        figures = {f.name: {"a": f.a, "b": f.b, "unit": f.unit} for f in self.figures}
+        figures = {
+            f.name: {"a": f.a, "b": f.b, "unit": "bytes" if f.unit == "memory" else f.unit} for f in self.figures
+        }
         return json.dumps({**sides, "figures": figures, "tensors": tensors, "collectives": sent})
 
     def save(self, path: str | Path) -> None:
@@ -106,7 +116,7 @@ class PlanDiff:
         parts: list[Any] = [*heads, Text(), _rich(["", "a", "b", ""], [
             [f.name, f.show(f.a), f.show(f.b), f.change] for f in self.figures])]  # fmt: skip
         if self.tensors:
-            rows = [[path, x, y, human(m), human(n)] for path, x, y, m, n in self.tensors[:MOST]]
+            rows = [[path, x, y, format_memory(m), format_memory(n)] for path, x, y, m, n in self.tensors[:MOST]]
             parts += [Text(), Text(f"{_counted(len(self.tensors), 'argument')} otherwise", style="bold"),
                       _rich(["", "in a", "in b", "a", "b"], rows)]  # fmt: skip
         if self.collectives:
@@ -125,9 +135,9 @@ def _figures(a: Plan, b: Plan) -> Iterator[Figure]:
     def figure(name: str, unit: str, of: Callable[[Plan], float | None]) -> Figure:
         return Figure(name, of(a), of(b), unit)
 
-    yield figure("peak memory of a device", "bytes", lambda p: memory_of(p).peak)
+    yield figure("peak memory of a device", "memory", lambda p: memory_of(p).peak)
     if memory_of(a).host or memory_of(b).host:
-        yield figure("in the host's memory", "bytes", lambda p: memory_of(p).host)
+        yield figure("in the host's memory", "memory", lambda p: memory_of(p).host)
     yield figure("step", "seconds", lambda p: (t := time_of(p)) and t.seconds)
     yield figure("compute", "seconds", lambda p: (t := time_of(p)) and t.compute)
     yield figure("memory traffic", "seconds", lambda p: (t := time_of(p)) and t.memory)
@@ -138,7 +148,7 @@ def _figures(a: Plan, b: Plan) -> Iterator[Figure]:
         yield figure(f"  {op}", "bytes", lambda p, op=op: sum(c.total_bytes for c in p.collectives if c.op == op))
     for kind, label in (("params", "parameters"), ("opt", "optimizer state"), ("constant", "constants")):
         if a.held(kind) or b.held(kind):
-            yield figure(f"{label} on a device", "bytes", lambda p, kind=kind: p.held(kind))
+            yield figure(f"{label} on a device", "memory", lambda p, kind=kind: p.held(kind))
 
 
 def _tensors(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
@@ -180,7 +190,7 @@ def _side(p: Plan) -> str:
 
 
 def _sent(n: float) -> str:
-    return human(n) if n else "–"
+    return format_bytes(n) if n else "–"
 
 
 def _counted(n: int, what: str) -> str:
@@ -230,7 +240,8 @@ def diff_body(d: PlanDiff, folded: bool = False) -> str:
             return ink.chips(chips_of(h)) if h is not None else "–"
 
         rows = [f"<tr><td><code>{escape(path)}</code></td><td>{chips(ours.get(path))}</td><td>{chips(theirs.get(path))}</td>"
-                f"{number(human(m), m)}{number(human(n), n)}</tr>" for path, _, _, m, n in d.tensors[: 3 * MOST]]  # fmt: skip
+                f"{number(format_memory(m), m)}{number(format_memory(n), n)}</tr>"
+                for path, _, _, m, n in d.tensors[: 3 * MOST]]  # fmt: skip
         heads = [("argument", ""), ("in a", ""), ("in b", ""), ("a device, a", "n"), ("b", "n")]
         out += _part(
             f"{_counted(len(d.tensors), 'argument')} otherwise", table(heads, rows, sortable=not folded), folded

@@ -13,10 +13,11 @@ from ..cost.time import OpTime, Time, time_of
 from ..dims import format_dims, path_matches
 from ..hardware.calibration import EFFICIENCIES
 from ..layout import SCOPES, Rule, Spec
-from ..plan.collectives import Collective, duration
+from ..plan.collectives import Collective
 from ..plan.plan import Held, Plan
 from ..plan.steps import Reduce, Reshard
 from ..program.ir import Op, Value
+from ..units import format_seconds
 
 Chip = tuple[str, tuple[str, ...]]
 """A dim for display: its name, and the axes that split it."""
@@ -215,7 +216,7 @@ def waited_for(plan: Plan) -> str:
     if not mine:
         return ""
     kinds = " and ".join(f"{op}s" for op in sorted({c.op for c in mine}))
-    return f"programs for {chip.name} wait for {kinds}: {duration(sum(map(step_seconds, mine)))}"
+    return f"programs for {chip.name} wait for {kinds}: {format_seconds(sum(map(step_seconds, mine)))}"
 
 
 def rates(plan: Plan) -> str:

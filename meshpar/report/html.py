@@ -13,8 +13,9 @@ from rich.text import Text
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..hardware.topology import Stage
-from ..plan.collectives import Collective, duration, human
+from ..plan.collectives import Collective
 from ..plan.plan import Held, Plan
+from ..units import format_bytes, format_memory, format_seconds
 from .facts import (
     Body,
     Chip,
@@ -162,20 +163,20 @@ def cards(plan: Plan) -> str:
     if room and chip is not None:
         over = " over" if memory.peak > room else ""
         meter = f'<div class="meter{over}"><i style="width:{min(100.0, 100 * memory.peak / room):.1f}%"></i></div>'
-        of = f"of {human(room)} of a {chip.name}, estimated"
+        of = f"of {format_memory(room)} of a {chip.name}, estimated"
         of = f'<span class="up">does not fit</span>: {of}' if over else of
-    shown = [("at the peak, on each device", human(memory.peak), memory.peak, meter, of)]
+    shown = [("at the peak, on each device", format_memory(memory.peak), memory.peak, meter, of)]
     if time is not None:
-        bounds = f"{duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does"
+        bounds = f"{format_seconds(time.overlapped)} if all overlaps, {format_seconds(time.serial)} if nothing does"
         below = "; ".join(filter(None, (bounds, waited_for(plan), rates(plan))))
-        shown.append(("a step, estimated", duration(time.seconds), time.seconds, "", escape(below)))
+        shown.append(("a step, estimated", format_seconds(time.seconds), time.seconds, "", escape(below)))
         longest = f"{escape(time.bottleneck.split(':')[0])} takes longest"
         shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", longest))
     else:
         shown.append(("time of a step", "–", 0.0, "", NOT_ESTIMATED))
-    took = f"in {duration(sum(map(step_seconds, plan.collectives)))}: " if plan.chip is not None else ""
+    took = f"in {format_seconds(sum(map(step_seconds, plan.collectives)))}: " if plan.chip is not None else ""
     sent = plan.bytes_sent
-    shown.append(("sent by each device in a step", human(sent), sent, "", f"{took}{_kinds_sent(plan)}"))
+    shown.append(("sent by each device in a step", format_bytes(sent), sent, "", f"{took}{_kinds_sent(plan)}"))
     return '<div class="cards">' + "".join(
         f'<div class="card"><b data-v="{value!r}">{text}</b>{what}{bar}<div class="dim">{more}</div></div>'
         for what, text, value, bar, more in shown
@@ -202,15 +203,14 @@ def step_parts(plan: Plan, ink: Ink) -> str:
     out = ""
     for label, value, pieces in rows:
         bars = "".join(
-            f'<i class="{kind}" style="width:{100 * n / most:.2f}%" title="{escape(f"{what}: {duration(n)}")}"></i>'
+            f'<i class="{kind}" style="width:{100 * n / most:.2f}%" title="{escape(f"{what}: {format_seconds(n)}")}"></i>'
             for kind, n, what in pieces
             if n > 0
         )
-        out += (
-            f'<div><span>{label}</span><span class="track">{bars}</span><span class="n">{duration(value)}</span></div>'
-        )
-    key = (f'<div class="key"><span class="ink"><i></i>kernels {duration(kernels)}</span><span class="wait"><i></i>waits for links '
-           f"{duration(time.seconds - kernels)}</span></div>")  # fmt: skip
+        out += f'<div><span>{label}</span><span class="track">{bars}</span><span class="n">{format_seconds(value)}</span></div>'
+    key = (f'<div class="key"><span class="ink"><i></i>kernels {format_seconds(kernels)}</span><span '
+           f'class="wait"><i></i>waits for links '
+           f"{format_seconds(time.seconds - kernels)}</span></div>")  # fmt: skip
     return f'<div class="parts">{out}</div>{key}'
 
 
@@ -218,7 +218,7 @@ def _kinds_sent(plan: Plan) -> str:
     kinds: dict[str, float] = {}
     for c in plan.collectives:
         kinds[c.op] = kinds.get(c.op, 0.0) + c.total_bytes
-    return ", ".join(f"{k} {human(n)}" for k, n in sorted(kinds.items(), key=lambda x: -x[1])[:3])
+    return ", ".join(f"{k} {format_bytes(n)}" for k, n in sorted(kinds.items(), key=lambda x: -x[1])[:3])
 
 
 def rules_table(plan: Plan, did: list[Effect], ink: Ink) -> str:
@@ -233,13 +233,13 @@ def rules_table(plan: Plan, did: list[Effect], ink: Ink) -> str:
             text = f"{ink.axes(e.axes)} <code>{escape(e.rule)}</code>"
         else:
             text = f"<code>{escape(e.rule)}</code>" if e.rule != "other" else '<span class="dim">no single rule</span>'
-        split = f"{human(e.whole)} → {human(e.local)}" if e.tensors else "–"
+        split = f"{format_memory(e.whole)} → {format_memory(e.local)}" if e.tensors else "–"
         if e.axes and not e.values and not e.sent:
             split = '<span class="up">nothing</span>'
         rows.append(
             f'<tr><td>{text}</td><td class="n more">{e.tensors or ""}</td><td class="n">{split}</td>'
-            f'<td class="n more">{e.values or ""}</td>{number(human(e.sent) if e.sent else "–", e.sent, bar)}'
-            + (number(duration(e.seconds) if e.sent else "", e.seconds) if timed else "") + "</tr>"
+            f'<td class="n more">{e.values or ""}</td>{number(format_bytes(e.sent) if e.sent else "–", e.sent, bar)}'
+            + (number(format_seconds(e.seconds) if e.sent else "", e.seconds) if timed else "") + "</tr>"
         )  # fmt: skip
     heads = [
         ("rule", ""),
@@ -314,14 +314,14 @@ def memory_of_device(plan: Plan) -> str:
         limit = (f'<line x1="0" x2="1000" y1="{2 * y:.1f}" y2="{2 * y:.1f}" stroke="var(--bad)" stroke-dasharray="6 5" '
                  f'vector-effect="non-scaling-stroke"/>')  # fmt: skip
     ticks = "".join(
-        f'<span class="tick" style="top:{100 - 100 * share:.0f}%">{human(top * share)}</span>'
+        f'<span class="tick" style="top:{100 - 100 * share:.0f}%">{format_memory(top * share)}</span>'
         for share in (0, 0.25, 0.5, 0.75, 1)
     )
     left = 100 * at / n
     side = f"right:{100 - left:.1f}%" if left > 50 else f"left:{left:.1f}%"
     source = f" at {memory.peak_source}" if memory.peak_source else ""
     mark = (f'<span class="mark" style="{side};top:{100 - 100 * memory.peak / top:.1f}%;transform:translateY(-112%)">'
-            f"{human(memory.peak)}</span>")  # fmt: skip
+            f"{format_memory(memory.peak)}</span>")  # fmt: skip
     svg = (
         f'<svg viewBox="0 0 1000 200" preserveAspectRatio="none" role="img" aria-label="live bytes over the ops of a step">'
         f'<polygon points="0,200 {line} 1000,200" fill="var(--a0)" opacity=".18"/>'
@@ -329,14 +329,14 @@ def memory_of_device(plan: Plan) -> str:
         f"{limit}</svg>"
     )
     kinds = sorted(memory.by_kind.items(), key=lambda x: -x[1])
-    bars = "".join(f'<i class="{c}" style="flex:{v / memory.peak:.4f} 0 0" title="{escape(k)}: {human(v)}"></i>'
+    bars = "".join(f'<i class="{c}" style="flex:{v / memory.peak:.4f} 0 0" title="{escape(k)}: {format_memory(v)}"></i>'
                    for (k, v), c in zip(kinds, KIND_COLOURS, strict=False))  # fmt: skip
     key = "".join(
-        f'<span class="{c}"><i></i>{escape(k)} {human(v)}</span>'
+        f'<span class="{c}"><i></i>{escape(k)} {format_memory(v)}</span>'
         for (k, v), c in zip(kinds, KIND_COLOURS, strict=False)
     )
     largest = "".join(
-        f'<tr><td class="mono">{escape(what)}</td><td>{escape(kind)}</td>{number(human(size), size)}</tr>'
+        f'<tr><td class="mono">{escape(what)}</td><td>{escape(kind)}</td>{number(format_memory(size), size)}</tr>'
         for what, size, kind in memory.largest[:8]
     )
     return (
@@ -374,16 +374,16 @@ def _layer(body: Body, ink: Ink) -> str:
         where = f"left:{100 * s.start / whole:.2f}%;width:{100 * s.seconds / whole:.2f}%"
         colour = ink.of.get(s.axes[0], "cn") if s.axes else "cn"
         beside = " beside" if s.lane == "links" and not s.waits else ""
-        tip = f"{s.name} {'+'.join(s.axes)} {duration(s.seconds)}: {s.detail} {s.source}"
+        tip = f"{s.name} {'+'.join(s.axes)} {format_seconds(s.seconds)}: {s.detail} {s.source}"
         label = escape(f"{s.name} {s.detail}") if s.seconds > 0.03 * whole else ""
         lanes[s.lane] += f'<i class="{colour}{beside}" style="{where}" title="{escape(tip)}">{label}</i>'
     busy = {lane: sum(s.seconds for s in body.spans if s.lane == lane) for lane in lanes}
-    title = f"{duration(whole)} × {body.trips}" + (f", {body.source}" if body.source else "")
+    title = f"{format_seconds(whole)} × {body.trips}" + (f", {body.source}" if body.source else "")
     return (
-        f"<h3>{escape(title)}: kernels {duration(busy['compute'])}, collectives {duration(busy['links'])}</h3>"
+        f"<h3>{escape(title)}: kernels {format_seconds(busy['compute'])}, collectives {format_seconds(busy['links'])}</h3>"
         f'<div class="wide"><div class="time"><div class="lane" aria-label="kernels">{lanes["compute"]}</div>'
         f'<div class="lane" aria-label="collectives">{lanes["links"]}</div></div>'
-        f'<div class="axis"><span>0</span><span>{duration(whole / 2)}</span><span>{duration(whole)}</span></div></div>'
+        f'<div class="axis"><span>0</span><span>{format_seconds(whole / 2)}</span><span>{format_seconds(whole)}</span></div></div>'
     )
 
 
@@ -402,9 +402,9 @@ def collectives_table(plan: Plan, ink: Ink, most: int | None = None) -> str:
         rows.append(
             f'<tr><td data-v="{c.op}"><b>{c.op}</b><br>{ink.axes(c.axes)}</td>'
             f'<td><code>{escape(c.dims or "(scalar)")}</code><br><span class="dim">{escape(c.dtype)}</span></td>'
-            f"{number('?' if runs is None else f'{runs} ×', runs or 0)}{number(human(c.bytes), c.bytes)}"
-            f"{number(human(total), total)}"
-            + (number(duration(took), took) if timed else "")
+            f"{number('?' if runs is None else f'{runs} ×', runs or 0)}{number(format_bytes(c.bytes), c.bytes)}"
+            f"{number(format_bytes(total), total)}"
+            + (number(format_seconds(took), took) if timed else "")
             + f'<td class="why">{escape(c.cause)}<br><code>{escape(c.source)}</code></td></tr>'
         )
     if not rows:
@@ -423,7 +423,7 @@ def _tensors(plan: Plan, ink: Ink) -> str:
             continue
         whole, local = sum(whole_bytes(plan, h) for h in held), sum(h.bytes for h in held)
         rows.append(f'<tr class="group"><td colspan="2">{label}</td>{number(str(len(held)), len(held))}'
-                    f"{number(human(whole), whole)}{number(human(local), local)}</tr>")  # fmt: skip
+                    f"{number(format_memory(whole), whole)}{number(format_memory(local), local)}</tr>")  # fmt: skip
         groups: dict[Any, list[Held]] = {}
         for h in held:
             groups.setdefault((tuple(chips_of(h)), h.shape, h.dtype), []).append(h)
@@ -434,7 +434,7 @@ def _tensors(plan: Plan, ink: Ink) -> str:
             rows.append(
                 f"<tr><td>{ink.chips(chips_of(h))}<br><code class=dim>{escape(paths)}</code></td>"
                 f'<td class="mono">{escape(_shape(h.dtype, h.shape))}</td>{number(str(len(group)), len(group))}'
-                f"{number(human(whole), whole)}{number(human(local), local)}</tr>"
+                f"{number(format_memory(whole), whole)}{number(format_memory(local), local)}</tr>"
             )
     return table([("dims", ""), ("shape", ""), ("tensors", "n"), ("all", "n"), ("a device", "n")], rows)
 
@@ -442,7 +442,7 @@ def _tensors(plan: Plan, ink: Ink) -> str:
 def _values(plan: Plan, ink: Ink) -> str:
     rows = [
         f'<tr><td>{ink.chips(v.chips)}</td><td class="mono">{escape(_shape(v.dtype, v.shape))}</td>'
-        f"{number(str(v.times), v.times)}{number(human(v.bytes), v.bytes)}<td><code>{escape(v.source)}</code></td></tr>"
+        f"{number(str(v.times), v.times)}{number(format_memory(v.bytes), v.bytes)}<td><code>{escape(v.source)}</code></td></tr>"
         for v in largest_values(plan)
     ]
     heads = [("dims", ""), ("shape", ""), ("kernels write one", "n"), ("a device", "n"), ("first made at", "")]

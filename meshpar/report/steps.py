@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..plan.collectives import human
 from ..plan.plan import Plan
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
+from ..units import format_bytes
 
 
 def plan_steps(plan: Plan) -> str:
@@ -65,7 +65,8 @@ class _Printer:
         end = f": {of}" if of else ""
         yield f"{pad}{made}{text}{end}" + (f"    # {source}" if source else "")
         for c in step.sends:
-            yield f"{pad}    sends {human(c.bytes)} {'' if c.algorithm == 'native' else f'({c.algorithm}) '}each time: {c.cause}"
+            algorithm = "" if c.algorithm == "native" else f"({c.algorithm}) "
+            yield f"{pad}    sends {format_bytes(c.bytes)} {algorithm}each time: {c.cause}"
         for body in step.bodies:
             if isinstance(step, Loop):
                 yield f"{pad}  given {self.list(body.inputs)}:"

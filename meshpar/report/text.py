@@ -17,8 +17,9 @@ from rich.text import Text
 from ..cost.flops import redundant_matmuls
 from ..cost.memory import memory_of
 from ..cost.time import time_of
-from ..plan.collectives import Collective, duration, human
+from ..plan.collectives import Collective
 from ..plan.plan import Held, Overlap, Plan
+from ..units import format_bytes, format_memory, format_seconds
 from .facts import chips_of, lowering_text, rates, waited_for
 
 MOST = 8  # collectives, each with its cause; what is left is summed up
@@ -44,7 +45,7 @@ def plan_line(plan: Plan) -> str:
     mesh = ", ".join(f"{a}={n}" for a, n in plan.sizes.items())
     layout = str(plan.asked or plan.layout)
     layout = layout if len(layout) <= 60 else f"{layout[:59]}…"
-    return f"<Plan on {mesh}: {layout or '(nothing split)'}; sends {human(plan.bytes_sent)} a step>"
+    return f"<Plan on {mesh}: {layout or '(nothing split)'}; sends {format_bytes(plan.bytes_sent)} a step>"
 
 
 def fits(plan: Plan) -> bool | None:
@@ -64,7 +65,7 @@ def plan_renderable(plan: Plan) -> Any:
         f"  {plan.layout or '(nothing split)'}\n", ("lowering", "bold"), f"  {lowering_text(plan)}",
     )  # fmt: skip
     if fits(plan) is False and plan.chip is not None:
-        has, needs = human(plan.chip.per_device().hbm), human(memory_of(plan).peak)
+        has, needs = format_memory(plan.chip.per_device().hbm), format_memory(memory_of(plan).peak)
         line = Text(f"DOES NOT FIT  each device needs {needs}, and a {plan.chip.name} has {has}\n", style="bold red")
         head = Text.assemble(line, head)
     parts: list[Any] = [head, Text(), _held(plan), Text(), *_costs(plan), *_repeated(plan), Text(), _sent(plan)]
@@ -93,17 +94,31 @@ def _held(plan: Plan) -> Table:
         if not rows:
             continue
         whole = sum(_whole(h) for h in rows)
-        table.add_row(label, str(len(rows)), "", human(whole), human(sum(h.bytes for h in rows)), style="bold")
+        table.add_row(
+            label, str(len(rows)), "", format_memory(whole), format_memory(sum(h.bytes for h in rows)), style="bold"
+        )
         groups: dict[str, list[Held]] = {}
         for h in rows:
             groups.setdefault(_dims_and_axes(h), []).append(h)
         ranked = sorted(groups.items(), key=lambda g: -sum(h.bytes for h in g[1]))
         most = ROWS if kind == "params" else ROWS // 2
         for text, group in ranked[:most]:
-            table.add_row("", str(len(group)), text, human(sum(map(_whole, group))), human(sum(h.bytes for h in group)))
+            table.add_row(
+                "",
+                str(len(group)),
+                text,
+                format_memory(sum(map(_whole, group))),
+                format_memory(sum(h.bytes for h in group)),
+            )
         if len(ranked) > most:
             rest = [h for _, group in ranked[most:] for h in group]
-            table.add_row("", str(len(rest)), "…", human(sum(map(_whole, rest))), human(sum(h.bytes for h in rest)))
+            table.add_row(
+                "",
+                str(len(rest)),
+                "…",
+                format_memory(sum(map(_whole, rest))),
+                format_memory(sum(h.bytes for h in rest)),
+            )
     return table
 
 
@@ -123,15 +138,15 @@ def _costs(plan: Plan) -> list[Text]:
     """Memory at its peak by kind; time by what takes it, and the bottleneck."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     room = math.inf if chip is None else chip.per_device().hbm
-    of = f" of the {human(room)} of a {chip.name}" if chip is not None and math.isfinite(room) else ""
+    of = f" of the {format_memory(room)} of a {chip.name}" if chip is not None and math.isfinite(room) else ""
     at = f", at {memory.peak_source}" if memory.peak_source else ""
-    kinds = ", ".join(f"{kind} {human(n)}" for kind, n in sorted(memory.by_kind.items(), key=lambda x: -x[1]))
-    out = [Text.assemble(("each device needs ", "bold"), (human(memory.peak), "bold"), f"{of} at the peak{at}"),
+    kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in sorted(memory.by_kind.items(), key=lambda x: -x[1]))
+    out = [Text.assemble(("each device needs ", "bold"), (format_memory(memory.peak), "bold"), f"{of} at the peak{at}"),
            Text(f"    {kinds}", style="dim")]  # fmt: skip
     if time is not None and chip is not None:
         out.append(Text.assemble(
-            ("a step takes ", "bold"), (f"about {duration(time.seconds)}", "bold"),
-            f" on {chip.name}: {duration(time.overlapped)} if all overlaps, {duration(time.serial)} if nothing does; "
+            ("a step takes ", "bold"), (f"about {format_seconds(time.seconds)}", "bold"),
+            f" on {chip.name}: {format_seconds(time.overlapped)} if all overlaps, {format_seconds(time.serial)} if nothing does; "
             f"{100 * time.mfu:.0f} % of the peak FLOP/s",
         ))  # fmt: skip
         out += [Text(f"    {line}", style="dim") for line in (time.bottleneck, waited_for(plan), rates(plan)) if line]
@@ -165,17 +180,24 @@ def _sent(plan: Plan) -> Any:
     shown = [r for r in rows if r.bytes >= 0.01 * total][:MOST]
     timed = plan.chip is not None
     cells = [
-        (r.first.op, "+".join(r.first.axes), r.times, human(r.bytes), duration(r.seconds) if timed else "", r.dims)
+        (
+            r.first.op,
+            "+".join(r.first.axes),
+            r.times,
+            format_bytes(r.bytes),
+            format_seconds(r.seconds) if timed else "",
+            r.dims,
+        )
         for r in shown
     ]
     small = rows[len(shown) :]
     if small:
         count = sum(r.runs or 1 for r in small)
-        took = duration(sum(r.seconds for r in small)) if timed else ""
-        cells.append(("smaller ones", "", f"{count} ×", human(sum(r.bytes for r in small)), took, ""))
+        took = format_seconds(sum(r.seconds for r in small)) if timed else ""
+        cells.append(("smaller ones", "", f"{count} ×", format_bytes(sum(r.bytes for r in small)), took, ""))
     wide = [max(len(row[i]) for row in cells) for i in range(5)]
-    took = f", in {duration(sum(r.seconds for r in rows))}" if timed else ""
-    lines: list[Any] = [Text(f"each device sends {human(total)} a step{took}", style="bold")]
+    took = f", in {format_seconds(sum(r.seconds for r in rows))}" if timed else ""
+    lines: list[Any] = [Text(f"each device sends {format_bytes(total)} a step{took}", style="bold")]
     for i, (op, axes, times, size, seconds, dims) in enumerate(cells):
         line = Text.assemble(
             (f"{op:<{wide[0]}}  ", "" if i < len(shown) else "dim"), (f"{axes:<{wide[1]}}", "cyan"),
@@ -212,13 +234,13 @@ def overlaps(plan: Plan, every: bool = False) -> list[Text]:
     both = f"in blocks, {rings} on rings and {kernels} by fused kernels"
     where = both if rings and kernels else "by fused kernels" if kernels else "on rings"
     head = f"{shown} of {len(plan.overlaps)} gathers and scatters beside products run {where} (overlap={plan.overlap})"
-    out = [Text(head + (f", which saves {duration(sum(gains))}" if shown and gains else ""), style="bold")]
+    out = [Text(head + (f", which saves {format_seconds(sum(gains))}" if shown and gains else ""), style="bold")]
     if not shown and not every:
         reasons = Counter(o.reason.split(";")[0] for o in plan.overlaps)
         return [Text.assemble((head, "bold"), f": {reasons.most_common(1)[0][0]}")]
     for o, _, runs, gain in merge_overlaps(plan.overlaps)[:MOST]:
         what = "gather → products" if o.kind == "gather" else "products → scatter"
-        saved = f"  saves {duration(gain)}" if gain and o.choice != "xla" else ""
+        saved = f"  saves {format_seconds(gain)}" if gain and o.choice != "xla" else ""
         out.append(Text.assemble((f"{o.choice:<6}  ", "" if o.choice != "xla" else "dim"), (f"{'+'.join(o.axes)}", "cyan"),
                                  f"  {'?' if runs is None else runs} × {what}{saved}: {o.reason}"))  # fmt: skip
     return out
@@ -276,8 +298,9 @@ def notes(plan: Plan) -> list[Text]:
         lines = list(dict.fromkeys(t.source for t in plan.transfers))
         where = f" ({', '.join(lines[:3])}{', …' if len(lines) > 3 else ''})" if lines else ""
         out.append(Text(
-            f"host  each device keeps {human(memory_of(plan).host)} in the host's memory; it copies {human(there)} there and "
-            f"{human(back)} back in a step{where}"))  # fmt: skip
+            f"host  each device keeps {format_memory(memory_of(plan).host)} in the host's memory; it copies "
+            f"{format_bytes(there)} there and "
+            f"{format_bytes(back)} back in a step{where}"))  # fmt: skip
     for j in plan.joins:
         out.append(Text(f"join  {j}", style="yellow"))
     named, total, _ = plan.program.coverage()

@@ -21,11 +21,12 @@ from ..errors import MeshparError, UnsupportedError
 from ..hardware.topology import Topology, parse_topology
 from ..layout import Layout
 from ..mesh import parse_mesh
-from ..plan.collectives import Collective, duration, human
+from ..plan.collectives import Collective
 from ..plan_api import Plan
 from ..report.facts import rates
 from ..report.html import number, page, style, table
 from ..report.text import plain
+from ..units import format_bytes, format_memory, format_seconds
 from .picture import Picture
 from .row import Row
 
@@ -100,21 +101,23 @@ class Search:
         lines = []
         if other.memory.peak > self.usable:
             lines.append(
-                f"does not fit: {human(other.memory.peak)} of the {human(self.usable)} that may be used "
+                f"does not fit: {format_memory(other.memory.peak)} of the {format_memory(self.usable)} that may be used "
                 f"({self.memory_fraction:.0%} of a {other.chip.name}); most of it is"
             )
             kinds = sorted(other.memory.by_kind.items(), key=lambda k: -k[1])
-            lines += [f"  {human(size)} of {kind}" for kind, size in kinds[:3]]
+            lines += [f"  {format_memory(size)} of {kind}" for kind, size in kinds[:3]]
         longer = other.seconds - best.seconds
         if longer > 0:
             lines.append(
-                f"{duration(longer)} longer than the best ({duration(other.seconds)} for {duration(best.seconds)})"
+                f"{format_seconds(longer)} longer than the best ({format_seconds(other.seconds)} for "
+                f"{format_seconds(best.seconds)})"
             )
             lines += [f"  {text}" for text in _costs_more(other, best)]
         elif other.memory.peak <= self.usable:
             lines.append(
-                f"it is as good: {duration(other.seconds)} and {human(other.memory.peak)}; the best has {duration(best.seconds)} "
-                f"and {human(best.memory.peak)}"
+                f"it is as good: {format_seconds(other.seconds)} and {format_memory(other.memory.peak)}; the best has "
+                f"{format_seconds(best.seconds)} "
+                f"and {format_memory(best.memory.peak)}"
             )
         return "\n".join(lines)
 
@@ -169,15 +172,16 @@ class Search:
             f'<p class="dim">{self._count}; {escape(self.ended)}. The figures are the plans\' estimates{escape(self._priced)}.</p>'
             f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br><code>{best.lowering}</code>"
             + (f"<br><code>{escape(best.variant)}</code>" if best.variant else "")
-            + f"<br>{duration(best.seconds)} a step, {human(best.peak)} at the peak, sends {human(best.sent)}</p>"
+            + f"<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
+            f"sends {format_bytes(best.sent)}</p>"
         )
         heads = [("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")]
         cells = []
         for row in self.rows[:40]:
             marks = ", ".join(filter(None, [row.variant, row.name, row.compiled, "" if row.fits else "does not fit"]))
             name = self._picture.mark(row)
-            figures = number(duration(row.seconds), row.seconds) + number(human(row.peak), row.peak)
-            sends = f'<td class="n more" data-v="{row.sent:.6g}">{human(row.sent)}</td>'
+            figures = number(format_seconds(row.seconds), row.seconds) + number(format_memory(row.peak), row.peak)
+            sends = f'<td class="n more" data-v="{row.sent:.6g}">{format_bytes(row.sent)}</td>'
             where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(row.layout)}</code>"
             cells.append(f"<tr><td>{name}</td>{figures}{sends}<td>{where}</td></tr>")
         return f"{head}{self._picture.drawing()}{table(heads, cells, sortable=True)}"
@@ -210,9 +214,9 @@ class Search:
             )
             table.add_row(
                 drawn_as.mark(row),
-                duration(row.seconds),
-                human(row.peak),
-                human(row.sent),
+                format_seconds(row.seconds),
+                format_memory(row.peak),
+                format_bytes(row.sent),
                 where,
             )
         drawn = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
@@ -251,8 +255,8 @@ class Search:
         assert plan.chip is not None
         kind, size = max(plan.memory.by_kind.items(), key=lambda k: k[1])
         said = (
-            f"NOTHING FITS  the least is {human(self.best.peak)} a device, {self.best.peak / self.usable:.1f} × the "
-            f"{human(self.usable)} that may be used of a {plan.chip.name}; most of it is {human(size)} of {kind}"
+            f"NOTHING FITS  the least is {format_memory(self.best.peak)} a device, {self.best.peak / self.usable:.1f} × the "
+            f"{format_memory(self.usable)} that may be used of a {plan.chip.name}; most of it is {format_memory(size)} of {kind}"
         )
         if self.larger is not None:
             said += f"; this layout fits on {self.larger[0]} with the mesh {self.larger[1]}"
@@ -281,9 +285,7 @@ class Search:
         return plain(self)
 
     def __repr__(self) -> str:
-        return (
-            f"<Search on {self.topology}: {self.best.mesh}: {self.best.layout}; {duration(self.best.seconds)} a step>"
-        )
+        return f"<Search on {self.topology}: {self.best.mesh}: {self.best.layout}; {format_seconds(self.best.seconds)} a step>"
 
 
 def _costs_more(other: Plan, best: Plan) -> list[str]:
@@ -302,7 +304,7 @@ def _costs_more(other: Plan, best: Plan) -> list[str]:
 
     before = of(best)
     more = [(seconds - before.get(key, (0.0, ""))[0], text) for key, (seconds, text) in of(other).items()]
-    return [f"{duration(s)} more: {text}" for s, text in sorted(more, key=lambda m: -m[0])[:3] if s > 0]
+    return [f"{format_seconds(s)} more: {text}" for s, text in sorted(more, key=lambda m: -m[0])[:3] if s > 0]
 
 
 def _line(c: Collective) -> str:

@@ -31,9 +31,9 @@ from ..mesh import planned_mesh
 from ..passes import plan_without_passes, with_passes
 from ..plan import plan as record
 from ..plan.claims import Claims
-from ..plan.collectives import duration, human
 from ..plan.planner import TooLong
 from ..plan_api import Plan
+from ..units import format_memory, format_seconds
 from .answer import Objective, Search, quiet
 from .bounds import Least, Pieces, least_of
 from .row import Row
@@ -208,7 +208,7 @@ class _Evaluation:
         best, of = self._best, f"{self.variant}: " * bool(self.variant)
         if best is not None:
             self.tell(
-                f"{of}{duration(best.seconds)}, {human(best.peak)}: {best.mesh}: {best.layout}; plan {self.planned}"
+                f"{of}{format_seconds(best.seconds)}, {format_memory(best.peak)}: {best.mesh}: {best.layout}; plan {self.planned}"
             )
 
     def _plan(

@@ -11,7 +11,8 @@ from html import escape
 
 from rich.text import Text
 
-from ..plan.collectives import duration, human
+from ..hardware.chips import GIB
+from ..units import format_memory, format_seconds
 from .row import Row
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 320, 74, 36
@@ -23,26 +24,27 @@ CELLS = (56, 9)
 
 
 class Scale:
-    """A logarithmic axis: ``scale(value)`` lies between ``begin`` and ``end``."""
+    """A logarithmic axis: ``scale(value)`` is a coordinate between ``begin`` and ``end``; ticks are round multiples of ``unit``."""
 
-    def __init__(self, values: Sequence[float], begin: float, end: float):
-        low, high = math.log(min(values)), math.log(max(values))
+    def __init__(self, values: Sequence[float], begin: float, end: float, unit: float = 1.0):
+        self.unit = unit
+        low, high = math.log(min(values) / unit), math.log(max(values) / unit)
         pad = max(0.06 * (high - low), 0.05)
         self.low, self.high, self.begin, self.end = low - pad, high + pad, begin, end
 
     def __call__(self, value: float) -> float:
-        part = (math.log(value) - self.low) / (self.high - self.low)
+        part = (math.log(value / self.unit) - self.low) / (self.high - self.low)
         return self.begin + part * (self.end - self.begin)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Round values within the axis, as few kinds of them as give three."""
+        """At most ``most`` round values within the axis: the coarsest subdivision of powers of ten that gives at least three."""
         powers = range(math.floor(self.low / math.log(10)), math.ceil(self.high / math.log(10)) + 1)
-        found: list[float] = []
+        ticks: list[float] = []
         for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), tuple(1 + k / 10 for k in range(90))):
-            found = [s * 10.0**p for p in powers for s in steps if self.low < math.log(s * 10.0**p) < self.high]
-            if len(found) > 2:
+            ticks = [s * 10.0**p for p in powers for s in steps if self.low < math.log(s * 10.0**p) < self.high]
+            if len(ticks) > 2:
                 break
-        return found[:: math.ceil(len(found) / most)]
+        return [self.unit * t for t in ticks[:: math.ceil(len(ticks) / most)]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Picture:
         """Time to the right, memory up, both logarithmic; what fits below the line; the front joined."""
         rows = self.shown
         x = Scale([r.seconds for r in rows], LEFT, WIDTH - 12)
-        y = Scale([*(r.peak for r in rows), self.usable], HEIGHT - BOTTOM, 10)
+        y = Scale([*(r.peak for r in rows), self.usable], HEIGHT - BOTTOM, 10, unit=GIB)
         line = y(self.usable)
         out = [
             f'<svg class="search" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" style="width:100%;max-width:{WIDTH}px;font-size:11px" '
@@ -86,13 +88,13 @@ class Picture:
             f'<rect x="{LEFT}" y="10" width="{WIDTH - 12 - LEFT}" height="{max(0.0, line - 10):.1f}" '
             'fill="var(--bad)" opacity="0.08"/>',
             f'<line x1="{LEFT}" x2="{WIDTH - 12}" y1="{line:.1f}" y2="{line:.1f}" stroke="var(--bad)" stroke-dasharray="5 4"/>',
-            _text(WIDTH - 14, line - 4, f"{human(self.usable)} may be used", "end", "var(--bad)"),
+            _text(WIDTH - 14, line - 4, f"{format_memory(self.usable)} may be used", "end", "var(--bad)"),
             f'<path d="M{LEFT} 10V{HEIGHT - BOTTOM}H{WIDTH - 12}" fill="none" stroke="var(--line)"/>',
         ]
         for value in x.ticks():
-            out.append(_text(x(value), HEIGHT - BOTTOM + 15, duration(value), "middle"))
+            out.append(_text(x(value), HEIGHT - BOTTOM + 15, format_seconds(value), "middle"))
         for value in y.ticks(5):
-            out.append(_text(LEFT - 6, y(value) + 4, human(value), "end"))
+            out.append(_text(LEFT - 6, y(value) + 4, format_memory(value), "end"))
         out.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "a step", "middle"))
         called = self.letters
         front = [r for r in called if r in rows]
@@ -122,7 +124,7 @@ class Picture:
         rows = self.shown
         columns, lines = CELLS
         x = Scale([r.seconds for r in rows], 0, columns - 1)
-        y = Scale([*(r.peak for r in rows), self.usable], lines - 1, 0)
+        y = Scale([*(r.peak for r in rows), self.usable], lines - 1, 0, unit=GIB)
         grid = [[(" ", "")] * columns for _ in range(lines)]
         at = round(y(self.usable))
         grid[at] = [("─", "red")] * columns
@@ -130,7 +132,7 @@ class Picture:
         for row in sorted(rows, key=lambda r: (r == self.best, r in called)):
             style = "bold" if row == self.best else "blue" if row in called else "dim"
             grid[round(y(row.peak))][round(x(row.seconds))] = ("★" if row == self.best else called.get(row, "·"), style)
-        left = {round(y(v)): human(v) for v in y.ticks(4)} | {at: human(self.usable)}
+        left = {round(y(v)): format_memory(v) for v in y.ticks(4)} | {at: format_memory(self.usable)}
         text = Text(no_wrap=True)
         for k, cells in enumerate(grid):
             text.append(f"{left.get(k, ''):>9} │", "dim")
@@ -138,7 +140,7 @@ class Picture:
                 text.append(mark, how)
             text.append("\n")
         text.append(f"{'':>9} └{'─' * columns}\n", "dim")
-        return text.append(f"{'':>11}{_along(x.ticks(5), x, duration, columns)}  a step", "dim")
+        return text.append(f"{'':>11}{_along(x.ticks(5), x, format_seconds, columns)}  a step", "dim")
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = "var(--dim)") -> str:
@@ -147,7 +149,9 @@ def _text(x: float, y: float, text: str, anchor: str, colour: str = "var(--dim)"
 
 def _said(row: Row) -> str:
     what = ", ".join(filter(None, [row.variant, row.name]))
-    return f"{duration(row.seconds)}, {human(row.peak)}: {row.mesh}: {row.layout}" + (f" ({what})" if what else "")
+    return f"{format_seconds(row.seconds)}, {format_memory(row.peak)}: {row.mesh}: {row.layout}" + (
+        f" ({what})" if what else ""
+    )
 
 
 def _along(ticks: Sequence[float], scale: Scale, said: Callable[[float], str], columns: int) -> str:

@@ -24,17 +24,17 @@ from ..layout import AnyMesh
 from ..mesh import MeshLike, context_mesh
 from ..mesh import mesh as make_mesh
 from ..options import options_apart
-from ..plan.collectives import duration, human
 from ..plan.plan import Plan
 from ..report.facts import rates
 from ..report.text import plain
+from ..units import format_bytes, format_memory, format_seconds
 from . import hlo
 from .compiler import FINAL, PARTITIONED
 from .exposed import Exposed, exposed, places_of
 from .flops import flops
 from .hlo import HloCollective
 from .jobs import Archive, Job, Progress, compile_job
-from .memory import capacity_of, gib, out_of_memory
+from .memory import capacity_of, out_of_memory
 
 Effort = Literal["fast", "full"]
 
@@ -266,13 +266,15 @@ def compiled_text(compiled: Compiled, width: int = 120) -> str:
 def compiled_renderable(c: Compiled) -> Any:
     """The report for rich: memory, cycles, and the collectives of the final program beside those of the partitioner."""
     m = c.memory
-    fits = f" of {gib(c.capacity)}" if c.capacity else ""
-    host = f"; {gib(m.host)} in the host's memory" if m.host else ""
+    fits = f" of {format_memory(c.capacity)}" if c.capacity else ""
+    host = f"; {format_memory(m.host)} in the host's memory" if m.host else ""
     when = "from the cache; it took" if c.cached else "in"
     head = Text.assemble(
         ("compiled", "bold"), f"  {c.name} for {c.topology}, {c.effort} effort, {when} {c.compile_seconds:.1f} s\n",
-        ("memory", "bold"), f"    peak {gib(m.peak)}{fits} a device: arguments {gib(m.arguments)}, outputs {gib(m.outputs)} "
-        f"({gib(m.aliased)} in place of arguments), temporaries {gib(m.temporaries)}, code {gib(m.code)}{host}",
+        ("memory", "bold"), f"    peak {format_memory(m.peak)}{fits} a device: arguments {format_memory(m.arguments)}, "
+        f"outputs {format_memory(m.outputs)} "
+        f"({format_memory(m.aliased)} in place of arguments), temporaries {format_memory(m.temporaries)}, "
+        f"code {format_memory(m.code)}{host}",
     )  # fmt: skip
     if c.effort == "fast":
         head.append(
@@ -284,14 +286,14 @@ def compiled_renderable(c: Compiled) -> Any:
     if c.exposed is not None:
         head.append("\nschedule", style="bold")
         head.append(
-            f"  {duration(c.exposed.compute)} of computation, {duration(c.exposed.seconds)} of communication exposed"
+            f"  {format_seconds(c.exposed.compute)} of computation, {format_seconds(c.exposed.seconds)} of communication exposed"
         )
     parts: list[Any] = [head, Text(), _sent_table(c, c.final_collectives, "sent by each device, in the final program")]
     if c.collectives:
         kinds: dict[str, float] = {}
         for x in c.collectives:
             kinds[x.op] = kinds.get(x.op, 0.0) + x.total_bytes
-        text = ", ".join(f"{op} {human(n)}" for op, n in sorted(kinds.items(), key=lambda k: -k[1]))
+        text = ", ".join(f"{op} {format_bytes(n)}" for op, n in sorted(kinds.items(), key=lambda k: -k[1]))
         parts.append(Text(f"right after partitioning: {text}", style="dim"))
     if c.plan is not None:
         for group, reason in c.plan.options.left_out:
@@ -299,7 +301,7 @@ def compiled_renderable(c: Compiled) -> Any:
         if c.plan.options.groups:
             names = ", ".join(g.name for g in c.plan.options.groups)
             parts.append(Text(f"options of the compiler: {names}", style="dim"))
-        text = f"planned: {human(c.plan.bytes_sent)} sent, peak {gib(memory_of(c.plan).peak)}"
+        text = f"planned: {format_bytes(c.plan.bytes_sent)} sent, peak {format_memory(memory_of(c.plan).peak)}"
         parts.append(Text(text, style="dim"))
         if priced := rates(c.plan):
             parts.append(Text(priced, style="dim"))
@@ -316,7 +318,9 @@ def _sent_table(c: Compiled, found: list[HloCollective], title: str) -> Any:
     total = sum(x.total_bytes for x in found)
     if not found:
         return Text("each device sends nothing", style="bold")
-    table = Table(title=f"{human(total)} {title}", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title=f"{format_bytes(total)} {title}", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     for name, justify in (
         ("", "left"),
         ("axes", "left"),
@@ -328,10 +332,12 @@ def _sent_table(c: Compiled, found: list[HloCollective], title: str) -> Any:
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     ranked = sorted(rows.items(), key=lambda r: -sum(x.total_bytes for x in r[1]))
     for (op, axes, shape, source), group in ranked[:ROWS]:
-        table.add_row(op, axes, _times(group), human(sum(x.total_bytes for x in group)), shape, _short(source))
+        table.add_row(op, axes, _times(group), format_bytes(sum(x.total_bytes for x in group)), shape, _short(source))
     rest = [x for _, group in ranked[ROWS:] for x in group]
     if rest:
-        table.add_row("smaller ones", "", _times(rest), human(sum(x.total_bytes for x in rest)), "", "", style="dim")
+        table.add_row(
+            "smaller ones", "", _times(rest), format_bytes(sum(x.total_bytes for x in rest)), "", "", style="dim"
+        )
     return table
 
 

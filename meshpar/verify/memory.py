@@ -11,6 +11,7 @@ from ..hardware.topology import parse_topology
 from ..layout import Layout
 from ..passes import replan
 from ..plan.plan import Held, Plan
+from ..units import format_memory
 
 ARGUMENTS, MADE, TRIES, SHOWN = 6, 4, 8, 4
 _UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": GIB, "T": 2.0**40}
@@ -42,9 +43,9 @@ def out_of_memory(
             needed, capacity = float(m[1]) * _UNITS[m[2]], float(m[3]) * _UNITS[m[4]]
             break
     what = "the program's temporaries alone need" if "temporaries" in message else "the program needs"
-    figure = f"{what} {gib(needed)}" if needed else "the program does not fit"
+    figure = f"{what} {format_memory(needed)}" if needed else "the program does not fit"
     lines = [
-        f"DOES NOT FIT: out of memory on {topology}: {figure}{f', but a device has {gib(capacity)}' if capacity else ''}"
+        f"DOES NOT FIT: out of memory on {topology}: {figure}{f', but a device has {format_memory(capacity)}' if capacity else ''}"
     ]
     fixes: list[str] = []
     if plan is not None:
@@ -59,26 +60,21 @@ def out_of_memory(
     return error
 
 
-def gib(n: float | None) -> str:
-    """Bytes as the compiler counts them: ``1.50 GiB``."""
-    if n is None:
-        return "?"
-    return f"{n / GIB:.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:.2f} MiB"
-
-
 def _table(plan: Plan) -> list[str]:
     """What each device holds at the peak, by kind; the largest arguments with their axes, and what the step makes."""
     memory = memory_of(plan)
     kinds = sorted(memory.by_kind.items(), key=lambda k: -k[1])
     lines = [
-        f"  by meshpar's estimate a device holds {gib(memory.peak)} at the peak{_at(memory.peak_source)}: "
-        + ", ".join(f"{kind} {gib(n)}" for kind, n in kinds)
+        f"  by meshpar's estimate a device holds {format_memory(memory.peak)} at the peak{_at(memory.peak_source)}: "
+        + ", ".join(f"{kind} {format_memory(n)}" for kind, n in kinds)
     ]
     arguments = sorted(plan.inputs, key=lambda h: -h.bytes)[:ARGUMENTS]
-    rows = [(gib(h.bytes), h.path, f"{h.dtype}[{', '.join(map(str, h.shape))}]", _split(h)) for h in arguments]
+    rows = [
+        (format_memory(h.bytes), h.path, f"{h.dtype}[{', '.join(map(str, h.shape))}]", _split(h)) for h in arguments
+    ]
     paths = {h.path for h in plan.inputs}
     made = [(name, n, kind) for name, n, kind in memory.largest if name.split(" ")[0] not in paths]
-    rows += [(gib(n), "", name, kind) for name, n, kind in made[:MADE]]
+    rows += [(format_memory(n), "", name, kind) for name, n, kind in made[:MADE]]
     wide = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
     return lines + [f"    {a:>{wide[0]}}  {b:<{wide[1]}}  {c:<{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
 
@@ -125,6 +121,10 @@ def _suggestions(plan: Plan, capacity: float | None) -> list[str]:
     found.sort()
     lines = []
     for peak, held, rule in found[:SHOWN]:
-        fits = ", which fits" if capacity is not None and peak <= capacity else f" ({gib(held)} of it arguments)"
-        lines.append(f"add `{rule}`: {gib(peak)} instead of {gib(before)} by the same estimate{fits}")
+        fits = (
+            ", which fits" if capacity is not None and peak <= capacity else f" ({format_memory(held)} of it arguments)"
+        )
+        lines.append(
+            f"add `{rule}`: {format_memory(peak)} instead of {format_memory(before)} by the same estimate{fits}"
+        )
     return lines

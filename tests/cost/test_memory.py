@@ -340,7 +340,7 @@ def test_large_constants_are_advised_to_be_passed():
     assert not any("closed over" in n for n in small.notes)
     (note,) = (n for n in large.notes if "closed over" in n)
     assert "float32[8192, 64]" in note
-    assert "2.1 MB" in note
+    assert "2.00 MiB" in note
     assert "test_memory.py" in note
     assert "constants" in str(large)
     assert note.split(",")[0] in str(large)

@@ -329,7 +329,7 @@ def test_the_report_is_one_screen():
     lines = text.splitlines()
     assert len(lines) <= 50
     assert max(map(len, lines)) <= 120
-    assert "of the 16.9 GB of a v5e at the peak, at " in text
+    assert "of the 15.75 GiB of a v5e at the peak, at " in text
     assert "a step takes about " in text
     assert "% of the peak FLOP/s" in text
     assert "programs for v5e wait for reduce-scatters: " in text

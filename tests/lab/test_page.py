@@ -9,7 +9,7 @@ from browser import chromium
 
 from meshpar.errors import MeshparError
 from meshpar.lab.server import Server, front_end
-from meshpar.plan.collectives import duration, human
+from meshpar.units import format_bytes, format_memory, format_seconds
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def agrees(page):
     shown = figures(page)
     assert (shown["peak"], shown["seconds"], shown["sent"]) == (plan.memory.peak, plan.seconds, plan.bytes_sent)
     cards = page.locator(".figures .card b").all_inner_texts()
-    assert cards[:2] == [human(plan.memory.peak), duration(plan.seconds)]
-    assert cards[3] == human(plan.bytes_sent)
+    assert cards[:2] == [format_memory(plan.memory.peak), format_seconds(plan.seconds)]
+    assert cards[3] == format_bytes(plan.bytes_sent)
     return True
 
 
@@ -199,8 +199,8 @@ def test_two_plans_side_by_side_and_copies(page):
     now = figures(page)
     beside = page.locator("section", has=page.get_by_role("heading", name="Beside the pinned plan"))
     text = beside.inner_text()
-    assert human(pinned["peak"]) in text
-    assert human(now["peak"]) in text
+    assert format_memory(pinned["peak"]) in text
+    assert format_memory(now["peak"]) in text
     page.get_by_role("button", name="Copy layout").click()
     page.get_by_role("button", name="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == "batch: data; mlp: model"
@@ -227,7 +227,7 @@ def test_what_the_compiler_says(page):
     page.get_by_role("button", name="Compile this").click()
     page.get_by_role("columnheader", name="compiler").wait_for(timeout=300_000)
     assert (
-        human(figures(page)["sent"])
+        format_bytes(figures(page)["sent"])
         in page.locator("section", has=page.get_by_text("What the compiler says")).inner_text()
     )
 

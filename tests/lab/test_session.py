@@ -9,7 +9,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.errors import MeshError, MeshparError, UnsupportedError
-from meshpar.plan.collectives import human
+from meshpar.units import format_bytes, format_memory
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_fifty_random_edits_have_the_figures_of_mp_plan(session):
             plan.time.memory,
             plan.time.communication,
         ]
-        assert human(plan.memory.peak) in reply["plan"]["html"]["cards"]
+        assert format_memory(plan.memory.peak) in reply["plan"]["html"]["cards"]
         assert sum(sent for _, sent, _ in figures["rules"]) == pytest.approx(plan.bytes_sent)
         assert mp.Layout(reply["plan"]["layout"]).rules == plan.asked.rules
     assert legal > 25
@@ -123,7 +123,7 @@ def test_a_pinned_plan_stands_beside(session):
     pinned = {"mesh": lab_program.MESH, "topology": lab_program.TOPOLOGY, "layout": "batch: data"}
     diff = ask(session, lab_program.RULES, pinned=pinned)["plan"]["html"]["diff"]
     for layout in ("batch: data", "; ".join(lab_program.RULES)):
-        assert human(lab_program.planned(lab_program.MESH, layout).memory.peak) in diff
+        assert format_memory(lab_program.planned(lab_program.MESH, layout).memory.peak) in diff
 
 
 def test_text_is_escaped(session):
@@ -212,8 +212,8 @@ def test_the_compiler_s_figures_stand_beside_the_estimate(session):
     )
     plan = lab_program.planned("data=4, model=2", "batch: data; mlp: model", None)
     rows = {what: (estimate, compiled) for what, estimate, compiled in told["result"]["rows"]}
-    assert rows["peak memory of a device"][0] == human(plan.memory.peak)
-    assert rows["sent by each device"] == (human(plan.bytes_sent),) * 2
+    assert rows["peak memory of a device"][0] == format_memory(plan.memory.peak)
+    assert rows["sent by each device"] == (format_bytes(plan.bytes_sent),) * 2
     assert told["result"]["peak"] > 0
 
 

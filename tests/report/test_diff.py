@@ -107,5 +107,5 @@ def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):
     assert [c["bytes"] for c in facts["constants"]] == [w.nbytes] == [facts["memory"]["by_kind"]["constants"]]
     closed.save(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
-    assert "constants 131 kB" in page
+    assert "constants 128.0 KiB" in page
     assert '<td colspan="2">constants</td>' in page

@@ -10,8 +10,8 @@ import pytest
 
 import meshpar as mp
 from meshpar.errors import UnsupportedError
-from meshpar.plan.collectives import human
 from meshpar.report import plan_page
+from meshpar.units import format_bytes, format_memory
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 DIMS = {"w": "layers embed mlp", "v": "layers mlp embed", "x": "batch embed"}
@@ -90,8 +90,8 @@ def test_it_is_well_formed_and_loads_nothing(page):
 def test_it_shows_the_plans_own_figures(page):
     plan, text = page
     read = Reader(text)
-    assert human(plan.memory.peak) in read.sections[""]
-    assert human(plan.bytes_sent) in read.sections[""]
+    assert format_memory(plan.memory.peak) in read.sections[""]
+    assert format_bytes(plan.bytes_sent) in read.sections[""]
     for rule in plan.layout.rules:
         assert str(rule) in read.sections["Layout"]
     distinct = {(c.op, c.axes, c.dims, c.dtype, c.bytes, c.cause, c.source) for c in plan.collectives}

@@ -449,8 +449,8 @@ def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
     assert [effort for *_, effort in asked] == ["full", "full", "fast"]
     assert got.rows[0].compiled == "refused: no"
     assert (got.best.mesh, got.best.layout) == asked[1][:2]
-    assert got.best.compiled == "compiled: 1 GB, sends 2 GB, 250 ms by its schedule"
-    assert got.rows[2].compiled == "compiled: 1 GB, sends 2 GB"
+    assert got.best.compiled == "compiled: 0.93 GiB, sends 2 GB, 250 ms by its schedule"
+    assert got.rows[2].compiled == "compiled: 0.93 GiB, sends 2 GB"
 
 
 def test_programs_that_vary_are_chosen_from():

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.verify.memory import GIB, capacity_of, gib, out_of_memory
+from meshpar.units import format_memory
+from meshpar.verify.memory import GIB, capacity_of, out_of_memory
 
 TPU = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (37.29G) exceeds "
@@ -46,7 +47,7 @@ def test_figures_of_the_compiler(plan):
 
 def test_the_tensors(plan):
     lines = str(out_of_memory(TPU, "v5e:4x4", plan, None)).splitlines()
-    assert lines[1].startswith(f"  by meshpar's estimate a device holds {gib(plan.memory.peak)} at the peak")
+    assert lines[1].startswith(f"  by meshpar's estimate a device holds {format_memory(plan.memory.peak)} at the peak")
     assert "2.00 GiB  w/down  bfloat16[65536, 16384]" in lines[2]
     assert lines[2].endswith("mlp embed")
     assert any(line.split()[0:3] == ["4.00", "MiB", "x"] and line.endswith("batch:data embed") for line in lines)
@@ -60,7 +61,7 @@ def test_rules_that_hold_less_are_planned(plan):
     for fix, rule in zip(error.fixes, rules, strict=False):
         peak = plan.replan(layout=f"batch: data; {rule}").memory.peak
         assert peak < plan.memory.peak
-        assert f"{gib(peak)} instead of {gib(plan.memory.peak)}" in fix
+        assert f"{format_memory(peak)} instead of {format_memory(plan.memory.peak)}" in fix
         assert fix.endswith(", which fits") == (peak <= 1.5 * GIB)
 
 

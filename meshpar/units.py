@@ -1,0 +1,32 @@
+"""Text of quantities: bytes sent in decimal units, memory in binary units, durations.
+
+Memory is counted as compilers and chip tables count it (GiB), and traffic as link rates are given (GB).
+"""
+
+from __future__ import annotations
+
+
+def format_bytes(n: float) -> str:
+    """Bytes of traffic in decimal units: ``1.5 MB``."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(n) < 1000 or unit == "TB":
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.3g} {unit}"
+        n /= 1000
+    raise AssertionError
+
+
+def format_memory(n: float) -> str:
+    """Bytes of memory in binary units: ``15.75 GiB``, ``4.00 MiB``, ``2.5 KiB``, ``96 B``; from a tenth of a GiB on in GiB."""
+    for unit, size, digits in (("TiB", 2**40, 2), ("GiB", 2**30, 2), ("MiB", 2**20, 2), ("KiB", 2**10, 1)):
+        if n >= (0.1 * size if unit == "GiB" else size):
+            return f"{n / size:.{digits}f} {unit}"
+    return f"{n:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration: ``1.23 s``, ``45.6 ms``, ``7.89 µs``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        n = seconds * scale
+        if abs(n) >= 1 or unit == "µs":
+            return f"{n:.3g} {unit}" if abs(n) < 100 else f"{n:.0f} {unit}"
+    raise AssertionError
