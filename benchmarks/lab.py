@@ -1,9 +1,9 @@
-"""What an edit in the lab takes: from the page's question to its answer, and in headless Chromium from the key to the figures.
+"""Time of an edit in the lab: of the server's reply, and in headless Chromium from the input event to the drawn numbers.
 
     python benchmarks/lab.py [--edits 60] [--only llama]
 
-Each edit asks for a plan that was not made before: rules switched and reordered, factors of the mesh moved. The server and the
-browser are those of `meshpar lab`. Without Playwright or Chromium the browser's column is left out, with the reason.
+Each edit needs a new plan: rules switched on, off and reordered, other mesh sizes. The server and the page are the ones that
+`meshpar lab` uses. Without Playwright or Chromium the page's column is empty and the reason is printed.
 """
 
 import argparse
@@ -23,8 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
-from rich.console import Console
-from rich.table import Table
+from tables import Table
 
 import meshpar as mp
 from meshpar.lab.server import Server
@@ -35,7 +34,7 @@ CASES = [
     ("llama.py:llama3_8b", {"batch": 32}, "v5e:16x16", "fsdp+tensor+sequence", ("data", "model"), 200),
     ("deepseek.py:deepseek_671b", {}, "v5p:8x8x8", "fsdp+expert", ("data", "model"), 500),
 ]
-"""(target, its arguments, slice, layout, axes, milliseconds that an edit may take)."""
+"""(target, its arguments, slice, layout, axes, limit in milliseconds)."""
 
 EDIT = """async ([mesh, rules]) => {
     const main = document.querySelector("main"), mesh_ = document.querySelector("input[aria-label=mesh]");
@@ -55,14 +54,13 @@ EDIT = """async ([mesh, rules]) => {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--edits", type=int, default=60)
-    parser.add_argument("--only", default="", help="targets whose name has this")
+    parser.add_argument("--only", default="", help="targets whose name contains this text")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(EXAMPLES))
-    table = Table(title=f"milliseconds of an edit, {args.edits} of them: median, 95th percentile, longest")
-    for name in ("", "opens in s", "server, CPU", "server", "page", "may take"):
-        table.add_column(name, justify="right" if name else "left")
+    heads = ("model", "start-up, s", "server CPU, ms", "server, ms", "page, ms", "limit, ms")
+    table = Table(*heads, title=f"{args.edits} edits: median, 95th percentile, longest")
     with browser() as page:
         for text, options, topology, layout, axes, limit in CASES:
             if args.only not in text:
@@ -73,43 +71,42 @@ def main() -> None:
                 target.step, *target.args, mesh=f"{axes[0]}=-1, {axes[1]}=8", topology=topology,
                 layout=target.layouts[layout], dims=target.dims, donate_argnames="state",
             )  # fmt: skip
-            opened = time.perf_counter() - began
+            startup = time.perf_counter() - began
             server = Server(lab.session)
             server.start()
             devices = math.prod(dict(lab.session.base.mesh.shape).values())
             todo = edits(target.layouts[layout], axes, devices)
-            asked = [ask(server, topology, *next(todo)) for _ in range(args.edits)]
+            replies = [ask(server, topology, *next(todo)) for _ in range(args.edits)]
             drawn = [] if page is None else edit_in(page, server, todo, args.edits)
             server.stop()
-            walls, busy = zip(*asked, strict=True)
-            table.add_row(text.partition(":")[2], f"{opened:.1f}", row(busy), row(walls), row(drawn), str(limit))
-    Console(width=120).print(table)
+            walls, busy = zip(*replies, strict=True)
+            table.add_row(text.partition(":")[2], f"{startup:.1f}", row(busy), row(walls), row(drawn), str(limit))
 
 
 def edits(layout: str, axes: tuple[str, ...], devices: int) -> Iterator[tuple[str, list[str]]]:
-    """(mesh, rules), each a random edit of the one before, none twice."""
+    """Yields (mesh, rules): random edits, each of the previous one, without repetition."""
     draw = random.Random(0)
     rules = [rule.strip() for rule in layout.split(";")]
-    held, size = list(rules), 8
+    enabled, size = list(rules), 8
     seen = set()
     while True:
         edit = draw.choice(["mesh", "order", "switch"])
         if edit == "mesh":
             size = draw.choice([2**k for k in range(1, int(math.log2(devices)))])
         elif edit == "order":
-            draw.shuffle(held)
+            draw.shuffle(enabled)
         else:
             rule = draw.choice(rules)
-            held = [r for r in held if r != rule] if rule in held else [*held, rule]
+            enabled = [r for r in enabled if r != rule] if rule in enabled else [*enabled, rule]
         mesh = f"{axes[0]}={devices // size}, {axes[1]}={size}"
-        found = (mesh, tuple(held))
-        if found not in seen:
-            seen.add(found)
-            yield mesh, list(held)
+        state = (mesh, tuple(enabled))
+        if state not in seen:
+            seen.add(state)
+            yield mesh, list(enabled)
 
 
 def ask(server: Server, topology: str, mesh: str, rules: list[str]) -> tuple[float, float]:
-    """Milliseconds from a question over HTTP to its answer, a connection of its own included; and those of this process."""
+    """(wall milliseconds, CPU milliseconds of this process) of one request for a plan over a new HTTP connection."""
     rows = [{"text": rule, "on": True} for rule in rules]
     body = json.dumps({"ask": "plan", "mesh": mesh, "topology": topology, "rules": rows, "pinned": None})
     began, busy = time.perf_counter(), time.process_time()
@@ -122,25 +119,25 @@ def ask(server: Server, topology: str, mesh: str, rules: list[str]) -> tuple[flo
 
 @contextlib.contextmanager
 def browser() -> Iterator[object]:
-    """A page of headless Chromium; None, and why on stderr, where there is none."""
+    """A page of headless Chromium, or None if it is not installed (the reason is printed to stderr)."""
     names = ("chromium", "chromium-browser", "google-chrome")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if path is None or importlib.util.find_spec("playwright") is None:
-        print(f"no browser: {'Chromium' if path is None else 'Playwright'} is not here", file=sys.stderr)
+        print(f"no browser: {'Chromium' if path is None else 'Playwright'} is not installed", file=sys.stderr)
         yield None
         return
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
-            yield found.new_page(viewport={"width": 1400, "height": 1000})
+            yield chromium.new_page(viewport={"width": 1400, "height": 1000})
         finally:
-            found.close()
+            chromium.close()
 
 
 def edit_in(page, server: Server, todo: Iterator[tuple[str, list[str]]], n: int) -> list[float]:
-    """Milliseconds from the input of an edit to the frame with its figures."""
+    """Milliseconds from the input event of each of ``n`` edits to the frame that shows its numbers."""
     page.goto(server.url)
     page.locator("main[data-figures]").wait_for()
     page.locator(".start[aria-busy=false]").wait_for(timeout=120_000)
@@ -153,6 +150,7 @@ def edit_in(page, server: Server, todo: Iterator[tuple[str, list[str]]], n: int)
 
 
 def row(times: Sequence[float]) -> str:
+    """Median, 95th percentile and maximum; a dash if there are no times."""
     if not times:
         return "–"
     ranked = sorted(times)

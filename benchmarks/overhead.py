@@ -1,10 +1,10 @@
-"""What mp.jit costs next to hand-written PartitionSpecs: step time, dispatch, and trace + lower time.
+"""Overhead of mp.jit compared with hand-written PartitionSpecs: step time, dispatch time, and time to trace and lower.
 
     python benchmarks/overhead.py [--rounds 30] [--layers 96]
 
-The step is the language model of examples/train_lm.py (FSDP + Megatron, 8 virtual CPU devices); both programs take the same
-batch in turn, and the medians are compared. Trace + lower is timed on a transformer of 96 layers that are not scanned.
-Dispatch is timed on steps that compute next to nothing, called again and again with the same arguments.
+The step is the language model of examples/train_lm.py (FSDP + Megatron, 8 virtual CPU devices); both programs run alternately on
+the same batches, and the medians are compared. Trace + lower is timed on a transformer of 96 layers that are not scanned.
+Dispatch is timed on steps with almost no computation, called repeatedly with the same arguments.
 """
 
 import argparse
@@ -21,14 +21,13 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
-from rich.table import Table
 
 import meshpar as mp
 from meshpar.passes import make_plan
 from meshpar.program import infer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from tables import Table
 from train_lm import LAYOUTS, adamw, loss_of, train_step
 
 from llama import LAYOUTS as LLAMA_LAYOUTS
@@ -38,12 +37,12 @@ from resnet import resnet50
 
 RULES = LAYOUTS["fsdp+megatron"]
 CHANGES = [f"{dim}?: {axes}" for dim in ("mlp", "heads", "vocab") for axes in ("data", "model+data", "data+model")]
-"""Rules that change a layout of a language model, as a search changes one."""
+"""Rules that replace one rule of a language model's layout, as a step of a search does."""
 
 
-# -- the step of the example, by hand
+# -- the step of the example, with hand-written PartitionSpecs
 
-SPECS = {  # what a person writes: one PartitionSpec a weight
+SPECS = {  # one PartitionSpec for each weight
     "embedding": P("model", "data"),
     "head": P("data", "model"),
     "query": P(None, "data", "model"),
@@ -60,6 +59,7 @@ SPECS = {  # what a person writes: one PartitionSpec a weight
 
 
 def spec_by_hand(path, leaf) -> P:
+    """The hand-written PartitionSpec of a leaf of the state."""
     names = [str(getattr(k, "key", getattr(k, "name", ""))) for k in path]
     for name in reversed(names):
         if name in SPECS and leaf.ndim >= len(SPECS[name]):
@@ -68,7 +68,7 @@ def spec_by_hand(path, leaf) -> P:
 
 
 def step_times(rounds: int) -> tuple[float, float, float]:
-    """Median seconds of a step (ours, by hand), and the largest difference of their losses."""
+    """(median seconds of a step of mp.jit, of jax.jit, largest difference of their losses)."""
     mesh = mp.mesh("data=4, model=2")
     config = Config()
     with nnx.use_eager_sharding(False):  # the weights' metadata are names, not axes of this mesh
@@ -96,7 +96,7 @@ def step_times(rounds: int) -> tuple[float, float, float]:
     )
     states = [jax.device_put(jax.tree.map(jnp.copy, state), shardings) for _ in range(2)]
     times: list[list[float]] = [[], []]
-    apart = 0.0
+    largest_difference = 0.0
     for number in range(rounds + 2):
         losses = []
         for k, run in enumerate((ours, by_hand)):
@@ -106,17 +106,17 @@ def step_times(rounds: int) -> tuple[float, float, float]:
             jax.block_until_ready(states[k])
             if number >= 2:
                 times[k].append(time.perf_counter() - began)
-        apart = max(apart, abs(losses[0] - losses[1]))
-    return statistics.median(times[0]), statistics.median(times[1]), apart
+        largest_difference = max(largest_difference, abs(losses[0] - losses[1]))
+    return statistics.median(times[0]), statistics.median(times[1]), largest_difference
 
 
 # -- dispatch
 
 
 def dispatch_times(rounds: int) -> list[tuple[str, float, float]]:
-    """(what, median seconds of a call of ours, by hand): tiny steps, of which next to nothing but the dispatch takes time.
+    """(case, median seconds of a call of mp.jit, of jax.jit) of tiny steps, whose time is dispatch.
 
-    By hand, a batch that lies elsewhere is put into place by ``jax.device_put``.
+    With jax.jit, a batch with another sharding is resharded by ``jax.device_put``.
     """
     mesh = mp.mesh("data=4, model=2")
     batch, weight = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "model"))
@@ -143,20 +143,20 @@ def dispatch_times(rounds: int) -> list[tuple[str, float, float]]:
 
     xs = [jax.device_put(jnp.ones((n, 8)), batch) for n in (8, 16)]
     host = np.ones((8, 8), np.float32)
-    elsewhere = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("model")))
+    resharded = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("model")))
     rows = []
     for leaves in (2, 100):
         ours, hand, state = pair(leaves)
         cases = {
-            "dispatch": lambda run, n, state: run(state, xs[0]),
-            "  two shapes in turn": lambda run, n, state: run(state, xs[n % 2]),
-            "  a batch from the host": lambda run, n, state: run(state, host),
-            "  a batch that lies elsewhere": lambda run, n, state: run(state, elsewhere),
+            "": lambda run, n, state: run(state, xs[0]),
+            ", alternating shapes": lambda run, n, state: run(state, xs[n % 2]),
+            ", batch on the host": lambda run, n, state: run(state, host),
+            ", batch with another sharding": lambda run, n, state: run(state, resharded),
         }
-        placed = lambda state, x, hand=hand: hand(state, x if x is not elsewhere else jax.device_put(x, batch))  # noqa: E731
-        for what, call in cases.items():
+        placed = lambda state, x, hand=hand: hand(state, x if x is not resharded else jax.device_put(x, batch))  # noqa: E731
+        for case, call in cases.items():
             runs = [functools.partial(call, run, state=state) for run in (ours, placed)]
-            rows.append((f"{what}, {leaves} weights", *medians(*runs)))
+            rows.append((f"dispatch, {leaves} weights{case}", *medians(*runs)))
     return rows
 
 
@@ -206,7 +206,7 @@ def deep_model(layers: int):
 
 
 def lower_times(layers: int, rounds: int) -> tuple[float, float, float]:
-    """Median seconds of trace + lower (ours, by hand), and of our inference and plan alone."""
+    """Median seconds to trace and lower by mp.jit and by jax.jit, and to plan the same program a second time."""
     step, state, tokens, dims = deep_model(layers)
     mesh = mp.mesh("data=4, model=2")
     layout = "batch: data; heads, mlp, vocab: model; embed: data"
@@ -238,20 +238,20 @@ def lower_times(layers: int, rounds: int) -> tuple[float, float, float]:
 
 
 def planning_times() -> list[tuple[str, float, str]]:
-    """(what, CPU seconds, aim): plans with memory and time, of models that were traced; the least of several."""
+    """(case, CPU seconds, limit) of plans with memory and time of traced models: the minimum of several rounds."""
     rows = []
     step, state, tokens, dims = deep_model(96)
     layout = "batch: data; heads, mlp, vocab: model; embed: data"
     presets = [LLAMA_LAYOUTS[k] for k in ("fsdp", "zero1", "fsdp+tensor", "fsdp+tensor+sequence")]
-    cases = [("a plan of 96 layers unrolled", (step, (state, tokens), dims), [layout], 2, "≤ 1 s")]
+    cases = [("plan, 96 layers unrolled", (step, (state, tokens), dims), [layout], 2, "≤ 1 s")]
     llama8, llama70 = llama3_8b(), llama3_70b()
-    cases.append(("a plan of llama3_70b", llama70, presets[-1:], 5, "≤ 100 ms"))
-    cases.append(("a replan of llama3_8b, mean of four layouts", llama8, presets, 5, "≤ 15 ms"))
+    cases.append(("plan, llama3_70b", llama70, presets[-1:], 5, "≤ 100 ms"))
+    cases.append(("replan, llama3_8b, mean of four layouts", llama8, presets, 5, "≤ 15 ms"))
     changed = [f"{rule}; {text}" for text in presets for rule in CHANGES]
-    cases.append(("  under layouts not planned before, mean of 36", llama8, changed, 1, ""))
+    cases.append(("replan, llama3_8b, new layouts, mean of 36", llama8, changed, 1, ""))
     cases.append(
         (
-            "a replan of resnet50, mean of two layouts",
+            "replan, resnet50, mean of two layouts",
             resnet50(),
             ["batch: data", "batch: data; features?: model"],
             3,
@@ -309,31 +309,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--layers", type=int, default=96)
-    parser.add_argument("--only", choices=["dispatch"], help="leave out the rest")
+    parser.add_argument("--only", choices=["dispatch"], help="these rows only")
     args = parser.parse_args()
     mp.virtual_devices(8)
-    table = Table(title=f"mp.jit next to hand-written PartitionSpecs (jax {jax.__version__})")
-    for column in ("", "mp.jit", "jax.jit by hand", "ratio", "aim"):
-        table.add_column(column, justify="right" if column else "left")
+    table = Table("case", "mp.jit", "jax.jit by hand", "ratio", "limit", title=f"jax {jax.__version__}")
     for what, ours, hand in dispatch_times(args.rounds):
         table.add_row(what, f"{1e6 * ours:.0f} µs", f"{1e6 * hand:.0f} µs", f"{ours / hand:.2f}", "≤ 1.2")
     if args.only == "dispatch":
-        Console().print(table)
         return
     infer_s, plan_s, ops = inference_time()
     table.add_row(f"inference, {ops} ops of train_lm's step", f"{1e3 * infer_s:.0f} ms", "", "", "≤ 100 ms")
-    table.add_row("  and its plan", f"{1e3 * plan_s:.0f} ms", "", "", "")
+    table.add_row("plan of these ops", f"{1e3 * plan_s:.0f} ms", "", "", "")
     ours, hand, alone = lower_times(args.layers, 5)
     table.add_row(
         f"trace + lower, {args.layers} layers unrolled", f"{ours:.2f} s", f"{hand:.2f} s", f"{ours / hand:.2f}", "≤ 1.5"
     )
-    table.add_row("  a plan of it again, from what is kept", f"{alone:.2f} s", "", "", "")
+    table.add_row(f"second plan, {args.layers} layers unrolled", f"{alone:.2f} s", "", "", "")
     for what, seconds, aim in planning_times():
         table.add_row(what, f"{1e3 * seconds:.0f} ms", "", "", aim)
-    ours, hand, apart = step_times(args.rounds)
+    ours, hand, largest_difference = step_times(args.rounds)
     table.add_row("step of train_lm", f"{1e3 * ours:.2f} ms", f"{1e3 * hand:.2f} ms", f"{ours / hand:.3f}", "≤ 1.02")
-    table.add_row("  largest difference of losses", f"{apart:.1e}", "", "", "")
-    Console().print(table)
+    table.add_row("largest difference of losses", f"{largest_difference:.1e}", "", "", "")
 
 
 if __name__ == "__main__":

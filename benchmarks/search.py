@@ -1,13 +1,12 @@
-"""What mp.search finds beside the known schemes: seconds of a step by the plan, how many plans that took, and how long.
+"""The result of mp.search compared with the presets: planned step time, number of plans, and CPU time of the search.
 
-    python benchmarks/search.py [--most 400] [--only llama3_8b] [--topology v5e:16x16] [--batch 32]
+    python benchmarks/search.py [--max-plans 400] [--only llama3_8b] [--topology v5e:16x16] [--batch 32]
                                 [--compile | --exhaustive | --random 1000]
 
-Every scheme is on its best mesh; MaxText's default is FSDP over all devices. ``--compile`` prints instead what the compiler
-(libtpu, at full effort) says of what was found and of the best scheme: the whole step by its final schedule, in which Pallas
-kernels have no cycles, and the peak. ``--exhaustive`` compares searches of a few dims with the plans of all their layouts,
-``--random`` what was found with so many random layouts of the whole space, and with as many random steps from it. Else nothing
-is compiled.
+Every preset is on its best mesh; MaxText's default is FSDP over all devices. ``--compile`` compiles the result and the best preset
+(libtpu, full effort) and prints the step time of the final schedule, in which Pallas kernels have no cycles, and the peak memory.
+``--exhaustive`` compares searches over three dims with the plans of all their layouts. ``--random N`` compares the result with N
+random layouts of the search space, and with N random changes of the result. The last two compile nothing.
 """
 
 import argparse
@@ -22,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.table import Table
+from tables import Table
 
 import meshpar as mp
 from meshpar.hardware.topology import parse_topology
@@ -45,7 +43,7 @@ CASES = {
     "resnet.py:resnet50": ((8192, 256), (16384, 512), (2048, 64)),
 }
 """Target → a large batch and a small one for each of the slices."""
-FEW = (
+EXHAUSTIVE = (
     ("llama.py:llama3_8b", "v5e:16x16", 32, "data=32, model=8", ("batch", "embed", "mlp")),
     ("llama.py:llama3_8b", "v5p:8x8x8", 64, "data=64, model=8", ("batch", "seq", "mlp")),
     ("mixtral.py:mixtral_8x7b", "v5e:16x16", 32, "data=32, model=8", ("batch", "embed", "expert")),
@@ -53,26 +51,42 @@ FEW = (
     ("resnet.py:resnet50", "tpu7x:4x4x4", 64, "data=16, model=8", ("batch", "height", "classes")),
 )
 """Target, slice, batch, mesh and dims of the exhaustive comparisons."""
+HEADS = (
+    "model, batch, slice",
+    "step",
+    "mesh",
+    "layout",
+    "peak",
+    "best preset",
+    "ratio",
+    "to MaxText's",
+    "plans",
+    "CPU s",
+)
+COMPILED_HEADS = ("model, batch, slice", "layout", "planned step", "schedule", "exposed", "planned peak", "compiled peak",
+                  "ratio of schedules")  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--most", type=int, default=400)
-    parser.add_argument("--only", default="", help="targets whose name has this")
+    parser.add_argument("--max-plans", type=int, default=400)
+    parser.add_argument("--only", default="", help="targets whose name contains this text")
     parser.add_argument("--topology", help="only this slice")
     parser.add_argument("--batch", type=int, help="only this batch")
-    parser.add_argument("--compile", action="store_true", help="what the compiler says of the two best")
-    parser.add_argument("--exhaustive", action="store_true", help="searches beside all layouts of a few dims")
-    parser.add_argument("--random", type=int, default=0, help="what is found beside so many random layouts")
+    parser.add_argument("--compile", action="store_true", help="compile the result and the best preset")
+    parser.add_argument("--exhaustive", action="store_true", help="compare with all layouts of three dims")
+    parser.add_argument("--random", type=int, default=0, help="compare with so many random layouts")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(EXAMPLES))
     if args.exhaustive:
-        for case in FEW:
+        for case in EXHAUSTIVE:
             if args.only in case[0]:
                 exhaustive(*case)
         return
+    heads = COMPILED_HEADS if args.compile else () if args.random else HEADS
+    table = Table(*heads, title=f"at most {args.max_plans} plans") if heads else None
     for text, batches in CASES.items():
         if args.only not in text:
             continue
@@ -82,74 +96,70 @@ def main() -> None:
             for batch in pair
             if args.topology in (None, topology) and args.batch in (None, batch)
         ]
-        if args.compile or args.random:
-            for topology, batch in wanted:
-                if args.compile:
-                    confirmed(text, topology, batch, args.most)
-                else:
-                    beside_random(text, topology, batch, args.most, args.random)
-            continue
-        columns = ("", "found", "mesh: layout", "peak", "best scheme", "ratio", "of MaxText's", "plans", "CPU s")
-        table = Table(title=f"{text.partition(':')[2]}, at most {args.most} plans")
-        for column in columns:
-            table.add_column(
-                column, justify="left" if column in ("", "mesh: layout", "best scheme") else "right", overflow="fold"
-            )
         for topology, batch in wanted:
-            table.add_row(*searched(text, topology, batch, args.most))
-        Console(width=170).print(table)
+            if table is None:
+                compare_with_random(text, topology, batch, args.max_plans, args.random)
+            elif args.compile:
+                add_compiled(table, text, topology, batch, args.max_plans)
+            else:
+                table.add_row(*searched(text, topology, batch, args.max_plans))
 
 
-def found_by(text: str, topology: str, batch: int, most: int) -> tuple[Any, Search, float, Any]:
-    """(target, what is found, CPU seconds that took, the best of the schemes that fit, or None)."""
+def search(text: str, topology: str, batch: int, max_plans: int) -> tuple[Any, Search, float, Any]:
+    """(target, its search, CPU seconds of the search, row of the fastest preset that fits or None)."""
     target = load_target(str(EXAMPLES / text), {"batch": batch})
     began = time.process_time()
-    found = mp.search(
-        target.step, *target.args, topology=topology, dims=target.dims, donate_argnames="state", max_plans=most
+    result = mp.search(
+        target.step, *target.args, topology=topology, dims=target.dims, donate_argnames="state", max_plans=max_plans
     )
     took = time.process_time() - began
-    schemes = [r for r in found.rows if r.name and r.fits]
-    return target, found, took, min(schemes, key=lambda r: r.seconds, default=None)
+    presets = [r for r in result.rows if r.name and r.fits]
+    return target, result, took, min(presets, key=lambda r: r.seconds, default=None)
 
 
-def searched(text: str, topology: str, batch: int, most: int) -> list[str]:
-    """A row of the table."""
-    _, found, took, best = found_by(text, topology, batch, most)
-    maxtext = next((r for r in found.rows if r.name == "fsdp" and r.fits), None)
+def case_name(text: str, topology: str, batch: int) -> str:
+    """Model, batch and slice: the first cell of a row."""
+    return f"{text.partition(':')[2]}, {batch}, {topology}"
+
+
+def searched(text: str, topology: str, batch: int, max_plans: int) -> list[str]:
+    """The cells of a row under :data:`HEADS`."""
+    _, result, took, preset = search(text, topology, batch, max_plans)
+    maxtext = next((r for r in result.rows if r.name == "fsdp" and r.fits), None)
 
     def ratio(row: Any) -> str:
-        return "–" if row is None else f"{found.best.seconds / row.seconds:.3f}"
+        return "–" if row is None else f"{result.best.seconds / row.seconds:.3f}"
 
     return [
-        f"{topology}, batch {batch}", format_seconds(found.best.seconds) if found.fits else "nothing fits",
-        f"{found.best.mesh}\n{found.best.layout}", format_memory(found.best.peak),
-        "none fits" if best is None else f"{best.name}, {best.mesh}\n{format_seconds(best.seconds)}",
-        ratio(best), ratio(maxtext), str(found.planned), f"{took:.1f}",
+        case_name(text, topology, batch), format_seconds(result.best.seconds) if result.fits else "nothing fits",
+        str(result.best.mesh), f"`{'; '.join(str(result.best.layout).splitlines())}`", format_memory(result.best.peak),
+        "none fits" if preset is None else f"{preset.name}, {preset.mesh} {format_seconds(preset.seconds)}",
+        ratio(preset), ratio(maxtext), str(result.planned), f"{took:.1f}",
     ]  # fmt: skip
 
 
-def confirmed(text: str, topology: str, batch: int, most: int) -> None:
-    """Print what the compiler says of what is found, and of the best scheme."""
-    target, found, _, best = found_by(text, topology, batch, most)
-    console = Console(width=200, highlight=False)
-    for what, row in (("found", found.best), (best.name if best else "", best)):
-        if row is None or (what != "found" and row == found.best):
+def add_compiled(table: Table, text: str, topology: str, batch: int, max_plans: int) -> None:
+    """Compile the search's result and the best preset, and add their rows under :data:`COMPILED_HEADS`."""
+    target, result, _, preset = search(text, topology, batch, max_plans)
+    schedules: list[float] = []
+    for name, row in (("search result", result.best), (preset.name if preset else "", preset)):
+        if row is None or (schedules and row == result.best):
             continue
         c = mp.compile(
             target.step, *target.args, mesh=mp.mesh(row.mesh, topology=topology), layout=row.layout, dims=target.dims,
             donate_argnames="state", lowering="shard_map", effort="full",
         )  # fmt: skip
         assert c.exposed is not None
-        console.print(
-            f"{text.partition(':')[2]}, {batch}, {topology} | {what} | {row.mesh} | {row.layout} | planned "
-            f"{format_seconds(row.seconds)} | schedule {format_seconds(c.exposed.schedule)} | "
-            f"exposed {format_seconds(c.exposed.seconds)} | "
-            f"peak {format_memory(row.peak)} | compiled {format_memory(c.memory.peak)}"
-        )
+        schedules.append(c.exposed.schedule)
+        table.add_row(
+            case_name(text, topology, batch), name, format_seconds(row.seconds), format_seconds(c.exposed.schedule),
+            format_seconds(c.exposed.seconds), format_memory(row.peak), format_memory(c.memory.peak),
+            f"{schedules[0] / schedules[1]:.2f}" if len(schedules) == 2 else "",
+        )  # fmt: skip
 
 
 def exhaustive(text: str, topology: str, batch: int, mesh: str, few: Sequence[str]) -> None:
-    """Plan all axes for a few dims, in every order of their rules, and search the same."""
+    """Plan every layout of three dims, search over the same dims, and print both step times."""
     target = load_target(str(EXAMPLES / text), {"batch": batch})
     how: dict[str, Any] = {"mesh": mesh, "topology": topology, "dims": target.dims, "donate_argnames": "state"}
     base = mp.plan(target.step, *target.args, layout="", lowering="shard_map", overlap="auto", **how)
@@ -168,21 +178,19 @@ def exhaustive(text: str, topology: str, batch: int, mesh: str, few: Sequence[st
     if min(least.values()) == math.inf:
         print(f"  none of {texts} layouts fits")
         return
-    print(
-        f"  all {texts} layouts, {len(least)} different: {format_seconds(min(least.values()))} at best, {took:.0f} CPU s"
-    )
+    print(f"  all {texts} layouts, {len(least)} distinct: best {format_seconds(min(least.values()))}, {took:.0f} CPU s")
     began = time.process_time()
     others = [d for d in base.program.all_names() if d not in few and "'" not in d]
-    found = mp.search(target.step, *target.args, forbid=others, **how)
+    result = mp.search(target.step, *target.args, forbid=others, **how)
     took = time.process_time() - began
     print(
-        f"  searched: {format_seconds(found.best.seconds)}, {found.planned} plans, {took:.0f} CPU s; "
-        f"{found.best.seconds / min(least.values()):.3f} of the best; {found.best.layout}"
+        f"  search: {format_seconds(result.best.seconds)}, {result.planned} plans, {took:.0f} CPU s; "
+        f"ratio to the best {result.best.seconds / min(least.values()):.3f}; {result.best.layout}"
     )
 
 
 def seconds_that_fit(base: mp.Plan, layout: str, mesh: Any = None, topology: str | None = None) -> float:
-    """The seconds of a plan; without end where it does not fit, or there is none."""
+    """The planned step time, or infinity if the plan does not fit the memory or the layout has no plan."""
     assert base.chip is not None
     try:
         plan = base.replan(layout=layout, mesh=mesh, topology=topology)
@@ -192,12 +200,12 @@ def seconds_that_fit(base: mp.Plan, layout: str, mesh: Any = None, topology: str
     return plan.seconds or math.inf if fits else math.inf
 
 
-def beside_random(text: str, topology: str, batch: int, most: int, number: int) -> None:
-    """Plan random layouts of the whole space on random meshes, and what random steps lead to from what is found."""
-    target, found, *_ = found_by(text, topology, batch, most)
+def compare_with_random(text: str, topology: str, batch: int, max_plans: int, number: int) -> None:
+    """Plan random layouts on random meshes, and random changes of the search's result; print how its step time compares."""
+    target, result, *_ = search(text, topology, batch, max_plans)
     rng = random.Random(0)
     base = mp.plan(
-        target.step, *target.args, mesh=found.best.mesh, topology=topology, layout="", dims=target.dims,
+        target.step, *target.args, mesh=result.best.mesh, topology=topology, layout="", dims=target.dims,
         donate_argnames="state", lowering="shard_map", overlap="auto",
     )  # fmt: skip
     space, where = Space.of(base.program, mp.Layout(""), ()), parse_topology(topology)
@@ -212,8 +220,8 @@ def beside_random(text: str, topology: str, batch: int, most: int, number: int) 
         sizes = rng.choice(shapes)
         return space.point(sizes, [rule(d, sizes) for d in rng.sample(dims, rng.randint(1, len(dims)))])
 
-    def beside() -> Point:
-        rules = list(mp.Layout(found.best.layout).rules)
+    def nearby() -> Point:
+        rules = list(mp.Layout(result.best.layout).rules)
         for dim in rng.sample(dims, rng.randint(1, 3)):
             rules = [r for r in rules if r.dim != dim]
             if rng.random() < 0.8:
@@ -221,9 +229,9 @@ def beside_random(text: str, topology: str, batch: int, most: int, number: int) 
         return space.point(at, rules)
 
     print(
-        f"{text.partition(':')[2]}, batch {batch}, {topology}: found {format_seconds(found.best.seconds)}, {found.planned} plans"
+        f"{case_name(text, topology, batch)}: search result {format_seconds(result.best.seconds)}, {result.planned} plans"
     )
-    for what, draw in (("anywhere", anywhere), ("up to three rules from it", beside)):
+    for where_drawn, draw in (("any layout", anywhere), ("up to three rules changed", nearby)):
         drawn = {(p.mesh, p.layout) for p in (draw() for _ in range(number))}
         seconds = sorted(
             (seconds_that_fit(base, layout, planned_mesh(mesh, topology), topology), mesh, layout)
@@ -231,8 +239,12 @@ def beside_random(text: str, topology: str, batch: int, most: int, number: int) 
         )
         least, mesh, layout = seconds[0]
         fit = sum(s[0] < math.inf for s in seconds)
-        best = f"{found.best.seconds / least:.3f} of the best, {mesh}: {layout}" if fit else ""
-        print(f"  {what}: {len(seconds)} layouts, {fit} fit; found takes {best}")
+        best = (
+            f"; ratio of the search result to the best: {result.best.seconds / least:.3f}, {mesh}: {layout}"
+            if fit
+            else ""
+        )
+        print(f"  {where_drawn}: {len(seconds)} layouts, {fit} fit{best}")
 
 
 if __name__ == "__main__":

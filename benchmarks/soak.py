@@ -1,18 +1,18 @@
-"""Memory of a process that uses mp.jit for long: many steps, layouts, shapes and functions.
+"""Resident memory of a long-running process that uses mp.jit: many steps, layouts, shapes and functions.
 
     python benchmarks/soak.py [--only steps|layouts|shapes|functions] [--lowering shard_map] [--scale 1.0]
 
-Each row runs in a process of its own, on 8 virtual CPU devices, and reads the resident memory twice: at a first mark, when caches
-are filled and the allocator has its arenas, and at the end. Before each reading the garbage collector runs and free memory goes
-back to the system. The aim is a growth of at most 1 %.
+Each row runs in a process of its own, on 8 virtual CPU devices, and reads the resident memory twice: first when caches are filled
+and the allocator has its arenas, then at the end. Before each reading the garbage collector runs and free memory is returned to the
+system. The limit is a growth of 1 %.
 
-- steps: 10,000 steps of training with donated state; first mark after 2,000.
-- layouts: one program is planned again under 200 different layouts, with seconds and memory; first mark after 100.
-- shapes: 50 batch sizes one after the other, 4 rounds; first mark after the first round, which compiles them.
-- functions: 400 functions that close over 1 MiB are jitted, called and deleted; first mark after 200. The garbage collector is off
-  for the last 20, of which no array may be left.
+- steps: 10,000 training steps with donated state; first reading after 2,000.
+- layouts: one program is planned under 200 different layouts, with seconds and memory; first reading after 100.
+- shapes: 50 batch sizes, 4 rounds; first reading after the first round, which compiles them.
+- functions: 400 functions that close over 1 MiB are jitted, called and deleted; first reading after 200. The garbage collector is
+  disabled for the last 20, whose arrays must be freed.
 
-Live arrays are those of ``jax.live_arrays()``.
+Live arrays: bytes of ``jax.live_arrays()``.
 """
 
 import argparse
@@ -30,8 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.console import Console
-from rich.table import Table
+from tables import Table
 
 import meshpar as mp
 
@@ -97,7 +96,7 @@ def layouts(lowering: str, scale: float) -> Iterator[int]:
     axes = ("data", "model", "data+model", "model+data")
     rules = [[f"{dim}?: {a}" for a in axes] for dim in ("batch", "embed", "mlp")]
     rules.append([f"params.{dim}?: {a}" for dim in ("layers", "embed", "mlp") for a in axes])
-    texts = ["; ".join(found) for found in itertools.product(*rules)][::3][:200]
+    texts = ["; ".join(chosen) for chosen in itertools.product(*rules)][::3][:200]
     count = int(len(texts) * scale)
     for i, text in enumerate(texts[:count]):
         other = plan.replan(layout=text)
@@ -120,7 +119,7 @@ def shapes(lowering: str, scale: float) -> Iterator[int]:
 def functions(lowering: str, scale: float) -> Iterator[int]:
     count = int(400 * scale)
     for i in range(count):
-        if i == count - 20:  # the last ones are freed by their last references
+        if i == count - 20:  # freed by reference counts alone
             gc.disable()
         big = jnp.full((512, 512), float(i))
         step = mp.jit(
@@ -156,9 +155,8 @@ def main() -> None:
     if args.row:
         print(json.dumps(measured(args.row, args.lowering, args.scale)))
         return
-    table = Table(title=f"memory of a process, lowering={args.lowering} (jax {jax.__version__})")
-    for column in ("", "number", "first mark", "end", "growth", "aim", "live arrays"):
-        table.add_column(column, justify="right" if column else "left")
+    heads = ("case", "count", "first reading", "end", "growth", "limit", "live arrays")
+    table = Table(*heads, title=f"lowering={args.lowering}, jax {jax.__version__}")
     for row in (args.only,) if args.only else ROWS:
         command = [sys.executable, __file__, "--row", row, "--lowering", args.lowering, "--scale", str(args.scale)]
         r = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
@@ -167,7 +165,6 @@ def main() -> None:
             row, f"{r['count']:,}", f"{r['first'] / 2**20:.1f} MiB", f"{r['end'] / 2**20:.1f} MiB", f"{100 * growth:+.2f} %",
             f"≤ {100 * AIM:.0f} %", " → ".join(f"{b / 2**20:.2f}" for b in r["live"]) + " MiB",
         )  # fmt: skip
-    Console(width=120).print(table)
 
 
 if __name__ == "__main__":
