@@ -1,26 +1,26 @@
-"""What plans say next to what the TPU compiler makes of them: collectives, peak memory, time. No TPU is needed, libtpu is.
+"""Plans compared with the TPU compiler's programs: collectives, peak memory, step time. Needs libtpu, but no TPU.
 
     pip install -e . "jax[tpu]"
     python benchmarks/agreement.py [--only v5e]                             # whole steps, memory, collectives
-    python benchmarks/agreement.py --standard --results steps.jsonl         # the standard set: some 45 CPU minutes
-    python benchmarks/agreement.py --presets --results steps.jsonl --part 1/4       # every layout of every model, in parts
-    python benchmarks/agreement.py --results steps.jsonl --summary          # what was compiled so far, by this version
-    python benchmarks/agreement.py --effort fast                            # collectives alone: some eight times faster
-    python benchmarks/agreement.py --lowering jit                           # where XLA's partitioner sends something else
-    python benchmarks/agreement.py --golden                                 # plans only, written for tests/plan/test_golden.py
+    python benchmarks/agreement.py --standard --results steps.jsonl         # the standard set: about 45 CPU minutes
+    python benchmarks/agreement.py --presets --results steps.jsonl --part 1/4       # the first quarter of all layouts of all models
+    python benchmarks/agreement.py --results steps.jsonl --summary          # rows compiled so far by this version
+    python benchmarks/agreement.py --effort fast                            # collectives only: about eight times faster
+    python benchmarks/agreement.py --lowering jit                           # collectives of XLA's partitioner
+    python benchmarks/agreement.py --golden                                 # write the plans of tests/plan/test_golden.py
 
-Models are those of examples/, at their real sizes. A row is printed when it is there; what has been compiled is kept on disk. With
-``--results`` rows are added to a file, one JSON object a line, with a digest of meshpar's code: those that this version has
-there are not made again, and the summary is of this version alone.
+The models of examples/ at their real sizes. Rows are printed as they are compiled; compiled programs are cached on disk. With
+``--results`` rows are appended to a file of JSON lines with a digest of meshpar's code: rows of this version are read from the
+file instead of compiled, and the summary is of this version only.
 
-- Whole steps: the plan's seconds next to the compiler's final schedule at its default effort (:mod:`meshpar.verify.exposed`: cycles
-  of kernels, and the communication beside which none runs; loops of unknown length, the further rounds of an exchange of
-  tokens, left out, as the plan does). Of pairs of layouts of one model, batch and slice whose schedules differ by over 3 %, the
-  share that the plan has in the same order.
-- Collectives are compared right after partitioning: kinds, axes, counts and bytes. Of collectives that send the same XLA keeps one,
-  and of those whose result is not needed none; the plan has each, and the table how many went ("merged"). The exchange of tokens
-  in a mixture of experts has further rounds for loads beyond its buffers, in a loop of unknown length; the plan says so in words.
-- Memory: the plan's peak next to the compiler's.
+- Whole steps: the plan's seconds and the compiler's final schedule at its default effort (:mod:`meshpar.verify.exposed`: cycles of
+  kernels, plus communication that no kernel overlaps; loops of unknown length, the further rounds of a token exchange, are left
+  out of both). For pairs of layouts of one model, batch and slice whose schedules differ by over 3 %: whether plans and schedules
+  order them alike.
+- Collectives right after partitioning: kinds, axes, counts and bytes. XLA merges equal collectives and removes unused ones; the
+  table counts them as "merged". The token exchange of a mixture of experts has further rounds for loads beyond its buffers, in a
+  loop of unknown length.
+- Memory: peaks of the plan and of the compiler.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.table import Table
+from tables import Table
 
 import meshpar as mp
 from meshpar.hardware.topology import chip_of, parse_topology
 from meshpar.verify.exposed import exposed, places_of
-from plan_vs_compiler import Difference, by_kind, differences, figures, kernel_seconds
+from plan_vs_compiler import Difference, by_kind, comparison, differences, kernel_seconds
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import deepseek
@@ -104,7 +104,7 @@ class Triple:
 
 
 def on(topology: str, devices: int, *rows: tuple[Any, ...]) -> list[Triple]:
-    """Triples on one slice; -8 in place of a mesh stands for ``data=…, model=8``."""
+    """Triples on one slice, from (model, layout, size of the model axis, changes, *marks)."""
     out = []
     for model, layout, split, changes, *marks in rows:
         mesh = f"data={devices}" if split == 1 else f"data={devices // split}, model={split}"
@@ -176,7 +176,7 @@ def presets() -> list[Triple]:
 
 
 def summary(plan: mp.Plan) -> dict[str, Any]:
-    """What a golden plan keeps: collectives by kind, axes, bytes and count (with how many are alike), memory, seconds."""
+    """The content of a golden plan: collectives by kind, axes, bytes and count (with the number of equal ones), memory, seconds."""
     alike = Counter((c.op, "+".join(c.axes), c.bytes, c.count, c.algorithm) for c in plan.collectives)
     assert plan.time is not None
     return {
@@ -190,9 +190,9 @@ def summary(plan: mp.Plan) -> dict[str, Any]:
 def write_golden(chosen: list[Triple], console: Console) -> None:
     GOLDEN.mkdir(exist_ok=True)
     for t in chosen:
-        kept = summary(t.plan())
-        sent = ",\n".join(f"    {json.dumps(c)}" for c in kept.pop("collectives"))
-        lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in kept.items()]
+        content = summary(t.plan())
+        sent = ",\n".join(f"    {json.dumps(c)}" for c in content.pop("collectives"))
+        lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()]
         path = golden_path(t)
         path.write_text("{\n" + ",\n".join(lines) + ',\n  "collectives": [\n' + sent + "\n  ]\n}\n")
         console.print(f"{path.relative_to(ROOT)}")
@@ -202,12 +202,12 @@ def golden_path(t: Triple) -> Path:
     return GOLDEN / f"{t.name.replace(' ', '_').replace(':', '-').replace('+', '-')}.json"
 
 
-# -- plan beside compiler
+# -- plan and compiler
 
 
 @dataclass
 class Row:
-    """One comparison, as ``--json`` keeps it; bytes and seconds, of one device and one step."""
+    """One comparison, a line of ``--results``; bytes and seconds are of one device and one step."""
 
     name: str
     chip: str
@@ -257,37 +257,37 @@ def compared(t: Triple, lowering: Any, effort: Any) -> Row:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", mp.JoinWarning)
             c = mp.compile(step, *args, lowering=lowering, effort=effort, **how)
-    except mp.MeshparError as e:  # the table goes on
+    except mp.MeshparError as e:  # a failed compilation is a row
         row.error = str(e).splitlines()[0]
         return row
     assert c.plan is not None
     every = differences(c.plan, c.collectives)
-    found = [d for d in every if not (d.merged or d.further)]
-    kept = figures(c)
+    unexplained = [d for d in every if not (d.merged or d.further)]
+    both = comparison(c)
     row.planned = sum(x.count or 1 for x in c.plan.collectives)
     row.compiled = sum(x.count or 1 for x in c.collectives)
     row.planned_bytes, row.compiled_bytes = c.plan.bytes_sent, sum(x.total_bytes for x in c.collectives)
     row.merged = sum(d.planned - d.compiled for d in every if d.merged)
     row.further = sum(d.compiled for d in every if d.further)
-    row.differences, row.differ_by_kind = list(map(str, found)), kinds(found)
-    row.planned_peak, row.compiled_peak = kept.planned_peak, kept.compiled_peak
-    row.planned_kernels, row.planned_step = kept.planned_seconds or math.nan, c.plan.seconds or math.nan
+    row.differences, row.differ_by_kind = list(map(str, unexplained)), kinds(unexplained)
+    row.planned_peak, row.compiled_peak = both.planned_peak, both.compiled_peak
+    row.planned_kernels, row.planned_step = both.planned_seconds or math.nan, c.plan.seconds or math.nan
     assert c.plan.time is not None
     row.planned_pallas = sum(op.seconds * op.count for op in c.plan.time.ops if op.name == "kernel")
     row.compile_seconds = c.compile_seconds
     chip = chip_of(t.topology)
     if effort == "full" and chip is not None and chip.clock:
-        found = exposed(c.as_text(), chip, places_of(list(c.mesh.devices.flat)), unknown=0)
-        row.compiled_kernels, row.compiled_step, row.compiled_exposed = found.compute, found.schedule, found.by_kind
+        final = exposed(c.as_text(), chip, places_of(list(c.mesh.devices.flat)), unknown=0)
+        row.compiled_kernels, row.compiled_step, row.compiled_exposed = final.compute, final.schedule, final.by_kind
     return row
 
 
-def kinds(found: list[Difference]) -> dict[str, Any]:
-    return {k: list(v) for k, v in by_kind(found).items()}
+def kinds(differences: list[Difference]) -> dict[str, Any]:
+    return {k: list(v) for k, v in by_kind(differences).items()}
 
 
-HEADS = ("triple", "step: plan", "schedule", "error", "kernels: plan", "cycles", "exposed: plan", "schedule", "peak: plan",
-         "compiler", "error", "sent: plan", "differ", "compile")  # fmt: skip
+HEADS = ("triple", "planned step", "schedule", "error", "planned kernels", "of them Pallas", "kernels", "planned exposed",
+         "exposed", "planned peak", "peak", "error", "collectives")  # fmt: skip
 
 
 def same(row: Row) -> str:
@@ -301,29 +301,29 @@ def cells(row: Row) -> list[str]:
         return [row.name, row.error[:60]]
 
     def ms(seconds: float) -> str:
-        return "" if math.isnan(seconds) else f"{1e3 * seconds:.0f} ms"
+        return "" if math.isnan(seconds) else f"{1e3 * seconds:.0f}"
 
     def percent(part: float) -> str:
         return "" if math.isnan(part) else f"{100 * part:+.1f} %"
 
     return [
         row.name, ms(row.planned_step), ms(row.compiled_step), percent(row.step_error), ms(row.planned_kernels),
-        ms(row.compiled_kernels), ms(row.planned_step - row.planned_kernels), ms(row.compiled_step - row.compiled_kernels),
-        f"{row.planned_peak / 1e9:.2f} GB", f"{row.compiled_peak / 1e9:.2f} GB", percent(row.memory_error),
-        f"{row.planned} of {row.planned_bytes / 1e9:.2f} GB", same(row), f"{row.compile_seconds:.0f} s",
+        ms(row.planned_pallas), ms(row.compiled_kernels),
+        ms(row.planned_step - row.planned_kernels), ms(row.compiled_step - row.compiled_kernels),
+        f"{row.planned_peak / 1e9:.2f}", f"{row.compiled_peak / 1e9:.2f}", percent(row.memory_error), same(row),
     ]  # fmt: skip
 
 
-LEAST = 0.03
-"""Layouts whose schedules differ by less are not compared."""
+MIN_DIFFERENCE = 0.03
+"""Relative difference of two schedules below which their order is not compared."""
 
 
 def in_order(rows: list[Row], chosen: list[Triple]) -> tuple[int, int, list[str]]:
-    """(pairs of layouts of one model, batch and slice that the plan has in the schedule's order, pairs, those that it has not)."""
+    """(pairs in the same order, all pairs, descriptions of the others) of layouts of one model, batch and slice."""
     group = {t.name: (t.model, t.topology, tuple(t.changes.items())) for t in chosen}
     right, wrong = 0, []
     for a, b in itertools.combinations([r for r in rows if r.name in group and not math.isnan(r.compiled_step)], 2):
-        if group[a.name] != group[b.name] or abs(a.compiled_step / b.compiled_step - 1) <= LEAST:
+        if group[a.name] != group[b.name] or abs(a.compiled_step / b.compiled_step - 1) <= MIN_DIFFERENCE:
             continue
         if (a.compiled_step < b.compiled_step) == (a.planned_step < b.planned_step):
             right += 1
@@ -333,40 +333,40 @@ def in_order(rows: list[Row], chosen: list[Triple]) -> tuple[int, int, list[str]
     return right, right + len(wrong), wrong
 
 
-def errors_of(what: str, rows: list[Row], error: Callable[[Row], float]) -> str:
-    """Median and worst of a relative error."""
-    found = [(abs(error(r)), r.name) for r in rows if not math.isnan(error(r))]
-    if not found:
-        return f"{what}: nothing to compare"
-    worst, name = max(found)
-    median = statistics.median(e for e, _ in found)
-    return (f"{what}: median {100 * median:.1f} %, worst {100 * worst:.1f} % ({name}); "
-            f"{sum(e <= 0.1 for e, _ in found)} of {len(found)} within 10 %")  # fmt: skip
+def errors_of(quantity: str, rows: list[Row], error: Callable[[Row], float]) -> str:
+    """Median and largest of a relative error, as a sentence."""
+    errors = [(abs(error(r)), r.name) for r in rows if not math.isnan(error(r))]
+    if not errors:
+        return f"{quantity}: nothing to compare"
+    largest, name = max(errors)
+    median = statistics.median(e for e, _ in errors)
+    return (f"{quantity}: median {100 * median:.1f} %, largest {100 * largest:.1f} % ({name}); "
+            f"{sum(e <= 0.1 for e, _ in errors)} of {len(errors)} within 10 %")  # fmt: skip
 
 
 def sum_up(rows: list[Row], chosen: list[Triple], console: Console) -> None:
     for lowering, effort in dict.fromkeys((r.lowering, r.effort) for r in rows):
-        mine = [r for r in rows if (r.lowering, r.effort) == (lowering, effort)]
-        part = [r for r in mine if not r.error]
+        tried = [r for r in rows if (r.lowering, r.effort) == (lowering, effort)]
+        part = [r for r in tried if not r.error]
         if not part:
             continue
-        console.print(f"\n[bold]{lowering}, {effort} effort[/]: {len(part)} compiled, {len(mine) - len(part)} refused")
+        console.print(f"\n[bold]{lowering}, {effort} effort[/]: {len(part)} compiled, {len(tried) - len(part)} failed")
         console.print(
             f"collectives: {sum(not r.differences for r in part)} of {len(part)} equal "
             f"(in {sum(r.merged > 0 for r in part)} of them XLA merges some)"
         )
-        said = "" if effort == "full" else " (to be judged at full effort)"
-        console.print(errors_of(f"memory{said}", part, lambda r: r.memory_error))
+        caveat = "" if effort == "full" else " (not the full effort)"
+        console.print(errors_of(f"memory{caveat}", part, lambda r: r.memory_error))
         if effort != "full":
             continue
         console.print(errors_of("whole step", part, lambda r: r.step_error))
         console.print(errors_of("kernels", part, lambda r: r.planned_kernels / r.compiled_kernels - 1))
-        console.print(errors_of("whole step without Pallas kernels, which schedules have no cycles of", part,
+        console.print(errors_of("whole step without Pallas kernels", part,
                                 lambda r: (r.planned_step - r.planned_pallas) / r.compiled_step - 1))  # fmt: skip
-        console.print(errors_of("kernels without them", part,
+        console.print(errors_of("kernels without Pallas kernels", part,
                                 lambda r: (r.planned_kernels - r.planned_pallas) / r.compiled_kernels - 1))  # fmt: skip
         right, pairs, wrong = in_order(part, chosen)
-        console.print(f"pairs of layouts that differ by over {100 * LEAST:.0f} %: {right} of {pairs} in order")
+        console.print(f"pairs of layouts that differ by over {100 * MIN_DIFFERENCE:.0f} %: {right} of {pairs} in order")
         for text in wrong:
             console.print(f"    {text}")
 
@@ -380,20 +380,18 @@ def read_rows(path: Path | None, now: str) -> dict[tuple[str, str, str], Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", help="triples whose name has this in it; may be given again")
+    parser.add_argument("--only", action="append", help="triples whose name contains this text; may be repeated")
     parser.add_argument("--effort", default="full", choices=("fast", "full"), help="of the compiler (%(default)s)")
     parser.add_argument(
         "--lowering", default="shard_map", choices=("shard_map", "jit"), help="jit: the triples marked so"
     )
-    parser.add_argument("--all", action="store_true", help="whatever their marks")
+    parser.add_argument("--all", action="store_true", help="all triples, whatever their marks")
     parser.add_argument("--presets", action="store_true", help="every layout of every model as well")
-    parser.add_argument("--standard", action="store_true", help="the standard set alone")
+    parser.add_argument("--standard", action="store_true", help="only the standard set")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th triple from the K-th on (%(default)s)")
-    parser.add_argument("--results", type=Path, help="a file of JSON lines that rows are added to, and read from")
-    parser.add_argument("--summary", action="store_true", help="compile nothing; sum up the file of --results")
-    parser.add_argument(
-        "--golden", action="store_true", help="compile nothing; write the plans that the tests compare with"
-    )
+    parser.add_argument("--results", type=Path, help="a file of JSON lines to read rows from and append rows to")
+    parser.add_argument("--summary", action="store_true", help="compile nothing; summarize the file of --results")
+    parser.add_argument("--golden", action="store_true", help="compile nothing; write the golden plans of the tests")
     args = parser.parse_args()
     console = Console(width=220, highlight=False)
     every = presets() if args.presets else TRIPLES
@@ -413,17 +411,16 @@ def main() -> None:
             continue
         row = compared(t, args.lowering, args.effort)
         rows[row.name, row.lowering, row.effort] = row
-        console.print(" | ".join(cells(row)))
+        print(f"{row.name}: {row.error or same(row)}", file=sys.stderr, flush=True)
         for text in row.differences[:20]:
-            console.print(f"    {text}")
+            print(f"    {text}", file=sys.stderr)
         if args.results:
             with args.results.open("a") as f:
                 f.write(json.dumps(vars(row)) + "\n")
     shown = [r for r in rows.values() if r.lowering == args.lowering and r.effort == args.effort]
-    table = Table(*HEADS, title=f"{args.lowering}, {args.effort} effort; jax {jax.__version__}", box=None)
+    table = Table(*HEADS, title=f"{args.lowering}, {args.effort} effort, jax {jax.__version__}; ms and GB")
     for row in shown:
         table.add_row(*cells(row))
-    console.print(table)
     sum_up(shown, presets(), console)
 
 

@@ -1,21 +1,21 @@
-"""All-gathers and reduce-scatters over several torus dimensions, in four forms, as the TPU compiler makes them: one table.
+"""All-gathers and reduce-scatters over several torus dimensions by four algorithms, compiled for TPUs.
 
-    python benchmarks/collectives.py                                        # every slice, size and form
-    python benchmarks/collectives.py --slices v5e:16x16 --mib 256           # a part of it
-    python benchmarks/collectives.py --json FILE                            # keep the facts, and go on where it ended
+    python benchmarks/collectives.py                                        # every slice, size and algorithm
+    python benchmarks/collectives.py --slices v5e:16x16 --mib 256           # one slice and size
+    python benchmarks/collectives.py --json FILE                            # save the measurements, and resume
 
 Needs libtpu (`pip install 'jax[tpu]'`) but no TPU: nothing runs. Columns, of one device:
 
-- `sent`: bytes sent, in MiB, over the least that is possible, V·(A-1)/A. The compiler's text, or (`pallas`) the table.
-- `peak`: memory of the whole program over V, operand and result included.
-- `in flight`: the most `ppermute`s between their start and done at one place of the schedule, and the torus links
-  (dimension and direction) that these are on; `pallas`: links in use by the table.
+- `sent`: bytes sent over the minimum, V·(A-1)/A; read from the compiled program (`pallas`: from the kernel's table).
+- `peak`: memory of the program over V, operand and result included.
+- `in flight`: the maximum number of `ppermute`s in flight, and the number of torus links (dimension and direction) that they use;
+  `pallas`: links that the kernel's table uses.
 - `model`: milliseconds by `meshpar_kernels.collectives.choose`, with memory traffic.
-- `schedule`: milliseconds by the compiled program: XLA's own collectives by the bytes and axes that the text has;
-  `ppermute`s by a walk over the schedule, in which a link carries one thing at a time, and what stands between a start and
-  its done takes the compiler's cycles. XLA does not see into `pallas`: there it is the model again.
+- `schedule`: milliseconds by the compiled program: XLA's collectives by their bytes and axes; `ppermute`s by simulating the
+  schedule, in which a link carries one transfer at a time and instructions between a start and its done take the compiler's cycles.
+  XLA has no schedule of `pallas` kernels: there it equals `model`.
 
-Both are models, not times. At the end: how often the form that `choose` takes is the best by the schedules.
+Both are models, not measured times. At the end: how often `choose` takes the algorithm with the shortest schedule.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ import sys
 import time
 from pathlib import Path
 
+from tables import Table
+
 SLICES = {"v5e:16x16": (45.0, 810.0, 1.5e9), "v5p:4x4x8": (90.0, 2765.0, 1.75e9), "v6e:16x16": (90.0, 1640.0, 1.75e9)}
-"""GB/s of an ICI link one way and of memory, and the clock with which the chip's matrix units give its peak."""
+"""Slice → (GB/s of an ICI link in one direction, GB/s of HBM, clock in Hz at which the matrix units reach the chip's peak)."""
 HOP = 1e-6
+"""Latency of a ring step in seconds."""
 FORMS = ("native", "staged", "ring", "pallas")
 KINDS = ("reduce_scatter", "all_gather")
 
 
 def compiled(kind: str, form: str, mib: int, topology: str) -> dict:
-    """Facts of one program: bfloat16, V = `mib` MiB."""
+    """Measurements of one compiled program: bfloat16, V = `mib` MiB."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -74,13 +77,13 @@ def compiled(kind: str, form: str, mib: int, topology: str) -> dict:
 
 
 def walk(text: str, sizes: list[int], link: float, clock: float) -> tuple[float, int, int]:
-    """Seconds by the schedule of the entry computation, most permutes in flight, and links that these are on.
+    """(seconds of the entry computation's schedule, maximum number of permutes in flight, links that they use).
 
-    A permute begins when it is started and its link is free; its done waits. What the compiler gives cycles for takes them.
+    A permute begins at its start, or when its link is free; its done blocks. Other instructions take the compiler's cycles.
     """
     entry = text[text.index("\nENTRY") :]
     now, free, ends, on = 0.0, {}, {}, {}
-    flying: set[str] = set()
+    in_flight: set[str] = set()
     most, links = 0, 0
     for line in entry.splitlines():
         line = line.strip()
@@ -96,19 +99,19 @@ def walk(text: str, sizes: list[int], link: float, clock: float) -> tuple[float,
             on[name] = direction(int(pair[1]), int(pair[2]), sizes)
             ends[name] = max(now, free.get(on[name], 0.0)) + size / link + HOP
             free[on[name]] = ends[name]
-            flying.add(name)
-            if (len(flying), len({on[f] for f in flying})) > (most, links):
-                most, links = len(flying), len({on[f] for f in flying})
+            in_flight.add(name)
+            if (len(in_flight), len({on[f] for f in in_flight})) > (most, links):
+                most, links = len(in_flight), len({on[f] for f in in_flight})
         elif done:
             now = max(now, ends[done[1]])
-            flying.discard(done[1])
+            in_flight.discard(done[1])
         elif (cycles := re.search(r'"estimated_cycles":"(\d+)"', line)) and " bitcast(" not in line:
             now += int(cycles[1]) / clock
     return now, most, links
 
 
 def direction(source: int, target: int, sizes: list[int]) -> tuple[int, int]:
-    """The dimension along which two ranks differ, and which way round."""
+    """(torus dimension in which two ranks differ, direction 1 or -1)."""
     for dim in reversed(range(len(sizes))):
         n = sizes[dim]
         (source, a), (target, b) = divmod(source, n), divmod(target, n)
@@ -118,7 +121,7 @@ def direction(source: int, target: int, sizes: list[int]) -> tuple[int, int]:
 
 
 def schedule_seconds(facts: dict, kind: str, form: str, mib: int, topology: str) -> float:
-    """Seconds by the compiled program, as the head of this file says."""
+    """Seconds by the compiled program: the column `schedule`."""
     link, memory, _ = SLICES[topology]
     sizes = [int(n) for n in topology.split(":")[1].split("x")]
     if form == "ring":
@@ -135,7 +138,8 @@ def schedule_seconds(facts: dict, kind: str, form: str, mib: int, topology: str)
     return total
 
 
-def row(facts: dict, kind: str, form: str, mib: int, topology: str, model: float) -> str:
+def row(facts: dict, kind: str, form: str, mib: int, topology: str, model: float) -> list[str]:
+    """The cells of a row."""
     sizes = [int(n) for n in topology.split(":")[1].split("x")]
     group = 1
     for n in sizes:
@@ -146,10 +150,8 @@ def row(facts: dict, kind: str, form: str, mib: int, topology: str, model: float
     flight = f"{facts['at_once']} on {facts['links']}" if form == "ring" else ""
     flight = f"{2 * len(sizes)} links" if form == "pallas" else flight
     seconds = schedule_seconds(facts, kind, form, mib, topology)
-    return (
-        f"| {topology} | {kind} | {mib} | {form} | {sent / least:.2f} | {facts['peak'] / volume:.2f} | {flight} "
-        f"| {model * 1e3:.2f} | {seconds * 1e3:.2f} |"
-    )
+    ratios = [f"{sent / least:.2f}", f"{facts['peak'] / volume:.2f}"]
+    return [topology, kind, str(mib), form, *ratios, flight, f"{model * 1e3:.2f}", f"{seconds * 1e3:.2f}"]
 
 
 def main() -> None:
@@ -157,7 +159,9 @@ def main() -> None:
     parser.add_argument("--slices", default=",".join(SLICES))
     parser.add_argument("--mib", default="16,128,1024")
     parser.add_argument("--forms", default=",".join(FORMS))
-    parser.add_argument("--json", type=Path, help="facts, a line each; those that are there are not compiled again")
+    parser.add_argument(
+        "--json", type=Path, help="a file of measurements, one a line; its programs are not compiled again"
+    )
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from meshpar_kernels.collectives import choose
@@ -165,9 +169,8 @@ def main() -> None:
     known: dict[str, dict] = {}
     if arguments.json and arguments.json.exists():
         known = dict(json.loads(line) for line in arguments.json.read_text().splitlines())
-    print("| slice | kind | MiB | form | sent | peak | in flight | model | schedule |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    right = plainly = cases = 0
+    table = Table("slice", "kind", "MiB", "algorithm", "sent", "peak", "in flight", "model", "schedule")
+    right = right_of_xla = cases = 0
     forms = arguments.forms.split(",")
     for mib in (int(m) for m in arguments.mib.split(",")):
         for topology in arguments.slices.split(","):
@@ -175,7 +178,7 @@ def main() -> None:
             axes = [(int(n), True, link, HOP) for n in topology.split(":")[1].split("x")]
             for kind in KINDS:
                 choice = choose(kind, mib * 2**20, axes, hbm=memory, candidates=forms)
-                found = {}
+                schedules = {}
                 for form in forms:
                     key = f"{topology} {kind} {mib} {form}"
                     if key not in known:
@@ -187,23 +190,21 @@ def main() -> None:
                             with arguments.json.open("a") as file:
                                 file.write(json.dumps([key, known[key]]) + "\n")
                     if "error" in known[key]:
-                        print(f"| {topology} | {kind} | {mib} | {form} | {known[key]['error']} |", flush=True)
+                        table.add_row(topology, kind, str(mib), form, known[key]["error"])
                         continue
-                    found[form] = schedule_seconds(known[key], kind, form, mib, topology)
-                    print(row(known[key], kind, form, mib, topology, choice.seconds[form]), flush=True)
-                if found:
+                    schedules[form] = schedule_seconds(known[key], kind, form, mib, topology)
+                    table.add_row(*row(known[key], kind, form, mib, topology, choice.seconds[form]))
+                if schedules:
                     cases += 1
-                    best = min(found, key=found.__getitem__)
-                    # as `choose` does: what is within a twentieth of the best is as good
-                    rest = {n: seconds for n, seconds in found.items() if n != "pallas"}
+                    best = min(schedules, key=schedules.__getitem__)
+                    # within 5 % of the best counts as best, as in `choose`
+                    rest = {n: seconds for n, seconds in schedules.items() if n != "pallas"}
                     plain = choose(kind, mib * 2**20, axes, hbm=memory, candidates=[n for n in forms if n != "pallas"])
-                    plainly += rest.get(plain.algorithm, float("inf")) <= 1.05 * min(rest.values(), default=0.0)
-                    right += found.get(choice.algorithm, float("inf")) <= 1.05 * found[best]
-                    print(
-                        f"  {kind} {topology} {mib} MiB: chosen {choice.algorithm}, best by schedule {best}", flush=True
-                    )
-    print(f"`choose` takes the best form in {right} of {cases} cases")
-    print(f"among the forms without the kernel, in {plainly} of {cases}")
+                    right_of_xla += rest.get(plain.algorithm, float("inf")) <= 1.05 * min(rest.values(), default=0.0)
+                    right += schedules.get(choice.algorithm, float("inf")) <= 1.05 * schedules[best]
+    print(
+        f"\n`choose` takes the algorithm with the shortest schedule in {right} of {cases} cases, without `pallas` in {right_of_xla}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""A mixture-of-experts layer, forward and backward, beside what people write today.
+"""A mixture-of-experts layer, forward and backward, compared with implementations without meshpar.
 
     python benchmarks/moe.py                     # step time on 8 virtual CPU devices
-    python benchmarks/moe.py --aot               # memory, FLOPs and wire bytes from the real TPU compiler (needs libtpu, no TPU)
+    python benchmarks/moe.py --aot               # memory, FLOPs and bytes sent from the TPU compiler (needs libtpu, no TPU)
     python benchmarks/moe.py --aot --models mixtral-8x7b --slices v5e:16x16
 
-Peers, all bf16 on TPU and float32 on CPU, the same weights and tokens:
-- `ragged_dot`, experts gathered: tokens stay, sorted by expert, `jax.lax.ragged_dot`; weights are gathered (FSDP).
-- `ragged_all_to_all` + `ragged_dot`: expert parallelism as MaxText has it without kernels, with its worst-case buffer. The CPU
-  has no such collective, so it is compiled for TPUs only.
-- one-hot einsum: GShard's dispatch in Flax, groups of at most 1024 tokens, capacity 1.25: the one that drops tokens.
+Baselines, bfloat16 on TPU and float32 on CPU, with the same weights and tokens:
+- sort + `ragged_dot`, gathered experts: local tokens are sorted by expert, weights are all-gathered (FSDP).
+- `ragged_all_to_all` + `ragged_dot`: MaxText's expert parallelism without kernels, with its worst-case buffer. The CPU has no such
+  collective, so it is compiled for TPUs only.
+- one-hot einsum: GShard's dispatch in Flax, groups of at most 1024 tokens, capacity 1.25; it drops tokens.
 """
 
 import argparse
@@ -26,8 +26,7 @@ from flax import linen as nn
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
-from rich.table import Table
+from tables import Table
 
 import meshpar as mp
 from meshpar.layers.moe import moe
@@ -60,7 +59,7 @@ def ours(p, x, *, k, strategy=None):
     return jax.value_and_grad(loss, (0, 1))(p, x)
 
 
-# -- peers
+# -- baselines
 
 
 def choose(p, x, k):
@@ -82,11 +81,11 @@ def sort_rows(x, expert, k, experts):
 
 def gathered(p, x, *, k, token_axes, expert_axes):
     """Local under shard_map: weights are gathered, tokens sorted, `ragged_dot`."""
-    whole = {n: lax.all_gather(p[n], expert_axes, axis=0, tiled=True) for n in ("gate", "up", "down")}
+    weights = {n: lax.all_gather(p[n], expert_axes, axis=0, tiled=True) for n in ("gate", "up", "down")}
     shape, x = x.shape, x.reshape(-1, x.shape[-1])
     weight, expert = choose(p, x, k)
-    rows, order, sizes = sort_rows(x, expert, k, whole["gate"].shape[0])
-    y = ffn(rows, sizes, **whole)
+    rows, order, sizes = sort_rows(x, expert, k, weights["gate"].shape[0])
+    y = ffn(rows, sizes, **weights)
     y = jnp.zeros_like(y).at[order].set(y).reshape(-1, k, y.shape[-1])
     return jnp.einsum("tkh,tk->th", y.astype(jnp.float32), weight).astype(x.dtype).reshape(shape)
 
@@ -104,20 +103,20 @@ def exchanged(p, x, *, k, token_axes, expert_axes):
     me = lax.axis_index(axis)
     every = lax.all_gather(sizes.astype(jnp.int32), axis)  # [from, expert]
     pairs = every.reshape(devices, devices, each).sum(-1)  # [from, to]
-    sent, came = pairs[me], pairs[:, me]
+    sent, received = pairs[me], pairs[:, me]
     starts = jnp.cumsum(sent) - sent
     targets = (jnp.cumsum(pairs, 0) - pairs)[me]
     buffer = jnp.zeros((devices * x.shape[0] * min(each, k), x.shape[-1]), x.dtype)  # no load needs more
-    buffer = lax.ragged_all_to_all(rows, buffer, starts, sent, targets, came, axis_name=axis)
-    mine = lax.dynamic_slice_in_dim(every, me * each, each, 1)
-    ids = jnp.repeat(jnp.tile(jnp.arange(each), devices), mine.reshape(-1), total_repeat_length=buffer.shape[0])
-    ids = jnp.where(jnp.arange(buffer.shape[0]) < came.sum(), ids, each)
+    buffer = lax.ragged_all_to_all(rows, buffer, starts, sent, targets, received, axis_name=axis)
+    own = lax.dynamic_slice_in_dim(every, me * each, each, 1)
+    ids = jnp.repeat(jnp.tile(jnp.arange(each), devices), own.reshape(-1), total_repeat_length=buffer.shape[0])
+    ids = jnp.where(jnp.arange(buffer.shape[0]) < received.sum(), ids, each)
     inner = jnp.argsort(ids, stable=True)
-    y = ffn(buffer[inner], mine.sum(0), gate, up, down)
+    y = ffn(buffer[inner], own.sum(0), gate, up, down)
     y = jnp.zeros_like(y).at[inner].set(y)
-    back_starts = jnp.cumsum(came) - came
+    back_starts = jnp.cumsum(received) - received
     back_targets = (jnp.cumsum(pairs, 1) - pairs)[:, me]
-    y = lax.ragged_all_to_all(y, jnp.zeros_like(rows), back_starts, came, back_targets, sent, axis_name=axis)
+    y = lax.ragged_all_to_all(y, jnp.zeros_like(rows), back_starts, received, back_targets, sent, axis_name=axis)
     y = jnp.zeros_like(y).at[order].set(y).reshape(-1, k, y.shape[-1])
     return jnp.einsum("tkh,tk->th", y.astype(jnp.float32), weight).astype(x.dtype).reshape(shape)
 
@@ -198,15 +197,15 @@ def on_cpu(rounds: int) -> Table:
     x = r.normal(size=(batch, seq, embed)).astype(np.float32)
     layout = "batch: data; expert: data"
     runs = {
-        f"mp.moe, {strategy or 'the cheapest'}": mp.jit(
+        f"`mp.moe`, {strategy or 'cheapest strategy'}": mp.jit(
             functools.partial(ours, k=k, strategy=strategy), mesh=mesh, layout=layout, dims=DIMS, lowering="shard_map"
         )
         for strategy in (None, "a2a", "ring", "dense")
     }
     specs = {"router": P(), **dict.fromkeys(("gate", "up", "down"), P("data"))}
     how = {"k": k, "token_axes": ("data",), "expert_axes": ("data",)}
-    runs["ragged_dot, experts gathered"] = by_hand(gathered, mesh, specs, P("data"), **how)
-    runs["one-hot einsum (drops)"] = one_hot(mesh, specs, P("data"), experts=experts, **how)
+    runs["sort + `ragged_dot`, gathered experts"] = by_hand(gathered, mesh, specs, P("data"), **how)
+    runs["one-hot einsum (GShard), capacity 1.25"] = one_hot(mesh, specs, P("data"), experts=experts, **how)
     shardings = {n: NamedSharding(mesh, s) for n, s in specs.items()}
     p, x = jax.device_put(p, shardings), jax.device_put(x, NamedSharding(mesh, P("data")))
     losses, times = {}, {name: [] for name in runs}
@@ -217,18 +216,15 @@ def on_cpu(rounds: int) -> Table:
             if number >= 2:
                 times[name].append(time.perf_counter() - began)
             losses[name] = float(value)
-    best = min(statistics.median(t) for name, t in times.items() if not name.startswith("mp.moe"))
+    best = min(statistics.median(t) for name, t in times.items() if not name.startswith("`mp.moe`"))
     title = f"{batch}×{seq} tokens, embed {embed}, {experts} experts of {mlp}, k={k}, forward and backward, 8 virtual CPU devices"
-    table = Table(title=title)
-    for column in ("", "ms", "of the best peer", "loss"):
-        table.add_column(column, justify="right" if column else "left")
+    table = Table("implementation", "ms", "to the best baseline", "loss", title=title)
     for name, t in times.items():
         ms = statistics.median(t)
-        table.add_row(name, f"{1e3 * ms:.1f}", f"{ms / best:.2f}", f"{losses[name]:.7f}")
-    return table
+        table.add_row(name, f"{1e3 * ms:.0f}", f"{ms / best:.2f}", f"{losses[name]:.7f}")
 
 
-# -- the real TPU compiler
+# -- the TPU compiler
 
 
 SLICES = {  # experts over 8 (Mixtral) or 64 (DeepSeek-V3) devices, the rest data with FSDP
@@ -239,8 +235,8 @@ SLICES = {  # experts over 8 (Mixtral) or 64 (DeepSeek-V3) devices, the rest dat
 }
 
 
-def aot(model: str, where: str, tokens: int, console: Console) -> list[list[str]]:
-    """Rows for one model on one slice; `tokens` on each device."""
+def aot(table: Table, model: str, where: str, tokens: int) -> None:
+    """Compile the implementations for one model on one slice, `tokens` on each device, and add their rows."""
     shape = MODELS[model]
     mesh = mp.mesh(SLICES[model, where], topology=where)
     devices = mesh.devices.size
@@ -258,25 +254,23 @@ def aot(model: str, where: str, tokens: int, console: Console) -> list[list[str]
     axes = {"k": k, "token_axes": ("data", "expert"), "expert_axes": ("expert",)}
     x_spec = P(("data", "expert"))
 
-    def mine():
+    def with_meshpar():
         step = mp.jit(functools.partial(ours, k=k), mesh=mesh, layout=layout, dims=DIMS, lowering="shard_map")
         return mp.compile(step, p, x)
 
     programs = {
-        "mp.moe": mine,
-        "ragged_all_to_all + ragged_dot": lambda: mp.compile_lowered(
+        "`mp.moe`": with_meshpar,
+        "`ragged_all_to_all` + `ragged_dot`": lambda: mp.compile_lowered(
             by_hand(exchanged, mesh, specs, x_spec, **axes), p, x, mesh=mesh
         ),
-        "one-hot einsum (drops)": lambda: mp.compile_lowered(one_hot(mesh, specs, x_spec, experts=e, **axes), p, x, mesh=mesh),
+        "one-hot einsum": lambda: mp.compile_lowered(one_hot(mesh, specs, x_spec, experts=e, **axes), p, x, mesh=mesh),
     }  # fmt: skip
-    rows = []
     for name, build in programs.items():
-        began = time.perf_counter()
         try:
             c = build()
-        except Exception as error:  # what the compiler refuses is a result
+        except Exception as error:  # a failed compilation is a result
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            rows.append([model, where, name, "–", "–", "–", reason[:160]])
+            table.add_row(model, where, name, "", "", "", reason[:160])
         else:
             sent: dict[str, float] = {}
             for one in c.final_collectives:
@@ -285,11 +279,9 @@ def aot(model: str, where: str, tokens: int, console: Console) -> list[list[str]
             always = sum(one.total_bytes for one in c.final_collectives if one.count is not None)
             parts = ", ".join(f"{op} {b / 1e9:.2f}" for op, b in sorted(sent.items(), key=lambda i: -i[1]) if b > 1e7)
             tera = flops(c.as_text(), unknown=0) / 1e12
-            rows.append(
-                [model, where, name, f"{c.memory.peak / 2**30:.2f}", f"{tera:.2f}", f"{always / 1e9:.2f}", parts]
+            table.add_row(
+                model, where, name, f"{c.memory.peak / 2**30:.2f}", f"{tera:.2f}", f"{always / 1e9:.2f}", parts
             )
-        console.print(f"{rows[-1]}  {time.perf_counter() - began:.0f} s")
-    return rows
 
 
 def main() -> None:
@@ -300,19 +292,15 @@ def main() -> None:
     parser.add_argument("--slices", nargs="+", default=["v5e:16x16", "v5p:8x8x8"])
     parser.add_argument("--tokens", type=int, default=4096, help="on each device, with --aot (%(default)s)")
     args = parser.parse_args()
-    console = Console(width=200)
     if not args.aot:
-        console.print(on_cpu(args.rounds))
+        on_cpu(args.rounds)
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    table = Table(title=f"forward and backward, {args.tokens} tokens a device, bf16; compiled, not run; a device")
-    for column in ("model", "slice", "", "peak GiB", "TFLOP", "sent GB", "by kind, GB, or why not"):
-        table.add_column(column, overflow="fold")
+    heads = ("model", "slice", "implementation", "peak, GiB", "TFLOP", "sent, GB", "sent by kind, GB, or error")
+    table = Table(*heads, title=f"forward and backward, {args.tokens} tokens a device, bfloat16; numbers of one device")
     for where in args.slices:
         for model in args.models:
-            for row in aot(model, where, args.tokens, console):
-                table.add_row(*row)
-    console.print(table)
+            aot(table, model, where, args.tokens)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""What stays exposed of the communication of a Llama layer, by the TPU compiler's own schedule: XLA's forms and ours.
+"""Exposed communication of Llama layers in the TPU compiler's schedule, for XLA's collectives, rings and fused kernels.
 
-    python benchmarks/overlap.py                          # all that the table has; compiled programs are kept, so it can be resumed
+    python benchmarks/overlap.py                          # the whole table; compiled programs are cached, so that it can be resumed
     python benchmarks/overlap.py --only 8b-v5e            # one configuration
 
 Megatron with sequence parallelism, Llama 3 at its real widths, a train step of two scanned and recomputed layers with a small
-vocabulary; where 8 heads of keys and values do not divide over 16 devices, each is held twice. Every program is compiled at full
-effort (at `fast` the TPU compiler orders nothing for latency), and read from its final schedule by `meshpar.verify.exposed`.
-Nothing is run: no TPU is needed, and no speed is claimed. The schedule sees nothing of what a Pallas kernel does inside, so of
-`pallas` only the plan's own estimate of the pairs can be put beside the others.
+vocabulary; where 8 heads of keys and values do not divide over 16 devices, each head is stored twice. Every program is compiled at
+full effort (at `fast` the TPU compiler does not schedule for latency), and its final schedule is read by `meshpar.verify.exposed`.
+Nothing is run. The schedule has no cycles of Pallas kernels, so for `pallas` only the plan's estimate can be compared.
 """
 
 import argparse
@@ -22,6 +21,8 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from tables import Table
 
 import llama
 import meshpar as mp
@@ -57,51 +58,50 @@ def measure(name: str, form: str) -> dict:
     return {
         "case": name, "form": form, "cycles": compiled.cycles, "peak": compiled.memory.peak,
         "exposed": exposed.seconds, "in_layers": exposed.in_loops,
-        "sent": exposed.sent, "compute": exposed.compute, "products": exposed.products,
+        "sent": exposed.sent, "compute": exposed.compute, "matmuls": exposed.products,
         "by_kind": exposed.by_kind, "bytes": compiled.bytes_sent,
         "pairs": [o.to_dict() for o in plan.overlaps] if plan is not None else [],
         "planned": None if plan is None else sum((o.count or 0) * o.exposed[o.choice] for o in plan.overlaps if o.exposed),
+        "step": None if plan is None else plan.seconds,
         "took": time.monotonic() - began,
     }  # fmt: skip
 
 
 def show(rows: list[dict]) -> None:
-    print(
-        "| case | form | exposed, in layers | of jit's | exposed, all | sent | compute | both | products, cycles | "
-        "pairs, by the plan | peak memory |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    right = asked = 0
-    said: list[str] = []
+    """Print the table, and how often the plan's choice (`auto`) has the shortest schedule."""
+    table = Table("case", "form", "exposed in layers", "to jit's", "exposed", "compute", "step", "planned step", "matmul cycles",
+                  "planned exposed of pairs", "peak")  # fmt: skip
+    right = compared = 0
+    shortest: list[str] = []
     for case in dict.fromkeys(r["case"] for r in rows):
-        mine = {r["form"]: r for r in rows if r["case"] == case}
-        jit = mine.get("jit")
-        for form, r in mine.items():
+        forms = {r["form"]: r for r in rows if r["case"] == case}
+        jit = forms.get("jit")
+        for form, r in forms.items():
             part = f"{r['in_layers'] / jit['in_layers']:.2f}" if jit and jit["in_layers"] else ""
             seen = [f"{1e3 * r['in_layers']:.2f} ms", part, *(f"{1e3 * x:.2f} ms" for x in (
-                r["exposed"], r["sent"], r["compute"], r["exposed"] + r["compute"])), f"{r['products']:.4g}"]  # fmt: skip
+                r["exposed"], r["compute"], r["exposed"] + r["compute"]))]  # fmt: skip
+            cycles = f"{r['matmuls']:.4g}"
             if form == "pallas":
-                seen = ["–"] * len(seen)
+                seen, cycles = [""] * len(seen), ""
             planned = "" if form == "jit" or r["planned"] is None else f"{1e3 * r['planned']:.2f} ms"
-            print(f"| {case} | {form} | {' | '.join(seen)} | {planned} | {r['peak'] / 2**30:.2f} GiB |")
-        steps = {form: r["exposed"] + r["compute"] for form, r in mine.items() if form != "pallas"}
+            step = "" if form == "jit" or r["step"] is None else f"{1e3 * r['step']:.2f} ms"
+            table.add_row(case, form, *seen, step, cycles, planned, f"{r['peak'] / 2**30:.2f} GiB")
+        steps = {form: r["exposed"] + r["compute"] for form, r in forms.items() if form != "pallas"}
         if {"xla", "ring", "auto"} <= set(steps):
             best = min(steps, key=lambda form: steps[form])
-            asked += 1
+            compared += 1
             right += steps["auto"] <= 1.005 * steps[best]
-            said.append(f"{case}: {best}, auto {100 * (steps['auto'] / steps[best] - 1):+.1f} %")
-    if asked:
-        print(
-            f"\nthe cost rule's program has the shortest schedule of those compiled in {right} of {asked} cases, within 0.5 %"
-        )
-        print("the shortest: " + "; ".join(said))
+            shortest.append(f"{case}: {best}, auto {100 * (steps['auto'] / steps[best] - 1):+.1f} %")
+    if compared:
+        print(f"\nauto has the shortest schedule of xla, ring and auto in {right} of {compared} cases, within 0.5 %")
+        print("the shortest: " + "; ".join(shortest))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help=f"of {', '.join(CASES)}")
     parser.add_argument("--form", action="append", help=f"of {', '.join(FORMS)}")
-    parser.add_argument("--json", type=Path, help="write the rows to a file as they come")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file after each program")
     args = parser.parse_args()
     rows = []
     for name in args.only or CASES:

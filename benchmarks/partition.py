@@ -1,4 +1,4 @@
-"""What our partitioner sends and holds next to XLA's: the same model and layout through both lowerings, and by hand.
+"""Bytes sent and peak memory of the same model and layout under both lowerings, and with hand-written PartitionSpecs.
 
     pip install -e . "jax[tpu]" matplotlib
     python benchmarks/partition.py [--effort fast] [--only v5p:4x4x8] [--case fsdp]   # TPU compiler, ahead of time
@@ -6,10 +6,9 @@
     python benchmarks/partition.py --growth                                          # time to plan and lower, by devices and layers
 
 The first compiles Llama-3-8B and Mixtral-8x7B train steps (scanned, rematerialised layers, splash attention, AdamW, float32
-state, bfloat16 compute) with the TPU compiler, and reads wire bytes per step and device out of the final program, loops
-counted; without the options that plans come with, whose asynchronous collectives send the same and hold more at once. "By hand"
-is ``jax.jit`` with PartitionSpecs for state and batch and a shard_map round the attention kernel, as people write it without
-meshpar.
+state, bfloat16 compute) with the TPU compiler, and reads the bytes sent per step and device from the final program, with trip
+counts. It uses no compiler options of the plan: their asynchronous collectives send the same bytes and need more memory. "By hand"
+is ``jax.jit`` with PartitionSpecs for state and batch and a shard_map around the attention kernel.
 """
 
 import argparse
@@ -28,19 +27,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
-from rich.table import Table
 
 import meshpar as mp
 from meshpar.lower import LOWERINGS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from tables import Table
+
 import llama
 import mixtral
 
 
 class Case(NamedTuple):
-    """A train step, a layout of it on a slice, and what its bytes and peak should be of the ``"jit"`` lowering's."""
+    """A train step, its layout on a slice, and limits of its bytes and peak relative to the ``"jit"`` lowering."""
 
     name: str
     model: str
@@ -48,16 +47,16 @@ class Case(NamedTuple):
     mesh: str
     layout: str | mp.Layout
     sequences: int
-    bytes_aim: float
-    peak_aim: float | None = None
+    max_bytes_ratio: float
+    max_peak_ratio: float | None = None
     options: dict[str, Any] = {}  # noqa: RUF012  (of the target)
 
 
-WHOLE = {"loss_chunks": 1}
-"""All logits in one array, as a plain loss makes them; otherwise the loss is computed in chunks of the vocabulary."""
+ONE_CHUNK = {"loss_chunks": 1}
+"""All logits in one array; by default the loss is computed in chunks of the vocabulary."""
 
 BY_COST = mp.Layout(llama.FSDP, resolve="cost")
-"""The embedding is looked up where it lies, instead of gathered."""
+"""The lookup in the embedding is partitioned, instead of gathering the embedding."""
 
 CASES = [
     Case("fsdp", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9),
@@ -66,9 +65,9 @@ CASES = [
     Case("fsdp, by cost", "llama3_8b", "v5p:4x4x8", "data=128", BY_COST, 256, 0.77, 0.9),
     Case("fsdp, by cost", "llama3_8b", "v5e:16x16", "data=256", BY_COST, 512, 0.77, 0.9),
     Case("fsdp, by cost", "llama3_8b", "v6e:16x16", "data=256", BY_COST, 512, 0.77, 0.9),
-    Case("fsdp, whole logits", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9, WHOLE),
-    Case("fsdp, whole logits", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9, WHOLE),
-    Case("fsdp, whole logits", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9, WHOLE),
+    Case("fsdp, logits in one array", "llama3_8b", "v5p:4x4x8", "data=128", llama.FSDP, 256, 0.77, 0.9, ONE_CHUNK),
+    Case("fsdp, logits in one array", "llama3_8b", "v5e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9, ONE_CHUNK),
+    Case("fsdp, logits in one array", "llama3_8b", "v6e:16x16", "data=256", llama.FSDP, 512, 0.77, 0.9, ONE_CHUNK),
     Case("fsdp+tensor", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR, 512, 0.9),
     Case("fsdp+tensor", "llama3_8b", "v5p:8x8x8", "data=64, model=8", llama.FSDP_TENSOR, 512, 0.9),
     Case("fsdp+tensor+sequence", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 0.9),
@@ -80,7 +79,7 @@ CASES = [
 ]
 
 
-# -- by hand: one PartitionSpec a weight, by the end of its path
+# -- hand-written PartitionSpecs, by the end of a weight's path
 
 _FSDP = {
     "embedding": P(None, "data"), "head/kernel": P("data"), "query/kernel": P(None, "data"), "key/kernel": P(None, "data"),
@@ -96,6 +95,7 @@ _TENSOR = {
 
 
 def spec_by_hand(case: str, path: Any, leaf: Any) -> P:
+    """The hand-written PartitionSpec of a leaf of the state."""
     names = "/".join(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
     sharded = case != "data" and (case != "zero1" or "/mu/" in f"/{names}/" or "/nu/" in f"/{names}/")
     if not sharded:
@@ -107,6 +107,7 @@ def spec_by_hand(case: str, path: Any, leaf: Any) -> P:
 
 
 def compiled(how: str, case: Case, effort: Any) -> Any:
+    """The compiled program of a case under a lowering, or "by hand"."""
     target = getattr(mixtral if case.model.startswith("mixtral") else llama, case.model)
     step, args, dims = target(case.sequences, **case.options)
     mesh = mp.mesh(case.mesh, topology=case.topology)
@@ -132,7 +133,7 @@ def compiled(how: str, case: Case, effort: Any) -> Any:
     heads = P("data", None, "model" if "tensor" in case.name else None)
     shards = jax.shard_map(llama.splash.__wrapped__, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False)
 
-    def in_shards(*args: Any) -> Any:  # XLA cannot partition a kernel, so people put a shard_map round it
+    def in_shards(*args: Any) -> Any:  # XLA cannot partition a Pallas kernel
         with mock.patch.object(llama, "splash", shards):
             return step(*args)
 
@@ -142,28 +143,24 @@ def compiled(how: str, case: Case, effort: Any) -> Any:
     return mp.compile_lowered(plain, state, batch_, effort=effort, name="by hand", mesh=mesh)
 
 
-def compile_all(console: Console, effort: str, only: str | None, which: str | None, hand: bool) -> None:
-    title = (
-        f"TPU compiler, ahead of time, {effort} effort; bytes a step and device, final program; jax {jax.__version__}"
-    )
-    table = Table(title=title)
-    for head in (
-        "case",
-        "topology",
+def compile_all(effort: str, only: str | None, which: str | None, hand: bool) -> None:
+    """Compile the cases under both lowerings and print the table."""
+    heads = (
+        "layout",
+        "slice",
         "mesh",
         "lowering",
         "sent",
-        "of jit",
-        "aim",
+        "to jit's",
+        "limit",
         "peak",
-        "of jit",
-        "aim",
-        "compile",
-        "by kind",
-    ):
-        table.add_column(
-            head, justify="left" if head in ("case", "topology", "mesh", "lowering", "by kind") else "right"
-        )
+        "to jit's",
+        "limit",
+        "sent by kind, GB",
+    )
+    table = Table(
+        *heads, title=f"{effort} effort, jax {jax.__version__}; bytes of a step and device in the final program"
+    )
     for case in CASES:
         name, model, topology, mesh = case.name, case.model, case.topology, case.mesh
         if (only and only != topology) or (which and which != name):
@@ -172,9 +169,8 @@ def compile_all(console: Console, effort: str, only: str | None, which: str | No
         for how in ("jit", "shard_map", *(("by hand",) if hand else ())):
             try:
                 c = compiled(how, case, effort)
-            except Exception as e:  # the table goes on
+            except Exception as e:  # a failed compilation is a row
                 table.add_row(f"{model} {name}", topology, mesh, how, str(e).splitlines()[0][:60])
-                console.print(f"[red]{name} {topology} {how}: {e}")
                 continue
             base = c if how == "jit" else base
             kinds: Counter[str] = Counter()
@@ -183,25 +179,25 @@ def compile_all(console: Console, effort: str, only: str | None, which: str | No
             row = [f"{model} {name}", topology, mesh, how, f"{c.bytes_sent / 1e9:.1f} GB"]
             row += [
                 f"{c.bytes_sent / base.bytes_sent:.3f}" if base else "",
-                f"{case.bytes_aim}" if how == "shard_map" else "",
+                f"{case.max_bytes_ratio}" if how == "shard_map" else "",
             ]
             row += [f"{c.memory.peak / 2**30:.2f} GiB", f"{c.memory.peak / base.memory.peak:.3f}" if base else ""]
-            row += [f"{case.peak_aim or ''}" if how == "shard_map" else "", f"{c.compile_seconds:.0f} s"]
+            row += [f"{case.max_peak_ratio or ''}" if how == "shard_map" else ""]
             row += [", ".join(f"{k} {v / 1e9:.1f}" for k, v in kinds.most_common() if v > 5e7)]
             table.add_row(*row)
-            console.print(" | ".join(row))
-    console.print(table)
 
 
 # -- step time on virtual devices
 
 
-def step_times(console: Console, rounds: int) -> None:
+def step_times(rounds: int) -> None:
+    """Run the small models under both lowerings and print the table."""
     mp.virtual_devices(8)
     config = {"embed": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32, "mlp": 1024, "vocab": 1024}
-    table = Table(title=f"step on 8 virtual CPU devices, median of {rounds}, in turn; CPU: seconds of all cores")
-    for head in ("layout", "mesh", "jit", "shard_map", "ratio", "aim", "jit, CPU", "shard_map, CPU", "ratio"):
-        table.add_column(head, justify="left" if head in ("layout", "mesh") else "right")
+    heads = ("layout", "mesh", "jit", "shard_map", "ratio", "limit", "CPU, jit", "CPU, shard_map", "ratio")
+    table = Table(
+        *heads, title=f"8 virtual CPU devices, medians of {rounds} alternating steps; CPU time is of all cores"
+    )
     for name, mesh_text in (("data", "data=8"), ("zero1", "data=8"), ("fsdp", "data=8"), ("tensor", "data=2, model=4"),
                             ("fsdp+tensor", "data=4, model=2"), ("fsdp+tensor+sequence", "data=4, model=2")):  # fmt: skip
         step, (_, shapes), dims = llama.tiny(16, 128, **config)
@@ -222,39 +218,31 @@ def step_times(console: Console, rounds: int) -> None:
                 jax.block_until_ready((made[k], loss))
                 took[k].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
         row = [name, mesh_text]
-        for clock, aim in (
-            (0, ["≤ 1.0"]),
-            (1, []),
-        ):  # what else the machine does shows in the first, hardly in the second
+        for clock, limit in ((0, ["≤ 1.0"]), (1, [])):  # wall time, CPU time
             base, ours = (statistics.median(t[clock] for t in took[k][2:]) for k in ("jit", "shard_map"))
-            row += [f"{base * 1e3:.0f} ms", f"{ours * 1e3:.0f} ms", f"{ours / base:.3f}", *aim]
+            row += [f"{base * 1e3:.0f} ms", f"{ours * 1e3:.0f} ms", f"{ours / base:.3f}", *limit]
         table.add_row(*row)
-        console.print(" | ".join(row))
-    console.print(table)
 
 
 # -- growth
 
 
-def growth(console: Console) -> None:
-    once(llama.llama3_8b(8192), 8, llama.FSDP_TENSOR)  # imports, and what JAX makes once
-    by_devices = Table(title="Llama-3-8B, FSDP + tensor, 32 layers scanned, by devices")
-    by_layers = Table(
-        title="a stack of MLPs with its gradient, FSDP + tensor, 64 devices, by layers that are not scanned"
-    )
-    for table, head in ((by_devices, "devices"), (by_layers, "layers")):
-        for name in (head, "ops", "trace and infer", "plan", "lower (shard_map)"):
-            table.add_column(name, justify="right")
+def growth() -> None:
+    """Time tracing, planning and lowering by devices and by layers, and print both tables."""
+    once(llama.llama3_8b(8192), 8, llama.FSDP_TENSOR)  # imports and first-use costs of JAX
+    heads = ("ops", "trace and infer", "plan", "lower (shard_map)")
+    by_devices = Table("devices", *heads, title="Llama-3-8B, FSDP + tensor, 32 scanned layers")
     for devices in (8, 64, 512, 4096):
         by_devices.add_row(str(devices), *once(llama.llama3_8b(8192), devices, llama.FSDP_TENSOR))
+    by_layers = Table(
+        "layers", *heads, title="\na stack of MLPs, not scanned, with its gradient, FSDP + tensor, 64 devices"
+    )
     for layers in (4, 8, 16, 32, 64):
         by_layers.add_row(str(layers), *once(unrolled_step(layers), 64, "batch: data; mlp: model; embed: data"))
-    console.print(by_devices)
-    console.print(by_layers)
 
 
 def once(target: Any, devices: int, layout: str) -> list[str]:
-    """Ops of a step, and seconds of its trace, plan and lowering over an abstract mesh."""
+    """Number of ops of a step, and seconds to trace, plan and lower it over an abstract mesh."""
     step, args, dims = target
     mesh = AbstractMesh((devices // 8, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     fn = mp.jit(step, mesh=mesh, layout=layout, dims=dims)
@@ -298,13 +286,12 @@ def main() -> None:
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
-    console = Console(width=220)
     if args.step:
-        step_times(console, args.rounds)
+        step_times(args.rounds)
     elif args.growth:
-        growth(console)
+        growth()
     else:
-        compile_all(console, args.effort, args.only, args.case, not args.no_hand)
+        compile_all(args.effort, args.only, args.case, not args.no_hand)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 The models use no kernel, option or name of meshpar: attention by einsum with materialized scores, masks by ``tril``, softmax in
 float32, bfloat16 weights, ``jax.checkpoint`` of every scanned layer, and a cross-entropy of optax. No pass was fitted to them.
 A case of ``examples/llama.py`` represents programs that passes were fitted to. Seconds are compute plus exposed communication of
-the final schedule (:mod:`meshpar.verify.exposed`); ``planned`` are those of the plan for ``"shard_map"``.
+the final schedule (:mod:`meshpar.verify.exposed`); ``planned`` is the step time of the plan for ``"shard_map"``.
 """
 
 import argparse
@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.console import Console
-from rich.table import Table
+from tables import Table
 
 import meshpar as mp
 from meshpar.verify.hlo import estimate, walk
@@ -335,7 +334,7 @@ CASES = _cases()
 
 @dataclass
 class Result:
-    """A case compiled under one lowering: seconds of a step by the final schedule, and of them exposed; bytes; kernels."""
+    """A case compiled under one lowering: seconds of a step and exposed seconds by the final schedule; bytes; cycles of kernels."""
 
     seconds: float
     exposed: float
@@ -369,32 +368,33 @@ def result(case: Case, lowering: Any, effort: Any = "full") -> Result:
 
 
 def kernels(text: str) -> Counter[str]:
-    """Cycles of a step by what a kernel computes: the end of JAX's name, forward or backward, and the shape of its result."""
-    found: Counter[str] = Counter()
+    """Cycles of a step by kernel: the last part of its op name, forward or backward, and the shape of its result."""
+    cycles_of: Counter[str] = Counter()
     for run in walk(parse(text), lambda runs: sum(estimate(r.instruction) for r in runs)):
         cycles = 0 if run.fused else estimate(run.instruction)
         if cycles:
             parts = run.instruction.op_name.split("/")
             backward = "backward" if any("transpose(" in p for p in parts) else "forward"
             shape = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", run.instruction.shape)
-            found[f"{backward} {parts[-1]} {shape[:60]}"] += cycles * (run.count or 1)
-    return found
+            cycles_of[f"{backward} {parts[-1]} {shape[:60]}"] += cycles * (run.count or 1)
+    return cycles_of
 
 
 def differences(ours: Counter[str], theirs: Counter[str], most: int) -> list[tuple[str, float, float]]:
-    """The kernels of two programs whose cycles differ most: (name, cycles of one, of the other)."""
+    """(name, cycles in the first, in the second) of the ``most`` kernels whose cycles differ most."""
     names = sorted({*ours, *theirs}, key=lambda n: -abs(ours[n] - theirs[n]))
     return [(n, ours[n], theirs[n]) for n in names[:most]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", help='this case; a pattern as "llama-*-v5p"; may be given again')
+    parser.add_argument(
+        "--case", action="append", help='only cases of this pattern, such as "llama-*-v5p"; may be repeated'
+    )
     parser.add_argument("--kernels", action="store_true", help="the kernels whose cycles differ most")
     args = parser.parse_args()
-    console = Console(width=180, highlight=False)
-    heads = ("case", "jit", "shard_map", "ratio", "planned", "error", "exposed", "sent", "jit", "plan", "peak", "jit")
-    table = Table(*heads, title=f"ms, GB; default effort, jax {jax.__version__}")
+    heads = ("case", "jit", "shard_map", "ratio", "planned", "error", "exposed, jit", "exposed", "peak, jit", "peak")
+    table = Table(*heads, title=f"ms and GB; default effort, jax {jax.__version__}")
     for case in CASES:
         if args.case and not any(fnmatch(case.name, p) for p in args.case):
             continue
@@ -402,17 +402,14 @@ def main() -> None:
         planned = ours.planned or float("nan")
         cells = [
             case.name, f"{theirs.seconds * 1e3:.2f}", f"{ours.seconds * 1e3:.2f}", f"{ours.seconds / theirs.seconds:.3f}",
-            f"{planned * 1e3:.2f}", f"{planned / ours.seconds - 1:+.1%}", f"{ours.exposed * 1e3:.2f} ({theirs.exposed * 1e3:.2f})",
-            f"{ours.sent / 1e9:.3f}", f"{theirs.sent / 1e9:.3f}", f"{ours.planned_bytes / 1e9:.3f}", f"{ours.peak / 1e9:.2f}",
-            f"{theirs.peak / 1e9:.2f}",
+            f"{planned * 1e3:.2f}", f"{planned / ours.seconds - 1:+.1%}", f"{theirs.exposed * 1e3:.2f}",
+            f"{ours.exposed * 1e3:.2f}", f"{theirs.peak / 1e9:.2f}", f"{ours.peak / 1e9:.2f}",
         ]  # fmt: skip
         table.add_row(*cells)
-        console.print(" | ".join(cells))
         if args.kernels:
-            console.print(f"  Mcycles {ours.kernels.total() / 1e6:.2f} ({theirs.kernels.total() / 1e6:.2f})")
+            print(f"  Mcycles {ours.kernels.total() / 1e6:.2f} ({theirs.kernels.total() / 1e6:.2f})")
             for name, a, b in differences(ours.kernels, theirs.kernels, 20):
-                console.print(f"  {(a - b) / 1e6:+8.3f} {a / 1e6:8.3f} {b / 1e6:8.3f}  {name}")
-    console.print(table)
+                print(f"  {(a - b) / 1e6:+8.3f} {a / 1e6:8.3f} {b / 1e6:8.3f}  {name}")
 
 
 if __name__ == "__main__":

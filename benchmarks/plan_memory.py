@@ -1,9 +1,9 @@
-"""What a plan says a device needs next to the peak of the TPU compiler, at its default effort; no TPU is needed, libtpu is.
+"""Planned peak memory compared with the TPU compiler's at its default effort. Needs libtpu, but no TPU.
 
     python benchmarks/plan_memory.py [--cases fsdp,tensor] [--lowering shard_map]
 
-The step is a scanned Llama (grouped queries, SwiGLU, scores held, float32 weights cast to bfloat16 in the layer) with AdamW,
-its state donated. A compilation takes half a minute to two minutes of CPU.
+The step is a scanned Llama (grouped queries, SwiGLU, materialized scores, float32 weights cast to bfloat16 in the layer) with AdamW
+and donated state. A compilation takes half a minute to two minutes of CPU.
 """
 
 import argparse
@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from rich.console import Console
-from rich.table import Table
+from tables import Table
 
 import meshpar as mp
 
@@ -124,7 +123,7 @@ def main() -> None:
     parser.add_argument("--cases", default=";".join(CASES), help="names, separated by semicolons")
     parser.add_argument("--lowering", default="shard_map", choices=["shard_map", "jit"])
     args = parser.parse_args()
-    table = Table("case", "slice", "mesh", "plan", "compiler", "error", box=None)
+    table = Table("layout", "slice", "mesh", "planned peak, GB", "peak, GB", "error")
     errors = []
     for name in args.cases.split(";"):
         c, topology, mesh, layout = CASES[name.strip()]
@@ -133,13 +132,9 @@ def main() -> None:
         planned = mp.plan(step, state, tokens, lowering=args.lowering, **how).memory.peak
         real = mp.compile(step, state, tokens, lowering=args.lowering, effort="full", **how).memory.peak
         errors.append(planned / real - 1)
-        table.add_row(
-            name, topology, mesh, f"{planned / 1e9:.2f} GB", f"{real / 1e9:.2f} GB", f"{100 * errors[-1]:+.1f} %"
-        )
-    console = Console(width=110)
-    console.print(table)
+        table.add_row(name, topology, mesh, f"{planned / 1e9:.2f}", f"{real / 1e9:.2f}", f"{100 * errors[-1]:+.1f} %")
     sizes = [abs(e) for e in errors]
-    console.print(f"median {100 * statistics.median(sizes):.1f} %, worst {100 * max(sizes):.1f} %")
+    print(f"\nmedian {100 * statistics.median(sizes):.1f} %, largest {100 * max(sizes):.1f} %")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where a plan and the program that was compiled from it disagree: collective by collective, and memory and time in figures."""
+"""Compares a plan with the program compiled from it: collective by collective, and in memory and time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Sent = tuple[str, tuple[str, ...], float, bool]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Collectives of one kind and size that one side has more of.
+    """Collectives of one kind and size whose number differs between plan and program.
 
     Attributes:
-      op, axes: their kind, and the mesh axes that they run over (of a permute: none).
-      bytes: sent by each device, once.
-      planned, compiled: how often they run in a step.
-      further: they stand in a loop of unknown length, and the plan has the same before it: the further rounds of an exchange
-        of tokens, which a load within its buffers does not take.
+      op, axes: their kind and mesh axes (no axes for a permute).
+      bytes: sent by each device in one run.
+      planned, compiled: number of runs in a step.
+      further: they are in a loop of unknown trip count and the plan has equal ones before the loop: the further rounds of a token
+        exchange, which a load that fits the buffers skips.
     """
 
     op: str
@@ -40,13 +40,13 @@ class Difference:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes that the compiled program sends more in a step."""
+        """Bytes in a step of the compiled program minus bytes in a step of the plan."""
         return self.bytes * (self.compiled - self.planned)
 
     @property
     def merged(self) -> bool:
-        """Whether the program has fewer, and some, of what the plan lists: XLA makes one collective of those that send the same,
-        and leaves out those whose result is not needed after all."""
+        """Whether the program has fewer than the plan, but not none: XLA merges equal collectives and removes those whose result is
+        unused."""
         return 0 < self.compiled < self.planned
 
     def __str__(self) -> str:
@@ -54,17 +54,17 @@ class Difference:
         return f"{self.op}{over} of {self.bytes:.0f} bytes: {self.planned} planned, {self.compiled} compiled"
 
 
-def differences(plan: Plan, found: Iterable[HloCollective]) -> list[Difference]:
-    """How the collectives of a compiled program differ from those of its plan, the largest differences first; empty: equal.
+def differences(plan: Plan, collectives: Iterable[HloCollective]) -> list[Difference]:
+    """Differences between the collectives of a compiled program and of its plan, largest first; empty if they are equal.
 
-    Before it partitions, XLA drops instructions that work out the same or are not needed: what is left of such collectives differs
-    in number only (:attr:`Difference.merged`), as the gradients of two norms' biases after a residual sum, which are one sum, or
-    the results that experts send back where a layer is run again for its gradient.
+    Before partitioning, XLA removes equal and unused instructions. Collectives affected by that differ in number only
+    (:attr:`Difference.merged`): the gradients of two norms' biases after a residual sum are one reduction; so are the results that
+    experts return where a layer is recomputed for its gradient.
 
     Args:
-      found: of a program, read right after partitioning (:attr:`meshpar.types.Compiled.collectives`); its loops are counted.
+      collectives: of a program right after partitioning (:attr:`meshpar.types.Compiled.collectives`), with trip counts.
     """
-    planned, compiled = planned_sends(plan), compiled_sends(found, plan.sizes)
+    planned, compiled = planned_sends(plan), compiled_sends(collectives, plan.sizes)
     out = [
         Difference(
             op, axes, size, planned[op, axes, size, looped], compiled[op, axes, size, looped],
@@ -76,30 +76,30 @@ def differences(plan: Plan, found: Iterable[HloCollective]) -> list[Difference]:
     return sorted(out, key=lambda d: (-abs(d.total_bytes), str(d)))
 
 
-def by_kind(found: Iterable[Difference]) -> dict[str, tuple[int, int, float]]:
-    """kind → (how often planned, how often compiled, bytes that are sent more), of what differs."""
+def by_kind(differences: Iterable[Difference]) -> dict[str, tuple[int, int, float]]:
+    """Kind → (planned runs, compiled runs, bytes sent in addition) of all differences."""
     out: dict[str, tuple[int, int, float]] = {}
-    for d in found:
+    for d in differences:
         planned, compiled, more = out.get(d.op, (0, 0, 0.0))
         out[d.op] = planned + d.planned, compiled + d.compiled, more + d.total_bytes
     return out
 
 
 def planned_sends(plan: Plan) -> Counter[Sent]:
-    """How often each collective of a plan runs, in the stages in which it is lowered."""
+    """Number of runs of each collective of a plan in a step; a staged one counts once for each stage."""
     out: Counter[Sent] = Counter()
     for c in plan.collectives:
         if not ALGORITHMS[c.algorithm].compiled:
             continue
-        whole = c.op != "collective-permute" and c.algorithm in ("native", "whole") and not c.first
-        axes = tuple(a for a in plan.sizes if a in c.axes) if whole else ()
+        all_axes = c.op != "collective-permute" and c.algorithm in ("native", "whole") and not c.first
+        axes = tuple(a for a in plan.sizes if a in c.axes) if all_axes else ()
         for size in stage_bytes(c, plan):
             out[c.op, axes, round(size, 1), c.count is None] += 1 if c.count is None else c.count
     return +out
 
 
 def stage_bytes(c: Collective, plan: Plan) -> list[float]:
-    """Bytes of the phases of a collective, as its algorithm has them: one for each torus dimension if it is staged."""
+    """Bytes that a device sends in each stage of a collective: one stage for each torus dimension if it is staged, else one."""
     stages = [s for a in c.axes for s in plan.torus[a] if s.size > 1][c.first :]
     if c.algorithm in ("native", "whole") or c.op == "collective-permute":
         return [c.bytes]
@@ -107,24 +107,24 @@ def stage_bytes(c: Collective, plan: Plan) -> list[float]:
     return ALGORITHMS[c.algorithm].bytes(c.op, c.bytes * group / (group - 1), stages)
 
 
-def compiled_sends(found: Iterable[HloCollective], sizes: Mapping[str, int]) -> Counter[Sent]:
-    """The same of a compiled program; a collective over a part of its axes' devices counts as over these axes."""
+def compiled_sends(collectives: Iterable[HloCollective], sizes: Mapping[str, int]) -> Counter[Sent]:
+    """Number of runs of each collective of a compiled program; a collective over some of an axis' devices has no axes."""
     out: Counter[Sent] = Counter()
-    for c in found:
+    for c in collectives:
         axes = () if c.op == "collective-permute" else c.axes(sizes)
-        whole = c.group == math.prod(sizes[a] for a in axes)
-        out[c.op, axes if whole else (), round(c.bytes, 1), c.count is None] += 1 if c.count is None else c.count
+        all_devices = c.group == math.prod(sizes[a] for a in axes)
+        out[c.op, axes if all_devices else (), round(c.bytes, 1), c.count is None] += 1 if c.count is None else c.count
     return +out
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Memory and time of a plan beside the compiler's.
+class Comparison:
+    """Memory and time of a plan and of the program compiled from it.
 
     Attributes:
       planned_peak, compiled_peak: bytes.
-      planned_seconds: of the plan's kernels, one after the other, without communication.
-      cycles: the compiler's own estimate of the same (:attr:`meshpar.types.Compiled.cycles`); None: not a TPU program.
+      planned_seconds: total of the plan's kernels, without communication.
+      cycles: the compiler's estimate of that total (:attr:`meshpar.types.Compiled.cycles`); None if it is not a TPU program.
     """
 
     planned_peak: float
@@ -134,12 +134,12 @@ class Figures:
 
     @property
     def memory_error(self) -> float:
-        """By how much the plan's peak is off, as a share of the compiler's."""
+        """Relative error of the planned peak."""
         return self.planned_peak / self.compiled_peak - 1
 
 
-def figures(compiled: Compiled) -> Figures:
-    """The figures of a compiled program and of its plan.
+def comparison(compiled: Compiled) -> Comparison:
+    """Memory and time of a compiled program and of its plan.
 
     Raises:
       ValueError: the program has no plan.
@@ -147,23 +147,23 @@ def figures(compiled: Compiled) -> Figures:
     plan = compiled.plan
     if plan is None:
         raise ValueError(f"{compiled.name} was compiled without a plan")
-    return Figures(memory_of(plan).peak, compiled.memory.peak, kernel_seconds(plan), compiled.cycles)
+    return Comparison(memory_of(plan).peak, compiled.memory.peak, kernel_seconds(plan), compiled.cycles)
 
 
 def kernel_seconds(plan: Plan) -> float | None:
-    """Seconds of the plan's kernels, one after the other; None where the chip is not known."""
+    """Total seconds of the plan's kernels; None if the chip is unknown."""
     return None if plan.time is None else sum(o.seconds * o.count for o in plan.time.ops)
 
 
 def rank_correlation(xs: Iterable[float], ys: Iterable[float]) -> float:
-    """Spearman's: the correlation of the ranks; ties have their mean rank. NaN for fewer than two.
+    """Spearman's rank correlation; ties have their mean rank. NaN for fewer than two values.
 
     Raises:
-      ValueError: not as many of the one as of the other.
+      ValueError: the lengths differ.
     """
     a, b = ranks(list(xs)), ranks(list(ys))
     if len(a) != len(b):
-        raise ValueError(f"{len(a)} values beside {len(b)}")
+        raise ValueError(f"{len(a)} and {len(b)} values")
     if len(a) < 2:
         return math.nan
     mean = (len(a) - 1) / 2
@@ -173,5 +173,5 @@ def rank_correlation(xs: Iterable[float], ys: Iterable[float]) -> float:
 
 
 def ranks(xs: list[Any]) -> list[float]:
-    """The place of each value in increasing order, from 0; equal ones share their mean."""
+    """The rank of each value in increasing order, from 0; equal values have their mean rank."""
     return [sum(y < x for y in xs) + (sum(y == x for y in xs) - 1) / 2 for x in xs]

@@ -1,4 +1,4 @@
-"""Plans beside compiled programs: what counts as equal, which differences are merged collectives, stages of the torus, ranks."""
+"""Comparison of plans with compiled programs: equality, merged collectives, stages of the torus, rank correlation."""
 
 import math
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from plan_vs_compiler import (
     by_kind,
     compiled_sends,
     differences,
-    figures,
+    comparison,
     kernel_seconds,
     planned_sends,
     rank_correlation,
@@ -119,7 +119,7 @@ def test_figures_need_a_plan():
     memory = mp.verify.aot.Memory(1, 0, 0, 0, 1, 0)
     by_hand = mp.types.Compiled("step", "v5e:4x4", "fast", memory, None, None, None, 0.0, False, None)
     with pytest.raises(ValueError, match="step was compiled without a plan"):
-        figures(by_hand)
+        comparison(by_hand)
 
 
 def test_seconds_of_kernels_leave_communication_out():
@@ -135,5 +135,5 @@ def test_rank_correlation_by_hand():
     assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert rank_correlation([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(0.8)  # 1 - 6·2 / (4·15)
     assert math.isnan(rank_correlation([1], [1]))
-    with pytest.raises(ValueError, match="2 values beside 1"):
+    with pytest.raises(ValueError, match="2 and 1 values"):
         rank_correlation([1, 2], [1])

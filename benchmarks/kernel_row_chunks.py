@@ -1,7 +1,7 @@
 """What a product of few rows costs on TPU, from the compiler's schedules, and what uneven groups therefore cost.
 
-    python benchmarks/kernel_pieces.py                # all chips
-    python benchmarks/kernel_pieces.py --chips v6e
+    python benchmarks/kernel_row_chunks.py                # all chips
+    python benchmarks/kernel_row_chunks.py --chips v6e
 
 Needs libtpu but no TPU. For each number of rows that the grouped matmul multiplies at once in a tile which groups share
 (`tpu_tiles.ROW_CHUNKS`), and for a whole block, the instruction bundles of one masked product: [rows, 2048]·[2048, 512] forward,
