@@ -13,9 +13,9 @@ from meshpar.verify.hlo import HloCollective
 from plan_vs_compiler import (
     Difference,
     by_kind,
+    comparison,
     compiled_sends,
     differences,
-    comparison,
     kernel_seconds,
     planned_sends,
     rank_correlation,
