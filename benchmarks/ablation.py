@@ -3,8 +3,8 @@
     python benchmarks/ablation.py                        # every ingredient, about a minute on one core
     python benchmarks/ablation.py --only "vector units"  # ingredients whose name contains the text
 
-Plans are made once and stay fixed: only their seconds and their memory peak are recomputed, and compared with those of the
-compiler, which compiled_steps.json has from one run of agreement.py. Nothing is compiled. An ingredient is switched off by
+Plans are made once and stay fixed: only their step time and peak memory are recomputed, and compared with the compiler's,
+which compiled_steps.json has from one run of agreement.py. Nothing is compiled. An ingredient is switched off by
 replacing the functions that :func:`ingredients` lists.
 
 An ingredient earns its place if removing it changes a median error by at least 0.2 points, a largest error by at least 1 point (of
@@ -28,8 +28,7 @@ from typing import Any
 from unittest import mock
 
 from agreement import TRIPLES, Row, Triple, in_order
-from rich.console import Console
-from rich.table import Table
+from tables import Table
 
 import meshpar as mp
 from meshpar.cost import collective_matmul, kernel_time, memory, schedule
@@ -114,11 +113,11 @@ class Errors:
 
 
 def errors_of(plans: Sequence[tuple[Triple, mp.Plan]]) -> Errors:
-    """The errors of plans, their costs computed anew by the functions as they are now."""
+    """The errors of plans, recomputed with the functions in their present state."""
     compiled = json.loads(COMPILED.read_text())["rows"]
     rows = []
     for t, plan in plans:
-        plan.program._found.clear()  # what is cached of the program follows from functions that may be replaced
+        plan.program._found.clear()  # the cache depends on functions that may be replaced
         fresh = dataclasses.replace(plan)  # without the costs cached on the plan
         row = Row(t.name, t.chip, "shard_map", "full", planned_step=fresh.seconds or math.nan)
         row.planned_peak = fresh.memory.peak
@@ -159,18 +158,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="ingredients whose name contains this text; may be repeated")
     args = parser.parse_args()
-    console, begin = Console(width=200, highlight=False), time.perf_counter()
+    begin = time.perf_counter()
     compiled = json.loads(COMPILED.read_text())["rows"]
     plans = [(t, t.plan()) for t in TRIPLES if t.standard and t.name in compiled]
     base = errors_of(plans)
-    table = Table("without", "step: median", "largest", "peak: median", "largest", "pairs in order", "", box=None)
-    table.add_row(*cells("(nothing: the model as it is)", base, base))
+    table = Table("without", "step: median", "largest", "peak: median", "largest", "pairs in order", "")
+    table.add_row(*cells("(complete model)", base, base))
     for name, replacements in ingredients().items():
         if not args.only or any(text in name for text in args.only):
             with without(replacements):
                 table.add_row(*cells(name, errors_of(plans), base))
-    console.print(table)
-    console.print(f"{len(plans)} rows, {time.perf_counter() - begin:.0f} s")
+    print(f"\n{len(plans)} rows, {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The Pallas kernels on the device at hand: are they right, how fast are they, which tiles are best. One command.
+"""Correctness, speed and best tiles of the Pallas kernels on the attached device.
 
     python benchmarks/device.py --out DIR                        # everything; needs a GPU or a TPU
-    python benchmarks/device.py --out DIR2 --resume DIR/results.jsonl   # go on where an earlier command stopped
-    python benchmarks/device.py --out DIR --only g64             # the tasks whose name contains a text
+    python benchmarks/device.py --out DIR2 --resume DIR/results.jsonl   # resume an earlier command
+    python benchmarks/device.py --out DIR --only g64             # only tasks whose name contains a text
     python benchmarks/device.py --list gpu                       # the tasks in their order, without a device
 
 Every check, timing and tuned configuration is a task of its own, run in a worker process under a time limit
@@ -22,7 +22,7 @@ At the end, also when the budget is spent:
 - `tuned.json`: the configurations that beat the analytic choice, in the format of `meshpar_kernels/tuned.json`.
 - A section of `results.md` lists the forms and kernels that a baseline or the default form beats.
 
-`benchmarks/gpu_compile.py` and `benchmarks/kernels_aot.py` say what the compilers make of the kernels without a device.
+`benchmarks/gpu_compile.py` and `benchmarks/kernels_aot.py` compile the kernels without a device.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Outcome:
 
     Attributes:
       status: "ok"; "wrong": its error exceeds the limit; or as in `meshpar_kernels.isolation.Status`.
-      result: what the worker returned.
+      result: the worker's result.
       message: of what went wrong.
       seconds: wall time.
     """
@@ -170,27 +170,27 @@ def nvlink_timings(devices: int) -> Iterator[Task]:
             yield Task(f"nvlink/{kernel}/{shape}/{name}", request, "nvlink", 90.0, checked)
 
 
-def tuned_products() -> dict[str, tuple[str, MatmulKey]]:
-    """`"kernel/shape"` → what the tuner varies, most used first."""
+def tuned_matmuls() -> dict[str, tuple[str, MatmulKey]]:
+    """`"kernel/shape"` → (kernel, key of the tuned configuration), most used first."""
     kernels = ("forward", "d lhs", "d rhs")
-    return {f"{k}/{s}": (k, device_cases.product_of(k, s)) for s in TUNED_SHAPES for k in kernels}
+    return {f"{k}/{s}": (k, device_cases.matmul_of(k, s)) for s in TUNED_SHAPES for k in kernels}
 
 
 def config_lists() -> Iterator[Task]:
     """Tasks that ask for the configurations of each tuned matmul."""
-    for name, (kernel, product) in tuned_products().items():
-        request = {"kind": "configs", "product": dataclasses.asdict(product), "dtype": "bfloat16"}
+    for name, (kernel, matmul) in tuned_matmuls().items():
+        request = {"kind": "configs", "matmul": dataclasses.asdict(matmul), "dtype": "bfloat16"}
         yield Task(f"configs/{name}", request, "configs", checked_by=VALUES_OF[kernel])
 
 
 def tunings(outcomes: Outcomes) -> Iterator[Task]:
     """One task for each configuration: the analytic one, and others at even distances in the tuner's list."""
-    for name, (kernel, product) in tuned_products().items():
+    for name, (kernel, matmul) in tuned_matmuls().items():
         listed = outcomes.get(f"configs/{name}")
         if listed is None or listed.status != "ok":
             continue
         for config in spread(listed.result, CONFIGS_PER_MATMUL):
-            request = {"kind": "tune", "product": dataclasses.asdict(product), "dtype": "bfloat16", "config": config}
+            request = {"kind": "tune", "matmul": dataclasses.asdict(matmul), "dtype": "bfloat16", "config": config}
             label = json.dumps([v for v in config.values() if v is not None])
             yield Task(f"tune/{name}/{label}", request, "tune", checked_by=VALUES_OF[kernel])
 
@@ -327,7 +327,7 @@ def _seconds(outcome: Outcome | None) -> float | None:
 def tuned_table(machine: Mapping[str, Any], outcomes: Outcomes) -> tuning.Table:
     """The entries of configurations that beat the analytic choice."""
     classes: dict[str, dict[str, tuning.Entry]] = {}
-    for name, (_, product) in tuned_products().items():
+    for name, (_, matmul) in tuned_matmuls().items():
         listed = outcomes.get(f"configs/{name}")
         if listed is None or listed.status != "ok":
             continue
@@ -344,7 +344,7 @@ def tuned_table(machine: Mapping[str, Any], outcomes: Outcomes) -> tuning.Table:
         best = min(found, key=lambda config: found[config])
         if found[best] < MARGIN * found[first]:
             entry = tuning.Entry(best, found[best], found[first], machine["jax"])
-            classes[product.shape_class] = {"bfloat16": entry}
+            classes[matmul.shape_class] = {"bfloat16": entry}
     return {machine["device"]: classes} if classes else {}
 
 

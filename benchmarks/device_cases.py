@@ -27,7 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "ping-pong": {"pingpong": True},
     "ping-pong, cluster": {"pingpong": True, "cluster": 2},
 }
-"""Name → options of a grouped product; "" is what it picks."""
+"""Name → options of a grouped matmul; "" is the default form."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +78,11 @@ def _gradient(function, which: int):
     """Of lhs (0) or rhs (1) alone: of a forward pass that is linear, and so not run."""
 
     def call(other, grad, like, sizes):
-        def product(x):
+        def matmul(x):
             pair = (x, other) if which == 0 else (other, x)
             return function(*pair, sizes)
 
-        return jax.vjp(product, jnp.zeros(like.shape, like.dtype))[1](grad)[0]
+        return jax.vjp(matmul, jnp.zeros(like.shape, like.dtype))[1](grad)[0]
 
     return call
 
@@ -162,7 +162,7 @@ def _swapped(function):
 
 
 def with_options(kernel: str, how: dict[str, Any]) -> Callable[..., Any]:
-    """Our kernel of a product, with other options (tile, cluster, …) than it picks."""
+    """The Pallas kernel of a grouped matmul with given options (tile, cluster, …) instead of the chosen ones."""
     how = {"implementation": "pallas", **how}
     if kernel == "forward":
         return lambda lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes, **how)
@@ -175,7 +175,7 @@ BASELINES = {
     "gpu": ("ragged_dot", "xla loop", "jax's mgpu", "tokamax", "torch", "deep_gemm", "dense matmul"),
     "tpu": ("ragged_dot", "xla loop", "jax's megablox", "dense matmul"),
 }
-"""Platform → what the kernels are compared with. "dense matmul" multiplies as many rows by one matrix: a bound."""
+"""Platform → implementations to compare the kernels with. "dense matmul" multiplies as many rows by one matrix: a bound."""
 
 
 def implementations(kernel: str, platform: str) -> list[str]:
@@ -192,7 +192,7 @@ def implementations(kernel: str, platform: str) -> list[str]:
     return [name for name in BASELINES[platform] if name not in dropped[kernel]]
 
 
-def product_of(kernel: str, shape: str) -> MatmulKey:
+def matmul_of(kernel: str, shape: str) -> MatmulKey:
     """The matmul of a case, as the tuning table names it."""
     s = MATMULS[shape]
     k, n = (s.n, s.k) if kernel == "d lhs" else (s.k, s.n)

@@ -1,8 +1,8 @@
-"""What the worker processes of `benchmarks/device.py` do: one request, one JSON result.
+"""Tasks of the worker processes of `benchmarks/device.py`: one request, one JSON result.
 
 A request names its `kind`:
 
-- `machine`: what the device is; its copy bandwidth and its dense bfloat16 matmul rate, which the tables compare with.
+- `machine`: the name of the device, its copy bandwidth and its dense bfloat16 matmul rate, which the tables compare with.
 - `value_names`, `value`: the cases of `device_values.py`, and the error of one.
 - `compile`, `time`: compile, or compile and time, one implementation of one case of `device_cases.py`.
 - `time_nvlink`: the same for a case of `nvlink_cases.py`.
@@ -133,10 +133,10 @@ def time_nvlink(shape: str, name: str) -> dict[str, Any]:
     return {"seconds": seconds, "method": method, "error": found, "flops": case.flops, "bytes": case.bytes}
 
 
-def configs(product: dict[str, Any], dtype: str) -> list[dict[str, Any]]:
+def configs(matmul: dict[str, Any], dtype: str) -> list[dict[str, Any]]:
     """The tuner's candidates, the analytic choice first; of several numbers of stages the largest alone."""
-    found = tuner.candidates(MatmulKey(**product), dtype, tuner.platform())
-    first, *rest = found
+    candidates = tuner.candidates(MatmulKey(**matmul), dtype, tuner.platform())
+    first, *rest = candidates
     fewer = dict.fromkeys(config._replace(stages=None) for config in rest)
     return [config._asdict() for config in (first, *fewer)]
 

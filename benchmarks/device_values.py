@@ -54,36 +54,36 @@ def error(got: jax.Array, want: np.ndarray) -> float:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], float]]]:
-    """`"kernel: case"`, and a function that returns the largest error; the loads that break a kernel most often come first."""
+    """Yields (`"kernel: case"`, function that returns the largest error), the most error-prone loads first."""
     for seed in range(6):
         rows, k, n, groups = ((1000, 192, 320, 16), (2046, 64, 256, 64), (129, 256, 128, 7))[seed % 3]
         sizes = np.random.default_rng(seed).multinomial(rows - 3 * (seed > 2), np.full(groups, 1 / groups)).tolist()
         shape = {"rows": rows, "k": k, "n": n}
-        yield f"grouped_matmul: random load {seed}", lambda s=sizes, o=shape: product(s, **o)
-        yield f"d lhs: random load {seed}", lambda s=sizes, o=shape: product(s, transpose_rhs=True, **o)
+        yield f"grouped_matmul: random load {seed}", lambda s=sizes, o=shape: matmul(s, **o)
+        yield f"d lhs: random load {seed}", lambda s=sizes, o=shape: matmul(s, transpose_rhs=True, **o)
         yield f"grouped_matmul_transpose: random load {seed}", lambda s=sizes, o=shape: transpose(s, **o)
     for rows, k, n in [(1, 64, 64), (7, 40, 64), (50, 64, 40), (257, 128, 64)]:
         sizes, shape = [rows // 2, 0, rows - rows // 2, 0], {"rows": rows, "k": k, "n": n}
-        yield f"grouped_matmul: [{rows}, {k}] by {n}", lambda s=sizes, o=shape: product(s, **o)
+        yield f"grouped_matmul: [{rows}, {k}] by {n}", lambda s=sizes, o=shape: matmul(s, **o)
         yield f"grouped_matmul_transpose: [{rows}, {k}] by {n}", lambda s=sizes, o=shape: transpose(s, **o)
     for name, sizes in SIZES.items():
-        yield f"grouped_matmul: {name}", lambda sizes=sizes: product(sizes)
+        yield f"grouped_matmul: {name}", lambda sizes=sizes: matmul(sizes)
         yield f"grouped_matmul_transpose: {name}", lambda sizes=sizes: transpose(sizes)
     sizes = SIZES["uneven"]
-    yield "grouped_matmul: transpose_rhs", lambda: product(sizes, transpose_rhs=True)
-    yield "grouped_matmul: swiglu", lambda: product(sizes, activation="silu")
-    yield "grouped_matmul: geglu", lambda: product(sizes, activation="gelu")
+    yield "grouped_matmul: transpose_rhs", lambda: matmul(sizes, transpose_rhs=True)
+    yield "grouped_matmul: swiglu", lambda: matmul(sizes, activation="silu")
+    yield "grouped_matmul: geglu", lambda: matmul(sizes, activation="gelu")
     scaled = {"row_scale": normal(ROWS, dtype=jnp.float32)}
-    yield "grouped_matmul: row_scale", lambda: product(sizes, **scaled)
+    yield "grouped_matmul: row_scale", lambda: matmul(sizes, **scaled)
     both = scaled | {"activation": "silu", "transpose_rhs": True, "group_offset": 1}
-    yield "grouped_matmul: everything", lambda: product(sizes, **both)
+    yield "grouped_matmul: everything", lambda: matmul(sizes, **both)
     indices = jnp.asarray([*RNG.integers(0, 50, ROWS - 2), -1, 50], jnp.int32)
-    yield "grouped_matmul: lhs_indices", lambda: product(sizes, rows=50, lhs_indices=indices)
-    yield "grouped_matmul: 40 rows", lambda: product([9, 0, 11, 14], rows=40)
+    yield "grouped_matmul: lhs_indices", lambda: matmul(sizes, rows=50, lhs_indices=indices)
+    yield "grouped_matmul: 40 rows", lambda: matmul([9, 0, 11, 14], rows=40)
     if kernel() == "pallas_gpu":
-        yield "grouped_matmul: float16", lambda: product(sizes, dtype=jnp.float16)
-    yield "grouped_matmul: float32 result", lambda: product(sizes, out_dtype=jnp.dtype(jnp.float32))
-    yield "grouped_matmul: large", lambda: product([700, 0, 1000, 348], rows=2048, k=1024, n=768)
+        yield "grouped_matmul: float16", lambda: matmul(sizes, dtype=jnp.float16)
+    yield "grouped_matmul: float32 result", lambda: matmul(sizes, out_dtype=jnp.dtype(jnp.float32))
+    yield "grouped_matmul: large", lambda: matmul([700, 0, 1000, 348], rows=2048, k=1024, n=768)
     yield "grouped_matmul_transpose: row_scale", lambda: transpose(sizes, **scaled)
     yield "grouped_matmul_transpose: large", lambda: transpose([700, 0, 1000, 348], rows=2048, k=768, n=512)
     for tokens in (1, 40, 1000):
@@ -95,19 +95,19 @@ def cases() -> Iterator[tuple[str, Callable[[], float]]]:
         )
     yield "permute and combine: with a capacity", moved
     for name, sizes in SIZES.items():
-        yield f"xla loop: grouped_matmul, {name}", lambda sizes=sizes: product(sizes, implementation="xla")
+        yield f"xla loop: grouped_matmul, {name}", lambda sizes=sizes: matmul(sizes, implementation="xla")
         yield f"xla loop: transpose, {name}", lambda sizes=sizes: transpose(sizes, implementation="xla")
     if kernel() == "pallas_gpu":
         yield from gpu_cases()
 
 
 def gpu_cases() -> Iterator[tuple[str, Callable[[], float]]]:
-    """The cases of GPUs alone: opt-in forms, cuDNN attention, the collective matmuls' loops on one device, NVLink kernels."""
+    """Yields the cases of GPUs: opt-in forms, cuDNN attention, loops of the collective matmuls on one device, NVLink kernels."""
     target = {9: "sm_90a", 10: "sm_100a"}.get(int(jax.devices()[0].compute_capability[0]), "")
     for number, sizes in enumerate(([129, 0, 100, 41, 0, 30], [700, 0, 1000, 348])):
         size = {"rows": sum(sizes), "k": 768, "n": 512}
         for form in filter(None, forms("forward", target)):
-            yield f"grouped_matmul {form}: load {number}", functools.partial(product, sizes, **size, **FORMS[form])
+            yield f"grouped_matmul {form}: load {number}", functools.partial(matmul, sizes, **size, **FORMS[form])
         for form in filter(None, forms("d rhs", target)):
             yield (
                 f"grouped_matmul_transpose {form}: load {number}",
@@ -126,7 +126,7 @@ def gpu_cases() -> Iterator[tuple[str, Callable[[], float]]]:
 
 
 def attention(heads: int, causal: bool) -> float:
-    """Of `ring_attention` by cuDNN on one device: the larger error of its result and its gradients."""
+    """Largest error of `ring_attention` by cuDNN on one device, in its result and its gradients."""
     q, k, v = (normal(2, 256, h, 64) for h in (heads, 2, 2))
     read = normal(2, 256, heads, 64)
 
@@ -157,8 +157,8 @@ def own_block(gathers: bool, rows: int, k: int, n: int) -> float:
     return error(run(x, w), np.asarray(x, np.float64) @ np.asarray(w, np.float64))
 
 
-def product(sizes, *, rows=ROWS, k=K, n=N, dtype=jnp.bfloat16, out_dtype=None, implementation=None, **options) -> float:
-    """Of `grouped_matmul`, with NaN in the rows of no group."""
+def matmul(sizes, *, rows=ROWS, k=K, n=N, dtype=jnp.bfloat16, out_dtype=None, implementation=None, **options) -> float:
+    """Error of `grouped_matmul`, with NaN in rows outside all groups."""
     groups = 2 if "group_offset" in options else len(sizes)
     lhs = normal(rows, k, dtype=dtype)
     if "lhs_indices" not in options:
@@ -174,7 +174,7 @@ def product(sizes, *, rows=ROWS, k=K, n=N, dtype=jnp.bfloat16, out_dtype=None, i
 
 
 def transpose(sizes, *, rows=ROWS, k=K, n=N, implementation=None, **options) -> float:
-    """Of `grouped_matmul_transpose`, with NaN in the rows of no group."""
+    """Error of `grouped_matmul_transpose`, with NaN in rows outside all groups."""
     used = min(sum(sizes), rows)
     lhs, rhs = normal(rows, k).at[used:].set(jnp.nan), normal(rows, n).at[used:].set(jnp.nan)
     implementation = implementation or kernel()
@@ -184,7 +184,7 @@ def transpose(sizes, *, rows=ROWS, k=K, n=N, implementation=None, **options) -> 
 
 
 def routed(tokens, experts, k, *, bias=False, **options) -> float:
-    """Of `route`: its weights; infinite if a choice, rank or count is another."""
+    """Error of the weights of `route`; infinite if a choice, rank or count differs."""
     logits = np.asarray(RNG.normal(size=(tokens, experts)), np.float32)
     if tokens > 20:
         logits[3, 2], logits[5], logits[9], logits[11, 4] = np.nan, -np.inf, 0.0, np.inf
@@ -198,15 +198,15 @@ def routed(tokens, experts, k, *, bias=False, **options) -> float:
 
 
 def moved() -> float:
-    """Of `permute` and `combine`, with a capacity that drops some."""
+    """Largest error of `permute` and `combine`, with a capacity that drops tokens."""
     plan = route(normal(100, 8, dtype=jnp.float32), 2, capacity=20, implementation=kernel())
     rows = oracle.buffer_rows(*(np.asarray(x) for x in (plan.expert, plan.rank, plan.offsets)))
     x, y = normal(100, 1152), normal(plan.buffer_rows, 1152)
-    there = permute(x, plan, weight=plan.weight, implementation=kernel())
-    back = combine(y, plan, weight=plan.weight, implementation=kernel())
+    permuted = permute(x, plan, weight=plan.weight, implementation=kernel())
+    combined = combine(y, plan, weight=plan.weight, implementation=kernel())
     return max(
-        error(there, oracle.permute(x, rows, plan.buffer_rows, plan.weight)),
-        error(back, oracle.combine(y, rows, plan.weight)),
+        error(permuted, oracle.permute(x, rows, plan.buffer_rows, plan.weight)),
+        error(combined, oracle.combine(y, rows, plan.weight)),
     )
 
 

@@ -7,19 +7,18 @@
 
 A case is a program on a mesh under a layout, run under every lowering asked for: once, or several times with other static
 arguments, under other settings of JAX or under an outer ``vmap``. Gradients are taken in the program that is lowered; in one case
-of four (``--outside``), of the function that the lowering returns. Results are compared in value, shape, dtype, weak type, in where
-NaN and infinities are, and in the sign of zeros where elements are only moved.
-Prints how many ran, how many differed, how many could not run (those that JAX cannot run unsharded apart), the primitives that they
-covered, and for every case that differs the smallest one found that still does.
+of four (``--outside``), of the function that the lowering returns. Results are compared in value, shape, dtype, weak type, in
+where NaN and infinities are, and in the sign of zeros where elements are only moved. Prints how many ran, how many differed, how
+many could not run (counted separately: cases that JAX cannot run unsharded), the primitives that they covered, and for every case
+that differs the smallest one found that still does.
 
 ``--only`` draws from some statements (of ``tests/fuzz``), by name or by module. ``--seed date`` is the day's, in UTC, as
-yyyymmdd, so that a seed that found something can be given again.
-``--coverage`` measures which branches of ``meshpar/rules`` and ``meshpar/program/views.py`` the cases take, and prints those
-that none did.
-``--plan`` plans each case, also, for TPU slices: the plan, its seconds and its memory, without a run.
-``--control`` adds loops and conditionals, and ``--calls`` makes so many calls before it waits for the last: collectives in bodies
-and beside them, many runs under way. A process that is silent for ``--patience`` seconds is ended, and its case noted as hung.
-With ``--log`` the outcome of each case is appended to a file, and cases that are in it are not run again.
+yyyymmdd, so that a seed that found something can be given again. ``--coverage`` measures which branches of ``meshpar/rules`` and
+``meshpar/program/views.py`` the cases take, and prints those that none did. ``--plan`` plans each case, also, for TPU slices: the
+plan, its seconds and its memory, without a run. ``--control`` adds loops and conditionals, and ``--calls`` makes so many calls
+before it waits for the last: collectives inside and outside of bodies, many calls in flight. A process that is silent for
+``--patience`` seconds is ended, and its case noted as hung. With ``--log`` the outcome of each case is appended to a file, and
+cases that are in it are not run again.
 """
 
 import argparse
@@ -268,7 +267,7 @@ def report_branches(folder):
 
 
 def report(lines, lowerings, seconds):
-    """Print what ran, what it covered, and what failed."""
+    """Print the number of cases, the primitives that they cover, and the failures."""
     crashed = [x for x in lines if "process" in x["failed"]]
     alone = sum("unsharded" in x["failed"] for x in lines)
     ways = Counter(x.get("outside") for x in lines)

@@ -1,4 +1,4 @@
-"""What the CUDA compiler makes of the Pallas kernels, without a GPU: registers, spills, temporaries, blocks.
+"""The Pallas kernels compiled for NVIDIA GPUs, without a GPU: registers, spills, temporaries, blocks.
 
     pip install -e ".[aot]"
     python benchmarks/gpu_compile.py                         # every kernel, shape and form, for h200 and b200
@@ -167,7 +167,7 @@ def reason(text: str) -> str:
 
 
 def compile_table(only: str, targets: list[str]) -> list[dict[str, Any]]:
-    """Print what the CUDA compiler makes of each kernel."""
+    """Compile each kernel and print its row."""
     import device_cases
     import nvlink_cases
 

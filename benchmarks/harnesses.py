@@ -7,7 +7,7 @@ A harness (`jax._src.internal_test_util.test_harnesses`) is a use of one primiti
 every array argument the first two dims of even size are split over axes ``a`` and ``b`` of a mesh ``a=2, b=2, idle=2`` of virtual
 CPU devices. Outcomes:
 
-    right      shapes, dtypes and values are those of `jax.jit` on one device, up to rounding
+    right      shapes, dtypes and values equal the results of `jax.jit` on one device, up to rounding
     wrong      they are not
     refused    `mp.jit` raises a MeshparError that names a fix
     foreign    any other error, and a process that dies

@@ -1,4 +1,4 @@
-"""Reading what the TPU compiler dumps of its schedules: how busy a loop keeps the matrix unit, and what happens in which order.
+"""Readers of the schedules that the TPU compiler dumps: utilization of the matrix unit in a loop, and the order of events.
 
 The dump comes from `LIBTPU_INIT_ARGS="--xla_jf_dump_to=FOLDER --xla_jf_dump_llo_text=true"`. A line is a bundle of instructions
 that are issued together.
@@ -29,57 +29,56 @@ def innermost_loops(text: str) -> list[list[str]]:
 
 
 def matrix_unit_share(folder: Path, chip: str) -> list[dict]:
-    """For each kernel of a compiler dump: its large loop, and how busy that keeps the matrix unit.
+    """For each kernel of a compiler dump: matmuls, bundles and matrix unit share of its loop with the most matmuls.
 
-    An instruction multiplies a register of 16 bfloat16 rows. That takes 16 cycles on each of the
-    four 128×128 units of v5e and v5p, and 8 on each of the two 256×256 units of v6e: the figures
-    with which units and clock give the chips' peak. For tpu7x they do not fit the schedules seen,
-    so no share is given there.
+    An instruction multiplies a register of 16 bfloat16 rows. That takes 16 cycles on each of the four 128×128 units of v5e and
+    v5p, and 8 on each of the two 256×256 units of v6e: with these numbers units and clock give the chips' peak. For tpu7x they do
+    not fit the observed schedules, so that the share is None.
     """
     cycles = {"v5e": 16 / 4, "v5p": 16 / 4, "v6e": 8 / 2}.get(chip)
-    found = []
+    loops = []
     for path in sorted(folder.glob("*meshpar*-final_bundles.txt")):
         if "schedule" in path.name:
             continue
         best = None
         for loop in innermost_loops(path.read_text()):
-            products = sum(line.count("vmatmul") for line in loop)
-            if products and (best is None or products > best[0]):
-                best = (products, len(loop))
+            matmuls = sum(line.count("vmatmul") for line in loop)
+            if matmuls and (best is None or matmuls > best[0]):
+                best = (matmuls, len(loop))
         if best:
             share = None if cycles is None else best[0] * cycles / best[1]
-            found.append({"products": best[0], "bundles": best[1], "share": share})
-    return found
+            loops.append({"matmuls": best[0], "bundles": best[1], "share": share})
+    return loops
 
 
 def gather_bundles(folder: Path) -> dict | None:
-    """Bundles a row, in a compiler dump, for starting the copies of a fused gather, and for putting the rows in order."""
+    """Bundles per row of a fused gather in a compiler dump: to start the copies, and to put the rows in order. None without one."""
     from meshpar_kernels.grouped_matmul import tpu_gather
 
     for path in sorted(folder.glob("*meshpar_gathered*-final_bundles.txt")):
         if "schedule" in path.name:
             continue
-        found = {}
+        bundles = {}
         for loop in innermost_loops(path.read_text()):
             starts = sum(line.count("= dma.") for line in loop)
             loads = sum(line.count("vld") for line in loop)
             if starts == tpu_gather.UNROLL:
-                found["copies"] = len(loop) / starts
+                bundles["copies"] = len(loop) / starts
             elif not starts and loads >= tpu_gather.STRIP and not any("vmatmul" in line for line in loop):
-                found.setdefault("in order", len(loop) / tpu_gather.STRIP)
-        return found
+                bundles.setdefault("in order", len(loop) / tpu_gather.STRIP)
+        return bundles
     return None
 
 
 def order_of(folder: Path) -> list[str]:
-    """What the scheduled bundles of a kernel that sends do one after the other: "send", "matmul", "wait", runs as one."""
+    """Events of the scheduled bundles of a communicating kernel, in order: "send", "matmul", "wait"; repetitions are merged."""
     marks = {"dma.general": "send", "vmatmul": "matmul", "dma.done.wait": "wait"}
-    found: list[str] = []
+    events: list[str] = []
     for path in sorted(folder.glob("*meshpar*-final_bundles.txt")):
         if "schedule" in path.name:
             continue
         for line in path.read_text().splitlines():
             for mark, event in marks.items():
-                if mark in line and "shalt.err" not in line and found[-1:] != [event]:
-                    found.append(event)
-    return found
+                if mark in line and "shalt.err" not in line and events[-1:] != [event]:
+                    events.append(event)
+    return events

@@ -1,14 +1,14 @@
-"""What a product of few rows costs on TPU, from the compiler's schedules, and what uneven groups therefore cost.
+"""Cost of matmuls of few rows on TPUs, from the compiler's schedules, and the resulting cost of uneven groups.
 
     python benchmarks/kernel_row_chunks.py                # all chips
     python benchmarks/kernel_row_chunks.py --chips v6e
 
-Needs libtpu but no TPU. For each number of rows that the grouped matmul multiplies at once in a tile which groups share
-(`tpu_tiles.ROW_CHUNKS`), and for a whole block, the instruction bundles of one masked product: [rows, 2048]·[2048, 512] forward,
-[rows, 512]ᵀ·[rows, 1024] for the transpose. A bundle takes a cycle or more; nothing was timed.
+Needs libtpu but no TPU. First table: for each number of rows that the grouped matmul multiplies at once in a tile of several groups
+(`tpu_tiles.ROW_CHUNKS`), and for a full block of 512 rows, the instruction bundles of one masked matmul: [rows, 2048]·[2048, 512]
+forward, [rows, 512]ᵀ·[rows, 1024] for the transpose. A bundle takes one cycle or more; nothing is timed.
 
-Then for each shape a multinomial load of the groups: rows multiplied over M, and bundles over those of M/512 whole
-blocks, for the pieces and for what was done before them (aligned chunks of 128 rows); `even` is for equal groups.
+Second table: for each shape, rows multiplied over M and bundles over those of M/512 full blocks, for a multinomial load of the
+groups and for equal groups.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from kernels_aot import CHIPS, ENVIRONMENT
+from tables import Table
 
 TILE = 512
 
 
-def compile_products(chip: str, kind: str, sizes: list[int]) -> None:
-    """Compile a kernel `piece_KIND_ROWS` for each size, in this process."""
+def compile_matmuls(chip: str, kind: str, sizes: list[int]) -> None:
+    """Compile a kernel `chunk_KIND_ROWS` for each size, in this process."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
@@ -43,13 +44,13 @@ def compile_products(chip: str, kind: str, sizes: list[int]) -> None:
 
     def kernel(size, where, left, right, out):
         first = pl.multiple_of(where[0] * tpu_tiles.pack(2), tpu_tiles.pack(2)) if size < TILE else 0
-        here = pl.ds(first, size)
-        mine = row_mask(first, size, where[1], where[2]) if size < TILE else None
+        rows = pl.ds(first, size)
+        mask = row_mask(first, size, where[1], where[2]) if size < TILE else None
         if kind == "forward":
-            value = dot(left[here], right[...], (1, 0)).astype(out.dtype)
-            out[here] = value if mine is None else jnp.where(mine, value, out[here])
+            value = dot(left[rows], right[...], (1, 0)).astype(out.dtype)
+            out[rows] = value if mask is None else jnp.where(mask, value, out[rows])
         else:
-            pair = [x[here] if mine is None else jnp.where(mine, x[here], 0) for x in (left, right)]
+            pair = [x[rows] if mask is None else jnp.where(mask, x[rows], 0) for x in (left, right)]
             out[...] += dot(*pair, (0, 0))
 
     rows, inner, width = tpu_tiles.BLOCK
@@ -68,29 +69,29 @@ def compile_products(chip: str, kind: str, sizes: list[int]) -> None:
             out_shape=result,
             in_specs=spaces,
             out_specs=pl.BlockSpec(memory_space=pltpu.VMEM),
-            name=f"piece_{kind}_{size}",
+            name=f"chunk_{kind}_{size}",
         )
         arguments = [struct((3,), jnp.int32), struct(left, jnp.bfloat16), struct(right, jnp.bfloat16)]
         jax.jit(call).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
 
 def bundles(chip: str, kind: str, sizes: list[int]) -> dict[int, int]:
-    """Scheduled bundles of each product, from a process of its own."""
+    """Number of rows → scheduled bundles of its matmul, compiled in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"}
         command = [sys.executable, __file__, "--one", chip, kind, json.dumps(sizes)]
         subprocess.run(command, env=os.environ | ENVIRONMENT | dump, check=True, capture_output=True, timeout=900)
-        found = {}
+        counts = {}
         for size in sizes:
             (path,) = (
-                p for p in Path(folder).glob(f"*piece_{kind}_{size}.*final_bundles.txt") if "schedule" not in p.name
+                p for p in Path(folder).glob(f"*chunk_{kind}_{size}.*final_bundles.txt") if "schedule" not in p.name
             )
-            found[size] = sum(line.lstrip().startswith("0x") for line in path.read_text().splitlines())
-    return found
+            counts[size] = sum(line.lstrip().startswith("0x") for line in path.read_text().splitlines())
+    return counts
 
 
-def walk(sizes: list[int], pieces: tuple[int, ...], cost: dict[int, int], aligned: bool) -> float:
-    """Cost of the products for groups of these sizes; `aligned`: whole chunks of 128 rows, as before the pieces."""
+def group_cost(sizes: list[int], chunks: tuple[int, ...], cost: dict[int, int]) -> float:
+    """Total cost of the matmuls for groups of these sizes, by the cost of a matmul of each number of rows."""
     total, start = 0.0, 0
     for size in sizes:
         end = start + size
@@ -99,11 +100,9 @@ def walk(sizes: list[int], pieces: tuple[int, ...], cost: dict[int, int], aligne
             length = high - low // 16 * 16
             if high - low == TILE:
                 total += cost[TILE]
-            elif aligned and high > low:
-                total += (-(-high // 128) - low // 128) * cost[128]
             elif high > low:
-                total += length // pieces[-1] * cost[pieces[-1]]
-                total += min((cost[p] for p in pieces if p >= length % pieces[-1] > 0), default=0)
+                total += length // chunks[-1] * cost[chunks[-1]]
+                total += min((cost[p] for p in chunks if p >= length % chunks[-1] > 0), default=0)
         start = end
     return total
 
@@ -114,7 +113,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=3, metavar=("CHIP", "KIND", "SIZES"))
     arguments = parser.parse_args()
     if arguments.one:
-        compile_products(arguments.one[0], arguments.one[1], json.loads(arguments.one[2]))
+        compile_matmuls(arguments.one[0], arguments.one[1], json.loads(arguments.one[2]))
         return
     from meshpar_kernels.grouped_matmul import schedule
     from meshpar_kernels.grouped_matmul.tpu_tiles import ROW_CHUNKS
@@ -122,25 +121,20 @@ def main() -> None:
 
     cost = {}
     sizes = [*ROW_CHUNKS, TILE]
-    print("bundles of one product     " + "".join(f"{size:>7}" for size in sizes), "rows")
+    table = Table("chip, matmul", *(f"{size} rows" for size in ROW_CHUNKS), f"{TILE}, unmasked")
     for chip in arguments.chips.split(","):
         for kind in ("forward", "transpose"):
             cost[chip, kind] = bundles(chip, kind, sizes)
-            print(f"{chip:<8}{kind:<19}" + "".join(f"{cost[chip, kind][size]:>7}" for size in sizes), flush=True)
-    print("\nloads: over M rows in whole blocks")
+            table.add_row(f"{chip} {kind}", *(str(cost[chip, kind][size]) for size in sizes))
+    table = Table("shape", "rows over M", "chip, matmul", "bundles", "equal groups", title="")
     for name, s in MATMULS.items():
         load = np.random.default_rng(0).multinomial(s.m, np.full(s.groups, 1 / s.groups)).tolist()
         even = [s.m // s.groups] * s.groups
         rows = schedule.executed_rows(load, s.m, TILE, ROW_CHUNKS, 16) / s.m
-        before = walk(load, ROW_CHUNKS, dict.fromkeys((*ROW_CHUNKS, TILE), 128) | {TILE: TILE}, aligned=True) / s.m
-        print(f"{name:<19}rows {rows:.3f} (before {before:.3f})")
         for (chip, kind), of in cost.items():
             ideal = s.m / TILE * of[TILE]
-            now, then, equal = (
-                walk(groups, ROW_CHUNKS, of, aligned) / ideal
-                for groups, aligned in ((load, False), (load, True), (even, False))
-            )
-            print(f"  {chip:<8}{kind:<10} bundles {now:.2f} (before {then:.2f}), even {equal:.2f}")
+            uneven, equal = (group_cost(groups, ROW_CHUNKS, of) / ideal for groups in (load, even))
+            table.add_row(name, f"{rows:.3f}", f"{chip} {kind}", f"{uneven:.2f}", f"{equal:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,24 @@
-"""What the real TPU compiler makes of the kernels, without a TPU: one table.
+"""The Pallas kernels compiled for TPUs, without a TPU: temporaries, FLOPs and schedules.
 
     python benchmarks/kernels_aot.py                          # every kernel, shape and chip
-    python benchmarks/kernels_aot.py --chips v5e --only g64   # a part of it
-    python benchmarks/kernels_aot.py --bundles                # and how the loops are scheduled
+    python benchmarks/kernels_aot.py --chips v5e --only g64   # one chip and shape
+    python benchmarks/kernels_aot.py --bundles                # and the schedule of the loops
 
-Needs libtpu (`pip install 'jax[tpu]'`) but no TPU: nothing runs, so nothing here is a measured
-time. Each compilation is a process of its own, since a bad shape may abort the compiler.
+Needs libtpu (`pip install 'jax[tpu]'`) but no TPU: nothing runs, so no column is a measured time. Each compilation is a process of
+its own, since a bad shape may abort the compiler.
 
-Columns: `temp` is what the program allocates beyond its inputs and outputs, in KiB. `FLOPs` is the
-compiler's count over 2·M·K·N; for a kernel that is what the kernel itself declares. `rows` is
-therefore worked out from the tiles: rows that go through the matrix unit over M, for equal groups
-and for a multinomial load. `ragged_dot` gives the same facts for XLA's own op. With `--bundles`:
-`matrix unit` is the cycles that the unit needs for the products of the large inner loop over the
-instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured:
-above 100 % either the unit is the limit or the assumption is too high. `permute` and `combine` are
-their kernel given the row indices, and with `by plan` also what computes these. `route` has its logits given, or made
-in the same program (`after its product`), which then holds them. `gathered` is the forward product of M/8 tokens' rows
-by `lhs_indices`. Attention is over 8 devices, gathered K/V over one mesh axis for each torus dimension. What a device
-sends in each kind of collective follows (on tpu7x, where that is not found out, the kinds that the text has); `hidden`
-says that what travels does so while attention is computed: that
-every start of a permute in a loop stands before the attention and its end after it.
+Columns. `temporaries`: KiB that the program allocates beyond its inputs and outputs. `FLOPs`: the compiler's count over 2·M·K·N;
+for a kernel, the count that the kernel declares. `rows`: rows that pass through the matrix unit over M, computed from the tiles,
+for equal groups and for a multinomial load. With `--bundles`, `matrix unit`: cycles of the unit for the matmuls of the main inner
+loop over the instruction bundles of that loop. The cycles are assumed (see `matrix_unit_share`), not measured: above 100 % either
+the unit is the limit or the assumption is too high. `sent`: bytes of a device for each kind of collective (on tpu7x the kinds
+only); `hidden` means that every permute of a loop starts before the attention and ends after it.
 
-Kernels that talk to other devices are compiled for 8 of them. With `--bundles` their `order` is what the schedule does one
-after the other: `send` starts remote copies, `matmul` is products, `wait` waits for copies (local ones too).
+Kernels. `ragged_dot` is XLA's op. `permute` and `combine` are given the row indices; `by plan` computes them too. `route` is
+given the logits, or computes them in the same program (`route with logits`). `gathered` is the forward matmul of M/8 tokens' rows
+selected by `lhs_indices`. Attention is over 8 devices, gathered K/V over one mesh axis for each torus dimension. Kernels that
+communicate are compiled for 8 devices. With `--bundles` their `order` lists the events of the schedule: `send` starts remote
+copies, `matmul` multiplies, `wait` blocks on copies, local ones included.
 """
 
 from __future__ import annotations
@@ -37,6 +33,7 @@ import tempfile
 from pathlib import Path
 
 from kernel_bundles import gather_bundles, matrix_unit_share, order_of
+from tables import Table
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 EIGHT = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
@@ -54,14 +51,14 @@ def cases() -> list[tuple[str, str]]:
     from meshpar_kernels.shapes import ATTENTION, FUSED, MATMULS
 
     matmul = ["forward", "d lhs", "d rhs"]
-    peer = ["ragged_dot", "ragged_dot d lhs", "ragged_dot d rhs"]
+    baselines = ["ragged_dot", "ragged_dot d lhs", "ragged_dot d rhs"]
     rows = [(kernel, shape) for shape in MATMULS for kernel in matmul]
     rows += [("swiglu", shape) for shape in MATMULS if shape.endswith("-up")]
     rows += [(kernel, shape) for shape in MATMULS for kernel in ("int8", "d lhs int8")]
     rows += [(f"gathered {how}", shape) for shape in MATMULS for how in ("fused", "first")]
-    rows += [(kernel, "g64") for kernel in peer]
+    rows += [(kernel, "g64") for kernel in baselines]
     models = ["mixtral-8x7b", "deepseek-v3"]
-    routing = ["route", "route after its product", "permute", "combine", "permute by plan", "combine by plan"]
+    routing = ["route", "route with logits", "permute", "combine", "permute by plan", "combine by plan"]
     rows += [(kernel, m) for m in models for kernel in routing]
     rows += [("all_gather_matmul" if s.gathers else "matmul_reduce_scatter", name) for name, s in FUSED.items()]
     rows += [
@@ -96,14 +93,14 @@ def build(kernel: str, shape: str):
             return jax.lax.ragged_dot(lhs, rhs, sizes)
 
         def back(function, which):
-            """The gradient alone: of a forward pass that is linear, and so not run."""
+            """The gradient of a linear function, which needs no forward pass."""
 
             def call(lhs, rhs, grad, sizes):
-                def product(x):
+                def matmul(x):
                     pair = (x, rhs) if which == 0 else (lhs, x)
                     return function(*pair, sizes)
 
-                return jax.vjp(product, (lhs, rhs)[which])[1](grad)[0]
+                return jax.vjp(matmul, (lhs, rhs)[which])[1](grad)[0]
 
             return call
 
@@ -122,7 +119,7 @@ def build(kernel: str, shape: str):
                 return grouped_matmul(lhs, rhs, sizes, lhs_indices=indices, gather=how, implementation="pallas")
 
             return gathered, [tokens, rhs, sizes, indices], s.flops
-        whole, scale = ((s.groups, s.k, s.n), jnp.int8), ((s.groups, s.k // 128, s.n), f32)
+        quantized_rhs, scale = ((s.groups, s.k, s.n), jnp.int8), ((s.groups, s.k // 128, s.n), f32)
 
         def quantized(lhs, rhs, scale, sizes):
             return grouped_matmul(lhs, rhs, sizes, rhs_scale=scale, implementation="pallas")
@@ -131,8 +128,8 @@ def build(kernel: str, shape: str):
             return jax.vjp(lambda lhs: quantized(lhs, rhs, scale, sizes), lhs)[1](grad)[0]
 
         functions = {
-            "int8": (quantized, [lhs, whole, scale, sizes]),
-            "d lhs int8": (quantized_back, [lhs, whole, scale, out, sizes]),
+            "int8": (quantized, [lhs, quantized_rhs, scale, sizes]),
+            "d lhs int8": (quantized_back, [lhs, quantized_rhs, scale, out, sizes]),
             "forward": (forward, [lhs, rhs, sizes]),
             "d lhs": (back(forward, 0), both),
             "d rhs": (back(forward, 1), both),
@@ -161,7 +158,7 @@ def build(kernel: str, shape: str):
     logits, bias = ((TOKENS, m.experts), f32), ((m.experts,), f32)
     if kernel == "route":
         return choose, [logits, bias], None
-    if kernel == "route after its product":
+    if kernel == "route with logits":
         x, router = ((TOKENS, 64), f32), ((64, m.experts), f32)
         return lambda x, router, bias: choose(x @ router, bias), [x, router, bias], None
     if kernel.endswith("by plan"):
@@ -186,7 +183,7 @@ def build(kernel: str, shape: str):
 
 
 def build_shared(kernel: str, shape: str):
-    """The function of one of 8 devices, "a", its arguments with the dims that are split, that of its result, and the FLOPs."""
+    """(function of one of 8 devices on axis "a", arguments with their sharded dims, sharded dim of the result, FLOPs)."""
     import jax.numpy as jnp
 
     from meshpar_kernels import collective_matmul, collectives
@@ -227,7 +224,7 @@ def build_shared(kernel: str, shape: str):
 
 
 def build_exchange(kernel: str, model: str):
-    """The rows of a model's tokens to their experts on 8 devices, "a": the function of one, and its arguments."""
+    """(function of one of 8 devices on axis "a", arguments) of the exchange of a model's tokens with their experts."""
     import jax.numpy as jnp
 
     from meshpar_kernels import expert_combine, expert_dispatch, ragged_all_to_all
@@ -235,7 +232,7 @@ def build_exchange(kernel: str, model: str):
 
     bf16, i32 = jnp.bfloat16, jnp.int32
     m = MODELS[model]
-    rows = TOKENS * m.k // 8  # a device has an eighth of the tokens, and room for twice its even share of rows
+    rows = TOKENS * m.k // 8  # buffers have room for twice the balanced load
     if kernel == "ragged_all_to_all":
         numbers = [((64,), i32, 0)] * 4
 
@@ -254,13 +251,13 @@ def build_exchange(kernel: str, model: str):
 
 
 def shared_kernels() -> set[str]:
-    """The kernels that talk to other devices."""
+    """The kernels that communicate with other devices."""
     fused = {"all_gather_matmul", "matmul_reduce_scatter", "all_gather", "reduce_scatter", "all_reduce_small"}
     return fused | {"ragged_all_to_all", "dispatch, combine", "dispatch, combine, padded"}
 
 
 def compile_shared(kernel: str, shape: str, chip: str) -> dict:
-    """Compile a kernel that talks to other devices for groups of 8, in this process; `chip` may be a slice ("v5e:16x16")."""
+    """Compile a communicating kernel for groups of 8 devices, in this process; `chip` may be a slice ("v5e:16x16")."""
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -369,7 +366,7 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
 def hidden_permutes(text: str) -> list[bool]:
     """For every computation of a scheduled program with permutes and attention: does attention run while they do?
 
-    Attention is a conditional (a block that may be masked whole) or a loop.
+    Attention is a conditional (a block that may be fully masked) or a loop.
     """
     found = []
     for body in re.split(r"\n}\n", text):
@@ -421,7 +418,7 @@ def executed(shape: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chips", default=",".join(CHIPS))
-    parser.add_argument("--only", default="", help="part of a kernel's or shape's name")
+    parser.add_argument("--only", default="", help="text that the name of the kernel or the shape contains")
     parser.add_argument("--bundles", action="store_true")
     parser.add_argument("--one", nargs=3, metavar=("KERNEL", "SHAPE", "CHIP"))
     arguments = parser.parse_args()
@@ -431,36 +428,27 @@ def main() -> None:
         return
     from meshpar_kernels.shapes import MATMULS
 
-    print(f"{'kernel':<22}{'shape':<19}{'chip':<7}{'temp KiB':>10}{'FLOPs':>7}{'rows':>14}", end="")
-    print("   matrix unit in the large loop" if arguments.bundles else "")
+    schedule = ("matrix unit in the main loop", "bundles a row", "order") if arguments.bundles else ()
+    table = Table("kernel", "shape", "chip", "temporaries, KiB", "FLOPs", "rows", "sent", *schedule)
     for kernel, shape in cases():
         if arguments.only not in f"{kernel} {shape}":
             continue
         for chip in arguments.chips.split(","):
             facts = run_one(kernel, shape, chip, arguments.bundles)
-            line = f"{kernel:<22}{shape:<19}{chip:<7}"
             if "error" in facts:
-                print(line, facts["error"], flush=True)
+                table.add_row(kernel, shape, chip, facts["error"])
                 continue
             flops = "" if facts["flops"] is None else f"{facts['flops']:.2f}"
             rows = executed(shape) if shape in MATMULS and "ragged" not in kernel else ""
-            line += f"{facts['temp'] / 1024:>10.0f}{flops:>7}{rows:>14}"
-            if facts.get("ops"):
-                line += (
-                    "   "
-                    + ", ".join(f"{op} {facts['sent'][op] / 1e9:.2f} GB" for op in facts["ops"])
-                    + ("; hidden" if all(facts["hidden"]) and facts["hidden"] else "")
-                )
+            sent = ", ".join(f"{op} {facts['sent'][op] / 1e9:.2f} GB" for op in facts.get("ops", []))
+            sent += "; hidden" if facts.get("hidden") and all(facts["hidden"]) else ""
+            loops = []
             for loop in facts.get("loops", []):
-                share = "?" if loop["share"] is None else f"{loop['share']:.0%}"
-                line += f"   {share} ({loop['products']} products, {loop['bundles']} bundles)"
-            if facts.get("gather"):
-                line += "   bundles a row: " + ", ".join(
-                    f"{name} {value:.1f}" for name, value in facts["gather"].items()
-                )
-            if "order" in facts:
-                line += f"   order: {', '.join(facts['order'])}"
-            print(line, flush=True)
+                share = "unknown" if loop["share"] is None else f"{loop['share']:.0%}"
+                loops.append(f"{share} ({loop['matmuls']} matmuls, {loop['bundles']} bundles)")
+            gather = ", ".join(f"{name} {value:.1f}" for name, value in (facts.get("gather") or {}).items())
+            cells = [kernel, shape, chip, f"{facts['temp'] / 1024:.0f}", flops, rows, sent]
+            table.add_row(*cells, *([", ".join(loops), gather, ", ".join(facts.get("order", []))] if schedule else []))
 
 
 if __name__ == "__main__":

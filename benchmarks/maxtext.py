@@ -1,29 +1,28 @@
-"""Our Llama and Mixtral beside MaxText's: peak memory and wire bytes of the final TPU program, compiled ahead of time.
+"""Llama and Mixtral of examples/ compared with MaxText's: peak memory, bytes sent and step time of compiled TPU programs.
 
     pip install -e . "jax[tpu]"
     python benchmarks/maxtext.py [--row 1] [--effort full] [--overlap xla]
-    python benchmarks/maxtext.py --schedule [--rows 1-3]       # whole steps, by the compiler's final schedule
+    python benchmarks/maxtext.py --schedule [--rows 1-3]       # step times by the compiler's final schedule
 
-MaxText's figures are of its own ``train_compile`` (e591f30, 2026-08-22; jax 0.10.2, libtpu 0.0.42.1): float32 weights and
-moments, bfloat16 compute, AdamW, full remat, splash attention, donated state; the same sizes, slices, meshes and batches here.
-Bytes are per step and device, decimal; where it has several variants of a row, the one that sends least is taken.
+MaxText's numbers are from its own ``train_compile`` (e591f30, 2026-08-22; jax 0.10.2, libtpu 0.0.42.1): float32 weights and
+moments, bfloat16 compute, AdamW, full remat, splash attention, donated state. Sizes, slices, meshes and batches are equal. Bytes
+are decimal, per step and device; of several variants of a row the table has the one that sends the fewest bytes.
 
-Rows called "kept" have a second policy: where it fits, a layer recomputes computation but not communication, so that what was
-gathered or summed for its blocks is held (``remat="keep_collectives"``), else it keeps what its products gave and the sum after its
-attention; MaxText's figures beside them are those at full remat. Row 10 is read right after partitioning, on both sides: in the
-final text the gathers of two slices stand as all-reduces of padded arrays.
+Rows named "saved" have a second policy: where it fits, layers save the results of collectives instead of recomputing them
+(``remat="keep_collectives"``), otherwise the results of matmuls and of the reduction after attention; MaxText's numbers in them are
+those at full remat. Row 10 is read right after partitioning on both sides: in the final program the all-gathers over two slices are
+all-reduces of padded arrays.
 
-The plan may send gradients as whole sums, for twice the bytes, where that is shorter (rows 1, 5 and 9): the aims for bytes are for
-``--overlap xla``, which sends least.
+A plan may replace reduce-scatters of gradients by all-reduces, for twice the bytes, where that takes less time (rows 1, 5 and 9):
+the limits of bytes are for ``--overlap xla``, which sends the fewest.
 
-``--schedule`` has seconds of a step of rows 1 to 9: what computes, by libtpu's own cycles, and communication beside which
-nothing does (:mod:`meshpar.verify.exposed`), read off MaxText's final programs by the same reader. MaxText's are :data:`SCHEDULES`,
-ours are compiled now, with the options that a plan comes with and the form of rotary embeddings whose plan is shorter: at full
-remat, and "best that fits", with the policy of ``llama.REMAT``, of the batch whole and in two or four parts side by side, whose
-plan is shortest among those that take at most :data:`MARGIN` of the memory. Splash attention has no cycles in either. Nothing
-was run.
-Ours at full remat stands beside its best at full remat; "best that fits", beside the best of all its policies that fit.
-"of its" is our peak beside the lowest of its programs at the policy of that best one.
+``--schedule`` prints step times of rows 1 to 9: computation by libtpu's cycles, plus communication that no kernel overlaps
+(:mod:`meshpar.verify.exposed`). MaxText's final programs were read by the same function (:data:`SCHEDULES`); ours are compiled
+with the compiler options of the plan and the form of rotary embeddings whose plan is faster. "meshpar" is at full remat. "Best
+that fits" has the policy of ``llama.REMAT``, and one, two or four interleaved microbatches, whose plan is fastest among those
+that need at most :data:`MEMORY_FRACTION` of the memory. Splash attention has no cycles in either. Nothing is run. "To MaxText's
+best": at full remat, the ratio to its best program at full remat; otherwise to the best of all its policies that fit. "To
+MaxText's": the ratio of our peak to the lowest peak of its programs with the policy of that best program.
 """
 
 import argparse
@@ -36,29 +35,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 import meshpar as mp
 from meshpar.hardware.topology import parse_topology
 from meshpar.passes.collective_matmul import MODES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from tables import Table
+
 import llama
 import mixtral
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of MaxText's, and the layout that does the same here.
+    """A model on a slice: MaxText's numbers, and the layout that shards it like MaxText.
 
     Attributes:
-      peak, sent: MaxText's, in GB; None where it does not compile.
-      aim: for our bytes, as a share of its.
-      remat: what a layer keeps, of ``llama.REMAT``.
-      loss: of ``llama.Head``: in chunks of the vocabulary, or of the tokens where a layout splits the vocabulary.
-      partitioned: whether bytes are read right after partitioning, and not in the final program.
-      interleave: parts of the batch that go through a layer side by side.
+      peak, sent: MaxText's, in GB; None if it does not compile.
+      limit: of our bytes, relative to MaxText's.
+      remat: checkpoint policy, of ``llama.REMAT``.
+      loss: of ``llama.Head``: in chunks of the vocabulary, or of the tokens where the layout shards the vocabulary.
+      partitioned: whether bytes are read right after partitioning instead of from the final program.
+      interleave: number of interleaved microbatches.
       rotary: of ``llama.rotate``.
     """
 
@@ -71,7 +70,7 @@ class Row:
     seq: int
     peak: float | None
     sent: float | None
-    aim: float | None
+    limit: float | None
     remat: str = "full"
     loss: str = "vocab"
     partitioned: bool = False
@@ -79,41 +78,42 @@ class Row:
     rotary: str = "halves"
 
 
-# Every op takes the split that moves least: the embedding is looked up where it lies, and not gathered.
+# "cost": the lookup in the embedding is partitioned, instead of gathering the embedding.
 FSDP = mp.Layout(llama.FSDP, resolve="cost")
 EXPERTS = mp.Layout(mixtral.FSDP_ALL_EXPERT, resolve="cost")
+SEQUENCE = llama.FSDP_TENSOR_SEQUENCE
 SLICES = mp.Layout("batch: slice+data; embed: data", resolve="cost")
-SPLIT = ("full", "tokens")  # the vocabulary is split, so that a device has more tokens than words
-KEPT = ("keep_collectives", "tokens")
-FITS = ("minimal_with_context", "tokens")  # where what was gathered for blocks does not
-MARGIN = 0.9
-"""The part of a chip's memory that the plan of "best that fits" may take."""
+SPLIT = ("full", "tokens")  # the vocabulary is sharded
+SAVED = ("keep_collectives", "tokens")
+MATMULS = ("minimal_with_context", "tokens")  # where the results of collectives do not fit
+MEMORY_FRACTION = 0.9
+"""Fraction of a chip's memory that the plan of "best that fits" may need."""
 ROWS = (
     Row("1", "llama3_8b", "v5p:4x4x8", "data=128", FSDP, 256, 2048, 4.375, 58.595, 0.8),
-    Row("2", "llama3_8b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 256, 2048, 4.473, 89.276, 1.0, *SPLIT),
+    Row("2", "llama3_8b", "v5p:4x4x8", "data=16, model=8", SEQUENCE, 256, 2048, 4.473, 89.276, 1.0, *SPLIT),
     Row("3", "llama3_8b", "v5e:16x16", "data=256", FSDP, 512, 2048, 4.684, 59.902, 0.8),
-    Row("4, 4a", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 2048, 4.203, 90.311, 1.0, *SPLIT),
+    Row("4, 4a", "llama3_8b", "v5e:16x16", "data=32, model=8", SEQUENCE, 512, 2048, 4.203, 90.311, 1.0, *SPLIT),
     Row("5", "llama3_70b", "v5p:4x4x8", "data=128", FSDP, 128, 4096, 19.648, 549.725, 0.8),
-    Row("6", "llama3_70b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 128, 4096, 20.592, 465.219, 1.0, *SPLIT),
+    Row("6", "llama3_70b", "v5p:4x4x8", "data=16, model=8", SEQUENCE, 128, 4096, 20.592, 465.219, 1.0, *SPLIT),
     Row("7", "mixtral_8x7b", "v5p:4x4x8", "data=16, model=8", EXPERTS, 128, 2048, 9.625, 58.536, None),
     Row("8, 8a", "mixtral_8x7b", "v5e:16x16", "data=32, model=8", EXPERTS, 256, 2048, None, None, None),
     Row("9", "llama3_8b", "v6e:16x16", "data=256", FSDP, 512, 2048, 3.771, 58.828, 0.8),
-    Row("10", "llama3_8b", "2x v5p:4x4x8", "slice=2, data=128", SLICES, 512, 2048, 6.094, 71.969, 0.8, "full", "vocab", True),
-    Row("2, kept", "llama3_8b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 256, 2048, None, 89.276, 0.8, *KEPT),
-    Row("4a, kept", "llama3_8b", "v5e:16x16", "data=32, model=8", llama.FSDP_TENSOR_SEQUENCE, 512, 2048, None, 90.311, 0.8, *FITS),
-    Row("6, kept", "llama3_70b", "v5p:4x4x8", "data=16, model=8", llama.FSDP_TENSOR_SEQUENCE, 128, 4096, None, 465.219, 0.8, *FITS),
+    Row("10", "llama3_8b", "2x v5p:4x4x8", "slice=2, data=128", SLICES, 512, 2048, 6.094, 71.969, 0.8, partitioned=True),
+    Row("2, saved", "llama3_8b", "v5p:4x4x8", "data=16, model=8", SEQUENCE, 256, 2048, None, 89.276, 0.8, *SAVED),
+    Row("4a, saved", "llama3_8b", "v5e:16x16", "data=32, model=8", SEQUENCE, 512, 2048, None, 90.311, 0.8, *MATMULS),
+    Row("6, saved", "llama3_70b", "v5p:4x4x8", "data=16, model=8", SEQUENCE, 128, 4096, None, 465.219, 0.8, *MATMULS),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A compiled program of MaxText's, as the reader of final programs has it.
+    """Step time, bytes and memory of a compiled program of MaxText's.
 
     Attributes:
-      options: of its compiler.
-      compute, exposed: seconds of a step; None: nobody read it.
-      sent, peak: GB; None: not known.
-      remat: what a layer keeps, its ``remat_policy``.
+      options: the variant of its compiler options.
+      compute, exposed: seconds of a step; None if the schedule was not read.
+      sent, peak: GB; None if unknown.
+      remat: its ``remat_policy``.
     """
 
     options: str
@@ -124,22 +124,23 @@ class Schedule:
     remat: str = "full"
 
     @property
-    def whole(self) -> float | None:
+    def step(self) -> float | None:
+        """Seconds of a step."""
         return None if self.compute is None or self.exposed is None else self.compute + self.exposed
 
     def fits(self, capacity: float) -> bool:
-        """Whether it compiles, and into so many bytes."""
+        """Whether it compiles and its peak is at most ``capacity`` bytes."""
         return self.peak is not None and self.peak * 1e9 <= capacity
 
 
-ASYNC = "tuned: asynchronous gathers"
+ASYNC = "tuned: asynchronous all-gathers"
 """xla_tpu_enable_async_collective_fusion, …_fuse_all_gather, …_multiple_steps, xla_tpu_overlap_compute_collective_tc,
 xla_enable_async_all_gather."""
-OFFLOAD = "tuned: and sums on the SparseCores"
-"""With these xla_tpu_enable_sparse_core_collective_offload_reduce_scatter, …_offload_all_reduce,
+OFFLOAD = "tuned: SparseCore reductions"
+"""The options of :data:`ASYNC`, and xla_tpu_enable_sparse_core_collective_offload_reduce_scatter, …_offload_all_reduce,
 xla_tpu_enable_sparse_core_reduce_scatter_v2, xla_tpu_use_tc_device_shape_on_sc."""
 WINDOWS = "tuned: no windowed einsums"
-"""xla_jf_spmd_threshold_for_windowed_einsum_mib beyond every array."""
+"""xla_jf_spmd_threshold_for_windowed_einsum_mib above the size of every array."""
 ALL = f"{OFFLOAD}, no windowed einsums"
 SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "1": (
@@ -153,7 +154,7 @@ SCHEDULES: dict[str, tuple[Schedule, ...]] = {
         Schedule(ALL, 0.629, 0.411, 81.5, 15.20, "minimal"),
     ),
     "3": (
-        Schedule("default; tuned is the same", 1.703, 0.234, 59.9, 4.68),
+        Schedule("default; tuned is the same program", 1.703, 0.234, 59.9, 4.68),
         Schedule("default", 1.408, 0.241, 59.9, 14.90, "minimal"),
     ),
     "4": (
@@ -172,79 +173,84 @@ SCHEDULES: dict[str, tuple[Schedule, ...]] = {
         Schedule(OFFLOAD, 0.473, 0.047, 58.8, 14.87, "minimal"),
     ),
 }  # fmt: skip
-"""MaxText e591f30 (``train_compile``), jax 0.10.2, libtpu 0.0.42.1, read on 2026-11-22 and 2026-11-23 (``RESULTS.md`` says how, and
-what is not the same as here); of the other programs memory and bytes alone are known (:data:`ROWS`)."""
+"""MaxText e591f30 (``train_compile``), jax 0.10.2, libtpu 0.0.42.1, read on 2026-11-22 and 2026-11-23. Arguments:
+``model_name=``, ``compile_topology=v5p-256``, ``v5e-256`` or ``v6e-256``, ``per_device_batch_size=2 max_target_length=2048``
+(70B: 1, 4096), on rows 2, 4a and 6 ``ici_fsdp_parallelism=16 ici_tensor_parallelism=8`` (4a: 32, 8 and
+``allow_split_physical_axes=true``), ``remat_policy=`` as given, ``compile_xla_flags=`` with the flags above. Differences from our
+step: its loss computes all logits at once in float32 with one-hot targets, ours is chunked; its batch has segments and positions,
+which mask the attention; its learning
+rate is a schedule; it returns norms of weights and gradients. Of other programs only memory and bytes are known (:data:`ROWS`)."""
 
 
-def peers(row: Row) -> tuple[Schedule, ...]:
-    """What a row of ours is set beside: at full remat MaxText's at full remat, otherwise those of every policy."""
+def baselines(row: Row) -> tuple[Schedule, ...]:
+    """MaxText's programs to compare a row with: at full remat its programs at full remat, otherwise all."""
     number = row.name.split(",")[0].rstrip("a")
-    known = SCHEDULES.get(number) or (Schedule("the variant that sends least", None, None, row.sent, row.peak),)
+    known = SCHEDULES.get(number) or (
+        Schedule("the variant that sends the fewest bytes", None, None, row.sent, row.peak),
+    )
     return tuple(s for s in known if row.remat != "full" or s.remat == "full")
 
 
 def best_of(theirs: Sequence[Schedule], capacity: float) -> Schedule | None:
-    """The shortest step of those that fit the chip; None where no schedule was read."""
-    return min((s for s in theirs if s.whole and s.fits(capacity)), key=lambda s: s.whole or 0.0, default=None)
+    """The program with the shortest step among those that fit ``capacity`` bytes; None if no schedule was read."""
+    return min((s for s in theirs if s.step and s.fits(capacity)), key=lambda s: s.step or 0.0, default=None)
 
 
-def schedules(rows: list[Row], effort: Any, overlap: Any, console: Console) -> None:
-    """A line for every program of a row: MaxText's, then ours."""
+def schedules(rows: list[Row], effort: Any, overlap: Any) -> None:
+    """Print a table with the programs of each row: MaxText's, then ours."""
     heads = (
         "row",
         "program",
-        "whole s",
-        "compute s",
-        "exposed s",
-        "of its best",
-        "sent GB",
-        "peak GB",
-        "of its",
-        "fits",
+        "step, s",
+        "compute, s",
+        "exposed, s",
+        "to MaxText's best",
+        "sent, GB",
+        "peak, GB",
+        "to MaxText's",
     )
-    table = Table(*heads, title=f"whole steps by the final schedule; {effort} effort, jax {jax.__version__}")
+    table = Table(*heads, title=f"{effort} effort, jax {jax.__version__}")
 
-    def show(*cells: str) -> None:
-        table.add_row(*cells)
-        console.print(" | ".join(cells))
-
-    def figure(value: float | None, digits: int = 3) -> str:
+    def number(value: float | None, digits: int = 3) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 
     for row in rows:
         capacity = parse_topology(row.topology).chip.per_device().hbm
-        row = turning(row, overlap)
-        fitting = best_that_fits(row, MARGIN * capacity, overlap)
-        best = f"{fitting.remat}, in {fitting.interleave} parts" if fitting.interleave > 1 else fitting.remat
-        rotary = "" if row.rotary == "halves" else f"; rotary by a {row.rotary}"
+        row = with_faster_rotary(row, overlap)
+        fitting = best_that_fits(row, MEMORY_FRACTION * capacity, overlap)
+        best = (
+            f"{fitting.remat}, {fitting.interleave} microbatches interleaved"
+            if fitting.interleave > 1
+            else fitting.remat
+        )
+        rotary = "" if row.rotary == "halves" else f"; RoPE as a {row.rotary}"
         ours = {f"meshpar{rotary}": row, f"meshpar, best that fits: {best}{rotary}": fitting}
-        theirs = peers(fitting)
+        theirs = baselines(fitting)
         for s in theirs:
             program = f"MaxText, {s.options}" + ("" if s.remat == "full" else f"; {s.remat}")
-            fits = "does not compile" if s.peak is None else "yes" if s.fits(capacity) else "no"
-            show(row.name, program, figure(s.whole), figure(s.compute), figure(s.exposed), "",
-                 figure(s.sent, 1), figure(s.peak, 2), "", fits)  # fmt: skip
-        for name, mine in ours.items():
+            fits = "; does not compile" if s.peak is None else "" if s.fits(capacity) else "; does not fit"
+            table.add_row(row.name, program + fits, number(s.step), number(s.compute), number(s.exposed), "",
+                 number(s.sent, 1), number(s.peak, 2))  # fmt: skip
+        for name, own in ours.items():
             try:
-                c = compiled(mine, effort, overlap)
-            except mp.MeshparError as e:  # the table goes on
-                show(row.name, name, str(e).splitlines()[0][:60], "", "", "", "", "", "", "no")
+                c = compiled(own, effort, overlap)
+            except mp.MeshparError as e:  # a failed compilation is a row
+                table.add_row(row.name, f"{name}: {str(e).splitlines()[0][:60]}")
                 continue
-            found = c.exposed
-            assert found is not None
-            best = best_of(peers(mine), capacity)
+            final = c.exposed
+            assert final is not None
+            best = best_of(baselines(own), capacity)
             remat = best.remat if best else "full"
             peak = min((s.peak for s in theirs if s.remat == remat and s.peak is not None), default=None)
-            show(
-                row.name, name, figure(found.schedule), figure(found.compute), figure(found.seconds),
-                "" if best is None or not best.whole else f"{found.schedule / best.whole:.2f}", figure(c.bytes_sent / 1e9, 1),
-                figure(c.memory.peak / 1e9, 2), "" if peak is None else f"{c.memory.peak / 1e9 / peak:.2f}", "yes",
+            table.add_row(
+                row.name, name, number(final.schedule), number(final.compute), number(final.seconds),
+                "" if best is None or not best.step else f"{final.schedule / best.step:.2f}", number(c.bytes_sent / 1e9, 1),
+                number(c.memory.peak / 1e9, 2), "" if peak is None else f"{c.memory.peak / 1e9 / peak:.2f}",
             )  # fmt: skip
-    console.print(table)
 
 
 def numbered(text: str | None) -> list[Row]:
-    """The rows of ``--rows``: ``"1-3"``, ``"1,4"``; None: 1 to 9."""
+    """The rows of the numbers in ``"1-3"`` or ``"1,4"``; None means 1 to 9."""
     wanted: set[int] = set()
     for part in (text or "1-9").split(","):
         first, _, last = part.partition("-")
@@ -253,7 +259,7 @@ def numbered(text: str | None) -> list[Row]:
 
 
 def arguments(row: Row, overlap: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(step, its arguments, what plan and compiler are told) of a row."""
+    """(step, its arguments, keyword arguments of mp.plan and mp.compile) of a row."""
     module = mixtral if row.model.startswith("mixtral") else llama
     how = {"remat": row.remat, "loss": row.loss, "interleave": row.interleave, "rotary": row.rotary}
     step, args, dims = getattr(module, row.model)(row.batch, row.seq, **how)
@@ -263,20 +269,20 @@ def arguments(row: Row, overlap: Any) -> tuple[Any, tuple[Any, ...], dict[str, A
 
 
 def best_that_fits(row: Row, memory: float, overlap: Any) -> Row:
-    """The row with the policy and the parts side by side whose plan is shortest of those that take at most ``memory`` bytes; as
-    it is if none does."""
-    found = []
+    """The row with the policy and number of interleaved microbatches whose plan is fastest among those that need at most ``memory``
+    bytes; the row unchanged if none does."""
+    fitting = []
     for remat, interleave in itertools.product(llama.REMAT, (1,) if row.model.startswith("mixtral") else (1, 2, 4)):
         each = replace(row, remat=remat, interleave=interleave)
         step, args, how = arguments(each, overlap)
         plan = mp.plan(step, *args, **how)
         if plan.memory.peak <= memory:
-            found.append((plan.seconds or math.inf, interleave, remat, each))
-    return min(found, key=lambda each: each[:3])[3] if found else row
+            fitting.append((plan.seconds or math.inf, interleave, remat, each))
+    return min(fitting, key=lambda each: each[:3])[3] if fitting else row
 
 
-def turning(row: Row, overlap: Any) -> Row:
-    """The row with the form of rotary embeddings whose plan is shorter."""
+def with_faster_rotary(row: Row, overlap: Any) -> Row:
+    """The row with the form of rotary embeddings whose plan is faster."""
 
     def seconds(each: Row) -> float:
         step, args, how = arguments(each, overlap)
@@ -292,32 +298,29 @@ def compiled(row: Row, effort: Any, overlap: Any) -> mp.types.Compiled:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", action="append", help='only this row, "2" or "2, kept"; may be given again')
+    parser.add_argument("--row", action="append", help='only this row, "2" or "2, saved"; may be repeated')
     parser.add_argument("--effort", default="full", choices=("full", "fast"))
-    parser.add_argument("--overlap", choices=MODES, help="how collectives are made beside products (auto)")
-    parser.add_argument("--schedule", action="store_true", help="seconds of whole steps, by the final schedule")
+    parser.add_argument("--overlap", choices=MODES, help="how collectives overlap with matmuls (auto)")
+    parser.add_argument("--schedule", action="store_true", help="step times by the final schedule")
     parser.add_argument("--rows", help='with --schedule: "1-3", "1,4" (1-9)')
     args = parser.parse_args()
     if args.schedule:
-        schedules(numbered(args.rows), args.effort, args.overlap, Console(width=180, highlight=False))
+        schedules(numbered(args.rows), args.effort, args.overlap)
         return
-    table = Table(title=f"beside MaxText; {args.effort} effort, jax {jax.__version__}; GB are decimal")
-    for head in (
+    heads = (
         "row",
         "model",
-        "topology",
+        "slice",
         "mesh",
-        "peak",
-        "MaxText",
+        "peak, GB",
+        "MaxText's",
         "ratio",
-        "sent",
-        "MaxText",
+        "sent, GB",
+        "MaxText's",
         "ratio",
-        "aim",
-        "compile",
-    ):
-        table.add_column(head, justify="left" if head in ("row", "model", "topology", "mesh") else "right")
-    console = Console(width=160)
+        "limit",
+    )
+    table = Table(*heads, title=f"{args.effort} effort, jax {jax.__version__}")
     for row in ROWS:
         names = {row.name} if row.remat != "full" else {row.name, *row.name.split(", ")}
         if args.row and not set(args.row) & names:
@@ -325,7 +328,7 @@ def main() -> None:
         about = [row.name, row.model, row.topology, row.mesh]
         try:
             c = compiled(row, args.effort, args.overlap)
-        except mp.MeshparError as e:  # the table goes on
+        except mp.MeshparError as e:  # a failed compilation is a row
             cells = [*about, str(e).splitlines()[0][:40]]
         else:
             peak, sent = c.memory.peak / 1e9, c.bytes_sent / 1e9
@@ -333,15 +336,13 @@ def main() -> None:
                 sent = sum(x.total_bytes for x in c.collectives) / 1e9
             cells = [
                 *about,
-                f"{peak:.2f} GB",
-                f"{row.peak or ('' if row.sent else 'fails')}",
+                f"{peak:.2f}",
+                f"{row.peak or ('' if row.sent else 'does not compile')}",
                 f"{peak / row.peak:.2f}" if row.peak else "",
             ]
-            cells += [f"{sent:.1f} GB", f"{row.sent or 'fails'}", f"{sent / row.sent:.2f}" if row.sent else ""]
-            cells += [f"≤ {row.aim}" if row.aim else "", f"{c.compile_seconds:.0f} s"]
+            cells += [f"{sent:.1f}", f"{row.sent or 'does not compile'}", f"{sent / row.sent:.2f}" if row.sent else ""]
+            cells += [f"≤ {row.limit}" if row.limit else ""]
         table.add_row(*cells)
-        console.print(" | ".join(cells))
-    console.print(table)
 
 
 if __name__ == "__main__":

@@ -51,10 +51,10 @@ class Case:
     """A kernel at a shape.
 
     Attributes:
-      arguments: shapes and dtypes, in all devices together; what each device holds does not depend on their number.
-      into, out: how they, and the result, are split.
-      local: implementation → what one device calls.
-      others: the implementations to compare with, the one that says what is right first.
+      arguments: shapes and dtypes, in all devices together; the size of a shard does not depend on their number.
+      into, out: PartitionSpecs of the arguments and of the result.
+      local: implementation → the function of one device.
+      others: the implementations to compare with, the reference first.
       want: the arguments in float64 → the result.
       flops, bytes: operations that a device makes, or None; bytes that it sends.
     """
@@ -70,7 +70,7 @@ class Case:
 
 
 def fused(gathers: bool, rows: int, k: int, n: int, devices: int, **options: Any) -> Case:
-    """A product whose sums travel as bfloat16, unless said otherwise."""
+    """A collective matmul; partial sums are sent as bfloat16 by default."""
     split, columns = P("a", None), P(None, "a")
     flops, sent = 2 * devices * rows * k * n, (devices - 1) * rows * (k if gathers else n) * 2
     if gathers:
@@ -105,7 +105,7 @@ def small(nbytes: int, devices: int, dtype: Any = F32) -> Case:
 
 
 def exchange(sizes: np.ndarray, width: int, dtype: Any = BF16) -> Case:
-    """Runs of `sizes[from, to]` rows, one after the other at the sender and at the receiver; what nothing comes to is zero."""
+    """An exchange of `sizes[from, to]` rows, contiguous at the sender and at the receiver; rows that receive nothing are zero."""
     devices = len(sizes)
     start, target = np.cumsum(sizes, 1) - sizes, np.cumsum(sizes, 0) - sizes
     sends, receives = sizes.sum(1).max(), sizes.sum(0).max()
@@ -184,7 +184,7 @@ def value_cases() -> Iterator[tuple[str, Callable[[], float]]]:
             case = fused(gathers, 200, 136, 264, devices)
             yield f"{kernel}, gradients", functools.partial(gradients, case, devices)
         case = fused(False, 100, 200, 264, devices, comm_dtype=F32)
-        yield f"matmul-rs, {devices} GPUs, float32 sums", functools.partial(value, case, devices)
+        yield f"matmul-rs, {devices} GPUs, float32 accumulation", functools.partial(value, case, devices)
         for dtype in (F32, BF16):
             case = small(300_000, devices, dtype)
             yield f"allreduce, {devices} GPUs, {jnp.dtype(dtype)}", functools.partial(value, case, devices)
@@ -193,7 +193,7 @@ def value_cases() -> Iterator[tuple[str, Callable[[], float]]]:
 
 
 def value(case: Case, devices: int) -> float:
-    """Of ten calls in a row, the worst: a race need not show in the first."""
+    """Largest error of ten calls: a race may not show in the first."""
     mesh = mesh_of(jax.devices()[:devices])
     arguments = draw(case, mesh)
     wide = [np.asarray(x, np.float64) for x in arguments]
@@ -203,12 +203,12 @@ def value(case: Case, devices: int) -> float:
 
 
 def gradients(case: Case, devices: int) -> float:
-    """Of x and w, the worse."""
+    """Largest error of the gradients of x and w."""
     mesh = mesh_of(jax.devices()[:devices])
     x, w = draw(case, mesh)
-    product = on(mesh, case, case.local("pallas"))
+    matmul = on(mesh, case, case.local("pallas"))
     read = jnp.asarray(RNG.normal(size=(x.shape[0], w.shape[1])), BF16)
-    got = jax.jit(jax.grad(lambda x, w: (product(x, w) * read).astype(F32).sum(), (0, 1)))(x, w)
+    got = jax.jit(jax.grad(lambda x, w: (matmul(x, w) * read).astype(F32).sum(), (0, 1)))(x, w)
     g = np.asarray(read, np.float64)
     want = g @ np.asarray(w, np.float64).T, np.asarray(x, np.float64).T @ g
     return max(error(a, b) for a, b in zip(got, want, strict=True))

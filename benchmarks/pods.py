@@ -1,8 +1,8 @@
-"""What several processes cost, and whether they survive: saves, agreement, the watch, plans and compiles for 4,096 chips, kills.
+"""Costs of several processes, and recovery: saves, agreement, the watchdog, plans and compilation for 4,096 chips, kills.
 
     python benchmarks/pods.py [--kills 6] [--only save,agree,watch,plan,compile,kill]
 
-``compile`` needs libtpu (`pip install "jax[tpu]"`), not a TPU, and is left out with a word where there is none. CPU seconds are of
+``compile`` needs libtpu (`pip install "jax[tpu]"`), but no TPU; without it the row says so. CPU seconds are of
 all threads of a process. Everything runs on virtual CPU devices, groups of processes over Gloo.
 """
 
@@ -21,6 +21,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from tables import Table
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -88,7 +90,7 @@ for round in range(3):
 
 
 def watch() -> Iterator[Row]:
-    """CPU of a process that sleeps, watched and not."""
+    """CPU time of processes that sleep under the watchdog."""
     script = """
 import sys, time
 import meshpar as mp
@@ -102,7 +104,7 @@ time.sleep(20)
 print("took", (time.process_time() - began) / 20, flush=True)
 """
     first, other = (float(re.findall(r"took (\S+)", t)[0]) for t in _logs_of(script, 2))
-    yield "the watch, of a core: process 0, another", f"{100 * first:.2f} %, {100 * other:.2f} %", ""
+    yield "watchdog, share of a core: process 0, another", f"{100 * first:.2f} %, {100 * other:.2f} %", ""
 
 
 def plan() -> Iterator[Row]:
@@ -121,9 +123,9 @@ print("took", time.process_time() - began)
 
 
 def compile_large() -> Iterator[Row]:
-    what = "the same compiled (`--effort fast`), the whole command"
+    what = "the same compiled (`--effort fast`), whole command"
     if importlib.util.find_spec("libtpu") is None:
-        yield what, "no libtpu here", "≤ 40 CPU s, ≤ 2 GB"
+        yield what, "libtpu is not installed", "≤ 40 CPU s, ≤ 2 GB"
         return
     command = [
         "-m",
@@ -146,7 +148,7 @@ def compile_large() -> Iterator[Row]:
 
 
 def kills(count: int) -> Iterator[Row]:
-    """Four processes of train_lm, one killed at a random moment, and again: losses next to those of the run that was left alone."""
+    """Four processes of train_lm, one killed at a random moment, several times: losses compared with an undisturbed run."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         alone, length, _ = _trained(Path(folder, "alone"), None)
@@ -160,12 +162,16 @@ def kills(count: int) -> Iterator[Row]:
                 worst = max(worst, *(abs(losses[n] - alone[n]) for n in alone))
             else:
                 print(text[-2000:], file=sys.stderr)
-    yield f"train_lm, 4 processes, kill -9 of one: of {count} runs end well", f"{survived}, {restarts} restarts", "all"
-    yield "  largest difference of a step's loss", f"{worst:.1e}", "≤ 1e-5"
+    yield (
+        f"train_lm, 4 processes, kill -9 of one: runs of {count} that finish",
+        f"{survived}, {restarts} restarts",
+        "all",
+    )
+    yield "largest difference of a step's loss", f"{worst:.1e}", "≤ 1e-5"
 
 
 def _trained(folder: Path, kill: tuple[int, float] | None) -> tuple[dict[int, float], float, str]:
-    """(loss by step, seconds, what the launcher said) of one run; ``kill``: (process, after how many seconds)."""
+    """(loss by step, seconds, output of the launcher) of one run; ``kill``: (process, seconds until it is killed)."""
     folder.mkdir()
     launch = [sys.executable, "-m", "meshpar", "launch", "-n", "4", "--devices", "8", "--restarts", "3"]
     script = ["examples/train_lm.py", *TRAIN, "--steps", "60", "--every", "10"]
@@ -194,7 +200,7 @@ def _launched(script: str, processes: int) -> str:
 
 
 def _logs_of(script: str, processes: int) -> list[str]:
-    """What each process of a script writes."""
+    """The output of each process of a script."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "script.py").write_text(script)
         command = [
@@ -221,10 +227,10 @@ def main() -> None:
         "save": saves, "agree": agreement, "watch": watch, "plan": plan, "compile": compile_large,
         "kill": lambda: kills(args.kills),
     }  # fmt: skip
-    print("| | measured | aim |\n|---|---|---|")
+    table = Table("case", "measured", "limit")
     for name in args.only.split(","):
         for row in rows[name]():
-            print("| " + " | ".join(row) + " |", flush=True)
+            table.add_row(*row)
 
 
 if __name__ == "__main__":

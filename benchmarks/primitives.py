@@ -4,9 +4,9 @@
     python benchmarks/primitives.py --log FILE --report     # the table of a log, without running anything
 
 A case is a program of `primitive_programs.py`, one of five layouts on a mesh ``data=4, model=2``, and the function itself or its
-gradient. `mp.jit` and `jax.jit` compile it for 8 virtual CPU devices with equal shardings of arguments and results (those of the
-plan). Bytes are those that each device sends, counted in the final programs by `meshpar.verify.hlo`, loops by their trip counts.
-Results of both are compared with the unsharded run. A case is above the bound if it sends more than 1.1 times XLA's bytes plus 64.
+gradient. `mp.jit` and `jax.jit` compile it for 8 virtual CPU devices with the plan's shardings of arguments and results. Bytes
+are what each device sends, counted in the final programs by `meshpar.verify.hlo`, with trip counts. Results of both are compared
+with the unsharded run. A case is above the bound if it sends more than 1.1 times XLA's bytes plus 64.
 
 Cases run in subprocesses, a few programs each. The outcomes are appended to the log, and cases that are in it are not run again.
 """
