@@ -14,7 +14,7 @@ that differs the smallest one found that still does.
 
 ``--only`` draws from some statements (of ``tests/fuzz``), by name or by module. ``--seed date`` is the day's, in UTC, as
 yyyymmdd, so that a seed that found something can be given again. ``--coverage`` measures which branches of ``meshpar/rules`` and
-``meshpar/program/views.py`` the cases take, and prints those that none did. ``--plan`` plans each case, also, for TPU slices: the
+``program/divisible_rewrite`` the cases take, and prints those that none did. ``--plan`` plans each case, also, for TPU slices: the
 plan, its seconds and its memory, without a run. ``--control`` adds loops and conditionals, and ``--calls`` makes so many calls
 before it waits for the last: collectives inside and outside of bodies, many calls in flight. A process that is silent for
 ``--patience`` seconds is ended, and its case noted as hung. With ``--log`` the outcome of each case is appended to a file, and
@@ -40,7 +40,7 @@ from typing import Any
 
 TESTS = Path(__file__).parent.parent / "tests" / "fuzz"
 PACKAGE = Path(__file__).parent.parent / "meshpar"
-COVERED = ("rules/*.py", "program/views.py")
+COVERED = ("rules/*.py", "program/divisible_rewrite/*.py")
 """What ``--coverage`` measures, in the package."""
 CHUNK = 100
 """Cases a process: a compiler that crashes takes no more than one case with it, and memory stays small."""

@@ -1,11 +1,11 @@
 """Small errors put into the code one at a time: which of them the tests of the same package find.
 
-    python benchmarks/mutants.py meshpar/rules meshpar/program/views.py [--sample 20] [--seed 0] [--tests tests/rules] [-k EXPR]
+    python benchmarks/mutants.py meshpar/rules meshpar/program/infer.py [--sample 20] [--seed 0] [--tests tests/rules] [-k EXPR]
 
 Each mutant is one edit of the syntax tree: a comparison swapped, a constant off by one, a condition negated or dropped, ``and``
 for ``or``, a flag or a sign inverted, one reduction or extremum for its opposite. A sample of all edits, fixed by the seed, is
 applied to a copy of the repository, one at a time, and the mirrored tests run there (``tests/rules`` for ``meshpar/rules``,
-``tests/program/test_views.py`` for ``meshpar/program/views.py``), without those marked ``slow``, up to the first that fails.
+``tests/program/test_infer.py`` for ``meshpar/program/infer.py``), without those marked ``slow``, up to the first that fails.
 A mutant under which no test fails within the time limit has survived: a hole in the tests, or an edit without effect.
 Prints every outcome, and found/tried per path.
 """
@@ -120,12 +120,13 @@ def edits(path: Path) -> Iterator[Edit]:
 
 
 def mirrored(path: Path) -> str:
-    """The tests of a package or file."""
+    """The tests of a package or file: those of the innermost package or module around it that has tests of its own."""
     inner = path.relative_to(ROOT / "meshpar")
-    if path.is_dir():
-        return str(Path("tests") / inner)
-    test = Path("tests") / inner.parent / f"test_{inner.name}"
-    return str(test if (ROOT / test).exists() else test.parent)
+    for module in (inner, *inner.parents):
+        for tests in (Path("tests") / module.parent / f"test_{module.stem}.py", Path("tests") / module):
+            if (ROOT / tests).exists():
+                return str(tests)
+    return "tests"
 
 
 def outcome(copy: Path, edit: Edit | None, tests: list[str], options: list[str], limit: float) -> str:

@@ -21,8 +21,8 @@ from ..hardware.chips import Chip, CollectiveOp
 from ..hardware.collective_time import seconds_of
 from ..hardware.topology import chip_of, torus_of
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error
+from ..program.divisible_rewrite import rewrite_indivisible_slices
 from ..program.ir import Frame, Op, Program, Value
-from ..program.views import with_views
 from ..rules import having
 from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
@@ -110,9 +110,9 @@ def planned(
         return _Planner(program, layout, named, mesh, topology, donated, list(notes), calibrations, most).plan()
 
     padded: list[str] = []
-    views = with_views(program, parts, padded)
-    first = plan(program, most if views is None else math.inf)
-    found = first if views is None or _sent(second := plan(views)) >= _sent(first) else second
+    rewritten = rewrite_indivisible_slices(program, parts, padded)
+    first = plan(program, most if rewritten is None else math.inf)
+    found = first if rewritten is None or _sent(second := plan(rewritten)) >= _sent(first) else second
     if most < math.inf and sum((c.seconds or 0.0) * (c.count or 1) for c in found.collectives) > most:
         raise TooLong
     return found if found is first else replace(found, notes=(*found.notes, *padded))

@@ -157,7 +157,7 @@ class Program:
       root: its frame.
       inputs, outputs: values in the order of the flat arguments and results, with their paths.
       joins: pairs of names that turned out to be one dim.
-      traced: the program as it was traced, where this one was written anew for a layout (:mod:`meshpar.program.views`).
+      traced: the program as it was traced, where this one was written anew for a layout (:mod:`meshpar.program.divisible_rewrite`).
     """
 
     closed: Any

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..compat.jax import literal_array
 from .local import LocalOp
 from .owned import neutral, only_where
 from .registry import SplitOp, always, register
@@ -162,7 +163,7 @@ def _local_scatter(at: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
     """Every device writes those of its updates that lie in its block; a partial result has the operand on one device only."""
     p, dn = at.params, at.params["dimension_numbers"]
     partial = tuple(a for f, k in enumerate(at.rule.kinds) if k == "sum" for a in at.of((f,)))
-    if partial and not _zeros(at.op.ins[0]):
+    if partial and not is_broadcast_zero(at.op.ins[0]):
         operand = only_where(axis_index(partial) == 0, operand)
     into = dn.scatter_dims_to_operand_dims
     sharded = [d for d in into if at.of(at.rule.ins[0][d]) and _is_indexed(at, d)]
@@ -212,12 +213,12 @@ def _unchanged(name: str, operand: Any, index: Any, updates: Any, numbers: Any) 
     return lax.gather(operand, index, read, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
-def _zeros(value: Any) -> bool:
-    """Whether an operand is zeros that the program makes."""
+def is_broadcast_zero(value: Any) -> bool:
+    """Whether a value of a program is a broadcast of a literal zero, as ``jnp.zeros`` makes."""
     op = getattr(value, "op", None)
     if op is None or op.name != "broadcast_in_dim" or op.ins[0] is not None:
         return False
-    return not np.any(op.eqn.invars[0].val)
+    return not np.any(literal_array(op.eqn.invars[0]))
 
 
 for _name in _SCATTER:

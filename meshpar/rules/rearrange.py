@@ -1,7 +1,7 @@
 """A dim made of elements of another one, by a table that is known beforehand: rolls, permutations, slices of any size.
 
 Programs do not have this primitive as they are traced. A plan writes slices, joins and lookups by constants along a split dim so
-(:mod:`meshpar.program.views`), since one table says what several of them in turn need of every device.
+(:mod:`meshpar.program.divisible_rewrite`), since one table says what several of them in turn need of every device.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..compat.jax import bind
@@ -17,7 +18,7 @@ from .registry import SplitOp, register
 from .rule import Kind, OpRule, exchange_kind, no_rule, same_dims
 from .spmd import Send
 
-_KINDS: dict[str, Kind] = {
+REDUCTION_KINDS: dict[str, Kind] = {
     "reduce_sum": "sum",
     "reduce_max": "max",
     "reduce_min": "min",
@@ -25,6 +26,25 @@ _KINDS: dict[str, Kind] = {
     "reduce_and": "and",
     "reduce_or": "or",
 }
+"""By primitive, how it combines elements."""
+
+
+def identity(kind: Kind, dtype: Any) -> np.ndarray:
+    """The scalar that leaves the other operand of a reduction unchanged: 0 for a sum, the lowest number of the dtype for a maximum.
+
+    The lowest float is -inf, or the lowest finite number of a dtype that has no infinity (``float8_e4m3fn``).
+    """
+    if kind not in ("max", "min"):
+        ones = np.bitwise_not(np.zeros((), dtype)) if kind == "and" else 0
+        return np.asarray({"sum": 0, "or": 0, "prod": 1}.get(kind, ones), dtype)
+    if dtype == np.bool_:
+        return np.asarray(kind == "min")
+    if not jnp.issubdtype(dtype, jnp.integer):
+        infinite = np.asarray(-np.inf if kind == "max" else np.inf, dtype)
+        if np.isinf(infinite.astype(np.float64)):
+            return infinite
+    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    return np.asarray(info.min if kind == "max" else info.max, dtype)
 
 
 def reduced_dims(ins, outs, axes, kind: Kind) -> OpRule:
@@ -40,7 +60,7 @@ def reduced_dims(ins, outs, axes, kind: Kind) -> OpRule:
 
 
 def reduce(eqn, ins, outs) -> OpRule:
-    kind = _KINDS[eqn.primitive.name]
+    kind = REDUCTION_KINDS[eqn.primitive.name]
     return reduced_dims(ins, outs, eqn.params["axes"], kind)
 
 
@@ -49,7 +69,7 @@ def _bits(op: SplitOp) -> bool:
     return op.eqn.outvars[0].aval.dtype != bool and any(op.axes)
 
 
-for _name, _kind in _KINDS.items():
+for _name, _kind in REDUCTION_KINDS.items():
     _manual = _bits if _kind in ("and", "or") else None
     _law = along(_kind, when="smaller")
     register(_name, rule=reduce, local=on_shards, reduction=True, manual=_manual, partial=(_law,))

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .halo import ShardWindow, scatter_windows, sliding_window
 from .local import LocalOp, on_shards
+from .reduce import identity
 from .registry import always, register
 from .rule import NameLink, OpRule, exchange_kind, with_halo_sends
 from .spmd import axis_index, table_entry
@@ -73,11 +73,11 @@ def _local_pool(at: LocalOp, *xs: Any) -> list[Any]:
     """Sums and extrema of windows: halos, and outside the array the value that changes nothing."""
     name = at.op.name
     if name == "select_and_gather_add":  # (tangents, operand)
-        fills = [0, _never(xs[1].dtype, at.params["select_prim"].name)]
+        fills = [0, _never_selected(xs[1].dtype, at)]
     elif name == "reduce_window_sum":
         fills = [0]
     else:
-        fills = [_never(xs[0].dtype, "ge" if name == "reduce_window_max" else "le")]
+        fills = [identity("max" if name == "reduce_window_max" else "min", xs[0].dtype)]
     split = [dim for dim, _, _ in at.windows(0)]
     return at.run(
         *(at.with_halo(i, x, fill) for i, (x, fill) in enumerate(zip(xs, fills, strict=True))),
@@ -90,7 +90,7 @@ def _local_select_and_scatter_add(at: LocalOp, source: Any, operand: Any) -> lis
     """The gradient of a pooling: every window that touches this device's block selects again; the block is kept."""
     blocks, split = operand.shape, at.windows(1)
     source = at.with_halo(0, source)
-    operand = at.with_halo(1, operand, _never(operand.dtype, at.params["select_prim"].name))
+    operand = at.with_halo(1, operand, _never_selected(operand.dtype, at))
     (out,) = at.run(source, operand, padding=_without(at.params["padding"], [d for d, _, _ in split], (0, 0)))
     for dim, axes, by in split:
         first = tuple(p * blocks[dim] - s for p, s in enumerate(by.exchange.starts))
@@ -98,18 +98,9 @@ def _local_select_and_scatter_add(at: LocalOp, source: Any, operand: Any) -> lis
     return [out]
 
 
-def _never(dtype: Any, select: str) -> Any:
-    """The value that is never selected over another."""
-    if dtype == np.bool_:
-        return np.asarray(select != "ge")
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        return np.asarray(info.min if select == "ge" else info.max, dtype)
-    infinite = np.asarray(-np.inf if select == "ge" else np.inf, dtype)
-    if np.isinf(infinite.astype(np.float64)):
-        return infinite
-    info = jnp.finfo(dtype)
-    return np.asarray(info.min if select == "ge" else info.max, dtype)
+def _never_selected(dtype: Any, at: LocalOp) -> np.ndarray:
+    """The scalar that the op's selection (``ge`` or ``le``) prefers to no other."""
+    return identity("max" if at.params["select_prim"].name == "ge" else "min", dtype)
 
 
 def _without(values: Sequence[Any], dims: Sequence[int], plain: Any) -> tuple[Any, ...]:

@@ -388,3 +388,16 @@ def test_a_running_sum_by_halves_sends_single_rows():
     x = jax.ShapeDtypeStruct((256, 8), jnp.float32)
     plan = mp.plan(JOINED["running sums"], x, mesh="data=4, model=2", layout="rows: data", dims=DIMS)
     assert sum(c.total_bytes for c in plan.collectives) < 32 * 8 * 4  # an all-gather sends 192 rows
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2", "bfloat16"])
+@pytest.mark.parametrize("lowering", BOTH)
+def test_padding_does_not_change_extrema_of_dtypes_without_infinity(dtype, lowering):
+    x = jnp.asarray(X, dtype)
+
+    def extrema(x):
+        return lax.reduce_max(x[1:], (0,)), lax.reduce_min(x[1:], (0,))
+
+    run = mp.jit(extrema, mesh=mp.mesh("data=4, model=2"), layout=LAYOUT, dims=DIMS, lowering=lowering)
+    for result, want in zip(run(x), (np.max(np.float32(x)[1:], 0), np.min(np.float32(x)[1:], 0)), strict=True):
+        np.testing.assert_array_equal(np.asarray(result, np.float32), want)

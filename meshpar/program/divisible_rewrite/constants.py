@@ -1,0 +1,125 @@
+"""Integer and boolean values of a program that depend on constants alone, as the indices of lookups often do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...compat.jax import bind, literal_array
+from ...rules import ELEMENTWISE
+from ...rules.index import is_broadcast_zero
+from ...rules.local import plain_params
+from ..ir import Value
+
+MAX_USES = 4
+"""Lookups that use one element more often are not represented by a table."""
+
+MAX_ELEMENTS = 1 << 20
+"""Larger values are not evaluated."""
+
+_EVALUATED = ELEMENTWISE | {
+    "broadcast_in_dim", "reshape", "squeeze", "iota", "concatenate", "slice", "rev", "transpose", "name_dims",
+}  # fmt: skip
+
+
+class Constants:
+    """Evaluates values that depend on constants alone.
+
+    Attributes:
+      known: the constants of closed jaxprs, and the results of evaluations; None: depends on an input, or is not evaluated.
+      outer: for a value that a loop or branch only reads, the value outside that is passed in.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Value, Any] = {}
+        self.outer: dict[Value, Value] = {}
+
+    def evaluate(self, value: Value) -> np.ndarray | None:
+        """The elements of an integer or boolean value; None if it depends on an input, or is too large."""
+        if value in self.known:
+            known = self.known[value]
+            return known if known is None or isinstance(known, np.ndarray) else np.asarray(known)
+        if value in self.outer:
+            return self.evaluate(self.outer[value])
+        op, out = value.op, None
+        if op is not None and op.name in _EVALUATED and not op.frames and value.aval.size <= MAX_ELEMENTS:
+            xs = [
+                literal_array(var) if v is None else self.evaluate(v)
+                for var, v in zip(op.eqn.invars, op.ins, strict=True)
+            ]
+            dtype = value.aval.dtype
+            if all(x is not None for x in xs) and (dtype == np.bool_ or jnp.issubdtype(dtype, np.integer)):
+                with jax.ensure_compile_time_eval():
+                    out = np.asarray(bind(op.eqn, xs, plain_params(op.eqn.params))[op.outs.index(value)])
+        self.known[value] = out
+        return out
+
+    def lookup_table(self, value: Value | None, atom: Any, size: int, mode: Any) -> np.ndarray | None:
+        """The indices of a gather or scatter along one dim.
+
+        Args:
+          value: the index vectors ``[n, 1]``; None for a literal, which ``atom`` then is.
+          size: of the dim that is indexed.
+          mode: of the gather or scatter.
+
+        Returns:
+          int64 ``[n]``; None if they are not constant, not all in bounds, or use an element more than :data:`MAX_USES` times.
+        """
+        vectors = literal_array(atom) if value is None else self.evaluate(value)
+        if vectors is None or not 0 < vectors.size <= MAX_ELEMENTS or vectors.ndim != 2:
+            return None
+        index = vectors[:, 0].astype(np.int64)
+        if mode in (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS):
+            index = np.clip(index, 0, size - 1)
+        if index.min() < 0 or index.max() >= size or np.bincount(index).max() > MAX_USES:
+            return None
+        return index
+
+    def iota_dim(self, value: Value) -> int | None:
+        """The dim along which an integer value counts 0, 1, 2, …, as ``jnp.arange`` does; None if there is none.
+
+        Broadcasts and casts of such a value count too, and so do the indices ``where(i < 0, i + n, i)`` that jnp makes of it.
+        """
+        value = self.outer.get(value, value)
+        op, dtype = value.op, value.aval.dtype
+        if not jnp.issubdtype(dtype, jnp.integer) or not value.shape:
+            return None
+        if op is not None and op.name == "iota":
+            d = op.eqn.params["dimension"]
+            return d if jnp.iinfo(dtype).max >= value.shape[d] else None
+        if op is not None and op.name == "select_n" and op.ins[0] is not None and op.ins[1] is not None:
+            is_negative, count = op.ins[0].op, op.ins[1]  # where(i < 0, i + n, i), and no i is negative
+            if is_negative is not None and is_negative.name == "lt" and is_negative.ins == [count, None]:
+                return self.iota_dim(count) if literal_array(is_negative.eqn.invars[1]) == 0 else None
+        if op is not None and op.ins and op.ins[0] is not None:
+            if op.name in ("convert_element_type", "name_dims"):
+                d = self.iota_dim(op.ins[0])
+                return None if d is None or jnp.iinfo(dtype).max < value.shape[d] else d
+            if op.name == "broadcast_in_dim":
+                d = self.iota_dim(op.ins[0])
+                if d is None:
+                    return None
+                to = op.eqn.params["broadcast_dimensions"][d]
+                return to if value.shape[to] == op.ins[0].shape[d] else None
+        elements = self.evaluate(value)
+        if elements is None:
+            return None
+        for d, n in enumerate(value.shape):
+            count = np.arange(n).reshape([n if k == d else 1 for k in range(len(value.shape))])
+            if n > 1 and np.array_equal(elements, np.broadcast_to(count, value.shape)):
+                return d
+        return None
+
+
+def is_zero(atom: Any, value: Value | None) -> bool:
+    """Whether an operand is a literal zero, or a broadcast of one.
+
+    Args:
+      atom: the operand in its equation.
+      value: the operand in the program; None for a literal.
+    """
+    return not np.any(literal_array(atom)) if value is None else is_broadcast_zero(value)

@@ -1,0 +1,133 @@
+"""Gathers and scatters: by constants along one dim, of one element per row, and with padded operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from ...rules.rearrange import ZERO
+from .constants import is_zero
+from .lookup_dims import LookupDims, independent_dims, index_components
+from .rewriter import Site
+from .slices import define_indexed
+from .views import DimIndices, IndexedView, PaddedDim
+
+
+def own_rows(site: Site) -> bool:
+    """A lookup in which index k is in row k, ``x[arange(n), i]``: the rows become a batch dim, which may be split."""
+    op, lookup = site.op, LookupDims.of(site.op)
+    array, index = op.ins[:2]
+    if array is None or index is None:
+        return False
+    components, last = index_components(index), len(index.shape) - 1
+    batch = dict(zip(lookup.batch, lookup.index_batch, strict=True))
+    remaining = list(range(len(components)))
+    for c, (d, component) in enumerate(zip(lookup.indexed, components, strict=False)):
+        if component is None or d not in lookup.collapsed or len(remaining) == 1:
+            continue
+        i = site.rewriter.constants.iota_dim(component)
+        # dim `last` of the index vectors is that of their components, which cannot be a batch dim
+        if i is None or i == last or i in batch.values() or index.shape[i] != array.shape[d]:
+            continue
+        written = None if op.name == "gather" else op.outs[0]
+        if max(site.shards(array, d), site.shards(index, i), site.shards(written, d)) > 1:
+            remaining.remove(c)
+            batch[d] = i
+    if len(remaining) == len(components):
+        return False
+    dims = LookupDims(
+        tuple(d for d in lookup.collapsed if d not in batch),
+        tuple(lookup.indexed[c] for c in remaining),
+        tuple(sorted(batch)),
+        tuple(batch[d] for d in sorted(batch)),
+    )
+    atoms = [site.read(k) for k in range(len(op.ins))]
+
+    def without_rows(x: Any) -> Any:
+        return lax.concatenate([lax.slice_in_dim(x, c, c + 1, axis=last) for c in remaining], last)
+
+    atoms[1] = site.emit(without_rows, atoms[1])
+    numbers = dims.dimension_numbers(op)
+    return site.define(0, site.emit_op(atoms, dimension_numbers=numbers, indices_are_sorted=False))
+
+
+def constant_gather(site: Site) -> bool:
+    """A gather of full slices along one dim by constant indices, ``x[np.array([3, 1, 2])]``."""
+    p, dn = site.params, site.params["dimension_numbers"]
+    if site.is_literal(0) or len(dn.start_index_map) != 1 or dn.operand_batching_dims:
+        return False
+    (d,), shape = dn.start_index_map, site.shape(0)
+    other_dims = tuple(k for k in range(len(shape)) if k != d)
+    one_slice = (*shape[:d], 1, *shape[d + 1 :])
+    if dn.collapsed_slice_dims != (d,) or tuple(p["slice_sizes"]) != one_slice or dn.offset_dims != other_dims:
+        return False
+    if d not in site.indexed(0).indices and site.shards(site.op.ins[0], d) == 1:
+        return False
+    table = site.rewriter.constants.lookup_table(site.op.ins[1], site.op.eqn.invars[1], shape[d], p["mode"])
+    return table is not None and define_indexed(site, 0, {d: table}, site.copies()(0), composed=True)
+
+
+def constant_scatter_add(site: Site) -> bool:
+    """A scatter-add into zeros along one dim at distinct constant indices: the gradient of such a :func:`constant_gather`."""
+    p, dn = site.params, site.params["dimension_numbers"]
+    if not is_zero(site.op.eqn.invars[0], site.op.ins[0]) or site.is_literal(2) or dn.operand_batching_dims:
+        return False
+    if len(dn.scatter_dims_to_operand_dims) != 1 or dn.inserted_window_dims != dn.scatter_dims_to_operand_dims:
+        return False
+    (d,), shape, updates = dn.inserted_window_dims, site.shape(0), site.shape(2)
+    count = updates[d] if len(updates) == len(shape) else 0
+    other_dims = tuple(k for k in range(len(shape)) if k != d)
+    if not count or dn.update_window_dims != other_dims or updates != (*shape[:d], count, *shape[d + 1 :]):
+        return False
+    shards, view = site.shards(site.op.outs[0], d), site.indexed(2)
+    if shards == 1 and d not in view.indices:
+        return False
+    table = site.rewriter.constants.lookup_table(site.op.ins[1], site.op.eqn.invars[1], shape[d], p["mode"])
+    if table is None or len(set(table.tolist())) < len(table):
+        return False
+    inverse = np.full(shape[d], ZERO)
+    inverse[table] = np.arange(count)
+    rows = view.indices.get(d) or DimIndices(np.arange(count), 1)
+    taken = DimIndices(rows.take(inverse).table, max(shards, rows.shards))
+    return site.define(0, IndexedView(view.source, {**view.indices, d: taken}, site.copies()(0), True))
+
+
+def padded_lookup(site: Site) -> bool:
+    """A gather or scatter of operands that do not divide, padded along independent dims."""
+    op, last = site.op, len(site.shape(1)) - 1
+    operands = [site.padded_dims(k) for k in range(len(op.ins))]
+    if not any(operands):
+        return False
+    independent = independent_dims(op)
+    padded: dict[int, PaddedDim] = {}  # by position in `independent`
+    for k, dims in enumerate(operands):
+        for d, dim in dims.items():
+            j = next((j for j, its_dims in enumerate(independent) if its_dims[k] == d), None)
+            if j is None or (k == 1 and d == last) or padded.setdefault(j, dim).padded_size != dim.padded_size:
+                return False
+    added = [j for j in padded if independent[j].array is None]  # padding adds lookups along these
+    if added and op.name not in ("gather", "scatter-add", "scatter-sub"):
+        return False
+    atoms = []
+    for k in range(len(op.ins)):
+        dims = {d: dim for j, dim in padded.items() if (d := independent[j][k]) is not None}
+        x = site.read_padded(k, dims) if dims else site.read(k)
+        if k == 2:
+            x = site.emit_masked(x, {independent[j].window: padded[j] for j in added}, 0)
+        atoms.append(x)
+    params: dict[str, Any] = {"indices_are_sorted": False}
+    if op.name == "gather":
+        sizes = list(op.eqn.params["slice_sizes"])
+        for j, dim in padded.items():
+            d = independent[j].array
+            if d is not None and independent[j].indices is None:
+                sizes[d] = dim.padded_size
+        params["slice_sizes"] = tuple(sizes)
+    elif added:
+        params["unique_indices"] = False
+    out_dims = {
+        independent[j].window if op.name == "gather" else independent[j].array: dim for j, dim in padded.items()
+    }
+    return site.define_padded(site.emit_op(atoms, **params), {d: dim for d, dim in out_dims.items() if d is not None})

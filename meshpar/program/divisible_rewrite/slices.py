@@ -1,0 +1,169 @@
+"""Slices, splits, reversals, zero padding, concatenations, and sums of disjoint parts, as indexed views of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...compat.jax import literal_array
+from ...rules.rearrange import ANY, ZERO
+from ..ir import Value
+from .constants import is_zero
+from .rewriter import Site, rearranged
+from .views import DimIndices, IndexedView, PaddedDim
+
+MAX_CONCATENATED = 4
+"""Concatenations of parts of more arrays than this are copied."""
+
+
+def define_indexed(
+    site: Site, k: int, tables: Mapping[int, np.ndarray], copy: Callable[[], Any],
+    apply_unmapped: Callable[[Any, set[int]], Any] | None = None, composed: bool = False,
+) -> bool:  # fmt: skip
+    """Represent result k by elements of operand 0, if some dim that the op changes is split.
+
+    Args:
+      tables: for every dim that the op changes, the indices of its elements in the operand.
+      copy: copies the op's equation and returns result k.
+      apply_unmapped: (array, dims) → the array with the op applied to those dims only, for the changed dims that are not split;
+        None: all changed dims must be split.
+      composed: the table replaces the op even if it is the only op that the view is made of.
+    """
+    view = site.indexed(0)
+    mapped = {d: t for d, t in tables.items() if d in view.indices or site.shards(site.op.ins[0], d) > 1}
+    if not mapped or (len(mapped) < len(tables) and apply_unmapped is None):
+        return False
+    source, indices = view.source, dict(view.indices)
+    if apply_unmapped is not None and len(mapped) < len(tables):
+        source = site.emit(lambda x: apply_unmapped(x, tables.keys() - mapped.keys()), source)
+    for d, table in mapped.items():
+        indices[d] = indices[d].take(table) if d in indices else DimIndices(table, site.shards(site.op.ins[0], d))
+    if not all(len(dim.table) for dim in indices.values()):
+        return False
+    return site.define(k, IndexedView(source, indices, copy, composed or bool(view.indices)))
+
+
+def slice_(site: Site) -> bool:
+    if site.is_literal(0):
+        return False
+    p, shape = site.params, site.shape(0)
+    limits = list(zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * len(shape), strict=True))
+    tables = {d: np.arange(*limits[d]) for d, n in enumerate(shape) if limits[d] != (0, n, 1)}
+
+    def apply_unmapped(x: Any, dims: set[int]) -> Any:
+        return lax.slice(x, *zip(*(limits[d] if d in dims else (0, n, 1) for d, n in enumerate(x.shape)), strict=True))
+
+    return define_indexed(site, 0, tables, site.copies()(0), apply_unmapped)
+
+
+def split(site: Site) -> bool:
+    if site.is_literal(0):
+        return False
+    if len(site.op.outs) == 1:
+        site.rewriter.alias(site.scope, site.op.eqn.outvars[0], site.scope, site.op.eqn.invars[0])
+        return True
+    d, copies = site.params["axis"], site.copies()
+    ends = np.cumsum(site.params["sizes"])
+    return all(
+        define_indexed(site, k, {d: np.arange(end - n, end)}, copies(k))
+        for k, (n, end) in enumerate(zip(site.params["sizes"], ends, strict=True))
+    )
+
+
+def rev(site: Site) -> bool:
+    if site.is_literal(0):
+        return False
+    tables = {d: np.arange(site.shape(0)[d])[::-1] for d in site.params["dimensions"]}
+    return define_indexed(site, 0, tables, site.copies()(0))
+
+
+def pad(site: Site) -> bool:
+    """Padding with a literal zero."""
+    if site.is_literal(0) or not site.is_literal(1) or np.any(literal_array(site.op.eqn.invars[1])):
+        return False
+    tables = {}
+    for d, (low, high, interior) in enumerate(site.params["padding_config"]):
+        if (low, high, interior) != (0, 0, 0):
+            n = site.shape(0)[d]
+            table = np.full(n + max(n - 1, 0) * interior, ZERO)
+            table[:: interior + 1] = np.arange(n)
+            table = np.concatenate([np.full(max(low, 0), ZERO), table, np.full(max(high, 0), ZERO)])
+            tables[d] = table[max(-low, 0) : len(table) - max(-high, 0)]
+    return define_indexed(site, 0, tables, site.copies()(0))
+
+
+def concatenate(site: Site) -> bool:
+    """Parts of one array and zeros, as a view of that array; parts of several arrays, as :func:`_selected`."""
+    d = site.params["dimension"]
+    parts: list[IndexedView | int] = []  # an integer: as many zeros
+    for k, (atom, value) in enumerate(zip(site.op.eqn.invars, site.op.ins, strict=True)):
+        parts.append(atom.aval.shape[d] if is_zero(atom, value) else _indexed_along(site, k, d, value))
+    views = [v for v in parts if isinstance(v, IndexedView)]
+    one_source = all(v.source is views[0].source for v in views)
+    if len(views) == len(parts) and not one_source:
+        return _selected(site, d, views)
+    if not views or not one_source or any(d not in v.indices for v in views):
+        return False
+    others = [{k: dim.table.tolist() for k, dim in v.indices.items() if k != d} for v in views]
+    if any(o != others[0] for o in others):
+        return False
+    table = np.concatenate([v.indices[d].table if isinstance(v, IndexedView) else np.full(v, ZERO) for v in parts])
+    indices = {**views[0].indices, d: DimIndices(table, views[0].indices[d].shards)}
+    return site.define(0, IndexedView(views[0].source, indices, site.copies()(0), True))
+
+
+def _indexed_along(site: Site, k: int, d: int, value: Value | None) -> IndexedView:
+    """Operand k as an indexed view, also along dim d if that is split."""
+    view, shards = site.indexed(k), site.shards(value, d)
+    if d in view.indices or shards == 1:
+        return view
+    return IndexedView(view.source, {**view.indices, d: DimIndices(np.arange(site.shape(k)[d]), shards)})
+
+
+def _selected(site: Site, d: int, views: Sequence[IndexedView]) -> bool:
+    """Concatenate parts of several arrays: move each to its position in an array of the result's size, and select between these."""
+    shards = max((v.indices[d].shards for v in views if d in v.indices), default=1)
+    too_many = len(views) > MAX_CONCATENATED
+    if shards == 1 or too_many or any(v.indices.keys() - {d} for v in views) or site.has_extended_dtype():
+        return False
+    sizes = [v.shape[d] for v in views]
+    dim, ends = PaddedDim.of(sum(sizes), shards), np.cumsum(sizes).tolist()
+    moved = []
+    for view, size, end in zip(views, sizes, ends, strict=True):
+        table = np.full(dim.padded_size, ANY)
+        table[end - size : end] = view.indices[d].table if d in view.indices else np.arange(size)
+        moved.append(site.emit(lambda x, table=table: rearranged(x, {d: table}), view.source))
+
+    def select(*xs: Any) -> Any:
+        out = xs[-1]
+        for x, end in reversed(list(zip(xs[:-1], ends, strict=False))):
+            out = jnp.where(lax.broadcasted_iota(np.int32, x.shape, d) < end, x, out)
+        return out
+
+    return site.define_padded(site.emit(select, *moved), {d: dim})
+
+
+def disjoint_sum(site: Site) -> bool:
+    """The sum of two views of one array, of which one is zero wherever the other is not: the gradient of a concatenation."""
+    a, b = site.view(0), site.view(1)
+    if (
+        not (isinstance(a, IndexedView) and isinstance(b, IndexedView))
+        or a.source is not b.source
+        or a.shape != b.shape
+    ):
+        return False
+    if a.indices.keys() != b.indices.keys():
+        return False
+    differ = [d for d in a.indices if not np.array_equal(a.indices[d].table, b.indices[d].table)]
+    if len(differ) != 1:
+        return False
+    (d,) = differ
+    left, right = a.indices[d].table, b.indices[d].table
+    if ((left != ZERO) & (right != ZERO)).any():
+        return False
+    indices = {**a.indices, d: DimIndices(np.where(left == ZERO, right, left), a.indices[d].shards)}
+    return site.define(0, IndexedView(a.source, indices, site.copies()(0), True))
