@@ -276,7 +276,7 @@ def compared(t: Triple, lowering: Any, effort: Any) -> Row:
     row.planned_pallas = sum(op.seconds * op.count for op in c.plan.time.ops if op.name == "kernel")
     row.compile_seconds = c.compile_seconds
     chip = chip_of(t.topology)
-    if effort == "full" and chip is not None and chip.clock:
+    if effort == "full" and chip is not None and chip.compiler.clock_hz:
         final = exposed(c.as_text(), chip, places_of(list(c.mesh.devices.flat)), unknown=0)
         row.compiled_kernels, row.compiled_step, row.compiled_exposed = final.compute, final.schedule, final.by_kind
     return row

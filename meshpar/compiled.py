@@ -22,7 +22,7 @@ from .compat.jax import (
     user_stacklevel,
     without_gc,
 )
-from .compat.quirks import not_far_ahead
+from .compat.quirks import with_bounded_queue
 from .cost.flops import redundant_matmuls_despite_layout
 from .dims import PathDims
 from .errors import RepeatedWarning, UnsupportedError
@@ -186,7 +186,7 @@ def lower_step(
     )
     run = _runner(jitted, plan, compiler_options)
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
-        run = not_far_ahead(run)
+        run = with_bounded_queue(run)
     fixed = flat.call.fixed
     arrays = [i for i in range(len(flat.call.leaves)) if i not in fixed] if fixed else None
     made = plan, traced, on_arrays, run, arrays, ins, outs, donated

@@ -109,7 +109,7 @@ class Plan(record.Plan):
         """What was measured of the devices that it is priced with: where, and the parts of peak rates; None: the chip table."""
         if self.chip is None or not self.chip.calibration:
             return None
-        return {"measured_on": self.chip.calibration, **{k: getattr(self.chip, k) for k in EFFICIENCIES}}
+        return {"measured_on": self.chip.calibration, **{k: getattr(self.chip.compiler, k) for k in EFFICIENCIES}}
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file: ``.html``, a page of its own (nothing from the network); ``.json``; ``.txt``.

@@ -13,7 +13,7 @@ ring, t the seconds of a ring step (chunks are sent both ways at once) and m the
   Each chunk costs a start, and :func:`ring_overhead_seconds` is added. The received chunk of a reduction is added before it is sent
   on, which lengthens the ring step; the addition for the other direction overlaps. Rows that do not fill the matrix unit are
   rounded up. A matmul of a chunk rereads the operand that is not chunked. Around a line, ring steps may be synchronous
-  (``Chip.line_permutes_are_sync``).
+  (``CompilerModel.line_permutes_are_sync``).
 - A fused kernel takes max(matmuls, communication) plus one ring step, the first or the last, which no matmul overlaps, plus the
   copies that bring its operands into its layout.
 """
@@ -30,8 +30,9 @@ from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
 from ..compat.jax import user_stacklevel
 from ..errors import TorusWarning
-from ..hardware.algorithms import AlgorithmName, wire_bytes
+from ..hardware.algorithms import AlgorithmName
 from ..hardware.chips import Chip
+from ..hardware.collective_ops import wire_bytes
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, devices_of, joined, major_of
 from ..plan.collectives import Collective, volume_of
@@ -41,18 +42,6 @@ from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
 from ..units import format_seconds
 from .flops import flops_on, reread_bytes_on
-
-# Fitted to schedules of libtpu 0.0.42 (benchmarks/overlap.py, Llama 3 8B layers on v5e and v5p):
-
-BLOCK_START_SECONDS = 2e-6
-"""Seconds to start the matmuls of one more chunk, or a fused kernel."""
-GATHER_COPY_CYCLES, SCATTER_COPY_CYCLES = 1 / 36 + 2 / 172, 1 / 36 + 1 / 92 + 2 / 64
-"""Core cycles for each element of the opposite device's chunk, which is sent in halves, one each way.
-
-The halves are sliced one by one (36 elements a cycle). Those of a gather are written into their place (172 elements a cycle); those
-of a reduction are sliced once more, both at once (92), and padded to be concatenated (64). HBM bandwidth does not matter."""
-ELEMENTWISE_HBM_EFFICIENCY = 0.5
-"""Part of HBM's bandwidth that elementwise ops between ring steps reach on chips of unknown clock."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,7 +92,7 @@ def exposed_seconds(
     separate = seconds_of(
         first.op, volume_of(first.op, first.bytes, parts_of(first.axes, plan.sizes)), stages, chip, first.algorithm
     )
-    memory = device.hbm_bandwidth * chip.hbm_efficiency
+    memory = device.hbm_bandwidth * chip.compiler.hbm_efficiency
     total = sum(matmul_seconds(plan, chip, run) for run in runs)
     devices, (stage, *_) = devices_of(plan.torus, pair.axes), major_of(plan.torus, pair.axes) or [Stage(1)]
     minor = sum(c.seconds or 0.0 for c in hops if c.algorithm != "ring")
@@ -112,9 +101,9 @@ def exposed_seconds(
     steps = (devices - 1) // 2
     per_chunk, once = ring_overhead_seconds(plan, chip, pair, devices)
     matmuls = sum(matmul_seconds(plan, chip, run, pair, devices) for run in runs)
-    chunk = matmuls + BLOCK_START_SECONDS * len(runs) + per_chunk
+    chunk = matmuls + chip.compiler.ring_chunk_start_seconds * len(runs) + per_chunk
     stalls: list[float] = []
-    if stage.line and chip.line_permutes_are_sync:
+    if stage.line and chip.compiler.line_permutes_are_sync:
         stalls.append(
             sum((c.seconds or 0.0) * (c.count or 1) for c in hops if c.algorithm == "ring") / (first.count or 1)
         )
@@ -141,7 +130,11 @@ def exposed_seconds(
     if fused is not None:
         sending = steps * hop + last
         out["pallas"] = (
-            minor + max(0.0, sending - total) + min(hop, sending) + BLOCK_START_SECONDS + fused.copied / memory
+            minor
+            + max(0.0, sending - total)
+            + min(hop, sending)
+            + chip.compiler.ring_chunk_start_seconds
+            + fused.copied / memory
         )
     return out
 
@@ -223,7 +216,7 @@ def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | No
         read in full for each chunk.
     """
     device, op = chip.per_device(), run.op
-    rate = device.matmul_rate(str(op.eqn.invars[0].aval.dtype)) * chip.matmul_efficiency
+    rate = device.matmul_rate(str(op.eqn.invars[0].aval.dtype)) * chip.compiler.matmul_efficiency
     shards = zip((*op.eqn.invars, *op.eqn.outvars), (*run.operands, *run.results), strict=True)
     sizes = [
         local_bytes(v.aval.shape, itemsize(v.aval), unsplit(v.aval.ndim) if s is None else s.spec, plan.sizes)
@@ -235,7 +228,7 @@ def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | No
     return kernel_seconds(
         chip,
         flops_on(plan, chip.lanes)(run) / rate / blocks,
-        traffic / (device.hbm_bandwidth * chip.hbm_efficiency),
+        traffic / (device.hbm_bandwidth * chip.compiler.hbm_efficiency),
         _elements(plan, run.results[0]) / (blocks if cut[-1] else 1),
     )
 
@@ -284,8 +277,10 @@ def elementwise_seconds(chip: Chip, elements: float, size: float) -> float:
       elements: of its result.
       size: bytes read and written for each element.
     """
-    memory = elements * size / (chip.per_device().hbm_bandwidth * chip.hbm_efficiency)
-    return memory + vector_seconds(chip, elements) if chip.clock else memory / ELEMENTWISE_HBM_EFFICIENCY
+    memory = elements * size / (chip.per_device().hbm_bandwidth * chip.compiler.hbm_efficiency)
+    if not chip.compiler.clock_hz:
+        return memory / chip.compiler.elementwise_hbm_efficiency
+    return memory + vector_seconds(chip, elements)
 
 
 def vector_seconds(chip: Chip, elements: float) -> float:
@@ -295,7 +290,10 @@ def vector_seconds(chip: Chip, elements: float) -> float:
     on v5e 10 cycles for 1024 elements, and 4.3 for each 2 kB that they read or write, in one array or fourteen. Their HBM traffic
     takes 1 to 1.2 times its seconds at full bandwidth.
     """
-    return elements / (chip.vector * chip.cores * chip.clock) if chip.clock else 0.0
+    compiler = chip.compiler
+    return (
+        elements / (compiler.vector_elements_per_cycle * chip.cores * compiler.clock_hz) if compiler.clock_hz else 0.0
+    )
 
 
 def ring_overhead_seconds(plan: Plan, chip: Chip, pair: CollectiveMatmul, devices: int) -> tuple[float, float]:
@@ -320,7 +318,7 @@ def ring_overhead_seconds(plan: Plan, chip: Chip, pair: CollectiveMatmul, device
         block = _elements(plan, pair.dots[0][0].results[0]) / devices
         added = elementwise_seconds(chip, block, 3 * size)
         return (devices - 1 - opposite) / devices * added, opposite * (
-            added + _halves(chip, block, size, SCATTER_COPY_CYCLES)
+            added + _halves(chip, block, size, chip.compiler.scatter_copy_cycles)
         )
     each = 0.0
     for run, side in pair.dots:
@@ -328,12 +326,14 @@ def ring_overhead_seconds(plan: Plan, chip: Chip, pair: CollectiveMatmul, device
         if pair.dim in (lc, rc)[side]:
             each += elementwise_seconds(chip, _elements(plan, run.results[0]), 8.0)
     block = _elements(plan, pair.step.result) / devices
-    return each, opposite * _halves(chip, block, size, GATHER_COPY_CYCLES)
+    return each, opposite * _halves(chip, block, size, chip.compiler.gather_copy_cycles)
 
 
 def _halves(chip: Chip, block: float, size: float, cycles: float) -> float:
     """Seconds to slice and concatenate the halves of a chunk of ``block`` elements of ``size`` bytes, at ``cycles`` an element."""
-    return cycles * block / (chip.cores * chip.clock) if chip.clock else 2 * elementwise_seconds(chip, block, 2 * size)
+    if not chip.compiler.clock_hz:
+        return 2 * elementwise_seconds(chip, block, 2 * size)
+    return cycles * block / (chip.cores * chip.compiler.clock_hz)
 
 
 def _elements(plan: Plan, shard: Shard) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat.quirks import LARGE_BUFFER_BYTES
 from ..plan.plan import Plan
 from .caching import cached_on_plan
 
@@ -26,7 +25,7 @@ def aliased_inputs(plan: Plan) -> dict[int, int]:
     return out
 
 
-def gathered_then_copied(whole: float, shard: float) -> bool:
+def gathered_then_copied(plan: Plan, whole: float, shard: float) -> bool:
     """Whether XLA for TPUs all-gathers a result that aliases an argument into another buffer, and copies it.
 
     XLA (libtpu 0.0.42) does not gather into the memory of an argument. To prevent it from copying all of these arguments at the
@@ -36,4 +35,4 @@ def gathered_then_copied(whole: float, shard: float) -> bool:
       whole: bytes of the result on a device.
       shard: bytes before the all-gather.
     """
-    return whole >= max(LARGE_BUFFER_BYTES, 2 * shard)
+    return whole >= max(plan.compiler.large_buffer_bytes, 2 * shard)

@@ -15,6 +15,7 @@ from meshpar_kernels._choose import OUTLINE
 from ..caches import LRUCache
 from ..compat.jax import closed_parts, in_recomputation, make_jaxpr
 from ..hardware.chips import Chip
+from ..hardware.compiler import CompilerModel
 from ..plan.memo import MESHES
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, parts_of
@@ -27,13 +28,6 @@ from .fusion import MATMULS
 
 OPAQUE = frozenset({"kernel", "pallas_call", "shard_map"})
 """Names of ops whose matmuls are inside a kernel or a nested jaxpr."""
-
-# Fitted to schedules of libtpu 0.0.42 (benchmarks/agreement.py, Llama 3 70B on v5p and tpu7x):
-
-VMEM_RESERVED_BYTES = 16 * 2.0**20
-"""Bytes of VMEM that are not available for the operands of a kernel."""
-VMEM_TILE_BYTES = 9.4e6
-"""Of these, bytes for a tile of a matmul's result: its accumulator, and two buffers of each array of that size."""
 
 MIN_REDUNDANT_SHARE = 0.5
 """Part of a step's FLOPs that must be redundant for a call to warn."""
@@ -67,19 +61,21 @@ def reread_bytes(
     run: Run,
     sizes: Mapping[str, int],
     vmem: float,
+    compiler: CompilerModel,
     other_arrays: int = 0,
     cut: Sequence[bool] = (True,) * 3,
     blocks: int = 1,
 ) -> float:
     """Bytes of the operands of one device's share of a matmul that are read from HBM beyond the first time.
 
-    The TPU compiler (libtpu 0.0.42) reads both operands once if one fits into VMEM, less :data:`VMEM_RESERVED_BYTES`. Otherwise it
+    The TPU compiler (libtpu 0.0.42) reads both operands once if one fits into VMEM, less ``vmem_reserved_bytes``. Otherwise it
     computes the result in tiles, and reads rows of one operand and columns of the other for each. A tile is as large as its float32
     accumulator and two buffers of each array allow: 1024 by 1152 for 2-byte elements in Llama 3 70B on v5p, 416 by 640 with five
     other arrays.
 
     Args:
       vmem: bytes of VMEM.
+      compiler: the constants of the compiler for the chip.
       other_arrays: other arrays of the result's size that the kernel reads or writes.
       cut, blocks: for one of ``blocks`` chunks instead: whether (left operand, right operand, result) are chunked.
     """
@@ -91,9 +87,9 @@ def reread_bytes(
     batch, k = batch // (blocks if left and right and result else 1), k // (1 if result else blocks)
     m, n = m // (blocks if left and not right else 1), n // (blocks if right and not left else 1)
     lhs, rhs = (k * size * itemsize(v.aval) for size, v in zip((m, n), op.eqn.invars, strict=False))
-    if min(lhs, rhs) <= vmem - VMEM_RESERVED_BYTES:
+    if min(lhs, rhs) <= vmem - compiler.vmem_reserved_bytes:
         return 0.0
-    side = math.sqrt(VMEM_TILE_BYTES / (4.0 + 2.0 * itemsize(op.eqn.outvars[0].aval) * (1 + other_arrays)))
+    side = math.sqrt(compiler.vmem_tile_bytes / (4.0 + 2.0 * itemsize(op.eqn.outvars[0].aval) * (1 + other_arrays)))
     return batch * (lhs * (max(1.0, n / side) - 1) + rhs * (max(1.0, m / side) - 1))
 
 
@@ -143,13 +139,13 @@ def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
     sizes, vmem = plan.sizes, chip.per_device().vmem
     if vmem is None or chip.switch:
         return lambda *of: 0.0
-    found = plan.program.once(_MatmulCache).found.setdefault((tuple(sizes.items()), "again", vmem), dict)
+    found = plan.program.once(_MatmulCache).found.setdefault((tuple(sizes.items()), "again", vmem, chip.compiler), dict)
 
     def again(run: Run, other_arrays: int, cut: Sequence[bool] = (True,) * 3, blocks: int = 1) -> float:
         lhs, rhs = run.operands[:2]
         key = run.op, lhs and lhs.spec, rhs and rhs.spec, other_arrays, *cut, blocks
         if key not in found:
-            found[key] = reread_bytes(run, sizes, vmem, other_arrays, cut, blocks)
+            found[key] = reread_bytes(run, sizes, vmem, chip.compiler, other_arrays, cut, blocks)
         return found[key]
 
     return again

@@ -31,8 +31,6 @@ SLICES = frozenset({"slice", "dynamic_slice", "gather"})
 MATMULS = having(lambda p: p.product)
 REDUCTIONS = having(lambda p: p.reduction)
 _TAKES = REDUCTIONS | MATMULS | {"stack!", "copy!"}  # kernels that fuse the producers of their operands
-_ROW_RATIO = 8
-"""An operand is a row or a scalar if the largest operand of its kernel is at least so many times its bytes."""
 
 
 class Buffer:
@@ -152,8 +150,12 @@ class Computation:
         self.kernels: list[Kernel] = []
 
 
-def fuse(computation: Computation) -> None:
-    """Fuse the ops of a computation: set ``kernels``, their ``reads``, ``writes`` and ``matmuls``, and which buffers are stored."""
+def fuse(computation: Computation, row_ratio: int) -> None:
+    """Fuse the ops of a computation: set ``kernels``, their ``reads``, ``writes`` and ``matmuls``, and which buffers are stored.
+
+    Args:
+      row_ratio: an operand is a row or a scalar if the largest operand of its kernel has at least this many times its bytes.
+    """
     roots: dict[Buffer, tuple[Kernel, ...]] = {}  # of each, the kernels that read it
 
     def read(items: Sequence[Buffer], readers: tuple[Kernel, ...]) -> None:
@@ -217,7 +219,7 @@ def fuse(computation: Computation) -> None:
         _sources(node.ins, found, set(), node.name in _TAKES or node.name in FUSIBLE, own)
         node.reads = list(found)
         node.writes = node.outs
-        other = _merged_with(node, done) if node.name in REDUCTIONS else None
+        other = _merged_with(node, done, row_ratio) if node.name in REDUCTIONS else None
         if other is None:
             other = node
             done[node] = len(computation.kernels)
@@ -239,15 +241,15 @@ def _joins_lanes(node: Kernel) -> bool:
     return node.op.eqn.params["dimension"] == len(node.op.eqn.outvars[0].aval.shape) - 1
 
 
-def _merged_with(node: Kernel, done: dict[Kernel, int]) -> Kernel | None:
+def _merged_with(node: Kernel, done: dict[Kernel, int], row_ratio: int) -> Kernel | None:
     """The earlier kernel that also computes a reduction; None: the reduction is a kernel of its own.
 
     It computes, or reads for another reduction, all large operands of this one, or is a matmul that computes one of them. The
     other operands must exist before it: the maximum of a softmax and the sum of exponentials are two kernels.
     """
     most = max((i.bytes for i in node.reads), default=0.0)
-    large = [i for i in node.reads if i.bytes * _ROW_RATIO > most]
-    rows = [i for i in node.reads if i.bytes * _ROW_RATIO <= most]
+    large = [i for i in node.reads if i.bytes * row_ratio > most]
+    rows = [i for i in node.reads if i.bytes * row_ratio <= most]
     makers = [i.made_by for i in large if i.made_by is not None and i.made_by in done]
     readers = (
         r for i in large[:1] for r in i.readers if r.name in REDUCTIONS and r in done

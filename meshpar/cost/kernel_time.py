@@ -16,7 +16,7 @@ from ..plan.steps import Run
 from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds
 from .donation import aliased_inputs, gathered_then_copied
-from .flops import OPAQUE, VMEM_RESERVED_BYTES, flops_on, local_opaque_flops, reread_bytes_on
+from .flops import OPAQUE, flops_on, local_opaque_flops, reread_bytes_on
 from .fusion import SLICES, Buffer, Computation, Kernel
 from .kernels import computation_of
 from .tiles import Tiles
@@ -58,7 +58,9 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     in_vmem: dict[Kernel, set[Buffer]] = {}
     if chip.torus and device.vmem is not None and chip.cores == 1:  # buffers that two cores share are in HBM
         in_vmem = buffers_in_vmem(
-            [kernel for kernel, *_ in kernels], plan.program.once(Tiles), device.vmem - VMEM_RESERVED_BYTES
+            [kernel for kernel, *_ in kernels],
+            plan.program.once(Tiles),
+            device.vmem - chip.compiler.vmem_reserved_bytes,
         )
     for kernel, _, count in kernels:
         if kernel.bodies:
@@ -75,7 +77,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             for run in kernel.matmuls:
                 traffic += reread(run, _other_result_sized_buffers(kernel, run))
         elif any(
-            id(i) in results and gathered_then_copied(i.bytes, sum(j.bytes for j in kernel.reads))
+            id(i) in results and gathered_then_copied(plan, i.bytes, sum(j.bytes for j in kernel.reads))
             for i in kernel.writes
         ):
             traffic = 2 * kernel.writes[0].bytes  # gathered into a buffer of its own, then copied
@@ -83,8 +85,8 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
         if kernel.matmuls:
             rate = device.matmul_rate(str(kernel.matmuls[0].op.eqn.invars[0].aval.dtype))
         matmul_seconds, traffic_seconds = (
-            flops / (rate * chip.matmul_efficiency),
-            traffic / (device.hbm_bandwidth * chip.hbm_efficiency),
+            flops / (rate * chip.compiler.matmul_efficiency),
+            traffic / (device.hbm_bandwidth * chip.compiler.hbm_efficiency),
         )
         if matmul_seconds or traffic_seconds:
             convolves = any(run.op.name == "conv_general_dilated" for run in kernel.matmuls)

@@ -81,7 +81,7 @@ class _Reader:
                 item = self.out(self.node("copy!", None, shard.value.op, []), shard)
             self.node("leave!", None, shard.value.op, [item])
             region.outputs.append(item)
-        fuse(region)
+        fuse(region, self.plan.compiler.row_ratio)
         return region
 
     # -- items and nodes
@@ -274,7 +274,7 @@ class _Reader:
                 self.node("leave!" if k < carries else leaves, None, node.op, [item])
                 if k >= carries and leaves == "stack!":
                     item.host_bytes = 0.0  # it is copied into the stack on the host
-        fuse(self.region)
+        fuse(self.region, self.plan.compiler.row_ratio)
         node.bodies = (*node.bodies, self.region)
         self.region = outer
 

@@ -89,7 +89,7 @@ class _Live:
         self.plan, self.kind_of = plan, buffer_roles(plan)
         chip = plan.chip
         self.tpu = chip is not None and bool(chip.torus)
-        self.copies = chip is not None and self.tpu and bool(chip.sync_collectives)
+        self.copies = chip is not None and self.tpu and bool(chip.compiler.sync_collectives)
         self.postpones = self.tpu and plan.goes_on("all-gather")
         self.running = kernel_schedules(plan)
         self.points: list[tuple[int, float, Kernel]] = []
@@ -229,7 +229,7 @@ class _Live:
         if node.name != "move!" or id(node.writes[0]) not in self.aliased_inputs:
             return None
         (out,) = node.writes
-        copied = gathered_then_copied(out.bytes, sum(i.bytes for i in node.reads))
+        copied = gathered_then_copied(self.plan, out.bytes, sum(i.bytes for i in node.reads))
         return Buffer((2 if self.postpones else 1) * out.bytes, out.value, node) if copied else None
 
     def table(self, node: Kernel) -> Buffer | None:

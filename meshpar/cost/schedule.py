@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..hardware.chips import CollectiveOp
+from ..hardware.collective_ops import CollectiveOp
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Reduce, Reshard, Step
@@ -191,7 +191,7 @@ def _on_sparse_cores(plan: Plan, op: CollectiveOp) -> bool:
     return (
         op in ("all-reduce", "reduce-scatter")
         and plan.chip is not None
-        and op in plan.chip.sync_collectives
+        and op in plan.chip.compiler.sync_collectives
         and plan.goes_on(op)
     )
 

@@ -19,7 +19,8 @@ from jax import lax
 
 from meshpar_kernels.collectives import Axis, choose, in_order
 
-from .chips import Chip, CollectiveOp
+from .chips import Chip
+from .collective_ops import CollectiveOp, wire_bytes
 from .topology import Stage, joined
 
 AlgorithmName = Literal["native", "staged", "hierarchical", "whole", "ring", "pallas"]
@@ -128,14 +129,6 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {a.name: a for a in _TABLE}
 """Every collective algorithm, by name."""
 
 
-def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
-    """Bytes that each device sends: ``volume`` is of the gathered array (all-gather), else of the local operand."""
-    if op == "collective-permute":
-        return volume
-    share = volume * (group - 1) / group
-    return 2 * share if op == "all-reduce" else share
-
-
 def choose_algorithm(
     op: CollectiveOp, volume: float, stages: Sequence[Stage], chip: Chip | None
 ) -> tuple[AlgorithmName, str]:
@@ -165,7 +158,7 @@ def _chosen(op: CollectiveOp, volume: float, stages: tuple[Stage, ...], chip: Ch
     names: list[AlgorithmName] = [a.name for a in _TABLE if op in a.chosen_for and (between or not a.between_slices)]
     if not names or len(stages) < 2 or not volume or between == len(stages):
         return "native", ""
-    hbm = None if chip is None else _gb(chip.per_device().hbm_bandwidth * chip.hbm_efficiency)
+    hbm = None if chip is None else _gb(chip.per_device().hbm_bandwidth * chip.compiler.hbm_efficiency)
     found = choose(op.replace("-", "_"), volume, [_axis(s, chip) for s in stages], hbm=hbm, candidates=names)
     name: AlgorithmName = next(n for n in names if n == found.algorithm)
     return name, found.reason + ("" if between else "; native is compiled to an all-reduce, of twice the bytes")

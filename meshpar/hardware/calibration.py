@@ -57,7 +57,7 @@ class Calibration:
     def on(self, chip: Chip | None) -> Chip:
         """A chip with these efficiencies; None: the nominal one of this kind."""
         chip = chip or nominal(self.device_kind, self.hbm or math.inf)
-        return replace(chip, **{k: getattr(self, k) for k in EFFICIENCIES}, calibration=self.name)
+        return replace(chip.with_efficiencies(**{k: getattr(self, k) for k in EFFICIENCIES}), calibration=self.name)
 
     def save(self, path: str | Path) -> None:
         """Put it into a JSON file, beside what that has of other kinds of devices and other versions.
@@ -166,9 +166,8 @@ def nominal(kind: str, hbm: float) -> Chip:
         None,
         lanes=1,
         switch=1,
-        link_efficiency=1.0,
         source="nominal",
-    )
+    ).ideal()
 
 
 def calibrated(chip: Chip | None, where: AnyMesh, given: Calibrations) -> Chip | None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
-CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
+from .compiler import CompilerModel, compiler_model
 
 GIB = 2.0**30
 """Bytes of a GiB."""
@@ -46,21 +45,10 @@ class Chip:
       target_config: libtpu's ``chip_config_name``; empty: its default.
       core_link: bytes/s one way between the devices of one chip.
       latency: seconds a hop.
-      matmul_efficiency, hbm_efficiency, link_efficiency: the part of the peak that is reached; 1 where nothing was measured, or
-        libtpu's own estimates have 0.95 and more; its large products for v6e and tpu7x have 0.85 to 0.9.
-      clock: cycles/s of the matrix units: peak FLOP/s by what their units of ``lanes``² do in a cycle (libtpu 0.0.42 counts four
-        units for v4 to v6e and tpu7x: a product of 4096x4096x14336 has 0.84 to 0.98 of their rate); 0: not known.
       cores: that one JAX device has.
-      vector: elements that the vector units of a core take in a cycle, apart from what reading and writing them takes: from
-        libtpu's own estimates for sums, norms, conversions and optimizers of 1 to 14 operands (1024 elements in 10.1, 8.2, 6.5
-        and 4.4 cycles on v5e, v5p, v6e and tpu7x).
-      sync_collectives: collectives that XLA schedules synchronously on this chip, with its default options. libtpu 0.0.42: of 103
-        programs compiled for devices of two cores none has an asynchronous gather, nor has one of v6e (Llama, three layouts); of
-        132 for v5e and tpu7x 39 do. Sums are synchronous but on tpu7x, where collectives run on cores of their own.
-      line_permutes_are_sync: whether permutes around a line of the torus are synchronous. libtpu 0.0.42 makes them so for v5e
-        (lines of 4 and 8 devices of an 8x8 and a 16x16; not in a 4x4), there not around rings, and nowhere for the other chips.
       source: where the figures are from; ``~`` before those that are less certain.
-      calibration: the devices and the version of jaxlib that its efficiencies were measured with; "": they are the table's.
+      calibration: the devices and the version of jaxlib on which the efficiencies were measured; "": they are the table's.
+      compiler: measured constants of its compiler, by default those of a chip without measurements.
     """
 
     name: str
@@ -85,16 +73,10 @@ class Chip:
     target_config: str = ""
     core_link: float = 0.0
     latency: float = 1e-6
-    matmul_efficiency: float = 1.0
-    hbm_efficiency: float = 1.0
-    link_efficiency: float = 0.8
-    clock: float = 0.0
     cores: int = 1
-    vector: int = 100
-    sync_collectives: frozenset[CollectiveOp] = frozenset()
-    line_permutes_are_sync: bool = False
     source: str = ""
     calibration: str = ""
+    compiler: CompilerModel = field(default_factory=lambda: compiler_model(None))
 
     def per_device(self) -> Chip:
         """The figures of one JAX device: its share of the chip."""
@@ -109,7 +91,11 @@ class Chip:
 
     def ideal(self) -> Chip:
         """The same chip with every efficiency 1: for bounds and for the rules of thumb that assume peak rates."""
-        return replace(self, matmul_efficiency=1.0, hbm_efficiency=1.0, link_efficiency=1.0)
+        return self.with_efficiencies(matmul_efficiency=1.0, hbm_efficiency=1.0, link_efficiency=1.0)
+
+    def with_efficiencies(self, **fractions: float) -> Chip:
+        """The same chip with other ``matmul_efficiency``, ``hbm_efficiency`` or ``link_efficiency``."""
+        return replace(self, compiler=replace(self.compiler, **fractions))
 
     def matmul_rate(self, dtype: str) -> float:
         """FLOP/s of a product of this dtype at default precision: 8-bit types at the 8-bit rate; f32 as bf16 on TPUs, as
@@ -126,10 +112,10 @@ class Chip:
           stride: how many groups share each link of the torus.
         """
         if dim == "core":
-            return self.core_link * self.link_efficiency
+            return self.core_link * self.compiler.link_efficiency
         device = self.per_device()
         link = {"slice": device.dcn, "switch": device.link}.get(dim, device.link / stride)
-        return link * self.link_efficiency
+        return link * self.compiler.link_efficiency
 
     def rings(self, shape: Sequence[int]) -> tuple[bool, ...]:
         """Which dims of a slice close to a ring; the others are lines. A compiler must be told, or it takes rings for lines.
@@ -168,42 +154,41 @@ class Chip:
 
 _BOOK = "JAX scaling book (tpus.md)"
 _USABLE = "hbm as libtpu 0.0.42 reports it for a device"
-_SUMS: frozenset[CollectiveOp] = frozenset({"reduce-scatter", "all-reduce"})
-_ALL: frozenset[CollectiveOp] = frozenset({*_SUMS, "all-gather"})
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 # Less certain: DCN of all TPUs, ICI and the die-to-die link (six ICI links, says the vendor) of tpu7x.
 _TABLE = (
     Chip("v4", ("TPU v4",), 2.75e14, None, 30.75 * GIB, 1.23e12, 4.5e10, 6, (16, 16, 16), 6.2e9, 128 * 2**20,
          slices=_SMALL, cube=4, accelerators=("v4",), counted=2, target="v4", target_config="megacore",
-         clock=1.05e9, cores=2, sync_collectives=_ALL, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         cores=2, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v5e", ("TPU v5 lite", "TPU v5e"), 1.97e14, 3.94e14, 15.75 * GIB, 8.1e11, 4.5e10, 4, (16, 16), 3.1e9, 128 * 2**20,
          slices=_FLAT, accelerators=("v5litepod", "v5e"), target="v5e",
-         hbm_efficiency=0.89, clock=1.5e9, sync_collectives=_SUMS, line_permutes_are_sync=True, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v5p", ("TPU v5", "TPU v5p"), 4.59e14, 9.18e14, 95.74 * GIB, 2.77e12, 9e10, 6, (16, 20, 28), 6.2e9, 64 * 2**20,
          slices=_SMALL, cube=4, accelerators=("v5p",), counted=2, target="v5p",
-         hbm_efficiency=0.85, clock=1.75e9, cores=2, vector=125, sync_collectives=_ALL, source=f"{_BOOK}; {_USABLE}; ~dcn"),
+         cores=2, source=f"{_BOOK}; {_USABLE}; ~dcn"),
     Chip("v6e", ("TPU v6 lite", "TPU v6e"), 9.18e14, 1.84e15, 31.25 * GIB, 1.64e12, 9e10, 4, (16, 16), 1.25e10, 128 * 2**20,
          lanes=256, slices=_FLAT, accelerators=("v6e",), target="v6e",
-         matmul_efficiency=0.9, clock=1.75e9, vector=160, sync_collectives=_ALL, source=f"vendor page; {_USABLE}; ~dcn"),
+         source=f"vendor page; {_USABLE}; ~dcn"),
     Chip("tpu7x", ("TPU7x",), 2.31e15, 4.61e15, 2 * 94.75 * GIB, 7.38e12, 9.5e10, 6, (16, 16, 36), 1.25e10, 64 * 2**20,
          devices=2, lanes=256, slices=_SMALL, cube=4, accelerators=("tpu7x",), counted=2, target="tpu7x",
-         matmul_efficiency=0.87, clock=2.2e9, vector=235,
          core_link=6 * 9.5e10, source=f"vendor page; {_USABLE}; ~link, ~core_link, ~dcn, ~torus"),
     Chip("a100", ("NVIDIA A100-SXM4-80GB",), 3.12e14, 6.24e14, 85100068864, 2.039e12, 3e11, 1, (), 2.5e10, None, switch=8,
-         target="a100", link_efficiency=0.83, source="datasheet (SXM, 80 GB); 8-bit: int8 alone; hbm as CUDA reports it; "
+         target="a100", source="datasheet (SXM, 80 GB); 8-bit: int8 alone; hbm as CUDA reports it; "
          "dcn of a DGX A100 (200 Gb/s); link efficiency as of an H200"),
     Chip("h100", ("NVIDIA H100", "NVIDIA H100 80GB HBM3"), 9.89e14, 1.98e15, 84942979072, 3.35e12, 4.5e11, 1, (), 5e10,
-         None, switch=8, target="h100", matmul_efficiency=0.79, hbm_efficiency=0.9, link_efficiency=0.83,
+         None, switch=8, target="h100",
          source="datasheet (SXM); hbm as CUDA reports it; efficiencies as measured on an H200"),
     Chip("h200", ("NVIDIA H200",), 9.89e14, 1.98e15, 151397597184, 4.8e12, 4.5e11, 1, (), 5e10, None, switch=8,
-         target="h200", matmul_efficiency=0.79, hbm_efficiency=0.9, link_efficiency=0.83,
+         target="h200",
          source="datasheet; hbm as CUDA reports it; efficiencies measured (8192³ bf16, copies)"),
     Chip("b200", ("NVIDIA B200",), 2.25e15, 4.5e15, 191514411008, 8e12, 9e11, 1, (), 5e10, None, switch=8, target="b200",
-         link_efficiency=0.83,
          source="datasheet; hbm as CUDA reports it; ~dcn (5e10 to 1e11), switch of 72 in an NVL72"),
 )  # fmt: skip
-CHIPS: dict[str, Chip] = {chip.name: chip for chip in _TABLE}
+CHIPS: dict[str, Chip] = {
+    chip.name: replace(chip, compiler=compiler_model(chip.name, "jaxlib" if chip.switch else "libtpu"))
+    for chip in _TABLE
+}
 """Every chip that plans can be made for, by name."""
 
 

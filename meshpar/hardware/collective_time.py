@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .algorithms import ALGORITHMS, AlgorithmName
-from .chips import Chip, CollectiveOp
+from .chips import Chip
+from .collective_ops import CollectiveOp
 from .topology import Stage
 
 

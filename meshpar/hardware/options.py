@@ -1,6 +1,6 @@
-"""Options of the TPU compiler that plans come with: which, on what chip, when, why, and what was measured.
+"""Options of the TPU compiler that a plan sets: when, why, and what they changed in compiled programs.
 
-To have one more set is to add one entry to ``_TABLE``.
+To add a group of options, add an entry to ``_TABLE`` and its name to the chips of a table in ``tables/``.
 """
 
 from __future__ import annotations
@@ -11,28 +11,27 @@ from typing import Any, Literal, get_args
 
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
-from .chips import Chip, CollectiveOp
+from .chips import Chip
+from .collective_ops import CollectiveOp
 
 OptionsMode = Literal["auto", "off"]
 
 
 @dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """Options of the compiler that serve one purpose, and are set together or not at all.
+    """Compiler options with one purpose, which are set together or not at all.
 
     Attributes:
-      name: what they do.
+      name: what they do; chips list it in ``CompilerModel.option_groups``.
       values: option → value.
-      chips: for which chips of the table.
-      when: set where a plan sends by one of these.
-      frees: collectives that are no longer synchronous with them (``Chip.sync_collectives``).
+      when: the kinds of collectives; set if a plan has one of them.
+      frees: kinds of collectives that the options make asynchronous (see ``CompilerModel.sync_collectives``).
       why: what the compiler does without them.
-      measured: what they changed in compiled programs, with which compiler.
+      measured: what they changed in compiled programs, and the version of the compiler.
     """
 
     name: str
     values: Mapping[str, bool | int]
-    chips: tuple[str, ...]
     when: frozenset[CollectiveOp]
     frees: frozenset[CollectiveOp]
     why: str
@@ -44,10 +43,10 @@ def _true(*names: str) -> dict[str, bool | int]:
 
 
 _ALL: frozenset[CollectiveOp] = frozenset(get_args(CollectiveOp))
-_SUMS: frozenset[CollectiveOp] = frozenset({"reduce-scatter", "all-reduce"})
+_REDUCTIONS: frozenset[CollectiveOp] = frozenset({"reduce-scatter", "all-reduce"})
 _TABLE = (
     OptionGroup(
-        "asynchronous gathers",
+        "asynchronous all-gathers",
         _true(
             "xla_tpu_enable_async_collective_fusion",
             "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
@@ -55,54 +54,53 @@ _TABLE = (
             "xla_tpu_overlap_compute_collective_tc",
             "xla_enable_async_all_gather",
         ),
-        ("v4", "v5p", "v6e"),
         when=frozenset({"all-gather"}),
         frees=frozenset({"all-gather"}),
-        why="by default programs wait for gathers; on the other chips they do not",
-        measured="libtpu 0.0.42, v5p:4x4x8, a step of Llama 3 8B, exposed gathers: FSDP 69 → 6 ms (jit, shard_map), peak memory "
-        "+0 and +4 %; data=16, model=8 (shard_map) 330 → 184 ms, +7 %; v6e:16x16, FSDP (shard_map) 104 → 24 ms, whole step "
-        "638 → 537 ms, +2 %",
+        why="by default all-gathers are synchronous on this chip",
+        measured="libtpu 0.0.42, v5p:4x4x8, a step of Llama 3 8B, exposed all-gathers: FSDP 69 → 6 ms (jit, shard_map), peak "
+        "memory +0 and +4 %; data=16, model=8 (shard_map) 330 → 184 ms, +7 %; v6e:16x16, FSDP (shard_map) 104 → 24 ms, whole "
+        "step 638 → 537 ms, +2 %",
     ),
     OptionGroup(
-        "sums on the SparseCores",
+        "reductions on the SparseCores",
         _true(
             "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
             "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
             "xla_tpu_enable_sparse_core_reduce_scatter_v2",
             "xla_tpu_use_tc_device_shape_on_sc",
         ),
-        ("v5p", "v6e"),
-        when=_SUMS,
-        frees=_SUMS,
-        why="by default programs wait for reduce-scatters, and for all-reduces of gradients",
+        when=_REDUCTIONS,
+        frees=_REDUCTIONS,
+        why="by default reduce-scatters, and all-reduces of gradients, are synchronous",
         measured="libtpu 0.0.42, v5p:4x4x8, a step of Llama 3 8B, computation and exposed communication with asynchronous "
-        "gathers: FSDP 722 → 630 ms (jit), 730 → 668 ms (shard_map); all three groups, data=16, model=8: 1592 → 1182 ms (jit), "
-        "1333 → 1171 ms (shard_map), peak memory +1 % and +11 %; v6e:16x16, FSDP (shard_map), without asynchronous "
-        "gathers 638 → 587 ms, with them 537 → 475 ms (sums sent whole), +0 %; compilation takes up to twice as long",
+        "all-gathers: FSDP 722 → 630 ms (jit), 730 → 668 ms (shard_map); all three groups, data=16, model=8: 1592 → 1182 ms "
+        "(jit), 1333 → 1171 ms (shard_map), peak memory +1 % and +11 %; v6e:16x16, FSDP (shard_map), without asynchronous "
+        "all-gathers 638 → 587 ms, with them 537 → 475 ms (all-reduces in place of reduce-scatters), +0 %; compilation takes up "
+        "to twice as long",
     ),
     OptionGroup(
         "no windowed einsums",
         {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
-        ("v4", "v5p"),
         when=_ALL,
         frees=frozenset(),
-        why="XLA's partitioner makes loops of permutes of the largest gathers and scatters that cost more than they hide",
+        why="XLA's partitioner decomposes the largest all-gathers and reduce-scatters into loops of collective-permutes, which "
+        "cost more than they hide",
         measured="libtpu 0.0.42, v5p:4x4x8, a step of Llama 3 8B, data=16, model=8 (jit): 1.59 → 1.47 s, peak memory -7 %",
     ),
 )
 GROUPS: tuple[OptionGroup, ...] = _TABLE
-"""Every group of options that plans may come with."""
+"""Every group of options that plans may set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of the compiler that a plan comes with.
+    """The compiler options of a plan.
 
     Attributes:
-      mode: ``auto``: by the table; ``off``: the user's alone.
-      given: the user's own, which win.
-      groups: of the table, that are set.
-      left_out: groups that the chip and the plan ask for and that are not set, with the reason.
+      mode: ``"auto"``: the groups that apply, and the user's options; ``"off"``: the user's options only.
+      given: (option, value) pairs of the user, which win.
+      groups: the groups that are set.
+      left_out: (group, reason) of groups that apply and are not set.
     """
 
     mode: OptionsMode = "off"
@@ -112,22 +110,24 @@ class Options:
 
     @property
     def values(self) -> dict[str, Any]:
-        """All that is set, as ``jax.jit(compiler_options=…)`` takes it."""
+        """Option → value, for ``jax.jit(compiler_options=…)``."""
         out: dict[str, Any] = {}
         for group in self.groups:
             out.update(group.values)
         return {**out, **dict(self.given)}
 
     def sync_collectives(self, chip: Chip | None) -> frozenset[CollectiveOp]:
-        """The collectives that programs for a chip wait for when they are compiled with these options."""
+        """The kinds of collectives that are synchronous in programs compiled for a chip with these options."""
         if chip is None:
             return frozenset()
-        mine = {k: str(v).lower() for k, v in self.values.items()}
+        values = {k: str(v).lower() for k, v in self.values.items()}
         freed: set[CollectiveOp] = set()
         for group in GROUPS:
-            if chip.name in group.chips and all(mine.get(k) == str(v).lower() for k, v in group.values.items()):
+            if group.name in chip.compiler.option_groups and all(
+                values.get(k) == str(v).lower() for k, v in group.values.items()
+            ):
                 freed |= group.frees
-        return chip.sync_collectives - freed
+        return chip.compiler.sync_collectives - freed
 
     def to_dict(self) -> dict[str, Any]:
         def shown(group: OptionGroup) -> dict[str, Any]:
@@ -140,16 +140,16 @@ class Options:
 
 
 def check_options(mode: Any) -> OptionsMode:
-    """``options=`` as users give it; None is ``"off"``.
+    """The mode for the value of a user's ``options=``; ``"off"`` for None.
 
     Raises:
-      UnsupportedError: another value.
+      UnsupportedError: the value is not a mode.
     """
     if mode is None or mode in get_args(OptionsMode):
         return mode or "off"
     fixes = [
         *did_you_mean(str(mode), list(get_args(OptionsMode)), "modes"),
-        "the compiler's own go to compiler_options={…}",
+        "options of the compiler: compiler_options={…}",
     ]
     raise UnsupportedError(f"there is no options={mode!r}", fixes=fixes)
 
@@ -158,17 +158,19 @@ def choose_options(
     chip: Chip | None, sends: Collection[CollectiveOp], mode: OptionsMode = "auto", given: Mapping[str, Any] | None = None,
     unknown: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda values: {},
 ) -> Options:  # fmt: skip
-    """The options for a plan.
+    """The compiler options for a plan.
 
     Args:
-      chip: that it is for; on others than TPUs nothing is chosen.
-      sends: the collectives that it has.
-      mode: ``off``: nothing is chosen.
-      given: the user's own.
-      unknown: those of some options that the compiler at hand refuses → what it says.
+      chip: the chip of the plan; groups apply to TPUs only.
+      sends: the kinds of collectives of the plan.
+      mode: ``"off"``: no groups.
+      given: the user's options.
+      unknown: function from options to those that the installed compiler rejects → its message.
     """
     own = tuple((given or {}).items())
-    wanted = [g for g in GROUPS if chip is not None and chip.name in g.chips and not g.when.isdisjoint(sends)]
+    wanted = [
+        g for g in GROUPS if chip is not None and g.name in chip.compiler.option_groups and not g.when.isdisjoint(sends)
+    ]
     if mode == "off" or not wanted:
         return Options(mode, own)
     names = {k for k, _ in own}

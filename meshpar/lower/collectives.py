@@ -102,7 +102,7 @@ def permutation(move: Move, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
 def scattered(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, sizes: Mapping[str, int]) -> Any:
     """Sum over axes of the factored mesh, and keep this device's block of a dim.
 
-    Dims of size 1 before it are left out meanwhile (:data:`meshpar.compat.quirks.SCATTER_SHAPES`).
+    Dims of size 1 before it are left out meanwhile (:data:`meshpar.compat.quirks.REDUCE_SCATTER_SHAPES`).
     """
     if not axes:
         return x

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import CheckError, CompilerError, MeshError, UnsupportedError
 from ..global_arrays import place
-from ..hardware.calibration import JAXLIB, Calibration
+from ..hardware.calibration import EFFICIENCIES, JAXLIB, Calibration
 from ..hardware.chips import chip_of_kind
 from ..plan_api import Plan
 from ..units import format_seconds
@@ -177,7 +177,7 @@ def _answer(
     chip = chip_of_kind(kind)
     bare = Calibration(kind, JAXLIB, 1.0, 1.0, 1.0, hbm=None if chip is not None else _memory())
     if chip is not None:
-        bare = Calibration(kind, JAXLIB, chip.matmul_efficiency, chip.hbm_efficiency, chip.link_efficiency)
+        bare = Calibration(kind, JAXLIB, *(getattr(chip.compiler, k) for k in EFFICIENCIES))
 
     def with_these(efficiencies: Sequence[float]) -> Calibration:
         products, memory, links = efficiencies

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..compat.jax import user_stacklevel, without_gc
 from ..errors import JoinWarning, LoweringWarning, ReplicatedWarning
 from ..hardware.calibration import Calibrations
-from ..hardware.chips import CollectiveOp
+from ..hardware.collective_ops import CollectiveOp
 from ..hardware.options import Options, OptionsMode, choose_options
 from ..hardware.topology import refused_options
 from ..layout import AnyMesh, Layout
@@ -99,7 +99,7 @@ def _idle_axes(plan: Plan) -> list[str]:
 
 
 def _noted(plan: Plan) -> Plan:
-    """The plan with notes of the axes and rules that have no effect on its program."""
+    """The plan with notes: axes and rules without effect on its program, and a compiler version without a table."""
     notes = []
     idle = ", ".join(f"`{a}`" for a in _idle_axes(plan))
     if idle:
@@ -107,6 +107,8 @@ def _noted(plan: Plan) -> Plan:
     unused = sorted({r.dim for r in plan.layout.rules} - plan.program.all_names())
     if unused:
         notes.append(f"rules without effect, since the program has no such dim: {', '.join(unused)}")
+    if plan.compiler.note is not None and plan.chip is not None:
+        notes.append(plan.compiler.note)
     return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 

@@ -23,10 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ..compat.quirks import ALL_REDUCE_CHIPS
 from ..cost.collective_matmul import all_reduce_cost, matmul_seconds, reduction_costs
 from ..cost.fusion import MATMULS
-from ..hardware.algorithms import wire_bytes
+from ..hardware.collective_ops import wire_bytes
 from ..plan.collectives import Collective, volume_of
 from ..plan.manual import ManualOps, on_cpus
 from ..plan.plan import Plan
@@ -34,12 +33,8 @@ from ..plan.spec import parts_of
 from ..plan.steps import Body, Reduce, Scatter, Step, rewritten
 from ..program.ir import Value
 from ..units import format_bytes, format_seconds
-from .collective_matmul import BY_COST, MIN_GAIN_SECONDS
+from .collective_matmul import BY_COST
 from .dependencies import home_of, reaches
-
-MAX_BLOCKING_FRACTION = 0.1
-"""Of the seconds of a body's sums: if products wait for no more, none of them stands behind gradients. (Statistics of Mixtral's
-router are 0.006, activations in a backward layer of Llama with sequence parallelism 0.4 to 0.6.)"""
 
 
 def choose_all_reduce(plan: Plan) -> Plan:
@@ -49,7 +44,7 @@ def choose_all_reduce(plan: Plan) -> Plan:
         return _without_reduce_scatters(plan)
     if plan.chip is None or not plan.chip.torus:
         return plan
-    if plan.lowering == "jit" and plan.chip.name in ALL_REDUCE_CHIPS:
+    if plan.lowering == "jit" and plan.compiler.partitioner_prefers_all_reduce:
         partitioned = True
     elif plan.lowering != "jit" and plan.overlap in BY_COST:
         partitioned = False
@@ -130,7 +125,7 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
     if "whole" not in forms:
         return None
     staged, whole = forms["staged"], forms["whole"]
-    if (staged.seconds - whole.seconds if queued else staged.exposed - whole.exposed) < MIN_GAIN_SECONDS:
+    if (staged.seconds - whole.seconds if queued else staged.exposed - whole.exposed) < plan.compiler.min_gain_seconds:
         return None
     why = (
         f"whole {format_seconds(whole.seconds)} on the links of all torus dimensions at once, "
@@ -164,12 +159,12 @@ def beside(plan: Plan, value: Value) -> float:
 
 
 def _waits_for_sums(plan: Plan, body: Body) -> bool:
-    """Whether the reductions that matmuls of a body depend on take more than :data:`MAX_BLOCKING_FRACTION` of the time
+    """Whether the reductions that matmuls of a body depend on take more than ``CompilerModel.max_blocking_fraction`` of the time
     of all reductions of the body."""
     sums = [s for s in body.steps if isinstance(s, Reduce)]
     seconds = [math.fsum(c.seconds or 0.0 for c in s.sends) for s in sums]
     waited = math.fsum(n for s, n in zip(sums, seconds, strict=True) if _waited_for(plan, s.source.value))
-    return waited > MAX_BLOCKING_FRACTION * math.fsum(seconds)
+    return waited > plan.compiler.max_blocking_fraction * math.fsum(seconds)
 
 
 def _waited_for(plan: Plan, value: Value) -> bool:

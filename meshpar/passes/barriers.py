@@ -8,13 +8,6 @@ from typing import TypeGuard
 
 import numpy as np
 
-from ..compat.quirks import (
-    COPIED_STACK_CHIPS,
-    EPILOGUE_LIMITS,
-    LARGE_BUFFER_BYTES,
-    SERIALIZED_REDUCTION_BYTES,
-    SLICE_BARRIER_BYTES,
-)
 from ..cost.donation import aliased_inputs, gathered_then_copied
 from ..cost.flops import smaller_operand_bytes
 from ..cost.fusion import FUSIBLE, MATMULS, REDUCTIONS, VIEWS
@@ -45,10 +38,10 @@ def serialize_loops(plan: Plan) -> Plan:
         def change(step: Reduce | Loop) -> Sequence[Step]:
             if isinstance(step, Reduce):
                 before, after = size(step.source, step.source.spec), size(step.source, step.scattered)
-                if after >= before or before < SLICE_BARRIER_BYTES:
+                if after >= before or before < plan.compiler.slice_barrier_bytes:
                     return (step,)
                 raw = _again(step.result)
-                if before >= SERIALIZED_REDUCTION_BYTES:
+                if before >= plan.compiler.serialized_reduction_bytes:
                     came.append(step.result)
                 return replace(step, result=raw), Barrier(step.op, (raw,), (step.result,))
             if step.op.name != "scan":
@@ -112,7 +105,7 @@ def serialize_results(plan: Plan) -> Plan:
         if (
             step.copy
             or step.result.value not in outputs
-            or not gathered_then_copied(size(step.result), size(step.source))
+            or not gathered_then_copied(plan, size(step.result), size(step.source))
         ):
             return (step,)
         steps: list[Step] = []
@@ -150,15 +143,14 @@ def separate_matmuls(plan: Plan) -> Plan:
     """A large matrix product is a kernel of its own where much is computed from its result.
 
     Else the compiler computes it inside the product, and its matrix units wait meanwhile, or multiply smaller tiles
-    (:data:`meshpar.compat.quirks.JOINED_EPILOGUE`):
+    (:data:`meshpar.compat.quirks.FUSED_EPILOGUE`):
 
     - several arrays that other products read: the way back of ``silu(gate) * up``;
     - sums over what it makes and other arrays: the way back of a norm.
     """
-    chip = None if plan.chip is None else plan.chip.name
-    if chip not in EPILOGUE_LIMITS:
+    if "FUSED_EPILOGUE" not in plan.compiler.quirks:
         return plan
-    most, stays = EPILOGUE_LIMITS[chip]
+    most, stays = plan.compiler.epilogue_max_matmuls, plan.compiler.epilogue_operand_bytes
 
     def size(shard: Shard) -> float:
         return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
@@ -172,7 +164,7 @@ def separate_matmuls(plan: Plan) -> Plan:
             if isinstance(step, Run):
                 name = step.op.name
                 if name == "dot_general":
-                    if step.in_ring != "reduce" and size(step.results[0]) >= LARGE_BUFFER_BYTES:
+                    if step.in_ring != "reduce" and size(step.results[0]) >= plan.compiler.large_buffer_bytes:
                         makers.append(step)
                         products.update(step.results)
                 elif name == "broadcast_in_dim":
@@ -202,7 +194,7 @@ def separate_matmuls(plan: Plan) -> Plan:
             others = {s for each in ops for s in each.reads} - inside - products - spread
             beside = any(size(s) >= least for s in others)
             large = [s for s in read if size(s) >= least]
-            streams = smaller_operand_bytes(step, plan.sizes) > stays * 2**20
+            streams = smaller_operand_bytes(step, plan.sizes) > stays
             cut: Sequence[Shard] = ()
             if len(large) > 1:
                 cut = (*given, *read) if streams or len(given) <= most else ()
@@ -232,7 +224,7 @@ def order_stacks(plan: Plan) -> Plan:
 
     (:data:`meshpar.compat.quirks.COPIED_STACK`)
     """
-    if plan.chip is None or plan.chip.name not in COPIED_STACK_CHIPS:
+    if "COPIED_STACK" not in plan.compiler.quirks:
         return plan
 
     def change(step: Loop) -> Loop:
@@ -244,7 +236,7 @@ def order_stacks(plan: Plan) -> Plan:
         new = {
             s: _again(s)
             for s in body.outputs[carries:]
-            if s in products and len(s.spec) == 3 and size(s) >= LARGE_BUFFER_BYTES
+            if s in products and len(s.spec) == 3 and size(s) >= plan.compiler.large_buffer_bytes
         }
         if not new:
             return step

@@ -27,9 +27,10 @@ from ..cost.fusion import FUSIBLE, VIEWS
 from ..cost.time import time_of
 from ..dims import did_you_mean
 from ..errors import UnsupportedError
-from ..hardware.algorithms import AlgorithmName, wire_bytes
-from ..hardware.chips import CollectiveOp
+from ..hardware.algorithms import AlgorithmName
+from ..hardware.collective_ops import CollectiveOp, wire_bytes
 from ..hardware.collective_time import hop_seconds, seconds_of
+from ..hardware.compiler import CompilerModel
 from ..hardware.topology import Stage, devices_of, major_of, major_stage
 from ..plan.collectives import Collective
 from ..plan.plan import Choice, Overlap, Plan
@@ -58,14 +59,6 @@ kernel wherever it takes the pair, as ``auto`` elsewhere; ``off``: not looked fo
 ``ring`` the one that sends least: sums are sent whole by the others alone (:mod:`meshpar.passes.all_reduce_choice`)."""
 BY_COST = ("auto", "pallas")
 """The modes in which cost decides what else is not asked for."""
-MIN_GAIN_SECONDS = 5e-6
-"""Seconds, once, that a ring, or a whole sum, must save."""
-MIN_JOINT_GAIN = 0.02
-"""Part of a step that rings decided together must save: they hold more memory and take longer to compile, and nearer than that a
-plan does not tell forms apart. Of two Llama layers of 8B and 70B they were to save 3.1 and 3.1 % of the step on v5e, 1.5 and 5.7 %
-on v5p, and of a whole Llama 8B on v5p 1.2 %; by the compiler's schedules it is 5.4, 8.2, -0.3, 1.7 and -0.1 %."""
-MAX_RING_SIZE = 64
-"""Devices of the longest ring."""
 
 
 def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
@@ -104,7 +97,7 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
         steps[axes] = (
             f"the step takes {format_seconds(ring)} with all of {names_of(axes)} in blocks, {format_seconds(xla)} with none"
         )
-        if xla - ring >= max(MIN_GAIN_SECONDS, MIN_JOINT_GAIN * xla):
+        if xla - ring >= max(plan.compiler.min_gain_seconds, plan.compiler.min_joint_gain * xla):
             best, other, forms[axes] = other, best, "ring"
         free_caches(other)
     told = tuple(replace(o, reason=f"{o.reason}; {steps[o.axes]}") if o.together else o for o in best.overlaps)
@@ -121,7 +114,8 @@ def _seconds(plan: Plan) -> float:
 
 def _chains(plan: Plan, found: CollectiveMatmulPairs) -> list[tuple[str, ...]]:
     """The axes over which activations are gathered for products, and that rings are possible on."""
-    gathers = [p for p in found.pairs.values() if p.gather and 1 < devices_of(plan.torus, p.axes) <= MAX_RING_SIZE]
+    longest = plan.compiler.max_ring_size
+    gathers = [p for p in found.pairs.values() if p.gather and 1 < devices_of(plan.torus, p.axes) <= longest]
     return list(dict.fromkeys(p.axes for p in gathers if found.chained(p)))
 
 
@@ -443,7 +437,7 @@ def _decision(
     elif mode == "pallas" and not isinstance(fused, str):
         choice, reason = "pallas", "as asked for: one kernel sends blocks while it multiplies others"
     else:
-        choice, reason = _by_cost(devices, exposed, pair.gather, form)
+        choice, reason = _by_cost(plan.compiler, devices, exposed, pair.gather, form)
         if mode == "pallas":
             reason = f"no kernel: {fused}; {reason}"
         elif not isinstance(fused, str):
@@ -460,7 +454,9 @@ def _decision(
     return decision, fused if choice == "pallas" and not isinstance(fused, str) else None
 
 
-def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool, form: Choice | None) -> tuple[Choice, str]:
+def _by_cost(
+    compiler: CompilerModel, devices: int, exposed: dict[str, float] | None, gather: bool, form: Choice | None
+) -> tuple[Choice, str]:
     """A collective of its own, or a ring; and why.
 
     Args:
@@ -468,16 +464,16 @@ def _by_cost(devices: int, exposed: dict[str, float] | None, gather: bool, form:
     """
     if exposed is None:
         return "xla", "the chip is not known"
-    if devices > MAX_RING_SIZE:
-        return "xla", f"a ring of {devices} devices is longer than {MAX_RING_SIZE}"
+    if devices > compiler.max_ring_size:
+        return "xla", f"a ring of {devices} devices is longer than {compiler.max_ring_size}"
     xla, ring = exposed["xla"], exposed["ring"]
-    choice: Choice = form or ("ring" if xla - ring >= MIN_GAIN_SECONDS else "xla")
+    choice: Choice = form or ("ring" if xla - ring >= compiler.min_gain_seconds else "xla")
     if choice == "ring":
         hidden = f": {100 * (1 - ring / xla):.0f} % hidden" if ring < xla else ""
         return choice, f"blocks travel while {'others are multiplied' if gather else 'the next are made'}{hidden}"
     if xla == 0:
         return choice, "the compiler sends for it while other products run"
-    if xla - ring >= MIN_GAIN_SECONDS:
+    if xla - ring >= compiler.min_gain_seconds:
         return choice, "with all that goes over the same axes there is too little to gain"
     few = "the products of a block are too short to hide a hop, and what stands between hops"
     return choice, few if ring else "there is too little to gain"

@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..compat.quirks import LARGE_BUFFER_BYTES, SERIALIZED_REDUCTION_BYTES
 from ..cost.fusion import FUSIBLE, MATMULS, VIEWS
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
@@ -112,7 +111,7 @@ class _Schedule:
         readers: dict[tuple[Frame, Value], list[Op]] = {}  # products of a value with a large gathered operand
         for step, users in _gathers(self.plan.body):
             value = step.source.value
-            if self._bytes(step.result) < LARGE_BUFFER_BYTES:
+            if self._bytes(step.result) < self.plan.compiler.large_buffer_bytes:
                 continue
             for op in users:
                 for v in op.ins:
@@ -141,7 +140,7 @@ class _Schedule:
 
     def _blocks_a_loop(self, step: Reduce, body: _Body, value: Value) -> bool:
         """Whether an asynchronous reduction is one that a loop after ``value`` waits for (:func:`.barriers.serialize_loops`)."""
-        if self._bytes(step.source) < SERIALIZED_REDUCTION_BYTES or not any(
+        if self._bytes(step.source) < self.plan.compiler.serialized_reduction_bytes or not any(
             self.plan.goes_on(c.op) for c in step.collectives
         ):
             return False
@@ -155,7 +154,7 @@ class _Schedule:
             if op.name not in MATMULS or not op.outs:
                 continue
             if not body.heavy_after(op):
-                if self._operands(op) >= LARGE_BUFFER_BYTES and self._is_made(op.outs[0]):
+                if self._operands(op) >= self.plan.compiler.large_buffer_bytes and self._is_made(op.outs[0]):
                     left.append((op, 0))
                 continue
             left = [(o, n + 1) for o, n in left]

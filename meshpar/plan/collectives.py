@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..hardware.algorithms import AlgorithmName
-from ..hardware.chips import CollectiveOp
+from ..hardware.collective_ops import CollectiveOp
 from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op

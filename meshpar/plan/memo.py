@@ -14,7 +14,8 @@ from operator import itemgetter
 from typing import Any
 
 from ..hardware.algorithms import AlgorithmName
-from ..hardware.chips import Chip, CollectiveOp
+from ..hardware.chips import Chip
+from ..hardware.collective_ops import CollectiveOp
 from ..hardware.topology import Torus, torus_of_slices
 from ..layout import Spec
 from ..program.ir import Frame, Op, Program, Value

@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec
 
 from ..dims import Dims, format_dims
 from ..hardware.calibration import Calibrations
-from ..hardware.chips import Chip, CollectiveOp
+from ..hardware.chips import Chip
+from ..hardware.collective_ops import CollectiveOp
+from ..hardware.compiler import CompilerModel, compiler_model
 from ..hardware.options import Options
 from ..hardware.topology import Torus
 from ..layout import AnyMesh, Layout, Spec, to_partition_spec
@@ -247,6 +249,11 @@ class Plan:
     def runs(self) -> dict[Op, Run]:
         """The step that runs an op; ops on values made from no data have one for every use, of which the first is here."""
         return self.body.runs
+
+    @property
+    def compiler(self) -> CompilerModel:
+        """Measured constants of the compiler for the chip; those of a TPU without measurements if the chip is not known."""
+        return compiler_model(None) if self.chip is None else self.chip.compiler
 
     @cached_property
     def sync_collectives(self) -> frozenset[CollectiveOp]:

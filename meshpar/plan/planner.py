@@ -15,9 +15,10 @@ from jax.extend.core import Literal
 from ..compat.jax import body_consts, literal_array, scan_counts, user_stacklevel
 from ..dims import did_you_mean, format_dims, near
 from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError, UnsupportedError
-from ..hardware.algorithms import AlgorithmName, choose_algorithm, wire_bytes
+from ..hardware.algorithms import AlgorithmName, choose_algorithm
 from ..hardware.calibration import Calibrations, calibrated
-from ..hardware.chips import Chip, CollectiveOp
+from ..hardware.chips import Chip
+from ..hardware.collective_ops import CollectiveOp, wire_bytes
 from ..hardware.collective_time import seconds_of
 from ..hardware.topology import chip_of, torus_of
 from ..layout import AnyMesh, Layout, Rule, Spec, divisibility_error

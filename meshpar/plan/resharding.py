@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from ..hardware.algorithms import wire_bytes
+from ..hardware.collective_ops import wire_bytes
 from ..layout import Spec
 from .spec import local_shape, parts_of
 

@@ -224,7 +224,7 @@ def rates(plan: Plan) -> str:
     chip = plan.chip
     if chip is None or not chip.calibration:
         return ""
-    parts = zip(("products", "memory traffic", "links"), (getattr(chip, k) for k in EFFICIENCIES), strict=True)
+    parts = zip(("products", "memory traffic", "links"), (getattr(chip.compiler, k) for k in EFFICIENCIES), strict=True)
     return (
         f"calibrated on {chip.calibration}: {', '.join(f'{what} {part:.2g}' for what, part in parts)} of the peak rate"
     )

@@ -40,7 +40,7 @@ def dot_general(eqn, ins, outs) -> OpRule:
 
 
 def _batches_mixed(op: SplitOp) -> bool:
-    """With batch dims, sums both scattered and all-reduced: BATCHED_SUM of :mod:`meshpar.compat.quirks`."""
+    """With batch dims, sums both scattered and all-reduced: BATCHED_CONTRACTION of :mod:`meshpar.compat.quirks`."""
     return op.mixed and bool(op.eqn.params["dimension_numbers"][1][0])
 
 

@@ -22,10 +22,6 @@ from ..plan.spec import itemsize
 from ..plan_api import Plan
 from ..program.ir import Frame, Op, Program, Value
 
-HIDES = 0.65
-"""Part of what another plan sends beyond that which it may hide, and save: the most of 51 neighbours of good layouts of Llama 3 8B,
-Mixtral and DeepSeek-V3 was 0.6."""
-
 
 class _Units:
     """The values of a program, and its ops without bodies.
@@ -106,7 +102,7 @@ class _Units:
             seconds = self._products_on[chip] = np.zeros(len(self.place))
             for place, (flops, dtype) in self.flops.items():
                 rate = device.flops if dtype is None else device.matmul_rate(dtype)
-                seconds[place] = flops / (rate * chip.matmul_efficiency)
+                seconds[place] = flops / (rate * chip.compiler.matmul_efficiency)
         return self._products_on[chip]
 
 
@@ -183,9 +179,11 @@ class Pieces:
 
     def most_sent(self, kernels: float, seconds: float) -> float:
         """How long a step of these kernels may send if it is to take no longer: it is expected to hide as much as this one, and
-        :data:`HIDES` of what it sends beyond."""
+        ``CompilerModel.max_hidden_fraction`` of what it sends beyond."""
         free = seconds - kernels + self.hidden
-        return free if free <= self.sent else self.sent + (free - self.sent) / (1 - HIDES)
+        return (
+            free if free <= self.sent else self.sent + (free - self.sent) / (1 - self.chip.compiler.max_hidden_fraction)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class Compiled:
     @functools.cached_property
     def exposed(self) -> Exposed | None:
         """Communication beside which nothing is computed, by the final schedule; None where the clock is not known."""
-        if not isinstance(self.mesh, Mesh) or (chip := chip_of(self.mesh)) is None or not chip.clock:
+        if not isinstance(self.mesh, Mesh) or (chip := chip_of(self.mesh)) is None or not chip.compiler.clock_hz:
             return None
         return exposed(self.as_text(), chip, places_of(list(self.mesh.devices.flat)))
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from ..hardware.chips import Chip, CollectiveOp
+from ..hardware.chips import Chip
+from ..hardware.collective_ops import CollectiveOp
 from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Places, Stage
 from .hlo import HloCollective, branches_of, collective_of, estimate, inside
@@ -81,7 +82,7 @@ def exposed(text: str, chip: Chip, places: Places, *, unknown: int = 1) -> Expos
     Raises:
       ValueError: the text is no HLO module, or the chip's clock is not known.
     """
-    if not chip.clock:
+    if not chip.compiler.clock_hz:
         raise ValueError(f"the clock of {chip.name} is not known, so cycles are no seconds")
     module = parse(text)
     return _Timeline(module, chip, places, unknown).run(Scope(module, module.computations[module.entry], ()))
@@ -195,8 +196,8 @@ class _Timeline:
                 continue
             cycles = estimate(i)
             if cycles:
-                wires.pass_by(cycles / self.chip.clock)
-                out.compute += cycles / self.chip.clock
+                wires.pass_by(cycles / self.chip.compiler.clock_hz)
+                out.compute += cycles / self.chip.compiler.clock_hz
                 out.products += cycles * self.multiplies(i)
         for flight in flights.values():
             wait(flight)

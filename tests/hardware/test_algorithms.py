@@ -11,8 +11,9 @@ from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.hardware.algorithms import ALGORITHMS, choose_algorithm, wire_bytes
+from meshpar.hardware.algorithms import ALGORITHMS, choose_algorithm
 from meshpar.hardware.chips import CHIPS
+from meshpar.hardware.collective_ops import wire_bytes
 from meshpar.hardware.collective_time import seconds_of
 from meshpar.hardware.topology import Stage
 
@@ -62,7 +63,7 @@ def test_between_slices_what_is_sent_is_the_smallest():
     stages = [s for a in c.axes for s in plan.torus[a]]
     assert [s.dim for s in stages] == ["slice", "y"]
     inside = seconds_of("reduce-scatter", 2.0**23, stages[1:], plan.chip)
-    across = 2.0**23 / 4 / 2 / (plan.chip.dcn * plan.chip.link_efficiency)
+    across = 2.0**23 / 4 / 2 / (plan.chip.dcn * plan.chip.compiler.link_efficiency)
     assert c.seconds == pytest.approx(inside + across)
     assert c.to_dict()["why"] == c.why
 

@@ -25,7 +25,7 @@ from meshpar.lower.collectives import scattered
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 
 
-@pytest.mark.parametrize("quirk", QUIRKS)
+@pytest.mark.parametrize("quirk", QUIRKS.values(), ids=QUIRKS)
 def test_a_workaround_says_where_it_was_seen_and_which_test_shows_it(quirk):
     assert all(dataclasses.astuple(quirk))
     assert re.search(r"\d+\.\d+", quirk.compiler)

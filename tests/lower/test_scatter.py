@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.compat.quirks import scattered_as
+from meshpar.compat.quirks import reduce_scatter_shape
 from meshpar.lower.collectives import combined
 from meshpar.plan.steps import Scatter
 from meshpar.rules.spmd import Grid
@@ -35,7 +35,7 @@ BF16, F32 = 2, 4
     ],
 )
 def test_in_which_shape_an_array_is_scattered_over_16_devices(shape, dim, itemsize, as_, at):
-    assert scattered_as(shape, dim, 16, itemsize) == (as_, at)
+    assert reduce_scatter_shape(shape, dim, 16, itemsize) == (as_, at)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from lowered import lowered, same
 
 import meshpar as mp
+from meshpar.hardware.chips import CHIPS
 from meshpar.hardware.topology import parse_topology
 from meshpar.lower.shard_map import lower_to_shard_map
-from meshpar.passes import barriers
 from meshpar.passes.barriers import order_stacks, separate_matmuls
 from meshpar.plan.planner import planned
 from meshpar.plan.steps import Barrier, Loop, Order, Reduce, Run
@@ -221,12 +221,14 @@ def test_a_product_that_reads_tiles_stays_with_the_sums_of_it_alone():
 
 
 @pytest.mark.parametrize("fn", [gated, normed])
-def test_what_stands_apart_is_the_same(fn, monkeypatch):
-    monkeypatch.setattr(barriers, "EPILOGUE_LIMITS", {"v5p": (0, 0)})
-    monkeypatch.setattr(barriers, "LARGE_BUFFER_BYTES", 0)
+def test_what_stands_apart_is_the_same(fn):
+    chip = CHIPS["v5p"]
+    everything = dataclasses.replace(
+        chip.compiler, epilogue_max_matmuls=0, epilogue_operand_bytes=0, large_buffer_bytes=0
+    )
     args = (normal(16, 64), normal(64, 16)) if fn is normed else gated_args(normal, 64, 32)
     how = {"layout": "batch: data", "dims": {"x": "batch _"}}
-    assert steps_of(unchanged(fn, args, how, separate_matmuls, parse_topology("v5p:2x2x2").chip), Barrier)
+    assert steps_of(unchanged(fn, args, how, separate_matmuls, dataclasses.replace(chip, compiler=everything)), Barrier)
 
 
 def kept(w, x):

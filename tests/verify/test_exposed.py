@@ -199,11 +199,11 @@ def test_what_the_sparse_cores_send_beside_the_program():
     assert cycles(text) == 3 * 1_899_284
 
     found = exposed(text, v5p, Places(at, (True, True, True, False, False)))
-    stage = whole / (2 * 9e10 * v5p.link_efficiency)
-    assert stage < 1_899_284 / v5p.clock
+    stage = whole / (2 * 9e10 * v5p.compiler.link_efficiency)
+    assert stage < 1_899_284 / v5p.compiler.clock_hz
     assert found.sent == pytest.approx(3.25 * stage)
     assert found.by_kind == pytest.approx({"reduce-scatter (async)": 1.25 * stage})
-    assert found.compute == pytest.approx(3 * 1_899_284 / v5p.clock)
+    assert found.compute == pytest.approx(3 * 1_899_284 / v5p.compiler.clock_hz)
 
 
 def test_far_hops_take_every_link_on_the_way():

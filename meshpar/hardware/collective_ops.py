@@ -1,0 +1,21 @@
+"""The kinds of collectives, and the bytes that each device sends in one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+CollectiveOp = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
+
+
+def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
+    """Bytes that each device of a group sends.
+
+    Args:
+      op: the kind of collective.
+      volume: bytes of the gathered array (all-gather), else of the local operand.
+      group: devices of the group.
+    """
+    if op == "collective-permute":
+        return volume
+    share = volume * (group - 1) / group
+    return 2 * share if op == "all-reduce" else share
