@@ -48,7 +48,7 @@ def timing(kernel, shape, load, name):
     return {"seconds": SECONDS[name], "method": "stub", "error": 1e-3, "flops": 10**11, "bytes": 10**8}
 
 
-def tune(product, dtype, config):
+def tune(matmul, dtype, config):
     width = config["tile"][2]
     if width not in TUNED:
         os.abort()
