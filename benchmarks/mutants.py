@@ -1,30 +1,62 @@
-"""Small errors put into the code one at a time: which of them the tests of the same package find.
+"""Mutation test: small edits of the code, one at a time, and whether the tests find them.
 
-    python benchmarks/mutants.py meshpar/rules meshpar/program/infer.py [--sample 20] [--seed 0] [--tests tests/rules] [-k EXPR]
+    python benchmarks/mutants.py --sample 150 --seed 0                      # mutants of all packages of PACKAGES
+    python benchmarks/mutants.py meshpar/rules meshpar/program/infer.py --sample 20
+    python benchmarks/mutants.py --sample 150 --readme                      # then the README's tests on those not found
 
-Each mutant is one edit of the syntax tree: a comparison swapped, a constant off by one, a condition negated or dropped, ``and``
-for ``or``, a flag or a sign inverted, one reduction or extremum for its opposite. A sample of all edits, fixed by the seed, is
-applied to a copy of the repository, one at a time, and the mirrored tests run there (``tests/rules`` for ``meshpar/rules``,
-``tests/program/test_infer.py`` for ``meshpar/program/infer.py``), without those marked ``slow``, up to the first that fails.
-A mutant under which no test fails within the time limit has survived: a hole in the tests, or an edit without effect.
-Prints every outcome, and found/tried per path.
+A mutant is one edit of the syntax tree: a comparison swapped, a constant off by one, a condition negated or dropped, ``and`` for
+``or``, a flag or a sign inverted, one reduction or extremum replaced by its opposite. The seed fixes a sample of all edits,
+spread evenly over the paths. Each is applied to a copy of the repository, whose tests without the mark ``slow`` run up to the
+first failure: the mirrored test file (``tests/rules/test_halo.py`` for ``meshpar/rules/halo.py``) if there is one, then the
+mirrored folder, and with ``--readme`` all tests. A run that exceeds ``--limit`` seconds counts as found.
+
+Mutants that change no behaviour are listed with the reason in ``equivalent_mutants.json``, and not counted. Prints every outcome,
+then a table of mutants found for each path.
 """
 
 import argparse
 import ast
+import contextlib
+import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tables import Table
+
 ROOT = Path(__file__).parent.parent
-COPIED = ("meshpar", "meshpar_kernels", "tests", "benchmarks", "docs", "examples", "pyproject.toml")
+COPIED = (
+    "meshpar",
+    "meshpar_kernels",
+    "tests",
+    "benchmarks",
+    "docs",
+    "examples",
+    "pyproject.toml",
+    "README.md",
+    "CHANGELOG.md",
+)
+PACKAGES = (
+    "rules", "plan", "program", "lower", "passes", "pods",
+    "api.py", "jitted.py", "tracing.py", "compiled.py", "plan_api.py", "options.py", "target.py", "cli.py",
+)  # fmt: skip
+"""Packages and modules of ``meshpar`` that are mutated by default."""
+TESTS_OF = {
+    "tracing.py": ["test_jitted.py", "test_api.py"],
+    "compiled.py": ["test_jitted.py", "test_api.py"],
+    "plan_api.py": ["test_api.py"],
+    "target.py": ["test_cli.py"],
+}
+"""Tests of top-level modules without a test file of the same name."""
+EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in", ast.NotIn: "in",
     ast.Is: "is not", ast.IsNot: "is",
@@ -35,12 +67,12 @@ OPPOSITES = {
     "pmax": "pmin", "pmin": "pmax", "floor": "ceil", "ones": "zeros", "zeros": "ones",
 }  # fmt: skip
 KINDS = {"sum": "max", "max": "min", "min": "max", "pass_through": "need_replication", "permutation": "pass_through"}
-"""String constants that name a kind of factor or reduction, and another kind."""
+"""Name of a kind of factor or reduction → another kind."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Text of a file from one position to another, replaced."""
+    """Replacement of the bytes ``start`` to ``end`` of a file."""
 
     path: Path
     line: int
@@ -49,16 +81,27 @@ class Edit:
     new: str
 
     def applied(self) -> str:
+        """The text of the file with the edit."""
         text = self.path.read_text().encode()
         return (text[: self.start] + self.new.encode() + text[self.end :]).decode()
 
-    def __str__(self) -> str:
+    @property
+    def change(self) -> str:
+        """``"old -> new"``, on one line."""
         old = self.path.read_text().encode()[self.start : self.end].decode()
-        return f"{self.path.relative_to(ROOT)}:{self.line}: {' '.join(old.split())[:70]} -> {' '.join(self.new.split())[:70]}"
+        return f"{' '.join(old.split())} -> {' '.join(self.new.split())}"
+
+    @property
+    def name(self) -> str:
+        """The path from the root of the repository."""
+        return str(self.path.relative_to(ROOT))
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.line}: {self.change[:160]}"
 
 
 def edits(path: Path) -> Iterator[Edit]:
-    """Every edit of a file, none of its docstrings, annotations, and errors."""
+    """Every edit of a file, except in docstrings, annotations, and errors that are raised."""
     text = path.read_text()
     starts = [0]
     for line in text.encode().splitlines(keepends=True):
@@ -114,75 +157,133 @@ def edits(path: Path) -> Iterator[Edit]:
     for edit in walk(ast.parse(text)):
         try:
             ast.parse(edit.applied())
-        except SyntaxError:  # e.g. a part of a pattern
+        except SyntaxError:  # in a pattern of a match statement
             continue
         yield edit
 
 
-def mirrored(path: Path) -> str:
-    """The tests of a package or file: those of the innermost package or module around it that has tests of its own."""
+def mirrored(path: Path) -> list[list[str]]:
+    """The tests of a module in the order in which they run: the file of the same name, then those of its packages outwards."""
     inner = path.relative_to(ROOT / "meshpar")
-    for module in (inner, *inner.parents):
+    if str(inner) in TESTS_OF:
+        return [[f"tests/{name}" for name in TESTS_OF[str(inner)]]]
+    stages = []
+    for module in (inner, *inner.parents[:-1]):
         for tests in (Path("tests") / module.parent / f"test_{module.stem}.py", Path("tests") / module):
             if (ROOT / tests).exists():
-                return str(tests)
-    return "tests"
+                stages.append([str(tests)])
+    return stages
 
 
 def outcome(copy: Path, edit: Edit | None, tests: list[str], options: list[str], limit: float) -> str:
-    """``found`` if a test fails, ``hung`` if they take too long, ``survived`` if all of them pass; of the code as it is if None."""
+    """``"found"`` if a test fails, ``"timed out"``, or ``"not found"``; of the unmodified code if the edit is None."""
     place = copy / edit.path.relative_to(ROOT) if edit else None
     if edit and place:
         place.write_text(edit.applied())
     env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *options, *tests]
-    try:
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return "hung"
-    finally:
-        if edit and place:
-            shutil.copy(edit.path, place)
-    if done.returncode not in (0, 1, 2):  # 5: no tests; 3, 4: pytest itself
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
-    return "survived" if done.returncode == 0 else "found"
+    with tempfile.TemporaryFile("w+") as output:
+        run = subprocess.Popen(
+            command, cwd=copy, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = run.wait(limit)
+        except subprocess.TimeoutExpired:
+            return "timed out"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)  # processes that a test started included
+            run.wait()
+            if edit and place:
+                shutil.copy(edit.path, place)
+        if status not in (0, 1, 2, 5):  # 5: no tests; 3, 4: pytest itself
+            output.seek(0)
+            raise SystemExit(output.read()[-4000:])
+    return "found" if status in (1, 2) else "not found"
+
+
+def sampled(paths: Sequence[Path], sample: int, seed: int) -> dict[Path, list[Edit]]:
+    """Path → its mutants; ``sample`` in all, as evenly as the numbers of edits allow, in random order."""
+    every = {
+        path: [e for f in (sorted(path.rglob("*.py")) if path.is_dir() else [path]) for e in edits(f)] for path in paths
+    }
+    for number, path in enumerate(paths):
+        random.Random(f"{seed} {number}").shuffle(every[path])
+    chosen: dict[Path, list[Edit]] = {path: [] for path in paths}
+    while sum(map(len, chosen.values())) < sample and any(every.values()):
+        for path in paths:
+            if every[path] and sum(map(len, chosen.values())) < sample:
+                chosen[path].append(every[path].pop())
+    return chosen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", type=lambda p: Path(p).resolve(), help="packages and files of `meshpar`")
-    parser.add_argument("--sample", type=int, default=20, help="mutants of each path")
+    parser.add_argument(
+        "paths", nargs="*", type=lambda p: Path(p).resolve(), help="packages and modules of `meshpar` (PACKAGES)"
+    )
+    parser.add_argument("--sample", type=int, default=150, help="number of mutants (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", nargs="*", help="instead of the mirrored ones")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first mutants of each path, to resume")
+    parser.add_argument("--tests", nargs="*", help="these tests instead of the mirrored ones")
+    parser.add_argument(
+        "--readme", action="store_true", help="run all tests without the mark `slow` on mutants not found"
+    )
     parser.add_argument("-k", default="", help="pytest's -k")
-    parser.add_argument("--limit", type=float, default=900, help="seconds for the tests of one mutant")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for the tests of one mutant (%(default)s)")
     args = parser.parse_args()
     options = ["-k", args.k] if args.k else []
-    rows = []
+    equivalent = {(e["file"], e["change"]) for e in json.loads(EQUIVALENT.read_text())}
+    chosen = sampled(args.paths or [ROOT / "meshpar" / name for name in PACKAGES], args.sample, args.seed)
+    outcomes: dict[Path, list[str]] = {path: [] for path in chosen}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in COPIED:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
+            elif (ROOT / name).exists():
                 shutil.copy(ROOT / name, copy / name)
-        for path in args.paths:
-            tests = args.tests or [mirrored(path)]
-            start = time.time()
-            if (bare := outcome(copy, None, tests, options, args.limit)) != "survived":
-                raise SystemExit(f"{' '.join(tests)} without any mutant: {bare}")
-            print(f"{path.relative_to(ROOT)}: {' '.join(tests)} takes {time.time() - start:.0f} s", flush=True)
-            files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-            every = [edit for file in files for edit in edits(file)]
-            chosen = random.Random(args.seed).sample(every, min(args.sample, len(every)))
-            results = []
-            for edit in chosen:
-                results.append(outcome(copy, edit, tests, options, args.limit))
-                print(f"  {results[-1]:9} {edit}", flush=True)
-            rows.append((path.relative_to(ROOT), sum(r != "survived" for r in results), len(results), len(every)))
-    print("\npath, found, tried, of so many edits")
-    for path, found, tried, every in rows:
-        print(f"{path}  {found}/{tried}  ({found / max(tried, 1):.0%})  {every}")
+        for round_ in range(args.skip, max(map(len, chosen.values()), default=0)):
+            for path, mutants in chosen.items():
+                if round_ >= len(mutants):
+                    continue
+                edit = mutants[round_]
+                if (edit.name, edit.change) in equivalent:
+                    outcomes[path].append("equivalent")
+                else:
+                    stages = [args.tests] if args.tests else mirrored(edit.path)
+                    stages += [["tests"]] if args.readme else []
+                    began = time.monotonic()
+                    for tests in stages:
+                        if (result := outcome(copy, edit, tests, options, args.limit)) != "not found":
+                            break
+                    if result != "not found" and outcome_of_unmodified(copy, tests, options, args.limit) != "not found":
+                        raise SystemExit(f"{' '.join(tests)} fails without any mutant")
+                    outcomes[path].append(result)
+                    print(f"{result:9} {time.monotonic() - began:4.0f} s  {edit}", flush=True)
+    table = Table("path", "mutants", "found", "equivalent", "not found")
+    total = [0, 0, 0, 0]
+    for path, results in outcomes.items():
+        counts = [
+            len(results),
+            *(sum(r in kind for r in results) for kind in (("found", "timed out"), ("equivalent",), ("not found",))),
+        ]
+        total = [a + b for a, b in zip(total, counts, strict=True)]
+        table.add_row(str(path.relative_to(ROOT)), *map(str, counts))
+    table.add_row("all", *map(str, total))
+    tried = total[0] - total[2]
+    print(f"\n{total[1]} of {tried} mutants found ({total[1] / max(tried, 1):.0%}), seed {args.seed}")
+
+
+_UNMODIFIED: dict[tuple[str, ...], str] = {}
+
+
+def outcome_of_unmodified(copy: Path, tests: list[str], options: list[str], limit: float) -> str:
+    """The outcome of tests on the unmodified code, run once."""
+    key = (*tests, *options)
+    if key not in _UNMODIFIED:
+        _UNMODIFIED[key] = outcome(copy, None, tests, options, 4 * limit)
+    return _UNMODIFIED[key]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The mutation script: what it edits, and that it tells a mutant that a test finds from one that none does."""
+"""The mutation test: its edits, and that it distinguishes mutants that a test finds from others."""
 
 import ast
 import difflib
+import json
 import sys
 
 import mutants
@@ -34,19 +35,22 @@ def root(tmp_path, monkeypatch):
         place.write_text(text)
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     monkeypatch.setattr(mutants, "COPIED", ("meshpar", "tests", "pyproject.toml"))
+    monkeypatch.setattr(mutants, "EQUIVALENT", tmp_path / "equivalent.json")
+    monkeypatch.setattr(mutants, "_UNMODIFIED", {})
+    (tmp_path / "equivalent.json").write_text("[]")
     return tmp_path
 
 
 def test_each_edit_changes_one_expression_and_no_text(root):
-    found = list(mutants.edits(root / "meshpar/small.py"))
-    assert len({(e.start, e.end, e.new) for e in found}) == len(found)
+    edits = list(mutants.edits(root / "meshpar/small.py"))
+    assert len({(e.start, e.end, e.new) for e in edits}) == len(edits)
     plain = ast.dump(ast.parse(CODE))
-    for edit in found:
+    for edit in edits:
         assert ast.dump(ast.parse(edit.applied())) != plain
         lines = [d for d in difflib.ndiff(CODE.splitlines(), edit.applied().splitlines()) if d[0] in "+-"]
         assert len(lines) == 2
         assert not any(word in lines[0] for word in ("Not `x", "A module", "raise"))
-    edited = " ".join(str(e) for e in found)
+    edited = " ".join(str(e) for e in edits)
     for change in (
         "((x) <= (low))",
         "((x) is not (None))",
@@ -61,22 +65,56 @@ def test_each_edit_changes_one_expression_and_no_text(root):
     assert "int" not in edited
 
 
-def test_mutants_are_found_and_survive(root, monkeypatch, capsys):
+FOUND, NOT_FOUND = "((x) - (1))", "False"
+
+
+@pytest.fixture
+def two_mutants(root, monkeypatch):
+    """Two mutants, one of which the tests find."""
     path = root / "meshpar/small.py"
-    assert mutants.mirrored(path) == "tests/test_small.py"
-    found, survived = "((x) - (1))", "((x) is not (None))"
-    chosen = [e for e in mutants.edits(path) if e.new in (found, survived)]
+    chosen = [e for e in mutants.edits(path) if e.new in (FOUND, NOT_FOUND)]
     monkeypatch.setattr(mutants, "edits", lambda path: iter(chosen))
     monkeypatch.setattr(sys, "argv", ["mutants.py", str(path)])
+    return path, chosen
+
+
+def test_mutants_that_tests_find_and_others(two_mutants, capsys):
+    path, chosen = two_mutants
+    assert mutants.mirrored(path) == [["tests/test_small.py"]]
     mutants.main()
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines if found in line} == {"found"}
-    assert lines[-1].split()[:2] == ["meshpar/small.py", f"{sum('found ' in x for x in lines[1:-3])}/{len(chosen)}"]
+    assert [line.split()[0] for line in lines if FOUND in line] == ["found"]
+    assert [line.split()[:2] for line in lines if NOT_FOUND in line] == [["not", "found"]]
+    assert f"| meshpar/small.py | {len(chosen)} | 1 | 0 | 1 |" in lines
+    assert lines[-1] == "1 of 2 mutants found (50%), seed 0"
     assert path.read_text() == CODE
+
+
+def test_equivalent_mutants_are_not_counted(two_mutants, capsys):
+    _, chosen = two_mutants
+    listed = [{"file": e.name, "change": e.change, "reason": "x"} for e in chosen if e.new == NOT_FOUND]
+    mutants.EQUIVALENT.write_text(json.dumps(listed))
+    mutants.main()
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 mutants found (100%), seed 0"
+
+
+def test_listed_mutants_exist_and_have_a_reason():
+    for entry in json.loads(mutants.EQUIVALENT.read_text()):
+        assert entry["change"] in {e.change for e in mutants.edits(mutants.ROOT / entry["file"])}, entry
+        assert len(entry["reason"]) > 10, entry
+
+
+def test_mirrored_tests_exist():
+    for name in mutants.PACKAGES:
+        path = mutants.ROOT / "meshpar" / name
+        for file in path.rglob("*.py") if path.is_dir() else [path]:
+            stages = mutants.mirrored(file)
+            assert stages, file
+            assert all((mutants.ROOT / test).exists() for tests in stages for test in tests)
 
 
 def test_tests_that_fail_without_a_mutant_are_refused(root, monkeypatch):
     (root / "tests/test_small.py").write_text("def test_nothing():\n    assert False\n")
     monkeypatch.setattr(sys, "argv", ["mutants.py", str(root / "meshpar/small.py")])
-    with pytest.raises(SystemExit, match="without any mutant: found"):
+    with pytest.raises(SystemExit, match="fails without any mutant"):
         mutants.main()
