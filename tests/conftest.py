@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, and the meshes that tests share."""
 
+import collections
 import os
 
 os.environ.setdefault(
@@ -47,3 +48,17 @@ def same_draws(request):
     """A test draws the same numbers whichever tests ran before it."""
     if hasattr(request.module, "RNG"):
         request.module.RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks
+def pytest_collection_modifyitems(items):
+    """Mark the cases of a test as slow, except the ``n`` of its mark ``fast_cases(n)``, spread evenly over their list."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("fast_cases")) and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (_, n), same_test in cases.items():
+        fast = {k * len(same_test) // n for k in range(n)}
+        for k, item in enumerate(same_test):
+            if k not in fast:
+                item.add_marker(pytest.mark.slow)

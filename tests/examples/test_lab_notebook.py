@@ -14,6 +14,7 @@ def test_it_is_committed_without_outputs():
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
 
 
+@pytest.mark.slow
 def test_it_runs(monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'meshpar[notebook]'")
     nbformat = pytest.importorskip("nbformat")

@@ -141,6 +141,7 @@ def test_no_layout_changes_a_number(real):
     [("keep_collectives", "shard_map"), ("save_out_proj", "jit"), ("save_dot_with_context_except_mlp", "jit"),
      ("minimal_with_context", "shard_map"), ("minimal_with_collectives", "shard_map"), ("none", "jit")],
 )  # fmt: skip
+@pytest.mark.fast_cases(2)
 def test_what_a_layer_keeps_changes_no_number(real, losses, remat, lowering):
     state, batch = real
     config = dataclasses.replace(llama.TINY, remat=remat)
@@ -154,6 +155,7 @@ def test_what_a_layer_keeps_changes_no_number(real, losses, remat, lowering):
 
 
 @pytest.mark.parametrize(("remat", "lowering"), [("full", "jit"), ("minimal_with_collectives", "shard_map")])
+@pytest.mark.fast_cases(1)
 def test_parts_beside_each_other_change_no_number(real, losses, remat, lowering):
     state, batch = real
     config = dataclasses.replace(llama.TINY, remat=remat, interleave=2)

@@ -120,6 +120,7 @@ def test_bad_flags_are_explained(flags, words, capsys):
         (["--batch", "6"], mp.errors.DivisibilityError, "batch"),
     ],
 )
+@pytest.mark.fast_cases(4)
 def test_what_cannot_be_laid_out_is_explained(flags, error, words):
     with pytest.raises(error, match=words):
         train_lm.main([*TINY, *flags, "--picture", ""])

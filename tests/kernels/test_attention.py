@@ -94,6 +94,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "order"), CASES)
+@pytest.mark.fast_cases(1)
 def test_every_strategy_is_attention(name, order):
     """Results and gradients; 8, 4, 2 and 1 K/V heads take turns."""
     kv_heads = (8, 4, 2, 1)[(list(MASKS).index(name) + (order == "zigzag")) % 4]

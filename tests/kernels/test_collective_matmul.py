@@ -62,6 +62,7 @@ def test_several_axes_are_one_ring_the_first_major():
 
 
 @pytest.mark.parametrize(("implementation", "devices"), EACH)
+@pytest.mark.fast_cases(1)
 def test_gradients_are_those_of_the_whole_product(implementation, devices):
     x, w, weight = draw(devices * 2, devices), draw(devices, devices * 2), draw(devices * 2, devices * 2)
     mesh = mesh_of(devices)

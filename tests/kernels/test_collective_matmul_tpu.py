@@ -59,6 +59,7 @@ CASES = [
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 @pytest.mark.parametrize(("devices", "rows", "height"), CASES)
+@pytest.mark.fast_cases(1)
 def test_gather(devices, rows, height, mode, monkeypatch):
     narrow(monkeypatch, height)
     x, w = draw(devices, rows, K), draw(devices, K, N, seed=1)
@@ -70,6 +71,7 @@ def test_gather(devices, rows, height, mode, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 @pytest.mark.parametrize(("devices", "rows", "height"), CASES)
+@pytest.mark.fast_cases(1)
 def test_scatter(devices, rows, height, mode, monkeypatch):
     narrow(monkeypatch, height)
     x, w = draw(devices, devices * rows, K), draw(devices, K, N, seed=1)

@@ -91,6 +91,7 @@ def test_blocks_that_colours_do_not_divide(shape):
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "one-way"])
+@pytest.mark.fast_cases(1)
 def test_lines(algorithm):
     """Axes that do not wrap around: nothing is sent from an end to the other."""
     mesh, axes = mesh_of("2x4")

@@ -148,6 +148,7 @@ def test_the_others_define_it_alike(implementation):
 
 
 @pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.fast_cases(1)
 def test_gradients(twice):
     """Rows come back; those of the output are kept where nothing came. A device that sends a row twice has NaN."""
     operand, output, read = draw(A * N, 128), draw(A * M, 128, seed=1), draw(A * M, 128, seed=2)

@@ -49,6 +49,7 @@ loads = pytest.mark.parametrize("sizes", LOADS.values(), ids=LOADS)
 
 @both
 @loads
+@pytest.mark.fast_cases(3)
 def test_grouped_matmul_reads_each_row_as_itself_and_writes_each_once(module, sizes):
     for order in SCHEDULES[::16]:
         gpu_runs.product(module, sizes, order)
@@ -56,12 +57,14 @@ def test_grouped_matmul_reads_each_row_as_itself_and_writes_each_once(module, si
 
 @both
 @loads
+@pytest.mark.fast_cases(1)
 def test_the_transpose_sums_each_groups_rows_and_no_others(module, sizes):
     for order in SCHEDULES[::16]:
         gpu_runs.transpose(module, sizes, order)
 
 
 @loads
+@pytest.mark.fast_cases(2)
 def test_two_blocks_of_a_cluster_make_tiles_side_by_side_of_what_they_load_once(sizes):
     """Whatever the groups, both go through the same steps; of three tiles the last has its twin beyond the result."""
     shared, alone = TILE._replace(cluster=2), TILE
@@ -76,6 +79,7 @@ def test_two_blocks_of_a_cluster_make_tiles_side_by_side_of_what_they_load_once(
 
 
 @pytest.mark.parametrize("name", ["one row each", "across tiles", "negative and too many", "random 0"])
+@pytest.mark.fast_cases(1)
 def test_two_blocks_of_a_cluster_multiply_together(name):
     """Blackwell's: tiles of 256 rows, of which each block has its half; the last block of columns of lhs is without its twin."""
     tile, sizes = TILE._replace(n=128, cluster=2), LOADS[name]
@@ -141,6 +145,7 @@ def test_any_number_of_rows(rows, monkeypatch):
 
 @both_fused
 @pytest.mark.parametrize(("devices", "rows", "n"), [(2, 8, 64), (3, 136, 64)])
+@pytest.mark.fast_cases(1)
 def test_fused_products_over_nvlink(module, devices, rows, n):
     for order in SCHEDULES[::25]:
         gpu_runs.gather(module, order, devices=devices, rows=rows, n=n, transposed=devices == 3)
@@ -185,6 +190,7 @@ majors = pytest.mark.parametrize("major", [9, pytest.param(10, marks=pytest.mark
 
 @majors
 @pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.fast_cases(1)
 def test_grouped_matmul_takes_what_compiles(odd, major, monkeypatch):
     monkeypatch.setattr(gpu._compat, "gpu_architecture", lambda: (major, 0))
     m, k, n, g = ({"m": 128, "k": 128, "n": 128, "g": 2} | odd).values()
@@ -252,6 +258,7 @@ def test_columns_of_gate_and_up_are_where_a_copy_may_begin(n, transposed, right)
 
 
 @majors
+@pytest.mark.slow
 def test_fused_products_take_what_compiles(major, monkeypatch):
     monkeypatch.setattr(fused._compat, "gpu_architecture", lambda: (major, 0))
     mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))

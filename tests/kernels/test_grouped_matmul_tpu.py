@@ -124,6 +124,7 @@ def test_inner_blocks(monkeypatch):
         (jnp.bfloat16, "first", "on_wait", {}),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_gathered_rows(dtype, gather, mode, options):
     """Three tiles, two stretches of columns, indices out of range, and a NaN row that nobody asks for."""
     rows, sizes = 70, [33, 0, 20, 9]
@@ -203,6 +204,7 @@ def test_only_the_tpu_kernel_fuses_the_gather():
         (jnp.int8, None, False, {"lhs_indices": jnp.asarray(RNG.integers(-1, 101, 100), jnp.int32), "gather": "fused"}),
     ],
 )
+@pytest.mark.fast_cases(1)
 def test_quantized_weights(dtype, blocks, transposed, more, monkeypatch):
     """Two blocks of K with scales of their own, in a loop; and lhs's gradient, of which they are blocks of columns."""
     monkeypatch.setattr(tpu_tiles, "SCALED_STEP", 128)
@@ -237,6 +239,7 @@ PIECE_SIZES = [[1, 15, 32, 49, 97, 106], [17, 143, 140], [300, 0, 0], [3, 130, 1
 
 
 @pytest.mark.parametrize("sizes", PIECE_SIZES)
+@pytest.mark.fast_cases(1)
 def test_every_piece_of_a_shared_tile(sizes):
     """Groups of many sizes in one tile; both products, in bfloat16 and by each row's own group."""
     rows = sum(sizes)

@@ -143,6 +143,7 @@ def test_refusal_carries_every_reason():
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.fast_cases(2)
 def test_permute_and_combine_are_the_definition(name, weighted):
     logits = odd_logits()
     plan = make(logits, **ROUTERS[name])
@@ -181,6 +182,7 @@ def test_unused_rows_do_not_leak():
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v2", "deepseek-v3", "capacity"])
+@pytest.mark.fast_cases(1)
 def test_gradients(name):
     options = dict(ROUTERS[name])
     # far apart, so that no choice flips under the step of the numerical derivative

@@ -16,6 +16,7 @@ RNG = np.random.default_rng(1)
     ("name", "tokens", "experts"),
     [("deepseek-v3", 130, 16), ("deepseek-v2", 40, 128), ("mixtral", 40, 16)],
 )
+@pytest.mark.fast_cases(1)
 def test_route(name, tokens, experts):
     options = dict(ROUTERS[name])
     if "bias" in options:
@@ -34,6 +35,7 @@ def test_route(name, tokens, experts):
     ("dtype", "rows", "width", "k"),
     [(jnp.bfloat16, 21, 128, 2), (jnp.float32, 18, 256, 1)],
 )
+@pytest.mark.fast_cases(1)
 def test_gather_sum(dtype, rows, width, k, mode):
     x = jnp.asarray(RNG.normal(size=(rows, width)), dtype).at[3].set(jnp.nan)
     index = RNG.integers(-1, rows, size=(20, k))

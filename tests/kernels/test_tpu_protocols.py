@@ -71,6 +71,7 @@ kernels = pytest.mark.parametrize("name", KERNELS)
 
 
 @kernels
+@pytest.mark.fast_cases(1)
 def test_every_wait_and_signal_is_in_the_table_and_missed_by_name(name):
     PROTOCOLS.check(name)
 
@@ -80,6 +81,7 @@ def test_the_table_has_no_call_that_is_gone():
 
 
 @kernels
+@pytest.mark.fast_cases(1)
 def test_without_its_entry_barrier_a_kernel_writes_to_devices_that_are_not_there(name):
     """Neither a signal nor a wait, so that nothing is left over."""
     meeting = {site for site in PROTOCOLS.sites_of(name) if "barrier" in site}
@@ -90,6 +92,7 @@ def test_without_its_entry_barrier_a_kernel_writes_to_devices_that_are_not_there
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.fast_cases(1)
 def test_without_the_receivers_credit_its_buffers_are_overwritten(name):
     free_slots = {
         site for site in PROTOCOLS.sites_of(name) if "free_slots" in site or "Ring: pl.semaphore_signal" in site

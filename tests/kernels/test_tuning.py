@@ -151,6 +151,7 @@ def test_what_is_shipped_has_only_entries_that_were_measured():
     assert json.loads(tuning.SHIPPED.read_text())["format"] == tuning.FORMAT
 
 
+@pytest.mark.slow
 def test_the_kernel_takes_what_the_table_has_and_the_caller_wins(monkeypatch, tmp_path):
     """And what does not fit, since the kernel has changed, is as if it were not there."""
     seen = []

@@ -39,6 +39,7 @@ OPTIONS = {
 @pytest.mark.parametrize("chunks", [1, 4, 10, None])
 @pytest.mark.parametrize("over", ["vocab", "tokens"])
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.fast_cases(2)
 def test_values_and_gradients_are_those_of_float64(name, over, chunks):
     options, weights = OPTIONS[name]
 
@@ -153,6 +154,7 @@ def test_chunks_of_the_vocabulary_are_gathered_and_their_gradients_scattered_apa
         "batch: data; vocab: model; seq: model; embed: data",
     ],
 )
+@pytest.mark.fast_cases(3)
 def test_no_layout_changes_it(layout, over):
     mp.check(
         step_over(over), HIDDEN, KERNEL, LABELS, layouts=layout, mesh="data=2, model=4", dims=DIMS,

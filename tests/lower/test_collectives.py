@@ -73,6 +73,7 @@ def test_every_resharding_of_a_matrix_with_an_idle_axis_and_with_axes_of_two_siz
     assert_reshards("b=2, a=4", all_pairs(2, "ab"), (8, 16))
 
 
+@pytest.mark.slow
 def test_every_kind_of_resharding_of_a_matrix_on_2x2x2():
     assert_reshards("a=2, b=2, c=2", one_of_each(all_pairs(2, "abc"), 0), (8, 16))
 

@@ -176,6 +176,7 @@ def test_through_a_derivative_made_inside_and_a_loop():
     assert_derivatives(f, W, X, layout=LAYOUTS[0], dims={k: DIMS[k] for k in "wx"})
 
 
+@pytest.mark.slow
 def test_through_large_products_in_order():
     """Products wait for one another where their operands are of 16 MiB on a device."""
     w, v, x = (RNG.normal(size=s).astype(np.float32) / 64 for s in ((2048, 2048), (2048, 2048), (8, 2048)))
@@ -225,6 +226,7 @@ def test_through_a_kernel_with_a_small_result():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.fast_cases(1)
 def test_an_extremum_over_a_split_dim_shares_its_cotangent_among_ties(layout):
     def f(w, x):
         y = x @ jnp.round(w)
@@ -360,11 +362,13 @@ def at_zero(w, x):
         (at_zero, True),
     ],
 )
+@pytest.mark.fast_cases(2)
 def test_a_function_with_its_own_derivative_keeps_it(fn, forward, layout):
     assert_derivatives(fn, W, X, layout=layout, dims={k: DIMS[k] for k in "wx"}, forward=forward)
 
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
+@pytest.mark.fast_cases(1)
 def test_lookups_differentiated_from_outside(lowering):
     """What one device reads for all may be sent as bits: its derivative is that of the numbers."""
     x, i = jnp.arange(1.0, 9.0), jnp.int32(3)

@@ -39,6 +39,7 @@ CONVS = {
 
 @pytest.mark.parametrize("mesh", ["data=2, model=2, idle=2", "data=8, model=1", "data=2, model=4"])
 @pytest.mark.parametrize("kind", CONVS)
+@pytest.mark.fast_cases(2)
 def test_convolutions_and_their_gradients(kind, mesh):
     """XLA scales the kernel gradients of convolutions by the size of an idle axis; ours must be right."""
     c = CONVS[kind]
@@ -120,6 +121,7 @@ def test_slices_pads_concatenations_sorts(layout):
 
 
 @pytest.mark.parametrize("layout", ["batch: data; height: model", "channels: data", "batch: data; channels: model"])
+@pytest.mark.fast_cases(1)
 def test_pooling_and_its_gradient(layout):
     def pool(x):
         largest = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
@@ -158,6 +160,7 @@ def test_control_flow():
         )
 
 
+@pytest.mark.slow
 def test_random_bits_do_not_depend_on_the_layout():
     def fn(x, key):
         keep = jax.random.bernoulli(key, 0.5, x.shape)

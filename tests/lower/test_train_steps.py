@@ -36,6 +36,7 @@ def close(a, b, tolerance=1e-4):
 
 
 @LOWERINGS
+@pytest.mark.fast_cases(1)
 def test_scanned_layers_of_nnx_without_metadata(lowering):
     class Layer(nnx.Module):
         def __init__(self, rngs):
@@ -72,6 +73,7 @@ def test_scanned_layers_of_nnx_without_metadata(lowering):
 
 
 @LOWERINGS
+@pytest.mark.fast_cases(1)
 def test_a_linen_train_state_without_metadata(lowering):
     class Mlp(nn.Module):
         @nn.compact
@@ -167,6 +169,7 @@ def test_low_rank_adapters(step):
 
 
 @LOWERINGS
+@pytest.mark.fast_cases(1)
 def test_lbfgs_with_a_line_search(lowering):
     """A loop of unknown length, with conditionals, in which the loss is computed."""
     tx = optax.lbfgs(memory_size=3)
@@ -255,6 +258,7 @@ def test_a_loop_of_which_every_row_ends_by_itself(fn, layout):
         lambda key, a: jax.random.poisson(key, a),
     ],
 )
+@pytest.mark.fast_cases(2)
 def test_samples_do_not_depend_on_the_layout(draw):
     a = np.exp(X)
     same(draw, jax.random.key(0), a, dims={"a": "batch embed"}, layout="batch: data; embed: model")

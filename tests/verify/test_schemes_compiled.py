@@ -15,6 +15,7 @@ FEW = f"{model.MEGATRON}; embed: data; seq: model", "batch: data; opt.embed: dat
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=[pytest.mark.slow] * (layout not in FEW)) for layout in model.LAYOUTS]
 )
+@pytest.mark.fast_cases(1)
 def test_the_compiled_program_sends_what_the_plan_lists(layout):
     step = functools.partial(model.train_step, rename=layout == "seq: data")
     compiled = mp.compile(

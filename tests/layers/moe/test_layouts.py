@@ -150,6 +150,7 @@ def one_layer_unsharded():
 @pytest.mark.parametrize(
     ("strategy", "lowering"), [("a2a", "shard_map"), ("ring", "jit"), ("ring", "shard_map"), ("dense", "jit")]
 )
+@pytest.mark.fast_cases(2)
 def test_strategies(one_layer_unsharded, strategy, lowering):
     p = {n: P[n] for n in ("kernel", "gate", "up", "down")}
     dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in p}
@@ -262,6 +263,7 @@ def test_a_kernels_exchange_changes_no_number(monkeypatch):
     same(got, want)
 
 
+@pytest.mark.slow
 def test_gate_and_up_are_one_product_unless_the_backward_pass_needs_both():
     weights = {n: P[n] for n in ("gate", "up", "down")}
 
@@ -277,6 +279,7 @@ def test_gate_and_up_are_one_product_unless_the_backward_pass_needs_both():
 
 
 @pytest.mark.parametrize("router", ["top_k", "deepseek_v3"])
+@pytest.mark.fast_cases(2)
 def test_the_kernels_choice_is_the_routers(router, monkeypatch):
     """Choices, weights and their gradients, with tokens split, padding, NaN, and groups of experts; drops are counted as ever.
 

@@ -129,6 +129,7 @@ def _scalar(routing):
     return (weight.reshape(T, E) * READ).sum() + sum(routing.losses.values())
 
 
+@pytest.mark.slow
 def test_bad_tokens_do_not_leak():
     """Gradients stay finite, and those of the other tokens are what they are without the bad ones."""
     bad = np.isnan(BAD).any(-1) | np.isposinf(BAD).any(-1) | np.isneginf(BAD).all(-1)
