@@ -19,6 +19,7 @@ def alone(pods):
 
 
 @pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.fast_cases(1)
 def test_the_whole_state_is_that_of_one_process(pods, alone, count):
     end = pods.run(count, programs.all_schemes, "jit", "shard_map")
     assert end.codes == [0] * count, end.texts
@@ -36,6 +37,7 @@ def test_arguments_of_every_kind(pods):
     close(two.results[0][1:3], [two.results[0][0]] * 2, 0)
 
 
+@pytest.mark.slow
 def test_check_and_compile(pods):
     one, two = (pods.run(n, programs.check_and_compile, env={"MESHPAR_COMPILES": "8"}) for n in (1, 2))
     assert (one.codes, two.codes) == ([0], [0, 0]), two.texts
@@ -63,6 +65,7 @@ WANT = {  # what differs → field, and what must stand in the rows of process 0
 
 
 @pytest.mark.parametrize("what", WANT)
+@pytest.mark.fast_cases(3)
 def test_a_difference_is_an_error_that_names_it(pods, what):
     field, mine, theirs = WANT[what]
     end = pods.run(2, programs.differ, what, 1)

@@ -347,6 +347,7 @@ def test_safetensors_by_dims(tmp_path):
 # -- processes
 
 
+@pytest.mark.slow
 def test_one_two_and_four_processes(pods, tmp_path):
     alone = pods.run(1, programs.save_and_restore, str(tmp_path / "alone"), "fsdp+tensor", 6)
     assert alone.codes == [0], alone.texts
@@ -372,6 +373,7 @@ def test_the_same_run_again_is_the_same_bit_for_bit(pods, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.slow
 def test_killed_at_any_moment_of_a_save(pods, tmp_path, count):
     """Twice ten kills: the newest checkpoint is always whole."""
     draw = random.Random(count)
@@ -398,6 +400,7 @@ def test_killed_at_any_moment_of_a_save(pods, tmp_path, count):
 
 
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.fast_cases(1)
 def test_told_to_stop_all_save_at_one_step(pods, tmp_path, count):
     group = pods.start(count, programs.until_told_to_stop, str(tmp_path / "a"))
     group.wait_for("under way")
@@ -410,6 +413,7 @@ def test_told_to_stop_all_save_at_one_step(pods, tmp_path, count):
     assert verify(str(tmp_path / "a"), n) == []
 
 
+@pytest.mark.slow
 def test_every_row_once_over_four_two_and_three_processes(pods, tmp_path):
     folder = str(tmp_path / "a")
     first = pods.run(4, programs.read_rows, folder, 9, 3, 2, devices=12)

@@ -46,6 +46,7 @@ def test_all_well(launch):
 
 
 @pytest.mark.parametrize(("status", "want"), [(1, 1), (2, 2), (3, 1), (75, 75)])
+@pytest.mark.fast_cases(2)
 def test_exit_statuses(launch, status, want):
     code, text, _ = launch(
         f"if p == 1: print('bad luck'); sys.exit({status})\ntime.sleep(0.7)", "-n", "2", "--restarts", "0"
@@ -135,6 +136,7 @@ def test_a_real_script_fails_with_its_cause(launch):
     assert text.rstrip().endswith("meshpar launch: first cause: process 1: KeyError: 'no such luck'")
 
 
+@pytest.mark.slow
 def test_a_slice_is_lost_and_the_rest_goes_on(launch):
     code, text, _ = launch("", "-n", "2", "--timeout", "5", "--slices", "2", "--lose", "1@3", "--restarts", "1", "--min", "1",
                            script=REAL.replace("len(sys.argv) == 1", "False"))  # fmt: skip

@@ -37,6 +37,7 @@ def by_hand(steps, every):
 
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
 @pytest.mark.parametrize("rows", ["host", "global"])
+@pytest.mark.fast_cases(2)
 def test_it_is_what_replicas_do_by_hand(lowering, rows):
     mesh = mp.mesh("slice=2, data=2, model=2")
     layout = "batch: data; mlp: model; embed: data"

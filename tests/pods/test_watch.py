@@ -15,6 +15,7 @@ TIMEOUT = 3.0
 
 
 @pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.fast_cases(1)
 def test_an_exception_ends_all(pods, odd):
     end = pods.run(2, programs.go_wrong, "raise", odd, timeout=TIMEOUT)
     assert end.codes == [1, 1], end.texts
@@ -23,6 +24,7 @@ def test_an_exception_ends_all(pods, odd):
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.fast_cases(1)
 def test_a_lost_process_ends_the_others(pods, how):
     group = pods.start(2, programs.go_wrong, how, 1, timeout=TIMEOUT)
     group.wait_for("at step 3", 1)
@@ -77,6 +79,7 @@ def cable():
             ip("netns", "del", name)
 
 
+@pytest.mark.slow
 def test_one_that_is_cut_off_the_network(pods, cable):
     networks, address, pull = cable
     group = pods.start(
@@ -94,6 +97,7 @@ def test_one_that_is_cut_off_the_network(pods, cable):
     assert end.after_signal <= TIMEOUT + 2
 
 
+@pytest.mark.slow
 def test_one_that_does_not_call_is_stuck(pods):
     end = pods.run(2, programs.go_wrong, "sleep", 1, timeout=TIMEOUT, stuck=6.0)
     assert end.codes == [75, 75], end.texts
