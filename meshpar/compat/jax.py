@@ -112,6 +112,11 @@ def source_line(eqn: Any, libraries: bool = True) -> str:
     return f"{name}:{line} ({function})"
 
 
+def has_user_line(eqn: Any) -> bool:
+    """Whether :func:`source_line` of an equation is a line of the user's; takes a tenth of its time."""
+    return _innermost(eqn.source_info.traceback)[0] is not None
+
+
 @functools.lru_cache(2**13)
 def _innermost(traceback: Any) -> tuple[tuple[str, int, str] | None, tuple[str, int, str] | None]:
     """(file, line, function) of the innermost frame outside installed packages, and of the innermost that is not ours."""
@@ -438,14 +443,12 @@ def at_top_level() -> bool:
     return core.trace_ctx.is_top_level()
 
 
-@contextlib.contextmanager
-def at_line_of(eqn: Any, where: Any = None) -> Iterator[None]:
-    """What is traced in this context comes under the names of an equation, and from its line; or from that of ``where``."""
+def at_line_of(eqn: Any, where: Any = None) -> AbstractContextManager[Any]:
+    """A context in which traced equations have the name stack of ``eqn`` and the source line of ``where``, by default of ``eqn``."""
     from jax._src import source_info_util
 
     traceback = (eqn if where is None else where).source_info.traceback
-    with source_info_util.user_context(traceback, name_stack=eqn.source_info.name_stack):
-        yield
+    return source_info_util.user_context(traceback, name_stack=eqn.source_info.name_stack)
 
 
 def bind(eqn: Any, args: Sequence[Any], params: Any) -> list[Any]:

@@ -442,7 +442,8 @@ def _decision(
             reason = f"no kernel: {fused}; {reason}"
         elif not isinstance(fused, str):
             reason += '; a fused kernel would run it too (overlap="pallas"), but none was timed yet'
-    free.take(home, others)
+    if others:
+        free.take(home, others)
     if exposed is not None and any(s.line for s in stages):
         reason += f"; {names_of(pair.axes)} is no ring of the torus, so that hops share links"
     kind = "gather" if pair.gather else "scatter"

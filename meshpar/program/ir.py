@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..compat.jax import on_host, source_line
+from ..compat.jax import has_user_line, on_host, source_line
 from ..dims import Dims
 from ..rules.rule import OpRule
 from .names import Nodes, Part, Unifier
@@ -103,7 +103,7 @@ class Op:
         op: Op | None = self
         while op is not None:
             calls.append(op.eqn)
-            if source_line(op.eqn, libraries=False):
+            if has_user_line(op.eqn):
                 return op.eqn, calls
             op = op.frame.parent
         return self.eqn, calls
