@@ -444,7 +444,7 @@ def at_top_level() -> bool:
 
 
 def at_line_of(eqn: Any, where: Any = None) -> AbstractContextManager[Any]:
-    """A context in which traced equations have the name stack of ``eqn`` and the source line of ``where``, by default of ``eqn``."""
+    """A context in which traced equations have the name stack of ``eqn`` and the source line of ``where`` (default: ``eqn``)."""
     from jax._src import source_info_util
 
     traceback = (eqn if where is None else where).source_info.traceback

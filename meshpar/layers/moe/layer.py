@@ -1,4 +1,4 @@
-"""``moe``: route, bring tokens and experts together, sum. One semantic, whatever the layout."""
+"""``moe``: a layer with a mixture of experts, whose result no layout changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax import lax
 from ...compat.jax import default_promotion
 from ...dims import did_you_mean
 from ...errors import MeshparError
-from .choice import KERNELS
+from .exchange import KERNELS
 from .experts import run_experts
 from .routers import ROUTED_BY_KERNELS, ROUTERS
 from .routing import Routing, capacity_of
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class MoEAux(NamedTuple):
-    """What a mixture of experts did besides its output.
+    """What :func:`moe` returns next to its output.
 
     Attributes:
       losses: float32 scalars by name, unscaled: those that the router defines (``balance``, ``z``, ``importance``, ``load``).
@@ -61,14 +61,13 @@ def moe(
     exchange: str | None = None,
     **options: Any,
 ) -> tuple[jax.Array, MoEAux]:
-    """A mixture of experts: each token goes to a few of E experts, and their results are summed by weight.
+    """A mixture of experts: a router selects a few of E experts for each token; the result is the weighted sum of their outputs.
 
-    Name the experts' dims, e.g. ``expert embed mlp``, and a layout splits them as it likes: ``expert: data`` (the tokens of
-    all devices are exchanged), ``expert: model`` (each device serves its experts for its tokens), ``mlp: model``, both, with
-    FSDP, or nothing. None changes the result: routing, capacity and drops depend on the tokens in their global order.
-    Without a capacity nothing is ever dropped: buffers hold ``slack`` times a balanced load, and what goes beyond is
-    exchanged in further rounds. Call the router weights' last dim otherwise than ``expert`` (``router``), so that
-    splitting experts leaves the small router whole.
+    Name the experts' dims, e.g. ``expert embed mlp``, and a layout may shard any of them: ``expert: data`` (tokens are exchanged
+    between devices), ``expert: model`` (each device applies its experts to its tokens), ``mlp: model``, or several of these. No
+    layout changes the result: routing, capacity and drops depend on the global order of the tokens. Without a capacity no choice
+    is dropped: buffers have ``slack`` times the size of a balanced load, and rows beyond that are exchanged in further rounds. Give
+    the router weights' last dim another name than ``expert`` (``router``), so that the small router stays replicated.
 
     Args:
       x: float [*tokens, H].
@@ -76,23 +75,22 @@ def moe(
         "inner": [H, O, I]}``; None for "hash", which needs ``ids=``. Logits are computed in float32.
       experts: ``gate`` and ``up`` [E, H, M] (or ``up`` alone) and ``down`` [E, M, H]; two dims O, I in place of E are one in
         row-major order. Converted to x's dtype.
-      router: a name in :data:`meshpar.layers.moe.ROUTERS`, or a function as those are (it may send a token to one expert twice).
-      k: experts a token goes to; None: the router's default, which "top_k", "noisy_top_k", "deepseek_v3" and "two_level" lack.
-      capacity: None: no drops. A number: most rows of an expert are group size · k · capacity / E, the rest is dropped.
-        For "expert_choice" the number of experts a token has on average (2 by default).
-      groups: the tokens are cut into so many groups, each with its own capacity.
-      mask: bool [*tokens], False for padding, which is never routed and gets 0 (and what ``shared`` gives).
-      shared: ``gate``, ``up``, ``down`` of an expert that all tokens go to: [H, M] and [M, H].
+      router: a name in :data:`meshpar.layers.moe.ROUTERS`, or a function with their signature (it may select an expert twice).
+      k: experts per token; None: the router's default, which "top_k", "noisy_top_k", "deepseek_v3" and "two_level" lack.
+      capacity: None: no drops. A number: an expert takes at most group size · k · capacity / E choices; others are dropped.
+        For "expert_choice": the average number of experts per token (2 by default).
+      groups: number of groups of consecutive tokens, each with its own capacity.
+      mask: bool [*tokens], False for padding, which is not routed: its result is 0 (plus that of ``shared``).
+      shared: ``gate``, ``up``, ``down`` of an expert for all tokens: [H, M] and [M, H].
       activation: "silu" (with ``gate``: SwiGLU), "gelu", "relu".
       strategy: "a2a", "ring", "dense", or None for the one that sends the fewest bytes
-        (:class:`meshpar.layers.moe.strategy.Ways`); concerns layouts that split tokens and experts over the same axis.
-      slack: size of the exchange's buffers, in balanced loads; at least 1. No result depends on it.
-      implementation: of the grouped products, as in ``meshpar_kernels.grouped_matmul``. "pallas", "pallas_tpu" and
-        "pallas_gpu" take the kernels for all else too: for the choice of experts (with "top_k", "switch" and "deepseek_v3"),
-        the copies of rows and their sums.
-      exchange: how "a2a" sends rows, as in ``meshpar_kernels.expert_dispatch``: None and "padded" in whole buffers by XLA;
-        "pallas", "pallas_tpu", "pallas_gpu" by a kernel, only those in use (H must be a multiple of 128). No default, as no
-        accelerator has timed it. No result depends on it.
+        (:data:`meshpar.layers.moe.exchange.STRATEGIES`), for layouts that split tokens and experts over the same axis.
+      slack: size of the exchange's buffers, relative to a balanced load; at least 1. No result depends on it.
+      implementation: of the grouped matmuls, as in ``meshpar_kernels.grouped_matmul``. With "pallas", "pallas_tpu" and
+        "pallas_gpu", kernels also route (with "top_k", "switch" and "deepseek_v3"), copy rows and sum them.
+      exchange: how "a2a" sends rows, as in ``meshpar_kernels.expert_dispatch``: None and "padded": full buffers, by XLA; "pallas",
+        "pallas_tpu", "pallas_gpu": only the rows in use, by a kernel (H must be a multiple of 128), which is opt-in because it
+        was not measured on an accelerator. No result depends on it.
       **options: for the router: ``key``, ``bias``, ``expert_groups``, ``ids``, …
 
     Returns:
@@ -104,24 +102,12 @@ def moe(
     """
     number = _check(x, experts, activation)
     route = _named_router(router)
-    if k is not None:
-        options["k"] = k
-    if capacity is not None:
-        options["capacity"] = capacity
+    options |= {name: value for name, value in (("k", k), ("capacity", capacity)) if value is not None}
     if implementation in KERNELS and router in ROUTED_BY_KERNELS:
         options["implementation"] = implementation
     _check_options(router, route, options)
     routing = _route(route, x, router_weights, number, {**options, "groups": groups, "mask": mask})
-    places = routing.expert.shape[-1]
-    tokens = math.prod(x.shape[:-1])
-    rate, most = float(places), None
-    if isinstance(router, str) and (
-        router == "expert_choice" or capacity is not None
-    ):  # of other routers nothing is known
-        factor = 2.0 if capacity is None else capacity
-        per_token = options.get("k", 1) if router == "expert_choice" else places
-        most = groups * capacity_of(tokens // groups, number, per_token, factor)
-        rate = min(rate, most * number / max(tokens, 1))
+    rate, most = _row_bounds(router, routing, number, groups, capacity, options.get("k", 1))
     names = ("gate", "up", "down") if "gate" in experts else ("up", "down")
     y = run_experts(
         x, routing.expert, routing.weight, [experts[n].astype(x.dtype) for n in names], activation=activation, rate=rate,
@@ -133,7 +119,26 @@ def moe(
     return y, MoEAux(routing.losses, routing.load, routing.dropped)
 
 
+def _row_bounds(
+    router: str | Callable[..., Routing], routing: Routing, experts: int, groups: int, capacity: float | None, k: int
+) -> tuple[float, int | None]:
+    """(average number of experts per token, largest number of tokens per expert; None: not bounded).
+
+    Args:
+      k: of "expert_choice", whose :attr:`Routing.expert` has one entry per expert; of other routers, the number of these entries.
+    """
+    places = routing.expert.shape[-1]
+    chooses_tokens = router == "expert_choice"
+    if callable(router) or (capacity is None and not chooses_tokens):  # nothing is known of a user's router
+        return float(places), None
+    tokens = math.prod(routing.expert.shape[:-1])
+    factor = 2.0 if capacity is None else capacity
+    most = groups * capacity_of(tokens // groups, experts, k if chooses_tokens else places, factor)
+    return min(float(places), most * experts / max(tokens, 1)), most
+
+
 def _named_router(router: str | Callable[..., Routing]) -> Callable[..., Routing]:
+    """The router of a name in :data:`ROUTERS`; a function is returned unchanged."""
     if callable(router):
         return router
     if router not in ROUTERS:
@@ -142,21 +147,21 @@ def _named_router(router: str | Callable[..., Routing]) -> Callable[..., Routing
 
 
 _FROM_WEIGHTS = ("noise", "experts", "groups", "mask")
-"""Arguments of routers that :func:`moe` gives them."""
+"""Arguments of routers that :func:`moe` passes itself, not from its ``**options``."""
 
 
 def _check_options(
     router: str | Callable[..., Routing], route: Callable[..., Routing], options: Mapping[str, Any]
 ) -> None:
-    """Raises MeshparError for options that a named router needs and lacks, or does not take."""
+    """Raise a MeshparError for a missing or unknown option of a named router."""
     if callable(router):
         return
     takes = {p.name: p for p in inspect.signature(route).parameters.values() if p.kind is p.KEYWORD_ONLY}
     ours = {name: p for name, p in takes.items() if name not in _FROM_WEIGHTS}
     missing = [name for name, p in ours.items() if p.default is p.empty and name not in options]
     if missing:
-        what = {"k": "k, the number of experts that each token goes to"}
-        fixes = {"k": ["k=2 for two experts a token, as in Mixtral", 'router="switch" sends a token to one expert']}
+        what = {"k": "k, the number of experts per token"}
+        fixes = {"k": ["k=2 for two experts per token, as in Mixtral", 'router="switch" selects one expert per token']}
         raise MeshparError(
             f'moe: router="{router}" needs {what.get(missing[0], missing[0])}', fixes=fixes.get(missing[0], ())
         )
@@ -168,7 +173,11 @@ def _check_options(
 
 
 def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> int:
-    """The number of experts."""
+    """The number of experts, E.
+
+    Raises:
+      MeshparError: shapes, dtypes or an activation that :func:`moe` does not take.
+    """
     shapes = {name: tuple(w.shape) for name, w in experts.items()}
     if not {"up", "down"} <= set(shapes) <= {"gate", "up", "down"}:
         raise MeshparError(
@@ -185,10 +194,10 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
             + " do not fit: gate and up are [E, H, M] (or [O, I, H, M]), down [E, M, H], x [*tokens, H]",
             fixes=["x is [*tokens, H], `up` and `gate` are [*E, H, F], `down` is [*E, F, H]"],
         )
-    whole = [f"{n} {w.dtype}" for n, w in experts.items() if not jnp.issubdtype(w.dtype, jnp.floating)]
-    if whole:
+    quantized = [f"{n} {w.dtype}" for n, w in experts.items() if not jnp.issubdtype(w.dtype, jnp.floating)]
+    if quantized:
         raise MeshparError(
-            f"moe: experts are floating-point, got {', '.join(whole)}: quantized ones would be read without their scales",
+            f"moe: experts are floating-point, got {', '.join(quantized)}: quantized ones would be read without their scales",
             fixes=["dequantize them", "meshpar_kernels.grouped_matmul takes them with rhs_scale="],
         )
     if activation not in ACTIVATIONS:
@@ -199,7 +208,7 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
 
 
 def _project(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Logits in float32."""
+    """x · w in float32, or in a wider dtype of x."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return lax.dot_general(
         x.astype(wide), w.astype(wide), (((x.ndim - 1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
@@ -207,10 +216,15 @@ def _project(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _route(route: Callable[..., Routing], x: jax.Array, weights: Any, experts: int, options: dict[str, Any]) -> Routing:
+    """The router's result for tokens x; ``weights``: the ``router_weights`` of :func:`moe`.
+
+    Raises:
+      MeshparError: router weights of another shape, or missing.
+    """
     if weights is None:
         if "ids" not in options:
             raise MeshparError(
-                "moe: without router weights the router needs ids=, the token ids", fixes=['router="hash"']
+                "moe: without router_weights the router needs ids=, the token ids", fixes=['router="hash"']
             )
         return route(options.pop("ids"), experts=experts, **options)
     parts = weights if isinstance(weights, Mapping) else {"kernel": weights}
@@ -225,7 +239,7 @@ def _route(route: Callable[..., Routing], x: jax.Array, weights: Any, experts: i
     count = math.prod(parts["inner"].shape[1:]) if "inner" in parts else parts["kernel"].shape[1]
     if count != experts:
         raise MeshparError(
-            f"moe: router weights for {count} experts, of which there are {experts}",
+            f"moe: router_weights are for {count} experts, but `up` and `down` have {experts}",
             fixes=[f"give the router a last dim of {experts}"],
         )
     if "inner" in logits:
@@ -236,7 +250,7 @@ def _route(route: Callable[..., Routing], x: jax.Array, weights: Any, experts: i
 
 
 def _dense(x: jax.Array, weights: Mapping[str, jax.Array], activation: str) -> jax.Array:
-    """The expert that all tokens go to."""
+    """A gated or plain feed-forward network, the expert that all tokens share: x [*tokens, H] → [*tokens, H]."""
     act = ACTIVATIONS[activation]
     up = x @ weights["up"].astype(x.dtype)
     h = act(x @ weights["gate"].astype(x.dtype)) * up if "gate" in weights else act(up)

@@ -18,14 +18,19 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshpar_kernels import route
+
 from ...compat.jax import default_promotion
 from ...errors import MeshparError
-from .choice import KERNELS, choose
+from ...program.declare import kernel_rule
+from .exchange import KERNELS
 from .routing import (
     Routing,
     balance_loss,
@@ -81,6 +86,33 @@ def _normalised(weight: jax.Array) -> jax.Array:
     return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
 
 
+def _route_by_kernel(logits: jax.Array, bias: jax.Array | None = None, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """(int32 experts [*tokens, k], float32 weights [*tokens, k]) by a kernel of ``meshpar_kernels.route``, as one op.
+
+    Args:
+      logits: float32 [*tokens, E]; all -inf for a token that has no expert.
+      bias: [E], added to the scores for the choice only.
+      options: k, score, groups, top_groups, group_top, renormalize, scale, implementation, as of ``meshpar_kernels.route``.
+
+    Raises:
+      NotImplementedError: the kernel cannot take these arguments; with every reason.
+    """
+    return _route_op(logits.ndim - 1, bias is not None)(logits, *([] if bias is None else [bias]), **options)
+
+
+@functools.cache
+def _route_op(token_dims: int, biased: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    tokens = " ".join(f"t{i}" for i in range(token_dims))
+
+    def moe_route(logits: jax.Array, bias: jax.Array | None = None, **options: Any) -> tuple[jax.Array, jax.Array]:
+        plan = route(logits.reshape(-1, logits.shape[-1]), bias=bias, **options)
+        shape = (*logits.shape[:-1], options["k"])
+        return plan.expert.reshape(shape), plan.weight.reshape(shape)
+
+    operands = f"{tokens} experts!, experts!" if biased else f"{tokens} experts!"
+    return kernel_rule(f"{operands} -> {tokens} k!, {tokens} k!")(moe_route)
+
+
 @default_promotion()
 def top_k(
     logits, *, k, capacity=None, groups=1, mask=None, renormalize: bool = True, implementation: str | None = None
@@ -95,7 +127,7 @@ def top_k(
     probability = jax.nn.softmax(logits, -1)
     if implementation in KERNELS:
         routable = jnp.where(which[..., None], logits, -jnp.inf)
-        expert, weight = choose(routable, k=k, renormalize=renormalize, implementation=implementation)
+        expert, weight = _route_by_kernel(routable, k=k, renormalize=renormalize, implementation=implementation)
     else:
         expert = _best(logits, k, which)
         weight = pick(probability, one_hots(expert, logits.shape[-1]))
@@ -269,7 +301,7 @@ def deepseek_v3(
     score = jax.nn.sigmoid(logits)
     if implementation in KERNELS:
         routable = jnp.where(which[..., None], logits, -jnp.inf)
-        expert, weight = choose(
+        expert, weight = _route_by_kernel(
             routable, bias, k=k, score="sigmoid", groups=expert_groups, top_groups=top_groups, scale=scale,
             implementation=implementation,
         )  # fmt: skip

@@ -12,8 +12,8 @@ import meshpar as mp
 import meshpar_kernels
 from meshpar.errors import MeshparError
 from meshpar.layers.moe import ROUTERS, moe
+from meshpar.layers.moe.exchange import ExchangeSizes, choose_exchange
 from meshpar.layers.moe.experts import _works, run_experts
-from meshpar.layers.moe.strategy import find_ways
 from meshpar.program.kernels import Parts
 from meshpar_kernels._compat import race_detection
 
@@ -285,7 +285,7 @@ def test_the_kernels_choice_is_the_routers(router, monkeypatch):
 
     `route` by its definition stands for its kernels.
     """
-    monkeypatch.setattr("meshpar.layers.moe.choice.route", _route_by_definition)
+    monkeypatch.setattr("meshpar.layers.moe.routers.route", _route_by_definition)
     logits = (3 * R.normal(size=(B, S, E))).astype("f")
     logits[0, 1, 2], logits[1, 0, 3:] = np.nan, -np.inf
     options = {"k": 2, "mask": MASK, "capacity": 1.0}
@@ -333,28 +333,30 @@ def test_all_kernels_together_change_no_number():
     same(got, want)
 
 
-def ways(**changed):
+def exchange_of(strategy=None, **changed):
     given = {"token_axes": ["data"], "expert_axes": [["data"]], "sizes": {"data": 8, "model": 4},
              "tokens": 4096, "k": 2, "embed": 4096,
              "local_experts": 1, "weights": 3 * 4096 * 14336, "rate": 2.0,
-             "most_per_expert": None, "slack": 1.25, "strategy": None}  # fmt: skip
-    return find_ways(**{**given, **changed})
+             "most_per_expert": None, "slack": 1.25}  # fmt: skip
+    return choose_exchange(ExchangeSizes(**{**given, **changed}), strategy)
 
 
-def test_the_cheapest_way():
-    assert ways().strategy == "a2a"
-    assert ways().rows == 1280
-    assert ways().rounds == 4
-    assert ways(k=8, rate=8.0, local_experts=8).strategy == "ring"  # nearly every token goes to every device anyhow
-    assert ways(weights=4096 * 64).strategy == "dense"
-    assert ways(token_axes=[], expert_axes=[["model"]]).strategy == "local"
-    assert ways(expert_axes=[["model", "data"]]).rest == ("model",)
-    assert ways(most_per_expert=1000).rounds == 1
-    assert (ways().sends, ways(exchange="pallas").sends) == (1280, 1024)
-    assert ways(k=8, rate=8.0, local_experts=8, exchange="pallas").rows == 5120
-    assert ways(distinct=False).rounds == 7  # both choices of all tokens at one expert
-    whole = ways(token_axes=["data"], expert_axes=[[]], local_experts=8)
-    assert (whole.rows, whole.rounds) == (8192, 1)
+def test_the_exchange_that_sends_least():
+    assert exchange_of().strategy == "a2a"
+    assert exchange_of().rows == 1280
+    assert exchange_of().rounds == 4
+    assert (
+        exchange_of(k=8, rate=8.0, local_experts=8).strategy == "ring"
+    )  # nearly every token goes to every device anyhow
+    assert exchange_of(weights=4096 * 64).strategy == "dense"
+    assert exchange_of(token_axes=[], expert_axes=[["model"]]).strategy == "local"
+    assert exchange_of(expert_axes=[["model", "data"]]).rest == ("model",)
+    assert exchange_of(most_per_expert=1000).rounds == 1
+    assert (exchange_of().rows_sent, exchange_of(exchange="pallas").rows_sent) == (1280, 1024)
+    assert exchange_of(k=8, rate=8.0, local_experts=8, exchange="pallas").rows == 5120
+    assert exchange_of(distinct=False).rounds == 7  # both choices of all tokens at one expert
+    replicated = exchange_of(token_axes=["data"], expert_axes=[[]], local_experts=8)
+    assert (replicated.rows, replicated.rounds) == (8192, 1)
 
 
 @pytest.mark.parametrize(
@@ -363,12 +365,12 @@ def test_the_cheapest_way():
         ({"strategy": "sparse"}, "strategy must be one of a2a, ring, dense"),
         ({"exchange": "xla"}, "exchange must be one of padded, pallas, pallas_tpu, pallas_gpu or None, got 'xla'"),
         ({"slack": 0.5}, "slack=0.5 must be at least 1"),
-        ({"strategy": "dense", "expert_axes": [["data", "model"]]}, "cannot gather experts"),
+        ({"strategy": "dense", "expert_axes": [["data", "model"]]}, "cannot all-gather experts"),
     ],
 )
-def test_ways_that_are_none(changed, says):
+def test_exchanges_that_do_not_exist(changed, says):
     with pytest.raises(MeshparError, match=says):
-        ways(**changed)
+        exchange_of(**changed)
 
 
 @pytest.mark.parametrize(
@@ -378,13 +380,13 @@ def test_ways_that_are_none(changed, says):
         ({"experts": {"up": P["up"].astype("int8"), "down": P["down"]}}, "experts are floating-point, got up int8"),
         ({"experts": {"up": P["up"], "down": P["up"]}}, r"up \[8, 8, 16\], down \[8, 8, 16\] do not fit"),
         ({"router": "swich"}, "did you mean `switch`"),
-        ({"k": None}, r'(?s)router="top_k" needs k, the number of experts that each token goes to.*k=2'),
+        ({"k": None}, r'(?s)router="top_k" needs k, the number of experts per token.*k=2'),
         ({"router": "two_level", "k": None}, 'router="two_level" needs k'),
         ({"capasity": 1.0}, "takes no capasity=.*(?s:.*)did you mean `capacity`"),
         ({"router": "switch", "k": 1, "bias": X}, 'router="switch" takes no bias=; it takes k=, capacity='),
         ({"activation": "swiglu"}, "no activation 'swiglu'"),
         ({"router_weights": None}, "needs ids="),
-        ({"router_weights": P["kernel"][:, :4]}, "router weights for 4 experts, of which there are 8"),
+        ({"router_weights": P["kernel"][:, :4]}, "router_weights are for 4 experts, but `up` and `down` have 8"),
         ({"router_weights": {"gate": P["kernel"]}}, "router_weights must be"),
         ({"x": X[..., :4]}, "do not fit"),
     ],
