@@ -187,7 +187,7 @@ def test_only_the_tpu_kernel_fuses_the_gather():
     """Asked for by name, another implementation refuses; None takes what the platform has."""
     lhs, rhs, indices = normal(16, 128), normal(1, 128, 128), jnp.arange(16)[::-1]
     options = {"lhs_indices": indices, "gather": "fused"}
-    with pytest.raises(NotImplementedError, match="gathers the rows before the product"):
+    with pytest.raises(NotImplementedError, match="gathers the rows before the matmul"):
         grouped_matmul(lhs, rhs, jnp.asarray([16]), implementation="xla", **options)
     got = grouped_matmul(lhs, rhs, jnp.asarray([16]), **options)
     close(got, oracle.grouped_matmul(lhs, rhs, [16], lhs_indices=indices))
