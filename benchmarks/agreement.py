@@ -181,7 +181,7 @@ def summary(plan: mp.Plan) -> dict[str, Any]:
     assert plan.time is not None
     return {
         "collectives": sorted([*key, n] for key, n in alike.items()),
-        "held": plan.held(),
+        "held": plan.argument_bytes(),
         "memory": {"peak": plan.memory.peak, **plan.memory.by_kind},
         "seconds": {"step": plan.seconds, "kernels": kernel_seconds(plan), "communication": plan.time.communication},
     }

@@ -27,7 +27,7 @@ import meshpar as mp
 from meshpar.hardware.topology import parse_topology
 from meshpar.layout import Rule
 from meshpar.mesh import planned_mesh
-from meshpar.plan.claims import Claims
+from meshpar.plan.assignment import AxisAssignment
 from meshpar.search import Search
 from meshpar.search.space import Point, Space, meshes
 from meshpar.target import load_target
@@ -170,7 +170,7 @@ def exhaustive(text: str, topology: str, batch: int, mesh: str, few: Sequence[st
         for axes in itertools.product(choices, repeat=len(few)):
             texts += 1
             layout = "; ".join(f"{d}?: {a}" for d, a in zip(dims, axes, strict=True) if a)
-            same = Claims(base.program, mp.Layout(layout), dict(base.sizes)).answers()
+            same = AxisAssignment(base.program, mp.Layout(layout), dict(base.sizes)).assignments()
             if same not in least:
                 least[same] = seconds_that_fit(base, layout)
     took = time.process_time() - began

@@ -399,7 +399,7 @@ def test_plans_need_no_devices():
         layout=LAYOUT,
         dims=DIMS,
     )
-    assert plan.held("params") == 2 * 8192 * 32768 * 2 / (512 * 16)
+    assert plan.argument_bytes("params") == 2 * 8192 * 32768 * 2 / (512 * 16)
 
 
 def test_compiler_options_reach_every_way_of_compiling(jit):

@@ -59,7 +59,7 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
     Arguments and results have the role of their path. Other buffers are gradients if they have the dims of a weight, saved
     activations if the forward pass makes them and the backward pass reads them, else temporaries.
     """
-    known = plan.program.once(_Known)
+    known = plan.program.cached(_Known)
     constants = set(computation_of(plan).constants)
 
     def kind(item: Buffer) -> str:

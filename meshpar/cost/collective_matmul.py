@@ -3,7 +3,7 @@
 A collective matmul is an all-gather whose result matmuls read, or a reduce-scatter of what matmuls compute. With A devices on a
 ring, t the seconds of a ring step (chunks are sent both ways at once) and m the seconds of the matmuls of a chunk:
 
-- A separate collective is exposed for its whole duration, with two exceptions where the kind is asynchronous (``Plan.goes_on``).
+- A separate collective is exposed for its whole duration, with two exceptions where the kind is asynchronous (``Plan.is_async``).
   The all-gather of a weight is prefetched, and not exposed. Another all-gather is hidden by other matmuls of its body
   (:class:`meshpar.passes.collective_matmul.Free`). For reductions see :func:`reduction_costs`.
 - A ring takes the seconds of all that it computes, plus stalls. Each of the (A-1)/2 ring steps stalls for max(0, t - 2m), the first
@@ -108,7 +108,7 @@ def exposed_seconds(
             sum((c.seconds or 0.0) * (c.count or 1) for c in hops if c.algorithm == "ring") / (first.count or 1)
         )
         others = ()
-    elif chip.cores > 1 and not plan.goes_on("all-gather"):
+    elif chip.cores > 1 and not plan.is_async("all-gather"):
         one = matmuls / max(1, len(runs))
         stalls += [max(0.0, hop - one)] * steps + [max(0.0, last - one)]
     else:
@@ -117,7 +117,7 @@ def exposed_seconds(
         stalls += [max(0.0, hop + added - chunk)] * (steps > 0) + [max(0.0, hop + added - 2 * chunk)] * (steps - 1)
         stalls += [max(0.0, last + added - (2 if steps else 1) * chunk)] * (last > 0)
     stalls = [max(0.0, stall - other) for stall, other in zip_longest(stalls, others[: len(stalls)], fillvalue=0.0)]
-    if pair.gather and plan.goes_on("all-gather"):
+    if pair.gather and plan.is_async("all-gather"):
         separate = max(0.0, separate - sum(others)) if on_critical_path else 0.0
     elif not pair.gather:
         hidden_by = 0.0 if on_critical_path else total
@@ -168,7 +168,7 @@ def reduction_costs(
     """
     assert plan.chip is not None
     late, seconds = later_stage_seconds(plan, c), c.seconds or 0.0
-    hidden = matmuls if plan.goes_on(c.op) else 0.0
+    hidden = matmuls if plan.is_async(c.op) else 0.0
     costs: dict[AlgorithmName, ReductionCost] = {
         c.algorithm: ReductionCost(c.bytes, seconds, late + max(0.0, seconds - late - hidden))
     }
@@ -191,7 +191,7 @@ def all_reduce_cost(plan: Plan, c: Collective, matmuls: float) -> ReductionCost 
     devices = math.prod(s.size for s in stages)
     volume = volume_of(c.op, c.bytes, devices)
     seconds = seconds_of("all-reduce", volume, stages, plan.chip, "whole")
-    hidden = matmuls if plan.goes_on("all-reduce") else 0.0
+    hidden = matmuls if plan.is_async("all-reduce") else 0.0
     return ReductionCost(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
 
 

@@ -122,7 +122,7 @@ class _MatmulCache:
 def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
     """A function from a matmul's step to its :func:`padded_flops` on the plan's mesh, cached for all plans of the program."""
     sizes = plan.sizes
-    found = plan.program.once(_MatmulCache).found.setdefault((tuple(sizes.items()), lanes), dict)
+    found = plan.program.cached(_MatmulCache).found.setdefault((tuple(sizes.items()), lanes), dict)
 
     def flops(run: Run) -> float:
         lhs, rhs = run.operands[:2]
@@ -139,7 +139,9 @@ def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
     sizes, vmem = plan.sizes, chip.per_device().vmem
     if vmem is None or chip.switch:
         return lambda *of: 0.0
-    found = plan.program.once(_MatmulCache).found.setdefault((tuple(sizes.items()), "again", vmem, chip.compiler), dict)
+    found = plan.program.cached(_MatmulCache).found.setdefault(
+        (tuple(sizes.items()), "again", vmem, chip.compiler), dict
+    )
 
     def again(run: Run, other_arrays: int, cut: Sequence[bool] = (True,) * 3, blocks: int = 1) -> float:
         lhs, rhs = run.operands[:2]
@@ -176,7 +178,7 @@ def matmul_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, 
 
 def model_flops(plan: Plan) -> float:
     """FLOPs of the program's matmuls on all devices together, without recomputation and redundant work."""
-    return plan.program.once(_model_flops)
+    return plan.program.cached(_model_flops)
 
 
 def _model_flops(program: Program) -> float:
@@ -188,7 +190,7 @@ def _flops_of(frame: Frame, count: int) -> float:
     total = 0.0
     for op in frame.ops:
         for inner in op.frames:
-            total += _flops_of(inner, count * (1 if inner.trips is None else inner.trips))
+            total += _flops_of(inner, count * (1 if inner.trip_count is None else inner.trip_count))
         if not in_recomputation(op.eqn):
             total += count * (matmul_flops(op.eqn) if op.name in MATMULS else opaque_flops(op))
     return total
@@ -269,7 +271,7 @@ def _runs(body: Body, count: int) -> Iterator[tuple[Run, int]]:
     """(step, runs in a program step) of every op of a body that runs ``count`` times, bodies inside it included."""
     for step in body.steps:
         for inner in step.bodies:
-            yield from _runs(inner, count * (1 if inner.trips is None else inner.trips))
+            yield from _runs(inner, count * (1 if inner.trip_count is None else inner.trip_count))
         if isinstance(step, Run):
             yield step, count
 

@@ -134,15 +134,15 @@ class Computation:
     """The kernels of the program, or of the body of a loop or branch, in program order.
 
     Attributes:
-      trips: trip count each time its loop runs; None: not known.
+      trip_count: trip count each time its loop runs; None: not known.
       nodes: all ops; kernels: those that are kernels after fusion.
       inputs: the program's arguments, or the carries of a loop body, which it may overwrite.
       constants: of the program, the arrays that it closes over, replicated; they are part of the compiled program.
       outputs: the program's results.
     """
 
-    def __init__(self, trips: int | None):
-        self.trips = trips
+    def __init__(self, trip_count: int | None):
+        self.trip_count = trip_count
         self.nodes: list[Kernel] = []
         self.inputs: list[Buffer] = []
         self.constants: list[Buffer] = []

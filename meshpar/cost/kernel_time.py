@@ -59,7 +59,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     if chip.torus and device.vmem is not None and chip.cores == 1:  # buffers that two cores share are in HBM
         in_vmem = buffers_in_vmem(
             [kernel for kernel, *_ in kernels],
-            plan.program.once(Tiles),
+            plan.program.cached(Tiles),
             device.vmem - chip.compiler.vmem_reserved_bytes,
         )
     for kernel, _, count in kernels:
@@ -106,7 +106,7 @@ def kernels_with_counts(computation: Computation, count: int = 1, loop: int = 0)
     for kernel in computation.kernels:
         yield kernel, loop, count
         for body in kernel.bodies:
-            yield from kernels_with_counts(body, count * (1 if body.trips is None else body.trips))
+            yield from kernels_with_counts(body, count * (1 if body.trip_count is None else body.trip_count))
 
 
 def _elements(kernel: Kernel) -> float:

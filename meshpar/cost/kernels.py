@@ -42,7 +42,7 @@ class _Bytes:
     """
 
     def __init__(self, program: Program):
-        tiles, first = program.once(Tiles), dict[Any, Value]()
+        tiles, first = program.cached(Tiles), dict[Any, Value]()
         values = [*program.constants, *program.inputs]
         for op in program.root.walk():
             values += op.outs
@@ -55,7 +55,7 @@ class _Bytes:
 class _Reader:
     def __init__(self, plan: Plan):
         self.plan, self.sizes = plan, plan.sizes
-        tiles = None if plan.chip is None or plan.chip.switch else plan.program.once(Tiles)
+        tiles = None if plan.chip is None or plan.chip.switch else plan.program.cached(Tiles)
         self.tiles = tiles if tiles is not None and tiles.images else None
         self.items: dict[Shard, Buffer] = {}
         self.bases: dict[
@@ -63,7 +63,7 @@ class _Reader:
         ] = {}  # what an array follows from, rows and scalars aside, if that is not itself
         self.region = Computation(1)
         self.position = 0
-        sizes_of = plan.program.once(_Bytes)
+        sizes_of = plan.program.cached(_Bytes)
         self.alike = sizes_of.alike
         self._bytes = sizes_of.found.setdefault((tuple(self.sizes.items()), self.tiles is None), dict)
         self.parts = ring_block_counts(plan)
@@ -178,7 +178,7 @@ class _Reader:
 
     def op(self, step: Run) -> None:
         op, operands, results = step.op, step.operands, step.results
-        if results and results[0].data_free:
+        if results and results[0].is_constant:
             return
         name, items = op.name, self.items
         if name == "optimization_barrier":
@@ -265,7 +265,7 @@ class _Reader:
 
     def inside(self, node: Kernel, body: Body, begin: Callable[[], None], leaves: str, carries: int) -> None:
         """Add the computation of a body to a kernel; results from index ``carries`` on end in a kernel named ``leaves``."""
-        outer, self.region = self.region, Computation(body.trips)
+        outer, self.region = self.region, Computation(body.trip_count)
         begin()
         self.steps(body)
         for k, shard in enumerate(body.outputs):

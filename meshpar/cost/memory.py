@@ -90,7 +90,7 @@ class _Live:
         chip = plan.chip
         self.tpu = chip is not None and bool(chip.torus)
         self.copies = chip is not None and self.tpu and bool(chip.compiler.sync_collectives)
-        self.postpones = self.tpu and plan.goes_on("all-gather")
+        self.postpones = self.tpu and plan.is_async("all-gather")
         self.running = kernel_schedules(plan)
         self.points: list[tuple[int, float, Kernel]] = []
         self.live: dict[int, tuple[Buffer, float]] = {}

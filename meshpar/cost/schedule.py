@@ -6,7 +6,7 @@ One analysis per computation (the program, or the body of a loop), which time an
 - :func:`concurrent_matmuls`: for the other collectives, the matmuls that run concurrently, and the part that stays exposed;
 - :func:`kernel_schedules`: the order of the kernels, and the buffers that stay live for a collective in flight.
 
-All follow from the plan, its chip and its compiler options. ``Plan.goes_on`` says which kinds of collectives are asynchronous.
+All follow from the plan, its chip and its compiler options. ``Plan.is_async`` says which kinds of collectives are asynchronous.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollect
         if tpu and isinstance(move.step, Reduce):
             if offloaded and any(s.algorithm == "whole" for s in move.step.scatters):
                 return AsyncCollective(False, True, True)
-            return AsyncCollective(False, _only_leaves(move) and not any(plan.goes_on(c.op) for c in move.step.sends))
+            return AsyncCollective(False, _only_leaves(move) and not any(plan.is_async(c.op) for c in move.step.sends))
         return AsyncCollective(False)
 
     out: dict[Computation, dict[Kernel, AsyncCollective]] = {}
@@ -98,7 +98,7 @@ def hidden_collectives(plan: Plan) -> dict[Collective, int]:
         for kernel in overlapped
         if kernel.step is not None
         for c in kernel.step.sends
-        if plan.goes_on(c.op)
+        if plan.is_async(c.op)
     }
 
 
@@ -126,7 +126,7 @@ class ConcurrentMatmuls:
 def concurrent_matmuls(plan: Plan) -> dict[Computation, dict[Kernel, ConcurrentMatmuls]]:
     """For every computation, its ``move!`` kernels that matmuls depend on → the matmuls concurrent with their collectives.
 
-    Only collectives of kinds that are asynchronous (``Plan.goes_on``) have any. A matmul is concurrent with one collective at most,
+    Only asynchronous collectives (``Plan.is_async``) have any. A matmul is concurrent with one collective at most,
     neither computes its operand nor reads its result, and all of these choices hold in one order of the kernels.
 
     As in the TPU compiler's schedules (libtpu 0.0.42) of backward layers of Llama: the recomputed forward pass runs during the
@@ -192,13 +192,13 @@ def _on_sparse_cores(plan: Plan, op: CollectiveOp) -> bool:
         op in ("all-reduce", "reduce-scatter")
         and plan.chip is not None
         and op in plan.chip.compiler.sync_collectives
-        and plan.goes_on(op)
+        and plan.is_async(op)
     )
 
 
 def _is_async(plan: Plan, c: Collective) -> bool:
     """Whether a gather or reduction is asynchronous in programs for the plan's chip."""
-    return c.op in ("all-gather", "reduce-scatter", "all-reduce") and plan.goes_on(c.op)
+    return c.op in ("all-gather", "reduce-scatter", "all-reduce") and plan.is_async(c.op)
 
 
 @dataclass(slots=True)

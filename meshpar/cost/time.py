@@ -63,7 +63,7 @@ class Time:
       memory: of all traffic, at HBM's rate.
       communication: of all collectives, sequentially.
       seconds: the estimate of the step. Kernels run sequentially. Asynchronous collectives of weights and gradients
-        (``Plan.goes_on``) are hidden by the kernels of their loop body as far as these last; the other collectives add their
+        (``Plan.is_async``) are hidden by the kernels of their loop body as far as these last; the other collectives add their
         seconds, less those of concurrent matmuls; a collective matmul (ring) adds its exposed seconds.
       model_flops: of the matmuls that the model needs, on all devices together, without recomputation, redundant work and
         rounding up.
@@ -157,7 +157,7 @@ def _run_seconds(plan: Plan, computation: Computation) -> float:
     awaited: list[float] = []  # ... and of those before, on which the next matmul blocks
     for kernel in computation.kernels:
         for body in kernel.bodies:
-            now += _run_seconds(plan, body) * (1 if body.trips is None else body.trips)
+            now += _run_seconds(plan, body) * (1 if body.trip_count is None else body.trip_count)
         if kernel.name == "move!" and kernel.step is not None:
             for c in separate_collectives(kernel.step):
                 if c not in hidden:

@@ -87,7 +87,7 @@ class _Rewriter:
         self.cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
         self.params: dict[Spec, dict[str, Any]] = {}
         steps = list(plan.body.every)
-        self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].data_free)}
+        self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].is_constant)}
         self.reduces = {s.source.value: s for s in steps if isinstance(s, Reduce)}
         self.manual_ops = ManualOps(plan)
         self.hoisted = {s.op: s.hoisted for s in steps if isinstance(s, Loop)}
@@ -97,12 +97,12 @@ class _Rewriter:
     def rest(self, value: Value | None) -> Spec | None:
         """The spec in which a value rests; None: a literal."""
         placed = None if value is None else self.plan.placements.get(value)
-        return None if placed is None else placed.rest.spec
+        return None if placed is None else placed.stored.spec
 
     def is_free(self, value: Value) -> bool:
         """Whether a value is made from no data."""
         placed = self.plan.placements.get(value)
-        return placed is not None and placed.rest.data_free
+        return placed is not None and placed.stored.is_constant
 
     def constrain(self, var: Any, spec: Spec, eqns: list[Any], like: Any) -> Var:
         params = self.params.get(spec)
@@ -350,7 +350,7 @@ def is_constrained(run: Run, result: Shard) -> bool:
 
     Elementwise ops have none, as their operands say how they are sharded.
     """
-    if run.op.rule is None or run.op.name in FREE or result.partial or result.data_free or not result.spec:
+    if run.op.rule is None or run.op.name in FREE or result.partial or result.is_constant or not result.spec:
         return False
     return any(result.spec) or any(any(s.spec) for s in run.reads)
 

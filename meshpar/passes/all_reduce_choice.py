@@ -54,7 +54,7 @@ def choose_all_reduce(plan: Plan) -> Plan:
     def change(body: Body) -> Body:
         if not any(isinstance(s, Reduce) for s in body.steps):
             return body
-        queued = not partitioned and plan.goes_on("all-reduce") and _waits_for_sums(plan, body)
+        queued = not partitioned and plan.is_async("all-reduce") and _waits_for_sums(plan, body)
         change_sum = _as_partitioned if partitioned else partial(_by_cost, queued=queued)
         return body.with_steps(
             [_decided(plan, s, change_sum) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps]
@@ -170,7 +170,7 @@ def _waits_for_sums(plan: Plan, body: Body) -> bool:
 def _waited_for(plan: Plan, value: Value) -> bool:
     """Whether products of its body follow from a sum."""
     op = value.op
-    return op is not None and plan.program.once(reaches)[home_of(op.frame)].is_followed(op)
+    return op is not None and plan.program.cached(reaches)[home_of(op.frame)].is_followed(op)
 
 
 def _products(plan: Plan, values: Sequence[Value]) -> list[float]:

@@ -125,7 +125,7 @@ def separate_slices(plan: Plan) -> Plan:
     Else the compiler rounds all of the stack before the loop, and holds both.
     """
 
-    rounded = plan.program.once(_rounded)
+    rounded = plan.program.cached(_rounded)
 
     def change(step: Loop) -> Loop:
         inner = step.body

@@ -374,7 +374,7 @@ class Free:
     """Products that no pair has, body by body: each hides one gather that is left to the compiler.
 
     The TPU compiler (libtpu 0.0.42) sends a gather asynchronously while other products of its body run, which neither make what it
-    sends nor wait for it, but only where programs go on beside gathers (``Plan.goes_on``). In the schedule of a
+    sends nor wait for it, but only where programs go on beside gathers (``Plan.is_async``). In the schedule of a
     recomputed Llama layer on v5e the gather of the cotangent of the attention's output runs beside the gradients of the MLP's
     weights.
 
@@ -388,7 +388,7 @@ class Free:
         self.left: dict[Frame, int] = {}
 
     def _body(self, home: Frame) -> Reachability:
-        reach = self.program.once(reaches).get(home) or Reachability([])
+        reach = self.program.cached(reaches).get(home) or Reachability([])
         if home not in self.left:
             self.left[home] = reach.bits(op for op in reach.products if op in self.runs and op not in self.taken)
         return reach
@@ -569,7 +569,7 @@ def fused_of(plan: Plan, pair: CollectiveMatmul, stages: Sequence[Stage]) -> Fus
         tuple(plan.sizes.items()), devices, pair.dim, pair.keep, pair.step.source.spec, pair.step.result.spec, pair.step.op,
         *((run.op, side, *(s and s.spec for s in run.operands)) for run, side in pair.dots),
     )  # fmt: skip
-    cache = plan.program.once(_Fused).found
+    cache = plan.program.cached(_Fused).found
     found = cache.get(key)
     if found is None:
         made = _fused_gather(plan, pair, devices) if pair.gather else _fused_scatter(plan, pair, devices)

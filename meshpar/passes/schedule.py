@@ -24,14 +24,14 @@ from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import (
     Barrier,
     Body,
-    Moved,
     Reduce,
     Reshard,
     Run,
     Shard,
+    ShardingChange,
     Step,
     in_order,
-    is_floating,
+    is_deferred,
     rewritten,
 )
 from ..program.ir import Frame, Op, Program, Value
@@ -53,7 +53,7 @@ def schedule(plan: Plan) -> Plan:
             return body
         steps: list[Step] = []
         for step in body.steps:
-            if isinstance(step, Run) and step.op in found.after and step.in_ring != "gather" and not is_floating(step):
+            if isinstance(step, Run) and step.op in found.after and step.in_ring != "gather" and not is_deferred(step):
                 source = min(step.reads, key=found.stored_for_barrier)
                 result = Shard(source.value, source.spec, source.partial, source.kind)
                 after = tuple(plan.placements[v].made for v in found.after[step.op])
@@ -72,7 +72,7 @@ def _by_op(steps: Sequence[Step], place: Mapping[Op, int]) -> list[Step]:
     keys: list[int] = []
     now = -1
     for step in steps:
-        if isinstance(step, Moved) and not is_floating(step):
+        if isinstance(step, ShardingChange) and not is_deferred(step):
             now = of.get(step.source, now)
         elif step.op is not None:
             now = place.get(step.op, now)
@@ -93,7 +93,7 @@ class _Schedule:
     def __init__(self, plan: Plan):
         self.plan = plan
         self.after: dict[Op, list[Value]] = {}
-        self.bodies = {frame: _Body(found) for frame, found in plan.program.once(_frames).items()}
+        self.bodies = {frame: _Body(found) for frame, found in plan.program.cached(_frames).items()}
         self.pending = {
             s.value
             for step in plan.body.every
@@ -141,7 +141,7 @@ class _Schedule:
     def _blocks_a_loop(self, step: Reduce, body: _Body, value: Value) -> bool:
         """Whether an asynchronous reduction is one that a loop after ``value`` waits for (:func:`.barriers.serialize_loops`)."""
         if self._bytes(step.source) < self.plan.compiler.serialized_reduction_bytes or not any(
-            self.plan.goes_on(c.op) for c in step.collectives
+            self.plan.is_async(c.op) for c in step.collectives
         ):
             return False
         assert value.op is not None
@@ -169,7 +169,7 @@ class _Schedule:
     def _is_made(self, value: Value) -> bool:
         """Whether a value is there as its op leaves it: not what is made block by block when it is reduced."""
         placed = self.plan.placements.get(value)
-        return placed is not None and not placed.made.data_free and value not in self.pending
+        return placed is not None and not placed.made.is_constant and value not in self.pending
 
     def _products(self, value: Value) -> list[Op]:
         """The products that an unreduced sum consists of."""

@@ -61,7 +61,7 @@ class ManualOps:
 
     def _rest(self, value: Value) -> Spec | None:
         placed = self.placements.get(value)
-        return None if placed is None else placed.rest.spec
+        return None if placed is None else placed.stored.spec
 
     def _is_mixed(self, shard: Shard) -> bool:
         """Whether an unreduced result may be reduce-scattered over one of its axes and all-reduced over another."""

@@ -1,6 +1,6 @@
 """What planning the ops of a program came to, kept for its next plans on meshes of the same axes.
 
-What the planner does for an op follows from the answers of the claims to the questions about it, and from the shards that it
+What the planner does for an op follows from the answers of the assignment to the questions about it, and from the shards that it
 finds its operands in; of some ops, from the sizes of the mesh too. Shards are interned, so that an op which finds the same again
 has its steps at hand. Causes name rules of the layout, and counts and seconds the chip: what is sent is therefore made for every
 plan.
@@ -19,8 +19,8 @@ from ..hardware.collective_ops import CollectiveOp
 from ..hardware.topology import Torus, torus_of_slices
 from ..layout import Spec
 from ..program.ir import Frame, Op, Program, Value
-from .claims import Asked, Names
-from .plan import Held, Placement
+from .assignment import Names, Queries
+from .plan import Placement, ShardedArray
 from .steps import Run, Shard, Step
 
 MOST = 300_000
@@ -81,7 +81,7 @@ class OfAxes:
 
     Attributes:
       shards: by value, spec, axes over which it is unreduced, kind, whether it is made from no data, and what tells copies apart.
-      numbers: of answers of the claims, by which the keys of ops have them.
+      numbers: of answers of the assignment, by which the keys of ops have them.
       ops: by op, the numbers of its answers, and the shards that it found.
     """
 
@@ -106,7 +106,7 @@ class OfMesh:
     axes: OfAxes
     ops: dict[tuple[Op, Any, Any], Planned] = field(default_factory=dict)
     recipes: dict[tuple[Frame, Value, Spec], Recipe] = field(default_factory=dict)
-    held: dict[tuple[Value, Spec], Held] = field(default_factory=dict)
+    held: dict[tuple[Value, Spec], ShardedArray] = field(default_factory=dict)
     tori: dict[str, Torus] = field(default_factory=dict)
     algorithms: dict[
         tuple[str, Chip | None],
@@ -137,7 +137,7 @@ class Memo:
         self.called: dict[Value, tuple[str, str]] = {}
         self._axes: dict[tuple[str, ...], OfAxes] = {}
         self._meshes: dict[tuple[tuple[str, int], ...], OfMesh] = {}
-        self._keys: dict[Asked, dict[Op, Key]] = {}
+        self._keys: dict[Queries, dict[Op, Key]] = {}
 
     def on(self, sizes: Mapping[str, int]) -> OfMesh:
         """What was planned on a mesh; the one used longest ago is dropped where there are too many."""
@@ -152,11 +152,11 @@ class Memo:
             del self._meshes[next(iter(self._meshes))]
         return found
 
-    def keys(self, asked: Asked) -> dict[Op, Key]:
+    def keys(self, asked: Queries) -> dict[Op, Key]:
         """By op, what the key of its results is made of."""
         found = self._keys.get(asked)
         if found is None:
-            found = self._keys[asked] = {op: _key(op, places) for op, places in asked.of.items()}
+            found = self._keys[asked] = {op: _key(op, places) for op, places in asked.of_op.items()}
         return found
 
 

@@ -39,7 +39,7 @@ _FILLED: Mapping[str, Callable[..., Any]] = {
 def constant_of(program: Program, op: Op, i: int) -> Any:
     """The constant that every element of an operand is; None: not known."""
     var, value = op.eqn.invars[i], op.ins[i]
-    return _scalar(literal_array(var)) if value is None else _constant(value, program.once(_scalars))
+    return _scalar(literal_array(var)) if value is None else _constant(value, program.cached(_scalars))
 
 
 def _constant(value: Value, found: dict[Value, Any]) -> Any:
@@ -129,7 +129,7 @@ def summed_into(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
     Yields:
       (value, whether a loop stacks it on the way).
     """
-    times = program.once(readers)
+    times = program.cached(readers)
     todo = [(end, False)]
     while todo:
         value, stacked = todo.pop()

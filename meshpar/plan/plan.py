@@ -24,7 +24,7 @@ from .steps import Body, Run, Shard
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ShardedArray:
     """An input or output of the program, as each device holds it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Held:
     on_host: bool = False
 
     @classmethod
-    def of(cls, program: Program, value: Value, spec: Spec, sizes: Mapping[str, int], kind: str | None) -> Held:
+    def of(cls, program: Program, value: Value, spec: Spec, sizes: Mapping[str, int], kind: str | None) -> ShardedArray:
         """A value of a program as it lies in a spec, over axes of these sizes."""
         host = value.on_host
         size = 0.0 if host else local_bytes(value.shape, itemsize(value.aval), spec, sizes)
@@ -79,10 +79,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How one value lies: ``made``: as the step that makes it leaves it, perhaps unreduced; ``rest``: where it rests after that."""
+    """How one value lies: ``made``: as the step that makes it leaves it, perhaps unreduced; ``stored``: its stored sharding."""
 
     made: Shard
-    rest: Shard
+    stored: Shard
 
 
 Choice = Literal["xla", "ring", "pallas"]
@@ -196,8 +196,8 @@ class Plan:
     donated: frozenset[int]
     body: Body
     placements: dict[Value, Placement]
-    inputs: tuple[Held, ...]
-    outputs: tuple[Held, ...]
+    inputs: tuple[ShardedArray, ...]
+    outputs: tuple[ShardedArray, ...]
     notes: tuple[str, ...]
     lowering: str = "shard_map"
     lowering_reason: str | None = None
@@ -214,10 +214,10 @@ class Plan:
         return dict(self.mesh.shape)
 
     @cached_property
-    def constants(self) -> tuple[Held, ...]:
+    def constants(self) -> tuple[ShardedArray, ...]:
         """The arrays that the function closes over: parts of the compiled program, whole on every device."""
         program, shards = self.program, self.body.inputs[: len(self.program.constants)]
-        return tuple(Held.of(program, s.value, s.spec, self.sizes, "constant") for s in shards)
+        return tuple(ShardedArray.of(program, s.value, s.spec, self.sizes, "constant") for s in shards)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -232,7 +232,9 @@ class Plan:
     def _transfers(self, body: Body, count: int | None) -> Iterator[Transfer]:
         for step in body.steps:
             for inner in step.bodies:
-                yield from self._transfers(inner, None if count is None or inner.trips is None else count * inner.trips)
+                yield from self._transfers(
+                    inner, None if count is None or inner.trip_count is None else count * inner.trip_count
+                )
             if not isinstance(step, Run) or step.op.name != "device_put":
                 continue
             for source, out in zip(step.operands, step.results, strict=True):
@@ -260,7 +262,7 @@ class Plan:
         """The collectives that its programs wait for, on its chip and with its options of the compiler."""
         return self.options.sync_collectives(self.chip)
 
-    def goes_on(self, op: CollectiveOp) -> bool:
+    def is_async(self, op: CollectiveOp) -> bool:
         """Whether its programs go on beside collectives of a kind, where something is there to do."""
         return op not in self.sync_collectives
 
@@ -274,7 +276,7 @@ class Plan:
         """Of :attr:`bytes_sent`, what crosses to other slices (or nodes of GPUs)."""
         return sum(dcn_bytes_of(c, self.torus) * (1 if c.count is None else c.count) for c in self.collectives)
 
-    def held(self, kind: str | None = None) -> float:
+    def argument_bytes(self, kind: str | None = None) -> float:
         """Bytes of the inputs and constants on each device, all or of one kind (``params``, ``opt``, ``constant``, ``other``)."""
         return sum(h.bytes for h in (*self.inputs, *self.constants) if kind is None or (h.kind or "other") == kind)
 

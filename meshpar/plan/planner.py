@@ -30,11 +30,11 @@ from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, REDUCTIONS, Kind
 from ..rules.spmd import Send
 from ..units import format_memory
-from .claims import Claims, Names, blocks_only, spec_of
+from .assignment import AxisAssignment, Names, blocks_only, spec_of
 from .collectives import Collective, reduces, scatters_of, volume_of
 from .memo import Key, Memo, Planned, Recipe
 from .partial import law_of, named, readers, summed_into
-from .plan import Held, Placement, Plan
+from .plan import Placement, Plan, ShardedArray
 from .reshape import reshape_axes
 from .resharding import Move, reshard, reshard_bytes
 from .spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
@@ -51,7 +51,7 @@ from .steps import (
     Scatter,
     Shard,
     Step,
-    with_floating,
+    with_deferred,
 )
 
 OPAQUE = having(lambda p: p.opaque)
@@ -102,10 +102,10 @@ def planned(
     named = layout.with_first([Rule(a, (a,)) for a in axes])  # models that name axes in their metadata, as Flax allows
     notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is taken as `{a}: {a}`" for a in axes]
 
-    claims = Claims(program, named, dict(mesh.shape))
+    assignment = AxisAssignment(program, named, dict(mesh.shape))
 
     def parts(value: Value, dim: int) -> int:
-        return math.prod(claims.sizes[a] for a in claims.value(value)[dim])
+        return math.prod(assignment.sizes[a] for a in assignment.value_spec(value)[dim])
 
     def plan(program: Program, most: float = math.inf) -> Plan:
         return _Planner(program, layout, named, mesh, topology, donated, list(notes), calibrations, most).plan()
@@ -192,8 +192,8 @@ class _Building:
         fixed = [s if isinstance(s, Step) else s() for group in self.groups for s in group]
         for group in self.groups:
             group.clear()  # what made the steps with bodies refers to the walk, and this to that
-        steps = with_floating(fixed, self.floating, outputs)
-        return Body(self.frame, tuple(inputs), steps, tuple(outputs), self.frame.trips)
+        steps = with_deferred(fixed, self.floating, outputs)
+        return Body(self.frame, tuple(inputs), steps, tuple(outputs), self.frame.trip_count)
 
 
 @dataclass(slots=True)
@@ -250,11 +250,11 @@ class _Planner:
         self.donated, self.notes, self.calibrations = donated, notes, calibrations
         self.left = most
         self.sizes = dict(mesh.shape)
-        memo = program.once(Memo)
+        memo = program.cached(Memo)
         of_mesh = memo.on(self.sizes)
         self.torus = torus_of(mesh) if topology is None else of_mesh.torus(self.sizes, topology)
         self.chip: Chip | None = calibrated(chip_of(topology or mesh), mesh, calibrations)
-        self.claims = Claims(program, layout, self.sizes)
+        self.assignment = AxisAssignment(program, layout, self.sizes)
         self.at: dict[Value, Shard] = {}
         self.free: set[Value] = set()
         self.placements: dict[Value, Placement] = {}
@@ -269,20 +269,22 @@ class _Planner:
         self.count: int | None = 1
         self.depth = 0
         self.here = _Building(program.root)
-        self.weights = program.once(_weights)
-        self.readers = program.once(readers)
-        self.named = program.once(named)
+        self.weights = program.cached(_weights)
+        self.readers = program.cached(readers)
+        self.named = program.cached(named)
         self.called = memo.called
         memo.plans += 1
-        self.kept = of_mesh if memo.plans > 1 and layout.resolve == "order" and not self.claims.given else None
+        self.kept = (
+            of_mesh if memo.plans > 1 and layout.resolve == "order" and not self.assignment.shard_map_axes else None
+        )
         self.keys: Mapping[Op, Key] = {}
         self.answers: Sequence[Any] = ()
         self.refused: frozenset[Op] = frozenset()
         if self.kept is not None:
             numbers = of_mesh.axes.numbers
-            self.keys = memo.keys(self.claims.asked())
-            self.answers = [numbers.setdefault(answer, len(numbers)) for answer in self.claims.answers()]
-            self.refused = self.claims.refused_ops()
+            self.keys = memo.keys(self.assignment.queries())
+            self.answers = [numbers.setdefault(answer, len(numbers)) for answer in self.assignment.assignments()]
+            self.refused = self.assignment.indivisible_ops()
         self.record: Planned | None = None
         self.sized = False
         self.apart: set[Op] = set()
@@ -319,7 +321,7 @@ class _Planner:
             kept.append(self.held(value, spec))
         whole: dict[str, list[str]] = {}
         for value in program.inputs:
-            for rule, i in self.claims.left_whole(value):
+            for rule, i in self.assignment.unused_optional_rules(value):
                 note = (
                     f"`{rule}` does not divide `{program.dims(value)[i]}` of {value.shape[i]}, which is left whole in "
                 )
@@ -327,22 +329,22 @@ class _Planner:
         self.notes += [
             f"{note}{paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "") for note, paths in whole.items()
         ]
-        for value, i, rule in self.claims.refused.values():
+        for value, i, rule in self.assignment.indivisible.values():
             dims = format_dims(program.dims(value))
             note = f"`{self.layout.rules[rule]}` does not divide dim {i} of {list(value.shape)} ({dims}), which is left whole"
             if note not in self.notes:
                 self.notes.append(note)
-        self.notes += [n for n in self.claims.notes if n not in self.notes]
+        self.notes += [n for n in self.assignment.notes if n not in self.notes]
         return Plan(
             program, self.layout, self.asked, self.mesh, self.topology, self.torus, self.chip, self.donated,
             here.body(inputs, outputs), self.placements, tuple(held), tuple(kept), tuple(self.notes),
             calibrations=self.calibrations,
         )  # fmt: skip
 
-    def held(self, value: Value, spec: Spec) -> Held:
+    def held(self, value: Value, spec: Spec) -> ShardedArray:
         found = None if self.kept is None else self.kept.held.get((value, spec))
         if found is None:
-            found = Held.of(self.program, value, spec, self.sizes, value.kind)
+            found = ShardedArray.of(self.program, value, spec, self.sizes, value.kind)
             if self.kept is not None:
                 self.kept.held[value, spec] = found
         return found
@@ -361,7 +363,7 @@ class _Planner:
         )
 
     def check_divides(self, value: Value) -> None:
-        refused = self.claims.refused.get(value)
+        refused = self.assignment.indivisible.get(value)
         if refused is None or value.annotation is None or value.annotation[refused[1]] is None:
             return
         _, i, rule = refused
@@ -374,10 +376,10 @@ class _Planner:
     def rest(self, value: Value) -> Spec:
         if self.record is not None:
             self.record.rests += (value,)
-        return self.claims.value(value)
+        return self.assignment.value_spec(value)
 
     def shard(
-        self, value: Value, spec: Spec, partial: tuple[str, ...] = (), kind: Kind = "sum", data_free: bool = False,
+        self, value: Value, spec: Spec, partial: tuple[str, ...] = (), kind: Kind = "sum", is_constant: bool = False,
         copy: object = None,
     ) -> Shard:  # fmt: skip
         """A shard, the same one in every plan that keeps what it came to.
@@ -386,12 +388,12 @@ class _Planner:
           copy: tells those of one value and spec apart: the body that a copy is made in; None: the one that its op makes.
         """
         if self.kept is None:
-            return Shard(value, spec, partial, kind, data_free)
-        key = (value, spec, partial, kind, data_free, copy)
+            return Shard(value, spec, partial, kind, is_constant)
+        key = (value, spec, partial, kind, is_constant, copy)
         shards = self.kept.axes.shards
         found = shards.get(key)
         if found is None:
-            found = shards[key] = Shard(value, spec, partial, kind, data_free)
+            found = shards[key] = Shard(value, spec, partial, kind, is_constant)
         return found
 
     def made(self, shard: Shard) -> Shard:
@@ -409,7 +411,7 @@ class _Planner:
         """What is planned in this context belongs to the body of a frame."""
         outer, count = self.here, self.count
         self.here = _Building(frame)
-        self.count = None if frame.trips is None or count is None else count * frame.trips
+        self.count = None if frame.trip_count is None or count is None else count * frame.trip_count
         loop = around is not None and around.name == "scan"
         self.depth += loop
         try:
@@ -446,7 +448,7 @@ class _Planner:
             self.by_rule(op)
 
     def op_as_before(self, op: Op) -> None:
-        """Plan an op as before, where it finds the same answers of the claims and the same shards; else keep what is done."""
+        """Plan an op as before, where it finds the same answers of the assignment and the same shards; else keep what is done."""
         if op in self.apart:
             self.op(op)
             return
@@ -508,7 +510,7 @@ class _Planner:
 
     def made_from_no_data(self, value: Value, spec: Spec) -> None:
         self.free.add(value)
-        shard = self.made(self.shard(value, spec, data_free=True, copy="where needed"))
+        shard = self.made(self.shard(value, spec, is_constant=True, copy="where needed"))
         if self.record is not None:
             self.record.free = True
             self.record.results += (Placement(shard, shard),)
@@ -581,7 +583,7 @@ class _Planner:
         for v in op.ins:
             if v is not None:
                 self.reduce(v)
-        spec = self.claims.elementwise(op, out)
+        spec = self.assignment.elementwise_spec(op, out)
         if self.is_free(op):
             for each in op.outs:
                 self.made_from_no_data(each, self.rest(each))
@@ -688,7 +690,7 @@ class _Planner:
         first = op.ins[0] if op.ins else None
         for v in op.ins:
             self.reduce_if_shared(v)
-        names = self.claims.factor_names(op)
+        names = self.assignment.factor_names(op)
         positions, passed = self.partial_operands(op), None
         law = self.law(op, positions) if positions and len(op.outs) == 1 else None
         if law is not None:
@@ -738,9 +740,9 @@ class _Planner:
 
     def claimed(self, op: Op, names: list[Names]) -> Axes:
         """The axes that the layout assigns to the factors of an op."""
-        scopes = self.claims.op_scopes(op, op.outs)
+        scopes = self.assignment.op_scopes(op, op.outs)
         costed = self.layout.resolve == "cost"
-        return self.claims.op(op, names, scopes, (lambda a: self.cost(op, a)) if costed else None)
+        return self.assignment.factor_axes(op, names, scopes, (lambda a: self.cost(op, a)) if costed else None)
 
     def exchanged_or_whole(self, op: Op, axes: Axes) -> Axes:
         """Work on whole dims where an exchange of blocks sends more: where not all that an op cuts or joins is split alike."""
@@ -800,9 +802,9 @@ class _Planner:
         """Choose what an op that reads or writes an array at some indices does with the axes that shard the indexed dims.
 
         The array stays as it is sharded, and these axes are taken from the op's other factors (those of the indices and
-        updates), unless the claims send fewer bytes. It is gathered for a read only if it has at most ``LARGEST_GATHERED`` times
-        the elements that are read, that sends fewer bytes, and the op is a ``dynamic_slice`` or in a loop that only reads the
-        array. A ``dynamic_slice`` in a loop that only reads the array is
+        updates), unless the assignment sends fewer bytes. It is gathered for a read only if it has at most
+        ``LARGEST_GATHERED`` times the elements that are read, that sends fewer bytes, and the op is a ``dynamic_slice`` or in a
+        loop that only reads the array. A ``dynamic_slice`` in a loop that only reads the array is
         treated as one that reads a window per iteration, of an array that may be gathered before the loop.
         """
         rule, value = op.rule, op.ins[0] if op.ins else None
@@ -819,20 +821,20 @@ class _Planner:
             rule, [held.get(f, tuple(a for a in got if a not in taken)) for f, got in enumerate(axes)], self.sizes
         )
         choices = [served, axes] if served != axes else [axes]
-        trips = 1
+        trip_count = 1
         outer, n, m = value, math.prod(value.shape), math.prod(op.outs[0].shape)
         while outer in self.consts:
-            trips *= self.consts[outer].loop.eqn.params["length"]
+            trip_count *= self.consts[outer].loop.eqn.params["length"]
             outer = self.consts[outer].outer
-        windows = trips if op.name == "dynamic_slice" else 1
-        cost = {id(c): self.cost(op, c) * trips for c in choices}
+        windows = trip_count if op.name == "dynamic_slice" else 1
+        cost = {id(c): self.cost(op, c) * trip_count for c in choices}
         read = [f for f in held if (f,) not in rule.outs[0]]
         may_gather = op.name == "dynamic_slice" or outer is not value
         if may_gather and any(axes[f] for f in read) and n <= LARGEST_GATHERED * m * windows:
             whole = [() if f in read else got for f, got in enumerate(axes)]
             moved = self.bytes_between(value, have, spec_of(rule.ins[0], whole))
             choices.append(whole)
-            cost[id(whole)] = (self.cost(op, whole) - moved) * trips + moved
+            cost[id(whole)] = (self.cost(op, whole) - moved) * trip_count + moved
         return min(choices, key=lambda c: cost[id(c)])
 
     def refuse_opaque(self, op: Op) -> None:
@@ -851,7 +853,7 @@ class _Planner:
                     dims=format_dims(self.program.dims(value)),
                     dim=dim,
                     axis="+".join(axes),
-                    rule=self.claims.rule_text(names, axes[0]),
+                    rule=self.assignment.rule_text(names, axes[0]),
                     source=op.source,
                     fixes=[
                         "declare which dims may be split, on the function around it: "
@@ -959,7 +961,7 @@ class _Planner:
         return True
 
     def cost(self, op: Op, axes: Axes) -> float:
-        """Bytes that a choice of claims moves: operands, what the op sends itself, unreduced sums, results."""
+        """Bytes that a choice of assignment moves: operands, what the op sends itself, unreduced sums, results."""
         rule = op.rule
         assert rule is not None
         axes = blocks_only(rule, axes, self.sizes)
@@ -1127,7 +1129,7 @@ class _Planner:
         for f, got in enumerate(self.factor_axes.get(op, ())):
             mine = [a for a in got if a in axes]
             if mine and op.rule is not None and op.rule.kinds[f] in (*REDUCTIONS, "pass_through", "permutation"):
-                rule = self.claims.rule_text(names[f], mine[0])
+                rule = self.assignment.rule_text(names[f], mine[0])
                 dim = names[f][0] if names[f] else "a factor"
                 does = "indexes" if op.rule.kinds[f] == "indexed" else "contracts"
                 parts.append(f"`{rule or names_of(mine)}` splits `{dim}`, which {op.name} {does}")
@@ -1239,7 +1241,8 @@ class _Planner:
                     continue
                 dim = self.program.dim_name(value, i) or f"dim {i}"
                 rule = (
-                    self.claims.rule_text([x for ns, _ in self.program.parts(value, i) for x in ns], a) or f"{dim}: {a}"
+                    self.assignment.rule_text([x for ns, _ in self.program.parts(value, i) for x in ns], a)
+                    or f"{dim}: {a}"
                 )
                 winner = None
                 if names is not None:
@@ -1260,7 +1263,7 @@ class _Planner:
     # -- what is made from no data
 
     def constant(self, value: Value, spec: Spec, array: Any, op: Op | None = None) -> Shard:
-        shard = self.shard(value, spec, data_free=True)
+        shard = self.shard(value, spec, is_constant=True)
         self.here.floating.append(Constant(op, shard, array))
         return self.made(shard)
 
@@ -1343,7 +1346,7 @@ class _Planner:
 
     def part(self, value: Value, spec: Spec, here: _Building) -> Shard:
         """The shard of a part of a value made from no data, in a body."""
-        return self.shard(value, spec, data_free=True, copy=here.frame)
+        return self.shard(value, spec, is_constant=True, copy=here.frame)
 
     def _axes_for(self, op: Op, k: int, spec: Spec) -> Axes | None:
         """The axes of the factors with which a result comes out in a spec; None where only the whole can be made."""
@@ -1378,7 +1381,7 @@ class _Planner:
             if recomputes:
                 # what the forward pass did is done again, so that its results (and gathered weights) need not be kept
                 ins = {v: self.at[v] for v in frame.ins() if v not in self.free and not self.at[v].partial}
-                before = {v: s for v, s in ins.items() if not s.data_free}
+                before = {v: s for v, s in ins.items() if not s.is_constant}
                 self.group = []
                 here.groups.append(self.group)
                 again = {v: self.shard(s.value, s.spec, copy=(frame, v)) for v, s in before.items()}
@@ -1536,7 +1539,7 @@ class _Planner:
         if outer is not None:
             return self.operand(op, outer, need)
         var = op.eqn.invars[i]
-        shard = Shard(self._nameless(var.aval), need, data_free=True)
+        shard = Shard(self._nameless(var.aval), need, is_constant=True)
         self.here.floating.append(Constant(op, shard, literal_array(var)))
         return shard
 
@@ -1548,7 +1551,7 @@ class _Planner:
         for k, (var, need) in enumerate(zip(frame.jaxpr.outvars, needs, strict=True)):
             if isinstance(var, Literal):
                 shard = Shard(
-                    self._nameless(var.aval), need if need is not None else unsplit(np.ndim(var.val)), data_free=True
+                    self._nameless(var.aval), need if need is not None else unsplit(np.ndim(var.val)), is_constant=True
                 )
                 self.here.floating.append(Constant(op, shard, literal_array(var)))
                 out.append(shard)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..layout import Spec
 from ..rules.rule import Factors, Kind, OpRule
-from .claims import blocks_only, spec_of
+from .assignment import blocks_only, spec_of
 from .resharding import reshard_bytes
 
 MOST_TRIED = 300  # splits of the factors of one reshape

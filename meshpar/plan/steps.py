@@ -30,14 +30,14 @@ class Shard:
       spec: of every dim, the axes that split it.
       partial: the axes over which it is unreduced: devices along them hold terms, not copies.
       kind: how these terms combine.
-      data_free: it follows from no data (iotas, masks, zeros): each device makes the part that it needs.
+      is_constant: it follows from no data (iotas, masks, zeros): each device makes the part that it needs.
     """
 
     value: Value
     spec: Spec
     partial: tuple[str, ...] = ()
     kind: Kind = "sum"
-    data_free: bool = False
+    is_constant: bool = False
 
     @property
     def on_host(self) -> bool:
@@ -88,14 +88,14 @@ class Body:
         steps read is made by steps before the body.
       steps: in order.
       outputs: what it returns; None: nothing that a later step reads.
-      trips: how often it runs each time the step that holds it runs; None: not known.
+      trip_count: how often it runs each time the step that holds it runs; None: not known.
     """
 
     frame: Frame
     inputs: tuple[Shard, ...]
     steps: tuple[Step, ...]
     outputs: tuple[Shard | None, ...]
-    trips: int | None = 1
+    trip_count: int | None = 1
 
     @cached_property
     def every(self) -> tuple[Step, ...]:
@@ -231,7 +231,7 @@ class ReduceRing:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Moved(Step):
+class ShardingChange(Step):
     """A value comes to lie otherwise.
 
     Attributes:
@@ -259,7 +259,7 @@ class Moved(Step):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Reshard(Moved):
+class Reshard(ShardingChange):
     """A value is brought into another spec.
 
     Attributes:
@@ -288,7 +288,7 @@ class Scatter:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Reduce(Moved):
+class Reduce(ShardingChange):
     """Terms are combined over the axes over which a value is unreduced; then it goes along the path to where it rests.
 
     Attributes:
@@ -488,17 +488,17 @@ def free_shards(body: Body) -> tuple[Shard, ...]:
     return tuple(found)
 
 
-def is_floating(step: Step) -> bool:
+def is_deferred(step: Step) -> bool:
     """Whether a step stands wherever its result is first read: copies, constants, and what is made from no data."""
     if isinstance(step, Run):
-        return bool(step.results) and step.results[0].data_free
+        return bool(step.results) and step.results[0].is_constant
     return isinstance(step, Constant) or (isinstance(step, Reshard) and step.copy)
 
 
 def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tuple[Step, ...]:
     """The steps in an order in which each comes after those whose results it reads: theirs, as far as that allows.
 
-    Steps that are :func:`is_floating` come just before the first that reads them, or not at all.
+    Steps that are :func:`is_deferred` come just before the first that reads them, or not at all.
 
     Args:
       outputs: what is read after them.
@@ -528,7 +528,7 @@ def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tup
                 todo.pop()
 
     for step in steps:
-        if step in done or is_floating(step):
+        if step in done or is_deferred(step):
             continue
         if missing.isdisjoint(step.reads):
             done.add(step)
@@ -543,7 +543,7 @@ def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tup
     return tuple(out)
 
 
-def with_floating(steps: Sequence[Step], floating: Sequence[Step], outputs: Iterable[Shard | None]) -> tuple[Step, ...]:
+def with_deferred(steps: Sequence[Step], floating: Sequence[Step], outputs: Iterable[Shard | None]) -> tuple[Step, ...]:
     """Steps in their order, each behind those of the floating steps whose results it is the first to read."""
     if not floating:
         return tuple(steps)

@@ -427,7 +427,7 @@ def _scan(b: Builder, op: Op) -> list[Value]:
     p = op.eqn.params
     jaxpr, _ = closed_parts(p["jaxpr"])
     nc, nk = scan_counts(p)
-    frame = Frame(jaxpr, op, trips=p["length"])
+    frame = Frame(jaxpr, op, trip_count=p["length"])
     op.frames = [frame]
     _bind_consts(b, frame)
     avals = [v.aval for v in jaxpr.invars]
@@ -461,7 +461,7 @@ def _while(b: Builder, op: Op) -> list[Value]:
     cond, _ = closed_parts(p["cond_jaxpr"])
     body, _ = closed_parts(p["body_jaxpr"])
     ncc, nbc = p["cond_nconsts"], p["body_nconsts"]
-    frames = [Frame(cond, op, trips=None), Frame(body, op, trips=None)]
+    frames = [Frame(cond, op, trip_count=None), Frame(body, op, trip_count=None)]
     op.frames = frames
     init = op.ins[ncc + nbc :]
     carry = [_carry(v, b, a.aval) for v, a in zip(init, body.invars[nbc:], strict=True)]

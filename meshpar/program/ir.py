@@ -113,12 +113,12 @@ class Op:
 class Frame:
     """One (sub-)jaxpr at one call site: the ops in order and the value of every variable.
 
-    ``trips`` is how often the body runs each time the op that holds it runs (None: not known).
+    ``trip_count`` is how often the body runs each time the op that holds it runs (None: not known).
     """
 
     jaxpr: Any
     parent: Op | None = None
-    trips: int | None = 1
+    trip_count: int | None = 1
     env: dict[Any, Value] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
 
@@ -169,7 +169,7 @@ class Program:
     traced: Program | None = None
     _found: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
 
-    def once(self, find: Callable[[Program], T]) -> T:
+    def cached(self, find: Callable[[Program], T]) -> T:
         """What a function finds in the program alone: found once for every layout, and kept for as long as the program."""
         if find not in self._found:
             self._found[find] = find(self)

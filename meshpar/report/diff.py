@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..cost.memory import memory_of
 from ..cost.time import time_of
-from ..plan.plan import Held, Plan
+from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds
 from .facts import chips_of
 from .html import Ink, lowering, number, page, style, table
@@ -147,8 +147,8 @@ def _figures(a: Plan, b: Plan) -> Iterator[Figure]:
     for op in dict.fromkeys(c.op for c in (*a.collectives, *b.collectives)):
         yield figure(f"  {op}", "bytes", lambda p, op=op: sum(c.total_bytes for c in p.collectives if c.op == op))
     for kind, label in (("params", "parameters"), ("opt", "optimizer state"), ("constant", "constants")):
-        if a.held(kind) or b.held(kind):
-            yield figure(f"{label} on a device", "memory", lambda p, kind=kind: p.held(kind))
+        if a.argument_bytes(kind) or b.argument_bytes(kind):
+            yield figure(f"{label} on a device", "memory", lambda p, kind=kind: p.argument_bytes(kind))
 
 
 def _tensors(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
@@ -164,7 +164,7 @@ def _tensors(a: Plan, b: Plan) -> list[tuple[str, str, str, float, float]]:
     return [row for _, row in sorted(out, key=lambda t: (t[0], -max(t[1][3:])))]
 
 
-def _lies(h: Held | None) -> str:
+def _lies(h: ShardedArray | None) -> str:
     if h is None:
         return "–"
     return " ".join(f"{n}:{'+'.join(axes)}" if axes else n for n, axes in chips_of(h)) or "(scalar)"
@@ -236,7 +236,7 @@ def diff_body(d: PlanDiff, folded: bool = False) -> str:
     if d.tensors:
         ours, theirs = ({h.path: h for h in p.inputs} for p in (d.a, d.b))
 
-        def chips(h: Held | None) -> str:
+        def chips(h: ShardedArray | None) -> str:
             return ink.chips(chips_of(h)) if h is not None else "–"
 
         rows = [f"<tr><td><code>{escape(path)}</code></td><td>{chips(ours.get(path))}</td><td>{chips(theirs.get(path))}</td>"

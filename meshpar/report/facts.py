@@ -14,7 +14,7 @@ from ..dims import format_dims, path_matches
 from ..hardware.calibration import EFFICIENCIES
 from ..layout import SCOPES, Rule, Spec
 from ..plan.collectives import Collective
-from ..plan.plan import Held, Plan
+from ..plan.plan import Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
 from ..program.ir import Op, Value
 from ..units import format_seconds
@@ -116,16 +116,16 @@ def _values(plan: Plan) -> Iterator[Value]:
 def value_chips(plan: Plan, value: Value) -> list[Chip]:
     """The dims of a value, with the axes that split them where it rests."""
     placed = plan.placements.get(value)
-    spec: Spec = ((),) * len(value.shape) if placed is None else placed.rest.spec
+    spec: Spec = ((),) * len(value.shape) if placed is None else placed.stored.spec
     return [(plan.program.dim_name(value, i) or "_", tuple(axes)) for i, axes in enumerate(spec)]
 
 
-def chips_of(h: Held) -> list[Chip]:
+def chips_of(h: ShardedArray) -> list[Chip]:
     """The dims of an argument or result, with the axes that split them."""
     return [(name or "_", axes) for name, axes in h.split]
 
 
-def whole_bytes(plan: Plan, h: Held) -> float:
+def whole_bytes(plan: Plan, h: ShardedArray) -> float:
     """The bytes of all of an argument, were it in one piece."""
     parts = 1
     for _, axes in chips_of(h):
@@ -212,7 +212,7 @@ def waited_for(plan: Plan) -> str:
     if chip is None:
         return ""
     ringed = {c for step in plan.body.every if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends}
-    mine = [c for c in plan.collectives if not plan.goes_on(c.op) and c not in ringed]
+    mine = [c for c in plan.collectives if not plan.is_async(c.op) and c not in ringed]
     if not mine:
         return ""
     kinds = " and ".join(f"{op}s" for op in sorted({c.op for c in mine}))
@@ -246,13 +246,13 @@ def bodies(plan: Plan, most: int = 2) -> list[Body]:
 def _loops(region: Computation) -> Iterator[tuple[Kernel, Computation]]:
     for node in region.kernels:
         for body in node.bodies:
-            if (body.trips or 1) > 1:
+            if (body.trip_count or 1) > 1:
                 yield node, body
             yield from _loops(body)
 
 
 def _body(plan: Plan, node: Kernel, region: Computation, took: dict[Op | None, list[OpTime]]) -> Body:
-    out = Body(region.trips or 1, node.source)
+    out = Body(region.trip_count or 1, node.source)
     hidden = hidden_collectives(plan)
     busy = linked = 0.0
     for kernel in region.kernels:

@@ -14,7 +14,7 @@ from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..hardware.topology import Stage
 from ..plan.collectives import Collective
-from ..plan.plan import Held, Plan
+from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds
 from .facts import (
     Body,
@@ -424,7 +424,7 @@ def _tensors(plan: Plan, ink: Ink) -> str:
         whole, local = sum(whole_bytes(plan, h) for h in held), sum(h.bytes for h in held)
         rows.append(f'<tr class="group"><td colspan="2">{label}</td>{number(str(len(held)), len(held))}'
                     f"{number(format_memory(whole), whole)}{number(format_memory(local), local)}</tr>")  # fmt: skip
-        groups: dict[Any, list[Held]] = {}
+        groups: dict[Any, list[ShardedArray]] = {}
         for h in held:
             groups.setdefault((tuple(chips_of(h)), h.shape, h.dtype), []).append(h)
         for group in sorted(groups.values(), key=lambda g: -sum(h.bytes for h in g)):

@@ -114,7 +114,7 @@ class _Printer:
                 "",
             )
         if isinstance(step, Loop):
-            trips = "while" if step.op.name == "while" else f"scan × {step.body.trips}"
+            trips = "while" if step.op.name == "while" else f"scan × {step.body.trip_count}"
             over = f" over {self.list(step.stacks)}" if step.stacks else ""
             read = f" reading {self.list(step.hoisted)}, moved before it" if step.hoisted else ""
             return f"{trips} from {self.list(step.inits) or 'nothing'}{over}{read}", ""

@@ -18,7 +18,7 @@ from ..cost.flops import redundant_matmuls
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.collectives import Collective
-from ..plan.plan import Held, Overlap, Plan
+from ..plan.plan import Overlap, Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds
 from .facts import chips_of, lowering_text, rates, waited_for
 
@@ -97,7 +97,7 @@ def _held(plan: Plan) -> Table:
         table.add_row(
             label, str(len(rows)), "", format_memory(whole), format_memory(sum(h.bytes for h in rows)), style="bold"
         )
-        groups: dict[str, list[Held]] = {}
+        groups: dict[str, list[ShardedArray]] = {}
         for h in rows:
             groups.setdefault(_dims_and_axes(h), []).append(h)
         ranked = sorted(groups.items(), key=lambda g: -sum(h.bytes for h in g[1]))
@@ -153,7 +153,7 @@ def _costs(plan: Plan) -> list[Text]:
     return out
 
 
-def _whole(h: Held) -> float:
+def _whole(h: ShardedArray) -> float:
     size = 8.0 if "key" in h.dtype else _width(h.dtype)
     return math.prod(h.shape) * size
 
@@ -165,7 +165,7 @@ def _width(dtype: str) -> float:
     return int(m[1]) / 8 if m else 4
 
 
-def _dims_and_axes(h: Held) -> str:
+def _dims_and_axes(h: ShardedArray) -> str:
     """``embed:data mlp:model`` — each dim, with its axes where it is split."""
     text = " ".join(name + (f":{'+'.join(axes)}" if axes else "") for name, axes in chips_of(h)) or "(scalars)"
     return f"{text} (on the host)" if h.on_host else text

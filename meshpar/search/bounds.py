@@ -1,6 +1,6 @@
 """What the seconds and the peak of a candidate are not below, known before it is planned.
 
-By the answers of its claims alone: its products take their time at the matrix unit's rate, and its arguments are held. Beside a
+By its assignment alone: its products take their time at the matrix unit's rate, and its arguments are held. Beside a
 plan: what of its kernels, collectives and live arrays follows from answers that are the same is in the candidate as well.
 """
 
@@ -17,7 +17,7 @@ from ..cost.flops import OPAQUE, matmul_flops, opaque_flops
 from ..cost.fusion import MATMULS, Buffer, Kernel
 from ..cost.kernel_time import kernel_times
 from ..hardware.chips import Chip
-from ..plan.claims import Answered, Asked, Claims
+from ..plan.assignment import AxisAssignment, GroupAssignment, Queries
 from ..plan.spec import itemsize
 from ..plan_api import Plan
 from ..program.ir import Frame, Op, Program, Value
@@ -37,10 +37,10 @@ class _Units:
         self.ops: list[Op] = []
         self.flops: dict[int, tuple[float, str | None]] = {}
         self._products_on: dict[Chip, np.ndarray] = {}
-        self._places: dict[Asked, np.ndarray] = {}
-        self._split: dict[Answered, tuple[np.ndarray, np.ndarray]] = {}
+        self._places: dict[Queries, np.ndarray] = {}
+        self._split: dict[GroupAssignment, tuple[np.ndarray, np.ndarray]] = {}
         self._numbers: dict[tuple[tuple[str, ...], ...], int] = {}
-        self._last: tuple[Claims, np.ndarray, np.ndarray] | None = None
+        self._last: tuple[AxisAssignment, np.ndarray, np.ndarray] | None = None
         seen = dict.fromkeys(program.inputs)
         for op in program.root.walk():
             seen.update(dict.fromkeys(op.outs))
@@ -60,7 +60,7 @@ class _Units:
     def _products(self, frame: Frame, count: int) -> None:
         for op in frame.ops:
             for inner in op.frames:
-                self._products(inner, count * (1 if inner.trips is None else inner.trips))
+                self._products(inner, count * (1 if inner.trip_count is None else inner.trip_count))
             if op.rule is None or op.rule.given is not None:
                 continue
             if op.name in MATMULS:
@@ -68,32 +68,34 @@ class _Units:
             elif op.name in OPAQUE and (flops := opaque_flops(op)):
                 self.flops[self.place[op]] = count * flops, None
 
-    def split(self, claims: Claims) -> tuple[np.ndarray, np.ndarray]:
-        """How the claims split every value and op: a number for the axes of its dims, or factors, and in how many parts."""
-        if self._last is None or self._last[0] is not claims:
-            asked, answered = claims.asked(), claims.answered()
+    def split(self, assignment: AxisAssignment) -> tuple[np.ndarray, np.ndarray]:
+        """How the assignment splits every value and op: a number for the axes of its dims, or factors, and in how many parts."""
+        if self._last is None or self._last[0] is not assignment:
+            asked, answered = assignment.queries(), assignment.group_assignments()
             if asked not in self._places:
-                self._places[asked] = np.array(list(self._questions(claims, asked)), int)
+                self._places[asked] = np.array(list(self._questions(assignment, asked)), int)
             for found in answered:
                 if found not in self._split:
-                    self._split[found] = self._numbered(found, claims.sizes)
+                    self._split[found] = self._numbered(found, assignment.sizes)
             numbers, parts = (np.concatenate(of) for of in zip(*map(self._split.__getitem__, answered), strict=True))
             places = self._places[asked]
-            self._last = claims, numbers[places], parts[places]
+            self._last = assignment, numbers[places], parts[places]
         return self._last[1:]
 
-    def _numbered(self, found: Answered, sizes: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
-        numbers = [self._numbers.setdefault(answer, len(self._numbers)) for answer in found.answers]
-        parts = [math.prod(sizes[a] for a in {a for entry in answer for a in entry}) for answer in found.answers]
+    def _numbered(self, found: GroupAssignment, sizes: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+        numbers = [self._numbers.setdefault(answer, len(self._numbers)) for answer in found.axes]
+        parts = [math.prod(sizes[a] for a in {a for entry in answer for a in entry}) for answer in found.axes]
         return np.array(numbers, int), np.array(parts, float)
 
-    def _questions(self, claims: Claims, asked: Asked) -> Iterator[int]:
+    def _questions(self, assignment: AxisAssignment, asked: Queries) -> Iterator[int]:
         """The question of each unit."""
         for value in self.values:
             explicit = value.explicit is not None
-            question = (value.explicit, None) if explicit else (claims.value_items(value), claims.scopes_of(value))
-            yield asked.places[question]
-        yield from (asked.of[op][-1] for op in self.ops)
+            question = (
+                (value.explicit, None) if explicit else (assignment.value_items(value), assignment.scopes_of(value))
+            )
+            yield asked.index[question]
+        yield from (asked.of_op[op][-1] for op in self.ops)
 
     def products(self, chip: Chip) -> np.ndarray:
         """By unit: seconds of a step that its products take at the rate of the matrix unit, undivided."""
@@ -106,10 +108,10 @@ class _Units:
         return self._products_on[chip]
 
 
-def least_of(claims: Claims, chip: Chip) -> tuple[float, float]:
-    """(seconds, bytes of a device) that every plan has which is made by these claims."""
-    units = claims.program.once(_Units)
-    _, parts = units.split(claims)
+def least_of(assignment: AxisAssignment, chip: Chip) -> tuple[float, float]:
+    """(seconds, bytes of a device) that every plan has which is made by this assignment."""
+    units = assignment.program.cached(_Units)
+    _, parts = units.split(assignment)
     places, sizes = units.held
     return float((units.products(chip) / parts).sum()), float((sizes / parts[places]).sum())
 
@@ -135,9 +137,9 @@ class Pieces:
         assert plan.seconds is not None
         assert plan.chip is not None
         self.program, self.chip, self.seconds, self.peak = plan.program, plan.chip, plan.seconds, plan.memory.peak
-        self.claims = Claims(plan.program, plan.asked, plan.sizes)
-        self._units = plan.program.once(_Units)
-        self._answers, self._parts = self._units.split(self.claims)
+        self.assignment = AxisAssignment(plan.program, plan.asked, plan.sizes)
+        self._units = plan.program.cached(_Units)
+        self._answers, self._parts = self._units.split(self.assignment)
         place = self._units.place
         pieces: list[_Piece] = []
         users: list[int] = []
@@ -161,13 +163,15 @@ class Pieces:
         self._scale = np.array([p.scales for p in pieces], bool)
         self._makers, self._made = np.array(products, int).reshape(-1, 2).T
 
-    def least(self, claims: Claims) -> Least:
-        """What is in every plan as well that is made by these claims, of the same program.
+    def least(self, assignment: AxisAssignment) -> Least:
+        """What is in every plan as well that is made by this assignment, of the same program.
 
         What a kernel computes, and an array, get smaller by no more than what they follow from is split further.
         """
-        answers, parts = self._units.split(claims)
-        changed = (answers != self._answers) if claims.sizes == self.claims.sizes else np.ones(len(answers), bool)
+        answers, parts = self._units.split(assignment)
+        changed = (
+            (answers != self._answers) if assignment.sizes == self.assignment.sizes else np.ones(len(answers), bool)
+        )
         touched = np.logical_or.reduceat(changed[self._users], self._starts)
         left = np.minimum(np.minimum.reduceat((self._parts / parts)[self._users], self._starts), 1.0) * self._scale
         products = (self._units.products(self.chip) / parts)[self._made]

@@ -30,7 +30,7 @@ from ..layout import Layout, Rule
 from ..mesh import planned_mesh
 from ..passes import plan_without_passes, with_passes
 from ..plan import plan as record
-from ..plan.claims import Claims
+from ..plan.assignment import AxisAssignment
 from ..plan.planner import TooLong
 from ..plan_api import Plan
 from ..units import format_memory, format_seconds
@@ -84,7 +84,7 @@ class _Evaluation:
       base: a plan of the program, which the others are made from; ``variant``: what the program is called.
       usable: bytes of a device that may be used.
       patience: of :data:`PATIENCE` candidates how many may be planned for a program of this size.
-      rows: by candidate; those with equal answers to the claims share one.
+      rows: by candidate; those with equal answers to the assignment share one.
       named: what candidates are called; illegal: the errors of those that have no plan; far: those that were planned in part;
         idle: those of them that were no better than another, by little. What a class of candidates sends is in ``_sends``.
       gained: how many candidates had been tried, and planned, when the descent had its last gain, or began; None: there is none.
@@ -110,7 +110,7 @@ class _Evaluation:
         self._sends: dict[Any, float] = {}
         self._tried: set[Any] = set()
         self._pieces: dict[Point, Pieces] = {}
-        self._claimed: tuple[Point, Claims] | None = None
+        self._claimed: tuple[Point, AxisAssignment] | None = None
         self._tori: dict[Sizes, Torus] = {}
         self._best: Row | None = None
         self._least: Row | None = None  # of the present descent
@@ -225,8 +225,8 @@ class _Evaluation:
         if point not in self.named and best is not None and best.fits and self.objective == "time":
             most = min(most, FAR * best.seconds)
         if beside is not None:
-            kernels = beside.least(self._claims(point)).kernels
-            off = BETTER if dict(point.sizes) == beside.claims.sizes else OFF
+            kernels = beside.least(self._assignment(point)).kernels
+            off = BETTER if dict(point.sizes) == beside.assignment.sizes else OFF
             most = min(most, beside.most_sent(kernels, (1 + OFF) * (1 + LOST) * beside.seconds))
             gains = beside.most_sent(kernels, (1 + off) / (1 - BETTER) * under)
         if (sent := self._sends.get(same, 0.0)) <= min(most, gains):
@@ -236,9 +236,9 @@ class _Evaluation:
                 return Plan.of(with_passes(walked)), sent
         raise TooLong if sent > most else _NoGain
 
-    def _claims(self, point: Point) -> Claims:
+    def _assignment(self, point: Point) -> AxisAssignment:
         if self._claimed is None or self._claimed[0] != point:
-            self._claimed = point, Claims(self.base.program, Layout(point.layout), dict(point.sizes))
+            self._claimed = point, AxisAssignment(self.base.program, Layout(point.layout), dict(point.sizes))
         return self._claimed[1]
 
     def _walked(self, point: Point, most: float = math.inf) -> record.Plan:
@@ -272,12 +272,12 @@ class _Evaluation:
         return True
 
     def _class(self, point: Point) -> Any:
-        """What candidates with the same plan share: the scopes that their rules name, and the answers of the claims.
+        """What candidates with the same plan share: the scopes that their rules name, and the answers of the assignment.
 
         Axes that lie one behind the other, and are used so wherever one of them is, are as one that lies where they do.
         """
-        claims = self._claims(point)
-        answers, names = claims.answers(), [a for a, _ in point.sizes]
+        assignment = self._assignment(point)
+        answers, names = assignment.assignments(), [a for a, _ in point.sizes]
         entries = {entry for answer in answers for entry in answer}
         runs = [[names[0]]]
         for before, axis in itertools.pairwise(names):
@@ -291,14 +291,14 @@ class _Evaluation:
             self._tori[point.sizes] = torus_of_slices(dict(point.sizes), self.topology)
         torus = self._tori[point.sizes]
         stages = tuple(tuple(stage for stage, _ in joined(s for a in run for s in torus[a])) for run in runs)
-        return stages, claims.named_scopes, tuple(tuple(short[e] for e in answer) for answer in answers)
+        return stages, assignment.named_scopes, tuple(tuple(short[e] for e in answer) for answer in answers)
 
     def least(self, point: Point, beside: Pieces | None = None) -> Row:
-        """What a candidate is not below, by its claims and by the pieces of another."""
+        """What a candidate is not below, by its assignment and by the pieces of another."""
         assert self.base.chip is not None
-        claims = self._claims(point)
-        seconds, peak = least_of(claims, self.base.chip)
-        left = Least(0.0, 0.0, 0.0) if beside is None else beside.least(claims)
+        assignment = self._assignment(point)
+        seconds, peak = least_of(assignment, self.base.chip)
+        left = Least(0.0, 0.0, 0.0) if beside is None else beside.least(assignment)
         seconds, peak = max(seconds, left.seconds), max(peak, left.peak)
         return Row(point.mesh, point.layout, seconds, peak, 0.0, peak <= self.usable)
 

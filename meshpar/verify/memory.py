@@ -10,7 +10,7 @@ from ..hardware.chips import GIB
 from ..hardware.topology import parse_topology
 from ..layout import Layout
 from ..passes import replan
-from ..plan.plan import Held, Plan
+from ..plan.plan import Plan, ShardedArray
 from ..units import format_memory
 
 ARGUMENTS, MADE, TRIES, SHOWN = 6, 4, 8, 4
@@ -51,7 +51,7 @@ def out_of_memory(
     if plan is not None:
         lines += _table(plan)
         fixes += _suggestions(plan, capacity)
-        if plan.held() < 0.4 * memory_of(plan).peak:
+        if plan.argument_bytes() < 0.4 * memory_of(plan).peak:
             fixes.append("what the step makes is most of it: jax.checkpoint the layers, or take smaller microbatches")
     elif message:
         lines += [f"  | {line}" for line in message.strip().splitlines()[:12]]
@@ -83,7 +83,7 @@ def _at(source: str) -> str:
     return f" ({source})" if source else ""
 
 
-def _split(held: Held) -> str:
+def _split(held: ShardedArray) -> str:
     """``embed:data mlp``: the dims, each with its axes."""
     return " ".join((dim or "_") + (f":{'+'.join(axes)}" if axes else "") for dim, axes in held.split)
 
@@ -117,7 +117,7 @@ def _suggestions(plan: Plan, capacity: float | None) -> list[str]:
         except MeshparError:  # this rule clashes with the program; others may not
             continue
         if memory_of(after).peak < 0.99 * before:
-            found.append((memory_of(after).peak, after.held(), f"{dim}: {axis}"))
+            found.append((memory_of(after).peak, after.argument_bytes(), f"{dim}: {axis}"))
     found.sort()
     lines = []
     for peak, held, rule in found[:SHOWN]:

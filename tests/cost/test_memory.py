@@ -257,7 +257,7 @@ def test_zero_holds_so_many_bytes_a_parameter(layout, bytes_each):
         dims={"state/*/up": "embed mlp", "state/*/down": "mlp embed", "x": "batch embed"},
     )  # fmt: skip
     curve = made.memory
-    held = made.held("params") + made.held("opt")
+    held = made.argument_bytes("params") + made.argument_bytes("opt")
     gradients = max(
         curve.by_kind.get("gradients", 0.0), BF16 * PARAMETERS / (1 if bytes_each == 16.0 else N)
     )  # at the peak one may be there unreduced as well

@@ -91,7 +91,7 @@ def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they
     }
     plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", **how)
 
-    loops = [r for r in kernel_schedules(plan) if r.trips == layers]
+    loops = [r for r in kernel_schedules(plan) if r.trip_count == layers]
     (backward,) = [r for r in loops if any(b.kernels for b in concurrent_matmuls(plan)[r].values())]
     running, besides = kernel_schedules(plan)[backward], concurrent_matmuls(plan)[backward]
     place = {node: k for k, node in enumerate(running.kernels)}
@@ -150,7 +150,7 @@ def test_there_is_an_order_in_which_products_run_beside_what_they_are_said_to(pa
     layout = "batch: data; mlp: model; seq: model"
     plan = mp.plan(jax.grad(loss), params, *xs, overlap="xla", lowering="shard_map", mesh="data=4, model=4",
                    topology="v5e:4x4", layout=layout, dims=dims)  # fmt: skip
-    found = {region: besides for region, besides in concurrent_matmuls(plan).items() if region.trips == 4}
+    found = {region: besides for region, besides in concurrent_matmuls(plan).items() if region.trip_count == 4}
     assert any(b.kernels for besides in found.values() for b in besides.values())
     for region, besides in found.items():
         order: TopologicalSorter[object] = TopologicalSorter()
@@ -174,7 +174,7 @@ def test_sums_that_programs_wait_for_are_left_to_the_end_of_a_body():
         (r, m, f)
         for r, fs in async_collectives(plan).items()
         for m, f in fs.items()
-        if r.trips == layers and not f.prefetched
+        if r.trip_count == layers and not f.prefetched
     ]
     assert found
     assert all(f.until_end and not f.separate_result for _, _, f in found)

@@ -24,10 +24,10 @@ def assert_well_formed(plan):
     sent = [c for step in plan.body.every for c in step.sends]
     assert list(plan.collectives) == sent
     for value, placed in plan.placements.items():
-        for shard in (placed.made, placed.rest):
+        for shard in (placed.made, placed.stored):
             assert shard.value.shape == value.shape  # what a body reads goes by the value outside
             assert len(shard.spec) == len(value.shape)
-        assert not placed.rest.partial or placed.rest is placed.made
+        assert not placed.stored.partial or placed.stored is placed.made
 
 
 def _program(program):

@@ -43,7 +43,7 @@ def test_every_device_does_its_share_of_every_microbatch(count, layout, lowering
         3 * 2 * 2 * (64 // count) * 64 * 256 / 8 - 2 * (64 // count) * 64 * 256 / 8
     )  # of one microbatch on a device
     (loop,) = [s for s in sharded.plan(p, x).body.steps if isinstance(s, Loop)]
-    assert loop.body.trips == count
+    assert loop.body.trip_count == count
     compiled = sharded.lower(p, x).compile().cost_analysis()["flops"]  # a loop's body counts once
     assert products <= compiled < 1.5 * products + 3e5
     for a, b in zip(jax.tree.leaves(sharded(p, x)), jax.tree.leaves(jax.jit(step)(p, x)), strict=True):

@@ -35,7 +35,7 @@ def test_what_follows_from_no_data_is_made_in_parts_and_not_sent():
 
     plan = plan_of(fn, f32(8, 16), layout="rows: data; columns: model", dims={"x": "rows columns"})
     assert not plan.collectives
-    made = [s for s in steps_of(plan.body, Run) if s.results[0].data_free and s.op.name == "iota"]
+    made = [s for s in steps_of(plan.body, Run) if s.results[0].is_constant and s.op.name == "iota"]
     assert made
     assert all(any(s.results[0].spec) for s in made)
     assert_sends_the_plan(fn, f32(8, 16), layout="rows: data; columns: model", dims={"x": "rows columns"})
@@ -220,7 +220,7 @@ def test_the_pieces_of_a_projection_are_split_each_by_its_own_name(layout):
     args = mamba_arguments()
     plan = plan_of(mamba_step, *args, layout=layout, dims=MAMBA)
     (split,) = (o for o in plan.program.root.walk() if o.name == "split")
-    whole, gate, u, b, c, dt = (plan.placements[v].rest.spec[-1] for v in (*split.ins, *split.outs))
+    whole, gate, u, b, c, dt = (plan.placements[v].stored.spec[-1] for v in (*split.ins, *split.outs))
     assert whole == b == c == ()
     assert u == dt == ("model",)
     assert bool(gate) is ("inner" in layout)

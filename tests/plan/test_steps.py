@@ -147,7 +147,7 @@ def test_a_walk_goes_into_bodies_after_the_step_that_holds_them():
         for body in outer.bodies:
             assert all(place[inner] > place[outer] for inner in body.steps)
     (loop,) = [s for s in steps if isinstance(s, Loop)]
-    assert loop.body.trips == 3
+    assert loop.body.trip_count == 3
     assert {s.op.name for s in loop.body.every if isinstance(s, Run)} >= {"dot_general", "tanh"}
 
 

@@ -11,7 +11,7 @@ import meshpar as mp
 from meshpar.cost.caching import free_caches
 from meshpar.cost.kernels import computation_of
 from meshpar.passes import plan_without_passes
-from meshpar.plan.claims import Claims
+from meshpar.plan.assignment import AxisAssignment
 from meshpar.plan.planner import TooLong
 from meshpar.search.bounds import Pieces, least_of
 
@@ -52,11 +52,11 @@ def test_no_plan_is_below_what_its_claims_alone_say():
     assert plan.chip is not None
     for layout in LAYOUTS:
         found = plan.replan(layout=layout)
-        seconds, peak = least_of(Claims(found.program, mp.Layout(layout), found.sizes), plan.chip)
+        seconds, peak = least_of(AxisAssignment(found.program, mp.Layout(layout), found.sizes), plan.chip)
         assert 0 < seconds <= found.time.compute * (1 + 1e-6) <= found.seconds * (1 + 1e-6)
         assert 0 < peak <= found.memory.peak
-    whole = least_of(Claims(plan.program, mp.Layout(""), plan.sizes), plan.chip)
-    split = least_of(Claims(plan.program, mp.Layout("batch: data+model"), plan.sizes), plan.chip)
+    whole = least_of(AxisAssignment(plan.program, mp.Layout(""), plan.sizes), plan.chip)
+    split = least_of(AxisAssignment(plan.program, mp.Layout("batch: data+model"), plan.sizes), plan.chip)
     assert split[0] == pytest.approx(whole[0] / 16)
     assert split[1] < whole[1]
 
@@ -75,14 +75,14 @@ def test_no_plan_is_below_what_another_has_that_follows_from_the_same_answers():
     elsewhere = [plan.replan(layout=layout, mesh="data=2, model=8", topology="v5e:4x4") for layout in LAYOUTS[:5]]
     for layout, found in plans.items():
         pieces = pieces_of(found)
-        same = pieces.least(Claims(found.program, mp.Layout(layout), found.sizes))
+        same = pieces.least(AxisAssignment(found.program, mp.Layout(layout), found.sizes))
         assert (same.seconds, same.peak) == (found.seconds, found.memory.peak)
         for beside in (*plans.values(), *elsewhere):
-            least = pieces.least(Claims(beside.program, beside.asked, beside.sizes))
+            least = pieces.least(AxisAssignment(beside.program, beside.asked, beside.sizes))
             assert 0 < least.kernels <= least.seconds <= beside.seconds * (1 + 1e-6)
             assert least.peak <= beside.memory.peak * (1 + 1e-6)
     whole = pieces_of(plans["batch: data"])
-    less = whole.least(Claims(plan.program, mp.Layout("batch: data; mlp: model"), plan.sizes))
+    less = whole.least(AxisAssignment(plan.program, mp.Layout("batch: data; mlp: model"), plan.sizes))
     assert (
         0.25 * whole.kernels <= less.kernels < whole.kernels
     )  # the products are split four times further, others are not
@@ -100,7 +100,7 @@ def test_what_another_plan_may_send_grows_with_the_seconds_it_may_take():
     assert pieces.most_sent(2 * pieces.kernels, 2 * pieces.seconds) < most[2]
     for layout in LAYOUTS:
         other = plan.replan(layout=layout)
-        kernels = pieces.least(Claims(other.program, mp.Layout(layout), other.sizes)).kernels
+        kernels = pieces.least(AxisAssignment(other.program, mp.Layout(layout), other.sizes)).kernels
         walked = plan_without_passes(plan, layout=mp.Layout(layout))
         assert sent(walked) <= pieces.most_sent(kernels, 1.01 * other.seconds)
 

@@ -18,7 +18,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.hardware.topology import parse_topology
-from meshpar.plan.claims import Claims
+from meshpar.plan.assignment import AxisAssignment
 from meshpar.search.picture import Picture
 from meshpar.search.row import Row
 from meshpar.search.space import Space, meshes
@@ -112,7 +112,7 @@ def test_it_is_as_good_as_planning_every_layout(batch):
     for dims in itertools.permutations(["batch", "embed", "mlp"]):
         for axes in itertools.product(choices, repeat=3):
             layout = "; ".join(f"{d}?: {a}" for d, a in zip(dims, axes, strict=True) if a)
-            answers = Claims(base.program, mp.Layout(layout), dict(base.sizes)).answers()
+            answers = AxisAssignment(base.program, mp.Layout(layout), dict(base.sizes)).assignments()
             if answers not in least:
                 least[answers] = base.replan(layout=layout).seconds or 0.0
     got = found(batch=batch, options=(("mesh", "data=4, model=4"), ("forbid", "seq, vocab")))
@@ -251,8 +251,8 @@ def test_equal_answers_to_the_claims_are_equal_plans():
         layout = "; ".join(rules)
         plan = base.replan(layout=layout)
         figures = plan.seconds, plan.memory.peak, plan.bytes_sent
-        claims = Claims(base.program, mp.Layout(layout), dict(base.sizes))
-        assert by_answers.setdefault((claims.named_scopes, claims.answers()), figures) == figures
+        assignment = AxisAssignment(base.program, mp.Layout(layout), dict(base.sizes))
+        assert by_answers.setdefault((assignment.named_scopes, assignment.assignments()), figures) == figures
     assert 10 < len(by_answers) < 120
 
 

@@ -62,9 +62,9 @@ def rewrite_indivisible_slices(program: Program, shards: ShardCounts, notes: lis
       shards: (value, dim) → the number of shards that the dim is split into.
       notes: takes one sentence for every op whose operands are padded.
     """
-    if all(shards(v, d) == 1 for v, d in program.once(candidate_dims)):
+    if all(shards(v, d) == 1 for v, d in program.cached(candidate_dims)):
         return None
-    cache = program.once(_cache)
+    cache = program.cached(_cache)
     result = next((r for r in cache if all(shards(v, d) == n for (v, d), n in r.shards.items())), None)
     if result is None:
         result = _rewrite(program, shards)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import meshpar as mp
-from meshpar.plan.claims import Claims, blocks_only
+from meshpar.plan.assignment import AxisAssignment, blocks_only
 from meshpar.rules.rule import OpRule
 
 SIZES = {"x": 2, "y": 2}
@@ -36,24 +36,24 @@ def test_layouts_share_the_answers_to_questions_about_dims_of_the_same_rules():
     dims = {"x": "batch embed", "w": "embed mlp", "v": "mlp embed"}
     texts = ["batch: x", "batch: x; mlp: y", "mlp: y; batch: x", "mlp: y", "batch: x; embed: y", "mlp: x+y"]
 
-    def claims(text, program):
-        return Claims(program, mp.Layout(text), SIZES)
+    def assignment(text, program):
+        return AxisAssignment(program, mp.Layout(text), SIZES)
 
     def traced():
         return mp.plan(step, *shapes, dims=dims, layout="", mesh="x=2, y=2").program
 
     program = traced()
-    answered = {text: claims(text, program).answered() for text in texts}
-    topics = claims(texts[0], program).asked().topics
-    assert len(topics) > 3
-    for k, topic in enumerate(topics):
-        if "mlp" not in topic.names:
+    answered = {text: assignment(text, program).group_assignments() for text in texts}
+    groups = assignment(texts[0], program).queries().groups
+    assert len(groups) > 3
+    for k, group in enumerate(groups):
+        if "mlp" not in group.names:
             assert answered["batch: x"][k] is answered["batch: x; mlp: y"][k]
-        if topic.names == {"mlp"}:
+        if group.names == {"mlp"}:
             assert answered["batch: x; mlp: y"][k] is answered["mlp: y"][k]
     for text in texts:
-        fresh = claims(text, traced())
-        assert [a.answers for a in answered[text]] == [a.answers for a in fresh.answered()]
-        values = {fresh.value_items(v): fresh.value(v) for v in fresh.program.inputs}
+        fresh = assignment(text, traced())
+        assert [a.axes for a in answered[text]] == [a.axes for a in fresh.group_assignments()]
+        values = {fresh.value_items(v): fresh.value_spec(v) for v in fresh.program.inputs}
         for items, spec in values.items():
-            assert fresh.answers()[fresh.asked().places[items, ()]] == spec
+            assert fresh.assignments()[fresh.queries().index[items, ()]] == spec

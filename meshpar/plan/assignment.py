@@ -1,4 +1,4 @@
-"""Claims: which axes a value, or an op's factors, get; and the scopes that hold for them."""
+"""Axis assignment: which axes a value, or an op's factors, get; and the scopes that hold for them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Items = tuple[tuple[Names, int], ...]
 """(names, size) of every dim of a value, or of every factor of an op."""
 _Claimed = dict[tuple[Items, tuple[str, ...]], tuple[Spec, dict[int, int]]]
 """By items and scopes: the axes of every item, and the rules that were refused."""
-MOST_TRIED = 512
+MAX_CHOICES = 512
 
 
 @dataclass(frozen=True)
-class _Question:
-    """All of an op that its claims depend on: ops of equal questions are split alike under every layout.
+class OpQuery:
+    """All of an op that its assignment depends on: ops of equal questions are split alike under every layout.
 
     Attributes:
       items: (names, size) of every factor, as :func:`meshpar.layout.claim` takes them.
-      groups: of :func:`own_groups`.
+      groups: of :func:`permutation_groups`.
       leaders: of every factor the one that it is split like.
       nested: of :func:`_nested`; sizes: of every factor.
     """
@@ -53,58 +53,58 @@ class _Question:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Answered:
-    """What the questions of one topic get.
+class GroupAssignment:
+    """What the questions of one group get.
 
     Attributes:
-      answers: the axes of every dim, or factor, of each.
-      refused: the places among these of questions of which a claim was refused, because a size does not divide.
+      axes: the axes of every dim, or factor, of each.
+      indivisible: the places among these of questions of which a claim was refused, because a size does not divide.
     """
 
-    answers: tuple[tuple[tuple[str, ...], ...], ...]
-    refused: tuple[int, ...]
+    axes: tuple[tuple[tuple[str, ...], ...], ...]
+    indivisible: tuple[int, ...]
 
 
-MAX_ANSWERS = 4096
-"""Sets of rules and mesh sizes for which the answers of a topic are cached."""
+MAX_CACHED_ASSIGNMENTS = 4096
+"""Sets of rules and mesh sizes for which the answers of a group are cached."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Topic:
+class RuleGroup:
     """Questions about the same names, in the same scopes: the same rules answer them.
 
     Attributes:
-      questions: :data:`Items` of a value or an op, or the question of an op with a rule; a spec that the user gave a value.
+      queries: :data:`Items` of a value or an op, or the question of an op with a rule; a spec that the user gave a value.
       names: that they are about; scopes: that hold for them, None for given specs.
-      answered: by the rules for these names, and the sizes of the mesh.
+      cache: by the rules for these names, and the sizes of the mesh.
     """
 
-    questions: tuple[Any, ...]
+    queries: tuple[Any, ...]
     names: frozenset[str]
     scopes: tuple[str, ...] | None
-    answered: LRUCache[tuple[tuple[Rule, ...], tuple[tuple[str, int], ...]], Answered]
+    cache: LRUCache[tuple[tuple[Rule, ...], tuple[tuple[str, int], ...]], GroupAssignment]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Asked:
-    """The distinct questions of a program to the claims of layouts that name the same scopes.
+class Queries:
+    """The distinct questions of a program to the assignment of layouts that name the same scopes.
 
     Attributes:
-      topics: the questions, in order.
-      places: (question, scopes that hold) → its place.
-      of: for every op without bodies the places of its questions: of what it makes, then of itself.
+      groups: the questions, in order.
+      index: (question, scopes that hold) → its place.
+      of_op: for every op without bodies the places of its questions: of what it makes, then of itself.
     """
 
-    topics: tuple[Topic, ...]
-    places: dict[tuple[Any, tuple[str, ...] | None], int]
-    of: dict[Op, tuple[int, ...]]
+    groups: tuple[RuleGroup, ...]
+    index: dict[tuple[Any, tuple[str, ...] | None], int]
+    of_op: dict[Op, tuple[int, ...]]
 
 
-_Answers = dict[tuple[_Question, tuple[str, ...]], list[tuple[str, ...]]]
+_Answers = dict[tuple[OpQuery, tuple[str, ...]], list[tuple[str, ...]]]
 """By question and scopes: the axes of every factor."""
 
 
-class _Known:
+class _ProgramTables:
     """What is asked about the values and ops of a program, whatever the layout.
 
     Attributes:
@@ -117,11 +117,11 @@ class _Known:
     def __init__(self, program: Program):
         self.items: dict[Value | Op, Items | None] = {}
         self.names: dict[Op, list[Names]] = {}
-        self.questions: dict[Op, _Question] = {}
-        self.distinct: dict[_Question, _Question] = {}
+        self.questions: dict[Op, OpQuery] = {}
+        self.distinct: dict[OpQuery, OpQuery] = {}
         self.scopes: dict[tuple[str, ...], dict[Value, tuple[str, ...]]] = {}
-        self.asked: dict[tuple[str, ...], Asked] = {}
-        self.given = _given(program)
+        self.asked: dict[tuple[str, ...], Queries] = {}
+        self.shard_map_axes = _given(program)
         self._answered: tuple[Any, _Claimed, _Answers] = None, {}, {}
 
     def answered(self, rules: tuple[Rule, ...], sizes: tuple[tuple[str, int], ...]) -> tuple[_Claimed, _Answers]:
@@ -131,23 +131,23 @@ class _Known:
         return self._answered[1:]
 
 
-class Claims:
+class AxisAssignment:
     """Answers who gets which axis, for the values and ops of one program under one layout and mesh."""
 
     def __init__(self, program: Program, layout: Layout, sizes: Mapping[str, int]):
         self.program, self.layout, self.sizes = program, layout, sizes
         self.named_scopes = tuple(sorted({r.scope for r in layout.rules if r.scope is not None}))
         self.scoped = bool(self.named_scopes)
-        self.known = program.once(_Known)
-        if self.scoped and self.named_scopes not in self.known.scopes:
-            self.known.scopes[self.named_scopes] = _scopes(program, layout)
-        self.scopes = self.known.scopes[self.named_scopes] if self.scoped else {}
-        self.refused: dict[Value, tuple[Value, int, int]] = {}
+        self.tables = program.cached(_ProgramTables)
+        if self.scoped and self.named_scopes not in self.tables.scopes:
+            self.tables.scopes[self.named_scopes] = _scopes(program, layout)
+        self.scopes = self.tables.scopes[self.named_scopes] if self.scoped else {}
+        self.indivisible: dict[Value, tuple[Value, int, int]] = {}
         self.notes: list[str] = []
-        self.given = self.known.given
+        self.shard_map_axes = self.tables.shard_map_axes
         self._by_nodes: dict[object, Spec] = {}
-        self._memo, self._answers = self.known.answered(layout.rules, tuple(sizes.items()))
-        self._all: tuple[Answered, ...] | None = None
+        self._item_axes, self._op_axes = self.tables.answered(layout.rules, tuple(sizes.items()))
+        self._all: tuple[GroupAssignment, ...] | None = None
 
     def scopes_of(self, value: Value) -> tuple[str, ...]:
         return self.scopes.get(value, ())
@@ -155,22 +155,22 @@ class Claims:
     def items(self, items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]):
         """Memoised :func:`meshpar.layout.claim`."""
         key = (items, scopes)
-        found = self._memo.get(key)
+        found = self._item_axes.get(key)
         if found is None:
             axes, refused = claim(self.layout, items, self.sizes, scopes)
-            found = self._memo[key] = (tuple(axes), refused)
+            found = self._item_axes[key] = (tuple(axes), refused)
         return found
 
     def value_items(self, value: Value) -> tuple[tuple[Names, int], ...]:
         """(names, size) of every dim, as an op has them that loops over it: merged dims have the names of the leading part."""
-        found = self.known.items.get(value)
+        found = self.tables.items.get(value)
         if found is None:
             parts = [self.program.parts(value, i) for i in range(len(value.shape))]
             names = [p[0][0] if p else () for p in parts]
-            found = self.known.items[value] = tuple(zip(names, value.shape, strict=True))
+            found = self.tables.items[value] = tuple(zip(names, value.shape, strict=True))
         return found
 
-    def value(self, value: Value) -> Spec:
+    def value_spec(self, value: Value) -> Spec:
         """The spec in which a value is stored. Arrays without elements are not split: XLA returns them with the global shape."""
         if 0 in value.shape:
             return unsplit(len(value.shape))
@@ -181,16 +181,16 @@ class Claims:
             return found
         axes, refused = self.items(self.value_items(value), self.scopes_of(value))
         for i, rule in refused.items():
-            self.refused.setdefault(value, (value, i, rule))
-        if self.given:
+            self.indivisible.setdefault(value, (value, i, rule))
+        if self.shard_map_axes:
             axes = self.nameless_as_given(value, axes)
         if plain:
             self._by_nodes[value.nodes, value.shape] = axes
         return axes
 
-    def left_whole(self, value: Value) -> Iterator[tuple[Rule, int]]:
+    def unused_optional_rules(self, value: Value) -> Iterator[tuple[Rule, int]]:
         """The rules marked ``?`` that do not divide a dim of an array, each with the dim; not those whose axes another dim has."""
-        spec = self.value(value)
+        spec = self.value_spec(value)
         used = {a for entry in spec for a in entry}
         for i, (names, size) in enumerate(self.value_items(value)):
             for rule in (self.layout.rules[r] for r in self.layout.rules_of(names, self.scopes_of(value))):
@@ -203,7 +203,7 @@ class Claims:
         backward pass, also where a loop stacks that up)."""
         find = self.program.unifier.find
         given = [
-            () if names or node < 0 else self.given.get(find(node), ())
+            () if names or node < 0 else self.shard_map_axes.get(find(node), ())
             for node, (names, _) in zip(value.nodes, self.value_items(value), strict=True)
         ]
         taken = {a for mine in given for a in mine}
@@ -222,18 +222,18 @@ class Claims:
             found = set.intersection(*(set(self.scopes_of(v)) for v in ins)) if ins else set()
         return tuple(sorted(found))
 
-    def elementwise(self, op: Op, out: Value) -> Spec:
+    def elementwise_spec(self, op: Op, out: Value) -> Spec:
         """The spec in which an elementwise op works: its result's, unless annotated operands call its dims otherwise."""
         items = self.work_items(op, out)
         if items is None and not self.scoped:
-            return self.value(out)
+            return self.value_spec(out)
         return self.items(items or self.value_items(out), self.op_scopes(op, [out]))[0]
 
     def work_items(self, op: Op, out: Value) -> Items | None:
         """(names, size) of the dims of an elementwise op with annotated operands; None: there are none."""
-        if op not in self.known.items:
-            self.known.items[op] = self._work_items(op, out)
-        return self.known.items[op]
+        if op not in self.tables.items:
+            self.tables.items[op] = self._work_items(op, out)
+        return self.tables.items[op]
 
     def _work_items(self, op: Op, out: Value) -> Items | None:
         annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
@@ -250,9 +250,9 @@ class Claims:
 
         A factor that is primed in one of the values stays so in the op: of two factors called ``seq`` the query's keeps the axis.
         """
-        found = self.known.names.get(op)
+        found = self.tables.names.get(op)
         if found is None:
-            found = self.known.names[op] = self._factor_names(op)
+            found = self.tables.names[op] = self._factor_names(op)
         return found
 
     def _factor_names(self, op: Op) -> list[Names]:
@@ -285,7 +285,7 @@ class Claims:
                     join(factors[0], parts[0][0])
         return [tuple(a) or primed.get(f) or tuple(b) for f, (a, b) in enumerate(zip(given, joined, strict=True))]
 
-    def op(
+    def factor_axes(
         self, op: Op, names: list[Names], scopes: tuple[str, ...], cost: Callable[[list[tuple[str, ...]]], float] | None
     ) -> list[tuple[str, ...]]:
         """The axes of every factor of an op.
@@ -294,27 +294,27 @@ class Claims:
           cost: bytes moved by a choice; where given and the layout resolves by cost, the cheapest choice is taken.
         """
         assert op.rule is not None
-        asked = self._asked(op, names)
+        asked = self._query(op, names)
         if cost is None or self.layout.resolve != "cost":
-            return list(self._answer(asked, scopes))
+            return list(self._query_axes(asked, scopes))
         axes = self._claimed(asked.groups, asked.items, scopes)
         axes = self._cheapest(op, asked.items, scopes, axes, lambda choice: cost(asked.linked(choice)))
         return blocks_only(op.rule, asked.linked(axes), self.sizes)
 
-    def _answer(self, asked: _Question, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
-        found = self._answers.get((asked, scopes))
+    def _query_axes(self, asked: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
+        found = self._op_axes.get((asked, scopes))
         if found is None:
             axes = asked.linked(self._claimed(asked.groups, asked.items, scopes))
-            found = self._answers[asked, scopes] = _blocks_only(asked.nested, asked.sizes, axes, self.sizes)
+            found = self._op_axes[asked, scopes] = _blocks_only(asked.nested, asked.sizes, axes, self.sizes)
         return found
 
-    def _asked(self, op: Op, names: list[Names]) -> _Question:
-        found = self.known.questions.get(op)
+    def _query(self, op: Op, names: list[Names]) -> OpQuery:
+        found = self.tables.questions.get(op)
         if found is None:
-            found = self.known.questions[op] = self._question(op, names)
+            found = self.tables.questions[op] = self._new_query(op, names)
         return found
 
-    def _question(self, op: Op, names: list[Names]) -> _Question:
+    def _new_query(self, op: Op, names: list[Names]) -> OpQuery:
         rule = op.rule
         assert rule is not None
         follows = {b: a for a, b in rule.sharded_like}
@@ -327,18 +327,18 @@ class Claims:
             (() if kind == "need_replication" or f in follows else n, size)
             for f, (n, size, kind) in enumerate(zip(names, fit, rule.kinds, strict=True))
         )
-        groups = tuple(map(frozenset, own_groups(rule)))
+        groups = tuple(map(frozenset, permutation_groups(rule)))
         leaders = tuple(follows.get(f, f) for f in range(len(items)))
-        asked = _Question(items, groups, leaders, _nested(rule), tuple(rule.sizes))
-        return self.known.distinct.setdefault(asked, asked)
+        asked = OpQuery(items, groups, leaders, _nested(rule), tuple(rule.sizes))
+        return self.tables.distinct.setdefault(asked, asked)
 
     def _claimed(
         self, groups: Sequence[frozenset[int]], items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]
     ) -> list[tuple[str, ...]]:
-        """The claims of an op's factors.
+        """The axes of an op's factors.
 
         Own factors that never stand in one array (tokens, experts) may be split over the same axis: the op exchanges them.
-        So each such group claims beside the other factors by itself; the others keep what they get beside all groups.
+        So each such group assignment axes beside the other factors by itself; the others keep what they get beside all groups.
         """
         if len(groups) < 2:
             return list(self.items(items, scopes)[0])
@@ -357,9 +357,9 @@ class Claims:
         self, op: Op, items: Sequence[tuple[Names, int]], scopes: tuple[str, ...], first: list[tuple[str, ...]],
         cost: Callable[[list[tuple[str, ...]]], float],
     ) -> list[tuple[str, ...]]:  # fmt: skip
-        """Try every choice of one factor (or none) for every axis that several want; keep the first claims on a tie.
+        """Try every choice of one factor (or none) for every axis that several want; keep the first assignment on a tie.
 
-        Where there are more than :data:`MOST_TRIED` choices, axes are tried one after the other instead, and a note says so.
+        Where there are more than :data:`MAX_CHOICES` choices, axes are tried one after the other instead, and a note says so.
         """
         wants: dict[str, list[int]] = {}
         for i, (names, size) in enumerate(items):
@@ -375,7 +375,7 @@ class Claims:
         choices: Iterable[tuple[int | None, ...]]
         choices = itertools.product(*([*who, None] for who in contested.values()))
         every = math.prod(len(w) + 1 for w in contested.values())
-        if every > MOST_TRIED:
+        if every > MAX_CHOICES:
             start = tuple(next((i for i, ax in enumerate(first) if a in ax), None) for a in contested)
             choices = (
                 (*start[:k], i, *start[k + 1 :]) for k, who in enumerate(contested.values()) for i in (*who, None)
@@ -395,53 +395,53 @@ class Claims:
                     best, least = axes, bytes_
         return best
 
-    def answers(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    def assignments(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
         """What the questions of :meth:`asked` get. Layouts of the same scopes that give the same on a mesh have one plan."""
-        return tuple(itertools.chain.from_iterable(found.answers for found in self.answered()))
+        return tuple(itertools.chain.from_iterable(found.axes for found in self.group_assignments()))
 
-    def answered(self) -> tuple[Answered, ...]:
-        """What the questions of each topic get, once for all layouts with the same rules for its names."""
+    def group_assignments(self) -> tuple[GroupAssignment, ...]:
+        """What the questions of each group get, once for all layouts with the same rules for its names."""
         if self._all is None:
             rules, sizes = self.layout.rules, tuple(self.sizes.items())
             found = []
-            for topic in self.asked().topics:
-                scopes = topic.scopes or ()
-                mine = tuple(r for r in rules if r.dim in topic.names and (r.scope is None or r.scope in scopes))
-                found.append(topic.answered.setdefault((mine, sizes), lambda topic=topic: self._answer_all(topic)))
+            for group in self.queries().groups:
+                scopes = group.scopes or ()
+                mine = tuple(r for r in rules if r.dim in group.names and (r.scope is None or r.scope in scopes))
+                found.append(group.cache.setdefault((mine, sizes), lambda group=group: self._assign_group(group)))
             self._all = tuple(found)
         return self._all
 
-    def _answer_all(self, topic: Topic) -> Answered:
+    def _assign_group(self, group: RuleGroup) -> GroupAssignment:
         found, refused = [], []
-        for k, question in enumerate(topic.questions):
-            if topic.scopes is None:
+        for k, question in enumerate(group.queries):
+            if group.scopes is None:
                 found.append(question)
-            elif isinstance(question, _Question):
-                found.append(tuple(self._answer(question, topic.scopes)))
+            elif isinstance(question, OpQuery):
+                found.append(tuple(self._query_axes(question, group.scopes)))
             else:
-                axes, rules = self.items(question, topic.scopes)
+                axes, rules = self.items(question, group.scopes)
                 found.append(axes)
                 refused += [k] * bool(rules)
-        return Answered(tuple(found), tuple(refused))
+        return GroupAssignment(tuple(found), tuple(refused))
 
-    def refused_ops(self) -> frozenset[Op]:
+    def indivisible_ops(self) -> frozenset[Op]:
         """The ops with values of which some claim is refused, because a size does not divide."""
         places, start = set[int](), 0
-        for found in self.answered():
-            places.update(start + k for k in found.refused)
-            start += len(found.answers)
+        for found in self.group_assignments():
+            places.update(start + k for k in found.indivisible)
+            start += len(found.axes)
         if not places:
             return frozenset()
-        return frozenset(op for op, mine in self.asked().of.items() if not places.isdisjoint(mine))
+        return frozenset(op for op, mine in self.queries().of_op.items() if not places.isdisjoint(mine))
 
-    def asked(self) -> Asked:
+    def queries(self) -> Queries:
         """The questions of the program, where rules name the scopes that those of the layout do."""
-        found = self.known.asked.get(self.named_scopes)
+        found = self.tables.asked.get(self.named_scopes)
         if found is None:
-            found = self.known.asked[self.named_scopes] = self._asked_of_all()
+            found = self.tables.asked[self.named_scopes] = self._all_queries()
         return found
 
-    def _asked_of_all(self) -> Asked:
+    def _all_queries(self) -> Queries:
         places: dict[tuple[Any, tuple[str, ...] | None], int] = {}
 
         def place(question: Any, scopes: tuple[str, ...] | None) -> int:
@@ -464,13 +464,13 @@ class Claims:
                 continue
             work: tuple[int, ...] = ()
             if op.rule is not None and op.rule.given is None:
-                work = (place(self._asked(op, self.factor_names(op)), self.op_scopes(op, op.outs)),)
+                work = (place(self._query(op, self.factor_names(op)), self.op_scopes(op, op.outs)),)
             elif op.rule is None and len(op.outs) == 1:
                 items = self.work_items(op, op.outs[0])
                 if items is not None or self.scoped:
                     work = (place(items or self.value_items(op.outs[0]), self.op_scopes(op, op.outs)),)
             ops[op] = (*outs, *work)
-        return _by_topic(places, ops)
+        return _grouped_by_rules(places, ops)
 
     def rule_text(self, names: Sequence[str], axis: str, scopes: Sequence[str] = ()) -> str | None:
         """The text of the rule that gives these names this axis."""
@@ -484,21 +484,26 @@ class Claims:
         return tuple({r.scope for r in self.layout.rules if r.scope})
 
 
-def _by_topic(questions: Iterable[tuple[Any, tuple[str, ...] | None]], ops: Mapping[Op, tuple[int, ...]]) -> Asked:
-    """Questions with the scopes that hold, and for ops their places among them, with those of each topic together."""
+def _grouped_by_rules(
+    questions: Iterable[tuple[Any, tuple[str, ...] | None]], ops: Mapping[Op, tuple[int, ...]]
+) -> Queries:
+    """Questions with the scopes that hold, and for ops their places among them, with those of each group together."""
     topics: dict[tuple[frozenset[str], tuple[str, ...] | None], list[tuple[int, Any]]] = {}
     for k, (question, scopes) in enumerate(questions):
-        items = () if scopes is None else question.items if isinstance(question, _Question) else question
+        items = () if scopes is None else question.items if isinstance(question, OpQuery) else question
         topics.setdefault((frozenset(n for names, _ in items for n in names), scopes), []).append((k, question))
     new = {k: at for at, (k, _) in enumerate(itertools.chain.from_iterable(topics.values()))}
-    return Asked(
-        tuple(Topic(tuple(q for _, q in mine), *about, LRUCache(MAX_ANSWERS)) for about, mine in topics.items()),
+    return Queries(
+        tuple(
+            RuleGroup(tuple(q for _, q in mine), *about, LRUCache(MAX_CACHED_ASSIGNMENTS))
+            for about, mine in topics.items()
+        ),
         {(q, scopes): new[k] for (_, scopes), mine in topics.items() for k, q in mine},
         {op: tuple(new[k] for k in mine) for op, mine in ops.items()},
     )
 
 
-def own_groups(rule: OpRule) -> list[set[int]]:
+def permutation_groups(rule: OpRule) -> list[set[int]]:
     """The own factors of a rule, those that stand in one array together, or are split alike."""
     groups: list[set[int]] = []
     arrays = [{f for dim in dims for f in dim} for dims in (*rule.ins, *rule.outs)]
