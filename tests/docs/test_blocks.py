@@ -8,8 +8,11 @@ import pytest
 
 import meshpar as mp
 
+SLOW = {"models", "finding", "schemes", "debugging"}
+PAGES = [pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else (), id=p.stem) for p in blocks.PAGES]
 
-@pytest.mark.parametrize("page", blocks.PAGES, ids=lambda page: page.stem)
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_runs(page):
     with blocks.workplace():
         blocks.rendered(page.read_text(), page.name)

@@ -104,6 +104,7 @@ def test_numbers_are_the_unsharded_ones(name):
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, "rows: data+model"])
+@pytest.mark.fast_cases(1)
 def test_gradients_of_all_views_in_one_program(layout):
     """Each view of an array of its own, in one compiled program; by mesh, lowering and outer gradient in the slow test below."""
     losses = {name: loss_of(MOSTLY[name][0] if name in MOSTLY else OTHERS[name]) for name in (*MOSTLY, *OTHERS)}
@@ -372,6 +373,7 @@ JOINED = {
 
 @pytest.mark.parametrize("name", JOINED)
 @pytest.mark.parametrize("layout", ["rows: data", "rows: data+model"])
+@pytest.mark.fast_cases(2)
 def test_joined_pieces_of_several_arrays_are_the_unsharded_ones(name, layout):
     fn = JOINED[name]
 
