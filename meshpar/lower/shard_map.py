@@ -34,8 +34,8 @@ from ..compat.jax import (
 from ..compat.quirks import opaque
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
+from ..plan.decide import IDENTITIES
 from ..plan.plan import Plan
-from ..plan.planner import IDENTITIES
 from ..plan.spec import parts_of, unsplit
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value

@@ -205,7 +205,7 @@ def plan_without_passes(
             topology=plan.topology if mesh is None and topology is None else topology,
             donated=plan.donated,
             calibrations=plan.calibrations if calibrations is None else calibrations,
-            most=most,
+            max_seconds=most,
         )
     asked = Options(plan.options.mode, plan.options.given)
     return replace(walked, asked_lowering=plan.asked_lowering, asked_overlap=plan.asked_overlap, options=asked)

@@ -11,8 +11,8 @@ import numpy as np
 from ..cost.donation import aliased_inputs, gathered_then_copied
 from ..cost.flops import smaller_operand_bytes
 from ..cost.fusion import FUSIBLE, MATMULS, REDUCTIONS, VIEWS
+from ..plan.decide import IDENTITIES
 from ..plan.plan import Plan
-from ..plan.planner import IDENTITIES
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import Barrier, Body, Loop, Order, Reduce, Reshard, Run, Shard, Step, rewritten, with_others
 from ..program.ir import Program, Value

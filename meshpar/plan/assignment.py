@@ -424,15 +424,22 @@ class AxisAssignment:
                 refused += [k] * bool(rules)
         return GroupAssignment(tuple(found), tuple(refused))
 
-    def indivisible_ops(self) -> frozenset[Op]:
-        """The ops with values of which some claim is refused, because a size does not divide."""
-        places, start = set[int](), 0
-        for found in self.group_assignments():
-            places.update(start + k for k in found.indivisible)
-            start += len(found.axes)
-        if not places:
-            return frozenset()
-        return frozenset(op for op, mine in self.queries().of_op.items() if not places.isdisjoint(mine))
+    def all_indivisible(self) -> list[tuple[Value, int, int]]:
+        """(value, dim, rule) where a size does not divide, for one value of each set of joined dims, in program order."""
+        if not any(group.indivisible for group in self.group_assignments()):
+            return []
+        in_order = AxisAssignment(self.program, self.layout, self.sizes)
+        frames = [self.program.root]
+        values = list(self.program.inputs)
+        while frames:
+            frame = frames.pop()
+            for op in frame.ops:
+                frames += op.frames
+                values += op.outs
+            values += frame.ins()
+        for value in values:
+            in_order.value_spec(value)
+        return list(in_order.indivisible.values())
 
     def queries(self) -> Queries:
         """The questions of the program, where rules name the scopes that those of the layout do."""

@@ -1,169 +1,153 @@
-"""What planning the ops of a program came to, kept for its next plans on meshes of the same axes.
+"""Caches that the plans of one program share: shards and steps, and decisions about ops.
 
-What the planner does for an op follows from the answers of the assignment to the questions about it, and from the shards that it
-finds its operands in; of some ops, from the sizes of the mesh too. Shards are interned, so that an op which finds the same again
-has its steps at hand. Causes name rules of the layout, and counts and seconds the chip: what is sent is therefore made for every
-plan.
+A decision follows from the axes that the layout assigns to an op and its results, from the shards of its operands, and from the
+sizes of the mesh; these are its key. Shards and steps are interned, so that ops that are planned as before have the same steps as
+before, and the cost model finds what it computed of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
-from ..hardware.algorithms import AlgorithmName
+from ..caches import LRUCache
 from ..hardware.chips import Chip
-from ..hardware.collective_ops import CollectiveOp
-from ..hardware.topology import Torus, torus_of_slices
+from ..hardware.topology import Torus
 from ..layout import Spec
-from ..program.ir import Frame, Op, Program, Value
-from .assignment import Names, Queries
-from .plan import Placement, ShardedArray
-from .steps import Run, Shard, Step
+from ..program.ir import Op, Program, Value
+from ..rules.rule import Kind
+from .assignment import AxisAssignment, Queries
+from .collective_records import AlgorithmChoices
+from .decide import OpDecision
+from .plan import ShardedArray
+from .steps import Run, Shard
 
-MOST = 300_000
-"""Results of ops that are kept for meshes of the same axes; where there are more, all are dropped."""
+T = TypeVar("T")
+
+MAX_INTERNED = 600_000
+"""Shards and steps of a program that are cached; when there are more, all are dropped."""
 MESHES = 64
-"""Meshes for which results are kept."""
+"""Meshes for which results are cached."""
+
+
+class Interned:
+    """Shards and steps, each made once.
+
+    Attributes:
+      table: by the attributes that make them.
+    """
+
+    def __init__(self):
+        self.table: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The object with a key; ``make`` makes it when it is asked for first."""
+        found = self.table.get(key)
+        return self.table.setdefault(key, make()) if found is None else found
+
+    def shard(
+        self, value: Value, spec: Spec, partial: tuple[str, ...] = (), kind: Kind = "sum", is_constant: bool = False,
+        copy: object = None,
+    ) -> Shard:  # fmt: skip
+        """The shard with these attributes.
+
+        Args:
+          copy: distinguishes shards of one value in one spec: the body that a copy is made in; None: the shard that the value's
+            own op makes.
+        """
+        key = (value, spec, partial, kind, is_constant, copy)
+        found = self.table.get(key)
+        return self.table.setdefault(key, Shard(value, spec, partial, kind, is_constant)) if found is None else found
+
+    def run(
+        self, op: Op, operands: tuple[Shard | None, ...], results: tuple[Shard, ...],
+        axes: tuple[tuple[str, ...], ...] | None,
+    ) -> Run:  # fmt: skip
+        """The step that runs an op on shards."""
+        key = (op, operands, results, axes)
+        found = self.table.get(key)
+        return self.table.setdefault(key, Run(op, operands, results, axes)) if found is None else found
+
+
+DecisionKey = tuple[Op, Any, Any]
+"""(op, the numbers of the assignments that concern it, the shards of its operands)."""
+
+Decisions = dict[DecisionKey, OpDecision]
 
 
 @dataclass(eq=False, slots=True)
-class Planned:
-    """What planning an op did.
+class MeshCache:
+    """What is cached of the plans on a mesh of some sizes.
 
     Attributes:
-      reduced: the operands that it reduces; what follows is kept for the shards in which these then lie.
-      copies: the operands that it needs in another spec, or that are made from no data: (value, spec, names of the op's factors,
-        the copy).
-      run: its step; None: it is made from no data.
-      results: how these lie; free: they are made from no data.
-      axes: of its factors; None: of an elementwise op.
-      follows: (result, operand) whose unreduced sum it passes on.
-      partial: the results that are unreduced sums over factors of its own; names: of its factors.
-      rests: the values whose spec at rest was asked for.
-      finish: the results to be brought to where they rest.
+      decisions: about ops.
+      held: the records of arguments and results, by value and spec.
+      tori: the stages of its axes on slices, by the text of these.
+      algorithms: of collectives, by slices and chip.
     """
 
-    reduced: tuple[Value, ...] = ()
-    copies: tuple[tuple[Value, Spec, Any, Shard], ...] = ()
-    run: Run | None = None
-    results: tuple[Placement, ...] = ()
-    free: bool = False
-    axes: list[tuple[str, ...]] | None = None
-    follows: tuple[tuple[Value, Value], ...] = ()
-    partial: tuple[Value, ...] = ()
-    names: list[Names] | None = None
-    rests: tuple[Value, ...] = ()
-    finish: tuple[Value, ...] = ()
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Recipe:
-    """How a part of a value that is made from no data is made.
-
-    Attributes:
-      needs: the parts of other values of which it is made; found: their shards.
-      step: that makes it; None: it is the first of these.
-      made: what that makes, by value and spec.
-    """
-
-    needs: tuple[tuple[Value, Spec], ...]
-    found: list[Shard]
-    step: Step | None
-    made: dict[tuple[Value, Spec], Shard]
-
-
-@dataclass(eq=False, slots=True)
-class OfAxes:
-    """What was planned on meshes with some axes, of whatever sizes.
-
-    Attributes:
-      shards: by value, spec, axes over which it is unreduced, kind, whether it is made from no data, and what tells copies apart.
-      numbers: of answers of the assignment, by which the keys of ops have them.
-      ops: by op, the numbers of its answers, and the shards that it found.
-    """
-
-    shards: dict[tuple[Any, ...], Shard] = field(default_factory=dict)
-    numbers: dict[Any, int] = field(default_factory=dict)
-    ops: dict[tuple[Op, Any, Any], Planned] = field(default_factory=dict)
-
-
-@dataclass(eq=False, slots=True)
-class OfMesh:
-    """What was planned on a mesh of some sizes.
-
-    Attributes:
-      axes: what does not follow from the sizes.
-      ops: what does, by the same keys.
-      recipes: by body, value and spec.
-      held: arguments and results, by value and spec.
-      tori: the stages of its axes on slices, by their text; algorithms: of collectives on these, for a chip:
-        by kind, axes and bytes sent.
-    """
-
-    axes: OfAxes
-    ops: dict[tuple[Op, Any, Any], Planned] = field(default_factory=dict)
-    recipes: dict[tuple[Frame, Value, Spec], Recipe] = field(default_factory=dict)
+    decisions: Decisions = field(default_factory=dict)
     held: dict[tuple[Value, Spec], ShardedArray] = field(default_factory=dict)
     tori: dict[str, Torus] = field(default_factory=dict)
-    algorithms: dict[
-        tuple[str, Chip | None],
-        dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]],
-    ] = field(default_factory=dict)
-
-    def torus(self, sizes: Mapping[str, int], topology: str) -> Torus:
-        """The stages of every axis on the torus of some slices."""
-        if topology not in self.tori:
-            self.tori[topology] = torus_of_slices(sizes, topology)
-        return self.tori[topology]
+    algorithms: dict[tuple[str, Chip | None], AlgorithmChoices] = field(default_factory=dict)
 
 
-Key = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-"""Of an op: takes its answers out of all answers, and the shards of its operands out of where values lie."""
+OpKey = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""Of an op: takes its assignments out of all of a plan, and the shards of its operands out of all current shards."""
 
 
-class Memo:
-    """What was planned of a program.
+class PlanCache:
+    """The caches of a program.
 
     Attributes:
-      plans: how many plans there were. A program that is planned once keeps nothing of its ops.
-      called: of a value: what collectives call it, and its dims.
+      plans: how many plans were made. Of a program that is planned once nothing is cached.
+      meshes: by the sizes of the axes.
+      interned: shards and steps.
+      numbers: of assignments, by which keys of decisions refer to them.
     """
 
     def __init__(self, program: Program):
         self.plans = 0
-        self.called: dict[Value, tuple[str, str]] = {}
-        self._axes: dict[tuple[str, ...], OfAxes] = {}
-        self._meshes: dict[tuple[tuple[str, int], ...], OfMesh] = {}
-        self._keys: dict[Queries, dict[Op, Key]] = {}
+        self.meshes: LRUCache[tuple[tuple[str, int], ...], MeshCache] = LRUCache(MESHES)
+        self.interned = Interned()
+        self.numbers: dict[Any, int] = {}
+        self._op_keys: dict[Queries, dict[Op, OpKey]] = {}
 
-    def on(self, sizes: Mapping[str, int]) -> OfMesh:
-        """What was planned on a mesh; the one used longest ago is dropped where there are too many."""
-        axes, key = self._axes.setdefault(tuple(sizes), OfAxes()), tuple(sizes.items())
-        if max(len(axes.ops), len(axes.shards)) > MOST:
-            axes = self._axes[tuple(sizes)] = OfAxes()
-        found = self._meshes.pop(key, None)
-        if found is None or found.axes is not axes:
-            found = OfMesh(axes)
-        self._meshes[key] = found
-        while len(self._meshes) > MESHES:
-            del self._meshes[next(iter(self._meshes))]
-        return found
+    def on(self, sizes: dict[str, int]) -> MeshCache:
+        """The cache of a mesh."""
+        if len(self.interned.table) > MAX_INTERNED:
+            self.interned, self.numbers = Interned(), {}
+            self.meshes.clear()
+        return self.meshes.setdefault(tuple(sizes.items()), MeshCache)
 
-    def keys(self, asked: Queries) -> dict[Op, Key]:
-        """By op, what the key of its results is made of."""
-        found = self._keys.get(asked)
-        if found is None:
-            found = self._keys[asked] = {op: _key(op, places) for op, places in asked.of_op.items()}
-        return found
+    def op_keys(self, queries: Queries) -> dict[Op, OpKey]:
+        """What the keys of decisions are made of, by op."""
+        keys = self._op_keys.get(queries)
+        if keys is None:
+            keys = self._op_keys[queries] = {op: _op_key(op, places) for op, places in queries.of_op.items()}
+        return keys
 
 
-def _key(op: Op, places: tuple[int, ...]) -> Key:
+class KeyMaker:
+    """Makes the keys of the decisions of one plan."""
+
+    def __init__(self, cache: PlanCache, assignment: AxisAssignment):
+        numbers = cache.numbers
+        self._op_keys = cache.op_keys(assignment.queries())
+        self._assigned = [numbers.setdefault(answer, len(numbers)) for answer in assignment.assignments()]
+
+    def key(self, op: Op, current: dict[Value, Shard]) -> DecisionKey:
+        """The key of the decision about an op whose operands are these shards."""
+        assigned, operands = self._op_keys[op]
+        return op, assigned(self._assigned), operands(current)
+
+
+def _op_key(op: Op, places: Sequence[int]) -> OpKey:
     ins = [v for v in op.ins if v is not None]
     return itemgetter(*places) if places else _nothing, itemgetter(*ins) if ins else _nothing
 
 
-def _nothing(found: object) -> None:
+def _nothing(all_of_them: object) -> None:
     return None

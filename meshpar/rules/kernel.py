@@ -36,4 +36,7 @@ def _bytes(x: Any) -> int:
     return math.prod(np.shape(x)) * x.dtype.itemsize
 
 
-register("kernel", rule=kernel, local=_local_kernel, manual=always)
+register(
+    "kernel", rule=kernel, local=_local_kernel, manual=always, fixed_factors=True,
+    label=lambda eqn: eqn.params["kernel"].name,
+)  # fmt: skip

@@ -70,6 +70,9 @@ class Primitive:
       identity: an identity that says names or a spec.
       call: runs one body once, on its operands as they are.
       own_derivative: a call with a derivative rule of its own.
+      fixed_factors: the rule of an equation, which its user wrote, fixes along which dims it may be split: the planner chooses no
+        others.
+      label: (equation) → the name of the equation in reports; None: that of the primitive.
       opaque: code that nobody sees into; it needs a rule from the user where something is split.
       refuses: why the op has no local form, or None where it has one; for ops of which only some have one.
       pinned: XLA's partitioner gets the op wrong along dims that are split, or fails (starts out of bounds, windows, uneven
@@ -96,6 +99,8 @@ class Primitive:
     identity: bool = False
     call: bool = False
     own_derivative: bool = False
+    fixed_factors: bool = False
+    label: Callable[[Any], str] | None = None
     opaque: bool = False
     refuses: Callable[[SplitOp], Refusal | None] | None = None
     pinned: bool = False

@@ -31,7 +31,7 @@ from ..mesh import planned_mesh
 from ..passes import plan_without_passes, with_passes
 from ..plan import plan as record
 from ..plan.assignment import AxisAssignment
-from ..plan.planner import TooLong
+from ..plan.collective_records import TooLong
 from ..plan_api import Plan
 from ..units import format_memory, format_seconds
 from .answer import Objective, Search, quiet

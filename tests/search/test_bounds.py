@@ -12,7 +12,7 @@ from meshpar.cost.caching import free_caches
 from meshpar.cost.kernels import computation_of
 from meshpar.passes import plan_without_passes
 from meshpar.plan.assignment import AxisAssignment
-from meshpar.plan.planner import TooLong
+from meshpar.plan.collective_records import TooLong
 from meshpar.search.bounds import Pieces, least_of
 
 LAYOUTS = (

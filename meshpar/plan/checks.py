@@ -1,0 +1,145 @@
+"""Errors of planning: unknown dims, joined names, sizes that do not divide, and ops that cannot be split as the layout asks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+from ..compat.jax import user_stacklevel
+from ..dims import did_you_mean, format_dims, near
+from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError, UnsupportedError
+from ..layout import Layout, Spec, divisibility_error
+from ..program.ir import Op, Program, Value
+from .assignment import AxisAssignment
+from .spec import names_of
+
+SPELLING_SIMILARITY = 0.8
+"""Similarity above which an unknown optional dim is reported as a misspelling: `heads?` is no misspelled `head_dim`."""
+
+
+def check_dims(program: Program, layout: Layout, init: bool) -> None:
+    """Raise UnknownDimError if a rule names a dim that no value of the program has.
+
+    Args:
+      init: the program makes the state, so it need not have the dims of the batch.
+    """
+    names = program.all_names()
+    shared = init or layout.from_pairs  # a Flax rule list serves many models; the plan lists the rules without effect
+    for rule in layout.rules:
+        if rule.dim in names:
+            continue
+        similar = [d for d in near(rule.dim, names, cutoff=SPELLING_SIMILARITY) if d not in layout.dims]
+        if (shared or rule.optional or rule.dim in layout.optional) and not similar:
+            continue
+        raise UnknownDimError(
+            f"rule `{rule}` names dim `{rule.dim}`, which no value of the program has",
+            dim=rule.dim,
+            rule=str(rule),
+            fixes=[
+                *did_you_mean(rule.dim, names, "dims"),
+                *([f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`"] if shared else []),
+                "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
+                *(
+                    []
+                    if near(rule.dim, names)
+                    else [f'or share the layout with it: mp.Layout(…, optional="{rule.dim}")']
+                ),
+            ],
+        )
+
+
+def check_joins(program: Program, strict: bool) -> None:
+    """Warn of pairs of names that are one dim of the program; raise JoinError if ``strict``."""
+    if not program.joins:
+        return
+    lines = [str(j) for j in program.joins]
+    if strict:
+        j = program.joins[0]
+        raise JoinError(
+            f"`{j.first}` and `{j.second}` are the same dim of the program",
+            dim=j.first,
+            source=j.source,
+            dims="; ".join(lines),
+            fixes=[
+                f'give both the same name, or make clear where they part: mp.rename(x, {j.first}="{j.second}")',
+                "or plan without strict=True",
+            ],
+        )
+    text = "names that turned out to be one dim of the program: " + "; ".join(lines)
+    warnings.warn(text, JoinWarning, stacklevel=user_stacklevel())
+
+
+def check_divides(value: Value, assignment: AxisAssignment) -> None:
+    """Raise DivisibilityError if a rule does not divide a dim of an input or output that the user named.
+
+    The value's stored spec must have been asked for before.
+    """
+    refused = assignment.indivisible.get(value)
+    if refused is None or value.annotation is None or value.annotation[refused[1]] is None:
+        return
+    _, i, rule = refused
+    raise divisibility_error(
+        path=value.path or "an input", shape=value.shape, dims=format_dims(value.annotation),
+        dim=str(value.annotation[i]), size=value.shape[i], rule=assignment.layout.rules[rule], sizes=assignment.sizes,
+        dtype=value.aval.dtype,
+    )  # fmt: skip
+
+
+def check_opaque(op: Op, specs: Sequence[Spec | None], program: Program, assignment: AxisAssignment) -> None:
+    """Raise UnsupportedError if a kernel without a factor rule has a split operand: its effect on a shard is unknown.
+
+    Args:
+      specs: of the operands; None: a literal.
+    """
+    for value, spec in zip(op.ins, specs, strict=True):
+        if value is None or spec is None:
+            continue
+        for i, axes in enumerate(spec):
+            if not any(assignment.sizes[a] > 1 for a in axes):
+                continue
+            dim = program.dim_name(value, i) or f"dim {i}"
+            names = [x for ns, _ in program.parts(value, i) for x in ns]
+            raise UnsupportedError(
+                f"{op.name} has no factor rule, and `{dim}` of its operand is split over {names_of(axes)}",
+                shape=value.shape,
+                dims=format_dims(program.dims(value)),
+                dim=dim,
+                axis="+".join(axes),
+                rule=assignment.rule_text(names, axes[0]),
+                source=op.source,
+                fixes=[
+                    "declare which dims may be split, on the function around it: "
+                    '@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")',
+                    f"or leave `{dim}` unsharded for it, under another name: mp.rename(x, {dim}=…)",
+                ],
+            )
+
+
+def check_manual_axes(op: Op, sizes: Mapping[str, int]) -> None:
+    """Raise UnknownAxisError or MeshError if a ``shard_map`` of the program runs over other axes than those of the mesh."""
+    mesh = op.eqn.params["mesh"]
+    for axis in (a for a in mesh.axis_names if a in op.eqn.params["newly_manual_axes"]):
+        if axis not in sizes:
+            raise UnknownAxisError(
+                f"this shard_map runs over axis `{axis}`, which the mesh does not have",
+                axis=axis,
+                source=op.source,
+                fixes=[
+                    *did_you_mean(axis, sizes, "axes"),
+                    f"plan on a mesh with `{axis}={mesh.shape[axis]}`",
+                ],
+            )
+        if mesh.shape[axis] != sizes[axis]:
+            raise MeshError(
+                f"this shard_map runs over `{axis}={mesh.shape[axis]}`, and the mesh has `{axis}={sizes[axis]}`",
+                axis=axis,
+                source=op.source,
+                fixes=["make both from one mesh"],
+            )
+    if [a for a in mesh.axis_names if a in sizes] != [a for a in sizes if a in mesh.axis_names]:
+        raise MeshError(
+            f"this shard_map has the axes in the order {', '.join(mesh.axis_names)}, and the mesh {', '.join(sizes)}: "
+            "they would number the devices differently",
+            source=op.source,
+            fixes=["make both from one mesh"],
+        )

@@ -1,0 +1,166 @@
+"""Records of the collectives of a plan: bytes, algorithm, seconds, and the names of the values that they move."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import numpy as np
+
+from ..dims import format_dims
+from ..hardware.algorithms import AlgorithmName, choose_algorithm
+from ..hardware.chips import Chip
+from ..hardware.collective_ops import CollectiveOp, wire_bytes
+from ..hardware.collective_time import seconds_of
+from ..hardware.topology import Torus
+from ..layout import Spec
+from ..program.ir import Op, Program, Value
+from ..rules import primitive
+from .collectives import Collective, volume_of
+from .resharding import Move, reshard
+from .spec import itemsize, local_bytes, names_of, parts_of
+from .traffic import SendOver, send_bytes
+
+AlgorithmChoices = dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]]
+"""(kind, axes, bytes sent) → (algorithm, why it is taken, seconds)."""
+
+
+class TooLong(Exception):
+    """The collectives of a plan take longer, or send more, than the caller's limit."""
+
+
+class CollectiveRecords:
+    """Makes the records of the collectives of one plan.
+
+    Attributes:
+      torus: the stages of every axis on the torus of the slice.
+      seconds_left, bytes_left: what further collectives may take and send before :class:`TooLong` is raised.
+    """
+
+    def __init__(
+        self, program: Program, sizes: dict[str, int], torus: Torus, chip: Chip | None, algorithms: AlgorithmChoices,
+        max_seconds: float = math.inf, max_bytes: float = math.inf,
+    ):  # fmt: skip
+        self.program, self.sizes, self.torus, self.chip = program, sizes, torus, chip
+        self.seconds_left, self.bytes_left = max_seconds, max_bytes
+        self._algorithms = algorithms
+        self._labels = program.cached(_labels)
+        self._weights = program.cached(_weights)
+
+    def moving(
+        self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op | None, bytes_sent: float,
+        count: int | None, cause: str,
+    ) -> list[Collective]:  # fmt: skip
+        """The record of a collective that moves a value; none where nothing is sent.
+
+        Args:
+          op: the op that needs it.
+          count: how often it runs in a step; None: unknown.
+
+        Raises:
+          TooLong: the collectives take longer than the limit.
+        """
+        if 0 in value.shape or not axes:
+            return []
+        algorithm, why, seconds = self._algorithm(kind, axes, bytes_sent)
+        self.seconds_left -= (seconds or 0.0) * (count or 1)
+        self.bytes_left -= bytes_sent * (count or 1)
+        if self.seconds_left < 0 or self.bytes_left < 0:
+            raise TooLong
+        tensor, dims = self._label(value)
+        return [
+            Collective(
+                kind, axes, tensor, dims, value.shape, str(value.aval.dtype), bytes_sent, count, cause, op, seconds,
+                algorithm, why,
+            )
+        ]  # fmt: skip
+
+    def reducing(
+        self, kind: CollectiveOp, axes: tuple[str, ...], value: Value, op: Op, spec: Spec, count: int | None, cause: str
+    ) -> list[Collective]:
+        """The record of a collective that reduces a partial value in a spec over axes."""
+        axes = tuple(a for a in axes if self.sizes[a] > 1)
+        group, size = parts_of(axes, self.sizes), itemsize(value.aval)
+        if kind == "all-gather":
+            size *= group
+        bytes_sent = wire_bytes(kind, local_bytes(value.shape, size, spec, self.sizes), group)
+        return self.moving(kind, axes, value, op, bytes_sent, count, cause)
+
+    def resharding(
+        self, value: Value, have: Spec, need: Spec, op: Op | None, count: int | None, cause: str
+    ) -> tuple[tuple[Move, ...], list[Collective]]:
+        """(the moves that bring a value from one spec to another, the records of their collectives)."""
+        moves = reshard(have, need, self.sizes)
+        size = itemsize(value.aval)
+        records = [
+            record
+            for m in moves
+            if m.op != "slice"
+            for record in self.moving(
+                cast(CollectiveOp, m.op), m.axes, value, op, m.bytes(value.shape, size, self.sizes), count, cause
+            )
+        ]
+        return moves, records
+
+    def local_form(self, op: Op, sends: tuple[SendOver, ...], count: int | None) -> tuple[Collective, ...]:
+        """The records of the collectives that the local form of an op makes."""
+        label = primitive(op.name).label
+        name = op.name if label is None else label(op.eqn)
+        records = []
+        for send, axes in sends:
+            over = names_of(axes)
+            cause = f"{over} splits a dim that {name} works along"
+            if op.rule is not None and op.rule.given is not None:
+                cause = f"this {name} sends over {over} itself"
+            kind, bytes_sent = cast(CollectiveOp, send.op), send_bytes(send, axes, self.sizes)
+            records.append(
+                Collective(
+                    kind, axes, f"{name}: {send.why}", " × ".join(map(str, send.shape)), send.shape,
+                    str(np.dtype(send.dtype)), bytes_sent,
+                    None if count is None or send.times is None else count * send.times,
+                    f"{cause}: {send.why}", op, self._seconds(kind, axes, bytes_sent, "native"),
+                )
+            )  # fmt: skip
+        return tuple(records)
+
+    def _algorithm(self, kind: CollectiveOp, axes: tuple[str, ...], bytes_sent: float):
+        key = (kind, axes, bytes_sent)
+        choice = self._algorithms.get(key)
+        if choice is None:
+            volume = volume_of(kind, bytes_sent, parts_of(axes, self.sizes))
+            algorithm, why = choose_algorithm(kind, volume, [s for a in axes for s in self.torus[a]], self.chip)
+            choice = algorithm, why, self._seconds(kind, axes, bytes_sent, algorithm)
+            self._algorithms[key] = choice
+        return choice
+
+    def _seconds(
+        self, kind: CollectiveOp, axes: tuple[str, ...], bytes_sent: float, algorithm: AlgorithmName
+    ) -> float | None:
+        """Seconds of a collective that sends so many bytes; None: the chip is not known."""
+        if self.chip is None:
+            return None
+        volume = volume_of(kind, bytes_sent, parts_of(axes, self.sizes))
+        return seconds_of(kind, volume, [s for a in axes for s in self.torus[a]], self.chip, algorithm)
+
+    def _label(self, value: Value) -> tuple[str, str]:
+        """(how reports name a value, its dims): its path, else the weight of the same dims, else the op that made it."""
+        label = self._labels.get(value)
+        if label is None:
+            name = value.path
+            if not name:
+                name = value.op.name if value.op is not None else "value"
+                nodes = value.nodes
+                weight = self._weights.get(tuple(map(self.program.unifier.find, nodes))) if len(nodes) > 1 else None
+                name = f"{name} ~ {weight}" if weight else name
+            label = self._labels[value] = name, format_dims(self.program.dims(value))
+        return label
+
+
+def _labels(program: Program) -> dict[Value, tuple[str, str]]:
+    """The cache of :meth:`CollectiveRecords._label`."""
+    return {}
+
+
+def _weights(program: Program) -> dict[tuple[int, ...], str | None]:
+    """The paths of the weights, by the classes of their dims."""
+    return {tuple(map(program.unifier.find, v.nodes)): v.path for v in reversed(program.inputs) if v.kind == "params"}

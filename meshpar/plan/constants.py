@@ -1,0 +1,169 @@
+"""Input-independent values (iotas, masks, zeros): each device makes the part of them that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..compat.jax import literal_array
+from ..layout import Spec
+from ..program.ir import Frame, Op, Program, Value
+from ..units import format_memory
+from .assignment import blocks_only, spec_of
+from .decide import IDENTITIES, broadcast_spec
+from .memo import Interned
+from .resharding import reshard
+from .spec import itemsize, local_bytes, parts_of, unsplit
+from .steps import Body, Constant, Reshard, Shard, Step, with_deferred
+from .traffic import Axes, needed_specs
+
+LARGE_CONSTANT_BYTES = 1e6
+"""Bytes of an array that a function closes over, above which the plan advises to pass it as an argument."""
+
+StepGroup = list[Step | Callable[[], Step]]
+"""The steps of one op; a step with bodies is made in the end, by a function."""
+
+
+@dataclass(eq=False, slots=True)
+class BodyBuilder:
+    """A body under construction.
+
+    Attributes:
+      groups: for every op, in order, its steps and those that follow from it.
+      deferred: steps that are placed before the first step that reads their results.
+      copies: (value, spec) → its copy, or its shard if it is input-independent.
+    """
+
+    frame: Frame
+    groups: list[StepGroup] = field(default_factory=list)
+    deferred: list[Step] = field(default_factory=list)
+    copies: dict[tuple[Value, Spec], Shard] = field(default_factory=dict)
+
+    def new_group(self) -> StepGroup:
+        """A new, empty group of steps after the others."""
+        group: StepGroup = []
+        self.groups.append(group)
+        return group
+
+    def body(self, inputs: Sequence[Shard], outputs: Sequence[Shard | None]) -> Body:
+        """The body. The groups are emptied: their functions refer to the planner, and the planner to them."""
+        steps = [s if isinstance(s, Step) else s() for group in self.groups for s in group]
+        for group in self.groups:
+            group.clear()
+        placed = with_deferred(steps, self.deferred, outputs)
+        return Body(self.frame, tuple(inputs), placed, tuple(outputs), self.frame.trip_count)
+
+
+class ConstantMaker:
+    """Emits the steps that make parts of input-independent values."""
+
+    def __init__(self, sizes: Mapping[str, int], interned: Interned):
+        self.sizes, self.interned = sizes, interned
+
+    def part(self, value: Value, spec: Spec, body: BodyBuilder) -> Shard:
+        """The part of an input-independent value that a spec asks for, made once for each body."""
+        copies, todo = body.copies, [(value, spec)]
+        while todo:
+            if todo[-1] in copies:
+                todo.pop()
+                continue
+            needs, axes = inputs_for(*todo[-1], self.sizes)
+            missing = [need for need in needs if need not in copies]
+            if missing:
+                todo += missing
+            else:
+                self._make(*todo.pop(), [copies[need] for need in needs], axes, body)
+        return copies[value, spec]
+
+    def _make(self, value: Value, spec: Spec, sources: list[Shard], axes: Axes | None, body: BodyBuilder) -> None:
+        """Emit the step that makes a part of a value from parts of its op's operands."""
+        op = value.op
+        assert op is not None
+        if op.name in IDENTITIES or op.name == "optimization_barrier":
+            if sources:
+                body.copies[value, spec] = sources[0]
+                return
+            result = self._shard(value, spec, body)
+            array = literal_array(op.eqn.invars[op.outs.index(value)])
+            step = self.interned.get(("constant", result), lambda: Constant(op, result, array))
+        elif op.rule is not None and axes is None:
+            result = self._shard(value, spec, body)
+            path = reshard(unsplit(len(spec)), spec, self.sizes)
+            step = self.interned.get(
+                ("cut", sources[0], result, path), lambda: Reshard(op, sources[0], result, path, (), copy=True)
+            )
+        else:
+            rest = iter(sources)
+            operands = tuple(None if v is None else next(rest) for v in op.ins)
+            specs = (
+                [spec] * len(op.outs) if axes is None or op.rule is None else [spec_of(d, axes) for d in op.rule.outs]
+            )
+            results = tuple(self._shard(out, s, body) for out, s in zip(op.outs, specs, strict=True))
+            step = self.interned.run(op, operands, results, None if axes is None else tuple(axes))
+        for shard in step.makes:
+            body.copies.setdefault((shard.value, shard.spec), shard)
+        body.deferred.append(step)
+
+    def _shard(self, value: Value, spec: Spec, body: BodyBuilder) -> Shard:
+        return self.interned.shard(value, spec, is_constant=True, copy=body.frame)
+
+
+def inputs_for(
+    value: Value, spec: Spec, sizes: Mapping[str, int]
+) -> tuple[tuple[tuple[Value, Spec], ...], Axes | None]:
+    """What the op of a value needs to make its part in a spec: (operands with their specs, the axes of its factors).
+
+    The axes are None for elementwise ops and identities, and for an op that cannot make a part alone. That one needs the
+    unsharded value, from which the part is cut.
+    """
+    op = value.op
+    assert op is not None
+    if op.name in IDENTITIES or op.name == "optimization_barrier":
+        source = op.ins[op.outs.index(value)]
+        return () if source is None else ((source, spec),), None
+    if op.rule is None:
+        axes = None
+        needs = [None if v is None else broadcast_spec(spec, v.shape, value.shape) for v in op.ins]
+    else:
+        axes = axes_for_result(op, op.outs.index(value), spec, sizes)
+        if axes is None:
+            return ((value, unsplit(len(spec))),), None
+        needs = needed_specs(op, axes)
+    pairs = zip(op.ins, needs, strict=True)
+    return tuple((v, need) for v, need in pairs if v is not None and need is not None), axes
+
+
+def axes_for_result(op: Op, k: int, spec: Spec, sizes: Mapping[str, int]) -> Axes | None:
+    """The axes of an op's factors with which result k has a spec; None: it can only be made unsharded."""
+    rule = op.rule
+    assert rule is not None
+    axes: Axes = [()] * len(rule.sizes)
+    if not any(spec):
+        return axes
+    for factors, entry in zip(rule.outs[k], spec, strict=True):
+        if not entry:
+            continue
+        f = factors[0] if factors else None
+        if f is None or rule.kinds[f] != "pass_through" or rule.sizes[f] % parts_of(entry, sizes):
+            return None
+        axes[f] = entry
+    return axes if blocks_only(rule, axes, sizes) == axes and spec_of(rule.outs[k], axes) == spec else None
+
+
+def large_constant_note(program: Program, constant: Value, sizes: Mapping[str, int]) -> str | None:
+    """What to do about an array that the function closes over, if it is large."""
+    size = local_bytes(constant.shape, itemsize(constant.aval), unsplit(len(constant.shape)), sizes)
+    if size <= LARGE_CONSTANT_BYTES:
+        return None
+    reader = next((op for op in program.root.walk() if constant in op.ins), None)
+    where = f", read at {reader.source}," if reader is not None and reader.source else ""
+    return (
+        f"{constant.aval.dtype}{list(constant.shape)} ({format_memory(size)}){where} is closed over: it is compiled into the "
+        "program, and every device holds all of it; pass it as an argument, which a rule can split"
+    )
+
+
+def nameless_constant(aval: Any, spec: Spec) -> Shard:
+    """A shard of a literal that is no value of the program, as loops and branches take and return them."""
+    return Shard(Value(aval, (-1,) * len(aval.shape)), spec, is_constant=True)

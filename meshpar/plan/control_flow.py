@@ -1,0 +1,351 @@
+"""Planning scans, whiles, conds and calls: how their bodies take, carry, read and return values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from ..compat.jax import body_consts, literal_array, scan_counts
+from ..layout import Spec
+from ..program.ir import Frame, Op, Value
+from ..rules.rule import ADDED
+from .collectives import scatters_of
+from .constants import BodyBuilder, nameless_constant
+from .decide import Facts, add_to_carry
+from .emit import Emitter, LoopConst
+from .partial import summed_into
+from .plan import Placement
+from .spec import unsplit
+from .steps import Barrier, Branch, Call, Constant, Loop, Shard, Step
+
+MakeStep = Callable[[], Step]
+"""Makes the step of an op with bodies, after everything is planned."""
+
+
+@dataclass(slots=True)
+class Accumulation:
+    """A carry to which a loop only adds: ``carry + addend``; nothing else reads either the carry or the sum.
+
+    Attributes:
+      carry: the carry as an input of the body.
+      addend: what is added.
+      op: the addition.
+    """
+
+    carry: Value
+    addend: Value
+    op: Op
+
+
+class ControlFlow:
+    """Plans ops with bodies.
+
+    Attributes:
+      accumulated: values that are added to the carry of a loop by linear ops → whether an inner loop stacks them on the way.
+      accumulations: by the op that adds to the carry.
+      uncached: ops whose decisions depend on these, so that they are not cached.
+      depth: the number of scans around the present op.
+    """
+
+    def __init__(
+        self, emitter: Emitter, facts: Facts, accumulated: dict[Value, bool],
+        plan_ops: Callable[[Frame, Sequence[Any]], None],
+    ):  # fmt: skip
+        self.emitter, self.facts, self.accumulated, self._plan_ops = emitter, facts, accumulated, plan_ops
+        self.accumulations: dict[Op, Accumulation] = {}
+        self.uncached: set[Op] = set()
+        self.depth = 0
+
+    def plan(self, op: Op) -> MakeStep:
+        """Plan an op with bodies, and those; the function that is returned makes its step."""
+        return _PLAN.get(op.name, ControlFlow.call)(self, op)
+
+    def add(self, op: Op) -> bool:
+        """Plan an addition to the carry of a loop, if the carry is partial; else only place the carry."""
+        emitter, acc = self.emitter, self.accumulations[op]
+        if self.facts.readers.get(acc.addend, 0) > 1:
+            emitter.reduce(acc.addend)
+        addend = emitter.operand_of(acc.addend)
+        assert addend is not None
+        decision = add_to_carry(op, addend)
+        if decision is None:
+            emitter.place(emitter.shard(acc.carry, emitter.stored(acc.carry)))
+            return False
+        emitter.place(emitter.shard(acc.carry, addend.spec, addend.partial))
+        emitter.run(op, decision)
+        return True
+
+    # -- ops
+
+    def call(self, op: Op) -> MakeStep:
+        """A function call: its steps run in place; those of a recomputation behind a barrier."""
+        emitter, outer = self.emitter, self.emitter.body
+        (frame,), (consts,) = op.frames, body_consts(op.eqn)
+        recomputes = _recomputes(op)
+        saved: dict[Value, Shard] = {}
+        with emitter.inside(frame) as body:
+            if not recomputes:
+                body.copies = outer.copies
+            invars = op.eqn.invars[len(op.eqn.invars) - len(frame.jaxpr.invars) :]
+            for var, value in zip(invars, frame.ins(), strict=True):
+                if isinstance(var, Literal):
+                    emitter.literal(value, var)
+            if recomputes:
+                saved = self._behind_barrier(op, frame)
+            self._plan_ops(frame, consts)
+        emitter.current.update(saved)
+        for var, out in zip(frame.jaxpr.outvars, op.outs, strict=True):
+            if isinstance(var, Literal):
+                emitter.literal(out, var)
+
+        def step() -> Step:
+            built = body.body((), ())
+            if not recomputes:  # copies that only later steps outside the call read
+                placed = set(map(id, built.steps))
+                outer.deferred += [s for s in body.deferred if id(s) not in placed]
+            return Call(op, built)
+
+        return step
+
+    def _behind_barrier(self, op: Op, frame: Frame) -> dict[Value, Shard]:
+        """Put the inputs of a recomputation behind a barrier, so that XLA does not reuse results (and gathered weights) of the
+        forward pass, which would have to be saved. Returns the shards before the barrier."""
+        emitter = self.emitter
+        inputs = [v for v in frame.ins() if v not in emitter.constants]
+        shards = {v: emitter.current[v] for v in inputs}
+        saved = {v: s for v, s in shards.items() if not s.partial and not s.is_constant}
+        copies = {v: emitter.shard(s.value, s.spec, copy=(frame, v)) for v, s in saved.items()}
+        emitter.new_group().append(Barrier(op, tuple(saved.values()), tuple(copies.values())))
+        emitter.current.update(copies)
+        return saved
+
+    def scan(self, op: Op) -> MakeStep:
+        """A scan: carries and slices are sharded as stored; carries that only accumulate partial sums stay partial."""
+        emitter, current = self.emitter, self.emitter.current
+        nc, nk = scan_counts(op.eqn.params)
+        (frame,), (consts,) = op.frames, body_consts(op.eqn)
+        inner, group = frame.ins(), emitter.group
+        self._reduce_operands(op)
+        read = [self._reads(op, i, v, w) for i, (v, w) in enumerate(zip(op.ins[:nc], inner[:nc], strict=True))]
+        accumulations = self._find_accumulations(op, frame, nc, nk)
+        inits: dict[int, Shard] = {}
+        for k, (v, w) in enumerate(zip(op.ins[nc : nc + nk], inner[nc : nc + nk], strict=True)):
+            if k not in accumulations:
+                inits[k] = self._enters(op, nc + k, v, emitter.stored(w))
+                emitter.place(emitter.shard(w, emitter.stored(w)))
+        stacks = []
+        for i, (v, w) in enumerate(zip(op.ins[nc + nk :], inner[nc + nk :], strict=True), nc + nk):
+            spec = unsplit(len(w.shape)) if v is None else current[v].spec[1:]
+            stacks.append(self._enters(op, i, v, ((), *spec)))
+            emitter.place(emitter.shard(w, spec))
+        self.depth += 1
+        with emitter.inside(frame) as body:
+            slices = [current[w] for w in inner[nc + nk :]]
+            self._plan_ops(frame, consts)
+            carried = [emitter.placements[w].made for w in inner[nc : nc + nk]]
+            partial = {
+                k
+                for k, value in enumerate(_outputs(frame))
+                if value is not None
+                and value not in emitter.constants
+                and current[value].partial
+                and (k in accumulations or (k >= nk and self.depth > 1 and not self._scatters(value)))
+            }  # they are reduced after this loop, or after the one around it
+            needs: list[Spec | None] = [s.spec for s in carried]
+            outputs = self._leaves(op, frame, needs + [None] * (len(frame.jaxpr.outvars) - nk), partial)
+        self.depth -= 1
+        for k in accumulations:
+            inits[k] = self._enters(op, nc + k, op.ins[nc + k], carried[k].spec)
+        emitter.group = group
+        results = []
+        for k, (out, shard) in enumerate(zip(op.outs, outputs, strict=True)):
+            spec = shard.spec if k < nk else ((), *shard.spec)
+            results.append(emitter.place(emitter.shard(out, spec, shard.partial, shard.kind)))
+            if k in partial:
+                emitter.inherit(out, shard.value)
+            else:
+                emitter.store(op, out)
+        first = [inits[k] for k in range(nk)]
+        return self._loop(op, read, first, stacks, [(body, [*carried, *slices], outputs)], results)
+
+    def while_(self, op: Op) -> MakeStep:
+        """A while loop: carries are sharded as stored, in the condition and in the body."""
+        emitter, params, group = self.emitter, op.eqn.params, self.emitter.group
+        nc, nb = params["cond_nconsts"], params["body_nconsts"]
+        self._reduce_operands(op)
+        cond, body = op.frames
+        carry = body.ins()[nb:]
+        stored = [emitter.stored(w) for w in carry]
+        starts = zip(op.ins[nc + nb :], stored, strict=True)
+        inits = [self._enters(op, i, v, spec) for i, (v, spec) in enumerate(starts, nc + nb)]
+        carried = [emitter.place(emitter.shard(w, spec)) for w, spec in zip(carry, stored, strict=True)]
+        read = []
+        for frame, first, n in ((cond, 0, nc), (body, nc, nb)):
+            read += [self._reads(op, first + i, op.ins[first + i], frame.ins()[i], hoist=False) for i in range(n)]
+        bodies = []
+        for frame, needs, consts in zip((cond, body), ([()], stored), body_consts(op.eqn), strict=True):
+            for shard in carried:
+                emitter.current[shard.value] = shard
+            with emitter.inside(frame) as builder:
+                self._plan_ops(frame, consts)
+                bodies.append((builder, carried, self._leaves(op, frame, needs)))
+        emitter.group = group
+        results = []
+        for out, shard in zip(op.outs, bodies[1][2], strict=True):
+            results.append(emitter.place(emitter.shard(out, shard.spec)))
+            emitter.store(op, out)
+        return self._loop(op, read, inits, [], bodies, results)
+
+    def _loop(
+        self, op: Op, read: Sequence[Shard], inits: Sequence[Shard], stacks: Sequence[Shard],
+        bodies: Sequence[tuple[BodyBuilder, Sequence[Shard], Sequence[Shard]]], results: Sequence[Shard],
+    ) -> MakeStep:  # fmt: skip
+        hoisted = self.emitter.hoisted  # without the emitter, which refers to the function
+        return lambda: Loop(
+            op, tuple(dict.fromkeys(read)), tuple(hoisted.get(op, ())), tuple(inits), tuple(stacks),
+            tuple(body.body(inputs, outputs) for body, inputs, outputs in bodies), tuple(results),
+        )  # fmt: skip
+
+    def cond(self, op: Op) -> MakeStep:
+        """A cond: its branches return the results in their stored specs."""
+        emitter, group = self.emitter, self.emitter.group
+        self._reduce_operands(op)
+        index = emitter.as_it_is(op.ins[0])
+        stored = [emitter.stored(out) for out in op.outs]
+        bodies, read = [], []
+        for frame, consts in zip(op.frames, body_consts(op.eqn), strict=True):
+            operands = enumerate(zip(op.ins[1:], frame.ins(), strict=True), 1)
+            read += [self._reads(op, i, v, w, hoist=False) for i, (v, w) in operands]
+            with emitter.inside(frame) as body:
+                self._plan_ops(frame, consts)
+                bodies.append((body, self._leaves(op, frame, stored)))
+        emitter.group = group
+        results = [emitter.place(emitter.shard(out, spec)) for out, spec in zip(op.outs, stored, strict=True)]
+        return lambda: Branch(
+            op,
+            index,
+            tuple(dict.fromkeys(read)),
+            tuple(body.body((), outputs) for body, outputs in bodies),
+            tuple(results),
+        )
+
+    # -- what crosses the boundary of a body
+
+    def _reduce_operands(self, op: Op) -> None:
+        for value in op.ins:
+            if value is not None:
+                self.emitter.reduce(value)
+
+    def _reads(self, op: Op, i: int, outer: Value | None, inner: Value, hoist: bool = True) -> Shard:
+        """A value that bodies only read, sharded as outside.
+
+        Args:
+          hoist: copies of it may be made before the loop.
+        """
+        emitter = self.emitter
+        if outer is None:
+            return emitter.literal(inner, op.eqn.invars[i])
+        shard = emitter.as_it_is(outer)
+        assert shard is not None
+        emitter.current[inner] = shard
+        emitter.placements[inner] = Placement(shard, shard)
+        if hoist and outer is not inner:
+            emitter.loop_consts[inner] = LoopConst(op, outer, emitter.count, emitter.body)
+        return shard
+
+    def _enters(self, op: Op, i: int, outer: Value | None, need: Spec) -> Shard:
+        """A value that a loop takes, in the spec in which its body takes it."""
+        if outer is not None:
+            return self.emitter.operand(op, outer, need)
+        return self._literal(op, op.eqn.invars[i], need)
+
+    def _leaves(
+        self, op: Op, frame: Frame, needs: Sequence[Spec | None], partial: set[int] | frozenset[int] = frozenset()
+    ) -> list[Shard]:
+        """The outputs of a body, each in the spec that is needed.
+
+        Args:
+          needs: None: the current spec.
+          partial: positions of outputs that are not reduced, and keep their spec.
+        """
+        emitter, outputs = self.emitter, []
+        for k, (var, need) in enumerate(zip(frame.jaxpr.outvars, needs, strict=True)):
+            if isinstance(var, Literal):
+                outputs.append(self._literal(op, var, unsplit(np.ndim(var.val)) if need is None else need))
+                continue
+            value = frame.env[var]
+            if k not in partial:
+                emitter.reduce(value)
+            current = emitter.current[value].spec
+            outputs.append(emitter.operand(op, value, current if need is None or k in partial else need))
+        return outputs
+
+    def _literal(self, op: Op, var: Any, spec: Spec) -> Shard:
+        shard = nameless_constant(var.aval, spec)
+        self.emitter.body.deferred.append(Constant(op, shard, literal_array(var)))
+        return shard
+
+    def _scatters(self, value: Value) -> bool:
+        """Whether reducing a partial value would split it further."""
+        s = self.emitter.current[value]
+        scatter, _ = scatters_of(s.spec, self.emitter.stored(value), s.partial, s.kind)
+        return bool(scatter) or s.kind not in ADDED
+
+    # -- carries that accumulate
+
+    def _find_accumulations(self, op: Op, frame: Frame, nc: int, nk: int) -> set[int]:
+        """The positions of the carries to which a scan only adds, starting from an input-independent value; they are recorded."""
+        outs = _outputs(frame)
+        uses: dict[Value, int] = {}
+        for v in (*(v for o in frame.ops for v in o.ins), *outs):
+            if v is not None:
+                uses[v] = uses.get(v, 0) + 1
+        positions = set()
+        for k, (start, carry) in enumerate(zip(op.ins[nc : nc + nk], frame.ins()[nc : nc + nk], strict=True)):
+            total = outs[k]
+            add = None if total is None else total.op
+            if total is None or add is None or add.name not in ("add", "add_any") or add.frame is not frame:
+                continue
+            a, b = add.ins
+            addend = b if a is carry else a if b is carry else None
+            if addend is None or addend is carry or addend.shape != carry.shape:
+                continue
+            if uses[carry] != 1 or uses[total] != 1 or not (start is None or start in self.emitter.constants):
+                continue
+            positions.add(k)
+            self.accumulations[add] = Accumulation(carry, addend, add)
+            self._note_accumulated(addend)
+        return positions
+
+    def _note_accumulated(self, addend: Value) -> None:
+        """Record the values from which an addend is computed by ops that partial sums may pass."""
+        for value, stacked in summed_into(self.facts.program, addend):
+            self.accumulated[value] = stacked
+            if value.op is not None and value.op.name == "convert_element_type":
+                self.uncached.add(value.op)
+
+
+_PLAN: Mapping[str, Callable[[ControlFlow, Op], MakeStep]] = {
+    "scan": ControlFlow.scan,
+    "while": ControlFlow.while_,
+    "cond": ControlFlow.cond,
+}
+"""By primitive; all others are calls, whose bodies are planned in place."""
+
+
+def _outputs(frame: Frame) -> list[Value | None]:
+    """The outputs of a body; None: a literal."""
+    return [None if isinstance(v, Literal) else frame.env[v] for v in frame.jaxpr.outvars]
+
+
+def _recomputes(op: Op) -> bool:
+    """Whether a call recomputes part of the forward pass behind a barrier."""
+    p = op.eqn.params
+    if op.name not in ("checkpoint", "remat", "remat2") or not p["differentiated"]:
+        return False
+    guarded = p["prevent_cse"]
+    return any(guarded) if isinstance(guarded, tuple) else bool(guarded)

@@ -1,0 +1,311 @@
+"""Writing the steps of a plan: runs of ops, copies of operands, reductions of partial values, and resharding of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..compat.jax import literal_array
+from ..layout import Spec
+from ..program.ir import Frame, Op, Program, Value
+from ..rules import having
+from .assignment import AxisAssignment
+from .causes import Causes
+from .collective_records import CollectiveRecords
+from .collectives import Collective, reduces, scatters_of
+from .constants import BodyBuilder, ConstantMaker, StepGroup, inputs_for
+from .decide import OpDecision, Operand
+from .memo import Interned
+from .plan import Placement
+from .spec import unsplit
+from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard
+
+RECOMPUTED = having(
+    lambda p: (p.elementwise or p.view or p.fusible) and not (p.identity or p.random or p.call or p.opaque)
+) - {"copy", "device_put", "name", "optimization_barrier", "pvary", "reshard", "threefry2x32"}
+"""Ops that are recomputed on a larger shard instead of all-gathering their result, if their operands exist on that shard."""
+
+MAX_RECOMPUTED_DEPTH = 8
+"""Longest chain of ops that is recomputed instead of all-gathering a value."""
+
+
+@dataclass(slots=True)
+class LoopConst:
+    """A value that a scan only reads.
+
+    Attributes:
+      loop: the scan.
+      outer: the value outside the scan.
+      count: how often the body that contains the scan runs; None: unknown.
+      body: that body.
+    """
+
+    loop: Op
+    outer: Value
+    count: int | None
+    body: BodyBuilder
+
+
+class Emitter:
+    """The only writer of steps.
+
+    Attributes:
+      current: the shard of each value: as its op left it, possibly partial, or in its stored spec. Of an input-independent value
+        only the spec counts.
+      constants: the input-independent values.
+      placements: the shard that the op of each value makes, and the one in which it is stored.
+      pending: the op whose split contracted factors left a value partial.
+      factor_axes: the axes that split the factors of ops with a factor rule.
+      loop_consts: values inside scans that these only read.
+      hoisted: copies that are made before a loop, by loop.
+      body, group: the body under construction, and the steps of the present op.
+      count: how often the body runs in a step; None: unknown.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        assignment: AxisAssignment,
+        interned: Interned,
+        records: CollectiveRecords,
+        sizes: Mapping[str, int],
+    ):
+        self.program, self.assignment, self.interned, self.records, self.sizes = (
+            program,
+            assignment,
+            interned,
+            records,
+            sizes,
+        )
+        self.causes = Causes(program, assignment)
+        self.maker = ConstantMaker(sizes, interned)
+        self.current: dict[Value, Shard] = {}
+        self.constants: set[Value] = set()
+        self.placements: dict[Value, Placement] = {}
+        self.pending: dict[Value, Op] = {}
+        self.factor_axes: dict[Op, tuple[tuple[str, ...], ...]] = {}
+        self.loop_consts: dict[Value, LoopConst] = {}
+        self.hoisted: dict[Op, dict[Shard, None]] = {}
+        self.body = BodyBuilder(program.root)
+        self.group: StepGroup = []
+        self.count: int | None = 1
+        self._groups: dict[Shard, StepGroup] = {}
+
+    # -- bodies and shards
+
+    @contextmanager
+    def inside(self, frame: Frame) -> Iterator[BodyBuilder]:
+        """A context in which steps are written into a new body, of a frame."""
+        outer, count = self.body, self.count
+        self.body = BodyBuilder(frame)
+        self.count = None if frame.trip_count is None or count is None else count * frame.trip_count
+        try:
+            yield self.body
+        finally:
+            self.body, self.count = outer, count
+
+    def new_group(self) -> StepGroup:
+        """Begin the steps of another op."""
+        self.group = self.body.new_group()
+        return self.group
+
+    def stored(self, value: Value) -> Spec:
+        """The spec in which a value is stored."""
+        return self.assignment.value_spec(value)
+
+    def shard(
+        self, value: Value, spec: Spec, partial: tuple[str, ...] = (), kind: Any = "sum", copy: object = None
+    ) -> Shard:
+        """An interned shard. Partial shards are distinguished by the spec to which they will be reduced, too."""
+        return self.interned.shard(value, spec, partial, kind, copy=self.stored(value) if partial else copy)
+
+    def place(self, shard: Shard) -> Shard:
+        """Make a shard the current one of its value."""
+        value = shard.value
+        self.current[value] = shard
+        if shard.partial:
+            self._groups[shard] = self.group
+        known = self.placements.get(value)
+        if known is None or known.made.partial or known.made.spec != shard.spec:
+            self.placements[value] = Placement(shard if known is None else known.made, shard)
+        return shard
+
+    def place_constant(self, value: Value, spec: Spec) -> None:
+        """Record an input-independent value, whose parts are made where they are read."""
+        self.constants.add(value)
+        self.place(self.interned.shard(value, spec, is_constant=True, copy="where read"))
+
+    def constant(self, value: Value, array: Any) -> Shard:
+        """The unsharded shard of a literal or of a constant of a jaxpr."""
+        shard = self.interned.shard(value, unsplit(len(value.shape)), is_constant=True)
+        self.body.deferred.append(Constant(None, shard, array))
+        return self.place(shard)
+
+    def literal(self, value: Value, var: Any) -> Shard:
+        """The unsharded shard of a value of a body that is a literal outside."""
+        return self.constant(value, literal_array(var))
+
+    def operand_of(self, value: Value | None) -> Operand | None:
+        """A value as decisions about its readers see it; None: a literal."""
+        if value is None:
+            return None
+        shard = self.current[value]
+        iterations, outer = None, value
+        while outer in self.loop_consts:
+            const = self.loop_consts[outer]
+            iterations = (1 if iterations is None else iterations) * const.loop.eqn.params["length"]
+            outer = const.outer
+        return Operand(value, shard.spec, shard.partial, shard.kind, value in self.constants, iterations)
+
+    # -- ops
+
+    def run(self, op: Op, decision: OpDecision) -> None:
+        """Write the steps of an op."""
+        for i in decision.reduce:
+            value = op.ins[i]
+            assert value is not None
+            self.reduce(value)
+        if decision.is_constant:
+            for out, result in zip(op.outs, decision.results, strict=True):
+                self.place_constant(out, result.spec)
+            return
+        if decision.axes is not None:
+            self.factor_axes[op] = decision.axes
+        operands = tuple(
+            None if value is None or spec is None else self.operand(op, value, spec)
+            for value, spec in zip(op.ins, decision.operands, strict=True)
+        )
+        results = tuple(
+            self.shard(out, result.spec, result.partial, result.kind)
+            for out, result in zip(op.outs, decision.results, strict=True)
+        )
+        if decision.sends:
+            records = self.records.local_form(op, decision.sends, self.count)
+            self.group.append(Run(op, operands, results, decision.axes, records))
+        else:
+            self.group.append(self.interned.run(op, operands, results, decision.axes))
+        for shard in results:
+            self.place(shard)
+        for shard, source in zip(results, decision.inherits, strict=True):
+            if source is not None:
+                self.inherit(shard.value, op.ins[source])
+            elif shard.partial:
+                self.pending[shard.value] = op
+            elif decision.to_stored:
+                self.store(op, shard.value)
+
+    def inherit(self, value: Value, source: Value | None) -> None:
+        """Record that a value is partial because another one is."""
+        if source in self.pending:
+            self.pending[value] = self.pending[source]
+
+    # -- copies and reductions
+
+    def store(self, op: Op, value: Value) -> Shard:
+        """Reshard a result of an op to its stored spec."""
+        return self.reshard(value, self.stored(value), op, f"the layout keeps this result of {op.name} so")
+
+    def reshard(self, value: Value, need: Spec, op: Op | None, cause: str) -> Shard:
+        """Reshard a value for all further readers."""
+        source = self.current[value]
+        if source.spec == need:
+            return source
+        path, collectives = self.records.resharding(value, source.spec, need, op, self.count, cause)
+        result = self.shard(value, need)
+        self.group.append(Reshard(op, source, result, path, tuple(collectives), copy=False))
+        if not collectives:  # readers of the larger shard in this body need not gather it again
+            self.body.copies.setdefault((value, source.spec), source)
+        return self.place(result)
+
+    def reduce(self, value: Value) -> None:
+        """Reduce a partial value: reduce-scatters over the axes that split its stored spec further, an all-reduce over the others.
+
+        The step follows the one that made the value, for all further readers.
+        """
+        source = self.current[value]
+        if not source.partial:
+            return
+        op, stored = self.pending[value], self.stored(value)
+        factor_axes = self.factor_axes.get(op, ())
+        scatter, reduced = scatters_of(source.spec, stored, source.partial, source.kind)
+        spec = source.spec
+        scatters: list[Scatter] = []
+        collectives: list[Collective] = []
+        for i, axes in scatter.items():  # first, so that the smaller shard is all-reduced
+            cause = self.causes.scattered(op, factor_axes, value, i, axes)
+            records = self.records.reducing("reduce-scatter", axes, value, op, spec, self.count, cause)
+            scatters.append(Scatter(i, axes, records[0].algorithm if records else "staged"))
+            collectives += records
+            spec = tuple((*entry, *axes) if k == i else entry for k, entry in enumerate(spec))
+        if reduced:
+            kind = "all-reduce" if reduces(source.kind, value.aval.dtype) else "all-gather"
+            cause = self.causes.all_reduced(op, factor_axes, reduced)
+            collectives += self.records.reducing(kind, reduced, value, op, spec, self.count, cause)
+        path, moves = self.records.resharding(value, spec, stored, op, self.count, "the layout keeps it so")
+        result = self.shard(value, stored)
+        self._groups[source].append(Reduce(op, source, result, path, (*collectives, *moves), tuple(scatters), reduced))
+        self.place(result)
+
+    def operand(self, op: Op, value: Value, need: Spec) -> Shard:
+        """A value in the spec in which an op needs it."""
+        if value in self.constants:
+            return self.maker.part(value, need, self.body)
+        source = self.current[value]
+        return source if source.spec == need else self.copy(op, value, need)
+
+    def as_it_is(self, value: Value | None) -> Shard | None:
+        """A value in its current spec; None for a literal."""
+        if value is None:
+            return None
+        shard = self.current[value]
+        return self.maker.part(value, shard.spec, self.body) if value in self.constants else shard
+
+    def copy(self, op: Op, value: Value, need: Spec) -> Shard:
+        """A copy of a value in another spec, made once for each body; of a value that loops only read, before these."""
+        body, origin, count, loops = self.body, op, self.count, []
+        while value in self.loop_consts:
+            const = self.loop_consts[value]
+            loops.append(const.loop)
+            value, body, origin, count = const.outer, const.body, const.loop, const.count
+        shard = body.copies.get((value, need))
+        if shard is None and value in self.constants:
+            shard = self.maker.part(value, need, body)
+        if shard is None and not loops:
+            shard = self.recomputed(value, need)
+        if shard is None:
+            source = self.current[value]
+            cause = self.causes.resharded(op, self.factor_axes.get(op, ()), value, source.spec, need)
+            path, collectives = self.records.resharding(value, source.spec, need, origin, count, cause)
+            shard = body.copies[value, need] = self.shard(source.value, need, copy=(body.frame, value))
+            body.deferred.append(Reshard(origin, source, shard, path, tuple(collectives), copy=True))
+        for loop in loops:
+            self.hoisted.setdefault(loop, {})[shard] = None
+        return shard
+
+    def recomputed(self, value: Value, need: Spec, depth: int = MAX_RECOMPUTED_DEPTH) -> Shard | None:
+        """The result of a cheap op in another spec, recomputed from operands that exist in theirs; None if one would be sent."""
+        body, op = self.body, value.op
+        if (value, need) in body.copies or value in self.constants:
+            return body.copies.get((value, need)) or self.maker.part(value, need, body)
+        if self.current[value].partial:
+            return None
+        if self.current[value].spec == need:
+            return self.current[value]
+        if op is None or op.name not in RECOMPUTED or op.eqn.effects or op.outs[1:] or not depth:
+            return None
+        needs, axes = inputs_for(value, need, self.sizes)
+        if op.rule is not None and axes is None:
+            return None
+        sources = []
+        for v, spec in needs:
+            shard = self.recomputed(v, spec, depth - 1)
+            if shard is None:
+                return None
+            sources.append(shard)
+        rest = iter(sources)
+        operands = tuple(None if v is None else next(rest) for v in op.ins)
+        result = body.copies[value, need] = self.shard(value, need, copy=(body.frame, value))
+        body.deferred.append(self.interned.run(op, operands, (result,), None if axes is None else tuple(axes)))
+        return result

@@ -1,0 +1,128 @@
+"""Bytes that a device sends for one op: to reshard its operands and results, to reduce them, and inside its local form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from ..hardware.collective_ops import CollectiveOp, wire_bytes
+from ..layout import Spec
+from ..program.ir import Op, Value
+from ..rules.rule import ADDED, Kind
+from ..rules.spmd import Send
+from .assignment import blocks_only, spec_of
+from .collectives import scatters_of
+from .resharding import reshard_bytes
+from .spec import itemsize, local_bytes, local_shape, parts_of, unsplit
+
+Axes = list[tuple[str, ...]]
+"""The mesh axes that split each factor of an op."""
+
+SendOver = tuple[Send, tuple[str, ...]]
+"""A collective of a local form, and the axes of size > 1 that it runs over."""
+
+
+def needed_specs(op: Op, axes: Sequence[tuple[str, ...]]) -> list[Spec | None]:
+    """The spec in which an op needs each operand if ``axes`` split its factors; None for a literal."""
+    rule = op.rule
+    assert rule is not None
+    return [
+        None if v is None else spec_of(dims, axes) if dims else unsplit(len(v.shape))
+        for v, dims in zip(op.ins, rule.ins, strict=True)
+    ]
+
+
+def partial_axes(op: Op, axes: Axes, sizes: Mapping[str, int]) -> tuple[list[tuple[str, ...]], Kind]:
+    """(the axes over which each result is partial, the reduction) if ``axes`` split the factors of an op.
+
+    A matmul whose contracted factor is split over ``model`` has the result ``([("model",)], "sum")``.
+    """
+    rule = op.rule
+    assert rule is not None
+    order = list(sizes)
+    kind: Kind = "sum"
+    partial = []
+    for k in range(len(op.outs)):
+        factors = [f for f in rule.partial_factors(k) if axes[f]]
+        for f in factors:
+            if rule.kinds[f] not in ("pass_through", "permutation"):
+                kind = rule.kinds[f]
+        in_result = {a for dim in rule.outs[k] for f in dim for a in axes[f]}
+        partial.append(tuple(sorted({a for f in factors for a in axes[f]} - in_result, key=order.index)))
+    return partial, kind
+
+
+def value_reshard_bytes(value: Value, have: Spec, need: Spec, sizes: Mapping[str, int]) -> float:
+    """Bytes that a device sends to reshard a value."""
+    return reshard_bytes(have, need, value.shape, itemsize(value.aval), sizes)
+
+
+def reduction_bytes(
+    value: Value, spec: Spec, stored: Spec, axes: tuple[str, ...], kind: Kind, sizes: Mapping[str, int]
+) -> float:
+    """Bytes that a device sends to reduce a value that is partial over ``axes`` from ``spec`` to its stored spec."""
+    scatter, reduced = scatters_of(spec, stored, axes, kind)
+    volume, sent = local_bytes(value.shape, itemsize(value.aval), spec, sizes), 0.0
+    for over in scatter.values():
+        sent += wire_bytes("reduce-scatter", volume, parts_of(over, sizes))
+        volume /= parts_of(over, sizes)
+    return sent + wire_bytes("all-reduce", volume, parts_of(reduced, sizes))
+
+
+def local_form_sends(op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Mapping[str, int]) -> list[SendOver]:
+    """The collectives that the local form of an op makes, for operands in the specs ``needs``."""
+    rule = op.rule
+    assert rule is not None
+    exchanges = any(got and kind == "permutation" for got, kind in zip(axes, rule.kinds, strict=True))
+    if rule.given is None and not exchanges:
+        return []
+    avals = [v.aval for v in op.eqn.invars]
+    shapes = [local_shape(a.shape, need, sizes) for a, need in zip(avals, needs, strict=True)]
+    if rule.sends_over is not None:
+        sends = rule.sends_over(shapes, axes, sizes)
+    elif rule.sends is not None:
+        parts = [parts_of(got, sizes) for got in axes]
+        sends = [(send, tuple(a for f in send.factors for a in axes[f])) for send in rule.sends(shapes, parts)]
+    else:
+        return []
+    over_devices = [(send, tuple(a for a in over if sizes[a] > 1)) for send, over in sends]
+    return [(send, over) for send, over in over_devices if over]
+
+
+def send_bytes(send: Send, axes: Sequence[str], sizes: Mapping[str, int]) -> float:
+    """Bytes that a device sends in one collective of a local form."""
+    group = parts_of(axes, sizes)
+    volume = math.prod(send.shape) * itemsize(send) * (group if send.op == "all-gather" else 1)
+    return wire_bytes(cast(CollectiveOp, send.op), volume, group)
+
+
+def op_bytes(
+    op: Op, axes: Axes, specs: Sequence[Spec | None], stored: Sequence[Spec], sizes: Mapping[str, int]
+) -> float:
+    """Bytes that a device sends if ``axes`` split the factors of an op: for operands, its local form, and results.
+
+    Args:
+      specs: of the operands before the op; None: a literal.
+      stored: the specs in which the results are stored.
+    """
+    rule = op.rule
+    assert rule is not None
+    axes = blocks_only(rule, axes, sizes)
+    needs = [None if v is None or not d else spec_of(d, axes) for v, d in zip(op.ins, rule.ins, strict=True)]
+    total = sum(
+        send_bytes(send, over, sizes) * (send.times or 1) for send, over in local_form_sends(op, needs, axes, sizes)
+    )
+    for value, have, need in zip(op.ins, specs, needs, strict=True):
+        if value is not None and have is not None and need is not None:
+            total += value_reshard_bytes(value, have, need, sizes)
+    partials, kind = partial_axes(op, axes, sizes)
+    for value, dims, partial, rest in zip(op.outs, rule.outs, partials, stored, strict=True):
+        spec = spec_of(dims, axes)
+        if partial:
+            volume = local_bytes(value.shape, itemsize(value.aval), spec, sizes)
+            scattered = kind in ADDED and all(any(a in entry for entry in rest) for a in partial)
+            total += wire_bytes("reduce-scatter" if scattered else "all-reduce", volume, parts_of(partial, sizes))
+        else:
+            total += value_reshard_bytes(value, spec, rest, sizes)
+    return total
