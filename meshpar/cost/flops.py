@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from meshpar_kernels._choose import OUTLINE
-
 from ..caches import LRUCache
-from ..compat.jax import closed_parts, in_recomputation, make_jaxpr
+from ..compat.jax import in_recomputation
 from ..hardware.chips import Chip
 from ..hardware.compiler import CompilerModel
 from ..plan.memo import MESHES
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, parts_of
 from ..plan.steps import Body, Run
-from ..program.ir import Frame, Op, Program
+from ..program.ir import Frame, Program
 from ..program.kernels import KernelWork
 from ..program.names import Part
 from .caching import cached_on_plan
-from .fusion import MATMULS
-
-OPAQUE = frozenset({"kernel", "pallas_call", "shard_map"})
-"""Names of ops whose matmuls are inside a kernel or a nested jaxpr."""
 
 MIN_REDUNDANT_SHARE = 0.5
 """Part of a step's FLOPs that must be redundant for a call to warn."""
 MIN_REDUNDANT_FLOPS = 1e9
 """FLOPs of a device in a step that must be redundant for a call to warn."""
-
-_opaque: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 
 
 def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
@@ -80,7 +71,7 @@ def reread_bytes(
       cut, blocks: for one of ``blocks`` chunks instead: whether (left operand, right operand, result) are chunked.
     """
     op = run.op
-    if op.name != "dot_general":
+    if not op.primitive.dot:
         return 0.0
     batch, m, n, k = _local_matmul_dims(run, sizes)
     left, right, result = cut
@@ -100,12 +91,13 @@ def smaller_operand_bytes(run: Run, sizes: Mapping[str, int]) -> float:
 
 
 def _local_matmul_dims(run: Run, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
-    """(batch, rows, columns, contracted) of one device's share of a matmul, see :func:`matmul_dims`."""
+    """(batch, rows, columns, contracted) sizes of one device's share of a matmul or convolution."""
     lhs, rhs = (
         local_shape(var.aval.shape, None if shard is None else shard.spec, sizes)
         for var, shard in zip(run.op.eqn.invars[:2], run.operands, strict=False)
     )
-    return matmul_dims(run.op.eqn, lhs, rhs)
+    assert run.op.primitive.matmul_dims is not None
+    return run.op.primitive.matmul_dims(run.op.eqn, lhs, rhs)
 
 
 class _MatmulCache:
@@ -153,29 +145,6 @@ def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
     return again
 
 
-def matmul_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
-    """(batch, rows, columns, contracted) sizes of a matmul or convolution with operands of shapes ``lhs`` and ``rhs``."""
-    p = eqn.params
-    if eqn.primitive.name == "conv_general_dilated":
-        dn = p["dimension_numbers"]
-        kernel = math.prod(rhs) // max(1, rhs[dn.rhs_spec[0]])
-        out = eqn.outvars[0].aval.shape
-        kernel //= math.prod(p["lhs_dilation"])  # gradient of a strided one: the elements between are zeros
-        rows = lhs[dn.lhs_spec[0]] * math.prod(out[i] for i in dn.out_spec[2:]) // p["batch_group_count"]
-        return 1, rows, rhs[dn.rhs_spec[0]], kernel
-    if eqn.primitive.name == "ragged_dot_general":
-        dn = p["ragged_dot_dimension_numbers"]
-        (lc, rc), (lb, rb) = dn.dot_dimension_numbers
-        groups = set(dn.rhs_group_dimensions)
-    else:
-        ((lc, rc), (lb, rb)), groups = p["dimension_numbers"], set()
-    batch = math.prod(lhs[i] for i in lb)
-    k = math.prod(lhs[i] for i in lc)
-    m = math.prod(x for i, x in enumerate(lhs) if i not in lc and i not in lb)
-    n = math.prod(x for i, x in enumerate(rhs) if i not in rc and i not in rb and i not in groups)
-    return batch, m, n, k
-
-
 def model_flops(plan: Plan) -> float:
     """FLOPs of the program's matmuls on all devices together, without recomputation and redundant work."""
     return plan.program.cached(_model_flops)
@@ -192,7 +161,7 @@ def _flops_of(frame: Frame, count: int) -> float:
         for inner in op.frames:
             total += _flops_of(inner, count * (1 if inner.trip_count is None else inner.trip_count))
         if not in_recomputation(op.eqn):
-            total += count * (matmul_flops(op.eqn) if op.name in MATMULS else opaque_flops(op))
+            total += count * op.primitive.flops(op.eqn)
     return total
 
 
@@ -242,7 +211,7 @@ def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
     total = 0.0
     found: dict[tuple[str, tuple[str, ...], str], list[Any]] = {}
     for step, count in _runs(plan.body, 1):
-        if step.op.name not in MATMULS:
+        if not step.op.primitive.matmul:
             total += count * local_opaque_flops(step, plan.sizes)
             continue
         if step.axes is None:
@@ -288,22 +257,27 @@ def _suggested_fix(plan: Plan, idle: Sequence[str], dims: Mapping[str, Part]) ->
 
 
 def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
-    """FLOPs of one device's share of an opaque kernel: as the kernel declares, else divided by the axes of its split factors."""
+    """FLOPs of one device's share of an opaque kernel; 0 for other ops.
+
+    As the kernel declares, else those of the unsharded op divided by the axes of its split factors.
+    """
+    if run.op.primitive.nested_flops is None:
+        return 0.0
     work = local_work(run, sizes)
     if work is not None and work.flops is not None:
         return work.flops
     axes = (
         run.op.eqn.params["newly_manual_axes"]
-        if run.op.name == "shard_map"
+        if "newly_manual_axes" in run.op.eqn.params
         else {a for got in run.axes or () for a in got}
     )
-    return opaque_flops(run.op) / parts_of(sorted(axes), sizes)
+    return run.op.primitive.flops(run.op.eqn) / parts_of(sorted(axes), sizes)
 
 
 def local_work(run: Run, sizes: Mapping[str, int]) -> KernelWork | None:
     """The FLOPs and memory that a kernel of :func:`meshpar.kernel_rule` declares for one device; None: it declares none."""
     op = run.op
-    if op.name != "kernel" or op.eqn.params["kernel"].works is None:
+    if not op.primitive.kernel or op.eqn.params["kernel"].works is None:
         return None
     kernel = op.eqn.params["kernel"]
     avals, axes = [v.aval for v in op.eqn.invars], {}
@@ -315,58 +289,3 @@ def local_work(run: Run, sizes: Mapping[str, int]) -> KernelWork | None:
             for a, shard in zip(avals, run.operands, strict=True)
         ]
     return kernel.work(avals, axes, dict(sizes))
-
-
-def opaque_flops(op: Op) -> float:
-    """FLOPs of the matmuls inside an opaque op on unsharded operands; 0 for other ops.
-
-    Opaque ops are kernels of :func:`meshpar.kernel_rule`, ``pallas_call``, and the user's own ``shard_map`` (all devices together).
-    A Pallas kernel counts its ``cost_estimate``, else its matmuls at every step of its grid (the larger branch of a condition).
-    """
-    if op.name == "pallas_call":
-        return _eqn_flops(op.eqn)
-    if op.name == "shard_map":
-        p = op.eqn.params
-        return _flops_in(p["jaxpr"]) * math.prod(p["mesh"].shape[a] for a in p["newly_manual_axes"])
-    if op.name != "kernel":
-        return 0.0
-    kernel, avals = op.eqn.params["kernel"], [v.aval for v in op.eqn.invars]
-    if (work := kernel.work(avals, {}, {})) is not None and work.flops is not None:
-        return work.flops
-    memo = _opaque.setdefault(kernel, {})
-    key = tuple((a.shape, str(a.dtype)) for a in avals)
-    if key not in memo:
-        with OUTLINE(True):
-            memo[key] = _flops_in(make_jaxpr(kernel.jitted, *avals).jaxpr)
-    return memo[key]
-
-
-def _flops_in(jaxpr: Any) -> float:
-    return sum(map(_eqn_flops, jaxpr.eqns))
-
-
-def _eqn_flops(eqn: Any) -> float:
-    name, p = eqn.primitive.name, eqn.params
-    if name in MATMULS:
-        return matmul_flops(eqn)
-    if name == "pallas_call":
-        estimate = p.get("cost_estimate")
-        if estimate is not None:
-            return float(estimate.flops)
-        return _flops_in(p["jaxpr"]) * math.prod(n for n in p["grid_mapping"].grid if isinstance(n, int))
-    if name == "cond":
-        return max(_flops_in(closed_parts(b)[0]) for b in p["branches"])
-    bodies = [
-        closed_parts(x)[0]
-        for v in p.values()
-        for x in (v if isinstance(v, tuple | list) else (v,))
-        if hasattr(closed_parts(x)[0], "eqns")
-    ]
-    return sum(map(_flops_in, bodies)) * (p["length"] if name == "scan" else 1)
-
-
-def matmul_flops(eqn: Any) -> float:
-    """FLOPs of a matmul or convolution equation on unsharded operands."""
-    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
-    batch, m, n, k = matmul_dims(eqn, lhs, rhs)
-    return 2.0 * batch * m * n * k

@@ -27,8 +27,8 @@ from ..rules import having
 
 VIEWS = having(lambda p: p.view)
 FUSIBLE = having(lambda p: p.fusible) | {"one_hot!"}
-SLICES = frozenset({"slice", "dynamic_slice", "gather"})
-MATMULS = having(lambda p: p.product)
+SLICES = having(lambda p: p.slice)
+MATMULS = having(lambda p: p.matmul)
 REDUCTIONS = having(lambda p: p.reduction)
 _TAKES = REDUCTIONS | MATMULS | {"stack!", "copy!"}  # kernels that fuse the producers of their operands
 

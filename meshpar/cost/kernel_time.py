@@ -16,7 +16,7 @@ from ..plan.steps import Run
 from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds
 from .donation import aliased_inputs, gathered_then_copied
-from .flops import OPAQUE, flops_on, local_opaque_flops, reread_bytes_on
+from .flops import flops_on, local_opaque_flops, reread_bytes_on
 from .fusion import SLICES, Buffer, Computation, Kernel
 from .kernels import computation_of
 from .tiles import Tiles
@@ -66,7 +66,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
         if kernel.bodies:
             continue
         flops = sum(map(flops_of, kernel.matmuls))
-        if kernel.name in OPAQUE and isinstance(kernel.step, Run):
+        if isinstance(kernel.step, Run) and kernel.name == kernel.step.op.name:
             flops += local_opaque_flops(kernel.step, plan.sizes)
         traffic = 0.0
         if kernel.name not in ("move!", "leave!"):
@@ -89,7 +89,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             traffic / (device.hbm_bandwidth * chip.compiler.hbm_efficiency),
         )
         if matmul_seconds or traffic_seconds:
-            convolves = any(run.op.name == "conv_general_dilated" for run in kernel.matmuls)
+            convolves = any(run.op.primitive.convolution for run in kernel.matmuls)
             seconds = kernel_seconds(
                 chip, matmul_seconds, traffic_seconds, _elements(kernel) if traffic_seconds else 0.0, convolves
             )

@@ -38,7 +38,7 @@ from ..program.ir import Frame, Op, Program, Value
 from ..rules import having
 
 ADDS = having(lambda p: p.addition)
-HEAVY = having(lambda p: p.product or p.opaque) | {"kernel"}
+HEAVY = having(lambda p: p.matmul or p.opaque or p.kernel)
 
 
 def schedule(plan: Plan) -> Plan:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..compat.jax import has_user_line, on_host, source_line
 from ..dims import Dims
+from ..rules import primitive
 from ..rules.rule import OpRule
 from .names import Nodes, Part, Unifier
 
@@ -62,7 +63,7 @@ class Op:
     """One equation at one call site.
 
     Attributes:
-      eqn: the jaxpr equation; name: of its primitive.
+      eqn: the jaxpr equation; name: of its primitive; primitive: the registry's entry, with its traits.
       ins: its operands (None for literals).
       outs: its results; a call whose body returns an operand has this operand as a result (see ``makes``).
       rule: its factor rule; None for elementwise ops (factor i is dim i) and for control flow.
@@ -70,11 +71,12 @@ class Op:
       frame: the frame that it stands in.
     """
 
-    __slots__ = ("__weakref__", "eqn", "frame", "frames", "ins", "name", "outs", "rule")
+    __slots__ = ("__weakref__", "eqn", "frame", "frames", "ins", "name", "outs", "primitive", "rule")
 
     def __init__(self, eqn: Any, frame: Frame, ins: list[Value | None]):
         self.eqn, self.frame, self.ins = eqn, frame, ins
         self.name: str = eqn.primitive.name
+        self.primitive = primitive(self.name)
         self.outs: list[Value] = []
         self.rule: OpRule | None = None
         self.frames: list[Frame] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,7 +46,24 @@ def _batches_mixed(op: SplitOp) -> bool:
     return op.mixed and bool(op.eqn.params["dimension_numbers"][1][0])
 
 
-register("dot_general", rule=dot_general, local=on_shards, product=True, manual=_batches_mixed, partial=(CONTRACTS,))
+def _dot_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+    return _matmul_dims(eqn.params["dimension_numbers"], lhs, rhs)
+
+
+def _matmul_dims(
+    numbers: Any, lhs: Sequence[int], rhs: Sequence[int], groups: Sequence[int] = ()
+) -> tuple[int, int, int, int]:
+    """(batch, rows, columns, contracted) sizes for dot dimension numbers; ``groups``: group dims of the right operand."""
+    (lc, rc), (lb, rb) = numbers
+    m = math.prod(n for i, n in enumerate(lhs) if i not in lc and i not in lb)
+    n = math.prod(n for i, n in enumerate(rhs) if i not in rc and i not in rb and i not in groups)
+    return math.prod(lhs[i] for i in lb), m, n, math.prod(lhs[i] for i in lc)
+
+
+register(
+    "dot_general", rule=dot_general, local=on_shards, manual=_batches_mixed, partial=(CONTRACTS,),
+    matmul_dims=_dot_dims, dot=True,
+)  # fmt: skip
 
 
 def ragged_dot_general(eqn, ins, outs) -> OpRule:
@@ -102,7 +121,12 @@ def _local_ragged_dot(at: LocalOp, lhs: Any, rhs: Any, sizes: Any, *rest: Any) -
     return at.run(lhs, rhs, sizes, *rest)
 
 
-register("ragged_dot_general", rule=ragged_dot_general, local=_local_ragged_dot, product=True)
+def _ragged_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    return _matmul_dims(numbers.dot_dimension_numbers, lhs, rhs, numbers.rhs_group_dimensions)
+
+
+register("ragged_dot_general", rule=ragged_dot_general, local=_local_ragged_dot, matmul_dims=_ragged_dims)
 
 
 def conv_general_dilated(eqn, ins, outs) -> OpRule:
@@ -201,4 +225,17 @@ def _local_conv(at: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
     return at.run(lhs, rhs, padding=tuple(padding), lhs_dilation=tuple(dilation), **changed)
 
 
-register("conv_general_dilated", rule=conv_general_dilated, local=_local_conv, product=True, manual=always)
+def _convolution_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+    p = eqn.params
+    numbers = p["dimension_numbers"]
+    window = math.prod(rhs) // max(1, rhs[numbers.rhs_spec[0]])
+    window //= math.prod(p["lhs_dilation"])  # the gradient of a strided convolution: the elements between are zeros
+    out = eqn.outvars[0].aval.shape
+    rows = lhs[numbers.lhs_spec[0]] * math.prod(out[i] for i in numbers.out_spec[2:]) // p["batch_group_count"]
+    return 1, rows, rhs[numbers.rhs_spec[0]], window
+
+
+register(
+    "conv_general_dilated", rule=conv_general_dilated, local=_local_conv, manual=always,
+    matmul_dims=_convolution_dims, convolution=True,
+)  # fmt: skip

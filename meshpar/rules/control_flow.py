@@ -5,6 +5,7 @@ What is in their bodies has rules of its own.
 
 from __future__ import annotations
 
+from .flops import pallas_flops
 from .partial import MOVES
 from .registry import Refusal, SplitOp, register
 
@@ -13,9 +14,12 @@ def _partitions_itself(op: SplitOp) -> Refusal:
     return Refusal("has no factor rule, and cannot be nested in the shard_map that the lowering makes")
 
 
-register("scan", "while", "cond")
+register("scan", loop=True, scan=True, control_flow=True)
+register("while", loop=True, control_flow=True)
+register("cond", control_flow=True)
 register("jit", "closed_call", "call", "remat2", "custom_lin", "composite", call=True)
 register("custom_jvp_call", "custom_vjp_call", call=True, own_derivative=True)
 register("name_dims", "rename_dims", "place", "sharding_constraint", identity=True, view=True, partial=(MOVES,))
-register("pallas_call", "ffi_call", "tpu_custom_call", opaque=True)
+register("pallas_call", opaque=True, nested_flops=pallas_flops)
+register("ffi_call", "tpu_custom_call", opaque=True)
 register("custom_partitioning", refuses=_partitions_itself)

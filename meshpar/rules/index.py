@@ -110,7 +110,9 @@ def _local_gather(at: LocalOp, operand: Any, indices: Any) -> list[Any]:
     return [only_where(lax.broadcast_in_dim(own, out.shape, at_index.dims), out)]
 
 
-register("gather", rule=gather, local=_local_gather, pinned=True, manual=_one_row_of_a_split_array)
+register(
+    "gather", rule=gather, local=_local_gather, pinned=True, manual=_one_row_of_a_split_array, slice=True, lookup=True
+)
 
 
 _SCATTER: dict[str, Kind] = {
@@ -216,13 +218,21 @@ def _unchanged(name: str, operand: Any, index: Any, updates: Any, numbers: Any) 
 def is_broadcast_zero(value: Any) -> bool:
     """Whether a value of a program is a broadcast of a literal zero, as ``jnp.zeros`` makes."""
     op = getattr(value, "op", None)
-    if op is None or op.name != "broadcast_in_dim" or op.ins[0] is not None:
+    if op is None or not op.primitive.broadcast or op.ins[0] is not None:
         return False
     return not np.any(literal_array(op.eqn.invars[0]))
 
 
 for _name in _SCATTER:
-    register(_name, rule=scatter, local=_local_scatter, pinned=True, manual=_one_row_of_a_split_array)
+    register(
+        _name,
+        rule=scatter,
+        local=_local_scatter,
+        pinned=True,
+        manual=_one_row_of_a_split_array,
+        lookup=True,
+        scatter=True,
+    )
 
 
 def _is_indexed(at: LocalOp, d: int) -> bool:
@@ -414,5 +424,5 @@ def _rolled(x: Any, d: int, shift: Any, size: int) -> Any:
     return lax.dynamic_slice_in_dim(x, jnp.where(start < 0, start + n, start), size, d)
 
 
-register("dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always)
+register("dynamic_slice", rule=dynamic_slice, local=_local_dynamic_slice, fusible=True, manual=always, slice=True)
 register("dynamic_update_slice", rule=dynamic_update_slice, local=_local_dynamic_update_slice, pinned=True)

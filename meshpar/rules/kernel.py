@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from .flops import kernel_flops
 from .local import LocalOp
 from .registry import always, register
 from .rule import OpRule
@@ -38,5 +39,5 @@ def _bytes(x: Any) -> int:
 
 register(
     "kernel", rule=kernel, local=_local_kernel, manual=always, fixed_factors=True,
-    label=lambda eqn: eqn.params["kernel"].name,
+    label=lambda eqn: eqn.params["kernel"].name, kernel=True, nested_flops=kernel_flops,
 )  # fmt: skip

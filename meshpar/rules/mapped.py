@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from ..compat.jax import at_line_of, bind, body_consts, body_of, closed_parts, literal_array, scan_counts
+from .flops import shard_map_flops
 from .local import LocalOp, plain_params
 from .registry import Refusal, SplitOp, primitive, register
 from .rule import OpRule, same_dims
@@ -210,4 +211,4 @@ _FORMS: dict[str, Callable[[Any, list[Any], tuple[str, ...]], list[Any]]] = {
 
 for _name in (n for n in _SENDS if n not in ("psum", "pmax", "pmin")):  # these have entries: vmap makes them too
     register(_name, rule=same_dims)
-register("shard_map", rule=mapped, local=_local, refuses=_nests)
+register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops)

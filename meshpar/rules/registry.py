@@ -48,7 +48,12 @@ class Refusal(NamedTuple):
 
 
 def always(op: SplitOp) -> bool:
+    """True: for traits that hold for every op of a primitive."""
     return True
+
+
+MatmulDims = Callable[[Any, Sequence[int], Sequence[int]], tuple[int, int, int, int]]
+"""(equation, shape of the left operand, shape of the right one) → (batch, rows, columns, contracted) sizes of the matmul."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,19 +66,35 @@ class Primitive:
       local: what one device does to its shards; None: nothing is known, and no factor may be split.
       elementwise: every operand has the result's shape (factor i is dim i), stretches to it along dims of size 1, or is a scalar.
       partial: the laws by which the op is applied to partial operands before they are reduced.
-      addition: the sum of its operands.
+      addition: adds its operands.
+      cast: converts its operand to another dtype.
       view: an identity or a relabelling of dims; moves no data.
+      reshape: a ``reshape`` or ``squeeze``; :func:`meshpar.rules.shape.reshape_order` has the dim order of its operand.
+      transpose: permutes dims by ``permutation``.
+      broadcast: a ``broadcast_in_dim``.
+      slice: reads a part of its operand: ``slice``, ``dynamic_slice``, ``gather``.
+      lookup: reads or writes rows of operand 0 at the indices in operand 1: ``gather``, and all scatters.
+      scatter: writes rows: a lookup whose result has the shape of operand 0.
+      transfer: moves arrays between devices, or between device and host memory: ``device_put``.
       fusible: computed inside the kernels that read its result.
       reduction: a reduction that computes its operands as it reads them.
-      product: a matrix product or convolution: takes FLOPs, and computes its operands as it reads them.
-      random: makes random bits or keys from a key: cheaper made again than kept.
+      matmul_dims: the sizes of a matmul or convolution; None: it is neither.
+      dot: a ``dot_general``, whose ``dimension_numbers`` are ((contracted), (batch)) dims of both operands.
+      convolution: a convolution.
+      nested_flops: equation → FLOPs of the matmuls inside a kernel or a nested jaxpr, on unsharded operands; None: there are none.
+      kernel: a kernel of :func:`meshpar.kernel_rule`: ``params["kernel"]`` has its name, rule and work.
+      random: makes random bits or keys from a key: cheaper to recompute than to save.
       identity: an identity that says names or a spec.
+      barrier: an optimization barrier: several operands, each returned unchanged.
       call: runs one body once, on its operands as they are.
       own_derivative: a call with a derivative rule of its own.
       fixed_factors: the rule of an equation, which its user wrote, fixes along which dims it may be split: the planner chooses no
         others.
       label: (equation) → the name of the equation in reports; None: that of the primitive.
-      opaque: code that nobody sees into; it needs a rule from the user where something is split.
+      loop: runs its body repeatedly: ``scan``, ``while``.
+      scan: a loop whose trip count is ``params["length"]``, and which slices and stacks arrays.
+      control_flow: runs bodies repeatedly or conditionally: ``scan``, ``while``, ``cond``.
+      opaque: code that no analysis sees into; it needs a rule from the user where something is split.
       refuses: why the op has no local form, or None where it has one; for ops of which only some have one.
       pinned: XLA's partitioner gets the op wrong along dims that are split, or fails (starts out of bounds, windows, uneven
         shards): the ``"jit"`` lowering constrains results to where the plan makes them, so that the split of a neighbour does not
@@ -91,16 +112,32 @@ class Primitive:
     elementwise: bool = False
     partial: tuple[Law, ...] = ()
     addition: bool = False
+    cast: bool = False
     view: bool = False
+    reshape: bool = False
+    transpose: bool = False
+    broadcast: bool = False
+    slice: bool = False
+    lookup: bool = False
+    scatter: bool = False
+    transfer: bool = False
     fusible: bool = False
     reduction: bool = False
-    product: bool = False
+    matmul_dims: MatmulDims | None = None
+    dot: bool = False
+    convolution: bool = False
+    nested_flops: Callable[[Any], float] | None = None
+    kernel: bool = False
     random: bool = False
     identity: bool = False
+    barrier: bool = False
     call: bool = False
     own_derivative: bool = False
     fixed_factors: bool = False
     label: Callable[[Any], str] | None = None
+    loop: bool = False
+    scan: bool = False
+    control_flow: bool = False
     opaque: bool = False
     refuses: Callable[[SplitOp], Refusal | None] | None = None
     pinned: bool = False
@@ -109,9 +146,21 @@ class Primitive:
     per_operand: tuple[str, ...] | None = None
 
     @property
+    def matmul(self) -> bool:
+        """A matmul or convolution: takes FLOPs, and computes its operands as it reads them."""
+        return self.matmul_dims is not None
+
+    @property
     def cheap(self) -> bool:
-        """Made again from its operands rather than kept for a backward pass (for a call: as cheap as its body)."""
+        """Cheaper to recompute than to save for a backward pass (for a call: as cheap as its body)."""
         return self.fusible or self.view or self.random or self.call
+
+    def flops(self, eqn: Any) -> float:
+        """FLOPs of the matmuls of an equation of this primitive, on unsharded operands; 0 for control flow and calls."""
+        if self.matmul_dims is not None:
+            batch, m, n, k = self.matmul_dims(eqn, *(v.aval.shape for v in eqn.invars[:2]))
+            return 2.0 * batch * m * n * k
+        return 0.0 if self.nested_flops is None else self.nested_flops(eqn)
 
 
 _entries: dict[str, Primitive] = {}

@@ -36,7 +36,7 @@ def _local_broadcast(at: LocalOp, *xs: Any) -> list[Any]:
     return at.run(*xs, shape=at.out)
 
 
-register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_broadcast, fusible=True, free=True)
+register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_broadcast, fusible=True, free=True, broadcast=True)
 
 
 def transpose(eqn, ins, outs) -> OpRule:
@@ -46,13 +46,18 @@ def transpose(eqn, ins, outs) -> OpRule:
     return r
 
 
-register("transpose", rule=transpose, local=on_shards, view=True, free=True, partial=(MOVES,))
+register("transpose", rule=transpose, local=on_shards, view=True, free=True, partial=(MOVES,), transpose=True)
+
+
+def reshape_order(eqn: Any) -> Sequence[int]:
+    """The order in which a ``reshape`` takes the dims of its operand: it may transpose first. In order for a ``squeeze``."""
+    order = eqn.params["dimensions"] if eqn.primitive.name == "reshape" else None
+    return range(len(eqn.invars[0].aval.shape)) if order is None else order
 
 
 def reshape(eqn, ins, outs) -> OpRule:
     """The coarsest factors that both shapes are products of; a run that has none (``[6, 4] → [4, 6]``) needs replication."""
-    order = eqn.params["dimensions"] if eqn.primitive.name == "reshape" else None
-    order = range(len(ins[0])) if order is None else order  # a reshape may transpose its operand first
+    order = reshape_order(eqn)
     a, b = [ins[0][d] for d in order], outs[0]
     r = OpRule([], [], strong=True)
     left: list[Factors] = [()] * len(a)
@@ -81,8 +86,8 @@ def _local_reshape(at: LocalOp, *xs: Any) -> list[Any]:
     return at.run(*xs, new_sizes=at.out)
 
 
-register("reshape", rule=reshape, local=_local_reshape, view=True, partial=(MOVES,))
-register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,))
+register("reshape", rule=reshape, local=_local_reshape, view=True, partial=(MOVES,), reshape=True)
+register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,), reshape=True)
 
 
 def _runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -167,7 +172,7 @@ def _local_slice(at: LocalOp, x: Any) -> list[Any]:
     return [out if mine is None else only_where(mine, out)]
 
 
-register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True)
+register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True, slice=True)
 
 
 def _part(operand, result, kind: Kind, lies: Sequence[range] = (), moved: Sequence[bool] = ()) -> OpRule:
@@ -385,6 +390,7 @@ register(
     rule=device_put,
     local=_local_device_put,
     view=True,
+    transfer=True,
     per_operand=("devices", "srcs", "copy_semantics"),
 )
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cost.flops import OPAQUE, matmul_flops, opaque_flops
-from ..cost.fusion import MATMULS, Buffer, Kernel
+from ..cost.fusion import Buffer, Kernel
 from ..cost.kernel_time import kernel_times
 from ..hardware.chips import Chip
 from ..plan.assignment import AxisAssignment, GroupAssignment, Queries
@@ -63,10 +62,9 @@ class _Units:
                 self._products(inner, count * (1 if inner.trip_count is None else inner.trip_count))
             if op.rule is None or op.rule.given is not None:
                 continue
-            if op.name in MATMULS:
-                self.flops[self.place[op]] = count * matmul_flops(op.eqn), str(op.eqn.invars[0].aval.dtype)
-            elif op.name in OPAQUE and (flops := opaque_flops(op)):
-                self.flops[self.place[op]] = count * flops, None
+            if flops := op.primitive.flops(op.eqn):
+                dtype = str(op.eqn.invars[0].aval.dtype) if op.primitive.matmul else None
+                self.flops[self.place[op]] = count * flops, dtype
 
     def split(self, assignment: AxisAssignment) -> tuple[np.ndarray, np.ndarray]:
         """How the assignment splits every value and op: a number for the axes of its dims, or factors, and in how many parts."""
@@ -210,7 +208,7 @@ class _Piece:
 def _seconds(plan: Plan) -> Iterator[_Piece]:
     for node, took in kernel_times(plan).items():
         products = [run.op for run in node.matmuls] or (
-            [node.op] if node.op is not None and node.name in OPAQUE else []
+            [node.op] if node.op is not None and node.name == node.op.name and node.op.primitive.nested_flops else []
         )
         yield _Piece(took.seconds * took.count, 0.0, _computed(node), products, node.name != "move!")
     for step in plan.body.every:

@@ -31,7 +31,7 @@ def test_traits_of_some():
     assert not {"mul", "exp", "max", "sign"} & linear
     assert {"transpose", "reshape", "copy", "name_dims"} < having(lambda p: p.view)
     assert not {"add", "broadcast_in_dim", "pad"} & having(lambda p: p.view)
-    assert having(lambda p: p.product) == {"dot_general", "ragged_dot_general", "conv_general_dilated"}
+    assert having(lambda p: p.matmul) == {"dot_general", "ragged_dot_general", "conv_general_dilated"}
     assert primitive("cumsum").pinned
 
 

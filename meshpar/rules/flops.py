@@ -1,0 +1,62 @@
+"""FLOPs of the matmuls inside opaque equations: kernels, ``pallas_call``, and the user's own ``shard_map``."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+from meshpar_kernels._choose import OUTLINE
+
+from ..compat.jax import closed_parts, make_jaxpr
+from .registry import primitive
+
+_traced: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
+"""Kernel → (shapes and dtypes of its operands) → FLOPs."""
+
+
+def kernel_flops(eqn: Any) -> float:
+    """FLOPs of a kernel of :func:`meshpar.kernel_rule`: those it declares, else those of its traced function."""
+    kernel, avals = eqn.params["kernel"], [v.aval for v in eqn.invars]
+    if (work := kernel.work(avals, {}, {})) is not None and work.flops is not None:
+        return work.flops
+    cached = _traced.setdefault(kernel, {})
+    key = tuple((a.shape, str(a.dtype)) for a in avals)
+    if key not in cached:
+        with OUTLINE(True):
+            cached[key] = jaxpr_flops(make_jaxpr(kernel.jitted, *avals).jaxpr)
+    return cached[key]
+
+
+def pallas_flops(eqn: Any) -> float:
+    """FLOPs of a ``pallas_call``: its ``cost_estimate``, else those of its body at every step of its grid."""
+    p = eqn.params
+    if p.get("cost_estimate") is not None:
+        return float(p["cost_estimate"].flops)
+    return jaxpr_flops(p["jaxpr"]) * math.prod(n for n in p["grid_mapping"].grid if isinstance(n, int))
+
+
+def shard_map_flops(eqn: Any) -> float:
+    """FLOPs of a ``shard_map`` of the user, of all devices together."""
+    p = eqn.params
+    return jaxpr_flops(p["jaxpr"]) * math.prod(p["mesh"].shape[a] for a in p["newly_manual_axes"])
+
+
+def jaxpr_flops(jaxpr: Any) -> float:
+    """FLOPs of the matmuls of a jaxpr: loops times their trip count if it is known, of a ``cond`` the largest branch."""
+    return sum(map(_equation_flops, jaxpr.eqns))
+
+
+def _equation_flops(eqn: Any) -> float:
+    entry, p = primitive(eqn.primitive.name), eqn.params
+    if entry.matmul or entry.nested_flops is not None:
+        return entry.flops(eqn)
+    if "branches" in p:
+        return max(jaxpr_flops(closed_parts(b)[0]) for b in p["branches"])
+    bodies = [
+        closed_parts(x)[0]
+        for v in p.values()
+        for x in (v if isinstance(v, tuple | list) else (v,))
+        if hasattr(closed_parts(x)[0], "eqns")
+    ]
+    return sum(map(jaxpr_flops, bodies)) * (p["length"] if entry.scan else 1)
