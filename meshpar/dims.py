@@ -115,12 +115,30 @@ def did_you_mean(name: str, candidates: Iterable[str], kind: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _pattern(pattern: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, pattern.split("*"))) + r"\Z", re.DOTALL)
+    """The regular expression of a path pattern; see :func:`path_matches`."""
+    tokens = re.findall(r"\*|\[[^\[\]/]+\]|\{[^{}]*\}|[^*\[{]+|[\[{]", pattern)
+    return re.compile("".join(map(_token, tokens)) + r"\Z", re.DOTALL)
+
+
+def _token(token: str) -> str:
+    """The regular expression of one part of a path pattern: ``*``, ``[qkv]``, ``{up,down}`` or literal text."""
+    if token == "*":
+        return ".*"
+    if token.startswith("[") and token.endswith("]"):
+        return "[" + re.escape(token[1:-1]).replace(r"\-", "-") + "]"
+    if token.startswith("{") and token.endswith("}"):
+        return f"(?:{'|'.join(map(re.escape, token[1:-1].split(',')))})"
+    return re.escape(token)
 
 
 def path_matches(pattern: str, path: str) -> bool:
-    """Whether a path pattern matches: ``*`` stands for anything, ``/`` included, and a leading ``*/`` for nothing too."""
-    return bool(_pattern(pattern).match(path) or _pattern(pattern).match("/" + path))
+    """Whether a path pattern matches a path.
+
+    ``*`` matches any text, ``/`` included; a leading ``*/`` also matches no text. ``[qkv]`` matches one of the characters,
+    ``[a-c]`` one of a range, and ``{up,down}`` one of the texts. A pattern without its special meaning matches too: a path that
+    contains brackets matches itself.
+    """
+    return path == pattern or bool(_pattern(pattern).match(path) or _pattern(pattern).match("/" + path))
 
 
 class PathDims:

@@ -38,7 +38,7 @@ __all__ = [
 class MeshparError(ValueError):
     """Base of all meshpar errors: a headline, then the facts, one a line, then the ways to fix it.
 
-    The facts are also attributes (``None`` where one does not apply): ``path``, ``shape``, ``dims``,
+    The facts are also attributes (``None`` where one does not apply): ``path``, ``pattern``, ``shape``, ``dims``,
     ``dim``, ``axis``, ``rule``, ``source``, ``fixes``.
     """
 
@@ -47,6 +47,7 @@ class MeshparError(ValueError):
         headline: str,
         *,
         path: str | None = None,
+        pattern: str | None = None,
         shape: Sequence[int] | None = None,
         dtype: object = None,
         dims: str | None = None,
@@ -57,13 +58,14 @@ class MeshparError(ValueError):
         fixes: Sequence[str] = (),
     ):
         self.headline = headline
-        self.path, self.dims, self.dim, self.axis = path, dims, dim, axis
+        self.path, self.pattern, self.dims, self.dim, self.axis = path, pattern, dims, dim, axis
         self.shape = None if shape is None else tuple(shape)
         self.rule, self.source, self.fixes = rule, source, tuple(fixes)
         sized = "" if self.shape is None else f"[{', '.join(map(str, self.shape))}]"
         tensor = f"{path or ''}  {dtype or ''}{sized}".strip()
         facts = [
             ("tensor", tensor),
+            ("pattern", pattern),
             ("dims", dims),
             ("rule", rule),
             ("at", source),

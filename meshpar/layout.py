@@ -10,7 +10,7 @@ from typing import Literal
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .dims import DimsLike, did_you_mean, fit_dims, format_dims, parse_dims, path_matches
+from .dims import DimsLike, did_you_mean, fit_dims, format_dims, near, parse_dims, path_matches
 from .errors import AxisConflictError, DivisibilityError, LayoutSyntaxError, UnknownAxisError, UnknownDimError
 
 AnyMesh = Mesh | AbstractMesh
@@ -25,6 +25,21 @@ _LEFT = re.compile(
 )
 _AXIS = re.compile(r"[A-Za-z_][\w\-]*\Z")
 SCOPES = ("params", "opt")
+
+SCHEMES = {
+    "data_parallel": "batch: {data}",
+    "zero1": "batch: {data}; opt.embed?: {data}",
+    "fsdp": "batch, embed?: {data}",
+    "hsdp": "batch: {replica}+{data}; embed?: {data}",
+    "tensor_parallel": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}",
+    "megatron": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}",
+    "fsdp_megatron": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}; embed?: {data}",
+    "sequence_parallel": "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}; embed?: {data}; seq?: {model}",
+    "context_parallel": "batch: {data}; seq?: {context}",
+    "expert_parallel": "expert?, experts?: {expert}; batch: {data}+{expert}; embed?: {data}",
+}
+"""Name of a scheme → its layout, a format string with one field for each mesh axis. See :mod:`meshpar.layouts`."""
+_DEFAULT_AXES = {axis: axis for axis in ("data", "model", "replica", "context", "expert")}
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,8 @@ class Layout:
         ``batch: slice+data`` takes two axes, ``kv_heads?: model`` only where it divides,
         ``opt.embed: data`` for optimizer state only, ``"*/embedding".vocab: model`` for the paths that a
         pattern matches, ``seq: none`` for no axis), a Flax ``logical_axis_rules`` list of pairs, a mapping
-        with the same left sides, or another layout. A list or mapping may have rules for dims that a program does not
+        with the same left sides, another layout, or the name of a scheme of :mod:`meshpar.layouts`, ``"fsdp"``. A list or
+        mapping may have rules for dims that a program does not
         have, unless one is spelt nearly as a dim that is there.
       resolve: ``"order"``: the order of the rules decides; ``"cost"``: each op picks the claims that move the
         fewest bytes. The default is ``"order"``, and ``"cost"`` for a list of pairs, whose order means less.
@@ -232,6 +248,7 @@ class Layout:
                         axis=axis,
                         rule=str(rule),
                         fixes=[
+                            *([f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)),
                             *did_you_mean(axis, mesh.shape, "axes"),
                             f'or give the mesh that axis: mp.mesh("{sizes}, {axis}=1")',
                         ],
@@ -377,6 +394,13 @@ def divisibility_error(
 
 
 def _parse(text: str) -> Iterable[Rule]:
+    """The rules of a layout's text, or of the scheme that it names.
+
+    Raises:
+      LayoutSyntaxError: text that is neither.
+    """
+    if text.strip() in SCHEMES:
+        text = SCHEMES[text.strip()].format_map(_DEFAULT_AXES)
     lines = [line.split("#", 1)[0] for line in text.splitlines()]
     for statement in (s.strip() for line in lines for s in line.split(";")):
         if not statement:
@@ -386,7 +410,7 @@ def _parse(text: str) -> Iterable[Rule]:
             raise LayoutSyntaxError(
                 f"layout rule {statement!r} has no `:`",
                 rule=statement,
-                fixes=["write `dim: axis`, e.g. `batch: data`"],
+                fixes=[*_similar_schemes(statement), "write `dim: axis`, e.g. `batch: data`"],
             )
         axes = _axes(right)
         for axis in axes:
@@ -398,6 +422,12 @@ def _parse(text: str) -> Iterable[Rule]:
                 )
         for item in (d.strip() for d in left.split(",")):
             yield _rule(item, axes, statement)
+
+
+def _similar_schemes(text: str) -> list[str]:
+    """The fix for a misspelled name of a scheme; empty if none is similar."""
+    similar = near(re.sub(r"\W+", "_", text), SCHEMES)
+    return [f"did you mean the scheme {' or '.join(f'`{name}`' for name in similar)}?"] if similar else []
 
 
 def _axes(text: str) -> tuple[str, ...]:
@@ -416,6 +446,11 @@ def _rule(left: str, axes: tuple[str, ...], statement: str) -> Rule:
       LayoutSyntaxError: no dim, or a scope that does not exist.
     """
     m = _LEFT.match(left)
+    if m is None and ":" in left and "," in statement:
+        rules = "; ".join(part.strip() for part in statement.split(","))
+        raise LayoutSyntaxError(
+            f"layout rule {statement!r} has several `:`", rule=statement, fixes=[f"separate rules by `;`: `{rules}`"]
+        )
     if m is None:
         fixes = ['write `dim: axis`, `dim?: axis`, `opt.dim: axis` or `"*/path".dim: axis`']
         if "/" in left or "*" in left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -24,7 +25,11 @@ from .compat.jax import (
 from .dims import Dims, PathDims, fit_dims, format_dims, near, path_matches
 from .errors import PatternError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, key_text, with_states
+from .options import StepOptions
 from .program import Program, infer, trace
+
+OPTION_NAMES = {"mesh", "layout", "topology", *(option.name for option in fields(StepOptions))}
+"""Names of options that a user may pass to a step by mistake."""
 
 ArgumentPath = Callable[[int], tuple[str, ...]]
 """Position of an argument → the beginning of its leaves' paths."""
@@ -168,12 +173,14 @@ def _described(x: Any) -> str:
 
 def _no_array(path: str, value: Any) -> UnsupportedError:
     name, _, rest = path.partition("/")
-    fix = (
+    fixes = [
         f"make `{name}` static: static_argnames={name!r}"
         if not rest
         else "take it out of the tree, and pass it as a static argument"
-    )
-    return UnsupportedError(f"{path}: {_described(value)} is no JAX array", path=path, fixes=[fix])
+    ]
+    if name in OPTION_NAMES:
+        fixes.insert(0, f"`{name}` is an option of mp.plan and mp.compile, not of a step: mp.plan(fn, …, {name}=…)")
+    return UnsupportedError(f"{path}: {_described(value)} is no JAX array", path=path, fixes=fixes)
 
 
 def unhashable(call: Call, argument_path: ArgumentPath) -> UnsupportedError:
@@ -492,6 +499,14 @@ def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str 
     return max((p for p, found in matched.items() if found and all(found)), key=lambda p: len(matched[p]), default=None)
 
 
+def _similar_pattern(pattern: str, paths: Sequence[str]) -> list[str]:
+    """The fix for a pattern that matches no path: with ``*/`` in front, or spelled as a similar path; empty if there is none."""
+    if any(path_matches(f"*/{pattern}", path) for path in paths):
+        return [f"did you mean {f'*/{pattern}'!r}?"]
+    similar = near(pattern, [*paths, *({f"*/{path.rpartition('/')[2]}" for path in paths} if "*" in pattern else ())])
+    return [f"did you mean {' or '.join(map(repr, similar))}?"] if similar else []
+
+
 def _check_patterns(patterns: PathDims, used: set[str], paths: list[str]) -> None:
     """Every pattern is used.
 
@@ -510,9 +525,12 @@ def _check_patterns(patterns: PathDims, used: set[str], paths: list[str]) -> Non
                 path=shadow,
                 fixes=["the first pattern that matches wins: put the narrower one first"],
             )
+        listed = sorted(paths, key=lambda path: -difflib.SequenceMatcher(None, pattern, path).ratio())
         raise PatternError(
-            f"the dims= pattern {pattern!r} matches no tensor",
-            path=pattern,
-            fixes=[f"did you mean {' or '.join(map(repr, near(pattern, paths)))}?"] * bool(near(pattern, paths))
-            + [f"paths are: {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"],
+            f"the dims= pattern {pattern!r} matches no tensor; a pattern matches a complete path",
+            pattern=pattern,
+            fixes=[
+                *_similar_pattern(pattern, paths),
+                f"paths are: {', '.join(listed[:8])}{', …' if len(paths) > 8 else ''}",
+            ],
         )

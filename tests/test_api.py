@@ -923,3 +923,15 @@ def test_abstract_of_a_step(jit):
     (new, value), got = step.abstract(params(), batch()), step(params(), batch())
     assert new["up"].sharding == got[0]["up"].sharding
     assert (value.shape, value.dtype) == ((), jnp.float32)
+
+
+def test_an_option_given_to_a_step_is_named():
+    step = mp.jit(lambda x: x * 2, mesh="data=8", layout="batch: data", dims={"x": "batch"})
+    with pytest.raises(mp.errors.UnsupportedError, match=r"`topology` is an option of mp\.plan"):
+        step.plan(jnp.ones(8), topology="v5e:2x4")
+
+
+def test_a_pattern_that_matches_the_end_of_a_path_suggests_the_complete_one():
+    with pytest.raises(mp.errors.PatternError, match=r"pattern up\n.*did you mean '\*/up'") as error:
+        mp.plan(lambda p: p["a"]["up"] * 2, {"a": {"up": jnp.ones(8)}}, mesh="data=8", layout="", dims={"up": "embed"})
+    assert error.value.pattern == "up"

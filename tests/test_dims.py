@@ -121,3 +121,19 @@ def test_near_names():
     assert did_you_mean("embd", ["mlp", "embed"], "dims") == ["did you mean `embed`?"]
     assert did_you_mean("zzz", ["mlp", "embed"], "dims") == ["dims there are: embed, mlp"]
     assert did_you_mean("zzz", [], "dims") == ["dims there are: none"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "other"),
+    [
+        ("*/[qkv]/kernel", ["a/q/kernel", "a/v/kernel", "k/kernel"], ["a/o/kernel", "a/qk/kernel"]),
+        ("*/layer_[0-2]/w", ["p/layer_0/w", "p/layer_2/w"], ["p/layer_3/w"]),
+        ("*/{up,gate}/kernel", ["mlp/up/kernel", "mlp/gate/kernel"], ["mlp/down/kernel", "mlp/up,gate/kernel"]),
+        ("p/w[0]", ["p/w[0]", "p/w0"], ["p/w"]),  # brackets of a path, and as a pattern
+        ("p/{", ["p/{"], ["p/"]),
+        ("p/[^a]", ["p/^", "p/a"], ["p/b"]),  # no negation
+    ],
+)
+def test_character_sets_and_alternatives(pattern, matching, other):
+    assert all(path_matches(pattern, path) for path in matching)
+    assert not any(path_matches(pattern, path) for path in other)

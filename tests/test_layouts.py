@@ -94,3 +94,26 @@ def test_experts_are_split_by_either_name(name):
     dims = {"x": "batch embed", "w": f"{name} embed mlp"}
     plan = mp.plan(f, *shapes, mesh="data=2, expert=2", layout=mp.layouts.expert_parallel(), dims=dims)
     assert plan.inputs[1].spec == jax.P("expert", "data")
+
+
+@pytest.mark.parametrize("name", mp.layouts.PRESETS)
+def test_the_name_of_a_scheme_is_its_layout_with_the_default_axes(name):
+    assert mp.Layout(name) == mp.layouts.PRESETS[name]()
+    assert mp.Layout(name).rules
+
+
+def test_a_misspelled_scheme_suggests_the_similar_one():
+    with pytest.raises(mp.errors.LayoutSyntaxError, match="did you mean the scheme `fsdp`"):
+        mp.Layout("fdsp")
+    with pytest.raises(mp.errors.LayoutSyntaxError, match="did you mean the scheme `tensor_parallel`"):
+        mp.Layout("tensor-paralel")
+
+
+def test_rules_separated_by_commas_are_corrected():
+    with pytest.raises(mp.errors.LayoutSyntaxError, match="separate rules by `;`: `batch: data; mlp: model`"):
+        mp.Layout("batch: data, mlp: model")
+
+
+def test_a_rule_with_dim_and_axis_swapped_is_corrected():
+    with pytest.raises(mp.errors.UnknownAxisError, match="swapped: write `batch: data`"):
+        mp.Layout("data: batch").check_axes(mp.mesh("data=4, model=2"))

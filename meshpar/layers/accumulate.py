@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from ..layout import AnyMesh, Layout
 
 
 def accumulate_gradients(
-    fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequence[int] = 1
+    fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequence[int] | None = None
 ) -> Callable[..., Any]:
     """Run a function of a batch in microbatches, and average what it returns.
 
@@ -29,7 +29,8 @@ def accumulate_gradients(
     Args:
       fn: returns means over its batch (a loss, gradients of one): any tree of arrays.
       microbatches: how many pieces; the leading dim of every array of the batch must be a multiple.
-      argnums: which positional arguments are batches; the others are passed whole to every piece.
+      argnums: positions of the arguments that are batches. None: all positional arguments after the first, except scalars and PRNG
+        keys. The other arguments are passed to every microbatch unchanged.
 
     Returns:
       A function with the arguments and results of ``fn``. Floating results are averaged over the pieces (in float32 where they
@@ -38,14 +39,14 @@ def accumulate_gradients(
 
     Raises:
       LayoutSyntaxError: ``microbatches`` below 1.
-      DivisibilityError: (when called) a batch that does not divide.
+      DivisibilityError: (when called) a batch that does not divide, or batches of different leading sizes.
     """
     if microbatches < 1:
         raise LayoutSyntaxError(
             f"mp.accumulate_gradients: microbatches={microbatches}, which must be at least 1",
             fixes=["microbatches=1 computes the gradient of the whole batch at once"],
         )
-    where = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    given = (argnums,) if isinstance(argnums, int) else argnums
 
     def pieces(x: Any) -> Any:
         shape = np.shape(x)
@@ -61,6 +62,8 @@ def accumulate_gradients(
     def run(*args: Any, **kwargs: Any) -> Any:
         if microbatches == 1:
             return fn(*args, **kwargs)
+        where = [i for i, x in enumerate(args) if i and _has_rows(x)] if given is None else list(given)
+        _check_rows({i: args[i] for i in where})
         xs = [jax.tree.map(pieces, args[i]) for i in where]
 
         def one(batches: Sequence[Any]) -> Any:
@@ -112,6 +115,32 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
     parts = math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
     each = batch // parts
     return next(n for n in range(1, each + 1) if each % n == 0 and each // n <= rows)
+
+
+def _has_rows(argument: Any) -> bool:
+    """Whether an argument has an array with a leading dim; a PRNG key has none, nor has a raw key of two 32-bit words."""
+    return any(
+        np.ndim(x) > 0 and not (np.shape(x) == (2,) and getattr(x, "dtype", None) == np.uint32)
+        for x in jax.tree.leaves(argument)
+    )
+
+
+def _check_rows(batches: Mapping[int, Any]) -> None:
+    """Check that all arrays of the batches have the same leading size.
+
+    Args:
+      batches: position of an argument → the argument.
+
+    Raises:
+      DivisibilityError: they have not.
+    """
+    rows = {i: {np.shape(x)[0] if np.ndim(x) else None for x in jax.tree.leaves(x)} for i, x in batches.items()}
+    if len(sizes := set().union(*rows.values())) > 1 and None not in sizes:
+        text = ", ".join(f"argument {i}: {' and '.join(map(str, sorted(n)))}" for i, n in rows.items())
+        raise DivisibilityError(
+            f"mp.accumulate_gradients: the arrays of the batch have different leading sizes ({text})",
+            fixes=["list the arguments that are batches: argnums=1, or argnums=(1, 2)"],
+        )
 
 
 def _sum_dtype(dtype: Any) -> Any:

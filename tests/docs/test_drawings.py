@@ -13,5 +13,5 @@ def test_a_sharded_tensor_has_one_rectangle_for_each_distinct_shard():
     import meshpar as mp
 
     lines = drawings.tensor("embed mlp", (16, 32), mp.Layout("embed: data"), 0, 0, 5)
-    assert [line.split(">")[1].split("<")[0] for line in lines if "#ffffff\">" in line] == ["0 1", "2 3", "4 5", "6 7"]
+    assert [line.split(">")[1].split("<")[0] for line in lines if '#ffffff">' in line] == ["0 1", "2 3", "4 5", "6 7"]
     assert sum(line.startswith("<rect") for line in lines) == 4

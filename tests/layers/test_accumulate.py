@@ -176,3 +176,33 @@ def test_microbatches_of_what_does_not_divide():
         mp.microbatches_for(60, rows=4, mesh=mp.mesh("data=8"), layout="batch: data")
     with pytest.raises(mp.errors.LayoutSyntaxError, match="rows=0"):
         mp.microbatches_for(64, rows=0, mesh=mp.mesh("data=8"), layout="batch: data")
+
+
+def regression(p, x, y):
+    return jnp.square(x @ p - y).mean()
+
+
+def test_all_arguments_after_the_first_are_batches():
+    r = np.random.default_rng(1)
+    p, x, y = r.normal(size=(8, 3)), r.normal(size=(16, 8)), r.normal(size=(16, 3))
+    value, grads = mp.accumulate_gradients(jax.value_and_grad(regression), 4)(p, x, y)
+    np.testing.assert_allclose(value, np.square(x @ p - y).mean(), rtol=1e-5)
+    np.testing.assert_allclose(grads, 2 * x.T @ (x @ p - y) / y.size, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
+def test_keys_and_scalars_are_no_batches(key):
+    seen = []
+
+    def fn(p, x, key, scale):
+        seen.append((x.shape, key.shape, np.shape(scale)))
+        return x.mean() * scale + 0 * jax.random.normal(key)
+
+    x = np.arange(8, dtype=np.float32)
+    np.testing.assert_allclose(mp.accumulate_gradients(fn, 2)(0.0, x, key, 3.0), 3 * x.mean(), rtol=1e-6)
+    assert set(seen) == {((4,), key.shape, ())}
+
+
+def test_batches_of_different_sizes_name_argnums():
+    with pytest.raises(DivisibilityError, match=r"argument 1: 16, argument 2: 4\)[^$]*argnums=1"):
+        mp.accumulate_gradients(regression, 4)(jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((4, 3)))
