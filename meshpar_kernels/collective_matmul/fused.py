@@ -71,10 +71,10 @@ class _Fused:
         if len(set(sides)) > 1:
             reasons.append("the rows are in the left operand of one matmul and in the right operand of another")
         if len({str(dot.precision) for dot in dots}) > 1:
-            reasons.append("products of several precisions")
+            reasons.append("matmuls of several precisions")
         self.dtypes = [jnp.dtype(dot.dtype(*pair)) for dot, pair in zip(dots, pairs, strict=True)]
         if len(set(self.dtypes)) > 1 or len({x.dtype for pair in pairs for x in pair}) > 1:
-            reasons.append("products of several dtypes")
+            reasons.append("matmuls of several dtypes")
         self.reasons = Unsupported(reasons)
         if reasons:
             return
@@ -223,7 +223,7 @@ class FusedScatter(_Fused):
         # of the operand that has the rows, the dim that is scattered
         self.at = dims[0] - (0 if self.side == 0 else len(first.other_free))
         if len(results) > 1 or len(set(dims)) > 1:
-            self.reasons = Unsupported(("the products of the sum have different shapes",))
+            self.reasons = Unsupported(("the matmuls of the sum have different shapes",))
             return
         full = x.shape[first.free[self.at]]
         if full % devices:

@@ -6,7 +6,7 @@ A copy between global and tiled shared memory goes through a descriptor of the *
 zeros and a store drops. So a window that does not begin at a multiple of 8 rows has neither the last r % 8 rows of each tile nor
 what should be in their stead (`copy_map`).
 
-Of the rest only what kernels can get wrong is here: when copies land and products have read their operands, barriers with phases,
+Of the rest only what kernels can get wrong is here: when copies land and matmuls have read their operands, barriers with phases,
 counts in the memory of peers, writes that the copy engine does not see until they are committed, and blocks that start when a
 multiprocessor is free. Blocks of a cluster start together; a copy for all of them (`collective_axes`) is made of one for each, of
 its part, which lands in every block by itself and is counted there; an arrival at a `ClusterBarrier` counts in every block, is of
@@ -560,7 +560,7 @@ class Gpus:
             total.store(total.load() + left.load().astype(np.float32) @ right.load().astype(np.float32))
 
         task = self.machine.current
-        op = Op("product", f"the product of {left} and {right}", ("products", task.name), [left, right], [total], land)
+        op = Op("matmul", f"the matmul of {left} and {right}", ("matmuls", task.name), [left, right], [total], land)
         issued = [pair for pair in task.state.get("issued", []) if pair[0] in self.machine.flying]
         task.state["issued"] = [*issued, (op, task.state.pop("apart", []))]  # it is done when all warps have begun it
         self.machine.start(op)
@@ -568,8 +568,8 @@ class Gpus:
     def wgmma_wait(self, n: int) -> None:
         if self.machine.site():
             return
-        queue = ("products", self.machine.current.name)
-        self.machine.wait(lambda: sum(op.queue == queue for op in self.machine.flying) <= n, f"all but {n} products")
+        queue = ("matmuls", self.machine.current.name)
+        self.machine.wait(lambda: sum(op.queue == queue for op in self.machine.flying) <= n, f"all but {n} matmuls")
 
     def tcgen05_mma(self, total: Ref, left: Ref, right: Ref, accumulate: Any, collective_axis: Any = None) -> None:
         totals, lefts, rights = (self._of_blocks(ref, collective_axis) for ref in (total, left, right))
@@ -585,8 +585,8 @@ class Gpus:
                 first = sums.load() if accumulate else np.zeros(sums.shape, np.float32)
                 sums.store(first + rows.load().astype(np.float32) @ columns)
 
-        queue = ("products", self.machine.current.name)
-        self.machine.start(Op("product", f"the product of {left} and {right}", queue, [*lefts, *rights], totals, land))
+        queue = ("matmuls", self.machine.current.name)
+        self.machine.start(Op("matmul", f"the matmul of {left} and {right}", queue, [*lefts, *rights], totals, land))
 
     def _of_blocks(self, ref: Ref, collective_axis: Any) -> list[Ref]:
         """The same of all blocks of the cluster, of which the first speaks for all."""
@@ -594,7 +594,7 @@ class Gpus:
             return [ref]
         if self.machine.current.at["in cluster"]:
             raise Fault(
-                "value", f"{self.machine.current.name} starts products of its cluster, and is not of its first block"
+                "value", f"{self.machine.current.name} starts matmuls of its cluster, and is not of its first block"
             )
         return [Ref(self.machine, buffer, ref.index, ref.transposed) for buffer in ref.buffer.twins]
 
@@ -603,13 +603,13 @@ class Gpus:
             return
         barrier = self._one(barrier)
         told = [barrier] if collective_axis is None else barrier.twins
-        queue = ("products", self.machine.current.name)
+        queue = ("matmuls", self.machine.current.name)
 
         def report() -> None:
             for one in told:
                 self._arrive(one)
 
-        self.machine.start(Op("product", "a commit", queue, [], [], lambda: None, report))
+        self.machine.start(Op("matmul", "a commit", queue, [], [], lambda: None, report))
 
     def async_load_tmem(self, ref: Ref, layout: Any = None) -> np.ndarray:
         del layout

@@ -1,7 +1,7 @@
 """A machine that runs kernel bodies as they are, on NumPy arrays: threads, copies that land late, and who may touch what meanwhile.
 
 JAX's interpreters show values and races of one order of events, index arrays logically, and know no barrier between devices. Here
-each thread of a kernel is a thread of Python of which one runs at a time, and every asynchronous operation (a copy, a product of
+each thread of a kernel is a thread of Python of which one runs at a time, and every asynchronous operation (a copy, a matmul of
 the tensor cores) is in flight from its start until the machine lets it land. A `Schedule` says in which order: copies land at
 once, as late as anything can wait for them, or at random; and one kind of thread is starved, so that all others run ahead of it.
 
@@ -88,9 +88,9 @@ _STARVED = [
 ]
 
 SCHEDULES = [
-    *(Schedule("late", last) for last in ("store", "product", "load")),
+    *(Schedule("late", last) for last in ("store", "matmul", "load")),
     *(Schedule("at once", starved=starved) for starved in _STARVED),
-    *(Schedule("late", last, starved) for starved in _STARVED for last in ("store", "product", "load")),
+    *(Schedule("late", last, starved) for starved in _STARVED for last in ("store", "matmul", "load")),
     *(Schedule("random", seed=seed) for seed in range(4)),
 ]
 """What a kernel is run through."""
@@ -229,7 +229,7 @@ class Op:
     """An asynchronous operation.
 
     Attributes:
-      kind: "load", "store", "product" or "copy".
+      kind: "load", "store", "matmul" or "copy".
       what: for messages.
       queue: operations of one queue land in their order, and may touch each other's memory.
       reads, writes: windows that nobody else may write, or touch, while it is in flight.

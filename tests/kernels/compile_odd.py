@@ -33,12 +33,12 @@ def cases(struct):
         for transposed in (False, True):
             rhs = struct((groups, n, k) if transposed else (groups, k, n), dtype)
 
-            def product(lhs, rhs, sizes, transposed=transposed):
+            def matmul(lhs, rhs, sizes, transposed=transposed):
                 return grouped_matmul(lhs, rhs, sizes, transpose_rhs=transposed, implementation="pallas_tpu")
 
             yield (
                 f"grouped_matmul {m, k, n, groups} {dtype.__name__} {transposed}",
-                product,
+                matmul,
                 (struct((m, k), dtype), rhs, sizes),
             )
 
@@ -60,8 +60,8 @@ def cases(struct):
                 lhs, rhs, sizes, rhs_scale=scale, transpose_rhs=transposed, implementation="pallas_tpu"
             )
 
-        def pulled(lhs, rhs, scale, sizes, grad, product=quantized):
-            return jax.vjp(lambda lhs: product(lhs, rhs, scale, sizes), lhs)[1](grad)
+        def pulled(lhs, rhs, scale, sizes, grad, matmul=quantized):
+            return jax.vjp(lambda lhs: matmul(lhs, rhs, scale, sizes), lhs)[1](grad)
 
         rhs = struct((3, n, k) if transposed else (3, k, n), dtype)
         scale = struct((3, n) if blocks is None else (3, blocks, n), F32)

@@ -38,7 +38,7 @@ def same(found: Any, wanted: Any, what: str) -> None:
         raise Fault("value", f"{what}: {wrong.sum()} of {wrong.size} elements, the first at {np.argwhere(wrong)[0]}")
 
 
-def product(
+def matmul(
     module: Any, sizes: list[int], schedule: Schedule = PLAIN, dropped: str | None = None, *,
     rows: int = 256, k: int = 128, n: int = 128, num_sms: int = 2, tile: Tile = TILE, activation: Any = None, gated: bool = False,
     transpose_rhs: bool = False, scaled: bool = False, group_offset: int | None = None, out: Any = F16,
@@ -173,14 +173,14 @@ def kernels() -> dict[str, Callable[..., Machine]]:
     tile = Tile(128, 192, 64, 2)  # results leave in three chunks, through two slots; as few stages as there may be
     for name, module in GROUPED.items():
         options = {"k": 192, "n": 256, "tile": tile}
-        found[f"grouped_matmul, {name}"] = functools.partial(product, module, [128, 9, 0, 100], **options)
+        found[f"grouped_matmul, {name}"] = functools.partial(matmul, module, [128, 9, 0, 100], **options)
         found[f"grouped_matmul_transpose, {name}"] = functools.partial(
             transpose, module, [70, 0, 60, 77], n=256, tile=tile
         )
     options = {"n": 384, "tile": tile._replace(cluster=2)}
-    found["grouped_matmul, hopper in clusters"] = functools.partial(product, hopper, [128, 9, 0, 100], **options)
+    found["grouped_matmul, hopper in clusters"] = functools.partial(matmul, hopper, [128, 9, 0, 100], **options)
     options = {"n": 256, "tile": Tile(128, 256, 64, 2, cluster=2)}
-    found["grouped_matmul, blackwell in clusters"] = functools.partial(product, blackwell, [128, 9, 0, 100], **options)
+    found["grouped_matmul, blackwell in clusters"] = functools.partial(matmul, blackwell, [128, 9, 0, 100], **options)
     found["grouped_matmul_transpose, blackwell in clusters"] = functools.partial(
         transpose, blackwell, [70, 0, 60, 77], k=256, **options
     )

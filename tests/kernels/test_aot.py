@@ -146,7 +146,7 @@ FUSED = [
 @pytest.mark.parametrize("chip", [pytest.param(c, marks=[pytest.mark.slow] * (c in ("v5p", "tpu7x"))) for c in CHIPS])
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_products_multiply_while_they_send(name, chip):
-    """Four buffers of a block, no gathered operand; the products stand between the start of a send and the wait for it."""
+    """Four buffers of a block, no gathered operand; the matmuls stand between the start of a send and the wait for it."""
     from meshpar_kernels.shapes import FUSED
 
     shape = FUSED[name]
@@ -155,13 +155,13 @@ def test_fused_products_multiply_while_they_send(name, chip):
     # a program that is nothing but the kernel copies its result, as with XLA's own collectives
     result = shape.rows * shape.n * 2 * (8 if shape.gathers else 1)
     assert facts["temp"] < buffers + result + (1 << 20)
-    products = order.index("matmul")
-    assert order.count("matmul") == 1  # nothing is waited for between products
+    matmuls = order.index("matmul")
+    assert order.count("matmul") == 1  # nothing is waited for between matmuls
     if shape.gathers:
-        assert "send" in order[:products]
-        assert order[products + 1 :] == ["wait"]
+        assert "send" in order[:matmuls]
+        assert order[matmuls + 1 :] == ["wait"]
     else:  # the tile before last has left, then this one leaves
-        assert order[products + 1 : products + 3] == ["wait", "send"]
+        assert order[matmuls + 1 : matmuls + 3] == ["wait", "send"]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def lowered(function, *shapes) -> str:
         return jax.jit(lambda *args: function(*args)).trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def products(lhs, rhs, sizes):
+def matmuls(lhs, rhs, sizes):
     return grouped_matmul(lhs, rhs, sizes)
 
 
@@ -31,7 +31,7 @@ def routing(logits, x):
     return combine(permute(x, plan), plan, weight=plan.weight)
 
 
-PRODUCTS = products, ((128, 64), BF16), ((2, 64, 64), BF16), ((2,), jnp.int32)
+MATMUL_CASE = matmuls, ((128, 64), BF16), ((2, 64, 64), BF16), ((2,), jnp.int32)
 ROUTING = routing, ((16, 4), jnp.float32), ((16, 128), BF16)
 
 
@@ -46,14 +46,14 @@ def test_a_kernel_is_a_default_only_where_the_rule_says_so(value, product_kernel
     else:
         monkeypatch.setenv(_choose.VARIABLE, value)
     jax.clear_caches()
-    assert ("mosaic_gpu" in lowered(*PRODUCTS)) == product_kernels
+    assert ("mosaic_gpu" in lowered(*MATMUL_CASE)) == product_kernels
     assert ("triton" in lowered(*ROUTING)) == routing_kernels
     jax.clear_caches()
 
 
 def test_by_name_the_variable_does_not_matter(monkeypatch):
     monkeypatch.setenv(_choose.VARIABLE, "reference")
-    _, *shapes = PRODUCTS
+    _, *shapes = MATMUL_CASE
     assert "mosaic_gpu" in lowered(lambda *a: grouped_matmul(*a, implementation="pallas"), *shapes)
 
 
@@ -69,7 +69,7 @@ def test_on_a_device_with_kernels_it_is_said_once(monkeypatch, caplog):
     _choose._say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            jax.eval_shape(products, *(jax.ShapeDtypeStruct(s, d) for s, d in PRODUCTS[1:]))
+            jax.eval_shape(matmuls, *(jax.ShapeDtypeStruct(s, d) for s, d in MATMUL_CASE[1:]))
     (record,) = caplog.records
     assert record.getMessage().startswith("grouped_matmul: the Pallas kernel is the default, since lax.ragged_dot")
 

@@ -1,4 +1,4 @@
-"""Products fused with gathers and scatters, on 8 virtual devices, against NumPy in float64; odd rings, sizes, and gradients."""
+"""Matmuls fused with gathers and scatters, on 8 virtual devices, against NumPy in float64; odd rings, sizes, and gradients."""
 
 import functools
 

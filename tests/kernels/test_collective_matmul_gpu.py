@@ -1,4 +1,4 @@
-"""The fused products for GPUs without one: who sends what to whom (simulated), the product of a device in JAX's GPU interpreter
+"""The fused matmuls for GPUs without one: who sends what to whom (simulated), the matmul of a device in JAX's GPU interpreter
 with race detection (what it sends lands in a buffer, what others sent is there), what is refused, and which kernels gradients
 use. Waits and signals between devices are in `test_gpu_protocols`."""
 

@@ -1,4 +1,4 @@
-"""The fused TPU products in the TPU interpreter, with race detection, against NumPy in float64."""
+"""The fused TPU matmuls in the TPU interpreter, with race detection, against NumPy in float64."""
 
 import jax
 import jax.numpy as jnp

@@ -94,7 +94,7 @@ def steps(sizes, tile):
 def test_gpu_kernels_load_each_tile_of_their_walk_once(module, sizes):
     """Of the whole tiles that groups lie in; through the L2 cache, so not bytes of HBM."""
     k, n, tile = 128, 192, gpu_runs.TILE
-    machine = gpu_runs.product(module, sizes, rows=ROWS, k=k, n=n)
+    machine = gpu_runs.matmul(module, sizes, rows=ROWS, k=k, n=n)
     rows = schedule.executed_span_rows(sizes, ROWS, tile.m, tile.m)
     assert machine.copied["input 6"] == rows * k * 2 * (n // tile.n)
     assert machine.copied["input 7"] == rows // tile.m * k * n * 2
@@ -115,9 +115,9 @@ def test_a_tile_that_is_loaded_for_nothing_shows(monkeypatch):
         )
 
     for module in gpu_runs.GROUPED.values():
-        once = gpu_runs.product(module, LOADS[0], rows=ROWS).copied
+        once = gpu_runs.matmul(module, LOADS[0], rows=ROWS).copied
         monkeypatch.setattr(module, "span_tile_steps", visits)
-        again = gpu_runs.product(module, LOADS[0], rows=ROWS).copied
+        again = gpu_runs.matmul(module, LOADS[0], rows=ROWS).copied
         tile = gpu_runs.TILE
         assert again["input 6"] - once["input 6"] == tile.m * 128 * 2 * (128 // tile.n)
 

@@ -1,4 +1,4 @@
-"""Products of any rank by the fused TPU kernels, in the interpreter with race detection, against NumPy in float64; what they
+"""Matmuls of any rank by the fused TPU kernels, in the interpreter with race detection, against NumPy in float64; what they
 refuse, and what they copy."""
 
 import jax
@@ -39,7 +39,7 @@ def gathered(x):
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 def test_products_that_share_a_gather_and_the_gathered_operand(mode, monkeypatch):
-    """Two products of [2, 8, 128] over 4 devices, one with a narrow result of two dims; the blocks' dim is the second."""
+    """Two matmuls of [2, 8, 128] over 4 devices, one with a narrow result of two dims; the blocks' dim is the second."""
     monkeypatch.setattr(tpu, "pick_tile", lambda *args, **options: tpu.Tile(8, 128))
     x, w, v = draw(4, 2, 8, 128), draw(4, 128, 96, seed=1), draw(4, 128, 4, 8, seed=2)
     dots = [Dot(ROWS_COLUMNS, 0, HIGHEST), Dot(ROWS_COLUMNS, 0, HIGHEST)]
@@ -67,7 +67,7 @@ def test_what_is_gathered_may_stand_right_and_weights_may_be_transposed():
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 def test_a_sum_of_products_is_scattered(mode):
-    """[2, 4·8, K] · [n, K]: two products, of 128 and of 256 summed columns; the scattered dim is the second."""
+    """[2, 4·8, K] · [n, K]: two matmuls, of 128 and of 256 summed columns; the scattered dim is the second."""
     xs = draw(4, 2, 32, 128), draw(4, 2, 32, 256, seed=1)
     ws = draw(4, 128, 128, seed=2), draw(4, 128, 256, seed=3)
     dots = [Dot(ROWS_ROWS, 0, HIGHEST)] * 2
@@ -106,14 +106,14 @@ def test_what_the_kernels_do_not_take_is_said():
     assert not gather(x, w, Dot(ROWS_COLUMNS))
     assert gather(x, w, Dot(ROWS_COLUMNS), dim=2)[0].startswith("the gathered dim is contracted")
     assert "multiples of 128" in gather(x, shape(4096, 100), Dot(ROWS_COLUMNS))[0]
-    assert gather(x, shape(4096, 128, dtype=jnp.float32), Dot(ROWS_COLUMNS)) == ("products of several dtypes",)
+    assert gather(x, shape(4096, 128, dtype=jnp.float32), Dot(ROWS_COLUMNS)) == ("matmuls of several dtypes",)
     batched = Dot((((2,), (1,)), ((0,), (0,))))
     assert gather(x, shape(4, 4096, 128), batched) == ("a matmul has batch dims",)
     mixed = FusedGather(x, [w, w], [Dot(ROWS_COLUMNS), Dot(ROWS_COLUMNS, 0, HIGHEST)], 1, 8)
-    assert mixed.reasons == ("products of several precisions",)
+    assert mixed.reasons == ("matmuls of several precisions",)
     scatter = FusedScatter(
         [(shape(4, 250, 1792), shape(1792, 4096))], [Dot(ROWS_COLUMNS)], [1], 8, "bfloat16", "float32"
     )
     assert scatter.reasons == ("250 rows do not divide over 8 devices",)
     uneven = FusedScatter([(x, w), (shape(4, 512, 4096), w)], [Dot(ROWS_COLUMNS)] * 2, [1, 1], 8, "bfloat16", "float32")
-    assert uneven.reasons == ("the products of the sum have different shapes",)
+    assert uneven.reasons == ("the matmuls of the sum have different shapes",)

@@ -52,7 +52,7 @@ loads = pytest.mark.parametrize("sizes", LOADS.values(), ids=LOADS)
 @pytest.mark.fast_cases(3)
 def test_grouped_matmul_reads_each_row_as_itself_and_writes_each_once(module, sizes):
     for order in SCHEDULES[::16]:
-        gpu_runs.product(module, sizes, order)
+        gpu_runs.matmul(module, sizes, order)
 
 
 @both
@@ -69,11 +69,11 @@ def test_two_blocks_of_a_cluster_make_tiles_side_by_side_of_what_they_load_once(
     """Whatever the groups, both go through the same steps; of three tiles the last has its twin beyond the result."""
     shared, alone = TILE._replace(cluster=2), TILE
     for order in SCHEDULES[::16]:
-        found = gpu_runs.product(hopper, sizes, order, tile=shared, n=192, num_sms=4)
+        found = gpu_runs.matmul(hopper, sizes, order, tile=shared, n=192, num_sms=4)
         gpu_runs.transpose(hopper, sizes, order, tile=shared, k=384, num_sms=4)
         gpu_runs.transpose(hopper, sizes, order, tile=TILE._replace(stages=4, pingpong=True))
         gpu_runs.transpose(hopper, sizes, order, tile=TILE._replace(stages=4, pingpong=True, cluster=2), k=256)
-    apart = gpu_runs.product(hopper, sizes, tile=alone, n=192)
+    apart = gpu_runs.matmul(hopper, sizes, tile=alone, n=192)
     lhs = "input 6"
     assert found.copied[lhs] * 3 == apart.copied[lhs] * 2  # two pairs of columns, where there were three
 
@@ -83,8 +83,8 @@ def test_two_blocks_of_a_cluster_make_tiles_side_by_side_of_what_they_load_once(
 def test_two_blocks_of_a_cluster_multiply_together(name):
     """Blackwell's: tiles of 256 rows, of which each block has its half; the last block of columns of lhs is without its twin."""
     tile, sizes = TILE._replace(n=128, cluster=2), LOADS[name]
-    gpu_runs.product(blackwell, sizes, SCHEDULES[0], tile=tile, n=192)
-    gpu_runs.product(blackwell, sizes, SCHEDULES[-1], tile=tile)
+    gpu_runs.matmul(blackwell, sizes, SCHEDULES[0], tile=tile, n=192)
+    gpu_runs.matmul(blackwell, sizes, SCHEDULES[-1], tile=tile)
     gpu_runs.transpose(blackwell, sizes, SCHEDULES[-1], tile=tile, k=384)
 
 
@@ -97,8 +97,8 @@ def test_two_blocks_of_a_cluster_multiply_together(name):
     ids=str,
 )
 def test_two_blocks_together_with_their_options(options):
-    gpu_runs.product(blackwell, [3, 70, 0, 21], tile=TILE._replace(n=128, cluster=2), **options)
-    gpu_runs.product(hopper, [3, 70, 0, 21], tile=TILE._replace(n=64, cluster=2), **options)
+    gpu_runs.matmul(blackwell, [3, 70, 0, 21], tile=TILE._replace(n=128, cluster=2), **options)
+    gpu_runs.matmul(hopper, [3, 70, 0, 21], tile=TILE._replace(n=64, cluster=2), **options)
 
 
 @both
@@ -114,16 +114,16 @@ def test_two_blocks_together_with_their_options(options):
     ids=str,
 )
 def test_grouped_matmul_with_its_options(module, options):
-    gpu_runs.product(module, [3, 70, 0, 21], **options)
+    gpu_runs.matmul(module, [3, 70, 0, 21], **options)
 
 
 def test_where_copies_may_begin_is_what_the_model_is_about(monkeypatch):
     """With tiles that begin at a group's first row, whatever it is, rows are lost that arrays would index."""
     monkeypatch.setattr(schedule, "ALIGNMENT", 1)
     for module in gpu_runs.GROUPED.values():
-        gpu_runs.product(module, [128, 128])
+        gpu_runs.matmul(module, [128, 128])
         with pytest.raises(Fault, match=r"value|written"):
-            gpu_runs.product(module, LOADS["random 0"])
+            gpu_runs.matmul(module, LOADS["random 0"])
 
 
 @pytest.mark.parametrize("rows", [3, 50, 255])
@@ -200,8 +200,8 @@ def test_grouped_matmul_takes_what_compiles(odd, major, monkeypatch):
         tile = gpu.pick_tile(n, 2)
         options = {"tile": tile, "out_dtype": out}
         said = gpu.matmul_unsupported(lhs, out, tile, 1, k=k, n=n, transpose_rhs=transposed)
-        product = functools.partial(gpu.grouped_matmul, transpose_rhs=transposed, activation=None, **options)
-        check(said, lambda lhs, rhs, sizes, product=product: product(lhs, [rhs], sizes, None, None), lhs, rhs, sizes)
+        matmul = functools.partial(gpu.grouped_matmul, transpose_rhs=transposed, activation=None, **options)
+        check(said, lambda lhs, rhs, sizes, matmul=matmul: matmul(lhs, [rhs], sizes, None, None), lhs, rhs, sizes)
         if transposed:
             continue
         said = gpu.transpose_unsupported(lhs, out, tile, k=k, n=n)
@@ -228,8 +228,8 @@ def test_the_forms_take_what_compiles(major, how, monkeypatch):
     options = {"tile": tile, "out_dtype": BF16}
     if not tile.pingpong:
         said = gpu.matmul_unsupported(lhs, BF16, tile, 1, k=256, n=512, transpose_rhs=False)
-        product = functools.partial(gpu.grouped_matmul, transpose_rhs=False, activation=None, **options)
-        check(said, lambda lhs, rhs, sizes: product(lhs, [rhs], sizes, None, None), lhs, rhs, sizes)
+        matmul = functools.partial(gpu.grouped_matmul, transpose_rhs=False, activation=None, **options)
+        check(said, lambda lhs, rhs, sizes: matmul(lhs, [rhs], sizes, None, None), lhs, rhs, sizes)
     said = gpu.transpose_unsupported(lhs, BF16, tile, k=256, n=512)
     acc = functools.partial(gpu.grouped_matmul_transpose, groups=2, **options)
     check(said, lambda lhs, grad, sizes: acc(lhs, grad, sizes, None, None), lhs, grad, sizes)
@@ -243,7 +243,7 @@ def test_columns_of_gate_and_up_are_where_a_copy_may_begin(n, transposed, right)
     assert bool(gpu.matmul_unsupported(struct(64, 64), F32, tile, 2, k=64, n=n, transpose_rhs=transposed)) != right
     for module in gpu_runs.GROUPED.values():
         with contextlib.nullcontext() if right else pytest.raises(Fault, match="no multiple of the tile"):
-            gpu_runs.product(
+            gpu_runs.matmul(
                 module,
                 [30, 34],
                 rows=64,

@@ -15,7 +15,7 @@ TABLES = {
         "_drain: gpu.barrier_wait(empty.at[base + ring(stages, step - 1 - i)])":
             ("late", "the other block has freed all stages, and arrives here no more"),
         "multiply_stages: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage is multiplied when both operands are there"),
-        "multiply_stages: gpu.wgmma_wait(1)": (EARLY, "the products of the step before have read their stage"),
+        "multiply_stages: gpu.wgmma_wait(1)": (EARLY, "the matmuls of the step before have read their stage"),
         "multiply_stages: gpu.barrier_arrive(empty.at[base + ring(stages, step - 1)])": ("hang", "a stage is free"),
         "multiply_stages: gpu.wgmma_wait(0)": (EARLY, "the sums of a tile are complete"),
         "_skip: gpu.barrier_wait(full.at[slot])": (EARLY, "a stage that this warpgroup has no rows in is there"),
@@ -33,7 +33,7 @@ TABLES = {
         "_transpose_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
     },
     "grouped_matmul.blackwell": {
-        "multiply_tiles: gpu.barrier_wait(empty.at[stage])": (EARLY, "a stage is loaded when its products are done"),
+        "multiply_tiles: gpu.barrier_wait(empty.at[stage])": (EARLY, "a stage is loaded when its matmuls are done"),
         "multiply_tiles: gpu.barrier_wait(loaded.at[stage])": (EARLY, "a stage is multiplied when both operands are there"),
         "multiply_tiles: gpu.barrier_wait(read.at[slot])": (EARLY, "a slot of sums is begun anew when it was read"),
         "multiply_tiles: gpu.tcgen05_commit_arrive(empty.at[stage], **pair)": ("hang", "a stage is free"),
