@@ -35,7 +35,9 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
             f"rule `{rule}` names dim `{rule.dim}`, which no value of the program has",
             dim=rule.dim,
             rule=str(rule),
-            fixes=[
+            fixes=_template(program)
+            if not names
+            else [
                 *did_you_mean(rule.dim, names, "dims"),
                 *([f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`"] if shared else []),
                 "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
@@ -46,6 +48,14 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 ),
             ],
         )
+
+
+def _template(program: Program) -> list[str]:
+    """The fixes for a program in which no dim has a name: a ``dims=`` to fill in, with the paths of at most eight arguments."""
+    arrays = [value for value in program.inputs if value.shape]
+    lines = [f'  "{value.path}": "{" ".join("_" * len(value.shape))}",  # {list(value.shape)}' for value in arrays[:8]]
+    more = [f"  # … and {len(arrays) - 8} more"] * (len(arrays) > 8)
+    return ["no tensor has names: fill in those of the weights and the batch", "dims={", *lines, *more, "}"]
 
 
 def check_joins(program: Program, strict: bool) -> None:
