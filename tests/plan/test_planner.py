@@ -369,7 +369,13 @@ def test_what_is_computed_again_behind_a_barrier_shares_nothing():
 def test_a_program_without_names_gets_a_template():
     params = {"down": jnp.ones((8, 4)), "up": jnp.ones((4, 8)), "scale": jnp.ones(())}
     with pytest.raises(mp.errors.UnknownDimError) as error:
-        mp.plan(lambda params, x: x @ params["up"] * params["scale"], params, jnp.ones((2, 4)), mesh="data=2", layout="batch: data")
+        mp.plan(
+            lambda params, x: x @ params["up"] * params["scale"],
+            params,
+            jnp.ones((2, 4)),
+            mesh="data=2",
+            layout="batch: data",
+        )
     text = str(error.value)
     assert "no tensor has names" in text
     assert all(f'"{path}": "_ _",' in text for path in ("params/down", "params/up", "x"))
