@@ -94,6 +94,7 @@ def run_sample(count, seed):
     return [x for x in lines if x["outcome"] not in ("right", "unrunnable")]
 
 
+@pytest.mark.slow
 def test_a_sample_is_right():
     assert run_sample(60, 0) == []
 

@@ -90,6 +90,7 @@ def test_mutants_that_tests_find_and_others(two_mutants, capsys):
     assert path.read_text() == CODE
 
 
+@pytest.mark.slow
 def test_equivalent_mutants_are_not_counted(two_mutants, capsys):
     _, chosen = two_mutants
     listed = [{"file": e.name, "change": e.change, "reason": "x"} for e in chosen if e.new == NOT_FOUND]
@@ -113,6 +114,7 @@ def test_mirrored_tests_exist():
             assert all((mutants.ROOT / test).exists() for tests in stages for test in tests)
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_mutant_are_refused(root, monkeypatch):
     (root / "tests/test_small.py").write_text("def test_nothing():\n    assert False\n")
     monkeypatch.setattr(sys, "argv", ["mutants.py", str(root / "meshpar/small.py")])

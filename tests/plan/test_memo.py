@@ -98,6 +98,7 @@ def check_replans(name, number, seed):
 
 
 @pytest.mark.parametrize("name", ["microbatches", "llama", "mixtral"])
+@pytest.mark.fast_cases(1)
 def test_a_replan_is_the_plan_of_a_program_that_was_not_planned_before(name):
     check_replans(name, 8, seed=0)
 

@@ -114,6 +114,7 @@ def values_and_gradients(cases, x):
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", [CONVOLUTIONS, POOLS, MOVES], ids=["convolutions", "pools", "moves"])
+@pytest.mark.fast_cases(6)
 def test_values_and_gradients(family, mesh, lowering):
     x = normal(2, 24, 2)
 
