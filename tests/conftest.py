@@ -19,9 +19,10 @@ jax.config.update("jax_num_cpu_devices", 8)  # before anything touches a device
 
 
 def compile_quickly():
-    """Have XLA's CPU compiler take less time (`helpers/quick.py`), in this process alone.
+    """Make XLA's CPU compiler faster (`helpers/quick.py`) in this process only.
 
-    It reads its flags once, when the first device is asked for; what a test starts, a compiler for TPUs say, must not see them.
+    XLA reads its flags once, when the first device is requested. Processes that a test starts, such as compilers for TPUs, must not
+    inherit them.
     """
     flags = os.environ.get("XLA_FLAGS")
     os.environ["XLA_FLAGS"] = f"{flags or ''} {quick.FLAGS}".strip()

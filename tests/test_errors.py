@@ -1,4 +1,4 @@
-"""Every error by its text: what is wrong, the facts, and the ways to fix it."""
+"""Texts of errors: the problem, the facts, and fixes."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The known schemes, by name: what they split, on models that have all of their dims and on such as do not."""
+"""The preset layouts by name: the dims that they shard, on models with all of their dims and with some."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The names that ``meshpar`` has, and what it says of former ones."""
+"""Public names of ``meshpar``, and messages for former names."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a type checker knows of the functions that ``mp.jit`` and its kin return: pyright reads this file, and it runs too."""
+"""Types of the functions that ``mp.jit`` and related functions return; checked by pyright, and run as a test."""
 
 import inspect
 from typing import NamedTuple, assert_type

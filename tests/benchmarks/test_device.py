@@ -68,8 +68,8 @@ def test_what_goes_wrong_costs_itself_alone(command, tmp_path):
     assert "x dense matmul" not in report  # a bound, not a baseline
 
 
-def test_configurations_are_tuned_apart(command, tmp_path):
-    """One that crashes is left out; the best goes to tuned.json, beside the analytic choice's time."""
+def test_configurations_are_tuned_separately(command, tmp_path):
+    """One that crashes is left out; tuned.json has the best with the time of the analytic choice."""
     status, outcomes, _ = command("--only", "forward/g64")
     assert status == 0
     found = statuses(outcomes, "tune/forward/g64/")

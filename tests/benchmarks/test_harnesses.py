@@ -1,4 +1,4 @@
-"""JAX's primitive harnesses through `mp.jit`: a sample of them, and how outcomes are told apart."""
+"""JAX's primitive harnesses through `mp.jit`: a sample of them, and the classification of outcomes."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The comparison of small programs with XLA's partitioner: a few programs, and what the table is made of."""
+"""The comparison of small programs with XLA's partitioner: a few programs, and the rows of the table."""
 
 import numpy as np
 import pytest

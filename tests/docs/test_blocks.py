@@ -1,4 +1,4 @@
-"""Every block of the README and the pages runs, without a warning, and prints what its page shows."""
+"""Every block of the README and the pages runs, without a warning, and prints the output that its page shows."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""What the page on Muon says: with whole matrices on every device less is sent, to the byte of the compiled program."""
+"""Statements of the page on Muon: with replicated matrices less is sent, to the byte of the compiled program."""
 
 import blocks
 import pytest
@@ -33,7 +33,7 @@ def test_the_products_of_the_iteration_send_nothing(page):
 
     dims = {"momentum/*": "layers embed mlp"}
     momentum = page["state"]["opt"]
-    whole = mp.plan(update, momentum, mesh="data=8", layout="layers: data", dims=dims)
+    replicated = mp.plan(update, momentum, mesh="data=8", layout="layers: data", dims=dims)
     split = mp.plan(update, momentum, mesh="data=8", layout="embed: data", dims=dims)
-    assert whole.bytes_sent == 0
+    assert replicated.bytes_sent == 0
     assert split.bytes_sent > 0

@@ -1,4 +1,4 @@
-"""The Linen example: it learns, and a layout does not change what it learns."""
+"""The Linen example: it learns, and no layout changes the result."""
 
 import numpy as np
 import pytest

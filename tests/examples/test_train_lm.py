@@ -65,7 +65,7 @@ def test_another_layout_gives_the_same_losses(run):
 
 @pytest.mark.slow
 def test_it_survives_a_loss_and_goes_on_with_fewer(run, tmp_path, monkeypatch, capfd):
-    """Two processes, of which one is killed at its fifth step; the other goes on from step 3, with the same losses."""
+    """Two processes, of which one is killed at its fifth step; the other resumes from step 3, with the same losses."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     metrics = tmp_path / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""The MoE example, small: it learns, balances, drops what it says, and no layout changes a loss."""
+"""The MoE example, small: it learns, balances, drops the reported tokens, and no layout changes a loss."""
 
 import numpy as np
 import pytest

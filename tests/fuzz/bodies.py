@@ -1,5 +1,5 @@
 """The statements of random programs that have bodies: loops, branches, calls, maps, own derivatives."""
-# ruff: noqa: E501   programs are text, which reads best in one piece
+# ruff: noqa: E501   programs are text on one line
 
 from __future__ import annotations
 

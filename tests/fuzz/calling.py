@@ -1,5 +1,5 @@
 """Statements whose results depend on how the function is called: static arguments, JAX's configuration, outer axes, placement."""
-# ruff: noqa: E501   programs are text, which reads best in one piece
+# ruff: noqa: E501   programs are text on one line
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def static(w: Writer) -> None:
     choices = w.of(STATICS)
     s = w.fresh((), "t", choices=choices).name
     x = w.pick("f", ranks=(1, 2), exact=True)
-    whole = f"({x.name} * 4).astype(jnp.int32)"
+    integer = f"({x.name} * 4).astype(jnp.int32)"
     if isinstance(choices[0], str):
         text = f"getattr(jnp, {s})({x.name}, 0)"
     elif isinstance(choices[0], tuple):
         text = w.of(
             [
-                f"{whole} * {s}[0]",
+                f"{integer} * {s}[0]",
                 f"[{x.name} * c for c in {s}][1]",
                 f"jnp.asarray({s}) + {x.name}[0].sum()",
                 f"{x.name} + len(str({s}))",
@@ -35,14 +35,14 @@ def static(w: Writer) -> None:
     elif choices[0] is None:
         text = w.of(
             [
-                f"{x.name} if {s} is None else {whole} + {s}",
+                f"{x.name} if {s} is None else {integer} + {s}",
                 f"{x.name} + len(str({s}))",
-                f"{whole}.sum({s} and 0) if {s} is None else {whole}",
+                f"{integer}.sum({s} and 0) if {s} is None else {integer}",
             ]
         )
     else:
-        text = w.of([f"{whole} * {s}", f"{whole} + {s}", f"jnp.full((4,), {s}) + {x.name}.sum()", f"jnp.asarray({s})", f"{x.name} / 2 if isinstance({s}, float) else {x.name}", f"{x.name} + len(str({s}))", f"jnp.where({x.name} > 0, {s}, 0)",
-                     f"{whole} ** {s}" if choices[0] != 0 else f"{whole} - {s}", f"({whole} > 0) * {s}"])  # fmt: skip
+        text = w.of([f"{integer} * {s}", f"{integer} + {s}", f"jnp.full((4,), {s}) + {x.name}.sum()", f"jnp.asarray({s})", f"{x.name} / 2 if isinstance({s}, float) else {x.name}", f"{x.name} + len(str({s}))", f"jnp.where({x.name} > 0, {s}, 0)",
+                     f"{integer} ** {s}" if choices[0] != 0 else f"{integer} - {s}", f"({integer} > 0) * {s}"])  # fmt: skip
     w.emit(text, scale=False, kind="o")
 
 

@@ -1,5 +1,5 @@
 """Statements on data that is not small finite floats: NaN, infinities, signed zeros, other dtypes, typed keys, empty arrays."""
-# ruff: noqa: E501   programs are text, which reads best in one piece
+# ruff: noqa: E501   programs are text on one line
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def other_dtypes(w: Writer) -> None:
         f"{name}[{lead}{n // 2}]", f"{name}[{lead}{ids.name} % {n}]", f"{part}", f"jnp.roll({name}, 1, {a})", f"{name}.at[{lead}0].set({name}[{lead}-1])", f"lax.dynamic_slice_in_dim({name}, {ids.name}[0], {min(2, n)}, {a})", f"jnp.concatenate([{name}, {part}], {a})", f"jnp.flip({part}, {a})",
         f"jnp.repeat({name}, 2, {a})", f"{name}.T.reshape(-1)", f"lax.dynamic_update_slice_in_dim({name}, {name}[{lead}:1], {ids.name}[0], {a})", f"{name}.at[{lead}{ids.name} % {n}].set({name}[{lead}:1])",
     ]  # fmt: skip
-    whole, real = "int" in t or t == "bool", "complex" not in t
+    integral, real = "int" in t or t == "bool", "complex" not in t
     if "e8m0" not in t:
         plain += [f"{part}.sum({a})", f"jnp.cumsum({part}, {a})", f"jnp.pad({name}, 1, constant_values=1)", f"{name}.at[{lead}{ids.name} % {n}].{'max' if t == 'bool' else 'add'}({name}[{lead}:1])", f"jnp.prod({part}, {a})", f"jnp.where({name} == {name}[{lead}:1], {name}, 1)"]  # fmt: skip
         if t != "bool":
@@ -146,7 +146,7 @@ def other_dtypes(w: Writer) -> None:
                 f"jnp.sort({part}, {a})",
                 f"lax.reduce_window({name}, {low}, lax.{'max' if t != 'bool' else 'bitwise_or'}, {window}, {(1,) * len(window)}, 'SAME')",
             ]
-    if whole:
+    if integral:
         plain += [f"lax.reduce_{op}({part}, ({a},))" for op in ("and", "or", "xor")] * 2
     w.emit(w.of(plain), before=before, scale=False, kind="o")
 

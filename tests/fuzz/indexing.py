@@ -1,5 +1,5 @@
 """Statements with indices known only at run time: every mode, index type and form, along dims that may be split."""
-# ruff: noqa: E501   programs are text, which reads best in one piece
+# ruff: noqa: E501   programs are text on one line
 
 from __future__ import annotations
 

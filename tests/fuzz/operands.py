@@ -1,5 +1,5 @@
 """Statements whose ops take or return several arrays, which may want the same mesh axis for different dims."""
-# ruff: noqa: E501   programs are text, which reads best in one piece
+# ruff: noqa: E501   programs are text on one line
 
 from __future__ import annotations
 

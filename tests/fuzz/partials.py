@@ -1,5 +1,5 @@
 """Statements on partial values: a reduction, ops that move its elements, then one that commutes with some reductions only."""
-# ruff: noqa: E501   programs are text, which reads best in one piece
+# ruff: noqa: E501   programs are text on one line
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def first_known(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {}
 
 
-FEW = 2e-5
-"""What a leaf may differ by without a question, as a part of its largest value."""
+MAX_ROUNDING = 2e-5
+"""Largest difference of a leaf that is accepted without an f64 run, relative to its largest value."""
 
 
 NARROW = {"BF16": 2.0**-7, "F16": 2.0**-10}
@@ -104,7 +104,7 @@ def lowered(case: Case, real: Any = jnp.float32) -> Callable[..., Any]:
 
 
 def compared(case: Case, fn: Callable[..., Any], call: Call) -> Callable[..., tuple[Any, ...]]:
-    """What is compared, of the arrays alone: the results of a function (lowered or not), or these and its derivative."""
+    """The function of the arrays whose results are compared: those of a function, lowered or not, with its derivative if asked."""
     inputs = case.program.inputs
     at = [k for k, i in enumerate(i for i in inputs if i.kind != "t") if i.name in case.program.grads]
 
@@ -309,7 +309,7 @@ def worst(leaf: int, x: Any, reference: np.ndarray, signs: bool = False) -> Diff
         host(x)  # as a user reads it
         return None
     rounded = inexact(reference)
-    allowed = FEW * largest(reference)
+    allowed = MAX_ROUNDING * largest(reference)
     ulp = float(jnp.finfo(reference.dtype).eps) if rounded else 0.0
     biggest, what = -1.0, ""
     for shard in x.addressable_shards:
@@ -324,7 +324,7 @@ def worst(leaf: int, x: Any, reference: np.ndarray, signs: bool = False) -> Diff
             a, b = numbers(mine), numbers(want)
             with np.errstate(invalid="ignore", over="ignore"):
                 same = (a == b) | (np.isnan(a) & np.isnan(b))
-                if ulp > FEW:  # a narrow float: one rounding
+                if ulp > MAX_ROUNDING:  # a narrow float: one rounding
                     same |= np.isfinite(b) & (np.abs(a - b) <= ulp * np.abs(b))
                 if signs:
                     same &= np.isnan(a) | (np.signbit(a) == np.signbit(b))
@@ -341,7 +341,7 @@ def worst(leaf: int, x: Any, reference: np.ndarray, signs: bool = False) -> Diff
 
 
 def primitives(jaxpr: Any) -> Counter[str]:
-    """How often each primitive stands in a jaxpr, its bodies included."""
+    """Number of occurrences of each primitive in a jaxpr, its bodies included."""
     found: Counter[str] = Counter()
 
     def walk(jaxpr: Any) -> None:

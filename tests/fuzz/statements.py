@@ -1,5 +1,5 @@
-"""The statements of random programs: elementwise, products, reductions, shapes; the table that holds all of them."""
-# ruff: noqa: E501   programs are text, which reads best in one piece
+"""The statements of random programs: elementwise, matmuls, reductions, shapes; the table that holds all of them."""
+# ruff: noqa: E501   programs are text on one line
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def narrow(w: Writer) -> None:
     w.emit(f"{x.name}.astype({y}).astype(F)", x.top, x.bits)
 
 
-# -- products
+# -- matmuls
 
 
 @statement(4)

@@ -1,4 +1,4 @@
-"""Collective algorithms: which one a collective takes (fewest bytes, then least time), the bytes of its phases, what is emitted."""
+"""Collective algorithms: the chosen one (fewest bytes, then least time), bytes of its stages, emitted collectives."""
 
 import itertools
 import math

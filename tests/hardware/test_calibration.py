@@ -1,4 +1,4 @@
-"""Calibrations: kept by kind of device and version, and what plans are priced with."""
+"""Calibrations: stored by device kind and version, and used in the costs of plans."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The chip table: what its entries are called, what they hold, and that one entry is all that a chip takes."""
+"""The chip table: names and memory of its entries; one entry is enough to add a chip."""
 
 import dataclasses
 import re
@@ -85,7 +85,7 @@ MADE_UP = Chip(
 
 
 def test_one_entry_makes_a_chip(monkeypatch):
-    """What it is called, where its axes lie, what fits and how long a step takes all follow."""
+    """Names, torus axes, memory and step time follow from the entry."""
     monkeypatch.setitem(CHIPS, "v99", MADE_UP)
     assert chip_of_kind("TPU v99") is MADE_UP
     assert capacity_of("v99:8x8") == 40 * GIB

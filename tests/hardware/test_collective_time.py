@@ -35,11 +35,11 @@ def test_a_ring_sends_both_ways(kind):
 def test_stages_go_one_after_the_other_the_major_one_on_all_of_it():
     tpu7x = CHIPS["tpu7x"].ideal()
     torus, core = ring(4), Stage(2, "core", False)
-    whole, link = BIG * 3 / 4 / 9.5e10, tpu7x.core_link
+    full, link = BIG * 3 / 4 / 9.5e10, tpu7x.core_link
     staged = seconds_of("reduce-scatter", BIG, [torus, core], tpu7x, "staged")
-    assert staged == pytest.approx(whole + BIG / 4 / 2 / link)
-    # all at once, what crosses the torus is what the cores of a chip have left
-    assert seconds_of("reduce-scatter", BIG, [torus, core], tpu7x) == pytest.approx(BIG / 2 / link + whole / 2)
+    assert staged == pytest.approx(full + BIG / 4 / 2 / link)
+    # in one stage, the torus carries what remains after the cores of a chip
+    assert seconds_of("reduce-scatter", BIG, [torus, core], tpu7x) == pytest.approx(BIG / 2 / link + full / 2)
 
 
 def test_a_line_takes_twice_as_long():
@@ -70,9 +70,9 @@ def test_an_all_reduce_is_two_reduce_scatters():
 
 
 def test_an_all_to_all_is_a_quarter_of_an_all_gather_on_a_ring_and_half_of_one_on_a_line():
-    whole = BIG / V5P_AXIS  # an all-gather on a long ring
-    assert seconds_of("all-to-all", BIG, [ring(16)], V5P) == pytest.approx(whole / 4)
-    assert seconds_of("all-to-all", BIG, [line(16)], V5P) == pytest.approx(whole / 2)
+    full = BIG / V5P_AXIS  # an all-gather on a long ring
+    assert seconds_of("all-to-all", BIG, [ring(16)], V5P) == pytest.approx(full / 4)
+    assert seconds_of("all-to-all", BIG, [line(16)], V5P) == pytest.approx(full / 2)
 
 
 def test_an_all_to_all_over_two_dimensions_is_held_up_by_the_longer_one():
@@ -140,8 +140,8 @@ def test_a_group_of_one_sends_nothing():
 def test_stages_of_one_dimension_are_one_ring_where_they_nest():
     nested = [Stage(4, "x", True, 4), Stage(16, "y", True), Stage(4, "x", False, 1)]
     assert merged(nested) == [Stage(16, "x", True, 1), Stage(16, "y", True)]
-    apart = [Stage(2, "x", False, 8), Stage(4, "x", False, 1)]
-    assert merged(apart) == apart
+    two_stages = [Stage(2, "x", False, 8), Stage(4, "x", False, 1)]
+    assert merged(two_stages) == two_stages
 
 
 # -- rules of thumb
@@ -156,7 +156,7 @@ def volume(plan, c):
 
 
 def parts(plan):
-    """(seconds of products, seconds of collectives) at peak rates."""
+    """(seconds of matmuls, seconds of collectives) at peak rates."""
     chip = plan.chip.ideal()
     sent = sum(
         seconds_of(c.op, volume(plan, c), [s for a in c.axes for s in plan.torus[a]], chip, c.algorithm) * c.count

@@ -1,4 +1,4 @@
-"""Options of the TPU compiler: which a plan comes with, what programs then wait for, and what the compiler does with them."""
+"""Options of the TPU compiler: the options of a plan, which collectives they make asynchronous, and their effect."""
 
 import importlib.util
 import json

@@ -21,5 +21,5 @@ def normal(rng, *shape):
 
 
 def weights(rng, *shape):
-    """Normal, float32, divided by the root of the first dim: what products with them make stays of the same size."""
+    """Normal, float32, divided by the root of the first dim: so that matmuls keep the magnitude."""
     return (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)

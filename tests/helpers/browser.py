@@ -13,7 +13,7 @@ CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAM
 
 @contextlib.contextmanager
 def chromium():
-    """A browser; skips the test, with the reason, where there is none."""
+    """A browser; skips the test, with the reason, if none is installed."""
     if importlib.util.find_spec("playwright") is None:
         pytest.skip("Playwright is not installed: pip install 'meshpar[browser]'")
     if CHROMIUM is None:

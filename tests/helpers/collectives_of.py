@@ -1,4 +1,4 @@
-"""The collectives of a function under a layout: those of its plan, and those of the program that XLA's CPU compiler makes."""
+"""The collectives of a function under a layout: of its plan, and of its program compiled by XLA for CPUs."""
 
 from collections import Counter
 

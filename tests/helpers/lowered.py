@@ -1,4 +1,4 @@
-"""Programs as they are lowered: what they compute, and which collectives are in them, beside those of the plan."""
+"""Lowered programs: their results, and their collectives compared with the plan's."""
 
 import math
 from collections import Counter
@@ -62,21 +62,21 @@ def of_kind(jaxpr, name):
 
 
 def jaxpr_of(plan, mesh):
-    """What the lowering makes of a plan."""
+    """The function that the lowering returns for a plan."""
     run, _, _ = LOWERINGS["shard_map"](plan, mesh)
     inputs = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in plan.program.inputs]
     return jax.make_jaxpr(run)(*inputs).jaxpr
 
 
 def lowered(fn, *args, layout, dims, mesh="data=4, model=2", **kwargs):
-    """(the plan of a function, what the lowering makes of it)."""
+    """(plan of a function, its lowered function)."""
     mesh = mp.mesh(mesh)
     plan = mp.plan(fn, *args, mesh=mesh, layout=layout, dims=dims, **{"overlap": "off", **kwargs})
     return plan, jaxpr_of(plan, mesh)
 
 
 def assert_sends_the_plan(fn, *args, **kwargs):
-    """Kind by kind and byte by byte, the collectives of the program are those of the plan."""
+    """Assert that plan and program have the same collectives, in kind and bytes."""
     plan, jaxpr = lowered(fn, *args, **kwargs)
     planned = Counter()
     for c in plan.collectives:

@@ -1,4 +1,4 @@
-"""The table of comparisons of ``mp.jit`` with ``jax.jit``: functions × arguments × contexts × lowerings, and what a call comes to.
+"""The table of comparisons of ``mp.jit`` with ``jax.jit``: functions × arguments × contexts × lowerings, and the outcome of a call.
 
 A row of the table is a :class:`Case`: a function, how it is jitted, and calls of it in an order, each in a context. All calls go to
 one jitted function, so that a result which an earlier call left in a cache shows. A comparison is one call under one lowering.
@@ -35,7 +35,7 @@ class Call:
     """A call of a jitted function.
 
     Attributes:
-      args: make its arguments, anew for every call, as they may be donated.
+      args: functions that make its arguments, called for every call, as they may be donated.
       kwargs: its keywords.
       context: in which it is made.
       use: calls it, directly or through a transformation.
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Case:
-    """A function, the options of both ``jit``, those of ``mp.jit``, and calls."""
+    """A function, options of both ``jit``, options of ``mp.jit`` only, and calls."""
 
     name: str
     fn: Callable[..., Any]
@@ -64,7 +64,7 @@ class Case:
         return tuple(c for c in self.calls if zlib.crc32(f"{self.name} {c.name} {lowering}".encode()) % every == 0)
 
 
-# -- what a call comes to
+# -- outcomes
 
 
 class Outcome(NamedTuple):

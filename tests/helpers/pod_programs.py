@@ -1,4 +1,4 @@
-"""What the processes of these tests run: small train steps, and ways to go wrong."""
+"""Programs of the processes of these tests: small train steps, and ways to fail."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def functions(scheme: str, lowering: str = "jit"):
     return init, step, mesh, layout
 
 
-def whole(tree: Any) -> Any:
+def gathered(tree: Any) -> Any:
     """The arrays of a tree, as lists of numbers."""
     from meshpar.global_arrays import fetch
 
@@ -73,14 +73,14 @@ def whole(tree: Any) -> Any:
 
 
 def train(scheme: str, lowering: str, steps: int = 3) -> Any:
-    """The whole state and the losses."""
+    """The gathered state and the losses."""
     init, step, _, _ = functions(scheme, lowering)
     state = init(jax.random.key(0))
     losses = []
     for n in range(steps):
         state, loss = step(state, batch(n))
         losses.append(float(loss))
-    return losses, whole(state)
+    return losses, gathered(state)
 
 
 def all_schemes(*lowerings: str) -> Any:
@@ -179,7 +179,7 @@ def arguments() -> Any:
     local = jax.device_put(x, jax.local_devices()[-1])
     first = run(x, key, 2.0)
     others = [run(local, jax.device_put(key, jax.local_devices()[0]), 2.0), run(jnp.asarray(x), key, 2.0)]
-    return [whole(y)[0] for y in (first, *others, run(first, key, 1.0))]
+    return [gathered(y)[0] for y in (first, *others, run(first, key, 1.0))]
 
 
 # -- checkpoints and data
@@ -211,7 +211,7 @@ def save_and_restore(folder: str, scheme: str, steps: int) -> Any:
             run.save(n, state)
         run.wait()
         facts = facts_of(folder, run.steps()[-1])
-    return at, losses, {p: leaf["digest"] for p, leaf in facts["leaves"].items()}, whole(state)
+    return at, losses, {p: leaf["digest"] for p, leaf in facts["leaves"].items()}, gathered(state)
 
 
 def read_rows(folder: str, last: int, kill_at: int = -1, odd: int = 0) -> Any:

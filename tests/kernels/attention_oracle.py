@@ -4,7 +4,7 @@ import numpy as np
 
 
 def zigzag_order(total, devices):
-    """Which token lies where, written out block by block."""
+    """The index of the token at each position, block by block."""
     blocks = np.arange(total).reshape(2 * devices, -1)
     return np.concatenate([block for i in range(devices) for block in (blocks[i], blocks[2 * devices - 1 - i])])
 

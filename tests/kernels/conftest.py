@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def same_shared_draws():
-    """The draws that the modules of this folder share begin anew for every test."""
+    """Reset the random numbers that the modules of this folder share before every test."""
     import kernel_cases
 
     kernel_cases.RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state

@@ -151,18 +151,18 @@ def ragged(
     x = draw(1, devices, int(sizes.sum(1).max()) + 1, 1, 128, dtype=F32)
     start = np.cumsum(sizes, 1) - sizes
     target = np.cumsum(sizes, 0) - sizes
-    room = int(sizes.sum(0).max()) + 2
+    rows_each = int(sizes.sum(0).max()) + 2
     gpus = Gpus(devices, schedule, dropped)
 
     def send(r: int) -> Any:
         runs = Runs(start[r], sizes[r], target[r], target[:, r], sizes[:, r], start[:, r])  # pyright: ignore[reportArgumentType]
-        return exchange.send(x[r], room, 1, runs, ("a",), (devices,), blocks)  # pyright: ignore[reportArgumentType]
+        return exchange.send(x[r], rows_each, 1, runs, ("a",), (devices,), blocks)  # pyright: ignore[reportArgumentType]
 
     for rank, (out, *_) in enumerate(gpus.run(send, once=False)):
         recv_buffer = [x[s, start[s, rank] : start[s, rank] + sizes[s, rank], 0] for s in range(devices)]
-        want = np.full((room, 128), np.nan)
+        want = np.full((rows_each, 128), np.nan)
         want[: sizes[:, rank].sum()] = np.concatenate(recv_buffer)
-        if not np.array_equal(out.reshape(room, 128), want, equal_nan=True):
+        if not np.array_equal(out.reshape(rows_each, 128), want, equal_nan=True):
             raise Fault("value", f"ragged_all_to_all on device {rank}")
     return gpus.machine
 

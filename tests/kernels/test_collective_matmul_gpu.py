@@ -24,7 +24,7 @@ TILE = Tile(128, 64, 64, 2)
 ORDERS = [(1, 128, 64, 64), (2, 100, 72, 136), (3, 300, 130, 64), (8, 129, 64, 200), (5, 64, 200, 320)]
 
 interpreted = pytest.mark.skipif(
-    not _compat.has_gpu_interpreter(), reason="the interpreter for Mosaic GPU kernels came with jax 0.11"
+    not _compat.has_gpu_interpreter(), reason="the interpreter for Mosaic GPU kernels needs jax 0.11"
 )
 sizes = pytest.mark.parametrize(("devices", "rows", "k", "n"), ORDERS)
 
@@ -52,28 +52,28 @@ def test_every_tile_is_made_once_and_no_two_devices_share_a_block(devices, rows,
 
 
 def gathered(order):
-    """(what every device has received, how many pieces it was told of), after `push` on all devices."""
+    """(what every device has received, number of signals for each piece), after `push` on all devices."""
     blocks = RNG.normal(size=(order.devices, order.rows, order.k))
-    came = np.full((order.devices, order.devices - 1, order.rows, order.k), np.nan)
-    told = np.zeros((order.devices, order.devices - 1, order.row_tiles), int)
+    received = np.full((order.devices, order.devices - 1, order.rows, order.k), np.nan)
+    signals = np.zeros((order.devices, order.devices - 1, order.row_tiles), int)
     hop, row, column = (np.asarray(x) for x in order.chunk(numbers((order.devices - 1) * order.num_chunks)))
     for sender in range(order.devices):
         receivers = np.asarray(order.receiver(jnp.asarray(hop), jnp.int32(sender)))
         for h, r, c, receiver in zip(hop, row, column, receivers, strict=True):
             here = (slice(r * PIECE, (r + 1) * PIECE), slice(c * PIECE, (c + 1) * PIECE))
-            assert np.isnan(came[receiver, h][here]).all()  # nobody has written there
-            came[receiver, h][here] = blocks[sender][here]
-            told[receiver, h, r // (order.tile.m // PIECE)] += 1
-    return blocks, came, told
+            assert np.isnan(received[receiver, h][here]).all()  # nobody has written there
+            received[receiver, h][here] = blocks[sender][here]
+            signals[receiver, h, r // (order.tile.m // PIECE)] += 1
+    return blocks, received, signals
 
 
 def check_gathered(order):
-    blocks, came, told = gathered(order)
+    blocks, received, signals = gathered(order)
     for rank in range(order.devices):
         for turn in range(1, order.devices):
-            np.testing.assert_array_equal(came[rank, turn - 1], blocks[int(order.block(turn, jnp.int32(rank)))])
+            np.testing.assert_array_equal(received[rank, turn - 1], blocks[int(order.block(turn, jnp.int32(rank)))])
             expected = [int(order.expected(jnp.int32(i))) for i in range(order.row_tiles)]
-            assert told[rank, turn - 1].tolist() == expected
+            assert signals[rank, turn - 1].tolist() == expected
 
 
 @sizes
@@ -111,7 +111,7 @@ def test_a_scatter_sends_all_sums_to_their_owner_and_one_word_for_each(devices, 
     high = TILE.m // ROWS
     written = np.zeros((devices, max(devices - 1, 1), order.row_tiles, order.column_tiles), int)
     source = np.full_like(written, -1)
-    told = np.zeros((devices, order.parts, order.column_tiles), int)
+    signals = np.zeros((devices, order.parts, order.column_tiles), int)
     for sender in range(devices):
         blocks = np.asarray(order.block(jnp.asarray(turn), jnp.int32(sender)))
         for t, i, j, receiver in zip(turn, row, column, blocks, strict=True):
@@ -120,10 +120,10 @@ def test_a_scatter_sends_all_sums_to_their_owner_and_one_word_for_each(devices, 
                 continue
             written[receiver, t, i, j] += 1
             source[receiver, t, i, j] = sender
-            told[receiver, i * high : (i + 1) * high, j] += 1
+            signals[receiver, i * high : (i + 1) * high, j] += 1
     if devices > 1:
         assert (written == 1).all()
-        assert (told == devices - 1).all()
+        assert (signals == devices - 1).all()
         for receiver in range(devices):
             senders = source[receiver, :, 0, 0].tolist()
             assert sorted(senders) == sorted(set(range(devices)) - {receiver})

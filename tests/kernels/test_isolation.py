@@ -1,4 +1,4 @@
-"""Calls in a child process: results, exceptions, crashes, hangs, and what the next call finds."""
+"""Calls in a child process: results, exceptions, crashes, hangs, and the state of the next call."""
 
 import os
 from pathlib import Path

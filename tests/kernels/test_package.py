@@ -1,4 +1,4 @@
-"""The package stands alone, and says what it cannot do."""
+"""The package is independent of meshpar, and refuses what it does not support."""
 
 import subprocess
 import sys

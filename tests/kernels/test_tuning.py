@@ -1,4 +1,4 @@
-"""The tuning table and the tuner, by injected times: what is stored, what is never stored, and who reads it."""
+"""The tuning table and the tuner, with injected times: stored and rejected configurations, and their readers."""
 
 import json
 import math

@@ -67,14 +67,14 @@ def ragged(
     sizes[0, 1] = 0
     x = draw(1, devices, int(sizes.sum(1).max()) + 1, 1, 128, dtype=F32)
     start, target = np.cumsum(sizes, 1) - sizes, np.cumsum(sizes, 0) - sizes
-    room = int(sizes.sum(0).max()) + 2
-    other = draw(2, devices, room, 1, 128, dtype=F32)
+    rows_each = int(sizes.sum(0).max()) + 2
+    other = draw(2, devices, rows_each, 1, 128, dtype=F32)
     tpus = Tpus((devices,), "a", schedule, dropped)
     before, exchange.BLOCK_BYTES = exchange.BLOCK_BYTES, 4 * 128 * 4  # blocks of four rows
 
     def send(r: int) -> Any:
         runs: Any = Runs(start[r], sizes[r], target[r], target[:, r], sizes[:, r], start[:, r])  # pyright: ignore[reportArgumentType]
-        return exchange.send(x[r], other[r] if given else None, room, runs, ("a",), (devices,))  # pyright: ignore[reportArgumentType]
+        return exchange.send(x[r], other[r] if given else None, rows_each, runs, ("a",), (devices,))  # pyright: ignore[reportArgumentType]
 
     try:
         found = tpus.run(send)

@@ -1,4 +1,4 @@
-"""The page of a lab in a browser: what is edited by mouse, keyboard or as text has the figures of ``mp.plan``."""
+"""The lab's page in a browser: edits by mouse, keyboard or as text show the numbers of ``mp.plan``."""
 
 import json
 import random
@@ -40,18 +40,18 @@ def page(browser):
     server.stop()
 
 
-def settle(page):
+def wait_until_drawn(page):
     page.locator('main[aria-busy="false"]').wait_for()
 
 
 def figures(page):
-    settle(page)
+    wait_until_drawn(page)
     return json.loads(page.locator("main").get_attribute("data-figures"))
 
 
 def state(page):
     """Mesh and layout as the page's controls show them."""
-    settle(page)
+    wait_until_drawn(page)
     inputs = page.locator(".rules input.mono").evaluate_all("all => all.map((x) => x.value)")
     on = page.locator(".rules input[type=checkbox]").evaluate_all("all => all.map((x) => x.checked)")
     return page.get_by_label("mesh", exact=True).input_value(), [
@@ -60,7 +60,7 @@ def state(page):
 
 
 def agrees(page):
-    """The figures, where the layout can be planned, are those of ``mp.plan``; whether it can."""
+    """Assert that the page shows the numbers of ``mp.plan``; returns whether the layout can be planned."""
     mesh, rules = state(page)
     try:
         plan = lab_program.planned(mesh, "\n".join(rules))
@@ -88,7 +88,7 @@ def test_a_rule_is_edited_and_broken(page):
     assert agrees(page)
     assert figures(page)["peak"] != before["peak"]
     rule(page, 2).get_by_label("rule", exact=True).fill("embed: modle")
-    settle(page)
+    wait_until_drawn(page)
     assert "names axis modle" in rule(page, 2).locator(".error").inner_text()
     assert page.locator(".rules .error:visible").count() == 1
     assert page.get_by_role("button", name="Compile this").is_disabled()
@@ -152,13 +152,13 @@ def test_the_mesh_is_dragged_and_stepped(page):
     assert seam.get_attribute("aria-valuetext") == "data 16, model 1"
     assert agrees(page)
     page.get_by_role("button", name="remove axis model").click()
-    settle(page)
+    wait_until_drawn(page)
     assert page.locator(".rules .error:visible").count() == 1
     page.get_by_role("button", name="add axis model").click()
     assert state(page)[0] == "data=16, model=1"
     assert agrees(page)
     page.get_by_label("mesh", exact=True).fill("data=5, model=3")
-    settle(page)
+    wait_until_drawn(page)
     assert page.locator(".error:visible").count() == 1
     page.get_by_label("mesh", exact=True).fill("data=4, model=4")
     page.get_by_label("topology").fill("v5e:8x8")
@@ -184,7 +184,7 @@ def test_the_known_layouts_are_ranked_and_a_search_finds_one(page):
     assert agrees(page)
     page.get_by_role("button", name="Search for a better one").click()
     page.get_by_role("button", name="found").wait_for()
-    settle(page)
+    wait_until_drawn(page)
     best = page.locator(".start tbody tr[aria-current=true]")
     assert "found" in best.all_inner_texts()[0] or best.count() > 1
     plan = lab_program.planned(mesh, "; ".join(rules))
@@ -208,7 +208,7 @@ def test_two_plans_side_by_side_and_copies(page):
     page.wait_for_timeout(50)
     assert 'mp.mesh("data=4, model=4")' in page.evaluate("navigator.clipboard.readText()")
     page.get_by_role("button", name="Unpin").click()
-    settle(page)
+    wait_until_drawn(page)
     assert not beside.is_visible()
 
 
@@ -216,14 +216,14 @@ def test_what_the_compiler_says(page):
     """A topology that nobody compiles for: the reason is shown."""
     page.get_by_label("topology").fill("")
     page.get_by_label("topology").blur()
-    settle(page)
+    wait_until_drawn(page)
     page.get_by_label("mesh", exact=True).fill("data=32, model=2")
-    settle(page)
+    wait_until_drawn(page)
     page.get_by_role("button", name="Compile this").click()
     page.get_by_text("not compiled:").wait_for()
     assert "needs 64 devices" in page.locator(".results .error").inner_text()
     page.get_by_label("mesh", exact=True).fill("data=4, model=2")
-    settle(page)
+    wait_until_drawn(page)
     page.get_by_role("button", name="Compile this").click()
     page.get_by_role("columnheader", name="compiler").wait_for(timeout=300_000)
     assert (

@@ -1,4 +1,4 @@
-"""What a lab answers: the figures of ``mp.plan``, errors at the rules that cause them, nothing that is evaluated."""
+"""Replies of a lab: the numbers of ``mp.plan``, errors at the rules that cause them, and no evaluation of input."""
 
 import json
 import sys
@@ -60,9 +60,9 @@ def test_fifty_random_edits_have_the_figures_of_mp_plan(session):
 
 def test_what_a_row_does_is_what_its_rules_do(session):
     together = ask(session, ["batch: data", "mlp, embed: model"])["plan"]
-    apart = ask(session, ["batch: data", "mlp: model", "embed: model"])["plan"]
-    assert together["figures"] == apart["figures"]
-    sent = [row["sent"] for row in apart["rules"]]
+    separate = ask(session, ["batch: data", "mlp: model", "embed: model"])["plan"]
+    assert together["figures"] == separate["figures"]
+    sent = [row["sent"] for row in separate["rules"]]
     assert [row["sent"] for row in together["rules"]] == [sent[0], sent[1] + sent[2]]
     assert sum(sent) > 0
 
@@ -184,9 +184,9 @@ def test_pages_go_before_a_search_and_a_search_can_be_stopped(session):
     assert all(reply["plan"]["figures"] == want for reply in replies)
     session.handle({"ask": "stop", **job})
     session._jobs[job["job"]].wait(60)
-    told = session.handle({"ask": "job", **job})
-    assert not told["running"]
-    assert [row["name"] for row in told["result"]] == ["found"]
+    reply = session.handle({"ask": "job", **job})
+    assert not reply["running"]
+    assert [row["name"] for row in reply["result"]] == ["found"]
 
 
 def test_a_lab_is_priced_with_a_calibration():
@@ -197,24 +197,24 @@ def test_a_lab_is_priced_with_a_calibration():
     (found,) = done(session, {"ask": "suggest", "topology": lab_program.TOPOLOGY})["result"]
     here = lab_program.planned(found["mesh"], found["layout"]).replan(calibration=measured)
     assert found["seconds"] == here.replan(overlap=session.base.overlap).seconds
-    told = done(session, {"ask": "compile", "mesh": "data=4, model=2", "topology": None, "layout": "batch: data"})
-    assert "the calibration is of TPU v5 lite" in told["failed"]["headline"]
+    reply = done(session, {"ask": "compile", "mesh": "data=4, model=2", "topology": None, "layout": "batch: data"})
+    assert "the calibration is of TPU v5 lite" in reply["failed"]["headline"]
 
 
 def test_a_compiler_that_cannot_be_asked_says_why(session):
-    told = done(session, {"ask": "compile", "mesh": "data=64", "topology": None, "layout": "batch: data"})
-    assert "needs 64 devices" in told["failed"]["headline"]
+    reply = done(session, {"ask": "compile", "mesh": "data=64", "topology": None, "layout": "batch: data"})
+    assert "needs 64 devices" in reply["failed"]["headline"]
 
 
 def test_the_compiler_s_figures_stand_beside_the_estimate(session):
-    told = done(
+    reply = done(
         session, {"ask": "compile", "mesh": "data=4, model=2", "topology": None, "layout": "batch: data; mlp: model"}
     )
     plan = lab_program.planned("data=4, model=2", "batch: data; mlp: model", None)
-    rows = {what: (estimate, compiled) for what, estimate, compiled in told["result"]["rows"]}
+    rows = {what: (estimate, compiled) for what, estimate, compiled in reply["result"]["rows"]}
     assert rows["peak memory of a device"][0] == format_memory(plan.memory.peak)
     assert rows["sent by each device"] == (format_bytes(plan.bytes_sent),) * 2
-    assert told["result"]["peak"] > 0
+    assert reply["result"]["peak"] > 0
 
 
 def test_python_has_what_the_page_shows():

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the same means, settled once."""
+"""Gradient accumulation: the same means, reduced once."""
 
 import jax
 import jax.numpy as jnp
@@ -126,8 +126,8 @@ def test_a_users_own_accumulating_loop_is_settled_once_too(case):
     p, x = case
 
     def own(p, x):
-        def add(total, piece):
-            return jax.tree.map(jnp.add, total, jax.grad(loss)(p, piece)), None
+        def add(total, microbatch):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(p, microbatch)), None
 
         total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, p), x.reshape(16, 4, 16).swapaxes(0, 1))
         return total
@@ -143,8 +143,8 @@ def test_a_carry_that_is_read_is_settled_each_time(case):
     _, x = case
 
     def running(w, x):
-        def add(total, piece):
-            total = total + piece.T @ (piece @ w)
+        def add(total, microbatch):
+            total = total + microbatch.T @ (microbatch @ w)
             return total, total.max()
 
         return jax.lax.scan(add, jnp.zeros_like(w), x.reshape(16, 4, 16).swapaxes(0, 1))

@@ -1,4 +1,4 @@
-"""``mp.attention``: no layout changes a number, and the plan lists what the compiled program sends."""
+"""``mp.attention``: no layout changes a number, and the compiled program sends what the plan lists."""
 
 import functools
 

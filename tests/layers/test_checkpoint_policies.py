@@ -1,4 +1,4 @@
-"""Policies for ``jax.checkpoint``: what is recomputed, and what a collective gave and is kept."""
+"""Policies for ``jax.checkpoint``: recomputed values, and saved results of collectives."""
 
 import functools
 from collections import Counter

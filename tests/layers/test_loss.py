@@ -116,7 +116,7 @@ def step_over(over):
 
 
 def products_and_logits(step, x, w, labels):
-    """(matrix products, elements of the largest float32 array over the vocabulary that is no weight's)."""
+    """(matmuls, elements of the largest float32 array over the vocabulary that is no weight's)."""
     plan = mp.plan(step, x, w, labels, mesh="data=1", layout="batch: data", dims=DIMS)
     ops = list(plan.program.root.walk())
     sizes = [np.prod(v.shape) for op in ops for v in op.outs if len(v.shape) > 2 and v.aval.dtype == jnp.float32

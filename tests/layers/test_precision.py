@@ -1,4 +1,4 @@
-"""Mixed precision: dtypes of what is computed, and of what travels."""
+"""Mixed precision: dtypes of computation and of communication."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Reshardings on devices: what ``jax.device_put`` makes of the same array, and on the wire what the moves say."""
+"""Resharding on devices: the result of ``jax.device_put``, and collectives as planned."""
 
 import functools
 import itertools
@@ -111,8 +111,8 @@ def test_keys_and_empty_arrays():
             assert np.array_equal(jax.random.key_data(x), jax.random.key_data(y))
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_mesh_that_is_factored_over_the_torus(apart):
+@pytest.mark.parametrize("factored", [False, True])
+def test_a_mesh_that_is_factored_over_the_torus(factored):
     """Axes that have other names, and are several, inside the ``shard_map``; gathered into other memory first, or not."""
     mesh = mp.mesh("a=4, b=2")
     grid = Grid(mesh.shape, {"a": (Stage(2, "x"), Stage(2, "y")), "b": (Stage(2, "z"),)})
@@ -120,7 +120,9 @@ def test_a_mesh_that_is_factored_over_the_torus(apart):
     x = np.arange(8 * 16).reshape(8, 16).astype(np.float32)
 
     def local(*shards):
-        return [follow(x, reshard(*pair, dict(mesh.shape)), grid, apart) for x, pair in zip(shards, pairs, strict=True)]
+        return [
+            follow(x, reshard(*pair, dict(mesh.shape)), grid, factored) for x, pair in zip(shards, pairs, strict=True)
+        ]
 
     ins, outs = ([to_partition_spec(grid.spec(spec)) for spec in specs] for specs in zip(*pairs, strict=True))
     run = jax.shard_map(local, mesh=grid.mesh(mesh), in_specs=tuple(ins), out_specs=outs, check_vma=False)
@@ -137,7 +139,7 @@ def test_a_mesh_that_is_factored_over_the_torus(apart):
     ],
 )  # fmt: skip
 def test_terms_are_combined(kind, dtype, together):
-    """What no collective combines (products, bits) is gathered first."""
+    """Reductions without a collective (products, bits) are gathered first."""
     mesh = mp.mesh("a=2, b=2, c=2")
     terms = (
         np.random.default_rng(0)
@@ -155,7 +157,7 @@ def test_terms_are_combined(kind, dtype, together):
 
 
 def test_a_slice_before_an_all_to_all():
-    """XLA's CPU compiler cuts what is exchanged into slices; one of them was taken for the program's own, which lay otherwise."""
+    """XLA's CPU compiler splits an all-to-all into slices, and merged one with a slice of the program in another layout."""
     rng = np.random.default_rng(3)
     x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 8, 6), (2, 8, 8)))
 

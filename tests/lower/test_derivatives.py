@@ -1,4 +1,4 @@
-"""Derivatives of a sharded function, asked for from outside: those of the function, its own ones included."""
+"""Derivatives of the lowered function, taken from outside, equal the derivatives of the function; custom derivatives included."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ W, V, X = exact(8, 8), exact(8, 8), exact(8, 8)
 
 
 def assert_derivatives(fn, *args, layout, dims, mesh=MESH, forward=True, tolerance=1e-5, **options):
-    """``jax.vjp`` along fixed cotangents and ``jax.jvp`` of the lowered function are those of the function."""
+    """Assert that ``jax.vjp`` with fixed cotangents and ``jax.jvp`` agree for the lowered function and the function."""
     run = mp.jit(fn, mesh=mp.mesh(mesh), layout=layout, dims=dims, lowering="shard_map", **options)
     tangents = tuple(jnp.asarray(RNG.normal(size=x.shape), x.dtype) for x in args)
 
@@ -178,7 +178,7 @@ def test_through_a_derivative_made_inside_and_a_loop():
 
 @pytest.mark.slow
 def test_through_large_products_in_order():
-    """Products wait for one another where their operands are of 16 MiB on a device."""
+    """Matmuls are serialized if their operands have 16 MiB on a device."""
     w, v, x = (RNG.normal(size=s).astype(np.float32) / 64 for s in ((2048, 2048), (2048, 2048), (8, 2048)))
 
     def f(w, v, x):
@@ -370,7 +370,7 @@ def test_a_function_with_its_own_derivative_keeps_it(fn, forward, layout):
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 @pytest.mark.fast_cases(1)
 def test_lookups_differentiated_from_outside(lowering):
-    """What one device reads for all may be sent as bits: its derivative is that of the numbers."""
+    """A value read by one device may be sent as bits; its derivative is the derivative of the numbers."""
     x, i = jnp.arange(1.0, 9.0), jnp.int32(3)
 
     def step(x, i):

@@ -1,4 +1,4 @@
-"""What a program keeps in the host's memory stays there: inputs, results, and what is offloaded for a backward pass."""
+"""Host memory: inputs, results, and residuals that are offloaded for a backward pass."""
 
 import json
 

@@ -39,13 +39,13 @@ def test_every_device_does_its_share_of_every_microbatch(count, layout, lowering
     x = r.normal(size=(64, 64)).astype(np.float32)
     step = accumulating(count)
     sharded = mp.jit(step, mesh=mp.mesh("data=8"), layout=layout, dims=DIMS, lowering=lowering)
-    products = (
+    matmul_flops = (
         3 * 2 * 2 * (64 // count) * 64 * 256 / 8 - 2 * (64 // count) * 64 * 256 / 8
     )  # of one microbatch on a device
     (loop,) = [s for s in sharded.plan(p, x).body.steps if isinstance(s, Loop)]
     assert loop.body.trip_count == count
     compiled = sharded.lower(p, x).compile().cost_analysis()["flops"]  # a loop's body counts once
-    assert products <= compiled < 1.5 * products + 3e5
+    assert matmul_flops <= compiled < 1.5 * matmul_flops + 3e5
     for a, b in zip(jax.tree.leaves(sharded(p, x)), jax.tree.leaves(jax.jit(step)(p, x)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -63,8 +63,8 @@ def test_parts_that_are_vmapped_over_and_fewer_than_devices_are_split_inside(mes
 
     sharded = mp.jit(step, mesh=mp.mesh(mesh), layout=layout, dims={"x": "batch embed", "w": "embed mlp"},
                      lowering=lowering)  # fmt: skip
-    products = 2 * 2 * 256 * 64 * 64 / 8
-    assert products <= sharded.lower(x, w).compile().cost_analysis()["flops"] < 1.5 * products
+    matmul_flops = 2 * 2 * 256 * 64 * 64 / 8
+    assert matmul_flops <= sharded.lower(x, w).compile().cost_analysis()["flops"] < 1.5 * matmul_flops
     assert sum(c.bytes for c in sharded.plan(x, w).collectives if c.op == "all-gather") == 0
     np.testing.assert_allclose(sharded(x, w), jax.jit(step)(x, w), rtol=1e-5)
 

@@ -295,7 +295,7 @@ def test_state_space(layout):
 
 
 def mixture_step(params, tokens):
-    """Top-2 routing with a capacity, dispatch and combination by one-hot products, a balance loss."""
+    """Top-2 routing with a capacity, dispatch and combination by one-hot matmuls, a balance loss."""
 
     def loss_of(p):
         x = p["embedding"][tokens].reshape(-1, 16)

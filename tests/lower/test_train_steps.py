@@ -147,7 +147,7 @@ def lora_behind_stop_gradient(state, base, x, y):
 
 
 def lora_by_labels(state, base, x, y):
-    """An optimizer that leaves what is labelled frozen."""
+    """An optimizer that freezes labelled parameters."""
     both = {"base": base, "adapters": state}
     labels = {"base": "frozen", "adapters": "trained"}
     tx = optax.multi_transform({"frozen": optax.set_to_zero(), "trained": optax.adam(1e-2)}, labels)

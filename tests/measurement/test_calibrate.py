@@ -1,4 +1,4 @@
-"""Layouts measured on CPU devices: what is measured, what is compared, bad input. No test depends on how long anything takes."""
+"""Layouts measured on CPU devices: measurements, comparisons, bad input. No test depends on timing."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ def arguments():
 
 def test_layouts_are_measured_and_the_arguments_left_alone(tmp_path):
     state, x = arguments()
-    told = []
+    messages = []
     found = mp.calibrate(
         train_step,
         state,
@@ -50,7 +50,7 @@ def test_layouts_are_measured_and_the_arguments_left_alone(tmp_path):
         dims=DIMS,
         donate_argnames="state",
         rounds=3,
-        progress=told.append,
+        progress=messages.append,
     )
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, x)))
     assert {r.layout for r in found.rows} == {str(mp.Layout(text)) for text in LAYOUTS}
@@ -65,7 +65,7 @@ def test_layouts_are_measured_and_the_arguments_left_alone(tmp_path):
             lowering="shard_map", calibration=tmp_path / "cpu.json",
         )  # fmt: skip
         assert plan.seconds == pytest.approx(row.fitted)
-    assert any("run 9" in text for text in told)
+    assert any("run 9" in text for text in messages)
     text = str(found)
     assert len(text.splitlines()) < 24
     assert all(row.layout in text for row in found.rows)

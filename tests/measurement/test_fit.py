@@ -10,7 +10,7 @@ from meshpar.measurement import fit
 
 
 def seconds_of(parts):
-    """Seconds of layouts whose products, memory traffic and links take so long at the peak rate, one after the other."""
+    """Seconds of layouts whose matmuls, memory traffic and links take these times at the peak rate, without overlap."""
     return lambda e: [float(p @ (1 / np.asarray(e))) for p in np.asarray(parts, float)]
 
 
@@ -46,7 +46,7 @@ def test_what_cannot_be_told_apart_changes_alike_and_is_said():
 
 
 def test_efficiencies_stay_within_bounds():
-    """The others are fitted beside what is held there."""
+    """The other rates are fitted with the fixed ones."""
     much = fit(seconds_of(PARTS), (1, 1, 1), seconds_of(PARTS)((1.5, 0.5, 0.4)), bounds=(0.02, 1.0))
     assert much.efficiencies == pytest.approx((1, 0.5, 0.4), rel=0.2)
     assert "products came out at the most that is allowed, 1" in much.notes
@@ -57,7 +57,7 @@ def test_efficiencies_stay_within_bounds():
 
 @pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
 def test_plans_priced_with_other_efficiencies_give_these_back():
-    """What is hidden behind products, and kernels of which traffic and products overlap, are as plans have them."""
+    """Communication overlapped with matmuls, and kernels whose traffic overlaps with matmuls, as in plans."""
 
     def step(x, up, down, table):
         return jnp.sum(jax.nn.relu(x @ up) @ down) + jnp.sum(jnp.tanh(table) * table)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, restored anywhere, and nothing damaged goes unseen."""
+"""Checkpoints: complete or absent, restored on any mesh, and damage is detected."""
 
 import gc
 import os
@@ -375,7 +375,7 @@ def test_the_same_run_again_is_the_same_bit_for_bit(pods, tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.slow
 def test_killed_at_any_moment_of_a_save(pods, tmp_path, count):
-    """Twice ten kills: the newest checkpoint is always whole."""
+    """Twice ten kills: the newest checkpoint is always complete."""
     draw = random.Random(count)
     folder = tmp_path / "a"
     for k in range(10):

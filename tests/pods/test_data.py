@@ -61,12 +61,12 @@ def test_batches_lie_as_the_layout_says(mesh):
 def test_it_goes_on_anywhere(mesh, prefetch):
     make = lambda: mp.batches(np.arange(40), batch=4, mesh=mesh, layout="batch: data", seed=3, prefetch=prefetch)  # noqa: E731
     data = make()
-    whole = [np.asarray(x).tolist() for _, (_, x) in zip(range(25), data.from_(0), strict=False)]
+    batches = [np.asarray(x).tolist() for _, (_, x) in zip(range(25), data.from_(0), strict=False)]
     assert data.position == 25  # what was read ahead does not count
     again = make()
     again.go_to(data.position_facts(13))
-    assert [np.asarray(x).tolist() for _, x in zip(range(12), again, strict=False)] == whole[13:]
-    assert np.asarray(make()[17]).tolist() == whole[17]
+    assert [np.asarray(x).tolist() for _, x in zip(range(12), again, strict=False)] == batches[13:]
+    assert np.asarray(make()[17]).tolist() == batches[17]
 
 
 def test_the_last_batch_padded(mesh):

@@ -1,4 +1,4 @@
-"""``meshpar launch``: logs, the first cause last, exit statuses, and starting again on what is left."""
+"""``meshpar launch``: logs, the first cause printed last, exit statuses, and restarts on the remaining processes."""
 
 import os
 import re
@@ -20,7 +20,7 @@ import os, signal, sys, time
 p, n, attempt = (int(os.environ[f"MESHPAR_{x}"]) for x in ("PROCESS", "PROCESSES", "ATTEMPT"))
 print(f"process {p} of {n}, attempt {attempt}", flush=True)
 """
-"""A script that stands for one, without JAX: the launcher sees only how processes end."""
+"""A script without JAX in place of a training script: the launcher sees only how processes end."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Local SGD over slices: the numbers of replicas that train apart, and nothing sent between them."""
+"""Local SGD over slices: the results of replicas that train independently, and nothing sent between them."""
 
 import jax
 import numpy as np

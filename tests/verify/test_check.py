@@ -69,7 +69,7 @@ def x() -> np.ndarray:
 def break_lowering(
     monkeypatch: pytest.MonkeyPatch, hook: Hook, when: Callable[[Any], bool] = lambda plan: True
 ) -> None:
-    """Make every lowering that of `jit`, and wrong: the hook sees every top-level op with its results, and may change them."""
+    """Replace every lowering by a wrong one of `jit`: the hook may change the results of every top-level op."""
     right = LOWERINGS["jit"]
 
     def run(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
@@ -177,9 +177,9 @@ def test_donated_and_static_arguments(x: np.ndarray) -> None:
 
 
 def test_arguments_that_are_sharded_already(x: np.ndarray) -> None:
-    lies = jax.device_put(x, jax.NamedSharding(mp.mesh("other=8"), jax.P(None, "other")))
-    assert check(jnp.tanh, lies, layouts="batch: data", mesh="data=4, idle=2", dims={"*": "batch _"}).ok
-    assert not lies.is_deleted()
+    sharded = jax.device_put(x, jax.NamedSharding(mp.mesh("other=8"), jax.P(None, "other")))
+    assert check(jnp.tanh, sharded, layouts="batch: data", mesh="data=4, idle=2", dims={"*": "batch _"}).ok
+    assert not sharded.is_deleted()
 
 
 # -- keys and nnx
@@ -363,7 +363,7 @@ def test_a_wrong_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accumulate(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Products in bfloat16, added up in a loop whose result is float32."""
+    """Matmuls in bfloat16, added in a loop whose result is float32."""
 
     def add(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
         return total + (x.astype(jnp.bfloat16).T @ w.astype(jnp.bfloat16)).astype(jnp.float32), None

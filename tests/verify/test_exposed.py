@@ -85,8 +85,8 @@ def test_around_a_line_the_way_back_shares_the_links_of_the_other_direction():
     assert one.seconds == pytest.approx(HOP)
     assert both.seconds == pytest.approx(2 * HOP)
     # without a way back nothing is shared
-    apart = start("a", "{{0,1},{1,2},{2,3}}") + start("b", "{{1,0},{2,1},{3,2}}") + done("c", "a") + done("d", "b")
-    assert exposed(program(apart + ROOT), CHIP, places(ring=False)).seconds == pytest.approx(HOP)
+    separate = start("a", "{{0,1},{1,2},{2,3}}") + start("b", "{{1,0},{2,1},{3,2}}") + done("c", "a") + done("d", "b")
+    assert exposed(program(separate + ROOT), CHIP, places(ring=False)).seconds == pytest.approx(HOP)
 
 
 def test_synchronous_collectives_count_in_full():
@@ -172,17 +172,17 @@ def test_collectives_of_several_kinds_share_the_links_that_both_need():
     gather = (
         "  %g = (f32[1024,1024], f32[4096,1024]) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}\n"
     )
-    whole = 4 * MB * 3 / 4 / (2 * RATE)
+    full_bytes = 4 * MB * 3 / 4 / (2 * RATE)
     ends = done("d", "s") + "  %e = f32[4096,1024] all-gather-done(%g)\n" + ROOT
     found = exposed(program(start("s") + gather + ends), CHIP, places())
-    assert found.sent == pytest.approx(whole + HOP)
-    assert found.seconds == pytest.approx(whole + HOP)
+    assert found.sent == pytest.approx(full_bytes + HOP)
+    assert found.seconds == pytest.approx(full_bytes + HOP)
     assert found.by_kind["collective-permute (async)"] == pytest.approx(2 * HOP)  # at half the rate
     # of devices that differ along another dimension, none
     square = np.zeros((4, 5), int)
     square[:, :2] = [(0, 0), (1, 0), (0, 1), (1, 1)]
-    apart = program(start("s", "{{0,1},{1,0},{2,3},{3,2}}") + gather.replace("0,1,2,3", "0,2},{1,3") + ends)
-    found = exposed(apart, CHIP, Places(square, (False,) * 5))
+    separate = program(start("s", "{{0,1},{1,0},{2,3},{3,2}}") + gather.replace("0,1,2,3", "0,2},{1,3") + ends)
+    found = exposed(separate, CHIP, Places(square, (False,) * 5))
     assert found.sent == pytest.approx(3 * HOP)
     assert found.seconds == pytest.approx(2 * HOP)
 
@@ -192,14 +192,14 @@ def test_what_the_sparse_cores_send_beside_the_program():
     text = (Path(__file__).parent / "sparse_core.hlo.txt").read_text()
     at = np.zeros((128, 5), int)
     at[:, :3] = list(np.ndindex(4, 4, 8))
-    v5p, whole = CHIPS["v5p"], 14336 * 4096 * 2 * 3 / 4
+    v5p, full_bytes = CHIPS["v5p"], 14336 * 4096 * 2 * 3 / 4
     sent = collectives(text)
     assert [(c.op, c.group, c.count) for c in sent] == [("reduce-scatter", 4, 1)] * 4
-    assert sum(c.total_bytes for c in sent) == 3 * whole + whole / 4
+    assert sum(c.total_bytes for c in sent) == 3 * full_bytes + full_bytes / 4
     assert cycles(text) == 3 * 1_899_284
 
     found = exposed(text, v5p, Places(at, (True, True, True, False, False)))
-    stage = whole / (2 * 9e10 * v5p.compiler.link_efficiency)
+    stage = full_bytes / (2 * 9e10 * v5p.compiler.link_efficiency)
     assert stage < 1_899_284 / v5p.compiler.clock_hz
     assert found.sent == pytest.approx(3.25 * stage)
     assert found.by_kind == pytest.approx({"reduce-scatter (async)": 1.25 * stage})

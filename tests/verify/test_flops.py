@@ -20,7 +20,7 @@ ENTRY %main (a: f32[], b: f32[]) -> f32[] {{
 """
 
 
-PRODUCTS = {  # of the final text for TPUs: all of them matrix products
+MATMULS = {  # of the final text for TPUs: all of them matrix products
     "plain": ("bf16[2048,4096]{1,0} convolution(%a, %b), dim_labels=bf_oi->bf", "bf16[2048,2048]", "bf16[4096,2048]",
               2 * 2048 * 4096 * 2048),
     "batch": ("bf16[8,640,1433]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf",
@@ -37,9 +37,9 @@ PRODUCTS = {  # of the final text for TPUs: all of them matrix products
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", MATMULS)
 def test_what_the_compiler_writes(name):
-    line, left, right, expected = PRODUCTS[name]
+    line, left, right, expected = MATMULS[name]
     assert flops(module(line, left, right)) == expected
 
 
@@ -48,16 +48,16 @@ def test_what_the_compiler_writes(name):
 @pytest.mark.parametrize("pad", [0, 2])
 def test_a_convolution_by_counting(stride, pad, dilate):
     """A 9×9 picture, 3×5 taps with holes 1 and 2 wide, next to a count one by one."""
-    size, taps, apart = (9, 9), (3, 5), (1, 2)
+    size, taps, dilation = (9, 9), (3, 5), (1, 2)
     extent = [(s - 1) * dilate + 1 for s in size]
-    out = [(e + 2 * pad - (t - 1) * a - 1) // stride + 1 for e, t, a in zip(extent, taps, apart, strict=True)]
+    out = [(e + 2 * pad - (t - 1) * a - 1) // stride + 1 for e, t, a in zip(extent, taps, dilation, strict=True)]
     window = (
         f"size=3x5 stride={stride}x{stride} pad={pad}_{pad}x{pad}_{pad} lhs_dilate={dilate}x{dilate} rhs_dilate=1x2"
     )
     line = f"f32[2,{out[0]},{out[1]},6] convolution(%a, %b), window={{{window}}}, dim_labels=b01f_01io->b01f"
     pairs = 0
     for y, x, u, v in itertools.product(*map(range, (*out, *taps))):
-        at = (y * stride + u * apart[0] - pad, x * stride + v * apart[1] - pad)
+        at = (y * stride + u * dilation[0] - pad, x * stride + v * dilation[1] - pad)
         pairs += all(0 <= p < e and p % dilate == 0 for p, e in zip(at, extent, strict=True))
     assert flops(module(line, "f32[2,9,9,4]", "f32[3,5,4,6]")) == 2 * 2 * 6 * 4 * pairs
 

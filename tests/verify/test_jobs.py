@@ -33,7 +33,7 @@ os.rename(os.path.join(folder, "part"), os.path.join(folder, "result.zip"))
 ALONE = """
 import os, sys, time
 lock = os.path.join(sys.argv[2], "only-one")
-os.close(os.open(lock, os.O_CREAT | os.O_EXCL))  # fails if another compilation is under way
+os.close(os.open(lock, os.O_CREAT | os.O_EXCL))  # fails if another compilation is running
 time.sleep(0.3)
 os.unlink(lock)
 """
@@ -41,7 +41,7 @@ os.unlink(lock)
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """Lets a Python program stand in for the compiler; it gets the job's folder and one to leave marks in."""
+    """Replace the compiler by a Python program, which is given the job's folder and a folder for marks."""
     marks = tmp_path / "marks"
     marks.mkdir()
     (tmp_path / "tmp").mkdir()
@@ -162,7 +162,7 @@ def test_a_cache_that_cannot_be_written_loses_nothing(runs, tmp_path, monkeypatc
 
 
 def test_one_at_a_time(runs, monkeypatch):
-    """Compilations that would fail beside another one; two of the three are of one program, which is compiled once."""
+    """Compilations that fail if another one runs at the same time; two of the three are of one program, which is compiled once."""
     monkeypatch.setenv("MESHPAR_COMPILES", "1")
     marks = runs(ALONE + SUCCEED)
     done, errors = [], []

@@ -1,4 +1,4 @@
-"""Rings in the compiled program: what they send is what the plan lists, and the numbers are those of the unsharded run."""
+"""Rings in the compiled program: they send the bytes that the plan lists, and results equal the unsharded run."""
 
 import importlib.util
 from collections import Counter
@@ -53,7 +53,7 @@ def test_scanned_and_recomputed_layers_give_the_unsharded_state(scheme):
 
 @pytest.mark.parametrize("mesh", ["data=1, model=8", "data=2, model=3"])
 def test_batched_products_transposed_results_and_bfloat16(mesh):
-    """Sums of transposed products are scattered; a gathered operand has a batch dim; the sums travel in bfloat16."""
+    """Reduce-scatters of transposed matmuls in bfloat16; a gathered operand with a batch dim."""
 
     def f(x, w, u, v):
         y = jnp.einsum("gse,gef->gsf", x, w)
@@ -78,7 +78,7 @@ def test_batched_products_transposed_results_and_bfloat16(mesh):
 
 
 def layer(x, gate, up, down):
-    """Two products share a gather, a third is scattered; the gradients keep what is gathered, and add two products up."""
+    """Two matmuls share a gather, a third is scattered; the gradients save the gathered operand and add two matmuls."""
     return jnp.sum(((jnp.tanh(x @ gate) * (x @ up)) @ down) ** 2)
 
 

@@ -37,7 +37,7 @@ def limit(tokens, groups, experts, k, factor):
     return max(1, min(size, math.ceil(size * k * factor / experts)))
 
 
-def settle(choices, weights, experts, *, real, k, capacity, groups, choice_major=False):
+def assign(choices, weights, experts, *, real, k, capacity, groups, choice_major=False):
     """choices, weights: lists a token, best first. First come, first served in each group of tokens."""
     tokens = len(choices)
     weight, kept = np.zeros((tokens, experts)), np.zeros((tokens, experts), bool)
@@ -95,7 +95,7 @@ def top_k(logits, real, *, k, capacity=None, groups=1, renormalize=True, first_o
     for t, chosen in enumerate(choices):
         w = p[t, chosen]
         weights.append(w / w.sum() if renormalize and len(w) else w)
-    out = settle(
+    out = assign(
         choices, weights, p.shape[1], real=real, k=k, capacity=capacity, groups=groups, choice_major=choice_major
     )
     counted, kb = ([c[:1] for c in choices], 1) if first_only else (choices, k)
@@ -126,7 +126,7 @@ def noisy_top_k(logits, real, *, k, noise, capacity=None, groups=1):
         for e in range(experts):
             others = np.sort(np.delete(clean[t], e))[::-1]
             load[e] += 0.5 * (1 + math.erf((clean[t, e] - others[k - 1]) / width[t, e] / math.sqrt(2)))
-    out = settle(choices, weights, experts, real=real, k=k, capacity=capacity, groups=groups)
+    out = assign(choices, weights, experts, real=real, k=k, capacity=capacity, groups=groups)
     out.losses = {"importance": cv2(importance), "load": cv2(load), "z": z(clean, which)}
     return out
 
@@ -147,7 +147,7 @@ def deepseek_v3(logits, real, *, k, bias, expert_groups, top_groups, scale, row,
         choices.append(chosen)
         w = score[t, chosen]
         weights.append(scale * w / w.sum() if len(w) else w)
-    out = settle(choices, weights, experts, real=real, k=k, capacity=capacity, groups=groups)
+    out = assign(choices, weights, experts, real=real, k=k, capacity=capacity, groups=groups)
     share = score / score.sum(-1, keepdims=True)
     out.losses = {"balance": balance(share, choices, which, k, rows=row), "z": z(logits, which)}
     return out
@@ -184,7 +184,7 @@ def two_level(outer, inner, real, *, k, outer_k, capacity=None, groups=1):
             w += list(po[t, o] / po[t, groups_of].sum() * pi[t, o, mine] / pi[t, o, mine].sum())
         choices.append(chosen)
         weights.append(w)
-    out = settle(choices, weights, many * each, real=real, k=k, capacity=capacity, groups=groups)
+    out = assign(choices, weights, many * each, real=real, k=k, capacity=capacity, groups=groups)
     p = (po[..., None] * pi).reshape(tokens, -1)
     wide = np.repeat(which, many)
     out.losses = {"balance": balance(p, choices, which, k), "z": z(outer, which) + z(inner.reshape(-1, each), wide)}

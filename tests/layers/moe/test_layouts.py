@@ -244,7 +244,7 @@ def test_a_kernels_exchange_is_planned_with_the_rows_in_use():
 
 @pytest.mark.slow
 def test_a_kernels_exchange_changes_no_number(monkeypatch):
-    """In the TPU interpreter with race detection: there, back, and in the gradients. Everything beside the exchange is XLA's."""
+    """In the TPU interpreter with race detection: there, back, and in the gradients. Everything but the exchange is XLA's."""
     for name in ("expert_dispatch", "expert_combine"):
         plain = functools.partial(getattr(meshpar_kernels, name), implementation="reference")
         monkeypatch.setattr(f"meshpar.layers.moe.experts.{name}", plain)
@@ -268,7 +268,7 @@ def test_gate_and_up_are_one_product_unless_the_backward_pass_needs_both():
     weights = {n: P[n] for n in ("gate", "up", "down")}
 
     def loops(f):
-        """Of the compiled program; a product is one over its tiles."""
+        """Matmuls of the compiled program; a matmul in tiles counts once."""
         return jax.jit(f).lower(X).compile().as_text().count("while(")
 
     def run(x):
@@ -283,7 +283,7 @@ def test_gate_and_up_are_one_product_unless_the_backward_pass_needs_both():
 def test_the_kernels_choice_is_the_routers(router, monkeypatch):
     """Choices, weights and their gradients, with tokens split, padding, NaN, and groups of experts; drops are counted as ever.
 
-    `route` by its definition stands for its kernels.
+    `route` by its definition replaces its kernels.
     """
     monkeypatch.setattr("meshpar.layers.moe.routers.route", _route_by_definition)
     logits = (3 * R.normal(size=(B, S, E))).astype("f")
@@ -312,7 +312,7 @@ def _route_by_definition(logits, k, implementation=None, **options):
 
 @pytest.mark.slow
 def test_all_kernels_together_change_no_number():
-    """Route, gather, gated product, weighted product and sum: in the TPU interpreter with race detection, against XLA's."""
+    """Route, gather, gated matmul, weighted matmul and sum: in the TPU interpreter with race detection, against XLA's."""
     x = R.normal(size=(2, 8, 128)).astype("f")
     wide = {n: normal(*s) for n, s in {"kernel": (128, 8), "gate": (8, 128, 128), "up": (8, 128, 128),
                                        "down": (8, 128, 128)}.items()}  # fmt: skip
