@@ -272,7 +272,7 @@ def _compile(args: argparse.Namespace) -> int:
         print(f"devices  {args.topology}, as its compiler describes them", file=sys.stderr)
     compiled = mp.compile(
         target.step, *target.args, mesh=mesh if args.topology else mp.mesh(mesh), topology=args.topology,
-        layout=planned.asked or planned.layout, effort=args.effort, progress=True, **_options(args, target),
+        layout=planned.requested_layout or planned.layout, effort=args.effort, progress=True, **_options(args, target),
     )  # fmt: skip
     facts = {
         "name": compiled.name, "topology": compiled.topology, "mesh": planned.sizes, "layout": str(planned.layout),

@@ -85,7 +85,7 @@ class Plan(record.Plan):
                 "layout": str(self.layout),
                 "lowering": {
                     "lowering": self.lowering,
-                    "asked": self.asked_lowering,
+                    "asked": self.requested_lowering,
                     "reason": self.lowering_reason,
                     "estimate": self.lowering == "jit",
                 },

@@ -35,9 +35,9 @@ from ..hardware.chips import Chip
 from ..hardware.collective_ops import wire_bytes
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, devices_of, joined, major_of
-from ..plan.collectives import Collective, volume_of
+from ..plan.collectives import Collective, collective_volume
 from ..plan.plan import Plan
-from ..plan.spec import itemsize, local_bytes, local_shape, names_of, parts_of, unsplit
+from ..plan.spec import format_axes, itemsize, local_bytes, local_shape, replicated_spec, shard_count
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
 from ..units import format_seconds
@@ -90,7 +90,11 @@ def exposed_seconds(
     stages = [s for a in pair.axes for s in plan.torus[a]]
     first = pair.step.collectives[0]
     separate = seconds_of(
-        first.op, volume_of(first.op, first.bytes, parts_of(first.axes, plan.sizes)), stages, chip, first.algorithm
+        first.op,
+        collective_volume(first.op, first.bytes, shard_count(first.axes, plan.sizes)),
+        stages,
+        chip,
+        first.algorithm,
     )
     memory = device.hbm_bandwidth * chip.compiler.hbm_efficiency
     total = sum(matmul_seconds(plan, chip, run) for run in runs)
@@ -189,7 +193,7 @@ def all_reduce_cost(plan: Plan, c: Collective, matmuls: float) -> ReductionCost 
     if c.op != "reduce-scatter" or plan.chip is None or any(s.dim == "slice" for s in stages):
         return None
     devices = math.prod(s.size for s in stages)
-    volume = volume_of(c.op, c.bytes, devices)
+    volume = collective_volume(c.op, c.bytes, devices)
     seconds = seconds_of("all-reduce", volume, stages, plan.chip, "whole")
     hidden = matmuls if plan.is_async("all-reduce") else 0.0
     return ReductionCost(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
@@ -204,7 +208,7 @@ def later_stage_seconds(plan: Plan, c: Collective) -> float:
     stages = [s for s, _ in joined(s for a in c.axes for s in plan.torus[a])]
     if c.op != "reduce-scatter" or c.algorithm != "staged" or len(stages) < 2 or plan.chip is None:
         return 0.0
-    volume = volume_of(c.op, c.bytes, math.prod(s.size for s in stages))
+    volume = collective_volume(c.op, c.bytes, math.prod(s.size for s in stages))
     return seconds_of(c.op, volume / stages[0].size, stages[1:], plan.chip, c.algorithm)
 
 
@@ -219,7 +223,7 @@ def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | No
     rate = device.matmul_rate(str(op.eqn.invars[0].aval.dtype)) * chip.compiler.matmul_efficiency
     shards = zip((*op.eqn.invars, *op.eqn.outvars), (*run.operands, *run.results), strict=True)
     sizes = [
-        local_bytes(v.aval.shape, itemsize(v.aval), unsplit(v.aval.ndim) if s is None else s.spec, plan.sizes)
+        local_bytes(v.aval.shape, itemsize(v.aval), replicated_spec(v.aval.ndim) if s is None else s.spec, plan.sizes)
         for v, s in shards
     ]
     cut = [True] * len(sizes) if pair is None else _cut(pair, run)
@@ -360,8 +364,8 @@ def warn_about_lines(plan: Plan) -> None:
             line_seconds += runs * hop_seconds(c.bytes, stage, plan.chip) / directions
             ring_seconds += runs * hop_seconds(c.bytes, replace(stage, wraps=True), plan.chip) / directions
         parts.append(
-            f"{names_of(axes)} is no ring of the torus ({stage.size} devices {shape}{stride}): its ring steps share links in both "
-            f"directions and take {format_seconds(line_seconds)} a step; around a ring they would take "
+            f"{format_axes(axes)} is no ring of the torus ({stage.size} devices {shape}{stride}): its ring steps share links in "
+            f"both directions and take {format_seconds(line_seconds)} a step; around a ring they would take "
             f"{format_seconds(ring_seconds)}"
         )
     if parts:

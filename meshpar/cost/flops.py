@@ -15,7 +15,7 @@ from ..hardware.chips import Chip
 from ..hardware.compiler import CompilerModel
 from ..plan.memo import MESHES
 from ..plan.plan import Plan
-from ..plan.spec import itemsize, local_shape, parts_of
+from ..plan.spec import itemsize, local_shape, shard_count
 from ..plan.steps import Body, Run
 from ..program.ir import Frame, Program
 from ..program.kernels import KernelWork
@@ -229,7 +229,7 @@ def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
                         entry[1][dim] = plan.program.parts(v, i)[0]
     out = []
     for (name, idle, source), (flops, dims) in found.items():
-        times = parts_of(idle, plan.sizes)
+        times = shard_count(idle, plan.sizes)
         share = flops * (1 - 1 / times) / total if total else 0.0
         fix = _suggested_fix(plan, idle, dims)
         out.append(RedundantMatmul(name, idle, times, tuple(dims), flops, share, source, fix))
@@ -249,7 +249,7 @@ def _suggested_fix(plan: Plan, idle: Sequence[str], dims: Mapping[str, Part]) ->
     """Advice: a rule or a size with which matmuls with these dims (name → its major part) are split over an idle axis."""
     for names, size in dims.values():
         for rule in (plan.layout.rules[i] for i in plan.layout.rules_of(names)):
-            parts = parts_of(rule.axes, plan.sizes)
+            parts = shard_count(rule.axes, plan.sizes)
             if size % parts and set(idle) & set(rule.axes):
                 return f"`{rule}` does not divide `{names[0]}` of {size}: make it a multiple of {parts}"
     names = " ".join(dims) or "that have names"
@@ -271,7 +271,7 @@ def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
         if "newly_manual_axes" in run.op.eqn.params
         else {a for got in run.axes or () for a in got}
     )
-    return run.op.primitive.flops(run.op.eqn) / parts_of(sorted(axes), sizes)
+    return run.op.primitive.flops(run.op.eqn) / shard_count(sorted(axes), sizes)
 
 
 def local_work(run: Run, sizes: Mapping[str, int]) -> KernelWork | None:

@@ -151,7 +151,7 @@ class _Reader:
             return
         sent = any(m.op != "slice" for m in step.path)
         out = self.out(self.node("move!" if sent else "slice", step, step.op, [item]), step.result)
-        if step.ring is not None and not step.ring.keep:
+        if step.ring is not None and not step.ring.keep_gathered:
             out.live_bytes = 0.0  # its blocks are gone when they are multiplied: memory.py counts those in flight
 
     def reduce(self, step: Reduce) -> None:
@@ -288,13 +288,13 @@ _READ: dict[type[Step], Callable[[_Reader, Step], None]] = {
 def ring_block_counts(plan: Plan) -> dict[Shard, int]:
     """Partial values that a ring computes and reduces in chunks, with the terms of their sums → number of chunks."""
     found: dict[Shard, int] = {}
-    maker = {s: step for step in plan.body.every if isinstance(step, Run) for s in step.results}
-    for step in plan.body.every:
+    maker = {s: step for step in plan.body.all_steps if isinstance(step, Run) for s in step.results}
+    for step in plan.body.all_steps:
         todo = [step.source] if isinstance(step, Reduce) and step.ring is not None else []
         leaves = {s for s, _ in step.ring.leaves} if isinstance(step, Reduce) and step.ring is not None else set()
         while todo:
             shard = todo.pop()
-            found[shard] = step.ring.parts  # type: ignore[union-attr]
+            found[shard] = step.ring.num_blocks  # type: ignore[union-attr]
             if shard not in leaves and shard in maker:
                 todo += maker[shard].reads
     return found

@@ -104,12 +104,12 @@ class _Live:
         self.aliased_inputs: set[int] = set()
         self.pieced: set[Value] = set()
         self.served: dict[Value, tuple[Step, GatherRing]] = {}
-        for step in plan.body.every:
+        for step in plan.body.all_steps:
             if isinstance(step, Reshard) and step.ring is not None:
                 made = [out for dot in step.ring.dots for out in dot.op.outs]
                 self.served.update((v, (step, step.ring)) for v in made)
                 if step.ring.fused is None:
-                    self.pieced.update([*made, *([step.result.value] if step.ring.keep else [])])
+                    self.pieced.update([*made, *([step.result.value] if step.ring.keep_gathered else [])])
 
     def add(self, item: Buffer, size: float | None = None) -> None:
         if id(item) not in self.live:
@@ -217,7 +217,7 @@ class _Live:
         if isinstance(node.step, Reduce) and node.step.ring is not None:
             value, ring = node.step.result.value, node.step.ring
             size = local_bytes(value.shape, itemsize(value.aval), node.step.result.spec, sizes)
-            total += ring_buffer_bytes(ring, size, ring.parts)
+            total += ring_buffer_bytes(ring, size, ring.num_blocks)
         return total
 
     def gathered(self, node: Kernel) -> Buffer | None:

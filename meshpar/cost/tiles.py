@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..layout import Spec
-from ..plan.spec import parts_of
+from ..plan.spec import shard_count
 from ..program.ir import Program, Value
 
 SUBLANES, LANES = 8, 128
@@ -51,7 +51,7 @@ class Tiles:
         image = self.of(value)
         if image is None:
             return 1.0
-        b, c = (-(-value.shape[i] // parts_of(spec[i], sizes)) for i in image)
+        b, c = (-(-value.shape[i] // shard_count(spec[i], sizes)) for i in image)
         return min(tiled(b, c), tiled(c, b)) / (b * c) if b * c else 1.0
 
 

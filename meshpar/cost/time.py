@@ -134,7 +134,7 @@ def _estimate(plan: Plan) -> float:
     )
     hidden = hidden_collectives(plan)
     exposed_part = {move.step: m.exposed for moves in concurrent_matmuls(plan).values() for move, m in moves.items()}
-    for step in plan.body.every:
+    for step in plan.body.all_steps:
         for c in separate_collectives(step):
             if c not in hidden:
                 exposed += (c.seconds or 0.0) * (c.count or 1) * exposed_part.get(step, 1.0)

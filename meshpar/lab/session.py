@@ -164,7 +164,7 @@ class Session:
                 with self._turns.page():
                     plan = self._plan(draft)
                     before = self._plan(pinned) if pinned is not None else None
-                    self.shown = Draft(mesh, topology, str(plan.asked))
+                    self.shown = Draft(mesh, topology, str(plan.requested_layout))
                     out["plan"] = self._view(plan, before, rows)
             except MeshparError as e:
                 k = _at_fault(rows, e)
@@ -199,7 +199,7 @@ class Session:
             "html": view.parts(plan, pinned),
             "rules": [next(did) if row.on and row.layout is not None else None for row in rows],
             "colours": view.colours(plan),
-            "layout": str(plan.asked),
+            "layout": str(plan.requested_layout),
             "python": view.python(self.name, plan, mesh),
         }
 

@@ -58,10 +58,10 @@ def rule_figures(plan: Plan, rows: Sequence[Sequence[Rule]]) -> list[dict[str, A
     """What the rules of each row do together: bytes and seconds in a step, arguments split, from how much to how much.
 
     Args:
-      rows: the rules of each row of the page, which in order are those of ``plan.asked``.
+      rows: the rules of each row of the page, which in order are those of ``plan.requested_layout``.
     """
     did = effects(plan)
-    first = len(plan.layout.rules) - len(plan.asked.rules)  # rules for dims called after axes stand before
+    first = len(plan.layout.rules) - len(plan.requested_layout.rules)  # rules for dims called after axes stand before
     out = []
     for rules in rows:
         mine, first = did[first : first + len(rules)], first + len(rules)
@@ -84,7 +84,7 @@ def _together(did: Sequence[Effect], plan: Plan) -> dict[str, Any]:
 
 def python(name: str, plan: Plan, mesh: str) -> str:
     """Lines of Python that run the function so."""
-    rules = "\n".join(f"    {text}" for text in str(plan.asked).split("; ") if text)
+    rules = "\n".join(f"    {text}" for text in str(plan.requested_layout).split("; ") if text)
     layout = f'mp.Layout("""\n{rules}\n""")' if rules else 'mp.Layout("")'
     where = f"  # {plan.topology}" if plan.topology else ""
     return (

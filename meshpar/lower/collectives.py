@@ -14,9 +14,9 @@ from jax import lax
 from ..compat.quirks import before_exchange, extremum, psum_scatter, separate_all_gather
 from ..hardware.algorithms import ALGORITHMS, AlgorithmName
 from ..layout import Spec
-from ..plan.collectives import reduces
+from ..plan.collectives import is_all_reducible
 from ..plan.resharding import Move
-from ..plan.spec import parts_of
+from ..plan.spec import shard_count
 from ..plan.steps import Reduce
 from ..rules.owned import addable
 from ..rules.rule import ADDED
@@ -46,7 +46,7 @@ def _slice(x: Any, move: Move, grid: Grid) -> Any:
     for i, (before, after) in enumerate(zip(move.before, move.after, strict=True)):
         axes = after[len(before) :]
         if axes:
-            n = x.shape[i] // parts_of(axes, grid)
+            n = x.shape[i] // shard_count(axes, grid)
             x = lax.dynamic_slice_in_dim(x, axis_index(fine_names(axes, grid)) * n, n, i)
     return x
 
@@ -183,7 +183,7 @@ def _combined(
         axes = fine_names([a for a in s.axes if grid[a] > 1], grid)
         x, begun = scattered(x, axes[begun:], s.dim, "staged" if begun else s.algorithm, grid), 0
     axes = fine_names([a for a in over if grid[a] > 1], grid)
-    if axes and reduces(kind, dtype):
+    if axes and is_all_reducible(kind, dtype):
         x = lax.psum(x, axes) if kind in ADDED else extremum(x, axes, "max" if kind in ("max", "or") else "min", cpu)
     elif axes:
         every = lax.all_gather(x, axes, axis=0)

@@ -32,7 +32,7 @@ from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.manual import ManualOps
 from ..plan.plan import Plan
 from ..plan.resharding import reshard
-from ..plan.spec import unsplit
+from ..plan.spec import replicated_spec
 from ..plan.steps import Loop, Reduce, Run, Shard
 from ..program.ir import Frame, Op, Value
 from ..rules import having, run_local
@@ -86,7 +86,7 @@ class _Rewriter:
         self.grid = Grid(plan.sizes, {}, bound=bound)
         self.cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
         self.params: dict[Spec, dict[str, Any]] = {}
-        steps = list(plan.body.every)
+        steps = list(plan.body.all_steps)
         self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].is_constant)}
         self.reduces = {s.source.value: s for s in steps if isinstance(s, Reduce)}
         self.manual_ops = ManualOps(plan)
@@ -312,7 +312,10 @@ class _Rewriter:
                 for y, shard, (scatters, over) in zip(results, run.results, reduced, strict=True)
             )
 
-        needs = [unsplit(len(v.aval.shape)) if s is None else s.spec for s, v in zip(run.operands, invars, strict=True)]
+        needs = [
+            replicated_spec(len(v.aval.shape)) if s is None else s.spec
+            for s, v in zip(run.operands, invars, strict=True)
+        ]
         mapped: Any = jax.shard_map(
             local,
             mesh=self.grid.mesh(self.mesh),

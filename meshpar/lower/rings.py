@@ -27,8 +27,8 @@ def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: 
     if ring.fused is not None:
         results = ring.fused(shard, others, around)
     else:
-        results = gather_dots(shard, others, dots, around, ring.dim, keep=ring.keep)
-    if ring.keep:
+        results = gather_dots(shard, others, dots, around, ring.dim, keep=ring.keep_gathered)
+    if ring.keep_gathered:
         x[step.result] = results.pop()
     x.update((dot.result, y) for dot, y in zip(ring.dots, results, strict=True))
 

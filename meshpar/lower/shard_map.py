@@ -36,7 +36,7 @@ from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.decide import IDENTITIES
 from ..plan.plan import Plan
-from ..plan.spec import parts_of, unsplit
+from ..plan.spec import replicated_spec, shard_count
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
 from ..rules import refusal, run_elementwise, run_local
@@ -120,7 +120,7 @@ def lower_to_shard_map(
 
 def _empty(shard: Shard, sizes: dict[str, int]) -> Any:
     """One device's block of an array without elements."""
-    shape = tuple(n // parts_of(axes, sizes) for n, axes in zip(shard.value.shape, shard.spec, strict=True))
+    shape = tuple(n // shard_count(axes, sizes) for n, axes in zip(shard.value.shape, shard.spec, strict=True))
     return _zeros(jax.ShapeDtypeStruct(shape, shard.value.aval.dtype))
 
 
@@ -133,7 +133,7 @@ def _zeros(x: jax.ShapeDtypeStruct) -> Any:
 def check_blocks(value: Value, spec: Spec, sizes: dict[str, int]) -> None:
     """Raises UnsupportedError where a dim does not divide over the axes that split it."""
     for i, (n, axes) in enumerate(zip(value.shape, spec, strict=True)):
-        parts = parts_of(axes, sizes)
+        parts = shard_count(axes, sizes)
         if n % parts:
             raise UnsupportedError(
                 f"dim {i} of size {n} does not divide over {'+'.join(axes)} ({parts} parts)",
@@ -169,13 +169,13 @@ class _Device:
 
     def constant(self, step: Constant) -> None:
         spec = step.result.spec
-        self.x[step.result] = cut(step.array, unsplit(len(spec)), spec, self.sizes)
+        self.x[step.result] = cut(step.array, replicated_spec(len(spec)), spec, self.sizes)
 
     def reshard(self, step: Reshard) -> None:
         if step.ring is not None:
             run_gather_ring(step, step.ring, self.x, self.sizes)
         else:
-            self.x[step.result] = follow(self.x[step.source], step.path, self.sizes, step.apart)
+            self.x[step.result] = follow(self.x[step.source], step.path, self.sizes, step.separate_buffer)
 
     def reduce(self, step: Reduce) -> None:
         if step.ring is None:

@@ -80,7 +80,7 @@ def make_plan(
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
                        calibrations=calibrations)  # fmt: skip
     asked = Options(options, tuple((compiler_options or {}).items()))
-    plan = _noted(with_passes(replace(plan, asked_lowering=lowering, asked_overlap=overlap, options=asked)))
+    plan = _noted(with_passes(replace(plan, requested_lowering=lowering, requested_overlap=overlap, options=asked)))
     if not init:
         _warn_of_replication(plan)
     if plan.lowering_reason is not None:
@@ -114,7 +114,7 @@ def _noted(plan: Plan) -> Plan:
 
 def _warn_of_replication(plan: Plan) -> None:
     """Warn where a layout has rules for an axis, none of which takes effect: all devices along it do the same work."""
-    asked = plan.asked
+    asked = plan.requested_layout
     rules = [r for r in asked.rules if not (r.optional or r.dim in asked.optional)]
     for axis in _idle_axes(plan):
         mine = [str(r) for r in rules if axis in r.axes]
@@ -131,14 +131,14 @@ def _warn_of_replication(plan: Plan) -> None:
 def with_passes(plan: Plan) -> Plan:
     """A plan as the walk over its program made it, through every pass: for the lowering, overlap and options asked for in it.
 
-    What ``asked_lowering`` and ``asked_overlap`` mean for its program is resolved here, for all plans.
+    What ``requested_lowering`` and ``requested_overlap`` mean for its program is resolved here, for all plans.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
     """
     sends: set[CollectiveOp] = {c.op for c in plan.collectives}
     asked = plan.options
-    lowering, overlap, reason = resolve_lowering(plan, plan.asked_lowering, plan.asked_overlap)
+    lowering, overlap, reason = resolve_lowering(plan, plan.requested_lowering, plan.requested_overlap)
     plan = replace(plan, lowering=lowering, overlap=overlap, lowering_reason=reason)
     chosen = choose_options(
         plan.chip, sends, asked.mode, dict(asked.given), lambda values: refused_options(plan.mesh, values)
@@ -167,7 +167,9 @@ def replan(
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
     """
     if lowering is None:
-        lowering = AUTO if plan.asked_lowering == "jit" and overlap not in (None, "off") else plan.asked_lowering
+        lowering = (
+            AUTO if plan.requested_lowering == "jit" and overlap not in (None, "off") else plan.requested_lowering
+        )
     walked = plan_without_passes(
         plan, layout=layout, mesh=mesh, topology=topology, strict=strict, calibrations=calibrations
     )
@@ -175,8 +177,8 @@ def replan(
         with_passes(
             replace(
                 walked,
-                asked_lowering=lowering,
-                asked_overlap=plan.asked_overlap if overlap is None else overlap,
+                requested_lowering=lowering,
+                requested_overlap=plan.requested_overlap if overlap is None else overlap,
                 options=Options(plan.options.mode if options is None else options, plan.options.given),
             )
         )
@@ -199,7 +201,7 @@ def plan_without_passes(
         warnings.simplefilter("ignore", JoinWarning)  # the first plan has told
         walked = planned(
             plan.program,
-            plan.asked if layout is None else layout,
+            plan.requested_layout if layout is None else layout,
             plan.mesh if mesh is None else mesh,
             strict=strict,
             topology=plan.topology if mesh is None and topology is None else topology,
@@ -208,4 +210,6 @@ def plan_without_passes(
             max_seconds=most,
         )
     asked = Options(plan.options.mode, plan.options.given)
-    return replace(walked, asked_lowering=plan.asked_lowering, asked_overlap=plan.asked_overlap, options=asked)
+    return replace(
+        walked, requested_lowering=plan.requested_lowering, requested_overlap=plan.requested_overlap, options=asked
+    )

@@ -26,11 +26,11 @@ from functools import partial
 from ..cost.collective_matmul import all_reduce_cost, matmul_seconds, reduction_costs
 from ..cost.fusion import MATMULS
 from ..hardware.collective_ops import wire_bytes
-from ..plan.collectives import Collective, volume_of
+from ..plan.collectives import Collective, collective_volume
 from ..plan.manual import ManualOps, on_cpus
 from ..plan.plan import Plan
-from ..plan.spec import parts_of
-from ..plan.steps import Body, Reduce, Scatter, Step, rewritten
+from ..plan.spec import shard_count
+from ..plan.steps import Body, Reduce, Scatter, Step, rewrite_bodies
 from ..program.ir import Value
 from ..units import format_bytes, format_seconds
 from .collective_matmul import BY_COST
@@ -60,7 +60,7 @@ def choose_all_reduce(plan: Plan) -> Plan:
             [_decided(plan, s, change_sum) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps]
         )
 
-    body = rewritten(plan.body, change)
+    body = rewrite_bodies(plan.body, change)
     return plan if body is plan.body else replace(plan, body=body)
 
 
@@ -78,7 +78,7 @@ def _without_reduce_scatters(plan: Plan) -> Plan:
         op = step.source.value.op
         return step if op is not None and manual.has(plan.runs.get(op)) else _decided(plan, step, _as_all_reduce)
 
-    body = rewritten(plan.body, lambda body: body.with_steps(list(map(changed, body.steps))))
+    body = rewrite_bodies(plan.body, lambda body: body.with_steps(list(map(changed, body.steps))))
     return plan if body is plan.body else replace(plan, body=body)
 
 
@@ -87,7 +87,7 @@ def _as_all_reduce(plan: Plan, step: Reduce, old: Collective) -> Collective | No
     if old.op != "reduce-scatter":
         return None
     devices = math.prod(plan.sizes[a] for a in old.axes)
-    sent = wire_bytes("all-reduce", volume_of(old.op, old.bytes, devices), devices)
+    sent = wire_bytes("all-reduce", collective_volume(old.op, old.bytes, devices), devices)
     form = all_reduce_cost(plan, old, 0.0)
     why = (
         f"XLA's compiler for CPUs makes no reduce-scatters: {format_bytes(sent)} sent by an all-reduce; "
@@ -102,7 +102,7 @@ def _decided(plan: Plan, step: Reduce, change: Callable[[Plan, Reduce, Collectiv
     collectives, scatters = list(step.collectives), list(step.scatters)
     sent = 0
     for k, scatter in enumerate(step.scatters):
-        if 0 in step.source.value.shape or parts_of(scatter.axes, plan.sizes) == 1:
+        if 0 in step.source.value.shape or shard_count(scatter.axes, plan.sizes) == 1:
             continue
         new = change(plan, step, collectives[sent])
         if new is not None:
@@ -139,7 +139,7 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
 
 def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Collective | None:
     """The all-reduce that XLA makes of a reduce-scatter if every device has a part of its own afterwards."""
-    parts = math.prod(parts_of(s.axes, plan.sizes) for s in step.scatters)
+    parts = math.prod(shard_count(s.axes, plan.sizes) for s in step.scatters)
     whole = all_reduce_cost(plan, old, 0.0) if parts == plan.mesh.size else None
     if whole is None:
         return None

@@ -14,7 +14,7 @@ from ..cost.fusion import FUSIBLE, MATMULS, REDUCTIONS, VIEWS
 from ..plan.decide import IDENTITIES
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
-from ..plan.steps import Barrier, Body, Loop, Order, Reduce, Reshard, Run, Shard, Step, rewritten, with_others
+from ..plan.steps import Barrier, Body, Loop, Order, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
 from ..program.ir import Program, Value
 
 
@@ -59,7 +59,7 @@ def serialize_loops(plan: Plan) -> Plan:
             came.extend(sorted(step.results, key=lambda s: size(s, s.spec))[:1])
             return (*steps, step)
 
-        return with_others(body, (Reduce, Loop), change)
+        return replace_steps(body, (Reduce, Loop), change)
 
     return _with_body(plan, _homes(plan.body, home))
 
@@ -75,7 +75,7 @@ def _homes(body: Body, change: Callable[[Body], Body]) -> Body:
         is_call = body.frame.parent is not None and body.frame.parent.name not in ("scan", "while", "cond")
         return body if is_call else change(body)
 
-    return rewritten(body, inner)
+    return rewrite_bodies(body, inner)
 
 
 def _with_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
@@ -90,7 +90,7 @@ def _with_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
             steps[k] = change(step)
         return body.with_steps(steps)
 
-    return _with_body(plan, rewritten(plan.body, inner))
+    return _with_body(plan, rewrite_bodies(plan.body, inner))
 
 
 def serialize_results(plan: Plan) -> Plan:
@@ -114,9 +114,9 @@ def serialize_results(plan: Plan) -> Plan:
             steps.append(Barrier(step.op, (step.source,), (held,), tuple(last)))
             step = replace(step, source=held)
         last[:] = [step.result]
-        return (*steps, replace(step, apart=True))
+        return (*steps, replace(step, separate_buffer=True))
 
-    return _with_body(plan, with_others(plan.body, Reshard, change)) if outputs else plan
+    return _with_body(plan, replace_steps(plan.body, Reshard, change)) if outputs else plan
 
 
 def separate_slices(plan: Plan) -> Plan:
@@ -214,7 +214,7 @@ def separate_matmuls(plan: Plan) -> Plan:
             step = across(step)
             return (step, Barrier(step.op, cut, tuple(apart[s] for s in cut))) if cut else (step,)
 
-        return with_others(body, Run, change) if apart else body
+        return replace_steps(body, Run, change) if apart else body
 
     return _with_body(plan, _homes(plan.body, home))
 

@@ -34,7 +34,7 @@ from ..hardware.compiler import CompilerModel
 from ..hardware.topology import Stage, devices_of, major_of, major_stage
 from ..plan.collectives import Collective
 from ..plan.plan import Choice, Overlap, Plan
-from ..plan.spec import local_shape, names_of, parts_of
+from ..plan.spec import format_axes, local_shape, shard_count
 from ..plan.steps import (
     Body,
     Call,
@@ -46,8 +46,8 @@ from ..plan.steps import (
     Run,
     Shard,
     Step,
-    in_order,
-    rewritten,
+    rewrite_bodies,
+    topological_order,
 )
 from ..program.ir import Frame, Op, Program, Value
 from ..units import format_seconds
@@ -95,7 +95,7 @@ def overlap(plan: Plan, rest: Callable[[Plan], Plan] = lambda plan: plan) -> Pla
         other = rest(_sent(plan, found, {**forms, axes: "ring"}))
         xla, ring = _seconds(best), _seconds(other)
         steps[axes] = (
-            f"the step takes {format_seconds(ring)} with all of {names_of(axes)} in blocks, {format_seconds(xla)} with none"
+            f"the step takes {format_seconds(ring)} with all of {format_axes(axes)} in blocks, {format_seconds(xla)} with none"
         )
         if xla - ring >= max(plan.compiler.min_gain_seconds, plan.compiler.min_joint_gain * xla):
             best, other, forms[axes] = other, best, "ring"
@@ -144,9 +144,9 @@ def _sent(plan: Plan, found: CollectiveMatmulPairs, forms: Mapping[tuple[str, ..
             return body
         steps = [changes.get(step, step) for step in body.steps]
         rings = any(isinstance(s, Reshard) and s.ring is not None for s in steps)
-        return replace(body, steps=in_order(steps, body.outputs) if rings else tuple(steps))
+        return replace(body, steps=topological_order(steps, body.outputs) if rings else tuple(steps))
 
-    return replace(plan, body=rewritten(plan.body, change) if changes else plan.body, overlaps=tuple(overlaps))
+    return replace(plan, body=rewrite_bodies(plan.body, change) if changes else plan.body, overlaps=tuple(overlaps))
 
 
 # -- finding
@@ -445,7 +445,7 @@ def _decision(
     if others:
         free.take(home, others)
     if exposed is not None and any(s.line for s in stages):
-        reason += f"; {names_of(pair.axes)} is no ring of the torus, so that hops share links"
+        reason += f"; {format_axes(pair.axes)} is no ring of the torus, so that hops share links"
     kind = "gather" if pair.gather else "scatter"
     origin = pair.dots[0][0].op
     decision = Overlap(
@@ -521,7 +521,7 @@ def ring_collectives(plan: Plan, pair: CollectiveMatmul) -> list[Collective]:
     """What is sent instead of the one collective: its minor stages as before, the major one hop by hop."""
     old = pair.step.collectives[0]
     devices = devices_of(plan.torus, pair.axes)
-    minor = parts_of(pair.axes, plan.sizes) // devices
+    minor = shard_count(pair.axes, plan.sizes) // devices
     spec = pair.step.result.spec if pair.gather else pair.step.source.spec
     shape = local_shape(pair.value.shape, spec, plan.sizes)
     size = old.bytes * (devices * minor) / (devices * minor - 1)  # of the whole array on a device

@@ -39,7 +39,7 @@ def resolve_lowering(plan: Plan, asked: str, overlap: str | None) -> Resolved:
 
 def _without_local_form(plan: Plan) -> str | None:
     """The first op that the ``"shard_map"`` lowering refuses: its name, its line, and why."""
-    for step in plan.body.every:
+    for step in plan.body.all_steps:
         if not isinstance(step, Run) or step.op.rule is None:
             continue
         found = refusal(step.op, step.axes or (), plan.sizes)

@@ -30,9 +30,9 @@ from ..plan.steps import (
     Shard,
     ShardingChange,
     Step,
-    in_order,
     is_deferred,
-    rewritten,
+    rewrite_bodies,
+    topological_order,
 )
 from ..program.ir import Frame, Op, Program, Value
 from ..rules import having
@@ -61,9 +61,9 @@ def schedule(plan: Plan) -> Plan:
                 step = replace(step, operands=tuple(result if s is source else s for s in step.operands))
             steps.append(step)
         place = {op: k for k, op in enumerate(orders[body.frame])}
-        return replace(body, steps=in_order(_by_op(steps, place), body.outputs))
+        return replace(body, steps=topological_order(_by_op(steps, place), body.outputs))
 
-    return replace(plan, body=rewritten(plan.body, change))
+    return replace(plan, body=rewrite_bodies(plan.body, change))
 
 
 def _by_op(steps: Sequence[Step], place: Mapping[Op, int]) -> list[Step]:
@@ -96,7 +96,7 @@ class _Schedule:
         self.bodies = {frame: _Body(found) for frame, found in plan.program.cached(_frames).items()}
         self.pending = {
             s.value
-            for step in plan.body.every
+            for step in plan.body.all_steps
             if isinstance(step, Run) and step.in_ring == "reduce"
             for s in step.results
         }
@@ -105,7 +105,7 @@ class _Schedule:
             self._none_is_left_behind(body)
 
     def _scatters_wait(self) -> None:
-        sums = [s for s in self.plan.body.every if isinstance(s, Reduce) and s.scatters and s.collectives]
+        sums = [s for s in self.plan.body.all_steps if isinstance(s, Reduce) and s.scatters and s.collectives]
         if not sums:
             return
         readers: dict[tuple[Frame, Value], list[Op]] = {}  # products of a value with a large gathered operand

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..plan.collectives import dcn_bytes_of
+from ..plan.collectives import dcn_bytes_sent
 from ..plan.plan import Plan
 
 
@@ -14,7 +14,7 @@ def note_crossings(plan: Plan) -> Plan:
         return plan  # nodes of GPUs have a link to others for every GPU
     weights = {d for h in plan.inputs if h.kind in ("params", "opt") for d in h.dims if d}
     crossing = [
-        (dcn_bytes_of(c, plan.torus) * (c.count or 1), c)
+        (dcn_bytes_sent(c, plan.torus) * (c.count or 1), c)
         for c in plan.collectives
         if c.count != 1 and (c.op not in ("all-reduce", "reduce-scatter") or set(c.dims.split()) - weights)
     ]

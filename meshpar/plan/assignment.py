@@ -13,7 +13,7 @@ from ..caches import LRUCache
 from ..layout import SCOPES, Layout, Rule, Spec, claim
 from ..program.ir import Op, Program, Value
 from ..rules import ELEMENTWISE, OpRule
-from .spec import unsplit
+from .spec import replicated_spec
 
 Names = tuple[str, ...]
 Items = tuple[tuple[Names, int], ...]
@@ -173,7 +173,7 @@ class AxisAssignment:
     def value_spec(self, value: Value) -> Spec:
         """The spec in which a value is stored. Arrays without elements are not split: XLA returns them with the global shape."""
         if 0 in value.shape:
-            return unsplit(len(value.shape))
+            return replicated_spec(len(value.shape))
         if value.explicit is not None:
             return value.explicit
         plain = value.annotation is None and not self.scoped
@@ -299,7 +299,7 @@ class AxisAssignment:
             return list(self._query_axes(asked, scopes))
         axes = self._claimed(asked.groups, asked.items, scopes)
         axes = self._cheapest(op, asked.items, scopes, axes, lambda choice: cost(asked.linked(choice)))
-        return blocks_only(op.rule, asked.linked(axes), self.sizes)
+        return contiguous_only(op.rule, asked.linked(axes), self.sizes)
 
     def _query_axes(self, asked: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
         found = self._op_axes.get((asked, scopes))
@@ -527,7 +527,7 @@ def _nested(rule: OpRule) -> tuple[tuple[int, int], ...]:
     return tuple(pair for dims in (*rule.ins, *rule.outs) for factors in dims for pair in itertools.pairwise(factors))
 
 
-def blocks_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def contiguous_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Drop axes of factors that would not cut their dim in blocks: a minor factor, unless all before it are cut to 1.
 
     What is dropped in one array may be major to another factor in the next, so this goes on until nothing changes.
@@ -538,7 +538,7 @@ def blocks_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, i
 def _blocks_only(
     pairs: Sequence[tuple[int, int]], whole: Sequence[int], axes: list[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """As :func:`blocks_only`, of pairs of (major, minor) factors and the sizes of all."""
+    """As :func:`contiguous_only`, of pairs of (major, minor) factors and the sizes of all."""
     axes = list(axes)
 
     def cuts_no_block(major: int, minor: int) -> bool:
@@ -550,7 +550,7 @@ def _blocks_only(
     return axes
 
 
-def spec_of(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> Spec:
+def spec_from_factors(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> Spec:
     """The spec of an operand or result whose dims are made of these factors."""
     return tuple(tuple(a for f in factors for a in axes[f]) for factors in dims)
 

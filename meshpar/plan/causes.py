@@ -8,7 +8,7 @@ from ..layout import Spec
 from ..program.ir import Op, Program, Value
 from ..rules.rule import REDUCTIONS
 from .assignment import AxisAssignment, Names
-from .spec import names_of
+from .spec import format_axes
 
 FactorAxes = Sequence[tuple[str, ...]]
 """The axes that split each factor of an op; empty for an op without a factor rule."""
@@ -30,12 +30,12 @@ class Causes:
 
     def scattered(self, op: Op, factor_axes: FactorAxes, value: Value, i: int, axes: tuple[str, ...]) -> str:
         """Why a result is reduce-scattered over axes along dim i."""
-        over = names_of(axes)
+        over = format_axes(axes)
         return f"{self.contracted(op, factor_axes, axes)}; the result is split over {over} on `{self.dim(value, i)}`"
 
     def all_reduced(self, op: Op, factor_axes: FactorAxes, axes: tuple[str, ...]) -> str:
         """Why a result is all-reduced over axes."""
-        return f"{self.contracted(op, factor_axes, axes)}; no dim of the result is split over {names_of(axes)}"
+        return f"{self.contracted(op, factor_axes, axes)}; no dim of the result is split over {format_axes(axes)}"
 
     def contracted(self, op: Op, factor_axes: FactorAxes, axes: Sequence[str]) -> str:
         """Why a result is partial over axes: the rules that split the factors that an op contracts."""
@@ -47,8 +47,8 @@ class Causes:
                 rule = self.assignment.rule_text(names[f], shared[0])
                 dim = names[f][0] if names[f] else "a factor"
                 does = "indexes" if op.rule.kinds[f] == "indexed" else "contracts"
-                reasons.append(f"`{rule or names_of(shared)}` splits `{dim}`, which {op.name} {does}")
-        return " and ".join(reasons) or f"partial sums over {names_of(axes)}"
+                reasons.append(f"`{rule or format_axes(shared)}` splits `{dim}`, which {op.name} {does}")
+        return " and ".join(reasons) or f"partial sums over {format_axes(axes)}"
 
     def resharded(self, op: Op, factor_axes: FactorAxes, value: Value, have: Spec, need: Spec) -> str:
         """Why an op needs an operand in another spec."""

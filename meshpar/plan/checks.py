@@ -11,7 +11,7 @@ from ..errors import JoinError, JoinWarning, MeshError, UnknownAxisError, Unknow
 from ..layout import Layout, Spec, divisibility_error
 from ..program.ir import Op, Program, Value
 from .assignment import AxisAssignment
-from .spec import names_of
+from .spec import format_axes
 
 SPELLING_SIMILARITY = 0.8
 """Similarity above which an unknown optional dim is reported as a misspelling: `heads?` is no misspelled `head_dim`."""
@@ -110,7 +110,7 @@ def check_opaque(op: Op, specs: Sequence[Spec | None], program: Program, assignm
             dim = program.dim_name(value, i) or f"dim {i}"
             names = [x for ns, _ in program.parts(value, i) for x in ns]
             raise UnsupportedError(
-                f"{op.name} has no factor rule, and `{dim}` of its operand is split over {names_of(axes)}",
+                f"{op.name} has no factor rule, and `{dim}` of its operand is split over {format_axes(axes)}",
                 shape=value.shape,
                 dims=format_dims(program.dims(value)),
                 dim=dim,

@@ -16,9 +16,9 @@ from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
 from ..rules import primitive
-from .collectives import Collective, volume_of
+from .collectives import Collective, collective_volume
 from .resharding import Move, reshard
-from .spec import itemsize, local_bytes, names_of, parts_of
+from .spec import format_axes, itemsize, local_bytes, shard_count
 from .traffic import SendOver, send_bytes
 
 AlgorithmChoices = dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]]
@@ -80,7 +80,7 @@ class CollectiveRecords:
     ) -> list[Collective]:
         """The record of a collective that reduces a partial value in a spec over axes."""
         axes = tuple(a for a in axes if self.sizes[a] > 1)
-        group, size = parts_of(axes, self.sizes), itemsize(value.aval)
+        group, size = shard_count(axes, self.sizes), itemsize(value.aval)
         if kind == "all-gather":
             size *= group
         bytes_sent = wire_bytes(kind, local_bytes(value.shape, size, spec, self.sizes), group)
@@ -108,7 +108,7 @@ class CollectiveRecords:
         name = op.name if label is None else label(op.eqn)
         records = []
         for send, axes in sends:
-            over = names_of(axes)
+            over = format_axes(axes)
             cause = f"{over} splits a dim that {name} works along"
             if op.rule is not None and op.rule.given is not None:
                 cause = f"this {name} sends over {over} itself"
@@ -127,7 +127,7 @@ class CollectiveRecords:
         key = (kind, axes, bytes_sent)
         choice = self._algorithms.get(key)
         if choice is None:
-            volume = volume_of(kind, bytes_sent, parts_of(axes, self.sizes))
+            volume = collective_volume(kind, bytes_sent, shard_count(axes, self.sizes))
             algorithm, why = choose_algorithm(kind, volume, [s for a in axes for s in self.torus[a]], self.chip)
             choice = algorithm, why, self._seconds(kind, axes, bytes_sent, algorithm)
             self._algorithms[key] = choice
@@ -139,7 +139,7 @@ class CollectiveRecords:
         """Seconds of a collective that sends so many bytes; None: the chip is not known."""
         if self.chip is None:
             return None
-        volume = volume_of(kind, bytes_sent, parts_of(axes, self.sizes))
+        volume = collective_volume(kind, bytes_sent, shard_count(axes, self.sizes))
         return seconds_of(kind, volume, [s for a in axes for s in self.torus[a]], self.chip, algorithm)
 
     def _label(self, value: Value) -> tuple[str, str]:

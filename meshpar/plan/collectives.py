@@ -73,7 +73,7 @@ class Collective:
         return {**values, "source": self.source}
 
 
-def volume_of(op: CollectiveOp, sent: float, group: int) -> float:
+def collective_volume(op: CollectiveOp, sent: float, group: int) -> float:
     """The V of :func:`meshpar.hardware.collective_time.seconds_of`, from the bytes that each device of a group sends."""
     if group == 1:
         return 0.0
@@ -85,7 +85,7 @@ def volume_of(op: CollectiveOp, sent: float, group: int) -> float:
     return operand * group if op == "all-to-all" else operand
 
 
-def dcn_bytes_of(collective: Collective, torus: Torus) -> float:
+def dcn_bytes_sent(collective: Collective, torus: Torus) -> float:
     """Bytes that a device sends to other slices (or nodes) in one run of a collective; 0 where it stays within a slice.
 
     As in :func:`meshpar.hardware.collective_time.seconds_of`, what crosses has been cut by the levels within a slice: V/inner, of
@@ -101,12 +101,12 @@ def dcn_bytes_of(collective: Collective, torus: Torus) -> float:
     if collective.op == "collective-permute":
         return collective.bytes
     group = math.prod(s.size for s in stages)
-    volume = volume_of(collective.op, collective.bytes, group)
+    volume = collective_volume(collective.op, collective.bytes, group)
     own = volume / group if collective.op == "all-to-all" else volume * slices / group
     return own * (slices - 1) / slices * (2 if collective.op == "all-reduce" else 1)
 
 
-def scatters_of(
+def split_reduction(
     have: Spec, rest: Spec, axes: Sequence[str], kind: str
 ) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
     """How an unreduced value is reduced: (dim → axes over which it is reduce-scattered, axes over which it is all-reduced).
@@ -128,7 +128,7 @@ def scatters_of(
     return scatter, tuple(a for a in axes if not any(a in s for s in scatter.values()))
 
 
-def reduces(kind: str, dtype: Any) -> bool:
+def is_all_reducible(kind: str, dtype: Any) -> bool:
     """Whether an all-reduce combines such partial values; else they are gathered, and combined locally.
 
     Gathered are products, bits of integers, and extrema of complex numbers and of 8-bit floating-point types, for which not every

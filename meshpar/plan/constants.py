@@ -10,11 +10,11 @@ from ..compat.jax import literal_array
 from ..layout import Spec
 from ..program.ir import Frame, Op, Program, Value
 from ..units import format_memory
-from .assignment import blocks_only, spec_of
+from .assignment import contiguous_only, spec_from_factors
 from .decide import IDENTITIES, broadcast_spec
 from .memo import Interned
 from .resharding import reshard
-from .spec import itemsize, local_bytes, parts_of, unsplit
+from .spec import itemsize, local_bytes, replicated_spec, shard_count
 from .steps import Body, Constant, Reshard, Shard, Step, with_deferred
 from .traffic import Axes, needed_specs
 
@@ -89,7 +89,7 @@ class ConstantMaker:
             step = self.interned.get(("constant", result), lambda: Constant(op, result, array))
         elif op.rule is not None and axes is None:
             result = self._shard(value, spec, body)
-            path = reshard(unsplit(len(spec)), spec, self.sizes)
+            path = reshard(replicated_spec(len(spec)), spec, self.sizes)
             step = self.interned.get(
                 ("cut", sources[0], result, path), lambda: Reshard(op, sources[0], result, path, (), copy=True)
             )
@@ -97,7 +97,9 @@ class ConstantMaker:
             rest = iter(sources)
             operands = tuple(None if v is None else next(rest) for v in op.ins)
             specs = (
-                [spec] * len(op.outs) if axes is None or op.rule is None else [spec_of(d, axes) for d in op.rule.outs]
+                [spec] * len(op.outs)
+                if axes is None or op.rule is None
+                else [spec_from_factors(d, axes) for d in op.rule.outs]
             )
             results = tuple(self._shard(out, s, body) for out, s in zip(op.outs, specs, strict=True))
             step = self.interned.run(op, operands, results, None if axes is None else tuple(axes))
@@ -128,7 +130,7 @@ def inputs_for(
     else:
         axes = axes_for_result(op, op.outs.index(value), spec, sizes)
         if axes is None:
-            return ((value, unsplit(len(spec))),), None
+            return ((value, replicated_spec(len(spec))),), None
         needs = needed_specs(op, axes)
     pairs = zip(op.ins, needs, strict=True)
     return tuple((v, need) for v, need in pairs if v is not None and need is not None), axes
@@ -145,15 +147,17 @@ def axes_for_result(op: Op, k: int, spec: Spec, sizes: Mapping[str, int]) -> Axe
         if not entry:
             continue
         f = factors[0] if factors else None
-        if f is None or rule.kinds[f] != "pass_through" or rule.sizes[f] % parts_of(entry, sizes):
+        if f is None or rule.kinds[f] != "pass_through" or rule.sizes[f] % shard_count(entry, sizes):
             return None
         axes[f] = entry
-    return axes if blocks_only(rule, axes, sizes) == axes and spec_of(rule.outs[k], axes) == spec else None
+    return (
+        axes if contiguous_only(rule, axes, sizes) == axes and spec_from_factors(rule.outs[k], axes) == spec else None
+    )
 
 
 def large_constant_note(program: Program, constant: Value, sizes: Mapping[str, int]) -> str | None:
     """What to do about an array that the function closes over, if it is large."""
-    size = local_bytes(constant.shape, itemsize(constant.aval), unsplit(len(constant.shape)), sizes)
+    size = local_bytes(constant.shape, itemsize(constant.aval), replicated_spec(len(constant.shape)), sizes)
     if size <= LARGE_CONSTANT_BYTES:
         return None
     reader = next((op for op in program.root.walk() if constant in op.ins), None)

@@ -13,13 +13,13 @@ from ..compat.jax import body_consts, literal_array, scan_counts
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from ..rules.rule import ADDED
-from .collectives import scatters_of
+from .collectives import split_reduction
 from .constants import BodyBuilder, nameless_constant
 from .decide import Facts, add_to_carry
 from .emit import Emitter, LoopConst
-from .partial import summed_into
+from .partial import addends
 from .plan import Placement
-from .spec import unsplit
+from .spec import replicated_spec
 from .steps import Barrier, Branch, Call, Constant, Loop, Shard, Step
 
 MakeStep = Callable[[], Step]
@@ -139,7 +139,7 @@ class ControlFlow:
                 emitter.place(emitter.shard(w, emitter.stored(w)))
         stacks = []
         for i, (v, w) in enumerate(zip(op.ins[nc + nk :], inner[nc + nk :], strict=True), nc + nk):
-            spec = unsplit(len(w.shape)) if v is None else current[v].spec[1:]
+            spec = replicated_spec(len(w.shape)) if v is None else current[v].spec[1:]
             stacks.append(self._enters(op, i, v, ((), *spec)))
             emitter.place(emitter.shard(w, spec))
         self.depth += 1
@@ -275,7 +275,7 @@ class ControlFlow:
         emitter, outputs = self.emitter, []
         for k, (var, need) in enumerate(zip(frame.jaxpr.outvars, needs, strict=True)):
             if isinstance(var, Literal):
-                outputs.append(self._literal(op, var, unsplit(np.ndim(var.val)) if need is None else need))
+                outputs.append(self._literal(op, var, replicated_spec(np.ndim(var.val)) if need is None else need))
                 continue
             value = frame.env[var]
             if k not in partial:
@@ -292,7 +292,7 @@ class ControlFlow:
     def _scatters(self, value: Value) -> bool:
         """Whether reducing a partial value would split it further."""
         s = self.emitter.current[value]
-        scatter, _ = scatters_of(s.spec, self.emitter.stored(value), s.partial, s.kind)
+        scatter, _ = split_reduction(s.spec, self.emitter.stored(value), s.partial, s.kind)
         return bool(scatter) or s.kind not in ADDED
 
     # -- carries that accumulate
@@ -323,7 +323,7 @@ class ControlFlow:
 
     def _note_accumulated(self, addend: Value) -> None:
         """Record the values from which an addend is computed by ops that partial sums may pass."""
-        for value, stacked in summed_into(self.facts.program, addend):
+        for value, stacked in addends(self.facts.program, addend):
             self.accumulated[value] = stacked
             if value.op is not None and value.op.name == "convert_element_type":
                 self.uncached.add(value.op)

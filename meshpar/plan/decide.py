@@ -16,12 +16,12 @@ from ..rules import having
 from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind, OpRule
-from .assignment import AxisAssignment, blocks_only, spec_of
+from .assignment import AxisAssignment, contiguous_only, spec_from_factors
 from .checks import check_manual_axes, check_opaque
-from .collectives import scatters_of
-from .partial import law_of
+from .collectives import split_reduction
+from .partial import applicable_law
 from .reshape import reshape_axes
-from .spec import parts_of, unsplit
+from .spec import replicated_spec, shard_count
 from .traffic import (
     Axes,
     SendOver,
@@ -232,7 +232,7 @@ def broadcast_spec(spec: Spec, shape: Sequence[int], out: Sequence[int]) -> Spec
     if shape == out:
         return spec
     if len(shape) != len(out):
-        return unsplit(len(shape))
+        return replicated_spec(len(shape))
     return tuple(axes if n == m else () for axes, n, m in zip(spec, shape, out, strict=True))
 
 
@@ -243,7 +243,9 @@ def _barrier(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     """An optimization barrier: each result is sharded as its operand is."""
     results = []
     for x, out in zip(site.operands, site.op.outs, strict=True):
-        results.append(ShardType(unsplit(len(out.shape))) if x is None else ShardType(x.spec, x.partial, x.kind))
+        results.append(
+            ShardType(replicated_spec(len(out.shape))) if x is None else ShardType(x.spec, x.partial, x.kind)
+        )
     return OpDecision(
         operands=tuple(None if x is None else x.spec for x in site.operands),
         results=tuple(results),
@@ -258,7 +260,7 @@ def _identity(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     """An identity: the result is stored where its own names put it; a partial operand stays partial."""
     (x,), (out,) = site.operands, site.op.outs
     if is_input_independent(site.op, site.operands):
-        return _constant(site, [unsplit(len(out.shape)) if x is None else site.stored(out)], reduce)
+        return _constant(site, [replicated_spec(len(out.shape)) if x is None else site.stored(out)], reduce)
     assert x is not None
     result = ShardType(x.spec, x.partial, x.kind)
     return OpDecision((x.spec,), (result,), reduce, inherits=(0 if x.partial else None,))
@@ -330,7 +332,7 @@ def _by_rule(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     return OpDecision(
         operands=tuple(needs),
         results=tuple(
-            ShardType(spec_of(dims, axes), over, kind if over else "sum")
+            ShardType(spec_from_factors(dims, axes), over, kind if over else "sum")
             for dims, over in zip(rule.outs, partial, strict=True)
         ),
         reduce=reduce,
@@ -407,7 +409,7 @@ def spread(site: _Site, axes: Axes) -> Axes:
         without = [tuple(a for a in got if a not in more) for got in axes]
         for f in others:
             choice = [(*got, *more) if g == f else got for g, got in enumerate(without)]
-            if rule.sizes[f] % parts_of(choice[f], sizes) or blocks_only(rule, choice, sizes) != choice:
+            if rule.sizes[f] % shard_count(choice[f], sizes) or contiguous_only(rule, choice, sizes) != choice:
                 continue
             if least and (sent := site.bytes_sent(choice)) < least:
                 least, axes = sent, choice
@@ -432,7 +434,7 @@ def indexed(site: _Site, axes: Axes) -> Axes:
     if not taken:
         return axes
     in_place = [split.get(f, tuple(a for a in got if a not in taken)) for f, got in enumerate(axes)]
-    in_place = blocks_only(rule, in_place, sizes)
+    in_place = contiguous_only(rule, in_place, sizes)
     choices = [in_place, axes] if in_place != axes else [axes]
     iterations = 1 if x.iterations is None else x.iterations
     sent = [site.bytes_sent(c) * iterations for c in choices]
@@ -442,7 +444,7 @@ def indexed(site: _Site, axes: Axes) -> Axes:
     small = math.prod(x.value.shape) <= MAX_GATHERED_RATIO * math.prod(op.outs[0].shape) * windows
     if may_gather and small and any(axes[f] for f in read):
         gathered = [() if f in read else got for f, got in enumerate(axes)]
-        once = value_reshard_bytes(x.value, x.spec, spec_of(rule.ins[0], gathered), sizes)
+        once = value_reshard_bytes(x.value, x.spec, spec_from_factors(rule.ins[0], gathered), sizes)
         choices.append(gathered)
         sent.append((site.bytes_sent(gathered) - once) * iterations + once)
     return choices[sent.index(min(sent))]
@@ -460,7 +462,7 @@ def law_for(site: _Site, positions: Sequence[int]) -> Law | None:
         return None
 
     def of(kind: Kind) -> Law | None:
-        return law_of(site.facts.program, site.op, kind, positions, lambda law: _is_used(site, law, first))
+        return applicable_law(site.facts.program, site.op, kind, positions, lambda law: _is_used(site, law, first))
 
     law = None if len(kinds) > 1 else of(first.kind)
     if law is None and "indexed" in kinds and all(adds_nothing(x.value.aval.dtype) for x in operands):
@@ -483,7 +485,7 @@ def _is_used(site: _Site, law: Law, x: Operand) -> bool:
         stacked = site.facts.accumulated.get(out)
         if stacked is None:
             return False
-        scatter, _ = scatters_of(x.spec, site.stored(out), x.partial, x.kind)
+        scatter, _ = split_reduction(x.spec, site.stored(out), x.partial, x.kind)
         return not (stacked and scatter)  # else it is reduced in every iteration
     return law.when != "named" or out in site.facts.reduce_in
 
@@ -495,12 +497,12 @@ def _rule_on_partial(site: _Site, i: int, law: Law) -> OpDecision | None:
     for entry, factors in zip(x.spec, rule.ins[i], strict=True):
         if entry and factors:
             f = factors[0]
-            if rule.kinds[f] != "pass_through" or rule.sizes[f] % parts_of(entry, site.sizes):
+            if rule.kinds[f] != "pass_through" or rule.sizes[f] % shard_count(entry, site.sizes):
                 return None
             axes[f] = entry
-    if blocks_only(rule, axes, site.sizes) != axes:
+    if contiguous_only(rule, axes, site.sizes) != axes:
         return None
-    result = ShardType(spec_of(rule.outs[0], axes), x.partial, kind_after(law, x.kind))
+    result = ShardType(spec_from_factors(rule.outs[0], axes), x.partial, kind_after(law, x.kind))
     specs = tuple(None if y is None else y.spec for y in site.operands)
     return OpDecision(specs, (result,), axes=tuple(axes), inherits=(i,))
 
@@ -509,7 +511,7 @@ def _reduces_less_after(site: _Site, i: int) -> bool:
     """Whether fewer bytes are sent if the result of an op is reduced instead of its partial operand i."""
     x, (out,), rule, sizes = site.operand(i), site.op.outs, site.rule, site.sizes
     axes = assigned_axes(site)
-    need, made = spec_of(rule.ins[i], axes), spec_of(rule.outs[0], axes)
+    need, made = spec_from_factors(rule.ins[i], axes), spec_from_factors(rule.outs[0], axes)
     if need != x.spec or any(a in x.partial for got in axes for a in got):
         return False
     (own,), kind = partial_axes(site.op, axes, sizes)

@@ -14,12 +14,12 @@ from ..rules import having
 from .assignment import AxisAssignment
 from .causes import Causes
 from .collective_records import CollectiveRecords
-from .collectives import Collective, reduces, scatters_of
+from .collectives import Collective, is_all_reducible, split_reduction
 from .constants import BodyBuilder, ConstantMaker, StepGroup, inputs_for
 from .decide import OpDecision, Operand
 from .memo import Interned
 from .plan import Placement
-from .spec import unsplit
+from .spec import replicated_spec
 from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard
 
 RECOMPUTED = having(
@@ -139,7 +139,7 @@ class Emitter:
 
     def constant(self, value: Value, array: Any) -> Shard:
         """The unsharded shard of a literal or of a constant of a jaxpr."""
-        shard = self.interned.shard(value, unsplit(len(value.shape)), is_constant=True)
+        shard = self.interned.shard(value, replicated_spec(len(value.shape)), is_constant=True)
         self.body.deferred.append(Constant(None, shard, array))
         return self.place(shard)
 
@@ -229,7 +229,7 @@ class Emitter:
             return
         op, stored = self.pending[value], self.stored(value)
         factor_axes = self.factor_axes.get(op, ())
-        scatter, reduced = scatters_of(source.spec, stored, source.partial, source.kind)
+        scatter, reduced = split_reduction(source.spec, stored, source.partial, source.kind)
         spec = source.spec
         scatters: list[Scatter] = []
         collectives: list[Collective] = []
@@ -240,7 +240,7 @@ class Emitter:
             collectives += records
             spec = tuple((*entry, *axes) if k == i else entry for k, entry in enumerate(spec))
         if reduced:
-            kind = "all-reduce" if reduces(source.kind, value.aval.dtype) else "all-gather"
+            kind = "all-reduce" if is_all_reducible(source.kind, value.aval.dtype) else "all-gather"
             cause = self.causes.all_reduced(op, factor_axes, reduced)
             collectives += self.records.reducing(kind, reduced, value, op, spec, self.count, cause)
         path, moves = self.records.resharding(value, spec, stored, op, self.count, "the layout keeps it so")

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from ..program.ir import Value
 from ..rules import primitive
 from ..rules.registry import SplitOp
-from .collectives import reduces
+from .collectives import is_all_reducible
 from .plan import Plan
 from .spec import Spec
 from .steps import Reduce, Run, Shard
@@ -25,7 +25,7 @@ class ManualOps:
     def __init__(self, plan: Plan):
         self.cpu = on_cpus(plan)
         self.placements = plan.placements
-        self.reduces = {s.source.value: s for s in plan.body.every if isinstance(s, Reduce)}
+        self.reduces = {s.source.value: s for s in plan.body.all_steps if isinstance(s, Reduce)}
 
     def has(self, run: Run | None) -> bool:
         """Whether an op is partitioned so: XLA's partitioner gets it wrong, or it works along a split dim.
@@ -57,7 +57,9 @@ class ManualOps:
         On CPUs it loses a NaN (:data:`meshpar.compat.quirks.LOST_NAN`).
         """
         found = [(s.kind, s.value.aval.dtype) for s in run.results if s.partial and s.kind in ("max", "min")]
-        return any(not reduces(*each) or (self.cpu and jnp.issubdtype(each[1], jnp.floating)) for each in found)
+        return any(
+            not is_all_reducible(*each) or (self.cpu and jnp.issubdtype(each[1], jnp.floating)) for each in found
+        )
 
     def _rest(self, value: Value) -> Spec | None:
         placed = self.placements.get(value)

@@ -81,7 +81,7 @@ def _scalars(program: Program) -> dict[Value, Any]:
     return {value: x for value, x in found.items() if x is not None}
 
 
-def meets(other: Other, program: Program, op: Op, i: int) -> bool:
+def satisfies(other: Other, program: Program, op: Op, i: int) -> bool:
     """Whether an operand that is not partial is what a law requires."""
     if other in ("any", "none"):
         return other == "any"
@@ -91,20 +91,22 @@ def meets(other: Other, program: Program, op: Op, i: int) -> bool:
     return not constant if other == "zero" else is_scale(constant, inverse=other == "divisor")
 
 
-def law_of(program: Program, op: Op, kind: Any, positions: Sequence[int], used: Callable[[Law], bool]) -> Law | None:
+def applicable_law(
+    program: Program, op: Op, kind: Any, positions: Sequence[int], used: Callable[[Law], bool]
+) -> Law | None:
     """The first law that is used by which an op may be applied to operands at some positions that are partial by a reduction."""
     for law in primitive(op.name).partial:
         others = (i for i in range(len(op.ins)) if i not in positions)
         if (
             law.admits(op.eqn, kind, positions)
             and used(law)
-            and all(meets(law.other(i), program, op, i) for i in others)
+            and all(satisfies(law.other(i), program, op, i) for i in others)
         ):
             return law
     return None
 
 
-def readers(program: Program) -> dict[Value, int]:
+def read_counts(program: Program) -> dict[Value, int]:
     """How often each value is read; calls read nothing, the ops of their bodies do."""
     found: dict[Value, int] = {}
     frames = [program.root]
@@ -123,13 +125,13 @@ def readers(program: Program) -> dict[Value, int]:
     return found
 
 
-def summed_into(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
+def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
     """The values from which a value is computed by ops that partial sums may pass, each read once; that value first.
 
     Yields:
       (value, whether a loop stacks it on the way).
     """
-    times = program.cached(readers)
+    times = program.cached(read_counts)
     todo = [(end, False)]
     while todo:
         value, stacked = todo.pop()
@@ -145,16 +147,19 @@ def summed_into(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
             continue
         arrays = [i for i, v in enumerate(op.ins) if v is not None and (op.rule is not None or v.shape == value.shape)]
         for positions in (arrays, *([i] for i in arrays)) if len(op.outs) == 1 else ():
-            if positions and law_of(program, op, "sum", positions, lambda law: law.when != "smaller") is not None:
+            if (
+                positions
+                and applicable_law(program, op, "sum", positions, lambda law: law.when != "smaller") is not None
+            ):
                 todo += [(v, stacked) for i in positions if (v := op.ins[i]) is not None]
                 break
 
 
-def named(program: Program) -> frozenset[Value]:
+def reduce_in_values(program: Program) -> frozenset[Value]:
     """The values in the dtype of a ``reduce_in`` from which it is computed by ops that partial sums may pass, each read once."""
     found: set[Value] = set()
     for op in program.root.walk():
         if op.name == "reduce_in" and op.ins[0] is not None:
             dtype = op.outs[0].aval.dtype
-            found |= {v for v, _ in summed_into(program, op.ins[0]) if v.aval.dtype == dtype}
+            found |= {v for v, _ in addends(program, op.ins[0]) if v.aval.dtype == dtype}
     return frozenset(found)

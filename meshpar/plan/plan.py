@@ -18,7 +18,7 @@ from ..hardware.options import Options
 from ..hardware.topology import Torus
 from ..layout import AnyMesh, Layout, Spec, to_partition_spec
 from ..program.ir import Join, Op, Program, Value
-from .collectives import Collective, dcn_bytes_of
+from .collectives import Collective, dcn_bytes_sent
 from .spec import itemsize, local_bytes
 from .steps import Body, Run, Shard
 
@@ -181,14 +181,14 @@ class Plan:
         figures are estimates.
       lowering_reason: why ``lowering="auto"`` is ``"jit"`` for this program; None where it is not, or was not asked for.
       overlap: how all-gathers before matmuls and reduce-scatters after them are made; ``overlaps``: what was decided.
-      asked_lowering, asked_overlap: as they were asked for: ``"auto"``; None: the default of the lowering.
+      requested_lowering, requested_overlap: as they were asked for: ``"auto"``; None: the default of the lowering.
       options: the compiler's options that it is made for.
       calibrations: what was measured of devices; ``chip`` has what concerns its own.
     """
 
     program: Program
     layout: Layout
-    asked: Layout
+    requested_layout: Layout
     mesh: AnyMesh
     topology: str | None
     torus: Torus
@@ -202,8 +202,8 @@ class Plan:
     lowering: str = "shard_map"
     lowering_reason: str | None = None
     overlap: str = "off"
-    asked_lowering: str = "auto"
-    asked_overlap: str | None = "off"
+    requested_lowering: str = "auto"
+    requested_overlap: str | None = "off"
     options: Options = field(default_factory=Options)
     overlaps: tuple[Overlap, ...] = ()
     calibrations: Calibrations = ()
@@ -274,7 +274,7 @@ class Plan:
     @property
     def dcn_bytes(self) -> float:
         """Of :attr:`bytes_sent`, what crosses to other slices (or nodes of GPUs)."""
-        return sum(dcn_bytes_of(c, self.torus) * (1 if c.count is None else c.count) for c in self.collectives)
+        return sum(dcn_bytes_sent(c, self.torus) * (1 if c.count is None else c.count) for c in self.collectives)
 
     def argument_bytes(self, kind: str | None = None) -> float:
         """Bytes of the inputs and constants on each device, all or of one kind (``params``, ``opt``, ``constant``, ``other``)."""

@@ -24,9 +24,9 @@ from .control_flow import ControlFlow
 from .decide import Facts, OpDecision, decide
 from .emit import Emitter
 from .memo import Interned, KeyMaker, MeshCache, PlanCache
-from .partial import named, readers
+from .partial import read_counts, reduce_in_values
 from .plan import Plan, ShardedArray
-from .spec import unsplit
+from .spec import replicated_spec
 from .steps import Shard
 
 Rank = Callable[[Plan], Any]
@@ -62,7 +62,7 @@ def planned(
       TooLong: the collectives take longer than ``max_seconds``.
       MeshError: all calibrations are of other devices.
     """
-    program = program.traced or program
+    program = program.original or program
     layout.check_axes(mesh)
     check_dims(program, layout, init)
     check_joins(program, strict)
@@ -118,7 +118,13 @@ class _Planner:
         self, program: Program, asked: Layout, layout: Layout, mesh: AnyMesh, topology: str | None,
         donated: frozenset[int], notes: Sequence[str], calibrations: Calibrations, max_seconds: float, max_bytes: float,
     ):  # fmt: skip
-        self.program, self.asked, self.layout, self.mesh, self.topology = program, asked, layout, mesh, topology
+        self.program, self.requested_layout, self.layout, self.mesh, self.topology = (
+            program,
+            asked,
+            layout,
+            mesh,
+            topology,
+        )
         self.donated, self.notes, self.calibrations = donated, list(notes), calibrations
         self.sizes = sizes = dict(mesh.shape)
         self.assignment = assignment = AxisAssignment(program, layout, sizes)
@@ -139,13 +145,15 @@ class _Planner:
         interned = shared.interned if cached else Interned()
         self.emitter = Emitter(program, assignment, interned, records, sizes)
         accumulated: dict[Value, bool] = {}
-        self.facts = Facts(program, assignment, sizes, program.cached(readers), accumulated, program.cached(named))
+        self.facts = Facts(
+            program, assignment, sizes, program.cached(read_counts), accumulated, program.cached(reduce_in_values)
+        )
         self.control = ControlFlow(self.emitter, self.facts, accumulated, self.ops)
 
     def plan(self) -> Plan:
         """The plan."""
         program, emitter = self.program, self.emitter
-        inputs = [emitter.place(emitter.shard(v, unsplit(len(v.shape)))) for v in program.constants]
+        inputs = [emitter.place(emitter.shard(v, replicated_spec(len(v.shape)))) for v in program.constants]
         self.notes += filter(None, (large_constant_note(program, v, self.sizes) for v in program.constants))
         arguments, results = [], []
         for value in program.inputs:
@@ -160,7 +168,7 @@ class _Planner:
             results.append(self.held(value, emitter.stored(value)))
         self.notes += self.unsharded_notes()
         return Plan(
-            program, self.layout, self.asked, self.mesh, self.topology, self.torus, self.chip, self.donated,
+            program, self.layout, self.requested_layout, self.mesh, self.topology, self.torus, self.chip, self.donated,
             emitter.body.body(inputs, outputs), emitter.placements, tuple(arguments), tuple(results),
             tuple(dict.fromkeys(self.notes)), calibrations=self.calibrations,
         )  # fmt: skip

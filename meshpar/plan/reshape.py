@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..layout import Spec
 from ..rules.rule import Factors, Kind, OpRule
-from .assignment import blocks_only, spec_of
+from .assignment import contiguous_only, spec_from_factors
 from .resharding import reshard_bytes
 
 MOST_TRIED = 300  # splits of the factors of one reshape
@@ -62,8 +62,8 @@ def _cheapest(
     shapes = [[math.prod(extents[f] for f in factors) for factors in dims] for dims in (operand, result)]
 
     def sent(axes: Axes) -> float:
-        return reshard_bytes(have, spec_of(operand, axes), shapes[0], 1, sizes) + reshard_bytes(
-            spec_of(result, axes), rest, shapes[1], 1, sizes
+        return reshard_bytes(have, spec_from_factors(operand, axes), shapes[0], 1, sizes) + reshard_bytes(
+            spec_from_factors(result, axes), rest, shapes[1], 1, sizes
         )
 
     best, least = claimed, sent(claimed)
@@ -73,7 +73,7 @@ def _cheapest(
     for choice in itertools.chain(tried, itertools.islice(_splits(used, extents, kinds, sizes), MOST_TRIED)):
         if not least:
             break
-        axes = tuple(blocks_only(rule, choice, sizes))
+        axes = tuple(contiguous_only(rule, choice, sizes))
         if axes == tuple(choice) and (bytes_ := sent(axes)) < least:
             best, least = axes, bytes_
     return best

@@ -16,7 +16,7 @@ from typing import Literal
 
 from ..hardware.collective_ops import wire_bytes
 from ..layout import Spec
-from .spec import local_shape, parts_of
+from .spec import local_shape, shard_count
 
 MoveOp = Literal["slice", "all-gather", "all-to-all", "collective-permute"]
 
@@ -74,12 +74,12 @@ def _reshard(have: Spec, need: Spec, mesh: tuple[tuple[str, int], ...]) -> tuple
     sizes = dict(mesh)
     have, need = (tuple(tuple(a for a in entry if sizes[a] > 1) for entry in spec) for spec in (have, need))
     moves = _straight(have, need, sizes)
-    if [parts_of(e, sizes) for e in have] == [parts_of(e, sizes) for e in need]:
+    if [shard_count(e, sizes) for e in have] == [shard_count(e, sizes) for e in need]:
         # of a shard of one byte; what is gathered on the way is larger
-        shape = [parts_of(e, sizes) for e in have]
+        shape = [shard_count(e, sizes) for e in have]
         if sum(m.bytes(shape, 1, sizes) for m in moves) > 1:
             axes = tuple(a for a in sizes if any(a in entry for spec in (have, need) for entry in spec))
-            return (Move("collective-permute", axes, parts_of(axes, sizes), have, need),)
+            return (Move("collective-permute", axes, shard_count(axes, sizes), have, need),)
     return moves
 
 
@@ -88,7 +88,7 @@ def _straight(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, .
     now = have
     while (found := _all_to_all(now, need)) is not None:
         axes, after = found
-        moves.append(Move("all-to-all", axes, parts_of(axes, sizes), now, after))
+        moves.append(Move("all-to-all", axes, shard_count(axes, sizes), now, after))
         now = after
     kept = tuple(h[: _alike(h, n)] for h, n in zip(now, need, strict=True))
     lost, gained = ({a for e, k in zip(spec, kept, strict=True) for a in e[len(k) :]} for spec in (now, need))
@@ -123,6 +123,6 @@ def _along(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, ...]
             axes = n[len(h) :] if op == "slice" else h[len(n) :]
             if axes:
                 after = (*now[:i], n, *now[i + 1 :])
-                moves.append(Move(op, axes, parts_of(axes, sizes), now, after))
+                moves.append(Move(op, axes, shard_count(axes, sizes), now, after))
                 now = after
     return tuple(moves)

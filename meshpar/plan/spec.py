@@ -12,12 +12,12 @@ import numpy as np
 from ..layout import Spec
 
 
-def unsplit(rank: int) -> Spec:
+def replicated_spec(rank: int) -> Spec:
     """The spec of an array of this rank that every device holds whole."""
     return ((),) * rank
 
 
-def parts_of(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+def shard_count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """Into how many parts some axes split a dim."""
     return sizes[axes[0]] if len(axes) == 1 else math.prod(sizes[a] for a in axes)
 
@@ -26,7 +26,7 @@ def local_shape(shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int
     """The shape of one shard; uneven shards rounded up."""
     if spec is None or not any(spec):
         return tuple(shape)
-    return tuple(-(-n // parts_of(axes, sizes)) if axes else n for n, axes in zip(shape, spec, strict=True))
+    return tuple(-(-n // shard_count(axes, sizes)) if axes else n for n, axes in zip(shape, spec, strict=True))
 
 
 def local_bytes(shape: Sequence[int], itemsize: float, spec: Spec, sizes: Mapping[str, int]) -> float:
@@ -48,6 +48,6 @@ def _itemsize(dtype: Any) -> float:
     return 0.5 if dtype.name in ("int4", "uint4") else dtype.itemsize
 
 
-def names_of(axes: Sequence[str]) -> str:
+def format_axes(axes: Sequence[str]) -> str:
     """Axes for people: ``\\`data\\`+\\`model\\```."""
     return "+".join(f"`{a}`" for a in axes)

@@ -98,7 +98,7 @@ class Body:
     trip_count: int | None = 1
 
     @cached_property
-    def every(self) -> tuple[Step, ...]:
+    def all_steps(self) -> tuple[Step, ...]:
         """All steps in order, those of bodies after the step that holds them."""
         out: list[Step] = []
         after = 0
@@ -106,19 +106,19 @@ class Body:
             out += self.steps[after : k + 1]
             after = k + 1
             for body in self.steps[k].bodies:
-                out += body.every
+                out += body.all_steps
         return (*out, *self.steps[after:])
 
     @cached_property
     def sends(self) -> tuple[Collective, ...]:
         """What its steps send, in order, those of bodies after the step that holds them."""
-        return tuple(c for step in self.every for c in step.sends)
+        return tuple(c for step in self.all_steps for c in step.sends)
 
     @cached_property
     def runs(self) -> dict[Op, Run]:
         """The first step that runs each op."""
         found: dict[Op, Run] = {}
-        for step in self.every:
+        for step in self.all_steps:
             if isinstance(step, Run):
                 found.setdefault(step.op, step)
         return found
@@ -201,14 +201,14 @@ class GatherRing:
     Attributes:
       dim, axes: the dim that is gathered, over these axes.
       dots: the products.
-      keep: others read the gathered value too.
+      keep_gathered: others read the gathered value too.
       fused: the kernel that runs it; None: a ring of permutes.
     """
 
     dim: int
     axes: tuple[str, ...]
     dots: tuple[RingDot, ...]
-    keep: bool
+    keep_gathered: bool
     fused: FusedGather | None = None
 
 
@@ -219,14 +219,14 @@ class ReduceRing:
     Attributes:
       dim, axes: the dim over which it is scattered, and over what.
       leaves: the results of the products, each with its dim that is scattered.
-      parts: the number of blocks.
+      num_blocks: the number of blocks.
       fused: the kernel that runs it; None: a ring of permutes.
     """
 
     dim: int
     axes: tuple[str, ...]
     leaves: tuple[tuple[Shard, int], ...]
-    parts: int
+    num_blocks: int
     fused: FusedScatter | None = None
 
 
@@ -265,12 +265,12 @@ class Reshard(ShardingChange):
     Attributes:
       copy: for the steps that read it; otherwise it is where the value rests from then on.
       ring: it is sent block by block, beside products.
-      apart: what is gathered is put into other memory than it was gathered in.
+      separate_buffer: what is gathered is put into other memory than it was gathered in.
     """
 
     copy: bool = False
     ring: GatherRing | None = None
-    apart: bool = False
+    separate_buffer: bool = False
 
     @property
     def reads(self) -> tuple[Shard, ...]:
@@ -495,7 +495,7 @@ def is_deferred(step: Step) -> bool:
     return isinstance(step, Constant) or (isinstance(step, Reshard) and step.copy)
 
 
-def in_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tuple[Step, ...]:
+def topological_order(steps: Sequence[Step], outputs: Iterable[Shard | None] = ()) -> tuple[Step, ...]:
     """The steps in an order in which each comes after those whose results it reads: theirs, as far as that allows.
 
     Steps that are :func:`is_deferred` come just before the first that reads them, or not at all.
@@ -579,17 +579,17 @@ def with_deferred(steps: Sequence[Step], floating: Sequence[Step], outputs: Iter
     return tuple(out)
 
 
-def rewritten(body: Body, change: Callable[[Body], Body]) -> Body:
+def rewrite_bodies(body: Body, change: Callable[[Body], Body]) -> Body:
     """A body with every body inside it, then itself, changed; the same object where nothing is."""
     if body.nested:
         steps = list(body.steps)
         for k in body.nested:
-            steps[k] = _with_bodies(steps[k], tuple(rewritten(b, change) for b in steps[k].bodies))
+            steps[k] = _with_bodies(steps[k], tuple(rewrite_bodies(b, change) for b in steps[k].bodies))
         body = body.with_steps(steps)
     return change(body)
 
 
-def with_others(
+def replace_steps(
     body: Body, kinds: type[StepKind] | tuple[type[StepKind], ...], change: Callable[[StepKind], Iterable[Step]]
 ) -> Body:
     """A body with others in place of every step of some kinds, in its calls too; the same object where nothing is changed."""
@@ -598,7 +598,7 @@ def with_others(
         if isinstance(step, kinds):
             steps += change(step)
         elif isinstance(step, Call):
-            steps.append(step.with_body(with_others(step.body, kinds, change)))
+            steps.append(step.with_body(replace_steps(step.body, kinds, change)))
         else:
             steps.append(step)
     return body.with_steps(steps)

@@ -11,10 +11,10 @@ from ..layout import Spec
 from ..program.ir import Op, Value
 from ..rules.rule import ADDED, Kind
 from ..rules.spmd import Send
-from .assignment import blocks_only, spec_of
-from .collectives import scatters_of
+from .assignment import contiguous_only, spec_from_factors
+from .collectives import split_reduction
 from .resharding import reshard_bytes
-from .spec import itemsize, local_bytes, local_shape, parts_of, unsplit
+from .spec import itemsize, local_bytes, local_shape, replicated_spec, shard_count
 
 Axes = list[tuple[str, ...]]
 """The mesh axes that split each factor of an op."""
@@ -28,7 +28,7 @@ def needed_specs(op: Op, axes: Sequence[tuple[str, ...]]) -> list[Spec | None]:
     rule = op.rule
     assert rule is not None
     return [
-        None if v is None else spec_of(dims, axes) if dims else unsplit(len(v.shape))
+        None if v is None else spec_from_factors(dims, axes) if dims else replicated_spec(len(v.shape))
         for v, dims in zip(op.ins, rule.ins, strict=True)
     ]
 
@@ -62,12 +62,12 @@ def reduction_bytes(
     value: Value, spec: Spec, stored: Spec, axes: tuple[str, ...], kind: Kind, sizes: Mapping[str, int]
 ) -> float:
     """Bytes that a device sends to reduce a value that is partial over ``axes`` from ``spec`` to its stored spec."""
-    scatter, reduced = scatters_of(spec, stored, axes, kind)
+    scatter, reduced = split_reduction(spec, stored, axes, kind)
     volume, sent = local_bytes(value.shape, itemsize(value.aval), spec, sizes), 0.0
     for over in scatter.values():
-        sent += wire_bytes("reduce-scatter", volume, parts_of(over, sizes))
-        volume /= parts_of(over, sizes)
-    return sent + wire_bytes("all-reduce", volume, parts_of(reduced, sizes))
+        sent += wire_bytes("reduce-scatter", volume, shard_count(over, sizes))
+        volume /= shard_count(over, sizes)
+    return sent + wire_bytes("all-reduce", volume, shard_count(reduced, sizes))
 
 
 def local_form_sends(op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Mapping[str, int]) -> list[SendOver]:
@@ -82,7 +82,7 @@ def local_form_sends(op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Ma
     if rule.sends_over is not None:
         sends = rule.sends_over(shapes, axes, sizes)
     elif rule.sends is not None:
-        parts = [parts_of(got, sizes) for got in axes]
+        parts = [shard_count(got, sizes) for got in axes]
         sends = [(send, tuple(a for f in send.factors for a in axes[f])) for send in rule.sends(shapes, parts)]
     else:
         return []
@@ -92,7 +92,7 @@ def local_form_sends(op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Ma
 
 def send_bytes(send: Send, axes: Sequence[str], sizes: Mapping[str, int]) -> float:
     """Bytes that a device sends in one collective of a local form."""
-    group = parts_of(axes, sizes)
+    group = shard_count(axes, sizes)
     volume = math.prod(send.shape) * itemsize(send) * (group if send.op == "all-gather" else 1)
     return wire_bytes(cast(CollectiveOp, send.op), volume, group)
 
@@ -108,8 +108,8 @@ def op_bytes(
     """
     rule = op.rule
     assert rule is not None
-    axes = blocks_only(rule, axes, sizes)
-    needs = [None if v is None or not d else spec_of(d, axes) for v, d in zip(op.ins, rule.ins, strict=True)]
+    axes = contiguous_only(rule, axes, sizes)
+    needs = [None if v is None or not d else spec_from_factors(d, axes) for v, d in zip(op.ins, rule.ins, strict=True)]
     total = sum(
         send_bytes(send, over, sizes) * (send.times or 1) for send, over in local_form_sends(op, needs, axes, sizes)
     )
@@ -118,11 +118,11 @@ def op_bytes(
             total += value_reshard_bytes(value, have, need, sizes)
     partials, kind = partial_axes(op, axes, sizes)
     for value, dims, partial, rest in zip(op.outs, rule.outs, partials, stored, strict=True):
-        spec = spec_of(dims, axes)
+        spec = spec_from_factors(dims, axes)
         if partial:
             volume = local_bytes(value.shape, itemsize(value.aval), spec, sizes)
             scattered = kind in ADDED and all(any(a in entry for entry in rest) for a in partial)
-            total += wire_bytes("reduce-scatter" if scattered else "all-reduce", volume, parts_of(partial, sizes))
+            total += wire_bytes("reduce-scatter" if scattered else "all-reduce", volume, shard_count(partial, sizes))
         else:
             total += value_reshard_bytes(value, spec, rest, sizes)
     return total

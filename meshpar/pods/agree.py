@@ -137,7 +137,7 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, _Lines], di
         "lowering": lambda: [f"{sheet.lowering}, overlap {plan.overlap}, strict {sheet.strict}"],
         "mesh": lambda: [", ".join(f"{a}={n}" for a, n in plan.sizes.items())],
         "devices": lambda: [f"{devices[0].device_kind}: {', '.join(str(d.id) for d in devices)}"],
-        "layout": lambda: [_layout_text(plan.asked)],
+        "layout": lambda: [_layout_text(plan.requested_layout)],
         "dims": lambda: [f"{p}: {' '.join(map(str, d))}" for p, d in sheet.dims.items],
         "donated": lambda: [", ".join(inputs[i] for i in sorted(plan.donated))],
         "static arguments": lambda: [_ADDRESS.sub("0x", repr(s)) for s in sheet.statics],

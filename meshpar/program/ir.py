@@ -159,7 +159,7 @@ class Program:
       root: its frame.
       inputs, outputs: values in the order of the flat arguments and results, with their paths.
       joins: pairs of names that turned out to be one dim.
-      traced: the program as it was traced, where this one was written anew for a layout (:mod:`meshpar.program.divisible_rewrite`).
+      original: the program as traced, if this one is a rewritten form of it (:mod:`meshpar.program.divisible_rewrite`).
     """
 
     closed: Any
@@ -168,7 +168,7 @@ class Program:
     outputs: list[Value]
     unifier: Unifier
     joins: list[Join] = field(default_factory=list)
-    traced: Program | None = None
+    original: Program | None = None
     _found: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
 
     def cached(self, find: Callable[[Program], T]) -> T:

@@ -211,7 +211,7 @@ def waited_for(plan: Plan) -> str:
     chip = plan.chip
     if chip is None:
         return ""
-    ringed = {c for step in plan.body.every if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends}
+    ringed = {c for step in plan.body.all_steps if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends}
     mine = [c for c in plan.collectives if not plan.is_async(c.op) and c not in ringed]
     if not mine:
         return ""

@@ -84,7 +84,7 @@ class _Printer:
         if isinstance(step, Reshard):
             moves = " then ".join(f"{m.op} over {'+'.join(m.axes)}" for m in step.path) or "identity"
             ring = f", in blocks beside {len(step.ring.dots)} products" if step.ring else ""
-            apart = ", into memory of its own" if step.apart else ""
+            apart = ", into memory of its own" if step.separate_buffer else ""
             return f"{moves} of {self.name(step.source)}{ring}{apart}", self.shard(step.result)
         if isinstance(step, Reduce):
             parts = [

@@ -43,7 +43,7 @@ def plan_text(plan: Plan, width: int = 120) -> str:
 def plan_line(plan: Plan) -> str:
     """The plan in one line, for a REPL; nothing that takes long is worked out for it."""
     mesh = ", ".join(f"{a}={n}" for a, n in plan.sizes.items())
-    layout = str(plan.asked or plan.layout)
+    layout = str(plan.requested_layout or plan.layout)
     layout = layout if len(layout) <= 60 else f"{layout[:59]}…"
     return f"<Plan on {mesh}: {layout or '(nothing split)'}; sends {format_bytes(plan.bytes_sent)} a step>"
 

@@ -135,7 +135,7 @@ class Pieces:
         assert plan.seconds is not None
         assert plan.chip is not None
         self.program, self.chip, self.seconds, self.peak = plan.program, plan.chip, plan.seconds, plan.memory.peak
-        self.assignment = AxisAssignment(plan.program, plan.asked, plan.sizes)
+        self.assignment = AxisAssignment(plan.program, plan.requested_layout, plan.sizes)
         self._units = plan.program.cached(_Units)
         self._answers, self._parts = self._units.split(self.assignment)
         place = self._units.place
@@ -211,7 +211,7 @@ def _seconds(plan: Plan) -> Iterator[_Piece]:
             [node.op] if node.op is not None and node.name == node.op.name and node.op.primitive.nested_flops else []
         )
         yield _Piece(took.seconds * took.count, 0.0, _computed(node), products, node.name != "move!")
-    for step in plan.body.every:
+    for step in plan.body.all_steps:
         for c in step.sends:
             values = [s.value for s in (*step.reads, *step.makes)]
             yield _Piece((c.seconds or 0.0) * (c.count or 1), 0.0, [c.origin, *values], scales=False)

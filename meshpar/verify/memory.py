@@ -111,7 +111,7 @@ def _suggestions(plan: Plan, capacity: float | None) -> list[str]:
     before = memory_of(plan).peak
     found: list[tuple[float, float, str]] = []
     for dim, axis in _candidates(plan)[:TRIES]:
-        rule = Layout(f"{dim}?: {axis}").with_first(plan.asked.rules)
+        rule = Layout(f"{dim}?: {axis}").with_first(plan.requested_layout.rules)
         try:
             after = replan(plan, layout=rule)
         except MeshparError:  # this rule clashes with the program; others may not

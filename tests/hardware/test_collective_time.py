@@ -12,7 +12,7 @@ from meshpar.cost.time import time_of
 from meshpar.hardware.chips import CHIPS
 from meshpar.hardware.collective_time import merged, seconds_of
 from meshpar.hardware.topology import Stage, chip_of, device_count
-from meshpar.plan.collectives import volume_of
+from meshpar.plan.collectives import collective_volume
 
 V5P, V5E = CHIPS["v5p"].ideal(), CHIPS["v5e"].ideal()
 V5P_AXIS = 2 * 9e10  # bytes/s both ways over one torus dimension
@@ -152,7 +152,7 @@ def plan_of(fn, *shapes, **kwargs):
 
 
 def volume(plan, c):
-    return volume_of(c.op, c.bytes, math.prod(plan.sizes[a] for a in c.axes))
+    return collective_volume(c.op, c.bytes, math.prod(plan.sizes[a] for a in c.axes))
 
 
 def parts(plan):

@@ -21,7 +21,7 @@ def assert_well_formed(plan):
     made |= set(plan.body.inputs)
     _body(plan.body, set(), made, plan)
     assert all(shard is not None for shard in plan.body.outputs)
-    sent = [c for step in plan.body.every for c in step.sends]
+    sent = [c for step in plan.body.all_steps for c in step.sends]
     assert list(plan.collectives) == sent
     for value, placed in plan.placements.items():
         for shard in (placed.made, placed.stored):

@@ -54,7 +54,7 @@ def test_fifty_random_edits_have_the_figures_of_mp_plan(session):
         ]
         assert format_memory(plan.memory.peak) in reply["plan"]["html"]["cards"]
         assert sum(sent for _, sent, _ in figures["rules"]) == pytest.approx(plan.bytes_sent)
-        assert mp.Layout(reply["plan"]["layout"]).rules == plan.asked.rules
+        assert mp.Layout(reply["plan"]["layout"]).rules == plan.requested_layout.rules
     assert legal > 25
 
 
@@ -152,7 +152,7 @@ def test_the_python_to_copy_runs_the_plan_that_is_shown(session, mesh):
     exec(reply["plan"]["python"], names)
     plan = names["step"].plan(lab_program.STATE, lab_program.X)
     assert plan.bytes_sent == reply["plan"]["figures"]["sent"]
-    assert str(plan.asked) == reply["plan"]["layout"]
+    assert str(plan.requested_layout) == reply["plan"]["layout"]
 
 
 def test_known_layouts_come_with_their_best_mesh(session):

@@ -185,7 +185,7 @@ def test_through_large_products_in_order():
         return jax.grad(lambda p: (jnp.tanh(jnp.tanh(x @ p[0]) @ p[1]) ** 2).sum())((w, v))
 
     run = mp.jit(f, mesh=mp.mesh("data=8"), layout="batch: data; embed: data", dims=DIMS, lowering="shard_map")
-    assert any(isinstance(s, Barrier) and s.after for s in run.plan(w, v, x).body.every)
+    assert any(isinstance(s, Barrier) and s.after for s in run.plan(w, v, x).body.all_steps)
 
     def gradient(fn):
         return jax.grad(lambda *args: sum((y**2).sum() for y in fn(*args)))(w, v, x)

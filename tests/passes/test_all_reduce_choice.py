@@ -53,7 +53,7 @@ def test_over_three_dimensions_a_gradient_is_sent_whole_and_the_plan_says_what_t
     assert plan.seconds < least.seconds
     assert "66.6 MB instead of 33.3 MB" in c.why
     assert c.cause == old.cause
-    (step,) = [s for s in plan.body.every if isinstance(s, Reduce)]
+    (step,) = [s for s in plan.body.all_steps if isinstance(s, Reduce)]
     assert [s.algorithm for s in step.scatters] == ["whole"]
     assert step.result.spec == (("data",), ())
 

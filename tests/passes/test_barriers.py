@@ -27,7 +27,7 @@ DATA = "data=8"
 
 
 def steps_of(plan, kind):
-    return [step for step in plan.body.every if isinstance(step, kind)]
+    return [step for step in plan.body.all_steps if isinstance(step, kind)]
 
 
 # -- loops

@@ -63,7 +63,7 @@ def found(plan):
 
 def rings_of(plan):
     """What is sent block by block beside products, in the order of the steps."""
-    return [s.ring for s in plan.body.every if isinstance(s, Reshard | Reduce) and s.ring is not None]
+    return [s.ring for s in plan.body.all_steps if isinstance(s, Reshard | Reduce) and s.ring is not None]
 
 
 def test_a_gather_before_products_and_a_scatter_after_them_are_found():
@@ -226,7 +226,7 @@ def test_products_that_share_a_gather_share_its_ring_and_others_find_it_kept():
     inner = Counter((o.kind, o.products) for o in plan.overlaps if o.count == model.LAYERS)
     assert inner["gather", 3] == 2  # q, k, v, forward; and of what comes back through them, for their weights
     assert inner["scatter", 3] == 1  # the three cotangents of what q, k and v read, added up
-    assert any(ring.keep for ring in rings_of(plan) if isinstance(ring, GatherRing))
+    assert any(ring.keep_gathered for ring in rings_of(plan) if isinstance(ring, GatherRing))
     assert plan.bytes_sent == pytest.approx(
         plan.replan(overlap="off").bytes_sent
     )  # a ring sends what the collective would

@@ -213,7 +213,7 @@ def test_a_plan_under_jit_has_nothing_that_its_program_does_not_emit():
     made, emitted = {}, {}
     for lowering in ("shard_map", "jit"):
         plan = mp.plan(layers, w, shape(16384, 4096), **how, donate_argnames="w", lowering=lowering)
-        steps = [s for s in plan.body.every if not isinstance(s, Run) or s.op.name == "optimization_barrier"]
+        steps = [s for s in plan.body.all_steps if not isinstance(s, Run) or s.op.name == "optimization_barrier"]
         made[lowering] = Counter("ring" if getattr(s, "ring", None) else type(s).__name__ for s in steps)
         run, _, _ = LOWERINGS[lowering](plan, mp.mesh("data=8"))
         jaxpr = jax.make_jaxpr(run)(*[v.aval for v in plan.program.inputs])

@@ -55,7 +55,7 @@ def waiting(plan):
     """(a product, what it waits for), in the order of the plan."""
     return [
         (step.op, [s.value for s in step.after])
-        for step in plan.body.every if isinstance(step, Barrier) and step.after and step.op.name == "dot_general"
+        for step in plan.body.all_steps if isinstance(step, Barrier) and step.after and step.op.name == "dot_general"
     ]  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def test_a_matmul_waits_by_an_operand_that_is_in_memory():
     plan, _ = lowered(headed, params, x, layout=FSDP, dims={**STACKED, "*head": "embed vocab"}, mesh="data=8")
     barriers = {
         s.op.outs[0].shape: s
-        for s in plan.body.every
+        for s in plan.body.all_steps
         if isinstance(s, Barrier) and s.after and s.op.name == "dot_general"
     }
     assert all(len(s.sources) == 1 for s in barriers.values())
@@ -143,7 +143,7 @@ def test_small_products_wait_for_nothing(layout):
 def test_every_product_is_made_once_and_after_what_it_waits_for(stack, overlap):
     step, dims = (scanned, STACKED) if stack else (unrolled, DIMS)
     plan = mp.plan(step, *args_of(stack), mesh=mp.mesh("data=8"), layout=FSDP, dims=dims, overlap=overlap)
-    runs = [s.op for s in plan.body.every if isinstance(s, Run) and s.op.name == "dot_general"]
+    runs = [s.op for s in plan.body.all_steps if isinstance(s, Run) and s.op.name == "dot_general"]
     assert sorted(map(id, runs)) == sorted(id(op) for op in plan.program.root.walk() if op.name == "dot_general")
     assert waiting(plan)
     for op, values in waiting(plan):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import meshpar as mp
-from meshpar.plan.assignment import AxisAssignment, blocks_only
+from meshpar.plan.assignment import AxisAssignment, contiguous_only
 from meshpar.rules.rule import OpRule
 
 SIZES = {"x": 2, "y": 2}
@@ -16,16 +16,16 @@ def reshape(ins, outs, *extents):
 
 def test_a_minor_factor_is_split_where_all_before_it_are_cut_to_one():
     rule = reshape([(0, 1)], [(0,), (1,)], 2, 4)
-    assert blocks_only(rule, [("x",), ("y",)], SIZES) == [("x",), ("y",)]
-    assert blocks_only(rule, [(), ("y",)], SIZES) == [(), ()]
+    assert contiguous_only(rule, [("x",), ("y",)], SIZES) == [("x",), ("y",)]
+    assert contiguous_only(rule, [(), ("y",)], SIZES) == [(), ()]
 
 
 def test_what_one_array_drops_is_not_major_to_a_factor_of_another():
     # [4, 4, 4] → [8, 8]: the middle dim is split in two, one for each neighbour
     rule = reshape([(0,), (1, 2), (3,)], [(0, 1), (2, 3)], 4, 2, 2, 4)
-    assert blocks_only(rule, [(), ("y",), ("x",), ()], SIZES) == [(), (), (), ()]
-    assert blocks_only(rule, [("x", "y"), (), (), ()], SIZES) == [("x", "y"), (), (), ()]
-    assert blocks_only(rule, [("x", "y"), ("z",), ("u",), ()], SIZES | {"z": 2, "u": 2})[2] == ("u",)
+    assert contiguous_only(rule, [(), ("y",), ("x",), ()], SIZES) == [(), (), (), ()]
+    assert contiguous_only(rule, [("x", "y"), (), (), ()], SIZES) == [("x", "y"), (), (), ()]
+    assert contiguous_only(rule, [("x", "y"), ("z",), ("u",), ()], SIZES | {"z": 2, "u": 2})[2] == ("u",)
 
 
 def test_layouts_share_the_answers_to_questions_about_dims_of_the_same_rules():

@@ -88,7 +88,7 @@ def check_replans(name, number, seed):
         for text, overlap in zip(layouts(dims, number, rng), itertools.cycle(["off", "auto"]), strict=False)
     ]
     fresh = {
-        case: replanned(replace(plan, program=replace(plan.program.traced or plan.program)), *case) for case in cases
+        case: replanned(replace(plan, program=replace(plan.program.original or plan.program)), *case) for case in cases
     }
     again = cases * 2
     rng.shuffle(again)

@@ -18,7 +18,7 @@ def plan_of(fn, *args, layout, dims, mesh=MESH, **kwargs):
 
 
 def steps_of(body, kind):
-    return [s for s in body.every if isinstance(s, kind)]
+    return [s for s in body.all_steps if isinstance(s, kind)]
 
 
 def sent(plan):
@@ -90,7 +90,7 @@ def test_a_while_loop_whose_length_nobody_knows_counts_as_one():
     plan = plan_of(fn, f32(8, 16), f32(16, 16), layout="batch: data; in: model", dims={"x": "batch _", "w": "in _"})
     (loop,) = steps_of(plan.body, Loop)
     cond, body = loop.bodies
-    assert {c.count for s in body.every for c in s.sends} == {None}
+    assert {c.count for s in body.all_steps for c in s.sends} == {None}
     assert any(isinstance(s, Reduce) for s in cond.steps)  # every device must know whether to go on
     assert all(s.partial == () for s in cond.outputs)
 
@@ -175,7 +175,7 @@ def test_a_branch_reduces_what_it_leaves_and_both_agree():
     for body in branch.branches:
         assert [(s.spec, s.partial) for s in body.outputs] == [(s.spec, s.partial) for s in branch.results]
         assert not any(s.partial for s in body.outputs)
-    assert "all-reduce" in {c.op for body in branch.branches for s in body.every for c in s.sends}
+    assert "all-reduce" in {c.op for body in branch.branches for s in body.all_steps for c in s.sends}
     x = np.arange(128.0, dtype=np.float32).reshape(8, 16)
     for flag in (True, False):
         same(branches, x, np.array(flag), layout=layout, dims=dims, meshes=["data=4, model=2"])

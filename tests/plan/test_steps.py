@@ -28,8 +28,8 @@ from meshpar.plan.steps import (
     Shard,
     Step,
     free_shards,
-    in_order,
-    rewritten,
+    rewrite_bodies,
+    topological_order,
 )  # fmt: skip
 
 # -- every plan
@@ -90,34 +90,34 @@ def constant(made):
 
 def test_steps_that_are_in_order_stay_as_they_are():
     steps = (step([A], [B]), step([A], [C]), step([B, C], [D]))
-    assert in_order(steps) == steps
+    assert topological_order(steps) == steps
 
 
 def test_a_step_comes_after_those_whose_results_it_reads():
     first, second, third = step([A], [B]), step([B], [C]), step([C], [D])
-    assert in_order([third, second, first]) == (first, second, third)
+    assert topological_order([third, second, first]) == (first, second, third)
 
 
 def test_what_floats_comes_just_before_what_reads_it_first_or_not_at_all():
     floats, unread = constant(B), constant(C)
     first, second, third = step([A], [shard("x")]), step([B], [D]), step([B], [shard("y")])
-    assert in_order([floats, unread, first, second, third]) == (first, floats, second, third)
-    assert in_order([floats, first]) == (first,)
-    assert in_order([floats, first], [None, B]) == (first, floats)
+    assert topological_order([floats, unread, first, second, third]) == (first, floats, second, third)
+    assert topological_order([floats, first]) == (first,)
+    assert topological_order([floats, first], [None, B]) == (first, floats)
 
 
 def test_copies_float_and_where_a_value_rests_does_not():
     copy, rest = (Reshard(None, A, made, (), (), copy) for made, copy in ((B, True), (C, False)))
     reader = step([B, C], [D])
-    assert in_order([copy, rest, step([A], [shard("x")]), reader])[0] is rest
-    assert in_order([copy, rest]) == (rest,)
+    assert topological_order([copy, rest, step([A], [shard("x")]), reader])[0] is rest
+    assert topological_order([copy, rest]) == (rest,)
 
 
 def test_ten_thousand_steps_in_a_row():
     """No recursion: programs are as long as they like."""
     shards = [shard(k) for k in range(10_000)]
     steps = [step([a], [b]) for a, b in itertools.pairwise(shards)]
-    assert in_order(steps[::-1]) == tuple(steps)
+    assert topological_order(steps[::-1]) == tuple(steps)
 
 
 # -- walks
@@ -140,7 +140,7 @@ def nested():
 
 def test_a_walk_goes_into_bodies_after_the_step_that_holds_them():
     plan = nested()
-    steps = list(plan.body.every)
+    steps = list(plan.body.all_steps)
     assert len(steps) == len(set(steps))
     place = {s: k for k, s in enumerate(steps)}
     for outer in steps:
@@ -148,7 +148,7 @@ def test_a_walk_goes_into_bodies_after_the_step_that_holds_them():
             assert all(place[inner] > place[outer] for inner in body.steps)
     (loop,) = [s for s in steps if isinstance(s, Loop)]
     assert loop.body.trip_count == 3
-    assert {s.op.name for s in loop.body.every if isinstance(s, Run)} >= {"dot_general", "tanh"}
+    assert {s.op.name for s in loop.body.all_steps if isinstance(s, Run)} >= {"dot_general", "tanh"}
 
 
 def test_with_calls_has_the_steps_of_calls_in_their_place_and_no_loops_steps():
@@ -166,7 +166,7 @@ def test_what_a_loop_reads_from_outside_is_what_it_says():
         lambda x, w, n: lax.scan(lambda c, y: (jnp.tanh(c @ w) + n, c @ y), x, jnp.ones((3, 4, 2)))[0],
         f32(8, 4), f32(4, 4), f32(), mesh=model.MESH, layout="batch: data; in: data", dims={"x": "batch _", "w": "in _"},
     )  # fmt: skip
-    (loop,) = [s for s in plan.body.every if isinstance(s, Loop)]
+    (loop,) = [s for s in plan.body.all_steps if isinstance(s, Loop)]
     free = {s.value.path or s.value.op.name for s in free_shards(loop.body)}
     assert free == {"w", "n"}
     assert set(free_shards(loop.body)) <= {*loop.consts, *loop.hoisted}
@@ -175,14 +175,14 @@ def test_what_a_loop_reads_from_outside_is_what_it_says():
 def test_rewriting_nothing_gives_the_very_body():
     plan = nested()
     seen = []
-    assert rewritten(plan.body, lambda body: seen.append(body) or body) is plan.body
+    assert rewrite_bodies(plan.body, lambda body: seen.append(body) or body) is plan.body
     assert seen[-1] is plan.body
-    assert len(seen) == 1 + sum(len(s.bodies) for s in plan.body.every)
+    assert len(seen) == 1 + sum(len(s.bodies) for s in plan.body.all_steps)
 
 
 def test_a_step_says_what_it_reads_makes_and_sends():
     plan = nested()
-    sends = [c for s in plan.body.every for c in s.sends]
+    sends = [c for s in plan.body.all_steps for c in s.sends]
     assert sends == list(plan.collectives)
     assert isinstance(plan.body.steps[0], Step)
-    assert all(s.makes or s.sends or isinstance(s, Run) for s in plan.body.every)
+    assert all(s.makes or s.sends or isinstance(s, Run) for s in plan.body.all_steps)

@@ -229,14 +229,14 @@ def test_a_dim_that_is_not_split_is_left_as_it_is_written():
         layout="columns: model",
         dims=DIMS,
     )
-    assert plan.program.traced is None
+    assert plan.program.original is None
 
 
 def test_another_layout_starts_from_the_program_as_it_was_traced():
     mesh = mp.mesh("data=4, model=2")
     plan = mp.plan(lambda x: jnp.roll(x, 1, 0), X, mesh=mesh, layout=LAYOUT, dims=DIMS)
-    assert plan.program.traced is not None
-    assert plan.replan(layout=mp.Layout("columns: model")).program is plan.program.traced
+    assert plan.program.original is not None
+    assert plan.replan(layout=mp.Layout("columns: model")).program is plan.program.original
 
 
 def test_l_bfgs_sends_scalars_beside_the_gradients():

@@ -222,7 +222,7 @@ def assert_laws_are_used(plan, names, dtype, kind):
 
     But for dtypes that a law takes in some equations only, and for reductions over no axes, which other tests have.
     """
-    used = {s.op.name for s in plan.body.every if isinstance(s, Run) and any(shard.partial for shard in s.reads)}
+    used = {s.op.name for s in plan.body.all_steps if isinstance(s, Run) and any(shard.partial for shard in s.reads)}
     for name in set(names) - {"psum", "pmax", "pmin"}:
         laws = [
             law for law in primitive(name).partial if kind in law.kinds and dtype_class(jnp.dtype(dtype)) in law.dtypes

@@ -66,7 +66,9 @@ def sent(plan):
 
 
 def pieces_of(plan):
-    return Pieces(plan, sent(plan_without_passes(plan, layout=plan.asked, mesh=plan.mesh, topology=plan.topology)))
+    return Pieces(
+        plan, sent(plan_without_passes(plan, layout=plan.requested_layout, mesh=plan.mesh, topology=plan.topology))
+    )
 
 
 def test_no_plan_is_below_what_another_has_that_follows_from_the_same_answers():
@@ -78,7 +80,7 @@ def test_no_plan_is_below_what_another_has_that_follows_from_the_same_answers():
         same = pieces.least(AxisAssignment(found.program, mp.Layout(layout), found.sizes))
         assert (same.seconds, same.peak) == (found.seconds, found.memory.peak)
         for beside in (*plans.values(), *elsewhere):
-            least = pieces.least(AxisAssignment(beside.program, beside.asked, beside.sizes))
+            least = pieces.least(AxisAssignment(beside.program, beside.requested_layout, beside.sizes))
             assert 0 < least.kernels <= least.seconds <= beside.seconds * (1 + 1e-6)
             assert least.peak <= beside.memory.peak * (1 + 1e-6)
     whole = pieces_of(plans["batch: data"])

@@ -105,5 +105,5 @@ def _rewrite(program: Program, shards: ShardCounts) -> _Rewritten:
     if jaxpr is None:
         return _Rewritten(None, counts, notes)
     rewritten = again(program, ClosedJaxpr(jaxpr, program.closed.consts))
-    rewritten.traced = program
+    rewritten.original = program
     return _Rewritten(rewritten, counts, notes)
