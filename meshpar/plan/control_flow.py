@@ -47,7 +47,7 @@ class ControlFlow:
     Attributes:
       accumulated: values that are added to the carry of a loop by linear ops → whether an inner loop stacks them on the way.
       accumulations: by the op that adds to the carry.
-      uncached: ops whose decisions depend on these, so that they are not cached.
+      conversions: ops whose decisions depend on ``accumulated``.
       depth: the number of scans around the present op.
     """
 
@@ -57,7 +57,7 @@ class ControlFlow:
     ):  # fmt: skip
         self.emitter, self.facts, self.accumulated, self._plan_ops = emitter, facts, accumulated, plan_ops
         self.accumulations: dict[Op, Accumulation] = {}
-        self.uncached: set[Op] = set()
+        self.conversions: set[Op] = set()
         self.depth = 0
 
     def plan(self, op: Op) -> MakeStep:
@@ -326,7 +326,7 @@ class ControlFlow:
         for value, stacked in addends(self.facts.program, addend):
             self.accumulated[value] = stacked
             if value.op is not None and value.op.name == "convert_element_type":
-                self.uncached.add(value.op)
+                self.conversions.add(value.op)
 
 
 _PLAN: Mapping[str, Callable[[ControlFlow, Op], MakeStep]] = {

@@ -71,29 +71,29 @@ class ShardType:
     kind: Kind = "sum"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class OpDecision:
     """How an op is planned.
 
     Attributes:
       operands: the spec in which each operand is needed; None: a literal.
       results: how the op leaves each result.
+      stored: the spec to which each result is then resharded; None: the result stays as the op leaves it.
       reduce: positions of the partial operands that are reduced first, in order.
       axes: the axes that split each factor; None: an elementwise op, an identity or a barrier.
       inherits: for each result the position of the operand whose pending reduction it inherits; None: a partial result has
         a pending reduction of its own.
       is_constant: the op is input-independent: no step runs it where it is, and ``results`` has the stored specs.
-      to_stored: results that are not partial are resharded to their stored specs.
       sends: the collectives of the op's local form.
     """
 
     operands: tuple[Spec | None, ...]
     results: tuple[ShardType, ...]
+    stored: tuple[Spec | None, ...]
     reduce: tuple[int, ...] = ()
     axes: tuple[tuple[str, ...], ...] | None = None
     inherits: tuple[int | None, ...] = ()
     is_constant: bool = False
-    to_stored: bool = True
     sends: tuple[SendOver, ...] = ()
 
 
@@ -204,7 +204,7 @@ def add_to_carry(op: Op, addend: Operand) -> OpDecision | None:
         return None
     result = ShardType(addend.spec, addend.partial, kind_after(LINEAR, addend.kind))
     position = op.ins.index(addend.value)
-    return OpDecision(tuple(addend.spec for _ in op.ins), (result,), inherits=(position,))
+    return OpDecision(tuple(addend.spec for _ in op.ins), (result,), (None,), inherits=(position,))
 
 
 def is_input_independent(op: Op, operands: Sequence[Operand | None]) -> bool:
@@ -249,10 +249,10 @@ def _barrier(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     return OpDecision(
         operands=tuple(None if x is None else x.spec for x in site.operands),
         results=tuple(results),
+        stored=(None,) * len(results),
         reduce=reduce,
         inherits=tuple(i if x is not None and x.partial else None for i, x in enumerate(site.operands)),
         is_constant=is_input_independent(site.op, site.operands),
-        to_stored=False,
     )
 
 
@@ -263,7 +263,9 @@ def _identity(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
         return _constant(site, [replicated_spec(len(out.shape)) if x is None else site.stored(out)], reduce)
     assert x is not None
     result = ShardType(x.spec, x.partial, x.kind)
-    return OpDecision((x.spec,), (result,), reduce, inherits=(0 if x.partial else None,))
+    if x.partial:
+        return OpDecision((x.spec,), (result,), (None,), reduce, inherits=(0,))
+    return OpDecision((x.spec,), (result,), (site.stored(out),), reduce, inherits=(None,))
 
 
 def _elementwise(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
@@ -278,7 +280,8 @@ def _elementwise(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
         return _constant(site, [site.stored(v) for v in op.outs], reduce)
     spec = site.facts.assignment.elementwise_spec(op, out)
     needs = tuple(None if v is None else broadcast_spec(spec, v.shape, out.shape) for v in op.ins)
-    return OpDecision(needs, (ShardType(spec),) * len(op.outs), reduce, inherits=(None,) * len(op.outs))
+    stored = tuple(site.stored(v) for v in op.outs)
+    return OpDecision(needs, (ShardType(spec),) * len(stored), stored, reduce, inherits=(None,) * len(stored))
 
 
 def _elementwise_on_partial(site: _Site) -> OpDecision | None:
@@ -296,13 +299,13 @@ def _elementwise_on_partial(site: _Site) -> OpDecision | None:
     if any(site.operand(i).spec != needs[i] for i in others):
         return None
     result = ShardType(first.spec, first.partial, kind_after(law, first.kind))
-    return OpDecision(needs, (result,), inherits=(positions[0],))
+    return OpDecision(needs, (result,), (None,), inherits=(positions[0],))
 
 
 def _constant(site: _Site, specs: Sequence[Spec], reduce: tuple[int, ...]) -> OpDecision:
     """The decision about an input-independent op: its results, in these specs, are made where they are read."""
     none = (None,) * len(site.operands)
-    return OpDecision(none, tuple(map(ShardType, specs)), reduce, is_constant=True)
+    return OpDecision(none, tuple(map(ShardType, specs)), (None,) * len(specs), reduce, is_constant=True)
 
 
 def _by_rule(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
@@ -335,6 +338,7 @@ def _by_rule(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
             ShardType(spec_from_factors(dims, axes), over, kind if over else "sum")
             for dims, over in zip(rule.outs, partial, strict=True)
         ),
+        stored=tuple(None if over else site.stored(v) for v, over in zip(op.outs, partial, strict=True)),
         reduce=reduce,
         axes=tuple(axes),
         inherits=(passed,) * len(op.outs),
@@ -504,7 +508,7 @@ def _rule_on_partial(site: _Site, i: int, law: Law) -> OpDecision | None:
         return None
     result = ShardType(spec_from_factors(rule.outs[0], axes), x.partial, kind_after(law, x.kind))
     specs = tuple(None if y is None else y.spec for y in site.operands)
-    return OpDecision(specs, (result,), axes=tuple(axes), inherits=(i,))
+    return OpDecision(specs, (result,), (None,), axes=tuple(axes), inherits=(i,))
 
 
 def _reduces_less_after(site: _Site, i: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..compat.jax import literal_array
@@ -173,28 +173,28 @@ class Emitter:
             return
         if decision.axes is not None:
             self.factor_axes[op] = decision.axes
-        operands = tuple(
-            None if value is None or spec is None else self.operand(op, value, spec)
-            for value, spec in zip(op.ins, decision.operands, strict=True)
-        )
-        results = tuple(
-            self.shard(out, result.spec, result.partial, result.kind)
-            for out, result in zip(op.outs, decision.results, strict=True)
-        )
+        pairs = zip(op.ins, decision.operands, strict=True)
+        operands = tuple([None if v is None or spec is None else self.operand(op, v, spec) for v, spec in pairs])
+        step = self.interned.run_of(decision, operands, lambda: self._run(op, decision, operands))
         if decision.sends:
-            records = self.records.local_form(op, decision.sends, self.count)
-            self.group.append(Run(op, operands, results, decision.axes, records))
-        else:
-            self.group.append(self.interned.run(op, operands, results, decision.axes))
-        for shard in results:
-            self.place(shard)
-        for shard, source in zip(results, decision.inherits, strict=True):
-            if source is not None:
-                self.inherit(shard.value, op.ins[source])
-            elif shard.partial:
-                self.pending[shard.value] = op
-            elif decision.to_stored:
-                self.store(op, shard.value)
+            step = replace(step, collectives=self.records.local_form(op, decision.sends, self.count))
+        self.group.append(step)
+        for shard, source, stored in zip(step.results, decision.inherits, decision.stored, strict=True):
+            self.current[shard.value] = shard
+            self.placements[shard.value] = self.interned.placement(shard)
+            if shard.partial:
+                self._groups[shard] = self.group
+                if source is None:
+                    self.pending[shard.value] = op
+                else:
+                    self.inherit(shard.value, op.ins[source])
+            elif stored is not None and stored != shard.spec:
+                self.reshard(shard.value, stored, op, f"the layout keeps this result of {op.name} so")
+
+    def _run(self, op: Op, decision: OpDecision, operands: tuple[Shard | None, ...]) -> Run:
+        pairs = zip(op.outs, decision.results, strict=True)
+        results = tuple(self.shard(out, result.spec, result.partial, result.kind) for out, result in pairs)
+        return self.interned.run(op, operands, results, decision.axes)
 
     def inherit(self, value: Value, source: Value | None) -> None:
         """Record that a value is partial because another one is."""

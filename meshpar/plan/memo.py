@@ -21,7 +21,7 @@ from ..rules.rule import Kind
 from .assignment import AxisAssignment, Queries
 from .collective_records import AlgorithmChoices
 from .decide import OpDecision
-from .plan import ShardedArray
+from .plan import Placement, ShardedArray
 from .steps import Run, Shard
 
 T = TypeVar("T")
@@ -70,9 +70,20 @@ class Interned:
         found = self.table.get(key)
         return self.table.setdefault(key, Run(op, operands, results, axes)) if found is None else found
 
+    def run_of(self, decision: OpDecision, operands: tuple[Shard | None, ...], make: Callable[[], Run]) -> Run:
+        """The step that runs an op as decided; ``make`` makes it when it is asked for first."""
+        key = (decision, operands)
+        found = self.table.get(key)
+        return self.table.setdefault(key, make()) if found is None else found
 
-DecisionKey = tuple[Op, Any, Any]
-"""(op, the numbers of the assignments that concern it, the shards of its operands)."""
+    def placement(self, shard: Shard) -> Placement:
+        """The placement of a value whose op makes it in its stored spec."""
+        found = self.table.get(shard)
+        return self.table.setdefault(shard, Placement(shard, shard)) if found is None else found
+
+
+DecisionKey = tuple[Any, ...]
+"""(op, the numbers of the assignments that concern it, the shards of its operands); of a conversion also how a loop adds it up."""
 
 Decisions = dict[DecisionKey, OpDecision]
 
@@ -82,7 +93,7 @@ class MeshCache:
     """What is cached of the plans on a mesh of some sizes.
 
     Attributes:
-      decisions: about ops.
+      decisions: about ops with a factor rule.
       held: the records of arguments and results, by value and spec.
       tori: the stages of its axes on slices, by the text of these.
       algorithms: of collectives, by slices and chip.
@@ -106,6 +117,7 @@ class PlanCache:
       meshes: by the sizes of the axes.
       interned: shards and steps.
       numbers: of assignments, by which keys of decisions refer to them.
+      decisions: about ops without a factor rule, which do not depend on the sizes of the mesh.
     """
 
     def __init__(self, program: Program):
@@ -113,12 +125,13 @@ class PlanCache:
         self.meshes: LRUCache[tuple[tuple[str, int], ...], MeshCache] = LRUCache(MESHES)
         self.interned = Interned()
         self.numbers: dict[Any, int] = {}
+        self.decisions: Decisions = {}
         self._op_keys: dict[Queries, dict[Op, OpKey]] = {}
 
     def on(self, sizes: dict[str, int]) -> MeshCache:
         """The cache of a mesh."""
         if len(self.interned.table) > MAX_INTERNED:
-            self.interned, self.numbers = Interned(), {}
+            self.interned, self.numbers, self.decisions = Interned(), {}, {}
             self.meshes.clear()
         return self.meshes.setdefault(tuple(sizes.items()), MeshCache)
 

@@ -134,6 +134,7 @@ class _Planner:
         cached = shared.plans > 1 and layout.resolve == "order" and not assignment.shard_map_axes
         self.cache = of_mesh = shared.on(sizes) if cached else MeshCache()
         self.keys = KeyMaker(shared, assignment) if cached else None
+        self.decisions = shared.decisions
         if topology is None:
             self.torus, algorithms = torus_of(mesh), {}
         else:
@@ -191,15 +192,17 @@ class _Planner:
 
     def decision(self, op: Op) -> OpDecision:
         """The decision about an op without bodies."""
-        emitter, decisions, key = self.emitter, self.cache.decisions, None
-        if self.keys is not None and op not in self.control.uncached:
-            key = self.keys.key(op, emitter.current)
-            if (known := decisions.get(key)) is not None:
-                return known
-        decision = decide(op, [emitter.operand_of(v) for v in op.ins], self.facts)
-        if key is not None:
-            decisions[key] = decision
-        return decision
+        emitter = self.emitter
+        if self.keys is None:
+            return decide(op, [emitter.operand_of(v) for v in op.ins], self.facts)
+        decisions = self.decisions if op.rule is None else self.cache.decisions
+        key = self.keys.key(op, emitter.current)
+        if op in self.control.conversions:
+            key = (*key, self.facts.accumulated[op.outs[0]])
+        known = decisions.get(key)
+        if known is None:
+            known = decisions[key] = decide(op, [emitter.operand_of(v) for v in op.ins], self.facts)
+        return known
 
     def output(self, var: Any, value: Value) -> Shard:
         """A result of the program in its stored spec."""
