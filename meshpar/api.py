@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from .arguments import is_static
 from .compat import nnx
 from .compat.jax import is_graph_node
 from .dims import Dims
@@ -44,7 +45,7 @@ from .plan_api import Plan
 from .pods.local_sgd import LocalSgd
 from .search import Objective, Row, Search
 from .search import search as search_from
-from .tracing import is_static, named_tree
+from .tracing import named_tree
 from .units import format_bytes, format_memory, format_seconds
 from .verify.aot import Compiled, Effort, mesh_to_compile_for
 from .verify.check import Report, check_layouts, each_layout

@@ -12,6 +12,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from .arguments import Fixed
 from .compat.jax import (
     PLACED,
     at_top_level,
@@ -30,7 +31,7 @@ from .global_arrays import global_array
 from .lower import LOWERINGS
 from .plan_api import Plan
 from .pods.agree import Sheet, before_call
-from .tracing import Fixed, FlatFunction, TracedStep
+from .tracing import FlatFunction, TracedStep
 
 
 @dataclass(eq=False, slots=True)

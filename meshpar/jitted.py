@@ -1,11 +1,10 @@
-"""What ``mp.jit`` returns: a function's signature and options, and what users call on it."""
+"""``Jitted``, the callable that ``mp.jit`` returns."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -16,37 +15,26 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from .arguments import ArgumentRoles, Call, fully_donated, has_graph_nodes, is_static, unhashable, with_statics
 from .caches import LRUCache
 from .compat import nnx
-from .compat.jax import in_explicit_mesh, is_graph_node, jit_disabled, trace_context, without_gc
+from .compat.jax import in_explicit_mesh, is_graph_node, jit_disabled, without_gc
 from .compiled import CompiledStep, lower_step
 from .errors import MeshError, UnsupportedError
 from .flax import Leaf, capture_names, flatten_named, pure_states
 from .global_arrays import place
 from .layout import AnyMesh, Layout
 from .mesh import MeshLike, device_mesh
-from .options import Lowering, Mode, StepOptions, options_apart, selected_arguments
+from .options import Lowering, Mode, StepOptions, options_apart
 from .passes import make_plan
 from .plan_api import Plan
-from .tracing import (
-    Call,
-    Fixed,
-    FlatFunction,
-    TracedStep,
-    annotation_of,
-    has_graph_nodes,
-    leaf_key,
-    trace_call,
-    type_key,
-    unhashable,
-    with_statics,
-)
+from .tracing import FlatFunction, TracedStep, annotation_of, trace_call
 from .verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from .verify.check import Report, Subject, check_layouts
 from .verify.jobs import Progress
 
 NO_DONATION: dict[str, Any] = {"donate_argnums": None, "donate_argnames": None}
-"""Options of a step that leaves its arguments alone."""
+"""Options of a step that donates no argument."""
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -56,13 +44,14 @@ LayoutLike = Layout | str | Mapping[str, Any] | Sequence[Any]
 
 
 MAX_CALLS = 2048
-"""Calls of one function, by tree, shapes and static arguments, whose programs, plans and compiled code are cached. ``jax.jit``
-caches as many traces."""
+"""Number of calls of one function with different keys (tree, shapes, static arguments) whose programs, plans and compiled code are
+cached; ``jax.jit`` caches as many traces."""
 
 
 @dataclass(eq=False, slots=True)
 class _Caches:
-    """Cached results by the keys of calls; one object for a method of all instances. nnx objects are taken apart under it.
+    """Programs, plans and compiled steps by :attr:`Call.key`; one object for a method of all instances. It is also the context tag
+    under which nnx objects are split into trees.
 
     Attributes:
       nodes: some call had nnx objects.
@@ -75,15 +64,15 @@ class _Caches:
 
 
 class Jitted(Generic[P, R]):
-    """What :func:`meshpar.jit` returns: call it; it behaves as what ``jax.jit`` returns does.
+    """A function that runs sharded, from :func:`meshpar.jit`; it is called as the result of ``jax.jit`` is.
 
     A method may be decorated: ``self`` is the function's first argument, an nnx module or another tree of arrays, or static.
     ``trainer.step`` is then a ``Jitted`` of the other arguments.
 
     Attributes:
-      mesh, layout: what it was made with.
-      lowering, overlap: as they were asked for; the plan of a call has those that it runs with.
-      topology: the slice that an abstract mesh lies on, as text, or None.
+      mesh, layout: those given to :func:`meshpar.jit`.
+      lowering, overlap: as given; the plan of a call has the resolved values.
+      topology: the topology of an abstract mesh, as text, or None.
     """
 
     def __init__(
@@ -91,26 +80,14 @@ class Jitted(Generic[P, R]):
         init: bool = False,
     ):  # fmt: skip
         functools.update_wrapper(self, fn, updated=())
-        given = getattr(fn, "__dict__", {})
-        self.__dict__.update({k: x for k, x in given.items() if not hasattr(Jitted, k) and k != "__wrapped__"})
+        attributes = getattr(fn, "__dict__", {})
+        self.__dict__.update({k: x for k, x in attributes.items() if not hasattr(Jitted, k) and k != "__wrapped__"})
         self.mesh, self.layout, self.topology = mesh, layout, topology
         self.lowering: Lowering = options.lowering
         self.overlap: Mode | None = options.overlap
         self._fn: Callable[..., Any] = fn
         self._options, self._init = options, init
-        try:
-            self._signature: inspect.Signature | None = inspect.signature(fn)
-        except (TypeError, ValueError):
-            self._signature = None
-        self._static = selected_arguments(self._signature, options.static_argnums, options.static_argnames, "static")
-        self._donated = selected_arguments(self._signature, options.donate_argnums, options.donate_argnames, "donate")
-        self._from_end = frozenset(n for n in self._static if isinstance(n, int) and n < 0) or None
-        both = sorted(n for n in self._static & self._donated if isinstance(n, str)) or self._static & self._donated
-        if both:
-            raise UnsupportedError(
-                f"argument {', '.join(map(repr, both))} is both static and donated; a static argument has no memory to donate",
-                fixes=["leave it out of donate_argnums and donate_argnames"],
-            )
+        self._roles = ArgumentRoles(fn, options)
         self._bound: tuple[Any, ...] = ()
         self._caches = _Caches()
 
@@ -128,20 +105,20 @@ class Jitted(Generic[P, R]):
         return bound
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        given = (*self._bound, *args)
+        all_args = (*self._bound, *args)
         caches = self._caches
         if caches.compiled and not (caches.nodes or self._init or jit_disabled() or in_explicit_mesh()):
-            call = self._call(given, kwargs)
+            call = self._roles.flatten(all_args, kwargs)
             try:
-                entry = caches.compiled.get(call.key)
+                compiled = caches.compiled.get(call.key)
             except TypeError:  # a value without a hash, which the slow path names
-                entry = None
-            if entry is not None:
-                return entry(call.leaves)
-        return self._slow_call(given, kwargs)
+                compiled = None
+            if compiled is not None:
+                return compiled(call.leaves)
+        return self._slow_call(all_args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Jitted[P, R]:
-        """A copy of the function with the same options, and nothing compiled."""
+        """A copy of the function with the same options and empty caches."""
         other = Jitted(
             copy.deepcopy(self._fn, memo),
             self.mesh,
@@ -154,9 +131,9 @@ class Jitted(Generic[P, R]):
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{a}={n}" for a, n in self.mesh.shape.items())
-        made = "init" if self._init else "jit"
+        api = "init" if self._init else "jit"
         name = getattr(self, "__name__", "step")
-        return f'mp.{made}({name}, mesh="{mesh}", layout="{self.layout}", lowering="{self.lowering}")'
+        return f'mp.{api}({name}, mesh="{mesh}", layout="{self.layout}", lowering="{self.lowering}")'
 
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``); nothing runs, nothing is compiled.
@@ -176,34 +153,16 @@ class Jitted(Generic[P, R]):
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace for these arguments, as ``jax.jit(f).trace`` does."""
         with self._flattened((*self._bound, *args), kwargs) as call:
-            entry = self._entry(call)
-        arrays = range(len(call.leaves)) if entry.arrays is None else entry.arrays
-        placed: list[Any] = [None] * len(call.leaves)
-        for i, aval, s in zip(arrays, entry.traced.avals, entry.in_shardings, strict=True):
-            placed[i] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=s, weak_type=aval.weak_type)
-        call_args, call_kwargs = jax.tree.unflatten(call.tree, placed)
-        statics = {k for k, _ in call.statics}
-        call_args = tuple(x for i, x in enumerate(call_args) if i not in statics)  # as jax.jit: statics are gone
-
-        of = replace(entry.traced, fixed=dict.fromkeys(entry.traced.fixed))  # only arrays leave a program
-
-        def step(*a: Any, **k: Any) -> Any:
-            return of.result(entry.flat(*jax.tree.leaves((a, k))))
-
-        step.__name__ = getattr(self, "__name__", "step")
-        nums, names = _prefix_donation(call_args, call_kwargs, set(entry.donated))
-        jitted = jax.jit(
-            step, out_shardings=of.result(entry.out_shardings), donate_argnums=nums, donate_argnames=names,
-            keep_unused=self._options.keep_unused, compiler_options=entry.plan.options.values or None,
-        )  # fmt: skip
-        with without_gc():
-            return jitted.trace(*call_args, **call_kwargs)
+            compiled = self._compiled(call)
+        return trace_compiled(
+            compiled, call, name=getattr(self, "__name__", "step"), keep_unused=self._options.keep_unused
+        )
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The results as ``jax.ShapeDtypeStruct``, nnx objects as objects of these; nothing runs, nothing is updated."""
+        """The results as ``jax.ShapeDtypeStruct``, nnx objects as objects of them; nothing is computed or updated."""
         args = (*self._bound, *args)
         if self._init or has_graph_nodes((args, kwargs)):
-            call = self._call(args, kwargs)
+            call = self._roles.flatten(args, kwargs)
             with capture_names(self.mesh.axis_names):
 
                 def plain(args: Any, kwargs: Any) -> Any:
@@ -219,7 +178,7 @@ class Jitted(Generic[P, R]):
     def abstract(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results as ``jax.ShapeDtypeStruct`` with their shardings, in the trees, boxes and modules that a call returns.
 
-        Nothing is computed or compiled: what ``mp.init(create, …).abstract(key)`` gives is what a checkpoint is restored into.
+        Nothing is computed or compiled. A checkpoint is restored into the result of ``mp.init(create, …).abstract(key)``.
 
         Raises:
           MeshError: an abstract mesh.
@@ -229,67 +188,63 @@ class Jitted(Generic[P, R]):
         if has_graph_nodes((args, kwargs)):  # which the results update
             args, kwargs = nnx.clone((args, kwargs))
         with self._flattened(args, kwargs) as call:
-            entry = self._entry(call)
-            out = entry.traced.result(
-                [
-                    jax.ShapeDtypeStruct(v.shape, v.aval.dtype, sharding=s)
-                    for v, s in zip(entry.plan.program.outputs, entry.out_shardings, strict=True)
-                ]
-            )
-            return self._unflattened(call, out)
+            compiled = self._compiled(call)
+            outputs = zip(compiled.plan.program.outputs, compiled.out_shardings, strict=True)
+            arrays = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype, sharding=s) for v, s in outputs]
+            return self._unflattened(call, compiled.traced.result(arrays))
 
     def shardings(self, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Where the arguments belong: for each, in the order given, a tree like it of ``jax.sharding.NamedSharding``.
+        """The shardings of the arguments: for each, in the order given, a tree with a ``NamedSharding`` per array.
 
-        An nnx module's is a tree like its ``nnx.state``. Nothing runs; arguments may be ``jax.ShapeDtypeStruct``.
+        For an nnx module: a tree like its ``nnx.state``. Nothing runs; arguments may be ``jax.ShapeDtypeStruct``.
 
-            state_at, batch_at = step.shardings(state, batch)
+            state_shardings, batch_shardings = step.shardings(state, batch)
 
         Raises:
           MeshError: an abstract mesh.
           MeshparError: as :meth:`plan`.
         """
-        mesh = self._device_mesh("a sharding is one over devices")
-        held = {h.path: h.spec for h in self.plan(*args, **kwargs).inputs}
+        mesh = self._device_mesh("a sharding needs devices")
+        specs = {h.path: h.spec for h in self.plan(*args, **kwargs).inputs}
         return tuple(
-            _map_paths(lambda leaf: NamedSharding(mesh, held[leaf.path]), x, path)
+            _map_paths(lambda leaf: NamedSharding(mesh, specs[leaf.path]), x, path)
             for path, x in self._arguments(args, kwargs)
         )
 
     def put(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Bring arguments to where the step wants them: the batch of the next step, weights that were read from a file.
+        """Move arguments to the devices, sharded as the step needs them: the next batch, weights that were read from a file.
 
             batch = step.put(batch=batch)
 
-        All of the function's arguments may be given, as in a call; or some, each by its name. Of these, arrays go to where
-        they were at the last call or plan, else to where their own names (``dims=``, Flax metadata) put them. Modules are
-        updated, and returned.
+        Either all arguments of the function are given, as in a call, or some by name. Each array of the latter gets its sharding
+        of the last call or plan, else the sharding of its own dims (``dims=``, Flax metadata). nnx modules are updated in place
+        and returned.
 
         Returns:
-          The arguments, on devices: one alone as it is, several as a tuple.
+          The arguments as sharded arrays: a single one without a tuple, several as a tuple.
 
         Raises:
-          UnsupportedError: an array of which neither an earlier plan nor a name says where it belongs.
+          UnsupportedError: an array whose sharding neither an earlier plan nor a name determines.
           MeshError: an abstract mesh.
           MeshparError: as :meth:`plan`.
         """
         mesh = self._device_mesh("arrays are put on devices")
         try:
-            if self._signature is not None:
-                self._signature.bind(*self._bound, *args, **kwargs)
-            held = {h.path: h for h in self.plan(*args, **kwargs).inputs}
+            if self._roles.signature is not None:
+                self._roles.signature.bind(*self._bound, *args, **kwargs)
+            plan: Plan | None = self.plan(*args, **kwargs)
         except TypeError:  # some of the arguments
             plan = self._caches.plans.latest()
-            held = {h.path: h for h in plan.inputs} if plan is not None else {}
+        inputs = {} if plan is None else {h.path: h for h in plan.inputs}
 
         def placed(leaf: Leaf) -> Any:
-            known = held.get(leaf.path)
+            known = inputs.get(leaf.path)
             if known is not None and known.shape == np.shape(leaf.value):
                 return place(leaf.value, NamedSharding(mesh, known.spec))
             dims = annotation_of(leaf, self._options.dims, set())
             if dims is None:
                 raise UnsupportedError(
-                    f"{leaf.path}: nothing says yet where it belongs",
+                    f"{leaf.path}: nothing determines its sharding yet",
                     path=leaf.path,
                     shape=np.shape(leaf.value),
                     fixes=[
@@ -315,13 +270,13 @@ class Jitted(Generic[P, R]):
           A :class:`meshpar.types.Report`: print it.
 
         Raises:
-          CheckError: a result differs, and rounding does not explain it.
+          CheckError: a result differs by more than rounding.
           MeshError: an abstract mesh, which has no devices to run on.
         """
-        here = self._device_mesh("a check runs the step")
+        mesh = self._device_mesh("a check runs the step")
         return check_layouts(
             lambda mesh, *_: self._with(mesh=mesh, **NO_DONATION)._check_subject(args, kwargs),
-            layouts=[self.layout], meshes=here, lowerings=[self.lowering],
+            layouts=[self.layout], meshes=mesh, lowerings=[self.lowering],
         )  # fmt: skip
 
     @options_apart
@@ -330,33 +285,33 @@ class Jitted(Generic[P, R]):
         timeout: float | None = None, cache: bool = True, progress: Progress = None,
         compiler_options: Mapping[str, Any] | None = None, kwargs: Mapping[str, Any] | None = None, **keywords: Any,
     ) -> Compiled:  # fmt: skip
-        """Compile ahead of time with the real compiler, for devices that need not be here; see :func:`meshpar.compile`.
+        """Compile ahead of time with the real compiler, for devices that need not be attached; see :func:`meshpar.compile`.
 
         Args:
-          *args: of the function; arrays or ``jax.ShapeDtypeStruct``.
-          **keywords: those by keyword.
-          kwargs: those called as an option is.
-          mesh, topology: what to compile for, if not for its own mesh.
+          *args: arguments of the function; arrays or ``jax.ShapeDtypeStruct``.
+          **keywords: its keyword arguments.
+          kwargs: its keyword arguments with the names of options of this method.
+          mesh, topology: the target; default: the mesh and topology of this object.
           effort, timeout, cache, progress, compiler_options: as in :func:`meshpar.compile`.
         """
-        given = {**keywords, **(kwargs or {})}
+        arguments = {**keywords, **(kwargs or {})}
         if mesh is None:
             mesh, topology = self.mesh, topology or self.topology
-        where = mesh_to_compile_for(mesh, topology)
-        step = self if where is self.mesh else self.on(where)
+        target = mesh_to_compile_for(mesh, topology)
+        step = self if target is self.mesh else self.on(target)
         if compiler_options:
             step = step._with(compiler_options={**self._options.compiler_options, **compiler_options})
         return compile_lowered(
-            step.lower(*args, **given), effort=effort, timeout=timeout, cache=cache, progress=progress,
-            name=getattr(self, "__name__", "step"), plan=step.plan(*args, **given), mesh=step.mesh,
+            step.lower(*args, **arguments), effort=effort, timeout=timeout, cache=cache, progress=progress,
+            name=getattr(self, "__name__", "step"), plan=step.plan(*args, **arguments), mesh=step.mesh,
         )  # fmt: skip
 
     def on(
         self, mesh: MeshLike | None = None, *, layout: LayoutLike | None = None, lowering: Lowering | None = None,
     ) -> Jitted[P, R]:  # fmt: skip
-        """The same function on another mesh, under another layout, or by another lowering; what is left out stays.
+        """The same function with another mesh, layout or lowering; arguments that are left out do not change.
 
-        What was traced is not traced again where the mesh has axes of the same names.
+        Cached traces are reused if the mesh has the same axis names.
 
         Raises:
           MeshError, LayoutSyntaxError, UnsupportedError: as :func:`meshpar.jit`.
@@ -369,37 +324,37 @@ class Jitted(Generic[P, R]):
         )  # fmt: skip
 
     def _with(self, **changed: Any) -> Jitted[P, R]:
-        """The same function on another ``mesh`` or ``topology``, under another ``layout``, or with other options of
-        :class:`StepOptions`; it shares the cached programs if a program does not depend on what changed."""
+        """The same function with another ``mesh``, ``topology``, ``layout`` or other options of :class:`StepOptions`. It shares the
+        cached programs if these do not depend on the changes."""
         own = {"mesh": self.mesh, "layout": self.layout, "topology": self.topology}
-        where = {k: changed.pop(k, v) for k, v in own.items()}
-        other = Jitted(self._fn, options=self._options.changed(**changed), init=self._init, **where)
-        axes = set(other.mesh.axis_names)
-        if (other._options.dims, other._static, axes) == (self._options.dims, self._static, set(self.mesh.axis_names)):
+        own = {k: changed.pop(k, v) for k, v in own.items()}
+        other = Jitted(self._fn, options=self._options.changed(**changed), init=self._init, **own)
+        ours, theirs = ((j._options.dims, j._roles.static, set(j.mesh.axis_names)) for j in (self, other))
+        if ours == theirs:
             other._caches.programs = self._caches.programs
         return other.__get__(*self._bound) if self._bound else other
 
     def clear_cache(self) -> None:
-        """Forget programs, plans and compiled code."""
+        """Delete all cached programs, plans and compiled code."""
         for cache in (self._caches.programs, self._caches.plans, self._caches.compiled):
             cache.clear()
 
     # -- arguments and results
 
     def _slow_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
-        """A call for which nothing is compiled yet; of nnx objects, which are taken apart and updated; or without jit."""
+        """A call that is not compiled yet, has nnx objects (split into trees, then updated), or is under ``disable_jit``."""
         if jit_disabled():
             with self._no_names()():
                 return self._fn(*args, **kwargs)
         with self._flattened(args, kwargs) as call:
-            return self._unflattened(call, self._entry(call)(call.leaves))
+            return self._unflattened(call, self._compiled(call)(call.leaves))
 
     @contextlib.contextmanager
     def _flattened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Call]:
-        """The call, while in this context: nnx objects are taken apart.
+        """A context with the flattened call, in which nnx objects are split into trees.
 
         Raises:
-          UnsupportedError: a static argument, or a leaf that is no array, that cannot be told from others by a hash.
+          UnsupportedError: a static argument, or a leaf that is not an array, without a hash.
         """
         nodes = self._init or has_graph_nodes((args, dict(kwargs)))
         with contextlib.ExitStack() as stack:
@@ -412,72 +367,35 @@ class Jitted(Generic[P, R]):
                 self._caches.nodes = True
                 stack.enter_context(nnx.update_context(self._caches))
                 args, kwargs = nnx.to_tree(pure_states((args, dict(kwargs))), ctxtag=self._caches)
-            call = self._call(args, kwargs, nodes)
+            call = self._roles.flatten(args, kwargs, nodes)
             try:
                 hash(call.key)
             except TypeError:
-                raise unhashable(call, self._argument_path) from None
+                raise unhashable(call, self._roles.path) from None
             yield call
 
     def _unflattened(self, call: Call, out: Any) -> Any:
-        """A function's result; nnx objects are updated, and put together again."""
+        """The result of a call from its tree; nnx objects are updated and rebuilt."""
         return nnx.from_tree(out, ctxtag=self._caches, is_inner=False)[2] if call.nodes else out
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any], nodes: bool = False) -> Call:
-        statics: tuple[tuple[int | str, Any], ...] = ()
-        if self._static:
-            at = self._static if self._from_end is None else self._static | {len(args) + n for n in self._from_end}
-            statics = (
-                *((i, x) for i, x in enumerate(args) if i in at),
-                *((k, kwargs[k]) for k in sorted(kwargs) if k in at),
-            )
-            args = [None if i in at else x for i, x in enumerate(args)]
-            kwargs = {k: x for k, x in kwargs.items() if k not in at}
-        leaves, tree = jax.tree.flatten((tuple(args), kwargs))
-        leaf_keys = tuple(map(leaf_key, leaves))
-        types = tuple([type_key(x) for _, x in statics]) if statics else ()
-        return Call(tree, leaves, leaf_keys, statics, (trace_context(), tree, statics, types, leaf_keys), nodes)
-
-    def _argument_path(self, i: int) -> tuple[str, ...]:
-        """The path of positional argument ``i``: its name, or (name, number) within ``*args``."""
-        params = list(self._signature.parameters.values()) if self._signature else []
-        for k, p in enumerate(params):
-            if p.kind is p.VAR_POSITIONAL and i >= k:
-                return p.name, str(i - k)
-        return (params[i].name if i < len(params) else str(i),)
-
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-        """(path, argument) of every one, as they are given."""
+        """(tree path, argument) of all arguments, in the order given."""
         first = len(self._bound)
         return [
-            *((self._argument_path(i), x) for i, x in enumerate(args, first)),
+            *((self._roles.path(i), x) for i, x in enumerate(args, first)),
             *(((k,), x) for k, x in kwargs.items()),
         ]
 
-    def _donated_leaves(self, call: Call) -> frozenset[int]:
-        """Positions, among the arrays of a call, of those that belong to donated arguments."""
-        if not self._donated:
-            return frozenset()
-        args, kwargs = call.dynamic
-        out: list[int] = []
-        n = 0
-        for ident, x in [*enumerate(args), *sorted(kwargs.items())]:
-            size = len(jax.tree.leaves(x))
-            out += range(n, n + size) if ident in self._donated else ()
-            n += size
-        place = {i: k for k, i in enumerate(i for i in range(n) if i not in call.fixed)}
-        return frozenset(place[i] for i in out if i in place)
-
-    # -- programs, plans, entries
+    # -- programs, plans, compiled steps
 
     def _trace(self, call: Call) -> TracedStep:
-        found = self._caches.programs.get(call.key)
-        if found is None:
+        traced = self._caches.programs.get(call.key)
+        if traced is None:
             made = trace_call(
-                call, self._flat(call), self._argument_path, self._options.dims, self.mesh.axis_names, self._init
+                call, self._flat(call), self._roles.path, self._options.dims, self.mesh.axis_names, self._init
             )
-            found = self._caches.programs.put(call.key, made)
-        return found
+            traced = self._caches.programs.put(call.key, made)
+        return traced
 
     def _plan(self, call: Call) -> Plan:
         plan = self._caches.plans.get(call.key)
@@ -486,17 +404,17 @@ class Jitted(Generic[P, R]):
             with without_gc():
                 made = make_plan(
                     program, self.layout, self.mesh, strict=step.strict, init=self._init, topology=self.topology,
-                    donated=self._donated_leaves(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
+                    donated=self._roles.donated_arrays(call), lowering=step.lowering, overlap=step.overlap, options=step.options,
                     compiler_options=step.compiler_options, calibrations=step.calibration,
                 )  # fmt: skip
             plan = self._caches.plans.put(call.key, Plan.of(made))
         return plan
 
-    def _entry(self, call: Call) -> CompiledStep:
-        entry = self._caches.compiled.get(call.key)
-        if entry is None:
-            entry = self._caches.compiled.put(call.key, self._lower(call, self._plan(call)))
-        return entry
+    def _compiled(self, call: Call) -> CompiledStep:
+        compiled = self._caches.compiled.get(call.key)
+        if compiled is None:
+            compiled = self._caches.compiled.put(call.key, self._lower(call, self._plan(call)))
+        return compiled
 
     def _lower(self, call: Call, plan: Plan) -> CompiledStep:
         step = self._options
@@ -517,49 +435,58 @@ class Jitted(Generic[P, R]):
         return self.mesh
 
     def _no_names(self) -> Callable[[], AbstractContextManager[None]]:
-        """Makes a context in which constraints over names and axes mean nothing, as on one device. It does not refer to this
-        object, so that compiled code may hold it."""
+        """A function that returns a context in which sharding constraints over dim and axis names have no effect, as on one device.
+        It does not refer to this object, so that compiled steps may refer to it."""
         return functools.partial(
             capture_names, {*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)}
         )
 
     @contextlib.contextmanager
     def _check_subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Subject]:
-        """What a check runs and compares, for these arguments."""
+        """The sharded and the unsharded function of these arguments, which a check compares."""
         with self._flattened((*self._bound, *args), kwargs) as call:
-            entry = self._entry(call)
+            compiled = self._compiled(call)
             function = self._flat(call)
-            arrays = call.leaves if entry.arrays is None else [call.leaves[i] for i in entry.arrays]
+            arrays = call.leaves if compiled.arrays is None else [call.leaves[i] for i in compiled.arrays]
 
-            def alone(*xs: Any) -> list[Any]:
+            def unsharded(*xs: Any) -> list[Any]:
                 with self._no_names()():
                     return jax.tree.leaves(function(*xs))
 
-            yield Subject(entry.plan, arrays, alone, entry.on_arrays, entry.in_shardings)
+            yield Subject(compiled.plan, arrays, unsharded, compiled.on_arrays, compiled.in_shardings)
 
 
-# -- over the arguments
+def trace_compiled(compiled: CompiledStep, call: Call, *, name: str, keep_unused: bool) -> jax.stages.Traced:
+    """The ``jax.stages.Traced`` of a compiled step as a function of the call's own tree of arguments, without its static ones.
+
+    Args:
+      name: of the function that JAX sees.
+      keep_unused: as in ``jax.jit``.
+    """
+    arrays = range(len(call.leaves)) if compiled.arrays is None else compiled.arrays
+    leaves: list[Any] = [None] * len(call.leaves)
+    for i, aval, s in zip(arrays, compiled.traced.avals, compiled.in_shardings, strict=True):
+        leaves[i] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=s, weak_type=aval.weak_type)
+    args, kwargs = jax.tree.unflatten(call.tree, leaves)
+    statics = {k for k, _ in call.statics}
+    args = tuple(x for i, x in enumerate(args) if i not in statics)  # jax.jit removes static arguments as well
+    results = replace(compiled.traced, fixed=dict.fromkeys(compiled.traced.fixed))  # JAX's programs return arrays only
+
+    def step(*a: Any, **k: Any) -> Any:
+        return results.result(compiled.flat(*jax.tree.leaves((a, k))))
+
+    step.__name__ = name
+    nums, names = fully_donated(args, kwargs, set(compiled.donated))
+    jitted = jax.jit(
+        step, out_shardings=results.result(compiled.out_shardings), donate_argnums=nums, donate_argnames=names,
+        keep_unused=keep_unused, compiler_options=compiled.plan.options.values or None,
+    )  # fmt: skip
+    with without_gc():
+        return jitted.trace(*args, **kwargs)
 
 
 def _map_paths(f: Callable[[Leaf], Any], tree: Any, path: tuple[str, ...]) -> Any:
-    """A tree, or the ``nnx.state`` of a module, with ``f`` of every array; what is no array becomes None."""
+    """A tree, or the ``nnx.state`` of a module, with ``f`` applied to every array and None in place of other leaves."""
     tree = nnx.state(tree) if is_graph_node(tree) else tree
-    leaves = flatten_named(tree, path)
-    found = [None if isinstance(leaf_key(leaf.value), Fixed) else f(leaf) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(tree), found)
-
-
-def _prefix_donation(args: Sequence[Any], kwargs: Mapping[str, Any], donated: set[int]) -> tuple[list[int], list[str]]:
-    """(positions, keywords) of the arguments all of whose leaves are among these."""
-    nums: list[int] = []
-    names: list[str] = []
-    n = 0
-    for ident, x in [*enumerate(args), *sorted(kwargs.items())]:
-        size = len(jax.tree.leaves(x))
-        if size and donated.issuperset(range(n, n + size)):
-            if isinstance(ident, int):
-                nums.append(ident)
-            else:
-                names.append(ident)
-        n += size
-    return nums, names
+    results = [None if is_static(leaf.value) else f(leaf) for leaf in flatten_named(tree, path)]
+    return jax.tree.unflatten(jax.tree.structure(tree), results)

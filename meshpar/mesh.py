@@ -85,17 +85,24 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def context_mesh() -> AnyMesh:
+def context_mesh(topology: str | None = None) -> AnyMesh:
     """The mesh of the innermost ``jax.set_mesh``, or the abstract mesh of ``jax.sharding.use_abstract_mesh``.
+
+    Args:
+      topology: the topology that the call was given, for the error.
 
     Raises:
       MeshError: this thread is in neither.
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
+        known = (
+            "" if topology is None else f"; topology {topology!r} has {parse_topology(topology).devices} devices, but no axes"
+        )
+        axes = ['mesh="data=4, model=2"'] if topology is None else ['mesh="data=-1", one axis over all of them']
         raise MeshError(
-            "no mesh is given, and none is set",
-            fixes=['mesh="data=4, model=2"', "or with jax.set_mesh(mesh): around the call"],
+            f"no mesh is given, and none is set{known}",
+            fixes=[*axes, "or with jax.set_mesh(mesh): around the call"],
         )
     try:
         concrete = jax.sharding.get_mesh()
@@ -257,7 +264,7 @@ def planned_mesh(mesh: MeshLike | None, topology: str | None) -> AnyMesh:
       LayoutSyntaxError: text that is no mesh.
       MeshError: a mesh that does not fill the topology, or a topology beside devices.
     """
-    mesh = context_mesh() if mesh is None else mesh
+    mesh = context_mesh(topology) if mesh is None else mesh
     if isinstance(mesh, Mesh) and topology is not None:
         raise MeshError(
             f"topology {topology!r} beside a mesh of devices, which know where they are",

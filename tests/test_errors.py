@@ -221,7 +221,7 @@ def test_a_shadowed_pattern():
     dims = {"params/*": "_ _", "params/up": "embed mlp", "x": "batch embed"}
     error = text(mp.errors.PatternError, plan, "batch: data", dims=dims)
     assert error == textwrap.dedent("""\
-        the dims= pattern 'params/up' is never used: 'params/*' stands before it \
+        the dims= pattern 'params/up' is never used: 'params/*' comes first \
 and matches the same tensors
           tensor  params/up
           fix     the first pattern that matches wins: put the narrower one first""")
@@ -443,11 +443,11 @@ def test_nothing_is_silently_replicated():
 @pytest.mark.parametrize(
     ("value", "path", "says"),
     [
-        ("abc", "extra", "the text 'abc' is no JAX array"),
-        ({"a": ["abc"]}, "extra/a/0", "the text 'abc' is no JAX array"),
-        (np.array([None, "q"], object), "extra", "an array of object is no JAX array"),
-        (np.array(["abc"]), "extra", "an array of <U3 is no JAX array"),
-        ({"b": object()}, "extra/b", "a object is no JAX array"),
+        ("abc", "extra", "the text 'abc' is not a JAX array"),
+        ({"a": ["abc"]}, "extra/a/0", "the text 'abc' is not a JAX array"),
+        (np.array([None, "q"], object), "extra", "an array of object is not a JAX array"),
+        (np.array(["abc"]), "extra", "an array of <U3 is not a JAX array"),
+        ({"b": object()}, "extra/b", "an object is not a JAX array"),
     ],
 )
 def test_arguments_that_are_no_arrays(value, path, says):
@@ -488,7 +488,7 @@ def test_a_mean_over_devices_is_to_be_deleted():
         return jax.lax.pmean(x.sum(), "data")  # that line
 
     error = text(mp.errors.UnsupportedError, plan, "batch: data", dims={"x": "batch _"}, fn=fn, args=(shape(8, 16),))
-    assert error.startswith("`data` is no axis inside a step")
+    assert error.startswith("`data` is not an axis inside a step")
     assert "delete the pmean" in error
     code = Path(__file__).read_text().splitlines()
     assert f"test_errors.py:{next(n for n, t in enumerate(code, 1) if t.endswith('# that line'))}" in error

@@ -182,7 +182,7 @@ def test_the_size_of_an_outer_axis_is_part_of_the_key(lowering):
     for n in (2, 4, 2):
         ones = jnp.ones((n, 8, 4))
         np.testing.assert_array_equal(jax.vmap(run, axis_name="i")(ones), np.full(n, 32 / n + 32 * n))
-    with pytest.raises(mp.errors.UnsupportedError, match="`i` is no axis"):
+    with pytest.raises(mp.errors.UnsupportedError, match="`i` is not an axis"):
         run(x())
 
 

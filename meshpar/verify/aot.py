@@ -237,7 +237,7 @@ def mesh_to_compile_for(mesh: MeshLike | None, topology: str | None) -> Mesh:
     """
     if isinstance(mesh, str | Mapping):
         return make_mesh(mesh, topology=topology)
-    mesh = context_mesh() if mesh is None else mesh
+    mesh = context_mesh(topology) if mesh is None else mesh
     if topology is None:
         if not isinstance(mesh, Mesh):
             raise MeshError("an abstract mesh has no devices to compile for", fixes=['add topology="v5e:16x16"'])

@@ -122,7 +122,9 @@ def test_an_option_that_the_compiler_refuses(mesh):
 def test_what_is_not_there(mesh, monkeypatch):
     with pytest.raises(UnsupportedError, match="there is no effort 'slow'"):
         mp.compile(step, state(), X, mesh=mesh, effort="slow", **HOW)
-    with pytest.raises(MeshError, match="no mesh is given, and none is set"):
+    with pytest.raises(
+        MeshError, match="no mesh is given, and none is set; topology 'v5e:2x2' has 4 devices, but no axes"
+    ):
         mp.compile(step, state(), X, topology="v5e:2x2", **HOW)
     with pytest.raises(UnsupportedError, match=r"mp\.compile needs a layout"):
         mp.compile(step, state(), X, mesh=mesh)
