@@ -97,7 +97,9 @@ def context_mesh(topology: str | None = None) -> AnyMesh:
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         known = (
-            "" if topology is None else f"; topology {topology!r} has {parse_topology(topology).devices} devices, but no axes"
+            ""
+            if topology is None
+            else f"; topology {topology!r} has {parse_topology(topology).devices} devices, but no axes"
         )
         axes = ['mesh="data=4, model=2"'] if topology is None else ['mesh="data=-1", one axis over all of them']
         raise MeshError(
