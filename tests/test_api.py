@@ -319,7 +319,7 @@ def test_cached_by_structure(jit):
     assert len(traces) == 2
 
 
-def test_weak_types_are_told_apart(jit):
+def test_weak_types_have_separate_programs(jit):
     run = jit(lambda x, s: x * s, dims={"x": "batch embed"}, layout="batch: data; embed: model")
     x = batch().astype(np.float16)
     assert run(x, 2.0).dtype == jnp.float16
@@ -451,7 +451,7 @@ def test_without_jit_the_function_runs_as_written(jit):
     assert runs == [False] * 2
 
 
-def test_doubles_and_singles_of_one_number_are_told_apart(jit):
+def test_doubles_and_singles_of_one_number_have_separate_programs(jit):
     step = jit(lambda x, s: x * s, dims={"x": "batch embed"}, layout="batch: data; embed: model")
     x = batch().astype(np.float64)
     assert step(x, 2.0).dtype == np.float32

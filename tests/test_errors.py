@@ -138,7 +138,7 @@ def test_a_size_that_does_not_divide_over_two_axes():
     assert "make `batch` 8: the nearest multiples of 8" in error
 
 
-def test_with_a_question_mark_it_is_left_whole_and_noted():
+def test_with_a_question_mark_it_is_left_unsharded_with_a_note():
     p = plan("batch: data; mlp?: data", args=arguments(mlp=30))
     assert all(h.spec == jax.P() for h in p.inputs if h.kind == "params")
 

@@ -160,7 +160,7 @@ def test_several_rules_for_one_dim():
     assert layout.spec("batch embed mlp") == P("data", "model")
 
 
-def test_none_keeps_a_dim_whole_whatever_later_rules_say():
+def test_none_keeps_a_dim_unsharded_under_later_rules():
     layout = Layout("seq: none; seq: model; embed: model")
     assert layout.spec("seq embed") == P(None, "model")
     assert layout.spec("seq") == P()

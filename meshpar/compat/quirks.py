@@ -143,7 +143,7 @@ QUEUED_RUNS = Quirk(
     wrong="A device can have 32 runs in flight. A call that starts another run blocks one of the threads that the runs need (as "
     "many as devices or cores, whichever are more). With few cores, a program with collectives that is called often without "
     "waiting for its results deadlocks, and is aborted after 40 seconds.",
-    test="tests/lower/test_quirks.py::test_many_calls_under_way",
+    test="tests/lower/test_quirks.py::test_many_calls_in_flight",
     remove="when the oldest supported JAX is 0.12",
 )
 MAX_QUEUED_RUNS = 8

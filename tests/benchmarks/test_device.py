@@ -37,7 +37,7 @@ def statuses(outcomes, prefix):
     return {o.id.removeprefix(prefix): o.status for o in outcomes.values() if o.id.startswith(prefix)}
 
 
-def test_what_goes_wrong_costs_itself_alone(command, tmp_path):
+def test_a_failing_task_does_not_affect_others(command, tmp_path):
     """A wrong value, a crash and a hang leave the other values; our kernel is not timed after them, the baselines are."""
     status, outcomes, _ = command("--only", "value/")
     assert status == 1
@@ -79,7 +79,7 @@ def test_configurations_are_tuned_separately(command, tmp_path):
     assert entry == tuning.Entry(tuning.Config((128, 64, 128)), 1e-3, 2e-3, "0.11")
 
 
-def test_the_budget_ends_it_and_resuming_goes_on(command, tmp_path, monkeypatch):
+def test_the_budget_ends_it_and_it_can_be_resumed(command, tmp_path, monkeypatch):
     """By a clock that each outcome advances by ten seconds."""
     clock = [0.0]
     write = device.Runner.write

@@ -27,7 +27,7 @@ def test_what_is_planned_is_sent(page):
     assert sent["FSDP, Muon by layers"] < 0.25 * sent["FSDP"]
 
 
-def test_the_products_of_the_iteration_send_nothing(page):
+def test_the_matmuls_of_the_iteration_send_nothing(page):
     def update(momentum):
         return {name: page["jax"].vmap(page["orthogonal"])(m) for name, m in momentum.items()}
 

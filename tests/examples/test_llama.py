@@ -116,7 +116,7 @@ def test_a_step_lowers_the_loss_that_it_started_from(losses):
 
 
 @pytest.mark.parametrize("over", ["vocab", "tokens"])
-def test_a_loss_whose_logits_are_made_once_changes_no_number(real, losses, over):
+def test_a_loss_that_computes_logits_once_changes_no_number(real, losses, over):
     state, batch = real
     step, found = jax.jit(llama.train_step(dataclasses.replace(llama.TINY, loss=over))), []
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_no_layout_changes_a_number(real):
      ("minimal_with_context", "shard_map"), ("minimal_with_collectives", "shard_map"), ("none", "jit")],
 )  # fmt: skip
 @pytest.mark.fast_cases(2)
-def test_what_a_layer_keeps_changes_no_number(real, losses, remat, lowering):
+def test_checkpoint_policies_change_no_number(real, losses, remat, lowering):
     state, batch = real
     config = dataclasses.replace(llama.TINY, remat=remat)
     step = mp.jit(llama.train_step(config), mesh=mp.mesh("data=4, model=2"), layout=llama.FSDP_TENSOR_SEQUENCE,
@@ -156,7 +156,7 @@ def test_what_a_layer_keeps_changes_no_number(real, losses, remat, lowering):
 
 @pytest.mark.parametrize(("remat", "lowering"), [("full", "jit"), ("minimal_with_collectives", "shard_map")])
 @pytest.mark.fast_cases(1)
-def test_parts_beside_each_other_change_no_number(real, losses, remat, lowering):
+def test_interleaved_microbatches_change_no_number(real, losses, remat, lowering):
     state, batch = real
     config = dataclasses.replace(llama.TINY, remat=remat, interleave=2)
     step = mp.jit(llama.train_step(config), mesh=mp.mesh("data=4, model=2"), layout=llama.FSDP_TENSOR_SEQUENCE,
@@ -240,7 +240,7 @@ def test_weights_and_gradients_travel_in_bfloat16(plan):
     assert plan.bytes_sent == pytest.approx(sent, rel=1e-3)
 
 
-def test_tensor_and_sequence_parallelism_reduce_no_activation_whole():
+def test_tensor_and_sequence_parallelism_all_reduce_no_activation():
     step, args, dims = llama.llama3_8b()
     layout = llama.FSDP_TENSOR_SEQUENCE
     plan = mp.plan(step, *args, dims=dims, layout=layout, mesh=abstract(data=16, model=8))
@@ -249,7 +249,7 @@ def test_tensor_and_sequence_parallelism_reduce_no_activation_whole():
 
 
 @pytest.mark.parametrize(("remat", "gathers", "sums"), [("full", 6, 5), ("keep_collectives", 4, 4)])
-def test_a_layer_gathers_and_sums_what_it_is_told_to(remat, gathers, sums):
+def test_collectives_of_a_layer_by_checkpoint_policy(remat, gathers, sums):
     step, args, dims = llama.llama3_8b(remat=remat)
     layout = llama.FSDP_TENSOR_SEQUENCE
     plan = mp.plan(step, *args, dims=dims, layout=layout, mesh=abstract(data=16, model=8))
@@ -263,7 +263,7 @@ def test_a_layer_gathers_and_sums_what_it_is_told_to(remat, gathers, sums):
 
 
 @pytest.mark.parametrize("topology", ["v5p:4x4x8", "v6e:8x16"])
-def test_parts_beside_each_other_send_no_more_and_shorten_the_step(topology):
+def test_interleaved_microbatches_send_no_more_and_shorten_the_step(topology):
     """While one is gathered and summed, the other one's products run. Weights are gathered once for both."""
     plans = []
     for interleave in (1, 2):
@@ -276,7 +276,7 @@ def test_parts_beside_each_other_send_no_more_and_shorten_the_step(topology):
     assert two.memory.peak < 1.02 * one.memory.peak
 
 
-def test_what_a_layer_keeps_is_held_and_shortens_the_step():
+def test_saved_residuals_use_memory_and_shorten_the_step():
     """Of an 8B model, 4096 tokens a device: bytes of each of its 32 layers, by hand."""
     c, tokens = llama.LLAMA3_8B, 2 * 2048
     heads, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim

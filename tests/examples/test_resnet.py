@@ -24,7 +24,7 @@ def test_its_flops_are_those_of_the_published_model():
     assert plan.time.model_flops == pytest.approx(3 * forward, rel=0.03)  # but for the cotangent of the images
 
 
-def test_the_statistics_are_those_of_the_whole_batch():
+def test_the_statistics_are_of_the_global_batch():
     step, args, dims = resnet.resnet50(batch=256)
     plan = mp.plan(step, *args, mesh="data=16", topology="v5e:4x4", layout=resnet.DATA, dims=dims)
     norms = sum(path.path.endswith("/mean") for path in plan.inputs)

@@ -64,7 +64,7 @@ def test_another_layout_gives_the_same_losses(run):
 
 
 @pytest.mark.slow
-def test_it_survives_a_loss_and_goes_on_with_fewer(run, tmp_path, monkeypatch, capfd):
+def test_it_resumes_with_fewer_processes(run, tmp_path, monkeypatch, capfd):
     """Two processes, of which one is killed at its fifth step; the other resumes from step 3, with the same losses."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -121,7 +121,7 @@ def test_bad_flags_are_explained(flags, words, capsys):
     ],
 )
 @pytest.mark.fast_cases(4)
-def test_what_cannot_be_laid_out_is_explained(flags, error, words):
+def test_errors_of_impossible_layouts(flags, error, words):
     with pytest.raises(error, match=words):
         train_lm.main([*TINY, *flags, "--picture", ""])
 

@@ -149,7 +149,7 @@ def test_every_statement_can_be_written_alone():
         programs.make_program(random.Random(0), 1, among=["nothing"])
 
 
-def test_rounding_is_told_from_faults():
+def test_rounding_is_distinguished_from_faults():
     """The f64 run says how far f32 is off: a sum that cancels may differ, by no more than that."""
     case = case_of(["v3 = (v1 * 3000 + jnp.tanh(v1)).sum() - (v1 * 3000).sum()"], ["v3"], "a: x", grads=(), v1=(8, 4))
     (exact,), (rounded,) = run.in_f64(case), run.unsharded(case).results
@@ -173,7 +173,7 @@ def test_programs_are_written_alike_from_alike_generators():
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_collectives_in_bodies_and_beside_them_with_many_calls_under_way():
+def test_collectives_inside_and_outside_of_bodies_with_many_calls_in_flight():
     """In a process of its own, which is ended where it hangs; on threads as few as devices."""
     root = Path(__file__).parents[2]
     env = {**os.environ, "NPROC": "2", "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}

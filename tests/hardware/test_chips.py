@@ -50,7 +50,7 @@ def test_a_device_has_the_memory_that_the_compiler_gives_it(topology, usable):
     assert capacity_of(topology) == chip_of(topology).per_device().hbm == pytest.approx(usable * GIB)
 
 
-def test_gpus_have_the_memory_that_the_compiler_is_told():
+def test_memory_of_gpus_equals_the_compilers():
     folder = Path(chips.__file__).parent / "targets"
     described = {chip.target for chip in CHIPS.values() if chip.switch and chip.target}
     assert described == {path.stem for path in folder.glob("*.txtpb")}

@@ -81,7 +81,7 @@ def test_an_all_to_all_over_two_dimensions_is_held_up_by_the_longer_one():
     assert got == pytest.approx(BIG * 16 / (4 * 64 * V5P_AXIS))
 
 
-def test_staged_takes_the_dimensions_in_turn_and_the_major_one_has_all_of_it():
+def test_staged_reduces_over_one_dimension_after_the_other_from_the_major_one():
     stages = [ring(4, "x"), ring(16, "y")]
     want = BIG * 3 / 4 / V5P_AXIS + BIG / 4 * 15 / 16 / V5P_AXIS
     assert seconds_of("reduce-scatter", BIG, stages, V5P, "staged") == pytest.approx(want)

@@ -145,7 +145,7 @@ FUSED = [
 
 @pytest.mark.parametrize("chip", [pytest.param(c, marks=[pytest.mark.slow] * (c in ("v5p", "tpu7x"))) for c in CHIPS])
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_products_multiply_while_they_send(name, chip):
+def test_fused_matmuls_multiply_while_they_send(name, chip):
     """Four buffers of a block, no gathered operand; the matmuls stand between the start of a send and the wait for it."""
     from meshpar_kernels.shapes import FUSED
 
@@ -188,7 +188,7 @@ def test_rows_go_straight_to_their_experts(model, chip):
 
 
 @pytest.mark.parametrize("chip", [pytest.param(c, marks=[pytest.mark.slow] * (c != "v5e")) for c in CHIPS])
-def test_all_rows_are_under_way_before_any_is_waited_for(chip):
+def test_all_sends_start_before_the_first_wait(chip):
     """The first wait is for the sizes, in scalar memory."""
     _, order = scheduled(chip, "mixtral-8x7b", "ragged_all_to_all")
     assert order == ["wait", "send", "wait"]

@@ -63,7 +63,7 @@ def test_several_axes_are_one_ring_the_first_major():
 
 @pytest.mark.parametrize(("implementation", "devices"), EACH)
 @pytest.mark.fast_cases(1)
-def test_gradients_are_those_of_the_whole_product(implementation, devices):
+def test_gradients_equal_the_unsharded_matmul(implementation, devices):
     x, w, weight = draw(devices * 2, devices), draw(devices, devices * 2), draw(devices * 2, devices * 2)
     mesh = mesh_of(devices)
     gather = on(mesh, functools.partial(all_gather_matmul, axis_name="a", implementation=implementation),
@@ -102,7 +102,7 @@ def test_sums_in_bfloat16_are_made_in_float32_and_travel_as_asked():
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8])
-def test_general_products_that_share_one_ring(devices):
+def test_dot_generals_that_share_one_ring(devices):
     """The gathered operand on the right, in the middle; its gathered dim free, contracted and a batch dim."""
     x = draw(2, devices * 3, 4)
     free, middle, batch = draw(5, 4), draw(devices * 3, 2, 6), draw(devices * 3, 5, 4)
@@ -126,7 +126,7 @@ def test_general_products_that_share_one_ring(devices):
 
 
 @pytest.mark.parametrize(("dim", "devices"), [(0, 8), (1, 5), (2, 2), (2, 8)])
-def test_any_dim_of_a_general_product_is_scattered(devices, dim):
+def test_any_dim_of_a_dot_general_is_scattered(devices, dim):
     n = devices * 2
     lhs, rhs = draw(n, devices * 2, n), draw(devices * 2, n, n)  # [batch, k, i] · [k, batch, j]
     dot = Dot((((1,), (0,)), ((0,), (1,))))

@@ -144,7 +144,7 @@ both_kernels = pytest.mark.parametrize("kernels", [gpu_hopper, gpu_blackwell], i
 
 @interpreted
 @both_kernels
-def test_the_product_of_a_device_that_is_alone(kernels):
+def test_the_matmul_of_a_single_device(kernels):
     """With transposed weights, and tiles that the rows do not fill."""
     m, k, n = 200, 128, 192
     x, w = normal(m, k), normal(n, k)
@@ -172,7 +172,7 @@ def one_of_several(monkeypatch):
 
 @interpreted
 @both_kernels
-def test_a_gather_multiplies_what_came_and_sends_its_own_rows(kernels, one_of_several):
+def test_a_gather_multiplies_received_rows_and_sends_its_own(kernels, one_of_several):
     """All turns of one device of three, but for the waiting."""
     m, k, n = 200, 128, 192
     x, w, others = normal(m, k), normal(k, n), normal(DEVICES - 1, m, k)
@@ -260,7 +260,7 @@ def test_machines_without_nvlink_are_refused(monkeypatch):
     assert "the GPU is sm_80; there is a kernel for sm_90a and sm_100a" in reasons()
 
 
-def test_each_products_gradient_is_the_other():
+def test_the_gradient_of_each_collective_matmul_is_the_other():
     """The kernel's gradient of x is the other kernel; that of w stays with the ring."""
     x, w = normal(8, 64), normal(64, 64)
     gather, scatter = traced(all_gather_matmul, x, w), traced(matmul_reduce_scatter, x, w)

@@ -103,7 +103,7 @@ def test_several_axes_bfloat16_and_wire():
         )
 
 
-def test_blocks_of_a_product(monkeypatch):
+def test_blocks_of_a_matmul(monkeypatch):
     """Loops over blocks of rows, K and columns, with something left over in each."""
     monkeypatch.setattr(tpu, "BLOCK", (128, 128, 128))
     monkeypatch.setattr(tpu, "pick_tile", lambda *args: tpu.Tile(200, 384))

@@ -164,7 +164,7 @@ def test_many_places_a_token():
 
 @pytest.mark.parametrize("strategy", ["a2a", "ring", "local"])
 @pytest.mark.fast_cases(1)
-def test_of_a_plan_with_the_copy_left_to_the_product(strategy):
+def test_a_plan_whose_rows_the_matmul_gathers(strategy):
     """`route` with a capacity ranks the choices; the first matmul reads what arrived by its indices; gradients too."""
     logits, hidden = R.normal(size=(A * T, E)).astype("f"), R.normal(size=(E, H, H)).astype("f")
     axes = None if strategy == "local" else ("a", "b")

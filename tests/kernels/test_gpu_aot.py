@@ -98,7 +98,7 @@ def assert_all_blocks_run_at_once(facts, multiprocessors):
     ("kernel", "shape"),
     [("ag-matmul", "llama3-8b-up"), pytest.param("matmul-rs", "llama3-8b-down", marks=pytest.mark.slow)],
 )
-def test_fused_products_over_nvlink_spill_nothing_and_hold_what_comes_once(gpu, kernel, shape, target):
+def test_fused_matmuls_over_nvlink_do_not_spill_and_have_one_receive_buffer(gpu, kernel, shape, target):
     """Compiled for 8 GPUs: beside operands and result, the rows or the sums of the seven others."""
     from meshpar_kernels.shapes import FUSED
 

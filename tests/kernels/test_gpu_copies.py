@@ -65,7 +65,7 @@ def test_the_transpose_sums_each_groups_rows_and_no_others(module, sizes):
 
 @loads
 @pytest.mark.fast_cases(2)
-def test_two_blocks_of_a_cluster_make_tiles_side_by_side_of_what_they_load_once(sizes):
+def test_two_blocks_of_a_cluster_compute_adjacent_tiles_of_shared_operands(sizes):
     """Whatever the groups, both go through the same steps; of three tiles the last has its twin beyond the result."""
     shared, alone = TILE._replace(cluster=2), TILE
     for order in SCHEDULES[::16]:
@@ -146,7 +146,7 @@ def test_any_number_of_rows(rows, monkeypatch):
 @both_fused
 @pytest.mark.parametrize(("devices", "rows", "n"), [(2, 8, 64), (3, 136, 64)])
 @pytest.mark.fast_cases(1)
-def test_fused_products_over_nvlink(module, devices, rows, n):
+def test_fused_matmuls_over_nvlink(module, devices, rows, n):
     for order in SCHEDULES[::25]:
         gpu_runs.gather(module, order, devices=devices, rows=rows, n=n, transposed=devices == 3)
         gpu_runs.scatter(module, order, devices=devices, rows=rows, n=n, transposed=devices == 3, wire=gpu_runs.F32)
@@ -191,7 +191,7 @@ majors = pytest.mark.parametrize("major", [9, pytest.param(10, marks=pytest.mark
 @majors
 @pytest.mark.parametrize("odd", ODD, ids=str)
 @pytest.mark.fast_cases(1)
-def test_grouped_matmul_takes_what_compiles(odd, major, monkeypatch):
+def test_grouped_matmul_accepts_shapes_that_compile(odd, major, monkeypatch):
     monkeypatch.setattr(gpu._compat, "gpu_architecture", lambda: (major, 0))
     m, k, n, g = ({"m": 128, "k": 128, "n": 128, "g": 2} | odd).values()
     narrow = "n" in odd
@@ -259,7 +259,7 @@ def test_columns_of_gate_and_up_are_where_a_copy_may_begin(n, transposed, right)
 
 @majors
 @pytest.mark.slow
-def test_fused_products_take_what_compiles(major, monkeypatch):
+def test_fused_matmuls_accept_shapes_that_compile(major, monkeypatch):
     monkeypatch.setattr(fused._compat, "gpu_architecture", lambda: (major, 0))
     mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec()

@@ -24,7 +24,7 @@ def normal(*shape, dtype=np.float32):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", SIZES)
-def test_both_products_are_the_definition(name, implementation):
+def test_both_matmuls_equal_the_definition(name, implementation):
     sizes = SIZES[name]
     lhs, rhs, grad = normal(M, K), normal(G, K, N), normal(M, N)
     used = (oracle.group_of_row(sizes, M) >= 0).sum()

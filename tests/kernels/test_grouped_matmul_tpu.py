@@ -240,7 +240,7 @@ PIECE_SIZES = [[1, 15, 32, 49, 97, 106], [17, 143, 140], [300, 0, 0], [3, 130, 1
 
 @pytest.mark.parametrize("sizes", PIECE_SIZES)
 @pytest.mark.fast_cases(1)
-def test_every_piece_of_a_shared_tile(sizes):
+def test_every_row_chunk_of_a_shared_tile(sizes):
     """Groups of many sizes in one tile; both matmuls, in bfloat16 and by each row's own group."""
     rows = sum(sizes)
     lhs, rhs = normal(rows, 128, dtype=jnp.bfloat16), normal(len(sizes), 128, 128, dtype=jnp.bfloat16)

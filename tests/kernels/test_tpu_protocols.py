@@ -93,7 +93,7 @@ def test_without_its_entry_barrier_a_kernel_writes_to_devices_that_are_not_there
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter"])
 @pytest.mark.fast_cases(1)
-def test_without_the_receivers_credit_its_buffers_are_overwritten(name):
+def test_without_free_slot_signals_buffers_are_overwritten(name):
     free_slots = {
         site for site in PROTOCOLS.sites_of(name) if "free_slots" in site or "Ring: pl.semaphore_signal" in site
     }
@@ -117,7 +117,7 @@ def test_rings_over_other_meshes(kind, sizes):
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 5])
-def test_products_on_rings_of_other_sizes(devices):
+def test_matmuls_on_rings_of_other_sizes(devices):
     for order in SCHEDULES[::30]:
         tpu_runs.gather(order, sizes=(devices,), keep=devices == 3)
         tpu_runs.scatter(order, sizes=(devices,), wire=tpu_runs.F16 if devices == 4 else tpu_runs.F32)

@@ -115,7 +115,7 @@ def test_a_table_is_read_as_it_was_written_and_the_users_wins(tmp_path, monkeypa
     assert tuning.lookup("cuda", near, jnp.bfloat16) is None
 
 
-def test_the_users_table_lies_where_he_says_or_in_his_cache(monkeypatch, tmp_path):
+def test_path_of_the_users_table(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(tuning.VARIABLE, raising=False)
     assert tuning.path() == tmp_path / "meshpar" / "kernels.json"
@@ -152,7 +152,7 @@ def test_what_is_shipped_has_only_entries_that_were_measured():
 
 
 @pytest.mark.slow
-def test_the_kernel_takes_what_the_table_has_and_the_caller_wins(monkeypatch, tmp_path):
+def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, tmp_path):
     """And what does not fit, since the kernel has changed, is as if it were not there."""
     seen = []
 

@@ -119,7 +119,7 @@ def test_without_a_topology_no_time_is_estimated(session):
     assert session.handle({"ask": "suggest", "topology": None})["failed"]
 
 
-def test_a_pinned_plan_stands_beside(session):
+def test_a_pinned_plan_is_compared(session):
     pinned = {"mesh": lab_program.MESH, "topology": lab_program.TOPOLOGY, "layout": "batch: data"}
     diff = ask(session, lab_program.RULES, pinned=pinned)["plan"]["html"]["diff"]
     for layout in ("batch: data", "; ".join(lab_program.RULES)):
@@ -206,7 +206,7 @@ def test_a_compiler_that_cannot_be_asked_says_why(session):
     assert "needs 64 devices" in reply["failed"]["headline"]
 
 
-def test_the_compiler_s_figures_stand_beside_the_estimate(session):
+def test_the_compilers_numbers_are_compared_with_the_estimate(session):
     reply = done(
         session, {"ask": "compile", "mesh": "data=4, model=2", "topology": None, "layout": "batch: data; mlp: model"}
     )

@@ -38,7 +38,7 @@ def case():
     return jax.tree.map(np.float32, p), r.normal(size=(64, 16)).astype(np.float32)
 
 
-def test_it_is_the_mean_over_the_whole_batch(case):
+def test_it_is_the_mean_over_the_batch(case):
     with jax.enable_x64(True):
         p, x = jax.tree.map(np.float64, case)
         for a, b in zip(jax.tree.leaves(step(p, x)), jax.tree.leaves(whole_step(p, x)), strict=True):
@@ -73,7 +73,7 @@ def test_no_layout_changes_a_number(case, layout, lowering):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_are_settled_once(case):
+def test_gradients_are_reduced_once(case):
     """One all-reduce for each weight, whatever the number of microbatches: the carries stay partial sums."""
     for layout in ("batch: data", "batch: data; mlp, vocab: model"):
         plan = mp.plan(step, *case, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=DIMS)
@@ -122,7 +122,7 @@ def test_gradients_of_a_bfloat16_model_are_reduced_once(case, of, lowering):
     assert sorted(scattered) == [("bfloat16", LAYERS * MICRO)] * 2 + [("float32", 1)]
 
 
-def test_a_users_own_accumulating_loop_is_settled_once_too(case):
+def test_a_users_own_accumulating_loop_is_reduced_once(case):
     p, x = case
 
     def own(p, x):
@@ -138,7 +138,7 @@ def test_a_users_own_accumulating_loop_is_settled_once_too(case):
     assert {c.count for c in f.plan(p, x).collectives if c.op == "all-reduce"} == {1}
 
 
-def test_a_carry_that_is_read_is_settled_each_time(case):
+def test_a_carry_that_is_read_is_reduced_in_each_iteration(case):
     """The running total is looked at in every iteration, so it cannot stay a partial sum."""
     _, x = case
 

@@ -78,7 +78,7 @@ def test_without_a_token_that_counts_it_is_zero():
 
 
 @pytest.mark.parametrize("scale", [60, -60])
-def test_logits_far_apart_neither_overflow_nor_lose_the_label(scale):
+def test_logits_of_different_magnitude_neither_overflow_nor_lose_the_label(scale):
     """The maximum comes in the last chunk, or in the first; a sure label has the gradient of one that is sure."""
     kernel = np.zeros((EMBED, VOCAB), np.float32)
     kernel[0] = scale * np.arange(VOCAB) / VOCAB
@@ -125,7 +125,7 @@ def products_and_logits(step, x, w, labels):
 
 
 @pytest.mark.parametrize("over", ["vocab", "tokens"])
-def test_logits_are_made_once_and_never_whole(over):
+def test_logits_are_computed_once_and_never_in_one_array(over):
     x, w = (jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in (HIDDEN, KERNEL))
 
     def step(x, w, labels):
@@ -134,7 +134,7 @@ def test_logits_are_made_once_and_never_whole(over):
     assert products_and_logits(step, x, w, LABELS) == (3, BATCH * SEQ * VOCAB / 2)  # logits, and the two gradients
 
 
-def test_chunks_of_the_vocabulary_are_gathered_and_their_gradients_scattered_apart():
+def test_chunks_of_the_vocabulary_are_gathered_and_scattered_separately():
     plan = mp.plan(
         step_over("vocab"), HIDDEN, KERNEL, LABELS, mesh="data=4", layout="batch: data; embed: data", dims=DIMS
     )

@@ -177,7 +177,7 @@ def test_through_a_derivative_made_inside_and_a_loop():
 
 
 @pytest.mark.slow
-def test_through_large_products_in_order():
+def test_through_large_serialized_matmuls():
     """Matmuls are serialized if their operands have 16 MiB on a device."""
     w, v, x = (RNG.normal(size=s).astype(np.float32) / 64 for s in ((2048, 2048), (2048, 2048), (8, 2048)))
 
@@ -235,7 +235,7 @@ def test_an_extremum_over_a_split_dim_shares_its_cotangent_among_ties(layout):
     assert_derivatives(f, W, X, layout=layout, dims={k: DIMS[k] for k in "wx"})
 
 
-def test_an_extremum_that_is_settled_after_a_view_of_it():
+def test_an_extremum_that_is_reduced_after_a_reshape():
     def f(x):
         y = x.max(0).reshape(2, 4)
         z, w = lax.optimization_barrier((x.min(0), x[0]))
@@ -245,7 +245,7 @@ def test_an_extremum_that_is_settled_after_a_view_of_it():
     assert_derivatives(f, x, layout="batch: data", dims={"x": "batch _"})
 
 
-def test_an_extremum_that_leaves_a_rematerialised_body_is_settled_in_it():
+def test_an_extremum_that_leaves_a_rematerialised_body_is_reduced_in_it():
     def f(x):
         def body(c, row):
             return c * 0.5, (row.max(0), c)
@@ -259,7 +259,7 @@ def test_an_extremum_that_leaves_a_rematerialised_body_is_settled_in_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_running_extremum_over_a_split_dim_shares_its_cotangent_as_the_whole_one_does(reverse):
+def test_the_cotangent_of_a_running_extremum_over_a_sharded_dim(reverse):
     def f(x):
         y = jnp.concatenate([x, x])
         return lax.cummax(y, 0, reverse=reverse), lax.cummin(y, 1)

@@ -121,7 +121,7 @@ def test_a_state_on_the_host_is_updated_there_and_goes_in_again(lowering):
 
 
 @LOWERINGS
-def test_where_an_argument_lies_is_part_of_the_program(lowering):
+def test_the_memory_of_an_argument_is_part_of_the_program(lowering):
     step = stepped(lambda x: x * 2, lowering)
     assert [step(x).sharding.memory_kind for x in (X, on_host(X), X)] == ["device", "pinned_host", "device"]
 
@@ -151,7 +151,7 @@ def test_activations_offloaded_by_a_policy(lowering):
     assert plan.memory.host == 3 * SHARD
 
 
-def test_what_lies_on_the_host_is_not_in_the_devices_memory():
+def test_host_memory_is_not_in_the_devices_peak():
     def fn(x):
         return jax.device_put(jnp.exp(jax.device_put(x, DEVICE)), HOST)
 

@@ -286,7 +286,7 @@ def test_bits_of_integers_are_combined():
     assert_same(step, (x,), "x=2, y=2, idle=2", "a: x; b: y", {"x": "a b"}, 0.0)
 
 
-def test_a_convolution_that_the_plan_leaves_whole():
+def test_a_convolution_that_the_plan_leaves_unsharded():
     """As its neighbours are split, XLA would split it as well; on one of these it crashed."""
     x, w = normal(2, 6, 4, 4), normal(3, 1, 2, 8)
 

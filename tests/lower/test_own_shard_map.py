@@ -205,7 +205,7 @@ def test_a_check_compares_it_with_the_function_as_it_is():
     assert report.ok
 
 
-def test_its_products_count_once_for_every_device():
+def test_its_matmuls_count_once_for_every_device():
     def step(w, x):
         return mapped(megatron, SPECS, P("data"))(x, w["up"], w["down"])
 

@@ -189,7 +189,7 @@ for lowering in ("shard_map", "jit"):
 
 
 @pytest.mark.slow
-def test_many_calls_under_way():
+def test_many_calls_in_flight():
     """Some hundred calls without a wait, of programs with collectives in a conditional and a loop, on threads as few as devices."""
     env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")} | {"NPROC": "2"}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])

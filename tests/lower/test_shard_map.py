@@ -88,7 +88,7 @@ OUTSIDE[0, 0], OUTSIDE[1, 1], OUTSIDE[2, 2] = 99, -50, -3
 
 
 @pytest.mark.parametrize("layout", ["batch: data; vocab: model", "vocab: data+model"])
-def test_a_split_vocabulary_is_looked_up_where_it_lies(layout):
+def test_a_lookup_in_a_sharded_vocabulary_gathers_no_weight(layout):
     def step(table, tokens):
         found = [table.at[tokens].get(mode=mode) for mode in ("fill", "clip")]
         gradient = jax.grad(lambda t: (t[tokens] ** 2).sum())(table)
@@ -238,7 +238,7 @@ def test_convolutions():
         assert_sends_the_plan(step, *args, layout=layout, dims=dims)
 
 
-def test_an_op_without_a_rule_is_done_whole():
+def test_an_op_without_a_rule_is_replicated():
     def step(x):
         return jnp.linalg.lstsq(x, x[:, 0])[0]
 
@@ -371,7 +371,7 @@ def test_what_a_loop_only_reads_is_gathered_once_before_it():
 
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-def test_callbacks_see_whole_arrays_and_effects_happen_once(lowering):
+def test_callbacks_are_given_full_arrays_and_effects_happen_once(lowering):
     seen = []
 
     def step(x):

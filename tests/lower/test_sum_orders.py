@@ -71,7 +71,7 @@ def test_the_scattered_dim_is_the_first_one():
     assert scattered_dims(mp.mesh("data=8")) == [0] * 5
 
 
-def test_a_view_of_a_sum_of_two_products():
+def test_a_reshape_of_a_sum_of_two_matmuls():
     """What is transposed, added up and reshaped before it is reduced; of two results of one op, each."""
 
     def fn(x, w):
@@ -92,7 +92,7 @@ def test_other_compilers_get_sums_as_they_are():
 
 @pytest.mark.parametrize(("overlap", "made"), [("auto", "dot_general"), ("xla", "transpose")])
 @pytest.mark.parametrize("weight", ["query", "out", "up"])
-def test_a_product_whose_sum_a_tpu_sends_whole_leaves_nothing_to_transpose(overlap, made, weight):
+def test_a_matmul_before_an_all_reduce_on_tpus_leaves_nothing_to_transpose(overlap, made, weight):
     equation, shape = {
         "query": ("be,ehd->bhd", (4096, 32, 128)), "out": ("bhd,hde->be", (32, 128, 4096)), "up": ("be,em->bm", (4096, 4096)),
     }[weight]  # fmt: skip

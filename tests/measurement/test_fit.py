@@ -34,7 +34,7 @@ def test_one_layout_that_was_disturbed_counts_little():
     assert found.efficiencies == pytest.approx(true, rel=0.15)
 
 
-def test_what_cannot_be_told_apart_changes_alike_and_is_said():
+def test_rates_that_cannot_be_distinguished_change_alike_with_a_note():
     parts = [[2, 1, 1], [4, 2, 1], [2, 1, 4]]
     found = fit(seconds_of(parts), (0.8, 0.4, 0.5), seconds_of(parts)((0.4, 0.2, 0.25)), bounds=(0.02, 1.0))
     assert found.efficiencies == pytest.approx((0.4, 0.2, 0.25), rel=0.01)

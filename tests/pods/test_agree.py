@@ -20,7 +20,7 @@ def alone(pods):
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.fast_cases(1)
-def test_the_whole_state_is_that_of_one_process(pods, alone, count):
+def test_the_state_equals_that_of_one_process(pods, alone, count):
     end = pods.run(count, programs.all_schemes, "jit", "shard_map")
     assert end.codes == [0] * count, end.texts
     for name, (losses, state) in alone.items():

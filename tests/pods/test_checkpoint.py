@@ -401,7 +401,7 @@ def test_killed_at_any_moment_of_a_save(pods, tmp_path, count):
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.fast_cases(1)
-def test_told_to_stop_all_save_at_one_step(pods, tmp_path, count):
+def test_when_stopped_all_processes_save_the_same_step(pods, tmp_path, count):
     group = pods.start(count, programs.until_told_to_stop, str(tmp_path / "a"))
     group.wait_for("under way")
     group.signal(count - 1, signal.SIGTERM)

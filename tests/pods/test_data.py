@@ -58,7 +58,7 @@ def test_batches_lie_as_the_layout_says(mesh):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_it_goes_on_anywhere(mesh, prefetch):
+def test_it_resumes_at_any_position(mesh, prefetch):
     make = lambda: mp.batches(np.arange(40), batch=4, mesh=mesh, layout="batch: data", seed=3, prefetch=prefetch)  # noqa: E731
     data = make()
     batches = [np.asarray(x).tolist() for _, (_, x) in zip(range(25), data.from_(0), strict=False)]

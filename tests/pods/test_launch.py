@@ -79,7 +79,7 @@ def test_a_program_that_fails_is_not_started_again(launch):
     assert "attempt 1" not in text
 
 
-def test_it_goes_on_with_what_is_left_and_what_fits(launch):
+def test_it_restarts_on_the_remaining_processes(launch):
     body = """
 if attempt == 0 and p == 2: os.kill(os.getpid(), signal.SIGKILL)
 if attempt == 0: time.sleep(0.7)
@@ -91,7 +91,7 @@ if n == 3: sys.exit(2)   # a mesh that three do not fit
     assert "process 0 of 2, attempt 2" in text
 
 
-def test_told_to_stop(tmp_path):
+def test_a_stop_signal(tmp_path):
     (tmp_path / "script.py").write_text(
         QUICK + "signal.signal(signal.SIGTERM, lambda *a: (print('saved', flush=True), sys.exit(0)))\ntime.sleep(0.7)"
     )
@@ -137,7 +137,7 @@ def test_a_real_script_fails_with_its_cause(launch):
 
 
 @pytest.mark.slow
-def test_a_slice_is_lost_and_the_rest_goes_on(launch):
+def test_a_slice_is_lost_and_the_other_slices_restart(launch):
     code, text, _ = launch("", "-n", "2", "--timeout", "5", "--slices", "2", "--lose", "1@3", "--restarts", "1", "--min", "1",
                            script=REAL.replace("len(sys.argv) == 1", "False"))  # fmt: skip
     assert code == 0

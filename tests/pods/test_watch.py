@@ -145,7 +145,7 @@ def test_calls_in_another_order():
     assert "process 0 is in call 1 of `evaluate` where process 1 is in call 9 of `step`" in cause.text
 
 
-def test_processes_far_apart_have_calls_in_common():
+def test_processes_at_distant_calls_have_calls_in_common():
     a, b = Calls(), Calls()
     for _ in range(5000):
         a.note("step", {})

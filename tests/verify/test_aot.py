@@ -119,7 +119,7 @@ def test_an_option_that_the_compiler_refuses(mesh):
     assert "the compiler for cpu:8 refuses this program: INVALID_ARGUMENT: No such compile option" in str(error.value)
 
 
-def test_what_is_not_there(mesh, monkeypatch):
+def test_missing_arguments_devices_and_packages(mesh, monkeypatch):
     with pytest.raises(UnsupportedError, match="there is no effort 'slow'"):
         mp.compile(step, state(), X, mesh=mesh, effort="slow", **HOW)
     with pytest.raises(

@@ -70,7 +70,7 @@ def test_what_is_computed_between_start_and_end_hides_the_wire():
     assert late.seconds == pytest.approx(HOP)
 
 
-def test_the_two_directions_go_at_once_and_one_direction_in_turn():
+def test_permutes_in_two_directions_overlap_and_in_one_direction_do_not():
     ways = [(start("a") + start("b", pairs) + done("c", "a") + done("d", "b") + ROOT) for pairs in (DOWN, UP)]
     both, same = (exposed(program(body), CHIP, places()).seconds for body in ways)
     assert both == pytest.approx(HOP)
@@ -187,7 +187,7 @@ def test_collectives_of_several_kinds_share_the_links_that_both_need():
     assert found.seconds == pytest.approx(2 * HOP)
 
 
-def test_what_the_sparse_cores_send_beside_the_program():
+def test_collectives_of_the_sparse_cores():
     """Gradients of a layer's MLP, scattered over x (two behind the next product, one behind nothing), and the next stage over y."""
     text = (Path(__file__).parent / "sparse_core.hlo.txt").read_text()
     at = np.zeros((128, 5), int)

@@ -145,7 +145,7 @@ def test_without_cache(runs):
     assert not cache_folder().exists()
 
 
-def test_a_damaged_result_is_made_anew(runs):
+def test_a_damaged_result_is_recomputed(runs):
     runs(SUCCEED)
     compile_job(JOB)
     (kept,) = cache_folder().rglob("*.zip")

@@ -52,7 +52,7 @@ def test_scanned_and_recomputed_layers_give_the_unsharded_state(scheme):
 
 
 @pytest.mark.parametrize("mesh", ["data=1, model=8", "data=2, model=3"])
-def test_batched_products_transposed_results_and_bfloat16(mesh):
+def test_batched_matmuls_transposed_results_and_bfloat16(mesh):
     """Reduce-scatters of transposed matmuls in bfloat16; a gathered operand with a batch dim."""
 
     def f(x, w, u, v):

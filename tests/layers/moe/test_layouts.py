@@ -264,7 +264,7 @@ def test_a_kernels_exchange_changes_no_number(monkeypatch):
 
 
 @pytest.mark.slow
-def test_gate_and_up_are_one_product_unless_the_backward_pass_needs_both():
+def test_gate_and_up_are_one_matmul_unless_the_backward_pass_needs_both():
     weights = {n: P[n] for n in ("gate", "up", "down")}
 
     def loops(f):

@@ -38,7 +38,7 @@ def gathered(x):
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
-def test_products_that_share_a_gather_and_the_gathered_operand(mode, monkeypatch):
+def test_matmuls_that_share_a_gather_and_the_gathered_operand(mode, monkeypatch):
     """Two matmuls of [2, 8, 128] over 4 devices, one with a narrow result of two dims; the blocks' dim is the second."""
     monkeypatch.setattr(tpu, "pick_tile", lambda *args, **options: tpu.Tile(8, 128))
     x, w, v = draw(4, 2, 8, 128), draw(4, 128, 96, seed=1), draw(4, 128, 4, 8, seed=2)
@@ -66,7 +66,7 @@ def test_what_is_gathered_may_stand_right_and_weights_may_be_transposed():
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
-def test_a_sum_of_products_is_scattered(mode):
+def test_a_sum_of_matmuls_is_scattered(mode):
     """[2, 4·8, K] · [n, K]: two matmuls, of 128 and of 256 summed columns; the scattered dim is the second."""
     xs = draw(4, 2, 32, 128), draw(4, 2, 32, 256, seed=1)
     ws = draw(4, 128, 128, seed=2), draw(4, 128, 256, seed=3)
@@ -82,7 +82,7 @@ def test_a_sum_of_products_is_scattered(mode):
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_the_products():
+def test_gradients_equal_those_of_the_matmuls():
     x, w = draw(2, 1, 8, 128), draw(2, 128, 128, seed=1)
     fused = FusedGather(x[0], [w[0]], [Dot(ROWS_COLUMNS, 0, HIGHEST)], 1, 2)
 
