@@ -29,7 +29,7 @@ from .options import Lowering, add_flags, given_flags
 from .plan_api import Plan
 from .pods.cli import add_commands
 from .report import plan_steps
-from .report.text import fits
+from .report.facts import fits
 from .target import Target, concrete, failing_as_target, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
 

@@ -10,8 +10,8 @@ from ..layout import Rule
 from ..plan_api import Plan
 from ..report import html
 from ..report.diff import PlanDiff, diff_body
-from ..report.facts import Effect, effects
-from ..units import format_bytes, format_memory, format_seconds
+from ..report.facts import RuleEffect, rule_effects
+from ..units import format_bytes, format_seconds
 
 COLLECTIVES = 10
 """Of the largest kinds of collectives, how many the page lists."""
@@ -30,25 +30,25 @@ def figures(plan: Plan) -> dict[str, Any]:
         "communication": None if time is None else time.communication,
         "mfu": None if time is None else time.mfu,
         "sent": plan.bytes_sent,
-        "rules": [[e.rule, e.sent, e.seconds] for e in effects(plan)],
+        "rules": [[e.rule, e.sent, e.seconds] for e in rule_effects(plan)],
     }
 
 
 def colours(plan: Plan) -> dict[str, str]:
     """The class of every axis's colour."""
-    return html.Ink(plan).of
+    return html.AxisColours(plan).of
 
 
 def parts(plan: Plan, pinned: Plan | None) -> dict[str, str]:
     """The parts of a plan's page, as HTML."""
-    ink = html.Ink(plan)
+    ink = html.AxisColours(plan)
     return {
         "cards": html.cards(plan) + html.lowering(plan),
         "diff": "" if pinned is None else diff_body(PlanDiff(pinned, plan), folded=True),
         "parts": html.step_parts(plan, ink),
         "layer": html.layers(plan, ink),
-        "memory": html.memory_of_device(plan),
-        "rules": html.rules_table(plan, effects(plan), ink),
+        "memory": html.memory_curve(plan),
+        "rules": html.rules_table(plan, rule_effects(plan), ink),
         "collectives": html.collectives_table(plan, ink, most=COLLECTIVES),
         "notes": html.notes_list(plan),
     }
@@ -60,7 +60,7 @@ def rule_figures(plan: Plan, rows: Sequence[Sequence[Rule]]) -> list[dict[str, A
     Args:
       rows: the rules of each row of the page, which in order are those of ``plan.requested_layout``.
     """
-    did = effects(plan)
+    did = rule_effects(plan)
     first = len(plan.layout.rules) - len(plan.requested_layout.rules)  # rules for dims called after axes stand before
     out = []
     for rules in rows:
@@ -69,12 +69,14 @@ def rule_figures(plan: Plan, rows: Sequence[Sequence[Rule]]) -> list[dict[str, A
     return out
 
 
-def _together(did: Sequence[Effect], plan: Plan) -> dict[str, Any]:
+def _together(did: Sequence[RuleEffect], plan: Plan) -> dict[str, Any]:
     sent, seconds = sum(e.sent for e in did), sum(e.seconds for e in did)
-    whole, local = sum(e.whole for e in did), sum(e.local for e in did)
-    says = []
-    if whole:
-        says.append(f"{format_memory(whole)} → {format_memory(local)}")
+    total = RuleEffect(
+        "", (), sum(e.arguments for e in did), sum(e.global_bytes for e in did), sum(e.bytes for e in did)
+    )
+    says = [total.size_text] if total.size_text else []
+    if says:
+        pass
     elif any(e.values for e in did):
         says.append(f"splits {sum(e.values for e in did)} values")
     if sent:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from ..hardware.calibration import EFFICIENCIES, Calibration
-from ..report.html import number, page, style, table
+from ..report.html import page, style
 from ..report.save import save
+from ..report.tables import Cell, html_table, number, rich_table
 from ..report.text import plain
 from ..units import format_seconds
 
@@ -123,22 +123,21 @@ class CalibrationResult:
             f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br><code>{best.lowering}</code>"
             f"<br>{format_seconds(best.seconds)} a step</p>"
         )
-        heads = [
-            ("step", "n"),
-            ("±", "n"),
-            ("planned", "n more"),
-            ("measured / planned", "n"),
-            ("fitted", "n more"),
-            ("mesh, layout", ""),
-        ]
-        cells = [
-            "<tr>" + number(format_seconds(r.seconds), r.seconds) + number(format_seconds(r.spread), r.spread)
-            + f'<td class="n more" data-v="{r.planned:.6g}">{format_seconds(r.planned)}</td>' + number(f"{r.ratio:.2f}", r.ratio)
-            + f'<td class="n more" data-v="{r.fitted:.6g}">{format_seconds(r.fitted)}</td>'
-            + f"<td><code>{escape(r.mesh)}</code><br><code>{escape(r.layout)}</code></td></tr>"
-            for r in self.rows
-        ]  # fmt: skip
-        return f"{head}{table(heads, cells, sortable=True)}" + "".join(f"<p>{escape(line)}</p>" for line in self._said)
+        columns, rows = self._table
+        table = html_table(columns, rows, sortable=True)
+        return head + table + "".join(f"<p>{escape(line)}</p>" for line in self._said)
+
+    @property
+    def _table(self) -> tuple[list[tuple[str, str]], list[list[Cell]]]:
+        """Columns and rows: measured, planned and fitted times of every layout."""
+        columns = [("step", "n"), ("±", "n"), ("planned", "n more"), ("measured / planned", "n"), ("fitted", "n more")]
+        rows = []
+        for r in self.rows:
+            times = [number(format_seconds(t), t) for t in (r.seconds, r.spread, r.planned, r.fitted)]
+            times.insert(3, number(f"{r.ratio:.2f}", r.ratio))
+            where = f"<code>{escape(r.mesh)}</code><br><code>{escape(r.layout)}</code>"
+            rows.append([*times, Cell(f"{r.mesh}\n{r.layout or '(nothing sharded)'}", markup=where)])
+        return [*columns, ("mesh, layout", "")], rows
 
     def _repr_html_(self) -> str:
         return f'<div class="mp">{style()}{self._html()}</div>'
@@ -148,20 +147,8 @@ class CalibrationResult:
         head = Text.assemble(("calibrate", "bold"), f"    {self._title}, medians of {self.rounds} interleaved rounds")
         choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout}\n",
                                ("lowering", "bold"), f"  {best.lowering}")  # fmt: skip
-        shown = Table(box=None, pad_edge=False)
-        for name in ("step", "±", "planned", "ratio", "fitted"):
-            shown.add_column(name, justify="right", no_wrap=True, vertical="top")
-        shown.add_column("mesh, layout", overflow="fold")
-        for r in self.rows[:12]:
-            where = Text.assemble(r.mesh, "\n", (r.layout or "(nothing split)", "dim"))
-            shown.add_row(
-                format_seconds(r.seconds),
-                format_seconds(r.spread),
-                format_seconds(r.planned),
-                f"{r.ratio:.2f}",
-                format_seconds(r.fitted),
-                where,
-            )
+        columns, rows = self._table
+        shown = rich_table(columns, rows[:12])
         return Group(head, Text(), choice, Text(), shown, Text(), *(Text(line, style="dim") for line in self._said))
 
     def __str__(self) -> str:

@@ -1,13 +1,19 @@
-"""What reports say about a plan beyond its own figures: what each rule does, one layer over time, the largest values."""
+"""The contents of reports as data: what each rule does, groups of arguments and collectives, loop timelines, large values.
+
+The terminal (:mod:`.text`), pages (:mod:`.html`) and comparisons (:mod:`.diff`) render these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..cost.fusion import Computation, Kernel, line_of
 from ..cost.kernels import computation_of
+from ..cost.memory import memory_of
 from ..cost.schedule import hidden_collectives
 from ..cost.time import OpTime, Time, time_of
 from ..dims import format_dims, path_matches
@@ -17,73 +23,286 @@ from ..plan.collectives import Collective
 from ..plan.plan import Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
 from ..program.ir import Op, Value
-from ..units import format_seconds
+from ..units import format_bytes, format_memory, format_seconds
 
-Chip = tuple[str, tuple[str, ...]]
-"""A dim for display: its name, and the axes that split it."""
+DimAxes = tuple[str, tuple[str, ...]]
+"""A dim of an array: its name, and the mesh axes that shard it."""
+
+KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
+"""Label of each kind of argument, in the order of reports."""
+
+
+# -- the plan in short
+
+
+def mesh_text(plan: Plan) -> str:
+    """The mesh of a plan, as :func:`meshpar.mesh` reads it: ``data=4, model=2``."""
+    return ", ".join(f"{a}={n}" for a, n in plan.sizes.items())
+
+
+def layout_text(plan: Plan) -> str:
+    """The layout of a plan; ``(nothing sharded)`` for an empty one."""
+    return str(plan.layout) or "(nothing sharded)"
+
+
+def lowering_text(plan: Plan) -> str:
+    """The lowering of a plan; under ``"jit"`` that its numbers are estimates, and why ``"auto"`` chose it."""
+    if plan.lowering != "jit":
+        return plan.lowering
+    because = f"; {plan.lowering_reason}" if plan.lowering_reason else ""
+    return f"jit (estimate: XLA partitions this program{because})"
+
+
+def fits(plan: Plan) -> bool | None:
+    """Whether the peak memory of the plan fits the memory of a device; None: the chip is not known."""
+    return None if plan.chip is None else memory_of(plan).peak <= plan.chip.per_device().hbm
+
+
+def seconds_per_step(c: Collective) -> float:
+    """Seconds of a collective in a step; in loops of unknown length it counts once."""
+    return (c.seconds or 0.0) * (c.count or 1)
+
+
+def kernel_seconds(time: Time) -> float:
+    """Seconds of the estimated step in which kernels run; the remaining time is exposed communication."""
+    return sum(op.seconds * op.count for op in time.ops)
+
+
+def time_bounds(time: Time) -> str:
+    """The two bounds of a step's estimate, as text."""
+    return (
+        f"{format_seconds(time.overlapped)} if everything overlaps, {format_seconds(time.serial)} if nothing overlaps"
+    )
+
+
+def blocking_collectives(plan: Plan) -> str:
+    """The kinds of collectives that are synchronous on the plan's chip, with their seconds in a step; "" if there are none."""
+    chip = plan.chip
+    if chip is None:
+        return ""
+    in_rings = {
+        c for step in plan.body.all_steps if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends
+    }
+    blocking = [c for c in plan.collectives if not plan.is_async(c.op) and c not in in_rings]
+    if not blocking:
+        return ""
+    kinds = " and ".join(f"{op}s" for op in sorted({c.op for c in blocking}))
+    return f"{kinds} are synchronous on {chip.name}: {format_seconds(sum(map(seconds_per_step, blocking)))}"
+
+
+def calibration_text(plan: Plan) -> str:
+    """The calibration of the plan's chip: fractions of the peak rates; "" if the chip table is used."""
+    chip = plan.chip
+    if chip is None or not chip.calibration:
+        return ""
+    rates = zip(("matmuls", "memory traffic", "links"), (getattr(chip.compiler, k) for k in EFFICIENCIES), strict=True)
+    return f"calibrated on {chip.calibration}: {', '.join(f'{of} {rate:.2g}' for of, rate in rates)} of the peak rate"
+
+
+# -- dims and arguments
+
+
+def value_dims(plan: Plan, value: Value) -> list[DimAxes]:
+    """The dims of a value, with the axes that shard them in its stored sharding."""
+    placed = plan.placements.get(value)
+    spec: Spec = ((),) * len(value.shape) if placed is None else placed.stored.spec
+    return [(plan.program.dim_name(value, i) or "_", tuple(axes)) for i, axes in enumerate(spec)]
+
+
+def argument_dims(h: ShardedArray) -> list[DimAxes]:
+    """The dims of an argument or result, with the axes that shard them."""
+    return [(name or "_", axes) for name, axes in h.split]
+
+
+def dims_text(dims: Iterable[DimAxes]) -> str:
+    """``embed:data mlp:model head_dim``: dims with the axes that shard them; ``(scalar)`` if there are none."""
+    return " ".join(name + (f":{'+'.join(axes)}" if axes else "") for name, axes in dims) or "(scalar)"
+
+
+def global_bytes(h: ShardedArray) -> float:
+    """Bytes of the full array of an argument, over all devices."""
+    bits = (
+        64 if "key" in h.dtype else 8 if h.dtype == "bool" else int(m[1]) if (m := re.search(r"(\d+)", h.dtype)) else 32
+    )
+    return math.prod(h.shape) * bits / 8
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentGroup:
+    """Arguments that a report shows as one row: their dims and sharding are equal.
+
+    Attributes:
+      members: the arguments.
+      bytes: on a device, of all of them.
+      global_bytes: of the full arrays.
+    """
+
+    members: tuple[ShardedArray, ...]
+
+    @property
+    def bytes(self) -> float:
+        return sum(h.bytes for h in self.members)
+
+    @property
+    def global_bytes(self) -> float:
+        return sum(map(global_bytes, self.members))
+
+    @property
+    def dims(self) -> list[DimAxes]:
+        return argument_dims(self.members[0])
+
+    @property
+    def shape(self) -> str:
+        return shape_text(self.members[0].dtype, self.members[0].shape)
+
+
+def argument_groups(
+    plan: Plan, key: Callable[[ShardedArray], Hashable]
+) -> Iterator[tuple[str, ArgumentGroup, list[ArgumentGroup]]]:
+    """(label of a kind, all of its arguments, those with equal keys as groups, largest first), for parameters, optimizer state, ….
+
+    Constants that the function closes over are a kind of their own.
+    """
+    for kind, label in KINDS.items():
+        members = [h for h in (*plan.inputs, *plan.constants) if h.kind == kind]
+        if members:
+            groups = [ArgumentGroup(tuple(g)) for g in grouped(members, key)]
+            ranked = sorted(groups, key=lambda g: -g.bytes)
+            yield label, ArgumentGroup(tuple(members)), ranked
+
+
+def shape_text(dtype: str, shape: Iterable[int]) -> str:
+    """``float32[8, 128]``."""
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def grouped(items: Iterable[Any], key: Callable[[Any], Hashable]) -> list[list[Any]]:
+    """The items with equal keys, in the order of their first members."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+# -- collectives
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveGroup:
+    """Collectives that a report shows as one row.
+
+    Attributes:
+      members: largest first.
+      calls: executions in a step; None: a loop's trip count is not known.
+      bytes: that a device sends in a step.
+      seconds: of all of them in a step.
+    """
+
+    members: tuple[Collective, ...]
+
+    @property
+    def first(self) -> Collective:
+        return self.members[0]
+
+    @property
+    def calls(self) -> int | None:
+        counts = [c.count for c in self.members]
+        return None if None in counts else sum(n for n in counts if n is not None)
+
+    @property
+    def bytes(self) -> float:
+        return sum(c.total_bytes for c in self.members)
+
+    @property
+    def seconds(self) -> float:
+        return sum(map(seconds_per_step, self.members))
+
+    @property
+    def dims(self) -> str:
+        """The dims of the tensors; three of them, and how many more there are."""
+        dims = list(dict.fromkeys(c.dims or "(scalar)" for c in self.members))
+        return " | ".join(dims[:3]) + (f" | {len(dims) - 3} more" if len(dims) > 3 else "")
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """Texts of total bytes, calls, bytes per call (``~``: the mean of calls that differ) and seconds."""
+        calls = self.calls
+        each = "" if not calls else format_bytes(self.bytes / calls)
+        about = "~" if len({c.bytes for c in self.members}) > 1 else ""
+        return (
+            format_bytes(self.bytes),
+            "?" if calls is None else str(calls),
+            about + each,
+            format_seconds(self.seconds),
+        )
+
+
+def collective_groups(
+    collectives: Iterable[Collective], key: Callable[[Collective], Hashable] = lambda c: (c.op, c.axes, c.cause)
+) -> list[CollectiveGroup]:
+    """Collectives with equal keys (by default kind, axes and cause) as groups, those that send most first."""
+    groups = [tuple(sorted(g, key=lambda c: -c.total_bytes)) for g in grouped(collectives, key)]
+    return sorted(map(CollectiveGroup, groups), key=lambda g: -g.bytes)
+
+
+# -- rules
 
 
 @dataclass(slots=True)
-class Effect:
+class RuleEffect:
     """What one rule does.
 
     Attributes:
       rule: its text.
       axes: its axes.
-      tensors: how many arguments it splits.
-      whole, local: their bytes, and what of them a device holds.
-      values: how many values of the program it splits, arguments included.
-      sent: bytes that a device sends in a step because of it: where it lost its axis to another rule, where what it splits is
+      arguments: number of arguments that it shards.
+      global_bytes, bytes: of these arguments: of the full arrays, and on a device.
+      values: number of values of the program that it shards, arguments included.
+      sent: bytes that a device sends in a step because of the rule: it lost its axis to another rule, or a dim that it shards is
         contracted.
-      seconds: what that takes; 0 where no time is estimated.
+      seconds: of these collectives; 0 where no time is estimated.
     """
 
     rule: str
     axes: tuple[str, ...]
-    tensors: int = 0
-    whole: float = 0.0
-    local: float = 0.0
+    arguments: int = 0
+    global_bytes: float = 0.0
+    bytes: float = 0.0
     values: int = 0
     sent: float = 0.0
     seconds: float = 0.0
 
+    @property
+    def size_text(self) -> str:
+        """``16.00 GiB → 0.50 GiB``: global bytes and bytes on a device of the arguments; "" if it shards none."""
+        return f"{format_memory(self.global_bytes)} → {format_memory(self.bytes)}" if self.arguments else ""
 
-def effects(plan: Plan) -> list[Effect]:
-    """One effect per rule, in the layout's order; a last one, without axes, for what is sent because of no single rule."""
-    out = [Effect(str(r), r.axes) for r in plan.layout.rules]
+
+def rule_effects(plan: Plan) -> list[RuleEffect]:
+    """One effect per rule, in the layout's order; a last one, without axes, for collectives that no single rule causes."""
+    out = [RuleEffect(str(r), r.axes) for r in plan.layout.rules]
     for h in plan.inputs:
-        hit = {_rule_of(plan, name, axes, h.path, h.kind) for name, axes in chips_of(h) if axes} - {None}
-        for k in hit:
-            assert k is not None
-            out[k].tensors += 1
-            out[k].whole += whole_bytes(plan, h)
-            out[k].local += h.bytes
-    for value in _values(plan):
-        for name, axes in value_chips(plan, value):
-            k = _rule_of(plan, name, axes, value.path or "", value.kind) if axes else None
+        rules = {_rule_index(plan, name, axes, h.path, h.kind) for name, axes in argument_dims(h) if axes}
+        for k in rules:
+            if k is not None:
+                out[k].arguments += 1
+                out[k].global_bytes += global_bytes(h)
+                out[k].bytes += h.bytes
+    for value in dict.fromkeys((*plan.program.inputs, *(v for op in plan.program.root.walk() for v in op.outs))):
+        for name, axes in value_dims(plan, value):
+            k = _rule_index(plan, name, axes, value.path or "", value.kind) if axes else None
             if k is not None:
                 out[k].values += 1
-    other = Effect("other", ())
+    other = RuleEffect("other", ())
     for c in plan.collectives:
         at = [(c.cause.find(f"`{e.rule}`"), k) for k, e in enumerate(out) if f"`{e.rule}`" in c.cause]
         effect = out[min(at)[1]] if at else other
         effect.sent += c.total_bytes
-        effect.seconds += step_seconds(c)
+        effect.seconds += seconds_per_step(c)
     return [*out, other] if other.sent else out
 
 
-def step_seconds(c: Collective) -> float:
-    """What a collective takes in a step; loops of unknown length count once."""
-    return (c.seconds or 0.0) * (c.count or 1)
-
-
-def kernel_seconds(time: Time) -> float:
-    """The seconds of a step's estimate in which a kernel runs; in the rest it waits for what is sent."""
-    return sum(op.seconds * op.count for op in time.ops)
-
-
-def _rule_of(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:
-    """The first rule that gives these axes to a dim of this name."""
+def _rule_index(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:
+    """Index of the first rule that gives one of these axes to a dim of this name."""
     names = name.strip("()").split()  # a merged dim: (heads head_dim)
     for k, rule in enumerate(plan.layout.rules):
         if rule.dim in names and set(rule.axes) & set(axes) and _in_scope(rule, path, kind):
@@ -97,78 +316,47 @@ def _in_scope(rule: Rule, path: str, kind: str | None) -> bool:
     return rule.scope == kind if rule.scope in SCOPES else path_matches(rule.scope, path)
 
 
-def lowering_text(plan: Plan) -> str:
-    """The lowering of a plan; under ``"jit"`` that its figures are estimates, and why ``"auto"`` chose it."""
-    if plan.lowering != "jit":
-        return plan.lowering
-    because = f"; {plan.lowering_reason}" if plan.lowering_reason else ""
-    return f"jit (estimate: XLA partitions this program{because})"
-
-
-def _values(plan: Plan) -> Iterator[Value]:
-    seen: set[int] = set()
-    for v in (*plan.program.inputs, *(v for op in plan.program.root.walk() for v in op.outs)):
-        if id(v) not in seen:
-            seen.add(id(v))
-            yield v
-
-
-def value_chips(plan: Plan, value: Value) -> list[Chip]:
-    """The dims of a value, with the axes that split them where it rests."""
-    placed = plan.placements.get(value)
-    spec: Spec = ((),) * len(value.shape) if placed is None else placed.stored.spec
-    return [(plan.program.dim_name(value, i) or "_", tuple(axes)) for i, axes in enumerate(spec)]
-
-
-def chips_of(h: ShardedArray) -> list[Chip]:
-    """The dims of an argument or result, with the axes that split them."""
-    return [(name or "_", axes) for name, axes in h.split]
-
-
-def whole_bytes(plan: Plan, h: ShardedArray) -> float:
-    """The bytes of all of an argument, were it in one piece."""
-    parts = 1
-    for _, axes in chips_of(h):
-        for a in axes:
-            parts *= plan.sizes[a]
-    return h.bytes * parts
-
-
 # -- values
 
 
 @dataclass(slots=True)
-class Largest:
-    """Values alike in dims and dtype: how many kernels write one, its bytes on a device, a line that makes it."""
+class LargeValue:
+    """Intermediate values with the same dims, shape and dtype.
 
-    chips: list[Chip]
+    Attributes:
+      kernels: number of kernels that write one.
+      bytes: of one on a device.
+      source: a line of the user's code that creates one.
+    """
+
+    dims: list[DimAxes]
     shape: tuple[int, ...]
     dtype: str
-    times: int
+    kernels: int
     bytes: float
     source: str
 
 
-def largest_values(plan: Plan, most: int = 12) -> list[Largest]:
-    """The largest values between the arguments and the results that a device writes to its memory."""
-    found: dict[Any, Largest] = {}
-    for node in _kernels(computation_of(plan)):
-        for item in node.writes:
-            v = item.value
+def largest_values(plan: Plan, most: int = 12) -> list[LargeValue]:
+    """The largest intermediate values that a device writes to its memory, largest first."""
+    groups: dict[Any, LargeValue] = {}
+    for kernel in _kernels(computation_of(plan)):
+        for buffer in kernel.writes:
+            v = buffer.value
             if v.path is not None:
                 continue
-            chips = value_chips(plan, v)
-            key = (format_dims(n for n, _ in chips), v.shape, str(v.aval.dtype))
-            if key not in found:
-                found[key] = Largest(chips, v.shape, str(v.aval.dtype), 0, item.bytes, line_of(v.op))
-            found[key].times += 1
-    return sorted(found.values(), key=lambda x: -x.bytes)[:most]
+            dims = value_dims(plan, v)
+            key = (format_dims(n for n, _ in dims), v.shape, str(v.aval.dtype))
+            if key not in groups:
+                groups[key] = LargeValue(dims, v.shape, str(v.aval.dtype), 0, buffer.bytes, line_of(v.op))
+            groups[key].kernels += 1
+    return sorted(groups.values(), key=lambda x: -x.bytes)[:most]
 
 
-def _kernels(region: Computation) -> Iterator[Kernel]:
-    for node in region.kernels:
-        yield node
-        for body in node.bodies:
+def _kernels(computation: Computation) -> Iterator[Kernel]:
+    for kernel in computation.kernels:
+        yield kernel
+        for body in kernel.bodies:
             yield from _kernels(body)
 
 
@@ -177,9 +365,13 @@ def _kernels(region: Computation) -> Iterator[Kernel]:
 
 @dataclass(slots=True)
 class Span:
-    """A kernel or a collective in a loop body; seconds from the beginning of the body.
+    """A kernel or a collective in a loop body.
 
-    ``waits``: a collective that kernels wait for, or that waits for them.
+    Attributes:
+      lane: ``compute`` or ``links``.
+      start, seconds: from the start of the iteration.
+      detail: dims of its results, or of the tensor that it sends.
+      exposed: a collective that kernels wait for.
     """
 
     lane: str
@@ -189,12 +381,17 @@ class Span:
     axes: tuple[str, ...] = ()
     detail: str = ""
     source: str = ""
-    waits: bool = False
+    exposed: bool = False
 
 
 @dataclass(slots=True)
-class Body:
-    """One iteration of a loop, as the estimate has it: kernels one after the other, collectives beside them where they can be."""
+class LoopTimeline:
+    """The estimate of one iteration of a loop: kernels run sequentially, and hidden collectives overlap with them.
+
+    Attributes:
+      trips: the loop's trip count.
+      source: its line in the user's code.
+    """
 
     trips: int
     source: str
@@ -206,69 +403,45 @@ class Body:
         return max((s.start + s.seconds for s in self.spans), default=0.0)
 
 
-def waited_for(plan: Plan) -> str:
-    """The collectives beside which programs for the chip do not go on, with their seconds of a step; "" if it has none."""
-    chip = plan.chip
-    if chip is None:
-        return ""
-    ringed = {c for step in plan.body.all_steps if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends}
-    mine = [c for c in plan.collectives if not plan.is_async(c.op) and c not in ringed]
-    if not mine:
-        return ""
-    kinds = " and ".join(f"{op}s" for op in sorted({c.op for c in mine}))
-    return f"programs for {chip.name} wait for {kinds}: {format_seconds(sum(map(step_seconds, mine)))}"
-
-
-def rates(plan: Plan) -> str:
-    """What was measured of the devices that the plan is priced with; "" where it is the chip table."""
-    chip = plan.chip
-    if chip is None or not chip.calibration:
-        return ""
-    parts = zip(("products", "memory traffic", "links"), (getattr(chip.compiler, k) for k in EFFICIENCIES), strict=True)
-    return (
-        f"calibrated on {chip.calibration}: {', '.join(f'{what} {part:.2g}' for what, part in parts)} of the peak rate"
-    )
-
-
-def bodies(plan: Plan, most: int = 2) -> list[Body]:
-    """The loops that take longest, in program order, each as one iteration; none where no time is estimated."""
+def loop_timelines(plan: Plan, most: int = 2) -> list[LoopTimeline]:
+    """Timelines of the ``most`` loops with the longest time, in program order; empty where no time is estimated."""
     time = time_of(plan)
     if time is None:
         return []
-    took: dict[Op | None, list[OpTime]] = {}
+    times: dict[Op | None, list[OpTime]] = {}
     for op in time.ops:
-        took.setdefault(op.origin, []).append(op)
-    found = [_body(plan, node, body, took) for node, body in _loops(computation_of(plan))]
-    ranked = sorted((b for b in found if b.seconds), key=lambda b: -b.seconds * b.trips)[:most]
-    return [b for b in found if any(b is r for r in ranked)]
+        times.setdefault(op.origin, []).append(op)
+    timelines = [_timeline(plan, kernel, body, times) for kernel, body in _loops(computation_of(plan))]
+    longest = sorted((t for t in timelines if t.seconds), key=lambda t: -t.seconds * t.trips)[:most]
+    return [t for t in timelines if any(t is one for one in longest)]
 
 
-def _loops(region: Computation) -> Iterator[tuple[Kernel, Computation]]:
-    for node in region.kernels:
-        for body in node.bodies:
+def _loops(computation: Computation) -> Iterator[tuple[Kernel, Computation]]:
+    for kernel in computation.kernels:
+        for body in kernel.bodies:
             if (body.trip_count or 1) > 1:
-                yield node, body
+                yield kernel, body
             yield from _loops(body)
 
 
-def _body(plan: Plan, node: Kernel, region: Computation, took: dict[Op | None, list[OpTime]]) -> Body:
-    out = Body(region.trip_count or 1, node.source)
+def _timeline(plan: Plan, loop: Kernel, body: Computation, times: dict[Op | None, list[OpTime]]) -> LoopTimeline:
+    """The timeline of one iteration; it removes the entries of ``times`` that it uses."""
+    out = LoopTimeline(body.trip_count or 1, loop.source)
     hidden = hidden_collectives(plan)
-    busy = linked = 0.0
-    for kernel in region.kernels:
-        origin = kernel.matmuls[0].op if kernel.matmuls else kernel.op
+    compute_end = links_end = 0.0
+    for kernel in body.kernels:
         if kernel.name == "move!":
             for c in () if kernel.step is None else kernel.step.sends:
-                seconds, waits = c.seconds or 0.0, c not in hidden
-                start = max(busy, linked) if waits else linked
-                linked = start + seconds
-                busy = linked if waits else busy
-                out.spans.append(Span("links", c.op, start, seconds, c.axes, c.dims, c.source, waits))
+                seconds, exposed = c.seconds or 0.0, c not in hidden
+                start = max(compute_end, links_end) if exposed else links_end
+                links_end = start + seconds
+                compute_end = links_end if exposed else compute_end
+                out.spans.append(Span("links", c.op, start, seconds, c.axes, c.dims, c.source, exposed))
             continue
-        here = took.get(origin)
-        if here:
-            op = here.pop(0)
-            dims = " | ".join(dict.fromkeys(format_dims(plan.program.dims(item.value)) for item in kernel.writes))
-            out.spans.append(Span("compute", op.name, busy, op.seconds, (), dims, op.source))
-            busy += op.seconds
+        estimates = times.get(kernel.matmuls[0].op if kernel.matmuls else kernel.op)
+        if estimates:
+            op = estimates.pop(0)
+            dims = " | ".join(dict.fromkeys(format_dims(plan.program.dims(b.value)) for b in kernel.writes))
+            out.spans.append(Span("compute", op.name, compute_end, op.seconds, (), dims, op.source))
+            compute_end += op.seconds
     return out

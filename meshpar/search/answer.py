@@ -1,4 +1,4 @@
-"""What a search found: the choice, what stands beside it, and why another layout is not it."""
+"""The result of a search: the chosen layout, the other candidates, and why another layout is not the best."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from ..errors import MeshparError, UnsupportedError
@@ -23,29 +22,33 @@ from ..layout import Layout
 from ..mesh import parse_mesh
 from ..plan.collectives import Collective
 from ..plan_api import Plan
-from ..report.facts import rates
-from ..report.html import number, page, style, table
+from ..report.facts import calibration_text, seconds_per_step
+from ..report.html import page, style
+from ..report.save import save
+from ..report.tables import Cell, html_table, number, rich_table
 from ..report.text import plain
 from ..units import format_bytes, format_memory, format_seconds
 from .picture import Picture
 from .row import Row
 
 Objective = Literal["time", "memory"]
-SHOWN = 8
-"""Candidates that are shown, beside the known schemes."""
+MAX_TERMINAL_ROWS = 8
+"""Candidates that the terminal lists, besides the known schemes."""
+MAX_PAGE_ROWS = 40
 
 
 @dataclass(eq=False)
 class Search:
-    """What :func:`meshpar.search` found: print it; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
+    """The result of :func:`meshpar.search`; print it. ``best.mesh`` and ``best.layout`` are text for :func:`meshpar.jit`.
 
     Attributes:
       best: the choice; where nothing fits, the candidate that needs the least memory.
       rows: the best candidates and the known schemes, best first.
-      topology, objective, memory_fraction: as they were asked for.
-      planned: how many candidates were planned; ``ended``: why no more were.
-      refused: the layouts of the user's own that could not be planned, and why.
-      usable: bytes of a device that a plan's peak may take.
+      topology, objective, memory_fraction: the options of the search.
+      planned: number of candidates that were planned.
+      ended: why the search ended.
+      refused: messages about the user's own layouts that could not be planned.
+      usable: bytes of a device that a plan's peak may take: ``memory_fraction`` of its memory.
     """
 
     topology: str
@@ -61,38 +64,38 @@ class Search:
 
     @property
     def fits(self) -> bool:
-        """Whether the best fits."""
+        """Whether the peak of the best candidate fits the usable memory."""
         return self.best.fits
 
     @property
     def front(self) -> tuple[Row, ...]:
-        """The candidates than which none is both shorter and smaller, shortest first."""
+        """The Pareto front of step time and peak memory, shortest step first."""
         return tuple(sorted((r for r in self.rows if r.front), key=lambda r: r.seconds))
 
     def plan(self, row: Row | None = None) -> Plan:
-        """The plan of a candidate; of the best."""
+        """The plan of a candidate; by default of the best one."""
         row = row or self.best
         return self._bases[row.variant].replan(layout=row.layout, mesh=row.mesh, topology=self.topology)
 
     def why(self, layout: Any, mesh: str | None = None, variant: str | None = None) -> str:
-        """Why a layout is not the best: it is illegal, does not fit, or takes longer; with what makes it so.
+        """Why a layout is not the best, as text: it is illegal, does not fit, or takes longer, and the largest causes.
 
         Args:
           layout: as in :func:`meshpar.jit`.
-          mesh: text; default: the best one's.
-          variant: which of the programs, as rows have it; default: the best one's.
+          mesh: text; default: the mesh of the best candidate.
+          variant: the variant of the program, as in :attr:`Row.variant`; default: the variant of the best candidate.
 
         Raises:
           UnsupportedError: a variant that was not searched.
         """
-        where = mesh or self.best.mesh
+        mesh = mesh or self.best.mesh
         layout = Layout(layout)
         base = self._bases.get(self.best.variant if variant is None else variant)
         if base is None:
             raise UnsupportedError(f"variant={variant!r} was not searched", fixes=[f"one of {sorted(self._bases)}"])
         try:
             with quiet():
-                other, best = base.replan(layout=layout, mesh=where, topology=self.topology), self.plan()
+                other, best = base.replan(layout=layout, mesh=mesh, topology=self.topology), self.plan()
         except MeshparError as e:
             return f"illegal: {e}"
         assert other.chip is not None
@@ -115,14 +118,14 @@ class Search:
             lines += [f"  {text}" for text in _costs_more(other, best)]
         elif other.memory.peak <= self.usable:
             lines.append(
-                f"it is as good: {format_seconds(other.seconds)} and {format_memory(other.memory.peak)}; the best has "
+                f"it is equally good: {format_seconds(other.seconds)} and {format_memory(other.memory.peak)}; the best has "
                 f"{format_seconds(best.seconds)} "
                 f"and {format_memory(best.memory.peak)}"
             )
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Rows and choice as JSON."""
+        """The best candidate, all rows and the options of the search as JSON."""
         return json.dumps(
             {
                 "topology": self.topology, "objective": self.objective, "memory_fraction": self.memory_fraction, "fits": self.fits,
@@ -135,26 +138,13 @@ class Search:
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file: ``.html``, a page with the picture of time against memory; ``.json``; ``.txt``.
+        """Write the result to a file: ``.html`` (a page with a plot of time against memory), ``.json`` or ``.txt``.
 
         Raises:
-          UnsupportedError: another ending.
+          UnsupportedError: another suffix.
         """
-        path = Path(path)
-        writers = {
-            ".html": lambda found: page(f"search on {found.topology}", found._html()),
-            ".json": Search.to_json,
-            ".txt": plain,
-        }
-        if path.suffix not in writers:
-            raise UnsupportedError(
-                f"{path}: a search is saved as {', '.join(writers)}",
-                fixes=[f'found.save("search{next(iter(writers))}")'],
-            )
-        path.write_text(writers[path.suffix](self), "utf8")
-
-    def _page(self) -> str:
-        return page(f"search on {self.topology}", self._html())
+        title = f"search on {self.topology}"
+        save(self, path, {".html": lambda r: page(title, r._html()), ".json": Search.to_json, ".txt": plain})
 
     def _repr_html_(self) -> str:
         return f'<div class="mp">{style()}{self._html()}</div>'
@@ -163,71 +153,54 @@ class Search:
     def _picture(self) -> Picture:
         return Picture(self.rows, self.best, self.usable)
 
+    def _table(self, rows: Iterable[Row]) -> tuple[list[tuple[str, str]], list[list[Cell]]]:
+        """Columns and cells of candidates: time, peak memory, bytes sent, mesh and layout."""
+        cells = []
+        for row in rows:
+            marks = ", ".join(filter(None, [row.variant, row.name, row.compiled, "" if row.fits else "does not fit"]))
+            where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(row.layout)}</code>"
+            cells.append([
+                Cell(self._picture.mark(row)), number(format_seconds(row.seconds), row.seconds),
+                number(format_memory(row.peak), row.peak), number(format_bytes(row.sent), row.sent, css="more"),
+                Cell(f"{row.mesh}  {marks}\n{row.layout}", markup=where),
+            ])  # fmt: skip
+        return [("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")], cells
+
     def _html(self) -> str:
-        """The picture, what was chosen, and the candidates as a table."""
+        """The best candidate, the plot of time against memory, and the candidates as a table."""
         best = self.best
         verdict = "" if self.fits else ' <span class="chip on c1">nothing fits</span>'
-        head = (
-            f"<h1>search on {escape(self.topology)}{verdict}</h1>"
-            f'<p class="dim">{self._count}; {escape(self.ended)}. The figures are the plans\' estimates{escape(self._priced)}.</p>'
-            f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br><code>{best.lowering}</code>"
-            + (f"<br><code>{escape(best.variant)}</code>" if best.variant else "")
-            + f"<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
-            f"sends {format_bytes(best.sent)}</p>"
+        codes = "<br>".join(
+            f"<code>{escape(x)}</code>" for x in (best.mesh, best.layout, best.lowering, best.variant) if x
         )
-        heads = [("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")]
-        cells = []
-        for row in self.rows[:40]:
-            marks = ", ".join(filter(None, [row.variant, row.name, row.compiled, "" if row.fits else "does not fit"]))
-            name = self._picture.mark(row)
-            figures = number(format_seconds(row.seconds), row.seconds) + number(format_memory(row.peak), row.peak)
-            sends = f'<td class="n more" data-v="{row.sent:.6g}">{format_bytes(row.sent)}</td>'
-            where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(row.layout)}</code>"
-            cells.append(f"<tr><td>{name}</td>{figures}{sends}<td>{where}</td></tr>")
-        return f"{head}{self._picture.drawing()}{table(heads, cells, sortable=True)}"
+        return (
+            f"<h1>search on {escape(self.topology)}{verdict}</h1>"
+            f'<p class="dim">{self._count}; {escape(self.ended)}. All numbers are estimates{escape(self._calibrated)}.</p>'
+            f"<p>{codes}<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
+            f"sends {format_bytes(best.sent)}</p>{self._picture.drawing()}"
+            + html_table(*self._table(self.rows[:MAX_PAGE_ROWS]), sortable=True)
+        )
 
     def __rich__(self) -> Any:
-        head = Text.assemble(("search", "bold"), f"  {self._count} on {self.topology}; {self.ended}{self._priced}")
+        head = Text.assemble(("search", "bold"), f"  {self._count} on {self.topology}; {self.ended}{self._calibrated}")
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
-        choice = Text.assemble(
-            ("mesh", "bold"), f"    {self.best.mesh}\n", ("layout", "bold"), f"  {self.best.layout}\n",
-            ("lowering", "bold"), f"  {self.best.lowering}",
-        )  # fmt: skip
-        if self.best.variant:
-            choice.append_text(Text.assemble(("\nwith", "bold"), f"    {self.best.variant}"))
-        table = Table(box=None, pad_edge=False)
-        for name in ("", "step", "peak", "sends"):
-            table.add_column(name, justify="right", no_wrap=True, vertical="top")
-        table.add_column("mesh, layout", overflow="fold")
+        best = self.best
+        lines = [("mesh", best.mesh), ("layout", best.layout), ("lowering", best.lowering), ("with", best.variant)]
+        choice = Text("\n").join(Text.assemble((f"{name:<6}", "bold"), f"  {text}") for name, text in lines if text)
         named = {r.name: r for r in reversed(self.rows) if r.name}  # each scheme on its best mesh
-        drawn_as = self._picture
-        for row in self.rows[:SHOWN] + tuple(r for r in self.rows[SHOWN:] if named.get(r.name) is r):
-            marks = [
-                row.variant,
-                row.name,
-                row.compiled,
-                "" if row.fits else "does not fit",
-            ]
-            where = Text.assemble(
-                row.mesh, (f"  {', '.join(filter(None, marks))}", "italic"), "\n", (row.layout, "dim")
-            )
-            table.add_row(
-                drawn_as.mark(row),
-                format_seconds(row.seconds),
-                format_memory(row.peak),
-                format_bytes(row.sent),
-                where,
-            )
-        drawn = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
-        return Group(
-            head, Text(), choice, *drawn, Text(), table, *([Text(), *map(Text, self.refused)] if self.refused else [])
-        )
+        more = [r for r in self.rows[MAX_TERMINAL_ROWS:] if named.get(r.name) is r]
+        plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
+        table = rich_table(*self._table([*self.rows[:MAX_TERMINAL_ROWS], *more]))
+        refused = [Text(), *map(Text, self.refused)] if self.refused else []
+        return Group(head, Text(), choice, *plot, Text(), table, *refused)
 
     @functools.cached_property
     def larger(self) -> tuple[str, str] | None:
-        """Where nothing fits, (topology, mesh) of the smallest larger slice on which the best layout does, of those with 2, 4, 8, …
-        times the devices; None: it fits here, or on none of them."""
+        """If nothing fits: (topology, mesh) of the smallest larger slice on which the best layout fits.
+
+        Slices with 2, 4, 8, … times the devices are tried. None: it fits on this slice, or on none of them.
+        """
         if self.fits:
             return None
         slices, kind, chips = where = parse_topology(self.topology)
@@ -254,15 +227,15 @@ class Search:
             plan = self.plan()
         assert plan.chip is not None
         kind, size = max(plan.memory.by_kind.items(), key=lambda k: k[1])
-        said = (
-            f"NOTHING FITS  the least is {format_memory(self.best.peak)} a device, {self.best.peak / self.usable:.1f} × the "
-            f"{format_memory(self.usable)} that may be used of a {plan.chip.name}; most of it is {format_memory(size)} of {kind}"
+        text = (
+            f"NOTHING FITS  the smallest peak is {format_memory(self.best.peak)} a device, {self.best.peak / self.usable:.1f} × "
+            f"the {format_memory(self.usable)} usable on a {plan.chip.name}; most of it is {format_memory(size)} of {kind}"
         )
         if self.larger is not None:
-            said += f"; this layout fits on {self.larger[0]} with the mesh {self.larger[1]}"
+            text += f"; this layout fits on {self.larger[0]} with the mesh {self.larger[1]}"
         if self.early:
-            said += f"\nthe search ended early ({self.ended}): there may be others that do"
-        return said
+            text += f"\nthe search ended early ({self.ended}): other layouts may fit"
+        return text
 
     @property
     def _count(self) -> str:
@@ -273,12 +246,12 @@ class Search:
         return self._bases[self.best.variant]
 
     @property
-    def _priced(self) -> str:
-        return "".join(f"; {text}" for text in [rates(self._base)] if text)
+    def _calibrated(self) -> str:
+        return "".join(f"; {text}" for text in [calibration_text(self._base)] if text)
 
     @property
     def early(self) -> bool:
-        """Whether it ended before it came to an end of its own."""
+        """Whether a limit or an interrupt ended the search."""
         return self.ended.startswith(("stopped", "interrupted"))
 
     def __str__(self) -> str:
@@ -289,18 +262,18 @@ class Search:
 
 
 def _costs_more(other: Plan, best: Plan) -> list[str]:
-    """The three kinds of cost by which a plan is longer than another, largest first, with causes."""
+    """The three largest differences in time between two plans, with their causes."""
 
     def of(plan: Plan) -> dict[tuple[str, ...], tuple[float, str]]:
         assert plan.time is not None
-        found: dict[tuple[str, ...], tuple[float, str]] = {
-            ("products",): (plan.time.compute, "products that each device does"),
-            ("memory traffic",): (plan.time.memory, "arrays read and written"),
+        costs: dict[tuple[str, ...], tuple[float, str]] = {
+            ("matmuls",): (plan.time.compute, "matmuls of each device"),
+            ("memory traffic",): (plan.time.memory, "memory traffic"),
         }
         for c in plan.collectives:
             key = (c.op, c.tensor)
-            found[key] = (found.get(key, (0.0, ""))[0] + (c.seconds or 0.0) * (c.count or 1), _line(c))
-        return found
+            costs[key] = (costs.get(key, (0.0, ""))[0] + seconds_per_step(c), _line(c))
+        return costs
 
     before = of(best)
     more = [(seconds - before.get(key, (0.0, ""))[0], text) for key, (seconds, text) in of(other).items()]
@@ -313,7 +286,7 @@ def _line(c: Collective) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What a candidate wastes is in its figures."""
+    """Suppresses the warnings of candidates: their costs are part of the estimates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""``mp.compile``: the real compiler, ahead of time, for devices that need not be here."""
+"""``mp.compile``: ahead-of-time compilation with the real compiler, for devices that need not be attached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from ..compat.devices import is_compile_only, lowered_parts
@@ -25,7 +24,8 @@ from ..mesh import MeshLike, context_mesh
 from ..mesh import mesh as make_mesh
 from ..options import options_apart
 from ..plan.plan import Plan
-from ..report.facts import rates
+from ..report.facts import calibration_text, grouped
+from ..report.tables import rich_table
 from ..report.text import plain
 from ..units import format_bytes, format_memory, format_seconds
 from . import hlo
@@ -43,9 +43,9 @@ Effort = Literal["fast", "full"]
 class Memory:
     """Bytes that the compiler allocates on one device.
 
-    ``peak`` must fit; the others are parts that may overlap in time: ``outputs`` include the ``aliased`` bytes of donated
-    arguments. ``code`` is the program itself. ``host`` is what the program allocates in the host's memory for the device: no
-    other attribute includes it. On CPUs, for which XLA reports no peak, ``peak`` is the sum of arguments, outputs and temporaries.
+    ``peak`` must fit. The other attributes need not be live at the same time: ``outputs`` include the ``aliased`` bytes of
+    donated arguments; ``code`` is the executable. ``host`` is allocated in the host's memory and part of no other attribute.
+    On CPUs, where XLA reports no peak, ``peak`` is the sum of arguments, outputs and temporaries.
     """
 
     peak: int
@@ -59,19 +59,19 @@ class Memory:
 
 @dataclass(eq=False)
 class Compiled:
-    """A program that a real compiler has compiled, for devices that need not be here.
+    """A program compiled by the real compiler for a topology whose devices need not be attached.
 
     Attributes:
       name: of the function.
       topology: ``"v5e:16x16"``.
-      effort: ``"fast"`` or ``"full"``. Memory is to be quoted at full effort: at fast effort the peak of train steps of 7B to 50B
-        models came out 0 to 16 % lower, and that of small programs may differ more.
+      effort: ``"fast"`` or ``"full"``. Quote memory at full effort: at fast effort the peak of train steps of 7B to 50B models
+        was 0 to 16 % lower; small programs may differ more.
       memory: bytes of one device.
-      capacity: bytes that a device has, where that is known.
-      plan: what meshpar planned; None for a program that it did not lower.
-      mesh: the mesh of the program, where it is known: names for the axes of collectives.
-      compile_seconds: what the compiler took, then.
-      cached: whether the result came from the cache.
+      capacity: bytes of memory of a device; None: not known.
+      plan: the plan of the program; None for a program that meshpar did not lower.
+      mesh: the mesh of the program, which names the axes of collectives; None: not known.
+      compile_seconds: time of the compilation, also if the result is cached.
+      cached: whether the result was read from the cache.
     """
 
     name: str
@@ -101,30 +101,30 @@ class Compiled:
 
     @functools.cached_property
     def final_collectives(self) -> list[HloCollective]:
-        """The collectives of the final program: what is really sent."""
+        """The collectives of the final program."""
         return hlo.collectives(self.as_text())
 
     @functools.cached_property
     def cycles(self) -> float | None:
-        """The TPU compiler's estimate of the cycles of a step, loops counted, communication left out; None on other platforms."""
+        """The TPU compiler's estimate of the cycles of a step, with loop trip counts and without communication; None elsewhere."""
         return hlo.cycles(self.as_text()) or None
 
     @functools.cached_property
     def flops(self) -> float:
-        """Floating-point operations of a device in a step: matrix products and convolutions of the final program, loops counted,
-        and what kernels state."""
+        """Floating-point operations of a device in a step: matmuls and convolutions of the final program with loop trip counts,
+        and the cost estimates of custom kernels."""
         return flops(self.as_text())
 
     @functools.cached_property
     def exposed(self) -> Exposed | None:
-        """Communication beside which nothing is computed, by the final schedule; None where the clock is not known."""
+        """Exposed communication in the final schedule; None if the clock of the chip is not known."""
         if not isinstance(self.mesh, Mesh) or (chip := chip_of(self.mesh)) is None or not chip.compiler.clock_hz:
             return None
         return exposed(self.as_text(), chip, places_of(list(self.mesh.devices.flat)))
 
     @property
     def exposed_seconds(self) -> float | None:
-        """Seconds of a step in which a device waits for its links, by the final schedule (:attr:`exposed` has the parts)."""
+        """Seconds of exposed communication in a step, by the final schedule (:attr:`exposed` has the details)."""
         return None if self.exposed is None else self.exposed.seconds
 
     @property
@@ -148,11 +148,11 @@ def compile_lowered(
     """Compile any JAX program as :func:`meshpar.compile` does: a hand-written ``jax.jit`` or ``shard_map`` one, for instance.
 
     Args:
-      program: a ``jax.stages.Lowered``, or something with ``.lower``, which gets the arguments. Its shardings say the devices:
-        those of a mesh made by :func:`meshpar.mesh` with ``topology``, or CPU devices.
+      program: a ``jax.stages.Lowered``, or an object with ``.lower``, which is called with the arguments. Its shardings
+        determine the devices: those of a mesh made by :func:`meshpar.mesh` with ``topology``, or CPU devices.
       *args: arguments for ``.lower``.
-      **keywords: those by keyword.
-      kwargs: those called as an option is.
+      **keywords: keyword arguments for ``.lower``.
+      kwargs: keyword arguments for ``.lower`` whose names are options of this function.
       name, plan, mesh: for the report; the mesh names the axes of collectives.
       effort, timeout, cache, progress, compiler_options: as in :func:`meshpar.compile`.
 
@@ -182,7 +182,7 @@ def compile_lowered(
         refused = CompilerError(
             headline,
             fixes=[
-                'the error\'s `log` has all that the compiler said; another layout, or lowering="jit", may avoid it'
+                'the error\'s `log` has the complete output of the compiler; another layout, or lowering="jit", may avoid it'
             ],
         )
         refused.log = error
@@ -200,40 +200,40 @@ def _topology(devices: list[Any]) -> str:
     """The topology of a program's devices, all of which must be used."""
     if not devices:
         raise MeshError(
-            "this program says no devices: its arguments have no shardings",
+            "the devices of this program are unknown: its arguments have no shardings",
             fixes=["give them shardings over mp.mesh(…, topology=…)"],
         )
-    found = topology_of(devices)
-    if found is not None:
-        whole = len(topology_devices(found))
-        if whole != len(devices):
+    topology = topology_of(devices)
+    if topology is not None:
+        count = len(topology_devices(topology))
+        if count != len(devices):
             raise MeshError(
-                f"this program uses {len(devices)} of the {whole} devices of {found}",
+                f"this program uses {len(devices)} of the {count} devices of {topology}",
                 fixes=["a mesh that fills the topology, or a smaller topology"],
             )
-        return found
+        return topology
     if is_compile_only(devices[0]):
         raise MeshError(
-            f"devices of kind {devices[0].device_kind!r} belong to no topology that mp.mesh knows",
+            f"devices of kind {devices[0].device_kind!r} belong to a topology that mp.mesh does not know",
             fixes=['compile for one that mp.mesh knows: topology="v5e:4x4"'],
         )
     if devices[0].platform == "cpu":
         ids = [d.id for d in sorted(jax.devices("cpu"), key=lambda d: d.id)]
         return f"cpu:{max(ids.index(d.id) for d in devices) + 1}"
     raise MeshError(
-        f"mp.compile compiles for devices that are described, or for CPUs; these are {devices[0].device_kind} devices in use",
+        f"mp.compile compiles for a topology or for CPUs, not for attached {devices[0].device_kind} devices",
         fixes=[
-            'describe them: mp.mesh("data=8", topology="h200:8"), or mp.compile(…, topology="v5e:16x16")',
-            "or compile for the ones here: mp.jit(…).lower(…).compile()",
+            'name their topology: mp.mesh("data=8", topology="h200:8"), or mp.compile(…, topology="v5e:16x16")',
+            "or compile for the attached devices: mp.jit(…).lower(…).compile()",
         ],
     )
 
 
 def mesh_to_compile_for(mesh: MeshLike | None, topology: str | None) -> Mesh:
-    """A mesh over the devices of a topology, or over those it has.
+    """The mesh over the devices of a topology, or the mesh itself if it has devices.
 
     Raises:
-      MeshError: neither says any devices, or they are different ones.
+      MeshError: the mesh has no devices and no topology is given, or the mesh and the topology have different devices.
     """
     if isinstance(mesh, str | Mapping):
         return make_mesh(mesh, topology=topology)
@@ -242,19 +242,19 @@ def mesh_to_compile_for(mesh: MeshLike | None, topology: str | None) -> Mesh:
         if not isinstance(mesh, Mesh):
             raise MeshError("an abstract mesh has no devices to compile for", fixes=['add topology="v5e:16x16"'])
         return mesh
-    if isinstance(mesh, Mesh) and topology_of(list(np.ravel(mesh.devices))) is not None:
-        made = topology_of(list(np.ravel(mesh.devices)))
-        if topology_devices(topology) != topology_devices(made or ""):
+    own = topology_of(list(np.ravel(mesh.devices))) if isinstance(mesh, Mesh) else None
+    if isinstance(mesh, Mesh) and own is not None:
+        if topology_devices(topology) != topology_devices(own):
             raise MeshError(
-                f"the mesh is of {made}, but topology={topology!r} is asked for", fixes=["leave topology out"]
+                f"the devices of the mesh are {own}, but topology={topology!r}", fixes=["leave topology out"]
             )
         return mesh
     return make_mesh(", ".join(f"{a}={n}" for a, n in dict(mesh.shape).items()), topology=topology)
 
 
-# -- in the terminal: does it fit, and what is really sent
+# -- in the terminal
 
-ROWS = 16
+MAX_ROWS = 16
 """Collectives that a report lists one by one."""
 
 
@@ -264,7 +264,7 @@ def compiled_text(compiled: Compiled, width: int = 120) -> str:
 
 
 def compiled_renderable(c: Compiled) -> Any:
-    """The report for rich: memory, cycles, and the collectives of the final program beside those of the partitioner."""
+    """The report for rich: memory, cycles, collectives of the final program and bytes by kind after partitioning."""
     m = c.memory
     fits = f" of {format_memory(c.capacity)}" if c.capacity else ""
     host = f"; {format_memory(m.host)} in the host's memory" if m.host else ""
@@ -282,13 +282,13 @@ def compiled_renderable(c: Compiled) -> Any:
         )
     if c.cycles:
         head.append("\ncycles", style="bold")
-        head.append(f"    {c.cycles:.4g} a step, by the compiler's estimate, communication left out")
+        head.append(f"    {c.cycles:.4g} a step, by the compiler's estimate, without communication")
     if c.exposed is not None:
         head.append("\nschedule", style="bold")
         head.append(
             f"  {format_seconds(c.exposed.compute)} of computation, {format_seconds(c.exposed.seconds)} of communication exposed"
         )
-    parts: list[Any] = [head, Text(), _sent_table(c, c.final_collectives, "sent by each device, in the final program")]
+    parts: list[Any] = [head, Text(), _collectives_table(c)]
     if c.collectives:
         kinds: dict[str, float] = {}
         for x in c.collectives:
@@ -300,54 +300,40 @@ def compiled_renderable(c: Compiled) -> Any:
             parts.append(Text(f"options left out ({group.name}): {reason}", style="yellow"))
         if c.plan.options.groups:
             names = ", ".join(g.name for g in c.plan.options.groups)
-            parts.append(Text(f"options of the compiler: {names}", style="dim"))
+            parts.append(Text(f"compiler options: {names}", style="dim"))
         text = f"planned: {format_bytes(c.plan.bytes_sent)} sent, peak {format_memory(memory_of(c.plan).peak)}"
         parts.append(Text(text, style="dim"))
-        if priced := rates(c.plan):
-            parts.append(Text(priced, style="dim"))
+        if calibrated := calibration_text(c.plan):
+            parts.append(Text(calibrated, style="dim"))
     return Group(*parts)
 
 
-def _sent_table(c: Compiled, found: list[HloCollective], title: str) -> Any:
-    rows: dict[tuple[Any, ...], list[HloCollective]] = {}
-    sizes = dict(c.mesh.shape) if c.mesh is not None else {}
-    for x in found:
-        axes = "+".join(x.axes(sizes)) if sizes else f"{x.group} devices" if x.group else "pairs"
-        axes += " (DCN)" if x.dcn else ""
-        rows.setdefault((x.op, axes, x.shape, x.source), []).append(x)
-    total = sum(x.total_bytes for x in found)
-    if not found:
+def _collectives_table(c: Compiled) -> Any:
+    """The collectives of the final program, those that send most first: bytes in a step, calls, bytes per call, shape, line."""
+    if not c.final_collectives:
         return Text("each device sends nothing", style="bold")
-    table = Table(
-        title=f"{format_bytes(total)} {title}", title_justify="left", title_style="bold", box=None, pad_edge=False
-    )
-    for name, justify in (
-        ("", "left"),
-        ("axes", "left"),
-        ("times", "right"),
-        ("bytes", "right"),
-        ("", "left"),
-        ("", "left"),
-    ):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    ranked = sorted(rows.items(), key=lambda r: -sum(x.total_bytes for x in r[1]))
-    for (op, axes, shape, source), group in ranked[:ROWS]:
-        table.add_row(op, axes, _times(group), format_bytes(sum(x.total_bytes for x in group)), shape, _short(source))
-    rest = [x for _, group in ranked[ROWS:] for x in group]
-    if rest:
-        table.add_row(
-            "smaller ones", "", _times(rest), format_bytes(sum(x.total_bytes for x in rest)), "", "", style="dim"
-        )
-    return table
+    sizes = dict(c.mesh.shape) if c.mesh is not None else {}
+
+    def axes(x: HloCollective) -> str:
+        names = "+".join(x.axes(sizes)) if sizes else f"{x.group} devices" if x.group else "pairs"
+        return names + " (DCN)" * x.dcn
+
+    def sizes_of(group: list[HloCollective]) -> tuple[str, str, str]:
+        total = sum(x.total_bytes for x in group)
+        calls = None if any(x.count is None for x in group) else sum(x.count or 0 for x in group)
+        return format_bytes(total), "?" if calls is None else str(calls), format_bytes(total / calls) if calls else ""
+
+    groups = grouped(c.final_collectives, lambda x: (x.op, axes(x), x.shape, x.source))
+    groups.sort(key=lambda g: -sum(x.total_bytes for x in g))
+    rows = [(g[0].op, axes(g[0]), *sizes_of(g), g[0].shape, _short(g[0].source)) for g in groups[:MAX_ROWS]]
+    smaller = [x for g in groups[MAX_ROWS:] for x in g]
+    if smaller:
+        rows.append(("smaller ones", "", *sizes_of(smaller)[:2], "", "", ""))
+    columns = [("", ""), ("axes", ""), ("total", "n"), ("calls", "n"), ("per call", "n"), ("shape", ""), ("source", "")]
+    title = f"each device sends {format_bytes(c.bytes_sent)} a step, in the final program"
+    return rich_table(columns, rows, title=title, title_justify="left", title_style="bold")
 
 
 def _short(source: str) -> str:
-    """A line of a file without the folder that is the current one, or that of installed packages."""
-    here = os.getcwd() + os.sep
-    return source.removeprefix(here).rpartition(f"{os.sep}site-packages{os.sep}")[2]
-
-
-def _times(group: list[HloCollective]) -> str:
-    if any(x.count is None for x in group):
-        return "?"
-    return f"{sum(x.count or 0 for x in group)} ×"
+    """A source line relative to the working directory or the folder of installed packages."""
+    return source.removeprefix(os.getcwd() + os.sep).rpartition(f"{os.sep}site-packages{os.sep}")[2]

@@ -332,7 +332,7 @@ def test_the_report_is_one_screen():
     assert "of the 15.75 GiB of a v5e at the peak, at " in text
     assert "a step takes about " in text
     assert "% of the peak FLOP/s" in text
-    assert "programs for v5e wait for reduce-scatters: " in text
+    assert "reduce-scatters are synchronous on v5e: " in text
     seconds = [line for line in lines if line.startswith("all-gather") and (" µs " in line or " ms " in line)]
     assert seconds
 

@@ -27,7 +27,7 @@ def test_it_runs(monkeypatch):
     client.execute()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
     data = [out["data"] for out in outputs if "data" in out]
-    assert any("text/html" in d and "at the peak" in d["text/html"] for d in data)
+    assert any("text/html" in d and "peak memory per device" in d["text/html"] for d in data)
     assert any("application/vnd.jupyter.widget-view+json" in d for d in data)
     text = "".join(out.get("text", "") for out in outputs)
     assert "1 of 1 runs equal" in text

@@ -368,16 +368,14 @@ def test_the_fused_kernel_takes_what_it_can_and_sends_what_a_ring_would():
         took = product(64 // 16 * 2048, k, n)
         assert o.exposed["pallas"] == pytest.approx(7.5 * hop - took + hop + 2e-6 + copied / HBM)
     assert plan.seconds == pytest.approx(mlp_plan("xla").seconds - sum(o.gain for o in plan.overlaps))
-    assert "2 of 2 gathers and scatters beside products run by fused kernels (overlap=pallas), which saves" in str(plan)
+    assert "2 of 2 matmul–collective pairs are lowered as fused kernels (overlap=pallas), which saves" in str(plan)
 
 
 def test_rings_and_kernels_of_one_plan_are_both_named():
     plan = mlp_plan("pallas")
     first, second = plan.overlaps
     plan = replace(plan, overlaps=(replace(first, choice="ring"), second))
-    text = (
-        "2 of 2 gathers and scatters beside products run in blocks, 1 on rings and 1 by fused kernels (overlap=pallas)"
-    )
+    text = "2 of 2 matmul–collective pairs are lowered as 1 rings, 1 fused kernels (overlap=pallas)"
     assert text in str(plan)
 
 
@@ -424,10 +422,10 @@ def test_kernels_of_one_kind_run_over_different_axes():
 
 def test_reports_show_the_decisions(tmp_path):
     plan = mlp_plan("auto", width=WIDE)
-    assert "2 of 2 gathers and scatters beside products run on rings (overlap=auto), which saves" in str(plan)
+    assert "2 of 2 matmul–collective pairs are lowered as rings (overlap=auto), which saves" in str(plan)
     facts = json.loads(plan.to_json())["overlap"]
     assert [(f["kind"], f["choice"]) for f in facts] == [("gather", "ring"), ("scatter", "ring")]
     assert all(f["gain"] > 0 and "test_collective_matmul.py" in f["source"] for f in facts)
     plan.save(tmp_path / "plan.html")
     assert "Products beside collectives" in (tmp_path / "plan.html").read_text(encoding="utf8")
-    assert "beside products" not in str(mlp_plan("off"))
+    assert "matmul–collective pairs" not in str(mlp_plan("off"))

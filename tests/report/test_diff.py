@@ -1,4 +1,4 @@
-"""Two plans side by side: figures, tensors and collectives that differ, as text, JSON and a page."""
+"""Two plans side by side: metrics, tensors and collectives that differ, as text, JSON and a page."""
 
 import json
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.report.diff import Figure
+from meshpar.report.diff import Metric
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))
@@ -26,18 +26,18 @@ def found():
     return planned("batch: data").diff(planned("batch: data; embed: data"))
 
 
-def test_figures_are_those_of_the_plans(found):
+def test_metrics_are_those_of_the_plans(found):
     facts = json.loads(found.to_json())
     weight = 256 * 512 * 4
     assert facts["a"]["layout"] == "batch: data"
-    assert facts["figures"]["peak memory of a device"]["a"] == found.a.memory.peak
-    assert facts["figures"]["step"]["b"] == found.b.seconds
-    reduced, gathered = facts["figures"]["  all-reduce"], facts["figures"]["  all-gather"]
+    assert facts["metrics"]["peak memory of a device"]["a"] == found.a.memory.peak
+    assert facts["metrics"]["step"]["b"] == found.b.seconds
+    reduced, gathered = facts["metrics"]["  all-reduce"], facts["metrics"]["  all-gather"]
     assert (reduced["a"], reduced["b"]) == (2 * weight * 7 / 8, 0)
     assert (gathered["a"], gathered["b"]) == (0, weight * 7 / 8)
 
 
-def test_tensors_that_lie_otherwise(found):
+def test_arguments_that_are_sharded_differently(found):
     assert found.tensors == [("w", "embed mlp", "embed:data mlp", 256 * 512 * 4, 256 * 512 * 4 / 8)]
 
 
@@ -51,7 +51,7 @@ def test_collectives_that_differ(found):
 
 
 def test_changes_in_words(found):
-    changes = {f.name: f.change for f in found.figures}
+    changes = {f.name: f.change for f in found.metrics}
     assert changes["sent by a device in a step"] == "="  # an all-reduce is a reduce-scatter and an all-gather
     assert changes["  all-reduce"] == "−100.0 %"
     assert changes["  all-gather"] == ""
@@ -59,7 +59,7 @@ def test_changes_in_words(found):
 
 def test_text(found):
     text = str(found)
-    assert "1 argument lies otherwise" in text
+    assert "1 argument is sharded differently" in text
     assert "embed:data mlp" in text
     assert all(len(line) <= 120 for line in text.splitlines())
 
@@ -73,7 +73,7 @@ def test_the_same_plan():
 
 def test_other_meshes_and_no_estimate():
     found = planned("batch: data").diff(planned("batch: data; mlp: model", "data=4, model=2", topology=None))
-    step = next(f for f in found.figures if f.name == "step")
+    step = next(f for f in found.metrics if f.name == "step")
     assert step.b is None
     assert step.change == ""
     assert found.tensors[0][2] == "embed mlp:model"
@@ -91,9 +91,9 @@ def test_files(found, tmp_path):
 
 
 def test_a_change_from_next_to_nothing_is_no_ratio():
-    assert Figure("sent", 103.0, 1.62e6, "bytes").change == ""
-    assert Figure("sent", 1e6, 3.1e6, "bytes").change == "× 3.1"
-    assert Figure("sent", 1e6, 1.5e6, "bytes").change == "+50.0 %"
+    assert Metric("sent", 103.0, 1.62e6, "bytes").change == ""
+    assert Metric("sent", 1e6, 3.1e6, "bytes").change == "× 3.1"
+    assert Metric("sent", 1e6, 1.5e6, "bytes").change == "+50.0 %"
 
 
 def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):
@@ -101,8 +101,8 @@ def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):
     options = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch embed"}}
     x, given = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct(w.shape, w.dtype)
     closed, passed = mp.plan(lambda x: x @ w, x, **options), mp.plan(lambda x, w: x @ w, x, given, **options)
-    figures = json.loads(closed.diff(passed).to_json())["figures"]
-    assert figures["constants on a device"] == {"a": w.nbytes, "b": 0, "unit": "bytes"}
+    metrics = json.loads(closed.diff(passed).to_json())["metrics"]
+    assert metrics["constants on a device"] == {"a": w.nbytes, "b": 0, "unit": "bytes"}
     facts = json.loads(closed.to_json())
     assert [c["bytes"] for c in facts["constants"]] == [w.nbytes] == [facts["memory"]["by_kind"]["constants"]]
     closed.save(tmp_path / "plan.html")

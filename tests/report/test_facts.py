@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar.report.facts import bodies, chips_of, effects, largest_values, step_seconds, whole_bytes
+from meshpar.report.facts import (
+    argument_dims,
+    global_bytes,
+    largest_values,
+    loop_timelines,
+    rule_effects,
+    seconds_per_step,
+)
 
 BATCH, EMBED, MLP, LAYERS = 4096, 1024, 4096, 6
 DIMS = {"w/up": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
@@ -36,11 +43,11 @@ def planned(layout: str, mesh: str = "data=4, model=2", **more) -> mp.Plan:
 
 def test_what_a_rule_splits_and_sends():
     plan = planned("batch: data; mlp: model; embed: data")
-    batch, mlp, embed = effects(plan)
+    batch, mlp, embed = rule_effects(plan)
     weights = 2 * LAYERS * EMBED * MLP * 4
-    assert (batch.tensors, batch.whole, batch.local) == (1, BATCH * EMBED * 4, BATCH * EMBED * 4 / 4)
-    assert (mlp.tensors, mlp.whole, mlp.local) == (2, weights, weights / 8)
-    assert (embed.tensors, embed.whole, embed.local) == (2, weights, weights / 8)
+    assert (batch.arguments, batch.global_bytes, batch.bytes) == (1, BATCH * EMBED * 4, BATCH * EMBED * 4 / 4)
+    assert (mlp.arguments, mlp.global_bytes, mlp.bytes) == (2, weights, weights / 8)
+    assert (embed.arguments, embed.global_bytes, embed.bytes) == (2, weights, weights / 8)
     gathered = 2 * weights / 2 * 3 / 4  # twice a step, of each device's half along mlp
     assert embed.sent == pytest.approx(gathered)
     assert batch.sent == pytest.approx(weights / 2 * 3 / 4, rel=1e-3)  # gradients, scattered
@@ -51,8 +58,8 @@ def test_what_a_rule_splits_and_sends():
 
 def test_a_rule_without_effect_and_one_in_a_scope():
     plan = planned("batch: data; opt.embed: data; mlp: model")
-    _, scoped, _ = effects(plan)
-    assert (scoped.rule, scoped.tensors, scoped.sent) == ("opt.embed: data", 0, 0)
+    _, scoped, _ = rule_effects(plan)
+    assert (scoped.rule, scoped.arguments, scoped.sent) == ("opt.embed: data", 0, 0)
 
 
 def test_a_rule_for_paths_splits_what_the_layout_splits():
@@ -62,27 +69,27 @@ def test_a_rule_for_paths_splits_what_the_layout_splits():
     plan = mp.plan(
         lambda embedding, x: embedding[x], *args, mesh="model=2", layout='"*/embedding".vocab: model', dims=dims
     )
-    (effect,) = effects(plan)
+    (effect,) = rule_effects(plan)
     assert plan.inputs[0].split == [("vocab", ("model",)), ("embed", ())]
-    assert (effect.tensors, effect.whole, effect.local) == (1, 64 * 8 * 4, 32 * 8 * 4)
+    assert (effect.arguments, effect.global_bytes, effect.bytes) == (1, 64 * 8 * 4, 32 * 8 * 4)
 
 
 def test_seconds_of_rules_are_those_of_their_collectives():
     plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4")
-    assert sum(e.seconds for e in effects(plan)) == pytest.approx(sum(map(step_seconds, plan.collectives)))
-    assert all(e.seconds > 0 for e in effects(plan))
+    assert sum(e.seconds for e in rule_effects(plan)) == pytest.approx(sum(map(seconds_per_step, plan.collectives)))
+    assert all(e.seconds > 0 for e in rule_effects(plan))
 
 
 def test_chips_and_whole_bytes_of_an_argument():
     plan = planned("batch: data; mlp: model; embed: data")
     up = next(h for h in plan.inputs if h.path == "w/up")
-    assert chips_of(up) == [("layers", ()), ("embed", ("data",)), ("mlp", ("model",))]
-    assert whole_bytes(plan, up) == LAYERS * EMBED * MLP * 4
+    assert argument_dims(up) == [("layers", ()), ("embed", ("data",)), ("mlp", ("model",))]
+    assert global_bytes(up) == LAYERS * EMBED * MLP * 4
 
 
 def test_the_layers_over_time_add_up():
     plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4", overlap="xla")
-    forward, backward = bodies(plan)
+    forward, backward = loop_timelines(plan)
     assert forward.trips == backward.trips == LAYERS
     assert [s.name for s in forward.spans if s.lane == "links"] == ["all-gather"] * 2
     assert sorted(s.name for s in backward.spans if s.lane == "links") == ["all-gather"] * 2 + ["reduce-scatter"] * 2
@@ -94,21 +101,21 @@ def test_the_layers_over_time_add_up():
     in_loops = sum(s.seconds * b.trips for b in (forward, backward) for s in b.spans if s.lane == "compute")
     assert in_loops == pytest.approx(sum(o.seconds * o.count for o in plan.time.ops if o.count == LAYERS))
     # weights are sent for ahead; gradients only leave, but programs for v5e do not go on while they are scattered
-    assert {s.name for b in (forward, backward) for s in b.spans if s.waits} == {"reduce-scatter"}
+    assert {s.name for b in (forward, backward) for s in b.spans if s.exposed} == {"reduce-scatter"}
 
 
 def test_a_collective_that_is_waited_for_stands_between_kernels():
     plan = planned("batch: data; mlp: model", topology="v5e:2x4")
-    forward = bodies(plan)[0]
+    forward = loop_timelines(plan)[0]
     (reduced,) = [s for s in forward.spans if s.lane == "links"]
     assert reduced.name == "all-reduce"
-    assert reduced.waits
+    assert reduced.exposed
     assert all(s.start >= reduced.start + reduced.seconds or s.start + s.seconds <= reduced.start + 1e-12
                for s in forward.spans if s is not reduced)  # fmt: skip
 
 
 def test_no_layers_over_time_without_a_chip():
-    assert bodies(planned("batch: data")) == []
+    assert loop_timelines(planned("batch: data")) == []
 
 
 def test_the_largest_values_in_between():
@@ -116,7 +123,7 @@ def test_the_largest_values_in_between():
     largest = largest_values(plan)
     assert largest[0].bytes == max(v.bytes for v in largest)
     hidden = next(v for v in largest if v.shape == (LAYERS, BATCH, MLP))
-    assert hidden.chips == [("layers", ()), ("batch", ("data",)), ("mlp", ("model",))]
+    assert hidden.dims == [("layers", ()), ("batch", ("data",)), ("mlp", ("model",))]
     assert hidden.bytes == LAYERS * BATCH * MLP * 4 / 8
 
 

@@ -128,7 +128,7 @@ def test_names_are_escaped():
 def test_a_program_that_sends_nothing_and_one_without_split():
     plan = mp.plan(lambda x: x * 2, ARGS[2], mesh="data=4", layout="batch: data", dims={"x": "batch embed"})
     assert "Each device sends nothing." in plan_page(plan)
-    assert "(nothing split)" in plan_page(
+    assert "(nothing sharded)" in plan_page(
         mp.plan(lambda x: x * 2, ARGS[2], mesh="data=1", layout="", dims={"x": "batch embed"})
     )
 

@@ -403,7 +403,7 @@ def test_nothing_fits():
     got = found(topology="v5e:2x2", batch=4, embed=32768, mlp=262144)
     assert not got.fits
     assert got.best.peak <= 1.03 * min(r.peak for r in got.rows)
-    assert str(got).startswith("NOTHING FITS  the least is")
+    assert str(got).startswith("NOTHING FITS  the smallest peak is")
     assert "optimizer state" in str(got).partition("search")[0]
 
 

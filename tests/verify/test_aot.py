@@ -282,7 +282,7 @@ def test_too_large_for_a_tpu():
 @tpu
 def test_a_mesh_and_another_topology():
     mesh = mp.mesh("data=2, model=2", topology="v5e:2x2")
-    with pytest.raises(MeshError, match="the mesh is of v5e:2x2, but topology='v6e:2x2' is asked for"):
+    with pytest.raises(MeshError, match="the devices of the mesh are v5e:2x2, but topology='v6e:2x2'"):
         mp.compile(step, state(), X, mesh=mesh, topology="v6e:2x2", **HOW)
     part = jax.sharding.Mesh(mesh.devices[:1], mesh.axis_names)
     with pytest.raises(MeshError, match="this program uses 2 of the 4 devices of v5e:2x2"):

@@ -1,0 +1,69 @@
+"""Tables as data: columns and cells that are rendered for the terminal (rich) and for pages (HTML)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from rich.table import Table as RichTable
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell.
+
+    Attributes:
+      text: what the terminal prints.
+      value: the number that ``text`` shows, by which pages sort the column; None: the cell is text.
+      markup: HTML for pages; "": ``text``, escaped.
+      css: classes of the ``td``, besides ``n`` for numbers.
+    """
+
+    text: str
+    value: float | None = None
+    markup: str = ""
+    css: str = ""
+
+    def html(self) -> str:
+        """The ``td`` element."""
+        kind = " ".join(filter(None, ("n" if self.value is not None else "", self.css)))
+        attributes = (f' class="{kind}"' if kind else "") + (
+            "" if self.value is None else f' data-v="{self.value:.6g}"'
+        )
+        return f"<td{attributes}>{self.markup or escape(self.text)}</td>"
+
+
+def number(text: str, value: float, bar: str = "", css: str = "") -> Cell:
+    """A right-aligned cell that sorts by ``value``; ``bar`` is markup below the number."""
+    return Cell(text, value, escape(text) + bar, css)
+
+
+def html_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Cell] | str], sortable: bool = False) -> str:
+    """A table that scrolls horizontally within the page.
+
+    Args:
+      columns: (heading, CSS classes: ``n`` for numbers, ``more`` for columns that narrow screens hide).
+      rows: cells, or a complete ``tr`` element as text.
+      sortable: headings are buttons that sort the rows.
+    """
+    heads = "".join(
+        f'<th scope="col"{f""" class="{kind}" """.rstrip() if kind else ""}>'
+        + (f"<button>{escape(h)}</button>" if sortable and h else escape(h)) + "</th>"
+        for h, kind in columns
+    )  # fmt: skip
+    body = "".join(row if isinstance(row, str) else f"<tr>{''.join(c.html() for c in row)}</tr>" for row in rows)
+    kind = ' class="sort"' if sortable else ""
+    return f'<div class="wide"><table{kind}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def rich_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Cell | Any]], **style: Any) -> RichTable:
+    """The same table for the terminal: cells are :class:`Cell`, or anything that rich renders."""
+    out = RichTable(box=None, pad_edge=False, **style)
+    for heading, kind in columns:
+        numeric = "n" in kind.split()
+        out.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
+    for row in rows:
+        out.add_row(*(c.text if isinstance(c, Cell) else c for c in row))
+    return out
