@@ -427,5 +427,5 @@ def test_reports_show_the_decisions(tmp_path):
     assert [(f["kind"], f["choice"]) for f in facts] == [("gather", "ring"), ("scatter", "ring")]
     assert all(f["gain"] > 0 and "test_collective_matmul.py" in f["source"] for f in facts)
     plan.save(tmp_path / "plan.html")
-    assert "Products beside collectives" in (tmp_path / "plan.html").read_text(encoding="utf8")
+    assert "Collective matmuls" in (tmp_path / "plan.html").read_text(encoding="utf8")
     assert "matmul–collective pairs" not in str(mlp_plan("off"))

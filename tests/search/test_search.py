@@ -361,7 +361,7 @@ def test_pictures(tmp_path):
     assert "http" not in page.replace("http-equiv", "")
     assert page.count("<tr>") == 1 + min(40, len(got.rows))
     assert "<svg" in got._repr_html_()
-    with pytest.raises(mp.errors.UnsupportedError, match="is saved as"):
+    with pytest.raises(mp.errors.UnsupportedError, match="cannot be saved as"):
         got.save(tmp_path / "a.pdf")
 
 
