@@ -1,9 +1,10 @@
 """The command line: ``meshpar plan|lab|compile|search|calibrate|check|diff TARGET``, and ``launch``, ``checkpoint``,
-``tune-kernels``."""
+``tune-kernels``, ``doctor``."""
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import itertools
 import json
@@ -11,9 +12,10 @@ import os
 import re
 import sys
 import warnings
+import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import jax
 from rich.console import Console
@@ -21,6 +23,8 @@ from rich.console import Console
 import meshpar as mp
 
 from .api import plan as plan_of
+from .dims import did_you_mean, near
+from .doctor import add_command as add_doctor
 from .errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
 from .hardware.calibration import read_calibrations
 from .hardware.topology import device_count
@@ -48,7 +52,7 @@ arguments as jax.ShapeDtypeStruct (nothing is allocated), and tree-path patterns
   meshpar check   examples/llama.py:tiny --layout fsdp --layout "batch: data; mlp: model"
 """
 EXIT = """\
-exit status: 0: well; 1: it does not hold: a layout changes a number, the compiler refuses, or it does not fit;
+exit status: 0: success; 1: the answer is no (a layout changes a result, the compiler refuses the program, or it does not fit);
 2: bad input (the message says what to write instead)."""
 
 
@@ -75,9 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
+    if not given:
+        parser.print_help()
+        return 0
     if (renamed := _renamed(given)) is not None:
         parser.error(renamed)
-    args = parser.parse_args(given)
+    args, unknown = parser.parse_known_args(given)
+    if unknown:
+        _refuse(parser, given[0], unknown)
     if not os.environ.get("JAX_PLATFORMS") and not (args.run is _calibrate or getattr(args, "accelerator", False)):
         jax.config.update("jax_platforms", "cpu")  # nothing else needs the accelerators, which others may be using
     warnings.simplefilter("ignore", JoinWarning)  # plans list their joins
@@ -96,7 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(e, CheckError | CompilerError) else 2
 
 
-COMMANDS = "plan|lab|compile|search|calibrate|check|diff|launch|checkpoint|tune-kernels"
+COMMANDS = {
+    "Inspect layouts": ("plan", "diff", "search", "lab"),
+    "Verify": ("check", "compile"),
+    "Measure on devices": ("calibrate", "tune-kernels"),
+    "Run": ("launch", "checkpoint"),
+    "Environment": ("doctor",),
+}
+"""Group of commands → their names, in the order of the help."""
 MESH = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the whole topology)'
 LAYOUT = (
     'rules, "batch: data; embed: data", or a name: of the target\'s LAYOUTS, or fsdp, megatron, … '
@@ -108,12 +124,59 @@ Add = Callable[..., Any]
 """The ``add_argument`` of a command's parser."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    """The parser of all commands; ``run`` of what it parses is the command's function."""
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of all commands: its help lists them in groups, and a misspelled one gets a suggestion.
+
+    Attributes:
+      commands: name of a command → its parser.
+    """
+
+    commands: dict[str, argparse.ArgumentParser]
+
+    def format_help(self) -> str:
+        width = max(map(len, self.commands))
+        lines = ["usage: meshpar COMMAND ...", "", DESCRIPTION]
+        for group, names in COMMANDS.items():
+            lines.append(f"{group}:")
+            lines += [f"  {name:<{width}}  {_first_sentence(self.commands[name].description or '')}" for name in names]
+            lines.append("")
+        lines += [
+            "`meshpar COMMAND --help` lists the options of a command; `meshpar --version` prints the version.",
+            "",
+            EXIT,
+            "",
+        ]
+        return "\n".join(lines)
+
+    def error(self, message: str) -> NoReturn:
+        misspelled = re.search(r"invalid choice: '([^']+)' \(choose from (?:'plan'|plan)", message)
+        if misspelled:
+            message = (
+                f"there is no command `{misspelled[1]}`; {did_you_mean(misspelled[1], self.commands, 'commands')[0]}"
+            )
+        super().error(message)
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of a description, in one line."""
+    return " ".join(re.split(r"(?<=\.)\s", text.strip(), maxsplit=1)[0].split())
+
+
+def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
+    """Exit with an error for unknown words of a command line, with the flags that are similar."""
+    sub = parser.commands.get(command, parser)
+    flags = [flag for action in sub._actions for flag in action.option_strings if flag.startswith("--")]
+    similar = [name for word in unknown if word.startswith("-") for name in near(word.partition("=")[0], flags)[:1]]
+    suggestion = f"; did you mean {' or '.join(similar)}?" if similar else ""
+    sub.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
+
+
+def _parser() -> _CommandParser:
+    """The parser of all commands; ``run`` of the namespace that it returns is the command's function."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
+    parser = _CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
-    commands = parser.add_subparsers(metavar=COMMANDS, required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
 
     def command(
         name: str, run: Callable[[argparse.Namespace], int], add_arguments: Callable[[Add], None], about: str
@@ -142,6 +205,8 @@ def _parser() -> argparse.ArgumentParser:
     command("diff", _diff, _diff_arguments, "two plans next to each other: other layouts, or other meshes")
     add_commands(commands)
     add_tuning(commands)
+    add_doctor(commands)
+    parser.commands = dict(commands.choices)
     return parser
 
 
@@ -155,6 +220,8 @@ def _plan_arguments(add: Add) -> None:
     _machine_and_layout(add)
     add_flags(add)
     add("--html", metavar="FILE", help="write the plan as an HTML page")
+    add("--open", action="store_true", help="open the page in the browser (with --html)")
+    add("--csv", metavar="FILE", help="write the table of collectives as CSV")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
 
 
@@ -234,11 +301,32 @@ def _plan(args: argparse.Namespace) -> int:
     plan = _planned(args, target, args.mesh, args.topology, args.layout)
     if args.html:
         _save(plan, args.html)
+    if args.open:
+        if not args.html:
+            raise TargetError("--open needs a page", fixes=["--html FILE writes one"])
+        webbrowser.open(Path(args.html).resolve().as_uri())
+    if args.csv:
+        _save_csv(plan, args.csv)
     if args.steps and not args.json:
         print(plan_steps(plan))
     else:
         _show(args, plan, plan.to_json)
     return 0 if fits(plan) is not False else 1
+
+
+def _save_csv(plan: Plan, path: str) -> None:
+    """Write one row for each collective of a plan: its bytes and seconds are per call and per device."""
+    with open(path, "w", newline="", encoding="utf8") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["op", "axes", "tensor", "dims", "dtype", "bytes", "calls", "total_bytes", "seconds", "algorithm", "cause"]
+        )
+        for c in plan.collectives:
+            axes, calls = "+".join(c.axes), "" if c.count is None else c.count
+            seconds = "" if c.seconds is None else c.seconds
+            writer.writerow(
+                [c.op, axes, c.tensor, c.dims, c.dtype, c.bytes, calls, c.total_bytes, seconds, c.algorithm, c.cause]
+            )
 
 
 def _lab(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """The command line: targets, defaults, reports, exit statuses, and what bad input says."""
 
 import contextlib
+import csv
 import json
 import signal
 import socket
@@ -14,7 +15,7 @@ import jax
 import pytest
 
 import meshpar as mp
-from meshpar.cli import main
+from meshpar.cli import COMMANDS, _parser, main
 from meshpar.errors import TargetError
 from meshpar.lab.lab import Lab
 from meshpar.target import concrete, load_target, parse_options
@@ -381,7 +382,7 @@ def test_arguments_get_numbers_that_a_step_can_use(target):
 
 def test_it_runs_as_a_module(target):
     done = subprocess.run([sys.executable, "-m", "meshpar", "--help"], capture_output=True, text=True, check=True)
-    assert "exit status: 0: well; 1: it does not hold" in done.stdout
+    assert "exit status: 0: success; 1: the answer is no" in done.stdout
 
 
 def test_search_prints_the_choice_and_json(run, target):
@@ -547,6 +548,8 @@ ELSEWHERE = {
     "--json",
     "--debug",
     "--html",
+    "--open",
+    "--csv",
     "--steps",
     "--port",
     "--no-browser",
@@ -626,3 +629,47 @@ def test_options_that_the_command_line_uses_itself(run, target, monkeypatch, tmp
     lab = "lab", f"{target}:small", "--mesh", "data=4", "--layout", "dp"
     assert [run(*lab, "--port", "81", "--no-browser")[0], run(*lab)[0]] == [0, 0]
     assert served == [(81, False), (0, True)]
+
+
+# -- help, suggestions, files
+
+
+def test_without_arguments_the_commands_are_listed_in_groups(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    groups = [text.index(f"{group}:") for group in COMMANDS]
+    assert groups == sorted(groups)
+    assert {name for names in COMMANDS.values() for name in names} == set(_parser().commands)
+    assert all(f"\n  {name} " in text for names in COMMANDS.values() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["plen"], "there is no command `plen`; did you mean `plan`?"),
+        (["plan", "TARGET", "--layuot", "fsdp"], "did you mean --layout?"),
+        (["search", "TARGET", "--topology", "v5e:2x2", "--max-plan=3", "--zzz"], "unrecognized arguments: --zzz"),
+        (["--verzion", "plan", "TARGET"], "unrecognized arguments: --verzion"),
+    ],
+)
+def test_misspelled_words_of_a_command_line(words, text, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_collectives_as_csv_and_the_page_in_a_browser(target, tmp_path, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    table, page = tmp_path / "plan.csv", tmp_path / "plan.html"
+    words = ["plan", f"{target}:small", "--mesh", "data=4", "--layout", "fsdp"]
+    assert main([*words, "--csv", str(table), "--html", str(page), "--open"]) == 0
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    small = load_target(f"{target}:small")
+    plan = mp.plan(small.step, *small.args, dims=small.dims, mesh="data=4", layout="batch: data; embed: data")
+    assert sum(float(row["total_bytes"]) for row in rows) == plan.bytes_sent > 0
+    assert opened == [page.resolve().as_uri()]
+    assert main([*words, "--open"]) == 2
+    assert "--html FILE writes one" in capsys.readouterr().err
