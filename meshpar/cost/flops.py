@@ -268,7 +268,7 @@ def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:
         return work.flops
     axes = (
         run.op.eqn.params["newly_manual_axes"]
-        if "newly_manual_axes" in run.op.eqn.params
+        if run.op.primitive.shard_map
         else {a for got in run.axes or () for a in got}
     )
     return run.op.primitive.flops(run.op.eqn) / shard_count(sorted(axes), sizes)

@@ -28,6 +28,9 @@ from ..rules import having
 VIEWS = having(lambda p: p.view)
 FUSIBLE = having(lambda p: p.fusible) | {"one_hot!"}
 SLICES = having(lambda p: p.slice)
+CONTIGUOUS_SLICES = having(lambda p: p.contiguous_slice)
+GATHERS = having(lambda p: p.gather)
+USER_KERNELS = having(lambda p: p.kernel)
 MATMULS = having(lambda p: p.matmul)
 REDUCTIONS = having(lambda p: p.reduction)
 _TAKES = REDUCTIONS | MATMULS | {"stack!", "copy!"}  # kernels that fuse the producers of their operands
@@ -236,7 +239,7 @@ def fuse(computation: Computation, row_ratio: int) -> None:
 
 def _joins_lanes(node: Kernel) -> bool:
     """Whether an op joins arrays along their last dim."""
-    if node.name != "concatenate" or node.op is None:
+    if node.op is None or not node.op.primitive.concatenation or node.name != node.op.name:
         return False
     return node.op.eqn.params["dimension"] == len(node.op.eqn.outvars[0].aval.shape) - 1
 

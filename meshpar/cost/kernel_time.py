@@ -17,7 +17,7 @@ from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import flops_on, local_opaque_flops, reread_bytes_on
-from .fusion import SLICES, Buffer, Computation, Kernel
+from .fusion import CONTIGUOUS_SLICES, SLICES, USER_KERNELS, Buffer, Computation, Kernel
 from .kernels import computation_of
 from .tiles import Tiles
 from .vmem import buffers_in_vmem
@@ -112,7 +112,7 @@ def kernels_with_counts(computation: Computation, count: int = 1, loop: int = 0)
 def _elements(kernel: Kernel) -> float:
     """The number of elements that a kernel's vector units process: those written, or those read if it reduces more."""
     written = sum(buffer.bytes / itemsize(buffer.value.aval) for buffer in kernel.writes)
-    if kernel.matmuls or kernel.name == "kernel":
+    if kernel.matmuls or kernel.name in USER_KERNELS:
         return written
     return max([written, *(read_bytes(kernel, buffer) / itemsize(buffer.value.aval) for buffer in kernel.reads)])
 
@@ -128,7 +128,7 @@ def _other_result_sized_buffers(kernel: Kernel, run: Run) -> int:
 
 def read_bytes(kernel: Kernel, buffer: Buffer) -> float:
     """The bytes of a buffer that a kernel reads: all, or only those of the slices that it takes of it (of a loop's stack)."""
-    if kernel.name in ("slice", "dynamic_slice") and buffer in kernel.ins:
+    if kernel.name in CONTIGUOUS_SLICES and buffer in kernel.ins:
         return min(buffer.bytes, sum(out.bytes for out in kernel.outs))
     if not buffer.sliced or any(buffer is i for i in kernel.ins):
         return buffer.bytes

@@ -20,9 +20,6 @@ from .caching import cached_on_plan
 from .fusion import FUSIBLE, SLICES, VIEWS, Buffer, Computation, Kernel, fuse
 from .tiles import Tiles
 
-_PLACED = VIEWS | {"device_put"}
-_SCATTERS = frozenset({"scatter-add", "scatter_add", "scatter"})
-
 REDUCE_RING_BUFFERS = 4
 """Chunks of a reduction ring that are live at once: two are sent while the next two are computed."""
 
@@ -181,7 +178,7 @@ class _Reader:
         if results and results[0].is_constant:
             return
         name, items = op.name, self.items
-        if name == "optimization_barrier":
+        if op.primitive.barrier:
             for shard, out in zip(operands, results, strict=True):
                 item = self.item(shard)
                 if item is not None:
@@ -195,16 +192,16 @@ class _Reader:
             else:
                 if _grows(op):
                     return  # spread from scalars: as good as made from no data
-        if name in _PLACED and self.placed(step, some):
+        if name in VIEWS and self.placed(step, some):
             return
-        node = self.node("one_hot!" if name in _SCATTERS and self.one_hot(step) else name, step, op, some)
+        node = self.node("one_hot!" if op.primitive.scatter and self.one_hot(step) else name, step, op, some)
         for out in results:
             self.out(node, out)
 
     def placed(self, step: Run, some: list[Buffer]) -> bool:
         """Add a view, or a copy to or from host memory; False if the op is neither, and needs a kernel that computes."""
         op = step.op
-        if op.name == "device_put" and some and some[0].value.on_host != step.results[0].on_host:
+        if op.primitive.transfer and some and some[0].value.on_host != step.results[0].on_host:
             node = self.node("transfer!", step, op, some)
             for out in step.results:
                 self.out(node, out)
@@ -240,7 +237,7 @@ class _Reader:
 
     def loop(self, step: Loop) -> None:
         """Add a loop: a kernel with its operands and results, and a computation for each body."""
-        scan = step.op.name == "scan"
+        scan = step.op.primitive.scan
         carries = len(step.inits)
         firsts = [self.item(s) for s in step.inits]
         stacks = [self.item(s) for s in step.stacks]

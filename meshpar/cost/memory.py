@@ -23,11 +23,11 @@ from .buffer_roles import ROLES, buffer_roles
 from .caching import cached_on_plan
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import local_work
-from .fusion import FUSIBLE, Buffer, Computation, Kernel
+from .fusion import FUSIBLE, GATHERS, USER_KERNELS, Buffer, Computation, Kernel
 from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import kernel_schedules
 
-HAVE_BUFFERS = frozenset({"kernel", "move!"})
+HAVE_BUFFERS = USER_KERNELS | {"move!"}
 """Names of kernels, besides matmuls, that may have buffers other than operands and results."""
 
 
@@ -238,7 +238,7 @@ class _Live:
         The TPU compiler (libtpu 0.0.42) makes the dim that is all-gathered the outermost in memory. Matmuls read any layout; a
         lookup reads rows, so that the table is copied once. Where collectives run on cores of their own (tpu7x), these order rows.
         """
-        if node.name != "gather" or not self.copies or not node.ins or node.op is None:
+        if node.name not in GATHERS or not self.copies or not node.ins or node.op is None:
             return None
         table = node.ins[0]
         made, rows = table.made_by, node.op.eqn.params["dimension_numbers"].start_index_map

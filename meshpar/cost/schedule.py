@@ -22,7 +22,7 @@ from ..plan.plan import Plan
 from ..plan.steps import Reduce, Reshard, Step
 from .buffer_roles import buffer_roles
 from .caching import cached_on_plan
-from .fusion import FUSIBLE, VIEWS, Buffer, Computation, Kernel
+from .fusion import FUSIBLE, USER_KERNELS, VIEWS, Buffer, Computation, Kernel
 from .kernel_time import KernelTime, kernel_times
 from .kernels import computation_of
 
@@ -242,7 +242,7 @@ def _schedule(
     for k, kernel in enumerate(kernels):
         for buffer in kernel.reads:
             out.last_read[buffer] = k
-    heavy = [i for i, k in enumerate(kernels) if k.matmuls or k.name == "kernel"]
+    heavy = [i for i, k in enumerate(kernels) if k.matmuls or k.name in USER_KERNELS]
     end, index = len(kernels), {kernel: k for k, kernel in enumerate(kernels)}
     for move, collective in overlapped.items():
         j = index[move]

@@ -141,7 +141,7 @@ class _Rewriter:
             key = (now, need)
             if key not in placed:
                 changed = True
-                made = value.op is not None and _home(value.op.frame) is _home(frame)
+                made = value.op is not None and value.op.frame.home is frame.home
                 if made and rest and any(rest) and not self.is_free(value):
                     now = self.constrain(
                         now, rest, eqns, op.eqn
@@ -151,11 +151,11 @@ class _Rewriter:
                 placed[key] = now
             return placed[key]
 
-        if frame.parent is not None and frame.parent.name in ("scan", "while"):
+        if frame.parent is not None and frame.parent.primitive.loop:
             n = len(frame.jaxpr.invars)
             p = frame.parent.eqn.params
             first, last = n - len(frame.parent.outs), n
-            if frame.parent.name == "scan":
+            if frame.parent.primitive.scan:
                 first, carries = scan_counts(p)
                 last = first + carries
             for var in frame.jaxpr.invars[first:last]:
@@ -188,7 +188,7 @@ class _Rewriter:
             if op.name == "slice" and (short := short_strides(eqn.params, op.outs[0].shape)) != eqn.params:
                 new = new.replace(params=short)
                 changed = True
-            if op.name == "shard_map":  # over the devices of the plan, whatever it was traced for
+            if op.primitive.shard_map:  # over the devices of the plan, whatever it was traced for
                 check_unbound(op, self.bound)
                 new = new.replace(params={**eqn.params, "mesh": self.mesh})
                 changed = True
@@ -217,7 +217,7 @@ class _Rewriter:
                     names[var] = self.constrain(read(var), spec, eqns, eqn)
                     changed = True
         outvars = [read(v) for v in frame.jaxpr.outvars]
-        if frame.parent is not None and frame.parent.name in ("scan", "while", "cond"):
+        if frame.parent is not None and frame.parent.primitive.control_flow:
             outvars = self.leave(frame, outvars, eqns)
         if not changed and outvars == list(frame.jaxpr.outvars):
             return frame.jaxpr
@@ -227,7 +227,7 @@ class _Rewriter:
         """The specs in which control flow takes its operands: carries as the body keeps them, constants as resharded before it."""
         needs: list[Spec | None] = [None] * len(op.ins)
         p = op.eqn.params
-        if op.name == "scan":
+        if op.primitive.scan:
             inner = op.frames[0].ins()
             consts, carries = scan_counts(p)
             for shard in self.hoisted.get(op, ()):
@@ -236,7 +236,7 @@ class _Rewriter:
                         needs[i] = shard.spec
             for i in range(consts, consts + carries):
                 needs[i] = self.rest(inner[i])
-        elif op.name == "while":
+        elif op.primitive.loop:
             inner = op.frames[1].ins()
             n = len(op.outs)
             needs[len(needs) - n :] = [self.rest(v) for v in inner[len(inner) - n :]]
@@ -247,15 +247,15 @@ class _Rewriter:
         assert parent is not None
         p = parent.eqn.params
         targets: list[Spec | None] = [None] * len(outvars)
-        if parent.name == "scan":
+        if parent.primitive.scan:
             inner = frame.ins()
             consts, carries = scan_counts(p)
             for k in range(carries):
                 targets[k] = self.rest(inner[consts + k])
-        elif parent.name == "while" and frame is parent.frames[1]:
+        elif parent.primitive.loop and frame is parent.frames[1]:
             inner = frame.ins()
             targets = [self.rest(v) for v in inner[len(inner) - len(outvars) :]]
-        elif parent.name == "cond":
+        elif parent.primitive.branch:
             targets = [self.rest(v) for v in parent.outs]
         out = list(outvars)
         for k, (var, spec) in enumerate(zip(frame.jaxpr.outvars, targets, strict=True)):
@@ -276,7 +276,7 @@ class _Rewriter:
         if out in self.reduces:
             return spec
         if op.frames:
-            if op.name not in ("scan", "while", "cond"):
+            if not op.primitive.control_flow:
                 return None
             return spec if any(spec) else None
         if run is None or op.name in FREE or self.is_free(out):
@@ -375,10 +375,3 @@ def _with_derivative_of(op: Op, operands: Sequence[Any], run: Callable[..., Any]
         return function(*primals), jax.jvp(plain, primals, tangents)[1]
 
     return function
-
-
-def _home(frame: Frame) -> Frame:
-    """The frame of a program, or of a loop's body or a branch, that a frame of nested calls belongs to."""
-    while frame.parent is not None and frame.parent.name not in ("scan", "while", "cond"):
-        frame = frame.parent.frame
-    return frame

@@ -58,6 +58,6 @@ def _finish(value: Value, leaves: Sequence[Op]) -> Callable[[list[Any]], Any]:
         if op in place:
             return blocks[place[op]]
         parts = [made(v, blocks) for v in op.ins if v is not None]
-        return lax.transpose(parts[0], op.eqn.params["permutation"]) if op.name == "transpose" else parts[0] + parts[1]
+        return lax.transpose(parts[0], op.eqn.params["permutation"]) if op.primitive.transpose else parts[0] + parts[1]
 
     return lambda blocks: made(value, blocks)

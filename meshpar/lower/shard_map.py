@@ -190,13 +190,13 @@ class _Device:
         if step.in_ring == "gather":
             return  # the ring has made it
         if step.in_ring == "reduce":  # made block by block when its sum is reduced
-            if op.name == "dot_general" and step.axes is not None:
+            if op.primitive.dot and step.axes is not None:
                 self.x[step.results[0]] = op, self.operands(step)
             return
         xs = self.operands(step)
         if op.name in IDENTITIES:
             results = xs
-        elif op.name == "optimization_barrier":
+        elif op.primitive.barrier:
             results = bind(op.eqn, xs, op.eqn.params)
         elif op.rule is None:
             results = run_elementwise(op, xs)
@@ -251,7 +251,7 @@ class _Device:
             if axes and not init.partial:  # one of the devices that add up brings the first value, the others zeros
                 x = jnp.where(axis_index(axes) == 0, x, jnp.zeros((), x.dtype))
             first.append(_strong(x, inner.value.aval))
-        if step.op.name == "while":
+        if not step.op.primitive.scan:
             cond = step.inner[0]
             results = lax.while_loop(
                 lambda carry: self.inside(cond, carry)[0],

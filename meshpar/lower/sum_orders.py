@@ -60,12 +60,13 @@ class SumOrders:
 
     def ran(self, step: Run, xs: Sequence[Any], results: Sequence[Any]) -> None:
         """A step made results of shards ``xs``."""
-        if step.op.name not in ("dot_general", "transpose") or not step.results[0].partial:
+        primitive = step.op.primitive
+        if not (primitive.dot or primitive.transpose) or not step.results[0].partial:
             return
         out = results[0]
-        if step.op.name == "dot_general":
+        if primitive.dot:
             self._products[id(out)] = out, step.op, xs
-        elif step.op.name == "transpose":
+        else:
             permutation = tuple(step.op.eqn.params["permutation"])
             before: list[tuple[Callable[[], Any], tuple[int, ...]]] = [(lambda: xs[0], permutation)]
             if id(xs[0]) in self._products:

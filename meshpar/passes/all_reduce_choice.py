@@ -34,7 +34,7 @@ from ..plan.steps import Body, Reduce, Scatter, Step, rewrite_bodies
 from ..program.ir import Value
 from ..units import format_bytes, format_seconds
 from .collective_matmul import BY_COST
-from .dependencies import home_of, reaches
+from .dependencies import reaches
 
 
 def choose_all_reduce(plan: Plan) -> Plan:
@@ -170,7 +170,7 @@ def _waits_for_sums(plan: Plan, body: Body) -> bool:
 def _waited_for(plan: Plan, value: Value) -> bool:
     """Whether products of its body follow from a sum."""
     op = value.op
-    return op is not None and plan.program.cached(reaches)[home_of(op.frame)].is_followed(op)
+    return op is not None and plan.program.cached(reaches)[op.frame.home].is_followed(op)
 
 
 def _products(plan: Plan, values: Sequence[Value]) -> list[float]:

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..cost.donation import aliased_inputs, gathered_then_copied
 from ..cost.flops import smaller_operand_bytes
-from ..cost.fusion import FUSIBLE, MATMULS, REDUCTIONS, VIEWS
-from ..plan.decide import IDENTITIES
+from ..cost.fusion import FUSIBLE, MATMULS, REDUCTIONS
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import Barrier, Body, Loop, Order, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
@@ -44,7 +43,7 @@ def serialize_loops(plan: Plan) -> Plan:
                 if before >= plan.compiler.serialized_reduction_bytes:
                     came.append(step.result)
                 return replace(step, result=raw), Barrier(step.op, (raw,), (step.result,))
-            if step.op.name != "scan":
+            if not step.op.primitive.scan:
                 return (step,)
             steps: list[Step] = []
             if came:
@@ -72,7 +71,7 @@ def _homes(body: Body, change: Callable[[Body], Body]) -> Body:
     """Change what JAX traces into one body: the program and the bodies of loops and branches, with the calls in them."""
 
     def inner(body: Body) -> Body:
-        is_call = body.frame.parent is not None and body.frame.parent.name not in ("scan", "while", "cond")
+        is_call = body.frame.parent is not None and not body.frame.parent.primitive.control_flow
         return body if is_call else change(body)
 
     return rewrite_bodies(body, inner)
@@ -82,7 +81,7 @@ def _with_scans(plan: Plan, change: Callable[[Loop], Loop]) -> Plan:
     """Change every ``scan``."""
 
     def inner(body: Body) -> Body:
-        scans = {k: s for k in body.nested if isinstance(s := body.steps[k], Loop) and s.op.name == "scan"}
+        scans = {k: s for k in body.nested if isinstance(s := body.steps[k], Loop) and s.op.primitive.scan}
         if not scans:
             return body
         steps = list(body.steps)
@@ -162,12 +161,11 @@ def separate_matmuls(plan: Plan) -> Plan:
         spread: set[Shard] = set()  # from rows and scalars
         for step in steps:
             if isinstance(step, Run):
-                name = step.op.name
-                if name == "dot_general":
+                if step.op.primitive.dot:
                     if step.in_ring != "reduce" and size(step.results[0]) >= plan.compiler.large_buffer_bytes:
                         makers.append(step)
                         products.update(step.results)
-                elif name == "broadcast_in_dim":
+                elif step.op.primitive.broadcast:
                     spread.update(step.results)
                 if products and _is_view(step) and step.reads[0] in products:
                     products.update(step.results)
@@ -288,14 +286,14 @@ def _between(
 
 def _is_view(step: Run) -> bool:
     """Whether it changes no number; ``jax.checkpoint`` rounds what it keeps to its own type."""
-    return step.op.name in VIEWS or step.op.name in IDENTITIES or step.op.name == "reduce_precision"
+    return step.op.primitive.view or step.op.primitive.identity or step.op.primitive.rounding
 
 
 def _rounded(program: Program) -> set[Value]:
     """The floats that some op converts to a narrower type."""
     found: set[Value] = set()
     for op in program.root.walk():
-        x = op.ins[0] if op.name == "convert_element_type" else None
+        x = op.ins[0] if op.primitive.cast else None
         floats = x is not None and x.shape and np.issubdtype(x.aval.dtype, np.floating)
         if x is not None and floats and itemsize(op.outs[0].aval) < itemsize(x.aval):
             found.add(x)

@@ -242,12 +242,7 @@ class CollectiveMatmulPairs:
         free: list[tuple[Run, int]] = []
         contracted: list[tuple[Run, int]] = []
         for run in users:
-            if (
-                not isinstance(run, Run)
-                or run.op.name != "dot_general"
-                or run.op in self.taken
-                or run.op not in position
-            ):
+            if not isinstance(run, Run) or not run.op.primitive.dot or run.op in self.taken or run.op not in position:
                 continue
             sides = [s for s in (0, 1) if run.operands[s] is step.result]
             if len(sides) == 1:
@@ -282,14 +277,13 @@ class CollectiveMatmulPairs:
         run = self.maker.get(shard)
         if run is None or self.home[run] is not home or (shard is not top and self.reads[shard] != 1):
             return None
-        name = run.op.name
-        if name == "dot_general" and run.axes is not None and not any(s.partial for s in run.reads):
+        if run.op.primitive.dot and run.axes is not None and not any(s.partial for s in run.reads):
             return None if run.op in self.taken else [(run, dim)]
         if not any(s.partial for s in run.reads):
             return None
-        if name == "transpose":
+        if run.op.primitive.transpose:
             return self._leaves(run.reads[0], run.op.eqn.params["permutation"][dim], home, top)
-        if name in ("add", "add_any"):
+        if run.op.primitive.addition:
             found: list[tuple[Run, int]] = []
             for operand in run.operands:
                 mine = None if operand is None else self._leaves(operand, dim, home, top)
@@ -348,7 +342,7 @@ def _carried(body: Body) -> set[Value]:
     found: set[Value] = set()
     for step in body.loops:
         found.update(s.value for b in step.bodies for s in b.inputs[: len(step.inits)])
-        if step.op.name == "while":
+        if not step.op.primitive.scan:
             found.update(v for f in step.op.frames for v in f.ins())
     return found
 
@@ -631,7 +625,7 @@ def _transposed(pair: CollectiveMatmul) -> bool:
         op = todo.pop()
         if op is None or op in leaves:
             continue
-        if op.name == "transpose":
+        if op.primitive.transpose:
             return True
         todo += [v.op for v in op.ins if v is not None]
     return False

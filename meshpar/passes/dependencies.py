@@ -12,7 +12,7 @@ def reaches(program: Program) -> dict[Frame, Reachability]:
     """What the ops of every body reach."""
     ops: dict[Frame, list[Op]] = {}
     for op in program.root.walk():
-        ops.setdefault(home_of(op.frame), []).append(op)
+        ops.setdefault(op.frame.home, []).append(op)
     return {frame: Reachability(mine) for frame, mine in ops.items()}
 
 
@@ -63,10 +63,3 @@ class Reachability:
     def is_followed(self, op: Op | None) -> bool:
         """Whether products follow from an op."""
         return op in self.place and bool(self.after[self.place[op]] & self.multiply)
-
-
-def home_of(frame: Frame) -> Frame:
-    """The body that JAX traces a frame in: calls are in place."""
-    while frame.parent is not None and frame.parent.name not in ("scan", "while", "cond"):
-        frame = frame.parent.frame
-    return frame

@@ -145,7 +145,7 @@ class _Schedule:
         ):
             return False
         assert value.op is not None
-        return any(op.name == "scan" for op in body.follows(value.op))
+        return any(op.primitive.scan for op in body.follows(value.op))
 
     def _none_is_left_behind(self, body: _Body) -> None:
         left: list[tuple[Op, int]] = []  # products from which no other follows, and how many have come since

@@ -630,9 +630,9 @@ def _link_bodies(op: Op, link: Callable[[Value | None, Value | None], None]) -> 
         inner = [frame.env[v] for v in frame.jaxpr.invars]
         results = [frame.env.get(v) if not hasattr(v, "val") else None for v in frame.jaxpr.outvars]
         outer: list[Value | None] = list(op.ins)
-        if op.name == "cond":
+        if op.primitive.branch:
             outer = outer[1:]
-        elif op.name == "while":
+        elif op.primitive.loop and not op.primitive.scan:
             nc, nb = p["cond_nconsts"], p["body_nconsts"]
             body = frame is op.frames[1]
             outer = (op.ins[nc : nc + nb] if body else op.ins[:nc]) + op.ins[nc + nb :]

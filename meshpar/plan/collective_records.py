@@ -15,7 +15,6 @@ from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
-from ..rules import primitive
 from .collectives import Collective, collective_volume
 from .resharding import Move, reshard
 from .spec import format_axes, itemsize, local_bytes, shard_count
@@ -104,8 +103,7 @@ class CollectiveRecords:
 
     def local_form(self, op: Op, sends: tuple[SendOver, ...], count: int | None) -> tuple[Collective, ...]:
         """The records of the collectives that the local form of an op makes."""
-        label = primitive(op.name).label
-        name = op.name if label is None else label(op.eqn)
+        name = op.label
         records = []
         for send, axes in sends:
             over = format_axes(axes)

@@ -11,7 +11,7 @@ from ..layout import Spec
 from ..program.ir import Frame, Op, Program, Value
 from ..units import format_memory
 from .assignment import contiguous_only, spec_from_factors
-from .decide import IDENTITIES, broadcast_spec
+from .decide import broadcast_spec
 from .memo import Interned
 from .resharding import reshard
 from .spec import itemsize, local_bytes, replicated_spec, shard_count
@@ -80,7 +80,7 @@ class ConstantMaker:
         """Emit the step that makes a part of a value from parts of its op's operands."""
         op = value.op
         assert op is not None
-        if op.name in IDENTITIES or op.name == "optimization_barrier":
+        if op.primitive.identity or op.primitive.barrier:
             if sources:
                 body.copies[value, spec] = sources[0]
                 return
@@ -121,7 +121,7 @@ def inputs_for(
     """
     op = value.op
     assert op is not None
-    if op.name in IDENTITIES or op.name == "optimization_barrier":
+    if op.primitive.identity or op.primitive.barrier:
         source = op.ins[op.outs.index(value)]
         return () if source is None else ((source, spec),), None
     if op.rule is None:

@@ -308,7 +308,7 @@ class ControlFlow:
         for k, (start, carry) in enumerate(zip(op.ins[nc : nc + nk], frame.ins()[nc : nc + nk], strict=True)):
             total = outs[k]
             add = None if total is None else total.op
-            if total is None or add is None or add.name not in ("add", "add_any") or add.frame is not frame:
+            if total is None or add is None or not add.primitive.addition or add.frame is not frame:
                 continue
             a, b = add.ins
             addend = b if a is carry else a if b is carry else None
@@ -325,7 +325,7 @@ class ControlFlow:
         """Record the values from which an addend is computed by ops that partial sums may pass."""
         for value, stacked in addends(self.facts.program, addend):
             self.accumulated[value] = stacked
-            if value.op is not None and value.op.name == "convert_element_type":
+            if value.op is not None and value.op.primitive.cast:
                 self.conversions.add(value.op)
 
 
@@ -345,7 +345,7 @@ def _outputs(frame: Frame) -> list[Value | None]:
 def _recomputes(op: Op) -> bool:
     """Whether a call recomputes part of the forward pass behind a barrier."""
     p = op.eqn.params
-    if op.name not in ("checkpoint", "remat", "remat2") or not p["differentiated"]:
+    if "prevent_cse" not in p or not p["differentiated"]:
         return False
     guarded = p["prevent_cse"]
     return any(guarded) if isinstance(guarded, tuple) else bool(guarded)

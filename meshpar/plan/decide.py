@@ -182,13 +182,13 @@ def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecisi
     """
     first = _Site(op, operands, facts)
     shared = tuple(i for i in first.partial if facts.readers.get(first.operand(i).value, 0) > 1)
-    if op.name == "optimization_barrier":
+    if op.primitive.barrier:
         return _barrier(first.reducing(shared), shared)
-    if op.name in IDENTITIES:
+    if op.primitive.identity:
         return _identity(first.reducing(shared), shared)
     if op.rule is None:
         return _elementwise(first.reducing(shared), shared)
-    if op.name in OPAQUE:
+    if op.primitive.opaque:
         check_opaque(op, [None if x is None else x.spec for x in operands], facts.program, facts.assignment)
     if op.rule.given is not None:
         check_manual_axes(op, facts.sizes)
@@ -354,7 +354,13 @@ def _factor_axes(site: _Site) -> Axes:
     op, rule = site.op, site.rule
     axes = list(rule.given) if rule.given is not None else assigned_axes(site)
     x = site.operands[0] if site.operands else None
-    if op.name == "reshape" and x is not None and not x.is_constant and x.iterations is None:
+    if (
+        op.primitive.reshape
+        and not op.primitive.squeeze
+        and x is not None
+        and not x.is_constant
+        and x.iterations is None
+    ):
         axes = list(reshape_axes(rule, axes, x.spec, site.stored(op.outs[0]), site.sizes))
     if rule.given is None:
         axes = spread(site, exchanged_or_unsharded(site, indexed(site, axes)))
@@ -442,9 +448,9 @@ def indexed(site: _Site, axes: Axes) -> Axes:
     choices = [in_place, axes] if in_place != axes else [axes]
     iterations = 1 if x.iterations is None else x.iterations
     sent = [site.bytes_sent(c) * iterations for c in choices]
-    windows = iterations if op.name == "dynamic_slice" else 1
+    windows = iterations if op.primitive.contiguous_slice else 1
     read = [f for f in split if (f,) not in rule.outs[0]]
-    may_gather = op.name == "dynamic_slice" or x.iterations is not None
+    may_gather = op.primitive.contiguous_slice or x.iterations is not None
     small = math.prod(x.value.shape) <= MAX_GATHERED_RATIO * math.prod(op.outs[0].shape) * windows
     if may_gather and small and any(axes[f] for f in read):
         gathered = [() if f in read else got for f, got in enumerate(axes)]

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..program.ir import Value
-from ..rules import primitive
 from ..rules.registry import SplitOp
 from .collectives import is_all_reducible
 from .plan import Plan
@@ -35,7 +34,7 @@ class ManualOps:
         if run is None or run.axes is None or run.op.rule is None:
             return False
         op, rule = run.op, run.op.rule
-        manual = primitive(op.name).manual
+        manual = op.primitive.manual
         if manual is not None and manual(SplitOp(op.eqn, rule, run.axes, any(map(self._is_mixed, run.results)))):
             return True
         if rule.given is not None:

@@ -14,11 +14,9 @@ from jax.extend.core import Literal
 
 from ..compat.jax import body_consts, is_tracer, literal_array, scan_counts
 from ..program.ir import Op, Program, Value
-from ..rules import having, primitive
+from ..program.primitives import reduce_in_p
+from ..rules import having
 from ..rules.partial import Law, Other, is_scale
-
-CONTROL = frozenset({"scan", "while", "cond"})
-"""Ops whose bodies have operands of their own; of all other ops with bodies the operands are those of the body."""
 
 
 def _unchanged(params: Any, x: Any) -> Any:
@@ -74,7 +72,7 @@ def _scalars(program: Program) -> dict[Value, Any]:
             found.update(
                 (frame.env[var], _scalar(const)) for var, const in zip(frame.jaxpr.constvars, consts, strict=False)
             )
-            if op.name not in CONTROL:
+            if not op.primitive.control_flow:
                 invars = op.eqn.invars[len(op.eqn.invars) - len(frame.jaxpr.invars) :]
                 literals = [(v, x) for v, x in zip(frame.ins(), invars, strict=True) if isinstance(x, Literal)]
                 found.update((v, _scalar(literal_array(x))) for v, x in literals)
@@ -95,7 +93,7 @@ def applicable_law(
     program: Program, op: Op, kind: Any, positions: Sequence[int], used: Callable[[Law], bool]
 ) -> Law | None:
     """The first law that is used by which an op may be applied to operands at some positions that are partial by a reduction."""
-    for law in primitive(op.name).partial:
+    for law in op.primitive.partial:
         others = (i for i in range(len(op.ins)) if i not in positions)
         if (
             law.admits(op.eqn, kind, positions)
@@ -111,7 +109,7 @@ def read_counts(program: Program) -> dict[Value, int]:
     found: dict[Value, int] = {}
     frames = [program.root]
     for op in program.root.walk():
-        if op.frames and op.name not in CONTROL:
+        if op.frames and not op.primitive.control_flow:
             continue
         frames += op.frames
         for v in op.ins:
@@ -139,7 +137,7 @@ def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
         if times.get(value, 0) != 1 or op is None:
             continue
         yield value, stacked
-        if op.name == "scan":
+        if op.primitive.scan:
             k, (_, carries) = op.outs.index(value), scan_counts(op.eqn.params)
             var = op.frames[0].jaxpr.outvars[k]
             if k >= carries and not isinstance(var, Literal):
@@ -159,7 +157,7 @@ def reduce_in_values(program: Program) -> frozenset[Value]:
     """The values in the dtype of a ``reduce_in`` from which it is computed by ops that partial sums may pass, each read once."""
     found: set[Value] = set()
     for op in program.root.walk():
-        if op.name == "reduce_in" and op.ins[0] is not None:
+        if op.eqn.primitive is reduce_in_p and op.ins[0] is not None:
             dtype = op.outs[0].aval.dtype
             found |= {v for v, _ in addends(program, op.ins[0]) if v.aval.dtype == dtype}
     return frozenset(found)

@@ -17,9 +17,10 @@ from ..dims import Dims, did_you_mean
 from ..errors import UnknownDimError
 from ..rules import ELEMENTWISE, OpRule, having, no_rule, primitive, separated
 from ..rules.rule import NameLink
+from ..rules.shape import reshape_order
 from .ir import Frame, Join, Op, Program, Value
 from .names import NONE, Nodes, Piece, Unifier
-from .primitives import name_dims_p
+from .primitives import name_dims_p, place_p
 
 
 def infer(
@@ -134,7 +135,7 @@ class Builder:
 
     def elementwise(self, op: Op) -> list[Value]:
         outs = []
-        multi = op.name == "optimization_barrier"
+        multi = op.primitive.barrier
         for i, var in enumerate(op.eqn.outvars):
             shape = var.aval.shape
             nodes: Nodes | None = None
@@ -171,11 +172,9 @@ class Builder:
     def join_strong(self, op: Op, outs: list[Value]) -> None:
         rule = op.rule
         assert rule is not None
-        if op.name in ("reshape", "squeeze"):
+        if op.primitive.reshape:
             if op.ins[0] is not None:
-                nodes = op.ins[0].nodes
-                if op.name == "reshape" and op.eqn.params["dimensions"] is not None:  # it transposes first
-                    nodes = tuple(nodes[d] for d in op.eqn.params["dimensions"])
+                nodes = tuple(op.ins[0].nodes[d] for d in reshape_order(op.eqn))
                 self.reshape(nodes, outs[0].nodes, rule)
             return
         where: dict[int, int] = {}
@@ -224,10 +223,10 @@ class Builder:
         u = self.unifier
         self.find_pieces()
         for op in self.ties:
-            if op.name != "broadcast_in_dim":
+            if not op.primitive.broadcast:
                 self.tie(op)
         for op in self.ties:
-            if op.name == "broadcast_in_dim":
+            if op.primitive.broadcast:
                 self.tie(op)
         for op in self.stretched:
             (out,) = op.outs
@@ -266,7 +265,7 @@ class Builder:
             first, past = max(lies.start for *_, lies, _ in found), min(lies.stop for *_, lies, _ in found)
             for whole, part, lies, op in found:
                 if lies.start >= past or lies.stop <= first or 2 * len(lies) < u.size[root]:
-                    self.pieces[whole, part] = Piece(whole, part, op.name in ("slice", "split"), lies, op)
+                    self.pieces[whole, part] = Piece(whole, part, op.primitive.static_slice, lies, op)
 
     def tie_indexed(self) -> None:
         """What the same indices point into is one dim: an embedding's gradient has the embedding's ``vocab``.
@@ -276,9 +275,9 @@ class Builder:
         u = self.unifier
         groups: dict[tuple[Nodes, int], list[tuple[int, Op]]] = {}
         for op in self.ties:
-            if op.name == "gather":
+            if op.primitive.gather:
                 into = op.eqn.params["dimension_numbers"].start_index_map
-            elif op.name.startswith("scatter"):
+            elif op.primitive.scatter:
                 into = op.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
             else:
                 continue
@@ -290,7 +289,7 @@ class Builder:
                 if any(n != NONE for n in indices.nodes):
                     groups.setdefault((indices.nodes, u.size[node]), []).append((node, op))
                 made = indices.op
-                if made is None or made.name not in ("broadcast_in_dim", "reshape", "squeeze"):
+                if made is None or not (made.primitive.broadcast or made.primitive.reshape):
                     break
                 indices = made.ins[0]
         for found in groups.values():
@@ -507,7 +506,7 @@ def _rename(b: Builder, op: Op) -> list[Value]:
 
 def _place(b: Builder, op: Op) -> list[Value]:
     out = b.value(op.eqn.outvars[0].aval, None if op.ins[0] is None else op.ins[0].nodes, op)
-    if op.name == "place":
+    if op.eqn.primitive is place_p:
         out.explicit = op.eqn.params["spec"]
     else:
         out.explicit = constraint_spec(op.eqn)

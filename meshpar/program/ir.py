@@ -82,6 +82,11 @@ class Op:
         self.frames: list[Frame] = []
 
     @property
+    def label(self) -> str:
+        """The name of the op in reports: that of its kernel, else of its primitive."""
+        return self.name if self.primitive.label is None else self.primitive.label(self.eqn)
+
+    @property
     def makes(self) -> list[Value]:
         """The values that the op computes, in its bodies too. Not those of ``outs`` that it returns as it got them, as a call
         does whose body returns an operand: another op made these."""
@@ -126,6 +131,14 @@ class Frame:
 
     def ins(self) -> list[Value]:
         return [self.env[v] for v in self.jaxpr.invars]
+
+    @property
+    def home(self) -> Frame:
+        """The frame that calls around this one are inlined in: the program's, or that of a loop's body or a branch."""
+        frame = self
+        while frame.parent is not None and not frame.parent.primitive.control_flow:
+            frame = frame.parent.frame
+        return frame
 
     def walk(self) -> Iterator[Op]:
         """All ops, those of the bodies before the op that holds them."""

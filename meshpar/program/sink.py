@@ -13,13 +13,15 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Literal
 
 from ..compat.jax import body_of, closed_parts, new_var, replace_body, scan_counts
+from ..rules import primitive
+from .primitives import reduce_in_p
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
 
 
 def with_sunk_reductions(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The closed jaxpr, in which no ``reduce_in`` converts what a loop stacks or a call returns, where nothing else reads that."""
-    if not any(eqn.primitive.name == "reduce_in" for eqn in _all_equations(closed.jaxpr)):
+    if not any(eqn.primitive is reduce_in_p for eqn in _all_equations(closed.jaxpr)):
         return closed
     return ClosedJaxpr(_sunk(closed.jaxpr), closed.consts)
 
@@ -27,7 +29,7 @@ def with_sunk_reductions(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _all_equations(jaxpr: Any) -> Iterable[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
-        if eqn.primitive.name == "scan" or eqn.primitive.name in _CALLS:
+        if primitive(eqn.primitive.name).scan or eqn.primitive.name in _CALLS:
             yield from _all_equations(closed_parts(body_of(eqn))[0])
 
 
@@ -39,18 +41,18 @@ def _sunk(jaxpr: Any) -> Any:
     maker = {v: (k, i) for k, eqn in enumerate(eqns) for i, v in enumerate(eqn.outvars)}
     moved: dict[int, dict[int, Any]] = {}  # of an equation: result → the reduce_in that converts it
     for j, eqn in enumerate(eqns):
-        x = eqn.invars[0] if eqn.primitive.name == "reduce_in" else None
+        x = eqn.invars[0] if eqn.primitive is reduce_in_p else None
         if x is None or isinstance(x, Literal) or x not in maker or times[x] > 1:
             continue
         if x.aval.dtype == eqn.params["dtype"]:
             continue
         k, i = maker[x]
         name = eqns[k].primitive.name
-        if name in _CALLS or (name == "scan" and i >= scan_counts(eqns[k].params)[1]):
+        if name in _CALLS or (primitive(name).scan and i >= scan_counts(eqns[k].params)[1]):
             moved.setdefault(k, {})[i] = eqn
             eqns[j] = None
     for k, eqn in enumerate(eqns):
-        if eqn is None or not (eqn.primitive.name == "scan" or eqn.primitive.name in _CALLS):
+        if eqn is None or not (primitive(eqn.primitive.name).scan or eqn.primitive.name in _CALLS):
             continue
         body = closed_parts(body_of(eqn))[0]
         found = moved.get(k, {})

@@ -33,7 +33,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Any, Any, list
 
 def _is_batched(eqn: Any) -> bool:
     """Whether an equation is a loop each element of whose batch goes on as long as its own condition holds."""
-    return eqn.primitive.name == "while" and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
+    return "cond_jaxpr" in eqn.params and bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
 
 def _rewritten(param: Any, done: dict[int, Any]) -> Any:

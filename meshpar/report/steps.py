@@ -99,7 +99,7 @@ class _Printer:
             ring = {"gather": ", in blocks as they arrive", "reduce": ", in blocks as they are sent"}.get(
                 step.in_ring or "", ""
             )
-            name = step.op.eqn.params["kernel"].name if step.op.name == "kernel" else step.op.name
+            name = step.op.label
             operands = ", ".join(
                 f"{var.val}" if s is None else self.name(s)
                 for var, s in zip(step.op.eqn.invars, step.operands, strict=True)
@@ -114,7 +114,7 @@ class _Printer:
                 "",
             )
         if isinstance(step, Loop):
-            trips = "while" if step.op.name == "while" else f"scan × {step.body.trip_count}"
+            trips = "while" if not step.op.primitive.scan else f"scan × {step.body.trip_count}"
             over = f" over {self.list(step.stacks)}" if step.stacks else ""
             read = f" reading {self.list(step.hoisted)}, moved before it" if step.hoisted else ""
             return f"{trips} from {self.list(step.inits) or 'nothing'}{over}{read}", ""

@@ -14,9 +14,9 @@ def _partitions_itself(op: SplitOp) -> Refusal:
     return Refusal("has no factor rule, and cannot be nested in the shard_map that the lowering makes")
 
 
-register("scan", loop=True, scan=True, control_flow=True)
-register("while", loop=True, control_flow=True)
-register("cond", control_flow=True)
+register("scan", loop=True, scan=True)
+register("while", loop=True)
+register("cond", branch=True)
 register("jit", "closed_call", "call", "remat2", "custom_lin", "composite", call=True)
 register("custom_jvp_call", "custom_vjp_call", call=True, own_derivative=True)
 register("name_dims", "rename_dims", "place", "sharding_constraint", identity=True, view=True, partial=(MOVES,))

@@ -19,7 +19,7 @@ _elementwise(
     cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
     igammac integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to mulhi ne nextafter not
     one_minus_square polygamma polynomial population_count pow random_fold_in
-    random_clone reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
+    random_clone regularized_incomplete_beta rem round rsqrt shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh threefry2x32 xor zeta
     """
 )
@@ -35,6 +35,7 @@ _elementwise("or", partial=(partial.idempotent("or"),))
 _elementwise("select_n", partial=(partial.SELECTS_OR_ZERO, partial.SELECTS))
 _elementwise("convert_element_type", partial=(partial.SAME_DTYPE, partial.WIDENS, partial.REDUCED_IN), cast=True)
 _elementwise("reduce_in", partial=(partial.REDUCE_IN,))
+_elementwise("reduce_precision", rounding=True)
 _elementwise("optimization_barrier", partial=(partial.MOVES,), barrier=True)
 _elementwise("copy name", partial=(partial.MOVES,), view=True)
 _elementwise("reshard", partial=(partial.MOVES,), view=True, local=same)

@@ -232,6 +232,7 @@ for _name in _SCATTER:
         manual=_one_row_of_a_split_array,
         lookup=True,
         scatter=True,
+        adds_rows=_SCATTER[_name] == "sum",
     )
 
 

@@ -211,4 +211,4 @@ _FORMS: dict[str, Callable[[Any, list[Any], tuple[str, ...]], list[Any]]] = {
 
 for _name in (n for n in _SENDS if n not in ("psum", "pmax", "pmin")):  # these have entries: vmap makes them too
     register(_name, rule=same_dims)
-register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops)
+register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops, shard_map=True)

@@ -68,13 +68,18 @@ class Primitive:
       partial: the laws by which the op is applied to partial operands before they are reduced.
       addition: adds its operands.
       cast: converts its operand to another dtype.
+      rounding: rounds floats to fewer bits without a change of dtype: ``reduce_precision``.
       view: an identity or a relabelling of dims; moves no data.
       reshape: a ``reshape`` or ``squeeze``; :func:`meshpar.rules.shape.reshape_order` has the dim order of its operand.
+      squeeze: a ``reshape`` that only removes dims of size 1.
       transpose: permutes dims by ``permutation``.
       broadcast: a ``broadcast_in_dim``.
       slice: reads a part of its operand: ``slice``, ``dynamic_slice``, ``gather``.
+      static_slice: its results are parts of its operand at positions that the parameters fix: ``slice``, ``split``.
       lookup: reads or writes rows of operand 0 at the indices in operand 1: ``gather``, and all scatters.
-      scatter: writes rows: a lookup whose result has the shape of operand 0.
+      scatter: a lookup that writes rows; its result has the shape of operand 0.
+      adds_rows: a scatter that adds to rows, or subtracts from them.
+      concatenation: joins its operands along a dim.
       transfer: moves arrays between devices, or between device and host memory: ``device_put``.
       fusible: computed inside the kernels that read its result.
       reduction: a reduction that computes its operands as it reads them.
@@ -93,7 +98,8 @@ class Primitive:
       label: (equation) → the name of the equation in reports; None: that of the primitive.
       loop: runs its body repeatedly: ``scan``, ``while``.
       scan: a loop whose trip count is ``params["length"]``, and which slices and stacks arrays.
-      control_flow: runs bodies repeatedly or conditionally: ``scan``, ``while``, ``cond``.
+      branch: runs one of several bodies: ``cond``.
+      shard_map: a ``shard_map`` of the user: its specs say how operands and results are split.
       opaque: code that no analysis sees into; it needs a rule from the user where something is split.
       refuses: why the op has no local form, or None where it has one; for ops of which only some have one.
       pinned: XLA's partitioner gets the op wrong along dims that are split, or fails (starts out of bounds, windows, uneven
@@ -113,13 +119,18 @@ class Primitive:
     partial: tuple[Law, ...] = ()
     addition: bool = False
     cast: bool = False
+    rounding: bool = False
     view: bool = False
     reshape: bool = False
+    squeeze: bool = False
     transpose: bool = False
     broadcast: bool = False
     slice: bool = False
+    static_slice: bool = False
     lookup: bool = False
     scatter: bool = False
+    adds_rows: bool = False
+    concatenation: bool = False
     transfer: bool = False
     fusible: bool = False
     reduction: bool = False
@@ -137,7 +148,8 @@ class Primitive:
     label: Callable[[Any], str] | None = None
     loop: bool = False
     scan: bool = False
-    control_flow: bool = False
+    branch: bool = False
+    shard_map: bool = False
     opaque: bool = False
     refuses: Callable[[SplitOp], Refusal | None] | None = None
     pinned: bool = False
@@ -149,6 +161,21 @@ class Primitive:
     def matmul(self) -> bool:
         """A matmul or convolution: takes FLOPs, and computes its operands as it reads them."""
         return self.matmul_dims is not None
+
+    @property
+    def gather(self) -> bool:
+        """A lookup that reads rows."""
+        return self.lookup and not self.scatter
+
+    @property
+    def contiguous_slice(self) -> bool:
+        """Reads one block of its operand: ``slice``, ``dynamic_slice``."""
+        return self.slice and not self.lookup
+
+    @property
+    def control_flow(self) -> bool:
+        """Runs bodies repeatedly or conditionally, on operands of their own: ``scan``, ``while``, ``cond``."""
+        return self.loop or self.branch
 
     @property
     def cheap(self) -> bool:

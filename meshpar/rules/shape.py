@@ -87,7 +87,7 @@ def _local_reshape(at: LocalOp, *xs: Any) -> list[Any]:
 
 
 register("reshape", rule=reshape, local=_local_reshape, view=True, partial=(MOVES,), reshape=True)
-register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,), reshape=True)
+register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,), reshape=True, squeeze=True)
 
 
 def _runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -172,7 +172,7 @@ def _local_slice(at: LocalOp, x: Any) -> list[Any]:
     return [out if mine is None else only_where(mine, out)]
 
 
-register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True, slice=True)
+register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True, slice=True, static_slice=True)
 
 
 def _part(operand, result, kind: Kind, lies: Sequence[range] = (), moved: Sequence[bool] = ()) -> OpRule:
@@ -277,7 +277,7 @@ def _local_concatenate(at: LocalOp, *xs: Any) -> list[Any]:
     return [out]
 
 
-register("concatenate", rule=concatenate, local=_local_concatenate, fusible=True, pinned=True)
+register("concatenate", rule=concatenate, local=_local_concatenate, fusible=True, pinned=True, concatenation=True)
 
 
 def split(eqn, ins, outs) -> OpRule:
@@ -326,7 +326,7 @@ def _local_split(at: LocalOp, x: Any) -> list[Any]:
     return [fetch_window(x, axis, axes, r.exchange) for r in by]
 
 
-register("split", rule=split, local=_local_split, fusible=True, pinned=True)
+register("split", rule=split, local=_local_split, fusible=True, pinned=True, static_slice=True)
 
 
 def tile(eqn, ins, outs) -> OpRule:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, primitives
 from jax.sharding import Mesh
 
-from ..compat.jax import body_of, closed_parts, new_var, source_line
+from ..compat.jax import body_of, closed_parts, new_var, sharding_constraint_p, source_line
 from ..dims import format_dims
 from ..errors import CheckError, JoinWarning
 from ..global_arrays import place
@@ -80,7 +80,7 @@ def with_all_values(flat: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
 
 def _on_one_device(eqn: Any) -> Any:
     """A constraint to some mesh is a copy on one device."""
-    return eqn.replace(primitive=primitives.copy_p, params={}) if eqn.primitive.name == "sharding_constraint" else eqn
+    return eqn.replace(primitive=primitives.copy_p, params={}) if eqn.primitive is sharding_constraint_p else eqn
 
 
 def _renamed(program: Program, flat: ClosedJaxpr, made: Sequence[Any]) -> Program:

@@ -26,7 +26,7 @@ FACTOR, ULPS = 4.0, 2.0
 last place of the largest value in the narrowest dtype: the unsharded run may happen to be exact."""
 
 CALLS = having(lambda p: p.call)
-_IDENTITIES = having(lambda p: p.identity) | {"reduce_precision"}
+_IDENTITIES = having(lambda p: p.identity or p.rounding)
 _EXACT = {"bitcast_convert_type"}  # its result is the bits of a dtype
 _TYPED = {"kernel", "shard_map", "pure_callback", "io_callback"}  # they hold functions of one dtype
 _WIDENED = ELEMENTWISE | having(lambda p: p.rule is not None and not (p.opaque or p.random)) - _EXACT - _TYPED

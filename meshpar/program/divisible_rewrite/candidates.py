@@ -22,9 +22,9 @@ def candidate_dims(program: Program) -> list[tuple[Value, int]]:
             depends_on_input.update(op.outs)
         if op.name not in SLICING:
             continue
-        if op.name == "reshape":
+        if op.primitive.reshape:
             dims = _merged_or_split(op)
-        elif op.name not in LOOKUPS:
+        elif not op.primitive.lookup:
             dims = _resized(op)
         elif op.ins[1] is None or op.ins[1] not in depends_on_input or len(index_components(op.ins[1])) > 1:
             dims = _indexed(op)
@@ -62,6 +62,6 @@ def _resized(op: Op) -> list[tuple[Value, int]]:
 
 def _indexed(op: Op) -> list[tuple[Value, int]]:
     """The dims of an array that a gather or scatter indexes, and the batch dims of the index vectors."""
-    array, index = op.ins[0] if op.name == "gather" else op.outs[0], op.ins[1]
+    array, index = op.ins[0] if op.primitive.gather else op.outs[0], op.ins[1]
     dims = [(array, d) for d in LookupDims.of(op).indexed] if array is not None else []
     return dims + ([(index, d) for d in range(len(index.shape) - 1)] if index is not None else [])

@@ -8,6 +8,7 @@ from typing import Any
 from jax import lax
 
 from ..ir import Value
+from ..primitives import name_dims_p
 from .rewriter import Site
 from .views import CollapsedView, collapsed_groups
 
@@ -24,7 +25,7 @@ def reshape(site: Site) -> bool:
         return site.define(
             0, source if source.aval.shape == shape else site.emit(lambda x: lax.reshape(x, shape), source)
         )
-    if view is not None or site.op.name != "reshape":
+    if view is not None or site.op.primitive.squeeze:
         return False
     groups = collapsed_groups(site.shape(0), shape)
     if groups is None or not _shards_are_scattered(site, site.op.ins[0], groups):
@@ -60,7 +61,7 @@ def elementwise(site: Site) -> bool:
     view = next((v for v in operands if isinstance(v, CollapsedView)), None)
     if view is None or len(site.op.eqn.outvars) != 1 or site.has_extended_dtype():
         return False
-    if site.op.name == "name_dims":  # the names of the merged dims
+    if site.op.eqn.primitive is name_dims_p:  # the names of the merged dims
         return False
     atoms = [_read_expanded(site, k, view.groups) for k in range(len(site.op.ins))]
     return site.define(0, CollapsedView(site.emit_reshaped(atoms, view.source.aval.shape), view.groups))

@@ -14,6 +14,7 @@ from ...rules import ELEMENTWISE
 from ...rules.index import is_broadcast_zero
 from ...rules.local import plain_params
 from ..ir import Value
+from ..primitives import name_dims_p
 
 MAX_USES = 4
 """Lookups that use one element more often are not represented by a table."""
@@ -96,10 +97,10 @@ class Constants:
             if is_negative is not None and is_negative.name == "lt" and is_negative.ins == [count, None]:
                 return self.iota_dim(count) if literal_array(is_negative.eqn.invars[1]) == 0 else None
         if op is not None and op.ins and op.ins[0] is not None:
-            if op.name in ("convert_element_type", "name_dims"):
+            if op.primitive.cast or op.eqn.primitive is name_dims_p:
                 d = self.iota_dim(op.ins[0])
                 return None if d is None or jnp.iinfo(dtype).max < value.shape[d] else d
-            if op.name == "broadcast_in_dim":
+            if op.primitive.broadcast:
                 d = self.iota_dim(op.ins[0])
                 if d is None:
                     return None

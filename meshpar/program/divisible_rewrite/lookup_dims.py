@@ -40,7 +40,7 @@ class LookupDims:
 
 def _fields(op: Op) -> tuple[str, str, str, str]:
     """The fields of the op's dimension numbers, in the order of :class:`LookupDims`."""
-    if op.name == "gather":
+    if op.primitive.gather:
         return "collapsed_slice_dims", "start_index_map", "operand_batching_dims", "start_indices_batching_dims"
     return (
         "inserted_window_dims",
@@ -70,7 +70,7 @@ def independent_dims(op: Op) -> list[IndependentDim]:
     """
     lookup, dn = LookupDims.of(op), op.eqn.params["dimension_numbers"]
     array, index = (v.aval.shape for v in op.eqn.invars[:2])
-    if op.name == "gather":
+    if op.primitive.gather:
         offset_dims, window = dn.offset_dims, op.eqn.outvars[0].aval.shape
     else:
         offset_dims, window = dn.update_window_dims, op.eqn.invars[2].aval.shape
@@ -87,7 +87,7 @@ def index_components(index: Value) -> Sequence[Value | None]:
     op, last = index.op, len(index.shape) - 1
     if (
         op is not None
-        and op.name == "concatenate"
+        and op.primitive.concatenation
         and op.eqn.params["dimension"] == last
         and len(op.ins) == index.shape[last]
     ):

@@ -31,7 +31,7 @@ def own_rows(site: Site) -> bool:
         # dim `last` of the index vectors is that of their components, which cannot be a batch dim
         if i is None or i == last or i in batch.values() or index.shape[i] != array.shape[d]:
             continue
-        written = None if op.name == "gather" else op.outs[0]
+        written = None if op.primitive.gather else op.outs[0]
         if max(site.shards(array, d), site.shards(index, i), site.shards(written, d)) > 1:
             remaining.remove(c)
             batch[d] = i
@@ -108,7 +108,7 @@ def padded_lookup(site: Site) -> bool:
             if j is None or (k == 1 and d == last) or padded.setdefault(j, dim).padded_size != dim.padded_size:
                 return False
     added = [j for j in padded if independent[j].array is None]  # padding adds lookups along these
-    if added and op.name not in ("gather", "scatter-add", "scatter-sub"):
+    if added and not (op.primitive.gather or op.primitive.adds_rows):
         return False
     atoms = []
     for k in range(len(op.ins)):
@@ -118,7 +118,7 @@ def padded_lookup(site: Site) -> bool:
             x = site.emit_masked(x, {independent[j].window: padded[j] for j in added}, 0)
         atoms.append(x)
     params: dict[str, Any] = {"indices_are_sorted": False}
-    if op.name == "gather":
+    if op.primitive.gather:
         sizes = list(op.eqn.params["slice_sizes"])
         for j, dim in padded.items():
             d = independent[j].array
@@ -128,6 +128,6 @@ def padded_lookup(site: Site) -> bool:
     elif added:
         params["unique_indices"] = False
     out_dims = {
-        independent[j].window if op.name == "gather" else independent[j].array: dim for j, dim in padded.items()
+        independent[j].window if op.primitive.gather else independent[j].array: dim for j, dim in padded.items()
     }
     return site.define_padded(site.emit_op(atoms, **params), {d: dim for d, dim in out_dims.items() if d is not None})

@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 
 from ...compat.jax import bind, body_consts, literal_array, make_generated_jaxpr, new_var, replace_body, scan_counts
 from ...rules.rearrange import ANY, rearrange
+from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Value
 from .candidates import SLICING
 from .constants import Constants
@@ -82,8 +83,8 @@ class JaxprRewriter:
                 self.inline(scope, op, invars)
                 return
         elif op.name in _REWRITTEN_BODIES:
-            if op.name in ("scan", "cond"):
-                only_read = op.ins[1:] if op.name == "cond" else op.ins[: scan_counts(eqn.params)[0]]
+            if op.primitive.scan or op.primitive.branch:
+                only_read = op.ins[1:] if op.primitive.branch else op.ins[: scan_counts(eqn.params)[0]]
                 for frame in op.frames:
                     pairs = zip(frame.ins(), only_read, strict=False)
                     self.constants.outer.update((inner, outer) for inner, outer in pairs if outer is not None)
@@ -213,7 +214,7 @@ class Site:
     @property
     def transposes(self) -> bool:
         """Whether the op is a reshape that transposes its operand first."""
-        return self.op.name == "reshape" and self.params["dimensions"] is not None
+        return self.op.primitive.reshape and list(reshape_order(self.op.eqn)) != list(range(len(self.shape(0))))
 
     def shards(self, value: Value | None, d: int) -> int:
         """The number of shards of a dim of a value of the program; 1 for a literal."""

@@ -1,0 +1,61 @@
+"""What a primitive is stands in its registry entry: other packages read traits and do not compare names of primitives."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import meshpar
+from meshpar.rules import PRIMITIVES
+
+PACKAGE = Path(meshpar.__file__).parent
+ALLOWED = {
+    "compat/jax.py": (5, "below the registry: where each JAX version keeps the bodies of control flow"),
+    "layers/checkpoint_policies.py": (1, "JAX asks policies about this call, by its primitive"),
+    "lower/jit.py": (
+        2,
+        "`slice` by its parameters; `reshard`, which jax.random makes, says nothing without explicit axes",
+    ),
+    "plan/decide.py": (1, "`random_bits` of a key that is the same everywhere"),
+    "program/divisible_rewrite/candidates.py": (1, "`rev` moves every element, others only those at the ends"),
+    "program/divisible_rewrite/constants.py": (
+        3,
+        "indices of jnp.arange and negative indices: `iota`, `select_n`, `lt`",
+    ),
+}
+"""File → number of comparisons, and why they are not a trait."""
+
+
+def names_compared(tree):
+    """The names of primitives that expressions ``….name`` or ``name`` are compared with, one tuple for each comparison."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith":
+            sides = [node.func.value, *node.args]
+        else:
+            continue
+        if not any("name" in (getattr(s, "attr", ""), getattr(s, "id", "")) for s in sides):
+            continue
+        texts = [
+            c.value for s in sides for c in ast.walk(s) if isinstance(c, ast.Constant) and isinstance(c.value, str)
+        ]
+        begins = not isinstance(node, ast.Compare)
+        if texts and all(any(p.startswith(t) if begins else p == t for p in PRIMITIVES) for t in texts):
+            yield tuple(texts), node.lineno
+
+
+def test_other_packages_do_not_compare_names_of_primitives():
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if "rules" in path.relative_to(PACKAGE).parts:
+            continue
+        for names, line in names_compared(ast.parse(path.read_text())):
+            found.setdefault(str(path.relative_to(PACKAGE)), []).append((line, names))
+    allowed = {file: count for file, (count, _) in ALLOWED.items()}
+    assert Counter({file: len(rows) for file, rows in found.items()}) == allowed, found
+
+
+def test_a_comparison_is_recognized():
+    code = 'op.name == "scan"; eqn.primitive.name in ("slice", "cond"); name != "add"; op.name.startswith("scatter")'
+    assert len(list(names_compared(ast.parse(code)))) == 4
+    assert not list(names_compared(ast.parse('dim == "slice"; name in ("jit", "plan")')))
