@@ -32,10 +32,10 @@ from ..compat.jax import user_stacklevel
 from ..errors import TorusWarning
 from ..hardware.algorithms import AlgorithmName
 from ..hardware.chips import Chip
-from ..hardware.collective_ops import wire_bytes
+from ..hardware.collective_ops import collective_volume, wire_bytes
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, devices_of, joined, major_of
-from ..plan.collectives import Collective, collective_volume
+from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import format_axes, itemsize, local_bytes, local_shape, replicated_spec, shard_count
 from ..plan.steps import Reduce, Reshard, Run, Shard
@@ -99,8 +99,8 @@ def exposed_seconds(
     memory = device.hbm_bandwidth * chip.compiler.hbm_efficiency
     total = sum(matmul_seconds(plan, chip, run) for run in runs)
     devices, (stage, *_) = devices_of(plan.torus, pair.axes), major_of(plan.torus, pair.axes) or [Stage(1)]
-    minor = sum(c.seconds or 0.0 for c in hops if c.algorithm != "ring")
-    hop = hop_seconds(max((c.bytes for c in hops if c.algorithm == "ring"), default=0.0), stage, chip)
+    minor = sum(c.seconds or 0.0 for c in hops if not c.entry.ring_step)
+    hop = hop_seconds(max((c.bytes for c in hops if c.entry.ring_step), default=0.0), stage, chip)
     last = 0.0 if devices % 2 else hop / (1 if devices == 2 else 2)
     steps = (devices - 1) // 2
     per_chunk, once = ring_overhead_seconds(plan, chip, pair, devices)
@@ -108,9 +108,7 @@ def exposed_seconds(
     chunk = matmuls + chip.compiler.ring_chunk_start_seconds * len(runs) + per_chunk
     stalls: list[float] = []
     if stage.line and chip.compiler.line_permutes_are_sync:
-        stalls.append(
-            sum((c.seconds or 0.0) * (c.count or 1) for c in hops if c.algorithm == "ring") / (first.count or 1)
-        )
+        stalls.append(sum((c.seconds or 0.0) * (c.count or 1) for c in hops if c.entry.ring_step) / (first.count or 1))
         others = ()
     elif chip.cores > 1 and not plan.is_async("all-gather"):
         one = matmuls / max(1, len(runs))
@@ -176,7 +174,7 @@ def reduction_costs(
     costs: dict[AlgorithmName, ReductionCost] = {
         c.algorithm: ReductionCost(c.bytes, seconds, late + max(0.0, seconds - late - hidden))
     }
-    if allow_all_reduce and c.algorithm == "staged" and (one := all_reduce_cost(plan, c, matmuls)) is not None:
+    if allow_all_reduce and c.entry.stage_by_stage and (one := all_reduce_cost(plan, c, matmuls)) is not None:
         costs["whole"] = one
     return costs
 
@@ -206,7 +204,7 @@ def later_stage_seconds(plan: Plan, c: Collective) -> float:
     gradient's reduction, and blocks on the later ones (backward layers of Llama on v5p, reductions on the SparseCores).
     """
     stages = [s for s, _ in joined(s for a in c.axes for s in plan.torus[a])]
-    if c.op != "reduce-scatter" or c.algorithm != "staged" or len(stages) < 2 or plan.chip is None:
+    if c.op != "reduce-scatter" or not c.entry.stage_by_stage or len(stages) < 2 or plan.chip is None:
         return 0.0
     volume = collective_volume(c.op, c.bytes, math.prod(s.size for s in stages))
     return seconds_of(c.op, volume / stages[0].size, stages[1:], plan.chip, c.algorithm)
@@ -351,7 +349,7 @@ def warn_about_lines(plan: Plan) -> None:
         return
     lines: dict[tuple[str, ...], list[Collective]] = {}
     for c in plan.collectives:
-        if c.algorithm in ("ring", "pallas") and any(s.line for s in major_of(plan.torus, c.axes)):
+        if c.entry.ring_step and any(s.line for s in major_of(plan.torus, c.axes)):
             lines.setdefault(c.axes, []).append(c)
     parts = []
     for axes, hops in lines.items():

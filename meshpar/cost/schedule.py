@@ -58,7 +58,7 @@ def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollect
 
     def of_result(move: Kernel) -> AsyncCollective:
         if tpu and isinstance(move.step, Reduce):
-            if offloaded and any(s.algorithm == "whole" for s in move.step.scatters):
+            if offloaded and any(s.entry.slices_locally for s in move.step.scatters):
                 return AsyncCollective(False, True, True)
             return AsyncCollective(False, _only_leaves(move) and not any(plan.is_async(c.op) for c in move.step.sends))
         return AsyncCollective(False)
@@ -105,7 +105,7 @@ def hidden_collectives(plan: Plan) -> dict[Collective, int]:
 def separate_collectives(step: Step) -> Sequence[Collective]:
     """The collectives of a step without those of its ring (a collective matmul), whose exposed time is in ``Plan.overlaps``."""
     if isinstance(step, Reshard | Reduce) and step.ring is not None:
-        return [c for c in step.sends if c.algorithm not in ("ring", "pallas") and not c.first]
+        return [c for c in step.sends if not c.entry.ring_step and not c.first]
     return step.sends
 
 

@@ -19,3 +19,15 @@ def wire_bytes(op: CollectiveOp, volume: float, group: int) -> float:
         return volume
     share = volume * (group - 1) / group
     return 2 * share if op == "all-reduce" else share
+
+
+def collective_volume(op: CollectiveOp, sent: float, group: int) -> float:
+    """The volume V of :func:`meshpar.hardware.collective_time.seconds_of`, from the bytes that each device of a group sends."""
+    if group == 1:
+        return 0.0
+    if op == "collective-permute":
+        return sent
+    operand = sent * group / (group - 1)
+    if op == "all-reduce":
+        return operand / 2
+    return operand * group if op == "all-to-all" else operand

@@ -109,13 +109,13 @@ def scattered(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, s
     ones = tuple(i for i in range(dim) if x.shape[i] == 1)
     if ones:
         return lax.expand_dims(scattered(lax.squeeze(x, ones), axes, dim - len(ones), algorithm, sizes), ones)
-    factored = isinstance(sizes, Grid)
-    if factored and algorithm == "staged":
-        for names in sizes.groups(axes):
-            x = psum_scatter(x, names[0] if len(names) == 1 else names, dim)
-        return x
-    chosen = ALGORITHMS[algorithm if factored else "native"]
-    return chosen.reduce_scatter(x, axes, dim, sizes.between_slices if factored else (), psum_scatter)
+    if not isinstance(sizes, Grid):
+        return ALGORITHMS["native"].reduce_scatter(x, axes, dim, (), psum_scatter)
+    if not ALGORITHMS[algorithm].stage_by_stage:
+        return ALGORITHMS[algorithm].reduce_scatter(x, axes, dim, sizes.between_slices, psum_scatter)
+    for names in sizes.groups(axes):
+        x = psum_scatter(x, names[0] if len(names) == 1 else names, dim)
+    return x
 
 
 def reduced(x: Any, step: Reduce, grid: Grid, begun: int = 0) -> Any:

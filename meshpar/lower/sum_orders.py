@@ -79,7 +79,7 @@ class SumOrders:
         """:func:`meshpar.lower.collectives.reduced`, in the best order that there is."""
         ways = self._turned[id(x)].before if id(x) in self._turned else []
         if not self.grid.cpu:
-            whole = any(s.algorithm == "whole" for s in step.scatters)
+            whole = any(s.entry.slices_locally for s in step.scatters)
             ways = [way for way in ways if whole and way[1] == tuple(sorted(way[1]))]
         if not ways:
             return reduced(x, step, self.grid)

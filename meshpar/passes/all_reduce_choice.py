@@ -25,8 +25,8 @@ from functools import partial
 
 from ..cost.collective_matmul import all_reduce_cost, matmul_seconds, reduction_costs
 from ..cost.fusion import MATMULS
-from ..hardware.collective_ops import wire_bytes
-from ..plan.collectives import Collective, collective_volume
+from ..hardware.collective_ops import collective_volume, wire_bytes
+from ..plan.collectives import Collective
 from ..plan.manual import ManualOps, on_cpus
 from ..plan.plan import Plan
 from ..plan.spec import shard_count
@@ -119,7 +119,7 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
     Args:
       queued: sums for which products wait stand behind it, so that it counts for how long the links are busy.
     """
-    if old.algorithm != "staged":
+    if not old.entry.stage_by_stage:
         return None
     forms = reduction_costs(plan, old, beside(plan, step.source.value))
     if "whole" not in forms:

@@ -486,9 +486,7 @@ def _in_blocks(
 ) -> dict[Step, Step]:
     """The steps of a pair, as they are where a ring or a kernel runs it."""
     step = pair.step
-    new = [
-        replace(c, algorithm="pallas") if c.algorithm == "ring" and choice == "pallas" else c for c in found.hops(pair)
-    ]
+    new = [replace(c, algorithm="pallas") if c.entry.ring_step and choice == "pallas" else c for c in found.hops(pair)]
     collectives = (*new, *step.collectives[1:])
     if isinstance(step, Reshard):
         dots = tuple(RingDot(run.op, side, run.operands[1 - side], run.results[0]) for run, side in pair.dots)

@@ -10,12 +10,12 @@ import numpy as np
 from ..dims import format_dims
 from ..hardware.algorithms import AlgorithmName, choose_algorithm
 from ..hardware.chips import Chip
-from ..hardware.collective_ops import CollectiveOp, wire_bytes
+from ..hardware.collective_ops import CollectiveOp, collective_volume, wire_bytes
 from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
-from .collectives import Collective, collective_volume
+from .collectives import Collective
 from .resharding import Move, reshard
 from .spec import format_axes, itemsize, local_bytes, shard_count
 from .traffic import SendOver, send_bytes

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax.numpy as jnp
 
-from ..hardware.algorithms import AlgorithmName
+from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..hardware.collective_ops import CollectiveOp
 from ..hardware.topology import Torus
 from ..layout import Spec
@@ -59,6 +58,11 @@ class Collective:
     first: int = 0
 
     @property
+    def entry(self) -> Algorithm:
+        """Its algorithm, with bytes and traits."""
+        return ALGORITHMS[self.algorithm]
+
+    @property
     def total_bytes(self) -> float:
         """Bytes in a step; loops of unknown length count once."""
         return self.bytes * (1 if self.count is None else self.count)
@@ -73,37 +77,10 @@ class Collective:
         return {**values, "source": self.source}
 
 
-def collective_volume(op: CollectiveOp, sent: float, group: int) -> float:
-    """The V of :func:`meshpar.hardware.collective_time.seconds_of`, from the bytes that each device of a group sends."""
-    if group == 1:
-        return 0.0
-    if op == "collective-permute":
-        return sent
-    operand = sent * group / (group - 1)
-    if op == "all-reduce":
-        return operand / 2
-    return operand * group if op == "all-to-all" else operand
-
-
 def dcn_bytes_sent(collective: Collective, torus: Torus) -> float:
-    """Bytes that a device sends to other slices (or nodes) in one run of a collective; 0 where it stays within a slice.
-
-    As in :func:`meshpar.hardware.collective_time.seconds_of`, what crosses has been cut by the levels within a slice: V/inner, of
-    which a part (S-1)/S leaves, twice for an all-reduce; of an all-to-all a device's own V/group. A permute counts whole, as for
-    the devices at the edge.
-    """
+    """Bytes that a device sends to other slices (or nodes) in one run of a collective; 0 if its group is within a slice."""
     stages = [s for a in collective.axes for s in torus.get(a, ()) if s.size > 1][collective.first :]
-    if collective.algorithm in ("ring", "pallas"):
-        stages = stages[:1]  # around which it goes hop by hop
-    slices = math.prod(s.size for s in stages if s.dim == "slice")
-    if slices == 1:
-        return 0.0
-    if collective.op == "collective-permute":
-        return collective.bytes
-    group = math.prod(s.size for s in stages)
-    volume = collective_volume(collective.op, collective.bytes, group)
-    own = volume / group if collective.op == "all-to-all" else volume * slices / group
-    return own * (slices - 1) / slices * (2 if collective.op == "all-reduce" else 1)
+    return collective.entry.dcn_bytes(collective.op, collective.bytes, stages)
 
 
 def split_reduction(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
-from ..hardware.algorithms import AlgorithmName
+from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from ..rules.rule import Kind
@@ -280,11 +280,16 @@ class Reshard(ShardingChange):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scatter:
-    """One reduce-scatter: of a dim, over axes, by an algorithm (``whole``: an all-reduce, and this device's block of it)."""
+    """One reduce-scatter of a dim over mesh axes, by an algorithm."""
 
     dim: int
     axes: tuple[str, ...]
     algorithm: AlgorithmName
+
+    @property
+    def entry(self) -> Algorithm:
+        """Its algorithm, with traits."""
+        return ALGORITHMS[self.algorithm]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -88,7 +88,7 @@ class _Printer:
             return f"{moves} of {self.name(step.source)}{ring}{apart}", self.shard(step.result)
         if isinstance(step, Reduce):
             parts = [
-                f"{'all-reduce and cut' if s.algorithm == 'whole' else 'reduce-scatter'} over {'+'.join(s.axes)}"
+                f"{'all-reduce and cut' if s.entry.slices_locally else 'reduce-scatter'} over {'+'.join(s.axes)}"
                 for s in step.scatters
             ]
             parts += [f"all-reduce ({step.source.kind}) over {'+'.join(step.over)}"] * bool(step.over)

@@ -139,3 +139,14 @@ def test_rates_reach_the_kernels_in_gigabytes_a_second():
     between = 2.0**30 / 16 / 2 / (3.1e9 * 0.8) + 1e-6
     assert name == "hierarchical"
     assert f"hierarchical {(inside + between) * 1e6:.0f} µs" in why
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "crossing"),
+    [("hierarchical", 255.0, 1.0), ("native", 255.0, 1.0), ("staged", 255.0, 128.0), ("ring", 128.0, 128.0)],
+)
+def test_bytes_between_slices_follow_the_order_of_the_phases(name, sent, crossing):
+    """A staged reduce-scatter has all 256 bytes at the major stage; the others reduce within the slices first."""
+    op = "collective-permute" if name == "ring" else "reduce-scatter"
+    assert ALGORITHMS[name].dcn_bytes(op, sent, [Stage(2, "slice"), X, Z]) == pytest.approx(crossing)
+    assert ALGORITHMS[name].dcn_bytes(op, sent, [X, Z]) == 0
