@@ -37,7 +37,7 @@ from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, devices_of, joined, major_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
-from ..plan.spec import format_axes, itemsize, local_bytes, local_shape, replicated_spec, shard_count
+from ..plan.spec import format_axes, itemsize, local_shape, shard_count
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
 from ..units import format_seconds
@@ -220,10 +220,7 @@ def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | No
     device, op = chip.per_device(), run.op
     rate = device.matmul_rate(str(op.eqn.invars[0].aval.dtype)) * chip.compiler.matmul_efficiency
     shards = zip((*op.eqn.invars, *op.eqn.outvars), (*run.operands, *run.results), strict=True)
-    sizes = [
-        local_bytes(v.aval.shape, itemsize(v.aval), replicated_spec(v.aval.ndim) if s is None else s.spec, plan.sizes)
-        for v, s in shards
-    ]
+    sizes = [v.aval.size * itemsize(v.aval) if s is None else plan.shard_bytes(s) for v, s in shards]
     cut = [True] * len(sizes) if pair is None else _cut(pair, run)
     traffic = sum(size / blocks if is_cut else size for size, is_cut in zip(sizes, cut, strict=True))
     traffic += reread_bytes_on(plan, chip)(run, 0, cut[:3], blocks)

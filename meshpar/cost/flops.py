@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from ..hardware.compiler import CompilerModel
 from ..plan.memo import MESHES
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, shard_count
-from ..plan.steps import Body, Run
-from ..program.ir import Frame, Program
+from ..plan.steps import Run
+from ..program.ir import Program
 from ..program.kernels import KernelWork
 from ..program.names import Part
 from .caching import cached_on_plan
@@ -151,18 +151,8 @@ def model_flops(plan: Plan) -> float:
 
 
 def _model_flops(program: Program) -> float:
-    return _flops_of(program.root, 1)
-
-
-def _flops_of(frame: Frame, count: int) -> float:
-    """FLOPs of the matmuls of ``count`` runs of a frame (a jaxpr at a call site), without recomputation."""
-    total = 0.0
-    for op in frame.ops:
-        for inner in op.frames:
-            total += _flops_of(inner, count * (1 if inner.trip_count is None else inner.trip_count))
-        if not in_recomputation(op.eqn):
-            total += count * op.primitive.flops(op.eqn)
-    return total
+    runs = program.root.walk_counted()
+    return sum((count * op.primitive.flops(op.eqn) for op, count in runs if not in_recomputation(op.eqn)), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +200,9 @@ def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
     """The matmuls that are replicated over some mesh axis, one entry for each line and set of axes, largest share first."""
     total = 0.0
     found: dict[tuple[str, tuple[str, ...], str], list[Any]] = {}
-    for step, count in _runs(plan.body, 1):
+    for step, count in plan.body.walk():
+        if not isinstance(step, Run):
+            continue
         if not step.op.primitive.matmul:
             total += count * local_opaque_flops(step, plan.sizes)
             continue
@@ -234,15 +226,6 @@ def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
         fix = _suggested_fix(plan, idle, dims)
         out.append(RedundantMatmul(name, idle, times, tuple(dims), flops, share, source, fix))
     return sorted(out, key=lambda r: -r.share)
-
-
-def _runs(body: Body, count: int) -> Iterator[tuple[Run, int]]:
-    """(step, runs in a program step) of every op of a body that runs ``count`` times, bodies inside it included."""
-    for step in body.steps:
-        for inner in step.bodies:
-            yield from _runs(inner, count * (1 if inner.trip_count is None else inner.trip_count))
-        if isinstance(step, Run):
-            yield step, count
 
 
 def _suggested_fix(plan: Plan, idle: Sequence[str], dims: Mapping[str, Part]) -> str:

@@ -13,7 +13,7 @@ from ..caches import LRUCache
 from ..layout import Spec
 from ..plan.memo import MESHES
 from ..plan.plan import Plan
-from ..plan.spec import itemsize, local_bytes
+from ..plan.spec import value_bytes
 from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op, Program, Value
 from .caching import cached_on_plan
@@ -95,7 +95,7 @@ class _Reader:
         key = self.alike.get(value, value), spec
         found = self._bytes.get(key)
         if found is None:
-            found = local_bytes(value.shape, itemsize(value.aval), spec, self.sizes)
+            found = value_bytes(value, spec, self.sizes)
             if self.tiles is not None:
                 found *= self.tiles.padding(value, spec, self.sizes)
             self._bytes[key] = found

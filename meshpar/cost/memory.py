@@ -16,7 +16,6 @@ from typing import Any
 
 from ..hardware.topology import devices_of
 from ..plan.plan import Plan
-from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
 from ..program.ir import Value
 from .buffer_roles import ROLES, buffer_roles
@@ -205,18 +204,17 @@ class _Live:
 
     def blocks(self, node: Kernel) -> float:
         """Bytes of a ring's chunks in flight while a kernel runs its matmuls, or while it reduces their sum."""
-        total, sizes = 0.0, self.plan.sizes
+        total = 0.0
         for step, ring in dict(
             self.served[run.results[0].value] for run in node.matmuls if run.in_ring == "gather"
         ).items():
             assert isinstance(step, Reshard)
-            value = step.result.value
             devices = devices_of(self.plan.torus, ring.axes)
-            size = local_bytes(value.shape, itemsize(value.aval), step.result.spec, sizes)
+            size = self.plan.shard_bytes(step.result)
             total += ring_buffer_bytes(ring, size / devices, devices)
         if isinstance(node.step, Reduce) and node.step.ring is not None:
-            value, ring = node.step.result.value, node.step.ring
-            size = local_bytes(value.shape, itemsize(value.aval), node.step.result.spec, sizes)
+            ring = node.step.ring
+            size = self.plan.shard_bytes(node.step.result)
             total += ring_buffer_bytes(ring, size, ring.num_blocks)
         return total
 

@@ -40,7 +40,6 @@ from ..rules.local import plain_params
 from ..rules.spmd import Grid
 from .collectives import combined
 
-IDENTITIES = having(lambda p: p.identity)
 PINNED = having(lambda p: p.pinned)
 FREE = having(lambda p: p.free)
 
@@ -165,7 +164,7 @@ class _Rewriter:
                     changed = True
         for op in frame.ops:
             eqn, run = op.eqn, self.runs.get(op)
-            if op.name in IDENTITIES:
+            if op.primitive.identity:
                 (value,), (out,) = op.ins, op.outs
                 spec = self.rest(out)
                 assert spec is not None

@@ -34,7 +34,6 @@ from ..compat.jax import (
 from ..compat.quirks import opaque
 from ..errors import UnsupportedError
 from ..layout import AnyMesh, Spec, to_partition_spec
-from ..plan.decide import IDENTITIES
 from ..plan.plan import Plan
 from ..plan.spec import replicated_spec, shard_count
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
@@ -194,7 +193,7 @@ class _Device:
                 self.x[step.results[0]] = op, self.operands(step)
             return
         xs = self.operands(step)
-        if op.name in IDENTITIES:
+        if op.primitive.identity:
             results = xs
         elif op.primitive.barrier:
             results = bind(op.eqn, xs, op.eqn.params)

@@ -12,13 +12,9 @@ from ..cost.donation import aliased_inputs, gathered_then_copied
 from ..cost.flops import smaller_operand_bytes
 from ..cost.fusion import FUSIBLE, MATMULS, REDUCTIONS
 from ..plan.plan import Plan
-from ..plan.spec import itemsize, local_bytes
+from ..plan.spec import itemsize, value_bytes
 from ..plan.steps import Barrier, Body, Loop, Order, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
 from ..program.ir import Program, Value
-
-
-def _again(shard: Shard) -> Shard:
-    return Shard(shard.value, shard.spec, shard.partial, shard.kind)
 
 
 def serialize_loops(plan: Plan) -> Plan:
@@ -28,18 +24,16 @@ def serialize_loops(plan: Plan) -> Plan:
     runs other loops first. What is large and sent whole is cut where it is sent, not where it is read.
     """
 
-    def size(shard: Shard, spec: Sequence[tuple[str, ...]]) -> float:
-        return local_bytes(shard.value.shape, itemsize(shard.value.aval), tuple(spec), plan.sizes)
-
     def home(body: Body) -> Body:
         came: list[Shard] = []
 
         def change(step: Reduce | Loop) -> Sequence[Step]:
             if isinstance(step, Reduce):
-                before, after = size(step.source, step.source.spec), size(step.source, step.scattered)
+                before = plan.shard_bytes(step.source)
+                after = value_bytes(step.source.value, step.scattered, plan.sizes)
                 if after >= before or before < plan.compiler.slice_barrier_bytes:
                     return (step,)
-                raw = _again(step.result)
+                raw = step.result.copy()
                 if before >= plan.compiler.serialized_reduction_bytes:
                     came.append(step.result)
                 return replace(step, result=raw), Barrier(step.op, (raw,), (step.result,))
@@ -48,14 +42,14 @@ def serialize_loops(plan: Plan) -> Plan:
             steps: list[Step] = []
             if came:
                 reads = tuple(dict.fromkeys((*step.inits, *step.stacks)))
-                held = dict(zip(reads, map(_again, reads), strict=True))
+                held = dict(zip(reads, (s.copy() for s in reads), strict=True))
                 if reads:
                     steps.append(Barrier(step.op, reads, tuple(held.values()), tuple(came)))
                 came.clear()
                 step = replace(
                     step, inits=tuple(held[s] for s in step.inits), stacks=tuple(held[s] for s in step.stacks)
                 )
-            came.extend(sorted(step.results, key=lambda s: size(s, s.spec))[:1])
+            came.extend(sorted(step.results, key=plan.shard_bytes)[:1])
             return (*steps, step)
 
         return replace_steps(body, (Reduce, Loop), change)
@@ -71,7 +65,7 @@ def _homes(body: Body, change: Callable[[Body], Body]) -> Body:
     """Change what JAX traces into one body: the program and the bodies of loops and branches, with the calls in them."""
 
     def inner(body: Body) -> Body:
-        is_call = body.frame.parent is not None and not body.frame.parent.primitive.control_flow
+        is_call = body.frame.is_call
         return body if is_call else change(body)
 
     return rewrite_bodies(body, inner)
@@ -97,19 +91,16 @@ def serialize_results(plan: Plan) -> Plan:
     outputs = {plan.body.outputs[k].value for k in aliased_inputs(plan)}  # type: ignore[union-attr]
     last: list[Shard] = []
 
-    def size(shard: Shard) -> float:
-        return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
-
     def change(step: Reshard) -> Sequence[Step]:
         if (
             step.copy
             or step.result.value not in outputs
-            or not gathered_then_copied(plan, size(step.result), size(step.source))
+            or not gathered_then_copied(plan, plan.shard_bytes(step.result), plan.shard_bytes(step.source))
         ):
             return (step,)
         steps: list[Step] = []
         if last:
-            held = _again(step.source)
+            held = step.source.copy()
             steps.append(Barrier(step.op, (step.source,), (held,), tuple(last)))
             step = replace(step, source=held)
         last[:] = [step.result]
@@ -128,7 +119,7 @@ def separate_slices(plan: Plan) -> Plan:
 
     def change(step: Loop) -> Loop:
         inner = step.body
-        new = {s: _again(s) for s in inner.inputs[len(step.inits) :] if s.value in rounded}
+        new = {s: s.copy() for s in inner.inputs[len(step.inits) :] if s.value in rounded}
         if not new:
             return step
         barrier = Barrier(step.op, tuple(new.values()), tuple(new), opaque=True)
@@ -151,9 +142,6 @@ def separate_matmuls(plan: Plan) -> Plan:
         return plan
     most, stays = plan.compiler.epilogue_max_matmuls, plan.compiler.epilogue_operand_bytes
 
-    def size(shard: Shard) -> float:
-        return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
-
     def home(body: Body) -> Body:
         steps = body.with_calls
         products: set[Shard] = set()  # results of large products, and views of these
@@ -162,7 +150,10 @@ def separate_matmuls(plan: Plan) -> Plan:
         for step in steps:
             if isinstance(step, Run):
                 if step.op.primitive.dot:
-                    if step.in_ring != "reduce" and size(step.results[0]) >= plan.compiler.large_buffer_bytes:
+                    if (
+                        step.in_ring != "reduce"
+                        and plan.shard_bytes(step.results[0]) >= plan.compiler.large_buffer_bytes
+                    ):
                         makers.append(step)
                         products.update(step.results)
                 elif step.op.primitive.broadcast:
@@ -186,19 +177,19 @@ def separate_matmuls(plan: Plan) -> Plan:
         for step in makers:
             product = step.results[0]
             ops, found, inside = _between(product, readers, depth)
-            least = size(product)
+            least = plan.shard_bytes(product)
             read = [s for s in found if s not in products]
             given = dict.fromkeys(s for each in ops for s in each.reads if s in products)
             others = {s for each in ops for s in each.reads} - inside - products - spread
-            beside = any(size(s) >= least for s in others)
-            large = [s for s in read if size(s) >= least]
+            beside = any(plan.shard_bytes(s) >= least for s in others)
+            large = [s for s in read if plan.shard_bytes(s) >= least]
             streams = smaller_operand_bytes(step, plan.sizes) > stays
             cut: Sequence[Shard] = ()
             if len(large) > 1:
                 cut = (*given, *read) if streams or len(given) <= most else ()
             elif beside and streams and any(each.op.name in REDUCTIONS for each in ops):
                 cut = tuple(given)
-            apart.update((s, _again(s)) for s in cut if s not in apart)
+            apart.update((s, s.copy()) for s in cut if s not in apart)
 
         def across(step: Run) -> Run:
             if apart.keys().isdisjoint(step.operands) or _is_view(step):
@@ -232,18 +223,15 @@ def order_stacks(plan: Plan) -> Plan:
             if isinstance(run, Run) and (_multiplies(run) or (_is_view(run) and run.reads[0] in products)):
                 products.update(run.results)
         new = {
-            s: _again(s)
+            s: s.copy()
             for s in body.outputs[carries:]
-            if s in products and len(s.spec) == 3 and size(s) >= plan.compiler.large_buffer_bytes
+            if s in products and len(s.spec) == 3 and plan.shard_bytes(s) >= plan.compiler.large_buffer_bytes
         }
         if not new:
             return step
         orders = tuple(Order(s.value.op, s, made, (0, 2, 1)) for s, made in new.items())
         outputs = tuple(s if s is None or k < carries else new.get(s, s) for k, s in enumerate(body.outputs))
         return replace(step, inner=(*step.inner[:-1], replace(body, steps=(*body.steps, *orders), outputs=outputs)))
-
-    def size(shard: Shard) -> float:
-        return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, plan.sizes)
 
     return _with_scans(plan, change)
 

@@ -20,7 +20,6 @@ from dataclasses import replace
 
 from ..cost.fusion import FUSIBLE, MATMULS, VIEWS
 from ..plan.plan import Plan
-from ..plan.spec import itemsize, local_bytes
 from ..plan.steps import (
     Barrier,
     Body,
@@ -55,7 +54,7 @@ def schedule(plan: Plan) -> Plan:
         for step in body.steps:
             if isinstance(step, Run) and step.op in found.after and step.in_ring != "gather" and not is_deferred(step):
                 source = min(step.reads, key=found.stored_for_barrier)
-                result = Shard(source.value, source.spec, source.partial, source.kind)
+                result = source.copy()
                 after = tuple(plan.placements[v].made for v in found.after[step.op])
                 steps.append(Barrier(step.op, (source,), (result,), after))
                 step = replace(step, operands=tuple(result if s is source else s for s in step.operands))
@@ -184,7 +183,7 @@ class _Schedule:
         return [found for v in op.ins if v is not None for found in self._products(v)]
 
     def _bytes(self, shard: Shard) -> float:
-        return local_bytes(shard.value.shape, itemsize(shard.value.aval), shard.spec, self.plan.sizes)
+        return self.plan.shard_bytes(shard)
 
     def stored_for_barrier(self, shard: Shard) -> tuple[float, float]:
         """(bytes that are written to memory only because a barrier holds a shard, bytes of the shard).

@@ -17,7 +17,7 @@ from ..layout import Spec
 from ..program.ir import Op, Program, Value
 from .collectives import Collective
 from .resharding import Move, reshard
-from .spec import format_axes, itemsize, local_bytes, shard_count
+from .spec import format_axes, itemsize, shard_count, value_bytes
 from .traffic import SendOver, send_bytes
 
 AlgorithmChoices = dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]]
@@ -79,10 +79,10 @@ class CollectiveRecords:
     ) -> list[Collective]:
         """The record of a collective that reduces a partial value in a spec over axes."""
         axes = tuple(a for a in axes if self.sizes[a] > 1)
-        group, size = shard_count(axes, self.sizes), itemsize(value.aval)
+        group, volume = shard_count(axes, self.sizes), value_bytes(value, spec, self.sizes)
         if kind == "all-gather":
-            size *= group
-        bytes_sent = wire_bytes(kind, local_bytes(value.shape, size, spec, self.sizes), group)
+            volume *= group
+        bytes_sent = wire_bytes(kind, volume, group)
         return self.moving(kind, axes, value, op, bytes_sent, count, cause)
 
     def resharding(

@@ -14,7 +14,7 @@ from .assignment import contiguous_only, spec_from_factors
 from .decide import broadcast_spec
 from .memo import Interned
 from .resharding import reshard
-from .spec import itemsize, local_bytes, replicated_spec, shard_count
+from .spec import replicated_spec, shard_count, value_bytes
 from .steps import Body, Constant, Reshard, Shard, Step, with_deferred
 from .traffic import Axes, needed_specs
 
@@ -157,7 +157,7 @@ def axes_for_result(op: Op, k: int, spec: Spec, sizes: Mapping[str, int]) -> Axe
 
 def large_constant_note(program: Program, constant: Value, sizes: Mapping[str, int]) -> str | None:
     """What to do about an array that the function closes over, if it is large."""
-    size = local_bytes(constant.shape, itemsize(constant.aval), replicated_spec(len(constant.shape)), sizes)
+    size = value_bytes(constant, replicated_spec(len(constant.shape)), sizes)
     if size <= LARGE_CONSTANT_BYTES:
         return None
     reader = next((op for op in program.root.walk() if constant in op.ins), None)

@@ -34,7 +34,6 @@ from .traffic import (
 )
 
 OPAQUE = having(lambda p: p.opaque)
-IDENTITIES = having(lambda p: p.identity)
 FIXED_FACTORS = having(lambda p: p.fixed_factors)
 
 MAX_GATHERED_RATIO = 2

@@ -19,7 +19,7 @@ from ..hardware.topology import Torus
 from ..layout import AnyMesh, Layout, Spec, to_partition_spec
 from ..program.ir import Join, Op, Program, Value
 from .collectives import Collective, dcn_bytes_sent
-from .spec import itemsize, local_bytes
+from .spec import value_bytes
 from .steps import Body, Run, Shard
 
 
@@ -51,7 +51,7 @@ class ShardedArray:
     def of(cls, program: Program, value: Value, spec: Spec, sizes: Mapping[str, int], kind: str | None) -> ShardedArray:
         """A value of a program as it lies in a spec, over axes of these sizes."""
         host = value.on_host
-        size = 0.0 if host else local_bytes(value.shape, itemsize(value.aval), spec, sizes)
+        size = 0.0 if host else value_bytes(value, spec, sizes)
         return cls(
             value.path or "",
             program.dims(value),
@@ -213,6 +213,10 @@ class Plan:
         """axis → size of the mesh."""
         return dict(self.mesh.shape)
 
+    def shard_bytes(self, shard: Shard) -> float:
+        """Bytes of a shard on one device; uneven shards rounded up."""
+        return value_bytes(shard.value, shard.spec, self.sizes)
+
     @cached_property
     def constants(self) -> tuple[ShardedArray, ...]:
         """The arrays that the function closes over: parts of the compiled program, whole on every device."""
@@ -244,7 +248,7 @@ class Plan:
                 yield Transfer(
                     "host" if out.on_host else "device", value.path or (source and source.value.path) or step.op.name,
                     format_dims(self.program.dims(value)), value.shape, str(value.aval.dtype),
-                    local_bytes(value.shape, itemsize(value.aval), out.spec, self.sizes), count, step.op.source,
+                    self.shard_bytes(out), count, step.op.source,
                 )  # fmt: skip
 
     @property

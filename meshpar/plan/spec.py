@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..layout import Spec
+from ..program.ir import Value
 
 
 def replicated_spec(rank: int) -> Spec:
@@ -29,9 +30,9 @@ def local_shape(shape: Sequence[int], spec: Spec | None, sizes: Mapping[str, int
     return tuple(-(-n // shard_count(axes, sizes)) if axes else n for n, axes in zip(shape, spec, strict=True))
 
 
-def local_bytes(shape: Sequence[int], itemsize: float, spec: Spec, sizes: Mapping[str, int]) -> float:
-    """Bytes of one shard; uneven shards rounded up."""
-    return itemsize * math.prod(local_shape(shape, spec, sizes))
+def value_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
+    """Bytes of one shard of a value; uneven shards rounded up."""
+    return itemsize(value.aval) * math.prod(local_shape(value.shape, spec, sizes))
 
 
 def itemsize(aval: Any) -> float:

@@ -41,8 +41,12 @@ class Shard:
 
     @property
     def on_host(self) -> bool:
-        """Whether it lies in the host's memory, as the program has its value there."""
+        """Whether it is in host memory, as the program has its value there."""
         return self.value.on_host
+
+    def copy(self) -> Shard:
+        """Another shard of the same value with the same sharding, for a step that returns its operand."""
+        return Shard(self.value, self.spec, self.partial, self.kind)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,6 +112,17 @@ class Body:
             for body in self.steps[k].bodies:
                 out += body.all_steps
         return (*out, *self.steps[after:])
+
+    def walk(self, count: int = 1) -> Iterator[tuple[Step, int]]:
+        """(step, number of runs) of all steps, those of bodies before the step that has them.
+
+        Args:
+          count: how often the body runs. A loop of unknown length counts once.
+        """
+        for step in self.steps:
+            for body in step.bodies:
+                yield from body.walk(count * (1 if body.trip_count is None else body.trip_count))
+            yield step, count
 
     @cached_property
     def sends(self) -> tuple[Collective, ...]:

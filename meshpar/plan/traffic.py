@@ -14,7 +14,7 @@ from ..rules.spmd import Send
 from .assignment import contiguous_only, spec_from_factors
 from .collectives import split_reduction
 from .resharding import reshard_bytes
-from .spec import itemsize, local_bytes, local_shape, replicated_spec, shard_count
+from .spec import itemsize, local_shape, replicated_spec, shard_count, value_bytes
 
 Axes = list[tuple[str, ...]]
 """The mesh axes that split each factor of an op."""
@@ -63,7 +63,7 @@ def reduction_bytes(
 ) -> float:
     """Bytes that a device sends to reduce a value that is partial over ``axes`` from ``spec`` to its stored spec."""
     scatter, reduced = split_reduction(spec, stored, axes, kind)
-    volume, sent = local_bytes(value.shape, itemsize(value.aval), spec, sizes), 0.0
+    volume, sent = value_bytes(value, spec, sizes), 0.0
     for over in scatter.values():
         sent += wire_bytes("reduce-scatter", volume, shard_count(over, sizes))
         volume /= shard_count(over, sizes)
@@ -120,7 +120,7 @@ def op_bytes(
     for value, dims, partial, rest in zip(op.outs, rule.outs, partials, stored, strict=True):
         spec = spec_from_factors(dims, axes)
         if partial:
-            volume = local_bytes(value.shape, itemsize(value.aval), spec, sizes)
+            volume = value_bytes(value, spec, sizes)
             scattered = kind in ADDED and all(any(a in entry for entry in rest) for a in partial)
             total += wire_bytes("reduce-scatter" if scattered else "all-reduce", volume, shard_count(partial, sizes))
         else:

@@ -133,10 +133,15 @@ class Frame:
         return [self.env[v] for v in self.jaxpr.invars]
 
     @property
+    def is_call(self) -> bool:
+        """Whether it is the body of a call (``jit``, ``checkpoint``, …), which JAX inlines into the frame of the call."""
+        return self.parent is not None and not self.parent.primitive.control_flow
+
+    @property
     def home(self) -> Frame:
         """The frame that calls around this one are inlined in: the program's, or that of a loop's body or a branch."""
         frame = self
-        while frame.parent is not None and not frame.parent.primitive.control_flow:
+        while frame.parent is not None and frame.is_call:
             frame = frame.parent.frame
         return frame
 
@@ -146,6 +151,13 @@ class Frame:
             for frame in op.frames:
                 yield from frame.walk()
             yield op
+
+    def walk_counted(self, count: int = 1) -> Iterator[tuple[Op, int]]:
+        """(op, number of runs) of all ops, if the frame runs ``count`` times; a loop of unknown length counts once."""
+        for op in self.ops:
+            for frame in op.frames:
+                yield from frame.walk_counted(count * (1 if frame.trip_count is None else frame.trip_count))
+            yield op, count
 
 
 @dataclass(eq=False, slots=True)

@@ -19,7 +19,7 @@ from ..hardware.chips import Chip
 from ..plan.assignment import AxisAssignment, GroupAssignment, Queries
 from ..plan.spec import itemsize
 from ..plan_api import Plan
-from ..program.ir import Frame, Op, Program, Value
+from ..program.ir import Op, Program, Value
 
 
 class _Units:
@@ -54,12 +54,7 @@ class _Units:
             np.array([self.place[v] for v in held], int),
             np.array([v.aval.size * itemsize(v.aval) for v in held], float),
         )
-        self._products(program.root, 1)
-
-    def _products(self, frame: Frame, count: int) -> None:
-        for op in frame.ops:
-            for inner in op.frames:
-                self._products(inner, count * (1 if inner.trip_count is None else inner.trip_count))
+        for op, count in program.root.walk_counted():
             if op.rule is None or op.rule.given is not None:
                 continue
             if flops := op.primitive.flops(op.eqn):
