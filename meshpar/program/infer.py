@@ -252,7 +252,7 @@ class Builder:
         for op in self.ties:
             rule = op.rule
             assert rule is not None
-            if any(link.lies for link in rule.name_links):
+            if any(link.elements for link in rule.name_links):
                 nodes: dict[int, int] = {}
                 for value, dims in [*zip(op.ins, rule.ins, strict=True), *zip(op.outs, rule.outs, strict=True)]:
                     for node, factors in zip(value.nodes, dims, strict=True) if value is not None and dims else ():

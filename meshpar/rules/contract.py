@@ -1,4 +1,4 @@
-"""Matrix products and convolutions."""
+"""Matmuls and convolutions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .rule import Kind, NameLink, OpRule, exchange_kind, with_halo_sends
 
 
 def dot_general(eqn, ins, outs) -> OpRule:
-    """Batch dims and free dims pass through, contracted dims leave partial sums."""
+    """Batch and free dims pass through; the result is partial over contracted dims (k of ``[m, k] @ [k, n]``)."""
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     r = OpRule([], [])
@@ -42,7 +42,7 @@ def dot_general(eqn, ins, outs) -> OpRule:
 
 
 def _batches_mixed(op: SplitOp) -> bool:
-    """With batch dims, sums both scattered and all-reduced: BATCHED_CONTRACTION of :mod:`meshpar.compat.quirks`."""
+    """Whether a batched matmul is reduce-scattered over one axis and all-reduced over another (quirk ``BATCHED_CONTRACTION``)."""
     return op.mixed and bool(op.eqn.params["dimension_numbers"][1][0])
 
 
@@ -67,10 +67,10 @@ register(
 
 
 def ragged_dot_general(eqn, ins, outs) -> OpRule:
-    """As a matmul; the dim of the groups needs replication, and so do ragged rows with other dims than a batch has.
+    """As a matmul. The dim of the groups needs replication; ragged rows pass through if they have one vector of group sizes.
 
-    Ragged rows may be split where one vector of group sizes serves all of them: each device computes the sizes of the groups
-    within its block. Contracted rows (the gradient in the right operand) leave a partial sum.
+    Each device then computes the sizes of the groups within its shard. If the rows are contracted (the gradient of the right
+    operand), the result is partial.
     """
     dn = eqn.params["ragged_dot_dimension_numbers"]
     (lc, rc), (lb, rb) = dn.dot_dimension_numbers
@@ -78,10 +78,10 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
     r = OpRule([], [])
     left: dict[int, int] = {}
     right: dict[int, int] = {}
-    splits = len(ins[2]) == 1 and not {*dn.lhs_ragged_dimensions} & {*lb}
+    rows_split = len(ins[2]) == 1 and not {*dn.lhs_ragged_dimensions} & {*lb}
 
     def factor(i: int, kind: Kind = "pass_through") -> int:
-        return r.factor(lhs[i], "need_replication" if i in dn.lhs_ragged_dimensions and not splits else kind)
+        return r.factor(lhs[i], "need_replication" if i in dn.lhs_ragged_dimensions and not rows_split else kind)
 
     for i, j in zip(lb, rb, strict=True):
         left[i] = right[j] = factor(i)
@@ -99,7 +99,7 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
             right[j] = r.factor(rhs[j])
             free.append(right[j])
     result = tuple((f,) for f in free)
-    if len(outs[0]) > len(result):  # a contracted or batched dim was cut: one result a group
+    if len(outs[0]) > len(result):  # a contracted or batch dim is ragged: one result per group
         result = ((r.factor(outs[0][0], "need_replication"),), *result)
     r.ins = [
         tuple((left[i],) for i in range(len(lhs))),
@@ -110,15 +110,15 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
     return r
 
 
-def _local_ragged_dot(at: LocalOp, lhs: Any, rhs: Any, sizes: Any, *rest: Any) -> list[Any]:
-    """A ragged matmul of this device's rows: of every group the part that is within its block."""
-    (rows,) = at.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-    factors, n = at.rule.ins[0][rows], lhs.shape[rows]
-    if at.of(factors):
-        start = lax.convert_element_type(at.offset(factors, n), sizes.dtype)
+def _local_ragged_dot(op: LocalOp, lhs: Any, rhs: Any, sizes: Any, *rest: Any) -> list[Any]:
+    """A ragged matmul of this device's rows: groups ``[3, 5]`` in 2 shards of 4 rows have sizes ``[3, 1]`` and ``[0, 4]`` there."""
+    (rows,) = op.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    factors, n = op.rule.ins[0][rows], lhs.shape[rows]
+    if op.axes_of(factors):
+        start = lax.convert_element_type(op.offset(factors, n), sizes.dtype)
         ends = jnp.clip(jnp.cumsum(sizes, dtype=sizes.dtype) - start, 0, n)
         sizes = jnp.diff(ends, prepend=jnp.zeros(1, sizes.dtype))
-    return at.run(lhs, rhs, sizes, *rest)
+    return op.run(lhs, rhs, sizes, *rest)
 
 
 def _ragged_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
@@ -130,11 +130,12 @@ register("ragged_dot_general", rule=ragged_dot_general, local=_local_ragged_dot,
 
 
 def conv_general_dilated(eqn, ins, outs) -> OpRule:
-    """Batch, output features and groups pass through, input features are contracted.
+    """Batch, output features and feature groups pass through; input features are contracted.
 
-    A spatial dim whose window is 1 (and that is neither strided, padded nor dilated) passes through too. Along another one
-    devices exchange halos: what their windows read beyond the edge of their block. In a kernel's gradient the cotangent is the
-    window, and contracted: each device slides its block of it over the part of the input that it meets, which gives a partial sum.
+    A spatial dim with a window of 1 (and no stride, padding or dilation) passes through. Along other spatial dims devices exchange
+    halos: the elements outside their shard that their windows read. In the gradient of a kernel, the cotangent is the window, and
+      is
+    contracted: each device slides its shard of it over its window of the input, and the result is partial.
     """
     p = eqn.params
     dn = p["dimension_numbers"]
@@ -168,7 +169,7 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
         if window == 1 and plain:
             left[i] = result[o] = (r.factor(lhs[i]),)
             right[j] = (r.factor(1),)
-        elif plain and out[o] == 1 and lhs[i] == window:  # the window is the whole input: contracted
+        elif plain and out[o] == 1 and lhs[i] == window:  # the window is as large as the input: contracted
             left[i] = right[j] = (r.factor(lhs[i], "sum"),)
             result[o] = (r.factor(1),)
         else:
@@ -184,45 +185,50 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
             r.windows[0, i] = functools.partial(_conv_window, p, k, lhs[i], window, out[o])
     r.ins = [tuple(left[i] for i in range(len(lhs))), tuple(right[j] for j in range(len(rhs)))]
     r.outs = [tuple(result[i] for i in range(len(out)))]
-    return with_halo_sends(r, eqn, "what the windows reach over the edge of a block")
+    return with_halo_sends(r, eqn, "elements of other shards that windows read")
 
 
 def is_kernel_gradient(params, k: int, window: int, count: int) -> bool:
-    """Whether the "window" of a convolution along spatial dim k is a cotangent that slides over the input.
+    """Whether the window of a convolution along spatial dim k is a cotangent, and the result the gradient of a kernel.
 
-    It spans more places than the results (the taps of the kernel) do; on a small input as many, dilated by the stride.
+    Such a window spans more positions than the results (the taps of the kernel) do; for a small input as many, dilated by the
+    stride.
+
+    Args:
+      params: of the equation.
+      window, count: sizes of the window and of the result.
     """
     spanned = (window - 1) * params["rhs_dilation"][k], (count - 1) * params["window_strides"][k]
     return spanned[0] > spanned[1] or (spanned[0] == spanned[1] and params["rhs_dilation"][k] > 1)
 
 
-def _conv_window(params, k: int, size: int, window: int, count: int, parts: int) -> ShardWindow:
-    """What each device reads of spatial dim k: along the results, or along the window in a kernel's gradient."""
-    slides = (count, params["window_strides"][k]), (window, params["rhs_dilation"][k])
+def _conv_window(params, k: int, size: int, window: int, count: int, shards: int) -> ShardWindow:
+    """The windows of the input that devices read along spatial dim k, for their results (in a kernel's gradient: their taps)."""
+    slid, tapped = (count, params["window_strides"][k]), (window, params["rhs_dilation"][k])
     if is_kernel_gradient(params, k, window, count):
-        slides = slides[1], slides[0]
-    (n, every), (taps, apart) = slides
+        slid, tapped = tapped, slid
+    (n, stride), (taps, tap_dilation) = slid, tapped
     low, dilation = params["padding"][k][0], params["lhs_dilation"][k]
-    return sliding_window(size // parts, parts, n // parts, every, taps, apart, low, dilation)
+    return sliding_window(size // shards, shards, n // shards, stride, taps, tap_dilation, low, dilation)
 
 
-def _local_conv(at: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
-    """A convolution: halos of the input; group counts are divided where groups are split."""
-    p, spec = at.params, at.params["dimension_numbers"].lhs_spec
+def _local_conv(op: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
+    """A convolution of the window of the input that this device reads; the group count is divided by the shards of the groups."""
+    p, spec = op.params, op.params["dimension_numbers"].lhs_spec
     changed: dict[str, Any] = {}
     for key, d in (("feature_group_count", spec[1]), ("batch_group_count", spec[0])):
         if p[key] > 1:
-            changed[key] = p[key] // at.parts(at.rule.ins[0][d][:1])
+            changed[key] = p[key] // op.shard_count(op.rule.ins[0][d][:1])
     padding, dilation = list(p["padding"]), list(p["lhs_dilation"])
-    for dim, axes, by in at.windows(0):
+    for dim, axes, read in op.windows(0):
         k = spec[2:].index(dim)
-        lhs = fetch_window(lhs, dim, axes, by.exchange)
-        if len(set(by.before)) == 1:  # the convolution itself dilates
-            low = by.before[0]
-            padding[k] = (low, by.extent - low - (lhs.shape[dim] - 1) * by.dilation - 1)
+        lhs = fetch_window(lhs, dim, axes, read.exchange)
+        if len(set(read.before)) == 1:  # the convolution itself dilates
+            low = read.before[0]
+            padding[k] = (low, read.extent - low - (lhs.shape[dim] - 1) * read.dilation - 1)
         else:
-            lhs, padding[k], dilation[k] = dilate(lhs, dim, axes, by, 0), (0, 0), 1
-    return at.run(lhs, rhs, padding=tuple(padding), lhs_dilation=tuple(dilation), **changed)
+            lhs, padding[k], dilation[k] = dilate(lhs, dim, axes, read, 0), (0, 0), 1
+    return op.run(lhs, rhs, padding=tuple(padding), lhs_dilation=tuple(dilation), **changed)
 
 
 def _convolution_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:

@@ -1,6 +1,6 @@
-"""Primitives without a factor rule: calls, loops, branches, identities that say names or specs, and code that nobody sees into.
+"""Primitives without a factor rule: calls, loops, branches, identities that state names or specs, and opaque code.
 
-What is in their bodies has rules of its own.
+The equations in the bodies of calls, loops and branches have their own rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Elementwise primitives: every full-shaped operand has the dims of the result; scalars are everywhere."""
+"""Elementwise primitives: operands have the shape of the result, or stretch to it along dims of size 1, or are scalars."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""Halos: the window of a split dim that each device needs, the exchange that brings it, and that exchange inside a ``shard_map``.
+"""Halo exchanges: which window of a split dim each device reads, and the collectives by which it gets the elements of other shards.
 
-What is sent is worked out in plain integers: factor rules list it for the plan, and local forms send just that.
+Windows and collectives are calculated as plain integers, so that factor rules can list the collectives in the plan, and local
+forms send exactly these. Example: a convolution with 3 taps over 16 rows in 4 shards. Device p reads rows ``[4p - 1, 4p + 5)``:
+its shard, one row of the shard before, and one of the shard after. That is two collective permutes of one row, between
+neighbours.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .spmd import Send, axis_index, permute, table_entry
+from .spmd import Send, axis_index, exchange_sends, permute, table_entry
+
+Edge = tuple[int, int]
+"""(source, target): two devices along the axes of a split dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +30,14 @@ class PermuteStep:
     """One collective permute of a halo exchange.
 
     Attributes:
-      pairs: (source, target).
-      length: size of the pieces along the split dim: the longest that some target needs.
-      starts: for every source, where in its block the piece begins.
-      offsets: for every target, where in its window the piece goes (it may stand out at either end); past the end of the
-        window for a device that gets none.
+      pairs: the (source, target) devices.
+      length: number of elements along the split dim that each source sends: the most that any target needs.
+      starts: for every source, the index in its shard at which the sent slice starts.
+      offsets: for every target, the index in its window at which the received slice starts. The slice may extend over either end
+        of the window; for a device that receives nothing, it is past the end.
     """
 
-    pairs: tuple[tuple[int, int], ...]
+    pairs: tuple[Edge, ...]
     length: int
     starts: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -42,12 +48,12 @@ class HaloExchange:
     """The collectives that give every device its window of a split dim.
 
     Attributes:
-      block: size of a device's block; device p holds ``[p·block, (p+1)·block)``.
-      starts: where each device's window begins; it may reach outside the array.
-      length: size of the windows.
-      own: the piece of its own block that a device needs, as a permute step that sends nothing.
+      block: size of a shard; device p has the elements ``[p·block, (p+1)·block)``.
+      starts: for every device, the element at which its window starts; windows may extend outside the array.
+      length: size of a window.
+      own: the elements of its own shard that each device needs, as a permute step that is not sent.
       steps: the collective permutes.
-      gather: an all-gather sends no more than the permutes would, and is made instead.
+      gather: whether an all-gather is made instead, since it sends no more than the permutes.
     """
 
     block: int
@@ -58,108 +64,110 @@ class HaloExchange:
     gather: bool
 
     @property
-    def parts(self) -> int:
-        """Over how many devices the dim is split."""
+    def shards(self) -> int:
+        """Number of shards of the dim."""
         return len(self.starts)
 
     @property
     def inside(self) -> bool:
-        """True if no window reaches outside the array."""
-        return min(self.starts) >= 0 and max(self.starts) + self.length <= self.parts * self.block
+        """Whether all windows are within the array."""
+        return min(self.starts) >= 0 and max(self.starts) + self.length <= self.shards * self.block
 
     @property
     def shift(self) -> int | None:
-        """Where the windows begin, counted from the begin of a device's block; None where that differs by device."""
+        """The distance from the start of a device's shard to that of its window; None if it differs between devices."""
         shifts = {s - p * self.block for p, s in enumerate(self.starts)}
         return shifts.pop() if len(shifts) == 1 else None
 
     def sends(self, shape: Sequence[int], dim: int, factor: int, dtype: Any, why: str) -> list[Send]:
-        """The collectives for shards of this shape, of which `dim` is split."""
-        shape = tuple(shape)
-        if self.gather:
-            return [Send("all-gather", (factor,), shape, dtype, why)]
-        pieces = [(*shape[:dim], step.length, *shape[dim + 1 :]) for step in self.steps]
-        return [Send("collective-permute", (factor,), piece, dtype, why) for piece in pieces]
+        """The collectives, for shards of this shape that are split along ``dim``, whose factor is ``factor``."""
+        lengths = None if self.gather else [step.length for step in self.steps]
+        return exchange_sends(shape, dim, factor, dtype, lengths, why)
 
 
 @functools.lru_cache(maxsize=4096)
 def halo_exchange(block: int, starts: tuple[int, ...], length: int) -> HaloExchange:
-    """The exchange that sends least: one permute for each distance between source and target, or as few permutes as can be.
+    """The exchange that sends the fewest elements: one permute per distance between devices, the fewest permutes, or an all-gather.
+
+    ``halo_exchange(4, (-1, 3, 7, 11), 6)``, one row of each neighbour, has two steps of length 1: from device p to p - 1, and to
+    p + 1.
 
     Args:
-      block: size of a device's block.
-      starts: where each device's window begins.
-      length: size of the windows.
+      block: size of a shard.
+      starts: for every device, the element at which its window starts.
+      length: size of a window.
     """
-    parts = len(starts)
-    found: dict[tuple[int, int], tuple[int, int]] = {}  # (source, target) -> part of the source's block
+    shards = len(starts)
+    slices: dict[Edge, tuple[int, int]] = {}  # the slice of the source's shard that the target needs
     for target, start in enumerate(starts):
-        first, last = max(start, 0), min(start + length, parts * block)
+        first, last = max(start, 0), min(start + length, shards * block)
         for source in range(first // block, -(-last // block)) if first < last else ():
-            found[source, target] = (max(first - source * block, 0), min(last - source * block, block))
-    own = _permute_step([(p, p) for p in range(parts) if (p, p) in found], found, block, starts, length)
-    edges = sorted((edge for edge in found if edge[0] != edge[1]), key=lambda e: (e[0] - e[1], e))
-    rounds = [list(group) for _, group in itertools.groupby(edges, lambda e: e[0] - e[1])]
-    steps = tuple(_permute_step(pairs, found, block, starts, length) for pairs in rounds)
-    busiest = max((n for side in (0, 1) for n in Counter(e[side] for e in edges).values()), default=0)
-    if len(rounds) > busiest:
-        other = tuple(_permute_step(pairs, found, block, starts, length) for pairs in coloured(edges))
-        steps = min(steps, other, key=lambda found: sum(h.length for h in found))
-    gather = bool(steps) and sum(h.length for h in steps) >= (parts - 1) * block
+            slices[source, target] = (max(first - source * block, 0), min(last - source * block, block))
+
+    def step(pairs: Sequence[Edge]) -> PermuteStep:
+        size = max((slices[e][1] - slices[e][0] for e in pairs), default=0)
+        sent_from, offsets = [0] * shards, [length] * shards
+        for source, target in pairs:
+            sent_from[source] = min(slices[source, target][0], block - size)
+            offsets[target] = source * block + sent_from[source] - starts[target]
+        return PermuteStep(tuple(pairs), size, tuple(sent_from), tuple(offsets))
+
+    own = step([(p, p) for p in range(shards) if (p, p) in slices])
+    edges = sorted((edge for edge in slices if edge[0] != edge[1]), key=lambda e: (e[0] - e[1], e))
+    by_distance = [list(pairs) for _, pairs in itertools.groupby(edges, lambda e: e[0] - e[1])]
+    steps = tuple(map(step, by_distance))
+    max_partners = max((n for side in (0, 1) for n in Counter(e[side] for e in edges).values()), default=0)
+    if len(by_distance) > max_partners:
+        steps = min(steps, tuple(map(step, edge_coloring(edges))), key=lambda some: sum(s.length for s in some))
+    gather = bool(steps) and sum(s.length for s in steps) >= (shards - 1) * block
     return HaloExchange(block, starts, length, own, steps, gather)
 
 
-def _permute_step(pairs: list[tuple[int, int]], found, block: int, starts: Sequence[int], length: int) -> PermuteStep:
-    size = max((found[e][1] - found[e][0] for e in pairs), default=0)
-    first = [0] * len(starts)
-    offsets = [length] * len(starts)
-    for source, target in pairs:
-        first[source] = min(found[source, target][0], block - size)
-        offsets[target] = source * block + first[source] - starts[target]
-    return PermuteStep(tuple(pairs), size, tuple(first), tuple(offsets))
+def edge_coloring(edges: Sequence[Edge]) -> list[list[Edge]]:
+    """The fewest sets of (source, target) pairs in which no device sends or receives twice.
 
-
-def coloured(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """As few sets of pairs as there can be in which nobody sends twice or receives twice.
-
-    Edge colouring of a bipartite graph by alternating paths (König): as many sets as the busiest device has partners.
+    The edge coloring of a bipartite graph by alternating paths (König): as many sets as the device with the most partners has.
+    ``[(0, 1), (0, 2), (1, 2)]`` needs two sets, ``[(0, 1), (1, 2)]`` and ``[(0, 2)]``.
     """
-    colours: dict[tuple[str, int], dict[int, int]] = {}  # (side, device) -> colour -> partner
+    partners: dict[tuple[str, int], dict[int, int]] = {}  # (side, device) -> color -> the device on the other side
 
-    def free(node: tuple[str, int]) -> int:
-        used = colours.setdefault(node, {})
+    def free_color(node: tuple[str, int]) -> int:
+        used = partners.setdefault(node, {})
         return next(c for c in itertools.count() if c not in used)
 
     for source, target in edges:
         left, right = ("source", source), ("target", target)
-        a, b = free(left), free(right)
-        if a != b:  # make `a` free at the target: exchange the colours along the path that leaves it by `a`
-            path, node, colour = [], right, a
-            while colour in colours.setdefault(node, {}):
-                partner = ("source" if node[0] == "target" else "target", colours[node][colour])
-                path.append((node, partner, colour))
-                node, colour = partner, a + b - colour
-            for one, other, colour in path:
-                del colours[one][colour], colours[other][colour]
-            for one, other, colour in path:
-                colours[one][a + b - colour], colours[other][a + b - colour] = other[1], one[1]
-        colours[left][a], colours[right][a] = target, source
-    sets: dict[int, list[tuple[int, int]]] = {}
-    for (side, device), partners in colours.items():
-        for colour, partner in partners.items() if side == "source" else ():
-            sets.setdefault(colour, []).append((device, partner))
+        a, b = free_color(left), free_color(right)
+        if a != b:  # make `a` free at the target: exchange the colors along the path that leaves it by `a`
+            path, node, color = [], right, a
+            while color in partners.setdefault(node, {}):
+                partner = ("source" if node[0] == "target" else "target", partners[node][color])
+                path.append((node, partner, color))
+                node, color = partner, a + b - color
+            for one, other, color in path:
+                del partners[one][color], partners[other][color]
+            for one, other, color in path:
+                partners[one][a + b - color], partners[other][a + b - color] = other[1], one[1]
+        partners[left][a], partners[right][a] = target, source
+    sets: dict[int, list[Edge]] = {}
+    for (side, device), by_color in partners.items():
+        for color, partner in by_color.items() if side == "source" else ():
+            sets.setdefault(color, []).append((device, partner))
     return [sorted(sets[c]) for c in sorted(sets)]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardWindow:
-    """What every device reads of a split dim that an op pads and dilates.
+    """The window that each device reads of a split dim which an op pads and dilates.
+
+    Positions are those of the padded and dilated dim. Elements are those of the array: element i is at position ``i·dilation``,
+    after padding.
 
     Attributes:
-      exchange: how a device comes by the elements in its window.
-      before: for every device, how many places of the dilated dim come before the first element of its window.
-      extent: how many places of the dilated dim a device reads.
-      dilation: the distance between elements of the dilated dim.
+      exchange: the exchange of the elements in the windows.
+      before: for every device, the number of positions of its window before the first element of ``exchange``.
+      extent: number of positions of a window.
+      dilation: the distance between elements.
     """
 
     exchange: HaloExchange
@@ -168,134 +176,155 @@ class ShardWindow:
     dilation: int
 
 
-def shard_window(block: int, parts: int, step: int, extent: int, low: int = 0, dilation: int = 1) -> ShardWindow:
-    """Device p reads the places ``[p·step - low, p·step - low + extent)`` of the dilated dim.
+def shard_window(block: int, shards: int, step: int, extent: int, low: int = 0, dilation: int = 1) -> ShardWindow:
+    """The window in which device p reads the positions ``[p·step - low, p·step - low + extent)`` of a padded and dilated dim.
 
     Args:
-      block: size of a device's block of the dim.
-      parts: how many devices split it.
-      step: places between the first one of a device and that of the next.
-      extent: how many places a device reads.
-      low: places that are padded before the first (negative: cut off).
-      dilation: element i is at place ``i·dilation``; the places between are empty.
+      block: size of a shard.
+      shards: number of shards.
+      step: positions from the first one of a device to that of the next.
+      extent: number of positions that a device reads.
+      low: padding before element 0 (negative: positions that are removed).
+      dilation: element i is at position ``i·dilation``; the positions between have no element.
     """
-    places = [p * step - low for p in range(parts)]
-    starts = tuple(-(-a // dilation) for a in places)
-    length = max(1, *((a + extent - 1) // dilation - s + 1 for a, s in zip(places, starts, strict=True)))
-    before = tuple(s * dilation - a for a, s in zip(places, starts, strict=True))
+    positions = [p * step - low for p in range(shards)]
+    starts = tuple(-(-a // dilation) for a in positions)
+    length = max(1, *((a + extent - 1) // dilation - s + 1 for a, s in zip(positions, starts, strict=True)))
+    before = tuple(s * dilation - a for a, s in zip(positions, starts, strict=True))
     return ShardWindow(halo_exchange(block, starts, length), before, extent, dilation)
 
 
 def sliding_window(
-    block: int, parts: int, count: int, every: int, taps: int, apart: int, low: int, dilation: int = 1
+    block: int, shards: int, count: int, stride: int, taps: int, tap_dilation: int, low: int, dilation: int = 1
 ) -> ShardWindow:
-    """For windows that slide over a dim: what a device reads for its ``count`` windows, ``every`` places apart, each of
-    ``taps`` elements that are ``apart`` places apart."""
-    return shard_window(block, parts, count * every, (count - 1) * every + (taps - 1) * apart + 1, low, dilation)
+    """The window in which a device reads the positions of ``count`` sliding windows, one every ``stride`` positions.
+
+    Each has ``taps`` elements, ``tap_dilation`` positions apart. A convolution with 3 taps over 4 rows per shard, and one row of
+    padding (``sliding_window(4, 4, 4, 1, 3, 1, 1)``), reads 6 positions from ``4p - 1``. The other arguments are those of
+    :func:`shard_window`.
+    """
+    return shard_window(
+        block, shards, count * stride, (count - 1) * stride + (taps - 1) * tap_dilation + 1, low, dilation
+    )
 
 
 def scatter_windows(
-    block: int, parts: int, count: int, every: int, taps: int, low: int
+    block: int, shards: int, count: int, stride: int, taps: int, low: int
 ) -> tuple[ShardWindow, ShardWindow]:
-    """For windows whose results are added to the elements they were made from (the gradient of a pooling).
+    """For the gradient of a pooling, which adds the value of each sliding window to an element in it.
 
     Args:
-      block: elements of a device.
-      parts: number of devices.
-      count: windows of a device, ``every`` places apart, each of ``taps`` elements.
-      low: places that are padded before the first element.
+      block: elements per device.
+      shards: number of shards.
+      count: sliding windows per device, one every ``stride`` positions, each of ``taps`` positions.
+      low: padding before element 0.
 
     Returns:
-      (the windows that touch a device's block, the elements of these windows and of the block).
+      (the sliding windows that overlap a device's shard, the elements of these windows and of the shard).
     """
-    # the first window that reaches the block; where it begins inside of it, the one before, so that the elements have the block
-    begins = [p * block + low for p in range(parts)]
-    first = [min(-((taps - 1 - b) // every), b // every) for b in begins]
-    last = [(p * block + low + block - 1) // every for p in range(parts)]
+    # the first window that overlaps the shard; if it starts inside, the one before, so that the elements include the shard
+    begins = [p * block + low for p in range(shards)]
+    first = [min(-((taps - 1 - b) // stride), b // stride) for b in begins]
+    last = [(p * block + low + block - 1) // stride for p in range(shards)]
     length = max(b - a + 1 for a, b in zip(first, last, strict=True))
-    extent = (length - 1) * every + max(taps, every)
-    none = (0,) * parts
+    extent = (length - 1) * stride + max(taps, stride)
+    none = (0,) * shards
     windows = halo_exchange(count, tuple(first), length)
-    elements = halo_exchange(block, tuple(a * every - low for a in first), extent)
+    elements = halo_exchange(block, tuple(a * stride - low for a in first), extent)
     return ShardWindow(windows, none, length, 1), ShardWindow(elements, none, extent, 1)
 
 
 # -- inside a shard_map
 
 
-def fetch_window(x: Any, dim: int, axes: Sequence[str], by: HaloExchange, fill: Any = 0) -> Any:
-    """Exchange halos: each device's window of a split dim.
+def fetch_window(x: Any, dim: int, axes: Sequence[str], exchange: HaloExchange, fill: Any = 0) -> Any:
+    """Exchange halos, and return this device's window of a split dim.
 
     Args:
-      x: the shard; ``by.block`` along the dim.
-      axes: that split the dim, major to minor.
-      by: the exchange; device p gets ``[starts[p], starts[p] + length)`` of the whole dim.
+      x: the shard, of size ``exchange.block`` along ``dim``.
+      axes: the axes over which the dim is split, major to minor.
+      exchange: device p gets the elements ``[starts[p], starts[p] + length)`` of the array.
       fill: the value outside the array.
 
     Returns:
-      An array of size ``by.length`` along the dim.
+      An array of size ``exchange.length`` along ``dim``.
     """
-    zero = isinstance(fill, int | float | np.ndarray | np.generic) and not np.any(fill)
+    is_zero = isinstance(fill, int | float | np.ndarray | np.generic) and not np.any(fill)
     fill = jnp.asarray(fill, x.dtype)
-    here = axis_index(axes)
-    if by.gather:
+    device = axis_index(axes)
+    if exchange.gather:
         x = lax.all_gather(x, tuple(axes), axis=dim, tiled=True)
-        low = max(0, -min(by.starts))
-        high = max(0, max(by.starts) + by.length - x.shape[dim])
+        low = max(0, -min(exchange.starts))
+        high = max(0, max(exchange.starts) + exchange.length - x.shape[dim])
         x = _padded(x, dim, fill, low, high)
-        return lax.dynamic_slice_in_dim(x, table_entry(by.starts, here) + low, by.length, dim)
-    shift = by.shift
-    distances = [step.pairs[0][0] - step.pairs[0][1] for step in by.steps]
-    by_distance = all(s - t == d for step, d in zip(by.steps, distances, strict=True) for s, t in step.pairs)
-    if shift is not None and by_distance and len(set(distances)) == len(distances):
-        out = _joined(x, dim, axes, by, fill, shift, dict(zip(distances, by.steps, strict=True)))
-        if zero or by.inside:  # who gets nothing gets zeros
+        return lax.dynamic_slice_in_dim(x, table_entry(exchange.starts, device) + low, exchange.length, dim)
+    distances = [step.pairs[0][0] - step.pairs[0][1] for step in exchange.steps]
+    by_distance = all(s - t == d for step, d in zip(exchange.steps, distances, strict=True) for s, t in step.pairs)
+    if exchange.shift is not None and by_distance and len(set(distances)) == len(distances):
+        steps = dict(zip(distances, exchange.steps, strict=True))
+        out = _concatenated(x, dim, axes, exchange, fill, exchange.shift, steps)
+        if is_zero or exchange.inside:  # a device that is not the target of a permute receives zeros
             return out
-        place = lax.broadcasted_iota(np.int32, out.shape, dim) + table_entry(by.starts, here)
-        return jnp.where((place >= 0) & (place < by.parts * by.block), out, fill)
-    # A piece stands out of the window by less than its length; one that nobody sent goes past its end.
-    margin = max(by.own.length, *(step.length for step in by.steps), 0)
-    shape = (*x.shape[:dim], by.length + 2 * margin, *x.shape[dim + 1 :])
+        element = lax.broadcasted_iota(np.int32, out.shape, dim) + table_entry(exchange.starts, device)
+        return jnp.where((element >= 0) & (element < exchange.shards * exchange.block), out, fill)
+    # a received slice extends over an end of the window by less than its length; one that was not sent is past the end
+    margin = max(exchange.own.length, *(step.length for step in exchange.steps), 0)
+    shape = (*x.shape[:dim], exchange.length + 2 * margin, *x.shape[dim + 1 :])
     out = lax.broadcast(fill, shape)
-    for step in (by.own, *by.steps):
+    for step in (exchange.own, *exchange.steps):
         if not step.length:
             continue
-        piece = lax.dynamic_slice_in_dim(x, table_entry(step.starts, here), step.length, dim)
-        if step is not by.own:
-            piece = permute(piece, axes, step.pairs)
-        out = lax.dynamic_update_slice_in_dim(out, piece, table_entry(step.offsets, here) + margin, dim)
-    return lax.slice_in_dim(out, margin, margin + by.length, axis=dim)
+        part = lax.dynamic_slice_in_dim(x, table_entry(step.starts, device), step.length, dim)
+        if step is not exchange.own:
+            part = permute(part, axes, step.pairs)
+        out = lax.dynamic_update_slice_in_dim(out, part, table_entry(step.offsets, device) + margin, dim)
+    return lax.slice_in_dim(out, margin, margin + exchange.length, axis=dim)
 
 
-def _joined(
-    x: Any, dim: int, axes: Sequence[str], by: HaloExchange, fill: Any, shift: int, steps: dict[int, PermuteStep]
+def _concatenated(
+    x: Any,
+    dim: int,
+    axes: Sequence[str],
+    exchange: HaloExchange,
+    fill: Any,
+    shift: int,
+    steps: Mapping[int, PermuteStep],
 ) -> Any:
-    """The window, where it begins at the same place of every block: pieces of neighbouring blocks, concatenated."""
-    pieces = []
-    for d in range(shift // by.block, (shift + by.length - 1) // by.block + 1):
-        first, last = max(shift, d * by.block), min(shift + by.length, (d + 1) * by.block)
+    """A device's window, if all windows start at one offset from their device's shard: slices of adjacent shards, concatenated.
+
+    Args:
+      shift: the offset, ``exchange.shift``.
+      steps: distance between source and target → permute.
+    """
+    parts = []
+    for d in range(shift // exchange.block, (shift + exchange.length - 1) // exchange.block + 1):
+        first, last = max(shift, d * exchange.block), min(shift + exchange.length, (d + 1) * exchange.block)
         if d == 0:
-            pieces.append(lax.slice_in_dim(x, first, last, axis=dim))
+            parts.append(lax.slice_in_dim(x, first, last, axis=dim))
         elif d in steps:
-            piece = lax.slice_in_dim(x, first - d * by.block, last - d * by.block, axis=dim)
-            pieces.append(permute(piece, axes, steps[d].pairs))
+            part = lax.slice_in_dim(x, first - d * exchange.block, last - d * exchange.block, axis=dim)
+            parts.append(permute(part, axes, steps[d].pairs))
         else:
-            pieces.append(lax.broadcast(fill, (*x.shape[:dim], last - first, *x.shape[dim + 1 :])))
-    return lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
+            parts.append(lax.broadcast(fill, (*x.shape[:dim], last - first, *x.shape[dim + 1 :])))
+    return lax.concatenate(parts, dim) if len(parts) > 1 else parts[0]
 
 
-def _padded(x: Any, dim: int, fill: Any, low: int, high: int, inner: int = 0) -> Any:
-    if (low, high, inner) == (0, 0, 0):
+def _padded(x: Any, dim: int, fill: Any, low: int, high: int, interior: int = 0) -> Any:
+    """An array that is padded along one dim, as by ``lax.pad``."""
+    if (low, high, interior) == (0, 0, 0):
         return x
-    return lax.pad(x, fill, [(low, high, inner) if d == dim else (0, 0, 0) for d in range(x.ndim)])
+    return lax.pad(x, fill, [(low, high, interior) if d == dim else (0, 0, 0) for d in range(x.ndim)])
 
 
-def dilate(x: Any, dim: int, axes: Sequence[str], by: ShardWindow, fill: Any) -> Any:
-    """The places of the dilated dim that a device reads, from the elements in its window; ``fill`` between elements."""
-    if by.dilation == 1 and x.shape[dim] == by.extent:
+def dilate(x: Any, dim: int, axes: Sequence[str], window: ShardWindow, fill: Any) -> Any:
+    """The positions of a device's window, from the elements in it; ``fill`` at the positions without an element.
+
+    Elements ``[a, b]`` with ``dilation=2``, ``before=(1, …)`` and ``extent=4`` give ``[fill, a, fill, b]``.
+    """
+    if window.dilation == 1 and x.shape[dim] == window.extent:
         return x
-    room = by.dilation - 1
-    high = max(0, by.extent - (x.shape[dim] - 1) * by.dilation - 1)
-    x = _padded(x, dim, jnp.asarray(fill, x.dtype), room, high, room)
-    first = tuple(room - b for b in by.before)
-    return lax.dynamic_slice_in_dim(x, table_entry(first, axis_index(axes)), by.extent, dim)
+    interior = window.dilation - 1
+    high = max(0, window.extent - (x.shape[dim] - 1) * window.dilation - 1)
+    x = _padded(x, dim, jnp.asarray(fill, x.dtype), interior, high, interior)
+    first = tuple(interior - b for b in window.before)
+    return lax.dynamic_slice_in_dim(x, table_entry(first, axis_index(axes)), window.extent, dim)

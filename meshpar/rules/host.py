@@ -1,4 +1,4 @@
-"""Callbacks into Python: a function of the host sees whole arrays."""
+"""Callbacks into Python: a function on the host gets unsharded arrays."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ from jax import lax
 
 from .local import LocalOp, on_shards
 from .registry import Refusal, SplitOp, register
-from .rule import OpRule
+from .rule import replicated
 from .spmd import axis_index, fine_names
 
 
-def callback(eqn, ins, outs) -> OpRule:
-    """Operands and results need replication; the plan names the callback as the cause."""
-    r = OpRule([], [])
-    r.ins = [r.factors(s, "need_replication") for s in ins]
-    r.outs = [r.factors(s, "need_replication") for s in outs]
-    return r
-
-
-def _once(at: LocalOp, *xs: Any) -> list[Any]:
-    """A callback with an effect and without results: one device calls it."""
-    first = axis_index(fine_names(list(at.sizes), at.sizes)) == 0
-    lax.cond(first, lambda: at.run(*xs), lambda: [])
+def _once(op: LocalOp, *xs: Any) -> list[Any]:
+    """Calls a callback without results on one device of the mesh."""
+    is_first = axis_index(fine_names(list(op.sizes), op.sizes)) == 0
+    lax.cond(is_first, lambda: op.run(*xs), lambda: [])
     return []
 
 
 def _has_results(op: SplitOp) -> Refusal | None:
-    """Results of the one call would have to be broadcast from the device that made it, which no plan lists."""
+    """Refuses a callback with results: a broadcast of them from the one device that calls it is in no plan."""
     if not op.eqn.outvars:
         return None
     return Refusal(
@@ -37,5 +29,5 @@ def _has_results(op: SplitOp) -> Refusal | None:
     )
 
 
-register("pure_callback", rule=callback, local=on_shards)
-register("io_callback", "debug_callback", "debug_print", rule=callback, local=_once, refuses=_has_results)
+register("pure_callback", rule=replicated, local=on_shards)
+register("io_callback", "debug_callback", "debug_print", rule=replicated, local=_once, refuses=_has_results)

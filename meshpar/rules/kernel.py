@@ -1,4 +1,4 @@
-"""Opaque kernels: the factor rule and the local function come with the equation, from the user."""
+"""Opaque kernels, whose equation has the factor rule and the local function that the user has given."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from .local import LocalOp
 from .registry import always, register
 from .rule import OpRule
 
-SMALL = 1 / 8
-"""Results of a kernel that are so small beside the first one are made together with it."""
+MAX_SMALL_FRACTION = 1 / 8
+"""Results of fewer bytes, relative to the first result, are computed together with it, by an optimization barrier."""
 
 
 def kernel(eqn, ins, outs) -> OpRule:
+    """The user's rule for operands of these shapes and dtypes."""
     return eqn.params["kernel"].op_rule(ins, outs, [v.aval.dtype for v in eqn.invars])
 
 
-def _local_kernel(at: LocalOp, *xs: Any) -> list[Any]:
-    kernel = at.params["kernel"]
-    names = kernel.sizes([v.aval.shape for v in at.eqn.invars], [v.aval.shape for v in at.eqn.outvars])
-    first, *others = kernel.on_shards(*xs, axes={f: at.of((i,)) for i, f in enumerate(names)})
-    small = [k for k, x in enumerate(others) if _bytes(x) < SMALL * _bytes(first)]
-    if small:  # perhaps columns of larger, padded arrays: cut out when these are made, not where they are read
+def _local_kernel(op: LocalOp, *xs: Any) -> list[Any]:
+    """The results of the user's local function on this device's shards, and the axes of every factor name."""
+    kernel = op.params["kernel"]
+    names = kernel.sizes([v.aval.shape for v in op.eqn.invars], [v.aval.shape for v in op.eqn.outvars])
+    first, *others = kernel.on_shards(*xs, axes={f: op.axes_of((i,)) for i, f in enumerate(names)})
+    small = [k for k, x in enumerate(others) if _bytes(x) < MAX_SMALL_FRACTION * _bytes(first)]
+    if (
+        small
+    ):  # perhaps columns of larger, padded arrays: slice them when the arrays are computed, not where they are read
         first, few = lax.optimization_barrier((first, [others[k] for k in small]))
         for k, x in zip(small, few, strict=True):
             others[k] = x

@@ -1,4 +1,4 @@
-"""Linear algebra, and Fourier transforms: leading dims are a batch, the matrices (transformed dims) need replication."""
+"""Linear algebra and Fourier transforms: leading dims are batch dims, and dims of matrices or transforms need replication."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jax import lax
 
 from .local import LocalOp, on_shards
 from .registry import always, register
-from .rule import OpRule
+from .rule import OpRule, replicated
 from .spmd import Grid, axis_index
 
 
 def _batched(ins, outs, core: int) -> OpRule:
-    """Leading dims that all operands and results share pass through; the last ``core`` ones need replication."""
+    """Leading dims pass through; the last ``core`` dims of the first operand, and the same of other arrays, need replication."""
     r = OpRule([], [])
     rank = len(ins[0]) - core
     lead = tuple((r.factor(n),) for n in ins[0][:rank])
@@ -30,6 +30,7 @@ def _batched(ins, outs, core: int) -> OpRule:
 
 
 def matrix(eqn, ins, outs) -> OpRule:
+    """Batch dims pass through; rows and columns need replication."""
     rank = max(map(len, ins))
     return _batched(ins, outs, 2 if rank >= 2 else rank)
 
@@ -42,7 +43,7 @@ register(
 
 
 def symmetric_product(eqn, ins, outs) -> OpRule:
-    """``alpha a aᵀ + beta c``: batch dims pass through, columns of ``a`` are contracted, the others need replication."""
+    """``alpha a aᵀ + beta c``: batch dims pass through, columns of ``a`` are contracted, and other dims need replication."""
     *batch, n, k = ins[0]
     r = OpRule([], [])
     lead, (rows, columns) = r.factors(batch), r.factors((n, n), "need_replication")
@@ -51,29 +52,29 @@ def symmetric_product(eqn, ins, outs) -> OpRule:
     return r
 
 
-def _local_symmetric_product(at: LocalOp, a: Any, c: Any) -> list[Any]:
-    """A partial product includes ``c`` on one device only."""
-    axes = at.of(at.rule.ins[0][-1])
-    return at.run(a, jnp.where(axis_index(axes) == 0, c, jnp.zeros((), c.dtype)) if axes else c)
+def _local_symmetric_product(op: LocalOp, a: Any, c: Any) -> list[Any]:
+    """The product of this device's columns; only device 0 adds ``c`` to it."""
+    axes = op.axes_of(op.rule.ins[0][-1])
+    return op.run(a, jnp.where(axis_index(axes) == 0, c, jnp.zeros((), c.dtype)) if axes else c)
 
 
 register("symmetric_product", rule=symmetric_product, local=_local_symmetric_product)
 
 
 def triangular_solve(eqn, ins, outs) -> OpRule:
-    """``op(a) x = b`` or ``x op(a) = b``: batch dims and right-hand sides pass through, the dims of the matrix need replication."""
+    """``op(a) x = b`` or ``x op(a) = b``: batch dims and right-hand sides pass through, and dims of the matrix need replication."""
     p = eqn.params
     (*batch, n, _), sides = ins[0], ins[1]
     left = p["left_side"]
     r = OpRule([], [])
     lead = r.factors(batch)
-    given, found = r.factor(n, "need_replication"), r.factor(n, "need_replication")
+    given, solved = r.factor(n, "need_replication"), r.factor(n, "need_replication")
     each = r.factor(sides[-1 if left else -2])
-    # left: rows of op(a) are those of b, columns of op(a) are rows of x; right: the other way round
-    rows, columns = (given, found) if left != bool(p["transpose_a"]) else (found, given)
+    # left: the rows of op(a) are the rows of b, its columns the rows of x; right: the reverse
+    rows, columns = (given, solved) if left != bool(p["transpose_a"]) else (solved, given)
     r.ins = [(*lead, (rows,), (columns,))]
-    for f, where in ((given, r.ins), (found, r.outs)):
-        where.append((*lead, (f,), (each,)) if left else (*lead, (each,), (f,)))
+    for f, arrays in ((given, r.ins), (solved, r.outs)):
+        arrays.append((*lead, (f,), (each,)) if left else (*lead, (each,), (f,)))
     return r
 
 
@@ -81,9 +82,8 @@ register("triangular_solve", rule=triangular_solve, local=on_shards)
 
 
 def linear_solve(eqn, ins, outs) -> OpRule:
-    """Everything needs replication; the solutions have the names of the right-hand sides, the last operands."""
-    r = OpRule([], [])
-    r.ins = [r.factors(s, "need_replication") for s in ins]
+    """All dims need replication; the solutions have the factors of the right-hand sides, the last operands."""
+    r = replicated(eqn, ins, [])
     r.outs = r.ins[len(ins) - len(outs) :]
     return r
 
@@ -92,21 +92,25 @@ register("custom_linear_solve", rule=linear_solve)
 
 
 def fft(eqn, ins, outs) -> OpRule:
+    """Batch dims pass through; transformed dims need replication."""
     n = len(eqn.params["fft_lengths"])
     return _batched(ins, outs, n)
 
 
-def _local_fft(at: LocalOp, x: Any) -> list[Any]:
-    """XLA's CPU compiler gives the operand of a transform, or of its derivative, an order of dims that it then refuses: where a
-    batch dim is 1, and where what follows is scattered. One dim has one order."""
-    cpu = isinstance(at.sizes, Grid) and at.sizes.cpu
+def _local_fft(op: LocalOp, x: Any) -> list[Any]:
+    """The transform of this device's batch, with one batch dim.
+
+    XLA's CPU compiler may choose a layout for the operand or result that its FFT rejects (if a batch dim is 1, or if a
+    reduce-scatter follows). A barrier around a flat array prevents that, since one dim has one layout.
+    """
+    cpu = isinstance(op.sizes, Grid) and op.sizes.cpu
 
     def flat(x):
         return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape) if cpu else x
 
-    batch = x.shape[: x.ndim - len(at.params["fft_lengths"])]
+    batch = x.shape[: x.ndim - len(op.params["fft_lengths"])]
     x = flat(x)
-    (y,) = at.run(x.reshape(*([math.prod(batch)] * (math.prod(batch) != 1)), *x.shape[len(batch) :]))
+    (y,) = op.run(x.reshape(*([math.prod(batch)] * (math.prod(batch) != 1)), *x.shape[len(batch) :]))
     return [flat(y.reshape(*batch, *y.shape[y.ndim - x.ndim + len(batch) :]))]
 
 

@@ -1,4 +1,4 @@
-"""One device's part of an op: local forms, and what they are given."""
+"""Local forms: how one device computes its shards of an op's results from its shards of the operands, inside a ``shard_map``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .rule import OpRule
 from .spmd import Factors, Sizes, axis_index, fine_names
 
 Axes = Sequence[tuple[str, ...]]
-"""The mesh axes that split every factor of a rule."""
+"""The mesh axes over which every factor of a rule is split."""
 
 
 class AnyOp(Protocol):
-    """An equation with a factor rule: an op of a program, or what has the same attributes.
+    """An equation with a factor rule: :class:`meshpar.program.ir.Op`, or an object with the same attributes.
 
     Attributes:
       eqn: the jaxpr equation.
       rule: its factor rule; None for elementwise ops.
-      name: of the primitive.
+      name: of its primitive.
       ins, outs: its operands (None for literals) and results.
     """
 
@@ -42,7 +42,7 @@ class AnyOp(Protocol):
 
 
 def run_elementwise(op: AnyOp, xs: Sequence[Any]) -> list[Any]:
-    """An elementwise op on shards that are split alike."""
+    """The shards of an elementwise op's results, from operands that are split alike."""
     entry = primitive(op.name)
     if entry.local is not None:
         return entry.local(op, *xs)
@@ -50,19 +50,19 @@ def run_elementwise(op: AnyOp, xs: Sequence[Any]) -> list[Any]:
 
 
 def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[Any]:
-    """One device's part of an op, inside a ``shard_map``.
+    """One device's shards of an op's results, inside a ``shard_map``.
 
     Args:
       op: an op that has a factor rule.
-      axes: the axes that split every factor of the rule.
-      xs: the operands, as shards.
-      sizes: of the axes; a :class:`~meshpar.rules.spmd.Grid` where the mesh is a factored one.
+      axes: the axes over which every factor of the rule is split.
+      xs: the shards of the operands.
+      sizes: axis sizes; a :class:`~meshpar.rules.spmd.Grid` for a factored mesh.
 
     Returns:
-      The results, as shards; partial where the rule says so.
+      The shards of the results, partial over the axes of factors that the rule reduces (:meth:`OpRule.partial_factors`).
 
     Raises:
-      UnsupportedError: the primitive has no local form, and some factor of it is split.
+      UnsupportedError: the primitive has no local form, and some factor is split.
     """
     refused = refusal(op, axes, sizes)
     if refused is not None:
@@ -79,18 +79,18 @@ def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[An
 
 
 def refusal(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> Refusal | None:
-    """Why an op has no local form under a split; None: it has one.
+    """The reason why an op cannot run on shards under some split of its factors; None if it can.
 
     Args:
       op: an op with a factor rule, known or not.
-      axes: the axes that split every factor of the rule.
-      sizes: of the axes.
+      axes: the axes over which every factor of the rule is split.
+      sizes: axis sizes.
     """
     assert op.rule is not None
     entry = primitive(op.name)
     if entry.refuses is not None:
         return entry.refuses(SplitOp(op.eqn, op.rule, axes, False))
-    over = [a for got in axes for a in got if sizes[a] > 1]
+    over = [a for factor_axes in axes for a in factor_axes if sizes[a] > 1]
     if entry.local is not None or not over or not op.rule.known:
         return None
     return Refusal(
@@ -99,72 +99,74 @@ def refusal(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> Refusal | None:
     )
 
 
-def on_shards(at: LocalOp, *xs: Any) -> list[Any]:
-    """The primitive itself as local form: none of its parameters is a size of a dim that may be split."""
-    return at.run(*xs)
+def on_shards(op: LocalOp, *xs: Any) -> list[Any]:
+    """The local form of a primitive without parameters that are sizes of split dims: the primitive on the shards."""
+    return op.run(*xs)
 
 
-def same(at: Any, *xs: Any) -> list[Any]:
+def same(op: Any, *xs: Any) -> list[Any]:
     """The local form of an identity."""
     return list(xs)
 
 
 def plain_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of an equation without shardings, which mean nothing for local arrays."""
+    """The parameters of an equation, with None for shardings, which do not apply to shards."""
     return {k: None if k in ("sharding", "out_sharding") else v for k, v in params.items()}
 
 
 class LocalOp:
-    """An op on one device, and how its factors are split.
+    """An op as one device runs it: the argument of local forms.
 
     Attributes:
-      op, eqn, rule: the op, its equation and its factor rule.
-      axes: the axes that split every factor.
-      sizes: of the axes.
+      eqn, name, rule: the equation, the name of its primitive, and its factor rule.
+      operands: the operands as values of the program (None for literals).
+      axes: the axes over which every factor is split.
+      sizes: axis sizes.
       params: of the equation, without shardings.
     """
 
     def __init__(self, op: AnyOp, axes: Axes, sizes: Sizes):
         assert op.rule is not None
-        self.op, self.eqn, self.rule, self.axes, self.sizes = op, op.eqn, op.rule, axes, sizes
+        self.eqn, self.name, self.rule, self.operands = op.eqn, op.name, op.rule, op.ins
+        self.axes, self.sizes = axes, sizes
         self.params = plain_params(op.eqn.params)
 
-    def parts(self, factors: Factors) -> int:
-        """Into how many parts a dim made of these factors is split."""
+    def shard_count(self, factors: Factors) -> int:
+        """The number of shards of a dim that consists of these factors."""
         return math.prod(self.sizes[a] for f in factors for a in self.axes[f])
 
-    def shape(self, shape: Sequence[int], dims: Sequence[Factors]) -> tuple[int, ...]:
-        """The shape of a shard of an array of this shape."""
-        return tuple(n // self.parts(f) for n, f in zip(shape, dims, strict=True)) if dims else tuple(shape)
+    def shard_shape(self, shape: Sequence[int], dims: Sequence[Factors]) -> tuple[int, ...]:
+        """The shape of a shard of an array, from its shape and the factors of its dims (empty: the array is not split)."""
+        return tuple(n // self.shard_count(f) for n, f in zip(shape, dims, strict=True)) if dims else tuple(shape)
 
     @property
-    def out(self) -> tuple[int, ...]:
+    def out_shape(self) -> tuple[int, ...]:
         """The shape of a shard of the first result."""
-        return self.shape(self.eqn.outvars[0].aval.shape, self.rule.outs[0])
+        return self.shard_shape(self.eqn.outvars[0].aval.shape, self.rule.outs[0])
 
-    def of(self, factors: Factors) -> tuple[str, ...]:
-        """The axes (of the factored mesh) that split a dim made of these factors, larger than 1."""
+    def axes_of(self, factors: Factors) -> tuple[str, ...]:
+        """The axes (of the factored mesh, larger than 1) over which a dim of these factors is split, major to minor."""
         return fine_names([a for f in factors for a in self.axes[f] if self.sizes[a] > 1], self.sizes)
 
     def offset(self, factors: Factors, size: int) -> Any:
-        """Where this device's shard of a dim begins; ``size`` is the shard's."""
-        axes = self.of(factors)
+        """The index in the array at which this device's shard of a dim begins: an int32 scalar. ``size`` is that of the shard."""
+        axes = self.axes_of(factors)
         return axis_index(axes) * size if axes else np.int32(0)
 
     def run(self, *xs: Any, **changed: Any) -> list[Any]:
-        """The primitive on local arrays, with some parameters changed."""
+        """The results of the primitive on local arrays, with some parameters changed."""
         return bind(self.eqn, xs, {**self.params, **changed})
 
     def windows(self, operand: int) -> list[tuple[int, tuple[str, ...], ShardWindow]]:
-        """(dim, the axes that split it, what each device reads of it) of an operand whose halos are exchanged."""
+        """(dim, its axes, the windows that devices read) for the split dims of an operand along which halos are exchanged."""
         out = []
         for factor, dim, window in self.rule.windows_of(operand):
-            if axes := self.of((factor,)):
-                out.append((dim, axes, window(self.parts((factor,)))))
+            if axes := self.axes_of((factor,)):
+                out.append((dim, axes, window(self.shard_count((factor,)))))
         return out
 
     def with_halo(self, operand: int, x: Any, fill: Any = 0) -> Any:
-        """All that this device reads of an operand along the dims that are split: halos, and what the op pads and dilates."""
-        for dim, axes, by in self.windows(operand):
-            x = dilate(fetch_window(x, dim, axes, by.exchange, fill), dim, axes, by, fill)
+        """The window of an operand that this device reads, from its shard: halos are exchanged, and the dims padded and dilated."""
+        for dim, axes, window in self.windows(operand):
+            x = dilate(fetch_window(x, dim, axes, window.exchange, fill), dim, axes, window, fill)
         return x

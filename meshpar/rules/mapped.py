@@ -1,6 +1,6 @@
-"""A ``shard_map`` of the user's own: its specs say how its operands and results are split, and its body runs on the shards.
+"""``shard_map`` in a user's program: its specs split the operands and results, and its body runs on the shards.
 
-The collectives of such bodies have entries here too: how names pass through them, and how they run over the factored mesh.
+Collectives in the body have entries too: the names of dims pass through them, and they run over the axes of the factored mesh.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .spmd import Send, Sizes, axis_index, fine_names
 
 
 def mapped(eqn: Any, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) -> OpRule:
-    """Every dim of an operand or result is a factor, split as the specs say; the body sends what it sends."""
+    """Every dim of an operand or result is a factor, split by the specs; ``sends_over`` lists the collectives of the body."""
     r, given = OpRule([], []), []
 
     def factors(shape: Sequence[int], spec: Any) -> tuple[tuple[int, ...], ...]:
@@ -32,7 +32,7 @@ def mapped(eqn: Any, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) ->
     r.ins = [factors(s, spec) for s, spec in zip(ins, eqn.params["in_specs"], strict=True)]
     r.outs = [factors(s, spec) for s, spec in zip(outs, eqn.params["out_specs"], strict=True)]
     r.given = given
-    r.sends_over = lambda shapes, axes, sizes: list(_sent_by(eqn.params["jaxpr"], 1))
+    r.sends_over = lambda shapes, axes, sizes: list(_collectives(eqn.params["jaxpr"], 1))
     return r
 
 
@@ -50,22 +50,27 @@ _AXES = ("axes", "axis_name")
 
 
 def _all_axes(eqn: Any) -> tuple[Any, ...]:
-    found = next(eqn.params[k] for k in _AXES if k in eqn.params)
-    return found if isinstance(found, tuple) else (found,)
+    """The axes of a collective: names, and integers for dims of its operands."""
+    axes = next(eqn.params[k] for k in _AXES if k in eqn.params)
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def _axes_of(eqn: Any) -> tuple[str, ...]:
-    """The named axes that a collective runs over."""
+    """The mesh axes over which a collective runs."""
     return tuple(a for a in _all_axes(eqn) if isinstance(a, str))
 
 
 def _dims_of(eqn: Any) -> tuple[int, ...]:
-    """The dims that it reduces: axes of a ``vmap`` in the body."""
+    """The dims of its operands that a collective reduces: axes of a ``vmap`` in the body."""
     return tuple(a for a in _all_axes(eqn) if not isinstance(a, str))
 
 
-def _sent_by(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[str, ...]]]:
-    """(collective, its axes) of all that a body sends, as often as it runs; both branches of a condition."""
+def _collectives(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[str, ...]]]:
+    """(collective, its axes) for all collectives of a jaxpr and its bodies, including all branches.
+
+    Args:
+      times: how often the jaxpr runs; None if that is unknown, as for a ``while`` body.
+    """
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _SENDS:
@@ -73,19 +78,14 @@ def _sent_by(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[str, .
                 shape = tuple(n for i, n in enumerate(var.aval.shape) if i not in _dims_of(eqn))
                 send = Send(_SENDS[name], (), shape, var.aval.dtype, f"{name} in its body", times)
                 yield send, _axes_of(eqn)
-        runs = (
-            None
-            if times is None or name == "while"
-            else times * eqn.params.get("length", 1)
-            if name == "scan"
-            else times
-        )
+        trip_count = None if name == "while" else eqn.params["length"] if name == "scan" else 1
+        body_times = None if times is None or trip_count is None else times * trip_count
         for body in _bodies(eqn):
-            yield from _sent_by(body, runs)
+            yield from _collectives(body, body_times)
 
 
 def _bodies(eqn: Any) -> list[Any]:
-    """The jaxprs of control flow and calls."""
+    """The jaxprs of a loop, branch or call; none for other equations."""
     name, p = eqn.primitive.name, eqn.params
     if name == "cond":
         return [closed_parts(b)[0] for b in p["branches"]]
@@ -102,13 +102,18 @@ def _is_call(name: str) -> bool:
 # -- the body on one device
 
 
-def _local(at: LocalOp, *xs: Any) -> list[Any]:
-    """The body on this device's shards, over the axes of the factored mesh."""
-    return _run(at.eqn.params["jaxpr"], (), xs, at.sizes)
+def _local(op: LocalOp, *xs: Any) -> list[Any]:
+    """The body on this device's shards, with collectives over the axes of the factored mesh."""
+    return _run(op.eqn.params["jaxpr"], (), xs, op.sizes)
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> list[Any]:
-    """The results of a body of the user's, traced anew: its types say over which axes values vary, ours do not."""
+    """The results of a user's jaxpr, retraced: its types state the axes over which values vary, and those of the lowering do not.
+
+    Args:
+      xs: the operands, as shards.
+      sizes: axis sizes; a :class:`~meshpar.rules.spmd.Grid` for a factored mesh.
+    """
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
 
     def read(var: Any) -> Any:
@@ -124,6 +129,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> 
 
 
 def _step(eqn: Any, xs: list[Any], sizes: Sizes) -> list[Any]:
+    """The results of one equation of a user's jaxpr."""
     name, p = eqn.primitive.name, eqn.params
     if name in _CASTS or primitive(name).identity:
         return xs
@@ -134,12 +140,12 @@ def _step(eqn: Any, xs: list[Any], sizes: Sizes) -> list[Any]:
         jaxpr, inner = closed_parts(p["jaxpr"])
 
         def one(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            found = _run(jaxpr, inner, [*xs[:consts], *carry, *slices], sizes)
-            return found[:carries], found[carries:]
+            results = _run(jaxpr, inner, [*xs[:consts], *carry, *slices], sizes)
+            return results[:carries], results[carries:]
 
-        rest = xs[consts + carries :]
+        stacked = xs[consts + carries :]
         options = {"length": p["length"], "reverse": p["reverse"], "unroll": p["unroll"]}
-        carry, ys = lax.scan(one, xs[consts : consts + carries], rest, **options)
+        carry, ys = lax.scan(one, xs[consts : consts + carries], stacked, **options)
         return [*carry, *ys]
     if name == "while":
         (cond, body), (first, second) = _bodies(eqn), body_consts(eqn)
@@ -162,7 +168,7 @@ def _step(eqn: Any, xs: list[Any], sizes: Sizes) -> list[Any]:
 
 
 def _nests(op: SplitOp) -> Refusal | None:
-    """A body that has a ``shard_map`` of its own, or a collective that no form here runs over the factored mesh."""
+    """Refuses a body with a nested ``shard_map``, or with a collective that :data:`_FORMS` lacks."""
     for eqn in _walk(op.eqn.params["jaxpr"]):
         name, p = eqn.primitive.name, eqn.params
         if name in _FORMS or name in _CASTS:
@@ -175,7 +181,7 @@ def _nests(op: SplitOp) -> Refusal | None:
 
 
 def _walk(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a body, those of nested control flow and calls after the one that holds them."""
+    """All equations of a jaxpr; those of nested bodies follow their loop, branch or call."""
     for eqn in jaxpr.eqns:
         yield eqn
         for body in _bodies(eqn):
@@ -183,11 +189,11 @@ def _walk(jaxpr: Any) -> Iterator[Any]:
 
 
 _CASTS = ("pvary", "reshard")
-"""What only changes a type."""
+"""Primitives that only change the type of their operand."""
 
 
 def _over(eqn: Any, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """The primitive over other named axes; those of a vmap stay."""
+    """A collective over other mesh axes; dims that it reduces stay."""
     key = next(k for k in _AXES if k in eqn.params)
     return bind(eqn, xs, {**eqn.params, key: (*_dims_of(eqn), *axes)})
 
@@ -207,8 +213,11 @@ _FORMS: dict[str, Callable[[Any, list[Any], tuple[str, ...]], list[Any]]] = {
     "all_gather_invariant": _gathered,
     "axis_index": lambda eqn, xs, axes: [axis_index(axes)],
 }
+"""By primitive: (equation, operands, axes of the factored mesh) → results."""
 
 
-for _name in (n for n in _SENDS if n not in ("psum", "pmax", "pmin")):  # these have entries: vmap makes them too
+for _name in (
+    n for n in _SENDS if n not in ("psum", "pmax", "pmin")
+):  # these have entries in `reduce`, since vmap makes them too
     register(_name, rule=same_dims)
 register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops, shard_map=True)

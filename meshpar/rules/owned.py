@@ -1,8 +1,8 @@
-"""Arrays of which each element comes from one device: what the other devices contribute, and how contributions are combined.
+"""Arrays of which one device, the owner, contributes each element: the contribution of the other devices, and the sum of all.
 
-A read at an index along a sharded dim gives such an array: the device whose block contains the index contributes the element, the
-others contribute :func:`neutral`. The combined element has the owner's bits: the sign of a zero, the payload of a NaN, and dtypes
-without addition (random keys) or without a zero (``float8_e8m0fnu``) are kept.
+A read at an index along a split dim makes such an array: the device with the index in its shard contributes the element, the others
+:func:`neutral`. The sum has the bits of the owner's element: the sign of a zero and the payload of a NaN are preserved, and so are
+dtypes without an addition (random keys) or without a zero (``float8_e8m0fnu``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .spmd import on_words
 
 
 def neutral(dtype: Any) -> np.ndarray:
-    """The scalar that a device contributes where it owns nothing: -0.0 for floats that are added, else zero bits."""
+    """The scalar that a device contributes to an element that it does not own: -0.0 for floats that are added, else zero bits."""
     dtype = np.dtype(dtype)
     if _added(dtype):
         return np.asarray(-0.0, dtype) if dtype.kind != "c" else np.asarray(complex(-0.0, -0.0), dtype)
@@ -27,7 +27,7 @@ def neutral(dtype: Any) -> np.ndarray:
 
 
 def adds_nothing(dtype: Any) -> bool:
-    """Whether :func:`neutral` is a zero, so that contributions may also be scaled, converted and added to other partial values."""
+    """Whether :func:`neutral` is a zero: then contributions may also be scaled, converted, and added to other partial values."""
     plain = not jnp.issubdtype(dtype, jax.dtypes.extended)
     return plain and bool(neutral(dtype).astype(np.complex128) == 0)
 
@@ -48,13 +48,13 @@ def only_where(mask: Any, x: Any) -> Any:
 
 
 def addable(x: Any, cpu: bool) -> tuple[Any, Callable[[Any], Any]]:
-    """(an array to add over devices in place of ``x``, the function that recovers the elements from the result).
+    """(the array to all-reduce in place of ``x``, the function that recovers the elements from the result).
 
-    Floats of at least 2 bytes are added as they are: x + -0.0 is x. XLA's all-reduce on CPUs starts from +0.0 and flushes
-    subnormal numbers, and narrower floats do not all have a zero: these are added as unsigned integers of the same width.
+    Floats of at least 2 bytes are added unchanged: x + -0.0 is x. On CPUs XLA's all-reduce starts from +0.0 and flushes subnormal
+    numbers, and some narrower floats have no zero; these are added as unsigned integers of the same width.
 
     Args:
-      x: a contribution to an array whose elements each come from one device.
+      x: a contribution to an array whose elements have one owner each.
       cpu: whether XLA's CPU compiler makes the all-reduce.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -74,11 +74,11 @@ def addable(x: Any, cpu: bool) -> tuple[Any, Callable[[Any], Any]]:
     bits = jnp.finfo(dtype).bits
     word = np.dtype(f"uint{max(bits, 8)}")
     as_bits = jnp.uint4 if bits == 4 else word
-    sign = word.type(1 << (bits - 1) if _added(dtype) else 0)  # the bits of neutral become 0
+    sign = word.type(1 << (bits - 1) if _added(dtype) else 0)  # maps the bits of neutral to 0
     words = lax.bitcast_convert_type(x, as_bits).astype(word) ^ sign
     return words, lambda y: lax.bitcast_convert_type((y ^ sign).astype(as_bits), dtype)
 
 
 def _added(dtype: np.dtype) -> bool:
-    """Whether contributions of a dtype are added as numbers on accelerators."""
+    """Whether contributions of a dtype are added as numbers on accelerators: floats and complex numbers of at least 2 bytes."""
     return bool(jnp.issubdtype(dtype, jnp.inexact)) and dtype.itemsize > 1

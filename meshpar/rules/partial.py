@@ -1,4 +1,4 @@
-"""Which partial values an op may be applied to before they are reduced.
+"""The ops that may be applied to partial values before these are reduced.
 
 A value is partial over mesh axes if every device along them has a term a_i of it, and the value is ``R_i a_i`` for a reduction R:
 the sum, maximum, minimum, product, logical or bitwise *and* or *or* of the terms. An op f may be applied to the terms if
@@ -6,7 +6,7 @@ the sum, maximum, minimum, product, logical or bitwise *and* or *or* of the term
     f(R_i a_i) = R_i f(a_i)
 
 for every value of the terms, NaN and infinities included. Each :class:`Law` states one case in which this holds. A primitive lists
-its laws in its registry entry (``partial=``); the planner has no other source.
+its laws in its registry entry (``partial=``), the planner's only source.
 
 For integers, whose arithmetic is modular, laws are exact. For floating-point sums they hold up to a reassociation of the sum: it is
 rounded in another order, and overflows if partial sums do.
@@ -29,9 +29,9 @@ DtypeClass = Literal["bool", "integer", "narrow", "float", "complex", "extended"
 ``float``: the others (bfloat16, float32, float64); ``extended``: random keys."""
 
 Other = Literal["any", "scale", "divisor", "zero", "none"]
-"""What an operand that is not partial must be.
+"""The condition on an operand that is not partial.
 
-``any``: any value; every device that holds a term has the same one.
+``any``: any value; it is the same on every device that has a term.
 ``scale``: a constant scalar (or an array of one constant) c with ``SCALES[0] <= |c| <= SCALES[1]``.
 ``divisor``: the inverse of one.
 ``zero``: an array of zeros, or a zero, that is constant.
@@ -39,12 +39,12 @@ Other = Literal["any", "scale", "divisor", "zero", "none"]
 """
 
 When = Literal["always", "smaller", "widening", "named"]
-"""When a law that holds is used.
+"""The condition under which the planner uses a law.
 
-``always``: as much is sent after the op as before it, or less.
-``smaller``: fewer bytes are sent if the result is reduced instead of the operand.
-``widening``: a wider type is twice the bytes, so only if the result is added to a carry of a loop that is reduced once, after it.
-``named``: the user named the dtype in which the value is reduced (:class:`meshpar.Precision`).
+``always``: a reduction of the result sends no more bytes than one of the operand.
+``smaller``: if the reduction of the result sends fewer bytes.
+``widening``: the result has twice the bytes, so only if it is added to a carry of a loop, which is reduced once, after the loop.
+``named``: if the user has named the dtype of the reduction (:class:`meshpar.Precision`).
 """
 
 SCALES = (2.0**-32, 2.0**16)
@@ -63,12 +63,12 @@ class Law:
     Attributes:
       kinds: the reductions.
       dtypes: classes of dtypes of the partial operands.
-      operands: the first and the end of the positions of operands that may be partial (None: all further ones). They are so over
-        the same axes, in the same spec, by the same reduction.
+      operands: start and stop of the positions of operands that may be partial (stop None: all further ones). If several are, they
+        are partial over the same axes, in the same spec, by the same reduction.
       most: how many operands may be partial at once; None: any number.
-      others: what operands that are not partial must be, by position; the last entry is that of all further positions.
-      holds: a condition on the equation, where the law does not hold for all.
-      when: the law is used.
+      others: by position, the condition on operands that are not partial; the last entry is that of all further positions.
+      holds: a condition on the equation; None: the law holds for all equations.
+      when: the planner uses the law.
     """
 
     kinds: frozenset[Kind]
@@ -80,7 +80,7 @@ class Law:
     when: When = "always"
 
     def admits(self, eqn: Any, kind: Kind, partial: Sequence[int]) -> bool:
-        """Whether operands ``partial`` of an equation may be partial by a reduction; the other operands are not looked at."""
+        """Whether the operands at positions ``partial`` may be partial by a reduction; other operands are not checked."""
         allowed = range(len(eqn.invars))[slice(*self.operands)]
         return (
             kind in self.kinds
@@ -91,7 +91,7 @@ class Law:
         )
 
     def other(self, position: int) -> Other:
-        """What the operand at a position must be if it is not partial."""
+        """The condition on the operand at a position if it is not partial."""
         return self.others[min(position, len(self.others) - 1)]
 
 
@@ -124,7 +124,7 @@ def _floats(eqn: Any) -> bool:
 
 
 def _widens(eqn: Any) -> bool:
-    """A cast to a float type that has every value of the other; JAX promotes no floats of 8 bits."""
+    """Whether the cast is to a float dtype with all values of the operand's (``jnp.promote_types`` rejects 8-bit floats)."""
     narrow, wide = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     if narrow == wide or not _floats(eqn):
         return False
@@ -133,7 +133,7 @@ def _widens(eqn: Any) -> bool:
 
 
 def _integers_stay(eqn: Any) -> bool:
-    """A narrow integer sum wraps around before a matmul with wider results."""
+    """Whether a matmul of integers has their dtype: a sum in a narrower dtype wraps around, and the wider result does not."""
     dtypes = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars)}
     return len(dtypes) == 1 or not any(dtype_class(d) == "integer" for d in dtypes)
 
@@ -141,10 +141,10 @@ def _integers_stay(eqn: Any) -> bool:
 _SUM: frozenset[Kind] = frozenset({"sum"})
 
 MOVES = Law(kinds=REDUCTIONS, dtypes=ANY_DTYPE)
-"""``f`` places elements elsewhere and changes none (transpose, reshape, copy): it commutes with every reduction."""
+"""The op moves or copies elements and changes none (transpose, reshape): it commutes with every reduction."""
 
 SAME_DTYPE = Law(kinds=REDUCTIONS, dtypes=ANY_DTYPE, holds=_same_dtype)
-"""A conversion to the dtype that the operand has (of a weak type to a strong one): :data:`MOVES`."""
+"""A conversion to the operand's own dtype (of a weak type to a strong one), as :data:`MOVES`."""
 
 _WIDE: frozenset[DtypeClass] = frozenset({"integer", "float", "complex"})
 
@@ -196,7 +196,7 @@ def along(kind: Kind, when: When = "always") -> Law:
 
 CONTRACTS = Law(kinds=_SUM, dtypes=_WIDE, operands=(0, 2), holds=_integers_stay, when="smaller")
 """``(Σ a_i) @ b = Σ (a_i @ b)``. A matmul sums products anyway, so only the order of the sum changes if b is finite. If b has an
-infinity or NaN where a term is 0, a device adds NaN where the unsharded matmul adds an infinity; as b multiplies a whole row or
+infinity or NaN where a term is 0, a device adds NaN where the unsharded matmul adds an infinity; as b multiplies a full row or
 column, that result is not finite without a layout either. Elementwise products with arrays have no such law: one infinity that
 meets a 0 would change a finite result elsewhere into NaN."""
 
@@ -205,7 +205,7 @@ WIDENS = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_widens, w
 of once more after the sum. Not for integers: a narrow sum wraps around, a wide one does not."""
 
 REDUCED_IN = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_floats, when="named")
-"""A conversion between floating-point types before a sum that the user asks to be sent in the second type."""
+"""A conversion between floating-point types before a sum, if the user has asked for the reduction in the second type."""
 
 REDUCE_IN = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_floats)
-"""The primitive ``reduce_in`` itself, which says so (:func:`meshpar.program.primitives.reduce_in`)."""
+"""The primitive ``reduce_in``, by which a user asks for that (:func:`meshpar.program.primitives.reduce_in`)."""

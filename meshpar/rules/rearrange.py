@@ -1,7 +1,11 @@
-"""A dim made of elements of another one, by a table that is known beforehand: rolls, permutations, slices of any size.
+"""``rearrange``: selects elements along one dim by a constant table, as rolls, permutations and slices of any size do.
 
-Programs do not have this primitive as they are traced. A plan writes slices, joins and lookups by constants along a split dim so
-(:mod:`meshpar.program.divisible_rewrite`), since one table says what several of them in turn need of every device.
+Traced programs do not contain this primitive. :mod:`meshpar.program.divisible_rewrite` makes it from slices, concatenations and
+lookups by constants along a split dim: one table composes several of them, and shows which elements every device needs of the
+others.
+
+Example: ``jnp.roll(x, 1)`` of 8 elements has the table ``[7, 0, 1, 2, 3, 4, 5, 6]``. In 4 shards, device p needs element ``2p -
+1`` of the device before it: one collective permute of one element.
 """
 
 from __future__ import annotations
@@ -18,83 +22,91 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .halo import coloured
+from .halo import edge_coloring
 from .local import LocalOp
 from .registry import register
 from .rule import NameLink, OpRule, exchange_kind
-from .spmd import Send, axis_index, permute
+from .spmd import Send, axis_index, exchange_sends, permute
 
 ZERO, ANY = -1, -2
-"""Entries of a table: a zero; any value, since nobody reads it."""
+"""Entries of a table: a zero; any value, since no op reads it."""
 
-MOST_PIECES = 16
-"""Tables of more runs than this are looked up instead of cut and joined."""
+MAX_SLICES = 16
+"""A table with more runs is a gather, one with fewer a concatenation of slices."""
 
 Runs = tuple[tuple[int, int, int], ...]
-"""A table in short: (first entry, difference of consecutive entries, number of entries) of every run."""
+"""A table as arithmetic progressions: (first entry, difference of consecutive entries, number of entries) of every run."""
 
 
 def runs_of(table: Sequence[int] | np.ndarray, breaks: Sequence[int] = ()) -> Runs:
-    """The runs of a table; none leads across one of ``breaks``, or from an entry to :data:`ZERO` or :data:`ANY`."""
+    """The runs of a table: ``[7, 0, 1, 2]`` is ``((7, 0, 1), (0, 1, 3))``.
+
+    A run contains no two entries on different sides of one of ``breaks``, and no :data:`ZERO` or :data:`ANY` next to other
+    entries.
+    """
     entries = np.asarray(table, np.int64)
     kind = np.where(entries < 0, entries, np.searchsorted(breaks, entries, "right"))
-    step = np.where(kind[1:] == kind[:-1], np.diff(entries), np.nan)  # nan, which equals nothing, parts two runs
+    step = np.where(kind[1:] == kind[:-1], np.diff(entries), np.nan)  # nan equals nothing, and so separates runs
     edges = [0, *(np.flatnonzero(step[1:] != step[:-1]) + 1).tolist(), len(step)] if len(step) else []
-    found: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int]] = []
     done = 0
     for start, end in itertools.pairwise(edges):
         if np.isnan(step[start]) or (end - start == 1 and step[start] not in (0, 1)):
             if done == start:
-                found.append((int(entries[done]), 0, 1))
+                runs.append((int(entries[done]), 0, 1))
                 done += 1
         else:
             count = end + 1 - done
-            found.append((int(entries[done]), int(step[start]) if count > 1 else 0, count))
+            runs.append((int(entries[done]), int(step[start]) if count > 1 else 0, count))
             done = end + 1
-    return (*found, *((int(e), 0, 1) for e in entries[done:]))
+    return (*runs, *((int(e), 0, 1) for e in entries[done:]))
 
 
 def table_of(runs: Runs) -> np.ndarray:
-    """The table of some runs, as int64."""
+    """The table of some runs: int64, the inverse of :func:`runs_of`."""
     return np.concatenate([np.zeros(0, np.int64), *(first + step * np.arange(n) for first, step, n in runs)])
 
 
-def taken(parts: Sequence[Any], dim: int, table: Sequence[int]) -> Any:
-    """The elements of some arrays, one after the other along a dim, that a table says."""
-    ends = list(itertools.accumulate(x.shape[dim] for x in parts))
+def taken(arrays: Sequence[Any], dim: int, table: Sequence[int]) -> Any:
+    """The elements of a table, from arrays that are concatenated along a dim."""
+    ends = list(itertools.accumulate(x.shape[dim] for x in arrays))
     runs = runs_of(table, ends)
-    if len(runs) > MOST_PIECES:
-        index = np.asarray(table)
-        x = lax.concatenate(list(parts), dim) if len(parts) > 1 else parts[0]
-        out = jnp.take(x, np.maximum(index, 0).astype(np.int32), axis=dim, mode="clip")
-        return _zeroed(out, dim, np.asarray(index) == ZERO) if (index == ZERO).any() else out
-    pieces = []
+    if len(runs) > MAX_SLICES:
+        return _gathered(arrays, dim, np.asarray(table))
+    slices = []
     for first, step, count in runs:
         if first < 0:
-            shape = (*parts[0].shape[:dim], count, *parts[0].shape[dim + 1 :])
-            pieces.append(lax.full(shape, 0, parts[0].dtype))
+            shape = (*arrays[0].shape[:dim], count, *arrays[0].shape[dim + 1 :])
+            slices.append(lax.full(shape, 0, arrays[0].dtype))
             continue
         k = next(k for k, end in enumerate(ends) if first < end)
-        start = first - (ends[k] - parts[k].shape[dim])
+        start = first - (ends[k] - arrays[k].shape[dim])
         low, high = sorted((start, start + step * (count - 1)))
-        piece = lax.slice_in_dim(parts[k], low, high + 1, max(abs(step), 1), dim)
+        part = lax.slice_in_dim(arrays[k], low, high + 1, max(abs(step), 1), dim)
         if step < 0:
-            piece = lax.rev(piece, (dim,))
+            part = lax.rev(part, (dim,))
         elif step == 0 and count > 1:
-            piece = lax.broadcast_in_dim(piece, (*piece.shape[:dim], count, *piece.shape[dim + 1 :]), range(piece.ndim))
-        pieces.append(piece)
-    return lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
+            part = lax.broadcast_in_dim(part, (*part.shape[:dim], count, *part.shape[dim + 1 :]), range(part.ndim))
+        slices.append(part)
+    return lax.concatenate(slices, dim) if len(slices) > 1 else slices[0]
 
 
-def _zeroed(x: Any, dim: int, where: Any) -> Any:
-    return jnp.where(lax.broadcast_in_dim(where, x.shape, (dim,)), jnp.zeros((), x.dtype), x)
+def _gathered(arrays: Sequence[Any], dim: int, table: np.ndarray, device: Any = None) -> Any:
+    """:func:`taken` as a gather, by one table or (``[devices, n]``) by that of a device, an int32 scalar."""
+    x = lax.concatenate(list(arrays), dim) if len(arrays) > 1 else arrays[0]
+    index, is_zero = np.maximum(table, 0).astype(np.int32), table == ZERO
+    out = jnp.take(x, index if device is None else jnp.asarray(index)[device], axis=dim, mode="clip")
+    if not is_zero.any():
+        return out
+    where = is_zero if device is None else jnp.asarray(is_zero)[device]
+    return jnp.where(lax.broadcast_in_dim(where, out.shape, (dim,)), jnp.zeros((), out.dtype), out)
 
 
 rearrange_p = Primitive("rearrange")
 
 
 def rearrange(x: Any, dim: int, table: Sequence[int] | np.ndarray) -> Any:
-    """``x[..., table, ...]`` along a dim, with zeros where the table says :data:`ZERO`."""
+    """``x[..., table, ...]`` along a dim, with zeros for :data:`ZERO` entries, and any values for :data:`ANY` entries."""
     return rearrange_p.bind(x, dimension=dim, runs=runs_of(table))
 
 
@@ -107,16 +119,16 @@ def _abstract(x: Any, *, dimension: int, runs: Runs) -> Any:
 
 
 def _transpose(ct: Any, x: Any, *, dimension: int, runs: Runs) -> list[Any]:
-    """The sum of every element's uses: its first ones, its second ones, …"""
+    """For every element the sum of the cotangents of its uses: one rearrangement for all first uses, one for all second uses, …"""
     uses: list[np.ndarray] = []
-    times: dict[int, int] = {}
-    for place, element in enumerate(table_of(runs).tolist()):
+    last_use: dict[int, int] = {}
+    for position, element in enumerate(table_of(runs).tolist()):
         if element < 0:
             continue
-        k = times[element] = times.get(element, -1) + 1
+        k = last_use[element] = last_use.get(element, -1) + 1
         if k == len(uses):
             uses.append(np.full(x.aval.shape[dimension], ZERO))
-        uses[k][element] = place
+        uses[k][element] = position
     if not uses:
         return [ad.Zero(x.aval)]
     return [functools.reduce(lax.add, [rearrange(ct, dimension, table) for table in uses])]
@@ -139,7 +151,12 @@ batching.primitive_batchers[rearrange_p] = _batch
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One collective permute: (source, target) pairs, and what each device sends of its block (:data:`ANY` beyond its end)."""
+    """One collective permute.
+
+    Attributes:
+      pairs: the (source, target) devices.
+      sent: for every device, the elements of its shard that it sends; :data:`ANY` after the last, where others send more.
+    """
 
     pairs: tuple[tuple[int, int], ...]
     sent: tuple[tuple[int, ...], ...]
@@ -151,13 +168,13 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What gives every device its block of the result.
+    """The collectives that give every device the elements of its shard of the result, and the position of each.
 
     Attributes:
       rounds: the collective permutes.
-      tables: for every device, the table of its block: into its own block and what the rounds bring, one after the other; where
-        ``gather``, into the whole dim.
-      gather: an all-gather sends no more, and is made instead.
+      tables: for every device, the table of its shard of the result, by positions in the concatenation of its own shard and of
+        the arrays that it receives in the rounds; if ``gather``, by elements of the array.
+      gather: whether an all-gather is made instead, since it sends no more.
     """
 
     rounds: tuple[Round, ...]
@@ -166,83 +183,81 @@ class Exchange:
 
 
 @functools.lru_cache(maxsize=1024)
-def exchange(size: int, parts: int, runs: Runs) -> Exchange:
-    """The exchange that sends least: one permute for each distance around the devices, or as few permutes as can be.
+def exchange(size: int, shards: int, runs: Runs) -> Exchange:
+    """The exchange that sends the fewest elements: one permute per distance modulo ``shards``, the fewest permutes, or a gather.
 
     Args:
       size: of the operand's dim.
-      parts: how many devices split it, and the result.
+      shards: number of shards of the operand and of the result.
       runs: the table.
     """
-    table, block = table_of(runs).reshape(parts, -1), size // parts
+    table, block = table_of(runs).reshape(shards, -1), size // shards
     need: dict[tuple[int, int], list[int]] = {}
     for target, row in enumerate(table):
         for element in np.unique(row[row >= 0]).tolist():
             if element // block != target:
                 need.setdefault((element // block, target), []).append(element % block)
-    around = [[e for e in sorted(need) if (e[0] - e[1]) % parts == k] for k in range(1, parts)]
-    choices = [[pairs for pairs in around if pairs], coloured(sorted(need))]
-    pairs = min(choices, key=lambda found: sum(max(len(need[e]) for e in pairs) for pairs in found))
-    rounds = tuple(_round(edges, need, parts) for edges in pairs)
-    if rounds and sum(r.length for r in rounds) >= (parts - 1) * block:
+    by_distance = [[e for e in sorted(need) if (e[0] - e[1]) % shards == k] for k in range(1, shards)]
+    choices = [[pairs for pairs in by_distance if pairs], edge_coloring(sorted(need))]
+    chosen = min(choices, key=lambda rounds: sum(max(len(need[e]) for e in pairs) for pairs in rounds))
+    rounds = tuple(_round(edges, need, shards) for edges in chosen)
+    if rounds and sum(r.length for r in rounds) >= (shards - 1) * block:
         return Exchange((), tuple(map(tuple, table.tolist())), True)
-    place: list[dict[int, int]] = [{p * block + i: i for i in range(block)} for p in range(parts)]
+    position: list[dict[int, int]] = [{p * block + i: i for i in range(block)} for p in range(shards)]
     start = block
     for r in rounds:
         for source, target in r.pairs:
             for k, i in enumerate(need[source, target]):
-                place[target][source * block + i] = start + k
+                position[target][source * block + i] = start + k
         start += r.length
-    tables = [[place[p][e] if e >= 0 else int(e) for e in row] for p, row in enumerate(table)]
+    tables = [[position[p][e] if e >= 0 else int(e) for e in row] for p, row in enumerate(table)]
     _zeros_from_rounds(tables, rounds, block)
     return Exchange(rounds, tuple(map(tuple, tables)), False)
 
 
 def _zeros_from_rounds(tables: list[list[int]], rounds: Sequence[Round], block: int) -> None:
-    """Zeros are had from a permute too, by the devices that are nobody's target: then all devices have one table."""
+    """Take zeros from a received array where possible: a device that is no target of the permute receives zeros.
+
+    Then all devices have the same table, and need no gather by a run-time index.
+    """
     ends = list(itertools.accumulate((r.length for r in rounds), initial=block))
     for k, column in enumerate(zip(*tables, strict=True)):
         entries = set(column) - {ANY}
-        if ZERO not in entries or len(entries) != 2 or (place := max(entries)) < block:
+        if ZERO not in entries or len(entries) != 2 or (received := max(entries)) < block:
             continue
-        targets = {t for _, t in rounds[next(r for r, end in enumerate(ends[1:]) if place < end)].pairs}
+        targets = {t for _, t in rounds[next(r for r, end in enumerate(ends[1:]) if received < end)].pairs}
         if not any(column[t] == ZERO for t in targets):
             for row in tables:
-                row[k] = place if row[k] == ZERO else row[k]
+                row[k] = received if row[k] == ZERO else row[k]
 
 
-def _round(edges: Sequence[tuple[int, int]], need: dict[tuple[int, int], list[int]], parts: int) -> Round:
+def _round(edges: Sequence[tuple[int, int]], need: dict[tuple[int, int], list[int]], shards: int) -> Round:
+    """The permute for some (source, target) pairs; ``need`` has the elements of the source's shard for each."""
     length = max(len(need[e]) for e in edges)
-    sent = [(ANY,) * length] * parts
+    sent = [(ANY,) * length] * shards
     for source, target in edges:
-        mine = need[source, target]
-        sent[source] = (*mine, *(ANY,) * (length - len(mine)))
+        elements = need[source, target]
+        sent[source] = (*elements, *(ANY,) * (length - len(elements)))
     return Round(tuple(edges), tuple(sent))
 
 
-def _alike(tables: Sequence[Sequence[int]]) -> list[int] | None:
-    """One table for all devices, where theirs differ only in entries that nobody reads."""
+def _common_table(tables: Sequence[Sequence[int]]) -> list[int] | None:
+    """One table for all devices, if theirs differ in :data:`ANY` entries only; else None."""
     columns = [{e for e in column if e != ANY} for column in zip(*tables, strict=True)]
     return [min(c, default=ANY) for c in columns] if all(len(c) < 2 for c in columns) else None
 
 
-def _taken_by_device(parts: Sequence[Any], dim: int, tables: Sequence[Sequence[int]], here: Any) -> Any:
-    """The elements that each device's own table says."""
-    same = _alike(tables)
-    if same is not None:
-        return taken(parts, dim, same)
-    x = lax.concatenate(list(parts), dim) if len(parts) > 1 else parts[0]
-    table = np.asarray(tables)
-    index = jnp.asarray(np.maximum(table, 0).astype(np.int32))[here]
-    out = jnp.take(x, index, axis=dim, mode="clip")
-    return _zeroed(out, dim, jnp.asarray(table == ZERO)[here]) if (table == ZERO).any() else out
+def _taken_by_device(arrays: Sequence[Any], dim: int, tables: Sequence[Sequence[int]], device: Any) -> Any:
+    """The elements of this device's table, from arrays that are concatenated along a dim."""
+    table = _common_table(tables)
+    return _gathered(arrays, dim, np.asarray(tables), device) if table is None else taken(arrays, dim, table)
 
 
 def rearranged(eqn, ins, outs) -> OpRule:
-    """The other dims pass through; along the one that the table is for devices exchange what their blocks are made of."""
+    """Other dims pass through; along the dim of the table, ``[n] → [m]`` split over the same axes, devices exchange elements."""
     dim, runs, kind = eqn.params["dimension"], eqn.params["runs"], exchange_kind(eqn)
     r = OpRule([], [])
-    operand = tuple((r.factor(n, kind if d == dim else "pass_through"),) for d, n in enumerate(ins[0]))
+    operand = r.factors(ins[0], kind, (dim,))
     made = r.factor(outs[0][dim], kind)
     r.ins, r.outs = [operand], [(*operand[:dim], (made,), *operand[dim + 1 :])]
     (source,) = operand[dim]
@@ -250,32 +265,30 @@ def rearranged(eqn, ins, outs) -> OpRule:
     if kind == "permutation":
         r.sharded_like.append((source, made))
 
-    def sends(shapes: Sequence[tuple[int, ...]], parts: Sequence[int]) -> list[Send]:
-        (shape,), why, dtype = shapes, "what lies in another block", eqn.invars[0].aval.dtype
-        found = exchange(ins[0][dim], parts[source], runs)
-        if found.gather:
-            return [Send("all-gather", (source,), shape, dtype, why)]
-        pieces = [(*shape[:dim], turn.length, *shape[dim + 1 :]) for turn in found.rounds]
-        return [Send("collective-permute", (source,), piece, dtype, why) for piece in pieces]
+    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
+        by = exchange(ins[0][dim], shard_counts[source], runs)
+        lengths = None if by.gather else [step.length for step in by.rounds]
+        return exchange_sends(shapes[0], dim, source, eqn.invars[0].aval.dtype, lengths, "elements of other shards")
 
     r.sends = sends
     return r
 
 
-def _local_rearrange(at: LocalOp, x: Any) -> list[Any]:
-    dim, runs = at.params["dimension"], at.params["runs"]
-    factors = at.rule.ins[0][dim]
-    axes = at.of(factors)
+def _local_rearrange(op: LocalOp, x: Any) -> list[Any]:
+    """``[n / shards] → [m / shards]`` along the dim of the table, by collective permutes or one all-gather."""
+    dim, runs = op.params["dimension"], op.params["runs"]
+    factors = op.rule.ins[0][dim]
+    axes = op.axes_of(factors)
     if not axes:
         return [taken([x], dim, table_of(runs).tolist())]
-    here = axis_index(axes)
-    found = exchange(at.eqn.invars[0].aval.shape[dim], at.parts(factors), runs)
-    if found.gather:
-        parts = [lax.all_gather(x, axes, axis=dim, tiled=True)]
+    device = axis_index(axes)
+    by = exchange(op.eqn.invars[0].aval.shape[dim], op.shard_count(factors), runs)
+    if by.gather:
+        arrays = [lax.all_gather(x, axes, axis=dim, tiled=True)]
     else:
-        sent = [_taken_by_device([x], dim, turn.sent, here) for turn in found.rounds]
-        parts = [x, *(permute(y, axes, turn.pairs) for y, turn in zip(sent, found.rounds, strict=True))]
-    return [_taken_by_device(parts, dim, found.tables, here)]
+        sent = [_taken_by_device([x], dim, step.sent, device) for step in by.rounds]
+        arrays = [x, *(permute(y, axes, step.pairs) for y, step in zip(sent, by.rounds, strict=True))]
+    return [_taken_by_device(arrays, dim, by.tables, device)]
 
 
 register("rearrange", rule=rearranged, local=_local_rearrange, fusible=True, pinned=True)

@@ -1,4 +1,4 @@
-"""Reductions of dims."""
+"""Reductions of dims, and of the axes of a ``vmap``."""
 
 from __future__ import annotations
 
@@ -48,29 +48,30 @@ def identity(kind: Kind, dtype: Any) -> np.ndarray:
 
 
 def reduced_dims(ins, outs, axes, kind: Kind) -> OpRule:
-    """Dims that are reduced are of a kind, the others pass through."""
+    """A rule in which the reduced dims ``axes`` are factors of a kind, and the others pass through."""
     r = OpRule([], [])
-    dims = tuple((r.factor(n, kind if i in axes else "pass_through"),) for i, n in enumerate(ins[0]))
+    dims = r.factors(ins[0], kind, axes)
     r.ins = [dims]
-    kept = tuple(d for i, d in enumerate(dims) if i not in axes)
     if len(outs[0]) == len(ins[0]):  # keepdims
-        kept = tuple((r.factor(1),) if i in axes else d for i, d in enumerate(dims))
-    r.outs = [kept]
+        r.outs = [tuple((r.factor(1),) if i in axes else d for i, d in enumerate(dims))]
+    else:
+        r.outs = [tuple(d for i, d in enumerate(dims) if i not in axes)]
     return r
 
 
 def reduce(eqn, ins, outs) -> OpRule:
+    """The result is partial over split dims that are reduced."""
     kind = REDUCTION_KINDS[eqn.primitive.name]
     return reduced_dims(ins, outs, eqn.params["axes"], kind)
 
 
-def _bits(op: SplitOp) -> bool:
-    """Bits of integers, for which XLA has no all-reduce on every backend."""
+def _is_bitwise(op: SplitOp) -> bool:
+    """Whether a bitwise reduction of integers is split: XLA does not have that all-reduce on every backend."""
     return op.eqn.outvars[0].aval.dtype != bool and any(op.axes)
 
 
 for _name, _kind in REDUCTION_KINDS.items():
-    _manual = _bits if _kind in ("and", "or") else None
+    _manual = _is_bitwise if _kind in ("and", "or") else None
     _law = along(_kind, when="smaller")
     register(_name, rule=reduce, local=on_shards, reduction=True, manual=_manual, partial=(_law,))
 
@@ -80,12 +81,15 @@ _POSITIONAL: dict[str, tuple[Kind, Callable[..., Any]]] = {
     "pmax": ("max", lax.reduce_max),
     "pmin": ("min", lax.reduce_min),
 }
-"""Reductions over the axis of a ``vmap``: of dims, where the ``vmap`` is part of the step, else by name; ``psum`` over no axes is
-an identity."""
+"""Reductions over the axis of a ``vmap``: kind, and function of dims.
+
+Their axes are integers, for dims of operands, if the ``vmap`` is part of the traced program, and names otherwise. Without axes they
+are identities.
+"""
 
 
 def positional(eqn, ins, outs) -> OpRule:
-    """Every operand has its own dims; those that are reduced leave partial results."""
+    """Result k is operand k, partial over its split dims that are reduced."""
     axes = [a for a in eqn.params["axes"] if isinstance(a, int)]
     if not axes and eqn.params["axes"]:  # in the body of a shard_map, or over the axis of a vmap around the step
         return same_dims(eqn, ins, outs)
@@ -93,17 +97,18 @@ def positional(eqn, ins, outs) -> OpRule:
         return no_rule(ins, outs)
     kind, _ = _POSITIONAL[eqn.primitive.name]
     r = OpRule([], [], strong=not axes, pairwise=True)
-    r.ins = [tuple((r.factor(n, kind if i in axes else "pass_through"),) for i, n in enumerate(shape)) for shape in ins]
+    r.ins = [r.factors(shape, kind, axes) for shape in ins]
     r.outs = [tuple(d for i, d in enumerate(dims) if i not in axes) for dims in r.ins]
     return r
 
 
-def _local_positional(at: LocalOp, *xs: Any) -> list[Any]:
-    _, combine = _POSITIONAL[at.op.name]
-    axes = tuple(a for a in at.params["axes"] if isinstance(a, int))
-    names = tuple(a for a in at.params["axes"] if not isinstance(a, int))
+def _local_positional(op: LocalOp, *xs: Any) -> list[Any]:
+    """Reduces this device's shards over dims, and over axes that an outer ``vmap`` names."""
+    _, combine = _POSITIONAL[op.name]
+    axes = tuple(a for a in op.params["axes"] if isinstance(a, int))
+    names = tuple(a for a in op.params["axes"] if not isinstance(a, int))
     xs = tuple(combine(x, axes) if axes else x for x in xs)
-    return bind(at.op.eqn, xs, {**at.params, "axes": names}) if names else list(xs)
+    return bind(op.eqn, xs, {**op.params, "axes": names}) if names else list(xs)
 
 
 def _is_identity(eqn: Any) -> bool:
@@ -118,6 +123,7 @@ for _name, (_kind, _) in _POSITIONAL.items():
 
 
 def reduce_general(eqn, ins, outs) -> OpRule:
+    """``lax.reduce`` with a user's own computation: the reduced dims need replication."""
     n = len(ins) // 2
     r = reduced_dims(ins[:1], outs[:1], eqn.params["dimensions"], "need_replication")
     r.ins = r.ins * n + [()] * n
@@ -129,25 +135,26 @@ register("reduce", rule=reduce_general, local=on_shards)
 
 
 def reduce_xor(eqn, ins, outs) -> OpRule:
-    """Each device reduces its block; the results are gathered and combined."""
+    """Each device reduces its shard, and combines the all-gathered results: XLA has no all-reduce of xor."""
     r = reduced_dims(ins, outs, eqn.params["axes"], exchange_kind(eqn))
     split, dtype = [r.ins[0][a][0] for a in eqn.params["axes"]], eqn.invars[0].aval.dtype
 
-    def sends(shapes: Sequence[tuple[int, ...]], parts: Sequence[int]) -> list[Send]:
-        kept = tuple(n for i, n in enumerate(shapes[0]) if i not in eqn.params["axes"])
-        return [Send("all-gather", tuple(split), kept, dtype, "the result of every block")]
+    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
+        shape = tuple(n for i, n in enumerate(shapes[0]) if i not in eqn.params["axes"])
+        return [Send("all-gather", tuple(split), shape, dtype, "the result of every shard")]
 
     r.sends = sends
     return r
 
 
-def _local_reduce_xor(at: LocalOp, x: Any) -> list[Any]:
-    axes = at.of(tuple(f for a in at.params["axes"] for f in at.rule.ins[0][a]))
-    (mine,) = at.run(x)
+def _local_reduce_xor(op: LocalOp, x: Any) -> list[Any]:
+    """The xor of all shards' results, by one all-gather."""
+    axes = op.axes_of(tuple(f for a in op.params["axes"] for f in op.rule.ins[0][a]))
+    (local,) = op.run(x)
     if not axes:
-        return [mine]
-    every = lax.all_gather(mine, axes, axis=0)
-    return [functools.reduce(jnp.bitwise_xor, [every[k] for k in range(every.shape[0])])]
+        return [local]
+    results = lax.all_gather(local, axes, axis=0)
+    return [functools.reduce(jnp.bitwise_xor, [results[k] for k in range(results.shape[0])])]
 
 
-register("reduce_xor", rule=reduce_xor, local=_local_reduce_xor, reduction=True, manual=_bits)
+register("reduce_xor", rule=reduce_xor, local=_local_reduce_xor, reduction=True, manual=_is_bitwise)

@@ -1,9 +1,13 @@
-"""What a factor rule is: the loops of an op, and which of them each dim of its operands and results is made of."""
+"""Factor rules: the loops (*factors*) of an op, and which factors each dim of its operands and results consists of.
+
+As in Shardy. A matmul ``[m, k] @ [k, n] → [m, n]`` has the factors m and n (pass-through) and k (a sum); a reshape
+``[batch·seq, embed] → [batch, seq, embed]`` has batch, seq and embed, and dim 0 of its operand consists of the first two.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -14,62 +18,64 @@ from .halo import ShardWindow
 from .spmd import Factors, Send
 
 Kind = Literal["pass_through", "sum", "max", "min", "prod", "and", "or", "indexed", "need_replication", "permutation"]
-"""What splitting a factor means (Shardy's factor types).
+"""The consequence of splitting a factor (Shardy's factor types).
 
-``pass_through``: the factor runs through operands and results; each device does its part.
-``sum`` and the other reductions: it is contracted; splitting it leaves partial results.
-``indexed``: a dim that is read or written at some indices. Each device serves its own block. A result without the factor (a read)
-is partial: each element comes from one device, the others contribute :func:`meshpar.rules.owned.neutral`. A result with the factor
-(a write) is complete.
-``need_replication``: every device needs all of it.
-``permutation``: it may be split; the op's local form communicates (halos, offsets of a running sum, candidates of a top-k,
-tokens to experts), and its results are complete.
+``pass_through``: the factor is in operands and results; each device computes its shard.
+``sum`` and the other reductions: the factor is contracted, and results are partial.
+``indexed``: a dim that is read or written at some indices; each device serves the indices in its own shard. A result without the
+factor (a read) is partial: one device contributes each element, the others :func:`meshpar.rules.owned.neutral`. A result with
+the factor (a write) is complete.
+``need_replication``: the factor cannot be split.
+``permutation``: the op's local form communicates (halos, offsets of a running sum, candidates of a top-k, tokens to experts), and
+its results are complete.
 """
 
 REDUCTIONS: frozenset[Kind] = frozenset({"sum", "max", "min", "prod", "and", "or", "indexed"})
-"""The kinds of factors that leave results without the factor partial; also how the contributions to a partial value combine."""
+"""The kinds of factors for which a result without the factor is partial. The kind is also the reduction that completes it."""
 
 ADDED: frozenset[Kind] = frozenset({"sum", "indexed"})
-"""The kinds of partial values whose contributions are added, so that they may be reduce-scattered."""
+"""The kinds of partial values that an addition completes, and thus also a reduce-scatter."""
 
 Sends = Callable[[Sequence[tuple[int, ...]], Sequence[int]], list[Send]]
-"""(shapes of the local operands, number of parts of every factor) → the collectives that the local form makes."""
+"""(shapes of the operands' shards, number of shards of every factor) → the collectives that the local form makes."""
 
 SendsOver = Callable[
     [Sequence[tuple[int, ...]], Sequence[tuple[str, ...]], Mapping[str, int]], list[tuple[Send, tuple[str, ...]]]
 ]
-"""(shapes of the local operands, axes of every factor, axis sizes) → (collective, the axes it runs over)."""
+"""(shapes of the operands' shards, axes of every factor, axis sizes) → (collective, the axes that it runs over) pairs."""
 
 
 class NameLink(NamedTuple):
     """Two factors of different sizes that may share a name.
 
-    ``lies``: the elements of the whole from the part's first to its last; None where that is not known, or the two are one
-    dim at other sizes (a cache and what is written to it, an image and its pooled one).
+    Attributes:
+      larger, smaller: the factors.
+      elements: the range of the larger factor's elements that the smaller one covers; None if that is unknown, or if both are the
+        same dim at two sizes (a cache and its update, an image and its pooled image).
     """
 
-    whole: int
-    part: int
-    lies: range | None = None
+    larger: int
+    smaller: int
+    elements: range | None = None
 
 
 @dataclass(slots=True, eq=False)
 class OpRule:
-    """The factor rule of one equation (as in Shardy: einsum-like notation, with a kind for every factor).
+    """The factor rule of one equation.
 
     Attributes:
       ins, outs: for every operand and result, the factors of every dim.
       sizes, kinds: of every factor.
-      strong: the op passes its data through, so joined dims are one class (transpose, reshape).
-      name_links: factors of different sizes that may share a name (a slice and the array it is cut from).
-      known: False: there is no rule, and everything is gathered.
-      sharded_like: (leader, follower): the follower is split as the leader is (input and output rows of a convolution).
-      sends: the collectives of the local form where permutation factors are split.
-      sends_over: in place of ``sends``, where they depend on which axes the factors share.
-      windows: (operand, dim) → (number of parts → what each device reads of that dim, and how it comes by it).
-      given: the axes of every factor, where the op says them itself: the specs of a ``shard_map``; None: they are claimed.
+      strong: the op only moves its data, so that dims with a common factor are one dim of the program (transpose, reshape).
+      name_links: factors of different sizes that may share a name (a slice and the array that it is taken from).
+      known: False: the op has no rule, and its operands are all-gathered.
+      sharded_like: (leader, follower) pairs: the follower is split as the leader is (input and output rows of a convolution).
+      sends: the collectives of the local form if permutation factors are split.
+      sends_over: takes the place of ``sends`` if they depend on the axes that factors share.
+      windows: (operand, dim) → a function from the number of shards of the dim to the window that each device reads.
+      given: the axes of every factor, if the op specifies them, as a ``shard_map`` does; None: the plan assigns them.
       pairwise: result k is computed from operand k alone, which shares no factor with the others.
-      permutation_partial: a result that lacks a permutation factor is a partial sum over it (cotangents), not complete.
+      permutation_partial: a result without a permutation factor is a partial sum over it (cotangents), not complete.
     """
 
     ins: list[tuple[Factors, ...]]
@@ -88,58 +94,76 @@ class OpRule:
     pairwise: bool = False
 
     def factor(self, size: int, kind: Kind = "pass_through") -> int:
-        """A new factor."""
+        """Add a factor, and return its index."""
         self.sizes.append(size)
         self.kinds.append(kind)
         return len(self.sizes) - 1
 
-    def factors(self, shape: Sequence[int], kind: Kind = "pass_through") -> tuple[Factors, ...]:
-        """New factors, one a dim."""
-        return tuple((self.factor(n, kind),) for n in shape)
+    def factors(
+        self, shape: Sequence[int], kind: Kind = "pass_through", dims: Collection[int] | None = None
+    ) -> tuple[Factors, ...]:
+        """Add one factor per dim of a shape, of a kind along ``dims`` (None: all) and pass-through along the others."""
+        kinds: list[Kind] = [kind if dims is None or d in dims else "pass_through" for d in range(len(shape))]
+        return tuple((self.factor(n, k),) for n, k in zip(shape, kinds, strict=True))
 
     def windows_of(self, i: int) -> list[tuple[int, int, Callable[[int], ShardWindow]]]:
-        """(factor, dim, number of parts → window) of the dims of operand i whose halos are exchanged."""
+        """(factor, dim, number of shards → window) for the dims of operand i along which halos are exchanged."""
         return [(self.ins[k][d][0], d, window) for (k, d), window in self.windows.items() if k == i]
 
     def partial_factors(self, k: int) -> list[int]:
-        """The factors that, when split, leave result k partial: contracted ones, and those that it alone lacks."""
-        mine = {f for dim in self.outs[k] for f in dim}
+        """The factors over whose axes result k is partial: reductions, and pass-through factors that only this result lacks."""
+        own = {f for dim in self.outs[k] for f in dim}
         read = sorted({f for dim in self.ins[k] for f in dim}) if self.pairwise else range(len(self.kinds))
         kinds = {*REDUCTIONS, "pass_through", *(("permutation",) if self.permutation_partial else ())}
-        return [f for f in read if f not in mine and self.kinds[f] in kinds]
+        return [f for f in read if f not in own and self.kinds[f] in kinds]
 
 
 RuleFn = Callable[[Any, list[tuple[int, ...]], list[tuple[int, ...]]], OpRule]
-"""(equation, shapes of operands, shapes of results) -> rule."""
+"""(equation, shapes of operands, shapes of results) → rule."""
 
 
 def einsum(ins: Sequence[str], outs: Sequence[str], in_shapes, out_shapes, kind: Kind = "sum", **kw: Any) -> OpRule:
-    """A rule from letters: ``einsum(["mk", "kn"], ["mn"], …)``; letters that no result has are contracted."""
+    """A rule from one letter per dim: ``einsum(["mk", "kn"], ["mn"], …)``; letters that no result has are factors of ``kind``."""
     r = OpRule([], [], **kw)
-    table: dict[str, int] = {}
-    kept = set("".join(outs))
+    factors: dict[str, int] = {}
+    in_results = set("".join(outs))
 
     def dims(letters: str, shape: Sequence[int]) -> tuple[Factors, ...]:
         for c, n in zip(letters, shape, strict=True):
-            if c not in table:
-                table[c] = r.factor(n, "pass_through" if c in kept else kind)
-        return tuple((table[c],) for c in letters)
+            if c not in factors:
+                factors[c] = r.factor(n, "pass_through" if c in in_results else kind)
+        return tuple((factors[c],) for c in letters)
 
     r.ins = [dims(a, s) for a, s in zip(ins, in_shapes, strict=True)]
     r.outs = [dims(a, s) for a, s in zip(outs, out_shapes, strict=True)]
     return r
 
 
-def no_rule(in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
-    """Every dim needs replication: what an op without a rule gets."""
-    r = OpRule([], [], known=False)
+def replicated(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
+    """Every dim of operands and results needs replication."""
+    r = OpRule([], [])
     r.ins = [r.factors(s, "need_replication") for s in in_shapes]
     r.outs = [r.factors(s, "need_replication") for s in out_shapes]
     return r
 
 
+def no_rule(in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
+    """The rule of an op whose primitive has none: every dim needs replication, and ``known`` is False."""
+    r = replicated(None, in_shapes, out_shapes)
+    r.known = False
+    return r
+
+
+def independent_of_data(eqn: Any, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
+    """Dims of results pass through: each device makes its shard from indices. Operands (sizes, a random key) need replication."""
+    r = OpRule([], [])
+    r.ins = [r.factors(s, "need_replication") for s in in_shapes]
+    r.outs = [r.factors(s) for s in out_shapes]
+    return r
+
+
 def same_dims(eqn: Any, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
-    """Each result has the dims of its operand, but for those whose size changes."""
+    """Result k has the dims of operand k, except for the dims that change in size; results of another rank share no dim."""
     r = OpRule([], [], pairwise=True)
     r.ins = [r.factors(s) for s in in_shapes]
     for dims, a, b in zip(r.ins, in_shapes, out_shapes, strict=False):
@@ -149,33 +173,37 @@ def same_dims(eqn: Any, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequen
 
 
 def exchange_kind(eqn: Any) -> Kind:
-    """``permutation``; ``need_replication`` where blocks cannot be exchanged: random keys, and arrays without elements."""
+    """``permutation``; ``need_replication`` if shards cannot be exchanged: for random keys, and for arrays without elements."""
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     plain = not any(jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) for a in avals)
     return "permutation" if plain and all(math.prod(a.shape) for a in avals) else "need_replication"
 
 
 def indexed_kind(eqn: Any) -> Kind:
-    """``indexed``; ``need_replication`` where an array has no elements."""
+    """``indexed``; ``need_replication`` if an array has no elements."""
     return "indexed" if all(math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)) else "need_replication"
 
 
 def with_halo_sends(r: OpRule, eqn: Any, why: str) -> OpRule:
     """The rule, with the collectives of its halo exchanges as ``sends``.
 
-    Dims are exchanged one after the other, so that the second sends the halo of the first (corners).
+    Dims are exchanged one after the other: the second exchange includes the halo of the first, and thus the corners.
+
+    Args:
+      r: a rule whose ``windows`` are set.
+      why: the purpose of the collectives, for the plan.
     """
 
-    def sends(shapes: Sequence[tuple[int, ...]], parts: Sequence[int]) -> list[Send]:
-        found = []
-        for i, local in enumerate(shapes):
-            shape = list(local)
+    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
+        collectives = []
+        for i, local_shape in enumerate(shapes):
+            shape = list(local_shape)
             for factor, dim, window in r.windows_of(i):
-                if parts[factor] > 1:
-                    by = window(parts[factor]).exchange
-                    found += by.sends(shape, dim, factor, np.dtype(eqn.invars[i].aval.dtype), why)
-                    shape[dim] = by.length
-        return found
+                if shard_counts[factor] > 1:
+                    exchange = window(shard_counts[factor]).exchange
+                    collectives += exchange.sends(shape, dim, factor, np.dtype(eqn.invars[i].aval.dtype), why)
+                    shape[dim] = exchange.length
+        return collectives
 
     r.sends = sends if r.windows else None
     return r

@@ -1,4 +1,4 @@
-"""Running sums, products and extrema along a dim."""
+"""Cumulative sums, products and extrema along a dim."""
 
 from __future__ import annotations
 
@@ -25,59 +25,62 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def cumulative(eqn, ins, outs) -> OpRule:
-    """Each device scans its block; the totals of the blocks are gathered, and those before its own combined in."""
+    """Each device scans its shard, and adds the totals of the shards before it, which are all-gathered: ``[1]`` per device."""
     axis = eqn.params["axis"]
     r = OpRule([], [], strong=True)
     kind = exchange_kind(eqn)
-    dims = tuple((r.factor(n, kind if i == axis else "pass_through"),) for i, n in enumerate(ins[0]))
+    dims = r.factors(ins[0], kind, (axis,))
     r.ins, r.outs = [dims], [dims]
 
-    def sends(shapes: Sequence[tuple[int, ...]], parts: Sequence[int]) -> list[Send]:
+    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
         total = (*shapes[0][:axis], 1, *shapes[0][axis + 1 :])
-        return [Send("all-gather", r.ins[0][axis], total, eqn.outvars[0].aval.dtype, "the total of every block")]
+        return [Send("all-gather", r.ins[0][axis], total, eqn.outvars[0].aval.dtype, "the total of every shard")]
 
     r.sends = sends
     return r
 
 
-def _local_cumulative(at: LocalOp, x: Any) -> list[Any]:
-    """Scan the block, and combine in the total of the blocks before (after, in reverse)."""
-    axis = at.params["axis"]
-    axes = at.of(at.rule.ins[0][axis])
+def _local_cumulative(op: LocalOp, x: Any) -> list[Any]:
+    """The scan of this device's shard, combined with the total of the shards before it (after it, in reverse): shape unchanged."""
+    axis = op.params["axis"]
+    axes = op.axes_of(op.rule.ins[0][axis])
     if not axes:
-        return at.run(x)
-    if at.op.name not in ("cummax", "cummin"):
-        return [_with_offset(at, axes, x)]
+        return op.run(x)
+    if op.name not in ("cummax", "cummin"):
+        return [_with_offset(op, axes, x)]
 
     @jax.custom_jvp
     def extrema(x: Any) -> Any:
-        return _with_offset(at, axes, x)
+        return _with_offset(op, axes, x)
 
     @extrema.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        # how equal elements share a cotangent follows from the order in which all of them are compared
+        # the share of the cotangent that each of several equal elements gets depends on the order in which all are compared
         if tangents[0].dtype == jax.dtypes.float0:
             return extrema(*primals), tangents[0]
-        whole = (lax.all_gather(y, axes, axis=axis, tiled=True) for y in (*primals, *tangents))
-        x, t = ((y,) for y in whole)
-        _, t = jax.jvp(lambda x: at.run(x)[0], x, t)
+        x, t = ((lax.all_gather(y, axes, axis=axis, tiled=True),) for y in (*primals, *tangents))
+        _, t = jax.jvp(lambda x: op.run(x)[0], x, t)
         n = primals[0].shape[axis]
         return extrema(*primals), lax.dynamic_slice_in_dim(t, axis_index(axes) * n, n, axis)
 
     return [extrema(x)]
 
 
-def _with_offset(at: LocalOp, axes: tuple[str, ...], x: Any) -> Any:
-    axis, reverse = at.params["axis"], at.params["reverse"]
-    (mine,) = at.run(x)
-    total = lax.slice_in_dim(mine, 0, 1, axis=axis) if reverse else lax.slice_in_dim(mine, -1, None, axis=axis)
+def _with_offset(op: LocalOp, axes: tuple[str, ...], x: Any) -> Any:
+    """The scan of a shard that is one of several along ``axes``.
+
+    In 2 shards, the cumulative sum of ``[1, 2, 3, 4]`` scans ``[1, 3]`` and ``[3, 7]``; device 1 adds the total 3 of device 0.
+    """
+    axis, reverse = op.params["axis"], op.params["reverse"]
+    (scanned,) = op.run(x)
+    total = lax.slice_in_dim(scanned, 0, 1, axis=axis) if reverse else lax.slice_in_dim(scanned, -1, None, axis=axis)
     totals = lax.all_gather(total, axes, axis=axis, tiled=True)
-    (running,) = at.run(totals)
-    here, last = axis_index(axes), totals.shape[axis] - 1
-    before = jnp.clip(here + 1 if reverse else here - 1, 0, last)
-    others = lax.dynamic_slice_in_dim(running, before, 1, axis)
-    first = here == (last if reverse else 0)
-    return jnp.where(first, mine, _COMBINE[at.op.name](*jnp.broadcast_arrays(others, mine)))
+    (running,) = op.run(totals)
+    device, last = axis_index(axes), totals.shape[axis] - 1
+    before = jnp.clip(device + 1 if reverse else device - 1, 0, last)
+    offset = lax.dynamic_slice_in_dim(running, before, 1, axis)
+    is_first = device == (last if reverse else 0)
+    return jnp.where(is_first, scanned, _COMBINE[op.name](*jnp.broadcast_arrays(offset, scanned)))
 
 
 _LAWS: dict[str, tuple[Law, ...]] = {"cumsum": (LINEAR_ALONG,), "cummax": (along("max"),), "cummin": (along("min"),)}

@@ -1,10 +1,10 @@
-"""Ops that move dims about: broadcasts, transposes, reshapes, slices, concatenations; and arrays made from no data."""
+"""Ops that move elements: broadcasts, transposes, reshapes, slices, concatenations; and iota, which makes an array from indices."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,12 @@ from .local import LocalOp, on_shards
 from .owned import only_where
 from .partial import MOVES
 from .registry import register
-from .rule import Kind, NameLink, OpRule, einsum, exchange_kind, indexed_kind, with_halo_sends
+from .rule import Kind, NameLink, OpRule, einsum, exchange_kind, independent_of_data, indexed_kind, with_halo_sends
 from .spmd import Factors, Send, axis_index
 
 
 def broadcast_in_dim(eqn, ins, outs) -> OpRule:
+    """Dims of unchanged size and new dims pass through; a stretched dim of size 1 has a factor of its own."""
     (out,) = outs
     r = OpRule([], [])
     result = r.factors(out)
@@ -32,14 +33,16 @@ def broadcast_in_dim(eqn, ins, outs) -> OpRule:
     return r
 
 
-def _local_broadcast(at: LocalOp, *xs: Any) -> list[Any]:
-    return at.run(*xs, shape=at.out)
+def _local_shape(op: LocalOp, *xs: Any) -> list[Any]:
+    """The op with the shape of this device's shard of the result."""
+    return op.run(*xs, shape=op.out_shape)
 
 
-register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_broadcast, fusible=True, free=True, broadcast=True)
+register("broadcast_in_dim", rule=broadcast_in_dim, local=_local_shape, fusible=True, free=True, broadcast=True)
 
 
 def transpose(eqn, ins, outs) -> OpRule:
+    """All dims pass through."""
     r = OpRule([], [], strong=True)
     dims = r.factors(ins[0])
     r.ins, r.outs = [dims], [tuple(dims[i] for i in eqn.params["permutation"])]
@@ -56,21 +59,24 @@ def reshape_order(eqn: Any) -> Sequence[int]:
 
 
 def reshape(eqn, ins, outs) -> OpRule:
-    """The coarsest factors that both shapes are products of; a run that has none (``[6, 4] → [4, 6]``) needs replication."""
+    """The coarsest common factors of both shapes pass through; dims without any (``[6, 4] → [4, 6]``) need replication.
+
+    ``[8, 6] → [2, 4, 6]`` has the factors 2, 4 and 6: dim 0 of the operand consists of the first two.
+    """
     order = reshape_order(eqn)
     a, b = [ins[0][d] for d in order], outs[0]
     r = OpRule([], [], strong=True)
     left: list[Factors] = [()] * len(a)
     right: list[Factors] = [()] * len(b)
-    for xs, ys in _runs(a, b):
-        found = _common_factors([a[x] for x in xs], [b[y] for y in ys])
-        if found is None:
+    for xs, ys in _aligned_dims(a, b):
+        common = _common_factors([a[x] for x in xs], [b[y] for y in ys])
+        if common is None:
             for x in xs:
                 left[x] = (r.factor(a[x], "need_replication"),)
             for y in ys:
                 right[y] = (r.factor(b[y], "need_replication"),)
             continue
-        for size, x, y in found:
+        for size, x, y in common:
             f = r.factor(size)
             left[xs[x]] += (f,)
             right[ys[y]] += (f,)
@@ -82,20 +88,23 @@ def reshape(eqn, ins, outs) -> OpRule:
     return r
 
 
-def _local_reshape(at: LocalOp, *xs: Any) -> list[Any]:
-    return at.run(*xs, new_sizes=at.out)
+def _local_reshape(op: LocalOp, *xs: Any) -> list[Any]:
+    return op.run(*xs, new_sizes=op.out_shape)
 
 
 register("reshape", rule=reshape, local=_local_reshape, view=True, partial=(MOVES,), reshape=True)
 register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,), reshape=True, squeeze=True)
 
 
-def _runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The dims (larger than 1) of two shapes between their common boundaries; all of them where some size is 0."""
+def _aligned_dims(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The shortest runs of dims (larger than 1) with equal products in two shapes; all dims at once if some size is 0.
+
+    ``[8, 3, 4]`` and ``[8, 12]`` have the runs ``([0], [0])`` and ``([1, 2], [1])``.
+    """
     if 0 in (*a, *b):
         yield list(range(len(a))), list(range(len(b)))
         return
-    rest = [y for y in range(len(b)) if b[y] != 1]
+    remaining = [y for y in range(len(b)) if b[y] != 1]
     xs: list[int] = []
     ys: list[int] = []
     pa = pb = 1
@@ -103,7 +112,7 @@ def _runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[
         xs.append(x)
         pa *= a[x]
         while pb < pa:
-            ys.append(rest.pop(0))
+            ys.append(remaining.pop(0))
             pb *= b[ys[-1]]
         if pa == pb:
             yield xs, ys
@@ -111,7 +120,7 @@ def _runs(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[
 
 
 def _common_factors(a: list[int], b: list[int]) -> list[tuple[int, int, int]] | None:
-    """(size, dim of a, dim of b) of the factors of a run, major to minor; None where there are none."""
+    """(size, dim of a, dim of b) for the common factors of two shapes, major to minor; None if there are none."""
     a, b = list(a), list(b)
     if 0 in (*a, *b):
         return None
@@ -130,72 +139,77 @@ def _common_factors(a: list[int], b: list[int]) -> list[tuple[int, int, int]] | 
 
 
 def slice_(eqn, ins, outs) -> OpRule:
-    """Dims that are not cut pass through; along the others devices exchange what their blocks of the slice are made of.
+    """Dims of full size pass through; along the others devices exchange halos, so that the slice is split over the same axes.
 
-    One element of a dim (the last token) is read from the device that has it: the dim is indexed.
+    A slice of one element (the last token) is read on the device that has it, with no exchange: the dim is indexed, the result
+    partial.
     """
     p = eqn.params
-    lies = [range(*ends) for ends in zip(p["start_indices"], p["limit_indices"], strict=True)]
-    r = _part(ins[0], outs[0], exchange_kind(eqn), lies)
+    elements = [range(*limits) for limits in zip(p["start_indices"], p["limit_indices"], strict=True)]
+    r = _resizing_rule(ins[0], outs[0], exchange_kind(eqn), elements)
     for factors, n, m in zip(r.ins[0], ins[0], outs[0], strict=True):
         if n != m and m == 1:
             r.kinds[factors[0]] = indexed_kind(eqn)
     for d, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)):
         if n != m and m > 1:
-            every = p["strides"][d] if p["strides"] else 1
-            r.windows[0, d] = functools.partial(_slice_window, p["start_indices"][d], every, n, m)
-    return with_halo_sends(r, eqn, "what lies in another block")
+            stride = p["strides"][d] if p["strides"] else 1
+            r.windows[0, d] = functools.partial(_slice_window, p["start_indices"][d], stride, n, m)
+    return with_halo_sends(r, eqn, "elements of other shards")
 
 
-def _slice_window(start: int, every: int, size: int, count: int, parts: int) -> ShardWindow:
-    n = count // parts
-    return shard_window(size // parts, parts, n * every, (n - 1) * every + 1, -start)
+def _slice_window(start: int, stride: int, size: int, count: int, shards: int) -> ShardWindow:
+    """The window of a dim of ``size`` that each device reads for its shard of ``count`` elements, from ``start``."""
+    n = count // shards
+    return shard_window(size // shards, shards, n * stride, (n - 1) * stride + 1, -start)
 
 
-def _local_slice(at: LocalOp, x: Any) -> list[Any]:
-    p = at.params
+def _local_slice(op: LocalOp, x: Any) -> list[Any]:
+    """A slice of this device's window; along a dim with one selected element, a masked read."""
+    p = op.params
     strides = p["strides"] or (1,) * x.ndim
     starts, ends = list(p["start_indices"]), list(p["limit_indices"])
-    exchanged = [dim for dim, _, _ in at.windows(0)]
-    x, mine = at.with_halo(0, x), None
-    for d, (mine_in, mine_out) in enumerate(zip(at.rule.ins[0], at.rule.outs[0], strict=True)):
-        if d in exchanged or (mine_in == mine_out and at.of(mine_in)):  # all that is here
+    exchanged = [dim for dim, _, _ in op.windows(0)]
+    x, is_owner = op.with_halo(0, x), None
+    for d, (factors, out_factors) in enumerate(zip(op.rule.ins[0], op.rule.outs[0], strict=True)):
+        if d in exchanged or (factors == out_factors and op.axes_of(factors)):  # all elements of the window or shard
             starts[d] = 0 if d in exchanged else starts[d]
             ends[d] = x.shape[d]
-        elif at.of(mine_in):  # one element, which one device has
-            place = starts[d] - at.offset(mine_in, x.shape[d])
-            x = lax.dynamic_slice_in_dim(x, jnp.clip(place, 0, x.shape[d] - 1), 1, d)
-            here = (place >= 0) & (place < at.rule.sizes[mine_in[0]] // at.parts(mine_in))
-            mine = here if mine is None else mine & here
+        elif op.axes_of(factors):  # one element, which one device has
+            index = starts[d] - op.offset(factors, x.shape[d])
+            x = lax.dynamic_slice_in_dim(x, jnp.clip(index, 0, x.shape[d] - 1), 1, d)
+            has_it = (index >= 0) & (index < op.rule.sizes[factors[0]] // op.shard_count(factors))
+            is_owner = has_it if is_owner is None else is_owner & has_it
             starts[d], ends[d] = 0, 1
-    (out,) = at.run(x, start_indices=tuple(starts), limit_indices=tuple(ends), strides=p["strides"] and strides)
-    return [out if mine is None else only_where(mine, out)]
+    (out,) = op.run(x, start_indices=tuple(starts), limit_indices=tuple(ends), strides=p["strides"] and strides)
+    return [out if is_owner is None else only_where(is_owner, out)]
 
 
 register("slice", rule=slice_, local=_local_slice, fusible=True, pinned=True, slice=True, static_slice=True)
 
 
-def _part(operand, result, kind: Kind, lies: Sequence[range] = (), moved: Sequence[bool] = ()) -> OpRule:
-    """Dims of equal sizes pass through; where sizes differ, or elements are `moved`, the factors are of `kind` and linked.
+def _resizing_rule(operand, result, kind: Kind, elements: Sequence[range], moved: Sequence[bool] = ()) -> OpRule:
+    """A rule in which dims of equal size pass through, and dims that differ in size, or are ``moved``, are factors of ``kind``.
 
     Args:
-      lies: of every dim, the elements of the larger array that the smaller one is.
+      operand, result: shapes of one rank.
+      elements: for every dim, the range of the larger array's elements that the smaller one has.
+      moved: for every dim, whether elements change their index although the size may be the same.
     """
     r = OpRule([], [])
     left, right = [], []
     for d, (n, m) in enumerate(zip(operand, result, strict=True)):
-        apart = bool(moved) and moved[d]
-        if n == m and not apart:
+        is_moved = bool(moved) and moved[d]
+        if n == m and not is_moved:
             f = r.factor(n)
             left.append((f,))
             right.append((f,))
         else:
-            left.append((r.factor(n, "need_replication" if apart and m == 1 else kind),))
+            left.append((r.factor(n, "need_replication" if is_moved and m == 1 else kind),))
             right.append((r.factor(m, kind if m > 1 else "need_replication"),))
             if n > 1 and m > 1:
                 pair = left[-1][0], right[-1][0]
-                whole, piece = pair if n >= m else (pair[1], pair[0])
-                r.name_links.append(NameLink(whole, piece, lies[d] if lies and n != m else None))
+                larger, smaller = pair if n >= m else (pair[1], pair[0])
+                r.name_links.append(NameLink(larger, smaller, elements[d] if n != m else None))
                 if kind == "permutation":
                     r.sharded_like.append(pair)
     r.ins, r.outs = [tuple(left)], [tuple(right)]
@@ -203,77 +217,93 @@ def _part(operand, result, kind: Kind, lies: Sequence[range] = (), moved: Sequen
 
 
 def pad(eqn, ins, outs) -> OpRule:
-    """Dims that are not padded pass through; along the others devices exchange what their blocks of the result are made of.
+    """Dims without padding pass through; along the others devices exchange halos, so that the result is split over the same axes.
 
-    An operand dim of size 1 needs replication: the device in whose block its element belongs puts it there.
+    An operand's dim of size 1 needs replication: the device whose shard of the result has the element selects it.
     """
     config = eqn.params["padding_config"]
-    lies = [
+    elements = [
         range(max(low, 0), m - max(high, 0)) if m > n else range(max(-low, 0), n - max(-high, 0))
         for (low, high, _), n, m in zip(config, ins[0], outs[0], strict=True)
     ]
-    r = _part(ins[0], outs[0], exchange_kind(eqn), lies, [tuple(c) != (0, 0, 0) for c in config])
+    r = _resizing_rule(ins[0], outs[0], exchange_kind(eqn), elements, [tuple(c) != (0, 0, 0) for c in config])
     r.ins.append(())
     for d, (low, high, inner) in enumerate(config):
         if (low, high, inner) != (0, 0, 0) and ins[0][d] > 1 and outs[0][d] > 1:
             r.windows[0, d] = functools.partial(_pad_window, low, inner + 1, ins[0][d], outs[0][d])
-    return with_halo_sends(r, eqn, "what lies in another block")
+    return with_halo_sends(r, eqn, "elements of other shards")
 
 
-def _pad_window(low: int, dilation: int, size: int, count: int, parts: int) -> ShardWindow:
-    n = count // parts
-    return shard_window(size // parts, parts, n, n, low, dilation)
+def _pad_window(low: int, dilation: int, size: int, count: int, shards: int) -> ShardWindow:
+    """The window of a dim of ``size`` that each device reads for its shard of the ``count`` padded elements."""
+    n = count // shards
+    return shard_window(size // shards, shards, n, n, low, dilation)
 
 
-def _local_pad(at: LocalOp, x: Any, fill: Any) -> list[Any]:
-    config = list(at.params["padding_config"])
-    exchanged = [dim for dim, _, _ in at.windows(0)]
-    x = at.with_halo(0, x, fill)
-    for d, (mine_in, mine_out) in enumerate(zip(at.rule.ins[0], at.rule.outs[0], strict=True)):
+def _local_pad(op: LocalOp, x: Any, fill: Any) -> list[Any]:
+    """This device's window of the padded array; along a dim of one element, a select between the element and ``fill``."""
+    config = list(op.params["padding_config"])
+    exchanged = [dim for dim, _, _ in op.windows(0)]
+    x = op.with_halo(0, x, fill)
+    for d, (factors, out_factors) in enumerate(zip(op.rule.ins[0], op.rule.outs[0], strict=True)):
         if d in exchanged:
             config[d] = (0, 0, 0)
-        elif mine_in != mine_out and at.of(mine_out):  # one element becomes a block
-            count = at.out[d]
+        elif factors != out_factors and op.axes_of(out_factors):  # one element is padded to a shard
+            count = op.out_shape[d]
             shape = (*x.shape[:d], count, *x.shape[d + 1 :])
-            place = lax.broadcasted_iota(np.int32, shape, d) + at.offset(mine_out, count)
-            x, config[d] = jnp.where(place == config[d][0], x, jnp.asarray(fill, x.dtype)), (0, 0, 0)
-    return at.run(x, fill, padding_config=tuple(config))
+            index = lax.broadcasted_iota(np.int32, shape, d) + op.offset(out_factors, count)
+            x, config[d] = jnp.where(index == config[d][0], x, jnp.asarray(fill, x.dtype)), (0, 0, 0)
+    return op.run(x, fill, padding_config=tuple(config))
 
 
 register("pad", rule=pad, local=_local_pad, fusible=True, pinned=True)
 
 
 def concatenate(eqn, ins, outs) -> OpRule:
-    """Along the concatenated dim devices exchange what their blocks of the result are made of."""
-    axis, kind = eqn.params["dimension"], exchange_kind(eqn)
+    """Along the concatenated dim devices exchange halos of the operands; other dims pass through."""
+    axis = eqn.params["dimension"]
     r = OpRule([], [])
-    out = tuple((r.factor(n, kind if i == axis else "pass_through"),) for i, n in enumerate(outs[0]))
-    starts = itertools.accumulate((shape[axis] for shape in ins), initial=0)
-    for i, (shape, start) in enumerate(zip(ins, starts, strict=False)):
-        mine = list(out)
-        mine[axis] = (r.factor(shape[axis], kind),)
-        r.name_links.append(NameLink(out[axis][0], mine[axis][0], range(start, start + shape[axis])))
-        r.ins.append(tuple(mine))
-        r.windows[i, axis] = functools.partial(_pad_window, start, 1, shape[axis], outs[0][axis])
-        if kind == "permutation":
-            r.sharded_like.append((out[axis][0], mine[axis][0]))
+    out, r.ins = _part_factors(r, eqn, outs[0], [shape[axis] for shape in ins], axis)
     r.outs = [out]
-    return with_halo_sends(r, eqn, "what lies in another block")
+    for i, start in enumerate(_starts(shape[axis] for shape in ins)):
+        r.windows[i, axis] = functools.partial(_pad_window, start, 1, ins[i][axis], outs[0][axis])
+    return with_halo_sends(r, eqn, "elements of other shards")
 
 
-def _local_concatenate(at: LocalOp, *xs: Any) -> list[Any]:
-    """Along a sharded dim, a device's block of the result is selected from one window of each operand."""
-    axis = at.params["dimension"]
-    axes = at.of(at.rule.outs[0][axis])
+def _part_factors(
+    r: OpRule, eqn: Any, shape: Sequence[int], sizes: Sequence[int], axis: int
+) -> tuple[tuple[Factors, ...], list[tuple[Factors, ...]]]:
+    """The factors of an array of a shape, and of each of the parts, of these sizes along ``axis``, that it is concatenated from."""
+    kind = exchange_kind(eqn)
+    factors = r.factors(shape, kind, (axis,))
+    parts_factors: list[tuple[Factors, ...]] = []
+    for size, start in zip(sizes, _starts(sizes), strict=True):
+        pair = factors[axis][0], r.factor(size, kind)
+        parts_factors.append((*factors[:axis], (pair[1],), *factors[axis + 1 :]))
+        r.name_links.append(NameLink(*pair, range(start, start + size)))
+        if kind == "permutation":
+            r.sharded_like.append(pair)
+    return factors, parts_factors
+
+
+def _starts(sizes: Iterable[int]) -> list[int]:
+    """The index of the first element of each part in their concatenation: ``[0, 3, 8]`` for sizes ``[3, 5, 2]``."""
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+def _local_concatenate(op: LocalOp, *xs: Any) -> list[Any]:
+    """This device's shard of the result, selected from its windows of the operands, which are each as large as the shard."""
+    axis = op.params["dimension"]
+    axes = op.axes_of(op.rule.outs[0][axis])
     if not axes:
-        return at.run(*xs)
-    count = at.out[axis]
-    out, start, here = None, 0, axis_index(axes) * count
-    place = lax.broadcasted_iota(np.int32, at.out, axis) + here
+        return op.run(*xs)
+    count = op.out_shape[axis]
+    out, start = None, 0
+    index = lax.broadcasted_iota(np.int32, op.out_shape, axis) + axis_index(axes) * count
     for i, x in enumerate(xs):
-        part = at.with_halo(i, x)
-        out = part if out is None else jnp.where(place < start, out, part)
-        start += at.eqn.invars[i].aval.shape[axis]
+        window = op.with_halo(i, x)
+        out = window if out is None else jnp.where(index < start, out, window)
+        start += op.eqn.invars[i].aval.shape[axis]
     return [out]
 
 
@@ -281,56 +311,48 @@ register("concatenate", rule=concatenate, local=_local_concatenate, fusible=True
 
 
 def split(eqn, ins, outs) -> OpRule:
-    """Along the dim that is split devices exchange what their blocks of the pieces are made of."""
-    axis, kind = eqn.params["axis"], exchange_kind(eqn)
+    """Along the dim that is split into parts devices exchange halos, so that every part is split over the same axes."""
+    axis = eqn.params["axis"]
     r = OpRule([], [])
-    if len(outs) == 1:  # all of it: `ravel_pytree` of a single array, put back
-        r.ins = r.outs = [tuple((r.factor(n),) for n in ins[0])]
+    if len(outs) == 1:  # an identity, as in the inverse of `ravel_pytree` of a single array
+        r.ins = r.outs = [r.factors(ins[0])]
         return r
-    operand = tuple((r.factor(n, kind if i == axis else "pass_through"),) for i, n in enumerate(ins[0]))
-    (whole,) = operand[axis]
-    starts = itertools.accumulate((shape[axis] for shape in outs), initial=0)
-    for shape, start in zip(outs, starts, strict=False):
-        mine = list(operand)
-        mine[axis] = (r.factor(shape[axis], kind),)
-        r.name_links.append(NameLink(whole, mine[axis][0], range(start, start + shape[axis])))
-        r.outs.append(tuple(mine))
-        if kind == "permutation":
-            r.sharded_like.append((whole, mine[axis][0]))
+    operand, r.outs = _part_factors(r, eqn, ins[0], [shape[axis] for shape in outs], axis)
+    (factor,) = operand[axis]
     r.ins = [operand]
-    dtype = eqn.invars[0].aval.dtype
+    dtype = np.dtype(eqn.invars[0].aval.dtype)
 
-    def sends(shapes: Sequence[tuple[int, ...]], parts: Sequence[int]) -> list[Send]:
-        why = "what lies in another block"
-        windows = _split_windows(eqn.params["sizes"], parts[whole])
-        return [s for w in windows for s in w.exchange.sends(shapes[0], axis, whole, np.dtype(dtype), why)]
+    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
+        windows, why = _split_windows(eqn.params["sizes"], shard_counts[factor]), "elements of other shards"
+        return [s for w in windows for s in w.exchange.sends(shapes[0], axis, factor, dtype, why)]
 
     r.sends = sends
     return r
 
 
-def _split_windows(sizes: Sequence[int], parts: int) -> list[ShardWindow]:
-    """What each device reads for its block of every piece."""
-    starts = itertools.accumulate(sizes, initial=0)
-    return [_slice_window(start, 1, sum(sizes), n, parts) for start, n in zip(starts, sizes, strict=False)]
+def _split_windows(sizes: Sequence[int], shards: int) -> list[ShardWindow]:
+    """For every part, the window of the operand that each device reads for its shard of the part."""
+    return [_slice_window(start, 1, sum(sizes), n, shards) for start, n in zip(_starts(sizes), sizes, strict=True)]
 
 
-def _local_split(at: LocalOp, x: Any) -> list[Any]:
-    axis = at.params["axis"]
-    axes = at.of(at.rule.ins[0][axis])
-    if len(at.rule.outs) == 1:
+def _local_split(op: LocalOp, x: Any) -> list[Any]:
+    """This device's shards of the parts, one halo exchange each."""
+    axis = op.params["axis"]
+    factors = op.rule.ins[0][axis]
+    axes = op.axes_of(factors)
+    if len(op.rule.outs) == 1:
         return [x]
     if not axes:
-        return at.run(x)
-    by = _split_windows(at.params["sizes"], at.parts(at.rule.ins[0][axis]))
-    return [fetch_window(x, axis, axes, r.exchange) for r in by]
+        return op.run(x)
+    windows = _split_windows(op.params["sizes"], op.shard_count(factors))
+    return [fetch_window(x, axis, axes, window.exchange) for window in windows]
 
 
 register("split", rule=split, local=_local_split, fusible=True, pinned=True, static_slice=True)
 
 
 def tile(eqn, ins, outs) -> OpRule:
-    """A dim that is repeated is made of the repeats (major) and of the operand's dim."""
+    """A tiled dim of the result consists of the repetitions (major) and of the operand's dim: ``[4] → [3·4]``."""
     r = OpRule([], [])
     operand = r.factors(ins[0])
     result = []
@@ -340,15 +362,16 @@ def tile(eqn, ins, outs) -> OpRule:
     return r
 
 
-def _local_tile(at: LocalOp, x: Any) -> list[Any]:
-    reps = tuple(n // max(m, 1) for n, m in zip(at.out, x.shape, strict=True))
-    return at.run(x, reps=reps)
+def _local_tile(op: LocalOp, x: Any) -> list[Any]:
+    reps = tuple(n // max(m, 1) for n, m in zip(op.out_shape, x.shape, strict=True))
+    return op.run(x, reps=reps)
 
 
 register("tile", rule=tile, local=_local_tile, fusible=True)
 
 
 def stack(eqn, ins, outs) -> OpRule:
+    """The new dim needs replication; the others pass through."""
     r = OpRule([], [])
     dims = r.factors(ins[0])
     axis = eqn.params["axis"]
@@ -361,9 +384,10 @@ register("stack", rule=stack, local=on_shards, fusible=True)
 
 
 def unstack(eqn, ins, outs) -> OpRule:
+    """The removed dim needs replication; the others pass through."""
     r = OpRule([], [])
     axis = eqn.params["axis"]
-    dims = tuple((r.factor(n, "need_replication" if i == axis else "pass_through"),) for i, n in enumerate(ins[0]))
+    dims = r.factors(ins[0], "need_replication", (axis,))
     r.ins, r.outs = [dims], [(*dims[:axis], *dims[axis + 1 :])] * len(outs)
     return r
 
@@ -372,16 +396,16 @@ register("unstack", rule=unstack, local=on_shards, fusible=True)
 
 
 def device_put(eqn, ins, outs) -> OpRule:
-    """The same dims in another memory. An equation of several operands is split into one per operand (``per_operand``)."""
+    """All dims pass through. An equation with several operands is separated into one per operand (``per_operand``)."""
     (shape,) = ins
     r = OpRule([], [], strong=True)
     r.ins = r.outs = [r.factors(shape)]
     return r
 
 
-def _local_device_put(at: LocalOp, x: Any) -> list[Any]:
-    """Copy to the memory, host or device, of the result's aval."""
-    (out,) = at.eqn.outvars
+def _local_device_put(op: LocalOp, x: Any) -> list[Any]:
+    """A copy in the memory space, host or device, of the result's aval."""
+    (out,) = op.eqn.outvars
     return [jax.device_put(x, out.aval.memory_space)]
 
 
@@ -396,54 +420,44 @@ register(
 
 
 def rev(eqn, ins, outs) -> OpRule:
-    """Along a dim that is reversed devices exchange their blocks."""
+    """Along a reversed dim devices exchange shards: device p of 4 gets the shard of device 3 - p."""
     r = OpRule([], [], strong=True)
-    moved, kind = eqn.params["dimensions"], exchange_kind(eqn)
-    dims = tuple((r.factor(n, kind if i in moved else "pass_through"),) for i, n in enumerate(ins[0]))
+    dims = r.factors(ins[0], exchange_kind(eqn), eqn.params["dimensions"])
     r.ins, r.outs = [dims], [dims]
-    for d in moved:
+    for d in eqn.params["dimensions"]:
         r.windows[0, d] = functools.partial(_rev_window, ins[0][d])
-    return with_halo_sends(r, eqn, "the block at the other end")
+    return with_halo_sends(r, eqn, "the shard at the opposite end")
 
 
-def _rev_window(size: int, parts: int) -> ShardWindow:
-    n = size // parts
-    return ShardWindow(halo_exchange(n, tuple((parts - 1 - p) * n for p in range(parts)), n), (0,) * parts, n, 1)
+def _rev_window(size: int, shards: int) -> ShardWindow:
+    """The window of a reversed dim that each device reads: the shard at the opposite end."""
+    n = size // shards
+    return ShardWindow(halo_exchange(n, tuple((shards - 1 - p) * n for p in range(shards)), n), (0,) * shards, n, 1)
 
 
-def _local_rev(at: LocalOp, x: Any) -> list[Any]:
-    return at.run(at.with_halo(0, x))
+def _local_rev(op: LocalOp, x: Any) -> list[Any]:
+    return op.run(op.with_halo(0, x))
 
 
 register("rev", rule=rev, local=_local_rev, fusible=True, pinned=True)
 
 
-def from_no_data(eqn, ins, outs) -> OpRule:
-    """All dims pass through: every device makes its part."""
-    r = OpRule([], [])
-    r.ins = [r.factors(s, "need_replication") for s in ins]
-    r.outs = [r.factors(s) for s in outs]
-    return r
+def _local_iota(op: LocalOp, *xs: Any) -> list[Any]:
+    """This device's shard of the iota, counted from the shard's offset."""
+    d, shape = op.params["dimension"], op.out_shape
+    factors = op.rule.outs[0][d]
+    if not op.axes_of(factors):
+        return op.run(*xs, shape=shape)
+    index = lax.broadcasted_iota(np.int32, shape, d) + op.offset(factors, shape[d])
+    return [index.astype(op.params["dtype"])]  # converted last, so that it is rounded once
 
 
-def _local_iota(at: LocalOp, *xs: Any) -> list[Any]:
-    d, shape = at.params["dimension"], at.out
-    factors = at.rule.outs[0][d]
-    if not at.of(factors):
-        return at.run(*xs, shape=shape)
-    place = lax.broadcasted_iota(np.int32, shape, d) + at.offset(factors, shape[d])
-    return [place.astype(at.params["dtype"])]  # rounded once
-
-
-def _local_empty(at: LocalOp, *xs: Any) -> list[Any]:
-    return at.run(*xs, shape=at.out)
-
-
-register("iota", rule=from_no_data, local=_local_iota, fusible=True, free=True)
-register("empty", rule=from_no_data, local=_local_empty, fusible=True)
+register("iota", rule=independent_of_data, local=_local_iota, fusible=True, free=True)
+register("empty", rule=independent_of_data, local=_local_shape, fusible=True)
 
 
 def bitcast_convert_type(eqn, ins, outs) -> OpRule:
+    """Dims pass through; the minor dim that a change of width adds or removes (``float32[8] → uint8[8, 4]``) needs replication."""
     rank = min(len(ins[0]), len(outs[0]))
     letters = "abcdefghijklm"[:rank]
     a = letters + "y" * (len(ins[0]) - rank)

@@ -1,4 +1,4 @@
-"""One device's view of the mesh inside a ``shard_map``: names and sizes of axes, places along them, and what is sent over them."""
+"""The mesh inside a ``shard_map``: names and sizes of axes, the indices of devices along them, and collectives over them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ..hardware.topology import Stage, Torus, joined, major_stage
 from ..layout import AnyMesh, Spec
 
 Sizes = Mapping[str, int]
-"""Axis → number of devices along it; a :class:`Grid` where the lowering works on a factored mesh."""
+"""Axis → number of devices along it; a :class:`Grid` if the lowering uses a factored mesh."""
 
 Factors = tuple[int, ...]
-"""The factors a dim is made of, major to minor."""
+"""The factors that a dim consists of, major to minor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A collective that the local form of an op makes itself.
+    """A collective that the local form of an op makes.
 
     Attributes:
       op: ``all-gather``, ``reduce-scatter``, ``all-reduce``, ``all-to-all`` or ``collective-permute``.
       factors: the factors over whose axes it runs.
-      shape, dtype: of the array that a device passes in.
-      why: what it is for, in a few words.
-      times: how often the op makes it; None: not known.
+      shape, dtype: of a device's operand.
+      why: its purpose, in a few words, for the plan.
+      times: how often the op makes it; None if that is unknown.
     """
 
     op: str
@@ -44,19 +44,34 @@ class Send:
     times: int | None = 1
 
 
-class Grid(dict[str, int]):
-    """The sizes of the axes of a mesh, and of the axes of the factored mesh that stand for them.
+def exchange_sends(
+    shape: Sequence[int], dim: int, factor: int, dtype: Any, lengths: Sequence[int] | None, why: str
+) -> list[Send]:
+    """The collectives of an exchange along one dim: a permute of each of ``lengths`` elements, or an all-gather (None).
 
-    An axis that runs along several torus dimensions is an axis for each of them in the mesh that the lowering works on. An axis
-    whose name the caller has bound already (``jax.vmap(f, axis_name="data")``) gets another name there: JAX would batch our
-    collectives over ``data`` as collectives over the caller's axis.
+    Args:
+      shape: of a shard.
+      factor: the factor of the dim.
+    """
+    if lengths is None:
+        return [Send("all-gather", (factor,), tuple(shape), dtype, why)]
+    shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
+    return [Send("collective-permute", (factor,), sent, dtype, why) for sent in shapes]
+
+
+class Grid(dict[str, int]):
+    """Axis sizes of a mesh, and of the factored mesh that the lowering uses.
+
+    An axis along several torus dimensions is one axis per dimension in the factored mesh: ``data`` (16) over a 4×4 torus is
+    ``data.0`` (4) and ``data.1`` (4). An axis whose name the caller has bound (``jax.vmap(f, axis_name="data")``) has another
+    name in the factored mesh, since JAX would batch a collective over ``data`` as one over the caller's axis.
 
     Attributes:
-      torus: the stages of every axis, where they are known.
-      fine: axis → the axes that stand for it, major to minor.
-      places: the stages of these, where they are known.
-      between_slices: those that go over DCN.
-      cpu: whether it is for XLA's CPU compiler.
+      torus: axis → its torus stages, if known.
+      fine: axis → its axes of the factored mesh, major to minor.
+      places: axis of the factored mesh → its torus stage, if known.
+      between_slices: the axes of the factored mesh that use DCN.
+      cpu: whether the program is compiled by XLA's CPU compiler.
     """
 
     def __init__(self, sizes: Sizes, torus: Torus, cpu: bool = False, bound: Collection[Any] = ()):
@@ -78,13 +93,13 @@ class Grid(dict[str, int]):
             self.between_slices |= {n for n, s in zip(self.fine[axis], stages, strict=False) if s.dim == "slice"}
 
     def ring(self, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(the axes of the factored mesh that a ring over some axes runs over, the others)."""
+        """(the axes of the factored mesh along which a ring over some axes runs, the remaining ones)."""
         names = fine_names([a for a in axes if self[a] > 1], self)
         count = major_stage(self.torus, axes)[1] if all(a in self.torus for a in axes) else 1
         return names[:count], names[count:]
 
     def groups(self, axes: Sequence[str]) -> list[tuple[str, ...]]:
-        """Axes of the factored mesh, those together that lie along one dimension of the slice, one behind the other."""
+        """Axes of the factored mesh, grouped: adjacent axes along one dimension of the slice are one group."""
         places = [self.places.get(a, Stage(self[a])) for a in axes]
         names, out = iter([a for a in axes if self[a] > 1]), []
         for _, count in joined(places):
@@ -92,7 +107,7 @@ class Grid(dict[str, int]):
         return out
 
     def mesh(self, mesh: AnyMesh) -> AnyMesh:
-        """The factored mesh: the same devices in the same order, or none if the mesh has none."""
+        """The factored mesh, with the same devices in the same order; an abstract mesh for an abstract one."""
         names = tuple(n for a in mesh.axis_names for n in self.fine[a])
         shape, types = tuple(self[n] for n in names), (AxisType.Auto,) * len(names)
         if isinstance(mesh, AbstractMesh):
@@ -105,49 +120,49 @@ class Grid(dict[str, int]):
 
 
 def fine_names(axes: Sequence[str], sizes: Sizes) -> tuple[str, ...]:
-    """The axes of the factored mesh that stand for these, major to minor."""
+    """The axes of the factored mesh for some axes, major to minor; the axes themselves if ``sizes`` is not a :class:`Grid`."""
     return tuple(n for a in axes for n in sizes.fine.get(a, (a,))) if isinstance(sizes, Grid) else tuple(axes)
 
 
 def axis_index(axes: Sequence[str]) -> Any:
-    """This device's place along some axes (of the factored mesh), the first one major: an int32 scalar."""
+    """The index of this device along some axes (of the factored mesh), the first one major: an int32 scalar."""
     return lax.axis_index(axes[0] if len(axes) == 1 else tuple(axes))
 
 
 def permute(x: Any, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> Any:
-    """A collective permute between devices that are numbered along `axes`, the first one major, as :func:`axis_index` numbers them.
+    """A collective permute between devices that are numbered along ``axes`` as by :func:`axis_index`, the first one major.
 
     ``lax.ppermute`` numbers them in the order of the mesh, whatever the order of the names.
 
     Args:
       x: the array that a device sends.
       axes: axes of the factored mesh.
-      pairs: (source, target); a device that is no target gets zeros.
+      pairs: (source, target) devices; a device that is not a target receives zeros.
     """
     mesh = jax.sharding.get_abstract_mesh()
     ordered = tuple(a for a in mesh.axis_names if a in axes)
     if ordered != tuple(axes):
-        places = dict(zip(axes, np.indices([mesh.shape[a] for a in axes]).reshape(len(axes), -1), strict=True))
-        number = np.ravel_multi_index([places[a] for a in ordered], [mesh.shape[a] for a in ordered])
+        indices = dict(zip(axes, np.indices([mesh.shape[a] for a in axes]).reshape(len(axes), -1), strict=True))
+        number = np.ravel_multi_index([indices[a] for a in ordered], [mesh.shape[a] for a in ordered])
         pairs = [(int(number[s]), int(number[t])) for s, t in pairs]
     return lax.ppermute(x, ordered, pairs)
 
 
 def table_entry(table: Sequence[int], index: Any) -> Any:
-    """This device's entry of a table with one entry a device; `index` is its place (:func:`axis_index`)."""
+    """The entry of a device in a table with one entry per device: an int32 scalar. ``index`` is :func:`axis_index`."""
     if len(set(table)) == 1:
         return np.int32(table[0])
     return jnp.asarray(np.asarray(table, np.int32))[index]
 
 
 def shape_in(shape: Sequence[int], have: Spec, need: Spec, sizes: Sizes) -> tuple[int, ...]:
-    """The shape of a shard in spec `need`, from its shape in spec `have`."""
+    """The shape of a shard in spec ``need``, from its shape in spec ``have``."""
     before, after = ([math.prod(sizes[a] for a in entry) for entry in spec] for spec in (have, need))
     return tuple(n * b // a for n, b, a in zip(shape, before, after, strict=True))
 
 
 def cut(x: Any, have: Spec, need: Spec, sizes: Sizes) -> Any:
-    """This device's part of a shard in spec `have`, along the axes that `need` adds as the minor ones of a dim."""
+    """The shard in spec ``need``, from that in spec ``have``: a slice, as ``need`` adds axes to dims as their minor ones."""
     for i, (a, b) in enumerate(zip(have, need, strict=True)):
         new = tuple(axis for axis in b[len(a) :] if sizes[axis] > 1)
         if new:
@@ -157,7 +172,7 @@ def cut(x: Any, have: Spec, need: Spec, sizes: Sizes) -> Any:
 
 
 def on_words(x: Any, move: Callable[[Any], Any]) -> Any:
-    """`move` on an array; on the uint32 words of random keys, which collectives do not take."""
+    """``move(x)``; for random keys, which collectives do not accept, it is applied to their uint32 words."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return move(x)
     return jax.random.wrap_key_data(move(jax.random.key_data(x)), impl=jax.random.key_impl(x))

@@ -1,4 +1,4 @@
-"""Ops that read over the edge of a block: numbers of the unsharded run, exactly the planned exchanges in the compiled program."""
+"""Ops that read elements of other shards: results equal the unsharded run, and the compiled program has the planned exchanges."""
 
 import functools
 import itertools
@@ -256,7 +256,7 @@ def test_the_plan_says_what_is_sent_and_what_was_not_split():
     x = normal(2, 24, 2)
     plan, _, _ = sent(conv(3)[0], x)
     assert {c.cause for c in plan.collectives} == {
-        "`data` splits a dim that conv_general_dilated works along: what the windows reach over the edge of a block"
+        "`data` splits a dim that conv_general_dilated works along: elements of other shards that windows read"
     }
     plan, _, _ = sent(lambda x: x[:, 1:], x)
     (gather,) = plan.collectives

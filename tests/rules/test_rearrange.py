@@ -57,7 +57,7 @@ def test_devices_exchange_what_they_lack(name):
     eqn = jax.make_jaxpr(lambda x: rearrange(x, 1, TABLES[name]))(X).eqns[0]
     want, known = expected(TABLES[name])
     rule = primitive("rearrange").rule(eqn, [X.shape], [want.shape])
-    op = type("Op", (), {"eqn": eqn, "rule": rule, "name": "rearrange"})()
+    op = type("Op", (), {"eqn": eqn, "rule": rule, "name": "rearrange", "ins": []})()
 
     def local(x):
         (out,) = primitive("rearrange").local(LocalOp(op, [(), ("d",), ("d",)], {"d": 4}), x)

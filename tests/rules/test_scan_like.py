@@ -119,7 +119,7 @@ def test_sends_totals(fn, expected):
 def test_the_plan_says_why():
     plan, _ = sent(lambda x: lax.cumsum(x, 1), normal(6, 32))
     (gather,) = plan.collectives
-    assert gather.cause == "`data` splits a dim that cumsum works along: the total of every block"
+    assert gather.cause == "`data` splits a dim that cumsum works along: the total of every shard"
 
 
 def test_what_is_made_from_no_data_is_made_whole():

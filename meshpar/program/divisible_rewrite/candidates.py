@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ...rules.index import LookupDims
 from ..ir import Op, Program, Value
-from .lookup_dims import LOOKUPS, LookupDims, index_components
+from .lookup_dims import LOOKUPS, index_components
 
 SLICING = ("slice", "split", "rev", "concatenate", "pad", "reshape", *LOOKUPS)
 """The primitives whose results may be represented by views."""
@@ -63,5 +64,5 @@ def _resized(op: Op) -> list[tuple[Value, int]]:
 def _indexed(op: Op) -> list[tuple[Value, int]]:
     """The dims of an array that a gather or scatter indexes, and the batch dims of the index vectors."""
     array, index = op.ins[0] if op.primitive.gather else op.outs[0], op.ins[1]
-    dims = [(array, d) for d in LookupDims.of(op).indexed] if array is not None else []
+    dims = [(array, d) for d in LookupDims.of(op.eqn).indexed] if array is not None else []
     return dims + ([(index, d) for d in range(len(index.shape) - 1)] if index is not None else [])

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from ...rules.index import LookupDims
 from ...rules.rearrange import ZERO
 from .constants import is_zero
-from .lookup_dims import LookupDims, independent_dims, index_components
+from .lookup_dims import independent_dims, index_components
 from .rewriter import Site
 from .slices import define_indexed
 from .views import DimIndices, IndexedView, PaddedDim
@@ -17,7 +18,7 @@ from .views import DimIndices, IndexedView, PaddedDim
 
 def own_rows(site: Site) -> bool:
     """A lookup in which index k is in row k, ``x[arange(n), i]``: the rows become a batch dim, which may be split."""
-    op, lookup = site.op, LookupDims.of(site.op)
+    op, lookup = site.op, LookupDims.of(site.op.eqn)
     array, index = op.ins[:2]
     if array is None or index is None:
         return False
@@ -42,6 +43,7 @@ def own_rows(site: Site) -> bool:
         tuple(lookup.indexed[c] for c in remaining),
         tuple(sorted(batch)),
         tuple(batch[d] for d in sorted(batch)),
+        lookup.window,
     )
     atoms = [site.read(k) for k in range(len(op.ins))]
 
@@ -49,7 +51,7 @@ def own_rows(site: Site) -> bool:
         return lax.concatenate([lax.slice_in_dim(x, c, c + 1, axis=last) for c in remaining], last)
 
     atoms[1] = site.emit(without_rows, atoms[1])
-    numbers = dims.dimension_numbers(op)
+    numbers = dims.dimension_numbers(op.eqn)
     return site.define(0, site.emit_op(atoms, dimension_numbers=numbers, indices_are_sorted=False))
 
 
