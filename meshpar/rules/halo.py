@@ -237,6 +237,12 @@ def scatter_windows(
 # -- inside a shard_map
 
 
+def is_positive_zero(scalar: Any) -> bool:
+    """Whether a scalar that is known at trace time is zero, with the sign that a permute's zeros have."""
+    scalar = np.asarray(scalar)
+    return not scalar.any() and not any(scalar.tobytes())
+
+
 def fetch_window(x: Any, dim: int, axes: Sequence[str], exchange: HaloExchange, fill: Any = 0) -> Any:
     """Exchange halos, and return this device's window of a split dim.
 
@@ -249,7 +255,7 @@ def fetch_window(x: Any, dim: int, axes: Sequence[str], exchange: HaloExchange, 
     Returns:
       An array of size ``exchange.length`` along ``dim``.
     """
-    is_zero = isinstance(fill, int | float | np.ndarray | np.generic) and not np.any(fill)
+    is_zero = isinstance(fill, int | float | np.ndarray | np.generic) and is_positive_zero(fill)
     fill = jnp.asarray(fill, x.dtype)
     device = axis_index(axes)
     if exchange.gather:

@@ -1,4 +1,4 @@
-"""What is cut, joined and merged along split dims stays split: numbers of the unsharded run, and few bytes on the wire."""
+"""Slices, concatenations and reshapes of split dims stay split: equal to the unsharded run, with few bytes sent."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 LAYOUT = "rows: data; columns: model"
 DIMS = {"x": "rows columns"}
 BOTH = ("jit", "shard_map")
-ROW = 4 * 8 // 2  # bytes of a device's part of one row
+ROW = 4 * 8 // 2  # bytes of a shard of one row
 AROUND = [(i, (i + 1) % 16) for i in range(16)]
 
 
@@ -27,7 +27,7 @@ def around(x):
 
 
 def heat(x):
-    """A stencil on the inside of both dims."""
+    """A stencil on the interior of both dims."""
     inner = x[1:-1, 1:-1] * 4 - x[2:, 1:-1] - x[:-2, 1:-1] - x[1:-1, 2:] - x[1:-1, :-2]
     return jnp.sum(jnp.square(inner))
 
@@ -49,7 +49,7 @@ def by_row(x):
     return jnp.sum(jnp.square(y - y.mean(1)[:, None]) * jnp.arange(15.0)[:, None])
 
 
-MOSTLY = {  # the bytes that each device sends, but for those of scalars
+WITH_BYTES = {  # and the bytes that each device sends, except for scalars
     "roll": (lambda x: jnp.roll(x, 1, 0), ROW), "roll back": (lambda x: jnp.roll(x, -3, 0), 3 * ROW),
     "ppermute": (around, ROW),
     "permuted": (lambda x: x[np.arange(16)[::-1]], 4 * ROW), "looked up": (lambda x: x[jnp.array([3, 1, 2, 9])], 2 * ROW),
@@ -78,7 +78,7 @@ OTHERS = {
 
 
 def loss_of(fn):
-    """A scalar of what ``fn`` makes, with another weight for each element; gradients have the size of the results."""
+    """A scalar loss of the results of ``fn``, with a different weight per element; gradients are as large as the results."""
 
     def loss(x):
         return sum(jnp.sum(weighted(y)) for y in jax.tree.leaves(fn(x)))
@@ -90,24 +90,26 @@ def loss_of(fn):
     return loss
 
 
-@pytest.mark.parametrize("name", MOSTLY)
-def test_only_what_a_device_lacks_is_sent(name):
-    fn, sent = MOSTLY[name]
+@pytest.mark.parametrize("name", WITH_BYTES)
+def test_only_missing_elements_are_sent(name):
+    fn, sent = WITH_BYTES[name]
     plan = assert_sends_the_plan(fn, X, layout=LAYOUT, dims=DIMS)
     assert sum(c.total_bytes for c in plan.collectives if c.shape) == sent
 
 
-@pytest.mark.parametrize("name", [*MOSTLY, *OTHERS])
-def test_numbers_are_the_unsharded_ones(name):
-    fn = MOSTLY[name][0] if name in MOSTLY else OTHERS[name]
+@pytest.mark.parametrize("name", [*WITH_BYTES, *OTHERS])
+def test_results_equal_the_unsharded_run(name):
+    fn = WITH_BYTES[name][0] if name in WITH_BYTES else OTHERS[name]
     same(fn, X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=["data=4, model=2"])
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, "rows: data+model"])
 @pytest.mark.fast_cases(1)
-def test_gradients_of_all_views_in_one_program(layout):
-    """Each view of an array of its own, in one compiled program; by mesh, lowering and outer gradient in the slow test below."""
-    losses = {name: loss_of(MOSTLY[name][0] if name in MOSTLY else OTHERS[name]) for name in (*MOSTLY, *OTHERS)}
+def test_gradients_of_all_cases_in_one_program(layout):
+    """Each case on its own array, in one compiled program. The slow test below covers meshes, lowerings and outer gradients."""
+    losses = {
+        name: loss_of(WITH_BYTES[name][0] if name in WITH_BYTES else OTHERS[name]) for name in (*WITH_BYTES, *OTHERS)
+    }
 
     def gradients(x):
         return {name: jax.grad(loss)(x * (1 + k / 64)) for k, (name, loss) in enumerate(losses.items())}
@@ -121,8 +123,8 @@ def test_gradients_of_all_views_in_one_program(layout):
         np.testing.assert_allclose(got, want[name], rtol=2e-4, atol=2e-5, err_msg=name)
 
 
-def reductions_of_parts(n, u, b, h):
-    """Reductions of indivisible parts of integers, booleans and narrow floats, none of which has the reduction's identity in it."""
+def reductions_of_slices(n, u, b, h):
+    """Reductions of indivisible slices of integers, booleans and narrow floats without an element equal to the identity."""
     below, above = -2 - abs(n), abs(n) + 2
     whole = {
         "max": jnp.max(below[1:], 0),
@@ -179,16 +181,16 @@ def reductions_of_parts(n, u, b, h):
 
 
 @pytest.mark.parametrize("lowering", BOTH)
-def test_parts_of_integers_and_booleans_are_reduced_without_what_pads_them(lowering):
+def test_padding_does_not_change_reductions_of_integers_and_booleans(lowering):
     rng = np.random.default_rng(2)
     n = rng.integers(-9, 9, (16, 8)).astype(np.int32)
     u, b = rng.integers(0, 16, (16, 8)).astype(np.uint8), rng.random((16, 8)) < 0.8
     h = jnp.asarray(rng.integers(-8, 9, (16, 8)) / 4, jnp.bfloat16)
     dims = dict.fromkeys("nubh", "rows columns")
-    run = mp.jit(reductions_of_parts, mesh=mp.mesh("data=4, model=2"), layout=LAYOUT, dims=dims, lowering=lowering)
+    run = mp.jit(reductions_of_slices, mesh=mp.mesh("data=4, model=2"), layout=LAYOUT, dims=dims, lowering=lowering)
     for (path, got), want in zip(
         jax.tree_util.tree_leaves_with_path(run(n, u, b, h)),
-        jax.tree.leaves(jax.jit(reductions_of_parts)(n, u, b, h)),
+        jax.tree.leaves(jax.jit(reductions_of_slices)(n, u, b, h)),
         strict=True,
     ):
         assert got.dtype == want.dtype, path
@@ -197,9 +199,9 @@ def test_parts_of_integers_and_booleans_are_reduced_without_what_pads_them(lower
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [LAYOUT, "rows: data+model", "columns: data; rows: model"])
-@pytest.mark.parametrize("name", [*MOSTLY, *OTHERS])
-def test_gradients_are_the_unsharded_ones(name, layout):
-    loss = loss_of(MOSTLY[name][0] if name in MOSTLY else OTHERS[name])
+@pytest.mark.parametrize("name", [*WITH_BYTES, *OTHERS])
+def test_gradients_equal_the_unsharded_run(name, layout):
+    loss = loss_of(WITH_BYTES[name][0] if name in WITH_BYTES else OTHERS[name])
     same(jax.grad(loss), X, layout=layout, dims=DIMS, lowerings=BOTH)
     for lowering in BOTH:
         run = mp.jit(loss, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=DIMS, lowering=lowering)
@@ -207,21 +209,21 @@ def test_gradients_are_the_unsharded_ones(name, layout):
 
 
 @pytest.mark.parametrize("name", ["roll", "difference", "looked up", "vdot", "wrapped"])
-def test_a_gradient_sends_as_little(name):
-    fn, sent = MOSTLY[name]
+def test_gradients_send_few_bytes(name):
+    fn, sent = WITH_BYTES[name]
     same(jax.grad(loss_of(fn)), X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=["data=4, model=2"])
     plan = assert_sends_the_plan(jax.grad(loss_of(fn)), X, layout=LAYOUT, dims=DIMS)
     assert sum(c.total_bytes for c in plan.collectives if c.shape) <= 5 * sent
 
 
-def test_a_gradient_from_outside_is_the_unsharded_one():
+def test_outer_gradients_equal_the_unsharded_run():
     loss = loss_of(lambda x: (jnp.roll(x, 1, 0) * x[jnp.arange(16)[::-1]], jnp.log(3 + jnp.sin(x[1:] - x[:-1])).sum()))
     for lowering in BOTH:
         run = mp.jit(loss, mesh=mp.mesh("data=4, model=2"), layout=LAYOUT, dims=DIMS, lowering=lowering)
         np.testing.assert_allclose(jax.grad(run)(X), jax.grad(loss)(X), rtol=1e-4, atol=1e-5)
 
 
-def test_a_dim_that_is_not_split_is_left_as_it_is_written():
+def test_a_program_without_split_slices_is_not_rewritten():
     plan = mp.plan(
         lambda x: (jnp.roll(x, 1, 0), x[1:] - x[:-1]),
         X,
@@ -232,15 +234,15 @@ def test_a_dim_that_is_not_split_is_left_as_it_is_written():
     assert plan.program.original is None
 
 
-def test_another_layout_starts_from_the_program_as_it_was_traced():
+def test_a_replan_starts_from_the_traced_program():
     mesh = mp.mesh("data=4, model=2")
     plan = mp.plan(lambda x: jnp.roll(x, 1, 0), X, mesh=mesh, layout=LAYOUT, dims=DIMS)
     assert plan.program.original is not None
     assert plan.replan(layout=mp.Layout("columns: model")).program is plan.program.original
 
 
-def test_l_bfgs_sends_scalars_beside_the_gradients():
-    """optax's L-BFGS takes inner products of weights, all of whose dims are split."""
+def test_l_bfgs_sends_scalars_and_gradients_only():
+    """optax's L-BFGS computes inner products of weights whose dims are all split."""
     optax = pytest.importorskip("optax")
     tx = optax.scale_by_lbfgs(memory_size=3)
     weights = {"a": X, "b": X.T @ X}
@@ -260,7 +262,7 @@ def test_l_bfgs_sends_scalars_beside_the_gradients():
     assert max((c.bytes for c in plan.collectives), default=0) <= 64
 
 
-PLACES = np.random.default_rng(1).integers(-8, 8, 16)
+COLUMN_OF_ROW = np.random.default_rng(1).integers(-8, 8, 16)
 OWN_ROWS = {
     "loss of labels": lambda x, i: -jax.nn.log_softmax(x)[jnp.arange(16), i].mean(),
     "flattened": lambda x, i: x.reshape(4, 4, 8)[jnp.arange(4)[:, None], jnp.arange(4)[None], i.reshape(4, 4)].sum(),
@@ -282,9 +284,9 @@ def test_a_lookup_in_its_own_row_gathers_no_row(name):
     fn = OWN_ROWS[name]
     dims = {"x": "rows _", "i": "rows"}
     for of in (fn, jax.grad(lambda x, i: jnp.sum(jnp.sin(fn(x, i))))):
-        plan = assert_sends_the_plan(of, X, PLACES, layout="rows: data", dims=dims)
+        plan = assert_sends_the_plan(of, X, COLUMN_OF_ROW, layout="rows: data", dims=dims)
         assert not [c for c in plan.collectives if c.shape]
-        same(of, X, PLACES, layout="rows: data", dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
+        same(of, X, COLUMN_OF_ROW, layout="rows: data", dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
 
 
 def test_a_lookup_in_one_of_many_own_rows_gathers_no_row():
@@ -305,16 +307,16 @@ def test_a_lookup_in_one_of_many_own_rows_gathers_no_row():
         lambda x, i: x[jnp.arange(16), i] + x[jnp.argsort(i), i],
     ],
 )
-def test_a_lookup_in_other_rows_is_the_unsharded_one(fn):
+def test_lookups_in_other_rows_equal_the_unsharded_run(fn):
     dims = {"x": "rows columns", "i": "rows"}
-    same(fn, X, PLACES, layout=LAYOUT, dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
+    same(fn, X, COLUMN_OF_ROW, layout=LAYOUT, dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
     gradient = jax.grad(lambda x, i: jnp.sum(jnp.sin(fn(x, i))))
-    same(gradient, X, PLACES, layout=LAYOUT, dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
+    same(gradient, X, COLUMN_OF_ROW, layout=LAYOUT, dims=dims, lowerings=BOTH, meshes=["data=4, model=2"])
 
 
 LABELS = np.random.default_rng(2).integers(0, 8, (4, 16))
 COLUMNS = np.random.default_rng(3).integers(-9, 9, 15)
-SHORTER = {  # lookups of x[4, 16, 8], of which the second dim is split and cut to 15
+SLICED_LOOKUPS = {  # in x[4, 16, 8], whose second dim is split and sliced to 15
     "labels": (lambda x, y: jnp.take_along_axis(x[:, :-1], y[:, 1:, None], 2).sum(2), LABELS),
     "labels out of bounds": (lambda x, y: jnp.take_along_axis(x[:, :-1], y[:, 1:, None] * 2, 2, mode="fill", fill_value=3), LABELS),
     "labels of whole rows": (lambda x, y: jnp.take_along_axis(x, y[:, :, None], 2)[:, 1:], LABELS),
@@ -329,10 +331,10 @@ SHORTER = {  # lookups of x[4, 16, 8], of which the second dim is split and cut 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHORTER)
+@pytest.mark.parametrize("name", SLICED_LOOKUPS)
 @pytest.mark.parametrize("layout", ["rows: data", "batch: model; rows: data", "batch: data; rows: model"])
-def test_lookups_of_cut_dims_are_the_unsharded_ones(name, layout):
-    fn, y = SHORTER[name]
+def test_lookups_in_sliced_dims_equal_the_unsharded_run(name, layout):
+    fn, y = SLICED_LOOKUPS[name]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 8)), jnp.float32)
     dims = {"x": "batch rows columns", **({"y": "batch rows"} if y is LABELS else {})}
 
@@ -358,7 +360,7 @@ def test_a_shifted_cross_entropy_gathers_no_logits():
     assert sum(c.total_bytes for c in plan.collectives) <= one_label_of_each_row + weights + 2 * scalar
 
 
-JOINED = {
+CONCATENATED = {
     "first row and a shift": lambda x: jnp.concatenate([x[:1] * 2, jnp.cos(x[:-1])]),
     "uneven": lambda x: jnp.concatenate([x[:3], jnp.cos(x[5:])]) * 3,
     "uneven, reduced": lambda x: jnp.sum(jnp.concatenate([x[:3], jnp.cos(x[5:])]) ** 2, 0),
@@ -371,11 +373,11 @@ JOINED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("name", CONCATENATED)
 @pytest.mark.parametrize("layout", ["rows: data", "rows: data+model"])
 @pytest.mark.fast_cases(2)
-def test_joined_pieces_of_several_arrays_are_the_unsharded_ones(name, layout):
-    fn = JOINED[name]
+def test_concatenated_slices_of_several_arrays_equal_the_unsharded_run(name, layout):
+    fn = CONCATENATED[name]
 
     def step(x):
         return fn(x), jax.grad(lambda x: jnp.sum(jnp.sin(fn(x))))(x)
@@ -386,9 +388,9 @@ def test_joined_pieces_of_several_arrays_are_the_unsharded_ones(name, layout):
         np.testing.assert_array_equal(np.signbit(np.asarray(a)[-1]), np.signbit(np.asarray(b)[-1]))
 
 
-def test_a_running_sum_by_halves_sends_single_rows():
+def test_an_associative_scan_sends_single_rows():
     x = jax.ShapeDtypeStruct((256, 8), jnp.float32)
-    plan = mp.plan(JOINED["running sums"], x, mesh="data=4, model=2", layout="rows: data", dims=DIMS)
+    plan = mp.plan(CONCATENATED["running sums"], x, mesh="data=4, model=2", layout="rows: data", dims=DIMS)
     assert sum(c.total_bytes for c in plan.collectives) < 32 * 8 * 4  # an all-gather sends 192 rows
 
 
@@ -403,3 +405,19 @@ def test_padding_does_not_change_extrema_of_dtypes_without_infinity(dtype, lower
     run = mp.jit(extrema, mesh=mp.mesh("data=4, model=2"), layout=LAYOUT, dims=DIMS, lowering=lowering)
     for result, want in zip(run(x), (np.max(np.float32(x)[1:], 0), np.min(np.float32(x)[1:], 0)), strict=True):
         np.testing.assert_array_equal(np.asarray(result, np.float32), want)
+
+
+NEGATIVE_ZEROS = {
+    "padded": lambda x: lax.pad(x[1:], np.float32(-0.0), ((1, 0, 0), (0, 0, 0))),
+    "shifted": lambda x: lax.pad(x, np.float32(-0.0), ((2, -2, 0), (0, 0, 0))),
+    "concatenated": lambda x: jnp.concatenate([x[1:], jnp.full((1, 8), -0.0)]),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE_ZEROS)
+def test_negative_zeros_keep_their_sign(name):
+    fn = NEGATIVE_ZEROS[name]
+    result = mp.jit(fn, mesh="data=4, model=2", layout=LAYOUT, dims=DIMS)(X)
+    want = np.asarray(jax.jit(fn)(X))
+    np.testing.assert_array_equal(np.asarray(result), want)
+    np.testing.assert_array_equal(np.signbit(np.asarray(result)), np.signbit(want))

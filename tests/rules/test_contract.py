@@ -1,4 +1,4 @@
-"""Matmuls of ragged groups along split rows: results of a loop over the groups in NumPy, and what is sent."""
+"""Matmuls of ragged groups along split rows: equal to a loop over the groups in NumPy, and few bytes are sent."""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_rows_of_a_ragged_matmul_stay_split():
     assert [(c.op, c.shape) for c in gradient.collectives] == [("all-reduce", (4, 6, 8))]
 
 
-def test_batched_group_sizes_keep_the_rows_whole():
+def test_batched_group_sizes_need_replicated_rows():
     x, w, sizes = jnp.ones((2, 16, 6)), jnp.ones((2, 4, 6, 8)), jnp.array([[1, 5, 0, 9], [4, 4, 4, 4]])
 
     def fn(x, w, sizes):

@@ -49,7 +49,7 @@ def pool(kind, taps, stride, padding, **dilation):
 
 
 def product(x):
-    """A computation of the user's is done whole."""
+    """A user's own reduction, whose windows need replication."""
     return lax.reduce_window(x, np.float32(1), lax.mul, (1, 3, 1), (1, 1, 1), "SAME")
 
 
@@ -140,7 +140,7 @@ def test_axes_named_in_another_order_than_the_mesh():
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 def test_both_dims_of_an_image(lowering):
-    """Corners come along: the second exchange carries what the first brought."""
+    """The second exchange includes the halo of the first, and thus the corners."""
     image, w = normal(2, 8, 12, 2), normal(3, 5, 2, 4)
 
     def step(image, w):
@@ -167,7 +167,7 @@ def test_both_dims_of_an_image(lowering):
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 def test_integers_and_booleans(lowering):
-    """Windows over the edge of the array and of a block hold nothing but what lies below (above) 0: a wrong fill would win."""
+    """All elements are below (above) 0: a wrong fill value at the edge of the array or of a shard would be selected."""
     x = RNG.integers(-9, 9, (2, 24, 2)).astype(np.int8)
 
     def windows(x, init, op, taps=3, padding="SAME"):
@@ -239,20 +239,20 @@ def test_sends_the_halos_and_nothing_else(fn, expected):
     assert planned == found == expected
 
 
-def test_halves_of_a_block_move_once_however_many_devices_there_are():
-    """Pieces of blocks at many distances go in two rounds: nobody has more than two partners."""
+def test_half_shards_are_sent_once_for_any_number_of_devices():
+    """Slices of shards at many distances are sent in two permutes, since no device has more than two partners."""
     _, planned, found = sent(lambda x: jnp.split(x, 2, 1), normal(2, 32, 2), "rows: data+model")
     assert planned == found == {("collective-permute", 2 * ROW): 4}
 
 
-def test_a_kernel_gradient_is_a_partial_sum_over_the_blocks():
+def test_the_gradient_of_a_kernel_is_partial_over_the_shards():
     _, kernel = conv(3)
     _, planned, found = sent(kernel, normal(2, 24, 2))
     assert found == {("collective-permute", ROW): 2, ("all-reduce", 2 * 3 * 2 * 3 * 4 * 3 / 4): 1}
     assert planned == found
 
 
-def test_the_plan_says_what_is_sent_and_what_was_not_split():
+def test_the_plan_has_the_purpose_of_halos_and_the_cause_of_replication():
     x = normal(2, 24, 2)
     plan, _, _ = sent(conv(3)[0], x)
     assert {c.cause for c in plan.collectives} == {
@@ -266,7 +266,7 @@ def test_the_plan_says_what_is_sent_and_what_was_not_split():
 
 
 def test_cost_counts_the_halos():
-    """Splitting the rows costs two halos; splitting the features nothing but a smaller result."""
+    """A split of the rows costs two halos, a split of the features nothing."""
     x, w = normal(2, 24, 8), normal(3, 8, 8)
 
     def step(x, w):
@@ -300,7 +300,7 @@ def test_a_window_along_a_dim_that_only_the_op_splits():
     np.testing.assert_allclose(run(x), jax.grad(loss)(x), rtol=1e-6)
 
 
-def test_the_gradient_of_pools_that_end_with_their_block_sends_nothing():
+def test_the_gradient_of_pools_within_shards_sends_nothing():
     x = jax.ShapeDtypeStruct((2, 16, 8), jnp.float32)
 
     for taps in (2, 4):
@@ -321,7 +321,7 @@ def test_the_gradient_of_pools_that_end_with_their_block_sends_nothing():
 
 @pytest.mark.parametrize("low", [0, 1, 2])
 @pytest.mark.parametrize(("every", "taps"), list(itertools.product((1, 2, 3), (1, 2, 3, 5))))
-def test_the_windows_that_a_block_is_added_from(every, taps, low):
+def test_the_windows_that_overlap_a_shard(every, taps, low):
     block, parts = 6, 4
     count = block // every
     windows, elements = scatter_windows(block, parts, count, every, taps, low)

@@ -46,7 +46,7 @@ def test_losses_and_lookups_over_a_split_vocabulary_stay_split():
 
 
 def definitions(a, q, x):
-    """Functions that newer JAX keeps as one primitive with a definition, and spells out when it lowers."""
+    """Functions that newer JAX traces to one primitive, which it replaces by its definition when it lowers."""
     rows, columns = jnp.nonzero(x > 0, size=12, fill_value=-1)
     return {
         "left": jnp.searchsorted(a, q),
@@ -60,7 +60,7 @@ def definitions(a, q, x):
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("layout", ["rows: data; columns: model", "bins: data; columns: model", "rows: data+model"])
-def test_primitives_that_hold_a_definition(layout, lowering):
+def test_composite_primitives(layout, lowering):
     a, q, x = np.sort(normal(16)), normal(8, 4), normal(8, 4)
     q[0], q[1, 0] = a[3], np.nan
     run = mp.jit(
@@ -148,7 +148,7 @@ def writes(x, b, u, i, j, s):
 
 
 def overwrites(x, b, u, i, j, s):
-    """Writes of which JAX has no gradient where indices are not unique, or where their order matters."""
+    """Writes without a gradient in JAX: their indices are not unique, or their order matters."""
     scatters = (lax.scatter, lax.scatter_min, lax.scatter_max, lax.scatter_mul, lax.scatter_sub)
     return {
         "modes": [write_rows(op, x, i, u.reshape(6, 3, C), m) for op in scatters for m in ("clip", "drop")],
@@ -166,7 +166,7 @@ def with_gradients(f):
 
 
 def negative_zeros(rng, *shape):
-    """Quarters, with zeros that are negative and a NaN with a payload."""
+    """Multiples of 1/4, with negative zeros and a NaN with a payload."""
     x = rng.integers(-8, 8, shape).astype(np.float32) / 4
     x[x == 0] = -0.0
     x.reshape(-1).view(np.uint32)[5] = 0x7FC12345
@@ -210,7 +210,7 @@ def test_reads_and_writes_equal_the_unsharded_run(f, layout, lowering):
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_indices_of_every_integer_type(lowering):
-    """Of more rows than the type counts, and beyond the largest int32."""
+    """For more rows than the dtype can count, and for indices beyond the largest int32."""
     x = np.arange(512, dtype=np.float32).reshape(256, 2)
     read = lax.GatherDimensionNumbers((1,), (0,), (0,))
     write = lax.ScatterDimensionNumbers((1,), (0,), (0,))
@@ -243,7 +243,7 @@ def test_indices_of_every_integer_type(lowering):
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_dtypes_without_addition_or_zero(lowering):
-    """Random keys; floats of one byte, of which ``float8_e8m0fnu`` has no zero; booleans; complex numbers."""
+    """Random keys, one-byte floats (``float8_e8m0fnu`` has no zero), booleans and complex numbers."""
     bits = np.arange(32, dtype=np.uint8).reshape(8, 4) * 8 + 1
     xs = {
         "keys": jax.random.split(jax.random.key(0), (8, 4)),
@@ -271,8 +271,8 @@ def test_dtypes_without_addition_or_zero(lowering):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
 
 
-def test_a_window_dim_that_no_index_points_into():
-    """It is written, and read, at 0: on one device."""
+def test_a_window_dim_that_is_not_indexed():
+    """It is read and written at index 0, on one device."""
     x, j = np.arange(32, dtype=np.float32).reshape(8, 4), np.array([[1], [2]], np.int32)
 
     def step(x, j):
@@ -287,7 +287,7 @@ def test_a_window_dim_that_no_index_points_into():
 
 
 def test_counted_indices_along_the_components():
-    """``iota`` along the last dim of the indices is one component of each, not a batch of rows."""
+    """``iota`` along the last dim of the indices counts their components, and is no batch of rows."""
     x, j = np.arange(10, dtype=np.float32).reshape(2, 5), np.array([[3], [1]], np.int32)
 
     def step(x, j):
@@ -299,7 +299,7 @@ def test_counted_indices_along_the_components():
 
 
 def test_counting_in_a_dtype_that_rounds():
-    """The global index is rounded once."""
+    """The index in the array is rounded once."""
     x = np.zeros(516, jnp.bfloat16)
     run = mp.jit(
         lambda x: lax.iota(jnp.bfloat16, 516) + x, mesh=mp.mesh("data=4, model=2"), layout="n: data", dims={"x": "n"},
@@ -329,7 +329,7 @@ SENT = {  # (function, name of the dim of updates and indices, bytes of what is 
 @pytest.mark.parametrize("layout", ["rows: data", "batch: data; rows: data"])
 @pytest.mark.parametrize("name", SENT)
 def test_bytes(name, layout):
-    """Writes send nothing but updates that are sharded; reads send what is read, or what is smaller, the array."""
+    """Writes send sharded updates only; reads send the elements that are read, or the array if it is smaller."""
     f, dim, volume = SENT[name]
     dims = {"x": "rows cols", "u": f"{dim} cols", "i": "new" if dim == "rows" else dim}
     rules = "; ".join(r for r in layout.split("; ") if r.split(":")[0] in (*dims["x"].split(), dim))
@@ -398,7 +398,7 @@ def test_decoding_with_a_cache_that_is_split_by_length(step, layout, lowering):
 
 
 def test_one_element_of_a_dim_and_an_uneven_slice_of_another():
-    """The blocks of the slice are exchanged or gathered as if all of the other dim were read."""
+    """The shards of the slice are exchanged or gathered as if the other dim were read completely."""
     x = np.arange(4 * 16 * 8, dtype=np.float32).reshape(4, 16, 8)
     for layout in ("rows: data", "rows: data; columns: model"):
         run = mp.jit(
@@ -410,7 +410,7 @@ def test_one_element_of_a_dim_and_an_uneven_slice_of_another():
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 def test_ops_after_a_read_keep_the_sign_of_zero(lowering):
-    """A device without the element contributes -0.0, of which a negation would make +0.0 before the contributions are added."""
+    """A device without the element contributes -0.0; a negation before the reduction would make it +0.0."""
     x = jnp.zeros((16, 4)).at[3].set(-0.0)
 
     def reads(x, i):

@@ -1,4 +1,4 @@
-"""Linear algebra on matrices, batches and right-hand sides that are split: numbers of NumPy."""
+"""Linear algebra on split matrices, batches and right-hand sides: equal to NumPy."""
 
 import functools
 
@@ -54,7 +54,7 @@ def test_triangular_solve(mesh, lowering):
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_triangular_solve_gathers_matrices_that_are_split(lowering):
-    """All-to-alls split the batch instead, and only the result is gathered: 216 bytes for 240 of two gathers."""
+    """All-to-alls split the batch instead, and only the result is all-gathered: 216 bytes instead of 240 for two all-gathers."""
     a, b = np.tril(normal(8, 6, 6)) + 4 * np.eye(6, dtype=np.float32), normal(8, 6, 4)
     run = mp.jit(
         lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
@@ -75,7 +75,7 @@ def test_triangular_solve_gathers_matrices_that_are_split(lowering):
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("layout", ["batch: data; features: model", "features: data", "batch: data; rows: model"])
 def test_symmetric_product(layout, lowering):
-    """Contracted columns may be split: the array that is added is added once."""
+    """If contracted columns are split, the other operand is added on one device only."""
     a, c = normal(4, 6, 8), normal(4, 6, 6)
 
     def step(a, c):

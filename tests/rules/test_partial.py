@@ -1,4 +1,4 @@
-"""Partial values: every op, on a value that is partial over a split dim, gives the numbers of the unsharded run.
+"""Partial values: every op, on a value that is partial over a split dim, equals the unsharded run.
 
 One program per dtype and reduction has all cases, each on a partial value of its own (one that several ops read is reduced before
 the first of them). Ops that have no law are cases, too: listing `sign` as linear in the registry, or `1/x`, gives wrong numbers.
@@ -98,7 +98,7 @@ def elementwise_cases(dtype):
 
 
 def rule_cases(dtype):
-    """The same of primitives with factor rules."""
+    """(name, function) pairs of primitives with factor rules."""
     yield "transpose", lambda p, y, s, m: p().T
     yield "reshape", lambda p, y, s, m: p().reshape(6)
     yield "squeeze", lambda p, y, s, m: lax.squeeze(p().reshape(1, 6), (0,))
@@ -141,17 +141,17 @@ def rule_cases(dtype):
 
 
 def divisor(x):
-    """Not 0, by which XLA's compilers divide integers differently."""
+    """Divisors other than 0: XLA's compilers differ in integer division by 0."""
     return x | 1 if x.dtype.kind in "iu" else x
 
 
 def finite(y):
-    """What a contraction needs of the other operand; integers are."""
+    """A finite operand of a contraction; integers are always finite."""
     return y if y.dtype.kind in "iu" else jnp.nan_to_num(y, nan=0, posinf=2, neginf=-1)
 
 
 def draws(dtype):
-    """(x, y, s): random ones, and for floating-point types some with zeros, infinities and NaN."""
+    """(x, y, s): random operands; for floating-point types also some with zeros, infinities and NaN."""
     rng = np.random.default_rng(3)
     shapes = (ROWS, *SHAPE), SHAPE, ()
     if dtype == "bool":
@@ -211,7 +211,7 @@ def test_an_op_on_a_partial_value_is_that_of_the_unsharded_run(dtype, kind, ever
 
 
 def test_every_primitive_with_a_law_has_a_case():
-    """But for ops that other tests have: explicit specs, sums of cotangents."""
+    """Except primitives that other tests cover: explicit specs, sums of cotangents."""
     cases = {name for dtype in KINDS for name, _ in (*elementwise_cases(dtype), *rule_cases(dtype))}
     lawful = {name for name, entry in PRIMITIVES.items() if entry.partial}
     assert lawful - cases == {"place", "sharding_constraint", "reshard", "add_any"}
@@ -232,7 +232,7 @@ def assert_laws_are_used(plan, names, dtype, kind):
 
 
 def test_terms_of_narrow_types_do_not_overflow():
-    """Each device has a term of 40,000 or -40,000, which twice is more than float16 has; the sum is 0."""
+    """Terms are 40,000 or -40,000, of which two exceed the largest float16; the sum is 0."""
     x = np.tile([20000.0, 20000.0, -20000.0, -20000.0], 2)[:, None, None] * np.ones((ROWS, *SHAPE))
 
     def doubled(x, s):
@@ -244,8 +244,8 @@ def test_terms_of_narrow_types_do_not_overflow():
 
 
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-def test_extrema_that_no_all_reduce_combines(lowering):
-    """Of complex numbers and 8-bit floating-point types: gathered, and combined on each device."""
+def test_extrema_without_an_all_reduce(lowering):
+    """Extrema of complex numbers and 8-bit floats are all-gathered, and combined on each device."""
     x = np.random.default_rng(0).normal(size=(ROWS, *SHAPE)).astype(np.float32)
 
     def extrema(x):
@@ -297,8 +297,8 @@ def test_the_smaller_of_operand_and_result_is_reduced():
     assert sent(lambda x: x.max(0).max(), g, **eight) == [("all-reduce", 2 * 4 * 7 / 8, "float32")]
 
 
-def test_what_two_read_is_reduced_once_before_both():
-    """Clipping by the global norm: as many bytes as without it, but for the norm's."""
+def test_a_value_with_two_readers_is_reduced_once_before_both():
+    """Clipping by the global norm sends as many bytes as without, plus the norm."""
     x = np.ones((8, 4, 64), np.float32)
 
     def clipped(x):

@@ -1,4 +1,4 @@
-"""Dims made of elements of others by a table: NumPy's numbers, on one device and on several, and their derivatives."""
+"""Selecting elements by a table: equal to NumPy, on one device and on several, with derivatives."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def expected(table):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_runs_are_the_table(name):
+def test_runs_of_is_inverted_by_table_of(name):
     runs = runs_of(TABLES[name])
     assert np.array_equal(table_of(runs), TABLES[name])
     for first, step, count in runs_of(TABLES[name], breaks=[4, 8, 12]):
@@ -37,7 +37,7 @@ def test_runs_are_the_table(name):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_it_is_taking_by_index(name):
+def test_rearrange_is_numpy_indexing(name):
     want, known = expected(TABLES[name])
     assert np.array_equal(np.asarray(jax.jit(lambda x: rearrange(x, 1, TABLES[name]))(X))[:, known], want[:, known])
     weight = np.arange(1.0, len(known) + 1, dtype=np.float32) * known
@@ -52,8 +52,8 @@ def test_it_is_taking_by_index(name):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_devices_exchange_what_they_lack(name):
-    """Every device has its block of the result, from its own block and what the permutes bring."""
+def test_devices_exchange_missing_elements(name):
+    """Every device computes its shard of the result from its own shard and the received arrays."""
     eqn = jax.make_jaxpr(lambda x: rearrange(x, 1, TABLES[name]))(X).eqns[0]
     want, known = expected(TABLES[name])
     rule = primitive("rearrange").rule(eqn, [X.shape], [want.shape])
@@ -70,12 +70,12 @@ def test_devices_exchange_what_they_lack(name):
 @pytest.mark.parametrize(
     ("name", "lengths"), [("roll", [1]), ("its own", []), ("zeros", []), ("shifted in zeros", [1]), ("reversed", [4])]
 )
-def test_as_few_permutes_as_can_be(name, lengths):
+def test_fewest_permutes(name, lengths):
     found = exchange(SIZE, 4, runs_of(TABLES[name]))
     assert [r.length for r in found.rounds] == lengths
     assert not found.gather
     assert len(set(found.tables)) == 1 or name == "reversed"
 
 
-def test_what_every_device_needs_is_gathered():
+def test_elements_that_all_devices_need_are_all_gathered():
     assert exchange(SIZE, 4, runs_of([*range(SIZE)] * 4)).gather

@@ -1,4 +1,4 @@
-"""Reductions over the axis of a ``vmap``: numbers of the unsharded run, and nothing on the wire but what is reduced."""
+"""Reductions over the axis of a ``vmap``: equal to the unsharded run, and only the results are sent."""
 
 import flax.linen as nn
 import jax
@@ -46,7 +46,7 @@ def test_its_gradient_is_the_unsharded_one(fn):
 
 @pytest.mark.parametrize("lowering", BOTH)
 def test_integers_booleans_and_narrow_floats(lowering):
-    """Over one split dim and over both; no value is the identity of its reduction, no two devices' parts are alike."""
+    """Over one split dim and over both; no element is the identity of its reduction, and no two shards are equal."""
     rng = np.random.default_rng(3)
     n = rng.integers(2, 60, (16, 8)).astype(np.int8)
     flags = np.arange(128).reshape(16, 8) % 11 != 3
@@ -103,7 +103,7 @@ def test_an_axis_in_the_middle_is_reduced_too():
 
 
 def test_batch_norm_across_replicas_sends_no_activations():
-    """Flax's BatchNorm with ``axis_name``, under a vmap over replicas: two moments forth, and their cotangents back."""
+    """Flax's BatchNorm with ``axis_name`` sends two moments in the forward pass, and their cotangents in the backward pass."""
     model = nn.BatchNorm(use_running_average=False, axis_name="i")
     variables = model.init(jax.random.key(0), X[0])
 

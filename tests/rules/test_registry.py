@@ -1,4 +1,4 @@
-"""The registry: what a primitive without an entry is, and what entries must have."""
+"""The registry: the default entry, and the consistency of the others."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,7 @@ def test_traits_of_some():
     assert primitive("cumsum").pinned
 
 
-def test_what_is_dear_is_kept_for_a_backward_pass():
+def test_expensive_results_are_saved_for_a_backward_pass():
     cheap = having(lambda p: p.cheap)
     assert {"mul", "exp", "reshape", "slice", "iota", "random_bits", "jit"} < cheap
     dear = {
@@ -74,7 +74,7 @@ def test_entries_are_complete(name):
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])
 def test_a_composite_is_a_call(lowering):
-    """An entry with one trait is all that inference, planner and both lowerings need of a call."""
+    """One trait in its entry is sufficient for inference, planner and both lowerings."""
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
 
     def step(x):

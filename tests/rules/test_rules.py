@@ -1,4 +1,4 @@
-"""Factor rules: every primitive has one that fits its shapes and tells the truth about the op.
+"""Factor rules: every primitive has one that matches its shapes, and that is correct.
 
 The truth is found by running: for a factor that a rule says may be split, every operand is cut in
 two along it, the op is done on each half, and the halves are put together again (side by side along
@@ -384,7 +384,7 @@ def test_every_rule_is_tried():
     assert having(lambda p: p.rule) - in_own_shard_maps - tried == ABSENT
 
 
-def test_no_rule_means_all_of_everything():
+def test_no_rule_needs_replication():
     rule = no_rule([(2, 3)], [(4,)])
     assert not rule.known
     assert set(rule.kinds) == {"need_replication"}
@@ -400,7 +400,7 @@ def test_elementwise_ops_have_no_factor_rule():
 
 @dataclass
 class Half:
-    """An op as a function whose shape parameters follow its operands: it can be done on halves."""
+    """An op as a function whose shape parameters are those of its operands, so that it can run on halves."""
 
     eqn: Any
     rule: Any
@@ -418,7 +418,7 @@ REDUCTIONS = {
 
 
 def cut(array: np.ndarray, dims, rule, f: int) -> list[np.ndarray] | None:
-    """The two halves of an operand along a factor; all of it, twice, where it lacks the factor."""
+    """The two halves of an operand along a factor; twice the operand if it lacks the factor."""
     for axis, factors in enumerate(dims):
         if f in factors:
             k = factors.index(f)
@@ -542,7 +542,7 @@ SPLIT = [
 
 
 def local_params(eqn, rule, f: int) -> dict[str, Any]:
-    """The parameters of the op that one device does: those that are shapes follow the operands."""
+    """The parameters of an op on shards: shapes are those of its operands."""
     p = dict(eqn.params)
     name = eqn.primitive.name
 
@@ -597,7 +597,7 @@ def interesting(eqn) -> bool:
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_halves_make_the_whole(name):
+def test_results_on_halves_combine_to_the_full_result(name):
     tried = 0
     for eqn, rule in ruled(name):
         if not eqn.invars or not interesting(eqn):
@@ -621,7 +621,7 @@ def test_halves_make_the_whole(name):
 
 
 def example(eqn, i: int) -> np.ndarray:
-    """An operand for an equation: indices in range, matrices with factors, else anything."""
+    """An operand for an equation: indices in range, matrices with factorizations, else random numbers."""
     aval = eqn.invars[i].aval
     if hasattr(eqn.invars[i], "val"):
         return np.broadcast_to(np.asarray(eqn.invars[i].val), aval.shape)
@@ -643,7 +643,7 @@ def example(eqn, i: int) -> np.ndarray:
 
 
 def test_elementwise_ops_split_anywhere():
-    """An elementwise op has one factor a dim: along any dim, the halves make the whole."""
+    """An elementwise op has one factor per dim: the results on halves along any dim combine to the full result."""
     x, y = numbers(4, 6), numbers(4, 6, seed=1)
     fns = [
         jnp.add,

@@ -1,4 +1,4 @@
-"""Running sums along a dim that is split: numbers of the unsharded run, and only totals of blocks are sent."""
+"""Cumulative sums along a split dim: equal to the unsharded run, and only totals of shards are sent."""
 
 import functools
 
@@ -56,7 +56,7 @@ def test_running_sums(mesh, lowering):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
-def test_what_is_no_number_stays_where_it_is():
+def test_nan_and_infinities():
     x = normal(2, 16, 3)
     x[0, 5, 1] = np.nan
     x[1, 3, 2], x[1, 9, 0] = -np.inf, np.inf
@@ -73,7 +73,7 @@ def test_what_is_no_number_stays_where_it_is():
 
 
 def test_an_associative_scan_of_the_users():
-    """It consists of slices. Of those that do not divide, one is gathered, and named; the others exchange single rows."""
+    """It consists of slices. One indivisible slice is all-gathered, with a cause; the others exchange single rows."""
     x = normal(2, 16, 3)
 
     def step(x):
@@ -116,14 +116,14 @@ def test_sends_totals(fn, expected):
     assert found == expected
 
 
-def test_the_plan_says_why():
+def test_the_cause_of_a_gather():
     plan, _ = sent(lambda x: lax.cumsum(x, 1), normal(6, 32))
     (gather,) = plan.collectives
     assert gather.cause == "`data` splits a dim that cumsum works along: the total of every shard"
 
 
-def test_what_is_made_from_no_data_is_made_whole():
-    """Nothing is sent for a running count of ones."""
+def test_constants_are_computed_unsharded():
+    """Nothing is sent for the cumulative sum of ones."""
     plan, found = sent(lambda x: x + jnp.cumsum(jnp.ones(32)), normal(6, 32))
     assert not found
     assert not plan.collectives

@@ -1,4 +1,4 @@
-"""Ops with several operands or results, whose operands are sharded differently: each keeps its numbers, and its own factors."""
+"""Ops with several operands or results, whose operands are sharded differently: results are correct, and factors separate."""
 
 import types
 
@@ -70,7 +70,7 @@ CASES = {
 @pytest.mark.parametrize("layout", [LAYOUT, "b, c: data; a: model", "a: data+model; b: model+data"])
 @pytest.mark.parametrize("name", CASES)
 def test_operands_that_are_sharded_differently(name, layout):
-    """One program a case: names that another case joins would leave fewer ways to shard its operands. One mesh axis is idle."""
+    """One program per case, since a join of names in another case would restrict the sharding. One mesh axis is idle."""
     want = jax.jit(CASES[name])(X, Y, W)
     got = mp.jit(CASES[name], mesh="data=2, model=2, idle=2", layout=layout, dims=DIMS, lowering="shard_map")(X, Y, W)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -80,7 +80,7 @@ def test_operands_that_are_sharded_differently(name, layout):
 
 @pytest.mark.parametrize("name", ["psum", "pmax", "pmin"])
 def test_a_reduction_of_several_operands_does_not_mix_their_factors(name):
-    """JAX binds one operand at a time today; if it binds several, a split of the one leaves the result of the other complete."""
+    """JAX binds one operand at a time today. If it binds several, the result of one is complete when another is split."""
     eqn = types.SimpleNamespace(
         primitive=types.SimpleNamespace(name=name), params={"axes": (0,), "axis_index_groups": None}
     )

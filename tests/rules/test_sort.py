@@ -1,4 +1,4 @@
-"""Sorting and selection along a dim that is split: results of the unsharded run to the last bit, and only candidates are sent."""
+"""Sorting and selection along a split dim: bitwise equal to the unsharded run, and only candidates are sent."""
 
 import functools
 
@@ -21,7 +21,7 @@ normal = functools.partial(arrays.normal, RNG)
 
 
 def choices(x, bits):
-    """Integer results, which must be equal to the last bit."""
+    """Integer results, which must be bitwise equal."""
     return {
         "top 3": lax.top_k(x, 3),
         "top 8, more than a block has": lax.top_k(x, 8),
@@ -43,7 +43,7 @@ def choices(x, bits):
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
-def test_top_k_and_places_are_those_of_the_whole(lowering):
+def test_top_k_and_argmax_equal_the_unsharded_run(lowering):
     x = normal(6, 32)
     x[1, 7], x[1, 20], x[2] = np.nan, np.nan, 1.0
     x[3, ::2], x[3, 1::2], x[4, 9] = 0.0, -0.0, -np.inf
@@ -94,7 +94,7 @@ def test_sends_candidates(fn, expected):
     assert found == expected
 
 
-def test_what_is_gathered_is_named():
+def test_the_cause_of_an_all_gather():
     plan, _ = sent(lambda x: jnp.sort(x, 1), normal(6, 32))
     (gather,) = plan.collectives
     assert gather.cause == "sort needs all of `seq`, which `seq: data` splits"

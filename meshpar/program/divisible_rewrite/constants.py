@@ -11,6 +11,7 @@ from jax import lax
 
 from ...compat.jax import bind, literal_array
 from ...rules import ELEMENTWISE
+from ...rules.halo import is_positive_zero
 from ...rules.index import is_broadcast_zero
 from ...rules.local import plain_params
 from ..ir import Value
@@ -117,10 +118,15 @@ class Constants:
 
 
 def is_zero(atom: Any, value: Value | None) -> bool:
-    """Whether an operand is a literal zero, or a broadcast of one.
+    """Whether an operand is a literal zero, or a broadcast of one; not for a negative zero.
 
     Args:
       atom: the operand in its equation.
       value: the operand in the program; None for a literal.
     """
-    return not np.any(literal_array(atom)) if value is None else is_broadcast_zero(value)
+    if value is not None:
+        if not is_broadcast_zero(value):
+            return False
+        assert value.op is not None
+        atom = value.op.eqn.invars[0]
+    return is_positive_zero(literal_array(atom))

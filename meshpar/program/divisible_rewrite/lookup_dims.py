@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ...rules import having
 from ...rules.index import LookupDims
 from ..ir import Op, Value
 
-LOOKUPS = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+LOOKUPS = having(lambda p: p.lookup)
+"""Gathers and scatters."""
 
 
 class IndependentDim(NamedTuple):

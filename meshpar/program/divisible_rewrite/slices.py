@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...compat.jax import literal_array
 from ...rules.rearrange import ANY, ZERO
 from ..ir import Value
 from .constants import is_zero
@@ -83,7 +82,7 @@ def rev(site: Site) -> bool:
 
 def pad(site: Site) -> bool:
     """Padding with a literal zero."""
-    if site.is_literal(0) or not site.is_literal(1) or np.any(literal_array(site.op.eqn.invars[1])):
+    if site.is_literal(0) or not is_zero(site.op.eqn.invars[1], site.op.ins[1]):
         return False
     tables = {}
     for d, (low, high, interior) in enumerate(site.params["padding_config"]):
