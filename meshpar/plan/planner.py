@@ -77,9 +77,13 @@ def planned(
         return math.prod(assignment.sizes[a] for a in assignment.value_spec(value)[dim])
 
     def plan(program: Program, max_seconds: float, max_bytes: float = math.inf) -> Plan:
-        return _Planner(
+        planner = _Planner(
             program, layout, complete, mesh, topology, donated, notes, calibrations, max_seconds, max_bytes
-        ).plan()
+        )
+        try:
+            return planner.plan()
+        finally:
+            del planner.control  # refers to a method of the planner: without the cycle its arrays are freed at once
 
     padded: list[str] = []
     rewritten = rewrite_indivisible_slices(program, parts, padded)
