@@ -59,11 +59,8 @@ def ingredients() -> dict[str, list[Replacement]]:
         "images that stay in VMEM": vmem,
         "images padded to tiles": padding,
         "images in VMEM, and padded": [*vmem, *padding],
-        "matmuls concurrent with collectives": [
-            (schedule, "concurrent_matmuls", no_overlap), (step_time, "concurrent_matmuls", no_overlap)
-        ],
-        "async collectives on a clock (else max)": [(step_time, "_run_seconds", _longer_of_kernels_and_links)],
-        "later stages of a staged reduce-scatter block": [(step_time, "later_stage_seconds", lambda *args: 0.0)],
+        "matmuls concurrent with collectives": [(schedule, "concurrent_matmuls", no_overlap)],
+        "schedule of kernels and collectives (else max)": [(step_time, "_estimate", _longer_of_kernels_and_links)],
         "results gathered, then copied": [
             (memory, "gathered_then_copied", lambda *args: False), (kernel_time, "gathered_then_copied", lambda *args: False)
         ],
@@ -82,12 +79,13 @@ def _longer_of_matmul_and_traffic(
     return max(matmuls, vector) + traffic if convolves else max(matmuls, traffic + vector)
 
 
-def _longer_of_kernels_and_links(plan: Any, computation: Any) -> float:
+def _longer_of_kernels_and_links(plan: Any) -> float:
     """Seconds of a step that hides every asynchronous collective if its kernels take as long in sum."""
-    hidden = schedule.hidden_collectives(plan)
+    asynchronous = {t.collective for s in schedule.schedules(plan).values() for t in s.transfers if t.is_async}
     kernels = math.fsum(k.seconds * k.count for k in kernel_times(plan).values())
-    links = math.fsum((c.seconds or 0.0) * (c.count or 1) for c in hidden)
-    return max(kernels, links)
+    links = math.fsum((c.seconds or 0.0) * (c.count or 1) for c in asynchronous)
+    blocking = math.fsum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives if c not in asynchronous)
+    return max(kernels, links) + blocking
 
 
 @dataclass(frozen=True, slots=True)

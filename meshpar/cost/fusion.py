@@ -132,6 +132,16 @@ class Kernel:
         """The user's line, ``file.py:12 (function)``."""
         return line_of(self.op)
 
+    @property
+    def origin(self) -> Op | None:
+        """The op that takes most of its time: its first matmul, else the op whose result it computes."""
+        return self.matmuls[0].op if self.matmuls else self.op
+
+    @property
+    def primitive(self) -> str:
+        """The name of the primitive of :attr:`origin`; ``move``, ``stack``, … for kernels that are no op."""
+        return self.matmuls[0].op.name if self.matmuls else self.name.rstrip("!")
+
 
 class Computation:
     """The kernels of the program, or of the body of a loop or branch, in program order.

@@ -24,7 +24,7 @@ from .donation import aliased_inputs, gathered_then_copied
 from .flops import local_work
 from .fusion import FUSIBLE, GATHERS, USER_KERNELS, Buffer, Computation, Kernel
 from .kernels import REDUCE_RING_BUFFERS, computation_of
-from .schedule import kernel_schedules
+from .schedule import schedules
 
 HAVE_BUFFERS = USER_KERNELS | {"move!"}
 """Names of kernels, besides matmuls, that may have buffers other than operands and results."""
@@ -90,7 +90,7 @@ class _Live:
         self.tpu = chip is not None and bool(chip.torus)
         self.copies = chip is not None and self.tpu and bool(chip.compiler.sync_collectives)
         self.postpones = self.tpu and plan.is_async("all-gather")
-        self.running = kernel_schedules(plan)
+        self.running = schedules(plan)
         self.points: list[tuple[int, float, Kernel]] = []
         self.live: dict[int, tuple[Buffer, float]] = {}
         self.total = 0.0

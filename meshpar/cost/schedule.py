@@ -1,10 +1,10 @@
-"""Which collectives are in flight while each kernel runs, and until when.
+"""The schedule of each computation: its kernels and its collectives, with start and end, on two resources, compute and links.
 
-One analysis per computation (the program, or the body of a loop), which time and memory read:
+A list schedule of one run of a computation (the program, or the body of a loop). Time, memory and the report read it:
 
-- :func:`async_collectives`: the collectives that kernels of their computation need not wait for;
-- :func:`concurrent_matmuls`: for the other collectives, the matmuls that run concurrently, and the part that stays exposed;
-- :func:`kernel_schedules`: the order of the kernels, and the buffers that stay live for a collective in flight.
+- :func:`async_collectives` lists the collectives of weights and gradients that no kernel of the computation has to wait for;
+- :func:`concurrent_matmuls` finds, for each other asynchronous collective, the matmuls that can run meanwhile;
+- :func:`schedules` orders the kernels, and gives kernels and collectives their seconds.
 
 All follow from the plan, its chip and its compiler options. ``Plan.is_async`` says which kinds of collectives are asynchronous.
 """
@@ -12,8 +12,10 @@ All follow from the plan, its chip and its compiler options. ``Plan.is_async`` s
 from __future__ import annotations
 
 import functools
+import heapq
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..hardware.collective_ops import CollectiveOp
@@ -65,11 +67,12 @@ def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollect
 
     out: dict[Computation, dict[Kernel, AsyncCollective]] = {}
     for computation in _with_bodies(computation_of(plan)):
-        prefetchable, overlapped = prefetchable_moves(computation), out.setdefault(computation, {})
+        inside, cache = set(computation.nodes), dict[Buffer, bool]()
+        overlapped = out.setdefault(computation, {})
         for kernel in computation.kernels:
             if kernel.name != "move!":
                 continue
-            if prefetchable(kernel):
+            if not any(_is_computed(buffer, computation, inside, cache) for buffer in kernel.ins):
                 overlapped[kernel] = AsyncCollective(True)
             elif _only_leaves(kernel) or all(role_of(buffer) == "gradients" for buffer in kernel.outs):
                 overlapped[kernel] = of_result(kernel)
@@ -89,19 +92,6 @@ def _only_leaves(move: Kernel) -> bool:
     return all(reader.name == "stack!" for buffer in move.outs for reader in buffer.readers)
 
 
-@cached_on_plan
-def hidden_collectives(plan: Plan) -> dict[Collective, int]:
-    """The asynchronous collectives of :func:`async_collectives` → ``id`` of the computation whose kernels hide them."""
-    return {
-        c: id(computation)
-        for computation, overlapped in async_collectives(plan).items()
-        for kernel in overlapped
-        if kernel.step is not None
-        for c in kernel.step.sends
-        if plan.is_async(c.op)
-    }
-
-
 def separate_collectives(step: Step) -> Sequence[Collective]:
     """The collectives of a step without those of its ring (a collective matmul), whose exposed time is in ``Plan.overlaps``."""
     if isinstance(step, Reshard | Reduce) and step.ring is not None:
@@ -109,21 +99,8 @@ def separate_collectives(step: Step) -> Sequence[Collective]:
     return step.sends
 
 
-@dataclass(frozen=True, slots=True)
-class ConcurrentMatmuls:
-    """The matmuls that run while a collective is in flight that other matmuls depend on.
-
-    Attributes:
-      kernels: of these matmuls.
-      exposed: the part of the collective's seconds in which none of them runs, in [0, 1].
-    """
-
-    kernels: tuple[Kernel, ...]
-    exposed: float
-
-
 @cached_on_plan
-def concurrent_matmuls(plan: Plan) -> dict[Computation, dict[Kernel, ConcurrentMatmuls]]:
+def concurrent_matmuls(plan: Plan) -> dict[Computation, dict[Kernel, tuple[Kernel, ...]]]:
     """For every computation, its ``move!`` kernels that matmuls depend on → the matmuls concurrent with their collectives.
 
     Only asynchronous collectives (``Plan.is_async``) have any. A matmul is concurrent with one collective at most,
@@ -135,19 +112,22 @@ def concurrent_matmuls(plan: Plan) -> dict[Computation, dict[Kernel, ConcurrentM
     takes the last matmuls. It assumes a short latency of a reduction on the SparseCores (v5p, v6e): one matmul is concurrent with
     it, and none if no matmul follows from its result.
     """
-    times, hidden = kernel_times(plan), hidden_collectives(plan)
-    return {computation: _concurrent_in(plan, computation, times, hidden) for computation in async_collectives(plan)}
+    times = kernel_times(plan)
+    return {c: _concurrent_in(plan, c, times, overlapped) for c, overlapped in async_collectives(plan).items()}
 
 
 def _concurrent_in(
-    plan: Plan, computation: Computation, times: Mapping[Kernel, KernelTime], hidden: Mapping[Collective, int]
-) -> dict[Kernel, ConcurrentMatmuls]:
+    plan: Plan,
+    computation: Computation,
+    times: Mapping[Kernel, KernelTime],
+    overlapped: Mapping[Kernel, AsyncCollective],
+) -> dict[Kernel, tuple[Kernel, ...]]:
     """:func:`concurrent_matmuls` of one computation."""
     moves: dict[Kernel, float] = {}
     for kernel in computation.nodes:
-        if kernel.name == "move!" and kernel.step is not None:
-            sent = [c for c in separate_collectives(kernel.step) if c not in hidden and _is_async(plan, c)]
-            seconds = sum(c.seconds or 0.0 for c in sent)
+        if kernel.name == "move!" and kernel.step is not None and kernel not in overlapped:
+            sent = separate_collectives(kernel.step)
+            seconds = sum(c.seconds or 0.0 for c in sent if _is_concurrent(plan, c))
             if seconds:
                 moves[kernel] = seconds
     if not moves:
@@ -165,7 +145,7 @@ def _concurrent_in(
     before = [ancestors[kernel] for kernel in both]
     followed = functools.reduce(operator.or_, before[len(moves) :], 0)
     free = list(range(len(moves), len(both)))[::-1]
-    out: dict[Kernel, ConcurrentMatmuls] = {}
+    out: dict[Kernel, tuple[Kernel, ...]] = {}
     for n, (move, seconds) in reversed([*enumerate(moves.items())]):
         left, taken, bit = seconds, list[Kernel](), bits[move]
         on_sparse_cores = move.step is not None and any(
@@ -182,7 +162,7 @@ def _concurrent_in(
             pair, ancestors_of_both = bit | 1 << k, before[n] | before[k]
             before = [mask | ancestors_of_both if mask & pair else mask for mask in before]
             candidates = [k for k in candidates if not before[k] & bit and not before[n] >> k & 1]
-        out[move] = ConcurrentMatmuls(tuple(taken), max(0.0, left) / seconds)
+        out[move] = tuple(taken)
     return out
 
 
@@ -196,93 +176,205 @@ def _on_sparse_cores(plan: Plan, op: CollectiveOp) -> bool:
     )
 
 
-def _is_async(plan: Plan, c: Collective) -> bool:
-    """Whether a gather or reduction is asynchronous in programs for the plan's chip."""
+def _is_concurrent(plan: Plan, c: Collective) -> bool:
+    """Whether matmuls may run during a collective that other kernels of its computation wait for."""
     return c.op in ("all-gather", "reduce-scatter", "all-reduce") and plan.is_async(c.op)
 
 
-@dataclass(slots=True)
-class KernelSchedule:
-    """The kernels of a computation in the order in which they run.
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective on the links, in seconds from the start of a run of its computation.
 
     Attributes:
-      kernels: in this order.
+      kernel: the ``move!`` kernel that it belongs to, or the op that sends.
+      is_async: other kernels run meanwhile.
+    """
+
+    collective: Collective
+    kernel: Kernel
+    start: float
+    end: float
+    is_async: bool
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One run of a computation on one device.
+
+    Attributes:
+      kernels: in the order in which they run.
+      starts: of each kernel, in seconds from the start of the run.
+      transfers: the collectives, in the order in which they are sent; of a ring (collective matmul), the first step of each kind.
+      seconds: of the run, loops inside it with all their iterations.
       last_read: buffer → index of the last kernel that reads it.
       in_flight: index of a kernel → the buffers that stay live during it because a collective in flight reads or writes them.
     """
 
     kernels: list[Kernel]
+    starts: list[float] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    seconds: float = 0.0
     last_read: dict[Buffer, int] = field(default_factory=dict)
     in_flight: dict[int, list[Buffer]] = field(default_factory=dict)
 
 
 @cached_on_plan
-def kernel_schedules(plan: Plan) -> dict[Computation, KernelSchedule]:
-    """For every computation, the order of its kernels, and the buffers of collectives in flight.
+def schedules(plan: Plan) -> dict[Computation, Schedule]:
+    """The schedule of the program and of the body of every loop and branch.
 
-    The order is the program's, except in loop bodies: a matmul that is concurrent with a later collective (the gradient of a weight
-    with the reduction of a cotangent) runs after it, as does all that depends on the matmul, and the collective's operand stays
-    live until then. (Without loops, ResNet-50 with split features on v5e, the compiler's peak is that of the program's order.)
+    Kernels run one at a time, in program order; in loop bodies, matmuls that are concurrent with a collective
+    (:func:`concurrent_matmuls`) run between it and the kernels that read its result. (Without loops, ResNet-50 with split features
+    on v5e, the compiler's peak is that of the program's order.) Kernels wait for these collectives for as long as they last longer
+    than their matmuls, and for synchronous ones to their end.
 
-    A prefetched weight arrives while the matmul before its reader runs; a gradient is in flight until the next matmul ends: the TPU
-    compiler (libtpu 0.0.42, default effort) was observed to schedule about one collective before and one after.
+    The links send one of the other asynchronous collectives at a time (:func:`async_collectives`). A prefetched weight is sent from
+    the start of the matmul before the last one, and the next kernel waits for it. A gradient is sent during the next matmul; the
+    matmul after that waits for it, and so does the end of the computation. Large gradients next to short matmuls are therefore
+    exposed, however long the loop is.
+
+    A prefetched weight is live from the matmul before its reader, the operand of a gradient's reduction until the next matmul ends:
+    the TPU compiler (libtpu 0.0.42, default effort) was observed to schedule about one collective before and one after. The operand
+    of another collective is live until its concurrent matmuls end.
     """
-    overlapped, concurrent, program = async_collectives(plan), concurrent_matmuls(plan), computation_of(plan)
-    return {c: _schedule(c, overlapped[c], {} if c is program else concurrent[c]) for c in overlapped}
-
-
-def _schedule(
-    computation: Computation,
-    overlapped: Mapping[Kernel, AsyncCollective],
-    concurrent: Mapping[Kernel, ConcurrentMatmuls],
-) -> KernelSchedule:
-    """:func:`kernel_schedules` of one computation."""
-    out = KernelSchedule(_in_order(computation, concurrent))
-    kernels, in_flight = out.kernels, out.in_flight
-    for k, kernel in enumerate(kernels):
-        for buffer in kernel.reads:
-            out.last_read[buffer] = k
-    heavy = [i for i, k in enumerate(kernels) if k.matmuls or k.name in USER_KERNELS]
-    end, index = len(kernels), {kernel: k for k, kernel in enumerate(kernels)}
-    for move, collective in overlapped.items():
-        j = index[move]
-        if collective.prefetched:
-            begin, after, buffers = max((i for i in heavy if i < j), default=j), j, [*move.writes]
-        else:
-            begin = j + 1
-            after = end if collective.until_end else min((i + 1 for i in heavy if i > j), default=end)
-            copies = [Buffer(b.bytes, b.value, move) for b in move.reads if collective.separate_result]
-            buffers = [*move.reads, *copies]
-        for i in range(begin, after):
-            in_flight.setdefault(i, []).extend(buffers)
-    for move, matmuls in concurrent.items():
-        for kernel in matmuls.kernels:
-            if index[kernel] > index[move]:
-                in_flight.setdefault(index[kernel], []).extend(move.reads)
+    out: dict[Computation, Schedule] = {}
+    program, concurrent = computation_of(plan), concurrent_matmuls(plan)
+    for computation in reversed(list(_with_bodies(program))):  # a body before the computation of its loop
+        during = concurrent[computation]
+        reordered = {} if computation is program else during
+        schedule = Schedule(_in_order(computation, reordered))
+        _Clock(plan, computation, out, during).run(schedule)
+        _add_in_flight(schedule, async_collectives(plan)[computation], reordered)
+        out[computation] = schedule
     return out
 
 
-def _in_order(computation: Computation, concurrent: Mapping[Kernel, ConcurrentMatmuls]) -> list[Kernel]:
-    """The kernels in program order, but each concurrent matmul after its collective, and what reads its result after that."""
-    index = {kernel: float(k) for k, kernel in enumerate(computation.kernels)}
-    delayed = {k: index[move] + 0.5 for move, m in concurrent.items() for k in m.kernels if index[k] < index[move]}
-    if not delayed:
-        return computation.kernels
-    maker = {buffer: kernel for kernel in computation.kernels for buffer in kernel.writes}
-    for kernel in computation.kernels:
-        makers = [maker.get(buffer) for buffer in kernel.reads]
-        after = [index[made] for made in makers if made is not None and made is not kernel]
-        index[kernel] = max([index[kernel], delayed.get(kernel, 0.0), *after])
-    return sorted(computation.kernels, key=index.__getitem__)
+class _Clock:
+    """The two resources, compute and links, while the kernels of a computation run.
 
+    Args:
+      bodies: the schedules of the computation's loops.
+      concurrent: :func:`concurrent_matmuls` of the computation.
 
-def prefetchable_moves(computation: Computation) -> Callable[[Kernel], bool]:
-    """A function that says whether a ``move!`` kernel's operand comes from outside the computation (a weight).
-
-    Light ops (elementwise ones, views, other moves) on such values count as outside too; what a loop carries does not.
+    Attributes:
+      now: seconds at which the last kernel ended.
+      links_free: ... at which the last collective of :func:`async_collectives` ends.
+      starts: of the last two matmuls.
+      sent: the ends of the gradients' collectives that started since the last matmul; awaited: of those before, for which the next
+        matmul waits.
     """
-    inside, cache = set(computation.nodes), dict[Buffer, bool]()
-    return lambda move: not any(_is_computed(buffer, computation, inside, cache) for buffer in move.ins)
+
+    def __init__(
+        self,
+        plan: Plan,
+        computation: Computation,
+        bodies: Mapping[Computation, Schedule],
+        concurrent: Mapping[Kernel, Sequence[Kernel]],
+    ):
+        self.plan, self.bodies, self.concurrent = plan, bodies, concurrent
+        self.times, self.overlapped = kernel_times(plan), async_collectives(plan)[computation]
+        self.now = self.links_free = 0.0
+        self.starts = (0.0, 0.0)
+        self.sent: list[float] = []
+        self.awaited: list[float] = []
+
+    def run(self, schedule: Schedule) -> None:
+        """Run the kernels of a schedule in their order, and set all of its seconds."""
+        for kernel in schedule.kernels:
+            if kernel.matmuls and kernel in self.times:
+                self.now = max([self.now, *self.awaited])
+                self.awaited, self.sent = self.sent, []
+                self.starts = (self.starts[1], self.now)
+            schedule.starts.append(self.now)
+            for body in kernel.bodies:
+                self.now += self.bodies[body].seconds * (1 if body.trip_count is None else body.trip_count)
+            if kernel.step is not None and not kernel.bodies:
+                schedule.transfers += self.send(kernel, kernel.step)
+            if kernel in self.times:
+                self.now += self.times[kernel].seconds
+        schedule.seconds = max(self.now, self.links_free)
+
+    def send(self, kernel: Kernel, step: Step) -> Iterator[Transfer]:
+        """Send the collectives of a kernel, one after the other."""
+        separate, how, start = separate_collectives(step), self.overlapped.get(kernel), self.now
+        hidden_by = math.fsum(self.times[matmul].seconds for matmul in self.concurrent.get(kernel, ()))
+        for c in step.sends:
+            seconds = c.seconds or 0.0
+            if c not in separate:
+                yield Transfer(c, kernel, self.now, self.now + seconds, True)
+                continue
+            is_async = self.plan.is_async(c.op) if how is not None else hidden_by > 0.0 and _is_concurrent(self.plan, c)
+            if not is_async:
+                start = max(start, self.now)
+                self.now = start + seconds
+            elif how is None:
+                hidden, hidden_by = min(seconds, hidden_by), max(0.0, hidden_by - seconds)
+                self.now += seconds - hidden
+            elif how.prefetched:
+                start = max(self.links_free, self.starts[0])
+                self.links_free = start + seconds
+                self.now = max(self.now, self.links_free)
+            else:
+                start = max(self.links_free, self.now)
+                self.links_free = start + seconds
+                self.sent.append(self.links_free)
+            yield Transfer(c, kernel, start, start + seconds, is_async)
+            start += seconds
+
+
+def _add_in_flight(
+    schedule: Schedule, overlapped: Mapping[Kernel, AsyncCollective], concurrent: Mapping[Kernel, Sequence[Kernel]]
+) -> None:
+    """Set the last reads of a schedule, and the buffers of its collectives in flight."""
+    kernels, in_flight = schedule.kernels, schedule.in_flight
+    for k, kernel in enumerate(kernels):
+        for buffer in kernel.reads:
+            schedule.last_read[buffer] = k
+    heavy = [i for i, k in enumerate(kernels) if k.matmuls or k.name in USER_KERNELS]
+    index = {kernel: k for k, kernel in enumerate(kernels)}
+    for move, how in overlapped.items():
+        k, buffers = index[move], [*move.reads]
+        first, end = k + 1, next((i + 1 for i in heavy if i > k), len(kernels))
+        if how.prefetched:
+            buffers, first, end = [*move.writes], max((i for i in heavy if i < k), default=k), k
+        elif how.until_end:
+            buffers += [Buffer(b.bytes, b.value, move) for b in move.reads if how.separate_result]
+            end = len(kernels)
+        for i in range(first, end):
+            in_flight.setdefault(i, []).extend(buffers)
+    for move, matmuls in concurrent.items():
+        for k in map(index.__getitem__, matmuls):
+            if k > index[move]:
+                in_flight.setdefault(k, []).extend(move.reads)
+
+
+def _in_order(computation: Computation, concurrent: Mapping[Kernel, Sequence[Kernel]]) -> list[Kernel]:
+    """The kernels in program order, but concurrent matmuls between their collective and the kernels that read its result."""
+    kernels = computation.kernels
+    if not any(concurrent.values()):
+        return kernels
+    index = {kernel: k for k, kernel in enumerate(kernels)}
+    maker = {buffer: kernel for kernel in kernels for buffer in kernel.writes}
+    before = {kernel: {maker[b] for b in kernel.reads if b in maker} - {kernel} for kernel in kernels}
+    for move, matmuls in concurrent.items():
+        for matmul in matmuls:
+            before[matmul].add(move)
+        for reader in (r for buffer in move.writes for r in buffer.readers if r in before):
+            before[reader].update(matmuls)
+    after: dict[Kernel, list[Kernel]] = {}
+    for kernel, others in before.items():
+        for other in others:
+            after.setdefault(other, []).append(kernel)
+    waits_for = {kernel: len(others) for kernel, others in before.items()}
+    ready = [index[kernel] for kernel, n in waits_for.items() if not n]
+    out: list[Kernel] = []
+    while ready:  # the first one in program order
+        kernel = kernels[heapq.heappop(ready)]
+        out.append(kernel)
+        for other in after.get(kernel, ()):
+            waits_for[other] -= 1
+            if not waits_for[other]:
+                heapq.heappush(ready, index[other])
+    return out if len(out) == len(kernels) else kernels
 
 
 def _is_computed(buffer: Buffer, computation: Computation, inside: set[Kernel], cache: dict[Buffer, bool]) -> bool:

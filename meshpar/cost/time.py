@@ -1,7 +1,6 @@
 """The seconds of a planned step on a chip, with the totals of compute, HBM traffic and communication, and the bottleneck.
 
-The estimate runs the kernels (:mod:`meshpar.cost.kernel_time`) in order, with the collectives of :mod:`meshpar.cost.schedule` in
-flight; other collectives add the part of their time that stays exposed.
+The estimate is the length of the schedule of kernels and collectives (:mod:`meshpar.cost.schedule`).
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from ..plan.plan import Plan
 from ..program.ir import Op
 from ..units import format_bytes, format_seconds
 from .caching import cached_on_plan
-from .collective_matmul import later_stage_seconds
 from .flops import model_flops
-from .fusion import Computation, line_of
+from .fusion import line_of
 from .kernel_time import kernel_times
 from .kernels import computation_of
-from .schedule import async_collectives, concurrent_matmuls, hidden_collectives, separate_collectives
+from .schedule import schedules, separate_collectives
 
 
 @dataclass(slots=True)
@@ -62,9 +60,8 @@ class Time:
       compute: of all matmuls, at the matrix unit's rate.
       memory: of all traffic, at HBM's rate.
       communication: of all collectives, sequentially.
-      seconds: the estimate of the step. Kernels run sequentially. Asynchronous collectives of weights and gradients
-        (``Plan.is_async``) are hidden by the kernels of their loop body as far as these last; the other collectives add their
-        seconds, less those of concurrent matmuls; a collective matmul (ring) adds its exposed seconds.
+      seconds: the estimate of the step: the length of its schedule (:func:`meshpar.cost.schedule.schedules`), and the exposed
+        seconds of collective matmuls (rings).
       model_flops: of the matmuls that the model needs, on all devices together, without recomputation, redundant work and
         rounding up.
       peak_flops: FLOP/s of all devices together.
@@ -115,9 +112,7 @@ def time_of(plan: Plan) -> Time | None:
     for kernel, k in kernel_times(plan).items():
         compute += k.matmul_seconds * k.count
         memory += k.traffic_seconds * k.count
-        name = kernel.matmuls[0].op.name if kernel.matmuls else kernel.name.rstrip("!")
-        origin = kernel.matmuls[0].op if kernel.matmuls else kernel.op
-        ops.append(OpTime(name, k.flops, k.bytes, k.seconds, k.count, origin))
+        ops.append(OpTime(kernel.primitive, k.flops, k.bytes, k.seconds, k.count, kernel.origin))
     model = model_flops(plan)
     communication = sum((c.seconds or 0.0) * (c.count or 1) for c in plan.collectives)
     seconds = _estimate(plan)
@@ -128,55 +123,19 @@ def time_of(plan: Plan) -> Time | None:
 
 
 def _estimate(plan: Plan) -> float:
-    """Seconds of a step: kernels with the collectives that they hide, and the exposed seconds of all others."""
-    exposed = sum(
+    """Seconds of a step: of its schedule, with the exposed seconds of rings and of collectives that no kernel of it sends."""
+    schedule = schedules(plan)
+    exposed = [
         o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
-    )
-    hidden = hidden_collectives(plan)
-    exposed_part = {move.step: m.exposed for moves in concurrent_matmuls(plan).values() for move, m in moves.items()}
-    for step in plan.body.all_steps:
-        for c in separate_collectives(step):
-            if c not in hidden:
-                exposed += (c.seconds or 0.0) * (c.count or 1) * exposed_part.get(step, 1.0)
-    return exposed + _run_seconds(plan, computation_of(plan))
-
-
-def _run_seconds(plan: Plan, computation: Computation) -> float:
-    """Seconds of one run of a computation: its kernels, with the asynchronous collectives of weights and gradients in flight.
-
-    The links send one of these at a time. A prefetched weight is sent from the start of the matmul before the last one, and the
-    next kernel blocks on it. A gradient is sent during the next matmul; the matmul after that blocks on it, and so does the end of
-    the computation. Large gradients next to short matmuls are therefore exposed, however long the loop is. Later stages of a
-    staged reduce-scatter block the kernels (:func:`later_stage_seconds`).
-    """
-    times, hidden = kernel_times(plan), hidden_collectives(plan)
-    overlapped = async_collectives(plan)[computation]
-    now = links_free = 0.0
-    starts = [0.0, 0.0]  # of the last two matmuls
-    sent: list[float] = []  # ends of the gradients' collectives that started since the last matmul
-    awaited: list[float] = []  # ... and of those before, on which the next matmul blocks
-    for kernel in computation.kernels:
-        for body in kernel.bodies:
-            now += _run_seconds(plan, body) * (1 if body.trip_count is None else body.trip_count)
-        if kernel.name == "move!" and kernel.step is not None:
-            for c in separate_collectives(kernel.step):
-                if c not in hidden:
-                    continue
-                seconds, blocking = c.seconds or 0.0, later_stage_seconds(plan, c)
-                if overlapped[kernel].prefetched:
-                    links_free = max(links_free, starts[0]) + seconds
-                    now = max(now, links_free)
-                else:
-                    links_free = max(links_free, now) + seconds - blocking
-                    sent.append(links_free)
-                    now += blocking
-        if kernel in times:
-            if kernel.matmuls:
-                now = max([now, *awaited])
-                awaited, sent = sent, []
-                starts = [starts[1], now]
-            now += times[kernel].seconds
-    return max(now, links_free)
+    ]
+    scheduled = {t.collective for s in schedule.values() for t in s.transfers}
+    exposed += [
+        (c.seconds or 0.0) * (c.count or 1)
+        for step in plan.body.all_steps
+        for c in separate_collectives(step)
+        if c not in scheduled
+    ]
+    return math.fsum(exposed) + schedule[computation_of(plan)].seconds
 
 
 def _bottleneck(time: Time, collectives: Sequence[Collective]) -> str:

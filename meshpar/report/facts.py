@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..cost.fusion import Computation, Kernel, line_of
+from ..cost.kernel_time import kernel_times
 from ..cost.kernels import computation_of
 from ..cost.memory import memory_of
-from ..cost.schedule import hidden_collectives
-from ..cost.time import OpTime, Time, time_of
+from ..cost.schedule import schedules
+from ..cost.time import Time
 from ..dims import format_dims, path_matches
 from ..hardware.calibration import EFFICIENCIES
 from ..layout import SCOPES, Rule, Spec
 from ..plan.collectives import Collective
 from ..plan.plan import Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
-from ..program.ir import Op, Value
+from ..program.ir import Value
 from ..units import format_bytes, format_memory, format_seconds
 
 DimAxes = tuple[str, tuple[str, ...]]
@@ -405,13 +406,9 @@ class LoopTimeline:
 
 def loop_timelines(plan: Plan, most: int = 2) -> list[LoopTimeline]:
     """Timelines of the ``most`` loops with the longest time, in program order; empty where no time is estimated."""
-    time = time_of(plan)
-    if time is None:
+    if plan.chip is None:
         return []
-    times: dict[Op | None, list[OpTime]] = {}
-    for op in time.ops:
-        times.setdefault(op.origin, []).append(op)
-    timelines = [_timeline(plan, kernel, body, times) for kernel, body in _loops(computation_of(plan))]
+    timelines = [_timeline(plan, kernel, body) for kernel, body in _loops(computation_of(plan))]
     longest = sorted((t for t in timelines if t.seconds), key=lambda t: -t.seconds * t.trips)[:most]
     return [t for t in timelines if any(t is one for one in longest)]
 
@@ -424,24 +421,16 @@ def _loops(computation: Computation) -> Iterator[tuple[Kernel, Computation]]:
             yield from _loops(body)
 
 
-def _timeline(plan: Plan, loop: Kernel, body: Computation, times: dict[Op | None, list[OpTime]]) -> LoopTimeline:
-    """The timeline of one iteration; it removes the entries of ``times`` that it uses."""
+def _timeline(plan: Plan, loop: Kernel, body: Computation) -> LoopTimeline:
+    """The timeline of one iteration, from the schedule of the loop's body."""
     out = LoopTimeline(body.trip_count or 1, loop.source)
-    hidden = hidden_collectives(plan)
-    compute_end = links_end = 0.0
-    for kernel in body.kernels:
-        if kernel.name == "move!":
-            for c in () if kernel.step is None else kernel.step.sends:
-                seconds, exposed = c.seconds or 0.0, c not in hidden
-                start = max(compute_end, links_end) if exposed else links_end
-                links_end = start + seconds
-                compute_end = links_end if exposed else compute_end
-                out.spans.append(Span("links", c.op, start, seconds, c.axes, c.dims, c.source, exposed))
-            continue
-        estimates = times.get(kernel.matmuls[0].op if kernel.matmuls else kernel.op)
-        if estimates:
-            op = estimates.pop(0)
+    schedule, times = schedules(plan)[body], kernel_times(plan)
+    for kernel, start in zip(schedule.kernels, schedule.starts, strict=True):
+        if kernel in times and kernel.name != "move!":
             dims = " | ".join(dict.fromkeys(format_dims(plan.program.dims(b.value)) for b in kernel.writes))
-            out.spans.append(Span("compute", op.name, compute_end, op.seconds, (), dims, op.source))
-            compute_end += op.seconds
+            source, seconds = line_of(kernel.origin), times[kernel].seconds
+            out.spans.append(Span("compute", kernel.primitive, start, seconds, (), dims, source))
+    for t in schedule.transfers:
+        c = t.collective
+        out.spans.append(Span("links", c.op, t.start, t.end - t.start, c.axes, c.dims, c.source, not t.is_async))
     return out

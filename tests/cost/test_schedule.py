@@ -1,4 +1,4 @@
-"""Collectives under way: weights that are sent for while the product before them runs, gradients while the one after them does."""
+"""Schedules: weights gathered during the matmul before, gradients reduced during the next, matmuls during other collectives."""
 
 from dataclasses import replace
 from graphlib import TopologicalSorter
@@ -10,7 +10,7 @@ from arrays import F32, f32
 
 import meshpar as mp
 from meshpar.cost.kernels import computation_of
-from meshpar.cost.schedule import async_collectives, concurrent_matmuls, kernel_schedules
+from meshpar.cost.schedule import async_collectives, concurrent_matmuls, schedules
 from meshpar.hardware.chips import CHIPS
 
 ROWS, EMBED, MLP = 16, 32, 64
@@ -28,40 +28,47 @@ PARAMS = {"up": f32(EMBED, MLP), "down": f32(MLP, EMBED)}
 DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "x": "batch embed"}
 
 
-def planned(fn, layout="batch: data; embed: data"):
-    where = {"mesh": "data=4", "topology": "v5e:2x2", "layout": layout, "dims": DIMS}
+def planned(fn, layout="batch: data; embed: data", topology="v5e:2x2"):
+    where = {"mesh": "data=-1", "topology": topology, "layout": layout, "dims": DIMS}
     return mp.plan(fn, PARAMS, f32(ROWS, EMBED), overlap="xla", **where)
 
 
-def beside(plan):
-    """(kernel, what is under way beside it)."""
-    running = kernel_schedules(plan)[computation_of(plan)]
-    return [(k, running.in_flight.get(i, [])) for i, k in enumerate(running.kernels)]
+def in_flight(plan):
+    """(kernel, buffers of collectives in flight while it runs)."""
+    schedule = schedules(plan)[computation_of(plan)]
+    return [(k, schedule.in_flight.get(i, [])) for i, k in enumerate(schedule.kernels)]
 
 
-def test_a_weight_is_sent_for_while_the_product_before_it_runs():
-    found = beside(planned(lambda params, x: loss(params, x)))
-    products = [sum(i.bytes for i in items) for k, items in found if k.matmuls]
-    assert products[:2] == [F32 * EMBED * MLP, 0]  # `down` comes beside the first; nothing beside the last
+def test_a_weight_is_gathered_during_the_matmul_before():
+    buffers = in_flight(planned(lambda params, x: loss(params, x)))
+    sizes = [sum(i.bytes for i in items) for k, items in buffers if k.matmuls]
+    assert sizes[:2] == [F32 * EMBED * MLP, 0]  # `down` during the first matmul; nothing during the last
 
 
-def test_a_gradient_is_sent_while_the_product_after_it_runs():
-    plan = planned(step)
+@pytest.mark.parametrize(("topology", "is_async"), [("v5e:2x2", False), ("tpu7x:2x2x1", True)])
+def test_a_gradient_is_reduced_before_the_next_matmul_or_during_it_where_reduce_scatters_are_asynchronous(
+    topology, is_async
+):
+    plan = planned(step, topology=topology)
     assert {c.op for c in plan.collectives} == {"all-gather", "reduce-scatter"}
-    whole = F32 * EMBED * MLP  # of `down`, as every device has made it for its rows
-    sums = [k for k in computation_of(plan).kernels if k.name == "move!" and k.reads[0].bytes == whole]
-    flying = [items for _, items in beside(plan)]
-    first = computation_of(plan).kernels.index(sums[0])
-    after = next(i for i, k in enumerate(computation_of(plan).kernels) if i > first and k.matmuls)
-    assert sums[0].reads[0] in flying[after]
-    assert all(sums[0].reads[0] not in items for items in flying[after + 1 :])
+    unsharded = F32 * EMBED * MLP  # of `down`, the partial gradient of a device
+    schedule = schedules(plan)[computation_of(plan)]
+    kernels = schedule.kernels
+    first = next(i for i, k in enumerate(kernels) if k.name == "move!" and k.reads[0].bytes == unsharded)
+    operand, after = kernels[first].reads[0], next(i for i, k in enumerate(kernels) if i > first and k.matmuls)
+    buffers = [items for _, items in in_flight(plan)]
+    assert operand in buffers[after]  # it is live so long in either case
+    assert all(operand not in items for items in buffers[after + 1 :])
+    (transfer,) = [t for t in schedule.transfers if t.kernel is kernels[first]]
+    assert transfer.is_async == is_async
+    assert (transfer.start <= schedule.starts[after] < transfer.end) == is_async
 
 
 def test_what_a_product_made_cannot_be_sent_for_ahead():
     plan = planned(loss, layout="mlp: data")
     (summed,) = [k for k in computation_of(plan).kernels if k.name == "move!"]
     assert summed not in async_collectives(plan)[computation_of(plan)]
-    assert not any(items for _, items in beside(plan))
+    assert not any(items for _, items in in_flight(plan))
 
 
 def scanned(params, x):
@@ -91,12 +98,12 @@ def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they
     }
     plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", **how)
 
-    loops = [r for r in kernel_schedules(plan) if r.trip_count == layers]
-    (backward,) = [r for r in loops if any(b.kernels for b in concurrent_matmuls(plan)[r].values())]
-    running, besides = kernel_schedules(plan)[backward], concurrent_matmuls(plan)[backward]
+    loops = [r for r in schedules(plan) if r.trip_count == layers]
+    (backward,) = [r for r in loops if any(b for b in concurrent_matmuls(plan)[r].values())]
+    running, besides = schedules(plan)[backward], concurrent_matmuls(plan)[backward]
     place = {node: k for k, node in enumerate(running.kernels)}
     assert sorted(running.kernels, key=id) == sorted(backward.kernels, key=id)
-    late = [(move, k) for move, b in besides.items() for k in b.kernels]
+    late = [(move, k) for move, b in besides.items() for k in b]
     assert late
     assert all(place[move] < place[k] for move, k in late)
     gradients = [k for _, k in late if set(k.writes[0].value.shape[-2:]) == {EMBED, MLP}]
@@ -106,7 +113,7 @@ def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they
 
     alike = replace(plan.chip.compiler, sync_collectives=CHIPS["v5p"].compiler.sync_collectives)
     alone = replace(plan, chip=replace(plan.chip, compiler=alike))
-    assert not any(b.kernels for besides in concurrent_matmuls(alone).values() for b in besides.values())
+    assert not any(b for besides in concurrent_matmuls(alone).values() for b in besides.values())
     assert plan.memory.peak > alone.memory.peak
 
 
@@ -119,7 +126,7 @@ def test_a_sum_that_options_put_on_the_sparse_cores_has_one_product_beside_it(to
     how = {"mesh": "data=2, model=4", "topology": topology, "layout": "batch: data; mlp: model", "dims": dims}
     plan = mp.plan(scanned, params, f32(rows, seq, EMBED), overlap="xla", lowering="shard_map", **how)
     found = {
-        move: len(beside.kernels)
+        move: len(beside)
         for besides in concurrent_matmuls(plan).values()
         for move, beside in besides.items()
         if move.step is not None and any(c.op == "all-reduce" for c in move.step.sends)
@@ -151,14 +158,14 @@ def test_there_is_an_order_in_which_products_run_beside_what_they_are_said_to(pa
     plan = mp.plan(jax.grad(loss), params, *xs, overlap="xla", lowering="shard_map", mesh="data=4, model=4",
                    topology="v5e:4x4", layout=layout, dims=dims)  # fmt: skip
     found = {region: besides for region, besides in concurrent_matmuls(plan).items() if region.trip_count == 4}
-    assert any(b.kernels for besides in found.values() for b in besides.values())
+    assert any(b for besides in found.values() for b in besides.values())
     for region, besides in found.items():
         order: TopologicalSorter[object] = TopologicalSorter()
         for node in region.nodes:
             order.add((node, "begins"), *((i.made_by, "ends") for i in node.ins if i.made_by is not None))
             order.add((node, "ends"), (node, "begins"))
         for move, beside in besides.items():
-            for k in beside.kernels:
+            for k in beside:
                 order.add((k, "begins"), (move, "begins"))
                 order.add((move, "ends"), (k, "ends"))
         order.prepare()  # which is an error where there is a cycle
@@ -179,4 +186,4 @@ def test_sums_that_programs_wait_for_are_left_to_the_end_of_a_body():
     assert found
     assert all(f.until_end and not f.separate_result for _, _, f in found)
     for region, move, _ in found:
-        assert move.reads[0] in kernel_schedules(plan)[region].in_flight[len(region.kernels) - 1]
+        assert move.reads[0] in schedules(plan)[region].in_flight[len(region.kernels) - 1]

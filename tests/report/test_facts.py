@@ -94,8 +94,12 @@ def test_the_layers_over_time_add_up():
     assert [s.name for s in forward.spans if s.lane == "links"] == ["all-gather"] * 2
     assert sorted(s.name for s in backward.spans if s.lane == "links") == ["all-gather"] * 2 + ["reduce-scatter"] * 2
     for body in (forward, backward):
-        for lane in ("compute", "links"):
-            spans = [s for s in body.spans if s.lane == lane]
+        for in_flight in (
+            False,
+            True,
+        ):  # kernels and the collectives that they wait for, one after the other; the links
+            spans = [s for s in body.spans if (s.lane == "links" and not s.exposed) == in_flight]
+            spans.sort(key=lambda s: (s.start, s.seconds))
             assert all(a.start + a.seconds <= b.start + 1e-12 for a, b in itertools.pairwise(spans))
     assert plan.time is not None
     in_loops = sum(s.seconds * b.trips for b in (forward, backward) for s in b.spans if s.lane == "compute")
