@@ -1,4 +1,4 @@
-"""One entry per primitive, by family: factor rule, local form, traits; read by inference, planner, lowerings and fusion alike."""
+"""One entry per primitive: factor rule, local form and traits, in a module per family of primitives."""
 
 from . import (
     contract,

@@ -1,7 +1,7 @@
 """The registry of primitives: one entry each, with its factor rule, its local form and its traits.
 
-Inference, planner, both lowerings, fusion and the gradients of kernels read it. An entry stands beside its rule and local form,
-in the file of its family.
+Inference, planner, both lowerings, fusion and the gradients of kernels read it. An entry is registered next to its rule and local
+form, in the module of its family.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LocalForm = Callable[..., list[Any]]
 
 
 class SplitOp(NamedTuple):
-    """An op as a plan splits it.
+    """An op, and the split of its factors in a plan.
 
     Attributes:
       eqn, rule: its equation and factor rule.
-      axes: the mesh axes that split every factor.
-      mixed: an unreduced result may be scattered over one of its axes and all-reduced over another.
+      axes: the mesh axes over which every factor is split.
+      mixed: whether a partial result may be reduce-scattered over one of its axes and all-reduced over another.
     """
 
     eqn: Any
@@ -34,12 +34,12 @@ class SplitOp(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why one device cannot do its part of an op inside a ``shard_map``.
+    """The reason why an op cannot run on shards inside a ``shard_map``.
 
     Attributes:
-      why: continues the op's name: ``"with results has no local form: …"``.
-      fixes: what to write instead, besides ``lowering="jit"``.
-      eqn: the equation at fault; None: the op's own.
+      why: continues a sentence that starts with the op's name: ``"with results has no local form: …"``.
+      fixes: suggestions to the user, in addition to ``lowering="jit"``.
+      eqn: the equation that causes it; None: the op's own.
     """
 
     why: str
@@ -58,30 +58,30 @@ MatmulDims = Callable[[Any, Sequence[int], Sequence[int]], tuple[int, int, int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Primitive:
-    """What is known of a JAX primitive. The default of every trait is what holds for a primitive without an entry.
+    """The entry of a JAX primitive. The defaults are those of a primitive without an entry.
 
     Attributes:
       name: of the primitive.
       rule: (equation, shapes of operands, shapes of results) → factor rule; None for elementwise ops, control flow and identities.
-      local: what one device does to its shards; None: nothing is known, and no factor may be split.
+      local: computes a device's shards of the results; None: there is no local form, and no factor may be split.
       elementwise: every operand has the result's shape (factor i is dim i), stretches to it along dims of size 1, or is a scalar.
-      partial: the laws by which the op is applied to partial operands before they are reduced.
+      partial: the laws by which the op may be applied to partial operands before they are reduced.
       addition: adds its operands.
       cast: converts its operand to another dtype.
       rounding: rounds floats to fewer bits without a change of dtype: ``reduce_precision``.
-      view: an identity or a relabelling of dims; moves no data.
+      view: an identity, or one that only reorders or regroups dims, and moves no data.
       reshape: a ``reshape`` or ``squeeze``; :func:`meshpar.rules.shape.reshape_order` has the dim order of its operand.
       squeeze: a ``reshape`` that only removes dims of size 1.
       transpose: permutes dims by ``permutation``.
       broadcast: a ``broadcast_in_dim``.
       slice: reads a part of its operand: ``slice``, ``dynamic_slice``, ``gather``.
-      static_slice: its results are parts of its operand at positions that the parameters fix: ``slice``, ``split``.
+      static_slice: reads parts of its operand at indices that its parameters fix: ``slice``, ``split``.
       lookup: reads or writes rows of operand 0 at the indices in operand 1: ``gather``, and all scatters.
       scatter: a lookup that writes rows; its result has the shape of operand 0.
       adds_rows: a scatter that adds to rows, or subtracts from them.
-      concatenation: joins its operands along a dim.
+      concatenation: concatenates its operands along a dim.
       transfer: moves arrays between devices, or between device and host memory: ``device_put``.
-      fusible: computed inside the kernels that read its result.
+      fusible: is computed inside the kernels that read its result.
       reduction: a reduction that computes its operands as it reads them.
       matmul_dims: the sizes of a matmul or convolution; None: it is neither.
       dot: a ``dot_general``, whose ``dimension_numbers`` are ((contracted), (batch)) dims of both operands.
@@ -89,27 +89,25 @@ class Primitive:
       nested_flops: equation → FLOPs of the matmuls inside a kernel or a nested jaxpr, on unsharded operands; None: there are none.
       kernel: a kernel of :func:`meshpar.kernel_rule`: ``params["kernel"]`` has its name, rule and work.
       random: makes random bits or keys from a key: cheaper to recompute than to save.
-      identity: an identity that says names or a spec.
+      identity: an identity that states names or a spec.
       barrier: an optimization barrier: several operands, each returned unchanged.
       call: runs one body once, on its operands as they are.
-      own_derivative: a call with a derivative rule of its own.
-      fixed_factors: the rule of an equation, which its user wrote, fixes along which dims it may be split: the planner chooses no
-        others.
+      own_derivative: a call with a custom derivative rule.
+      fixed_factors: a user has written the rule, and the planner may split no other dims than those of its factors.
       label: (equation) → the name of the equation in reports; None: that of the primitive.
       loop: runs its body repeatedly: ``scan``, ``while``.
       scan: a loop whose trip count is ``params["length"]``, and which slices and stacks arrays.
       branch: runs one of several bodies: ``cond``.
-      shard_map: a ``shard_map`` of the user: its specs say how operands and results are split.
-      opaque: code that no analysis sees into; it needs a rule from the user where something is split.
-      refuses: why the op has no local form, or None where it has one; for ops of which only some have one.
-      pinned: XLA's partitioner gets the op wrong along dims that are split, or fails (starts out of bounds, windows, uneven
-        shards): the ``"jit"`` lowering constrains results to where the plan makes them, so that the split of a neighbour does not
-        spread into them.
-      manual: whether the ``"jit"`` lowering partitions the op itself, by its local form under a ``shard_map``, also where the plan
-        splits nothing: XLA would, as the neighbours are split, and crash or give other numbers. None: never.
-      free: made where it is used, or moved at no cost: XLA lays it out as its neighbours need it.
-      per_operand: result i depends on operand i alone: an equation of several operands is one op per operand. The names of the
-        parameters that are tuples with one entry per operand. None: the operands belong together.
+      shard_map: a ``shard_map`` in the user's program, whose specs split operands and results.
+      opaque: code that no analysis sees into; it needs a rule from the user if anything is split.
+      refuses: for a primitive of which only some ops have a local form: the reason for an op without one, else None.
+      pinned: XLA's partitioner computes the op wrongly along split dims, or fails (starts out of bounds, windows, uneven shards):
+        the ``"jit"`` lowering constrains results to the plan's sharding, so that no sharding propagates to them from other ops.
+      manual: whether the ``"jit"`` lowering runs an op by its local form under a ``shard_map``, even if the plan splits nothing:
+        XLA would propagate shardings to the op, and crash or compute other numbers. None: never.
+      free: is computed where it is used, or moved at no cost: XLA chooses its sharding by its users.
+      per_operand: for a primitive whose result i depends on operand i alone, so that an equation with several operands is one op
+        per operand: the names of the parameters that are tuples with one entry per operand. None: results depend on all operands.
     """
 
     name: str
@@ -197,10 +195,10 @@ PRIMITIVES: Mapping[str, Primitive] = MappingProxyType(_entries)
 
 
 def register(*names: str, **entry: Any) -> None:
-    """Add an entry for each of some primitives.
+    """Add the same entry for one or more primitives.
 
     Args:
-      *names: of the primitives, as in ``eqn.primitive.name``.
+      *names: ``eqn.primitive.name`` of each.
       **entry: the attributes of :class:`Primitive`.
 
     Raises:
@@ -213,17 +211,17 @@ def register(*names: str, **entry: Any) -> None:
 
 
 def primitive(name: str) -> Primitive:
-    """The entry of a primitive; one without rule, local form and traits if it has none."""
-    found = _entries.get(name)
-    return Primitive(name=name) if found is None else found
+    """The entry of a primitive, or one without rule, local form and traits."""
+    entry = _entries.get(name)
+    return Primitive(name=name) if entry is None else entry
 
 
 def separated(eqn: Any) -> list[Any]:
-    """The equations that an equation consists of: one per operand if its primitive treats each operand by itself.
+    """An equation as one equation per operand, if its primitive has ``per_operand`` parameters; else the equation itself.
 
     ``a, b = device_put[devices=(Host, Device)] x y`` becomes ``a = device_put[devices=(Host,)] x`` and
-    ``b = device_put[devices=(Device,)] y``. A factor rule of the joint equation would state that the dims of ``a`` are
-    reduced in ``b``.
+    ``b = device_put[devices=(Device,)] y``. By a factor rule of the joint equation, ``b`` would be a reduction over
+    the dims of ``x``.
     """
     params = primitive(eqn.primitive.name).per_operand
     if params is None or len(eqn.invars) == 1:
@@ -239,5 +237,5 @@ def separated(eqn: Any) -> list[Any]:
 
 
 def having(trait: Callable[[Primitive], object]) -> frozenset[str]:
-    """The names of the primitives with a trait: ``having(lambda p: p.fusible)``."""
+    """The names of the primitives whose entries satisfy a condition: ``having(lambda p: p.fusible)``."""
     return frozenset(name for name, entry in _entries.items() if trait(entry))
