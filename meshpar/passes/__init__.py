@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..compat.jax import user_stacklevel, without_gc
+from ..cost.memory import memory_of
+from ..cost.time import time_of
 from ..errors import JoinWarning, LoweringWarning, ReplicatedWarning
 from ..hardware.calibration import Calibrations
 from ..hardware.collective_ops import CollectiveOp
@@ -78,7 +80,7 @@ def make_plan(
     """
     with without_gc():
         plan = planned(program, layout, mesh, strict=strict, init=init, topology=topology, donated=frozenset(donated),
-                       calibrations=calibrations)  # fmt: skip
+                       calibrations=calibrations, rank=_rank)  # fmt: skip
     asked = Options(options, tuple((compiler_options or {}).items()))
     plan = _noted(with_passes(replace(plan, requested_lowering=lowering, requested_overlap=overlap, options=asked)))
     if not init:
@@ -87,6 +89,14 @@ def make_plan(
         text = f'lowering="auto" is "jit" for this program, and the figures of its plan are estimates: {plan.lowering_reason}'
         warnings.warn(text, LoweringWarning, stacklevel=user_stacklevel())
     return plan
+
+
+def _rank(plan: Plan) -> tuple[bool, float]:
+    """A sort key of plans of one step: those that fit the chip's memory first, then by seconds; by bytes if the chip is unknown."""
+    time = time_of(plan)
+    if plan.chip is None or time is None:
+        return False, plan.bytes_sent
+    return memory_of(plan).peak > plan.chip.per_device().hbm, time.seconds
 
 
 def _idle_axes(plan: Plan) -> list[str]:
@@ -208,6 +218,7 @@ def plan_without_passes(
             donated=plan.donated,
             calibrations=plan.calibrations if calibrations is None else calibrations,
             max_seconds=most,
+            rank=_rank,
         )
     asked = Options(plan.options.mode, plan.options.given)
     return replace(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
-from ..rules import having
 from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind, OpRule
@@ -32,9 +31,6 @@ from .traffic import (
     reduction_bytes,
     value_reshard_bytes,
 )
-
-OPAQUE = having(lambda p: p.opaque)
-FIXED_FACTORS = having(lambda p: p.fixed_factors)
 
 MAX_GATHERED_RATIO = 2
 """An array that is read at some indices is gathered only if it has at most so many times the elements that are read."""
@@ -394,7 +390,7 @@ def spread(site: _Site, axes: Axes) -> Axes:
     operand and one of the result send 2·V/n·(n-1)/n. Not for primitives whose rule fixes the factors that may be split.
     """
     rule, sizes = site.rule, site.sizes
-    if site.op.name in FIXED_FACTORS:
+    if site.op.primitive.fixed_factors:
         return axes
     exchanged = [f for f, kind in enumerate(rule.kinds) if kind == "permutation"]
     used = {a for f, got in enumerate(axes) if f not in exchanged for a in got}

@@ -1,0 +1,248 @@
+"""Decisions about single ops, against answers derived by hand from the layout's rules and the bytes that each choice sends."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from arrays import f32
+from jax import lax
+
+import meshpar as mp
+from meshpar.errors import UnknownAxisError
+from meshpar.plan.assignment import AxisAssignment
+from meshpar.plan.decide import Facts, Operand, ShardType, add_to_carry, broadcast_spec, decide
+from meshpar.plan.partial import read_counts, reduce_in_values
+
+SIZES = {"data": 4, "model": 2}
+D, M = ("data",), ("model",)
+
+
+class Case:
+    """An op of a traced function under a layout; :meth:`decide` decides about it with operands as they are stored."""
+
+    def __init__(self, fn, *shapes, dims, layout, op, sizes=SIZES):
+        mesh = ", ".join(f"{a}={n}" for a, n in sizes.items())
+        program = mp.plan(fn, *shapes, dims=dims, layout="", mesh=mp.mesh(mesh)).program
+        assignment = AxisAssignment(program, mp.Layout(layout), sizes)
+        self.facts = Facts(program, assignment, sizes, read_counts(program), {}, reduce_in_values(program))
+        (self.op,) = (o for o in program.root.walk() if o.name == op)
+        self.operands = [None if v is None else Operand(v, assignment.value_spec(v)) for v in self.op.ins]
+
+    def changed(self, i, **attributes):
+        """The operands, with other attributes of one of them."""
+        return [replace(x, **attributes) if k == i else x for k, x in enumerate(self.operands)]
+
+    def decide(self, operands=None, **facts):
+        return decide(self.op, self.operands if operands is None else operands, replace(self.facts, **facts))
+
+
+# -- ops with a factor rule
+
+
+def matmul(layout):
+    dims = {"x": "rows inner", "w": "inner outer"}
+    return Case(lambda x, w: x @ w, f32(16, 8), f32(8, 32), dims=dims, layout=layout, op="dot_general")
+
+
+def test_a_matmul_whose_contracted_dim_is_split_has_a_partial_result():
+    found = matmul("rows: data; inner: model").decide()
+    assert found.operands == ((D, M), (M, ()))
+    assert found.results == (ShardType((D, ()), M, "sum"),)
+    assert (found.reduce, found.inherits, found.stored) == ((), (None,), (None,))
+
+
+def test_an_axis_goes_to_the_first_rule_so_that_the_other_operand_is_gathered():
+    case = matmul("rows: data; outer: data")
+    assert case.operands[1].spec == ((), D)
+    found = case.decide()
+    assert found.operands == ((D, ()), ((), ()))
+    assert found.results == (ShardType((D, ())),)
+    assert found.stored == ((D, ()),)
+
+
+def test_a_matmul_is_applied_to_a_partial_operand_if_its_result_is_smaller():
+    def decided(outer):
+        dims = {"x": "rows inner", "w": "inner outer"}
+        case = Case(lambda x, w: x @ w, f32(16, 64), f32(64, outer), dims=dims, layout="rows: data", op="dot_general")
+        return case.decide(case.changed(0, partial=M))
+
+    small, large = decided(8), decided(128)  # the operand has 64 columns
+    assert (small.reduce, small.inherits, small.results) == ((), (0,), (ShardType((D, ()), M),))
+    assert (large.reduce, large.inherits, large.results) == ((0,), (None,), (ShardType((D, ())),))
+
+
+def test_a_sort_along_a_split_dim_splits_another_dim_that_divides():
+    # of V bytes, an all-gather sends 3/4 V; an all-to-all of the operand and one of the result 2 · V/4 · 3/4
+    case = Case(
+        lambda x: lax.sort(x, dimension=1), f32(16, 32), dims={"x": "rows cols"}, layout="cols: data", op="sort"
+    )
+    found = case.decide()
+    assert found.operands == ((D, ()),)
+    assert found.results == (ShardType((D, ())),)
+    assert found.stored == (((), D),)
+    odd = Case(lambda x: lax.sort(x, dimension=1), f32(6, 32), dims={"x": "rows cols"}, layout="cols: data", op="sort")
+    assert odd.decide().operands == (((), ()),)
+
+
+def test_a_reshape_keeps_the_split_of_the_major_dim_and_gathers_the_minor_one():
+    case = Case(
+        lambda x: x.reshape(48), f32(8, 6), dims={"x": "rows cols"}, layout="rows: data; cols: model", op="reshape"
+    )
+    assert case.operands[0].spec == (D, M)
+    found = case.decide()
+    assert found.operands == ((D, ()),)
+    assert found.results == (ShardType((D,)),)
+
+
+def test_an_indexed_read_leaves_the_table_split_and_its_result_is_partial():
+    case = Case(
+        lambda table, i: table[i], f32(64, 32), jax.ShapeDtypeStruct((8, 1), jnp.int32),
+        dims={"table": "vocab embed"}, layout="vocab: data; embed: model", op="gather",
+    )  # fmt: skip
+    found = case.decide()
+    assert found.operands[0] == (D, M)
+    (result,) = found.results
+    assert (result.partial, result.kind) == (D, "indexed")
+    assert result.spec[-1] == M
+
+
+def test_a_window_of_an_array_that_only_a_loop_reads_is_read_from_the_gathered_array():
+    # 16 iterations read 16 of 64 rows each: four times the array, so gathering it once, before the loop, sends less
+    def fn(x, i):
+        return lax.dynamic_slice(x, (i, 0), (16, 32))
+
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    case = Case(fn, f32(64, 32), index, dims={"x": "rows cols"}, layout="rows: data", op="dynamic_slice")
+    once, looped = case.decide(), case.decide(case.changed(0, iterations=16))
+    assert once.operands[0] == (D, ())
+    assert once.results[0].partial == D
+    assert looped.operands[0] == ((), ())
+    assert not looped.results[0].partial
+
+
+def test_a_running_sum_along_a_split_dim_exchanges_blocks():
+    case = Case(lambda x: jnp.cumsum(x, 1), f32(6, 32), dims={"x": "rows cols"}, layout="cols: data", op="cumsum")
+    found = case.decide()
+    assert found.operands == (((), D),)
+    assert [axes for _, axes in found.sends] == [D] * len(found.sends) != []
+
+
+def test_a_shard_map_of_the_program_needs_its_axis_in_the_mesh():
+    def fn(x):
+        return jax.shard_map(
+            lambda x: lax.psum(x, "data"), mesh=mp.mesh("data=4, model=2"), in_specs=jax.P("data"), out_specs=jax.P()
+        )(x)
+
+    case = Case(fn, f32(16), dims={}, layout="", op="shard_map")
+    assert case.decide().axes is not None
+    with pytest.raises(UnknownAxisError):
+        case.decide(sizes={"model": 2})
+
+
+# -- elementwise ops, identities, barriers
+
+
+def unary(fn, op):
+    return Case(fn, f32(16, 8), dims={"x": "rows cols"}, layout="rows: data", op=op)
+
+
+@pytest.mark.parametrize(
+    ("fn", "op", "passes"),
+    [
+        (lambda x: -x, "neg", True),
+        (lambda x: x * 2.0, "mul", True),
+        (lambda x: x * 0.0, "mul", False),  # 0 · inf of one device would be NaN
+        (lambda x: x + 1.0, "add", False),  # every device would add 1
+        (jnp.tanh, "tanh", False),
+    ],
+)
+def test_only_linear_ops_are_applied_to_a_partial_operand(fn, op, passes):
+    case = unary(fn, op)
+    found = case.decide(case.changed(0, partial=M))
+    assert found.operands[0] == (D, ())
+    if passes:
+        assert (found.reduce, found.inherits) == ((), (0,))
+        assert found.results == (ShardType((D, ()), M),)
+    else:
+        assert (found.reduce, found.inherits) == ((0,), (None,))
+        assert found.results == (ShardType((D, ())),)
+
+
+def test_a_partial_operand_of_several_readers_is_reduced_before_the_first():
+    case = unary(lambda x: -x, "neg")
+    operands = case.changed(0, partial=M)
+    assert case.decide(operands, readers={operands[0].value: 1}).reduce == ()
+    assert case.decide(operands, readers={operands[0].value: 2}).reduce == (0,)
+
+
+def test_the_sum_of_two_partial_values_is_partial_and_that_of_one_is_not():
+    case = Case(
+        lambda x, y: x + y,
+        f32(16, 8),
+        f32(16, 8),
+        dims={"x": "rows cols", "y": "rows cols"},
+        layout="rows: data",
+        op="add",
+    )
+    both = [replace(x, partial=M) for x in case.operands]
+    assert case.decide(both).results == (ShardType((D, ()), M),)
+    assert case.decide(both).reduce == ()
+    for i in range(2):
+        assert case.decide(case.changed(i, partial=M)).reduce == (i,)
+    apart = [both[0], replace(both[1], partial=D, spec=((), ()))]
+    assert case.decide(apart).reduce == (0, 1)
+
+
+def test_an_elementwise_op_works_where_the_layout_puts_its_result():
+    def fn(x, b):
+        return x + b
+
+    dims = {"x": "rows cols", "b": "_ cols"}
+    case = Case(fn, f32(16, 8), f32(1, 8), dims=dims, layout="rows: data; cols: model", op="add")
+    found = case.decide([replace(case.operands[0], spec=((), D)), replace(case.operands[1], spec=((), ()))])
+    assert found.operands == ((D, M), ((), M))  # the dim of size 1 is unsharded
+    assert found.results == (ShardType((D, M)),)
+
+
+def test_an_op_on_constants_is_made_where_it_is_read():
+    case = unary(jnp.tanh, "tanh")
+    found = case.decide(case.changed(0, is_constant=True))
+    assert found.is_constant
+    assert found.results == (ShardType((D, ())),)
+    assert not case.decide().is_constant
+
+
+def test_a_barrier_leaves_its_operands_as_they_are():
+    def fn(x, y):
+        return lax.optimization_barrier((x, y))
+
+    case = Case(
+        fn, f32(16, 8), f32(16), dims={"x": "rows cols", "y": "rows"}, layout="rows: data", op="optimization_barrier"
+    )
+    found = case.decide(case.changed(1, spec=((),), partial=M, kind="max"))
+    assert found.results == (ShardType((D, ())), ShardType(((),), M, "max"))
+    assert (found.inherits, found.stored) == ((None, 1), (None, None))
+
+
+def test_a_carry_is_partial_as_what_is_added_to_it():
+    case = Case(
+        lambda x, y: x + y,
+        f32(16, 8),
+        f32(16, 8),
+        dims={"x": "rows cols", "y": "rows cols"},
+        layout="rows: data",
+        op="add",
+    )
+    addend = case.operands[1]
+    assert add_to_carry(case.op, addend) is None
+    assert add_to_carry(case.op, replace(addend, partial=M, kind="max")) is None
+    found = add_to_carry(case.op, replace(addend, partial=M))
+    assert found is not None
+    assert found.results == (ShardType((D, ()), M),)
+    assert found.inherits == (1,)
+
+
+def test_dims_of_size_one_are_unsharded():
+    assert broadcast_spec((D, M), (16, 1), (16, 8)) == (D, ())
+    assert broadcast_spec((D, M), (), (16, 8)) == ()
