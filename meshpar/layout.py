@@ -49,7 +49,7 @@ class Rule:
     Attributes:
       dim: the name of the dim.
       axes: mesh axes, major to minor; empty: this dim stays whole, whatever later rules say.
-      optional: ``dim?``: a size that does not divide is left whole, and a program need not have the dim.
+      optional: ``dim?``: a size that does not divide is left unsharded, and a program need not have the dim.
       scope: None, ``params``, ``opt`` or a path pattern.
     """
 

@@ -4,7 +4,7 @@ With the default axes the name of a scheme is a layout too: ``mp.jit(step, layou
 
 Each is a function of the names of mesh axes, and returns a :class:`meshpar.Layout` that can be printed, copied and edited. Dims
 are called as they mostly are: ``batch``, ``seq``, ``embed``, ``heads``, ``kv_heads``, ``mlp``, ``vocab``, ``experts``. All but
-``batch`` are marked ``?``: a program need not have them, and one that does not divide is left whole, which the plan notes.
+``batch`` are marked ``?``: a program need not have them, and one that does not divide is left unsharded, which the plan notes.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_an_optional_dim_of_an_argument_that_does_not_divide_is_noted():
         mesh = f"data=2, model={model}"
         return " ".join(mp.plan(f, x, w, w, mesh=mesh, layout="batch: data; kv_heads?: model", dims=dims).notes)
 
-    assert "`kv_heads?: model` does not divide `kv_heads` of 2, which is left whole in k and 1 more" in notes(4)
+    assert "`kv_heads?: model` does not divide `kv_heads` of 2, which is left unsharded in k and 1 more" in notes(4)
     assert "kv_heads" not in notes(2)
 
 

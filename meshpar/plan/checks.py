@@ -126,7 +126,7 @@ def check_opaque(op: Op, specs: Sequence[Spec | None], program: Program, assignm
 
 
 def check_manual_axes(op: Op, sizes: Mapping[str, int]) -> None:
-    """Raise UnknownAxisError or MeshError if a ``shard_map`` of the program runs over other axes than those of the mesh."""
+    """Raise UnknownAxisError or MeshError if a ``shard_map`` of the program runs over axes that the mesh does not have."""
     mesh = op.eqn.params["mesh"]
     for axis in (a for a in mesh.axis_names if a in op.eqn.params["newly_manual_axes"]):
         if axis not in sizes:

@@ -114,7 +114,7 @@ class ConstantMaker:
 def inputs_for(
     value: Value, spec: Spec, sizes: Mapping[str, int]
 ) -> tuple[tuple[tuple[Value, Spec], ...], Axes | None]:
-    """What the op of a value needs to make its part in a spec: (operands with their specs, the axes of its factors).
+    """(operands with specs, axes of its factors) with which the op of a value makes the part in a spec.
 
     The axes are None for elementwise ops and identities, and for an op that cannot make a part alone. That one needs the
     unsharded value, from which the part is cut.

@@ -32,7 +32,7 @@ class Accumulation:
 
     Attributes:
       carry: the carry as an input of the body.
-      addend: what is added.
+      addend: the value that is added.
       op: the addition.
     """
 
@@ -82,7 +82,7 @@ class ControlFlow:
     # -- ops
 
     def call(self, op: Op) -> MakeStep:
-        """A function call: its steps run in place; those of a recomputation behind a barrier."""
+        """A function call: its steps run in place, and the steps of a recomputation behind a barrier."""
         emitter, outer = self.emitter, self.emitter.body
         (frame,), (consts,) = op.frames, body_consts(op.eqn)
         recomputes = _recomputes(op)

@@ -94,7 +94,7 @@ class OpDecision:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Facts:
-    """What the decisions of one plan depend on, besides the ops and the shardings of their operands.
+    """Inputs of the decisions of one plan, besides the ops and the shardings of their operands.
 
     Attributes:
       assignment: the axis assignment of the layout.
@@ -422,9 +422,9 @@ def spread(site: _Site, axes: Axes) -> Axes:
 
 
 def indexed(site: _Site, axes: Axes) -> Axes:
-    """Choose what an op that reads or writes an array at some indices does with the axes that shard the indexed dims.
+    """The axes of an op that reads or writes an array at some indices, where axes shard the indexed dims.
 
-    The array stays as it is sharded, and these axes are taken from the op's other factors (those of the indices and updates),
+    The array stays as it is sharded, and these axes are taken from the op's other factors (of the indices and updates),
     unless the axes that the layout assigns send fewer bytes. The array is gathered for a read only if it has at most
     ``MAX_GATHERED_RATIO`` times the elements that are read, that sends fewer bytes, and the op is a ``dynamic_slice`` or in a
     loop that only reads the array. A ``dynamic_slice`` in such a loop is treated as a read of one window per iteration, of an

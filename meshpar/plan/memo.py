@@ -2,7 +2,7 @@
 
 A decision follows from the axes that the layout assigns to an op and its results, from the shards of its operands, and from the
 sizes of the mesh; these are its key. Shards and steps are interned, so that ops that are planned as before have the same steps as
-before, and the cost model finds what it computed of them.
+before, and the cost model finds its cached results for them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ Decisions = dict[DecisionKey, OpDecision]
 
 @dataclass(eq=False, slots=True)
 class MeshCache:
-    """What is cached of the plans on a mesh of some sizes.
+    """Cached parts of the plans on a mesh of some sizes.
 
     Attributes:
       decisions: about ops with a factor rule.
@@ -136,7 +136,7 @@ class PlanCache:
         return self.meshes.setdefault(tuple(sizes.items()), MeshCache)
 
     def op_keys(self, queries: Queries) -> dict[Op, OpKey]:
-        """What the keys of decisions are made of, by op."""
+        """For each op the functions that make the keys of its decisions."""
         keys = self._op_keys.get(queries)
         if keys is None:
             keys = self._op_keys[queries] = {op: _op_key(op, places) for op, places in queries.of_op.items()}

@@ -53,7 +53,7 @@ def planned(
       init: the program makes the state, so it need not have the dims of the batch.
       topology: the slices that an abstract mesh represents, ``"v5p:8x8x8"``: for times.
       donated: positions of the flat inputs whose memory the results may reuse.
-      calibrations: measurements of devices, among them those of the plan.
+      calibrations: measurements of devices, among them the plan's.
       max_seconds: limit of the seconds of the plan's collectives, run one after the other.
       rank: chooses between the plans of the rewritten and of the unmodified program.
 
@@ -70,7 +70,7 @@ def planned(
     complete = layout.with_first(
         [Rule(a, (a,)) for a in axes]
     )  # models that name axes in their metadata, as Flax allows
-    notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is taken as `{a}: {a}`" for a in axes]
+    notes = [f"`{a}` is called after an axis of the mesh and has no rule: it is treated as `{a}: {a}`" for a in axes]
     assignment = AxisAssignment(program, complete, dict(mesh.shape))
 
     def parts(value: Value, dim: int) -> int:
@@ -234,14 +234,12 @@ class _Planner:
         notes: dict[str, list[str]] = {}
         for value in program.inputs:
             for rule, i in assignment.unused_optional_rules(value):
-                note = (
-                    f"`{rule}` does not divide `{program.dims(value)[i]}` of {value.shape[i]}, which is left whole in "
-                )
+                note = f"`{rule}` does not divide `{program.dims(value)[i]}` of {value.shape[i]}, which is left unsharded in "
                 notes.setdefault(note, []).append(str(value.path))
         out = [f"{n}{paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "") for n, paths in notes.items()]
         for value, i, rule in assignment.all_indivisible():
             dims = format_dims(program.dims(value))
             out.append(
-                f"`{self.layout.rules[rule]}` does not divide dim {i} of {list(value.shape)} ({dims}), which is left whole"
+                f"`{self.layout.rules[rule]}` does not divide dim {i} of {list(value.shape)} ({dims}), which is left unsharded"
             )
         return [*out, *assignment.notes]

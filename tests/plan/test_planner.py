@@ -10,6 +10,7 @@ from lowered import assert_sends_the_plan, lowered, same
 from planned_transformer import MESH
 
 import meshpar as mp
+from meshpar.plan import planner
 from meshpar.plan.steps import Branch, Loop, Reduce, Reshard, Run
 
 
@@ -380,3 +381,36 @@ def test_a_program_without_names_gets_a_template():
     assert "no tensor has names" in text
     assert all(f'"{path}": "_ _",' in text for path in ("params/down", "params/up", "x"))
     assert "scale" not in text.split("dims={")[1]
+
+
+# -- programs that are planned rewritten (:mod:`meshpar.program.divisible_rewrite`), or unmodified
+
+
+def shifted(x):
+    return x[1:] - x[:-1], jnp.roll(x, 1, 0)
+
+
+def of_rewriting(monkeypatch, fn, shape, **where):
+    """(the plan, that of the unmodified program)."""
+    how = {"dims": {"x": "rows columns"}, "layout": "rows: data", **where}
+    found = mp.plan(fn, f32(*shape), **how)
+    with monkeypatch.context() as patched:
+        patched.setattr(planner, "rewrite_indivisible_slices", lambda *of: None)
+        return found, mp.plan(fn, f32(*shape), **how)
+
+
+def test_of_a_rewritten_and_an_unmodified_program_the_plan_with_the_shorter_step_is_taken(monkeypatch):
+    found, unmodified = of_rewriting(monkeypatch, shifted, (16, 32), mesh="data=4, model=4", topology="v5e:4x4")
+    assert found.program.original is not None
+    assert found.bytes_sent > unmodified.bytes_sent  # in short permutes instead of a gather, whose latency is longer
+    assert found.seconds < unmodified.seconds
+
+
+def test_without_a_chip_the_plan_that_sends_less_is_taken(monkeypatch):
+    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    found, unmodified = of_rewriting(monkeypatch, shifted, (16, 32), mesh=mesh)
+    assert found.program.original is None
+    assert found.bytes_sent == unmodified.bytes_sent
+    sums = of_rewriting(monkeypatch, lambda x: jnp.sum(jnp.square(x[1:] - x[:-1])), (16, 32), mesh=mesh)
+    assert sums[0].program.original is not None
+    assert sums[0].bytes_sent < sums[1].bytes_sent
