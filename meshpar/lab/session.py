@@ -20,7 +20,7 @@ from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
 from ..report.facts import kernel_seconds
 from ..search import search
-from ..search.answer import quiet
+from ..search.result import quiet
 from ..search.space import meshes
 from ..units import format_bytes, format_memory, format_seconds
 from ..verify.aot import Compiled

@@ -1,7 +1,8 @@
 """The best layout of a program on a slice."""
 
-from .answer import Objective, Search
 from .descent import search
+from .policy import SearchPolicy
+from .result import Objective, Search
 from .row import Row
 
-__all__ = ["Objective", "Row", "Search", "search"]
+__all__ = ["Objective", "Row", "Search", "SearchPolicy", "search"]

@@ -1,4 +1,4 @@
-"""What a search found as a picture: step time against memory, in a page, in a notebook and in a terminal."""
+"""A plot of candidates, step time against peak memory, as SVG for pages and as text for the terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..units import format_memory, format_seconds
 from .row import Row
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 320, 74, 36
-"""Of the drawing, and of the margins that have its ticks."""
-FAR = 8.0
-"""Candidates that take so many times as long as the shortest are left out: they would press the others together."""
+"""Pixels: size of the drawing, and its margins with tick labels."""
+MAX_TIME_RATIO = 8.0
+"""Candidates that take more than this many times the shortest step are not drawn: they would compress the scale."""
 CELLS = (56, 9)
-"""Columns and rows of the picture in a terminal."""
+"""Columns and rows of the plot in a terminal."""
 
 
 class Scale:
@@ -49,10 +49,11 @@ class Scale:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn.
+    """A plot.
 
     Attributes:
-      rows: the candidates; ``best``: the one that was chosen.
+      rows: the candidates.
+      best: the chosen candidate.
       usable: bytes of a device that a plan's peak may take.
     """
 
@@ -62,22 +63,22 @@ class Picture:
 
     @property
     def shown(self) -> list[Row]:
-        """The candidates not much longer than the shortest."""
-        most = FAR * min(r.seconds for r in self.rows)
+        """The candidates that are drawn: those within ``MAX_TIME_RATIO`` of the shortest, and the best."""
+        most = MAX_TIME_RATIO * min(r.seconds for r in self.rows)
         return [r for r in self.rows if r.seconds <= most or r == self.best]
 
     @functools.cached_property
     def letters(self) -> dict[Row, str]:
-        """The candidates on the front are called A, B, …, from the shortest that fits on."""
+        """Labels A, B, … of the Pareto front, the shortest candidate that fits first."""
         front = sorted((r for r in self.rows if r.front and r.fits >= self.best.fits), key=lambda r: r.seconds)
         return {row: chr(ord("A") + k) for k, row in enumerate(front[:26])}
 
     def mark(self, row: Row) -> str:
-        """What a candidate is called: its letter, with ``★`` for the best."""
+        """The label of a candidate: its letter, after ``★`` for the best."""
         return "★ " * (row == self.best) + self.letters.get(row, "")
 
     def drawing(self) -> str:
-        """Time to the right, memory up, both logarithmic; what fits below the line; the front joined."""
+        """The plot as SVG: logarithmic axes, a line at the usable memory, the Pareto front connected."""
         rows = self.shown
         x = Scale([r.seconds for r in rows], LEFT, WIDTH - 12)
         y = Scale([*(r.peak for r in rows), self.usable], HEIGHT - BOTTOM, 10, unit=GIB)
@@ -88,16 +89,16 @@ class Picture:
             f'<rect x="{LEFT}" y="10" width="{WIDTH - 12 - LEFT}" height="{max(0.0, line - 10):.1f}" '
             'fill="var(--bad)" opacity="0.08"/>',
             f'<line x1="{LEFT}" x2="{WIDTH - 12}" y1="{line:.1f}" y2="{line:.1f}" stroke="var(--bad)" stroke-dasharray="5 4"/>',
-            _text(WIDTH - 14, line - 4, f"{format_memory(self.usable)} may be used", "end", "var(--bad)"),
+            _text(WIDTH - 14, line - 4, f"{format_memory(self.usable)} usable", "end", "var(--bad)"),
             f'<path d="M{LEFT} 10V{HEIGHT - BOTTOM}H{WIDTH - 12}" fill="none" stroke="var(--line)"/>',
         ]
         for value in x.ticks():
             out.append(_text(x(value), HEIGHT - BOTTOM + 15, format_seconds(value), "middle"))
         for value in y.ticks(5):
             out.append(_text(LEFT - 6, y(value) + 4, format_memory(value), "end"))
-        out.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "a step", "middle"))
-        called = self.letters
-        front = [r for r in called if r in rows]
+        out.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step time", "middle"))
+        letters = self.letters
+        front = [r for r in letters if r in rows]
         corners = [
             f"{x(a.seconds):.1f},{y(a.peak):.1f} {x(b.seconds):.1f},{y(a.peak):.1f}"
             for a, b in itertools.pairwise(front)
@@ -107,20 +108,20 @@ class Picture:
             out.append(
                 f'<polyline points="{" ".join([*corners, last])}" fill="none" stroke="var(--a0)" stroke-width="1.5"/>'
             )
-        for row in sorted(rows, key=lambda r: (r == self.best, r in called)):
+        for row in sorted(rows, key=lambda r: (r == self.best, r in letters)):
             best = row == self.best
-            colour = "var(--a1)" if best else "var(--a0)" if row in called else "var(--none)"
-            radius = 6 if best else 4.5 if row in called else 3
+            colour = "var(--a1)" if best else "var(--a0)" if row in letters else "var(--none)"
+            radius = 6 if best else 4.5 if row in letters else 3
             out.append(
                 f'<circle cx="{x(row.seconds):.1f}" cy="{y(row.peak):.1f}" r="{radius}" fill="{colour}">'
-                f"<title>{escape(_said(row))}</title></circle>"
+                f"<title>{escape(_tooltip(row))}</title></circle>"
             )
-            if row in called:
-                out.append(_text(x(row.seconds) + 8, y(row.peak) - 6, called[row], "start", "var(--ink)"))
+            if row in letters:
+                out.append(_text(x(row.seconds) + 8, y(row.peak) - 6, letters[row], "start", "var(--ink)"))
         return "".join(out) + "</svg>"
 
     def terminal(self) -> Text:
-        """The picture in characters: ``★`` the best, a letter one on the front, ``·`` another, ``─`` what may be used."""
+        """The plot as text: ``★`` the best, letters the Pareto front, ``·`` other candidates, ``─`` the usable memory."""
         rows = self.shown
         columns, lines = CELLS
         x = Scale([r.seconds for r in rows], 0, columns - 1)
@@ -128,37 +129,40 @@ class Picture:
         grid = [[(" ", "")] * columns for _ in range(lines)]
         at = round(y(self.usable))
         grid[at] = [("─", "red")] * columns
-        called = self.letters
-        for row in sorted(rows, key=lambda r: (r == self.best, r in called)):
-            style = "bold" if row == self.best else "blue" if row in called else "dim"
-            grid[round(y(row.peak))][round(x(row.seconds))] = ("★" if row == self.best else called.get(row, "·"), style)
+        letters = self.letters
+        for row in sorted(rows, key=lambda r: (r == self.best, r in letters)):
+            style = "bold" if row == self.best else "blue" if row in letters else "dim"
+            grid[round(y(row.peak))][round(x(row.seconds))] = (
+                "★" if row == self.best else letters.get(row, "·"),
+                style,
+            )
         left = {round(y(v)): format_memory(v) for v in y.ticks(4)} | {at: format_memory(self.usable)}
         text = Text(no_wrap=True)
         for k, cells in enumerate(grid):
             text.append(f"{left.get(k, ''):>9} │", "dim")
-            for mark, how in cells:
-                text.append(mark, how)
+            for mark, style in cells:
+                text.append(mark, style)
             text.append("\n")
         text.append(f"{'':>9} └{'─' * columns}\n", "dim")
-        return text.append(f"{'':>11}{_along(x.ticks(5), x, format_seconds, columns)}  a step", "dim")
+        return text.append(f"{'':>11}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time", "dim")
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = "var(--dim)") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
 
 
-def _said(row: Row) -> str:
+def _tooltip(row: Row) -> str:
     what = ", ".join(filter(None, [row.variant, row.name]))
     return f"{format_seconds(row.seconds)}, {format_memory(row.peak)}: {row.mesh}: {row.layout}" + (
         f" ({what})" if what else ""
     )
 
 
-def _along(ticks: Sequence[float], scale: Scale, said: Callable[[float], str], columns: int) -> str:
+def _tick_labels(ticks: Sequence[float], scale: Scale, label: Callable[[float], str], columns: int) -> str:
     line = [" "] * columns
     free = 0
     for value in ticks:
-        text = said(value)
+        text = label(value)
         begin = max(0, min(round(scale(value)) - len(text) // 2, columns - len(text)))
         if begin >= free:
             line[begin : begin + len(text)] = text

@@ -1,4 +1,4 @@
-"""One candidate of a search, planned."""
+"""One planned candidate of a search."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..layout import Layout
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate that was planned.
+    """A planned candidate.
 
     Attributes:
-      mesh, layout, lowering: as text, to be copied.
-      seconds: of a step, by the plan.
-      peak: bytes of a device at the peak.
+      mesh, layout, lowering: text for :func:`meshpar.jit`.
+      seconds: estimated step time.
+      peak: peak memory of a device, in bytes.
       sent: bytes that a device sends in a step.
-      fits: whether the peak is within the part of the memory that may be used.
-      name: of the known scheme that it is, or ``"yours"``; "".
-      front: no other is both shorter and smaller.
-      variant: the program that it is of: ``"remat=full, overlap=xla"``; "" where there is one.
-      compiled: what the compiler said of it: "" where it was not asked.
+      fits: whether the peak fits the usable memory.
+      name: name of the known scheme, or ``"yours"`` for a layout of the user's; "" for other candidates.
+      front: whether it is on the Pareto front of step time and peak.
+      variant: name of the program, ``"remat=full, overlap=xla"``; "" if there is only one program.
+      compiled: summary of the compiled program; "" if it was not compiled.
     """
 
     mesh: str
@@ -37,5 +37,5 @@ class Row:
 
     @property
     def rules(self) -> int:
-        """How many rules the layout has."""
+        """Number of rules of the layout."""
         return len(Layout(self.layout).rules)

@@ -1,4 +1,4 @@
-"""What a search chooses from: meshes over a slice, and ordered rules over its axes."""
+"""The candidates of a search: meshes over a slice, and ordered rules over their axes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from ..layouts import PRESETS
 from ..program.ir import Program
 
 AXES = ("data", "model", "third")
-"""What the axes of the meshes tried are called; any dim may take any of them."""
+"""Names of the axes of candidate meshes; a rule may give any of them to any dim."""
 
 SCOPES = (None, "opt", "params")
-"""What a rule is of: all, or the dims of weights as they lie between steps."""
+"""Scopes of searched rules: all values, or only the stored sharding of parameters or of optimizer state."""
 
+Dim = tuple[str, str | None]
+"""A searched dim: its name and the scope of its rule."""
 Sizes = tuple[tuple[str, int], ...]
 """(axis, size), major first."""
 Move = Hashable
-"""What is changed of a candidate, whatever its other rules and the sizes of its mesh are."""
+"""A change of a candidate, independent of its other rules and of the sizes of its mesh."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One candidate: a mesh, and rules in order. Every rule is optional: a dim that it does not divide stays whole."""
+    """One candidate: a mesh, and rules in order. Every rule is optional: a dim whose size does not divide stays replicated."""
 
     sizes: Sizes
     rules: tuple[Rule, ...]
@@ -36,8 +38,8 @@ class Point:
         return ", ".join(f"{a}={n}" for a, n in self.sizes)
 
     @property
-    def in_one(self) -> bool:
-        """Whether every rule asks for all axes, in one order or another."""
+    def uses_all_axes(self) -> bool:
+        """Whether every rule has all axes, in any order."""
         return all(len(r.axes) == len(self.sizes) for r in self.rules)
 
     @property
@@ -47,42 +49,42 @@ class Point:
 
 
 def as_layout(rules: Iterable[Rule]) -> Layout:
-    """Rules as a layout that reads them in order."""
+    """A layout of these rules, with ``resolve="order"``."""
     return Layout("; ".join(map(str, rules)))
 
 
 def meshes(devices: int, slices: int = 1, axes: int = 3) -> list[Sizes]:
-    """The ordered factorisations of a slice into at most so many axes, fewest first, then the most even.
+    """Meshes over a slice: ordered factorisations into at most ``axes`` factors, fewest axes first, then the most even.
 
-    Several slices are the first axis, ``slice``.
+    With several slices the first axis is ``slice``.
     """
     first: Sizes = (("slice", slices),) if slices > 1 else ()
     most = max(1, axes - len(first))
-    found = [f for k in range(1, most + 1) for f in _factorisations(devices // slices, k)]
-    found.sort(key=lambda f: (len(f), max(f) / min(f), [-n for n in f]))
-    return [(*first, *zip(AXES, f, strict=False)) for f in found]
+    factors = [f for k in range(1, most + 1) for f in _factorisations(devices // slices, k)]
+    factors.sort(key=lambda f: (len(f), max(f) / min(f), [-n for n in f]))
+    return [(*first, *zip(AXES, f, strict=False)) for f in factors]
 
 
-def _factorisations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    if parts == 1:
+def _factorisations(n: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
         yield (n,)
         return
     for k in range(2, n // 2 + 1):
         if n % k == 0:
-            yield from ((k, *rest) for rest in _factorisations(n // k, parts - 1) if min(rest) > 1)
+            yield from ((k, *rest) for rest in _factorisations(n // k, count - 1) if min(rest) > 1)
 
 
 @dataclass(frozen=True)
 class Space:
-    """The dims that a search may split, and how.
+    """The dims that a search may shard.
 
     Attributes:
-      dims: (dim, scope), the ones that most bytes of the arguments have first, scoped ones last; ``opt``: of the
-        optimizer's state alone; ``params``: of the parameters alone.
-      fixed: rules that every layout begins with.
+      dims: (dim, scope), those with most bytes of arguments first, scoped ones last. Scope ``opt``: optimizer state only;
+        ``params``: parameters only.
+      fixed: rules with which every layout starts.
     """
 
-    dims: tuple[tuple[str, str | None], ...]
+    dims: tuple[Dim, ...]
     fixed: tuple[Rule, ...]
 
     @classmethod
@@ -91,7 +93,7 @@ class Space:
 
         Raises:
           UnknownDimError: ``forbid`` names a dim that the program does not have.
-          UnsupportedError: ``fixed`` splits a dim that ``forbid`` names.
+          UnsupportedError: ``fixed`` shards a dim that ``forbid`` names.
         """
         known = program.all_names()
         for dim in forbid:
@@ -104,29 +106,29 @@ class Space:
         for rule in fixed.rules:
             if rule.dim in forbid:
                 raise UnsupportedError(
-                    f"fixed=`{fixed}` splits `{rule.dim}`, which forbid={rule.dim!r} leaves whole",
-                    dim=rule.dim, rule=str(rule), fixes=["leave out one of the two"],
+                    f"fixed=`{fixed}` shards `{rule.dim}`, and forbid={rule.dim!r} leaves it unsharded",
+                    dim=rule.dim, rule=str(rule), fixes=["remove one of the two"],
                 )  # fmt: skip
         weight = dict.fromkeys(sorted(known), 0)
-        scoped: set[tuple[str, str | None]] = set()
+        scoped: set[Dim] = set()
         for value in program.inputs:
             for dim in program.dims(value):
                 if dim in weight:
                     weight[dim] += value.aval.size * value.aval.dtype.itemsize
                     scoped.add((dim, value.kind))
-        held = {(r.dim, r.scope) for r in fixed.rules}
+        given = {(r.dim, r.scope) for r in fixed.rules}
         shared = [d for d in weight if not d.endswith("'") and d not in forbid]
         dims = [(d, s) for d in shared for s in SCOPES if s is None or (d, s) in scoped]
         dims.sort(key=lambda d: (SCOPES.index(d[1]), -weight[d[0]], d[0]))
-        return cls(tuple(d for d in dims if d not in held), fixed.rules)
+        return cls(tuple(d for d in dims if d not in given), fixed.rules)
 
     def point(self, sizes: Sizes, rules: Iterable[Rule]) -> Point:
-        """The candidate with these rules behind the fixed ones: those for dims that are searched, and that ask for an axis."""
-        known = [replace(r, optional=True) for r in rules if (r.dim, r.scope) in self.dims and r.axes]
-        return Point(sizes, (*self.fixed, *known))
+        """The candidate with the fixed rules, then those of ``rules`` that are for searched dims and have an axis."""
+        searched = [replace(r, optional=True) for r in rules if (r.dim, r.scope) in self.dims and r.axes]
+        return Point(sizes, (*self.fixed, *searched))
 
     def presets(self, sizes: Sizes) -> Iterator[tuple[str, Point]]:
-        """(name, the known scheme on a mesh), of those for as many axes; without experts none for them."""
+        """(name, candidate) of every known scheme with as many axes as the mesh, without those whose dims the program lacks."""
         names = [a for a, _ in sizes]
         known = {"batch", *(d for d, _ in self.dims), *(r.dim for r in self.fixed)}
         for name, preset in PRESETS.items():
@@ -137,30 +139,30 @@ class Space:
                 yield name, self.point(sizes, rules)
 
     def swapped(self, point: Point) -> Iterator[tuple[Point, Point]]:
-        """The candidates in which axes take each other's place, as pairs.
+        """Pairs of candidates in which axes are permuted.
 
-        The first has this one's rules, with the sizes exchanged, so that its dims are in as many parts as the second's, which has
-        the axes of the rules exchanged: on the torus the two lie otherwise.
+        The first has the same rules and permuted sizes, the second the same sizes and permuted axes in its rules. Their dims have
+        equal numbers of shards; their axes are mapped to different torus dimensions.
         """
         names, size = [a for a, _ in point.sizes], dict(point.sizes)
         free = point.rules[len(self.fixed) :]
         for order in itertools.permutations(names):
             if list(order) != names:
-                place = dict(zip(names, order, strict=True))
-                rules = (replace(r, axes=tuple(place[a] for a in r.axes)) for r in free)
-                yield Point(tuple((a, size[place[a]]) for a in names), point.rules), self.point(point.sizes, rules)
+                to = dict(zip(names, order, strict=True))
+                rules = (replace(r, axes=tuple(to[a] for a in r.axes)) for r in free)
+                yield Point(tuple((a, size[to[a]]) for a in names), point.rules), self.point(point.sizes, rules)
 
     def neighbours(
-        self, point: Point, dim: tuple[str, str | None], lost: Callable[[Move], bool] = lambda move: False
+        self, point: Point, dim: Dim, rejected: Callable[[Move], bool] = lambda move: False
     ) -> Iterator[tuple[Move, Point]]:
-        """The candidates in which one dim asks for other axes, or for none.
+        """The candidates in which the rule of one dim has other axes, or none.
 
-        Its rule stands before every run of rules for the same axes that shares one with it, and behind all. That of weights alone
-        asks for all axes, in some order, and stands before all.
+        The rule is inserted before every run of rules with equal axes that shares an axis with it, and after all rules. A scoped
+        rule has all axes, in every order, and comes first.
 
         Args:
-          lost: the moves that are not worth while. Where each of several axes alone, behind all rules, is not, a dim does not ask
-            for these together, unless it asks for some of them now. It is asked when the candidates before were tried.
+          rejected: moves that are not tried. Several axes are not tried together if each alone, after all rules, is rejected,
+            unless the dim has one of them now. It is called after the previous candidates were tried.
         """
         free = point.rules[len(self.fixed) :]
         others = [r for r in free if (r.dim, r.scope) != dim]
@@ -172,35 +174,34 @@ class Space:
                 yield (dim, axes), self.point(point.sizes, [Rule(dim[0], axes, True, dim[1]), *others])
             return
         for axes in _choices(names):
-            if len(axes) > 1 and now.isdisjoint(axes) and all(lost((dim, (a,), None)) for a in axes):
+            if len(axes) > 1 and now.isdisjoint(axes) and all(rejected((dim, (a,), None)) for a in axes):
                 continue
-            mine = Rule(dim[0], axes, True, dim[1])
+            rule = Rule(dim[0], axes, True, dim[1])
             starts = [
                 i for i, r in enumerate(others) if set(r.axes) & set(axes) and (i == 0 or others[i - 1].axes != r.axes)
             ]
             for i in (*starts, len(others)):
                 before = others[i].axes if i < len(others) else None
-                yield (dim, axes, before), self.point(point.sizes, [*others[:i], mine, *others[i:]])
+                yield (dim, axes, before), self.point(point.sizes, [*others[:i], rule, *others[i:]])
 
     def together(self, point: Point) -> Iterator[tuple[Move, Point]]:
-        """The candidates in which all dims that ask for the same axes ask for others."""
+        """The candidates in which all rules with equal axes have other axes."""
         free = point.rules[len(self.fixed) :]
         for axes in dict.fromkeys(r.axes for r in free):
-            mine = tuple((r.dim, r.scope) for r in free if r.axes == axes)
-            if len(mine) < 2:
+            dims = tuple((r.dim, r.scope) for r in free if r.axes == axes)
+            if len(dims) < 2:
                 continue
             for new in ((), *_choices([a for a, _ in point.sizes])):
                 if new != axes:
                     rules = (replace(r, axes=new) if r.axes == axes else r for r in free)
-                    yield (mine, axes, new), self.point(point.sizes, rules)
+                    yield (dims, axes, new), self.point(point.sizes, rules)
 
     def exchanged(self, point: Point) -> Iterator[tuple[Move, Point]]:
-        """The candidates in which two dims ask for each other's axes, or one for the other's, which then asks for none; and those
-        in which one asks for its axes in another order."""
+        """The candidates in which two rules exchange their axes (one of them may have none), or one permutes its own."""
         free = list(point.rules[len(self.fixed) :])
-        mine = {(r.dim, r.scope): r for r in free}
-        whole = [Rule(d, (), True, s) for d, s in self.dims if s is None and (d, s) not in mine]
-        for one, other in itertools.combinations([*free, *whole], 2):
+        ruled = {(r.dim, r.scope) for r in free}
+        unsharded = [Rule(d, (), True, s) for d, s in self.dims if s is None and (d, s) not in ruled]
+        for one, other in itertools.combinations([*free, *unsharded], 2):
             if one.axes != other.axes and one.scope == other.scope:
                 to = {one: replace(other, axes=one.axes), other: replace(one, axes=other.axes)}
                 move = (one.dim, one.axes), (other.dim, other.axes)
@@ -208,18 +209,20 @@ class Space:
         for rule in free:
             for axes in itertools.permutations(rule.axes):
                 if axes != rule.axes:
-                    turned = replace(rule, axes=axes)
-                    yield (rule, axes), self.point(point.sizes, [turned if r is rule else r for r in free])
+                    permuted = replace(rule, axes=axes)
+                    yield (rule, axes), self.point(point.sizes, [permuted if r is rule else r for r in free])
 
-    def other_meshes(self, point: Point, allowed: Sequence[Sizes]) -> Iterator[Point]:
-        """The same rules on the meshes in which one axis has a factor of another; and on those with one axis more, which splits
-        what one of the others split, or nothing."""
+    def other_meshes(self, point: Point, candidates: Sequence[Sizes]) -> Iterator[Point]:
+        """The same rules on meshes in which a factor moves from one axis to another, and on meshes with one more axis.
+
+        The new axis is added to the rules after the axis that it was factored from, or used by no rule.
+        """
         names = [a for a, _ in point.sizes]
         free = point.rules[len(self.fixed) :]
-        mine = dict(point.sizes)
-        for sizes in allowed:
+        size = dict(point.sizes)
+        for sizes in candidates:
             axes = [a for a, _ in sizes]
-            changed = [a for a, n in sizes if a in mine and mine[a] != n]
+            changed = [a for a, n in sizes if a in size and size[a] != n]
             if axes == names and len(changed) == 2:
                 yield self.point(sizes, free)
             elif axes[:-1] == names and len(changed) == 1:
@@ -232,7 +235,7 @@ class Space:
 
 
 def _choices(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Axes that one dim may take, in every order: one or two of them, or all."""
+    """The axes that one rule may have: one or two in every order, or all."""
     for k in (1, 2):
         yield from itertools.permutations(axes, k)
     if len(axes) > 2:

@@ -13,7 +13,7 @@ from meshpar.cost.kernels import computation_of
 from meshpar.passes import plan_without_passes
 from meshpar.plan.assignment import AxisAssignment
 from meshpar.plan.collective_records import TooLong
-from meshpar.search.bounds import Pieces, least_of
+from meshpar.search.bounds import Breakdown, lower_bounds
 
 LAYOUTS = (
     "batch: data", "batch, embed: data", "batch: data; mlp: model", "batch, embed: data; mlp: model",
@@ -47,16 +47,16 @@ def base():
     )  # fmt: skip
 
 
-def test_no_plan_is_below_what_its_claims_alone_say():
+def test_the_bound_of_an_assignment_holds():
     plan = base()
     assert plan.chip is not None
     for layout in LAYOUTS:
         found = plan.replan(layout=layout)
-        seconds, peak = least_of(AxisAssignment(found.program, mp.Layout(layout), found.sizes), plan.chip)
+        seconds, peak = lower_bounds(AxisAssignment(found.program, mp.Layout(layout), found.sizes), plan.chip)
         assert 0 < seconds <= found.time.compute * (1 + 1e-6) <= found.seconds * (1 + 1e-6)
         assert 0 < peak <= found.memory.peak
-    whole = least_of(AxisAssignment(plan.program, mp.Layout(""), plan.sizes), plan.chip)
-    split = least_of(AxisAssignment(plan.program, mp.Layout("batch: data+model"), plan.sizes), plan.chip)
+    whole = lower_bounds(AxisAssignment(plan.program, mp.Layout(""), plan.sizes), plan.chip)
+    split = lower_bounds(AxisAssignment(plan.program, mp.Layout("batch: data+model"), plan.sizes), plan.chip)
     assert split[0] == pytest.approx(whole[0] / 16)
     assert split[1] < whole[1]
 
@@ -65,26 +65,26 @@ def sent(plan):
     return sum((c.seconds or 0) * (c.count or 1) for c in plan.collectives)
 
 
-def pieces_of(plan):
-    return Pieces(
+def breakdown_of(plan):
+    return Breakdown(
         plan, sent(plan_without_passes(plan, layout=plan.requested_layout, mesh=plan.mesh, topology=plan.topology))
     )
 
 
-def test_no_plan_is_below_what_another_has_that_follows_from_the_same_answers():
+def test_the_bound_from_another_plan_holds():
     plan = base()
     plans = {layout: plan.replan(layout=layout) for layout in LAYOUTS}
     elsewhere = [plan.replan(layout=layout, mesh="data=2, model=8", topology="v5e:4x4") for layout in LAYOUTS[:5]]
     for layout, found in plans.items():
-        pieces = pieces_of(found)
-        same = pieces.least(AxisAssignment(found.program, mp.Layout(layout), found.sizes))
+        breakdown = breakdown_of(found)
+        same = breakdown.lower_bound(AxisAssignment(found.program, mp.Layout(layout), found.sizes))
         assert (same.seconds, same.peak) == (found.seconds, found.memory.peak)
         for beside in (*plans.values(), *elsewhere):
-            least = pieces.least(AxisAssignment(beside.program, beside.requested_layout, beside.sizes))
+            least = breakdown.lower_bound(AxisAssignment(beside.program, beside.requested_layout, beside.sizes))
             assert 0 < least.kernels <= least.seconds <= beside.seconds * (1 + 1e-6)
             assert least.peak <= beside.memory.peak * (1 + 1e-6)
-    whole = pieces_of(plans["batch: data"])
-    less = whole.least(AxisAssignment(plan.program, mp.Layout("batch: data; mlp: model"), plan.sizes))
+    whole = breakdown_of(plans["batch: data"])
+    less = whole.lower_bound(AxisAssignment(plan.program, mp.Layout("batch: data; mlp: model"), plan.sizes))
     assert (
         0.25 * whole.kernels <= less.kernels < whole.kernels
     )  # the products are split four times further, others are not
@@ -93,18 +93,18 @@ def test_no_plan_is_below_what_another_has_that_follows_from_the_same_answers():
 def test_what_another_plan_may_send_grows_with_the_seconds_it_may_take():
     plan = base()
     found = plan.replan(layout="batch, embed: data; mlp: model")
-    pieces = pieces_of(found)
-    assert pieces.sent >= pieces.hidden >= 0
-    assert pieces.seconds == pytest.approx(pieces.kernels + pieces.sent - pieces.hidden)
-    assert pieces.most_sent(pieces.kernels, pieces.seconds) == pytest.approx(pieces.sent)
-    most = [pieces.most_sent(pieces.kernels, part * pieces.seconds) for part in (0.5, 1.0, 2.0)]
+    breakdown = breakdown_of(found)
+    assert breakdown.sent >= breakdown.hidden >= 0
+    assert breakdown.seconds == pytest.approx(breakdown.kernels + breakdown.sent - breakdown.hidden)
+    assert breakdown.max_comm_seconds(breakdown.kernels, breakdown.seconds) == pytest.approx(breakdown.sent)
+    most = [breakdown.max_comm_seconds(breakdown.kernels, part * breakdown.seconds) for part in (0.5, 1.0, 2.0)]
     assert most[0] < most[1] < most[2]
-    assert pieces.most_sent(2 * pieces.kernels, 2 * pieces.seconds) < most[2]
+    assert breakdown.max_comm_seconds(2 * breakdown.kernels, 2 * breakdown.seconds) < most[2]
     for layout in LAYOUTS:
         other = plan.replan(layout=layout)
-        kernels = pieces.least(AxisAssignment(other.program, mp.Layout(layout), other.sizes)).kernels
+        kernels = breakdown.lower_bound(AxisAssignment(other.program, mp.Layout(layout), other.sizes)).kernels
         walked = plan_without_passes(plan, layout=mp.Layout(layout))
-        assert sent(walked) <= pieces.most_sent(kernels, 1.01 * other.seconds)
+        assert sent(walked) <= breakdown.max_comm_seconds(kernels, 1.01 * other.seconds)
 
 
 def test_a_walk_ends_where_its_collectives_take_longer_than_they_may():

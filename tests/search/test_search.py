@@ -95,7 +95,7 @@ def test_nothing_planned_fits_and_is_shorter_by_more_than_a_tie():
         assert got.fits
         assert got.best.seconds <= 1.03 * min(r.seconds for r in got.rows if r.fits)
         assert got.best.seconds <= 1.002 * min(r.seconds for r in got.rows if r.fits and r.name)
-        assert {"data parallel", "fsdp", "megatron", "fsdp megatron"} <= {r.name for r in got.rows}
+        assert {"data parallel", "fsdp", "tensor parallel", "fsdp megatron"} <= {r.name for r in got.rows}
 
 
 @pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
@@ -155,7 +155,7 @@ def test_a_model_that_fits_only_with_split_optimizer_state():
 
 def test_fsdp_against_megatron_on_both_sides_of_the_tokens_a_chip():
     """Gathered weights cost the same whatever the batch is, reduced activations grow with it."""
-    for batch, first, second in ((4, "megatron", "fsdp"), (1024, "fsdp", "megatron")):
+    for batch, first, second in ((4, "tensor parallel", "fsdp"), (1024, "fsdp", "tensor parallel")):
         got = found(batch=batch, options=(("max_plans", 40),))
         least = {name: min(r.seconds for r in got.rows if r.name == name) for name in (first, second)}
         assert least[first] < least[second]
@@ -345,7 +345,7 @@ def test_pictures(tmp_path):
     got = found()
     front = [r for r in got.front if r.fits]
     text = str(got)
-    assert "a step" in text
+    assert "step time" in text
     lines = [line for line in text.splitlines() if "│" in line]
     assert len(lines) == 9
     drawn = "".join(line.split("│")[1] for line in lines)
@@ -383,8 +383,8 @@ def test_own_layouts_that_cannot_be_planned_are_said():
     got = found(batch=65, options=(("layouts", (illegal, elsewhere)),))
     assert len(got.refused) == 2
     assert got.refused[0].startswith(f"`{illegal}` could not be planned: tokens: dim `batch` of size 65")
-    assert got.refused[1] == f"`{elsewhere}` could not be planned: no mesh tried has its axes and no others"
-    assert "no mesh tried" in str(got)
+    assert got.refused[1] == f"`{elsewhere}` could not be planned: no candidate mesh has exactly its axes"
+    assert "no candidate mesh" in str(got)
     with pytest.raises(mp.errors.UnsupportedError, match="reads rules in order"):
         found(options=(("layouts", (mp.Layout("batch: data", resolve="cost"),)),))
 
@@ -427,7 +427,7 @@ def test_interrupted_in_its_first_plan_it_has_none(monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("meshpar.search.descent"), "plan_without_passes", stop)
+    monkeypatch.setattr(importlib.import_module("meshpar.search.evaluation"), "plan_without_passes", stop)
     with pytest.raises(KeyboardInterrupt):
         mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS)
 
@@ -519,11 +519,11 @@ def test_the_answer_does_not_depend_on_the_hash_seed():
         (
             {"fixed": "batch: data", "forbid": "seq, batch"},
             mp.errors.UnsupportedError,
-            "splits `batch`, which forbid='batch'",
+            "shards `batch`, and forbid='batch'",
         ),
         ({"forbid": "batsh"}, mp.errors.UnknownDimError, "no such dim"),
         ({"fixed": "batsh: data"}, mp.errors.UnknownDimError, "batsh"),
-        ({"fixed": "batch: rows"}, mp.errors.MeshError, "no mesh tried has"),
+        ({"fixed": "batch: rows"}, mp.errors.MeshError, "no candidate mesh has"),
         ({"topology": "v5e:3x5"}, mp.errors.MeshError, "v5e"),
         ({"mesh": "data=3"}, mp.errors.MeshError, "16"),
     ],
@@ -534,16 +534,16 @@ def test_bad_input(options, error, says):
 
 
 def test_axes_that_are_used_as_one_are_one_candidate():
-    descent = importlib.import_module("meshpar.search.descent")
+    evaluation = importlib.import_module("meshpar.search.evaluation")
     space = importlib.import_module("meshpar.search.space")
     where = {"topology": "v5e:16x16"}
     base = mp.plan(
         train_step, *model(256), layout="", mesh="data=256", dims=DIMS, lowering="shard_map", overlap="auto", **where
     )
-    evaluate = descent._Evaluation("", base, "v5e:16x16", "time", 0.85, 400, None, lambda text: None)
+    evaluate = evaluation.Evaluation("", base, "v5e:16x16", "time", 0.85, 400, None, lambda text: None)
 
     def row(layout, **sizes):
-        return evaluate(space.Point(tuple(sizes.items()), mp.Layout(layout).rules))
+        return evaluate.plan(space.Point(tuple(sizes.items()), mp.Layout(layout).rules))
 
     whole = row("batch?, embed?: data+model", data=16, model=16)
     alike = row("batch?, embed?: data+model+third", data=16, model=4, third=4)

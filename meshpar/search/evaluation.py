@@ -1,0 +1,383 @@
+"""Evaluation of candidates: bounds first, then exact plans of those that may be better."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..cost.caching import free_caches
+from ..errors import MeshparError
+from ..hardware.topology import Torus, joined, torus_of_slices
+from ..layout import Layout
+from ..mesh import planned_mesh
+from ..passes import plan_without_passes, with_passes
+from ..plan import plan as record
+from ..plan.assignment import AxisAssignment
+from ..plan.collective_records import TooLong
+from ..plan_api import Plan
+from ..report.facts import seconds_per_step
+from ..units import format_memory, format_seconds
+from .bounds import Breakdown, LowerBound, lower_bounds
+from .policy import POLICY
+from .result import Objective
+from .row import Row
+from .space import Move, Point, Sizes
+
+
+class LimitReached(Exception):
+    """The limit of plans or the time limit is reached."""
+
+
+class OutOfPatience(Exception):
+    """Many candidates in a row gave a descent no gain."""
+
+
+class _NoGain(Exception):
+    """By its communication a candidate is expected to be no better than its parent."""
+
+
+class Evaluation:
+    """The evaluated candidates of one program. Candidates with equal assignments of axes share one plan.
+
+    Attributes:
+      base: a plan of the program, from which candidates are replanned.
+      variant: the name of the program.
+      usable: bytes of a device that a peak may take.
+      patience: number of plans without a gain after which a descent ends.
+      rows: the candidates that were planned.
+      names: names of known schemes and of the user's layouts.
+      errors: the candidates that have no plan.
+      abandoned: candidates whose planning stopped early, because they communicate for too long.
+      near: candidates that were not planned to the end, because they are no better than their parent by a small margin.
+      planned: number of plans.
+      last_gain: (candidates, plans) tried when the descent had its last gain, or started; None outside a descent.
+    """
+
+    def __init__(
+        self, variant: str, base: Plan, topology: str, objective: Objective, memory_fraction: float, max_plans: int,
+        deadline: float | None, progress: Callable[[str], None],
+    ):  # fmt: skip
+        assert base.chip is not None
+        self.variant, self.base, self.topology = variant, base, topology
+        self.objective: Objective = objective
+        self.max_plans, self.deadline, self.progress = max_plans, deadline, progress
+        self.usable = memory_fraction * base.chip.per_device().hbm
+        ops = sum(1 for _ in base.program.root.walk())
+        self.patience = max(1, POLICY.patience_candidates * POLICY.patience_ops // max(POLICY.patience_ops, ops))
+        self.rows: dict[Point, Row] = {}
+        self.names: dict[Point, str] = {}
+        self.errors: dict[Point, MeshparError] = {}
+        self.abandoned: set[Point] = set()
+        self.near: set[Point] = set()
+        self.planned = 0
+        self.last_gain: tuple[int, int] | None = None
+        self._first_of: dict[Any, Point] = {}
+        self._comm_seconds: dict[Any, float] = {}
+        self._tried: set[Any] = set()
+        self._breakdowns: dict[Point, Breakdown] = {}
+        self._last_assignment: tuple[Point, AxisAssignment] | None = None
+        self._tori: dict[Sizes, Torus] = {}
+        self._best: Row | None = None
+        self._best_of_descent: Row | None = None
+        self._rejected: set[tuple[Any, Move]] = set()
+
+    # -- comparison
+
+    def rank(self, row: Row) -> tuple[Any, ...]:
+        """Sort key of a candidate, best first: candidates that fit, by the objective; then the others, by their peak."""
+        if not row.fits:
+            return (1, row.peak, row.seconds)
+        return (0, row.seconds, row.peak) if self.objective == "time" else (0, row.peak, row.seconds)
+
+    def is_near_best(self, row: Row) -> bool:
+        """Whether its objective is at most ``POLICY.max_time_ratio`` times the best."""
+        best = self._best
+        if best is None or (best.fits and self.objective == "time"):
+            return best is None or row.seconds <= POLICY.max_time_ratio * best.seconds
+        return row.peak <= POLICY.max_time_ratio * best.peak
+
+    def is_gain(self, row: Row, than: Row | None) -> bool:
+        """Whether a row is better than another by more than ``POLICY.min_gain_fraction``."""
+        if than is None:
+            return True
+        (fits, metric, _), (other_fits, other, _) = self.rank(row), self.rank(than)
+        return fits < other_fits or (fits == other_fits and metric < (1 - POLICY.min_gain_fraction) * other)
+
+    def only_time_counts(self, point: Point) -> bool:
+        """Whether a candidate is better than a planned one only if its step is shorter."""
+        return self.objective == "time" and self.rows[point].fits
+
+    def equal_cost(self, one: Point, other: Point) -> bool:
+        """Whether two candidates on the same mesh have the same step time and peak; ``one`` has been planned."""
+        key = self._equivalence_key(other)
+        if key == self._equivalence_key(one):
+            return True
+        first, row = self.rows[one], self.rows.get(self._first_of.get(key, other))
+        if row is None:
+            try:
+                plan = self._plan_without_passes(other)
+            except MeshparError:
+                return False
+            if not math.isclose(comm_seconds(plan), self._comm_seconds.get(self._equivalence_key(one), math.nan)):
+                return False
+            plan = Plan.of(with_passes(plan))
+            return (plan.seconds, plan.memory.peak) == (first.seconds, first.peak)
+        return (row.seconds, row.peak) == (first.seconds, first.peak)
+
+    def is_legal(self, point: Point) -> bool:
+        """Whether a candidate has a plan."""
+        try:
+            self._plan_without_passes(point)
+        except MeshparError:
+            return False
+        return True
+
+    # -- plans
+
+    def plan(
+        self, point: Point, parent: Breakdown | None = None, below_seconds: float = math.inf,
+        max_comm_seconds: float = math.inf,
+    ) -> Row | None:  # fmt: skip
+        """The row of a candidate; None: it is illegal, far from the best, or no better than its parent.
+
+        Args:
+          parent: the breakdown of the candidate that it derives from, if it must be shorter than that.
+          below_seconds: the step time that it has to beat.
+          max_comm_seconds: the largest time of its communication.
+
+        Raises:
+          LimitReached: the limit of plans or of time is reached.
+          OutOfPatience: the descent had no gain for too long.
+        """
+        if point in self.rows or point in self.errors or point in self.abandoned:
+            return self.rows.get(point)
+        key = self._equivalence_key(point)
+        if key in self._first_of:
+            first = self._first_of[key]
+            if first in self.rows:
+                self.rows[point] = replace(self.rows[first], mesh=point.mesh, layout=point.layout)
+            elif first in self.abandoned:
+                self.abandoned.add(point)
+            else:
+                self.errors[point] = self.errors[first]
+            return self.rows.get(point)
+        self._check_limits()
+        self._first_of[key] = point
+        self._tried.add(key)
+        self.planned += 1
+        try:
+            plan, sent = self._plan_exactly(point, parent, below_seconds, max_comm_seconds)
+        except MeshparError as e:
+            self.errors[point] = e.with_traceback(None)  # a traceback refers to the unfinished plan
+            return None
+        except (TooLong, _NoGain) as e:
+            if isinstance(e, _NoGain):
+                self.near.add(point)
+            if parent is None and max_comm_seconds == math.inf:
+                self.abandoned.add(point)
+            else:
+                del self._first_of[key]
+            self._report_progress()
+            return None
+        return self._record(point, plan, sent)
+
+    def _check_limits(self) -> None:
+        if self.planned >= self.max_plans:
+            raise LimitReached(f"stopped at {self.max_plans} plans")
+        if self.last_gain is not None:
+            tried, planned = self.last_gain
+            if len(self._tried) >= tried + POLICY.patience_candidates or self.planned >= planned + self.patience:
+                raise OutOfPatience
+        if self.deadline is not None and time.monotonic() > self.deadline and self.planned:
+            raise LimitReached("stopped at the time limit")
+
+    def _record(self, point: Point, plan: Plan, sent: float) -> Row:
+        """Store the row of a plan, and its breakdown if the search may continue from it; free its caches."""
+        assert plan.seconds is not None
+        peak = plan.memory.peak
+        row = Row(
+            point.mesh, point.layout, plan.seconds, peak, float(plan.bytes_sent), peak <= self.usable,
+            variant=self.variant, lowering=plan.lowering,
+        )  # fmt: skip
+        rival = self._rival(point)
+        if self.last_gain is None and (rival is None or self.rank(row) < self.rank(self.rows[rival])):
+            self._breakdowns[point] = Breakdown(plan, sent)
+        elif self.last_gain is not None and self.is_gain(row, self._best_of_descent):
+            self._breakdowns[point] = Breakdown(plan, sent)
+            self.last_gain, self._best_of_descent = (len(self._tried), self.planned), row
+        self.rows[point] = row
+        free_caches(plan)
+        if self._best is None or self.rank(row) < self.rank(self._best):
+            self._best = row
+        self._report_progress()
+        return row
+
+    def _report_progress(self) -> None:
+        best, variant = self._best, f"{self.variant}: " * bool(self.variant)
+        if best is not None:
+            cost = f"{format_seconds(best.seconds)}, {format_memory(best.peak)}"
+            self.progress(f"{variant}{cost}: {best.mesh}: {best.layout}; plan {self.planned}")
+
+    def _plan_exactly(
+        self, point: Point, parent: Breakdown | None, below_seconds: float, max_comm_seconds: float
+    ) -> tuple[Plan, float]:
+        """The plan of a candidate, and the seconds of its communication before passes.
+
+        Raises:
+          TooLong: its communication takes longer than ``max_comm_seconds``; than the best step by far, if it has no name under
+            which results list it; or than is possible for a step not much longer than its parent's.
+          _NoGain: its communication takes longer than is possible for a step below ``below_seconds``.
+        """
+        best, gains, key = self._best, math.inf, self._equivalence_key(point)
+        if point not in self.names and best is not None and best.fits and self.objective == "time":
+            max_comm_seconds = min(max_comm_seconds, POLICY.max_time_ratio * best.seconds)
+        if parent is not None:
+            error, gain = POLICY.other_mesh_error_fraction, POLICY.min_gain_fraction
+            kernels = parent.lower_bound(self._assignment(point)).kernels
+            slack = gain if dict(point.sizes) == parent.assignment.sizes else error
+            longest = (1 + error) * (1 + POLICY.rejected_loss_fraction) * parent.seconds
+            max_comm_seconds = min(max_comm_seconds, parent.max_comm_seconds(kernels, longest))
+            gains = parent.max_comm_seconds(kernels, (1 + slack) / (1 - gain) * below_seconds)
+        if (sent := self._comm_seconds.get(key, 0.0)) <= min(max_comm_seconds, gains):
+            plan = self._plan_without_passes(point, max_comm_seconds)
+            sent = self._comm_seconds[key] = comm_seconds(plan)
+            if sent <= gains:
+                return Plan.of(with_passes(plan)), sent
+        raise TooLong if sent > max_comm_seconds else _NoGain
+
+    def _assignment(self, point: Point) -> AxisAssignment:
+        if self._last_assignment is None or self._last_assignment[0] != point:
+            self._last_assignment = point, AxisAssignment(self.base.program, Layout(point.layout), dict(point.sizes))
+        return self._last_assignment[1]
+
+    def _plan_without_passes(self, point: Point, max_comm_seconds: float = math.inf) -> record.Plan:
+        mesh = planned_mesh(point.mesh, self.topology)
+        return plan_without_passes(
+            self.base, layout=Layout(point.layout), mesh=mesh, topology=self.topology, most=max_comm_seconds
+        )
+
+    def _equivalence_key(self, point: Point) -> Any:
+        """Equal for candidates with the same plan: the scopes of their rules and the axes of every value and op.
+
+        Adjacent axes that are always used together are equivalent to one axis over the same devices.
+        """
+        assignment = self._assignment(point)
+        groups, names = assignment.assignments(), [a for a, _ in point.sizes]
+        entries = {entry for group in groups for entry in group}
+        runs = [[names[0]]]
+        for before, axis in itertools.pairwise(names):
+            if all(_used_together(before, axis, entry) for entry in entries):
+                runs[-1].append(axis)
+            else:
+                runs.append([axis])
+        number = {run[0]: k for k, run in enumerate(runs)}
+        short = {entry: tuple(number[a] for a in entry if a in number) for entry in entries}
+        if point.sizes not in self._tori:
+            self._tori[point.sizes] = torus_of_slices(dict(point.sizes), self.topology)
+        torus = self._tori[point.sizes]
+        stages = tuple(tuple(stage for stage, _ in joined(s for a in run for s in torus[a])) for run in runs)
+        return stages, assignment.named_scopes, tuple(tuple(short[e] for e in group) for group in groups)
+
+    # -- bounds
+
+    def lower_bound(self, point: Point, parent: Breakdown | None = None) -> Row:
+        """A row of lower bounds on step time and peak, from the assignment and, if given, from the plan of another candidate."""
+        assert self.base.chip is not None
+        assignment = self._assignment(point)
+        seconds, peak = lower_bounds(assignment, self.base.chip)
+        bound = LowerBound(0.0, 0.0, 0.0) if parent is None else parent.lower_bound(assignment)
+        seconds, peak = max(seconds, bound.seconds), max(peak, bound.peak)
+        return Row(point.mesh, point.layout, seconds, peak, 0.0, peak <= self.usable)
+
+    def breakdown(self, point: Point) -> Breakdown:
+        """The breakdown of a candidate that has been planned."""
+        if point not in self._breakdowns:
+            plan = self._plan_without_passes(point)
+            self._breakdowns[point] = Breakdown(Plan.of(with_passes(plan)), comm_seconds(plan))
+        return self._breakdowns[point]
+
+    def _rival(self, point: Point) -> Point | None:
+        """The best candidate of the same name; of all if the candidate has no name."""
+        name = self.names.get(point)
+        others = [p for p in self.rows if name is None or self.names.get(p) == name]
+        return min(others, key=lambda p: self.rank(self.rows[p]), default=None)
+
+    def plan_scheme(self, point: Point) -> None:
+        """Plan a known scheme if, by its bounds, it may be better than its rival, or is shorter than the best but does not fit."""
+        rival = self._rival(point)
+        if rival is None or point in self.rows:
+            self.plan(point)
+            return
+        if point.uses_all_axes and rival.uses_all_axes:
+            return  # they differ only in the order of devices
+        parent, row, only_time = self.breakdown(rival), self.rows[rival], self.only_time_counts(rival)
+        bound, best = self.lower_bound(point, parent), self._best
+        hopeless = not bound.fits and best is not None and self.rank(bound) > self.rank(best)
+        if not hopeless and (self.is_gain(bound, row) or (only_time and self.rank(bound) < self.rank(row))):
+            self.plan(point, parent if only_time else None, row.seconds)
+        elif (
+            self.objective == "time"
+            and best is not None
+            and best.fits
+            and not bound.fits
+            and bound.seconds < best.seconds
+        ):
+            self.plan(point)
+
+    # -- descent
+
+    def start_descent(self, at: Point) -> None:
+        """Start counting candidates without a gain."""
+        self.last_gain, self._best_of_descent = (len(self._tried), self.planned), self.rows[at]
+
+    def rejected(self, at: Point) -> Callable[[Move], bool]:
+        """A predicate: whether a move made another candidate much worse that fits, or does not fit, as this one."""
+        fits = self.rank(self.rows[at])[0]
+        return lambda move: (fits, move) in self._rejected
+
+    def best_neighbour(self, at: Point, moves: Iterable[tuple[Move, Point]]) -> Point:
+        """The best of the candidates that the moves lead to, if it is a gain; else ``at``."""
+        row_at = best_row = self.rows[at]
+        rank_at, rejected, only_time = self.rank(row_at), self.rejected(at), self.only_time_counts(at)
+        best = at
+        for move, point in moves:
+            if rejected(move):
+                continue
+            row = self.rows.get(point) or self.lower_bound(point, self.breakdown(at))
+            gains = self.is_gain(row, row_at)
+            worth = gains and self.rank(row) <= self.rank(best_row)
+            if worth and point not in self.rows:
+                below = min((1 - POLICY.min_gain_fraction) * row_at.seconds, best_row.seconds)
+                # a candidate that does not fit either may not be much longer
+                limited = self.objective == "time" and not row.fits
+                longest = POLICY.max_time_ratio * row_at.seconds if limited else math.inf
+                row = self.plan(point, self.breakdown(at) if only_time or best_row.fits else None, below, longest)
+            elif not gains:
+                self._tried.add(self._equivalence_key(point))
+            if row is None and point in self.near:
+                continue
+            if row is None or self._is_much_worse(rank := self.rank(row), rank_at):
+                self._rejected.add((rank_at[0], move))
+            elif worth and self.is_gain(row, row_at) and (rank, point.layout) < (self.rank(best_row), best.layout):
+                best, best_row = point, row
+        return best
+
+    @staticmethod
+    def _is_much_worse(rank: tuple[Any, ...], than: tuple[Any, ...]) -> bool:
+        return rank[0] > than[0] or (rank[0] == than[0] and rank[1] > (1 + POLICY.rejected_loss_fraction) * than[1])
+
+
+def _used_together(before: str, axis: str, entry: Sequence[str]) -> bool:
+    """Whether an entry has ``axis`` right after ``before``, or neither of them."""
+    if axis not in entry or before not in entry:
+        return axis not in entry and before not in entry
+    return entry.index(axis) == entry.index(before) + 1
+
+
+def comm_seconds(plan: record.Plan) -> float:
+    """Seconds of all collectives of a plan, run sequentially."""
+    return sum(map(seconds_per_step, plan.collectives))

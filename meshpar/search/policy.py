@@ -1,0 +1,43 @@
+"""Thresholds and limits of a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SearchPolicy:
+    """What a search descends from, prunes, and treats as equal. Fractions are relative to the metric of the objective.
+
+    Attributes:
+      tie_fraction: layouts whose step times (or peaks) differ by less count as equally good; the one with the fewest rules is
+        chosen, since the estimate is no more accurate than that.
+      scheme_slack_fraction: the choice may be longer (or larger) than a known scheme or a layout of the user's by at most this.
+      min_gain_fraction: a descent moves to a candidate only if it is better by more than this.
+      rejected_loss_fraction: a move that made a candidate worse by more than this is not tried again from another candidate.
+      other_mesh_error_fraction: a candidate on another mesh is planned if its expected time is at most this much above the time
+        that it has to beat. Of 490 neighbours of candidates of Llama 3, Mixtral, DeepSeek-V3 and ResNet-50, those that were
+        better by more than 0.5 % were expected to take at most 1.04 times the time of the candidate that they derive from.
+      max_time_ratio: schemes that take more than this many times the best step time are not descended from, and a candidate whose
+        communication alone takes longer is planned no further. Of 800 candidates the passes hid or saved at most 0.27 of it.
+      max_starts: number of candidates that fit, and of shorter ones that do not fit, from which the search descends.
+      patience_candidates: a descent ends after this many candidates without a gain.
+      patience_ops: ops of the largest program for which all of ``patience_candidates`` are planned; larger programs, whose
+        plans take longer, get proportionally fewer.
+      max_rows: candidates in the result, besides the known schemes and the Pareto front.
+    """
+
+    tie_fraction: float = 0.03
+    scheme_slack_fraction: float = 0.002
+    min_gain_fraction: float = 0.005
+    rejected_loss_fraction: float = 0.1
+    other_mesh_error_fraction: float = 0.08
+    max_time_ratio: float = 1.5
+    max_starts: int = 3
+    patience_candidates: int = 40
+    patience_ops: int = 2000
+    max_rows: int = 64
+
+
+POLICY = SearchPolicy()
+"""The policy of :func:`meshpar.search`."""

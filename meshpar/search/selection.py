@@ -1,0 +1,129 @@
+"""The result of evaluated candidates: the choice among ties, the Pareto front, simplified layouts, compilation of the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import CompilerError
+from ..layout import Rule
+from .evaluation import Evaluation
+from .policy import POLICY
+from .result import Search
+from .row import Row
+from .space import Point, Space, as_layout
+
+Compile = Callable[[Row, bool], str]
+"""Compiles a candidate, at full effort or not; returns a summary."""
+
+
+def search_result(
+    searched: Sequence[tuple[Evaluation, Space]], ended: str, memory_fraction: float, verify: int, compiled: Compile | None,
+    refused: Sequence[str],
+) -> Search:  # fmt: skip
+    """The result of a search: the chosen candidate first, then the others by rank."""
+    first = searched[0][0]
+    ranked = _distinct(searched)
+    choice = _choice(first, [row for row, _, _, _ in ranked])
+    simplified = next(
+        _simplified(evaluation, space, point, row) for row, evaluation, space, point in ranked if row is choice
+    )
+    rows = _with_front([simplified, *(row for row, _, _, _ in ranked if row is not choice)])
+    best = rows[0]
+    if verify and compiled is not None and best.fits:
+        rows, best = _compiled(rows, verify, compiled)
+    return Search(
+        first.topology,
+        first.objective,
+        memory_fraction,
+        best,
+        tuple(r for k, r in enumerate(rows) if k < POLICY.max_rows or r.name or r.front),
+        sum(evaluation.planned for evaluation, _ in searched),
+        ended,
+        tuple(refused),
+        first.usable,
+        {evaluation.variant: evaluation.base for evaluation, _ in searched},
+    )
+
+
+def _distinct(searched: Sequence[tuple[Evaluation, Space]]) -> list[tuple[Row, Evaluation, Space, Point]]:
+    """The candidates by rank. Of those with the same mesh and cost a named one, else the one with the shortest layout."""
+
+    def text_key(row: Row) -> tuple[Any, ...]:
+        return not row.name, len(row.layout), row.layout
+
+    rows: dict[tuple[Any, ...], tuple[Row, Evaluation, Space, Point]] = {}
+    for evaluation, space in searched:
+        for point, row in evaluation.rows.items():
+            row = replace(row, name=evaluation.names.get(point, ""))
+            key = (row.variant, row.mesh, row.seconds, row.peak, row.sent)
+            if key not in rows or text_key(row) < text_key(rows[key][0]):
+                rows[key] = row, evaluation, space, point
+    rank = searched[0][0].rank
+    return sorted(rows.values(), key=lambda r: (rank(r[0]), r[0].layout, r[0].variant))
+
+
+def _choice(evaluation: Evaluation, ranked: Sequence[Row]) -> Row:
+    """The candidate with the fewest rules among those that tie with the best one.
+
+    Estimates may be wrong: of candidates that tie in time, one that uses at most half of the memory is preferred.
+    """
+    best = ranked[0]
+    known = [row for row in ranked if row.name and row.fits == best.fits]
+    tie, slack = 1 + POLICY.tie_fraction, 1 + POLICY.scheme_slack_fraction
+    ties = [row for row in ranked if row.fits == best.fits and row.seconds <= tie * best.seconds]
+    if evaluation.objective == "memory" or not best.fits:
+        limit = min([tie * best.peak, *(slack * row.peak for row in known)])
+        ties = [row for row in ties if row.peak <= limit]
+    else:
+        limit = min([tie * best.seconds, *(slack * row.seconds for row in known)])
+        ties = [row for row in ties if row.seconds <= limit]
+        ties = [row for row in ties if row.peak <= evaluation.usable / 2] or ties
+    return min(ties, key=lambda row: (row.rules, row.peak if best.fits else 0.0, row.seconds, row.layout))
+
+
+def _with_front(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each marked whether it is on the Pareto front of step time and peak."""
+    smallest, front = float("inf"), set()
+    for row in sorted(rows, key=lambda r: (r.seconds, r.peak)):
+        if row.peak < smallest:
+            front.add((row.variant, row.mesh, row.layout))
+            smallest = row.peak
+    return [replace(r, front=(r.variant, r.mesh, r.layout) in front) for r in rows]
+
+
+def _simplified(evaluation: Evaluation, space: Space, point: Point, row: Row) -> Row:
+    """The candidate without rules, and without question marks, that do not change its cost."""
+
+    def same(rules: Sequence[Rule]) -> bool:
+        return evaluation.equal_cost(point, replace(point, rules=tuple(rules)))
+
+    rules = list(point.rules)
+    for rule in rules[len(space.fixed) :][::-1]:
+        fewer = [r for r in rules if r is not rule]
+        if same(fewer):
+            rules = fewer
+    for k in range(len(space.fixed), len(rules)):
+        plain = [replace(r, optional=False) if i == k else r for i, r in enumerate(rules)]
+        if same(plain) and evaluation.is_legal(replace(point, rules=tuple(plain))):
+            rules = plain
+    return replace(row, layout=str(as_layout(rules)))
+
+
+def _compiled(rows: list[Row], verify: int, compiled: Compile) -> tuple[list[Row], Row]:
+    """The rows with the compiler's summaries, and the best one that compiles: it at full effort, later ones at fast effort."""
+    best: Row | None = None
+    left = verify
+    for k, row in enumerate(rows):
+        if left == 0 or not row.fits:
+            break
+        left -= 1
+        try:
+            rows[k] = replace(row, compiled=compiled(row, best is None))
+        except CompilerError as e:
+            rows[k] = replace(row, compiled=f"refused: {str(e).splitlines()[0]}")
+            left += best is None
+            continue
+        best = best or rows[k]
+    return rows, best or rows[0]
