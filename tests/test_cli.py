@@ -240,7 +240,7 @@ def test_tune_and_what_it_fitted(run, target, tmp_path):
     assert (status, "the calibration is of cpu" in err) == (2, True)
     kept.write_text("{}")
     status, _, err = run("calibrate", f"{target}:small", "--calibration", str(kept))
-    assert (status, "is no calibration file" in err) == (2, True)
+    assert (status, "is not a calibration file" in err) == (2, True)
 
 
 def test_check(run, target):

@@ -167,15 +167,16 @@ ALGORITHMS: dict[AlgorithmName, Algorithm] = {a.name: a for a in _TABLE}
 def choose_algorithm(
     op: CollectiveOp, volume: float, stages: Sequence[Stage], chip: Chip | None
 ) -> tuple[AlgorithmName, str]:
-    """(algorithm, reason) for a collective: the fewest bytes first, then the least time; the reason is empty if there is one
-    choice.
+    """(algorithm, reason) for a collective: the fewest bytes first, then the least time.
+
+    The reason is empty if only one algorithm is possible.
 
     - A reduce-scatter over several torus dimensions is ``staged``, across slices ``staged`` or ``hierarchical``, by the α-β model
       that planner and kernels share (:func:`meshpar_kernels.collectives.choose`). XLA compiles the native one to an all-reduce,
       which sends twice the bytes and allocates the full-size array, so it is not considered here.
       :mod:`meshpar.passes.all_reduce_choice` replaces a staged one by an all-reduce if that leaves less time exposed.
-    - Every other collective is ``native``: no algorithm sends fewer bytes, and only it uses the links of all torus dimensions at
-    once.
+    - Every other collective is ``native``: no algorithm sends fewer bytes, and only this one uses the links of all torus
+      dimensions at once.
 
     A ring of ``ppermute``s without matmuls is not considered: in compiled schedules its additions and copies cost more than its
     links save, for every reduce-scatter that was compiled. :mod:`meshpar.passes.collective_matmul` decides on rings with matmuls.

@@ -1,4 +1,4 @@
-"""What was measured of devices: the parts of peak rates that programs reach, kept by kind of device and version of jaxlib."""
+"""Calibrations: measured efficiencies of devices, stored in JSON files by device kind and jaxlib version."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .chips import Chip, chip_of_kind
 
 FORMAT = 1
 JAXLIB = importlib.metadata.version("jaxlib")
-"""The version at hand."""
+"""The installed version."""
 EFFICIENCIES = ("matmul_efficiency", "hbm_efficiency", "link_efficiency")
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The efficiencies of one kind of device, as :func:`meshpar.calibrate` fits them; plans that are given it are priced with them.
+    """Efficiencies of one kind of device, fitted by :func:`meshpar.calibrate`; the seconds of plans are computed with them.
 
     Attributes:
       device_kind: ``jax.Device.device_kind``.
-      jaxlib: the version that compiled what was measured.
-      matmul_efficiency, hbm_efficiency, link_efficiency: the part of the peak rate that products, memory traffic and links reach:
-        of the chip table's, for other devices of :func:`nominal`'s, and then perhaps above 1.
-      layouts: how many were measured.
-      error: by which part the calibrated plans are off the measured seconds, at the median.
-      hbm: bytes of a device, where the chip table does not have it.
-      notes: what the layouts could not tell.
+      jaxlib: the version that compiled the measured programs.
+      matmul_efficiency, hbm_efficiency, link_efficiency: fractions of the peak rates of matmuls, memory traffic and links. The peak
+        rates are those of the chip table, else those of :func:`nominal`, which may be exceeded.
+      layouts: number of measured layouts.
+      error: median relative difference between the seconds of calibrated plans and the measured seconds.
+      hbm: bytes of a device, if the chip table does not have it.
+      notes: efficiencies that the layouts do not determine.
     """
 
     device_kind: str
@@ -51,24 +51,24 @@ class Calibration:
 
     @property
     def name(self) -> str:
-        """Where it is from, as plans say it."""
+        """Its source as shown in plans: device kind and jaxlib version."""
         return f"{self.device_kind}, jaxlib {self.jaxlib}"
 
     def on(self, chip: Chip | None) -> Chip:
-        """A chip with these efficiencies; None: the nominal one of this kind."""
+        """The chip with these efficiencies; for None, the :func:`nominal` chip of this device kind."""
         chip = chip or nominal(self.device_kind, self.hbm or math.inf)
         return replace(chip.with_efficiencies(**{k: getattr(self, k) for k in EFFICIENCIES}), calibration=self.name)
 
     def save(self, path: str | Path) -> None:
-        """Put it into a JSON file, beside what that has of other kinds of devices and other versions.
+        """Write it to a JSON file; an existing file keeps its entries of other device kinds and versions.
 
         Raises:
-          UnsupportedError: there is such a file, and it has no calibrations.
+          UnsupportedError: the file exists and is not a calibration file.
         """
         path = Path(path)
-        kept = read_calibrations(path) if path.exists() else ()
+        existing = read_calibrations(path) if path.exists() else ()
         devices: dict[str, dict[str, Any]] = {}
-        for c in (*kept, self):
+        for c in (*existing, self):
             row = {k: v for k, v in asdict(c).items() if k not in ("device_kind", "jaxlib")}
             devices.setdefault(c.device_kind, {})[c.jaxlib] = row
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,14 +80,14 @@ class Calibration:
 
 Calibrations = tuple[Calibration, ...]
 CalibrationLike = Calibration | Iterable[Calibration] | str | Path | None
-"""A calibration or several, or the file that has them."""
+"""Calibrations, or the path of a calibration file."""
 
 
 def calibrations(given: CalibrationLike) -> Calibrations:
-    """Calibrations as users give them.
+    """The calibrations of a user's ``calibration=``; none for None.
 
     Raises:
-      UnsupportedError: no such file, one that cannot be read, or something else.
+      UnsupportedError: the file does not exist or cannot be read, or the value is of another type.
     """
     if given is None:
         return ()
@@ -95,50 +95,51 @@ def calibrations(given: CalibrationLike) -> Calibrations:
         return (given,)
     if isinstance(given, str | Path):
         return read_calibrations(given)
-    found = tuple(given) if isinstance(given, Iterable) else (given,)
-    for c in found:
+    result = tuple(given) if isinstance(given, Iterable) else (given,)
+    for c in result:
         if not isinstance(c, Calibration):
             raise UnsupportedError(
-                f"calibration={c!r} is none", fixes=["the file that `mp.calibrate(…).calibration.save(file)` wrote"]
+                f"calibration={c!r} is not a calibration",
+                fixes=["the file that `mp.calibrate(…).calibration.save(file)` wrote"],
             )
-    return found
+    return result
 
 
 def read_calibrations(path: str | Path) -> Calibrations:
     """All calibrations of a file.
 
     Raises:
-      UnsupportedError: no such file, or one that has none; it says where.
+      UnsupportedError: the file does not exist, or is not a calibration file; the error names the entry at fault.
     """
     where = "it"
     try:
         content = json.loads(Path(path).read_text("utf8"))
         if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, and {FORMAT} is known here")
-        found = []
+            raise ValueError(f"its format is {content['format']!r}; this version reads {FORMAT}")
+        entries = []
         for kind, versions in content["devices"].items():
             for version, row in versions.items():
                 where = f"{kind} / {version}"
-                found.append(_read(kind, version, row))
-        if not found:
+                entries.append(_read(kind, version, row))
+        if not entries:
             raise ValueError("it has no device")
     except FileNotFoundError:
         raise UnsupportedError(
             f"there is no calibration file {path}", fixes=["meshpar calibrate TARGET --calibration FILE writes it"]
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UnsupportedError(
-            f"{path} is no calibration file: {where}: {said}",
+            f"{path} is not a calibration file: {where}: {reason}",
             fixes=["meshpar calibrate TARGET --calibration FILE writes one"],
         ) from None
-    return tuple(found)
+    return tuple(entries)
 
 
 def _read(kind: str, version: str, row: dict[str, Any]) -> Calibration:
     unknown = set(row) - {f.name for f in fields(Calibration)}
     if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))} is not known here")
+        raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
     for name in (*EFFICIENCIES, *(["hbm"] if row.get("hbm") is not None else [])):
         value = row[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -147,10 +148,13 @@ def _read(kind: str, version: str, row: dict[str, Any]) -> Calibration:
 
 
 def nominal(kind: str, hbm: float) -> Chip:
-    """What a device is priced with that the chip table does not have, CPUs for one: round figures for efficiencies to refer to.
+    """The chip for a device kind that is not in the chip table (CPUs): round peak rates for efficiencies to refer to.
 
-    100 GFLOP/s, 20 GB/s of memory traffic, 5 GB/s over links of which no more is known. Plans use it only with a calibration:
-    without one a step on such a device has no time.
+    100 GFLOP/s, 20 GB/s of memory traffic, 5 GB/s over links. Plans use it only with a calibration: without one a step on such a
+    device has no seconds.
+
+    Args:
+      hbm: bytes of a device.
     """
     return Chip(
         kind,
@@ -171,35 +175,35 @@ def nominal(kind: str, hbm: float) -> Chip:
 
 
 def calibrated(chip: Chip | None, where: AnyMesh, given: Calibrations) -> Chip | None:
-    """The chip that a plan reads: with what was measured of its kind, if there are calibrations.
+    """The chip of a plan, with the calibration of its device kind.
 
-    That of another version of jaxlib stands in, the newest, where this one's is not there; plans name it.
+    The calibration of the installed jaxlib is used, else that of the newest version. Without calibrations, ``chip``.
 
     Args:
-      chip: by the chip table; None: it does not have it.
+      chip: of the chip table; None: not in the table.
       where: the mesh of the plan.
 
     Raises:
-      MeshError: they are all of other kinds of devices.
+      MeshError: all calibrations are of other device kinds.
     """
     if not given:
         return chip
     if chip is not None:
-        what, mine = f"a {chip.name}", [c for c in given if _table_name(c) == chip.name]
+        what, matching = f"a {chip.name}", [c for c in given if _table_name(c) == chip.name]
     elif isinstance(where, Mesh):
         kind = where.devices.flat[0].device_kind
-        what, mine = f"devices of kind {kind!r}", [c for c in given if c.device_kind.lower() == kind.lower()]
+        what, matching = f"devices of kind {kind!r}", [c for c in given if c.device_kind.lower() == kind.lower()]
     else:
-        what, mine = "an abstract mesh without a topology", [c for c in given if _table_name(c) is None]
+        what, matching = "an abstract mesh without a topology", [c for c in given if _table_name(c) is None]
     have = ", ".join(sorted({c.device_kind for c in given}))
-    if not mine or len({c.device_kind for c in mine}) > 1:
-        why = "of several kinds of devices" if mine else f"of {have}"
+    if not matching or len({c.device_kind for c in matching}) > 1:
+        why = "of several kinds of devices" if matching else f"of {have}"
         raise MeshError(
             f"the calibration is {why}, and the plan is for {what}",
-            fixes=["say what it runs on: topology=…"] if what.startswith("an abstract") else [
+            fixes=["name the topology: topology=…"] if what.startswith("an abstract") else [
                 "mp.calibrate (meshpar calibrate) on such devices", "or plan without a calibration, by the chip table"],
         )  # fmt: skip
-    best = max(mine, key=lambda c: (c.jaxlib == JAXLIB, _version(c.jaxlib)))
+    best = max(matching, key=lambda c: (c.jaxlib == JAXLIB, _version(c.jaxlib)))
     return best.on(chip)
 
 

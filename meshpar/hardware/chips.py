@@ -1,7 +1,6 @@
-"""The chip table: what each chip computes, holds and sends, what its devices and slices are called.
+"""The chip table: FLOP/s, memory, links, names of devices and shapes of slices of every chip.
 
-To add a chip is to add one entry to ``_TABLE``: device kinds, topology texts, rings, memory, costs and the compiler's name for it
-are read from there.
+To add a chip, add an entry to ``_TABLE``, and a section to the tables of its compiler (``tables/``).
 """
 
 from __future__ import annotations
@@ -19,36 +18,36 @@ GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """The figures of a chip. Those of a JAX device are a chip's, divided by ``devices`` (:meth:`per_device`).
+    """Hardware properties of a chip. Rates and sizes are of the whole chip; :meth:`per_device` has those of one JAX device.
 
     Attributes:
-      name: ``v5p``, ``h100``; what a topology text calls it.
-      kinds: what ``jax.Device.device_kind`` says of it, in any case of letters.
-      flops, flops_8bit: FLOP/s of dense bf16 and of int8 or fp8 products (None: no such unit).
-      hbm: bytes that a program may use: of all its devices, each as the compiler reports it.
-      hbm_bandwidth: bytes/s, read and write together.
-      link, links: bytes/s one way over one ICI link, and their number; of a GPU, over all its NVLinks to the switch.
-      torus: sides of the largest torus; ``()``: the chips hang on a switch.
+      name: in topology texts: ``v5p``, ``h100``.
+      kinds: values of ``jax.Device.device_kind``; case does not matter.
+      flops, flops_8bit: FLOP/s of dense matmuls in bf16, and in int8 or fp8 (None: not supported).
+      hbm: bytes that a program may use, of all devices of the chip, as the compiler reports it.
+      hbm_bandwidth: bytes/s, reads and writes together.
+      link, links: bytes/s in one direction of one ICI link, and the number of links; for a GPU, of all its NVLinks together.
+      torus: sides of the largest torus; ``()``: chips are connected by a switch.
       dcn: bytes/s of one chip to other slices or nodes.
       vmem: bytes of on-chip memory (None: caches).
-      devices: JAX devices of one chip; they share all of the above. JAX lays a mesh over chips of several devices only where it
-        knows their kind (``jax.experimental.mesh_utils``).
-      lanes: side of the matrix unit: the dims of a product round up to it.
+      devices: JAX devices of one chip. JAX maps a mesh to chips of several devices only for kinds that it knows
+        (``jax.experimental.mesh_utils``).
+      lanes: side of the matrix unit: dims of matmuls are rounded up to it.
       switch: GPUs of one host, on one NVSwitch (0: a torus).
-      slices: shapes of the slices that exist below a cube, or all of them where there are no cubes.
-      cube: side of the cubes of which larger slices are built (0: none). Optical switches join the ends of a slice of whole
-        cubes, so that all its dims are rings. Without cubes a dim is a ring where it is as long as the torus.
-      accelerators: what cloud accelerator types call it, before the number: ``v5litepod`` of ``v5litepod-8``.
-      counted: how many that number counts for a chip: 1: chips; 2: TensorCores.
-      target: what its compiler calls it: libtpu's topology name, or the file of ``targets/`` that describes a GPU; empty: it is
-        for plans alone, and nothing compiles for it.
+      slices: shapes of the slices smaller than a cube, or of all slices if there are no cubes.
+      cube: side of the cubes that larger slices are built of (0: none). Optical switches connect the ends of a slice of full
+        cubes, so that all its dimensions are rings. Without cubes a dimension is a ring if it has the length of the torus.
+      accelerators: prefixes of cloud accelerator types: ``v5litepod`` of ``v5litepod-8``.
+      counted: units per chip that the number of an accelerator type counts: 1: chips; 2: TensorCores.
+      target: name for its compiler: libtpu's topology name, or the file in ``targets/`` that describes a GPU; empty: it can only be
+        planned for.
       target_config: libtpu's ``chip_config_name``; empty: its default.
-      core_link: bytes/s one way between the devices of one chip.
-      latency: seconds a hop.
-      cores: that one JAX device has.
-      source: where the figures are from; ``~`` before those that are less certain.
-      calibration: the devices and the version of jaxlib on which the efficiencies were measured; "": they are the table's.
-      compiler: measured constants of its compiler, by default those of a chip without measurements.
+      core_link: bytes/s in one direction between the devices of one chip.
+      latency: seconds per link that a message passes.
+      cores: TensorCores of one JAX device.
+      source: source of these values; ``~`` marks less certain ones.
+      calibration: the devices and the version of jaxlib on which the efficiencies were measured; "": those of the table.
+      compiler: measured constants of its compiler; by default those of a chip without measurements.
     """
 
     name: str
@@ -79,7 +78,7 @@ class Chip:
     compiler: CompilerModel = field(default_factory=lambda: compiler_model(None))
 
     def per_device(self) -> Chip:
-        """The figures of one JAX device: its share of the chip."""
+        """The properties of one JAX device: its share of the chip."""
         n = self.devices
         if n == 1:
             return self
@@ -90,7 +89,7 @@ class Chip:
         )  # fmt: skip
 
     def ideal(self) -> Chip:
-        """The same chip with every efficiency 1: for bounds and for the rules of thumb that assume peak rates."""
+        """The same chip with every efficiency 1, for lower bounds and textbook estimates."""
         return self.with_efficiencies(matmul_efficiency=1.0, hbm_efficiency=1.0, link_efficiency=1.0)
 
     def with_efficiencies(self, **fractions: float) -> Chip:
@@ -98,18 +97,20 @@ class Chip:
         return replace(self, compiler=replace(self.compiler, **fractions))
 
     def matmul_rate(self, dtype: str) -> float:
-        """FLOP/s of a product of this dtype at default precision: 8-bit types at the 8-bit rate; f32 as bf16 on TPUs, as
-        TF32, at half that rate, on GPUs."""
+        """FLOP/s of a matmul of this dtype at default precision.
+
+        8-bit types have the 8-bit rate; float32 has that of bf16 on TPUs, and half of it (TF32) on GPUs.
+        """
         if ("int8" in dtype or "float8" in dtype) and self.flops_8bit is not None:
             return self.flops_8bit
         return self.flops / 2 if self.switch and dtype == "float32" else self.flops
 
     def rate(self, dim: str, stride: int = 1) -> float:
-        """Bytes/s one way that one JAX device reaches over the links of a dim.
+        """Bytes/s in one direction that one JAX device reaches over the links of a dimension.
 
         Args:
-          dim: of a :class:`meshpar.hardware.topology.Stage`: ``slice``, ``switch``, ``core``, else a link of the torus.
-          stride: how many groups share each link of the torus.
+          dim: of a :class:`meshpar.hardware.topology.Stage`: ``slice``, ``switch``, ``core``, else a torus dimension.
+          stride: number of groups that share each link of the torus.
         """
         if dim == "core":
             return self.core_link * self.compiler.link_efficiency
@@ -118,17 +119,17 @@ class Chip:
         return link * self.compiler.link_efficiency
 
     def rings(self, shape: Sequence[int]) -> tuple[bool, ...]:
-        """Which dims of a slice close to a ring; the others are lines. A compiler must be told, or it takes rings for lines.
+        """For each torus dimension of a slice, whether it is a ring; else it is a line. Compilers assume lines unless told.
 
         Args:
-          shape: chips along each dim of the torus.
+          shape: chips along each torus dimension.
         """
         if self.cube:
             return (all(n % self.cube == 0 for n in shape),) * len(shape)
         return tuple(n == side for n, side in zip(shape, self.torus, strict=True))
 
     def exists(self, shape: Sequence[int]) -> bool:
-        """Whether there are slices of this shape, in any order of its dims; of GPUs, hosts for this number."""
+        """Whether slices of this shape exist, in any order of its dimensions; for GPUs, (number,) fills hosts."""
         if min(shape) < 1:
             return False
         if self.switch:
@@ -139,17 +140,17 @@ class Chip:
         return cubes or any(sorted(shape) == sorted(s) for s in self.slices)
 
     def shapes(self, chips: int | None = None) -> list[tuple[int, ...]]:
-        """The shapes of its slices on a torus, each in one order of its dims, the smallest and then the squarest first.
+        """The shapes of slices on a torus, each in one order of its dimensions: smallest first, then squarest.
 
         Args:
-          chips: of slices with so many chips alone.
+          chips: only slices of this many chips.
         """
-        found = list(self.slices)
+        shapes = list(self.slices)
         if self.cube:
             sides = range(self.cube, max(self.torus) + 1, self.cube)
-            found += [s for s in itertools.combinations_with_replacement(sides, len(self.torus)) if self.exists(s)]
-        found = [s for s in dict.fromkeys(found) if chips is None or math.prod(s) == chips]
-        return sorted(found, key=lambda s: (math.prod(s), sum(s)))
+            shapes += [s for s in itertools.combinations_with_replacement(sides, len(self.torus)) if self.exists(s)]
+        shapes = [s for s in dict.fromkeys(shapes) if chips is None or math.prod(s) == chips]
+        return sorted(shapes, key=lambda s: (math.prod(s), sum(s)))
 
 
 _BOOK = "JAX scaling book (tpus.md)"
@@ -193,6 +194,6 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:
-    """The chip that ``jax.Device.device_kind`` names; None: not in the table."""
+    """The chip of a ``jax.Device.device_kind``; None: not in the table."""
     kind = device_kind.lower()
     return next((c for c in CHIPS.values() if any(kind == k.lower() for k in c.kinds)), None)

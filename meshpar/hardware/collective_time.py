@@ -46,10 +46,9 @@ def seconds_of(
     - all-to-all: ``V·max(Aᵢ) / (4·A·W)``, the traffic through the middle (a quarter of an all-gather on one ring).
     - a permute: V over one link.
     - NVSwitch: ``V·(A-1)/A`` over the GPU's NVLinks in one direction; DCN likewise over a chip's share.
-    - several levels (slices, torus, cores of a chip): sequentially, the outer ones on the result of the inner ones. An all-reduce
-    over
-      slices is a reduce-scatter within each slice, an all-reduce of ``V/inner`` between slices, and an all-gather within each
-      slice.
+    - several levels (slices, torus, cores of a chip): sequentially, the outer ones on the result of the inner ones. An
+      all-reduce over slices is a reduce-scatter within each slice, an all-reduce of ``V/inner`` between slices, and an
+      all-gather within each slice.
 
     The algorithm says which torus dimensions are used at once: all of them (``native``), or one after the other, the major one
     for all of V (``staged``). Groups that are interleaved along a dimension share its links.
@@ -121,7 +120,7 @@ def _together(levels: Sequence[_Level]) -> _Level:
 
 
 def merged(stages: Sequence[Stage]) -> list[Stage]:
-    """Stages of one torus dimension as one, where they are nested in it; those of size 1 go."""
+    """The stages, with nested stages of one torus dimension merged into one, and stages of size 1 removed."""
     out: list[Stage] = []
     for stage in stages:
         if stage.size == 1:

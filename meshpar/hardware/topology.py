@@ -1,5 +1,7 @@
-"""Slices: the text that names one, its devices, and how the axes of a mesh lie on its torus: read from the coordinates of devices,
-or worked out for a slice that is only named."""
+"""Slices: parsing their names, their devices, and the torus dimensions that each mesh axis runs along.
+
+The stages of a mesh axis are computed from the coordinates of its devices, or from the name of a slice that is not attached.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ _PLACES = ("x", "y", "z", "core", "slice")
 
 
 class Topology(NamedTuple):
-    """Slices of one shape, joined by DCN; of GPUs, hosts.
+    """Slices of one shape, connected by DCN; for GPUs, hosts.
 
     Attributes:
-      slices: how many.
-      kind: the chip, a name of the chip table.
-      chips: of one slice, along each dim of its torus; of GPUs, their number.
+      slices: number of slices or hosts.
+      kind: name of the chip in the chip table.
+      chips: chips of one slice along each torus dimension; for GPUs, (their number,).
     """
 
     slices: int
@@ -46,12 +48,12 @@ class Topology(NamedTuple):
 
     @property
     def chip(self) -> Chip:
-        """The figures of its chips."""
+        """The entry of the chip table."""
         return CHIPS[self.kind]
 
     @property
     def devices(self) -> int:
-        """How many JAX devices it has."""
+        """The number of JAX devices."""
         return self.slices * math.prod(self.chips) * self.chip.devices
 
     def __str__(self) -> str:
@@ -62,11 +64,11 @@ class Topology(NamedTuple):
 def parse_topology(text: str) -> Topology:
     """``"2x v5e:16x16"`` → ``Topology(2, "v5e", (16, 16))``: slices, kind, chips along each dim of the torus.
 
-    Of GPUs, ``"2x h200:8"`` → ``Topology(2, "h200", (8,))``: hosts, kind, GPUs. A cloud's accelerator type stands for the squarest
-    slice of that size: ``"v5litepod-8"`` is ``v5e:2x4``, and ``"v5p-128"``, which counts TensorCores, ``v5p:4x4x4``.
+    For GPUs, ``"2x h200:8"`` → ``Topology(2, "h200", (8,))``: hosts, kind, GPUs. An accelerator type of a cloud means the squarest
+    slice of that size: ``"v5litepod-8"`` is ``v5e:2x4``, and ``"v5p-128"``, which counts TensorCores, is ``v5p:4x4x4``.
 
     Raises:
-      MeshError: no such kind, or no such slice of it; the error says which exist, the nearest ones first.
+      MeshError: the kind or slice does not exist; the error lists those that do, nearest first.
     """
     m = _ACCELERATOR.match(text)
     if m is not None:
@@ -83,28 +85,28 @@ def parse_topology(text: str) -> Topology:
     want = len(chip.torus) or 1
     if len(chips) != want:
         why = (
-            f"of {chip.name} GPUs there is a number"
+            f"{chip.name} GPUs have one size, their number"
             if chip.switch
             else f"a {chip.name} slice has {want} torus dimensions"
         )
         why += f", not {_times(chips)}"
     elif not slices:
-        why = "it has no slice"
+        why = "it has 0 slices"
     elif chip.switch:
-        why = f"hosts are filled: beyond {chip.switch} GPUs there are multiples of {chip.switch}"
+        why = f"more than {chip.switch} GPUs must be a multiple of {chip.switch} (full hosts)"
     else:
         why = f"there is no {chip.name} slice of {_times(chips)} chips"
     near = [str(Topology(max(1, slices), chip.name, s)) for s in _nearest(chip, chips)]
     raise MeshError(
-        f"topology {text!r} is not one that exists: {why}", fixes=[f"the nearest: {', '.join(near)}", *_known(chip)]
+        f"topology {text!r} does not exist: {why}", fixes=[f"the nearest: {', '.join(near)}", *_known(chip)]
     )
 
 
 def device_count(topology: str) -> int:
-    """How many JAX devices a topology has.
+    """The number of JAX devices of a topology.
 
     Raises:
-      MeshError: a text that is no topology.
+      MeshError: the text is not a topology.
     """
     return parse_topology(topology).devices
 
@@ -113,7 +115,7 @@ def chip_of(where: AnyMesh | Sequence[Any] | str) -> Chip | None:
     """The chip of a topology text (``"v5p:8x8x8"``, ``"4x h100:8"``), a mesh or a list of devices; None: not known (CPUs).
 
     Raises:
-      MeshError: a text that is no topology.
+      MeshError: the text is not a topology.
     """
     if isinstance(where, str):
         return parse_topology(where).chip
@@ -125,40 +127,40 @@ def chip_of(where: AnyMesh | Sequence[Any] | str) -> Chip | None:
 
 
 def _accelerator(text: str, slices: int, chip: Chip, name: str, number: int) -> Topology:
-    """The slice that a cloud's accelerator type names."""
-    chips, left = divmod(number, chip.counted)
-    found = chip.shapes(chips) if slices and not left else []
-    if found:
-        return Topology(slices, chip.name, found[0])
+    """The topology for an accelerator type of a cloud, such as ``v5litepod-8``."""
+    chips, remainder = divmod(number, chip.counted)
+    shapes = chip.shapes(chips) if slices and not remainder else []
+    if shapes:
+        return Topology(slices, chip.name, shapes[0])
     what = "TensorCores" if chip.counted == 2 else "chips"
     sizes = sorted({math.prod(s) * chip.counted for s in chip.shapes()}, key=lambda n: (abs(n - number), n))[:3]
     raise MeshError(
-        f"topology {text!r} is not one that exists: there is no {chip.name} slice of {number} {what}",
+        f"topology {text!r} does not exist: there is no {chip.name} slice of {number} {what}",
         fixes=[f"the nearest: {', '.join(f'{name}-{n}' for n in sorted(sizes))}", *_known(chip)],
     )
 
 
 def _nearest(chip: Chip, chips: Sequence[int]) -> list[tuple[int, ...]]:
-    """Shapes that exist and have about so many chips, along about such dims; at most three."""
+    """At most three existing slice shapes nearest to ``chips`` in number, then in the sides."""
     number = max(1, math.prod(chips))
     if chip.switch:
-        less = number // chip.switch * chip.switch
-        return [(n,) for n in (less, less + chip.switch) if n]
+        below = number // chip.switch * chip.switch
+        return [(n,) for n in (below, below + chip.switch) if n]
 
-    def far(shape: tuple[int, ...]) -> tuple[float, float]:
+    def distance(shape: tuple[int, ...]) -> tuple[float, float]:
         sides = zip(sorted(shape, reverse=True), sorted(chips, reverse=True), strict=False)
         return abs(math.log(math.prod(shape) / number)), sum(abs(math.log(a / max(1, b))) for a, b in sides)
 
-    return sorted(chip.shapes(), key=far)[:3]
+    return sorted(chip.shapes(), key=distance)[:3]
 
 
 def _unknown_chip(text: str, name: str) -> MeshError:
-    said = f": there is no chip {name!r}" if name and name not in CHIPS else ""
-    return MeshError(f"topology {text!r} is not known{said}", fixes=_known())
+    detail = f": there is no chip {name!r}" if name and name not in CHIPS else ""
+    return MeshError(f"topology {text!r} is not known{detail}", fixes=_known())
 
 
 def _known(only: Chip | None = None) -> list[str]:
-    """What can be written, by the chip table: of one chip, or of all."""
+    """Lines for error messages: the topologies of one chip, or of all chips of the table."""
     chips = list(CHIPS.values()) if only is None else [only]
     groups: dict[str, list[str]] = {}
     for c in chips:
@@ -168,7 +170,7 @@ def _known(only: Chip | None = None) -> list[str]:
     out = [f"{', '.join(names)}: {shapes}" for shapes, names in groups.items()]
     if only is None:
         clouds = [f"{c.accelerators[0]}-{math.prod(c.slices[-1]) * c.counted}" for c in chips if c.accelerators]
-        out += [f"as clouds name them: {', '.join(clouds)}", 'several slices or hosts: "2x v6e:16x16", "2x h200:8"']
+        out += [f"accelerator types: {', '.join(clouds)}", 'several slices or hosts: "2x v6e:16x16", "2x h200:8"']
     return out
 
 
@@ -176,15 +178,14 @@ def _times(sides: Sequence[int]) -> str:
     return "x".join(map(str, sides))
 
 
-# -- devices that are not here
+# -- devices that are not attached
 
 
 def topology_devices(topology: str) -> tuple[Any, ...]:
-    """The devices of a topology that is not here, as its compiler describes them; the same ones for every call.
+    """The compile-only devices of a topology, from its compiler; the same objects in every call.
 
     Raises:
-      MeshError: an unknown topology, a chip that no compiler is known for, or a compiler that is not installed; it says the
-        command that installs it.
+      MeshError: the topology is unknown, the chip has no compiler, or the compiler is not installed.
     """
     return _described(parse_topology(topology))
 
@@ -196,7 +197,7 @@ def _described(topology: Topology) -> tuple[Any, ...]:
     if not chip.target:
         compiled = [c.name for c in CHIPS.values() if c.target]
         raise MeshError(
-            f"topology {topology}: nothing here compiles for {kind} chips, they are for plans alone",
+            f"topology {topology}: no compiler for {kind} chips; they can only be planned for",
             fixes=[
                 'plan without devices: mp.plan(…, mesh="data=8", topology=…)',
                 f"chips to compile for: {', '.join(compiled)}",
@@ -211,12 +212,12 @@ def _described(topology: Topology) -> tuple[Any, ...]:
         return tuple(tpu_topology(chip.target, chips, slices, rings, chip.target_config))
     except jax.errors.JaxRuntimeError as error:
         raise MeshError(
-            f"topology {str(topology)!r} is not one that exists: {str(error).splitlines()[0]}", fixes=_known(chip)
+            f"topology {str(topology)!r} does not exist: {str(error).splitlines()[0]}", fixes=_known(chip)
         ) from None
 
 
 def _gpu_target(chip: Chip) -> str:
-    """XLA's description of a GPU, as protobuf text."""
+    """XLA's description of a GPU, in protobuf text format."""
     return (Path(__file__).parent / "targets" / f"{chip.target}.txtpb").read_text()
 
 
@@ -231,7 +232,7 @@ def _need_cuda_plugin() -> None:
 
 
 def refused_options(mesh: AnyMesh, values: Mapping[str, Any]) -> dict[str, str]:
-    """The options that the compiler of a mesh's devices refuses → what it says; none for a mesh without devices."""
+    """Compiler options that the compiler of a mesh's devices rejects → its message; empty for a mesh without devices."""
     if not isinstance(mesh, Mesh):
         return {}
     first = mesh.devices.flat[0]
@@ -239,11 +240,11 @@ def refused_options(mesh: AnyMesh, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def topology_of(devices: Sequence[Any]) -> str | None:
-    """The text of the topology that devices which are not here belong to, ``"2x v5e:16x16"``; None for devices that are here."""
+    """The topology of compile-only devices as text, ``"2x v5e:16x16"``; None for attached devices."""
     first = devices[0]
     if not is_compile_only(first):
         return None
-    devices = first.client.devices()  # all of them, of which a mesh may use some
+    devices = first.client.devices()  # a mesh may use only some of them
     chip = chip_of_kind(first.device_kind)
     if chip is None:
         return None
@@ -265,13 +266,13 @@ class Stage:
     """A part of a mesh axis that runs along one dimension of the slice.
 
     Attributes:
-      size: how many devices.
+      size: number of devices.
       dim: ``x``, ``y``, ``z`` (torus dimensions), ``core`` (of one chip), ``switch`` (GPUs on one NVSwitch), ``slice`` (over
         DCN), or ``""``: not known.
-      wraps: whether it is a ring; a line otherwise.
-      stride: how many places its neighbours are apart; so many groups share each link.
-      fills: of devices that jump about, but fill a box (JAX lays ``data=16`` over a v5e:4x4 like a snake): the stages of the box,
-        which collectives run over in whatever order the devices stand; rings have theirs.
+      wraps: it is a ring; a line otherwise.
+      stride: distance between neighbours along the dimension, in chips; also the number of groups that share each link.
+      fills: for devices that are no run along one dimension but fill a box (JAX maps ``data=16`` to a v5e:4x4 like a snake): the
+        stages of the box. Collectives other than rings run over these, since the order of devices does not matter to them.
     """
 
     size: int
@@ -282,7 +283,7 @@ class Stage:
 
     @property
     def line(self) -> bool:
-        """Whether what goes around comes back over the links on which it went: two devices have nothing to come back from."""
+        """Whether a ring over this stage returns over the links of a line (never for two devices)."""
         return self.dim not in ("switch", "slice", "core") and not self.wraps and self.size > 2
 
 
@@ -291,49 +292,48 @@ Torus = dict[str, tuple[Stage, ...]]
 
 
 def joined(stages: Iterable[Stage]) -> list[tuple[Stage, int]]:
-    """Stages as they are physically: those that cut one dimension of the slice finer, one behind the other, are one; and of how
-    many each is made. Stages of one device go."""
+    """(stage, number of given stages it is merged from): adjacent stages of one dimension are merged, stages of size 1 removed."""
     out: list[tuple[Stage, int]] = []
     for stage in stages:
         if stage.size == 1:
             continue
         if out and out[-1][0].dim == stage.dim != "" and out[-1][0].stride == stage.stride * stage.size:
-            whole, count = out.pop()
-            out.append((Stage(whole.size * stage.size, whole.dim, whole.wraps, stage.stride), count + 1))
+            major, count = out.pop()
+            out.append((Stage(major.size * stage.size, major.dim, major.wraps, stage.stride), count + 1))
         else:
             out.append((stage, 1))
     return out
 
 
 def major_stage(torus: Torus, axes: Sequence[str]) -> tuple[list[Stage], int]:
-    """The part of the torus that a ring over axes runs over, and how many of their stages (of more than one device) that is.
+    """([stage that a ring over mesh axes runs around], number of the axes' stages that it is merged from).
 
-    It is the first of their joined stages, where the axes stand as in the mesh: permutes number devices as the mesh does. None
-    for axes of one device each.
+    The stage is the first of their merged stages, if the axes are in the order of the mesh (permutes number devices in this order),
+    else the first stage. The list is empty if all axes have size 1.
     """
     order = list(torus)
-    found = [a for a in axes if any(s.size > 1 for s in torus[a])]
-    in_order = [order.index(a) for a in found] == sorted(order.index(a) for a in found)
-    stages = [s for a in found for s in torus[a] if s.size > 1]
+    split = [a for a in axes if any(s.size > 1 for s in torus[a])]
+    in_order = [order.index(a) for a in split] == sorted(order.index(a) for a in split)
+    stages = [s for a in split for s in torus[a] if s.size > 1]
     major = joined(stages if in_order else stages[:1])[:1]
     return [s for s, _ in major], sum(n for _, n in major)
 
 
 def major_of(torus: Torus, axes: Sequence[str]) -> list[Stage]:
-    """The stage that a ring over axes runs over: the major one of the torus."""
+    """[The stage that a ring over mesh axes runs around]; empty if all axes have size 1."""
     return major_stage(torus, axes)[0]
 
 
 def devices_of(torus: Torus, axes: Sequence[str]) -> int:
-    """How many devices a ring over axes has: those of the major stage."""
+    """The number of devices of a ring over mesh axes."""
     return math.prod(s.size for s in major_of(torus, axes))
 
 
 def torus_of(mesh: AnyMesh) -> Torus:
     """The stages of every axis of a mesh.
 
-    An axis that jumps about (a permuted or ragged set of devices), and every axis of a mesh whose devices have no coordinates
-    (CPUs, an abstract mesh), is one stage of which nothing more is known. GPUs of one process are taken to share a switch.
+    An axis whose devices are no runs along torus dimensions (permuted devices), and every axis of a mesh whose devices have no
+    coordinates (CPUs, an abstract mesh), is one stage with ``dim=""``. GPUs of one process are assumed to share a switch.
     """
     if not isinstance(mesh, Mesh):
         return _unknown(mesh.shape)
@@ -347,14 +347,14 @@ def torus_of(mesh: AnyMesh) -> Torus:
 
 
 def torus_of_slices(sizes: Mapping[str, int], topology: Topology | str) -> Torus:
-    """The stages of every axis of a mesh over slices that are only named, assigned as :func:`meshpar.mesh` would.
+    """The stages of every axis of a mesh over slices that are not attached, with the devices that :func:`meshpar.mesh` assigns.
 
     Args:
       sizes: axis → size.
-      topology: the slices, or their text.
+      topology: the slices, or their name.
 
     Raises:
-      MeshError: a text that is no topology, or axes that do not multiply to its number of devices.
+      MeshError: the text is not a topology, or the sizes do not multiply to its number of devices.
     """
     topology = parse_topology(topology) if isinstance(topology, str) else topology
     check_fills(sizes, topology)
@@ -365,7 +365,7 @@ def torus_of_slices(sizes: Mapping[str, int], topology: Topology | str) -> Torus
 
 
 def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
-    """Raises MeshError where the axes of a mesh do not multiply to the number of devices of a topology."""
+    """Raise MeshError if the sizes of mesh axes do not multiply to the number of devices of a topology."""
     have = math.prod(sizes.values())
     if have != topology.devices:
         text = ", ".join(f"{a}={n}" for a, n in sizes.items())
@@ -376,14 +376,14 @@ def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
 
 
 def switched(sizes: Mapping[str, int], domain: int) -> Torus:
-    """The stages of axes over nodes of GPUs on a switch: the minor axes fill a node, what is left goes between nodes."""
+    """The stages of axes over nodes of ``domain`` GPUs on a switch: minor axes fill a node, major ones connect nodes."""
     out: Torus = {}
-    left = domain
+    remaining = domain
     for axis, n in reversed(list(sizes.items())):
-        inner = math.gcd(n, left)
-        left //= inner
+        inner = math.gcd(n, remaining)
+        remaining //= inner
         if inner != n:
-            left = 1
+            remaining = 1
         stages = [Stage(n // inner, "slice")] * (n != inner) + [Stage(inner, "switch")] * (inner > 1)
         out[axis] = tuple(stages) or (Stage(1),)
     return {axis: out[axis] for axis in sizes}
@@ -391,7 +391,7 @@ def switched(sizes: Mapping[str, int], domain: int) -> Torus:
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """Stands for a device of a slice that is not here: what the assignment of mesh axes looks at."""
+    """A device of a slice that is not attached, with the attributes that the assignment of mesh axes reads."""
 
     coords: tuple[int, int, int]
     core_on_chip: int
@@ -411,7 +411,7 @@ def _places(topology: Topology) -> list[_Device]:
 
 
 def _rings(chip: Chip, extent: Sequence[int]) -> tuple[bool, ...]:
-    """Which of :data:`_PLACES` close to a ring, by the sides that devices take up."""
+    """For each of :data:`_PLACES`, whether it is a ring, given the sides of the box of devices."""
     rings = chip.rings([int(n) for n in extent[: len(chip.torus)]])
     return (*rings, *(False,) * (len(_PLACES) - len(rings)))
 
@@ -427,8 +427,8 @@ def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
     chip = chip_of_kind(first.device_kind)
     if chip is None:
         warnings.warn(
-            f"devices of kind {first.device_kind!r} are not in the chip table (meshpar/hardware/chips.py): every axis is taken "
-            "for a line, none for a ring, and nothing is timed",
+            f"devices of kind {first.device_kind!r} are not in the chip table (meshpar/hardware/chips.py): every axis is treated "
+            "as a line, none as a ring, and the plan has no seconds",
             TorusWarning,
             stacklevel=user_stacklevel(),
         )
@@ -452,14 +452,14 @@ def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
 
 
 def _box(places: np.ndarray, extent: Sequence[int], rings: Sequence[bool]) -> list[Stage]:
-    """A stage for each dimension along which devices differ."""
-    found = []
+    """A stage for each dimension along which the devices differ."""
+    stages = []
     for d, name in enumerate(_PLACES):
         along = np.unique(places[:, d])
         if len(along) > 1:
             stride = int(np.diff(along).min())
-            found.append(Stage(len(along), name, bool(rings[d] and len(along) * stride == extent[d]), stride))
-    return found
+            stages.append(Stage(len(along), name, bool(rings[d] and len(along) * stride == extent[d]), stride))
+    return stages
 
 
 def _place(device: Any) -> tuple[int, ...]:
@@ -468,7 +468,7 @@ def _place(device: Any) -> tuple[int, ...]:
 
 
 def _runs(line: np.ndarray) -> list[tuple[int, int, int]] | None:
-    """(length, dimension, stride) of the runs, major to minor, of places that differ in one coordinate; None: there are none."""
+    """(length, dimension, stride) of the runs along one coordinate that places consist of, major to minor; None: no such runs."""
     out: list[tuple[int, int, int]] = []
     while len(line) > 1:
         moved = np.flatnonzero(line[1] != line[0])
@@ -489,11 +489,11 @@ def _runs(line: np.ndarray) -> list[tuple[int, int, int]] | None:
 
 
 class Places:
-    """The places of devices on their slice, by number.
+    """The positions of devices in their slice, by device number.
 
     Attributes:
       at: [devices, 5]: coordinates, core, slice.
-      extent: sides of the slice; ``rings``: which of them wrap.
+      extent: sides of the slice; rings: for each side, whether it is a ring.
     """
 
     def __init__(self, at: np.ndarray, rings: Sequence[bool]):
@@ -502,16 +502,16 @@ class Places:
 
     @classmethod
     def of(cls, devices: np.ndarray) -> Places:
-        """The places of devices that have coordinates.
+        """The positions of devices that have coordinates.
 
         Raises:
-          MeshError: these have none.
+          MeshError: the devices have no coordinates.
         """
         first = devices.flat[0]
         chip = chip_of_kind(getattr(first, "device_kind", ""))
         if chip is None or getattr(first, "coords", None) is None:
             raise MeshError(
-                f"devices of kind {getattr(first, 'device_kind', '?')!r} have no places on a torus",
+                f"devices of kind {getattr(first, 'device_kind', '?')!r} have no coordinates on a torus",
                 fixes=['leave topology out, or give an abstract mesh with it: topology="v5e:4x4"'],
             )
         at = np.array([_place(d) for d in devices.flat])
@@ -522,7 +522,7 @@ class Places:
         return _box(self.at[list(members)], self.extent, self.rings)
 
     def hop(self, pair: Sequence[int]) -> tuple[Stage, int]:
-        """(the stage along which two devices are neighbours, how many links are between them)."""
+        """(stage along which two devices are neighbours, number of links between them)."""
         a, b = (self.at[n] for n in pair[:2])
         steps = np.abs(a - b)
         rings = np.array(self.rings)
@@ -532,12 +532,12 @@ class Places:
         return Stage(max(2, int(self.extent[d])), _PLACES[d], ring), max(1, int(steps.sum()))
 
     def links(self, members: Sequence[int], pairs: Sequence[tuple[int, int]] = ()) -> frozenset[tuple[str, int]]:
-        """The links that a collective uses: (dimension, way).
+        """The links that a collective uses: (dimension, direction 1 or -1).
 
         Args:
-          members: of a group, which uses both ways of every dimension along which they differ.
-          pairs: of a permute, (from, to): each goes the shorter way around a ring. Around a line the end sends back to the
-            beginning over the links of the other way, which are then not free for what is sent that way.
+          members: devices of a group; it uses both directions of every dimension along which they differ.
+          pairs: (source, target) of a permute: each takes the shorter direction around a ring. On a line, the end sends to the
+            beginning over the links of the opposite direction, which are then occupied.
         """
         if not pairs:
             return frozenset((s.dim, way) for s in self.stages(members) for way in (1, -1)) if members else frozenset()

@@ -1,4 +1,4 @@
-"""Layouts measured on the devices at hand, and the chip's efficiencies fitted to what was measured."""
+"""Measures layouts on attached devices, and fits the chip's efficiencies to the measured seconds."""
 
 from .fit import Fit, fit
 from .measure import Candidate, calibrate

@@ -1,7 +1,7 @@
-"""Efficiencies of products, memory traffic and links, fitted to measured seconds.
+"""Efficiencies of matmuls, memory traffic and links, fitted to measured seconds.
 
-Least squares over the logarithms of planned over measured seconds, robust against single layouts (Huber), by Gauss-Newton.
-First all rates change alike; what the layouts cannot tell apart stays so, held by a weak pull, and is said.
+Minimizes a Huber loss of log(planned seconds / measured seconds) by Gauss-Newton. All three efficiencies are first scaled by one
+factor; a weak regularization keeps this ratio for efficiencies that the layouts do not determine, and a note names them.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PARTS = ("products", "memory traffic", "links")
-CLOSE, STEP = 1e-4, 0.02
-"""Of the logarithms: where the fit ends, and what derivatives are taken over (plans jump a little where their decisions change)."""
+PARTS = ("matmuls", "memory traffic", "links")
+MIN_STEP = 1e-4
+"""Change of every log efficiency below which the fit ends."""
+DERIVATIVE_STEP = 0.02
+"""Change of a log efficiency for numerical derivatives; planned seconds are not smooth where decisions of a plan change."""
 HUBER = 0.1
-"""A layout that is off by more than this part counts less and less."""
+"""Log error from which a layout's loss grows linearly instead of quadratically."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What was fitted.
+    """Fitted efficiencies.
 
     Attributes:
-      efficiencies: of products, memory traffic and links.
-      planned: seconds of every layout with these.
+      efficiencies: of matmuls, memory traffic and links.
+      planned: seconds of every layout with these efficiencies.
       error: the median of |planned / measured - 1|.
-      notes: what the layouts could not tell.
+      notes: efficiencies that the layouts do not determine, or that are at a bound.
     """
 
     efficiencies: tuple[float, float, float]
@@ -47,57 +49,59 @@ def fit(
       start: efficiencies to begin with.
       measured: seconds of every layout, above 0.
       bounds: the smallest and the largest efficiency.
-      noise: the part by which measured seconds are uncertain; the more, the more alike rates change.
+      noise: relative uncertainty of measured seconds; the larger, the stronger the regularization toward one common factor.
     """
     low, high = (math.log(b) for b in bounds)
-    goal = np.log(np.asarray(measured, float))
-    pull = min(0.1, max(0.01, noise))
+    target = np.log(np.asarray(measured, float))
+    regularization = min(0.1, max(0.01, noise))
 
-    def seconds(at: np.ndarray) -> np.ndarray:
-        return np.log(np.asarray(predict([float(x) for x in np.exp(at)]), float))
+    def log_seconds(x: np.ndarray) -> np.ndarray:
+        """[layouts]: log planned seconds for log efficiencies x."""
+        return np.log(np.asarray(predict([float(e) for e in np.exp(x)]), float))
 
-    def slopes(at: np.ndarray, here: np.ndarray) -> np.ndarray:
-        """[layouts, 3]: by how much the logarithm of seconds falls where that of an efficiency grows."""
-        return np.stack([(here - seconds(at - STEP * unit)) / -STEP for unit in np.eye(3)], 1)
+    def sensitivities(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """[layouts, 3]: decrease of log seconds per increase of each log efficiency, at x with log seconds y."""
+        return np.stack([(y - log_seconds(x - DERIVATIVE_STEP * unit)) / -DERIVATIVE_STEP for unit in np.eye(3)], 1)
 
     first = np.log(np.asarray(start, float))
-    common = float(np.median(seconds(first) - goal))
-    alike = np.clip(first + common, low, high)
-    at, here = alike, seconds(alike)
+    scaled = np.clip(first + float(np.median(log_seconds(first) - target)), low, high)
+    x, y = scaled, log_seconds(scaled)
 
-    def cost(at: np.ndarray, here: np.ndarray) -> float:
-        return float(_huber(here - goal).sum() + (pull * (at - alike)) @ (pull * (at - alike)))
+    def loss(x: np.ndarray, y: np.ndarray) -> float:
+        change = regularization * (x - scaled)
+        return float(_huber(y - target).sum() + change @ change)
 
     for _ in range(25):
-        grown = slopes(at, here)
-        weight = np.sqrt(_weights(here - goal))
-        matrix = np.concatenate([-weight[:, None] * grown, pull * np.eye(3)])
-        right = np.concatenate([weight * (goal - here), pull * (alike - at)])
-        step = _within(matrix, right, low - at, high - at)
-        now, part = cost(at, here), 1.0
-        while part > 0.05:
-            new = np.clip(at + np.clip(part * step, -1, 1), low, high)
-            there = seconds(new)
-            if cost(new, there) < now:
+        weight = np.sqrt(_weights(y - target))
+        matrix = np.concatenate([-weight[:, None] * sensitivities(x, y), regularization * np.eye(3)])
+        right = np.concatenate([weight * (target - y), regularization * (scaled - x)])
+        step = _bounded_least_squares(matrix, right, low - x, high - x)
+        current, fraction = loss(x, y), 1.0
+        while fraction > 0.05:
+            new_x = np.clip(x + np.clip(fraction * step, -1, 1), low, high)
+            new_y = log_seconds(new_x)
+            if loss(new_x, new_y) < current:
                 break
-            part /= 2
+            fraction /= 2
         else:
             break
-        done = float(np.abs(new - at).max()) < CLOSE
-        at, here = new, there
-        if done:
+        converged = float(np.abs(new_x - x).max()) < MIN_STEP
+        x, y = new_x, new_y
+        if converged:
             break
-    notes = _untold(slopes(at, here), 3 * pull)
-    for name, x in zip(PARTS, at, strict=True):
-        if x in (low, high):
-            notes.append(f"{name} came out at the {'least' if x == low else 'most'} that is allowed, {math.exp(x):.2g}")
-    off = float(np.median(np.abs(np.expm1(here - goal))))
-    e = np.exp(at)
-    return Fit((float(e[0]), float(e[1]), float(e[2])), tuple(map(float, np.exp(here))), off, tuple(notes))
+    notes = _undetermined(sensitivities(x, y), 3 * regularization)
+    for name, each in zip(PARTS, x, strict=True):
+        if each in (low, high):
+            notes.append(
+                f"the efficiency of {name} is at its {'lower' if each == low else 'upper'} bound, {math.exp(each):.2g}"
+            )
+    error = float(np.median(np.abs(np.expm1(y - target))))
+    e = np.exp(x)
+    return Fit((float(e[0]), float(e[1]), float(e[2])), tuple(map(float, np.exp(y))), error, tuple(notes))
 
 
-def _within(matrix: np.ndarray, right: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """The least-squares solution between bounds: what would leave them is held there, and the rest solved for anew."""
+def _bounded_least_squares(matrix: np.ndarray, right: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The least-squares solution of ``matrix @ x = right`` with ``low <= x <= high``, by fixing elements that leave the bounds."""
     out, free = np.zeros(len(low)), np.ones(len(low), bool)
     while free.any():
         out[free] = np.linalg.lstsq(matrix[:, free], right - matrix[:, ~free] @ out[~free], rcond=None)[0]
@@ -109,34 +113,39 @@ def _within(matrix: np.ndarray, right: np.ndarray, low: np.ndarray, high: np.nda
     return out
 
 
-def _weights(off: np.ndarray) -> np.ndarray:
-    return np.minimum(1.0, HUBER / np.maximum(np.abs(off), 1e-12))
+def _weights(error: np.ndarray) -> np.ndarray:
+    return np.minimum(1.0, HUBER / np.maximum(np.abs(error), 1e-12))
 
 
-def _huber(off: np.ndarray) -> np.ndarray:
-    size = np.abs(off)
+def _huber(error: np.ndarray) -> np.ndarray:
+    size = np.abs(error)
     return np.where(size <= HUBER, size**2, 2 * HUBER * size - HUBER**2)
 
 
-def _untold(grown: np.ndarray, least: float) -> list[str]:
-    """The rates that layouts whose seconds have these slopes do not tell: whose effect beside the others' is below ``least``."""
-    flat = [k for k in range(3) if float(np.linalg.norm(grown[:, k])) < least]
-    left = [k for k in range(3) if k not in flat]
+def _undetermined(sensitivities: np.ndarray, threshold: float) -> list[str]:
+    """Notes about the efficiencies that measured layouts do not determine.
+
+    Args:
+      sensitivities: [layouts, 3]: d log seconds / d log efficiency, negated.
+      threshold: norm of a column, or singular value, below which an efficiency is not determined.
+    """
+    flat = [k for k in range(3) if float(np.linalg.norm(sensitivities[:, k])) < threshold]
+    steep = [k for k in range(3) if k not in flat]
     mixed: list[int] = []
-    if left:
-        _, sizes, directions = np.linalg.svd(grown[:, left], full_matrices=True)
-        sizes = np.concatenate([sizes, np.zeros(len(left) - len(sizes))])
+    if steep:
+        _, sizes, directions = np.linalg.svd(sensitivities[:, steep], full_matrices=True)
+        sizes = np.concatenate([sizes, np.zeros(len(steep) - len(sizes))])
         mixed = [
             k
-            for j, k in enumerate(left)
-            if any(s < least and abs(d[j]) > 0.3 for s, d in zip(sizes, directions, strict=True))
+            for j, k in enumerate(steep)
+            if any(s < threshold and abs(d[j]) > 0.3 for s, d in zip(sizes, directions, strict=True))
         ]
     if len(mixed) == 1:
         flat, mixed = sorted([*flat, *mixed]), []
-    notes = [f"{PARTS[k]} hardly matter to these layouts: their rate was changed as the others together" for k in flat]
+    notes = [f"{PARTS[k]} hardly affect these layouts: their efficiency is scaled with the others" for k in flat]
     if mixed:
         names = " and ".join(PARTS[k] for k in mixed)
         notes.append(
-            f"{names} cannot be told apart by these layouts: their rates were changed alike; measure layouts that differ more"
+            f"these layouts do not distinguish {names}: their efficiencies are scaled together; measure layouts that differ more"
         )
     return notes

@@ -1,4 +1,4 @@
-"""Measuring: every layout in turn, round after round, so that what disturbs the machine disturbs all of them."""
+"""Measures layouts in interleaved rounds, so that disturbances of the machine affect all of them, and fits efficiencies."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .fit import fit
 from .result import CalibrationResult, CalibrationRow
 
 Clock = Callable[[], float]
-LISTED, NOMINAL = (0.02, 1.0), (1e-4, 1e4)
-"""Efficiencies that are believed: of chips in the table, and of nominal figures."""
+LISTED_BOUNDS, NOMINAL_BOUNDS = (0.02, 1.0), (1e-4, 1e4)
+"""(Smallest, largest) fitted efficiency, of chips in the chip table, and of others, which have nominal peak rates."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that is to be measured.
+    """A layout to measure.
 
     Attributes:
       layout: its text.
-      subject: the step under it, with its arguments.
+      subject: the step under the layout, with its arguments.
     """
 
     layout: str
@@ -43,28 +43,32 @@ class Candidate:
 
     @property
     def plan(self) -> Plan:
+        """The plan of the step under the layout."""
         return Plan.of(self.subject.plan)
 
     @property
     def name(self) -> str:
+        """The layout and the mesh, for messages."""
         return f"`{self.layout or '(nothing split)'}` on {mesh_text(self.subject.plan.mesh)}"
 
 
 def calibrate(
     candidates: Sequence[Candidate], *, rounds: int, tolerance: float, tell: Callable[[str], None], clock: Clock = time.perf_counter
 ) -> CalibrationResult:  # fmt: skip
-    """As :func:`meshpar.calibrate`, of layouts that were planned.
+    """The result of :func:`meshpar.calibrate` for planned layouts.
 
     Args:
-      tell: is told how far it is.
-      clock: seconds.
+      rounds: measured steps of each layout.
+      tolerance: allowed relative difference between the results of two layouts.
+      tell: progress callback, called with a text.
+      clock: returns seconds.
     """
     if not candidates:
         raise UnsupportedError(
             "mp.calibrate was given no layouts", fixes=['layouts=["batch: data", "batch, embed: data"]']
         )
     if rounds < 1:
-        raise UnsupportedError(f"rounds={rounds!r}: every layout is measured at least once", fixes=["rounds=9"])
+        raise UnsupportedError(f"rounds={rounds!r}: at least 1", fixes=["rounds=9"])
     devices = {d for c in candidates for d in c.subject.plan.mesh.devices.flat}  # type: ignore[union-attr]
     if len(devices) == 1:
         raise MeshError(
@@ -81,16 +85,16 @@ def calibrate(
     run = 0
     for r in range(rounds):
         for k in range(len(candidates)):
-            k = (k + r) % len(candidates)  # none always comes behind the same one
+            k = (k + r) % len(candidates)  # the preceding layout varies
             times[k].append(_once(candidates[k].subject, clock))
             run += 1
             best = min(min(t) for t in times if t)
             tell(f"{rounds * len(candidates)} runs, the shortest {format_seconds(best)}; run {run}")
-    return _answer(candidates, times, rounds, tell)
+    return _result(candidates, times, rounds, tell)
 
 
 def _placed(subject: Subject) -> list[Any]:
-    """The arguments where the program wants them; what is donated as copies, which it may have."""
+    """The arguments with the shardings of the program; donated ones are copied."""
     donated, out = subject.plan.donated, []
     for k, (x, sharding) in enumerate(zip(subject.arrays, subject.shardings, strict=True)):
         if isinstance(x, jax.Array | np.ndarray):
@@ -101,26 +105,26 @@ def _placed(subject: Subject) -> list[Any]:
 
 
 def _once(subject: Subject, clock: Clock) -> float:
-    """Seconds of one step, its arguments in place before; the second of two, as the first may find caches cold."""
+    """Seconds of one step with placed arguments: of the second of two steps, as caches may be cold in the first."""
     seconds = 0.0
     placed = _placed(subject)
-    for again in (False, True):
-        if again and subject.plan.donated:
+    for repeated in (False, True):
+        if repeated and subject.plan.donated:
             del placed
             placed = _placed(subject)
-        began = clock()
+        start = clock()
         out = jax.block_until_ready(subject.sharded(placed))
-        seconds = clock() - began
+        seconds = clock() - start
         del out
     return seconds
 
 
 def _compare(candidates: Sequence[Candidate], tolerance: float, tell: Callable[[str], None]) -> None:
-    """Run every layout once, which compiles it, and compare its results with those of the first.
+    """Compile and run every layout once, and compare its results with those of the first layout.
 
     Raises:
-      CheckError: they differ, and rounding does not explain it.
-      CompilerError: one that does not compile, or has no room to run.
+      CheckError: results differ by more than rounding.
+      CompilerError: a layout does not compile, or does not fit into memory.
     """
     first: list[np.ndarray] = []
     for candidate in candidates:
@@ -136,20 +140,23 @@ def _compare(candidates: Sequence[Candidate], tolerance: float, tell: Callable[[
         if not first:
             first = [host(x) for x in outs]
             continue
-        found = [worst_of(a, b, tolerance) for a, b in zip(outs, first, strict=True)]
-        bad = [k for k, d in enumerate(found) if not d.ok]
-        if bad:
-            _explained(candidates[0], candidate, {subject.plan.outputs[k].path: found[k] for k in bad}, tolerance)
+        differences = [worst_of(a, b, tolerance) for a, b in zip(outs, first, strict=True)]
+        differ = {subject.plan.outputs[k].path: d for k, d in enumerate(differences) if not d.ok}
+        if differ:
+            _check_rounding(candidates[0], candidate, differ, tolerance)
 
 
-def _explained(first: Candidate, other: Candidate, differ: Mapping[str, Difference], tolerance: float) -> None:
-    """Whether rounding explains by what the results of two layouts differ: each is compared with the unsharded run.
+def _check_rounding(first: Candidate, other: Candidate, differ: Mapping[str, Difference], tolerance: float) -> None:
+    """Compare two layouts whose results differ with the unsharded run.
+
+    Args:
+      differ: path of a result → its difference.
 
     Raises:
-      CheckError: it does not.
+      CheckError: rounding does not explain a difference.
     """
     path, worst = max(differ.items(), key=lambda d: d[1].relative)
-    said = CheckError(
+    failure = CheckError(
         f"{path}: {other.name} gives other numbers than {first.name}: the largest difference is {worst.relative:.2g} of the "
         f"largest value, and {worst.allowed:.2g} is allowed",
         path=path,
@@ -159,46 +166,47 @@ def _explained(first: Candidate, other: Candidate, differ: Mapping[str, Differen
     for each in (first, other):
         try:
             row = check_subject(each.subject, each.plan.lowering, tolerance)
-        except jax.errors.JaxRuntimeError:  # one device has no room for the step
-            raise said from None
+        except jax.errors.JaxRuntimeError:  # the step does not fit on one device
+            raise failure from None
         if row.error is not None:
-            raise row.error from said
+            raise row.error from failure
         explained.update(row.explained)
     if any(path not in explained and d.relative > 2 * d.allowed for path, d in differ.items()):
-        raise said
+        raise failure
 
 
-def _answer(
+def _result(
     candidates: Sequence[Candidate], times: Sequence[Sequence[float]], rounds: int, tell: Callable[[str], None]
 ) -> CalibrationResult:
+    """The rows, and the calibration fitted to the measured seconds (``times``: layout → seconds of each round)."""
     kind = candidates[0].subject.plan.mesh.devices.flat[0].device_kind  # type: ignore[union-attr]
     seconds = [statistics.median(t) for t in times]
     spreads = [_spread(t) for t in times]
     chip = chip_of_kind(kind)
-    bare = Calibration(kind, JAXLIB, 1.0, 1.0, 1.0, hbm=None if chip is not None else _memory())
+    uncalibrated = Calibration(kind, JAXLIB, 1.0, 1.0, 1.0, hbm=None if chip is not None else _memory())
     if chip is not None:
-        bare = Calibration(kind, JAXLIB, *(getattr(chip.compiler, k) for k in EFFICIENCIES))
+        uncalibrated = Calibration(kind, JAXLIB, *(getattr(chip.compiler, k) for k in EFFICIENCIES))
 
-    def with_these(efficiencies: Sequence[float]) -> Calibration:
-        products, memory, links = efficiencies
-        return Calibration(kind, JAXLIB, products, memory, links, hbm=bare.hbm)
+    def with_efficiencies(efficiencies: Sequence[float]) -> Calibration:
+        matmuls, memory, links = efficiencies
+        return Calibration(kind, JAXLIB, matmuls, memory, links, hbm=uncalibrated.hbm)
 
     def predict(efficiencies: Sequence[float]) -> list[float]:
-        plans = [c.plan.replan(calibration=with_these(efficiencies)) for c in candidates]
+        plans = [c.plan.replan(calibration=with_efficiencies(efficiencies)) for c in candidates]
         return [p.seconds or 0.0 for p in plans]
 
     tell("fitting the efficiencies of the chip")
-    start = (bare.matmul_efficiency, bare.hbm_efficiency, bare.link_efficiency)
+    start = tuple(getattr(uncalibrated, k) for k in EFFICIENCIES)
     planned = predict(start)
     noise = statistics.median(s / t for s, t in zip(spreads, seconds, strict=True))
-    fitted = fit(predict, start, seconds, bounds=NOMINAL if chip is None else LISTED, noise=noise)
+    fitted = fit(predict, start, seconds, bounds=NOMINAL_BOUNDS if chip is None else LISTED_BOUNDS, noise=noise)
     calibration = Calibration(
         kind,
         JAXLIB,
         *fitted.efficiencies,
         layouts=len(candidates),
         error=fitted.error,
-        hbm=bare.hbm,
+        hbm=uncalibrated.hbm,
         notes=fitted.notes,
     )
     rows = [
@@ -211,7 +219,7 @@ def _answer(
 
 
 def _spread(times: Sequence[float]) -> float:
-    """Half of the distance between the quartiles."""
+    """Half of the interquartile range."""
     if len(times) < 2:
         return 0.0
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -219,8 +227,7 @@ def _spread(times: Sequence[float]) -> float:
 
 
 def _memory() -> float:
-    """Bytes of a device that the chip table does not have: what it says itself, else its share of the machine's memory."""
+    """Bytes of a device that is not in the chip table: as it reports them, else its share of the machine's memory."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    found = stats.get("bytes_limit")
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return float(found or whole / jax.local_device_count())
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return float(stats.get("bytes_limit") or machine / jax.local_device_count())

@@ -1,4 +1,4 @@
-"""What was measured: the layouts, best first, and the calibration that was fitted to them."""
+"""The result of a calibration: measured layouts, best first, and the fitted efficiencies."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..units import format_seconds
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRow:
-    """A layout that was measured.
+    """A measured layout.
 
     Attributes:
-      mesh, layout, lowering: as text, to be copied.
+      mesh, layout, lowering: as text, for ``mp.jit``.
       seconds: of a step, the median of the rounds.
-      spread: half of the distance between the quartiles.
-      planned: seconds of its plan before calibration; of devices that the chip table does not have, with nominal figures.
-      fitted: seconds of its plan with what was fitted.
+      spread: half of the interquartile range of the rounds, in seconds.
+      planned: seconds of its plan before calibration, with the chip table's efficiencies, or nominal peak rates.
+      fitted: seconds of its plan with the fitted efficiencies.
     """
 
     mesh: str
@@ -47,14 +47,14 @@ class CalibrationRow:
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """What :func:`meshpar.calibrate` measured: print it; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
+    """The result of :func:`meshpar.calibrate`; ``best.mesh`` and ``best.layout`` are text for ``mp.jit``.
 
     Attributes:
-      device_kind, devices: on what.
-      rounds: how often each layout was measured.
+      device_kind, devices: kind and number of the devices.
+      rounds: measurements of each layout.
       rows: best first.
-      calibration: fitted to them; ``calibration.save("chip.json")`` keeps it for ``calibration=`` of :func:`meshpar.plan`.
-      listed: whether the chip table has these devices; else ``planned`` is with nominal figures.
+      calibration: fitted to the rows; ``calibration.save("chip.json")`` stores it for ``calibration=`` of :func:`meshpar.plan`.
+      listed: the chip table has these devices; else ``planned`` assumes nominal peak rates.
     """
 
     device_kind: str
@@ -71,12 +71,12 @@ class CalibrationResult:
 
     @property
     def ties(self) -> tuple[CalibrationRow, ...]:
-        """Layouts that the spread of the rounds does not tell from the best, without it."""
+        """Layouts other than the best whose difference from it is within the spread of the rounds."""
         best = self.best
         return tuple(r for r in self.rows[1:] if r.seconds - r.spread <= best.seconds + best.spread)
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """The result as JSON."""
         rows = [{**asdict(r), "ratio": r.ratio} for r in self.rows]
         return json.dumps(
             {
@@ -86,7 +86,7 @@ class CalibrationResult:
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file: ``.json``, ``.html``, ``.txt``.
+        """Write the result to a ``.json``, ``.html`` or ``.txt`` file.
 
         Raises:
           UnsupportedError: another suffix.
@@ -102,18 +102,19 @@ class CalibrationResult:
         return f"{len(self.rows)} layouts on {self.devices} × {self.device_kind}"
 
     @property
-    def _said(self) -> list[str]:
+    def _summary(self) -> list[str]:
+        """Lines of text about the fit and about layouts that are equally fast."""
         c = self.calibration
         of = (
             "the chip table's peak rates"
             if self.listed
             else "nominal rates (100 GFLOP/s, 20 GB/s of memory, 5 GB/s of links)"
         )
-        parts = zip(("products", "memory traffic", "links"), (getattr(c, k) for k in EFFICIENCIES), strict=True)
-        lines = [f"fitted: {', '.join(f'{what} {part:.3g}' for what, part in parts)} of {of}; plans with these are "
-                 f"{100 * c.error:.0f} % off at the median"]  # fmt: skip
+        parts = zip(("matmuls", "memory traffic", "links"), (getattr(c, k) for k in EFFICIENCIES), strict=True)
+        lines = [f"fitted: {', '.join(f'{what} {part:.3g}' for what, part in parts)} of {of}; the median error of plans with these "
+                 f"is {100 * c.error:.0f} %"]  # fmt: skip
         if self.ties:
-            lines.append(f"the best {len(self.ties) + 1} cannot be told apart: they differ by less than the rounds do")
+            lines.append(f"the best {len(self.ties) + 1} layouts are equally fast within the spread of the rounds")
         return [*lines, *c.notes]
 
     def _html(self) -> str:
@@ -125,7 +126,7 @@ class CalibrationResult:
         )
         columns, rows = self._table
         table = html_table(columns, rows, sortable=True)
-        return head + table + "".join(f"<p>{escape(line)}</p>" for line in self._said)
+        return head + table + "".join(f"<p>{escape(line)}</p>" for line in self._summary)
 
     @property
     def _table(self) -> tuple[list[tuple[str, str]], list[list[Cell]]]:
@@ -149,7 +150,7 @@ class CalibrationResult:
                                ("lowering", "bold"), f"  {best.lowering}")  # fmt: skip
         columns, rows = self._table
         shown = rich_table(columns, rows[:12])
-        return Group(head, Text(), choice, Text(), shown, Text(), *(Text(line, style="dim") for line in self._said))
+        return Group(head, Text(), choice, Text(), shown, Text(), *(Text(line, style="dim") for line in self._summary))
 
     def __str__(self) -> str:
         return plain(self)

@@ -38,21 +38,21 @@ def test_rates_that_cannot_be_distinguished_change_alike_with_a_note():
     parts = [[2, 1, 1], [4, 2, 1], [2, 1, 4]]
     found = fit(seconds_of(parts), (0.8, 0.4, 0.5), seconds_of(parts)((0.4, 0.2, 0.25)), bounds=(0.02, 1.0))
     assert found.efficiencies == pytest.approx((0.4, 0.2, 0.25), rel=0.01)
-    assert any(n.startswith("products and memory traffic cannot be told apart") for n in found.notes)
+    assert any(n.startswith("these layouts do not distinguish matmuls and memory traffic") for n in found.notes)
     alone = fit(seconds_of([[1, 1, 0]]), (0.8, 0.4, 0.5), [8.0], bounds=(0.02, 1.0))
     assert alone.planned == pytest.approx((8.0,), rel=0.01)
     assert alone.efficiencies[0] / alone.efficiencies[1] == pytest.approx(2)
-    assert any(n.startswith("links hardly matter") for n in alone.notes)
+    assert any(n.startswith("links hardly affect") for n in alone.notes)
 
 
 def test_efficiencies_stay_within_bounds():
     """The other rates are fitted with the fixed ones."""
     much = fit(seconds_of(PARTS), (1, 1, 1), seconds_of(PARTS)((1.5, 0.5, 0.4)), bounds=(0.02, 1.0))
     assert much.efficiencies == pytest.approx((1, 0.5, 0.4), rel=0.2)
-    assert "products came out at the most that is allowed, 1" in much.notes
+    assert "the efficiency of matmuls is at its upper bound, 1" in much.notes
     little = fit(seconds_of(PARTS), (1, 1, 1), seconds_of(PARTS)((0.05, 0.05, 0.015)), bounds=(0.02, 1.0))
     assert all(0.02 <= e <= 1.0 for e in little.efficiencies)
-    assert "links came out at the least that is allowed, 0.02" in little.notes
+    assert "the efficiency of links is at its lower bound, 0.02" in little.notes
 
 
 @pytest.mark.filterwarnings("ignore::meshpar.errors.TorusWarning")
