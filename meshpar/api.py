@@ -1,4 +1,5 @@
-"""``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check``, ``mp.search``, ``mp.calibrate``, …: a function, a mesh and a layout in."""
+"""The public functions that take a function, a mesh and a layout: ``mp.jit``, ``mp.plan``, ``mp.init``, ``mp.check``,
+``mp.search``, …"""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from .options import (
     StepKeywords,
     StepOptions,
     check_lowering,
-    options_apart,
     path_dims,
+    refuse_ambiguous_options,
     split_keywords,
     takes_step_options,
 )
@@ -74,41 +75,45 @@ def jit(
 
     Args:
       fn: an ordinary function of arrays, trees of arrays, and nnx modules or optimizers (updated in place, as
-        ``nnx.jit`` does). Used as a decorator if left out, of methods as well: ``self`` is the first of the arguments.
+        ``nnx.jit`` does). Left out: ``jit`` is a decorator, of methods as well, whose ``self`` is the first argument.
       mesh: from :func:`meshpar.mesh`, its axes and sizes (``"data=4, model=2"``, ``{"data": 4, "model": 2}``), or any
         ``jax.sharding.Mesh`` (Explicit axes are treated as Auto). Left out: the mesh of ``jax.set_mesh`` when ``jit`` is called.
       layout: rules ``dim: axis``; a :class:`meshpar.Layout`, its text, or a Flax ``logical_axis_rules`` list.
-      dims: tree-path patterns → dims, for what carries no Flax metadata: ``{"batch/tokens": "batch seq"}``.
-      lowering: ``"shard_map"``: meshpar partitions, and what the plan lists is what is sent. ``"jit"``: XLA partitions, guided by
-        sharding constraints from the plan, whose figures are then estimates. ``"auto"``, the default: ``"shard_map"``, or
-        ``"jit"`` where an op of the program has no local form; then a warning and the plan name the op and its line.
+      dims: tree-path patterns → dims, for arrays without Flax metadata: ``{"batch/tokens": "batch seq"}``.
+      lowering: ``"shard_map"``: meshpar partitions the program, which sends exactly the collectives of the plan. ``"jit"``: XLA
+        partitions it, guided by sharding constraints from the plan, whose numbers are then estimates. ``"auto"``, the default:
+        ``"shard_map"``, or ``"jit"`` if an op of the program has no local form; a warning and the plan then name the op and its
+        line.
       overlap: collective-matmul mode of the ``"shard_map"`` lowering, for all-gather → matmul and matmul → reduce-scatter pairs.
-        ``"ring"``: in blocks, each sent while another is multiplied. ``"xla"``, ``"off"``: by collectives of their own.
-        ``"auto"``, the default under ``"shard_map"``: whichever leaves less communication exposed by the plan's estimate, so
-        ``"xla"`` where the chip is not known. ``"pallas"``: by one TPU kernel that sends while it multiplies, where it takes the
-        pair, as ``"auto"`` elsewhere; never a default, since it was not timed. The plan's ``overlaps`` have every decision, its
-        reason and gain.
-        ``"auto"`` and ``"pallas"`` also send a sum that ends split as a whole one, for twice the bytes, where that is shorter;
-        each such collective says so (``algorithm="whole"``, ``why``). The others send the fewest bytes.
+        ``"ring"``: chunked, so that each chunk is sent while another is multiplied. ``"xla"``, ``"off"``: as separate collectives.
+        ``"auto"``, the default under ``"shard_map"``: the one with less exposed communication by the plan's estimate;
+        ``"xla"`` if the chip is unknown. ``"pallas"``: a TPU kernel that sends while it multiplies, for the pairs that it supports,
+        else as ``"auto"``; opt-in, because it was not measured. The plan's ``overlaps`` list every decision, its reason and gain.
+        ``"auto"`` and ``"pallas"`` also replace a reduce-scatter by an all-reduce and a local slice, which sends twice the bytes,
+        where that is faster (``algorithm="whole"`` of the collective, with the reason in ``why``).
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
-      options: ``"auto"``: for TPUs, the options of their compiler that :mod:`meshpar.hardware.options` has for the chip and what
-        the plan sends, as far as the compiler at hand knows them (within another ``jax.jit``, which refuses options, none).
-        ``"off"`` or None: none. The plan's ``options`` say which, why, and what was left out.
-      compiler_options: as in ``jax.jit``; they win.
+      options: ``"auto"``: for TPUs, the compiler options of :mod:`meshpar.hardware.options` for the chip and the collectives of the
+        plan, without those that the installed compiler does not know; none within another ``jax.jit``, which refuses options.
+        ``"off"`` or None: none. The plan's ``options`` list them, the reasons, and the ones left out.
+      compiler_options: as in ``jax.jit``; they take precedence.
       calibration: the result of :func:`calibrate`, or the file it was saved to. ``.plan`` and ``overlap="auto"`` then use the
-        measured efficiencies instead of those of the chip table; devices that are not in the table (CPUs) get estimates too.
+        measured efficiencies instead of the chip table's, and give estimates for devices that are not in the table (CPUs).
 
     Returns:
       A :class:`Jitted` with the signature of ``fn``: call it; ``.plan(*args)``, ``.check(*args)``, ``.lower(*args)``,
-      ``.trace(*args)``, ``.compile(*args)``, ``.eval_shape(*args)``. Arguments that lie elsewhere are brought into place.
+      ``.trace(*args)``, ``.compile(*args)``, ``.eval_shape(*args)``. Arguments with another sharding are resharded.
 
     Raises:
-      UnsupportedError: no function; a lowering or an ``overlap`` that does not exist, or one that the ``"jit"`` lowering leaves
-        to XLA; a static or donated argument that the function does not have; a calibration that cannot be read.
-      MeshError: text that is no mesh of the devices here, or a mesh with Manual axes.
+      UnsupportedError: ``fn`` is not a function; an unknown ``lowering`` or ``overlap``, or a combination that does not exist; a
+        static or donated argument that the function does not have; a calibration that cannot be read.
+      MeshError: a mesh that does not fit the local devices, or one with Manual axes.
       LayoutSyntaxError, AxisConflictError: a layout that cannot be read.
-      MeshparError: the rest at the first call or plan; see :mod:`meshpar.errors`.
+      MeshparError: other errors, at the first call or plan; see :mod:`meshpar.errors`.
+
+    Example:
+      >>> step = mp.jit(train_step, mesh=mesh, layout="batch: data; mlp: model", dims={"batch/tokens": "batch seq"})
+      >>> state, loss = step(state, batch)
     """
     if fn is None:
         return functools.partial(jit, mesh=mesh, layout=layout, **options)
@@ -116,37 +121,41 @@ def jit(
     return Jitted(fn, device_mesh(mesh), Layout(layout), _step_options("jit", options))
 
 
-@options_apart
+@refuse_ambiguous_options
 @takes_step_options
 def plan(
     fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike, topology: str | None = None,
     kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
 ) -> Plan:  # fmt: skip
-    """What a layout makes each device hold and send, without devices and without compiling.
+    """The plan of a function under a layout: what each device stores, sends and computes. It needs no devices and compiles nothing.
 
     Args:
       fn: a function, e.g. a train step.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
-      **keywords: those by keyword.
-      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``plan`` is. (Where ``fn`` has an argument
-        of that name, a bare keyword is refused unless the argument is given by position or ``kwargs`` is given.)
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``plan``. (If ``fn`` has an argument of that name, the bare
+        keyword is an error unless the argument is given by position or ``kwargs`` is given.)
       mesh: a mesh, a ``jax.sharding.AbstractMesh``, or axes and sizes, ``"data=64, model=8"`` (-1 fills the topology). Left
         out: the mesh of ``jax.set_mesh`` or ``jax.sharding.use_abstract_mesh``.
       layout, dims, lowering, overlap, strict, options, …: as in :func:`meshpar.jit`, and with the same defaults.
-      topology: what an abstract mesh lies on, for times: ``"v5p:8x8x8"``, ``"2x v5e:16x16"``, ``"4x h100:8"`` (nodes of GPUs).
-        Neither devices nor a compiler are needed. A mesh over devices knows its own.
-      donate_argnums, donate_argnames: arguments whose memory the results may take; as in ``jax.jit``.
-      calibration: as in :func:`meshpar.jit`; the plan names it. With one of devices that have no topology text (CPUs), an abstract
-        mesh without ``topology`` is one of these.
+      topology: the topology of an abstract mesh, for times: ``"v5p:8x8x8"``, ``"2x v5e:16x16"``, ``"4x h100:8"`` (nodes of GPUs).
+        Neither devices nor a compiler are needed. A mesh of devices has its own topology.
+      donate_argnums, donate_argnames: arguments whose memory the results may reuse; as in ``jax.jit``.
+      calibration: as in :func:`meshpar.jit`; the plan names it. With a calibration of devices without topology text (CPUs), an
+        abstract mesh without ``topology`` is a mesh of such devices.
 
     Returns:
       A :class:`meshpar.Plan`: print it, or read ``inputs``, ``outputs``, ``collectives``, ``memory``, ``time``, ``notes``,
       ``joins``; ``replan(layout=…)`` plans the same program otherwise, without tracing it again.
 
     Raises:
-      MeshError: a topology that is not known, that the mesh does not fill, or beside a mesh of devices; a calibration of other
-        devices.
-      MeshparError: as :func:`meshpar.jit`; and what does not fit the arguments; see :mod:`meshpar.errors`.
+      MeshError: an unknown topology, a topology that the mesh does not fill, or a topology with a mesh of devices; a calibration of
+        other devices.
+      MeshparError: as :func:`meshpar.jit`; dims, sizes or rules that do not fit the arguments; see :mod:`meshpar.errors`.
+
+    Example:
+      >>> plan = mp.plan(step, state, batch, mesh="data=64, model=8", topology="v5p:8x8x8", layout="fsdp", dims=dims)
+      >>> print(plan, plan.seconds, plan.memory.peak)
     """
     _check_function(fn, "plan")
     options, call = split_keywords(keywords, kwargs)
@@ -158,10 +167,10 @@ def plan(
 def init(
     create: Callable[P, R], *, mesh: MeshLike | None = None, layout: LayoutLike, **options: Unpack[StepKeywords]
 ) -> Jitted[P, R]:
-    """Make parameters and optimizer state born sharded: no device ever holds them whole.
+    """Create parameters and optimizer state already sharded, so that no device allocates a full-size array.
 
     Args:
-      create: makes the state (``create(rng)``): trees of arrays, linen variables with metadata, nnx modules and optimizers.
+      create: returns the state (``create(rng)``): trees of arrays, linen variables with metadata, nnx modules and optimizers.
       mesh, layout, and the other options: as in :func:`meshpar.jit`; rules for dims that the state does not have are ignored.
       dims: patterns over the tree paths of what ``create`` returns.
 
@@ -218,7 +227,7 @@ def shardings(tree: Any, layout: LayoutLike, mesh: MeshLike | None = None, *, di
     return jax.tree.unflatten(jax.tree.structure(tree), [of(leaf, names) for leaf, names in named])
 
 
-@options_apart
+@refuse_ambiguous_options
 @takes_step_options
 def check(
     fn: Callable[..., Any],
@@ -232,36 +241,36 @@ def check(
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Unpack[CallKeywords],
 ) -> Report:
-    """Run a function sharded in every way asked for; compare every leaf of its results with the run on one device.
+    """Run a function under several layouts, meshes and lowerings, and compare all its results with the unsharded run on one device.
 
-    The arguments are copied: nothing of the caller's is donated or updated. State that the function updates in place
+    The arguments are copied: the caller's are neither donated nor updated. State that the function updates in place
     (nnx modules, optimizers) is compared as well.
 
     Args:
-      fn: a function as :func:`meshpar.jit` takes it, e.g. a train step, or what ``mp.jit`` returned.
+      fn: a function as :func:`meshpar.jit` takes it, e.g. a train step, or a :class:`Jitted`.
       *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
-      **keywords: those by keyword.
-      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``check`` is.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``check``.
       layouts: a layout or several; each a :class:`meshpar.Layout`, its text, or a Flax rule list.
-      mesh: a mesh or several; each as ``mp.mesh`` makes it or as text for it. The default: all n devices as 1×n, 2×n/2
-        and 2×2×n/4 over the layout's axes in the order of its rules, with an idle axis for the sizes that are left;
-        those over which a size does not divide are skipped, and the report says so.
+      mesh: a mesh or several; each a ``Mesh`` or text for :func:`meshpar.mesh`. The default: all n devices as 1×n, 2×n/2
+        and 2×2×n/4 over the layout's axes in the order of its rules, with an idle axis for the remaining devices. Default
+        meshes over which a size does not divide are skipped and reported.
       meshes: the same as ``mesh``; one of the two is given.
-      dims, static_argnums, …: as in :func:`meshpar.jit`; by default those of ``fn`` if ``mp.jit`` returned it. Nothing is donated.
+      dims, static_argnums, …: as in :func:`meshpar.jit`; the default for a ``Jitted`` is its own option. Nothing is donated.
       lowerings: several lowerings, in place of ``lowering``; an ``overlap`` is used by those that take one.
-      tolerance: the largest difference allowed, as a part of the largest value of the leaf, for f32 and wider; narrower
-        floats get more by their precision, at most 16 of their ulps. Integers, booleans and keys must be equal, NaNs
-        and infinities at the same places.
-      raises: raise at the first difference; else only note it in the report.
+      tolerance: the largest difference allowed, relative to the largest value of the leaf, for f32 and wider; larger for
+        narrower floats by their precision, at most 16 ulps. Integers, booleans and keys must be equal, NaNs
+        and infinities must have the same positions.
+      raises: raise at the first difference; else record it in the report only.
 
     Returns:
       A :class:`meshpar.types.Report`: print it, or read ``ok`` and ``rows``.
 
     Raises:
-      CheckError: a leaf differs by more than rounding (:mod:`meshpar.verify.check` defines it): its path, by how much, the first op
-        that goes wrong.
+      CheckError: a leaf differs by more than rounding (:mod:`meshpar.verify.check` defines it): its path, the difference, and the
+        first op with a wrong result.
       MeshError: fewer devices than a mesh needs; both ``mesh`` and ``meshes``.
-      DivisibilityError: a size that does not divide over a mesh that was given, or over each of the default ones.
+      DivisibilityError: a size that does not divide over a given mesh, or over any of the default meshes.
     """
     _check_function(fn, "check")
     if mesh is not None and meshes is not None:
@@ -284,7 +293,7 @@ def check(
     )  # fmt: skip
 
 
-@options_apart
+@refuse_ambiguous_options
 @takes_step_options
 def compile(
     fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, layout: LayoutLike | None = None,
@@ -293,33 +302,34 @@ def compile(
 ) -> Compiled:  # fmt: skip
     """Compile a function under a layout with the real compiler, ahead of time and without the hardware.
 
-    The compiler runs in a process of its own, so that its crash is an error here; one at a time on a small machine
-    (``MESHPAR_COMPILES`` at once, else one for every four cores). Results are kept by content in ``MESHPAR_CACHE``, else in the
-    user's cache folder: source lines do not count as content, so that those of a cached result are of the first compilation.
+    The compiler runs in a separate process, so that a crash of it is an error of this function. ``MESHPAR_COMPILES`` processes run
+    at
+    once (default: one for every four cores). Results are cached by content in ``MESHPAR_CACHE``, by default in the user's
+    cache folder; source lines are not part of the key, so that a cached result has the source lines of its first compilation.
 
     Args:
-      fn: a function, or what :func:`meshpar.jit` returned (then layout, dims, lowering, static and donated arguments are its own).
+      fn: a function, or a :class:`Jitted`, which has its own layout, dims, lowering, static and donated arguments.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
-      **keywords: those by keyword.
-      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``compile`` is.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``compile``.
       mesh: a mesh; or an abstract mesh, or axes and sizes (``"data=16, model=16"``), with ``topology``. Left out: the mesh of
         ``jax.set_mesh``.
-      layout, dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`; what is donated matters to the peak memory.
+      layout, dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`; donated arguments reduce the peak memory.
       topology: ``"v5e:16x16"``, ``"v5p:8x8x8"``, ``"tpu7x:4x4x4"``, ``"2x v6e:16x16"``, ``"h200:8"``, ``"b200:8"``. Left out, the
-        mesh says it. A mesh of CPU devices without ``topology`` is compiled for CPUs.
+        topology of the mesh. A mesh of CPU devices without ``topology`` is compiled for CPUs.
       effort: ``"fast"``, or ``"full"``: the compiler's default.
       timeout: seconds the compiler may take.
-      cache: whether to look on disk, and to write there.
-      progress: a line on stderr; None: on a terminal only; or a function of its text.
+      cache: read and write the cache on disk.
+      progress: True: a line on stderr; None: on a terminal only; or a function of its text.
 
     Returns:
       A :class:`Compiled`.
 
     Raises:
-      OutOfMemoryError: it does not fit; with what is held, and the rules that would hold less.
-      CompilerError: the compiler refuses, crashed, or took too long.
-      MeshError: an unknown topology, a mesh that does not fill it, a compiler that is not installed, or a calibration of other
-        devices.
+      OutOfMemoryError: the program does not fit in memory; with the largest arrays, and the rules that would shard them.
+      CompilerError: the compiler rejects the program, crashed, or took too long.
+      MeshError: no mesh, an unknown topology, a mesh that does not fill it, a compiler that is not installed, or a calibration of
+        other devices.
     """
     _check_function(fn, "compile")
     options, call = split_keywords(keywords, kwargs)
@@ -337,7 +347,7 @@ def compile(
         *(k for k, v in options.items() if k != "compiler_options" and v != getattr(StepOptions, k, None)),
     ]:
         raise UnsupportedError(
-            f"{', '.join(own)}: what mp.jit made of a function has its own",
+            f"{', '.join(own)}: the result of mp.jit has its own",
             fixes=["leave it out, or step.on(layout=…, lowering=…) before, or give the function itself"],
         )
     return fn.compile(
@@ -346,7 +356,7 @@ def compile(
     )  # fmt: skip
 
 
-@options_apart
+@refuse_ambiguous_options
 @takes_step_options
 def search(
     fn: Callable[..., Any] | Mapping[str, Callable[..., Any]], *args: Any, topology: str, mesh: MeshSizes | None = None,
@@ -355,18 +365,18 @@ def search(
     verify: int = 0, choices: Mapping[str, Sequence[Any]] | None = None, progress: Progress = None,
     kwargs: Mapping[str, Any] | None = None, **keywords: Unpack[CallKeywords],
 ) -> Search:  # fmt: skip
-    """The layout and the mesh with which a step takes the least time on a slice, as far as plans tell.
+    """Search for the mesh and the layout with the shortest step on a topology, by the estimates of plans.
 
-    The known schemes (``mp.layouts``) are planned on every mesh with as many axes as they take; from the best of them, rules are
-    changed one dim after the other for as long as that helps. Every candidate is planned exactly, as :func:`meshpar.plan` does;
-    nothing is compiled but with ``verify``. Memory that does not fit is refused. Without ``time_limit`` the result is
-    deterministic. The seconds are the plan's estimates: what is found is a layout to try.
+    The known schemes (``mp.layouts``) are planned on every mesh with as many axes as they need. A descent from the best of them
+    then changes the rules of one dim at a time while that helps. Every candidate is planned exactly, as by :func:`meshpar.plan`;
+    nothing is compiled unless ``verify`` is given. Candidates that exceed the memory are rejected. Without ``time_limit`` the
+    result is deterministic. The seconds are estimates of plans, not measurements.
 
     Args:
-      fn: a function, e.g. a train step; or several of the same arguments by name, of which one is chosen as well.
+      fn: a function, e.g. a train step; or name → function, several with the same arguments, of which one is selected as well.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
-      **keywords: those by keyword.
-      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``search`` is.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``search``.
       topology: the slice, ``"v5e:16x16"``, as in :func:`meshpar.plan`.
       mesh: the only mesh to try, as text; default: all with at most ``max_axes`` axes, called ``data``, ``model``, ``third``, after
         ``slice`` where there are several slices.
@@ -374,24 +384,24 @@ def search(
       fixed: rules that every layout begins with: ``"batch: data"``.
       forbid: dims that are never split: ``"head_dim, seq"``.
       objective: ``"time"``: the shortest step of those that fit; ``"memory"``: the smallest peak.
-      memory_fraction: the part of a device's memory that a plan's peak may take.
-      max_plans: how many candidates are planned at most.
-      time_limit: seconds after which no more plans are begun.
-      layouts: of your own, planned beside the others on the meshes that have their axes.
-      verify: how many of the best are compiled (as :func:`meshpar.compile`: the first at full effort, which takes minutes for a
-        large model); one that the compiler refuses is passed over.
-      choices: more options with the values to choose from: ``{"overlap": ["auto", "xla"], "microbatches": [1, 2, 4]}``.
-        ``overlap`` is that of the lowering; every other one is a static keyword argument of ``fn``. Each combination of values
-        is a program that is traced and searched; ``max_plans`` counts for each.
-      progress: a line on stderr; None: on a terminal only; or a function of its text.
+      memory_fraction: the largest peak of a plan, as a fraction of a device's memory.
+      max_plans: the largest number of candidates that are planned.
+      time_limit: seconds after which no more plans are started.
+      layouts: additional layouts to plan, on the meshes that have their axes.
+      verify: number of best candidates to compile, as by :func:`meshpar.compile` (the first at full effort, which takes minutes for
+        a large model). Candidates that the compiler rejects are skipped.
+      choices: further options and their possible values: ``{"overlap": ["auto", "xla"], "microbatches": [1, 2, 4]}``.
+        ``overlap`` is the option of the lowering; all others are static keyword arguments of ``fn``. Each combination of values
+        is a program that is traced and searched; ``max_plans`` applies to each.
+      progress: True: a line on stderr; None: on a terminal only; or a function of its text.
 
     Returns:
       :class:`meshpar.types.Search`: print it; ``best.mesh`` and ``best.layout`` are text for :func:`meshpar.jit`; ``rows``,
-      ``front``, ``why(layout)``, ``plan()``, ``to_json()``. Interrupted (Ctrl-C) after its first plan, it has the best
-      so far. Where nothing fits, ``fits`` is False and ``best`` is what needs the least memory.
+      ``front``, ``why(layout)``, ``plan()``, ``to_json()``. After an interrupt (Ctrl-C) it has the best candidate up to then. If no
+      candidate fits, ``fits`` is False and ``best`` is the one that needs the least memory.
 
     Raises:
-      MeshError: a topology that is not known; a mesh that does not fill it; ``fixed`` names an axis that no mesh has; a
+      MeshError: an unknown topology; a mesh that does not fill it; ``fixed`` names an axis that no mesh has; a
         calibration of other devices.
       UnknownDimError: ``fixed`` or ``forbid`` names a dim that the program does not have.
       UnsupportedError: options out of range; ``fixed`` splits a dim that ``forbid`` names.
@@ -404,19 +414,21 @@ def search(
     programs = dict(_variants(fn, choices or {}, StepOptions(**options)))
     mesh = mesh_text(parse_mesh(mesh)) if isinstance(mesh, Mapping) else mesh
 
-    def compiled(row: Row, whole: bool) -> str:
+    def compiled(row: Row, full_effort: bool) -> str:
         program = programs[row.variant]
-        found = compile(
-            program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if whole else "fast",
+        result = compile(
+            program.fn, *args, mesh=row.mesh, topology=topology, layout=row.layout, effort="full" if full_effort else "fast",
             progress=progress, kwargs={**call, **program.keywords}, **vars(program.options),
         )  # fmt: skip
         schedule = (
-            "" if found.exposed is None or not whole else f", {format_seconds(found.exposed.schedule)} by its schedule"
+            ""
+            if result.exposed is None or not full_effort
+            else f", {format_seconds(result.exposed.schedule)} by its schedule"
         )
-        return f"compiled: {format_memory(found.memory.peak)}, sends {format_bytes(found.bytes_sent)}{schedule}"
+        return f"compiled: {format_memory(result.memory.peak)}, sends {format_bytes(result.bytes_sent)}{schedule}"
 
     where = auto_mesh(planned_mesh(mesh or "data=-1", topology))
-    with progress_line(f"searching {topology}", progress) as tell:
+    with progress_line(f"searching {topology}", progress) as report_progress:
         bases = {
             name: Jitted(program.fn, where, Layout(""), program.options, topology=topology)
             .plan(*args, **{**call, **program.keywords})
@@ -425,41 +437,40 @@ def search(
         return search_from(
             bases, topology, fixed=fixed, forbid=forbid, mesh=mesh, objective=objective,
             memory_fraction=memory_fraction, max_axes=max_axes, max_plans=max_plans, time_limit=time_limit,
-            layouts=layouts, verify=verify, compiled=compiled, tell=tell,
+            layouts=layouts, verify=verify, compiled=compiled, tell=report_progress,
         )  # fmt: skip
 
 
-@options_apart
+@refuse_ambiguous_options
 @takes_step_options
 def calibrate(
     fn: Callable[..., Any], *args: Any, layouts: Any, mesh: Meshes = None, meshes: Meshes = None, rounds: int = 9,
     max_layouts: int = 4, tolerance: float = 1e-5, progress: Progress = None, kwargs: Mapping[str, Any] | None = None,
     **keywords: Unpack[CallKeywords],
 ) -> CalibrationResult:  # fmt: skip
-    """Measure a step under a few layouts on the devices that are here, and fit the chip's efficiencies to what was measured.
+    """Measure a step under a few layouts on the attached devices, and fit the chip's efficiencies to the measurements.
 
-    Every layout is planned, compiled and run once; its results are compared with those of the first, which they equal up to
-    rounding. Then each is timed in turn, round after round. What is fitted is what plans are priced with (``calibration=`` of
-    :func:`plan`, :func:`jit` and :func:`search`): the part of the peak rate that products, memory traffic and links reach. Devices
-    that the chip table does not have, CPUs, have nominal peak rates.
+    Every layout is planned, compiled and run once, and its results are compared with those of the first layout. Then all layouts
+    are timed alternately, ``rounds`` times. Fitted are the fractions of the peak rates that matmuls, memory traffic and
+    links reach; plans use them through ``calibration=`` of :func:`plan`, :func:`jit` and :func:`search`. Devices
+    that are not in the chip table (CPUs) have nominal peak rates.
 
-    The arguments are copied: nothing of the caller's is donated or updated. A run takes one set of them beside the caller's.
+    The arguments are copied: the caller's are neither donated nor updated. A run needs memory for one copy of them.
 
     Args:
-      fn: a function, e.g. a train step, or what :func:`jit` made of one (then dims, donated and static arguments are its own).
+      fn: a function, e.g. a train step, or a :class:`Jitted`, which has its own dims, donated and static arguments.
       *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
-      **keywords: those by keyword.
-      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``calibrate`` is.
-      layouts: texts, :class:`Layout` and Flax rule lists, each measured on every mesh; pairs (mesh, layout); or what
-        :func:`search` returned, whose best rows are measured.
-      mesh, meshes: one of the two: a mesh or several, as for :func:`check`. Not for pairs and searches, which have their own;
-        default: one axis over all devices, for layouts that have one.
-      dims, lowering, donate_argnames, …: as in :func:`jit`; donated arguments are copied before every run, outside of the measured
-        time.
-      rounds: how often each layout is measured.
-      max_layouts: of a search, how many of its rows that fit.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``calibrate``.
+      layouts: texts, :class:`Layout` and Flax rule lists, each measured on every mesh; pairs (mesh, layout); or the result of
+        :func:`search`, whose best rows are measured.
+      mesh, meshes: one of the two: a mesh or several, as for :func:`check`. Not for pairs and searches, which have their own
+        meshes. Default: one axis over all devices, for layouts with one axis.
+      dims, lowering, donate_argnames, …: as in :func:`jit`; donated arguments are copied before every run, which is not timed.
+      rounds: number of measurements of each layout.
+      max_layouts: of a search, the largest number of rows to measure.
       tolerance: as in :func:`check`.
-      progress: a line on stderr; None: on a terminal only; or a function of its text.
+      progress: True: a line on stderr; None: on a terminal only; or a function of its text.
 
     Returns:
       :class:`meshpar.types.CalibrationResult`: print it; ``rows`` best first, ``best.mesh`` and ``best.layout`` are text for
@@ -467,8 +478,8 @@ def calibrate(
       ``calibration.save("chip.json")``.
 
     Raises:
-      CheckError: two layouts give other numbers, and rounding does not explain it: the path of the result.
-      CompilerError: a layout does not compile, or has no room to run.
+      CheckError: the results of two layouts differ by more than rounding: the path of the result.
+      CompilerError: a layout does not compile, or does not fit in memory.
       MeshError: one device, or fewer than a mesh needs; both ``mesh`` and ``meshes``; no mesh where a layout has several axes.
       UnsupportedError: no layouts; options out of range; devices of several kinds.
       MeshparError: a layout that cannot be planned, before anything runs.
@@ -481,16 +492,16 @@ def calibrate(
     pairs = list(_pairs(layouts, mesh if meshes is None else meshes, max_layouts))
     with contextlib.ExitStack() as stack:
         candidates = []
-        tell = stack.enter_context(progress_line("calibrating", progress))
+        report_progress = stack.enter_context(progress_line("calibrating", progress))
         for where, layout in pairs:
             subject = stack.enter_context(steps(mesh=where, layout=layout)._check_subject(args, call))
             candidates.append(Candidate(str(layout), subject))
-        return calibrate_candidates(candidates, rounds=rounds, tolerance=tolerance, tell=tell)
+        return calibrate_candidates(candidates, rounds=rounds, tolerance=tolerance, tell=report_progress)
 
 
 def _steps(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Jitted[..., Any]]:
-    """Makes the step of a mesh, a layout and perhaps other options: given a function, with these options; given a ``Jitted``, with
-    its own options, of which these replace some.
+    """A function (mesh, layout, **changed options) → ``Jitted``: of a function, with these options; of a ``Jitted``, with its own
+    options, some of which these replace.
 
     Raises:
       UnsupportedError, LayoutSyntaxError: options that do not exist.
@@ -502,7 +513,7 @@ def _steps(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., 
 
 
 def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, Layout]]:
-    """(mesh, layout) of everything that is to be measured, each once.
+    """(mesh, layout) of every measurement, without duplicates.
 
     Raises:
       MeshError: a layout has several axes, and there is no mesh.
@@ -512,29 +523,29 @@ def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, 
         layouts = [(r.mesh, r.layout) for r in rows]
     single = isinstance(layouts, str | Layout | Mapping)
     items: list[Any] = [layouts] if single or _is_pair(layouts) else list(layouts)
-    asked = None if meshes is None else [meshes] if isinstance(meshes, Mesh | str | Mapping) else list(meshes)
-    found: dict[tuple[Any, ...], tuple[Mesh, Layout]] = {}
+    given = None if meshes is None else [meshes] if isinstance(meshes, Mesh | str | Mapping) else list(meshes)
+    pairs: dict[tuple[Any, ...], tuple[Mesh, Layout]] = {}
 
     def add(where: MeshLike, layout: Layout) -> None:
         made = device_mesh(where)
         if not isinstance(made, Mesh):
             raise MeshError("an abstract mesh has no devices to measure on", fixes=['mp.mesh("data=4, model=2")'])
-        found.setdefault((tuple(made.shape.items()), str(layout)), (made, layout))
+        pairs.setdefault((tuple(made.shape.items()), str(layout)), (made, layout))
 
     for item in items if all(map(_is_pair, items)) else []:
-        if asked is not None:
-            raise MeshError("mesh= beside layouts that have their own meshes", fixes=["leave it out"])
+        if given is not None:
+            raise MeshError("mesh= was given with layouts that have their own meshes", fixes=["leave it out"])
         add(item[0], Layout(item[1]))
-    for layout in [] if found or not items else each_layout(items if not single else items[0]):
+    for layout in [] if pairs or not items else each_layout(items if not single else items[0]):
         axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes)) or ["data"]
-        if asked is None and len(axes) > 1:
+        if given is None and len(axes) > 1:
             raise MeshError(
                 f"layout `{layout}` has the axes {', '.join(axes)}, and no mesh says their sizes",
                 fixes=[f'mesh="{axes[0]}=…, {axes[1]}=…"', "or pairs: layouts=[(mesh, layout), …]"],
             )
-        for where in asked if asked is not None else [f"{axes[0]}={len(jax.devices())}"]:
+        for where in given if given is not None else [f"{axes[0]}={len(jax.devices())}"]:
             add(where, layout)
-    yield from found.values()
+    yield from pairs.values()
 
 
 def _is_pair(item: Any) -> bool:
@@ -579,25 +590,25 @@ def _variants(
         yield name, _Variant(function, keywords, options.changed(overlap=mode).with_static(keywords))
 
 
-@options_apart
+@refuse_ambiguous_options
 @takes_step_options
 def lab(
     fn: Callable[..., Any], *args: Any, mesh: MeshLike | None = None, topology: str | None = None,
     layout: LayoutLike | None = None, layouts: Mapping[str, str] | None = None, kwargs: Mapping[str, Any] | None = None,
     **keywords: Unpack[CallKeywords],
 ) -> Lab:  # fmt: skip
-    """A page on which layouts and meshes are tried: rules are edited, figures of the plan follow.
+    """An interactive page to edit layouts and meshes, with the numbers of the plan for each edit.
 
-    Nothing runs and nothing is compiled until the page is asked to. What is shown are the plan's estimates.
+    Nothing runs or is compiled until the user asks for it. The numbers are the plan's estimates.
 
     Args:
       fn: a function, e.g. a train step.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
-      **keywords: those by keyword.
-      kwargs: more keyword arguments of ``fn``: those that are called as an option of ``lab`` is.
-      mesh, topology: where the page begins, as in :func:`meshpar.plan`; default: one axis over all of the topology.
-      layout: with which it begins, read in order; default: FSDP, as far as the program has dims for it.
-      layouts: name → more layouts that the page offers to begin with, beside ``mp.layouts``.
+      **keywords: its keyword arguments.
+      kwargs: keyword arguments of ``fn`` with the name of an option of ``lab``.
+      mesh, topology: the initial ones, as in :func:`meshpar.plan`; default: one axis over the full topology.
+      layout: the initial layout; default: FSDP, as far as the program has dims for it.
+      layouts: name → more layouts that the page offers, in addition to ``mp.layouts``.
       dims, lowering, donate_argnames, …: as in :func:`meshpar.jit`.
 
     Returns:
@@ -605,15 +616,17 @@ def lab(
       ``layout`` and ``plan`` are those that the page shows.
 
     Raises:
-      MeshError: neither a mesh nor a topology, a topology that is not known, or a calibration of other devices.
-      MeshparError: as :func:`meshpar.plan`, but for what concerns the layout, which the page says.
+      MeshError: neither a mesh nor a topology, an unknown topology, or a calibration of other devices.
+      MeshparError: as :func:`meshpar.plan`, except errors of the layout, which the page shows.
     """
     _check_function(fn, "lab")
     if mesh is None and topology is None:
         try:
             mesh = context_mesh()
         except MeshError:
-            raise MeshError("no machine is given", fixes=['topology="v5e:16x16"', 'mesh="data=4, model=2"']) from None
+            raise MeshError(
+                "neither a mesh nor a topology is given", fixes=['topology="v5e:16x16"', 'mesh="data=4, model=2"']
+            ) from None
     if isinstance(mesh, Mesh):
         topology = topology or topology_of(list(mesh.devices.flat))
     if mesh is None:
@@ -646,7 +659,7 @@ def lab(
 
 
 def _layout_text(layout: LayoutLike) -> str:
-    """What is shown of a layout: a text as it stands, which may have an error; comments are left to it."""
+    """A layout as text; a text is returned unchanged, with its comments and errors."""
     return layout if isinstance(layout, str) else str(Layout(layout))
 
 
@@ -654,12 +667,12 @@ def local_sgd(
     step: Callable[..., Any], *, over: str, every: int, outer: optax.GradientTransformation, mesh: Mesh, layout: LayoutLike,
     dims: DimsPatterns = None, lowering: Lowering = "auto",
 ) -> LocalSgd:  # fmt: skip
-    """Train replicas apart on each part of an axis, and average them every so many steps (DiLoCo).
+    """Train one replica per index of a mesh axis independently, and average the replicas every ``every`` steps (DiLoCo).
 
     Args:
       step: ``state, … → state, anything``: a train step of plain trees, its weights under ``params``.
-      over: the mesh axis of the replicas: the slow one, ``slice``. No rule of the layout may have it.
-      every: inner steps between outer ones (DiLoCo: 500).
+      over: the mesh axis of the replicas, with the slow links: ``slice``. No rule of the layout may use it.
+      every: number of inner steps between two outer steps (DiLoCo: 500).
       outer: the outer optimizer; DiLoCo's is ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
       mesh, layout, dims, lowering: as in :func:`meshpar.jit`, for one replica; dims name the arguments of ``step``.
 
@@ -675,14 +688,14 @@ def local_sgd(
     )  # fmt: skip
 
 
-# -- what users hand in
+# -- checks of arguments
 
 
 def _check_function(fn: Any, name: str) -> None:
     if isinstance(fn, Jitted) and name in ("jit", "init", "plan"):
         called = getattr(fn, "__name__", "step")
         raise UnsupportedError(
-            f"mp.{name} takes a function, and {called} is what mp.jit made of one",
+            f"mp.{name} takes a function, and {called} is a result of mp.jit",
             fixes=[
                 f"{called}.plan(…)",
                 f"{called}.on(mesh, layout=…) for another mesh or layout, or {called}.__wrapped__",

@@ -25,7 +25,7 @@ from .flax import Leaf, capture_names, flatten_named, pure_states
 from .global_arrays import place
 from .layout import AnyMesh, Layout
 from .mesh import MeshLike, device_mesh
-from .options import Lowering, Mode, StepOptions, options_apart
+from .options import Lowering, Mode, StepOptions, refuse_ambiguous_options
 from .passes import make_plan
 from .plan_api import Plan
 from .tracing import FlatFunction, TracedStep, annotation_of, trace_call
@@ -279,7 +279,7 @@ class Jitted(Generic[P, R]):
             layouts=[self.layout], meshes=mesh, lowerings=[self.lowering],
         )  # fmt: skip
 
-    @options_apart
+    @refuse_ambiguous_options
     def compile(
         self, /, *args: Any, mesh: MeshLike | None = None, topology: str | None = None, effort: Effort = "fast",
         timeout: float | None = None, cache: bool = True, progress: Progress = None,

@@ -225,7 +225,7 @@ def _takes(fn: Any, name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def options_apart(api: F) -> F:
+def refuse_ambiguous_options(api: F) -> F:
     """Refuse a keyword that is an option of ``api`` and an argument of the function at once, unless it is clear which is meant.
 
     ``api(fn, *args, <options>, kwargs=…, **keywords)``: the option is meant where the function's argument of that name is

@@ -527,7 +527,7 @@ def test_a_mean_over_devices_is_to_be_deleted():
         (
             lambda: mp.compile(mp.jit(loss, mesh="data=8", layout=""), layout="batch: data", lowering="shard_map"),
             mp.errors.UnsupportedError,
-            "layout, lowering: what mp.jit made of a function has its own",
+            "layout, lowering: the result of mp.jit has its own",
         ),
         (lambda: mp.Layout(42), mp.errors.LayoutSyntaxError, "Layout(42) is neither text nor a list of rules"),
         (lambda: mp.mesh((4, 2)), mp.errors.LayoutSyntaxError, 'mp.mesh("data=4, model=2")'),

@@ -22,7 +22,7 @@ from ..hardware.topology import chip_of, topology_devices, topology_of
 from ..layout import AnyMesh
 from ..mesh import MeshLike, context_mesh
 from ..mesh import mesh as make_mesh
-from ..options import options_apart
+from ..options import refuse_ambiguous_options
 from ..plan.plan import Plan
 from ..report.facts import calibration_text, grouped
 from ..report.tables import rich_table
@@ -139,7 +139,7 @@ class Compiled:
         return compiled_renderable(self)
 
 
-@options_apart
+@refuse_ambiguous_options
 def compile_lowered(
     program: Any, *args: Any, effort: Effort = "fast", timeout: float | None = None, cache: bool = True,
     progress: Progress = None, compiler_options: Mapping[str, Any] | None = None, name: str | None = None,
