@@ -115,7 +115,7 @@ def errors_of(plans: Sequence[tuple[Triple, mp.Plan]]) -> Errors:
     compiled = json.loads(COMPILED.read_text())["rows"]
     rows = []
     for t, plan in plans:
-        plan.program._found.clear()  # the cache depends on functions that may be replaced
+        plan.program._results.clear()  # the cache depends on functions that may be replaced
         fresh = dataclasses.replace(plan)  # without the costs cached on the plan
         row = Row(t.name, t.chip, "shard_map", "full", planned_step=fresh.seconds or math.nan)
         row.planned_peak = fresh.memory.peak

@@ -9,11 +9,9 @@ from typing import Any
 
 import jax
 
-from ..caches import LRUCache
 from ..compat.jax import in_recomputation
 from ..hardware.chips import Chip
 from ..hardware.compiler import CompilerModel
-from ..plan.memo import MESHES
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, shard_count
 from ..plan.steps import Run
@@ -100,21 +98,15 @@ def _local_matmul_dims(run: Run, sizes: Mapping[str, int]) -> tuple[int, int, in
     return run.op.primitive.matmul_dims(run.op.eqn, lhs, rhs)
 
 
-class _MatmulCache:
-    """Cached numbers of a program's matmuls.
-
-    Attributes:
-      found: (sizes of a mesh, property of a chip) → (op, specs of its operands, …) → FLOPs or bytes.
-    """
-
-    def __init__(self, program: Program):
-        self.found: LRUCache[tuple[Any, ...], dict[tuple[Any, ...], float]] = LRUCache(2 * MESHES)
+def _matmul_table(program: Program, *key: Any) -> dict[tuple[Any, ...], float]:
+    """An empty table for a mesh and a property of a chip: (op, specs of its operands, …) → FLOPs or bytes of a matmul."""
+    return {}
 
 
 def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
     """A function from a matmul's step to its :func:`padded_flops` on the plan's mesh, cached for all plans of the program."""
     sizes = plan.sizes
-    found = plan.program.cached(_MatmulCache).found.setdefault((tuple(sizes.items()), lanes), dict)
+    found = plan.program.cached(_matmul_table, tuple(sizes.items()), lanes)
 
     def flops(run: Run) -> float:
         lhs, rhs = run.operands[:2]
@@ -131,9 +123,7 @@ def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
     sizes, vmem = plan.sizes, chip.per_device().vmem
     if vmem is None or chip.switch:
         return lambda *of: 0.0
-    found = plan.program.cached(_MatmulCache).found.setdefault(
-        (tuple(sizes.items()), "again", vmem, chip.compiler), dict
-    )
+    found = plan.program.cached(_matmul_table, tuple(sizes.items()), "reread", vmem, chip.compiler)
 
     def again(run: Run, other_arrays: int, cut: Sequence[bool] = (True,) * 3, blocks: int = 1) -> float:
         lhs, rhs = run.operands[:2]

@@ -9,9 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..caches import LRUCache
 from ..layout import Spec
-from ..plan.memo import MESHES
 from ..plan.plan import Plan
 from ..plan.spec import value_bytes
 from ..plan.steps import Barrier, Body, Branch, Call, Loop, Order, Reduce, Reshard, Run, Shard, Step
@@ -30,23 +28,20 @@ def computation_of(plan: Plan) -> Computation:
     return _Reader(plan).run()
 
 
-class _Bytes:
-    """Cached bytes of the shards of a program's values.
+def _equal_avals(program: Program) -> dict[Value, Value]:
+    """value → the first value of its shape and dtype (and of its batch and channel dims, for images)."""
+    tiles, first = program.cached(Tiles), dict[Any, Value]()
+    values = [*program.constants, *program.inputs]
+    for op in program.root.walk():
+        values += op.outs
+        for frame in op.frames:
+            values += frame.env.values()
+    return {v: first.setdefault((v.shape, v.aval.dtype, tiles.of(v)), v) for v in values}
 
-    Attributes:
-      alike: value → the first value of its shape and dtype (and of its batch and channel dims, for images).
-      found: (sizes of a mesh, no image tiles) → (such a value, spec) → bytes on a device.
-    """
 
-    def __init__(self, program: Program):
-        tiles, first = program.cached(Tiles), dict[Any, Value]()
-        values = [*program.constants, *program.inputs]
-        for op in program.root.walk():
-            values += op.outs
-            for frame in op.frames:
-                values += frame.env.values()
-        self.alike = {v: first.setdefault((v.shape, v.aval.dtype, tiles.of(v)), v) for v in values}
-        self.found: LRUCache[Any, dict[tuple[Value, Spec], float]] = LRUCache(MESHES)
+def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], float]:
+    """An empty table for a mesh, with or without image tiles: (value, spec) → bytes of its shard on a device."""
+    return {}
 
 
 class _Reader:
@@ -60,9 +55,8 @@ class _Reader:
         ] = {}  # what an array follows from, rows and scalars aside, if that is not itself
         self.region = Computation(1)
         self.position = 0
-        sizes_of = plan.program.cached(_Bytes)
-        self.alike = sizes_of.alike
-        self._bytes = sizes_of.found.setdefault((tuple(self.sizes.items()), self.tiles is None), dict)
+        self.alike = plan.program.cached(_equal_avals)
+        self._bytes = plan.program.cached(_byte_table, tuple(self.sizes.items()), self.tiles is None)
         self.parts = ring_block_counts(plan)
 
     def run(self) -> Computation:

@@ -561,7 +561,7 @@ def fused_of(plan: Plan, pair: CollectiveMatmul, stages: Sequence[Stage]) -> Fus
         tuple(plan.sizes.items()), devices, pair.dim, pair.keep, pair.step.source.spec, pair.step.result.spec, pair.step.op,
         *((run.op, side, *(s and s.spec for s in run.operands)) for run, side in pair.dots),
     )  # fmt: skip
-    cache = plan.program.cached(_Fused).found
+    cache = plan.program.cached(_fused_kernels)
     found = cache.get(key)
     if found is None:
         made = _fused_gather(plan, pair, devices) if pair.gather else _fused_scatter(plan, pair, devices)
@@ -569,11 +569,9 @@ def fused_of(plan: Plan, pair: CollectiveMatmul, stages: Sequence[Stage]) -> Fus
     return found
 
 
-class _Fused:
-    """The calls of fused kernels for the pairs of a program, or why there is none: by mesh, products and specs."""
-
-    def __init__(self, program: Program):
-        self.found: LRUCache[tuple[Any, ...], FusedGather | FusedScatter | str] = LRUCache(4096)
+def _fused_kernels(program: Program) -> LRUCache[tuple[Any, ...], FusedGather | FusedScatter | str]:
+    """A cache of the fused kernel of each matmul–collective pair, or of the reason against one, by mesh, matmuls and specs."""
+    return LRUCache(4096)
 
 
 def dot_of(op: Op, side: int) -> Dot:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ..caches import LRUCache
 from ..compat.jax import has_user_line, on_host, source_line
 from ..dims import Dims
 from ..rules import primitive
@@ -14,6 +15,9 @@ from ..rules.rule import OpRule
 from .names import Nodes, Part, Unifier
 
 T = TypeVar("T")
+
+MAX_CACHED_KEYS = 128
+"""Results that a program caches of each function with a key."""
 
 
 class Value:
@@ -194,13 +198,22 @@ class Program:
     unifier: Unifier
     joins: list[Join] = field(default_factory=list)
     original: Program | None = None
-    _found: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
+    _results: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
 
-    def cached(self, find: Callable[[Program], T]) -> T:
-        """What a function finds in the program alone: found once for every layout, and kept for as long as the program."""
-        if find not in self._found:
-            self._found[find] = find(self)
-        return self._found[find]
+    def cached(self, make: Callable[..., T], *key: Hashable) -> T:
+        """``make(program, *key)``, computed once and shared by the plans of all layouts; freed with the program.
+
+        Of a function with a key (the sizes of a mesh, a property of a chip), the results of the ``MAX_CACHED_KEYS`` most recently
+        used keys are cached. A result may be a table that its callers fill.
+        """
+        if not key:
+            if make not in self._results:
+                self._results[make] = make(self)
+            return self._results[make]
+        results = self._results.get(make)
+        if results is None:
+            results = self._results[make] = LRUCache(MAX_CACHED_KEYS)
+        return results.setdefault(key, lambda: make(self, *key))
 
     @property
     def constants(self) -> list[Value]:
