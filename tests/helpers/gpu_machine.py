@@ -91,7 +91,7 @@ def _maps(window: Ref, tiling: tuple[int, ...] | None) -> tuple[np.ndarray, ...]
 
 
 def engine_load(window: Ref, tiling: tuple[int, ...] | None) -> np.ndarray:
-    """What the copy engine brings from a window of global memory."""
+    """The array that the copy engine reads from a window of global memory."""
     maps = _maps(window, tiling)
     value = window.buffer.array[np.ix_(*(np.maximum(m, 0) for m in maps))]
     valid = functools.reduce(np.minimum, np.ix_(*maps)) >= 0
@@ -99,7 +99,7 @@ def engine_load(window: Ref, tiling: tuple[int, ...] | None) -> np.ndarray:
 
 
 def engine_store(window: Ref, value: np.ndarray, tiling: tuple[int, ...] | None) -> None:
-    """What the copy engine writes to a window of global memory."""
+    """Write an array to a window of global memory, as the copy engine does."""
     maps = _maps(window, tiling)
     value = value.reshape([len(m) for m in maps])
     kept = np.ix_(*(np.flatnonzero(m >= 0) for m in maps))
@@ -114,7 +114,7 @@ class _Barrier:
 
     Args:
       slot: its index among those made with it, None if it is alone.
-      everywhere: an arrival counts in each of its `twins`, those of the blocks of the cluster; of one thread for its warpgroup.
+      everywhere: an arrival counts in each of its `twins`, the barriers of the cluster's blocks; of one thread for its warpgroup.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Gpus:
     Args:
       devices: number of GPUs that NVLink joins along one axis "a".
       schedule, dropped: see `kernel_machine.Machine`.
-      multiprocessors: how many blocks a GPU runs at the same time, or those of each GPU. None: as many as there are.
+      multiprocessors: number of blocks that a GPU runs at the same time, or the numbers of each GPU; None for no limit.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Gpus:
           once: every element of the first result must have been written once.
 
         Raises:
-          Fault: what the kernel does wrong.
+          Fault: the kernel has a defect.
         """
         with self._instead_of_jax():
             for rank in range(self.devices):
@@ -277,7 +277,7 @@ class Gpus:
         return call
 
     def _here_to_stay(self, ref: Ref, task: Task | None = None) -> None:
-        """A fault if what is written to a device comes from another, and the device has left the kernel."""
+        """Raise a fault if a device writes to another device that has left the kernel."""
         task = task or next((op.task for op in self.machine.flying if ref in op.writes), None)
         if task is not None and task.at["device"] != ref.buffer.device and not self.left[ref.buffer.device]:
             raise Fault("late", f"{task.name} writes to {ref}, which has left the kernel")
@@ -456,7 +456,7 @@ class Gpus:
             raise Fault("barrier", f"{barrier.name} passed {barrier.phases - seen} phases before {who} waited for one")
         barrier.waited[who] = seen + 1
         if barrier.slot is not None:
-            task.state.setdefault("apart", []).append(barrier.slot)
+            task.state.setdefault("separate", []).append(barrier.slot)
 
     def barrier_arrive(self, barrier: Any) -> None:
         if self.machine.site():
@@ -464,7 +464,7 @@ class Gpus:
         barrier, state = self._one(barrier), self.machine.current.state
         if barrier.everywhere and not barrier.ordered:
             issued = [slots for op, slots in state.get("issued", []) if op in self.machine.flying]
-            if barrier.slot in sum(issued, state.get("apart", [])):
+            if barrier.slot in sum(issued, state.get("separate", [])):
                 raise Fault("race", f"{barrier.name}: one warp arrives, and others may still wait for its slot")
         state["reads"] = []
         for twin in barrier.twins if barrier.everywhere else [barrier]:
@@ -500,7 +500,7 @@ class Gpus:
         targets = [Ref(self.machine, target.buffer.twins[i], target.index) for i in blocks]
         for there in targets:
             self.machine.touch(there, writes=True)
-            there.store(np.full(there.shape, poison, there.dtype))  # what was there is lost at once
+            there.store(np.full(there.shape, poison, there.dtype))  # the old content is lost immediately
         if bytes_here:
             self._arrive(barrier, bytes_here)
         for i, there in zip(blocks, targets, strict=True):
@@ -551,7 +551,7 @@ class Gpus:
 
     def _meet(self) -> None:
         """All warps of the warpgroup are here."""
-        self.machine.current.state |= {"reads": [], "apart": []}
+        self.machine.current.state |= {"reads": [], "separate": []}
 
     # -- the tensor cores
 
@@ -562,7 +562,10 @@ class Gpus:
         task = self.machine.current
         op = Op("matmul", f"the matmul of {left} and {right}", ("matmuls", task.name), [left, right], [total], land)
         issued = [pair for pair in task.state.get("issued", []) if pair[0] in self.machine.flying]
-        task.state["issued"] = [*issued, (op, task.state.pop("apart", []))]  # it is done when all warps have begun it
+        task.state["issued"] = [
+            *issued,
+            (op, task.state.pop("separate", [])),
+        ]  # it is done when all warps have begun it
         self.machine.start(op)
 
     def wgmma_wait(self, n: int) -> None:
@@ -602,11 +605,11 @@ class Gpus:
         if self.machine.site():
             return
         barrier = self._one(barrier)
-        told = [barrier] if collective_axis is None else barrier.twins
+        signalled = [barrier] if collective_axis is None else barrier.twins
         queue = ("matmuls", self.machine.current.name)
 
         def report() -> None:
-            for one in told:
+            for one in signalled:
                 self._arrive(one)
 
         self.machine.start(Op("matmul", "a commit", queue, [], [], lambda: None, report))
@@ -680,7 +683,7 @@ class Gpus:
     @contextlib.contextmanager
     def _instead_of_jax(self) -> Iterator[None]:
         lax = types.SimpleNamespace(
-            div=lambda a, b: np.int32(int(a) // int(b)),  # of what is never negative
+            div=lambda a, b: np.int32(int(a) // int(b)),  # operands are never negative
             rem=lambda a, b: np.int32(int(a) % int(b)),
             axis_index=self.axis_index,
             fori_loop=self.fori_loop,

@@ -9,7 +9,7 @@ What goes wrong has a name (`Fault.kind`):
 
 - `race`: memory was touched that an operation in flight reads or writes, or that its writer did not make visible;
 - `hang`: nothing can run, nothing is in flight, and threads still wait;
-- `early`: a device wrote to a peer that had not come to the kernel yet;
+- `early`: a device wrote to a peer that had not entered the kernel;
 - `late`: something landed at, or was in flight from, a device that had left the kernel;
 - `barrier`: a phase passed before a thread waited for the one before it;
 - `leftover`: a semaphore was not zero at the end;
@@ -51,7 +51,7 @@ __all__ = [
 
 
 class Fault(AssertionError):
-    """What is wrong with a kernel; `kind` as in the module's docstring."""
+    """A defect of a kernel; `kind` as in the module's docstring."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(f"{kind}: {message}")
@@ -93,7 +93,7 @@ SCHEDULES = [
     *(Schedule("late", last, starved) for starved in _STARVED for last in ("store", "matmul", "load")),
     *(Schedule("random", seed=seed) for seed in range(4)),
 ]
-"""What a kernel is run through."""
+"""The schedules of events under which a kernel is run."""
 
 
 class Buffer:
@@ -233,7 +233,7 @@ class Op:
       what: for messages.
       queue: operations of one queue land in their order, and may touch each other's memory.
       reads, writes: windows that nobody else may write, or touch, while it is in flight.
-      land: does it. Returns another operation for what is left to do (a store has read, but not written), or None.
+      land: performs it. Returns an operation for the rest (a store that has read, but not written), or None.
       when_landed: called after the last part.
       in_parts: it reads first and writes later, and the next of its queue may read before it writes.
       task: who started it.
@@ -255,8 +255,8 @@ class Task:
 
     Attributes:
       at: its coordinates, by name.
-      dirty: what it wrote for the copy engine or the tensor cores, and did not make visible yet.
-      state: of the kind of machine. `state["reads"]`: what its threads have read since they last met.
+      dirty: memory that it wrote for the copy engine or the tensor cores and did not commit yet.
+      state: of the kind of machine. `state["reads"]`: memory that its threads have read since their last barrier.
     """
 
     def __init__(self, name: str, at: dict[str, int], work: Callable[[], None], parent: Task | None = None):
@@ -275,7 +275,7 @@ class Machine:
     Attributes:
       copied: bytes of the copies that were started, by the name of the array that they are from, and "remote" for those to
         another device.
-      estimates: what the kernels say of themselves, in the order of their launches.
+      estimates: cost estimates of the kernels, in the order of their launches.
     """
 
     def __init__(self, schedule: Schedule = PLAIN, dropped: str | Collection[str] | None = None):
@@ -319,10 +319,10 @@ class Machine:
         return task
 
     def run(self) -> None:
-        """Run all tasks to their end, and let land what is in flight.
+        """Run all tasks to their end, and complete the operations in flight.
 
         Raises:
-          Fault: what was found.
+          Fault: a defect.
         """
         if self.tasks:
             self._pass_on()
@@ -422,7 +422,7 @@ class Machine:
             self.flying[at] = rest
 
     def start(self, op: Op) -> None:
-        """Begin an operation; a fault if one in flight touches its memory, or if what it reads was not made visible."""
+        """Begin an operation; a fault if one in flight touches its memory, or if its operands were not committed."""
         op.task = self.current
         for writes, refs in ((False, op.reads), (True, op.writes)):
             for ref in refs:
@@ -473,7 +473,7 @@ def patched(pairs: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def noticed(run: Callable[..., Any], dropped: Any) -> Fault | None:
-    """What is found in some order of events when calls of a kernel are left out."""
+    """Faults in some order of events when calls of a kernel are removed."""
     for order in SCHEDULES:
         try:
             run(order, dropped)
@@ -483,10 +483,10 @@ def noticed(run: Callable[..., Any], dropped: Any) -> Fault | None:
 
 
 class Protocols:
-    """Tables of the waits and signals of kernels, and what the kernels do when some are left out.
+    """Tables of the waits and signals of kernels, and the behaviour of kernels without some of them.
 
     Args:
-      tables: module → the call in the kernel → the kinds of fault by which its absence shows, and what it says or waits for.
+      tables: module → call in the kernel → (kinds of fault without it, the fact that it signals or waits for).
       kernels: name → runs that kernel in an order of events, without the calls that are named.
     """
 

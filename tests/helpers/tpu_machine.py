@@ -158,7 +158,7 @@ class Tpus:
         """The kernel's results on every device, when `function(rank)` launches it there.
 
         Raises:
-          Fault: what the kernel does wrong.
+          Fault: the kernel has a defect.
         """
         with self._instead_of_jax():
             for rank in range(self.devices):
@@ -341,7 +341,7 @@ class Tpus:
             return types.SimpleNamespace(block_shape=block_shape, index_map=index_map, memory_space=memory_space)
 
         lax = types.SimpleNamespace(
-            div=lambda a, b: np.int32(int(a) // int(b)),  # of what is never negative
+            div=lambda a, b: np.int32(int(a) // int(b)),  # operands are never negative
             rem=lambda a, b: np.int32(int(a) % int(b)),
             axis_index=self.axis_index,
             axis_size=lambda name: self.sizes[self.axes.index(name)],

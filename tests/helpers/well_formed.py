@@ -25,7 +25,7 @@ def assert_well_formed(plan):
     assert list(plan.collectives) == sent
     for value, placed in plan.placements.items():
         for shard in (placed.made, placed.stored):
-            assert shard.value.shape == value.shape  # what a body reads goes by the value outside
+            assert shard.value.shape == value.shape  # the shards of a body's operands are of the outer values
             assert len(shard.spec) == len(value.shape)
         assert not placed.stored.partial or placed.stored is placed.made
 
@@ -44,7 +44,7 @@ def _program(program):
 
 
 def _body(body, outside, made, plan):
-    """``outside``: what the steps may read that is not their own; ``made``: all that was made so far, anywhere."""
+    """``outside``: shards of outer scopes that the steps may read; ``made``: all shards made so far."""
     assert len(set(body.inputs)) == len(body.inputs)
     seen = outside | set(body.inputs)
     _steps(body, seen, made, plan)
@@ -52,7 +52,7 @@ def _body(body, outside, made, plan):
 
 
 def _steps(body, seen, made, plan):
-    """``seen``: what is there, to which the results of the steps are added."""
+    """``seen``: the available shards, to which the results of the steps are added."""
     for step in body.steps:
         if isinstance(step, Call):
             _steps(step.body, seen, made, plan)
@@ -67,7 +67,7 @@ def _steps(body, seen, made, plan):
         for inner in step.bodies:
             allowed = (
                 {*step.consts, *step.hoisted} if isinstance(step, Loop) else set(step.operands)
-            )  # of what is outside, it reads what the step says that it does
+            )  # of outer shards it reads those that the step lists
             assert set(free_shards(inner)) <= allowed, (step, set(free_shards(inner)) - allowed)
             _body(inner, seen, made, plan)
         for shard in step.makes:
@@ -106,7 +106,7 @@ def _run(step, plan):
     op = step.op
     for shard, value in zip(step.operands, op.ins, strict=True):
         assert (shard is None) == (value is None)
-        # what a body reads goes by the value outside, what has no data by what it was before it was named
+        # the shards of a body's operands are of the outer values, what has no data by what it was before it was named
         assert shard is None or (shard.value.shape, shard.value.aval.dtype) == (value.shape, value.aval.dtype)
     assert [s.value for s in step.results] == op.outs
     if op.rule is None and len({s.shape for s in (*op.outs, *(v for v in op.ins if v is not None))}) == 1:

@@ -1,4 +1,4 @@
-"""The waits and signals of the GPU kernels as a table: what each orders, and how its absence shows. Each is left out in turn."""
+"""Waits and signals of the GPU kernels: the order that each ensures, and the fault without it. Each is removed once."""
 
 import gpu_runs
 import pytest
@@ -35,77 +35,77 @@ TABLES = {
     "grouped_matmul.blackwell": {
         "multiply_tiles: gpu.barrier_wait(empty.at[stage])": (EARLY, "a stage is loaded when its matmuls are done"),
         "multiply_tiles: gpu.barrier_wait(loaded.at[stage])": (EARLY, "a stage is multiplied when both operands are there"),
-        "multiply_tiles: gpu.barrier_wait(read.at[slot])": (EARLY, "a slot of sums is begun anew when it was read"),
+        "multiply_tiles: gpu.barrier_wait(read.at[slot])": (EARLY, "an accumulator slot is reused after it was read"),
         "multiply_tiles: gpu.tcgen05_commit_arrive(empty.at[stage], **pair)": ("hang", "a stage is free"),
         "multiply_tiles: gpu.tcgen05_commit_arrive(done.at[slot], **pair)": ("hang", "the sums of a tile are complete"),
-        "_matmul_kernel: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
-        "_matmul_kernel: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
-        "_matmul_kernel: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
+        "_matmul_kernel: gpu.barrier_wait(done.at[slot])": (EARLY, "accumulators are read when they are complete"),
+        "_matmul_kernel: gpu.wait_load_tmem()": (EARLY, "the accumulators are in registers"),
+        "_matmul_kernel: gpu.barrier_arrive(read.at[slot])": ("hang", "an accumulator slot is free"),
         "_matmul_kernel: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
         "_matmul_kernel: gpu.wait_smem_to_gmem(1, wait_read_only=True)": (EARLY, "this slot of it was read"),
-        "_matmul_kernel: gpu.commit_smem()": (EARLY, "the copy engine sees what was staged"),
+        "_matmul_kernel: gpu.commit_smem()": (EARLY, "the copy engine sees the staged values"),
         "_matmul_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
         "_transpose_kernel: gpu.barrier_wait(full.at[stage])": (EARLY, "a stage is masked when both operands are there"),
         "_transpose_kernel: gpu.commit_smem()": (EARLY, "the tensor cores see the zeros of a stage"),
         "_transpose_kernel: gpu.barrier_arrive(masked.at[stage])": ("hang", "a stage's other rows are zero"),
         "_transpose_kernel: gpu.barrier_wait(masked.at[stage])": (EARLY, "a stage is multiplied when they are"),
         "_transpose_kernel: gpu.barrier_arrive(empty.at[stage])": ("hang", "a stage is masked, for all that masks it"),
-        "_transpose_kernel: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
-        "_transpose_kernel: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
-        "_transpose_kernel: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
+        "_transpose_kernel: gpu.barrier_wait(done.at[slot])": (EARLY, "accumulators are read when they are complete"),
+        "_transpose_kernel: gpu.wait_load_tmem()": (EARLY, "the accumulators are in registers"),
+        "_transpose_kernel: gpu.barrier_arrive(read.at[slot])": ("hang", "an accumulator slot is free"),
         "_transpose_kernel: gpu.wait_smem_to_gmem(0 if c == 0 and odd else 1, wait_read_only=True)":
             (EARLY, "this slot of the staging memory was read"),
         "_transpose_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
     },
     "collective_matmul.gpu_hopper": {
         "_gather_kernel: pl.semaphore_wait(arrived.at[step_index - 1, row], order.expected(row), decrement=False)":
-            (EARLY, "a tile's rows are loaded when all pieces of them came from the peer"),
+            (EARLY, "a tile's rows are loaded when the peer has sent all of their chunks"),
         "_gather_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
         "_scatter_kernel: pl.semaphore_wait(summed.at[part, column], order.devices - 1, decrement=False)":
-            (EARLY, "sums are added when they came from all peers"),
+            (EARLY, "partial sums are added when all peers have sent them"),
         "_scatter_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
     },
     "collective_matmul.gpu_blackwell": {
-        "_walk: gpu.barrier_wait(done.at[slot])": (EARLY, "sums are read when they are complete"),
-        "_walk: gpu.wait_load_tmem()": (EARLY, "the sums are in registers"),
-        "_walk: gpu.barrier_arrive(read.at[slot])": ("hang", "a slot of sums is free"),
+        "_walk: gpu.barrier_wait(done.at[slot])": (EARLY, "accumulators are read when they are complete"),
+        "_walk: gpu.wait_load_tmem()": (EARLY, "the accumulators are in registers"),
+        "_walk: gpu.barrier_arrive(read.at[slot])": ("hang", "an accumulator slot is free"),
         "_gather_kernel: pl.semaphore_wait(arrived.at[step_index - 1, row], order.expected(row), decrement=False)":
-            (EARLY, "a tile's rows are loaded when all pieces of them came from the peer"),
+            (EARLY, "a tile's rows are loaded when the peer has sent all of their chunks"),
         "_gather_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
         "_scatter_kernel: pl.semaphore_wait(summed.at[row, column], order.devices - 1, decrement=False)":
-            (EARLY, "sums are added when they came from all peers"),
+            (EARLY, "partial sums are added when all peers have sent them"),
         "_scatter_kernel: gpu.wait_smem_to_gmem(0)": ("late", "shared memory was read when the block ends"),
     },
     "collective_matmul.gpu_peers": {
-        "push: gpu.barrier_wait(loaded.at[slot])": (EARLY, "a piece is sent when it is in its slot"),
-        "push: gpu.wait_smem_to_gmem(LAG)": (EARLY, "the piece that the peer is told of has been written there"),
+        "push: gpu.barrier_wait(loaded.at[slot])": (EARLY, "a chunk is sent when it is in its slot"),
+        "push: gpu.wait_smem_to_gmem(LAG)": (EARLY, "the chunk that is signalled to the peer has been written"),
         "push: gpu.wait_smem_to_gmem(0)": (EARLY, "and so the last ones"),
         "push: pl.semaphore_signal(count, 1, device_id=peers.device(order.receiver(hop, peers.rank)))":
-            ("hang", "one more piece is in the peer's memory"),
+            ("hang", "one more chunk is in the peer's memory"),
         "write: gpu.wait_smem_to_gmem(0 if fresh else 1, wait_read_only=True)": (EARLY, "this slot of the staging was read"),
-        "write: gpu.commit_smem()": (EARLY, "the copy engine sees what was staged"),
-        "send: gpu.wait_smem_to_gmem(1, wait_read_only=True)": (EARLY, "this slot of sums was read"),
-        "send: gpu.commit_smem()": (EARLY, "the copy engine sees the sums"),
-        "signal_tile: gpu.wait_smem_to_gmem(0)": (EARLY, "the sums that the peer is told of have been written there"),
+        "write: gpu.commit_smem()": (EARLY, "the copy engine sees the staged values"),
+        "send: gpu.wait_smem_to_gmem(1, wait_read_only=True)": (EARLY, "this slot of partial sums was read"),
+        "send: gpu.commit_smem()": (EARLY, "the copy engine sees the partial sums"),
+        "signal_tile: gpu.wait_smem_to_gmem(0)": (EARLY, "the partial sums that are signalled to the peer have been written"),
         "signal_tile: pl.semaphore_signal(summed.at[row * high + part, column], 1, device_id=peers.device(receiver))":
-            ("hang", "one more sender's sums are in the peer's memory"),
+            ("hang", "one more sender's partial sums are in the peer's memory"),
         "add_up: gpu.commit_smem()": (EARLY, "the copy engine sees the result; all threads have read what came"),
-        "add_up: gpu.barrier_wait(landed(slot))": (EARLY, "a peer's sums are in their slot"),
+        "add_up: gpu.barrier_wait(landed(slot))": (EARLY, "a peer's partial sums are in their slot"),
         "add_up: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
     },
     "collectives.gpu": {
-        "_kernel: pl.semaphore_signal(arrived.at[block], 1, device_id=peers.device(r))": ("hang", "this block's pieces are there"),
-        "_kernel: pl.semaphore_wait(arrived.at[block], devices, decrement=False)": (EARLY, "those of all devices are"),
+        "_kernel: pl.semaphore_signal(arrived.at[block], 1, device_id=peers.device(r))": ("hang", "this block's chunks are written"),
+        "_kernel: pl.semaphore_wait(arrived.at[block], devices, decrement=False)": (EARLY, "the chunks of all devices are"),
     },
     "dispatch.gpu": {
         "_kernel: gpu.barrier_wait(loaded.at[slot])": (EARLY, "a row is sent when it is in its slot"),
         "_kernel: gpu.wait_smem_to_gmem(LAG)": (EARLY, "the row before has left the slot that is fetched into next"),
-        "_kernel: gpu.wait_smem_to_gmem(0)": (EARLY, "the peer has all rows that it is told of"),
+        "_kernel: gpu.wait_smem_to_gmem(0)": (EARLY, "the peer has all rows that are signalled"),
         "_kernel: pl.semaphore_signal(arrived, 1, device_id=device)": ("hang", "this block's rows are there"),
-        "_kernel: pl.semaphore_wait(arrived, (devices - 1) * blocks, decrement=False)": (EARLY, "all peers' rows came"),
+        "_kernel: pl.semaphore_wait(arrived, (devices - 1) * blocks, decrement=False)": (EARLY, "rows of all peers received"),
     },
 }  # fmt: skip
-"""Module → the call in the kernel → by what its absence is noticed, and what it says or waits for."""
+"""Module → call in the kernel → (kind of fault without it, the fact that it signals or waits for)."""
 
 KERNELS = gpu_runs.kernels()
 PROTOCOLS = Protocols(TABLES, KERNELS)

@@ -18,8 +18,8 @@ TABLES = {
             "hang", "to all that send here: this device is in the kernel"
         ),
         "entry_barrier: pl.semaphore_wait(barrier, len(devices))": (EARLY, "all that are sent to are in the kernel"),
-        "_small_kernel: copy.start()": ("hang", "this device's array, to a peer"),
-        "_small_kernel: copy.wait()": (EARLY, "a peer has it, and another's came"),
+        "_small_kernel: copy.start()": ("hang", "sends this device's array to a peer"),
+        "_small_kernel: copy.wait()": (EARLY, "a peer has the array, and another peer's was received"),
     },
     "collectives.ring_tpu": {
         "_kernel: keep.start()": ("hang", "the device's own part, to its place"),
@@ -36,9 +36,9 @@ TABLES = {
     },
     "dispatch.tpu": {
         "_kernel: pl.semaphore_signal(barrier, 1, device_id=coordinates(peer(k), axes, sizes))":
-            ("hang", "to all peers: this device is in the kernel"),
-        "_kernel: pl.semaphore_wait(barrier, devices - 1)": (EARLY, "all peers are"),
-        "_kernel: ).start()  # fmt: skip": ("hang", "a block of rows, to a peer"),
+            ("hang", "tells all peers that this device is in the kernel"),
+        "_kernel: pl.semaphore_wait(barrier, devices - 1)": (EARLY, "all peers are in the kernel"),
+        "_kernel: ).start()  # fmt: skip": ("hang", "sends a block of rows to a peer"),
         "_kernel: pltpu.make_async_copy(*part(rank, ahead, length), copy_sem).start()": ("hang", "the rows that stay"),
         "_kernel: copy_rows(total(3), lambda ahead, length: like(ahead, length).wait_recv())": (EARLY, "all rows came"),
         "_kernel: copy_rows(total(1), lambda ahead, length: like(ahead, length).wait_send())": (EARLY, "all rows have left"),
@@ -55,15 +55,15 @@ TABLES = {
         "_gather_kernel: pl.semaphore_wait(free_slots.at[one], 1)": (EARLY, "the receiver's buffer is free"),
     },
     "collective_matmul.tpu_scatter": {
-        "_scatter_kernel: out_copy(channel, lax.rem(number, 2), parity).start()": ("hang", "a tile's sums, to the neighbour"),
+        "_scatter_kernel: out_copy(channel, lax.rem(number, 2), parity).start()": ("hang", "sends a tile to the neighbour"),
         "_scatter_kernel: out_copy(UP, 0, parity).wait_send()": (EARLY, "the tile before last has left its slot"),
-        "_scatter_kernel: ).wait_recv()  # fmt: skip": (EARLY, "the sums for a row tile came"),
+        "_scatter_kernel: ).wait_recv()  # fmt: skip": (EARLY, "the partial sums of a row tile were received"),
         "_scatter_kernel: in_copy(channel).start()": ("hang", "a tile of them, to chip memory"),
         "_scatter_kernel: in_copy(channel).wait()": (EARLY, "it is there"),
         "_scatter_kernel: pl.semaphore_wait(free_slots.at[channel], 1)": (EARLY, "the receiver's buffer is free"),
     },
 }  # fmt: skip
-"""Module → the call in the kernel → how its absence is noticed, and what it says or waits for."""
+"""Module → call in the kernel → (kind of fault without it, the fact that it signals or waits for)."""
 
 KERNELS = tpu_runs.kernels()
 PROTOCOLS = Protocols(TABLES, KERNELS)
