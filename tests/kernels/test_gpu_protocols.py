@@ -94,7 +94,7 @@ TABLES = {
         "add_up: gpu.wait_smem_to_gmem(0, wait_read_only=True)": (EARLY, "the staging memory was read"),
     },
     "collectives.gpu": {
-        "_kernel: pl.semaphore_signal(arrived.at[block], 1, device_id=peers.device(r))": ("hang", "this block's chunks are written"),
+        "_kernel: pl.semaphore_signal(arrived.at[block], 1, device_id=peers.device(r))": ("hang", "this block's chunks written"),
         "_kernel: pl.semaphore_wait(arrived.at[block], devices, decrement=False)": (EARLY, "the chunks of all devices are"),
     },
     "dispatch.gpu": {
