@@ -1,4 +1,4 @@
-"""Gradient accumulation: a batch in pieces, one after the other, and one sum at the end."""
+"""Gradient accumulation: a batch is processed in microbatches, and gradients are reduced once at the end."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from ..layout import AnyMesh, Layout
 def accumulate_gradients(
     fn: Callable[..., Any], microbatches: int, *, argnums: int | Sequence[int] | None = None
 ) -> Callable[..., Any]:
-    """Run a function of a batch in microbatches, and average what it returns.
+    """A function that runs ``fn`` on microbatches of its batch, one after the other, and averages the results.
 
-    ``mp.accumulate_gradients(jax.value_and_grad(loss), 8)`` holds the activations of an eighth of the batch at a time. Under
-    a layout the gradients stay partial sums until the last microbatch, in float32 where the model computes in bfloat16, and are
-    reduced once.
-    Only gradients that a loop over layers stacks and that the layout shards (FSDP) are reduce-scattered layer by layer, in every
-    microbatch: no device has them unsharded.
+    ``mp.accumulate_gradients(jax.value_and_grad(loss), 8)`` needs the memory for the activations of an eighth of the batch. Under
+    a layout the gradients stay partial until the last microbatch (in float32, if the model computes in bfloat16) and are then
+    reduced once. Only gradients that a loop over layers stacks and that the layout shards (FSDP) are reduce-scattered layer by
+    layer in every microbatch, since no device has room for them unsharded.
 
     Args:
-      fn: returns means over its batch (a loss, gradients of one): any tree of arrays.
-      microbatches: how many pieces; the leading dim of every array of the batch must be a multiple.
+      fn: returns means over its batch (a loss and its gradients): any tree of arrays.
+      microbatches: their number; it must divide the leading dim of every array of the batch.
       argnums: positions of the arguments that are batches. None: all positional arguments after the first, except scalars and PRNG
         keys. The other arguments are passed to every microbatch unchanged.
 
     Returns:
-      A function with the arguments and results of ``fn``. Floating results are averaged over the pieces (in float32 where they
-      are narrower), integers are summed. Row r of the batch is in piece ``r % microbatches``, so that a batch that is split over
-      devices is cut on each of them, and nothing moves.
+      A function with the arguments and results of ``fn``. Floating-point results are averaged over the microbatches (in float32 if
+      they are narrower), integers are summed. Row r of the batch is in microbatch ``r % microbatches``, so that each device splits
+      its own rows and none are sent.
 
     Raises:
       LayoutSyntaxError: ``microbatches`` below 1.
@@ -44,11 +43,11 @@ def accumulate_gradients(
     if microbatches < 1:
         raise LayoutSyntaxError(
             f"mp.accumulate_gradients: microbatches={microbatches}, which must be at least 1",
-            fixes=["microbatches=1 computes the gradient of the whole batch at once"],
+            fixes=["microbatches=1 computes the gradient of the full batch at once"],
         )
     given = (argnums,) if isinstance(argnums, int) else argnums
 
-    def pieces(x: Any) -> Any:
+    def microbatched(x: Any) -> Any:
         shape = np.shape(x)
         if not shape or shape[0] % microbatches:
             raise DivisibilityError(
@@ -64,7 +63,7 @@ def accumulate_gradients(
             return fn(*args, **kwargs)
         where = [i for i, x in enumerate(args) if i and _has_rows(x)] if given is None else list(given)
         _check_rows({i: args[i] for i in where})
-        xs = [jax.tree.map(pieces, args[i]) for i in where]
+        xs = [jax.tree.map(microbatched, args[i]) for i in where]
 
         def one(batches: Sequence[Any]) -> Any:
             full = list(args)
@@ -89,17 +88,21 @@ def accumulate_gradients(
 
 
 def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: str = "batch") -> int:
-    """How many microbatches let a device hold at most so many rows at a time: for :func:`accumulate_gradients`.
+    """The number of microbatches for :func:`accumulate_gradients` with which a device processes at most ``rows`` rows at a time.
 
-    The batch stays what it is on any number of devices, and so do the losses; on fewer devices it is taken in more pieces.
+    The global batch, and so the loss, is the same on any number of devices; fewer devices use more microbatches.
 
     Args:
-      batch: rows of the whole batch.
-      rows: the most that a device takes at once.
-      mesh, layout: as in :func:`meshpar.jit`; the axes that ``dim`` claims share the rows out.
+      batch: rows of the global batch.
+      rows: the largest number of rows of a microbatch on one device.
+      mesh, layout: as in :func:`meshpar.jit`; they determine the axes over which ``dim`` is sharded.
 
     Returns:
-      The smallest number of pieces, each of which divides over the devices.
+      The smallest number of microbatches that are equal on all devices.
+
+    Example:
+      >>> n = mp.microbatches_for(1024, rows=4, mesh=mesh, layout="fsdp")
+      >>> gradients_of = mp.accumulate_gradients(jax.value_and_grad(loss), n)
 
     Raises:
       DivisibilityError: the batch does not divide over the devices.
@@ -108,7 +111,7 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
     if rows < 1:
         raise LayoutSyntaxError(
             f"mp.microbatches_for: rows={rows}, which must be at least 1",
-            fixes=["rows of the batch that one device holds at a time: at least 1"],
+            fixes=["rows of a microbatch on one device: at least 1"],
         )
     spec = Layout(layout).spec((dim,), mesh, (batch,), path="the batch")
     axes = spec[0] if len(spec) else None

@@ -1,7 +1,7 @@
-"""``attention``: one op, whose sequence a layout may split. Ring, Ulysses or gathered K/V bring keys and queries together.
+"""``attention``: one op, whose sequence a layout may shard, by a ring, by Ulysses' all-to-alls, or with all-gathered K and V.
 
-Two opaque ops with a rule, one for each direction, so that the backward pass has the result and its log-sum-exp and does not
-run the forward one again. The numbers do not depend on the layout.
+It consists of two opaque ops with factor rules, forward and backward. The backward op reads the saved output and log-sum-exp, so
+that the forward op is not recomputed. The result does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -47,29 +47,32 @@ def attention(
     implementation: str | None = None,
     **tuning: Any,
 ) -> jax.Array:
-    """Attention whose batch, heads and sequence a layout may split: ``seq: context`` is context parallelism.
+    """Attention whose batch, heads and sequence a layout may shard: ``seq: context`` is context parallelism.
 
-    Batch and heads that are split stay where they are. Where the sequence is split, ``strategy`` says how queries and keys come
-    together: ``"ring"`` (K/V go round while attention is computed), ``"ulysses"`` (all-to-alls trade sequence for heads) or
-    ``"gathered"`` (K/V are all-gathered); None: by :func:`meshpar_kernels.attention_costs`, from the shapes of one device. The
-    plan lists what it sends, the backward pass as well, and counts what it holds. No scores [seq, seq] are ever held. Call the
-    dim of q and of k and v by the same name (no ``rename``): as many queries as keys are one dim here. Where their number
-    differs, the sequence is gathered.
+    Sharded batch and heads need no communication. For a sharded sequence, ``strategy`` is ``"ring"`` (K and V circulate while
+    attention is computed; Liu et al. 2023), ``"ulysses"`` (all-to-alls exchange the sequence for heads; Jacobs et al. 2023) or
+    ``"gathered"`` (K and V are all-gathered); None: the one that :func:`meshpar_kernels.attention_costs` estimates as fastest for
+    the shapes on one device. The plan lists the collectives of both passes and counts the memory. Scores [seq, seq] are never
+    stored. Give the sequence dims of q and of k and v the same name (no ``rename``), since they are one dim of this op; if their
+    sizes differ, the sequence is all-gathered.
 
     Args:
       q: [batch, seq, heads, head_dim]; float32, bfloat16 or float16.
       k: [batch, seq, kv_heads, head_dim]; heads are a multiple of kv_heads. v: [batch, seq, kv_heads, any].
-      causal, segment_ids, window, scale, softcap, implementation: as in :func:`meshpar_kernels.ring_attention`, on whole arrays.
-      strategy: see above; it concerns a split sequence alone.
-      zigzag: the tokens are in the order of :func:`meshpar_kernels.zigzag` for so many devices: with a sequence that is split
-        over as many, causal work balances. It says where tokens belong, so the result depends on it, and on no layout.
+      causal, segment_ids, window, scale, softcap, implementation: as in :func:`meshpar_kernels.ring_attention`, for global arrays.
+      strategy: see above; only for a sharded sequence.
+      zigzag: the number of devices for which the tokens are in the order of :func:`meshpar_kernels.zigzag`, which balances causal
+        attention over that many shards of the sequence. It determines the positions of tokens, so the result depends on it.
       tuning: ``both_ways``, ``chunks``, ``scatter`` as in ``ring_attention``.
 
     Returns:
       [batch, seq, heads, any], q's dtype. Differentiable in q, k and v.
 
     Raises:
-      MeshparError: shapes or options that do not fit; when planned, a strategy that the layout's split does not allow.
+      MeshparError: shapes or options that do not fit; when planned, a strategy that the sharding does not allow.
+
+    Example:
+      >>> out = mp.attention(q, k, v, causal=True)   # layout: "batch: data; heads: model; seq: context"
     """
     ids = () if segment_ids is None else segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
     for name, x in {"q": q, "k": k, "v": v}.items():
@@ -94,6 +97,7 @@ def attention(
 
 
 def _unpack(args: Sequence[Any], ids: int) -> api.Operands:
+    """q, k, v and ``ids`` arrays of segment ids, without the arguments after them."""
     return api.Operands(*args[: 3 + ids])
 
 
@@ -103,7 +107,11 @@ def _plan(
     options: Mapping[str, Any],
     sizes: Mapping[str, int] | None = None,
 ) -> api.Plan:
-    """How one device does it, its operands being these."""
+    """The strategy and options for the operands of one device.
+
+    Raises:
+      MeshparError: shapes or options that do not fit.
+    """
     over = {a: lax.axis_size(a) if sizes is None else sizes[a] for a in axes.get("seq", ())}
     try:
         return api.plan(operands, {a: n for a, n in over.items() if n > 1}, api.Options(**options))
@@ -119,7 +127,7 @@ def _plan(
 
 @functools.cache
 def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(forward, backward) with so many arrays of segment ids; ``together``: queries and keys are one dim."""
+    """(forward, backward) ops for ``ids`` arrays of segment ids; ``together``: the sequences of queries and keys are one dim."""
     seq, keys = ("seq~", "seq~") if together else ("seq!", "kv_seq!")
     q, k = f"batch {seq} (kv_heads group) head_dim!", f"batch {keys} kv_heads head_dim!"
     v, out, rows = f"batch {keys} kv_heads value_dim!", OUT.format(seq=seq), ROWS.format(seq=seq)
@@ -150,19 +158,17 @@ def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., An
         c, strategy = _plan(operands, parts.axes, options, parts.sizes)
         return KernelWork(*work_of(c, strategy, *operands[:3])[way])
 
-    def made(text: str, local: Callable[..., Any], way: int, name: str) -> Callable[..., Any]:
-        def whole(*args: Any, **options: Any) -> Any:
+    def op(text: str, local: Callable[..., Any], way: int, name: str) -> Callable[..., Any]:
+        def unsharded(*args: Any, **options: Any) -> Any:
             return local(*args, axes={}, **options)
 
-        whole.__name__ = name
+        unsharded.__name__ = name
         rule = kernel_rule(
             text, local=local, sends=functools.partial(sends, way=way), works=functools.partial(works, way=way)
         )
-        return rule(whole)
+        return rule(unsharded)
 
-    return made(forward_text, forward_local, 0, "attention"), made(
-        backward_text, backward_local, 1, "attention backward"
-    )
+    return op(forward_text, forward_local, 0, "attention"), op(backward_text, backward_local, 1, "attention backward")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,4 +1,4 @@
-"""What a rematerialised layer keeps: policies for ``jax.checkpoint``, beside those of ``jax.checkpoint_policies``."""
+"""Policies for ``jax.checkpoint``, in addition to ``jax.checkpoint_policies``."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from ..program.primitives import name_dims_p, place_p, rename_dims_p
 
 __all__ = ["collectives_saveable", "kernels_saveable"]
 
-_SAID = frozenset({name_dims_p.name, rename_dims_p.name, place_p.name, "sharding_constraint"})
+_NAMED = frozenset({name_dims_p.name, rename_dims_p.name, place_p.name, "sharding_constraint"})
 _KERNELS = frozenset({kernel_p.name, "pallas_call"})
 
 
 def collectives_saveable(prim: Any, *_: Any, **__: Any) -> bool:
-    """Recompute computation but not communication: what a collective gave is kept from the forward pass for the backward pass.
+    """Saves the results of collectives, so that the backward pass recomputes ops but repeats no communication.
 
-    ``jax.checkpoint(layer, policy=mp.checkpoint_policies.collectives_saveable)``. Kept are the values whose layout the model
-    itself says: results of ``mp.named``, ``mp.rename`` and ``with_sharding_constraint``. Each rests as its names are laid
-    out, so what brought it there (the sum after a row-parallel product, the gather before a column-parallel one) is not sent for
-    again. Say it where blocks begin and end::
+    ``jax.checkpoint(layer, policy=mp.checkpoint_policies.collectives_saveable)``. Saved are the values that the model names or
+    constrains: results of ``mp.named``, ``mp.rename`` and ``with_sharding_constraint``. Each is saved in the sharding of its names,
+    after the collective that leads to it (the reduction after a row-parallel matmul, the all-gather before a column-parallel one).
+    Name the values at the beginning and the end of blocks::
 
-        y = mp.rename(norm(x), seq="block_seq")               # under `seq: model` gathered here, and kept whole
-        y = mp.rename(attention(y), block_seq="seq")          # summed and scattered here, and kept so
+        y = mp.rename(norm(x), seq="block_seq")               # under `seq: model` all-gathered, and saved unsharded
+        y = mp.rename(attention(y), block_seq="seq")          # reduce-scattered, and saved sharded
         x = x + y
 
-    A value that is named elsewhere in the layer is kept as well. Weights that are gathered are gathered again.
+    Other named values of the layer are saved as well. All-gathers of weights are repeated.
 
     Args:
-      prim: the primitive that JAX asks about.
+      prim: a primitive, from JAX.
 
     Returns:
-      Whether its result is kept.
+      Whether its results are saved.
     """
-    return prim.name in _SAID
+    return prim.name in _NAMED
 
 
 def kernels_saveable(prim: Any, *_: Any, **params: Any) -> bool:
-    """Run no kernel a second time: what it gave is kept from the forward pass for the backward pass.
+    """Saves the results of kernels, so that the backward pass runs no kernel of the forward pass again.
 
-    ``jax.checkpoint(layer, policy=mp.checkpoint_policies.kernels_saveable)``. Kept are the results of functions under
-    :func:`meshpar.kernel_rule` and of Pallas calls, and what they made beside them for their backward pass (of attention: its
-    output and the log-sum-exp of its scores). What a kernel takes is computed again unless the policy keeps it too::
+    ``jax.checkpoint(layer, policy=mp.checkpoint_policies.kernels_saveable)``. Saved are the results of functions under
+    :func:`meshpar.kernel_rule` and of Pallas calls, with their residuals (of attention: the output and the log-sum-exp of the
+    scores). The operands of a kernel are recomputed unless the policy saves them too::
 
         names = jax.checkpoint_policies.save_only_these_names("query_proj", "key_proj", "value_proj")
         jax.checkpoint_policies.save_from_both_policies(mp.checkpoint_policies.kernels_saveable, names)
 
     Args:
-      prim: the primitive that JAX asks about.
+      prim: a primitive, from JAX.
       **params: its parameters.
 
     Returns:
-      Whether its results are kept.
+      Whether its results are saved.
     """
-    if prim.name == "custom_vjp_call":  # JAX asks about the whole call, not about the kernel in it
+    if prim.name == "custom_vjp_call":  # JAX asks about the call, not about the kernel in it
         return any(e.primitive.name in _KERNELS for e in equations(params["call_jaxpr"].jaxpr))
     return prim.name in _KERNELS

@@ -1,4 +1,4 @@
-"""Cross-entropy of a product with a large vocabulary: its logits are made once, and are never whole in float32."""
+"""Cross-entropy over a large vocabulary: logits are computed once, chunk by chunk, and never stored completely in float32."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 from ..compat.jax import default_promotion
 from ..errors import UnsupportedError
 
-WORDS = 16384
-"""Columns of the vocabulary whose logits are held at a time, unless the number of chunks is given."""
+MAX_CHUNK_WORDS = 16384
+"""Largest number of vocabulary entries per chunk, unless the number of chunks is given."""
 
 
 @default_promotion()
@@ -23,37 +23,40 @@ def cross_entropy(
     ignore: int | None = None, z_loss: float = 0.0, label_smoothing: float = 0.0, over: Literal["vocab", "tokens"] = "vocab",
     chunks: int | None = None,
 ) -> jax.Array:  # fmt: skip
-    """The mean cross-entropy in nats of labels, over the tokens that count.
+    """The mean cross-entropy of labels in nats, weighted by ``mask``.
 
-    Of a pair (hidden, kernel), logits are made chunk by chunk, and once: not again on the way back, as with ``jax.checkpoint``.
-    What is kept for the way back, on top of hidden and kernel:
+    For a pair (hidden, kernel), logits are computed chunk by chunk and once: the backward pass does not recompute them, as it would
+    under ``jax.checkpoint``. Saved for the backward pass, in addition to hidden and kernel:
 
-    - ``over="vocab"``: the exponentials of all logits in hidden's dtype, [..., seq, vocab]. The kernel and its gradient are
-      there a chunk at a time: under FSDP, chunks are gathered and their gradients scattered one after the other.
-    - ``over="tokens"``: the gradients, made with the loss; that of the kernel in float32, [embed, vocab] as the layout splits it
-      (whole along a dim that only the weights are split over, as ``embed`` under FSDP). Logits are never all there.
+    - ``over="vocab"``: the exponentials of all logits in hidden's dtype, [..., seq, vocab]. The kernel and its gradient are live
+      one chunk at a time: under FSDP, chunks are all-gathered and their gradients reduce-scattered one after the other.
+    - ``over="tokens"``: the gradients, computed with the loss; the kernel's in float32, [embed, vocab], with the kernel's layout
+      (replicated along a dim that only weights are sharded over, as ``embed`` under FSDP). Logits are live one chunk at a time.
 
-    The first is smaller while a device has fewer tokens than some 3 × embed. Both send the same (but ``over="tokens"`` under
-    ``lowering="jit"``: there the kernel's gradient is summed over devices in every chunk), and a vocabulary that is split over
-    devices stays split: the label's logit is picked by comparing, not by indexing. Logits and sums are float32.
+    The first needs less memory while a device has fewer than about 3 × embed tokens. Both send the same bytes, except for
+    ``over="tokens"`` under ``lowering="jit"``, where the kernel's gradient is reduced over devices in every chunk. A sharded
+    vocabulary stays sharded: the label's logit is selected by comparison, not by indexing. Logits and sums are float32.
 
     Args:
-      logits: [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]), whose product the logits are; of an embedding
-        [vocab, embed] that serves as both, ``(hidden, embedding.T)``.
+      logits: [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]), whose matmul gives the logits; with tied
+        embeddings [vocab, embed], ``(hidden, embedding.T)``.
       labels: integers, [..., seq].
-      mask: what each token counts, [..., seq]: booleans or floats; None: 1. It has no derivative.
-      ignore: a label whose tokens do not count (-100 is usual).
-      z_loss: this part of ``(log Z)**2`` is added to the loss of each token, Z the sum of the exponentials (PaLM: 1e-4).
-      label_smoothing: the share of a label that goes to all of the vocabulary alike, 0 to 1.
-      over, chunks: of a pair. Word v is in chunk ``v % chunks``, token t of a sequence in chunk ``t % chunks`` (so that what is
-        split stays split). Of a number that does not divide, their greatest common divisor is taken. None: as many as leave 16,384
-        words at a time, or as large a part of the logits.
+      mask: weight of each token, [..., seq]: booleans or floats; None: 1. It has no derivative.
+      ignore: a label whose tokens have weight 0 (-100 is usual).
+      z_loss: factor of ``(log Z)**2`` in the loss of each token; Z is the sum of the exponentials (PaLM: 1e-4).
+      label_smoothing: fraction of each label that is spread uniformly over the vocabulary, 0 to 1.
+      over, chunks: of a pair: the dim that is chunked, and the number of chunks. Word v is in chunk ``v % chunks``, token t of a
+        sequence in chunk ``t % chunks``, so that sharded dims stay sharded. If the number does not divide the size, their greatest
+        common divisor is used. None: as many chunks as leave 16,384 words in each, or the same fraction of the logits.
 
     Returns:
-      A float32 scalar; 0 where no token counts.
+      A float32 scalar; 0 if all weights are 0.
 
     Raises:
-      UnsupportedError: shapes, or an ``over``, that do not fit.
+      UnsupportedError: shapes that do not fit, or an unknown ``over``.
+
+    Example:
+      >>> loss = mp.cross_entropy((hidden, kernel), labels, mask=labels != 0)
     """
     hidden, kernel = logits if isinstance(logits, tuple) else (logits, None)
     tokens = tuple(hidden.shape[:-1])
@@ -85,11 +88,11 @@ def cross_entropy(
     if kernel is None:
         loss: Any = _of_logits(z_loss, label, hidden, labels, weights)
     elif over == "tokens":
-        n = -(-kernel.shape[1] // WORDS) if chunks is None else max(1, chunks)
+        n = -(-kernel.shape[1] // MAX_CHUNK_WORDS) if chunks is None else max(1, chunks)
         loss = _over_tokens(z_loss, label, math.gcd(n, labels.shape[-1]), hidden, kernel, labels, weights)
     else:
-        sums: Any = _over_vocab(_divisor(chunks, kernel.shape[1]), hidden, kernel, labels)
-        log_z, chosen = sums
+        pair: Any = _over_vocab(_divisor(chunks, kernel.shape[1]), hidden, kernel, labels)
+        log_z, chosen = pair
         loss = (weights * (log_z - label * chosen + z_loss * log_z**2)).sum()
     if label_smoothing:  # the mean of a token's logits
         mean = hidden.mean(-1, jnp.float32) if kernel is None else hidden @ kernel.mean(-1, jnp.float32)
@@ -98,17 +101,19 @@ def cross_entropy(
 
 
 def _divisor(chunks: int | None, vocab: int) -> int:
-    """How many chunks of a vocabulary: what divides it of a number that is given, else the fewest of few enough words."""
+    """Number of chunks of a vocabulary: the greatest common divisor with a given number, else the fewest chunks of equal size with
+    at most :data:`MAX_CHUNK_WORDS` words; 1 if no small number divides."""
     if chunks is not None:
         return math.gcd(max(1, chunks), vocab)
-    least = -(-vocab // WORDS)
+    least = -(-vocab // MAX_CHUNK_WORDS)
     return next((n for n in range(least, 8 * least) if vocab % n == 0), 1)
 
 
 def _parts(
     z: float, label: float, logits: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(loss, log Z, where the label is) of float32 logits; ``label``: what the label's logit counts."""
+    """(loss, log Z [..., seq], whether a word is the label [..., seq, vocab]) of float32 logits; ``label``: weight of the label's
+    logit."""
     top = logits.max(-1, keepdims=True)
     z_log = (top + jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True)))[..., 0]
     hit = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
@@ -119,13 +124,14 @@ def _parts(
 def _slope(
     z: float, label: float, logits: jax.Array, z_log: jax.Array, hit: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """The derivative of the loss by float32 logits."""
+    """The derivative of the loss with respect to float32 logits, [..., seq, vocab]."""
     soft = jnp.exp(logits - z_log[..., None]) * (1 + 2 * z * z_log)[..., None]
     return weights[..., None] * (soft - jnp.where(hit, label, 0.0))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _of_logits(z: float, label: float, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+    """The weighted loss of logits [..., seq, vocab]; the backward pass saves log Z, not the softmax."""
     return _parts(z, label, logits.astype(jnp.float32), labels, weights)[0]
 
 
@@ -152,14 +158,14 @@ def _no_derivative(labels: jax.Array) -> Any:
     return np.zeros(labels.shape, jax.dtypes.float0)
 
 
-def _in_chunks(n: int, x: jax.Array, axis: int) -> jax.Array:
-    """[…, size, …] → [n, …, size / n, …], every n-th together."""
+def _split_chunks(n: int, x: jax.Array, axis: int) -> jax.Array:
+    """Split a dim into ``n`` strided chunks: […, size, …] → [n, …, size / n, …]; chunk i has the elements i, i + n, …"""
     shape = (*x.shape[:axis], x.shape[axis] // n, n, *x.shape[axis + 1 :])
     return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
 
 
-def _whole(parts: jax.Array, axis: int) -> jax.Array:
-    """:func:`_in_chunks`, undone."""
+def _merge_chunks(parts: jax.Array, axis: int) -> jax.Array:
+    """The inverse of :func:`_split_chunks`."""
     x = jnp.moveaxis(parts, 0, axis + 1)
     return x.reshape((*x.shape[:axis], -1, *x.shape[axis + 2 :]))
 
@@ -172,23 +178,24 @@ def _logits_of(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
     return _dot(hidden, kernel, ((hidden.ndim - 1,), (0,)))
 
 
-# -- chunks of the vocabulary: what is kept is the exponentials
+# -- chunks of the vocabulary: the exponentials are saved
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _over_vocab(n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(log Z, the label's logit), float32 [..., seq], in ``n`` chunks of the vocabulary."""
-    return _vocab_sums(n, hidden, kernel, labels, keep=False)[0]
+    """(log Z, the label's logit), each float32 [..., seq], computed in ``n`` chunks of the vocabulary."""
+    return _vocab_logsumexp(n, hidden, kernel, labels, save=False)[0]
 
 
 def _words(n: int, kernel: jax.Array, labels: jax.Array) -> jax.Array:
-    return _in_chunks(n, jnp.arange(kernel.shape[1], dtype=labels.dtype), 0)
+    return _split_chunks(n, jnp.arange(kernel.shape[1], dtype=labels.dtype), 0)
 
 
-def _vocab_sums(
-    n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array, keep: bool
+def _vocab_logsumexp(
+    n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array, save: bool
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    """(log Z, the label's logit), and if they are to be kept (exponentials, the maximum below which they are) of each chunk.
+    """((log Z, the label's logit), residuals): with ``save``, for each chunk (exponentials relative to the running maximum, that
+    maximum).
 
     With a running maximum and sum as in Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
@@ -201,18 +208,18 @@ def _vocab_sums(
         exps = jnp.exp(logits - top[..., None])
         chosen += jnp.where(word == labels[..., None], logits, 0.0).sum(-1)
         total = total * jnp.exp(largest - top) + exps.sum(-1)
-        return (top, total, chosen), (exps.astype(hidden.dtype), top) if keep else None
+        return (top, total, chosen), (exps.astype(hidden.dtype), top) if save else None
 
     zero = jnp.zeros(labels.shape, jnp.float32)
-    chunks = _in_chunks(n, kernel, 1), _words(n, kernel, labels)
-    (top, total, chosen), kept = jax.lax.scan(add, (zero - jnp.inf, zero, zero), chunks)
-    return (top + jnp.log(total), chosen), kept
+    chunks = _split_chunks(n, kernel, 1), _words(n, kernel, labels)
+    (top, total, chosen), residuals = jax.lax.scan(add, (zero - jnp.inf, zero, zero), chunks)
+    return (top + jnp.log(total), chosen), residuals
 
 
 @default_promotion()
 def _vocab_forward(n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
-    sums, kept = _vocab_sums(n, hidden, kernel, labels, keep=True)
-    return sums, (hidden, kernel, labels, sums, kept)
+    result, residuals = _vocab_logsumexp(n, hidden, kernel, labels, save=True)
+    return result, (hidden, kernel, labels, result, residuals)
 
 
 @default_promotion()
@@ -229,28 +236,30 @@ def _vocab_backward(n: int, saved: Any, g: tuple[jax.Array, jax.Array]) -> tuple
         d_part = jax.lax.dot_general(hidden, d, ((rows, rows), ((), ())), preferred_element_type=kernel.dtype)
         return d_hidden + _dot(d, part, ((d.ndim - 1,), (1,))), d_part
 
-    chunks = _in_chunks(n, kernel, 1), _words(n, kernel, labels), exps, tops
+    chunks = _split_chunks(n, kernel, 1), _words(n, kernel, labels), exps, tops
     d_hidden, d_parts = jax.lax.scan(add, jnp.zeros(hidden.shape, jnp.float32), chunks)
-    return d_hidden.astype(hidden.dtype), _whole(d_parts, 1), _no_derivative(labels)
+    return d_hidden.astype(hidden.dtype), _merge_chunks(d_parts, 1), _no_derivative(labels)
 
 
 _over_vocab.defvjp(_vocab_forward, _vocab_backward)
 
 
-# -- chunks of the tokens: what is kept is the gradients
+# -- chunks of the tokens: the gradients are saved
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _over_tokens(
     z: float, smooth: float, n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> jax.Array:
+    """The loss in ``n`` chunks of the tokens; ``smooth``: weight of the label's logit."""
+
     def add(loss: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x, label, weight = chunk
         return loss + _parts(z, smooth, _logits_of(x, kernel), label, weight)[0], None
 
     seq = labels.ndim - 1
     return jax.lax.scan(
-        add, jnp.zeros((), jnp.float32), tuple(_in_chunks(n, x, seq) for x in (hidden, labels, weights))
+        add, jnp.zeros((), jnp.float32), tuple(_split_chunks(n, x, seq) for x in (hidden, labels, weights))
     )[0]
 
 
@@ -269,8 +278,8 @@ def _tokens_forward(
         return (total + loss, d_kernel + _dot(x, d, (rows, rows))), d_x.astype(hidden.dtype)
 
     start = jnp.zeros((), jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
-    (loss, d_kernel), d_x = jax.lax.scan(add, start, tuple(_in_chunks(n, x, seq) for x in (hidden, labels, weights)))
-    return loss, (_whole(d_x, seq), d_kernel.astype(kernel.dtype), labels, weights)
+    (loss, d_kernel), d_x = jax.lax.scan(add, start, tuple(_split_chunks(n, x, seq) for x in (hidden, labels, weights)))
+    return loss, (_merge_chunks(d_x, seq), d_kernel.astype(kernel.dtype), labels, weights)
 
 
 @default_promotion()

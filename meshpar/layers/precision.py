@@ -1,4 +1,4 @@
-"""Mixed precision: in which dtype weights are kept, computed with, and their gradients summed over devices."""
+"""Mixed precision: the dtypes in which weights are stored and used, and in which their gradients are reduced over devices."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..program.primitives import reduce_in
 
 @dataclass(frozen=True)
 class Precision:
-    """A policy of dtypes: ``loss = mp.Precision(compute="bfloat16")(loss_of)``, then ``jax.value_and_grad(loss)`` as ever.
+    """A policy of dtypes: ``loss = mp.Precision(compute="bfloat16")(loss_of)``, then ``jax.value_and_grad(loss)``.
 
     The function gets its weights in ``compute``: they are converted in their stored sharding and all-gathered in ``compute``. Their
     gradients are computed in ``compute``, reduced over devices in ``reduce``, in loops over layers as well, and converted to the
-    dtype of the weights. Scalars and integers stay as they are.
+    dtype of the weights. Scalars and integers are not converted.
 
     Attributes:
-      compute: of the weights that the function sees; bfloat16 halves what FSDP gathers.
-      reduce: of the gradients while they are reduced over devices; None: ``compute``. ``"float32"`` sends twice the bytes of
+      compute: dtype of the function's weights; bfloat16 halves the bytes of FSDP's all-gathers.
+      reduce: dtype in which gradients are reduced over devices; None: ``compute``. ``"float32"`` sends twice the bytes of
         bfloat16, and rounds once. ``"float16"`` with ``compute="float32"`` halves the bytes of a float32 model.
-      keep: ends of tree paths whose weights the function sees as they are (``("scale", "bias")``).
+      keep: last names of tree paths of weights that are not converted (``("scale", "bias")``).
     """
 
     compute: DTypeLike = jnp.bfloat16
@@ -55,7 +55,7 @@ class Precision:
         return jax.tree_util.tree_map_with_path(one, weights)
 
     def __call__(self, fn: Callable[..., Any], argnum: int = 0) -> Callable[..., Any]:
-        """The function, its argument ``argnum`` (a tree of weights) cast before it is used."""
+        """The function ``fn`` with its argument ``argnum``, a tree of weights, converted to ``compute``."""
 
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:

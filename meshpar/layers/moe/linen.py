@@ -16,7 +16,7 @@ __all__ = ["MoE"]
 
 
 class MoE(nn.Module):
-    """A mixture of SwiGLU experts; the dims of its weights carry names as logical metadata, as those of ``layers.moe.nnx.MoE``.
+    """A mixture of SwiGLU experts; its weights have the names of their dims as logical metadata, as in ``layers.moe.nnx.MoE``.
 
     The balancing bias of "deepseek_v3" is ``bias`` in the collection ``moe``; where that is mutable, a call moves it by
     ``bias_rate``.

@@ -2,14 +2,14 @@
 
 Each takes float logits [*tokens, E], computes in float32, and returns a :class:`Routing`. Shared arguments:
 
-  k: experts a token goes to.
-  capacity: None routes without drops; else an expert takes at most ceil(group size · k · capacity / E) choices of a group,
+  k: experts per token.
+  capacity: None: no drops; else an expert takes at most ceil(group size · k · capacity / E) choices of a group,
     in the order of the tokens.
-  groups: the tokens, in row-major order, are cut into so many groups of one size, each with a capacity of its own.
-  mask: bool [*tokens]; padding is False: it is never routed, never counted, and in no loss.
+  groups: number of equal groups into which the tokens, in row-major order, are divided; each has its own capacity.
+  mask: bool [*tokens]; False for padding, which is not routed, not counted, and in no loss.
 
-A token whose logits hold NaN or +inf, or are all -inf, goes nowhere and is counted as dropped; a logit of -inf bars one
-expert. Ties go to the lowest expert. Only weights and losses have gradients.
+A token whose logits contain NaN or +inf, or are all -inf, has no expert and is counted as dropped; a logit of -inf excludes one
+expert. Of equal logits the lowest expert wins. Only weights and losses have gradients.
 
 Raises (all): MeshparError for arguments out of range.
 """
@@ -53,7 +53,11 @@ __all__ = [
 
 
 def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(float32 logits, 0 where a token cannot be routed; which tokens are real; which can be routed)."""
+    """(float32 logits, 0 where a token cannot be routed; whether each token is real; whether it can be routed).
+
+    Raises:
+      MeshparError: logits, k or a mask that do not fit.
+    """
     experts = logits.shape[-1]
     if logits.ndim < 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise MeshparError(
@@ -75,13 +79,14 @@ def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array,
 
 
 def _best(key: jax.Array, k: int, which: jax.Array) -> jax.Array:
-    """The k largest: int32 [*tokens, k]; E where a key is -inf or the token is not to be routed."""
+    """The experts with the k largest keys: int32 [*tokens, k]; E where a key is -inf or the token cannot be routed."""
     value, expert = lax.top_k(lax.stop_gradient(key), k)
     made = (value > -jnp.inf) & which[..., None]
     return jnp.where(made, expert, key.shape[-1]).astype(jnp.int32)
 
 
 def _normalised(weight: jax.Array) -> jax.Array:
+    """Weights [*tokens, k] divided by their sum over k; 0 where the sum is 0."""
     total = weight.sum(-1, keepdims=True)
     return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
 
@@ -184,7 +189,7 @@ def noisy_top_k(
 
     Args:
       noise: float [*tokens, E], a second projection of the tokens; its softplus is the noise's standard deviation.
-        None: no noise, and ``load`` is that of the choices themselves, without a gradient.
+        None: no noise, and ``load`` counts the choices, without a gradient.
       key: a random key; None (evaluation) adds no noise.
     """
     clean, real, which = _read(logits, k, mask)
@@ -203,10 +208,10 @@ def noisy_top_k(
     if width is None or k == experts:
         load = taken.sum(tokens).astype(jnp.float32)
     else:
-        # the value to beat if the noise of this one expert were drawn anew: the k-th largest of the others
+        # threshold for this expert if its noise were resampled: the k-th largest noisy logit of the others (eq. 9)
         largest = lax.top_k(noisy, k + 1)[0]
         beat = jnp.where(taken, largest[..., k : k + 1], largest[..., k - 1 : k])
-        far = 1e9  # stands for the infinities of barred experts, whose derivatives would be NaN
+        far = 1e9  # in place of the infinities of excluded experts, whose derivatives would be NaN
         z = (jnp.maximum(clean, -far) - jnp.clip(beat, -far, far)) / width
         chance = jnp.where(which[..., None] & (clean > -jnp.inf), jax.scipy.stats.norm.cdf(z), 0.0)
         load = chance.sum(tokens)
@@ -216,11 +221,11 @@ def noisy_top_k(
 
 @default_promotion()
 def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) -> Routing:
-    """Each expert takes its best tokens (Zhou et al. 2022): ceil(group size · capacity / E) of a group; no imbalance.
+    """Each expert selects its best tokens (Zhou et al. 2022): ceil(group size · capacity / E) of a group; no imbalance.
 
-    A token is taken by any number of experts; the result has E places a token. Not causal: whether a token is taken
-    depends on later ones. The C-th largest score of an expert is found by its bits, a few at a time, so that devices
-    exchange counts and no scores; equal scores go to the first tokens.
+    Any number of experts may select a token; the result has E entries per token. It is not causal: the selection of a token
+    depends on later ones. The C-th largest score of an expert is determined bit by bit, two at a time, so that devices
+    all-reduce counts and not scores; of equal scores the first tokens win.
 
     Args:
       k: multiplies the capacity, as in the other routers.
@@ -231,7 +236,7 @@ def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) ->
     most = capacity_of(math.prod(tokens) // groups, experts, k, capacity)
     probability = jax.nn.softmax(logits, -1)
     grouped = lax.stop_gradient(jnp.where(which[..., None] & (logits > -jnp.inf), probability, -1.0))
-    # the order of floats that are not negative is that of their bits
+    # nonnegative floats have the same order as their bits
     bits = lax.bitcast_convert_type(jnp.maximum(grouped, 0.0), jnp.int32) + 1
     bits = jnp.where(grouped >= 0, bits, 0).reshape(*shape, experts)
     over = tuple(range(1, len(shape)))
@@ -353,7 +358,7 @@ def hash_router(ids: jax.Array, *, experts: int, k=1, capacity=None, groups=1, m
 
     Args:
       ids: int [*tokens], such as the vocabulary index.
-      experts: E. The k experts of an id lie E//k apart.
+      experts: E. The k experts of an id have numbers that differ by E//k.
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise MeshparError(f"hash: ids must be integers, got {ids.dtype}", fixes=["ids.astype(jnp.int32)"])
@@ -379,8 +384,8 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
     Args:
       outer: float [*tokens, O], logits of the groups.
       inner: float [*tokens, O, I], logits of the experts in each. Expert (o, i) is number o·I + i of E = O·I.
-      k: experts a token goes to in all, a multiple of ``outer_k``: k / outer_k in each of its groups.
-      outer_k: groups a token goes to. Weights are products of the two softmaxes over what was chosen.
+      k: experts per token in total, a multiple of ``outer_k``: k / outer_k in each of its groups.
+      outer_k: groups per token. A weight is the product of two softmaxes, each over the selected entries.
     """
     if outer_k < 1 or k % outer_k:
         raise MeshparError(f"two_level: outer_k={outer_k} does not divide k={k}", fixes=[f"outer_k that divides {k}"])

@@ -1,7 +1,6 @@
-"""What every router shares: the result, who comes first at an expert, capacity, and the losses.
+"""Functions that all routers share: the result, positions within an expert's capacity, drops, and the losses.
 
-All of it is a function of the tokens and the arguments. Places at an expert are counted over the tokens in their global
-order, so a mesh that splits the tokens changes neither capacity nor drops.
+Positions are counted over the tokens in their global order, so that a mesh that shards the tokens changes neither capacity nor drops.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ def capacity_of(group_size: int, experts: int, k: int, factor: float) -> int:
 
 
 def in_groups(tokens: Sequence[int], groups: int) -> tuple[int, ...]:
-    """The shape of the tokens with a first dim for the groups: consecutive tokens, all groups of one size.
+    """The shape of the tokens with a leading dim for the groups, which are consecutive tokens and have equal sizes.
 
-    Groups are whole numbers of rows, or whole parts of a row, so that no group straddles two.
+    A group is an integer number of rows, or a row is an integer number of groups.
 
     Raises:
-      MeshparError: the tokens cannot be cut so.
+      MeshparError: the tokens cannot be divided in this way.
     """
     total, left, shape = math.prod(tokens), groups, []
     if groups < 1 or total % groups:
@@ -174,7 +173,7 @@ def finish(
 
 
 def _mean(values: jax.Array, which: jax.Array) -> jax.Array:
-    """Mean over the tokens that count: [*tokens, …] → […]; 0 if there are none."""
+    """Mean over the selected tokens: [*tokens, …] → […]; 0 if no token is selected."""
     over = tuple(range(which.ndim))
     wide = which.reshape(*which.shape, *(1,) * (values.ndim - which.ndim))
     return jnp.where(wide, values, 0.0).sum(over) / jnp.maximum(which.sum(), 1)
@@ -183,13 +182,13 @@ def _mean(values: jax.Array, which: jax.Array) -> jax.Array:
 def balance_loss(probability: jax.Array, expert: jax.Array, which: jax.Array, *, by_row: bool = False) -> jax.Array:
     """E·Σ_i f_i·P_i: 1 when balanced (Switch Transformer, eq. 4–6; with k choices, f counts each as 1/k).
 
-    GShard's loss is this over E². With ``by_row`` it is that of each sequence, the last dim of the tokens, averaged over the
-    sequences (DeepSeek-V3, eq. 17–20).
+    GShard's loss is this divided by E². With ``by_row``, the mean of the losses of all sequences, the last dim of the tokens
+    (DeepSeek-V3, eq. 17–20).
 
     Args:
       probability: float32 [*tokens, E], summing to one over the experts.
       expert: int32 [*tokens, k], before drops.
-      which: bool [*tokens], the tokens that count.
+      which: bool [*tokens], the tokens to include.
     """
     experts, k = probability.shape[-1], expert.shape[-1]
     share = functools.reduce(jnp.add, [h.astype(jnp.float32) for h in one_hots(expert, experts)]) / k
