@@ -1,6 +1,7 @@
 """Functions that all routers share: the result, positions within an expert's capacity, drops, and the losses.
 
-Positions are counted over the tokens in their global order, so that a mesh that shards the tokens changes neither capacity nor drops.
+Positions are counted over the tokens in their global order, so that a mesh that shards the tokens changes neither capacity nor
+drops.
 """
 
 from __future__ import annotations
