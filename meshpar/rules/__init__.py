@@ -1,6 +1,6 @@
 """One entry per primitive: factor rule, local form and traits, in a module per family of primitives."""
 
-from . import (
+from . import (  # noqa: F401
     contract,
     control_flow,
     elementwise,
@@ -20,24 +20,6 @@ from . import (
 from .local import refusal, run_elementwise, run_local
 from .registry import PRIMITIVES, Primitive, having, primitive, separated
 from .rule import OpRule, no_rule
-
-del (
-    contract,
-    control_flow,
-    elementwise,
-    host,
-    index,
-    kernel,
-    linalg,
-    mapped,
-    random,
-    rearrange,
-    reduce,
-    scan_like,
-    shape,
-    sort,
-    window,
-)
 
 ELEMENTWISE = having(lambda p: p.elementwise)
 

@@ -14,30 +14,33 @@ from .halo import ShardWindow, dilate, fetch_window, sliding_window
 from .local import LocalOp, on_shards
 from .partial import CONTRACTS
 from .registry import SplitOp, always, register
-from .rule import Kind, NameLink, OpRule, exchange_kind, with_halo_sends
+from .rule import NameLink, OpRule, exchange_kind, with_halo_sends
 
 
 def dot_general(eqn, ins, outs) -> OpRule:
     """Batch and free dims pass through; the result is partial over contracted dims (k of ``[m, k] @ [k, n]``)."""
-    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lhs, rhs = ins
+    return _matmul_rule(lhs, rhs, eqn.params["dimension_numbers"])
+
+
+def _matmul_rule(lhs: Sequence[int], rhs: Sequence[int], numbers: Any, groups: Sequence[int] = ()) -> OpRule:
+    """The rule of a matmul; ``groups`` are dims of the right operand that need replication, and are not in the result."""
+    (lc, rc), (lb, rb) = numbers
     r = OpRule([], [])
-    left: dict[int, int] = {}
-    right: dict[int, int] = {}
-    for i, j in zip(lb, rb, strict=True):
-        left[i] = right[j] = r.factor(lhs[i])
-    for i in range(len(lhs)):
-        if i not in left and i not in lc:
-            left[i] = r.factor(lhs[i])
-    for j in range(len(rhs)):
-        if j not in right and j not in rc:
-            right[j] = r.factor(rhs[j])
+    left = {i: r.factor(lhs[i]) for i in lb}
+    right = dict(zip(rb, left.values(), strict=True))
+    left |= {i: r.factor(n) for i, n in enumerate(lhs) if i not in left and i not in lc}
+    free = {
+        j: r.factor(n, "need_replication" if j in groups else "pass_through")
+        for j, n in enumerate(rhs)
+        if j not in right and j not in rc
+    }
+    result = [*left.values(), *(f for j, f in free.items() if j not in groups)]
+    right |= free
     for i, j in zip(lc, rc, strict=True):
         left[i] = right[j] = r.factor(lhs[i], "sum")
-    r.ins = [tuple((left[i],) for i in range(len(lhs))), tuple((right[j],) for j in range(len(rhs)))]
-    free = [left[i] for i in range(len(lhs)) if i not in lb and i not in lc]
-    free += [right[j] for j in range(len(rhs)) if j not in rb and j not in rc]
-    r.outs = [tuple((f,) for f in [left[i] for i in lb] + free)]
+    r.ins = [tuple((factors[d],) for d in range(len(factors))) for factors in (left, right)]
+    r.outs = [tuple((f,) for f in result)]
     return r
 
 
@@ -73,40 +76,14 @@ def ragged_dot_general(eqn, ins, outs) -> OpRule:
     operand), the result is partial.
     """
     dn = eqn.params["ragged_dot_dimension_numbers"]
-    (lc, rc), (lb, rb) = dn.dot_dimension_numbers
-    lhs, rhs = ins[0], ins[1]
-    r = OpRule([], [])
-    left: dict[int, int] = {}
-    right: dict[int, int] = {}
-    rows_split = len(ins[2]) == 1 and not {*dn.lhs_ragged_dimensions} & {*lb}
-
-    def factor(i: int, kind: Kind = "pass_through") -> int:
-        return r.factor(lhs[i], "need_replication" if i in dn.lhs_ragged_dimensions and not rows_split else kind)
-
-    for i, j in zip(lb, rb, strict=True):
-        left[i] = right[j] = factor(i)
-    for i, j in zip(lc, rc, strict=True):
-        left[i] = right[j] = factor(i, "sum")
-    free = [left[i] for i in lb]
-    for i in range(len(lhs)):
-        if i not in left:
-            left[i] = factor(i)
-            free.append(left[i])
-    for j in range(len(rhs)):
-        if j in dn.rhs_group_dimensions:
-            right[j] = r.factor(rhs[j], "need_replication")
-        elif j not in right:
-            right[j] = r.factor(rhs[j])
-            free.append(right[j])
-    result = tuple((f,) for f in free)
-    if len(outs[0]) > len(result):  # a contracted or batch dim is ragged: one result per group
-        result = ((r.factor(outs[0][0], "need_replication"),), *result)
-    r.ins = [
-        tuple((left[i],) for i in range(len(lhs))),
-        tuple((right[j],) for j in range(len(rhs))),
-        *((),) * (len(ins) - 2),
-    ]
-    r.outs = [result]
+    r = _matmul_rule(ins[0], ins[1], dn.dot_dimension_numbers, dn.rhs_group_dimensions)
+    r.ins += [()] * (len(ins) - 2)
+    _, (batch, _) = dn.dot_dimension_numbers
+    if len(ins[2]) != 1 or {*dn.lhs_ragged_dimensions} & {*batch}:
+        for d in dn.lhs_ragged_dimensions:
+            r.kinds[r.ins[0][d][0]] = "need_replication"
+    if len(outs[0]) > len(r.outs[0]):  # a contracted or batch dim is ragged: one result per group
+        r.outs = [((r.factor(outs[0][0], "need_replication"),), *r.outs[0])]
     return r
 
 
@@ -232,6 +209,7 @@ def _local_conv(op: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
 
 
 def _convolution_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+    """The sizes of the matmul with the FLOPs of a convolution: (1, output positions, output features, kernel elements of each)."""
     p = eqn.params
     numbers = p["dimension_numbers"]
     window = math.prod(rhs) // max(1, rhs[numbers.rhs_spec[0]])

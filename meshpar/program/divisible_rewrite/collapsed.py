@@ -57,6 +57,7 @@ def _read_expanded(site: Site, k: int, groups: Groups) -> Any:
 
 
 def elementwise(site: Site) -> bool:
+    """The op on the source of a collapsed view, and on other operands reshaped to the same dims."""
     operands = [site.view(k) for k in range(len(site.op.ins)) if site.shape(k) == site.out_shape]
     view = next((v for v in operands if isinstance(v, CollapsedView)), None)
     if view is None or len(site.op.eqn.outvars) != 1 or site.has_extended_dtype():

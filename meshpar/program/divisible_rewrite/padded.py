@@ -13,6 +13,7 @@ from .views import CollapsedView, PaddedDim
 
 
 def elementwise(site: Site) -> bool:
+    """The op on padded operands; operands of another shape (scalars, dims of size 1) stretch to it."""
     if len(site.op.eqn.outvars) != 1 or site.has_extended_dtype():
         return False
     shape = site.out_shape
@@ -29,6 +30,7 @@ def elementwise(site: Site) -> bool:
 
 
 def transpose(site: Site) -> bool:
+    """A transpose of the padded operand."""
     dims, order = site.padded_dims(0), site.params["permutation"]
     if not dims:
         return False
@@ -37,6 +39,7 @@ def transpose(site: Site) -> bool:
 
 
 def broadcast_in_dim(site: Site) -> bool:
+    """A broadcast of the padded operand, if no padded dim is stretched."""
     dims, to, shape = site.padded_dims(0), site.params["broadcast_dimensions"], list(site.params["shape"])
     if not dims or len(site.op.ins) > 1 or any(dim.size != shape[to[d]] for d, dim in dims.items()):
         return False
@@ -62,6 +65,7 @@ def reshape(site: Site) -> bool:
 
 
 def reduce(site: Site) -> bool:
+    """A reduction of the padded operand; the padding of reduced dims is the identity of the reduction."""
     dims, axes = site.padded_dims(0), site.params["axes"]
     if not dims or site.has_extended_dtype():
         return False
@@ -73,6 +77,7 @@ def reduce(site: Site) -> bool:
 
 
 def dot_general(site: Site) -> bool:
+    """A matmul of padded operands; the padding of contracted dims is zero."""
     contract, batch = site.params["dimension_numbers"]
     dims: list[dict[int, PaddedDim]] = [site.padded_dims(0), site.padded_dims(1)]
     if not any(dims) or any(isinstance(site.view(k), CollapsedView) for k in (0, 1)):

@@ -47,6 +47,7 @@ def define_indexed(
 
 
 def slice_(site: Site) -> bool:
+    """A slice, with strides; dims that are not split are sliced before the view is made."""
     if site.is_literal(0):
         return False
     p, shape = site.params, site.shape(0)
@@ -60,6 +61,7 @@ def slice_(site: Site) -> bool:
 
 
 def split(site: Site) -> bool:
+    """One view per part; a split into one part is an identity."""
     if site.is_literal(0):
         return False
     if len(site.op.outs) == 1:
@@ -74,6 +76,7 @@ def split(site: Site) -> bool:
 
 
 def rev(site: Site) -> bool:
+    """A reversal of dims that are all split."""
     if site.is_literal(0):
         return False
     tables = {d: np.arange(site.shape(0)[d])[::-1] for d in site.params["dimensions"]}
