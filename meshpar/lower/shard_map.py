@@ -39,7 +39,7 @@ from ..plan.spec import replicated_spec, shard_count
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Order, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Value
 from ..rules import refusal, run_elementwise, run_local
-from ..rules.spmd import Grid, axis_index, cut, fine_names
+from ..rules.spmd import Grid, axis_index, fine_names, slice_to_spec
 from .collectives import follow, reduced
 from .constraints import constrain_local
 from .jit import is_constrained, lower_to_jit, sharding_of
@@ -168,7 +168,7 @@ class _Device:
 
     def constant(self, step: Constant) -> None:
         spec = step.result.spec
-        self.x[step.result] = cut(step.array, replicated_spec(len(spec)), spec, self.sizes)
+        self.x[step.result] = slice_to_spec(step.array, replicated_spec(len(spec)), spec, self.sizes)
 
     def reshard(self, step: Reshard) -> None:
         if step.ring is not None:

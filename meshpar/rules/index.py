@@ -154,7 +154,7 @@ def _local_gather(op: LocalOp, operand: Any, indices: Any) -> list[Any]:
         own = (own & local.valid) | (~local.valid & is_first)
     (out,) = op.run(
         operand, jnp.stack([columns[d] for d in dims.indexed], -1),
-        dimension_numbers=local.dims(dims, split, window_dims).dimension_numbers(op.eqn),
+        dimension_numbers=local.local_dims(dims, split, window_dims).dimension_numbers(op.eqn),
         slice_sizes=tuple(1 if d in split else n for d, n in enumerate(window)), indices_are_sorted=False,
         unique_indices=False,
     )  # fmt: skip
@@ -193,7 +193,7 @@ def _local_scatter(op: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
     window = [updates.shape[window_dims[d]] if d in window_dims else 1 for d in range(operand.ndim)]
     clamp = p["mode"] == lax.GatherScatterMode.CLIP
     local = _LocalWindows.of(op, operand, indices, split, dims.batch_dims(updates.ndim), window_dims, window, clamp)
-    local_dims = local.dims(dims, split, window_dims)
+    local_dims = local.local_dims(dims, split, window_dims)
     columns, write = dict(local.columns), local.own & local.valid
     if math.prod(write.shape) == 1:  # quirk MERGED_SLICES: no index may be beyond the operand, so write what is there
         index = jnp.stack([columns[d] for d in dims.indexed], -1)
@@ -310,8 +310,8 @@ class _LocalWindows:
             columns[d] = start
         return cls(batch_dims, positions, columns, own, valid)
 
-    def dims(self, dims: LookupDims, split: Sequence[int], window_dims: dict[int, int]) -> LookupDims:
-        """The dims of the local op, from those of the program's; the other arguments are those of :meth:`of`."""
+    def local_dims(self, dims: LookupDims, split: Sequence[int], window_dims: dict[int, int]) -> LookupDims:
+        """The dimension numbers of the local op, from those of the program's op; other arguments are as in :meth:`of`."""
         return LookupDims(
             tuple(sorted({*dims.collapsed, *split})),
             dims.indexed,

@@ -273,7 +273,13 @@ def concatenate(eqn, ins, outs) -> OpRule:
 def _part_factors(
     r: OpRule, eqn: Any, shape: Sequence[int], sizes: Sequence[int], axis: int
 ) -> tuple[tuple[Factors, ...], list[tuple[Factors, ...]]]:
-    """The factors of an array of a shape, and of each of the parts, of these sizes along ``axis``, that it is concatenated from."""
+    """(factors of an array, factors of each part), for an array that is the concatenation of parts along an axis.
+
+    Args:
+      r: the rule to which factors and links are added.
+      shape: of the array.
+      sizes: of the parts along ``axis``.
+    """
     kind = exchange_kind(eqn)
     factors = r.factors(shape, kind, (axis,))
     parts_factors: list[tuple[Factors, ...]] = []

@@ -161,7 +161,7 @@ def shape_in(shape: Sequence[int], have: Spec, need: Spec, sizes: Sizes) -> tupl
     return tuple(n * b // a for n, b, a in zip(shape, before, after, strict=True))
 
 
-def cut(x: Any, have: Spec, need: Spec, sizes: Sizes) -> Any:
+def slice_to_spec(x: Any, have: Spec, need: Spec, sizes: Sizes) -> Any:
     """The shard in spec ``need``, from that in spec ``have``: a slice, as ``need`` adds axes to dims as their minor ones."""
     for i, (a, b) in enumerate(zip(have, need, strict=True)):
         new = tuple(axis for axis in b[len(a) :] if sizes[axis] > 1)

@@ -36,7 +36,7 @@ def candidate_dims(program: Program) -> list[tuple[Value, int]]:
 
 
 def _merged_or_split(op: Op) -> list[tuple[Value, int]]:
-    """The dims of one factor that a reshape ``[a, b] → [a b]``, or back, has as the minor part of a dim: b."""
+    """(value, dim) for the minor dims that a reshape merges into a dim or splits from one: b of ``[a, b] → [a·b]``."""
     assert op.rule is not None
     operand, result = op.rule.ins[0], op.rule.outs[0]
     minor = {f for factors in (*operand, *result) for f in factors[1:]}
@@ -50,7 +50,7 @@ def _merged_or_split(op: Op) -> list[tuple[Value, int]]:
 
 
 def _resized(op: Op) -> list[tuple[Value, int]]:
-    """The dims, of operands and results of one rank, that differ in size; of a reversal, all of them."""
+    """(value, dim) for the dims that differ in size between operands and results of the same rank; for a reversal, for all dims."""
     arrays = [v for v in (op.ins[0], *op.outs) if v is not None]
     arrays += [v for v in op.ins[1:] if v is not None and len(v.shape) == len(op.outs[0].shape)]
     return [
@@ -62,7 +62,7 @@ def _resized(op: Op) -> list[tuple[Value, int]]:
 
 
 def _indexed(op: Op) -> list[tuple[Value, int]]:
-    """The dims of an array that a gather or scatter indexes, and the batch dims of the index vectors."""
+    """(value, dim) for the dims of an array that a gather or scatter indexes, and for the leading dims of the index vectors."""
     array, index = op.ins[0] if op.primitive.gather else op.outs[0], op.ins[1]
     dims = [(array, d) for d in LookupDims.of(op.eqn).indexed] if array is not None else []
     return dims + ([(index, d) for d in range(len(index.shape) - 1)] if index is not None else [])

@@ -1,4 +1,7 @@
-"""Reshapes that merge dims, and the ops that can be applied to the array before it is reshaped."""
+"""Rewrites of reshapes that merge dims, and of ops that can be applied before such a reshape.
+
+Each returns False if no operand is a collapsed view (for a reshape: if the result is not one either).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def reshape(site: Site) -> bool:
-    """A reshape of a collapsed view reshapes its source; one that merges dims whose shards are no blocks of it is a view."""
+    """Rewrite a reshape of a collapsed view, to one of its source, or one that merges dims, to a view.
+
+    It is a view only if shards of the merged dims are not blocks of the result.
+    """
     if site.is_literal(0) or len(site.op.ins) > 1 or site.transposes:
         return False
     view, shape = site.view(0), site.out_shape
@@ -57,7 +63,7 @@ def _read_expanded(site: Site, k: int, groups: Groups) -> Any:
 
 
 def elementwise(site: Site) -> bool:
-    """The op on the source of a collapsed view, and on other operands reshaped to the same dims."""
+    """Rewrite an elementwise op, to one on the view's source and on other operands that are reshaped to its dims."""
     operands = [site.view(k) for k in range(len(site.op.ins)) if site.shape(k) == site.out_shape]
     view = next((v for v in operands if isinstance(v, CollapsedView)), None)
     if view is None or len(site.op.eqn.outvars) != 1 or site.has_extended_dtype():
@@ -69,7 +75,7 @@ def elementwise(site: Site) -> bool:
 
 
 def reduce(site: Site) -> bool:
-    """A reduction of merged dims reduces the dims that they merge."""
+    """Rewrite a reduction, to one over the dims that the reduced dims merge."""
     view, axes = site.view(0), site.params["axes"]
     if not isinstance(view, CollapsedView):
         return False
@@ -78,7 +84,7 @@ def reduce(site: Site) -> bool:
 
 
 def dot_general(site: Site) -> bool:
-    """A matmul of a collapsed view contracts, and batches, over the dims that are merged."""
+    """Rewrite a matmul, to one with the dims that its contracted, batch and free dims merge."""
     views = [site.view(k) for k in (0, 1)]
     if not any(isinstance(v, CollapsedView) for v in views):
         return False

@@ -1,4 +1,4 @@
-"""Gathers and scatters: by constants along one dim, of one element per row, and with padded operands."""
+"""Rewrites of gathers and scatters: by constants along one dim, of one element per row, and with padded operands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .views import DimIndices, IndexedView, PaddedDim
 
 
 def own_rows(site: Site) -> bool:
-    """A lookup in which index k is in row k, ``x[arange(n), i]``: the rows become a batch dim, which may be split."""
+    """Rewrite a lookup of one element per row, ``x[arange(n), i]``: the rows become a batch dim, which may be split."""
     op, lookup = site.op, LookupDims.of(site.op.eqn)
     array, index = op.ins[:2]
     if array is None or index is None:
@@ -56,7 +56,7 @@ def own_rows(site: Site) -> bool:
 
 
 def constant_gather(site: Site) -> bool:
-    """A gather of full slices along one dim by constant indices, ``x[np.array([3, 1, 2])]``."""
+    """Rewrite a gather along one dim by constant indices, ``x[np.array([3, 1, 2])]``, to an indexed view."""
     p, dn = site.params, site.params["dimension_numbers"]
     if site.is_literal(0) or len(dn.start_index_map) != 1 or dn.operand_batching_dims:
         return False
@@ -72,7 +72,7 @@ def constant_gather(site: Site) -> bool:
 
 
 def constant_scatter_add(site: Site) -> bool:
-    """A scatter-add into zeros along one dim at distinct constant indices: the gradient of such a :func:`constant_gather`."""
+    """Rewrite a scatter-add into zeros at distinct constant indices along one dim (the gradient of such a gather) to a view."""
     p, dn = site.params, site.params["dimension_numbers"]
     if not is_zero(site.op.eqn.invars[0], site.op.ins[0]) or site.is_literal(2) or dn.operand_batching_dims:
         return False
@@ -97,7 +97,7 @@ def constant_scatter_add(site: Site) -> bool:
 
 
 def padded_lookup(site: Site) -> bool:
-    """A gather or scatter of operands that do not divide, padded along independent dims."""
+    """Rewrite a gather or scatter of views that do not divide, which are padded along independent dims."""
     op, last = site.op, len(site.shape(1)) - 1
     operands = [site.padded_dims(k) for k in range(len(op.ins))]
     if not any(operands):

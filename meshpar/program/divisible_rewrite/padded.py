@@ -1,4 +1,6 @@
-"""Ops on views whose dims do not divide: the operands are padded, and the result is a view without the padding.
+"""Rewrites of ops on views whose dims do not divide: the operands are padded, and the result is a view without the padding.
+
+Each returns False if no operand has to be padded, or if the op cannot be applied to the padded operands.
 
 Padding has any values, and is overwritten by the identity of the reduction where an op combines it with other elements.
 """
@@ -13,7 +15,7 @@ from .views import CollapsedView, PaddedDim
 
 
 def elementwise(site: Site) -> bool:
-    """The op on padded operands; operands of another shape (scalars, dims of size 1) stretch to it."""
+    """Rewrite an elementwise op; operands of another shape (scalars, dims of size 1) stretch to the padded shape."""
     if len(site.op.eqn.outvars) != 1 or site.has_extended_dtype():
         return False
     shape = site.out_shape
@@ -30,7 +32,7 @@ def elementwise(site: Site) -> bool:
 
 
 def transpose(site: Site) -> bool:
-    """A transpose of the padded operand."""
+    """Rewrite a transpose."""
     dims, order = site.padded_dims(0), site.params["permutation"]
     if not dims:
         return False
@@ -39,7 +41,7 @@ def transpose(site: Site) -> bool:
 
 
 def broadcast_in_dim(site: Site) -> bool:
-    """A broadcast of the padded operand, if no padded dim is stretched."""
+    """Rewrite a broadcast; False if it stretches a padded dim."""
     dims, to, shape = site.padded_dims(0), site.params["broadcast_dimensions"], list(site.params["shape"])
     if not dims or len(site.op.ins) > 1 or any(dim.size != shape[to[d]] for d, dim in dims.items()):
         return False
@@ -50,7 +52,7 @@ def broadcast_in_dim(site: Site) -> bool:
 
 
 def reshape(site: Site) -> bool:
-    """A reshape that only adds or removes dims of size 1."""
+    """Rewrite a reshape that only adds or removes dims of size 1; False for others."""
     dims = site.padded_dims(0)
     if not dims or len(site.op.ins) > 1 or site.transposes:
         return False
@@ -65,7 +67,7 @@ def reshape(site: Site) -> bool:
 
 
 def reduce(site: Site) -> bool:
-    """A reduction of the padded operand; the padding of reduced dims is the identity of the reduction."""
+    """Rewrite a reduction; the padding of reduced dims is set to the identity of the reduction."""
     dims, axes = site.padded_dims(0), site.params["axes"]
     if not dims or site.has_extended_dtype():
         return False
@@ -77,7 +79,7 @@ def reduce(site: Site) -> bool:
 
 
 def dot_general(site: Site) -> bool:
-    """A matmul of padded operands; the padding of contracted dims is zero."""
+    """Rewrite a matmul; the padding of contracted dims is set to zero. False for collapsed views."""
     contract, batch = site.params["dimension_numbers"]
     dims: list[dict[int, PaddedDim]] = [site.padded_dims(0), site.padded_dims(1)]
     if not any(dims) or any(isinstance(site.view(k), CollapsedView) for k in (0, 1)):

@@ -53,15 +53,15 @@ class JaxprRewriter:
         outer = self.eqns, self.removable
         self.eqns, self.removable = [], {}
         scope = Scope()
-        self.ops(frame, scope)
+        self.append_ops(frame, scope)
         outvars = [self.read(scope, v) for v in frame.jaxpr.outvars]
         eqns, removable = self.eqns, self.removable
         self.eqns, self.removable = outer
         live = _without_dead(eqns, removable, outvars)
         return frame.jaxpr.replace(eqns=live, outvars=outvars) if any(removable.get(id(e)) for e in live) else None
 
-    def ops(self, frame: Frame, scope: Scope, consts: Sequence[Any] = ()) -> None:
-        """Append the equations of a frame."""
+    def append_ops(self, frame: Frame, scope: Scope, consts: Sequence[Any] = ()) -> None:
+        """Append the rewritten equations of a frame to ``eqns``; ``consts`` are the constants of its jaxpr, if known."""
         for var, const in zip(frame.jaxpr.constvars, consts, strict=False):
             self.constants.known[frame.env[var]] = const
         for op in frame.ops:
@@ -97,14 +97,14 @@ class JaxprRewriter:
             self.removable[id(self.eqns[-1])] = True
 
     def inline(self, scope: Scope, op: Op, invars: Sequence[Any]) -> None:
-        """Append the equations of a call's body."""
+        """Append the rewritten equations of a call's body in place of the call."""
         (frame,), (consts,) = op.frames, body_consts(op.eqn)
         inner = Scope()
         for var, const in zip(frame.jaxpr.constvars, consts, strict=True):
             inner.atoms[var] = Literal(const, var.aval)
         for var, operand in zip(frame.jaxpr.invars, invars, strict=True):
             self.alias(inner, var, scope, operand)
-        self.ops(frame, inner, consts)
+        self.append_ops(frame, inner, consts)
         for var, result in zip(op.eqn.outvars, frame.jaxpr.outvars, strict=True):
             self.alias(scope, var, inner, result)
 
@@ -313,7 +313,7 @@ class Site:
         """For result k, a function that returns its atom in a copy of the op's equation, which is appended at the first call."""
         outvars: list[Any] = []
 
-        def of(k: int) -> Callable[[], Any]:
+        def copy_of(k: int) -> Callable[[], Any]:
             def copy() -> Any:
                 if not outvars:
                     outvars.extend(self.rewriter.copy_eqn(self.scope, self.op))
@@ -322,11 +322,11 @@ class Site:
 
             return copy
 
-        return of
+        return copy_of
 
 
 Rewrite = Callable[[Site], bool]
-"""Defines the results of an op, and returns True; or leaves the op to the next rewrite, and returns False."""
+"""Represents the results of an op by views or atoms, and returns True; or returns False, so that the next rewrite is tried."""
 
 
 def rearranged(x: Any, tables: Mapping[int, np.ndarray]) -> Any:

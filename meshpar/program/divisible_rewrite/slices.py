@@ -1,4 +1,7 @@
-"""Slices, splits, reversals, zero padding, concatenations, and sums of disjoint parts, as indexed views of their operands."""
+"""Rewrites of slices, splits, reversals, zero padding, concatenations and sums of disjoint parts to indexed views.
+
+Each returns False if the dims that the op changes are not split.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def define_indexed(
     site: Site, k: int, tables: Mapping[int, np.ndarray], copy: Callable[[], Any],
     apply_unmapped: Callable[[Any, set[int]], Any] | None = None, composed: bool = False,
 ) -> bool:  # fmt: skip
-    """Represent result k by elements of operand 0, if some dim that the op changes is split.
+    """Represent result k by an indexed view of operand 0; False if no dim that the op changes is split.
 
     Args:
       tables: for every dim that the op changes, the indices of its elements in the operand.
@@ -47,7 +50,7 @@ def define_indexed(
 
 
 def slice_(site: Site) -> bool:
-    """A slice, with strides; dims that are not split are sliced before the view is made."""
+    """Rewrite a slice; dims that are not split are sliced before the view is made."""
     if site.is_literal(0):
         return False
     p, shape = site.params, site.shape(0)
@@ -61,7 +64,7 @@ def slice_(site: Site) -> bool:
 
 
 def split(site: Site) -> bool:
-    """One view per part; a split into one part is an identity."""
+    """Rewrite a split to one view per part; a split into one part is an identity."""
     if site.is_literal(0):
         return False
     if len(site.op.outs) == 1:
@@ -76,7 +79,7 @@ def split(site: Site) -> bool:
 
 
 def rev(site: Site) -> bool:
-    """A reversal of dims that are all split."""
+    """Rewrite a reversal; False unless all reversed dims are split."""
     if site.is_literal(0):
         return False
     tables = {d: np.arange(site.shape(0)[d])[::-1] for d in site.params["dimensions"]}
@@ -84,7 +87,7 @@ def rev(site: Site) -> bool:
 
 
 def pad(site: Site) -> bool:
-    """Padding with a literal zero."""
+    """Rewrite padding with a literal zero; False for other padding, and unless all padded dims are split."""
     if site.is_literal(0) or not is_zero(site.op.eqn.invars[1], site.op.ins[1]):
         return False
     tables = {}
@@ -99,7 +102,7 @@ def pad(site: Site) -> bool:
 
 
 def concatenate(site: Site) -> bool:
-    """Parts of one array and zeros, as a view of that array; parts of several arrays, as :func:`_selected`."""
+    """Rewrite a concatenation of parts of one array and zeros to a view of that array; of several arrays, by :func:`_selected`."""
     d = site.params["dimension"]
     parts: list[IndexedView | int] = []  # an integer: as many zeros
     for k, (atom, value) in enumerate(zip(site.op.eqn.invars, site.op.ins, strict=True)):
@@ -127,7 +130,7 @@ def _indexed_along(site: Site, k: int, d: int, value: Value | None) -> IndexedVi
 
 
 def _selected(site: Site, d: int, views: Sequence[IndexedView]) -> bool:
-    """Concatenate parts of several arrays: move each to its position in an array of the result's size, and select between these."""
+    """Rewrite a concatenation of parts of several arrays: move each to its position in an array of full size, and select."""
     shards = max((v.indices[d].shards for v in views if d in v.indices), default=1)
     too_many = len(views) > MAX_CONCATENATED
     if shards == 1 or too_many or any(v.indices.keys() - {d} for v in views) or site.has_extended_dtype():
@@ -150,7 +153,7 @@ def _selected(site: Site, d: int, views: Sequence[IndexedView]) -> bool:
 
 
 def disjoint_sum(site: Site) -> bool:
-    """The sum of two views of one array, of which one is zero wherever the other is not: the gradient of a concatenation."""
+    """Rewrite a sum of two views of one array, one of which is zero wherever the other is not (the gradient of a concatenation)."""
     a, b = site.view(0), site.view(1)
     if (
         not (isinstance(a, IndexedView) and isinstance(b, IndexedView))
